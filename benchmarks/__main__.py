@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.results import FOLDER, load
-from benchmarks.tables import short_table
+from benchmarks.tables.rows import Runs
 
 GPU_PARTS = {
     "training_step.tiny": 60,
@@ -74,11 +74,21 @@ def main() -> int:
         print(f"== {name} {how} after {time.perf_counter() - started:.0f} s", flush=True)
     for name in dict.fromkeys(part.split(".")[0] for part in chosen):
         print(f"\n{name}")
-        for line in short_table(load(name, args.out)):
+        for line in _short_table(load(name, args.out)):
             print(f"  {line}")
     if failed:
         print(f"\nfailed: {', '.join(failed)}")
     return bool(failed)
+
+
+def _short_table(runs: Runs) -> list[str]:
+    """Write the rows of any file as lines, leaving out what is long."""
+    lines = []
+    for run in runs:
+        for row in run["rows"]:
+            shown = {key: value for key, value in row.items() if not isinstance(value, list | dict)}
+            lines.append(", ".join(f"{key} {value}" for key, value in shown.items()))
+    return lines
 
 
 if __name__ == "__main__":

@@ -22,7 +22,14 @@ from arbcli.train.trainer import Trainer
 from benchmarks import results
 from benchmarks.training_step import empty
 
-PEER = {"preset": "tiny", "dim": 288, "heads": 6, "layers": 6, "ffn": 736, "ctx": 256}
+PEER: dict[str, Any] = {
+    "preset": "tiny",
+    "dim": 288,
+    "heads": 6,
+    "layers": 6,
+    "ffn": 736,
+    "ctx": 256,
+}
 """A dense model of 5.96 million weights."""
 CAPTURED = 8
 """Steps after which one is captured for certain."""

@@ -229,19 +229,19 @@ class Compressed(nn.Module):
         by_flex = self.mask is not None
         near, total = self.by_flex(q, recent, entries) if by_flex else self.near(q, recent)
         total = total + self.sink.exp()
-        divergence, far = None, 0
+        divergence = None
         if self.indexer is None and not by_flex:
             far, more = self.to_all(q, entries)
-            total = total + more
+            near, total = near + far, total + more
         elif self.indexer is not None:
             found = self.indexer(x, still)
             chosen, exists = self.indexer.select(*found)
             far, more, weights = self.to_chosen(q, gathered(entries, chosen), exists)
-            total = total + more
+            near, total = near + far, total + more
             with torch.no_grad():
                 shares = (weights / self.in_groups(total, torch.inf)[..., None]).sum(2)
             divergence = self.indexer.divergence(found, chosen, exists, shares)
-        y = ((near + far) / total[..., None]).to(x.dtype)
+        y = (near / total[..., None]).to(x.dtype)
         back = of_heads[0], -of_heads[1]
         return self.out(turn(y, back).flatten(2)), divergence
 
@@ -380,10 +380,17 @@ class Block(nn.Module):
 
     def __init__(self, config: BlockConfig, dim: int, length: int) -> None:
         super().__init__()
-        compressed = isinstance(config.mixer, CompressedAttentionConfig)
-        self.mixer = (Compressed if compressed else Attention)(config.mixer, dim, length)
-        mixes = isinstance(config.channel, ExpertsConfig)
-        self.channel = (Experts if mixes else MLP)(config.channel, dim)
+        mixer, channel = config.parts
+        if isinstance(mixer, CompressedAttentionConfig):
+            self.mixer: nn.Module = Compressed(mixer, dim, length)
+        else:
+            assert isinstance(mixer, AttentionConfig)
+            self.mixer = Attention(mixer, dim, length)
+        if isinstance(channel, ExpertsConfig):
+            self.channel: nn.Module = Experts(channel, dim)
+        else:
+            assert isinstance(channel, MLPConfig)
+            self.channel = MLP(channel, dim)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Add both branches to the stream; also return the divergence of an indexer."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from arbcli.config.parts.attention import AttentionConfig
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.presets import preset
 from arbcli.train.trainer import EAGER_STEPS
 
@@ -124,7 +126,8 @@ class BareStep:
             for shape, weights in self.by_shape.items()
         }
         self.step_by_muon: Callable = torch.compile(step_by_muon, dynamic=False)
-        self.stream, self.graph = torch.cuda.Stream(), None
+        self.stream = torch.cuda.Stream()
+        self.graph: torch.cuda.CUDAGraph | None = None
         self.step = 0
 
     @property
@@ -143,8 +146,8 @@ class BareStep:
         if self.graph is None and self.step == EAGER_STEPS:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            self.graph = graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
                 self._compute()
         self.step += 1
         if self.graph is not None:
@@ -181,6 +184,8 @@ class BareTwin(BareStep):
         config = preset(name)
         (blocks,) = config.stages[0].lists
         mixer, channel = blocks[0].parts
+        assert isinstance(mixer, AttentionConfig)
+        assert isinstance(channel, MLPConfig)
         with torch.device("cuda"):
             model = Model(config.dim, len(blocks), mixer.heads, channel.width, ctx)
             ids = torch.randint(256, (batch, ctx))

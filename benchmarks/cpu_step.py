@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 from benchmarks import results
 
@@ -72,6 +73,8 @@ def ask(process: subprocess.Popen) -> tuple[tuple[float, float], int, str]:
 
     The milliseconds are those of the clock and of the processor.
     """
+    assert process.stdin is not None
+    assert process.stdout is not None
     process.stdin.write("\n")
     process.stdin.flush()
     clock, processor, size, compute = process.stdout.readline().split()
@@ -92,12 +95,12 @@ def main() -> None:
     kinds = [kind for kind in KINDS if compiler or not kind.endswith("compiled")]
     processes = {kind: start(kind, args.compute) for kind in kinds}
     times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
-    rows = []
+    rows: list[dict[str, Any]] = []
     try:
         for _ in range(1 + ROUNDS):  # the first warms up
             for kind, process in processes.items():
-                milliseconds, size, compute = ask(process)
-                times[kind].append(milliseconds)
+                both, size, compute = ask(process)
+                times[kind].append(both)
     finally:
         for process in processes.values():
             process.kill()

@@ -19,9 +19,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from benchmarks import results
+
+if TYPE_CHECKING:
+    from arbcli.model.language_model import LanguageModel
 
 LENGTH, PROMPT = 128, 200
 """Bytes that are made after one byte, and bytes of a prompt."""
@@ -31,7 +34,7 @@ TASKS = {"text": LENGTH, "prompt": PROMPT}
 """Tasks that are timed, and their bytes."""
 
 
-def build(preset: str, digits: str, compute: str):
+def build(preset: str, digits: str, compute: str) -> "LanguageModel":
     """Make a model of random weights."""
     import torch
 
@@ -49,12 +52,14 @@ def build(preset: str, digits: str, compute: str):
 
 def export(preset: str, digits: str, path: Path) -> str:
     """Write such a model for llama.cpp; returns the type of its matrices."""
+    from arbcli.checkpoint import Checkpoint
     from arbcli.export.gguf import write_model
+    from arbcli.infer.load import Weights
 
-    source = SimpleNamespace(step=0, data={})
-    weights = SimpleNamespace(
-        model=build(preset, digits, "fp32"), checkpoint=source, path=path, origin="random weights"
+    about = Checkpoint(
+        step=0, config={}, counters={}, data={"origin": "random weights"}, tensors={}
     )
+    weights = Weights(build(preset, digits, "fp32"), about, path, "fp32")
     return write_model(path, weights, preset, None).name
 
 
@@ -112,6 +117,7 @@ def start(*words: str) -> subprocess.Popen:
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
+    assert process.stdout is not None
     if process.stdout.readline() != "\n":
         raise RuntimeError(f"{' '.join(command)} ended with {process.wait()}")
     return process
@@ -119,6 +125,8 @@ def start(*words: str) -> subprocess.Popen:
 
 def ask(process: subprocess.Popen, task: str) -> tuple[float, float]:
     """Run a task in a process; return bytes per second, and per second of the processor."""
+    assert process.stdin is not None
+    assert process.stdout is not None
     process.stdin.write(f"{task}\n")
     process.stdin.flush()
     clock, processor = map(float, process.stdout.readline().split())
@@ -133,7 +141,9 @@ def measure(preset: str, digits: str, args: argparse.Namespace, folder: Path) ->
         "arb": start("arb", threads, preset, digits, args.compute),
         "llama.cpp": start("llama", threads, str(path)),
     }
-    found = {(task, name): [] for task in TASKS for name in processes}
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {
+        (task, name): [] for task in TASKS for name in processes
+    }
     try:
         for _ in range(1 + args.rounds):  # the first warms up
             for task in TASKS:

@@ -10,8 +10,10 @@ block. `text` generates from a cache in eight bits. `small` trains `arb-deep-sma
 bits of queries and keys, and of queries alone.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 from unittest import mock
 
 import torch
@@ -44,7 +46,7 @@ ENTRIES, CHOSEN, HEADS, WIDTH = (1024, 8192), 128, 4, 32
 PARTS = ("train", "cosines", "causality", "text", "small", "indexer")
 
 
-def trainer_of(preset: str, *, steps: int, **given) -> Trainer:
+def trainer_of(preset: str, *, steps: int, **given: Any) -> Trainer:
     """Make a trainer on the novels, or on the text that there is."""
     config = new_config(preset=preset, steps=steps, data=[str(text())], **given)
     texts = open_texts(config.data, None, seed=0, context=config.model.ctx)
@@ -78,7 +80,7 @@ def cosines(model: LanguageModel, prompt_bytes: int) -> dict:
     """Compare the attention of every block for one byte with float64 on the same cache."""
     found: list[float] = []
 
-    def compared(q: Tensor, *rest) -> Tensor:
+    def compared(q: Tensor, *rest: Any) -> Tensor:
         copies = [part.clone() if isinstance(part, Tensor) else part for part in rest]
         wanted, _ = decode_compressed_reference(q, *copies)
         got = decode_compressed(q, *rest)
@@ -102,10 +104,14 @@ def causality(trainer: Trainer) -> dict:
     return {
         "acausal_predictions": report.acausal_logits,
         "acausal_positions_by_layer": list(report.acausal_layers),
-        "residual_rms": [round(value, 4) for value in last.residual_rms],
-        "residual_growth": round(last.residual_growth, 4),
+        "residual_rms": [_rounded(value) for value in last.residual_rms],
+        "residual_growth": _rounded(last.residual_growth),
         "verdicts": [verdict.name for verdict in report.verdicts],
     }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
 
 
 def generate(model: LanguageModel, kv: str | None) -> dict:
@@ -115,7 +121,7 @@ def generate(model: LanguageModel, kv: str | None) -> dict:
         decoder = Decoder(model, len(prompt) + LENGTH, Sampling(seed=0))
         decoder.read(prompt)
         begun = time.perf_counter()
-        made = b"".join(decoder.stream(LENGTH))
+        made = bytes(itertools.chain.from_iterable(decoder.stream(LENGTH)))
         seconds = time.perf_counter() - begun
     return {
         "cache_bytes": decoder.cache.nbytes,

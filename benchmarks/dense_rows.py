@@ -7,6 +7,9 @@ it ends. `read_dense` makes our own decoder multiply with it, so that the peer h
 our choice of bytes and our graph, and differs by the bytes of its weights alone.
 """
 
+from collections.abc import Callable
+from typing import no_type_check
+
 import torch
 from torch import Tensor
 
@@ -21,6 +24,7 @@ ROWS, MOST_COLUMNS, WARPS = (8, 4), 2048, 4
 
 
 @triton.jit(do_not_specialize=["N"])
+@no_type_check
 def _dense_row_kernel(
     x_ptr, weight_ptr, added_ptr, y_ptr,
     N, K, eps,
@@ -63,7 +67,9 @@ def _dense_row_kernel(
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
 
 
-def dense_row(x: Tensor, weight: Tensor, gated: bool, normalise: bool, added: Tensor | None):
+def dense_row(
+    x: Tensor, weight: Tensor, gated: bool, normalise: bool, added: Tensor | None
+) -> Tensor:
     """Multiply a row by a matrix.
 
     Args:
@@ -99,13 +105,21 @@ def read_dense(model: LanguageModel) -> int:
         if isinstance(layer, TernaryLinear):
             weight = layer.weight.weight(torch.bfloat16)
             read += weight.nbytes
-            layer.fused, layer.averages = _fused_with(weight), False
+            layer.averages = False
+            vars(layer)["fused"] = _fused_with(weight)  # in place of the method
     torch.cuda.synchronize()
     return read
 
 
-def _fused_with(weight: Tensor):
-    def fused(x, *, normalise, gated=False, added=None, early=True):
+def _fused_with(weight: Tensor) -> Callable[..., Tensor]:
+    def fused(
+        x: Tensor,
+        *,
+        normalise: bool,
+        gated: bool = False,
+        added: Tensor | None = None,
+        early: bool = True,
+    ) -> Tensor:
         y = dense_row(x.flatten(), weight, gated, normalise, added)
         return y.view(*x.shape[:-1], -1)
 

@@ -26,6 +26,7 @@ from arbcli.export.run import export
 from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.load import load_model
 from arbcli.model.language_model import LanguageModel
+from arbcli.model.packed import TernaryTensor
 from arbcli.run_files import CONFIG
 from arbcli.train.directory import open_texts_again
 from arbcli.verify.reference import reference_model
@@ -111,7 +112,11 @@ def predicted(model: LanguageModel, text: bytes) -> Tensor:
 
 def in_float64(model: LanguageModel, text: bytes) -> Tensor:
     """Compute the same by the reference."""
-    weights = {name: reference_weight(tensor) for name, tensor in model.weights().items()}
+    weights = {
+        name: reference_weight(tensor)
+        for name, tensor in model.weights().items()
+        if isinstance(tensor, TernaryTensor)
+    }
     logits, _ = reference_model(weights, model.config, ids(text))
     return logits.log_softmax(-1)[0, [n - 1 for n in LENGTHS]]
 

@@ -68,11 +68,11 @@ def build(family: str, kind: str) -> Trainer | BareStep:
     (batch, model), options = FAMILIES[family], KINDS[kind]
     if ", bare" in kind:
         sizes = {key: value for key, value in model.items() if key != "preset"}
-        config = preset(model["preset"], weights="float", sub_norms=False, **sizes)
+        bare_config = preset(model["preset"], weights="float", sub_norms=False, **sizes)
         flex = mock.patch.object(Compressed, "flex", kind.endswith("flex"))
         with torch.device("cuda"), flex:
-            bare = FamilyModel(config)
-            ids = torch.randint(256, (batch, config.ctx))
+            bare = FamilyModel(bare_config)
+            ids = torch.randint(256, (batch, bare_config.ctx))
         return BareStep(bare, ids, bare.matrices if kind.startswith("Muon") else ())
     given = model | options
     config = new_config(batch=batch, steps=10_000, device="cuda", data=[str(text())], **given)

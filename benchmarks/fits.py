@@ -68,7 +68,8 @@ def fit(rows: Sequence[dict[str, Any]]) -> Fit | None:
     found = (_search(weights[kept], read[kept], loss[kept]) for kept in others)
     parts = np.array([np.where(determined, part, np.nan) for part, determined in found])
     spread = ((parts - parts.mean(0)) ** 2).sum(0) * (count - 1) / count
-    ratios = law.loss(weights * UNIT, read * UNIT) / loss - 1
+    points = zip(weights * UNIT, read * UNIT, strict=True)
+    ratios = np.array([law.loss(*point) for point in points]) / loss - 1
     return Fit(law, Law(*np.sqrt(spread)), float(np.sqrt((ratios**2).mean())), count)
 
 

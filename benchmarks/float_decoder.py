@@ -7,13 +7,15 @@ ends. Heads of queries and keys have unit root-mean-square, so scores are bounde
 head's width, and a softmax needs no maximum.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from arbcli.imports.dense import shape_of
+from arbcli.imports.dense import Shape, shape_of
 from arbcli.infer.generation import Sampling
 from arbcli.kernels.output.choose_byte import choose_byte_
 from arbcli.kernels.update.random_bits import stream_keys
@@ -22,7 +24,7 @@ from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table
 
 WARM_UP_STEPS = 3
-MODES = {
+MODES: dict[str, dict[str, str | int | bool | Callable[..., Any]] | None] = {
     "tuned": {"coordinate_descent_tuning": True},
     "default": {},
     "cuBLAS": None,
@@ -31,6 +33,36 @@ MODES = {
 
 Which is the fastest depends on the GPU and torch's version, so a benchmark tries them.
 """
+
+
+def dense_shape(model: LanguageModel) -> Shape:
+    """Return the shape of a model of dense blocks.
+
+    Raises:
+        ValueError: the model has another architecture.
+    """
+    shape = shape_of(model.config)
+    if shape is None:
+        raise ValueError("not a model of dense blocks")
+    return shape
+
+
+def dense_weights(
+    model: LanguageModel, dtype: torch.dtype
+) -> tuple[list[list[Tensor]], Tensor, Tensor]:
+    """Return the matrices of a model of dense blocks in a dtype.
+
+    Returns:
+        Those of each block: of queries, keys and values; of attention's output; of gate and up; of
+        the MLP's output. Then the embedding and the head.
+    """
+    weights = {name: part.weight(dtype).detach() for name, part in model.weights().items()}
+    parts = ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.output")
+    blocks = [
+        [weights[f"blocks.{index}.{part}.weight"] for part in parts]
+        for index in range(dense_shape(model).layers)
+    ]
+    return blocks, weights["embedding.weight"], weights["head.weight"]
 
 
 def multiply(x: Tensor, weight: Tensor, *, normalise: bool, cublas: bool) -> Tensor:
@@ -146,16 +178,8 @@ class FloatDecoder:
         dtype: torch.dtype = torch.bfloat16,
         mode: str | None = None,
     ) -> None:
-        config, device = shape_of(model.config), model.device
-
-        def matrix(part: nn.Module) -> Tensor:
-            return part.weight.weight(dtype).detach()
-
-        self.layers = [
-            [matrix(p) for p in (b.attention.qkv, b.attention.output, b.mlp.gate_up, b.mlp.output)]
-            for b in model.blocks
-        ]
-        self.embedding, self.head = matrix(model.embedding), matrix(model.head)
+        config, device = dense_shape(model), model.device
+        self.layers, self.embedding, self.head = dense_weights(model, dtype)
         self.sampling, self.length = sampling or Sampling(), 0
         self.window = min(config.ctx, positions)
         ring = (config.heads, self.window, config.head_width)
@@ -170,12 +194,13 @@ class FloatDecoder:
         seed = torch.tensor(self.sampling.seed, dtype=torch.int32, device=device)
         self._key = stream_keys(seed, torch.zeros_like(seed), 1, 1)[0, 0]
         cublas = mode == "cuBLAS"
-        self._step_block = partial(step_block, sub_norms=config.sub_norms, cublas=cublas)
-        self._logits = partial(choose_logits, cublas=cublas)
+        self._step_block: Callable[..., Tensor] = partial(
+            step_block, sub_norms=config.sub_norms, cublas=cublas
+        )
+        self._logits: Callable[..., Tensor] = partial(choose_logits, cublas=cublas)
         if mode is not None:
-            how = {"dynamic": False, "fullgraph": True, "options": MODES[mode]}
-            self._step_block = torch.compile(self._step_block, **how)
-            self._logits = torch.compile(self._logits, **how)
+            compiled = partial(torch.compile, dynamic=False, fullgraph=True, options=MODES[mode])
+            self._step_block, self._logits = compiled(self._step_block), compiled(self._logits)
         self._graph: torch.cuda.CUDAGraph | None = None
 
     @property

@@ -4,7 +4,6 @@ Blocks are compiled, and may be computed again in the backward. Losses are compu
 a time, and products are bf16. `float_steps` has the optimizers of bf16 weights.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,22 +58,25 @@ class FloatQwen(nn.Module):
             weight = torch.empty(size, dtype=dtype, device=device)
             return nn.Parameter(weight.fill_(1) if len(size) == 1 else weight.normal_(0, 0.02))
 
-        self.blocks = nn.ModuleList(
+        self.matrices = [
             nn.ParameterDict({name: drawn(size) for name, size in sizes.items()})
             for _ in range(shape.layers)
-        )
+        ]
+        """Weights of each block by name, also of its norms."""
+        self.blocks = nn.ModuleList(self.matrices)
         self.embedding = drawn((shape.vocabulary, shape.dim))
         self.norm = drawn((shape.dim,))
         self.head = self.embedding if shape.tied else drawn((shape.vocabulary, shape.dim))
-        self.adapters: Sequence[dict[str, dict[str, Tensor]]] = [{}] * shape.layers
+        self.factors = [nn.ParameterDict() for _ in range(shape.layers)]
         """Factors `a` and `b` of each block, by the name of the matrix to which 2 b a is added."""
+        self.adapters = nn.ModuleList(self.factors)
         self._block = torch.compile(_block, dynamic=False)
 
     def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Compute the mean cross-entropy, in nats a token, of (B, T) int64."""
         turned = _turns(ids.shape[1], self.shape.head_width, ids.device)
         x = functional.embedding(ids, self.embedding).to(torch.bfloat16)
-        for block, adapters in zip(self.blocks, self.adapters, strict=True):
+        for block, adapters in zip(self.matrices, self.factors, strict=True):
             weights = [block[name] for name in ORDER]
             weights += [pair[part] for pair in adapters.values() for part in "ab"]
             given = (x, *turned, self.shape.head_width, tuple(adapters.keys()), *weights)

@@ -5,19 +5,21 @@ Weights are bf16 and multiplied by cuBLAS, everything between two products is on
 position, which is the easiest case.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.imports.dense import shape_of
 from arbcli.infer.generation import Sampling
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table
+from benchmarks.float_decoder import dense_shape, dense_weights
 
 WARM_UP_STEPS = 3
 MODES = ("compiled attention", "torch's attention")
@@ -101,17 +103,8 @@ class BatchFloatDecoder:
         mode: str = MODES[0],
         compiled: bool = True,
     ) -> None:
-        config, device = shape_of(model.config), model.device
-        self.layers = [
-            [
-                part.weight.weight(dtype).detach()
-                for part in (b.attention.qkv, b.attention.output, b.mlp.gate_up, b.mlp.output)
-            ]
-            for b in model.blocks
-        ]
-        self.embedding, self.head = (
-            part.weight.weight(dtype).detach() for part in (model.embedding, model.head)
-        )
+        config, device = dense_shape(model), model.device
+        self.layers, self.embedding, self.head = dense_weights(model, dtype)
         ring = (2, texts, config.heads, min(config.ctx, positions), config.head_width)
         self.rings = [torch.zeros(ring, dtype=dtype, device=device) for _ in self.layers]
         self.position = torch.zeros((), dtype=torch.int32, device=device)
@@ -119,14 +112,17 @@ class BatchFloatDecoder:
         self.table = cos[:, None], torch.stack([-sin, sin], dim=1)
         self.byte = torch.full((texts, 1), 10, dtype=torch.int64, device=device)
         self.text = torch.zeros(texts, positions, dtype=torch.uint8, device=device)
-        how, integers = Sampling(), {"dtype": torch.int32, "device": device}
+        how = Sampling()
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         keys = stream_keys(torch.zeros((), **integers), torch.zeros((), **integers), texts, 1)
         self.how = (
             keys[:, 0].contiguous(), torch.full((texts,), how.temperature, device=device),
             torch.full((texts,), how.top_k, **integers),
             torch.full((texts,), how.top_p, device=device),
         )  # fmt: skip
-        self._step_block = partial(step_block, sub_norms=config.sub_norms, mode=mode)
+        self._step_block: Callable[..., Tensor] = partial(
+            step_block, sub_norms=config.sub_norms, mode=mode
+        )
         if compiled:
             self._step_block = torch.compile(self._step_block, dynamic=False, fullgraph=True)
         self._graph: torch.cuda.CUDAGraph | None = None

@@ -166,7 +166,7 @@ class BlockAdam(FloatSteps):
 
     def __init__(self, model: FloatQwen, lr: float) -> None:
         super().__init__(model, lr)
-        self.blocks = [list(block.parameters()) for block in model.blocks]
+        self.blocks: list[list[Tensor]] = [[*block.parameters()] for block in model.blocks]
         head = [] if model.shape.tied else [model.head]
         self.blocks += [[model.embedding], [model.norm, *head]]
         self.order: list[list[Tensor]] = []
@@ -224,12 +224,9 @@ class Adapters(FloatSteps):
     def __init__(self, model: FloatQwen, lr: float, rank: int, names: tuple[str, ...]) -> None:
         super().__init__(model, lr)
         model.requires_grad_(False)
-        model.adapters = nn.ModuleList(
-            nn.ParameterDict(
-                {name: nn.ParameterDict(_adapter(block[name], rank)) for name in names}
-            )
-            for block in model.blocks
-        )
+        for matrices, factors in zip(model.matrices, model.factors, strict=True):
+            for name in names:
+                factors[name] = nn.ParameterDict(_adapter(matrices[name], rank))
         learnt = list(model.adapters.parameters())
         on_gpu = self.lr.is_cuda
         self.adam = torch.optim.AdamW(

@@ -14,6 +14,7 @@ import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from benchmarks import results
 from benchmarks.scaling import CTX, KINDS, LARGE_SHAPES, SHAPES, WINDOWS, options_of
 from benchmarks.training_step import empty, run_steps
 
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
     "recomputed": {"recompute": True},
     "a quarter": {"batch": WINDOWS // 4, "accum": 4},

@@ -19,6 +19,7 @@ import torch
 from arbcli.config.presets import preset
 from arbcli.device import deterministic
 from arbcli.infer.generation import Decoder
+from arbcli.model.baselines import FloatWeight
 from arbcli.model.language_model import LanguageModel
 from arbcli.verify.timing import Stopwatch, measure_roofline
 from benchmarks import results
@@ -42,6 +43,7 @@ def build(name: str, weights: str) -> LanguageModel:
     else:  # its own way draws on the CPU, for long
         with torch.no_grad():
             for weight in model.weights().values():
+                assert isinstance(weight, FloatWeight)
                 weight.latent.normal_(0, weight.std)
     return model
 

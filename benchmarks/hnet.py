@@ -58,7 +58,7 @@ def measure(preset: str, ctx: int, batch: int, options: dict) -> dict:
             "gauges": trainer.model.gauges(),
         }
         outer = trainer.model.config.outer
-        if outer and outer[0].chunking.boundaries == "learned":
+        if outer and outer[0].chunking and outer[0].chunking.boundaries == "learned":
             run_steps(trainer, TRAINED)
         made, rates = time_generation(trainer.model, ctx)
         row["generated_bytes_per_second"] = round(statistics.median(rates), 1)
@@ -78,7 +78,7 @@ def time_generation(model: LanguageModel, ctx: int) -> tuple[bytes, list[float]]
 
             def more(length: int, decoder: Decoder = decoder, made: bytearray = made) -> None:
                 for part in decoder.stream(length):
-                    made += part
+                    made.extend(part)
 
             decoder.read(bytes(made))
             more(WARM_UP_BYTES)
@@ -94,7 +94,9 @@ def main() -> None:
     args = parser.parse_args()
     for preset in args.presets or PEERS:
         peer, ctx, batch = PEERS[preset]
-        kinds = {"dense": (peer, {})} | {k: (preset, KINDS[k]) for k in args.kind or KINDS}
+        kinds: dict[str, tuple[str, dict]] = {"dense": (peer, {})} | {
+            k: (preset, KINDS[k]) for k in args.kind or KINDS
+        }
         base = None
         for kind, (name, options) in kinds.items():
             row = {"preset": preset, "kind": kind} | measure(name, ctx, batch, options)

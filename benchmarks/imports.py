@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -38,7 +39,7 @@ LLAMA3 = {
     "rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 128,
 }  # fmt: skip
-KINDS = {
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 2": ("Llama", {"rms_norm_eps": 1e-5}),
     "Llama 3": ("Llama", {"rms_norm_eps": 1e-5, "rope_parameters": LLAMA3}),
     "SmolLM": ("Llama", {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}),
@@ -116,7 +117,7 @@ def measure_kinds(folder: Path) -> list[dict]:
     return rows
 
 
-def random_model(name: str, about: dict) -> torch.nn.Module:
+def random_model(name: str, about: dict) -> transformers.PreTrainedModel:
     """Make a model in bf16 whose logits spread as those of a trained one."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**SIZES | about)

@@ -96,8 +96,8 @@ def cosine(kept: CacheFormat, heads: int, length: int, width: int) -> float:
     asked, found = kept.round(q.float(), k.float(), rotated=width // 2)
     rounded = (asked.double() if kept.queries else q, found.double(), kept.round(v.float())[0])
     one, other = (
-        functional.scaled_dot_product_attention(*(part.double() for part in parts)).flatten()
-        for parts in ((q, k, v), rounded)
+        functional.scaled_dot_product_attention(q.double(), k.double(), v.double()).flatten()
+        for q, k, v in ((q, k, v), rounded)
     )
     return float(functional.cosine_similarity(one, other, dim=0))
 

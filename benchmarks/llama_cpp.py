@@ -1,6 +1,7 @@
 """llama.cpp in this process: what it makes of a file of ours."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import xllamacpp
@@ -38,7 +39,7 @@ class Llama:
         found = {entry["id"]: entry["logprob"] for entry in choices[0]["top_logprobs"]}
         return torch.tensor([found[index] for index in range(len(found))], dtype=torch.float64)
 
-    def _complete(self, prompt: bytes | str | list[int], length: int, **options) -> list[dict]:
+    def _complete(self, prompt: bytes | str | list[int], length: int, **options: Any) -> list[dict]:
         how = {"max_tokens": length, "temperature": 0, "cache_prompt": False, **options}
         given = prompt if isinstance(prompt, str) else list(prompt)
         answer = self._server.handle_completions({"prompt": given, **how})

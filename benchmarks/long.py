@@ -47,11 +47,11 @@ def measure(options: dict) -> dict:
             "rounds_ms": [round(1e3 * value, 4) for value in seconds],
             "allocated_bytes": torch.cuda.max_memory_allocated(),
         }
-        row["texts"] = {}
+        texts_of = {}
         for kv in CACHE_DTYPES:
             with trainer.model.cached_as(kv):
-                row["texts"][kv] = time_generation(trainer.model, context)
-        return row
+                texts_of[kv] = time_generation(trainer.model, context)
+        return row | {"texts": texts_of}
 
 
 def time_generation(model: LanguageModel, context: int) -> dict:

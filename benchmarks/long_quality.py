@@ -41,8 +41,7 @@ CACHE_DTYPES = (None, "int8", "fp8", "int8-mixed", "fp8-mixed", "fp8-queries")
 def build(kind: str, paths: tuple[str, str], batch: int, seed: int, steps: int) -> Trainer:
     """Make the trainer of a kind."""
     train, val = paths
-    about = {"data": [train], "val": [val], "batch": batch, "seed": seed, "steps": steps}
-    config = new_config(**KINDS[kind], **about)
+    config = new_config(**KINDS[kind], data=[train], val=[val], batch=batch, seed=seed, steps=steps)
     texts = open_texts(config.data, config.val, seed=seed, context=config.model.ctx)
     return Trainer(config, texts, capture=True)
 
@@ -65,10 +64,10 @@ def train(
     run(trainer, steps)
     model, config = trainer.model, trainer.config
     trainer.release_graph()
-    about = {"backend": config.backend, "batch": 1}
+    about: dict[str, Any] = {"backend": config.backend, "batch": 1}
     text = open_text([paths[1]])
     found = evaluate(model, kind, *text, stride=stride, **about)
-    row = {
+    row: dict[str, Any] = {
         "kind": kind,
         "seconds": seconds,
         "batch": batch,

@@ -22,6 +22,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -37,7 +38,9 @@ from arbcli.train.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
 from benchmarks.training_step import SHAPES, draw
 
-ABOUT = {preset: {"ctx": ctx, "batch": batch} for preset, (ctx, batch) in SHAPES.items()} | {
+ABOUT: dict[str, dict[str, Any]] = {
+    preset: {"ctx": ctx, "batch": batch} for preset, (ctx, batch) in SHAPES.items()
+} | {
     "arb-tiny": {"ctx": 128, "batch": 16},
     "arb-3b": {"ctx": 64, "batch": 24, "recompute": True},
 }
@@ -55,7 +58,7 @@ def progress(group: Group, text: str) -> None:
 
 
 def build(
-    preset: str, texts: Texts, group: Group, *, capture: bool, steps: int = 10_000, **options
+    preset: str, texts: Texts, group: Group, *, capture: bool, steps: int = 10_000, **options: Any
 ) -> Trainer:
     """Make a trainer on the device of this process."""
     config = new_config(preset=preset, steps=steps, device=str(group.device), **options)
@@ -80,7 +83,13 @@ def compare_bits(
     preset: str, texts: Texts, group: Group, capture: bool, steps: int, accum: int, digits: str
 ) -> dict:
     """Train with all processes and with the first alone; compare every tensor."""
-    about = {"capture": capture, "accum": accum, "batch": 8, "wire": "int12", "seed": 7}
+    about: dict[str, Any] = {
+        "capture": capture,
+        "accum": accum,
+        "batch": 8,
+        "wire": "int12",
+        "seed": 7,
+    }
     about |= {"digits": digits}
     trainer = build(preset, texts, group, **about)
     progress(group, f"bits of {preset}: made")
@@ -88,6 +97,7 @@ def compare_bits(
     progress(group, "steps of all are done")
     trainer.check_agreement()
     saved = trainer.checkpoint("").tensors
+    assert trainer.shared is not None
     wire = trainer.shared.bytes_a_weight()
     trainer.release_graph()
     kind = f"digits {digits}{', captured' * trainer.captures}"
@@ -125,7 +135,7 @@ def seconds_a_step(trainer: Trainer, group: Group) -> float:
 def time_steps(preset: str, texts: Texts, group: Group, capture: bool, kinds: list[str]) -> list:
     """Time every kind with one GPU and with all."""
     rows, on_gpu = [], group.device.type == "cuda"
-    all_kinds = {
+    all_kinds: dict[str, dict[str, Any]] = {
         "wire": {"wire": "int12"}, "rule": {}, "twin": TWIN,
         "factored": {"wire": "int12", "direction": "factored"},
     }  # fmt: skip
@@ -177,7 +187,7 @@ def learn(
     preset: str, texts: Texts, group: Group, steps: int, kinds: list[str] | None, seeds: list[int]
 ) -> list[dict]:
     """Train every seed in one step of 32 windows, and in four parts that travel as integers."""
-    options = {
+    options: dict[str, dict[str, Any]] = {
         "rule, 1 x 32": {"batch": 32},
         "wire, 4 x 8": {"batch": 8, "accum": 4, "wire": "int12"},
         "wire, 1 x 32": {"batch": 32, "wire": "int12"},

@@ -79,8 +79,7 @@ def sentences(text: str, longest: int = 160) -> list[str]:
 
 def words(text: str, most: int = WORDS) -> list[str]:
     """List the commonest words of three to twelve letters, in an order without meaning."""
-    counts = Counter(WORD.fullmatch(part) and part for part in re.split(r"[^A-Za-z]+", text))
-    counts.pop(None, None)
+    counts = Counter(part for part in re.split(r"[^A-Za-z]+", text) if WORD.fullmatch(part))
     kept = sorted(counts, key=lambda word: (-counts[word], word))[:most]
     return sorted(kept, key=lambda word: hashlib.sha256(word.encode()).digest())
 
@@ -190,11 +189,8 @@ def flac_bytes_of_codes(codes: bytes) -> int:
     return len(file.getvalue())
 
 
-MAKERS: dict[str, Callable[[str, int], tuple[SoundHeader | PictureHeader, bytes]]] = {
-    "speech": spoken,
-    "words": spoken,
-    "pages": drawn,
-}
+KINDS = ("speech", "words", "pages")
+"""Speech is clauses of a text, words are its words alone, and pages are drawn."""
 
 
 def records(
@@ -209,7 +205,7 @@ def records(
     """Make the records of texts, several at once, in their order.
 
     Args:
-        kind: a key of `MAKERS`.
+        kind: one of `KINDS`.
         texts: what is spoken or drawn.
         form: of samples.
         rate: samples a second.
@@ -217,12 +213,15 @@ def records(
         begin: the index of the first text.
         slowest: words a minute of the slowest speed.
     """
-    make = MAKERS[kind]
+    make: Callable[[str, int], tuple[SoundHeader | PictureHeader, bytes]] = drawn
     if kind != "pages":
-        make = partial(make, form=form, rate=rate, slowest=slowest)
+        make = partial(spoken, form=form, rate=rate, slowest=slowest)
     if kind == "words":
         pitches = READINGS // (SPEEDS * voices)
-        make = partial(make, voices=voices, pitches=pitches, pause=False)
+        make = partial(
+            spoken, form=form, rate=rate, slowest=slowest, voices=voices, pitches=pitches,
+            pause=False,
+        )  # fmt: skip
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for first in range(0, len(texts), AT_ONCE):
             some = texts[first : first + AT_ONCE]
@@ -237,7 +236,7 @@ def write_held_out(
 
     Args:
         folder: for the files.
-        kind: a key of `MAKERS`.
+        kind: one of `KINDS`.
         held: records.
         peers: whether the sizes are measured, for which soundfile or Pillow is needed.
     """
@@ -257,7 +256,7 @@ def write_held_out(
 def main() -> None:
     """Write the texts, and print the sizes of the held-out part in other formats."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kind", choices=MAKERS)
+    parser.add_argument("kind", choices=KINDS)
     parser.add_argument("text", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--bytes", type=int, default=48_000_000, help="[default: 48,000,000]")

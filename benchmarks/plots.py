@@ -11,19 +11,15 @@ import matplotlib
 
 from benchmarks.fits import fit
 from benchmarks.results import load
-from benchmarks.tables import (
+from benchmarks.tables.pages import ROOT
+from benchmarks.tables.results import (
     FRONTIER_BUDGETS,
     FRONTIER_SECONDS,
-    PRESETS,
-    ROOT,
-    Runs,
     best_within,
-    faster,
     frontier_losses,
-    row_of,
-    rows_of,
-    speed_ratio,
 )
+from benchmarks.tables.rows import Runs, row_of, rows_of
+from benchmarks.tables.steps import PRESETS, faster, speed_ratio
 
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "arb"  # so that the same results give the same file

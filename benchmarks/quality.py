@@ -15,6 +15,7 @@ import json
 import shlex
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from arbcli.cli import app
 from arbcli.config.model import ModelConfig
@@ -74,12 +75,12 @@ def measure(options: str, common: str, text: list[str], seed: int, every: int | 
 def trainer_of(options: str, common: str, text: list[str], seed: int) -> Trainer:
     """Make what trains by options of `arb train`, each of which has a value."""
     words = iter(shlex.split(f"{common} {options} {shlex.join(text)} --seed {seed}"))
-    given = {}
+    given: dict[str, Any] = {}
     for word, value in zip(words, words, strict=True):
         name = word.removeprefix("--").replace("-", "_")
         number = value.replace(".", "").replace("e-", "").isdecimal()
         given[name] = ast.literal_eval(value) if number else value
-    given |= WEIGHTS.get(given.get("weights"), {})
+    given |= WEIGHTS.get(given.get("weights", ""), {})
     config = new_config(**given | {name: [given[name]] for name in ("data", "val")})
     texts = open_texts(config.data, config.val, seed=seed, context=config.model.ctx)
     return Trainer(config, texts, capture=True)

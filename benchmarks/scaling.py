@@ -14,6 +14,7 @@ import time
 import traceback
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from arbcli.data import open_texts
@@ -38,7 +39,7 @@ LARGE_SHAPES = {
     "2048x24": {"dim": 2048, "layers": 24, "heads": 16, "ffn": 5632},
 }
 """Those of the presets `base` and `1b`, which are run by name alone."""
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "moment": {},
     "moment, all digits": {"digits": "all"},
     "nibble": {"rule": "nibble"},
@@ -51,7 +52,7 @@ LENGTHS = (250, 500, 1000, 2000)
 """Steps."""
 
 
-def options_of(kind: str, shape: str, text: dict[str, list[str]], **given) -> dict:
+def options_of(kind: str, shape: str, text: dict[str, list[str]], **given: Any) -> dict:
     """List the settings of a run."""
     sizes = (SHAPES | LARGE_SHAPES)[shape]
     return {"preset": "small", "ctx": CTX, "device": "cuda", **sizes, **KINDS[kind]} | (
@@ -66,7 +67,7 @@ def every_run() -> list[str]:
         f"{shape} {steps} {kind}": steps * sizes["layers"] * (1 + (sizes["dim"] / 256) ** 2)
         for (shape, sizes), steps, kind in runs
     }
-    return sorted(named, key=named.get, reverse=True)
+    return sorted(named, key=named.__getitem__, reverse=True)
 
 
 def measure(kind: str, shape: str, steps: int, text: dict, seed: int) -> dict:

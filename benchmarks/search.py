@@ -279,7 +279,8 @@ def main() -> None:
     rounds = args.seconds or [9.0, 36.0]
     if args.rival and len(rounds) == 1:
         parser.error("--rival takes the last of --seconds, and there is but one")
-    seeds, losses = args.seed or (0,), {}
+    seeds = args.seed or (0,)
+    losses: dict[str, float] = {}
     for seconds in rounds[:-1] if args.rival else rounds:
         found = run_round(args, kinds, seconds, seeds, args.text, args.val, args.digits)
         losses = found | losses  # the first round is of all

@@ -165,7 +165,7 @@ def of_compressed(
     x_ptr: Tensor, T: int, SIZE: int, WINDOW: int, MOST: int, RATIO: int, CHOSEN: bool, **_: Any
 ) -> int:
     """Count the operations of attention to a window and to compressed entries, both passes."""
-    batch, _, heads, width = x_ptr.shape
+    batch, (heads, width) = len(x_ptr), x_ptr.shape[2:]
     entries = SIZE * T if CHOSEN else sum(min(t // RATIO, MOST) for t in range(T))
     seen = entries + sum(min(t + 1, WINDOW) for t in range(T))
     return round(OF_ATTENTION * 4 * batch * heads * width * seen)

@@ -10,6 +10,7 @@ GPU afterwards. NAME is a variant; all by default.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,9 +22,15 @@ from arbcli.train.trainer import Trainer
 from benchmarks import results
 from benchmarks.ablation import TIMED, run
 
-EXPERTS = {"preset": "arb-tiny", "moe": True, "experts": 32, "expert_ffn": 96, "batch": 32}
+EXPERTS: dict[str, Any] = {
+    "preset": "arb-tiny",
+    "moe": True,
+    "experts": 32,
+    "expert_ffn": 96,
+    "batch": 32,
+}
 FACTORED = {"rule": "nibble", "direction": "factored"}
-GATES = {
+GATES: dict[str, dict[str, Any]] = {
     "softmax": {},
     "softplus": {"moe_gate": "softplus"},
     "hash": {"moe_gate": "hash"},

@@ -23,6 +23,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -37,7 +38,7 @@ from benchmarks.bare_twin import BareStep, BareTwin
 
 SHAPES = {"tiny": (64, 16), "small": (256, 32), "base": (1024, 16), "1b": (2048, 8)}
 """Context and windows of a batch, by preset."""
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "factored": {"rule": "moment", "direction": "factored"},
     "factored, fp8": {"rule": "moment", "direction": "factored", "compute": "fp8"},
     "orthogonal": {"rule": "moment", "direction": "orthogonal"},
@@ -80,7 +81,7 @@ class Subject:
     """Bytes, the most that the allocator held, once compiled."""
     seconds: list[float]
     """Seconds per step, by round."""
-    clock: dict[str, float]
+    clock: dict[str, float | None]
     """Clock rates of the GPU during the last steps: see `results.read_clock`."""
 
 

@@ -41,6 +41,7 @@ from arbcli.imports.folder import WeightFolder
 from arbcli.imports.run import read_float
 from arbcli.infer.load import load_model, read_saved, saved_config
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.baselines import FloatWeight
 from arbcli.train.configure import new_config
 from arbcli.train.schedule import learning_rate
 from arbcli.train.trainer import EVAL_BATCHES, Trainer
@@ -156,7 +157,7 @@ def pretrain(
         part.hugging_face: source.tensor.latent.detach()[part.rows].reshape(part.shape).clone()
         for source in sources(trainer.model)
         for part in source.parts
-        if source.tensor is not None
+        if isinstance(source.tensor, FloatWeight)
     }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
@@ -232,7 +233,13 @@ def tune_plain(job: Job, texts: Path, folder: Path, device: str) -> dict[str, An
 def measure(kind: str, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     """Time steps of a way of tuning, and measure its peak."""
     novels = Text([texts / "novels-train.txt"])
-    drawn = {"seed": 0, "micro": 0, "batch_size": BATCH, "context": CTX, "device": device}
+    drawn: dict[str, Any] = {
+        "seed": 0,
+        "micro": 0,
+        "batch_size": BATCH,
+        "context": CTX,
+        "device": device,
+    }
     if kind in float_steps.KINDS:
         whole = prepare_plain(kind, 1e-4, folder, device)
         batches = itertools.cycle([batch(novels, step=number, **drawn) for number in range(4)])
@@ -278,7 +285,7 @@ def load_plain(model: FloatQwen, tensors: dict[str, Tensor]) -> None:
     model.embedding.copy_(tensors["model.embed_tokens.weight"])
     model.norm.copy_(tensors["model.norm.weight"])
     model.head.copy_(tensors["lm_head.weight"])
-    for index, block in enumerate(model.blocks):
+    for index, block in enumerate(model.matrices):
         for name, theirs in IN_BLOCK.items():
             block[name].copy_(tensors[f"model.layers.{index}.{theirs}.weight"])
 
@@ -286,7 +293,7 @@ def load_plain(model: FloatQwen, tensors: dict[str, Tensor]) -> None:
 def tune_integers(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     """Tune integers as `arb train --init-from` does, from the import of the folder."""
     begun = imported(folder, job.kind)
-    options = {
+    options: dict[str, Any] = {
         "lr": job.lr, "steps": job.steps, "seed": job.seed, "batch": job.batch, "warmup": WARMUP,
         "eval_every": 0, "keep": 1, "device": device, "data": [str(texts / "novels-train.txt")],
         "val": [str(texts / "novels-val.txt")],

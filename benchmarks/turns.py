@@ -46,7 +46,7 @@ def _measured(commands: Sequence[Sequence[str]]) -> Iterator[dict[str, Any] | No
             process.stdin.flush()
             row = _read(process, "{")
         process.wait()
-        yield row and json.loads(row)
+        yield json.loads(row) if row else None
 
 
 def _read(process: subprocess.Popen, beginning: str) -> str | None:

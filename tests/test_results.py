@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import results, search, tables
+from benchmarks import results, search
 from benchmarks.results import FOLDER, KEYS, add_runs, load, options
+from benchmarks.tables import hnet, imports, many_gpus, media, models, pages, performance
+from benchmarks.tables.cells import source
+from benchmarks.tables.masked import holes
+from benchmarks.tables.readme import speed
+from benchmarks.tables.steps import faster, speed_ratio
 
 DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b|\d\d:\d\d:\d\d")
 
@@ -40,13 +45,21 @@ def test_file_has_runs_with_their_source_and_rows_named_once(path):
     assert not DATE.search(path.read_text())
 
 
-@pytest.mark.parametrize("path", tables.documents(), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", pages.paths(), ids=lambda path: path.name)
 def test_tables_are_what_the_results_say(path):
     """After a change of either: `python -m benchmarks.tables`."""
+    assert pages.with_tables(path) == path.read_text()
+
+
+@pytest.mark.parametrize(
+    "path", [pages.ROOT / "README.md", *(pages.ROOT / "docs").glob("*.md")], ids=lambda p: p.name
+)
+def test_module_of_a_page_has_its_tables_in_their_order(path):
     text = path.read_text()
-    assert tables.with_tables(text) == text
-    marks = text.count("<!-- table: ") - text.count("<!-- table: ...")
-    assert marks == len(tables.MARKED.findall(text))
+    names = [name for _, name, _ in pages.MARKED.findall(text)]
+    module = pages.PAGES.get(path.relative_to(pages.ROOT).as_posix())
+    assert names == list(module.TABLES if module else ())
+    assert text.count("<!-- table: ") - text.count("<!-- table: ...") == len(names)
 
 
 @pytest.mark.parametrize(
@@ -59,12 +72,6 @@ def test_benchmark_imports_names_that_exist(path):
         if (error.name or "").split(".")[0] in ("arbcli", "benchmarks"):
             raise
         pytest.skip(f"{error.name} is not installed")
-
-
-def test_every_table_is_in_a_document():
-    shown = {name for path in tables.documents() for _, name, _ in
-             tables.MARKED.findall(path.read_text())}  # fmt: skip
-    assert shown == set(tables.TABLES)
 
 
 def test_row_measured_again_leaves_its_old_run(tmp_path):
@@ -107,18 +114,18 @@ def test_speed_is_compared_with_the_faster_twin():
         step("tiny", "AdamW, no sub-norms", 1.0),
     ]
     found = [run(rows)]
-    assert tables.faster(found, "tiny", "AdamW")["ms"] == 1.0
-    assert tables.faster(found, "tiny", "Muon") is None
-    line = next(line for line in tables.speed(found).splitlines() if "`tiny`" in line)
+    assert faster(found, "tiny", "AdamW")["ms"] == 1.0
+    assert faster(found, "tiny", "Muon") is None
+    line = next(line for line in speed(found).splitlines() if "`tiny`" in line)
     assert line == "| `tiny` | 1.0 M | 500,000 | 1,000,000 | 0.50 | |"
 
 
 def test_ratio_of_turns_is_the_median_over_rounds():
     ours = step("tiny", "factored", 2.0, in_turns=True, rounds_ms=[2.0, 4.0, 2.0])
     peer = step("tiny", "AdamW", 1.0, in_turns=True, rounds_ms=[1.0, 8.0, 1.0])
-    assert tables.speed_ratio(ours, peer) == 0.5
-    assert tables.speed_ratio(ours | {"in_turns": False}, peer) == 0.5
-    assert tables.speed_ratio(ours, None) is None
+    assert speed_ratio(ours, peer) == 0.5
+    assert speed_ratio(ours | {"in_turns": False}, peer) == 0.5
+    assert speed_ratio(ours, None) is None
 
 
 def test_family_is_compared_with_the_fastest_plain_baseline():
@@ -126,19 +133,35 @@ def test_family_is_compared_with_the_fastest_plain_baseline():
     rows = [
         step("arb-long", kind, ms, allocated_bytes=1, in_turns=False) for kind, ms in kinds.items()
     ]
-    cells = [cell.strip() for cell in tables.families([run(rows)]).splitlines()[2].split("|")]
+    cells = [cell.strip() for cell in performance.families([run(rows)]).splitlines()[2].split("|")]
     assert cells[3:7] == ["500,000", "250,000", "2.00", ""]
 
 
 def test_runs_and_texts_without_a_title_have_their_own_names():
     shared = {"preset": "mine", "way": "greedy", "has_head": True, "favour": 0.4, "times": 1.5}
     shared |= {"bytes_per_second": [10, 20], "bytes_per_check": [2.0], "same": True}
-    lines = tables.checked_texts([run([shared | {"size": size} for size in (1, 4)])])
+    lines = models.checked_texts([run([shared | {"size": size} for size in (1, 4)])])
     assert lines.splitlines()[2].startswith("| `mine` | greedy | 4 |")
     names = ("bits_per_sample", "after_others", "bits_saved_per_sound", "standard_error")
     row = dict.fromkeys((*names, "own_is_likeliest", "by_chance"), 0.5)
-    lines = tables.heard([run([row | {"run": "mine", "text": "own.txt", "sounds": 3}])])
+    lines = media.heard([run([row | {"run": "mine", "text": "own.txt", "sounds": 3}])])
     assert lines.splitlines()[2].startswith("| mine | own.txt | 3 |")
+
+
+def test_every_run_that_fills_holes_is_in_its_table():
+    fill = {"next": 1.25, "fill": 1.0, "fill without the right side": 1.5}
+    masked = {"next": 1.25, "masked": 2.0, "masked from left to right": 1.75}
+    rows = [
+        {"run": "fill-1", "hole": 8, "nats_per_byte": fill, "standard_error": {"fill": 0.125}},
+        {"run": "other", "hole": 8, "nats_per_byte": masked},
+        {"run": "fill-1", "hole": 4, "nats_per_byte": fill},
+    ]
+    assert holes([run(rows)]).splitlines()[2:6] == [
+        "| 4 | fill-1 | 1.0000 | 1.5000 | 1.2500 | -0.2500 |",
+        "| 8 | fill-1 | 1.0000 | 1.5000 | 1.2500 | -0.2500 ± 0.1250 |",
+        "| 8 | other | 2.0000 | | 1.2500 | +0.7500 |",
+        "| 8 | other from left to right | 1.7500 | | 1.2500 | +0.5000 |",
+    ]
 
 
 def test_scaling_of_several_gpus_is_of_the_same_kind_on_one():
@@ -148,13 +171,13 @@ def test_scaling_of_several_gpus_is_of_the_same_kind_on_one():
         shared | {"kind": kind, "gpus": gpus, "ms": ms, "wire_bytes_a_weight": 0.75 * (gpus > 1)}
         for kind, gpus, ms in (("wire", 1, 20.0), ("wire", 4, 21.0), ("twin", 1, 10.0))
     ]
-    lines = tables.speed_of_many([run(rows)]).splitlines()[2:5]
+    lines = many_gpus.speed_of_many([run(rows)]).splitlines()[2:5]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [line[5] for line in cells] == ["", "95 %", ""]
     assert cells[1] == [
         "`1b`", "wire, captured", "4", "21.00", "100,000", "95 %", "0.750", "1.000", "2.00"
     ]  # fmt: skip
-    assert tables.quality_of_many([run(rows)]) == "Not measured yet.\n"
+    assert many_gpus.quality_of_many([run(rows)]) == "Not measured yet.\n"
 
 
 def test_losses_of_several_gpus_are_next_to_the_first_kind():
@@ -163,7 +186,7 @@ def test_losses_of_several_gpus_are_next_to_the_first_kind():
         shared | {"kind": kind, "seed": seed, "val_loss": loss}
         for kind, seed, loss in (("rule", 0, 1.0), ("rule", 1, 3.0), ("wire", 0, 2.001))
     ]
-    lines = tables.quality_of_many([run(rows)]).splitlines()[2:4]
+    lines = many_gpus.quality_of_many([run(rows)]).splitlines()[2:4]
     assert lines == [
         "| rule | 1.0000, 3.0000 | 2.0000 | +0.00 % |",
         "| wire | 2.0010 | 2.0010 | +0.05 % |",
@@ -176,19 +199,19 @@ def test_losses_of_several_seeds_are_one_row_in_the_order_of_seeds():
         way | {"seed": seed, "new": new, "old": 0.75, "state_bytes": 2_000_000} | peak
         for seed, new, peak in ((1, 1.25, {"peak_bytes": 3_000_000}), (0, 1.5, {}))
     ]
-    lines = tables.ways_to_trits([run(rows)]).splitlines()[2:4]
+    lines = imports.ways_to_trits([run(rows)]).splitlines()[2:4]
     assert lines == ["| `moment` | 0% to 10% | 0.2 | 1.5000, 1.2500 | 0.7500, 0.7500 | 2 | 3 |", ""]
     shared = {"model": "m", "lr": 1.0, "weights": 1, "stage": "all", "factor": 1.0}
     rates = [
         shared | {"seed": seed, "steps": steps, "held_out_nats": loss}
         for seed, steps, loss in ((1, 500, 1.5), (0, 500, 1.25), (0, 2000, 1.0))
     ]
-    lines = tables.stage_rates([run(rates)]).splitlines()[2:4]
+    lines = hnet.stage_rates([run(rates)]).splitlines()[2:4]
     assert lines == ["| m | 500 | 1 | all | 1.2500, 1.5000 |", "| m | 2,000 | 1 | all | 1.0000 |"]
 
 
 def test_table_says_hardware_versions_commit_and_command():
-    text = tables.source([run([]), run([], "def5678", dirty=True)])
+    text = source([run([]), run([], "def5678", dirty=True)])
     assert "a GPU" in text
     assert "torch 2.11" in text
     assert "commits `abc1234`, `def5678` with changes" in text

@@ -27,7 +27,7 @@ from benchmarks.step_budget import (
     made,
     shape_of,
 )
-from benchmarks.tables import rows_of
+from benchmarks.tables.rows import rows_of
 
 
 @pytest.fixture(scope="module")

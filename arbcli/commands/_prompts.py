@@ -20,9 +20,15 @@ MOST_PROMPT_BYTES = 2**26
 
 
 def read_prompt(
-    file: Path, checkpoint: Path, model: "LanguageModel", keep: float | None, length: int | None
+    file: Path,
+    checkpoint: Path,
+    model: "LanguageModel",
+    keep: float | None,
+    length: int | None,
+    *,
+    as_media: bool,
 ) -> tuple[bytes, int | None]:
-    """Read a file as the run reads its texts; return the prompt and the length to generate."""
+    """Read a file as the run reads its texts; see `prompt_and_length` for arguments and result."""
     from arbcli.train.directory import run_conversion
 
     plain = plain_file(file, run_conversion(checkpoint))
@@ -36,7 +42,7 @@ def read_prompt(
         raise ArbError(
             "a model with a tokenizer only reads text", hint="give a text file, or use a byte model"
         )
-    return prompt_and_length(content, keep, length)
+    return prompt_and_length(content, keep, length, as_media=as_media)
 
 
 def read_lines(file: Path) -> list[bytes]:

@@ -25,6 +25,9 @@ SMALL_WEIGHTS = 4e6
 """Number of weights below which no preset is much smaller."""
 BAR_COLUMNS = 24
 NOT_SAVED = "nothing was saved"
+NO_SAMPLE = (
+    "none of sounds and pictures: `arb generate auto --prompt-file FILE --out FILE` makes one"
+)
 
 
 class RunDisplay(Observer):
@@ -202,8 +205,8 @@ class RunDisplay(Observer):
             if report.checkpoint:
                 note(f"continue with: arb train --resume {report.run}")
             return
-        if not self.quiet and report.sample:  # None if the run was already finished
-            note_text(f"\nsample\n{report.sample}\n")
+        if not self.quiet and report.first_step:  # None if the run was already finished
+            note_text(f"\nsample\n{report.sample or NO_SAMPLE}\n")
             if report.val_loss is None:
                 note("held-out loss  none: with `--eval-every 0` nothing is evaluated")
             else:

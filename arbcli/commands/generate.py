@@ -4,6 +4,7 @@ import os
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +28,7 @@ from arbcli.commands._prompts import PromptProgress, read_lines, read_prompt
 from arbcli.commands._saved import config_in_header
 from arbcli.errors import ArbError
 from arbcli.infer.option_checks import check_ahead, check_fills, check_masked_option
-from arbcli.media.continuing import kind_of, write_first
+from arbcli.media.continuing import Completion, kind_of, write_first
 from arbcli.output import (
     LiveLine,
     TextWriter,
@@ -84,7 +85,7 @@ def generate(
         typer.Option(
             metavar="FILE",
             help="File with a text to continue, or a sound or picture, whose second half is"
-            " generated.",
+            " generated with --out, and the text after it with --keep 1.",
         ),
     ] = None,
     infill: Annotated[
@@ -228,7 +229,8 @@ def generate(
         chat(model, length or LENGTH, sampling, backend, kv, conversation)
         return
     if prompt_file is not None:
-        start, length = read_prompt(prompt_file, checkpoint, model, keep, length)
+        as_media = out is not None or raw
+        start, length = read_prompt(prompt_file, checkpoint, model, keep, length, as_media=as_media)
     elif prompt == "-":
         start = sys.stdin.buffer.read()
     else:
@@ -238,12 +240,14 @@ def generate(
         size = length or HOLE_LENGTH
         filled, content = fill_text(model, name, parts, size, steps, sampling, backend=backend)
         _write(content, asdict(filled), out, raw=raw, as_json=as_json)
-        speed = f"{filled.length:,} symbols filled in {filled.steps:,} steps"
+        steps_made = f"{filled.steps:,} step{'s' * (filled.steps > 1)}"
+        speed = f"{filled.length:,} symbols filled in {steps_made}"
         _note_end(f"{speed} and {filled.seconds:.2f} s on {filled.device}, backend {backend}")
         return
     if chunks:
         chunking.check_chunks(model)
     collected, collects = bytearray(start), as_json or chunks or out is not None
+    ends = None if out is None else partial(Completion(out).is_complete, collected)
     with PromptProgress() as reading, TextWriter() as writer:
         report = continue_text(
             model,
@@ -257,6 +261,7 @@ def generate(
             ahead=ahead or 1,
             on_prompt=reading.show,
             on_bytes=write_bytes if raw else collected.extend if collects else writer.write,
+            is_complete=ends,
         )
     if collects:
         content = bytes(collected)

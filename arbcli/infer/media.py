@@ -51,6 +51,11 @@ class Part:
         return first, max(0, self.stop - first)
 
 
+def is_mostly_media(text: Text) -> bool:
+    """Return whether sounds and pictures are more than half of a text."""
+    return sum(part.stop - part.start for part in parts_of(text)) > len(text) / 2
+
+
 class MediaLosses:
     """Accumulates the losses of each sound and picture, and of the text between them.
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 from arbcli.errors import ArbError
 from arbcli.media import pictures, sound
-from arbcli.media.spans import SoundHeader, find_spans
+from arbcli.media.spans import LONGEST_HEADER, SoundHeader, find_spans
 
 KEPT = 0.5
 """Share of a sound or picture that is the prompt by default."""
 
 
 def prompt_and_length(
-    content: bytes, keep: float | None, length: int | None
+    content: bytes, keep: float | None, length: int | None, *, as_media: bool = True
 ) -> tuple[bytes, int | None]:
     """Cut a file's bytes to the prompt, and find how many bytes complete it.
 
@@ -23,12 +23,13 @@ def prompt_and_length(
         content: bytes of a file; a text is the prompt as it is.
         keep: share of the sound or picture, 0 to 1; None is `KEPT`.
         length: bytes to make; None is the rest of the sound or picture.
+        as_media: whether a sound or picture is continued; else `keep` is 1 and text follows it.
 
     Returns:
-        The prompt, and the bytes to make; None of a text without `length`.
+        The prompt, and the bytes to make; None of text without `length`.
 
     Raises:
-        ArbError: `keep` is given for a text, or leaves nothing to make.
+        ArbError: `keep` is given for a text, leaves nothing to make, or is not 1 before text.
     """
     span = next(find_spans(content), None)
     if span is None or span.start:
@@ -38,6 +39,13 @@ def prompt_and_length(
             )
         return content, length
     header = span.header
+    if not as_media and keep == 1:
+        return content, length
+    if not as_media:
+        raise ArbError(
+            f"the prompt is a {header.kind}, and its continuation needs a file",
+            hint="add `--out FILE`, or `--keep 1` to generate the text after it",
+        )
     kept = int((KEPT if keep is None else keep) * (header.body_bytes // header.item_bytes))
     rest = header.body_bytes - kept * header.item_bytes
     if isinstance(header, SoundHeader) and length is not None:
@@ -46,10 +54,32 @@ def prompt_and_length(
     if not rest:
         raise ArbError(
             "the whole file is the prompt, and nothing is left to make",
-            hint="use a smaller `--keep`, or give a sound a `--length`",
+            hint="use a smaller `--keep`, give a sound a `--length`, or leave `--out` out to"
+            " generate text",
         )
     body = content[span.body : span.body + kept * header.item_bytes]
     return header.encode() + body, rest if length is None else min(length, rest)
+
+
+class Completion:
+    """Detects the end of the first sound or picture of a text while the text is generated.
+
+    Args:
+        path: path of the file to write; its suffix selects a sound or picture.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._kind, self._searched = kind_of(path), 0
+
+    def is_complete(self, content: bytes | bytearray) -> bool:
+        """Return whether a text, which the last call's text begins, has all of it."""
+        for span in find_spans(content, self._searched):
+            if span.header.kind == self._kind:
+                self._searched = span.start
+                return span.stop <= len(content)
+            self._searched = span.stop
+        self._searched = max(self._searched, len(content) - LONGEST_HEADER)
+        return False
 
 
 def write_first(path: Path, content: bytes) -> str:

@@ -19,6 +19,8 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 MOST_PIXELS = 2**26
 """Maximum number of pixels, 8192 by 8192; of larger pictures only the header is read."""
 MOST_SIDE = 2**15
+SCALED = f"scale it down, to at most {MOST_SIDE:,} in each direction"
+"""Hint for a picture with too many pixels."""
 WIDEST_PIXEL = 8
 """Bytes of a pixel that are read at most: four channels of 16 bits."""
 LIGHTER = "save its pixels alone: one frame, without metadata"
@@ -91,7 +93,11 @@ def picture_bytes(path: Path, form: str) -> Iterator[bytes]:
             if width:
                 plain = operations.fit(plain, (int(width), int(height)))
             pixels = np.asarray(plain)
-        except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
+        except image_module.DecompressionBombError:  # its header has more than twice Pillow's limit
+            raise ArbError(
+                f"`{path}` has too many pixels: at most {MOST_PIXELS:,} are read", hint=SCALED
+            ) from None
+        except (OSError, SyntaxError, ValueError) as error:
             hint = "it is truncated or damaged, or not a PNG, JPEG or WebP"
             raise ArbError(
                 f"`{path}` is not a readable picture: {content.cut_by or _reason(error)}",
@@ -129,7 +135,7 @@ def _check(size: tuple[int, int], path: Path) -> None:
     if size[0] * size[1] > MOST_PIXELS or max(size) > MOST_SIDE:
         raise ArbError(
             f"`{path}` has {size[0]:,} x {size[1]:,} pixels, and at most {MOST_PIXELS:,} are read",
-            hint=f"scale it down, to at most {MOST_SIDE:,} in each direction",
+            hint=SCALED,
         )
 
 

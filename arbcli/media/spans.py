@@ -110,16 +110,16 @@ class Span:
         return self.body + self.header.body_bytes
 
 
-def find_spans(content: bytes) -> Iterator[Span]:
+def find_spans(content: bytes | bytearray, offset: int = 0) -> Iterator[Span]:
     """Yield the sounds and pictures of a text, in order.
 
     Args:
         content: any buffer that `re` searches, such as a mapped file, from the start of the text.
+        offset: offset outside all bodies, from which to search.
 
     Yields:
         One span for each header; the body of the last one may be cut off.
     """
-    offset = 0
     while match := HEADER.search(content, offset):
         form, rate, channels, frames, mode, width, height = match.groups()
         header: Header

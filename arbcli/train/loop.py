@@ -181,9 +181,9 @@ class Loop:
             self._keep_best()
 
     def _sample_on_the_way(self) -> str | None:
-        """Generate a sample; running out of memory does not end the run."""
+        """Generate a sample, if it is text; running out of memory does not end the run."""
         try:
-            return self._sample()
+            return self._sample() or None
         except ArbError as error:
             self.observer.noted(f"no sample of step {self.trainer.step}: {error}")
             return None

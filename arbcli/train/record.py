@@ -110,7 +110,8 @@ class TrainReport:
     """Order-0 entropy of the held-out text in nats per byte."""
     seconds: float = 0.0
     sample: str = ""
-    """Generated text; empty if the run was stopped, or was already finished."""
+    """Generated text; empty if the run was stopped or already finished, or if its held-out text is
+    mostly sounds and pictures."""
     stopped_by: str | None = None
     """Name of the signal that ended the run early."""
     first_step: FirstStep | None = None

@@ -6,6 +6,7 @@ import torch
 
 from arbcli.infer.generation import generate
 from arbcli.infer.holes import filled
+from arbcli.infer.media import is_mostly_media
 from arbcli.infer.sampling import Sampling
 from arbcli.infer.tokens import symbols_of
 from arbcli.train.trainer import Trainer
@@ -19,12 +20,14 @@ PROMPT_BYTES = 16
 
 
 def sample_text(trainer: Trainer) -> str:
-    """Generate a sample.
+    """Generate a sample; it is empty if the held-out text is mostly sounds and pictures.
 
     Raises:
         ArbError: GPU memory is exhausted.
     """
     model, config = trainer.model, trainer.config
+    if trainer.texts.tokenizer is None and is_mostly_media(trainer.texts.val):
+        return ""
     sampling, prompt = Sampling(seed=config.seed), PROMPT
     if not symbols_of(model, prompt):  # the tokenizer drops it
         prompt = trainer.texts.val.source.read(0, PROMPT_BYTES)

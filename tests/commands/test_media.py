@@ -5,6 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from arbcli.commands._run_display import NO_SAMPLE, RunDisplay
+from arbcli.media.continuing import Completion
+from arbcli.media.sound import encode_samples
+from arbcli.media.spans import SoundHeader
 from arbcli.train.configure import new_config
 from arbcli.train.observer import Observer
 from arbcli.train.run import resume_run, start_run
@@ -13,6 +17,11 @@ soundfile = pytest.importorskip("soundfile", reason="needs the extra `media`")
 Image = pytest.importorskip("PIL.Image", reason="needs the extra `media`")
 
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 8, "device": "cpu"}
+
+
+SOUND_OF_NOTHING = SoundHeader("mulaw", 8000, 1, 9).encode() + encode_samples(
+    np.zeros((9, 1), np.int16), "mulaw"
+)
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +97,49 @@ def test_half_picture_is_completed(call, folder, tmp_path):
     assert not np.asarray(Image.open(target))[8:].any()
 
 
+def test_text_follows_a_whole_picture(call, folder):
+    words = ["--prompt-file", str(folder / "b.png"), "--keep", "1"]
+    report = json.loads(call("generate", *words, "--length", "9", "--json").stdout)
+    assert report["prompt"].startswith("\N{REPLACEMENT CHARACTER}picture grey 12 10\n")
+    assert report["length"] == 9
+    raw = call("generate", *words[:2], "--bytes", "--length", "4")
+    assert "4 bytes" in raw.stderr
+    assert raw.stdout
+
+
+@pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.parametrize("kind", ["sound", "picture"])
+def test_text_ends_with_the_sound_or_picture_that_is_written(kind, size, monkeypatch, tmp_path):
+    """A model whose text is fixed: a text, a picture, a sound and more text."""
+    text = (
+        b"\xff said " * 20 + b"\xffpicture grey 2 2\nab\ncd\n" + SOUND_OF_NOTHING + b"\xffsound on"
+    )
+    completion, content = Completion(tmp_path / {"sound": "a.wav", "picture": "a.png"}[kind]), b""
+    while not completion.is_complete(content):
+        content, before = text[: len(content) + size], content
+        assert content != before
+    end = text.index(b"d\n") + 2 if kind == "picture" else text.index(b"\xffsound on")
+    assert end <= len(content) < end + size
+
+
+def test_a_run_of_sounds_shows_no_sample(folder, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    for name, shown in (("a.wav", False), ("words.txt", True)):
+        (tmp_path / "words.txt").write_text("plain words\n" * 20)
+        path = str((folder if name == "a.wav" else tmp_path) / name)
+        config = new_config(**SIZES, sound="mulaw", steps=2, sample_every=1, log_every=1,
+                            data=[path], val=[path])  # fmt: skip
+        display = RunDisplay(quiet=False, as_json=False)
+        report = start_run(config, tmp_path / f"run-{name}", display)
+        display.finished(report)
+        assert bool(report.sample) == shown
+        notes = capsys.readouterr().err
+        assert (NO_SAMPLE in notes) != shown
+        assert "held-out loss" in notes
+        first = (tmp_path / f"run-{name}" / "metrics.jsonl").read_text().splitlines()[0]
+        assert (json.loads(first)["sample"] is not None) == shown
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -98,7 +150,9 @@ def test_half_picture_is_completed(call, folder, tmp_path):
             ["--prompt", "a", "--prompt-file", "c.jsonl"],
             "`--prompt` cannot be combined with `--prompt-file`",
         ),
-        (["--prompt-file", "a.wav", "--keep", "1"], "nothing is left to make"),
+        (["--prompt-file", "a.wav", "--keep", "1", "--out", "x.wav"], "nothing is left to make"),
+        (["--prompt-file", "a.wav"], "the prompt is a sound, and its continuation needs a file"),
+        (["--prompt-file", "b.png", "--keep", "0.5", "--json"], "add `--out FILE`"),
         (["--prompt-file", "gone.wav"], "cannot read"),
         (["--bytes", "--out", "x.wav"], "`--out` cannot be combined with `--bytes`"),
     ],

@@ -56,6 +56,6 @@ class CompositeHead(nn.Module):
         losses = {}
         for number, name in enumerate(KINDS):
             own = kinds == number
-            total = -(of_target[..., number] * own).sum()
+            total = (-of_target[..., number] * own).sum()
             losses[f"of_{name}"] = total / own.sum().clamp(min=1)
         return losses

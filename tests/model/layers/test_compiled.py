@@ -140,9 +140,9 @@ SOME = [Cell("mamba", "experts", 4, "plain"), Cell("compressed", "mlp", 1, "plai
     ],
     ids=str,
 )
-def test_inductor_computes_the_same(cell, weights):
+def test_inductor_computes_the_same(cell, weights, device):
     config = replace(cell.model(), weights=weights)
-    plain, compiled = Trained(config), Trained(config)
+    plain, compiled = Trained(config, device), Trained(config, device)
     compiled.compile("inductor")
     torch.testing.assert_close(compiled.step(0), plain.step(0), rtol=1e-5, atol=1e-6)
     if weights == "float":
@@ -152,12 +152,13 @@ def test_inductor_computes_the_same(cell, weights):
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, None])
 @pytest.mark.parametrize("mixer", ["mamba", "compressed"])
-def test_other_lengths_and_evaluations_compute_the_same(mixer, dynamic):
+def test_other_lengths_and_evaluations_compute_the_same(mixer, dynamic, device):
     config = Cell(mixer, "mlp", 1, "plain").model()
-    plain, compiled = Trained(config), Trained(config)
+    plain, compiled = Trained(config, device), Trained(config, device)
     counter = compiled.compile(dynamic=dynamic)
     for length in (9, 5):
         ids = torch.randint(256, (3, length), generator=torch.Generator().manual_seed(length))
+        ids = ids.to(device)
         losses = []
         for trained in (plain, compiled):
             trained.updater.begin(length, 0.1)
@@ -173,9 +174,9 @@ def test_other_lengths_and_evaluations_compute_the_same(mixer, dynamic):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", SOME, ids=str)
-def test_twin_of_any_parts_is_compiled(cell):
+def test_twin_of_any_parts_is_compiled(cell, device):
     config = replace(cell.model(), weights="float")
-    plain, compiled = Trained(config), Trained(config)
+    plain, compiled = Trained(config, device), Trained(config, device)
     torch._dynamo.reset()
     compile_twin(compiled.model, backend="aot_eager")
     assert compiled.step(0) == plain.step(0)
@@ -183,11 +184,11 @@ def test_twin_of_any_parts_is_compiled(cell):
 
 
 @pytest.mark.slow
-def test_twin_with_memories_is_compiled_by_blocks(small_graph):
+def test_twin_with_memories_is_compiled_by_blocks(small_graph, device):
     """Gradients of what the router reads besides the blocks are added up in another order."""
     given = {key: value for key, value in small_graph.items() if key != "batch"}
     config = preset(given.pop("preset"), **given, memgram=True, weights="float")
-    plain, compiled = Trained(config), Trained(config)
+    plain, compiled = Trained(config, device), Trained(config, device)
     torch._dynamo.reset()
     compile_twin(compiled.model, backend="aot_eager")
     for step in range(2):

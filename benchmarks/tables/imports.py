@@ -1,0 +1,178 @@
+"""Tables of `docs/import.md`."""
+
+from statistics import mean
+from typing import Any
+
+from benchmarks.tables.cells import markdown, measured, number, source
+from benchmarks.tables.rows import Row, Runs, Tables, row_of, rows_of
+
+
+def imports(runs: Runs) -> str:
+    """Compare models that were read in with Transformers."""
+    head = ["model", "rule", "group", "float baseline from Transformers", "weights off by"]
+    rows = [
+        [
+            row["kind"],
+            f"`{row['rule']}`",
+            row["scale_type"],
+            f"{row['from_float']:.1e}",
+            f"{row['relative_error']:.2%}",
+            f"{row['divergence']:.2e}",
+            f"{row['of_q8_0']:.2e}",
+        ]
+        for row in rows_of(runs)
+        if "divergence" in row
+    ]
+    return markdown([*head, "KL", "KL of Q8_0"], rows) + source(runs)
+
+
+def large_tuning(runs: Runs) -> str:
+    """List what tuning takes at large shapes, and how fast it is."""
+    head = ["shape", "kind", "batch", "state", "allocated", "predicted", "reserved", "predicted"]
+    rows = [
+        [
+            row["shape"].upper(),
+            row["kind"],
+            f"{row['batch']} x {row['ctx']:,}" + (", recomputed" if row["recompute"] else ""),
+            *(_gib(row[f"{name}_bytes"]) for name in LARGE_BYTES),
+            "" if row["cap_gib"] is None else f"{row['cap_gib']} GiB",
+            number(row["tokens_per_second"]),
+        ]
+        for row in rows_of(runs)
+    ]
+    return markdown([*head, "cap", "tokens/s"], rows) + source(runs)
+
+
+LARGE_BYTES = (
+    "state",
+    "allocated",
+    "predicted_allocated",
+    "reserved",
+    "predicted_reserved",
+)
+
+
+def _gib(size: float | None) -> str:
+    return "" if size is None else f"{size / 2**30:.3f}"
+
+
+def tuning(runs: Runs) -> str:
+    """List each way of tuning at its best rate, the best way first: losses, bytes and speed."""
+    tuned = [row for row in rows_of(runs) if row["part"] != "speed"]
+    by_way: dict[tuple[str, float], list[Row]] = {}
+    for row in tuned:
+        by_way.setdefault((row["kind"], row["lr"]), []).append(row)
+    best: dict[str, float] = {}
+    for kind, lr in sorted(by_way, key=lambda way: mean(row["new"] for row in by_way[way])):
+        best.setdefault(kind, lr)
+    lines = []
+    for kind, lr in best.items():
+        speed = row_of(runs, part="speed", kind=kind)
+        lines.append(
+            [
+                kind,
+                f"{lr:g}",
+                *_seeds(tuned, kind=kind, lr=lr),
+                f"{by_way[kind, lr][0]['state_bytes'] / 1e6:.1f}",
+                f"{speed['peak_bytes'] / 1e9:.2f}" if speed else "",
+                number(speed["bytes_per_second"]) if speed else "",
+            ]
+        )
+    head = ["way", "best rate", "new text", "old text", "state, MB", "peak, GB", "bytes/s"]
+    return markdown(head, lines) + source(runs)
+
+
+def tuning_rates(runs: Runs) -> str:
+    """List what a model of code learns of novels, and what it forgets, by rate."""
+    tuned = [row for row in rows_of(runs) if row["part"] != "speed"]
+    kinds = [*dict.fromkeys(row["kind"] for row in tuned)]
+    pairs = {(row["kind"], row["lr"]) for row in tuned}
+    lines = [
+        [kind, f"{lr:g}", *_seeds(tuned, kind=kind, lr=lr)]
+        for kind, lr in sorted(pairs, key=lambda pair: (kinds.index(pair[0]), pair[1]))
+    ]
+    return markdown(["way", "rate", "new text", "old text"], lines) + source(runs)
+
+
+WAYS_TO_TRITS = {
+    "muon": "straight-through latents, Muon",
+    "moment imported": "`moment`, all digits, as imported",
+    "nibble imported": "`nibble`, all digits, as imported",
+    "moment rounded": "`moment`, rounded without training",
+    "nibble rounded": "`nibble`, rounded without training",
+}
+
+
+def ways_to_trits(runs: Runs) -> str:
+    """List ways to a ternary model with a loss for each seed, by the mean loss of both texts."""
+    ways: dict[tuple, list[Row]] = {}
+    for row in sorted(rows_of(runs), key=lambda row: row["seed"]):
+        fields = ("kind", "lr", "taught", "fade_from", "fade_to")
+        ways.setdefault(tuple(row[field] for field in fields), []).append(row)
+    lines = []
+    for rows in sorted(ways.values(), key=lambda rows: mean(r["new"] + r["old"] for r in rows)):
+        row = rows[0]
+        fades = row["kind"] not in WAYS_TO_TRITS
+        peaks = sorted({each.get("peak_bytes") or 0 for each in rows} - {0})
+        way = f"`{row['kind']}`" if fades else WAYS_TO_TRITS[row["kind"]]
+        lines.append(
+            [
+                way + (", taught" if row["taught"] else ""),
+                f"{row['fade_from']:.0%} to {row['fade_to']:.0%}" if fades else "",
+                f"{row['lr']:g}" if row["lr"] else "",
+                *(", ".join(f"{each[text]:.4f}" for each in rows) for text in ("new", "old")),
+                f"{row['state_bytes'] / 1e6:.0f}" if row["state_bytes"] else "",
+                ", ".join(f"{peak / 1e6:,.0f}" for peak in peaks),
+            ]
+        )
+    head = ["way", "weights fade", "rate", "novels", "code", "state, MB", "peak, MB"]
+    if not any(line[-1] for line in lines):  # earlier rows have none
+        head, lines = head[:-1], [line[:-1] for line in lines]
+    return measured(head, lines, runs)
+
+
+def low_rates(runs: Runs) -> str:
+    """List losses of the new text at low rates, and shares of what float weights gain there."""
+    begun = row_of(runs, kind="begun")
+    lines = []
+    for row in rows_of(runs):
+        like = row_of(runs, kind="float", lr=row["lr"])
+        gained = ""
+        if begun and like and row is not like:
+            gained = f"{(begun['new'] - row['new']) / (begun['new'] - like['new']):.1%}"
+        if row["lr"]:
+            way = ROUNDED_TO.get(row["kind"], f"`{row['kind']}`"), ROUNDINGS[row["rounding"]]
+            lines.append([*way, f"{row['lr']:g}", f"{row['new']:.4f}", gained, f"{row['old']:.4f}"])
+    head = ["weights", "rounding", "rate", "new text", "of float's gain", "old text"]
+    return measured(head, sorted(lines, key=lambda line: (line[2], line[3])), runs)
+
+
+ROUNDED_TO = {"float": "float", "AdamW": "float, AdamW"} | {
+    grid: f"{grid} levels" for grid in ("43", "255", "765")
+}
+
+
+ROUNDINGS = {
+    "none": "",
+    "random": "random bits",
+    "turned": "low-discrepancy bits",
+    "nearest": "to the nearest",
+    "kept": "to the nearest, the error kept",
+}
+
+
+def _seeds(rows: list[Row], **fields: Any) -> list[str]:
+    """List new and old losses of all seeds."""
+    some = [row for row in rows if all(row[name] == value for name, value in fields.items())]
+    some.sort(key=lambda row: row["seed"])
+    return [", ".join(f"{row[name]:.4f}" for row in some) for name in ("new", "old")]
+
+
+TABLES: Tables = {
+    "large-tuning": ("large_tuning", large_tuning),
+    "tuning": ("tuning", tuning),
+    "tuning-rates": ("tuning", tuning_rates),
+    "low-rates": ("low_rates", low_rates),
+    "ternary-tuning": ("ternary_tuning", ways_to_trits),
+    "imports": ("imports", imports),
+}

@@ -1,0 +1,65 @@
+"""The pages that have tables, and the module of each page."""
+
+import re
+from pathlib import Path
+from types import ModuleType
+
+from benchmarks.results import FOLDER, load
+from benchmarks.tables import (
+    arb_3b,
+    deep,
+    export,
+    hnet,
+    imports,
+    long,
+    many_gpus,
+    masked,
+    media,
+    models,
+    performance,
+    readme,
+    results,
+    rules,
+    streams,
+)
+
+ROOT = FOLDER.parents[1]
+PAGES: dict[str, ModuleType] = {
+    "README.md": readme,
+    "docs/arb-3b.md": arb_3b,
+    "docs/deep.md": deep,
+    "docs/export.md": export,
+    "docs/hnet.md": hnet,
+    "docs/import.md": imports,
+    "docs/long.md": long,
+    "docs/many-gpus.md": many_gpus,
+    "docs/masked.md": masked,
+    "docs/media.md": media,
+    "docs/models.md": models,
+    "docs/performance.md": performance,
+    "docs/results.md": results,
+    "docs/rules.md": rules,
+    "docs/streams.md": streams,
+}
+"""Module of each page; its `TABLES` has the tables of that page by name."""
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def paths() -> list[Path]:
+    """List the files of all pages."""
+    return [ROOT / page for page in PAGES]
+
+
+def with_tables(path: Path) -> str:
+    """Return the text of a page with every marked table written anew.
+
+    Raises:
+        KeyError: the page has no module, or its module has no such table.
+    """
+    tables = PAGES[path.relative_to(ROOT).as_posix()].TABLES
+
+    def write(found: re.Match) -> str:
+        file, table = tables[found[2]]
+        return found[1] + table(load(file)) + found[3]
+
+    return MARKED.sub(write, path.read_text())

@@ -1,0 +1,47 @@
+"""Tables of `README.md`."""
+
+from benchmarks.tables.cells import markdown, number, source
+from benchmarks.tables.results import losses_by_state
+from benchmarks.tables.rows import Row, Runs, Tables, row_of, value
+from benchmarks.tables.steps import PRESETS, faster, speed_ratio
+
+LEFT_TO_RESULTS = (
+    "--no-sub-norms", "carry", "--lr 2e-3", "--weights ste --lr 3e-3", "--lr 0.35", "--lr 0.65",
+)  # fmt: skip
+"""Options that the short table leaves out: others of their kind do better, or as well."""
+
+
+def quality(runs: Runs) -> str:
+    """Loss by state, `small`, the best of each kind."""
+    best = [run | {"rows": [row for row in run["rows"] if not _is_left_out(row)]} for run in runs]
+    return losses_by_state(best, "small", ("weights", "options", "held-out loss", "state"))
+
+
+def _is_left_out(row: Row) -> bool:
+    return any(part in row["options"] for part in LEFT_TO_RESULTS)
+
+
+def speed(runs: Runs) -> str:
+    """Bytes a second of a training step against the faster baseline's."""
+    lines = []
+    for preset in PRESETS:
+        ours, peer = row_of(runs, preset=preset, kind="factored"), faster(runs, preset, "AdamW")
+        orthogonal = row_of(runs, preset=preset, kind="orthogonal")
+        lines.append(
+            [
+                f"`{preset}`",
+                f"{ours['weights'] / 1e6:,.1f} M" if ours else "",
+                number(value(ours, "bytes_per_second")),
+                number(value(peer, "bytes_per_second")),
+                number(speed_ratio(ours, peer), ".2f"),
+                number(speed_ratio(orthogonal, faster(runs, preset, "Muon")), ".2f"),
+            ]
+        )
+    head = ["preset", "weights", "`arb`, factored direction", "float AdamW", "ratio"]
+    return markdown([*head, "ratio, orthogonal against Muon"], lines) + source(runs)
+
+
+TABLES: Tables = {
+    "quality": ("quality", quality),
+    "speed": ("training_step", speed),
+}

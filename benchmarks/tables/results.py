@@ -1,0 +1,207 @@
+"""Tables of `docs/results.md`."""
+
+from collections.abc import Sequence
+from math import isfinite
+from statistics import mean, stdev
+
+from benchmarks.fits import between, fit
+from benchmarks.results import load
+from benchmarks.tables.cells import markdown, measured, number, source
+from benchmarks.tables.rows import Row, Runs, Tables, row_of, rows_of
+
+
+def quality_of_small(runs: Runs) -> str:
+    """Loss by state, with commits, `small`."""
+    return losses_by_state(runs, "small", ("options", "held-out loss", "state", "commit"))
+
+
+def quality_of_base(runs: Runs) -> str:
+    """The same for `base`."""
+    return losses_by_state(runs, "base", ("options", "held-out loss", "state", "commit"))
+
+
+def losses_by_state(runs: Runs, preset: str, head: Sequence[str]) -> str:
+    """Write the losses of a preset by options, with the columns of `head`."""
+    groups: dict[str, list[tuple[Row, str]]] = {}
+    of_preset = [run for run in runs if rows_of([run], preset=preset)]
+    for run in of_preset:
+        for row in rows_of([run], preset=preset):
+            if _is_of_today(row, preset):
+                groups.setdefault(row["options"], []).append((row, run["commit"]))
+    lines = []
+    for options, found in groups.items():
+        found.sort(key=lambda pair: pair[0]["seed"])
+        rows = [row for row, _ in found]
+        first, last = rows[0]["seed"], rows[-1]["seed"]
+        seeds = f"{first} to {last}" if last - first > 1 else f"{first}, {last}"
+        cells = {
+            "weights": rows[0]["kind"],
+            "options": f"`{options}`" + (f", seeds {seeds}" if len(rows) > 1 else ""),
+            "held-out loss": ", ".join(f"{row['held_out_nats']:.4f}" for row in rows),
+            "state": f"{rows[0]['state_mib']} MiB",
+            "commit": ", ".join(dict.fromkeys(f"`{commit}`" for _, commit in found)),
+        }
+        lines.append([cells[name] for name in head])
+    used = [run for run in of_preset if any(_is_of_today(row, preset) for row in run["rows"])]
+    return markdown(head, lines) + source(used)
+
+
+EARLIER = " (until c5ecf49)"
+"""A mark after the options of a run whose rule has changed since."""
+
+
+def _is_of_today(row: Row, preset: str) -> bool:
+    """Whether a row belongs in the tables of quality; `base` was not measured again."""
+    return "fp8" not in row["options"] and (preset == "base" or EARLIER not in row["options"])
+
+
+def quality_of_code(runs: Runs) -> str:
+    """Loss by state on source code, `small`."""
+    return losses_by_state(runs, "small", ("weights", "options", "held-out loss", "state"))
+
+
+def curves_of_code(runs: Runs) -> str:
+    """Loss in the course of a run on source code, and state, `base`."""
+    rows = rows_of(runs)
+    marks = sorted({step for row in rows for step, _ in row["curve"]})
+    lines = []
+    for row in rows:
+        losses = dict(row["curve"])
+        cells = [f"{losses[step]:.4f}" if step in losses else "" for step in marks]
+        lines.append([f"`{row['options']}`", *cells, f"{row['state_mib']} MiB"])
+    head = ["options", *(f"{step:,} steps" for step in marks), "state"]
+    return markdown(head, lines) + source(runs)
+
+
+def quality_in_eight_bits(runs: Runs) -> str:
+    """Loss with `--compute fp8`, against bf16."""
+    lines = []
+    both = {"`--compute fp8`": f"--compute fp8{EARLIER}", "bf16": f"--rule moment{EARLIER}"}
+    for name, options in both.items():
+        rows = sorted(rows_of(runs, preset="small", options=options), key=lambda row: row["seed"])
+        losses = [row["held_out_nats"] for row in rows]
+        seeds = ", ".join(f"{loss:.4f}" for loss in losses)
+        lines.append([name, seeds, f"{mean(losses):.4f}", f"{stdev(losses):.4f}"])
+    used = [
+        run
+        for run in runs
+        if any(rows_of([run], preset="small", options=options) for options in both.values())
+    ]
+    return markdown(["", "seeds 0 to 5", "mean", "standard deviation"], lines) + source(used)
+
+
+def losses_by_size(runs: Runs) -> str:
+    """Held-out losses of every kind by size and length, one seed."""
+    rows = rows_of(runs, seed=0)
+    lengths = sorted({row["steps"] for row in rows})
+    groups: dict[tuple[str, int], dict[int, float]] = {}
+    for row in rows:
+        place = groups.setdefault((row["kind"], row["weights"]), {})
+        place[row["steps"]] = row["held_out_nats"]
+    lines = [
+        [kind, f"{weights / 1e6:.1f} M", *(number(found.get(steps), ".4f") for steps in lengths)]
+        for (kind, weights), found in sorted(groups.items())
+    ]
+    return measured(["kind", "weights", *(f"{n:,} steps" for n in lengths)], lines, runs)
+
+
+def laws(runs: Runs) -> str:
+    """The law that is fitted to each kind's losses, each number with its standard error."""
+    lines = []
+    for kind in dict.fromkeys(row["kind"] for row in rows_of(runs)):
+        found = fit(rows_of(runs, kind=kind))
+        if found:
+            pairs = zip(found.law, found.errors, strict=True)
+            numbers = [
+                f"{value:.2f} ± {error:.2f}" if isfinite(error) else "not determined"
+                for value, error in pairs
+            ]
+            lines.append([kind, *numbers, f"{found.residual:.2%}".replace("%", " %")])
+    return measured(["kind", "E", "A", "B", "a", "b", "residual"], sorted(lines), runs)
+
+
+FRONTIER_SECONDS = 7.2
+"""Seconds of one GPU, in which AdamW makes 2,000 steps of 10.8 million weights."""
+
+
+FRONTIER_BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
+"""MiB."""
+
+
+def best_within(steps: Runs, losses: Runs, kind: str, budget: float) -> tuple[float, Row] | None:
+    """Return the lowest loss of a kind within a time and memory, and its step.
+
+    Args:
+        steps: results of `frontier`.
+        losses: results of `scaling`.
+        kind: of training.
+        budget: of the peak, in MiB.
+    """
+    found = []
+    for row in rows_of(steps, kind=kind):
+        lengths = rows_of(losses, kind=kind, shape=row["shape"], seed=0)
+        count = 1e3 * FRONTIER_SECONDS / row["ms"]
+        enough = any(count >= length["steps"] for length in lengths)
+        if row["peak_mib"] <= budget and enough:
+            found.append((between(lengths, count), row))
+    return min(found, key=lambda pair: pair[0], default=None)
+
+
+def frontier_losses() -> Runs:
+    """Read all losses by size and length that the frontier is made of."""
+    return [*load("scaling"), *load("scaling_others")]
+
+
+def frontier(runs: Runs) -> str:
+    """The best held-out loss of every kind by budget of memory, and the model that has it."""
+    losses, lines = frontier_losses(), []
+    for kind in sorted({row["kind"] for row in rows_of(runs)}):
+        cells = []
+        for budget in FRONTIER_BUDGETS:
+            best = best_within(runs, losses, kind, budget)
+            cells.append(f"{best[0]:.3f} ({best[1]['weights'] / 1e6:.1f} M)" if best else "")
+        lines.append([kind, *cells])
+    head = ["peak, at most", *(f"{budget:,} MiB" for budget in FRONTIER_BUDGETS)]
+    return measured(head, lines, runs)
+
+
+def steps_by_size(runs: Runs) -> str:
+    """Milliseconds and peaks of the steps that the frontier is made of."""
+    groups: dict[tuple[str, int], dict[str, Row]] = {}
+    for row in rows_of(runs):
+        groups.setdefault((row["kind"], row["weights"]), {})[row["way"]] = row
+    ways = list(dict.fromkeys(row["way"] for row in rows_of(runs)))
+    lines = []
+    for (kind, weights), found in sorted(groups.items()):
+        cells = [
+            f"{found[way]['ms']:.2f} ms, {found[way]['peak_mib']} MiB" if way in found else ""
+            for way in ways
+        ]
+        lines.append([kind, f"{weights / 1e6:.1f} M", *cells])
+    return measured(["kind", "weights", *ways], lines, runs)
+
+
+def commands(runs: Runs) -> str:
+    """Write the seconds of the README's commands, with empty caches and again."""
+    lines = []
+    for row in rows_of(runs, again=False):
+        again = row_of(runs, command=row["command"], again=True)
+        loss = "" if row["val_loss"] is None else f"{row['val_loss']:.4f}"
+        seconds = [f"{each['seconds']:.1f}" if each else "" for each in (row, again)]
+        lines.append([f"`{row['command']}`", *seconds, loss])
+    head = ["command", "seconds, with empty caches", "again", "held-out loss"]
+    return measured(head, lines, runs)
+
+
+TABLES: Tables = {
+    "quality-small": ("quality", quality_of_small),
+    "quality-code": ("code", quality_of_code),
+    "scaling": ("scaling", losses_by_size),
+    "scaling-laws": ("scaling", laws),
+    "frontier": ("frontier", frontier),
+    "frontier-steps": ("frontier", steps_by_size),
+    "quality-base": ("quality", quality_of_base),
+    "curves-code": ("code_base", curves_of_code),
+    "quality-fp8": ("quality", quality_in_eight_bits),
+    "commands": ("commands", commands),
+}
