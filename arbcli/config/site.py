@@ -47,5 +47,5 @@ class Site:
     @property
     def lr_factor(self) -> float:
         """Learning rate of the rule relative to that of the run: see `relative_lr`."""
-        known = self.lr_rule in (None, self.rule)
-        return 1.0 if known else relative_lr(self.rule, str(self.lr_rule), self.digits)
+        of_run = self.lr_rule or self.rule
+        return 1.0 if self.rule == of_run else relative_lr(self.rule, of_run, self.digits)
