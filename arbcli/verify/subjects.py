@@ -252,7 +252,7 @@ def all_subjects(
                 yield Subject(f"{name} {direction} all digits", config, 1, *place, ("update",))
         for digits in ("trit", "all"):
             config = several_rules(digits)
-            title = f"{config.rule_text}{' all digits' * (digits == 'all')}"
+            title = f"{config.rule_text} {config.direction}{' all digits' * (digits == 'all')}"
             yield Subject(title, config, 1, *place, ("update",))
 
 
