@@ -116,13 +116,17 @@ def without_compiler() -> Iterator[None]:
     marked = []
     if "torch._dynamo" not in sys.modules:
         code = torch._disable_dynamo(lambda: None).__code__
-        place = code.co_freevars.index("fn")
-        for thing in gc.get_objects():
-            if type(thing) is FunctionType and thing.__code__ is code and thing.__closure__:
-                function = thing.__closure__[place].cell_contents
-                if MARK not in vars(function):
-                    setattr(function, MARK, function)
-                    marked.append(function)
+        wrappers = [
+            thing
+            for thing in gc.get_objects()
+            if type(thing) is FunctionType and thing.__code__ is code
+        ]
+        # what a wrapper calls is in its closure; torch replaces the `__wrapped__` of some
+        for cell in (cell for wrapper in wrappers for cell in wrapper.__closure__ or ()):
+            function = cell.cell_contents
+            if isinstance(function, FunctionType) and MARK not in vars(function):
+                setattr(function, MARK, function)
+                marked.append(function)
     try:
         yield
     finally:
