@@ -67,7 +67,7 @@ MIXTURES = {
     "moment+nibble": ("--mlp-rule", "nibble"),
     "moment+nibble-blocks": ("--attention-rule", "nibble", "--mlp-rule", "nibble"),
 }
-"""Options of `arb import` for rules of parts, by kind; `moment` is the rule of all other weights."""
+"""Options of `arb import` for rules of parts, by kind; all other weights have `moment`."""
 IN_BLOCK = {
     "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
     "o": "self_attn.o_proj", "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",

@@ -642,10 +642,7 @@ class ModelConfig:
         stage_products = partial(self._stage_products, lengths=self.lengths)
         found = sum(stage_products(index) for index in range(len(self.stages)))
         site = self.site()
-        ends = [
-            part.products(site, self.ctx)
-            for part in (*self.beside, *self._heads)
-        ]
+        ends = [part.products(site, self.ctx) for part in (*self.beside, *self._heads)]
         plain = 0 if self.composite else self.vocabulary * site.dim
         return found + self.ctx * (sum(ends) + plain)
 

@@ -507,8 +507,8 @@ def with_part_rules(
     mlp_rule: Annotated[
         str | None,
         Setting(
-            "Update rule of MLPs and experts in blocks. With nibble they take 1.26 bytes per weight,"
-            " with moment 2.26.",
+            "Update rule of MLPs and experts in blocks. With nibble they take 1.26 bytes per"
+            " weight, with moment 2.26.",
             choices=WITH_DIGITS,
             default="that of `rule`",
         ),
@@ -526,7 +526,9 @@ def with_part_rules(
         lists = {name: (*map(of_own, getattr(stage, name)),) for name in LISTS}
         return replace(stage, **lists)
 
-    return replace(config, stages=(*map(changed, config.stages),)) if any(given.values()) else config
+    if not any(given.values()):
+        return config
+    return replace(config, stages=(*map(changed, config.stages),))
 
 
 FAMILIES: dict[str, Callable[..., ModelConfig]] = {

@@ -127,11 +127,12 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
         _label(axes, "chunks of the held-out text", "bytes of a chunk", "chunks")
 
     model = report["config"]["model"]
+    rules = config_from_dict(model).rule_text
     verdicts = ", ".join(verdict["name"] for verdict in report["verdicts"])
     shape = (
         f"{report['num_weights'] / 1e6:.2f} M weights, {model['scale_type']}, ctx {model['ctx']}"
     )
-    figure.suptitle(f"{config_from_dict(model).rule_text}: {verdicts}   ({shape})", color=INK, fontsize=12)
+    figure.suptitle(f"{rules}: {verdicts}   ({shape})", color=INK, fontsize=12)
     _save(figure, png)
 
 

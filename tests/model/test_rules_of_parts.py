@@ -29,8 +29,10 @@ from arbcli.rules import (
 )
 
 TINY = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 16}
-CHUNKED = preset("hnet-tiny", dim=24, layers=1, heads=2, ffn=32, ctx=16, outer_dim=16, outer_heads=2,
-    outer_ffn=20, window=4)  # fmt: skip
+CHUNKED = preset(
+    "hnet-tiny", dim=24, layers=1, heads=2, ffn=32, ctx=16, outer_dim=16, outer_heads=2,
+    outer_ffn=20, window=4,
+)  # fmt: skip
 AHEAD = replace(preset("tiny", **TINY), ahead=AheadConfig(positions=3, width=20))
 COMPOSITE = replace(preset("tiny", **TINY), composite=CompositeConfig())
 BETWEEN = ("codebook.", "knowledge.", "moe_graph.")
@@ -99,7 +101,7 @@ def test_all_weights_of_a_part_are_stored_and_stepped_by_its_rule_and_no_others(
 
 def test_part_within_a_part_may_go_back_to_the_rule_of_the_model():
     config = with_rule(graph_config(), ["stages", "0", "memories"], "nibble")
-    config = with_rule(config, "stages.0.memories.iterated".split("."), "moment")
+    config = with_rule(config, ["stages", "0", "memories", "iterated"], "moment")
     before, after = trained(graph_config()), trained(config)
     for name, tensor in after.items():
         own = name.startswith(("codebook.", "knowledge."))

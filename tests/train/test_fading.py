@@ -158,7 +158,9 @@ def test_a_fade_takes_half_of_the_steps_unless_both_ends_are_given(given, wanted
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "rules", [*({"rule": rule} for rule in FADING), {"rule": "moment", "mlp_rule": "nibble"}], ids=str
+    "rules",
+    [*({"rule": rule} for rule in FADING), {"rule": "moment", "mlp_rule": "nibble"}],
+    ids=str,
 )
 def test_captured_steps_fade_with_the_bits_of_eager_ones(rules, text):
     found = []

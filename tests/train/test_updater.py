@@ -392,7 +392,9 @@ EXPERTS, HEIGHT = 3, 14
 
 def stack_of(rule: str, direction: str | None):
     config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
-    stack = TernaryTensor(EXPERTS * HEIGHT, DIM, config.site(), area="mlp", std=0.1, matrices=EXPERTS)
+    stack = TernaryTensor(
+        EXPERTS * HEIGHT, DIM, config.site(), area="mlp", std=0.1, matrices=EXPERTS
+    )
     stack.initialise(seed=0, index=0)
     return stack, Updater([stack], seed=3, dtype=torch.float32), config
 
@@ -402,7 +404,9 @@ def stack_of(rule: str, direction: str | None):
 def test_stacked_matrices_step_as_separate_ones(rule, direction, parts):
     """One has no gradient in the second step; products of a stack may round differently."""
     stack, updater, config = stack_of(rule, direction)
-    separate = [TernaryTensor(HEIGHT, DIM, config.site(), area="mlp", std=0.1) for _ in range(EXPERTS)]
+    separate = [
+        TernaryTensor(HEIGHT, DIM, config.site(), area="mlp", std=0.1) for _ in range(EXPERTS)
+    ]
     for index, tensor in enumerate(separate):
         for name, buffer in tensor.named_buffers():
             buffer.copy_(stack.matrix(index)[name])
@@ -613,7 +617,9 @@ def test_direction_is_given_the_sum_of_the_squares_of_each_moment(device, monkey
     monkeypatch.setattr(orthogonal.Orthogonal, "values_of", spied)
     config = preset("tiny", rule="moment", direction="orthogonal")
     with torch.device(device):
-        stack = TernaryTensor(EXPERTS * HEIGHT, DIM, config.site(), area="mlp", std=0.1, matrices=EXPERTS)
+        stack = TernaryTensor(
+            EXPERTS * HEIGHT, DIM, config.site(), area="mlp", std=0.1, matrices=EXPERTS
+        )
         table = TableWeight(40, DIM, config.site(), area="sequencer")
         single = [build("moment", "orthogonal", device, shape)[0] for shape in SHAPES]
         updater = Updater([stack, table, *single], 3, torch.float32)
@@ -664,7 +670,9 @@ def test_chunks_of_a_head_step_as_matrices_of_their_own(rule, direction, device,
     with torch.device(device):
         head = SymbolWeight(150, 40, config.site(), area="head")
         alone = [
-            TernaryTensor(part.stop - part.start, 40, config.site(), area="head", lr_factor=head.lr_factor)
+            TernaryTensor(
+                part.stop - part.start, 40, config.site(), area="head", lr_factor=head.lr_factor
+            )
             for part in parts
         ]
     head.initialise(seed=0, index=0)
