@@ -9,10 +9,6 @@ kernels of `arb` for chunks, entries and the order of experts. `factored` is com
 `orthogonal` with Muon. All kinds of a family take turns: see `benchmarks.training_step`.
 """
 
-import sys
-import time
-import traceback
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -28,16 +24,7 @@ from arbcli.train.trainer import Trainer
 from benchmarks import results
 from benchmarks.bare_families import Compressed, FamilyModel
 from benchmarks.bare_twin import BareStep
-from benchmarks.training_step import (
-    Subject,
-    draw,
-    empty,
-    prepare,
-    text,
-    time_in_turns,
-    to_row,
-    write_rows,
-)
+from benchmarks.training_step import Maker, draw, measure, text, write_rows
 
 FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     "hnet-base": (8, {"preset": "hnet-base"}),
@@ -52,8 +39,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "Muon": {"weights": "float", "sub_norms": False, "optimizer": "muon"},
     "AdamW, bare": {"weights": "float", "sub_norms": False},
     "AdamW, bare, flex": {"weights": "float", "sub_norms": False},
+    "AdamW, bare, tuned": {"weights": "float", "sub_norms": False},
     "Muon, bare": {"weights": "float", "sub_norms": False, "optimizer": "muon"},
 }
+TUNED = {
+    "max_autotune": True,
+    "coordinate_descent_tuning": True,
+    "max_autotune_gemm_backends": "ATEN",
+}
+"""Options of `torch.compile` that try tiles of all kernels but products, which are cuBLAS's."""
 ATTENTION = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -61,6 +55,14 @@ ATTENTION = [
     SDPBackend.MATH,
 ]
 """Kernels of the bare baseline's causal attention, the fastest first."""
+
+
+class FamilyStep(BareStep):
+    """Trains a model whose causal attention takes the fastest kernel."""
+
+    def _compute(self) -> None:
+        with sdpa_kernel(ATTENTION, set_priority=True):
+            super()._compute()
 
 
 def build(family: str, kind: str) -> Trainer | BareStep:
@@ -73,31 +75,13 @@ def build(family: str, kind: str) -> Trainer | BareStep:
         with torch.device("cuda"), flex:
             bare = FamilyModel(bare_config)
             ids = torch.randint(256, (batch, bare_config.ctx))
-        return BareStep(bare, ids, bare.matrices if kind.startswith("Muon") else ())
+        matrices = bare.matrices if kind.startswith("Muon") else ()
+        return FamilyStep(bare, ids, matrices, TUNED if kind.endswith("tuned") else None)
     given = model | options
     config = new_config(batch=batch, steps=10_000, device="cuda", data=[str(text())], **given)
     texts = open_texts(config.data, None, seed=0, context=config.model.ctx)
     with mock.patch.object(FloatWeight, "initialise", draw):
         return Trainer(config, texts, capture=True)
-
-
-def measure(family: str, kinds: list[str]) -> list[dict[str, Any]]:
-    """Measure kinds in turns; what fails is reported and left out."""
-    subjects: list[Subject] = []
-    for kind in kinds:
-        started = time.perf_counter()
-        fastest = sdpa_kernel(ATTENTION, set_priority=True)
-        try:
-            with fastest if ", bare" in kind else nullcontext():
-                make, is_float = partial(build, family, kind), "weights" in KINDS[kind]
-                subjects.append(prepare(kind, make, is_float=is_float))
-        except Exception:
-            traceback.print_exc()
-        seconds = time.perf_counter() - started
-        print(f"  prepared {family} {kind} in {seconds:.0f} s", file=sys.stderr, flush=True)
-    time_in_turns(subjects)
-    shape = preset(FAMILIES[family][1]["preset"]).ctx, FAMILIES[family][0]
-    return [to_row(family, shape, subject, len(subjects) > 1) for subject in subjects]
 
 
 def main() -> None:
@@ -109,8 +93,12 @@ def main() -> None:
     for family in args.families or FAMILIES:
         has_flex = family == "arb-long"  # only compressed attention differs
         kinds = [kind for kind in args.kinds if has_flex or not kind.endswith("flex")]
-        write_rows("families", family, measure(family, kinds), args.out)
-        empty()
+        makers = {
+            kind: Maker(partial(build, family, kind), "weights" in KINDS[kind]) for kind in kinds
+        }
+        batch, model = FAMILIES[family]
+        shape = preset(model["preset"]).ctx, batch
+        measure(family, shape, makers, partial(write_rows, "families", family, args.out))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch.nn import functional
 from arbcli.imports.dense import Shape, shape_of
 from arbcli.infer.generation import Sampling
 from arbcli.kernels.output.choose_byte import choose_byte_
-from arbcli.kernels.update.random_bits import stream_keys
+from arbcli.kernels.update.random_bits import stream_key
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table
@@ -191,8 +191,7 @@ class FloatDecoder:
         self.table = cos[:, None], torch.stack([-sin, sin], dim=1)
         self.byte = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self.text = torch.zeros(positions, dtype=torch.uint8, device=device)
-        seed = torch.tensor(self.sampling.seed, dtype=torch.int32, device=device)
-        self._key = stream_keys(seed, torch.zeros_like(seed), 1, 1)[0, 0]
+        self._key = stream_key(self.sampling.seed, 0, device)
         cublas = mode == "cuBLAS"
         self._step_block: Callable[..., Tensor] = partial(
             step_block, sub_norms=config.sub_norms, cublas=cublas

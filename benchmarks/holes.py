@@ -113,6 +113,11 @@ def compare(
     }
 
 
+def steps_of(run: Path) -> int:
+    """Read how many steps a run was trained for."""
+    return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+
+
 def main() -> None:
     """Compare two runs, and print an object of JSON for each length of a hole."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -128,10 +133,11 @@ def main() -> None:
     how = {name: getattr(args, name) for name in sizes}
     text = Text([args.text])
     command = results.command_line("holes", args.masked.name, args.next.name, "TEXT")
+    steps = {"run": steps_of(args.masked), "next": steps_of(args.next)}
     for hole in args.hole:
         with deterministic(), use_backend(resolve_backend(None, masked.device)):
             losses = compare(masked, following, text, hole=hole, **how)
-        row = {"run": args.masked.name, "hole": hole} | how | losses
+        row = {"run": args.masked.name, "hole": hole, "steps": steps} | how | losses
         print(json.dumps(row), flush=True)
         results.save("holes", [row], command=command, folder=args.out)
 

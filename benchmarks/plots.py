@@ -90,7 +90,7 @@ def draw_speed(runs: Runs) -> Any:
     figure, axes = pyplot.subplots(figsize=(8, 3.6))
     bars = [
         (f"{title} against {twin}", [
-            speed_ratio(row_of(runs, preset=preset, kind=kind), faster(runs, preset, twin))
+            speed_ratio(runs, row_of(runs, preset=preset, kind=kind), faster(runs, preset, twin))
             for preset in PRESETS
         ])
         for kind, title, twin in (

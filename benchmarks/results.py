@@ -29,6 +29,8 @@ KEYS = {
     "checked_texts": ("preset", "prompt", "way", "size", "has_head", "favour"),
     "holes": ("run", "hole"),
     "heard": ("run", "text"),
+    "said": ("run", "text"),
+    "media_equal": ("text", "weights"),
     "kv_cache": ("preset", "ctx", "kv"),
     "products": ("size", "rows", "what"),
     "arb_3b": ("kind", "batch", "recompute"),

@@ -85,6 +85,15 @@ class Subject:
     """Clock rates of the GPU during the last steps: see `results.read_clock`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """What makes a trainer."""
+
+    make: Callable[[], Trainer | BareStep]
+    is_float: bool
+    """Whether it is a float baseline, which need not be deterministic."""
+
+
 @cache
 def text() -> Path:
     """Write Python's own source as one file, whose windows are drawn faster than from thousands."""
@@ -113,19 +122,13 @@ def draw(weight: FloatWeight, seed: int, index: int) -> None:
     weight.latent.normal_(0, weight.std)
 
 
-def prepare(kind: str, make: Callable[[], Trainer | BareStep], *, is_float: bool) -> Subject:
-    """Make a trainer, run it until its step is captured, and measure its memory.
-
-    Args:
-        kind: name of the trainer's kind.
-        make: makes the trainer.
-        is_float: whether it is a float baseline, which need not be deterministic.
-    """
+def prepare(kind: str, maker: Maker) -> Subject:
+    """Make a trainer, run it until its step is captured, and measure its memory."""
     torch._dynamo.reset()  # what is captured needs no compiled code any more
     empty()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    with nullcontext() if is_float else deterministic():
-        trainer = make()
+    with nullcontext() if maker.is_float else deterministic():
+        trainer = maker.make()
         trainer.train_step()  # compiles, and tries kernels
         torch.cuda.synchronize()
         empty()
@@ -155,13 +158,14 @@ def run_steps(trainer: Trainer | BareStep, steps: int) -> float:
     return (time.perf_counter() - started) / steps
 
 
-def time_in_turns(subjects: list[Subject]) -> None:
-    """Time all of them in rounds."""
+def time_in_turns(subjects: list[Subject], rounds: int = ROUNDS) -> None:
+    """Time all of them in rounds, and drop earlier rounds."""
     steps = {}
     for subject in subjects:
+        subject.seconds.clear()
         seconds = run_steps(subject.trainer, FEWEST_STEPS)
         steps[subject.kind] = min(MOST_STEPS, max(FEWEST_STEPS, round(ROUND_SECONDS / seconds)))
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for subject in subjects:
             subject.seconds.append(run_steps(subject.trainer, steps[subject.kind]))
     for subject in subjects:
@@ -171,34 +175,42 @@ def time_in_turns(subjects: list[Subject]) -> None:
         torch.cuda.synchronize()
 
 
-def measure(preset: str, kinds: tuple[str, ...]) -> list[dict]:
+def measure(
+    name: str, shape: tuple[int, int], makers: dict[str, Maker], save: Callable[[list[dict]], None]
+) -> None:
     """Measure kinds in turns, or one after another if they do not fit in memory together.
 
-    What fails is reported and left out.
+    Rows are saved whenever another kind is prepared, so that a run that is cut off leaves some;
+    all rounds are timed after the last kind. What fails is reported and left out.
+
+    Args:
+        name: of the preset or family.
+        shape: context and windows of a batch.
+        makers: of the kinds.
+        save: takes the rows of this call so far.
     """
     subjects: list[Subject] = []
     alone: list[str] = []
-    for kind in kinds:
+    for number, (kind, maker) in enumerate(makers.items(), 1):
         started = time.perf_counter()
         try:
-            make, is_float = partial(build, preset, kind), "weights" in KINDS[kind]
-            subjects.append(prepare(kind, make, is_float=is_float))
+            subjects.append(prepare(kind, maker))
         except torch.OutOfMemoryError:
             alone.append(kind)
         except Exception:
             traceback.print_exc()
         seconds = time.perf_counter() - started
-        print(f"  prepared {preset} {kind} in {seconds:.0f} s", file=sys.stderr, flush=True)
-    time_in_turns(subjects)
-    rows = [to_row(preset, SHAPES[preset], subject, len(subjects) > 1) for subject in subjects]
+        print(f"  prepared {name} {kind} in {seconds:.0f} s", file=sys.stderr, flush=True)
+        if subjects:
+            time_in_turns(subjects, ROUNDS if number == len(makers) else 1)
+            save([to_row(name, shape, subject, len(subjects) > 1) for subject in subjects])
     subjects.clear()
     empty()
-    if len(kinds) > 1:
+    if len(makers) > 1:
         for kind in alone:
-            rows += measure(preset, (kind,))
+            measure(name, shape, {kind: makers[kind]}, save)
     elif alone:
-        print(f"{preset} {kinds[0]}: the GPU's memory is not enough", file=sys.stderr)
-    return rows
+        print(f"{name} {alone[0]}: the GPU's memory is not enough", file=sys.stderr)
 
 
 def to_row(preset: str, shape: tuple[int, int], subject: Subject, in_turns: bool) -> dict:
@@ -222,19 +234,18 @@ def to_row(preset: str, shape: tuple[int, int], subject: Subject, in_turns: bool
     }
 
 
-def write_rows(benchmark: str, subject: str, rows: list[dict], folder: Path) -> None:
-    """Print a line a row, and save the rows of a preset or family, if there are any."""
+def write_rows(benchmark: str, subject: str, folder: Path, rows: list[dict]) -> None:
+    """Print a line a row, and save the rows of a preset or family."""
     for row in rows:
         print(
             f"{subject:10} {row['kind']:20} {row['weights'] / 1e6:6.1f} M {row['ms']:9.3f} ms"
             f" {row['bytes_per_second']:12,} bytes/s, allocated"
             f" {row['allocated_bytes'] / 2**20:8,.0f} MiB,"
-            f" reserved {row['reserved_bytes'] / 2**20:8,.0f}",
+            f" reserved {row['reserved_bytes'] / 2**20:8,.0f}, {len(row['rounds_ms'])} rounds",
             flush=True,
         )
-    if rows:
-        command = results.command_line(benchmark, subject)
-        results.save(benchmark, rows, command=command, folder=folder)
+    command = results.command_line(benchmark, subject)
+    results.save(benchmark, rows, command=command, folder=folder)
 
 
 def main() -> None:
@@ -245,9 +256,13 @@ def main() -> None:
     args = parser.parse_args()
     for preset in args.presets or SHAPES:
         for group in GROUPS[preset]:
-            kinds = tuple(kind for kind in group if kind in args.kinds)
-            rows = measure(preset, kinds) if kinds else []
-            write_rows("training_step", preset, rows, args.out)
+            makers = {
+                kind: Maker(partial(build, preset, kind), "weights" in KINDS[kind])
+                for kind in group
+                if kind in args.kinds
+            }
+            save = partial(write_rows, "training_step", preset, args.out)
+            measure(preset, SHAPES[preset], makers, save)
 
 
 if __name__ == "__main__":

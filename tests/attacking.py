@@ -340,7 +340,7 @@ def attack(folder: Path, number: int, seed: int, *only: str) -> int:
     names = [n for n in (*parsers, "arguments") if not only or n.startswith(only)]
     for name in names:
         if name != "arguments":  # whatever is refused is refused for its damage
-            must(given(*parsers[name], folder / "tried", None), log)
+            must(damaged_copy(*parsers[name], folder / "tried", None), log)
     tell(f"{len(names)} parsers")
     codes: Counter[str] = Counter()
     gc.freeze()  # else a collection in a forked process copies all there is
@@ -351,7 +351,7 @@ def attack(folder: Path, number: int, seed: int, *only: str) -> int:
         if name == "arguments":
             words = arguments(folder, draw)
         else:
-            words = given(*parsers[name], place, draw)
+            words = damaged_copy(*parsers[name], place, draw)
         code, seconds, held = call(words, log)
         worst, most = max(worst, seconds), max(most, held)
         codes[f"{name}: {code}"] += 1
@@ -370,7 +370,9 @@ def attack(folder: Path, number: int, seed: int, *only: str) -> int:
     return bad
 
 
-def given(path: Path, words: list[str], place: Path, draw: random.Random | None) -> list[str]:
+def damaged_copy(
+    path: Path, words: list[str], place: Path, draw: random.Random | None
+) -> list[str]:
     """Copy a file, or the folder it stands for, damaged if `draw` is; return words that name it."""
     shutil.rmtree(place, ignore_errors=True)
     (place / "made").mkdir(parents=True)

@@ -102,7 +102,7 @@ def decoded(part: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def whole(tensor: TernaryTensor, handed: list) -> torch.Tensor:
+def whole_gradient(tensor: TernaryTensor, handed: list) -> torch.Tensor:
     """Put together what a sink was given in one backward."""
     return sum(parity.dense_gradient(tensor, *each) for each in handed)
 
@@ -138,7 +138,7 @@ def assert_same(part, inputs, run, reference) -> None:
     for name, grads in handed.items():
         tensor, twin = modules[name], weights[name.removesuffix(".weight")]
         assert times(grads) == tensor.matrices, name
-        got = whole(tensor, grads).double()
+        got = whole_gradient(tensor, grads).double()
         assert twin.grad is not None, name
         error = (got - twin.grad).norm() / twin.grad.norm().clamp(min=1e-6)
         assert error < 1e-4, name

@@ -93,7 +93,7 @@ def _result(
     return f"{named}{found.description}; {found.split}; {parts}"
 
 
-def _asked() -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+def _entries_with_options() -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
     """Yield entries with options: each with all options, and each pair with some."""
     for entry in ENTRIES:
         for values in product(*OPTIONS.values()):
@@ -109,7 +109,7 @@ def opened() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         make_folder()
         with mock.patch.dict(os.environ, XDG_CACHE_HOME="cache", HOME=f"{folder}/home"):
-            for entries, given in _asked():
+            for entries, given in _entries_with_options():
                 options = "".join(f" {name}={value}" for name, value in given.items() if value)
                 result = _result(said, entries, **given)
                 yield f"{' '.join(entries)}{options}: {result}"

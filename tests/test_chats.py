@@ -61,14 +61,14 @@ def tokenizer(folder) -> Tokenizer:
     return Tokenizer.read(folder / "tokenizer.json")
 
 
-def written(path, records):
+def write_records(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
 def chats(tmp_path, tokenizer, records, source=CHATML, context=64, field="messages"):
     template = ChatTemplate(source, "it", SPECIAL)
-    text = Text([written(tmp_path / "chats.jsonl", records)])
+    text = Text([write_records(tmp_path / "chats.jsonl", records)])
     return Chats(text, field, tokenizer, template, context)
 
 
@@ -130,7 +130,7 @@ def test_documents_are_kept_for_all_that_makes_them(tmp_path, tokenizer):
     other["added_tokens"][0]["lstrip"] = True  # does nothing here
     other = Tokenizer(json.dumps(other).encode(), "other")
     template = {"source": CHATML, "tokens": SPECIAL}
-    text = Text([written(tmp_path / "chats.jsonl", records)])
+    text = Text([write_records(tmp_path / "chats.jsonl", records)])
     for reads, field, changed in (
         (tokenizer, "messages", {}), (tokenizer, "question+answer", {}),
         (tokenizer, "text+answer", {}), (tokenizer, "+text", {}), (tokenizer, "+answer", {}),
@@ -265,7 +265,7 @@ def test_batches_follow_from_seed_and_step(tmp_path, tokenizer):
 
 def test_command_trains_on_chats_and_resumes_to_the_same_bits(tmp_path, folder, arb_here):
     records = [chat(f"how are you {i}", f"fine {i % 3}") for i in range(60)]
-    data = written(tmp_path / "chats.jsonl", records)
+    data = write_records(tmp_path / "chats.jsonl", records)
     words = ["train", "--data", str(data), "--field", "messages", "--batch", "2", "--ctx", "48"]
     words += ["--tokenizer", str(folder / "tokenizer.json"), "--dim", "32", "--layers", "1"]
     words += ["--heads", "2", "--ffn", "48", "--device", "cpu", "--compute", "fp32", "--quiet"]

@@ -247,7 +247,7 @@ def test_save_removes_what_a_killed_save_left(tmp_path):
     ],
     ids=str,
 )
-def test_save_rejects_what_is_not_state(tmp_path, name, tensor):
+def test_save_rejects_tensors_that_are_not_state(tmp_path, name, tensor):
     with pytest.raises(ValueError, match=f"`{name}`"):
         save_checkpoint(tmp_path, replace(example(), tensors={name: tensor}))
     assert not list(tmp_path.iterdir())
@@ -277,7 +277,7 @@ def test_load_refuses_trailing_bytes(saved):
     assert "1 bytes too many" in refusal(saved)
 
 
-def test_load_refuses_what_is_not_a_readable_file(tmp_path, saved):
+def test_load_refuses_files_that_cannot_be_read(tmp_path, saved):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "locked").touch(mode=0)
     assert "not a regular file" in refusal(tmp_path)

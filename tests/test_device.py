@@ -135,7 +135,7 @@ WANTS = {
 
 
 @pytest.mark.parametrize("name", WANTS)
-def test_want_of_memory_is_said_with_what_to_do(name):
+def test_lack_of_memory_is_an_error_with_a_hint(name):
     error, message = WANTS[name]
     with pytest.raises(ArbError, match=message) as caught, explained_out_of_memory("do so"):
         raise error
@@ -174,7 +174,7 @@ def test_determinism_is_an_error_where_it_cannot_be_and_ends(before):
     assert torch.utils.deterministic.fill_uninitialized_memory
 
 
-def test_compiler_is_told_what_torch_is_told(monkeypatch):
+def test_compiler_has_the_determinism_of_torch(monkeypatch):
     told = []
     monkeypatch.setattr(
         torch, "use_deterministic_algorithms", lambda *mode, **how: told.append((*mode, how))

@@ -197,7 +197,7 @@ def test_system_that_pins_nothing_is_refused(monkeypatch):
         sockets.pin_to_socket(0, on_cpu=True)
 
 
-def unheard(number: int, _frame: object) -> None:
+def fail_on_signal(number: int, _frame: object) -> None:
     pytest.fail(f"nobody listened to {signal.Signals(number).name}")
 
 
@@ -206,7 +206,7 @@ def set_before() -> Iterator[Callable]:
     """Yield a setter of handlers, and restore all afterwards; a test may begin with one ignored."""
     before = {number: signal.getsignal(number) for number in STOPPING}
     for number in STOPPING:
-        signal.signal(number, unheard)
+        signal.signal(number, fail_on_signal)
     yield signal.signal
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -235,10 +235,10 @@ def test_signal_is_raised_by_its_name(number, set_before):
         signal.raise_signal(number)
     assert caught.value.name == signal.Signals(number).name
     assert not isinstance(caught.value, Exception)
-    assert [signal.getsignal(each) for each in STOPPING] == [unheard] * len(STOPPING)
+    assert [signal.getsignal(each) for each in STOPPING] == [fail_on_signal] * len(STOPPING)
 
 
-@pytest.mark.parametrize("before", [unheard, signal.SIG_DFL])
+@pytest.mark.parametrize("before", [fail_on_signal, signal.SIG_DFL])
 def test_hangup_that_comes_twice_has_no_effect_of_its_own(before, set_before):
     """A terminal that is closed sends more than one."""
     set_before(HANGUP, before)
@@ -256,11 +256,11 @@ def test_hangup_that_is_ignored_is_not_listened_to(listener, set_before):
     set_before(HANGUP, signal.SIG_IGN)
     with listener():
         assert signal.getsignal(HANGUP) == signal.SIG_IGN
-        assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_IGN, unheard)
+        assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_IGN, fail_on_signal)
         for _ in range(2):
             signal.raise_signal(HANGUP)
     assert signal.getsignal(HANGUP) == signal.SIG_IGN
-    assert signal.getsignal(signal.SIGTERM) == unheard
+    assert signal.getsignal(signal.SIGTERM) == fail_on_signal
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

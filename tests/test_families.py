@@ -8,7 +8,6 @@ from arbcli.kernels.attention.choose_entries import choose_entries
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
 from arbcli.train.step import minimised
-from benchmarks import families
 from benchmarks.bare_families import Compressed, FamilyModel, Indexer, smooth
 from benchmarks.bare_twin import orthogonalise, step_by_muon
 from benchmarks.families import FAMILIES
@@ -96,17 +95,6 @@ def test_flex_attention_sees_what_the_pieces_see(monkeypatch):
     ids = torch.arange(128).view(2, 64) * 7 % 256
     with torch.no_grad():
         assert float(flexible(ids, ids)) == pytest.approx(float(plain(ids, ids)), rel=1e-5)
-
-
-def test_every_kind_is_prepared_as_float_baseline_or_not(monkeypatch):
-    prepared = {}
-    monkeypatch.setattr(families, "time_in_turns", lambda _: None)
-    monkeypatch.setattr(families, "to_row", lambda *_: {})
-    monkeypatch.setattr(
-        families, "prepare", lambda kind, _, *, is_float: prepared.update({kind: is_float})
-    )
-    families.measure("arb-long", [*families.KINDS])
-    assert prepared == {kind: kind[0].isupper() for kind in families.KINDS}
 
 
 def test_chunks_are_averaged_in_turn():

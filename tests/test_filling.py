@@ -23,7 +23,7 @@ SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48}
 SUFFIX, PREFIX, MIDDLE = 256, 257, 258
 
 
-def made(ctx: int = 16, **given) -> LanguageModel:
+def fill_model(ctx: int = 16, **given) -> LanguageModel:
     lm = build_model(preset("tiny", **SIZES, ctx=ctx, objective="fill", **given), torch.float32)
     lm.initialise(0)
     return lm
@@ -96,7 +96,7 @@ def test_a_window_is_cut_alike_by_every_process():
 
 @pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
 def test_twins_learn_text_alone(weights):
-    lm = made(weights=weights)
+    lm = fill_model(weights=weights)
     ids, targets = cut(torch.arange(68).view(4, 17), 256, seed=0, step=0, numbers=range(4))
     assert int((targets < 0).sum()) == 2 * (EXTRA - 1)
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_twins_learn_text_alone(weights):
 
 @pytest.mark.parametrize("right", [True, False])
 def test_holes_of_a_benchmark_cost_what_float64_says(right):
-    lm, hole = made(ctx=24), slice(LEAD + 4, LEAD + 7)
+    lm, hole = fill_model(ctx=24), slice(LEAD + 4, LEAD + 7)
     ids = torch.randint(256, (3, LEAD + 11), generator=torch.Generator().manual_seed(1))
     reference = Reference({n: reference_weight(w) for n, w in lm.weights().items()}, lm.config)
     rows = []
@@ -123,7 +123,7 @@ def test_holes_of_a_benchmark_cost_what_float64_says(right):
 
 def test_losses_of_holes_are_compared_window_by_window(tmp_path):
     (tmp_path / "text").write_bytes(bytes(range(32, 112)) * 9)
-    models = made(ctx=24), build_model(preset("tiny", **SIZES, ctx=24), torch.float32)
+    models = fill_model(ctx=24), build_model(preset("tiny", **SIZES, ctx=24), torch.float32)
     models[1].initialise(1)
     text, how = Text([tmp_path / "text"]), {"hole": 3, "windows": 5, "draws": 1}
     with torch.no_grad():
@@ -147,7 +147,7 @@ def test_losses_of_holes_are_compared_window_by_window(tmp_path):
 
 
 def test_holes_are_filled_one_after_another():
-    lm, parts = made(ctx=24), [[1, 2, 3], [4, 5, 7, 8], [6]]
+    lm, parts = fill_model(ctx=24), [[1, 2, 3], [4, 5, 7, 8], [6]]
     text, length = list(parts[0]), 2
     for part, lead in zip(parts[1:], (3, LEAD), strict=True):  # of texts of 3 and 9 symbols
         begin, end = text[: len(text) - lead], text[len(text) - lead :]
@@ -169,7 +169,7 @@ def test_holes_are_filled_one_after_another():
         ({"vocabulary": 5, "ctx": 25}, "`ctx` is 25"),
     ],
 )
-def test_what_takes_a_mark_for_a_byte_is_refused(change, why):
+def test_settings_that_do_not_support_holes_are_refused(change, why):
     with pytest.raises(ArbError, match=why) as refusal:
         replace(preset("tiny", objective="fill"), **change)
     assert "\n" not in str(refusal.value)

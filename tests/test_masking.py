@@ -191,7 +191,7 @@ def test_a_position_sees_a_window_on_both_sides(mixer, reach):
         ({"objective": "later"}, "`objective`"),
     ],
 )
-def test_what_needs_one_direction_of_time_is_refused(change, why):
+def test_settings_of_causal_models_are_refused(change, why):
     config = preset("tiny", objective="masked")
     with pytest.raises(ArbError, match=why) as refusal:
         replace(config, **change)

@@ -180,7 +180,7 @@ def test_line_that_is_too_long_goes_on_in_the_next(terminal):
     assert "00000011" in terminal.getvalue()
 
 
-def test_what_is_waited_for_is_shown_to_a_person_alone(capsys):
+def test_waiting_is_shown_on_terminals_only(capsys):
     with LiveLine() as line:
         line.show_wait("loading")
     assert capsys.readouterr().err == ""

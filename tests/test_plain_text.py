@@ -278,7 +278,7 @@ def test_missing_package_is_one_clear_line(tmp_path, monkeypatch, name, package)
     assert caught.value.hint == f"install it: `pip install {package}`"
 
 
-def test_cache_that_cannot_be_written_is_told(tmp_path, monkeypatch):
+def test_cache_that_cannot_be_written_is_reported(tmp_path, monkeypatch):
     (tmp_path / "book.gz").write_bytes(gzip.compress(TEXT))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

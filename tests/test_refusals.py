@@ -227,7 +227,7 @@ def test_export_that_cannot_be_written_leaves_nothing(saved, tmp_path, monkeypat
     assert "other" not in [path.name for path in tmp_path.rglob("*")]
 
 
-def test_run_that_does_not_tell_what_it_was_trained_in_is_refused(saved, tmp_path):
+def test_run_without_its_dtype_is_refused(saved, tmp_path):
     path = saved()
     (tmp_path / "config.json").write_text(json.dumps({"config": {}}))
     with pytest.raises(ArbError, match=r"no valid `config\.compute`: it is missing") as caught:

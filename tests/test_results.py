@@ -5,16 +5,19 @@ import re
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from benchmarks import results, search
+from benchmarks import results, search, training_step
 from benchmarks.results import FOLDER, KEYS, add_runs, load, options
 from benchmarks.tables import hnet, imports, many_gpus, media, models, pages, performance
 from benchmarks.tables.cells import source
 from benchmarks.tables.masked import holes
 from benchmarks.tables.readme import speed
 from benchmarks.tables.steps import faster, speed_ratio
+from benchmarks.training_step import Subject
 
 DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b|\d\d:\d\d:\d\d")
 
@@ -123,9 +126,39 @@ def test_speed_is_compared_with_the_faster_twin():
 def test_ratio_of_turns_is_the_median_over_rounds():
     ours = step("tiny", "factored", 2.0, in_turns=True, rounds_ms=[2.0, 4.0, 2.0])
     peer = step("tiny", "AdamW", 1.0, in_turns=True, rounds_ms=[1.0, 8.0, 1.0])
-    assert speed_ratio(ours, peer) == 0.5
-    assert speed_ratio(ours | {"in_turns": False}, peer) == 0.5
-    assert speed_ratio(ours, None) is None
+    assert speed_ratio([run([ours, peer])], ours, peer) == 0.5
+    peer["ms"] = 3.0
+    assert speed_ratio([run([ours]), run([peer])], ours, peer) == 1.5
+    ours["in_turns"] = False
+    assert speed_ratio([run([ours, peer])], ours, peer) == 1.5
+    assert speed_ratio([], ours, None) is None
+
+
+def test_rows_are_saved_after_each_kind_and_failures_are_left_out(monkeypatch, capsys):
+    def prepare(kind, maker):
+        if kind == "large" and len(timed) < 3:
+            raise torch.OutOfMemoryError
+        if kind == "broken":
+            raise ValueError
+        trainer = SimpleNamespace(num_weights=1, state_bytes=lambda: 2)
+        return Subject(kind, trainer, 3, 4, [], {})
+
+    def time_in_turns(subjects, rounds):
+        timed.append(([subject.kind for subject in subjects], rounds))
+        for subject in subjects:
+            subject.seconds[:] = [0.5] * rounds
+
+    timed, saved = [], []
+    monkeypatch.setattr(training_step, "prepare", prepare)
+    monkeypatch.setattr(training_step, "time_in_turns", time_in_turns)
+    makers = dict.fromkeys(("large", "factored", "broken", "AdamW"))
+    training_step.measure("tiny", (64, 16), makers, saved.append)
+    assert timed == [
+        (["factored"], 1), (["factored"], 1), (["factored", "AdamW"], 5), (["large"], 5),
+    ]  # fmt: skip
+    assert [[row["kind"] for row in rows] for rows in saved] == [kinds for kinds, _ in timed]
+    assert [row["in_turns"] for row in saved[-2]] == [True, True]
+    assert "ValueError" in capsys.readouterr().err
 
 
 def test_family_is_compared_with_the_fastest_plain_baseline():
@@ -152,15 +185,21 @@ def test_every_run_that_fills_holes_is_in_its_table():
     fill = {"next": 1.25, "fill": 1.0, "fill without the right side": 1.5}
     masked = {"next": 1.25, "masked": 2.0, "masked from left to right": 1.75}
     rows = [
-        {"run": "fill-1", "hole": 8, "nats_per_byte": fill, "standard_error": {"fill": 0.125}},
+        {
+            "run": "fill-1",
+            "hole": 8,
+            "nats_per_byte": fill,
+            "standard_error": {"fill": 0.125},
+            "steps": {"run": 4000, "next": 3000},
+        },
         {"run": "other", "hole": 8, "nats_per_byte": masked},
         {"run": "fill-1", "hole": 4, "nats_per_byte": fill},
     ]
     assert holes([run(rows)]).splitlines()[2:6] == [
-        "| 4 | fill-1 | 1.0000 | 1.5000 | 1.2500 | -0.2500 |",
-        "| 8 | fill-1 | 1.0000 | 1.5000 | 1.2500 | -0.2500 ± 0.1250 |",
-        "| 8 | other | 2.0000 | | 1.2500 | +0.7500 |",
-        "| 8 | other from left to right | 1.7500 | | 1.2500 | +0.5000 |",
+        "| 4 | fill-1 | | 1.0000 | 1.5000 | 1.2500 | -0.2500 |",
+        "| 8 | fill-1 | 4,000 | 1.0000 | 1.5000 | 1.2500 | -0.2500 ± 0.1250 |",
+        "| 8 | other | | 2.0000 | | 1.2500 | +0.7500 |",
+        "| 8 | other from left to right | | 1.7500 | | 1.2500 | +0.5000 |",
     ]
 
 

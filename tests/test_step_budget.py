@@ -114,7 +114,7 @@ def test_floors_are_products_alone_operations_and_bytes():
     }  # fmt: skip
 
 
-def test_argument_is_made_of_its_form():
+def test_argument_has_its_recorded_form():
     form = ("tensor", (3, 4), (1, 3), torch.bfloat16)
     again = made(form, torch.device("cpu"))
     assert (again.shape, again.stride(), again.dtype) == ((3, 4), (1, 3), torch.bfloat16)

@@ -21,7 +21,7 @@ SMALL = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx",
 SMALL += ["--batch", "2", "--steps", "3", "--device", "cpu", "--compute", "fp32"]
 
 
-def written(seed: int, lines: int) -> str:
+def random_lines(seed: int, lines: int) -> str:
     generator = torch.Generator().manual_seed(seed)
     picks = torch.randint(len(WORDS), (lines, 7), generator=generator).tolist()
     return "".join(" ".join(WORDS[pick] for pick in line) + ".\n" for line in picks)
@@ -37,7 +37,7 @@ def tokenizer_file(tmp_path_factory):
     trainer = package.trainers.BpeTrainer(
         vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
     )
-    trained.train_from_iterator([written(0, 200)], trainer)
+    trained.train_from_iterator([random_lines(0, 200)], trainer)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     trained.save(str(path))
     return path
@@ -46,7 +46,7 @@ def tokenizer_file(tmp_path_factory):
 @pytest.fixture
 def text_file(tmp_path):
     path = tmp_path / "text.txt"
-    path.write_text(written(1, 60), encoding="utf-8")
+    path.write_text(random_lines(1, 60), encoding="utf-8")
     return path
 
 

@@ -106,7 +106,7 @@ def test_schema_names_what_is_wrong():
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory) -> Path:
+def finished_run(tmp_path_factory) -> Path:
     """Start a run, and return its directory."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.txt").write_bytes(b"ternary weights learn to read. " * 100)
@@ -119,10 +119,10 @@ def begun(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(begun, tmp_path) -> Path:
+def run(finished_run, tmp_path) -> Path:
     copy = tmp_path / "run"
     copy.mkdir()
-    for path in begun.iterdir():
+    for path in finished_run.iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
     return copy
 
@@ -179,8 +179,8 @@ def test_threads_that_no_machine_has_are_not_believed(run):
     assert (run / "step-000004.safetensors").exists()
 
 
-def test_run_that_was_started_last_is_found_with_the_clock_set_back(begun, tmp_path):
-    facts = json.loads((begun / "config.json").read_text())
+def test_run_that_was_started_last_is_found_with_the_clock_set_back(finished_run, tmp_path):
+    facts = json.loads((finished_run / "config.json").read_text())
     for name, about in {
         "old": {"started": "2031-01-01", "number": None},
         "a": {"started": "2030-01-01", "number": 1},
@@ -194,8 +194,8 @@ def test_run_that_was_started_last_is_found_with_the_clock_set_back(begun, tmp_p
     assert latest_run(tmp_path).name == "b"
 
 
-def test_later_run_has_a_higher_number(begun, tmp_path):
-    config = new_config(**SHAPE, batch=2, steps=1, data=[str(begun.parent / "text.txt")])
+def test_later_run_has_a_higher_number(finished_run, tmp_path):
+    config = new_config(**SHAPE, batch=2, steps=1, data=[str(finished_run.parent / "text.txt")])
     for number, name in enumerate(("b", "a", "c"), 1):
         start_run(config, tmp_path / name, Observer())
         assert read_facts(tmp_path / name)["number"] == number

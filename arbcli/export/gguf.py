@@ -160,7 +160,7 @@ def _divisors(config: ModelConfig) -> Tensor | None:
 
 
 def in_our_order(file: GGUFFile, name: str) -> Tensor:
-    """Read a tensor of a file, float32, its rows as ours are."""
+    """Read a tensor of a file, float32, with its rows in the order of `arb`."""
     weight, kind = file.tensor(name), file.keys.get("general.architecture")
     width = file.keys.get(f"{kind}.attention.key_length")
     rotated = any(known.gguf == kind and known.interleaved for known in ARCHITECTURES.values())

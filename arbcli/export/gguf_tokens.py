@@ -129,7 +129,7 @@ def _begins(tokenizer: dict[str, Any], tokens: list[str | None], begin: int | No
 
 
 def _steps(tokenizer: dict[str, Any], name: str, several: str) -> list[dict[str, Any]]:
-    """List the steps of a part that is one, or several in a list; none of anything else."""
+    """List the steps of a part: itself, or those that it lists; none if they are malformed."""
     part = tokenizer.get(name) or {}
     steps = part.get(several, [part])
     return steps if is_of(steps, list[dict]) else []

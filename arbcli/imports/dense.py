@@ -152,7 +152,7 @@ def shape_of(config: ModelConfig) -> Shape | None:
 
 
 def _alike(block: BlockConfig) -> BlockConfig:
-    """Leave out what no format of a model mentions: windows, which differ, and rules."""
+    """Return a block without its window, which may differ, and its rules, which no format has."""
     mixer, channel = block.mixer, block.channel
     if isinstance(mixer, AttentionConfig):
         mixer = replace(mixer, window=None)

@@ -129,7 +129,7 @@ def _place_above(least: Tensor) -> Tensor:
 
 
 def _held(place: Tensor) -> Tensor:
-    """Keep places within the scales that there are."""
+    """Clamp places to the range of scales."""
     count = len(_octave()[0])
     return place.clamp(LOWEST_EXPONENT * count, (HIGHEST_EXPONENT + 1) * count - 1)
 

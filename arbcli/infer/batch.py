@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from arbcli.device import (
     capturing,
@@ -38,7 +37,7 @@ from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.overlap import overlapping
-from arbcli.kernels.update.random_bits import stream_keys
+from arbcli.kernels.update.random_bits import stream_key
 from arbcli.model.language_model import LanguageModel
 
 LARGEST_BATCH = 64
@@ -76,11 +75,6 @@ class Request:
     def positions(self) -> int:
         """Length of the text, including the prompt."""
         return len(self.prompt) + self.length
-
-    def key(self, device: torch.device) -> Tensor:
-        """Return the key of the random numbers, an int32 scalar."""
-        seed, stream = torch.tensor([self.sampling.seed, self.stream], dtype=torch.int32).unbind()
-        return stream_keys(seed, stream, 1, 1)[0, 0].to(device)
 
 
 def check_batch(batch: int | None) -> int:
@@ -156,7 +150,7 @@ class BatchDecoder:
         prompt = self._prompts[slot] = symbols_of(self.model, request.prompt)
         ids = symbols_on(device, prompt, self._text.dtype)
         self._text[slot, : len(ids)] = ids
-        self._key[slot] = request.key(device)
+        self._key[slot] = stream_key(sampling.seed, request.stream, device)
         self._temperature[slot], self._top_p[slot] = sampling.temperature, sampling.top_p
         self._top_k[slot] = sampling.top_k
         cache.reset()

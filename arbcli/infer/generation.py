@@ -30,7 +30,7 @@ from arbcli.kernels.output.choose_byte import choose_byte_
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.overlap import overlapping
-from arbcli.kernels.update.random_bits import stream_keys
+from arbcli.kernels.update.random_bits import stream_key
 from arbcli.model.cache import Cache
 from arbcli.model.decoding import Phase, step_phases
 from arbcli.model.language_model import LanguageModel
@@ -113,8 +113,7 @@ class Decoder:
         dtype = text_dtype(model.config.vocabulary)
         self._text = torch.zeros(positions, dtype=dtype, device=device)
         self._byte = torch.zeros(1, 1, dtype=torch.int64, device=device)  # last byte of the text
-        seed = torch.tensor(self.sampling.seed, dtype=torch.int32, device=device)
-        self._key = stream_keys(seed, torch.full_like(seed, stream), 1, 1)[0, 0]
+        self._key = stream_key(self.sampling.seed, stream, device)
         self._phases = step_phases(model, self._byte, self.cache)
         self.checks = self._new_checks(ahead)
         """Speculative decoding; None for single-byte steps."""
@@ -198,7 +197,7 @@ class Decoder:
             begin = self.length
             for _ in range(min(together, end - begin)):
                 self._step()
-            fetched.append(self._fetch(begin))
+            fetched.append(copied_to_host(self._text[begin : self.length]))
             if len(fetched) == 2:
                 yield fetched.popleft()()
         yield from (fetch() for fetch in fetched)
@@ -340,10 +339,6 @@ class Decoder:
                     self._phases = [Phase(0, partial(_replayed_loops, step, logits))]
                     self.recorded = True
         self.cache.reset()
-
-    def _fetch(self, begin: int) -> Callable[[], Sequence[int]]:
-        """Start copying the text from `begin` to the host; return a function that waits for it."""
-        return copied_to_host(self._text[begin : self.length])
 
 
 def read_symbols(

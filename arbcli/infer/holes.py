@@ -21,7 +21,7 @@ from arbcli.infer.sampling import Sampling
 from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.kernels.update.random_bits import stream_keys
+from arbcli.kernels.update.random_bits import stream_key
 from arbcli.model.language_model import LanguageModel
 
 HOLE = "…"
@@ -67,8 +67,7 @@ def fill(model: LanguageModel, symbols: Sequence[int], steps: int, sampling: Sam
     """
     config, device = model.config, model.device
     hidden = [place for place, symbol in enumerate(symbols) if symbol == config.vocabulary]
-    seed = torch.tensor(sampling.seed, dtype=torch.int32, device=device)
-    key = stream_keys(seed, torch.zeros_like(seed), 1, 1)[0, 0]
+    key = stream_key(sampling.seed, 0, device)
     if sampling.temperature > 0:
         generator = torch.Generator().manual_seed(sampling.seed)
         hidden = [hidden[i] for i in torch.randperm(len(hidden), generator=generator).tolist()]

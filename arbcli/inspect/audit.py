@@ -287,7 +287,7 @@ def _check_floats(measured: MeasuredState) -> Check:
 
 
 def _check_prediction(expected: int, measured: MeasuredState, loaded_bytes: int) -> Check:
-    """Compare the prediction with what the walk found, and with all that the loading left alive.
+    """Compare the predicted state with that of the model, and with all live memory after loading.
 
     Counters are left out of both.
     """
@@ -310,7 +310,7 @@ def _check_levels(ends: list[int]) -> Check:
 
 @contextmanager
 def _recorded(snapshot: Path | None) -> Iterator[None]:
-    """Record what the CUDA allocator does, and write it down even if memory runs out."""
+    """Record the events of the CUDA allocator, and write them even if memory runs out."""
     if snapshot is None:
         yield
         return

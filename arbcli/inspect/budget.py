@@ -1,4 +1,4 @@
-"""A number of bytes as a person writes it."""
+"""A number of bytes with a unit, such as `6GiB`."""
 
 import re
 

@@ -72,7 +72,7 @@ class FloatTensors(Storages):
         self._within = [OUTSIDE]
 
     def report(self) -> tuple[FloatTensor, ...]:
-        """List what was seen, in the order in which it came; what is alive now survives."""
+        """List the float tensors in the order of their allocation; those alive now survive."""
         kept = Counter(self._kept.values())
         found = (
             dataclasses.replace(kind, survives=survives, count=count)
@@ -82,7 +82,7 @@ class FloatTensors(Storages):
         return tuple(kind for kind in found if kind.count)
 
     def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
-        """Note a storage of floats."""
+        """Record a storage of floats."""
         if tensor.is_floating_point() or tensor.is_complex():
             kind = FloatTensor(
                 module=self._within[-1],
@@ -98,7 +98,7 @@ class FloatTensors(Storages):
             self._kinds[kind] += 1
 
     def went(self, key: int) -> None:
-        """Strike a storage off."""
+        """Record the end of a storage."""
         self._kept.pop(key, None)
 
     def _entered(self, name: str) -> Callable[[Module, Any], None]:

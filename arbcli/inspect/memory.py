@@ -1,4 +1,4 @@
-"""The state of a model: predicted from its configuration alone, and found by walking it.
+"""The state of a model: predicted from its configuration alone, and measured.
 
 A prediction reads what the layers declare, of a model that is built where tensors have no memory.
 """
@@ -52,7 +52,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateReport:
-    """The state of a model, as its configuration says."""
+    """State of a model, predicted from its configuration."""
 
     config: ModelConfig
     areas: dict[str, Footprint]
@@ -73,7 +73,7 @@ class ModelReport(StateReport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One rule and scale type, and the state that goes with it."""
+    """State of a model with one rule and scale type."""
 
     rule: str
     direction: str | None

@@ -75,7 +75,7 @@ def _parts(model: "LanguageModel", config: ModelConfig) -> Iterator[PartReport]:
 
 
 def _stream(stage: StageConfig) -> dict[str, Any]:
-    """List the fields of a stage's stream, those that say more than the default."""
+    """Return the fields of a stage's stream; optional ones if they differ from the default."""
     about: dict[str, Any] = {"dim": stage.dim, "streams": stage.streams}
     if stage.contribution != 1:
         about["contribution"] = stage.contribution
@@ -83,7 +83,7 @@ def _stream(stage: StageConfig) -> dict[str, Any]:
 
 
 def _configs(config: ModelConfig) -> dict[str, Any]:
-    """List the configurations of the parts that are modules of the model itself, by their names."""
+    """Return the configurations of the parts outside stages, by the names of their modules."""
     found: dict[str, Any] = {part.kind: part for part in config.beside}
     if memories := config.main.memories:
         found |= memories.codebooks | {"moe_graph": memories.iterated}
@@ -91,7 +91,7 @@ def _configs(config: ModelConfig) -> dict[str, Any]:
 
 
 def _blocks(path: str, stack: "Module", configs: Iterable[Any]) -> Iterator[PartReport]:
-    """List blocks, equal ones that follow one another, or take turns with others, as one."""
+    """Yield the reports of blocks and their parts; a run of equal or alternating blocks is one."""
     configs, every = list(configs), [*stack.children()]
     for numbers in _equal(configs):
         blocks, ends = [every[number] for number in numbers], str(numbers.start)
@@ -160,7 +160,7 @@ def _part(
 
 
 def _state_of(part: "Module | tuple[Module | None, ...]") -> list[Any]:
-    """List what declares buffers in a module, or in several."""
+    """List the modules that declare buffers, in a module or in several."""
     from arbcli.model.packed import StateModule  # torch takes seconds to import
 
     modules = filter(None, part) if isinstance(part, tuple) else (part,)

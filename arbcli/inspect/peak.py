@@ -1,4 +1,4 @@
-"""The most memory that a training step holds at once, found by running it without memory.
+"""Peak memory of a training step, from a run of it on tensors without memory.
 
 The trainer's own steps run on tensors that have shapes and storages only; see `trace.py`. Whatever
 they allocate and release goes, in order, through a model of the CUDA allocator, or on a CPU through
@@ -56,7 +56,7 @@ class AtPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakReport:
-    """The most memory that a training step holds at once."""
+    """Peak memory of a training step, and what it consists of."""
 
     device: str
     """`cuda`, `mps` or `cpu`."""
@@ -212,7 +212,7 @@ class _Total:
 
 
 class _Trace(Storages):
-    """Takes every storage from a memory, and remembers what the most was made of."""
+    """Allocates every storage in a simulated memory, and records what the peak consists of."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(META)
@@ -289,7 +289,7 @@ class _Trace(Storages):
                 self._blocks[key] = taken._replace(part="constant")
 
     def live(self) -> tuple[AtPeak, ...]:
-        """List all that is alive at the peak besides the state."""
+        """List the tensors alive at the peak, besides the state."""
         alive: dict[int, _Taken] = {}
         for kind, taken in self._events[: self._until_peak]:
             if taken is None:
@@ -361,7 +361,7 @@ class _Trace(Storages):
 
 
 class _Taken(NamedTuple):
-    """Memory that was taken."""
+    """An allocation."""
 
     number: int
     """Number of events before."""
@@ -388,7 +388,7 @@ def _shape_text(tensor: Tensor) -> str:
 
 
 class _AnyText:
-    """Text of which only the shape is asked."""
+    """Stand-in for a text, of which a prediction only needs shapes."""
 
     pieces = ()
 
@@ -471,7 +471,7 @@ def _initialising_once() -> Iterator[None]:
 def predict_peak(
     config: TrainConfig, *, captured: bool = False, rank: int = 0, size: int = 1
 ) -> PeakReport:
-    """Predict the most memory that a training step holds at once where `config` says it runs.
+    """Predict the peak memory of a training step on the device of `config`.
 
     Args:
         config: configuration of a run with packed weights.

@@ -172,7 +172,7 @@ def _figure(columns: int) -> "tuple[Figure, list[Axes]]":
 
 
 def _mark_losses(axes: "Axes", entropy: float, uniform: float = UNIFORM) -> None:
-    """Draw what to compare a loss with, named at the right edge."""
+    """Draw losses to compare with, labelled at the right edge."""
     for value, name in ((uniform, "uniform"), (entropy, "order 0")):
         axes.axhline(value, color=FAINT, linestyle=":", linewidth=1)
         edge = axes.get_yaxis_transform()  # x as a share of the width, y in data

@@ -1,4 +1,4 @@
-"""A few real training steps under the microscope, and verdicts with their evidence."""
+"""Measurements of a few training steps, and verdicts with their evidence."""
 
 import dataclasses
 import gc
@@ -279,7 +279,7 @@ class _Watch:
         return found
 
     def take_rms(self) -> dict[str, float | None]:
-        """Read what was seen since the last time; the sizes are those of the last forward."""
+        """Return and clear the root-mean-squares; note the first value that is not finite."""
         finite = torch.stack([largest for _, largest in self._seen]).isfinite().tolist()
         if self.first_nonfinite is None and not all(finite):
             what, _ = self._seen[finite.index(False)]
@@ -292,7 +292,7 @@ class _Watch:
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors of what a module is given, or returns."""
+    """Yield the floating-point tensors among the inputs or outputs of a module."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.numel():
             yield value
@@ -311,11 +311,11 @@ class _Tally:
         self.moved = torch.zeros(tensor.out_features, tensor.in_features, dtype=torch.bool)
 
     def begin(self) -> None:
-        """Remember the digits, on the CPU: a GPU's peak is to be that of the step alone."""
+        """Copy the digits to the CPU, so that the peak of a GPU is that of the step alone."""
         self.before = [part.to("cpu", copy=True) for part in (self.tensor.trits, self._digit())]
 
     def finish(self, lr: float) -> float:
-        """Compare with what `begin` remembered; return how many trits changed."""
+        """Compare with the digits that `begin` copied; return how many trits changed."""
         tensor, radix = self.tensor, self.tensor.rule.radix
         packed, digit = (part.to(tensor.trits.device) for part in self.before)
         old, new = (unpack_trits(trits, tensor.in_features) for trits in (packed, tensor.trits))
@@ -336,7 +336,7 @@ class _Tally:
         return digit
 
     def report(self) -> TensorReport:
-        """Sum up the steps, and look at every digit as it stands."""
+        """Return the effect of all steps, and the distribution of every digit now."""
         tensor = self.tensor
         exponent, fraction = tensor.scales
         v = exponent.int() * OCTAVE + (0 if fraction is None else fraction)
@@ -444,7 +444,7 @@ def _parts_of_blocks(model: LanguageModel) -> list[tuple[str | None, str | None]
 def _ranges_of_blocks(
     ranges: dict[str, Tensor], parts: list[tuple[str | None, str | None]]
 ) -> tuple[tuple[float | None, ...], ...]:
-    """List what every block's parts read and write streams by, by the names of the parts."""
+    """Return the ranges of the weights with which each block reads and writes streams."""
     if not ranges:
         return ()
     found = []
@@ -535,7 +535,7 @@ def _chunks(model: LanguageModel, ids: Tensor) -> ChunkReport | None:
 
 @contextmanager
 def _live_counter(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Yield what counts the bytes of live tensors.
+    """Yield a counter of the bytes of live tensors.
 
     On a CPU what is alive already is counted once: to go through it again takes as long as a step.
     """

@@ -1,4 +1,4 @@
-"""Whether there is memory for a run, told before any of it is taken.
+"""Check that there is memory for a run, before any of it is allocated.
 
 An allocator of a GPU says no in time, with nothing lost. That of a CPU does not: the machine swaps,
 or ends the process. What is counted here is what every step holds for certain, so it is known at

@@ -252,7 +252,7 @@ def open_saved(path: Path, note: Callable[[str], None]) -> Saved:
 
 
 def _run_facts(run: Path, note: Callable[[str], None]) -> dict[str, Any]:
-    """Gather what the other files of a run say; nothing of those that are missing."""
+    """Read facts from the other files of a run; missing files are left out."""
     facts: dict[str, Any] = {"checkpoints": [path.name for path in checkpoints(run)]}
     if (run / CONFIG).exists():
         told = read_json(run / CONFIG, {name: kind | None for name, kind in FACTS.items()})

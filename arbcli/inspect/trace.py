@@ -55,7 +55,7 @@ class Storages(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Keep torch's compiler out: to tell it to leave this alone is to import it, for 2 s."""
+        """Return False, as True would import torch's compiler, which takes 2 s."""
         return False
 
     def __enter__(self) -> "Storages":
@@ -77,17 +77,17 @@ class Storages(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def find(self, *, count: bool = True) -> None:
-        """Note what Python holds though no operation returned it, and count it or not."""
+        """Record tensors that Python holds though no operation returned them; count them or not."""
         for thing in gc.get_objects():
             if type(thing) in (Tensor, Parameter) and thing.layout is torch.strided:
                 self._note(thing, None, count=count)
 
     def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
-        """Is told of a new storage of `size` bytes, its first tensor, and what returned that."""
+        """Handle a new storage of `size` bytes, whose first tensor `op` returned."""
         raise NotImplementedError
 
     def went(self, key: int) -> None:
-        """Is told that a storage has died."""
+        """Handle the end of a storage."""
         raise NotImplementedError
 
     def _note(self, tensor: Tensor, op: Any, *, count: bool = True) -> None:
@@ -108,7 +108,7 @@ class Storages(TorchDispatchMode):
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Keep torch from importing its compiler, for a second, only to leave a function alone.
+    """Prevent torch from importing its compiler, which takes a second, in order to avoid it.
 
     Torch marks functions of `torch._refs` so at their first call, which many operations on `meta`
     make. Here they are marked as they are; nothing may be compiled inside.
@@ -145,7 +145,7 @@ class LiveTensors(Storages):
         self._state: set[int] = set()
 
     def settle(self) -> None:
-        """Take what is alive for the state; what comes later is transient, or derived from it."""
+        """Take the live tensors as the state; later ones are transient, or derived from it."""
         self._state = set(self._counted)
         self.peak = self.bytes
 
@@ -154,7 +154,7 @@ class LiveTensors(Storages):
         self.stage_peak = self.bytes
 
     def since_settling(self) -> list[LiveTensor]:
-        """List what has come since, and is alive, the largest first."""
+        """List the live tensors since `settle`, the largest first."""
         return sorted(self._transient(), key=lambda tensor: -tensor.bytes)
 
     def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
@@ -174,7 +174,7 @@ class LiveTensors(Storages):
             self.at_peak = largest
 
     def went(self, key: int) -> None:
-        """Strike a storage off."""
+        """Stop counting a storage."""
         self.bytes -= self._counted.pop(key).bytes
         self._state.discard(key)
 
@@ -200,9 +200,10 @@ def calling_function() -> str:
 
 
 class KnownShapes:
-    """Finds what operations return on `meta` without asking torch twice.
+    """Runs operations on `meta`, and remembers the shapes of their results.
 
-    Torch finds it by Python, a millisecond for some, and an update does the same for every tensor.
+    Torch computes these in Python, a millisecond for some, and an update repeats the same for every
+    tensor.
     """
 
     def __init__(self) -> None:
@@ -256,7 +257,7 @@ def _described(value: Any) -> tuple:
 
 @contextmanager
 def without_memory(device: torch.device) -> Iterator[None]:
-    """Run what would run on `device` on tensors that have shapes and storages, but no memory.
+    """Run code for `device` on tensors that have shapes and storages, but no memory.
 
     They are torch's own `meta` tensors, and what is asked for on `device` is made there. Kernels
     are not launched; what their launchers allocate is seen. `FakeTensorMode` is made for this, but
@@ -280,7 +281,7 @@ def without_memory(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def on_host(device: torch.device) -> Iterator[None]:
-    """Make on the CPU what is asked for on `device`: tensors whose numbers are asked for."""
+    """Allocate on the CPU instead of on `device`: for tensors whose values are read."""
     generator, cpu = torch.Generator, torch.device("cpu")
     # a mode is not told of a new generator
     torch.Generator = lambda *_: generator(cpu)  # type: ignore[assignment, misc]
@@ -320,7 +321,7 @@ class _Elsewhere(TorchFunctionMode):
 
 
 def _answers(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
-    """List what a tensor is to say of itself: whose, what, and the function that says it."""
+    """Yield replaced attributes of tensors: (class, name, replacement)."""
     is_cuda: Any = Tensor.is_cuda
     is_mps: Any = Tensor.is_mps
     data_ptr, pin_memory = Tensor.data_ptr, Tensor.pin_memory
@@ -346,7 +347,7 @@ def _answers(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _substitutes(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
-    """List functions that allocate otherwise on the device than on `meta`, as `_answers` does."""
+    """Yield replacements, as `_answers`, of functions that allocate otherwise than on `meta`."""
     attention, rms_norm = functional.scaled_dot_product_attention, functional.rms_norm
     synchronize = torch.cuda.synchronize
 

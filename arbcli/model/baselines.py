@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.nn import functional
 
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
@@ -19,7 +18,7 @@ from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.matmul.grouped_matmul import grouped_grad_w, grouped_matmul
 from arbcli.kernels.streams.mix_streams import mix_streams_torch
 from arbcli.model.initial import head_std, projection_std
-from arbcli.model.layers.compiled import operator
+from arbcli.model.layers.compiled import KeepsInputs, operator
 from arbcli.model.layers.norm import NORM_EPS, clamp_halves
 from arbcli.model.layers.rotary import rotary_table
 from arbcli.model.layers.table import SPARSE_SPREAD
@@ -269,14 +268,10 @@ class FloatExpertWeight(FloatWeight):
         return _grouped_product(x, w, bounds)
 
 
-class _GroupedProduct(Function):
+class _GroupedProduct(KeepsInputs):
     @staticmethod
     def forward(x: Tensor, w: Tensor, bounds: Tensor) -> Tensor:
         return grouped_matmul(x, w, bounds)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:

@@ -23,7 +23,7 @@ from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.update.quantise_gradient import NONE
-from arbcli.kernels.update.random_bits import random_bits, stream_keys
+from arbcli.kernels.update.random_bits import random_bits, stream_key
 from arbcli.rules import DIRECTION, find_rule
 from arbcli.rules.start import digit_tables
 
@@ -259,8 +259,7 @@ class TernaryTensor(StateModule):
         radix, largest = rule.radix, rule.radix + rule.remainder_max
         device = self.trits.device
         integer: TensorOptions = {"dtype": torch.int32, "device": device}
-        ticks = torch.tensor(-1 - index, **integer)  # updates have ticks from 0
-        key = stream_keys(torch.tensor(seed, **integer), ticks, 1, 1)[0, 0]
+        key = stream_key(seed, -1 - index, device)  # updates have ticks from 0
         tables = digit_tables(self.spread * rule.spread * radix, radix, largest)
         trits, remainders = (torch.tensor(table, device=device) for table in tables)
         columns = torch.arange(self.in_features, **integer)

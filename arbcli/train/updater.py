@@ -1,7 +1,8 @@
 """The updater: steps each matrix in place as soon as its gradient is available, and frees it.
 
 Large matrices step immediately. Gradients of small ones are held, up to `HELD_BYTES`, and step
-together in merged launches, with the same results as one by one.
+together in merged launches, with the same results as one by one. So do small matrices of a stack,
+which share a gradient.
 
 From the direction on, which kernels compute in int32 fixed point, all arithmetic is on integers, so
 that all backends agree bitwise. The gradient is read in several passes. The only other tensor of a
@@ -167,7 +168,7 @@ class Updater:
         self._squares, self._nonfinite = self._sums.unbind()
         self._held_bytes = held_bytes
         self._held: list[tuple[TernaryTensor, Tensor]] = []
-        self._unused = torch.zeros((), **counter)
+        self._unused = torch.zeros(self._num_matrices, **counter)
         self._nonfinite_steps = torch.zeros((), **counter)
         self._finding: frozenset[str] | None = None
         """Areas whose slopes are being computed; None in normal updates."""
@@ -287,7 +288,7 @@ class Updater:
         if self._finding is not None:
             if tensor.area in self._finding:
                 self._keep_slopes(tensor, grad, index, where)
-        elif where is None and not isinstance(grad, SignGradient) and self._may_hold(tensor):
+        elif where is None and not isinstance(grad, SignGradient) and self._merges(tensor):
             self._held.append((tensor, grad))
             if sum(held.nbytes for _, held in self._held) >= self._held_bytes:
                 self.step_held()
@@ -296,22 +297,11 @@ class Updater:
         elif isinstance(grad, SignGradient):
             raise ValueError("signs are only supported for tensors with one matrix")
         elif isinstance(where, range):
-            direction = tensor.direction
-            values, averaged = grad, []
-            if direction is not None and not tensor.averages_gradients:
-                values = direction.values(grad, self.dtype)
-            always = tensor.always_has_gradients
-            first, last = (self.first, self.last) if always else (True, True)
-            for part, number in enumerate(where):
-                refused = self._refused[index + number] if always else self._unused
-                matrix = tensor.matrix(number)
-                target = _Target(tensor, matrix, index + number, refused, first, last)
-                averaged += self._begin(target, grad[part], values[part])
-            self._step_along(averaged)
+            self._update_stack(tensor, grad, where)
         else:
             rows = tensor.gather(where.rows)
             share = where.count.clamp(min=1) / len(where.rows)
-            target = _Target(tensor, rows, index, self._unused, True, True, share)
+            target = _Target(tensor, rows, index, self._unused[index], True, True, share)
             self._step_along(self._begin(target, grad))
             tensor.scatter(where.rows, rows)
 
@@ -365,9 +355,9 @@ class Updater:
             slope, squares = map(torch.zeros_like, statistics[:2])
         return statistics._replace(slope=slope, slope_squares=squares)
 
-    def _may_hold(self, tensor: TernaryTensor) -> bool:
-        """Return whether a gradient may be held: small matrices with merged launches."""
-        small = tensor.num_weights < LARGE_ELEMENTS
+    def _merges(self, tensor: TernaryTensor) -> bool:
+        """Return whether matrices of a tensor step in merged launches: small ones on a GPU."""
+        small = tensor.matrix_rows * tensor.in_features < LARGE_ELEMENTS
         return small and tensor.rule.merges and self._held_bytes > 0 and uses_triton(tensor.trits)
 
     @torch.no_grad()
@@ -382,20 +372,24 @@ class Updater:
         def begin(tensor: TernaryTensor, grad: Tensor, part: Tensor) -> None:
             averaged.extend(self._begin_whole(tensor, grad, part))
 
-        self._together(
-            partial(begin, tensor, grad, part)
-            for (tensor, grad), part in zip(held, values, strict=True)
+        self._run(
+            (
+                partial(begin, tensor, grad, part)
+                for (tensor, grad), part in zip(held, values, strict=True)
+            ),
+            merge=True,
         )
         held.clear()
         self._step_along(averaged)
 
-    def _together(self, parts: Iterable[Callable[[], None]]) -> None:
-        """Run functions that only launch kernels, with one merged launch of each kernel."""
+    def _run(self, parts: Iterable[Callable[[], None]], *, merge: bool) -> None:
+        """Run functions that only launch kernels, one by one or with merged launches."""
         parts = list(parts)
-        if len(parts) == 1:
-            parts[0]()
-        elif parts:
+        if merge and len(parts) > 1:
             merge_launches(parts, self.device)
+        else:
+            for part in parts:
+                part()
 
     def _step_along(self, averaged: list[_Averaged]) -> None:
         """Step weights along the directions of their updated moments."""
@@ -403,14 +397,9 @@ class Updater:
         directions = [each.direction for each in averaged]
         squares = [each.control.squares for each in averaged]
         found = self._values_of(list(zip(directions, moments, strict=True)), squares)
-        parts = [
-            partial(_step_one, each, values) for each, values in zip(averaged, found, strict=True)
-        ]
-        if all(self._may_hold(each.tensor) for each in averaged):
-            self._together(parts)
-        else:
-            for part in parts:
-                part()
+        pairs = zip(averaged, found, strict=True)
+        merge = all(self._merges(each.tensor) for each in averaged)
+        self._run((partial(_step_one, each, values) for each, values in pairs), merge=merge)
 
     def _values_of(
         self, pairs: list[tuple[Direction | None, Tensor]], squares: list[Tensor] | None = None
@@ -435,6 +424,24 @@ class Updater:
     def _update_whole(self, tensor: TernaryTensor, grad: Tensor | SignGradient) -> None:
         """Update a tensor with one matrix."""
         self._step_along(self._begin_whole(tensor, grad))
+
+    def _update_stack(self, tensor: TernaryTensor, grad: Tensor, where: range) -> None:
+        """Update a range of the matrices of a stack."""
+        index, direction, values = self._index[id(tensor)], tensor.direction, grad
+        if direction is not None and not tensor.averages_gradients:
+            values = direction.values(grad, self.dtype)
+        always = tensor.always_has_gradients
+        first, last = (self.first, self.last) if always else (True, True)
+        refused = self._refused if always else self._unused
+        averaged: list[_Averaged] = []
+
+        def begin(part: int, number: int) -> None:
+            state, at = tensor.matrix(number), index + number
+            target = _Target(tensor, state, at, refused[at], first, last)
+            averaged.extend(self._begin(target, grad[part], values[part]))
+
+        self._run((partial(begin, *each) for each in enumerate(where)), merge=self._merges(tensor))
+        self._step_along(averaged)
 
     def _begin_whole(
         self, tensor: TernaryTensor, grad: Tensor | SignGradient, values: Tensor | None = None

@@ -92,7 +92,7 @@ def worst(values: Iterable[float | None]) -> float | None:
 
 
 def as_tuple(result: Tensor | tuple[Any, ...]) -> tuple[Any, ...]:
-    """See the one result of a function as a tuple of one."""
+    """Return results as a tuple, a single one too."""
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 

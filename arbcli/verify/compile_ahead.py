@@ -82,7 +82,7 @@ class CompileResult:
 
 
 def find_targets(names: str) -> list[str]:
-    """Split a list of targets; `all` is every one.
+    """Return the names in a list of targets; `all` stands for all of them.
 
     Raises:
         ArbError: a name is unknown, or triton is missing.
@@ -164,7 +164,7 @@ def find_excess(spill_bytes: int, shared_bytes: int, target: Target) -> str | No
 
 
 def _needs(variant: Variant, target: Target) -> tuple[int, int, int]:
-    """Compile a variant and find its (registers, bytes spilled, bytes of shared memory)."""
+    """Compile a variant; return (registers, bytes spilled, bytes of shared memory)."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -233,7 +233,7 @@ def _variants(spec: Operation, group_size: int) -> list[Variant]:
 
 
 def _with_dtype(inputs: tuple, dtype: torch.dtype, which: tuple[int, ...]) -> Iterator:
-    """Turn the float32 tensors among some inputs into another type."""
+    """Convert the float32 tensors among inputs to another dtype."""
     for index, value in enumerate(inputs):
         real = isinstance(value, torch.Tensor) and value.dtype == torch.float32
         yield value.to(dtype) if real and index in which else value

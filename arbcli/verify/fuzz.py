@@ -92,7 +92,7 @@ class Tally:
         self.counts["in_parts"] += case.chunk_elements is not None
 
     def drawn(self) -> Drawn:
-        """Sum up."""
+        """Return the coverage of the counted cases."""
         possible = ["in_parts"]
         if not BY_NAME[self.name].one_layout:
             possible += ["strided", "offset", *(["saturated"] if self.has_bytes else [])]
@@ -122,7 +122,7 @@ def _is_saturated(values: Tensor) -> bool:
 
 
 def real_rows(name: str) -> tuple[int, ...]:
-    """List the numbers of rows that the matrices of models are met by in a kernel."""
+    """Return the numbers of rows that a kernel multiplies matrices of models by."""
     return REAL_ROWS if BY_NAME[name].needs_rows else REAL_ROWS[:1]
 
 

@@ -72,7 +72,7 @@ def reference_model(
     choices: Choices | None = None,
     endless: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute what a model makes of bytes or tokens.
+    """Compute logits and losses of bytes or tokens.
 
     Args:
         weights: decoded, float64, by their names in the model.
@@ -179,7 +179,7 @@ class Reference:
         return x @ w["embedding" if self.config.tied else "head"].T
 
     def kind_losses(self, targets: Tensor) -> dict[str, Tensor]:
-        """Average what each head of a composite one makes of the bytes of its kind.
+        """Average the loss of each head of a composite head over the bytes of its kind.
 
         Args:
             targets: (B, T), with 256 added for each number of a kind.
@@ -277,7 +277,7 @@ def _mean(terms: Tensor) -> Tensor:
 
 
 def named_blocks(config: ModelConfig) -> Iterator[tuple[str, int, BlockConfig]]:
-    """Go through (name, number of the stage, block) of a model, in the order of a forward."""
+    """Yield (name, number of the stage, block) of a model, in the order of a forward."""
     outer, main = list(enumerate(config.outer)), len(config.outer)
     lists = [(f"stages.{index}.encoder", index, stage.before) for index, stage in outer]
     lists.append(("blocks", main, config.main.blocks))

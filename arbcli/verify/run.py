@@ -182,7 +182,7 @@ def _load() -> None:
 
 
 def _backends(device: torch.device) -> tuple[str, ...]:
-    """List all that can run, and stand for something of their own, on a device."""
+    """Return the backends that run on a device, each with code of its own."""
     found = ["triton" if device.type == "cuda" else "interpreter"] if HAS_TRITON else []
     own_loops = device.type == "cpu" and native.available()
     return (*found, "torch", *(["native"] if own_loops else []))

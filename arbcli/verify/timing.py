@@ -145,7 +145,7 @@ def measure_roofline(stopwatch: Stopwatch) -> Roofline:
 
 @dataclass(frozen=True, slots=True)
 class TimingResult:
-    """How fast a kernel is."""
+    """Speed of a kernel."""
 
     kernel: str
     shape: str
@@ -170,7 +170,7 @@ class TimingResult:
 
 @dataclass(frozen=True, slots=True)
 class TimingReport:
-    """How fast the kernels are that were verified."""
+    """Speeds of the verified kernels."""
 
     roofline: Roofline
     timings: tuple[TimingResult, ...]

@@ -36,7 +36,7 @@ class Variant(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Name all that it is compiled from; two of the same key are compiled once."""
+        """All that the compilation depends on; variants with the same key are compiled once."""
         return str((self.function.fn.__name__, *self[1:5]))
 
 
@@ -71,7 +71,7 @@ def _is_multiple(value: Any) -> bool:
 
 
 def _flat(values: Iterable, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """List what tuples of tuples have inside, each with where it is."""
+    """Yield the values of nested tuples, each with the path of its indices."""
     for index, value in enumerate(values):
         if isinstance(value, tuple):
             yield from _flat(value, (*path, index))
@@ -80,7 +80,7 @@ def _flat(values: Iterable, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[
 
 
 def launch_of(function: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> Launch:
-    """Sort what a kernel is launched with by what Triton makes of it."""
+    """Divide the arguments of a launch into values, constants and options of the compiler."""
     named = dict(zip(function.arg_names, args, strict=False)) | kwargs
     options = {key: named.pop(key) for key in [*named] if key not in function.arg_names}
     fixed = {p.name: named.pop(p.name) for p in function.params if p.is_constexpr}

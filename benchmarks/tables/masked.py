@@ -21,6 +21,7 @@ def holes(runs: Runs) -> str:
                 [
                     str(row["hole"]),
                     row["run"] + order,
+                    number(row["steps"]["run"] if "steps" in row else None),
                     f"{loss:.4f}",
                     number(losses.get(way + WITHOUT_RIGHT), ".4f"),
                     f"{losses['next']:.4f}",
@@ -28,7 +29,7 @@ def holes(runs: Runs) -> str:
                 ]
             )
     head = [
-        "hole, bytes", "run", "both sides", "left side alone", "`next`, left side",
+        "hole, bytes", "run", "steps", "both sides", "left side alone", "`next`, left side",
         "both sides less `next`",
     ]  # fmt: skip
     return measured(head, lines, runs)

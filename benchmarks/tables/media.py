@@ -1,6 +1,6 @@
 """Tables of `docs/media.md`."""
 
-from benchmarks.tables.cells import measured
+from benchmarks.tables.cells import MIB, measured, number, share
 from benchmarks.tables.rows import Runs, Tables, rows_of
 
 
@@ -26,6 +26,47 @@ def heard(runs: Runs) -> str:
     return measured(head, lines, runs)
 
 
+def said(runs: Runs) -> str:
+    """Shares of words that are recognised by their sound."""
+    lines = [
+        [
+            row["run"],
+            str(row["words"]),
+            *(share(row[name]) for name in ("complete", "recognised", "recognised_of_espeak")),
+            f"{row['by_chance']:.1%}".replace("%", " %"),
+        ]
+        for row in rows_of(runs)
+    ]
+    head = [
+        "model", "words", "complete sounds", "recognised, said by the model",
+        "recognised, said by espeak-ng", "by chance",
+    ]  # fmt: skip
+    return measured(head, lines, runs)
+
+
+def media_equal(runs: Runs) -> str:
+    """Losses of sounds and pictures after equal times of training."""
+    lines = [
+        [
+            row["text"],
+            row["weights"],
+            f"{row['steps']:,}",
+            f"{row['bytes_per_second']:,.0f}",
+            f"{row['val_loss']:.4f}",
+            number(row["bits_per_unit"], ".3f"),
+            f"{row['state_bytes'] / MIB:.1f}",
+        ]
+        for row in rows_of(runs)
+    ]
+    head = [
+        "text", "weights", "steps", "bytes per second, alone", "held-out nats per byte",
+        "bits per sample or pixel", "state, MiB",
+    ]  # fmt: skip
+    return measured(head, lines, runs)
+
+
 TABLES: Tables = {
+    "media_equal": ("media_equal", media_equal),
     "heard": ("heard", heard),
+    "said": ("said", said),
 }

@@ -56,7 +56,7 @@ def ratios(runs: Runs) -> str:
                 [row_of(runs, preset=preset, kind=kind) for kind in (ours, name)]
                 for preset in PRESETS
             ]
-            found = [number(speed_ratio(*pair), ".2f") for pair in pairs]
+            found = [number(speed_ratio(runs, *pair), ".2f") for pair in pairs]
             lines.append([f"speed, {title} against {name}", *found])
     for ours, twin in (("factored", "AdamW"), ("orthogonal", "Muon")):
         for field in ("allocated_bytes", "reserved_bytes"):
@@ -199,7 +199,7 @@ def families(runs: Runs) -> str:
     lines = []
     for family in dict.fromkeys(row["preset"] for row in rows_of(runs)):
         for ours, peer in (("factored", "AdamW"), ("orthogonal", "Muon")):
-            kinds = ours, peer, f"{peer}, bare", f"{peer}, bare, flex"
+            kinds = ours, peer, *(f"{peer}, bare{way}" for way in ("", ", flex", ", tuned"))
             mine, twin, *plain = (row_of(runs, preset=family, kind=kind) for kind in kinds)
             known = [row for row in plain if row]
             if not (mine and known):
@@ -211,8 +211,8 @@ def families(runs: Runs) -> str:
                     f"`{family}`",
                     f"{ours} against {peer}",
                     *rates,
-                    number(speed_ratio(mine, bare), ".2f"),
-                    number(speed_ratio(mine, twin), ".2f"),
+                    number(speed_ratio(runs, mine, bare), ".2f"),
+                    number(speed_ratio(runs, mine, twin), ".2f"),
                     f"{mine['allocated_bytes'] / bare['allocated_bytes']:.2f}",
                 ]
             )

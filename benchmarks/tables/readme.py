@@ -33,8 +33,8 @@ def speed(runs: Runs) -> str:
                 f"{ours['weights'] / 1e6:,.1f} M" if ours else "",
                 number(value(ours, "bytes_per_second")),
                 number(value(peer, "bytes_per_second")),
-                number(speed_ratio(ours, peer), ".2f"),
-                number(speed_ratio(orthogonal, faster(runs, preset, "Muon")), ".2f"),
+                number(speed_ratio(runs, ours, peer), ".2f"),
+                number(speed_ratio(runs, orthogonal, faster(runs, preset, "Muon")), ".2f"),
             ]
         )
     head = ["preset", "weights", "`arb`, factored direction", "float AdamW", "ratio"]

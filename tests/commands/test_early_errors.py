@@ -298,7 +298,7 @@ def test_saved_model_is_named_by_an_argument_or_an_option(command):
             assert str(result.exception) == said
 
 
-def test_model_of_a_run_that_is_not_an_object_is_told_in_words():
+def test_model_of_a_run_that_is_not_an_object_is_refused_in_one_line():
     with pytest.raises(ArbError, match=r"a model is `\[1\]`, not an object"):
         train_config_from({"config": {"model": [1]}})
 

@@ -242,7 +242,7 @@ def test_every_option_reaches_its_field(command, arb_here, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["train", "audit-memory"])
-def test_default_that_is_told_is_the_one_that_there_is(command):
+def test_default_in_the_help_is_the_real_one(command):
     """Where a page names a number or a word, and not how it is found."""
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     defaults |= {name: one.default for name, one in arguments("dense").items()}

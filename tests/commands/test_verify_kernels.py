@@ -152,7 +152,7 @@ def test_every_kernel_is_a_line_as_it_is_done_also_into_a_pipe():
     assert lines == ["kernels  1/2  pack_trits  pass", "kernels  2/2  step_scales  pass"]
 
 
-def test_what_passed_is_remembered_and_said_to_be():
+def test_passed_checks_are_remembered_and_reported_as_such():
     words = ("pack_trits", "step_scales", "--backend", "torch")
     first, again = arb(*words, "--json"), arb(*words, "--json")
     assert json.loads(first.stdout)["remembered"] == 0

@@ -36,7 +36,7 @@ def saved(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def asked(arb_here, monkeypatch):
+def recorded_call(arb_here, monkeypatch):
     """Run a command up to the call of a function, and return how that was called."""
 
     def ask(function: str, *words: str):
@@ -49,23 +49,25 @@ def asked(arb_here, monkeypatch):
     return ask
 
 
-def test_resume_is_told_where_and_how_to_go_on(asked, monkeypatch):
+def test_resume_is_told_where_and_how_to_go_on(recorded_call, monkeypatch):
     Path("some/run/config.json").touch()
     words = ["--device", "cpu", "--backend", "torch", "--steps", "9", "--profile", "5"]
-    call = asked("arbcli.train.run.resume_run", "train", "--resume", "some/run", *words)
+    call = recorded_call("arbcli.train.run.resume_run", "train", "--resume", "some/run", *words)
     assert call.args[0] == Path("some/run")
     assert call.kwargs == {"device": "cpu", "backend": "torch", "steps": 9, "profile": 5}
-    call = asked("arbcli.train.run.resume_run", "train", "--resume", "some/run")
+    call = recorded_call("arbcli.train.run.resume_run", "train", "--resume", "some/run")
     assert set(call.kwargs.values()) == {None}
-    call = asked("arbcli.run_files.latest_run", "train", "--resume", "auto", "--out", "here")
+    call = recorded_call(
+        "arbcli.run_files.latest_run", "train", "--resume", "auto", "--out", "here"
+    )
     assert call.args == (Path("here"),)
     words = ["--resume", "auto", "--out", "here", "--dry-run"]  # which tells of the same run
-    assert asked("arbcli.run_files.latest_run", "train", *words).args == (Path("here"),)
+    assert recorded_call("arbcli.run_files.latest_run", "train", *words).args == (Path("here"),)
     for words in (["train", "--resume", "auto"], ["check", "auto"]):
-        assert asked("arbcli.run_files.latest_run", *words).args == (Path("runs"),)
+        assert recorded_call("arbcli.run_files.latest_run", *words).args == (Path("runs"),)
 
 
-def test_start_is_told_where_how_long_and_from_what(asked, monkeypatch):
+def test_start_is_told_where_how_long_and_from_what(recorded_call, monkeypatch):
     monkeypatch.setattr(load, "read_saved", lambda path, note: load.SavedModel(path, path))
     monkeypatch.setattr(load, "saved_config", lambda checkpoint: preset("small"))
     monkeypatch.setattr(tokens, "saved_tokenizer", lambda *_: None)
@@ -73,7 +75,7 @@ def test_start_is_told_where_how_long_and_from_what(asked, monkeypatch):
     monkeypatch.setattr(room, "check_memory", checked)
     words = ["train", "--out", "some/run", "--device", "cpu", "--minutes", "2.5", "--profile", "4"]
     words += ["--init-from", "model", "--ctx", "32", "--weights", "anneal"]
-    call = asked("arbcli.train.run.start_run", *words)
+    call = recorded_call("arbcli.train.run.start_run", *words)
     config, out, _ = call.args
     model = config.model
     assert (model.dim, model.ctx, model.digits, out) == (384, 32, "fade", Path("some/run"))
@@ -82,7 +84,7 @@ def test_start_is_told_where_how_long_and_from_what(asked, monkeypatch):
     call.kwargs["check"](config)
     assert checked.call_args.args[0] is config
     assert "`--force`" in checked.call_args.args[1]
-    call = asked("arbcli.train.run.start_run", "train", "--device", "cpu", "--force")
+    call = recorded_call("arbcli.train.run.start_run", "train", "--device", "cpu", "--force")
     assert call.args[1] is None
     assert [call.kwargs[name] for name in ("minutes", "initial", "profile")] == [None] * 3
     checked.reset_mock()
@@ -97,7 +99,7 @@ def test_start_is_told_where_how_long_and_from_what(asked, monkeypatch):
      (["--lr", "0.3", "--tokenizer", "x"], 0.3, "x")],
 )  # fmt: skip
 def test_model_that_is_tuned_brings_what_was_not_asked_for(
-    words, lr, tokenizer, asked, monkeypatch
+    words, lr, tokenizer, recorded_call, monkeypatch
 ):
     path = Path("some/run/step-000001.safetensors")
     path.with_name(COMPANIONS).mkdir()
@@ -105,17 +107,19 @@ def test_model_that_is_tuned_brings_what_was_not_asked_for(
     monkeypatch.setattr(load, "saved_config", lambda _: preset("small", digits="all"))
     monkeypatch.setattr(tokens, "saved_tokenizer", lambda *_: "its own")
     new_config = "arbcli.train.configure.new_config"
-    given = asked(new_config, "train", "--init-from", "some/run", "--device", "cpu", *words).kwargs
+    given = recorded_call(
+        new_config, "train", "--init-from", "some/run", "--device", "cpu", *words
+    ).kwargs
     assert (given["lr"], given["tokenizer"]) == (lr, tokenizer)
 
 
-def test_logger_that_is_named_twice_hears_once(asked, monkeypatch):
+def test_logger_that_is_named_twice_hears_once(recorded_call, monkeypatch):
     monkeypatch.setattr(train, "check_logger", lambda name: None)
     loggers = {"wandb": mock.Mock(), "mlflow": mock.Mock()}
     found = mock.Mock(side_effect=lambda name, tell: loggers[name])
     monkeypatch.setattr(train, "find_logger", found)
     words = ["--log", "wandb", "--log", "mlflow", "--log", "wandb", "--device", "cpu"]
-    call = asked("arbcli.train.run.start_run", "train", *words)
+    call = recorded_call("arbcli.train.run.start_run", "train", *words)
     call.args[2].stepped(3)
     assert [each.stepped.mock_calls for each in loggers.values()] == [[mock.call(3)]] * 2
     assert [told.args[0] for told in found.call_args_list] == ["wandb", "mlflow"]
@@ -126,14 +130,16 @@ def test_logger_that_is_named_twice_hears_once(asked, monkeypatch):
     [([], 1, None), ([], 2, "int12"), (["--reduce-dtype", "int16"], 2, "int16"),
      (["--weights", "float"], 2, None)],
 )  # fmt: skip
-def test_several_processes_send_twelve_bits_unless_told_otherwise(
-    words, processes, wire, asked, monkeypatch
+def test_several_processes_send_twelve_bits_by_default(
+    words, processes, wire, recorded_call, monkeypatch
 ):
     monkeypatch.setattr(train, "this_process", lambda: (0, processes))
-    call = asked("arbcli.train.run.start_run", "train", "--device", "cpu", "--accum", "2", *words)
+    call = recorded_call(
+        "arbcli.train.run.start_run", "train", "--device", "cpu", "--accum", "2", *words
+    )
     assert call.args[0].wire == wire
     # a run that goes on has its own
-    call = asked("arbcli.train.run.resume_run", "train", "--resume", "x")
+    call = recorded_call("arbcli.train.run.resume_run", "train", "--resume", "x")
     assert call.args[0] == Path("x")
 
 
@@ -153,81 +159,91 @@ def test_first_process_alone_shows_what_there_is(rank, arb_here, monkeypatch, tm
     assert done.returncode == (0 if rank else 143)
 
 
-def test_processes_that_cannot_share_are_not_started(arb_here, asked, monkeypatch):
+def test_processes_that_cannot_share_are_not_started(arb_here, recorded_call, monkeypatch):
     started = "arbcli.commands.train.start_processes"
-    assert asked(started, "train", "--gpus", "2", "--accum", "4").args == (2,)
-    assert asked(started, "train", "--gpus", "2", "--resume", "x").args == (2,)
+    assert recorded_call(started, "train", "--gpus", "2", "--accum", "4").args == (2,)
+    assert recorded_call(started, "train", "--gpus", "2", "--resume", "x").args == (2,)
     for accum, processes in (("3", "2"), ("1", "3")):
         words = ("--gpus", processes, "--accum", accum, "--device", "cpu")
         said = f"`--accum` is {accum}, which {processes} processes cannot share"
         assert said in arb_here("train", *words).stderr
 
 
-def test_audit_of_ranks_is_told_of_what(asked, monkeypatch):
+def test_audit_of_ranks_is_called_with_its_options(recorded_call, monkeypatch):
     words = ["audit-memory", *SIZES, "--device", "cpu", "--ranks", "2"]
     predict = "arbcli.inspect.ranks.predict_ranks"
-    config, ranks, budget = asked(predict, *words, "--budget", "3KB").args
+    config, ranks, budget = recorded_call(predict, *words, "--budget", "3KB").args
     assert (config.accum, config.wire, ranks, budget) == (2, "int12", 2, 3000)
-    config, ranks, _ = asked(predict, *words, "--budget", "3KB", "--accum", "4").args
+    config, ranks, _ = recorded_call(predict, *words, "--budget", "3KB", "--accum", "4").args
     assert (config.accum, config.wire, ranks) == (4, "int12", 2)
-    assert asked("arbcli.commands.audit_memory.start_processes", *words).args == (2,)
+    assert recorded_call("arbcli.commands.audit_memory.start_processes", *words).args == (2,)
     monkeypatch.setattr(audit_memory, "this_process", lambda: (1, 2))
-    call = asked("arbcli.commands.audit_memory._audit_ranks", *words)
+    call = recorded_call("arbcli.commands.audit_memory._audit_ranks", *words)
     assert call.args[0].accum == 2
 
 
-def test_audit_is_told_of_what(asked, monkeypatch, tmp_path):
+def test_audit_is_called_with_its_options(recorded_call, monkeypatch, tmp_path):
     words = ["audit-memory", *SIZES, "--device", "cpu"]
-    config, snapshot, _ = asked("arbcli.inspect.audit.audit", *words, "--steps", "7").args
+    config, snapshot, _ = recorded_call("arbcli.inspect.audit.audit", *words, "--steps", "7").args
     assert (config.steps, config.model.dim, snapshot) == (7, 32, None)
-    config, budget = asked("arbcli.inspect.audit.check_fit", *words, "--budget", "6GiB").args
+    config, budget = recorded_call(
+        "arbcli.inspect.audit.check_fit", *words, "--budget", "6GiB"
+    ).args
     assert (config.model.ctx, budget) == (16, "6GiB")
-    assert asked("arbcli.inspect.memory.what_if", *words, "--what-if").args == (config.model,)
+    assert recorded_call("arbcli.inspect.memory.what_if", *words, "--what-if").args == (
+        config.model,
+    )
     path = tmp_path / "a.pickle"
     on_gpu = SimpleNamespace(device="cuda")
     monkeypatch.setattr("arbcli.train.configure.new_config", lambda **given: on_gpu)
-    call = asked("arbcli.inspect.audit.audit", *words, "--snapshot", str(path))
+    call = recorded_call("arbcli.inspect.audit.audit", *words, "--snapshot", str(path))
     assert call.args[:2] == (on_gpu, path)
 
 
-def test_probe_is_told_of_what(asked, monkeypatch):
+def test_probe_is_called_with_its_options(recorded_call, monkeypatch):
     checked = mock.Mock()
     monkeypatch.setattr(room, "check_memory", checked)
-    call = asked("arbcli.inspect.probe.probe", "probe-loss", *SIZES, "--device", "cpu")
+    call = recorded_call("arbcli.inspect.probe.probe", "probe-loss", *SIZES, "--device", "cpu")
     assert (call.kwargs["steps"], call.args[0].steps, call.args[0].device) == (12, 12, "cpu")
     assert checked.call_args.args == call.args
     where = ["--device", "cpu", "--backend", "torch", "--steps", "5", "--lr", "0.5", "--seed", "3"]
-    call = asked("arbcli.inspect.probe.open_saved", "probe-loss", "--checkpoint", "x", *where)
+    call = recorded_call(
+        "arbcli.inspect.probe.open_saved", "probe-loss", "--checkpoint", "x", *where
+    )
     assert call.args == (Path("x"),)
     del call.kwargs["note"]
     assert call.kwargs == {"steps": 5, "device": "cpu", "backend": "torch", "lr": 0.5, "seed": 3}
 
 
-def test_comparison_has_the_named_models_in_their_order(asked, monkeypatch):
+def test_comparison_has_the_named_models_in_their_order(recorded_call, monkeypatch):
     monkeypatch.setattr("arbcli.inspect.saved.open_saved", lambda path, note: path)
-    call = asked("arbcli.inspect.saved.compare", "inspect", "one", "--diff", "two")
+    call = recorded_call("arbcli.inspect.saved.compare", "inspect", "one", "--diff", "two")
     assert call.args == (Path("one"), Path("two"))
 
 
-def test_export_is_told_of_what(asked, tmp_path):
+def test_export_is_called_with_its_options(recorded_call, tmp_path):
     where = ["--to", "gguf", "--type", "q8_0", "--out", str(tmp_path / "a.gguf")]
-    call = asked("arbcli.export.run.export", "export", "some/run", *where)
+    call = recorded_call("arbcli.export.run.export", "export", "some/run", *where)
     assert call.args == (Path("some/run"), "gguf")
     del call.kwargs["note"]
     assert call.kwargs == {"out": tmp_path / "a.gguf", "kind": "q8_0"}
 
 
-def test_verification_is_told_of_what(asked):
+def test_verification_is_called_with_its_options(recorded_call):
     words = ["--tscale-type", "T6", "--fuzz", "3", "--seed", "4", "--targets", "sm_90", "--time",
              "--device", "cpu", "--backend", "torch", "--exhaustive", "--fresh"]  # fmt: skip
-    request = asked("arbcli.verify.run.verify", "verify-kernels", "rms_norm", *words).args[0]
+    request = recorded_call("arbcli.verify.run.verify", "verify-kernels", "rms_norm", *words).args[
+        0
+    ]
     assert (request.names, request.scale_type, request.fuzz) == (("rms_norm",), "T6", 3)
     assert (request.seed, request.targets, request.timed) == (4, "sm_90", True)
     assert (request.device, request.backend) == ("cpu", "torch")
     assert (request.exhaustive, request.fresh) == (True, True)
-    request = asked("arbcli.verify.run.verify", "verify-kernels", "--all-tscale-types").args[0]
+    request = recorded_call(
+        "arbcli.verify.run.verify", "verify-kernels", "--all-tscale-types"
+    ).args[0]
     assert (request.names, request.scale_type, request.fuzz, request.seed) == ((), None, 0, 0)
-    request = asked("arbcli.verify.run.verify", "verify-kernels").args[0]
+    request = recorded_call("arbcli.verify.run.verify", "verify-kernels").args[0]
     assert (request.scale_type, request.timed, request.targets) == ("T32", False, None)
     assert (request.exhaustive, request.fresh) == (False, False)
 
@@ -243,7 +259,7 @@ def test_settings_are_printed_next_to_those_of_their_preset(arb_here, monkeypatc
     assert new_config.call_args.kwargs == {"device": "cpu", "backend": "torch", "lr": 0.5}
 
 
-def test_evaluation_is_told_how_to_go_through_a_text(asked, monkeypatch, tmp_path):
+def test_evaluation_is_called_with_its_options(recorded_call, monkeypatch, tmp_path):
     monkeypatch.setattr(evaluate, "find_run", Path)
     loaded = mock.Mock(return_value=("model", "its name"))
     monkeypatch.setattr(load, "load_named_model", loaded)
@@ -252,7 +268,7 @@ def test_evaluation_is_told_how_to_go_through_a_text(asked, monkeypatch, tmp_pat
     words = ["--checkpoint", "some/run", "--data", str(text), "--stride", "7", "--batch", "3"]
     words += ["--kv", "int8", "--device", "cpu", "--field", "body", "--backend", "torch"]
     words += ["--compute", "bf16"]
-    call = asked("arbcli.infer.evaluation.evaluate", "evaluate", *words)
+    call = recorded_call("arbcli.infer.evaluation.evaluate", "evaluate", *words)
     assert call.args[:2] == ("model", "its name")
     given = {name: call.kwargs[name] for name in ("stride", "batch", "kv", "backend")}
     assert given == {"stride": 7, "batch": 3, "kv": "int8", "backend": "torch"}
@@ -261,13 +277,13 @@ def test_evaluation_is_told_how_to_go_through_a_text(asked, monkeypatch, tmp_pat
     assert call.args[2].read(0, len(call.args[2])) == b"read this\n"
 
 
-def test_several_prompts_are_continued_as_was_asked(asked, monkeypatch, tmp_path):
+def test_several_prompts_are_continued_as_was_asked(recorded_call, monkeypatch, tmp_path):
     monkeypatch.setattr(load, "load_named_model", lambda *_: ("model", "its name"))
     path = tmp_path / "prompts.jsonl"
     path.write_text('"a"\n{"prompt": "b", "length": 2}\n')
     words = ["--checkpoint", "x", "--prompts", str(path), "--batch", "3", "--length", "4"]
     words += ["--kv", "int8", "--device", "cpu", "--backend", "torch", "--top-k", "5"]
-    call = asked("arbcli.infer.batch.continue_batch", "generate", *words)
+    call = recorded_call("arbcli.infer.batch.continue_batch", "generate", *words)
     model, requests, batch = call.args
     assert (model, batch) == ("model", 3)
     assert [(each.prompt, each.length) for each in requests] == [(b"a", 4), (b"b", 2)]
@@ -275,14 +291,14 @@ def test_several_prompts_are_continued_as_was_asked(asked, monkeypatch, tmp_path
     assert (call.kwargs["backend"], call.kwargs["kv"]) == ("torch", "int8")
 
 
-def test_prompt_is_continued_as_was_asked(asked, monkeypatch):
+def test_prompt_is_continued_as_was_asked(recorded_call, monkeypatch):
     model = SimpleNamespace(config=SimpleNamespace(is_masked=False, vocabulary=256))
     loaded = mock.Mock(return_value=(model, "its name"))
     monkeypatch.setattr(load, "load_named_model", loaded)
     words = ["--checkpoint", "x", "--prompt", "a", "--device", "cpu", "--backend", "torch"]
     words += ["--length", "9", "--ahead", "3", "--kv", "int8", "--temperature", "0.5"]
     words += ["--top-k", "5", "--top-p", "0.7", "--seed", "4", "--compute", "bf16"]
-    call = asked("arbcli.infer.generation.continue_text", "generate", *words)
+    call = recorded_call("arbcli.infer.generation.continue_text", "generate", *words)
     assert call.args[:4] == (model, "its name", b"a", 9)
     assert asdict(call.args[4]) == {"temperature": 0.5, "top_k": 5, "top_p": 0.7, "seed": 4}
     given = {name: call.kwargs[name] for name in ("ahead", "kv", "backend")}
@@ -291,7 +307,7 @@ def test_prompt_is_continued_as_was_asked(asked, monkeypatch):
     assert (str(named), str(device), compute) == ("x", "cpu", "bf16")
 
 
-def test_prompt_is_taken_byte_for_byte(asked, monkeypatch):
+def test_prompt_is_taken_byte_for_byte(recorded_call, monkeypatch):
     model = SimpleNamespace(config=SimpleNamespace(is_masked=False))
     monkeypatch.setattr(load, "load_named_model", lambda *_: (model, "its name"))
     words = ["generate", "--checkpoint", "x", "--device", "cpu", "--backend", "torch"]
@@ -302,17 +318,17 @@ def test_prompt_is_taken_byte_for_byte(asked, monkeypatch):
     ):  # fmt: skip
         stdin = SimpleNamespace(buffer=io.BytesIO(b" a\r\n\xff\n"), isatty=lambda: False)
         monkeypatch.setattr(sys, "stdin", stdin)
-        assert asked(continues, *words, *given).args[2] == prompt
+        assert recorded_call(continues, *words, *given).args[2] == prompt
     stdin = SimpleNamespace(buffer=io.BytesIO(b'"a"\r\n\n"b"'), isatty=lambda: False)
     monkeypatch.setattr(sys, "stdin", stdin)
-    call = asked("arbcli.infer.batch.continue_batch", *words, "--prompts", "-")
+    call = recorded_call("arbcli.infer.batch.continue_batch", *words, "--prompts", "-")
     assert [each.prompt for each in call.args[1]] == [b"a", b"b"]
 
 
-def test_snapshot_may_end_in_either_of_its_suffixes(asked, tmp_path):
+def test_snapshot_may_end_in_either_of_its_suffixes(recorded_call, tmp_path):
     words = ["audit-memory", *SIZES, "--device", "cpu", "--snapshot"]
     for name in ("a.pickle", "a.pkl"):
-        assert asked("arbcli.train.configure.new_config", *words, str(tmp_path / name))
+        assert recorded_call("arbcli.train.configure.new_config", *words, str(tmp_path / name))
 
 
 LEFT_OUT = {
@@ -331,7 +347,7 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize("words", LEFT_OUT)
-def test_option_that_is_left_out_is_handed_on_as_such(words, asked, monkeypatch):
+def test_option_that_is_left_out_is_handed_on_as_such(words, recorded_call, monkeypatch):
     model = SimpleNamespace(config=SimpleNamespace(is_masked=False))
     loaded = mock.Mock(return_value=(model, "its name"))
     monkeypatch.setattr(load, "load_named_model", loaded)
@@ -343,7 +359,7 @@ def test_option_that_is_left_out_is_handed_on_as_such(words, asked, monkeypatch)
     function, expected = LEFT_OUT[words]
     called = pkgutil.resolve_name(f"arbcli.{function}")
     device = () if words.startswith(("export", "check")) else ("--device", "cpu")
-    call = asked(f"arbcli.{function}", *words.split(), *device)
+    call = recorded_call(f"arbcli.{function}", *words.split(), *device)
     given = inspect.signature(called).bind(*call.args, **call.kwargs).arguments
     if "sampling" in given:
         given["sampling"] = tuple(asdict(given["sampling"]).values())
@@ -351,8 +367,8 @@ def test_option_that_is_left_out_is_handed_on_as_such(words, asked, monkeypatch)
     assert [args.args[3] for args in loaded.call_args_list] == [None] * loaded.call_count
 
 
-def test_audit_tells_how_many_steps_it_measures(asked, capfd):
-    call = asked("arbcli.inspect.audit.audit", "audit-memory", *SIZES, "--device", "cpu",
+def test_audit_tells_how_many_steps_it_measures(recorded_call, capfd):
+    call = recorded_call("arbcli.inspect.audit.audit", "audit-memory", *SIZES, "--device", "cpu",
                  "--steps", "7")  # fmt: skip
     call.args[2](SimpleNamespace(state_bytes=3 << 20, peak_bytes=5 << 20))
     said = "predicted: 3.0 MiB of state, a peak of 5.0 MiB; measuring 7 steps"

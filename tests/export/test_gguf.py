@@ -22,7 +22,7 @@ from arbcli.run_files import CONFIG
 TEXT = b"def main(self):\n    return 1\n"
 
 
-def written(saved, path, kind=None, **options):
+def write_gguf(saved, path, kind=None, **options):
     weights = load_weights(saved(sub_norms=False, **options), print)
     return weights, gguf.write_model(path, weights, "name", kind)
 
@@ -37,7 +37,7 @@ def count_differences(path, model) -> int:
 @pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
 def test_all_digits_are_off_by_the_rounding_alone(saved, tmp_path, rule):
     path = tmp_path / "model.gguf"
-    weights, kind = written(saved, path, rule=rule, digits="all")
+    weights, kind = write_gguf(saved, path, rule=rule, digits="all")
     assert kind.name == "Q8_0"
     file = GGUFFile(path)
     for source in sources(weights.model):
@@ -45,7 +45,7 @@ def test_all_digits_are_off_by_the_rounding_alone(saved, tmp_path, rule):
             found = file.tensor(part.gguf)
             assert torch.equal(found.bfloat16().float(), weight), part.gguf
             assert ((found - weight).abs() <= 2**-8 * weight.abs()).all()
-    written(saved, path, "bf16", rule=rule, digits="all")
+    write_gguf(saved, path, "bf16", rule=rule, digits="all")
     assert count_differences(path, weights.model) == 0
 
 
@@ -71,7 +71,7 @@ def test_smallest_type_is_that_of_groups_and_digits(scale_type, of_trits, of_dig
 
 
 def test_every_key_says_what_it_is_to_say(saved, tmp_path):
-    weights, _ = written(saved, tmp_path / "model.gguf", layers=3, ctx=48)
+    weights, _ = write_gguf(saved, tmp_path / "model.gguf", layers=3, ctx=48)
     keys = GGUFFile(tmp_path / "model.gguf").keys
     tokens = keys.pop("tokenizer.ggml.tokens")
     assert [tokens.index(letter) for letter in "!~¡ÿĀ"] == [0x21, 0x7E, 0xA1, 0xFF, 0]
@@ -93,7 +93,7 @@ def test_every_key_says_what_it_is_to_say(saved, tmp_path):
 
 def test_context_is_that_of_the_shortest_window(saved, tmp_path):
     """llama.cpp attends to everything: within a window that is the same."""
-    weights, _ = written(saved, tmp_path / "model.gguf")
+    weights, _ = write_gguf(saved, tmp_path / "model.gguf")
     config = weights.model.config
     wide, narrow = (
         replace(block, mixer=replace(block.mixer, window=window))
@@ -137,7 +137,7 @@ def test_heads_of_another_width_are_refused_where_llama_cpp_has_none(width, mess
 
 def test_another_reader_finds_the_same(saved, tmp_path):
     reading = pytest.importorskip("gguf", reason="needs the extra `export-test`")
-    written(saved, tmp_path / "model.gguf")
+    write_gguf(saved, tmp_path / "model.gguf")
     ours, theirs = GGUFFile(tmp_path / "model.gguf"), reading.GGUFReader(tmp_path / "model.gguf")
     assert [tensor.name for tensor in theirs.tensors] == list(ours.entries)
     for tensor in theirs.tensors:
@@ -154,7 +154,7 @@ def test_llama_cpp_predicts_the_same(saved, tmp_path, kind, scale_type, bound):
     from benchmarks.llama_cpp import Llama
 
     path = tmp_path / "model.gguf"
-    written(saved, path, kind, scale_type=scale_type)
+    write_gguf(saved, path, kind, scale_type=scale_type)
     model = load_model(tmp_path, device="cpu", compute="fp32")
     with torch.no_grad():
         ours = model(torch.tensor([list(TEXT)])).double().log_softmax(-1)[0]
@@ -181,7 +181,7 @@ def test_model_that_gguf_cannot_hold_is_refused(saved, tmp_path, small_graph, na
 
 def test_damaged_file_is_refused(saved, tmp_path):
     path = tmp_path / "model.gguf"
-    written(saved, path)
+    write_gguf(saved, path)
     whole = path.read_bytes()
     tall = whole.replace((64).to_bytes(8, "little") * 2, (63).to_bytes(8, "little") * 2)
     for data in (b"", whole[:3], whole[:40], whole[:3000], whole[:-60], b"x" + whole, tall):

@@ -127,17 +127,17 @@ def test_text_of_every_cell_is_the_same_among_any_others_on_a_gpu(cell, kv):
         pytest.skip("has no keys and values")
     many = [request(bytes([97 + n % 26]) * (1 + n % 13), 6, n) for n in range(40)]
 
-    def made(requests: list[Request], batch: int) -> list[bytes]:
+    def texts_of(requests: list[Request], batch: int) -> list[bytes]:
         found = dict(generate_batch(lm, requests, batch, kv=kv))
         return [found[index] for index in range(len(requests))]
 
-    together = made(many, 40)
-    assert made(many[::-1], 9)[::-1] == together
-    assert made(many[:3], 2) == together[:3]
+    together = texts_of(many, 40)
+    assert texts_of(many[::-1], 9)[::-1] == together
+    assert texts_of(many[:3], 2) == together[:3]
     sharp = [request(each.prompt, 6, temperature=0.0) for each in many[:12]]
     alone = [b"".join(generate(lm, each.prompt, 6, each.sampling, kv=kv)) for each in sharp]
     # roundings of bf16 decide a few
-    assert sum(a[:1] == b[:1] for a, b in zip(made(sharp, 12), alone, strict=True)) >= 8
+    assert sum(a[:1] == b[:1] for a, b in zip(texts_of(sharp, 12), alone, strict=True)) >= 8
 
 
 def test_texts_of_a_graph_know_nothing_of_each_other(device):
@@ -242,13 +242,13 @@ def test_keys_and_values_are_kept_as_is_asked(lm, kv, monkeypatch):
 
 
 @pytest.mark.parametrize(("prompt", "length"), [(b"", 1), (b"a", 0), (b"a", 2**24)])
-def test_text_that_cannot_be_made_is_refused(prompt, length):
+def test_text_that_cannot_be_generated_is_refused(prompt, length):
     with pytest.raises(ArbError):
         request(prompt, length)
     assert request(b"a", 2**24 - 1).positions == 2**24
 
 
-def test_batch_beyond_what_kernels_take_is_refused(lm):
+def test_batch_beyond_the_limit_of_kernels_is_refused(lm):
     for batch in (0, 65):
         with pytest.raises(ArbError, match=f"`--batch` is {batch}"):
             texts(lm, REQUESTS, batch)

@@ -131,7 +131,7 @@ def test_parts_of_windows_have_the_mean_loss_of_their_positions(near, parts, tmp
         assert part.nats_per_byte == pytest.approx(sum(costs) / len(costs) + log_sum)
 
 
-def test_progress_is_told_in_bytes_whatever_the_symbols(tmp_path, monkeypatch):
+def test_progress_is_in_bytes_for_all_symbols(tmp_path, monkeypatch):
     monkeypatch.setattr(Text, "symbol_bytes", 2.5)
     text, told = make_text(tmp_path, bytes(range(41))), []
     about = {"stride": 6, "batch": 2, "backend": "torch"}
@@ -142,7 +142,7 @@ def test_progress_is_told_in_bytes_whatever_the_symbols(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("content", "stride", "message"), [
     (b"0123456789abcdef", 13, "`--stride` is 13"), (b"x", 6, "a text of one byte"),
 ])  # fmt: skip
-def test_what_cannot_be_evaluated_is_refused(content, stride, message, tmp_path):
+def test_short_texts_and_long_strides_are_refused(content, stride, message, tmp_path):
     make_text(tmp_path, content)
     with pytest.raises(ArbError, match=message):
         evaluate(

@@ -169,7 +169,7 @@ HINTS = {
 
 
 @pytest.mark.parametrize("name", HINTS)
-def test_want_of_memory_is_said_with_what_helps(name, tmp_path):
+def test_lack_of_memory_is_an_error_with_a_hint(name, tmp_path):
     use, hint = HINTS[name]
     model = build_model(preset("tiny", dim=8, layers=1, heads=1, ffn=8, ctx=8), torch.float32)
 

@@ -118,7 +118,7 @@ def test_check_fit_reads_units(budget, size, monkeypatch):
 
 
 @pytest.mark.parametrize("budget", ["", "GiB", "6 gallons", "-1GB", "1e9", "6GiBB"])
-def test_check_fit_refuses_what_is_not_a_size(budget):
+def test_check_fit_refuses_malformed_sizes(budget):
     with pytest.raises(ArbError, match="--budget"):
         check_fit(config_of(), budget)
 
@@ -133,7 +133,7 @@ def test_check_fit_refuses_what_is_not_a_size(budget):
         (200, 50, 0.5, "150B", "no batch fits", 1),
     ],
 )
-def test_budget_that_is_too_small_is_told_what_would_fit(
+def test_refusal_of_a_small_budget_names_settings_that_fit(
     fixed, window, recomputed, budget, advice, tries, monkeypatch
 ):
     tried = []
@@ -165,7 +165,7 @@ def test_recomputing_is_advised_in_place_of_packing(monkeypatch):
     assert check_fit(config, "110B").advice == "it fits with --batch 1"
 
 
-def test_function_of_this_package_is_told_and_a_backward_of_torch_is_autograd_s():
+def test_function_of_this_package_is_named_and_a_backward_of_torch_is_autograd_s():
     told = []
     about = {"told": told, "calling_function": calling_function}
     ours, asking = {"__name__": "arbcli.kernels.ours"}, {"__name__": "arbcli.train.trainer"}
@@ -223,7 +223,7 @@ def test_state_is_as_predicted_in_the_model_and_in_all_that_loading_left(found, 
     assert (hidden in check.detail) == (loaded > found)
 
 
-def test_first_names_of_floats_are_told():
+def test_first_names_of_floats_are_reported():
     counts = {"float_parameters": 1, "float_buffers": 2}
     check = _check_floats(SimpleNamespace(float_names=(), **counts))
     assert check.passed

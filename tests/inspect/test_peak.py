@@ -68,8 +68,8 @@ def config_of(changes, base=DENSE):
     return new_config(**{"device": "cpu", "steps": 2, "compute": "bf16"} | base | changes)
 
 
-def talked(group, sizes: list[int]) -> list[tuple]:
-    """Say what shapes and types a process gets of all that a step sends."""
+def shapes_received(group, sizes: list[int]) -> list[tuple]:
+    """Return the shapes and dtypes that a process receives in a step."""
     sent = torch.zeros(sum(sizes), dtype=torch.uint8)
     rows = [torch.zeros(3, 2, dtype=torch.int32)] * 2
     got = [
@@ -82,8 +82,8 @@ def talked(group, sizes: list[int]) -> list[tuple]:
 def test_process_that_is_imagined_gets_what_a_real_one_gets():
     """Of as many others, and of the part that it owns."""
     sizes = [4, 6]
-    real = in_processes(2, talked, sizes)
-    assert real == [talked(peak._Imagined(rank, 2), sizes) for rank in range(2)]
+    real = in_processes(2, shapes_received, sizes)
+    assert real == [shapes_received(peak._Imagined(rank, 2), sizes) for rank in range(2)]
     assert real[0][0] != real[1][0]
     arrived = peak._Imagined(2, 5).send_to_owners(torch.zeros(15), [1, 2, 3, 4, 5]).wait()
     assert arrived.shape == (5, 3)

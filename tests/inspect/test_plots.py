@@ -109,7 +109,7 @@ def test_plot_training_draws_a_curve(run, figures, tmp_path):
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])
 @pytest.mark.parametrize("content", [None, "{cut off"])
-def test_plot_training_refuses_what_is_not_a_run(name, content, run, tmp_path):
+def test_plot_training_refuses_other_folders_than_runs(name, content, run, tmp_path):
     (run / name).unlink()
     if content is not None:
         (run / name).write_text(content)
@@ -167,7 +167,7 @@ def test_unwritable_picture_is_an_error(report, run, tmp_path):
             draw(subject, tmp_path / "no-such-folder" / "picture.png")
 
 
-def test_missing_matplotlib_is_an_error_with_what_to_install(report, monkeypatch, tmp_path):
+def test_missing_matplotlib_is_an_error_with_the_package_to_install(report, monkeypatch, tmp_path):
     monkeypatch.setattr(plots, "find_spec", lambda _: None)
     with pytest.raises(ArbError) as caught:
         require_matplotlib()

@@ -121,7 +121,7 @@ def test_probe_looks_at_several_streams(text):
             assert 0 < least <= most < 2
 
 
-def test_ranges_of_streams_are_told_of_attention_and_then_of_the_mlp():
+def test_ranges_of_streams_are_those_of_attention_and_then_of_the_mlp():
     ends = torch.arange(16).view(4, 4)  # of a and of c, the least and the largest
     branches = ["mlp", "attention"] * 2
     names = [f"blocks.{index // 2}.{branch}_streams" for index, branch in enumerate(branches)]

@@ -35,7 +35,7 @@ def report(steps: dict[int, dict] | None = None, **changes) -> ProbeReport:
     return filled(ProbeReport, **calm | changes)
 
 
-def said(found: ProbeReport) -> dict[str, str]:
+def evidence_of(found: ProbeReport) -> dict[str, str]:
     return {verdict.name: verdict.evidence for verdict in judge(found)}
 
 
@@ -107,12 +107,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_verdict_is_given_where_its_line_is_crossed_with_its_numbers(name):
+def test_verdict_follows_from_its_threshold_and_has_its_numbers(name):
     found, expected = CASES[name]
     if expected is None:
-        assert said(found).keys() == {"ok"}
+        assert evidence_of(found).keys() == {"ok"}
     else:
-        assert said(found) == expected
+        assert evidence_of(found) == expected
 
 
 def test_gravest_verdict_comes_first():
@@ -121,6 +121,6 @@ def test_gravest_verdict_comes_first():
         acausal_logits=1, tensors=(tensor("a", changed=False), full("scale", 1.0)),
     )  # fmt: skip
     worst = dataclasses.replace(worst, uniform_loss=0.0)
-    assert [*said(worst)] == [
+    assert [*evidence_of(worst)] == [
         "acausal", "leak", "spike", "worse-than-uniform", "residual-growth", "saturated", "dead",
     ]  # fmt: skip

@@ -148,7 +148,7 @@ def changes_of(value: object) -> list:
 
 
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
-def test_some_case_tells_each_number_from_another(spec):
+def test_some_case_distinguishes_each_number_from_others(spec):
     """Else an implementation that ignores it, or takes another, would pass.
 
     What may be changed to is up to an operation: of a number that cannot, nothing is asked.

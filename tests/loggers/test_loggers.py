@@ -277,7 +277,7 @@ def test_wandb_goes_on_with_no_other_run(tmp_path, monkeypatch):
     assert len({*ids}) == 3
 
 
-def test_mlflow_is_told_into_the_run_that_was_made(tmp_path, monkeypatch):
+def test_mlflow_logs_into_the_run_that_was_created(tmp_path, monkeypatch):
     logger, package = stand_in("mlflow", monkeypatch)
     client = package.MlflowClient.return_value
     client.create_run.return_value.info.run_id = "made"

@@ -384,7 +384,7 @@ def test_bits_of_a_unit_are_told_without_the_packages_of_other_formats(name, tmp
     )
 
 
-def made(kind: str, folder, form: str = "mulaw") -> dict[str, float]:
+def bits_of_records(kind: str, folder, form: str = "mulaw") -> dict[str, float]:
     """Make a few records of a benchmark, and read what it wrote."""
     about = "It was the best of times. It was the worst! Nobody knew why.\nA sentence is here?"
     texts = media_text.sentences(about)
@@ -403,16 +403,16 @@ def made(kind: str, folder, form: str = "mulaw") -> dict[str, float]:
 
 
 def test_pages_of_a_benchmark_are_pictures_after_their_sentences(tmp_path):
-    bits = made("pages", tmp_path)
+    bits = bits_of_records("pages", tmp_path)
     assert bits.keys() == {"PNG", "WebP"}
     assert 0.1 < bits["WebP"] < 8
 
 
 @pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="needs espeak-ng")
 def test_speech_of_a_benchmark_is_sounds_after_their_sentences(tmp_path):
-    bits = made("speech", tmp_path)
+    bits = bits_of_records("speech", tmp_path)
     assert bits["FLAC of codes"] < 8 < bits["FLAC"] < 16
-    assert 8 < made("speech", tmp_path, "pcm16")["FLAC"] < 16
+    assert 8 < bits_of_records("speech", tmp_path, "pcm16")["FLAC"] < 16
 
 
 def test_sentences_of_a_benchmark_are_cut_at_punctuation_and_bounded():

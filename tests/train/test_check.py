@@ -107,7 +107,7 @@ def test_checkpoint_that_is_named_is_the_one(run):
     assert report.passed
 
 
-def test_older_checkpoints_that_would_go_are_told(run):
+def test_older_checkpoints_that_would_be_deleted_are_named(run):
     config = json.loads((run / "config.json").read_text())
     config["config"]["keep"] = 2
     (run / "config.json").write_text(json.dumps(config))
@@ -158,7 +158,7 @@ def test_run_that_is_not_well_does_not_pass(change, run):
             resume_run(run, Observer())
 
 
-def test_command_tells_it_and_so_does_a_dry_run(run):
+def test_command_reports_it_and_so_does_a_dry_run(run):
     before = contents(run)
     done = CliRunner().invoke(app, ["check", str(run)], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output

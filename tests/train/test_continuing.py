@@ -109,7 +109,7 @@ def test_run_extended_from_an_earlier_step_never_mixes_both_schedules(text, tmp_
     assert a.read_bytes() == b.read_bytes()
 
 
-def test_run_of_a_gpu_goes_on_where_it_is_told_to(text, tmp_path, monkeypatch):
+def test_run_of_a_gpu_continues_on_the_requested_device(text, tmp_path, monkeypatch):
     """A run on another device does not use the backend of the first."""
     run = tmp_path / "run"
     start_run(new_config(**SMALL, data=[text], steps=1), run, Observer())

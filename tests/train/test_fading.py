@@ -266,7 +266,7 @@ def test_steps_are_captured_anew_at_every_stage(text, graphs, monkeypatch):
 
 
 @pytest.mark.parametrize(("size", "mode"), [(1, "global"), (2, "thread_local")])
-def test_capture_leaves_room_for_tables_and_is_told_to_the_group(size, mode, graphs, monkeypatch):
+def test_capture_leaves_room_for_tables_and_the_group_is_notified(size, mode, graphs, monkeypatch):
     rooms, remembered = [], []
     room = lambda *about: nullcontext(rooms.append(about))  # noqa: E731
     monkeypatch.setattr(training, "TABLES", SimpleNamespace(captured=room))

@@ -74,8 +74,8 @@ def contents(run: Path) -> tuple[dict[str, bytes], list[dict]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Callable[[TrainConfig], tuple]:
-    """Give the contents of a run that nothing ends, which is run once."""
+def uninterrupted(tmp_path_factory) -> Callable[[TrainConfig], tuple]:
+    """Return the contents of an uninterrupted run, which is run once."""
     made: dict[str, tuple] = {}
 
     def contents_of(options: TrainConfig) -> tuple:
@@ -218,13 +218,13 @@ def killed_before_record(config: TrainConfig, run: Path, step: int) -> None:
     mostly_slow(["small_hnet", "small_graph", "small_compressed"], lambda k: k == "small_hnet"),
 )
 def test_record_after_a_resume_has_the_parts_and_gauges_of_its_step(
-    kind, config, whole, tmp_path, request
+    kind, config, uninterrupted, tmp_path, request
 ):
     options = config(**request.getfixturevalue(kind))
     run = tmp_path / "run"
     killed_before_record(options, run, 6)
     resume_run(run, Observer())
-    assert contents(run) == whole(options)
+    assert contents(run) == uninterrupted(options)
     assert records(run)[-1]["parts"]
 
 
@@ -232,10 +232,10 @@ def test_record_after_a_resume_has_the_parts_and_gauges_of_its_step(
     "step", mostly_slow(range(1, STEPS + 1), lambda step: step in (1, 4, STEPS))
 )
 def test_stopped_run_ends_with_the_files_and_records_of_a_whole_one(
-    step, config, whole, tmp_path, monkeypatch
+    step, config, uninterrupted, tmp_path, monkeypatch
 ):
     options = config(keep_best=True, accum=2, rule="nibble")
-    expected = whole(options)
+    expected = uninterrupted(options)
     run, train_step = tmp_path / "run", Trainer.train_step
     stops = iter([step])
 
@@ -257,7 +257,7 @@ def test_stopped_run_ends_with_the_files_and_records_of_a_whole_one(
 
 @pytest.mark.parametrize("step", [3, 6, STEPS])
 def test_evaluation_that_failed_is_done_first_by_the_resume(
-    step, config, whole, tmp_path, monkeypatch
+    step, config, uninterrupted, tmp_path, monkeypatch
 ):
     options = config(keep_best=True)
     run, evaluate = tmp_path / "run", Trainer.evaluate
@@ -277,7 +277,7 @@ def test_evaluation_that_failed_is_done_first_by_the_resume(
     observer = Observer()
     observer.recorded = told.append
     resume_run(run, observer)
-    assert contents(run) == whole(options)
+    assert contents(run) == uninterrupted(options)
     assert told[0].step == step
     assert (told[0].bytes_per_second, told[0].seconds_left) == (None, None)
 
@@ -305,16 +305,18 @@ def test_last_checkpoint_is_kept_as_the_best_where_a_kill_came_before(config, tm
     assert contents(run) == expected
 
 
-def test_run_without_records_goes_on_with_those_from_its_checkpoint_on(config, whole, tmp_path):
+def test_run_without_records_goes_on_with_those_from_its_checkpoint_on(
+    config, uninterrupted, tmp_path
+):
     options, run = config(), tmp_path / "run"
     killed_before_record(options, run, 6)
     (run / METRICS).unlink()
     resume_run(run, Observer())
-    assert records(run) == whole(options)[1][-2:]
+    assert records(run) == uninterrupted(options)[1][-2:]
 
 
 def test_checkpoint_of_an_earlier_version_tells_nothing_of_the_steps_before(
-    config, whole, tmp_path
+    config, uninterrupted, tmp_path
 ):
     """The evaluation is done; the mean loss of its record is null, and the next one is right."""
     options, run = config(), tmp_path / "run"
@@ -323,7 +325,7 @@ def test_checkpoint_of_an_earlier_version_tells_nothing_of_the_steps_before(
     del saved.data[FIELD]
     save_checkpoint(run, saved)
     resume_run(run, Observer())
-    _, expected = whole(options)
+    _, expected = uninterrupted(options)
     unknown = dict.fromkeys(("loss", "bits_per_byte", "flip_share"))
     assert records(run) == [*expected[:-2], expected[-2] | unknown, expected[-1]]
 

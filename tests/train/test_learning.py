@@ -124,7 +124,7 @@ def test_every_rule_that_learns_is_known_with_every_direction():
     [(updater, "SCALE_STEP", 0), (updater, "STEP_OF_RADIX", 1 / 64), (moment, "DECAY", 0.0)],
     ids=["frozen-scales", "quarter-of-the-step", "no-momentum"],
 )
-def test_what_learns_worse_is_seen(owner, constant, value, texts, monkeypatch):
+def test_worse_learning_is_detected(owner, constant, value, texts, monkeypatch):
     monkeypatch.setattr(owner, constant, value)
     found = held_out_loss(texts, STEADY, *RUNS[1])
     assert found / KNOWN[STEADY][1] - 1 > BAR

@@ -175,7 +175,7 @@ def test_unsaved_run_takes_no_place_for_files(given, text, device):
         start_run(config(text, device), observer=Observer(), save=False, **given)
 
 
-def test_first_step_tells_which_kernels_were_compiled_and_which_loaded(
+def test_first_step_reports_which_kernels_were_compiled_and_which_loaded(
     text, tmp_path, device, monkeypatch
 ):
     counted = SimpleNamespace(compiled=3, loaded=5, seconds=1.5)

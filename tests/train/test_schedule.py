@@ -114,14 +114,14 @@ def test_held_out_file_with_bytes_of_0_is_named_too(tmp_path):
     assert "val2.txt`, which may be binary" in one  # of the other one only the beginning is read
 
 
-def test_nothing_is_said_of_bytes_of_0_in_sounds_and_pictures(tmp_path):
+def test_bytes_of_0_in_sounds_and_pictures_cause_no_warning(tmp_path):
     picture = b"a page\n" + PictureHeader("grey", 3, 1).encode() + bytes(3) + b"\n"
     assert warnings(tmp_path, data=picture + PROSE, val=PROSE) == []
     (one,) = warnings(tmp_path, data=b"\xffpicture" + picture[20:] + PROSE, val=PROSE)
     assert "data.txt`, which may be binary" in one
 
 
-def test_held_out_text_of_another_kind_is_told(tmp_path):
+def test_held_out_text_of_another_kind_is_reported(tmp_path):
     noise = bytes(range(1, 256)) * 50
     (one,) = warnings(tmp_path, data=PROSE, val=noise)
     assert "its order-0 entropy is 5.54 nats, not 2." in one

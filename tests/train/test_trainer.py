@@ -204,7 +204,7 @@ def test_matrices_of_other_sizes_and_the_head_are_multiplied_in_bf16(small_graph
         ({"dim": 36, "heads": 2}, "sizes are multiples of 16, and this model has none"),
     ],
 )
-def test_what_eight_bits_cannot_do_is_explained(given, message):
+def test_limits_of_eight_bits_are_explained(given, message):
     with pytest.raises(ArbError, match=message) as caught:
         build_model(new_config(device="cpu", compute="fp8", **given).model, fp8=True)
     assert caught.value.hint

@@ -562,6 +562,43 @@ def test_gradients_that_are_held_give_the_same_bits(rule, direction, digits, dev
             assert torch.equal(one[name], other[name]), name
 
 
+@pytest.mark.parametrize("parts", [[range(3)], [range(2), range(2, 3)]], ids=["together", "parts"])
+@pytest.mark.parametrize(
+    ("rule", "direction"),
+    mostly_slow(COMBINATIONS, lambda *of: of in (("moment", "factored"), ("votes", None))),
+)
+def test_small_matrices_of_a_stack_step_together_with_the_same_bits(
+    rule, direction, parts, device, monkeypatch
+):
+    """A bad gradient of one of them too. Large matrices, as by the last size, step one by one."""
+    states, merged = [], []
+    run = update.merge_launches
+    monkeypatch.setattr(update, "merge_launches", lambda *x: (merged.append(0), run(*x)))
+    for held_bytes, large in ((0, 2**22), (2**20, 2**22), (2**20, HEIGHT * DIM)):
+        monkeypatch.setattr(update, "LARGE_ELEMENTS", large)
+        with use_backend("triton" if device.type == "cuda" else "interpreter"):
+            config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
+            with torch.device(device):
+                stack = TernaryTensor(
+                    EXPERTS * HEIGHT, DIM, config, area="mlp", std=0.1, matrices=EXPERTS
+                )
+            stack.initialise(seed=0, index=0)
+            updater = Updater([stack], 3, torch.float32, held_bytes)
+            merged.clear()
+            for step in range(2):
+                updater.begin(step, lr=1.0)
+                grad = gradient(device, step, (EXPERTS, HEIGHT, DIM))
+                grad[1, 2, 3] = torch.nan if step else 1.0
+                for where in parts:
+                    updater(stack, grad[where.start : where.stop], where)
+                updater.finish()
+            states.append(state(stack) | {"counters": updater.counters()})
+            assert bool(merged) == (held_bytes > 0 and large == 2**22 and stack.rule.merges)
+    for other in states[1:]:
+        for name, value in states[0].items():
+            assert value == other[name] if name == "counters" else torch.equal(value, other[name])
+
+
 def test_held_gradients_have_an_end(device):
     with use_backend("triton" if device.type == "cuda" else "interpreter"):
         built = [build("moment", "factored", device, (16, 40)) for _ in range(3)]

@@ -177,7 +177,7 @@ def test_link_is_not_followed(source, folder, tmp_path):
     assert not file.is_symlink()
 
 
-def test_what_cannot_be_written_is_told_once(source, folder):
+def test_failing_writes_are_reported_once(source, folder):
     folder.parent.mkdir()
     folder.write_text("a file")
     _, known, told = run(source)
@@ -249,7 +249,7 @@ def test_a_kernel_is_remembered_whole():
     assert isinstance(again.kernels[0], KernelResult)
 
 
-def test_machine_is_told_by_its_libraries_and_settings(monkeypatch):
+def test_machine_is_described_by_its_libraries_and_settings(monkeypatch):
     before = describe_machine(CPU)
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     assert describe_machine(CPU) != before

@@ -114,7 +114,7 @@ def test_launch_that_returns_nothing_counts_its_inputs_alone(monkeypatch, known_
 
 
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
-def test_every_kernel_says_what_it_is_timed_on(spec):
+def test_every_kernel_declares_whether_it_is_timed(spec):
     assert (spec.timings is None) == (spec.name in NOT_TIMED)
 
 
@@ -150,7 +150,7 @@ def test_kernel_that_was_not_verified_is_not_timed(known_roofline):
         ("cuda", ["torch"], "and only torch would be verified"),
     ],
 )
-def test_what_cannot_be_timed_is_refused(device, backends, message):
+def test_timing_without_a_gpu_or_triton_is_refused(device, backends, message):
     with pytest.raises(ArbError, match=message):
         check_timeable(torch.device(device), backends)
     check_timeable(torch.device("cuda"), ["triton", "torch"])

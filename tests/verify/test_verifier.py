@@ -272,7 +272,7 @@ SKIPPED = {
 
 
 @pytest.mark.parametrize("what", SKIPPED)
-def test_what_is_skipped_is_listed_once(what, small):
+def test_skipped_checks_are_listed_once(what, small):
     small.setattr(
         stages, "begin_kernels", lambda *_: lambda: verify_module.VerifyReport((), 0.0, True)
     )

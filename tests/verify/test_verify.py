@@ -263,7 +263,7 @@ def test_shares_of_a_kernel_are_all_of_its_cases_once(name):
     assert [*verify._shares(spec, ("torch",), Checks(), None)] == [("cases", (0, 1))]
 
 
-def test_a_kernel_is_told_of_when_all_of_its_parts_are_done(device):
+def test_a_kernel_is_reported_when_all_of_its_parts_are_done(device):
     told = []
     names = ["rms_norm", "step_scales"]
     alone = verify_kernels(names, T6, device, ["torch"])

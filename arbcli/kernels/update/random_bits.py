@@ -115,6 +115,12 @@ def stream_keys(seed: Tensor, tick: Tensor, num_tensors: int, num_streams: int) 
     return mix(counter ^ mix(seed ^ _GOLDEN)).view(num_tensors, num_streams)
 
 
+def stream_key(seed: int, tick: int, device: torch.device) -> Tensor:
+    """Derive a single key of `stream_keys`, an int32 scalar on the device."""
+    words = torch.tensor([seed, tick], dtype=torch.int32, device=device)
+    return stream_keys(words[0], words[1], 1, 1)[0, 0]
+
+
 @triton.jit
 def mix_word(x):
     """Scramble uint32 words inside a kernel."""

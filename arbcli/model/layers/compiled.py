@@ -41,6 +41,15 @@ class Findable(nn.Module):
         raise NotImplementedError
 
 
+class KeepsInputs(Function):
+    """A function whose backward reads its inputs, which are tensors or None."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Save the inputs."""
+        ctx.save_for_backward(*inputs)
+
+
 _findable: WeakSet[Findable] = WeakSet()
 _found: dict[int, "ref[Findable]"] = {}
 

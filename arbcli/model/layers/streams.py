@@ -4,23 +4,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from arbcli.kernels.streams.mix_streams import mix_streams as mix
 from arbcli.kernels.streams.mix_streams import mix_streams_backward
 from arbcli.kernels.streams.stream_weights import stream_weights as make_weights
 from arbcli.kernels.streams.stream_weights import stream_weights_backward
-from arbcli.model.layers.compiled import operator
+from arbcli.model.layers.compiled import KeepsInputs, operator
 
 
-class _StreamWeights(Function):
+class _StreamWeights(KeepsInputs):
     @staticmethod
     def forward(raw: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return make_weights(raw, bias)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(
@@ -31,14 +26,10 @@ class _StreamWeights(Function):
         return grad.to(raw.dtype), grad.sum(dim=0)
 
 
-class _MixStreams(Function):
+class _MixStreams(KeepsInputs):
     @staticmethod
     def forward(x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None) -> Tensor:
         return mix(x, weights, added, gains)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:

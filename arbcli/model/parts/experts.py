@@ -30,7 +30,7 @@ from arbcli.kernels.norm.rms_norm import FEW_ROWS
 from arbcli.kernels.rows.expert_combine import expert_combine, expert_combine_backward
 from arbcli.model.flow import Flow, Reading, each_text
 from arbcli.model.initial import output_std
-from arbcli.model.layers.compiled import Findable, operator
+from arbcli.model.layers.compiled import Findable, KeepsInputs, operator
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.streamed import recomputing
 from arbcli.model.parts.base import Part
@@ -83,16 +83,12 @@ class _Dispatch(Function):
         return expert_combine(grad, positions, None), None, None
 
 
-class _Combine(Function):
+class _Combine(KeepsInputs):
     """Sum the weighted outputs of each position's experts."""
 
     @staticmethod
     def forward(values: Tensor, positions: Tensor, gates: Tensor) -> Tensor:
         return expert_combine(values, positions, gates)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:

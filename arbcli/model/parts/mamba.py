@@ -27,7 +27,7 @@ from arbcli.kernels.scan.decay_scan import decay_scan
 from arbcli.kernels.scan.mamba_step import mamba_step
 from arbcli.model.flow import Flow, Reading, project
 from arbcli.model.initial import projection_std
-from arbcli.model.layers.compiled import operator
+from arbcli.model.layers.compiled import KeepsInputs, operator
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.mark import Written
 from arbcli.model.parts.base import Part
@@ -121,14 +121,10 @@ def running_sum(x: Tensor, *, reverse: bool = False) -> Tensor:
     return decay_scan(ones[..., None], ones[..., None], x[..., None], zeros, reverse)[..., 0]
 
 
-class _CausalConv(Function):
+class _CausalConv(KeepsInputs):
     @staticmethod
     def forward(x: Tensor, taps: Tensor) -> Tensor:
         return causal_conv(x, taps)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
@@ -157,16 +153,12 @@ class _DecayScan(Function):
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_g
 
 
-class _Scaled(Function):
+class _Scaled(KeepsInputs):
     """u * dt, computed in float32 and rounded to the dtype of u."""
 
     @staticmethod
     def forward(u: Tensor, dt: Tensor) -> Tensor:
         return torch.mul(u, dt[..., None], out=torch.empty_like(u))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:

@@ -99,7 +99,7 @@ class Reading:
         return self.memories[self.full_name(name)]
 
     def taken(self, name: str = "") -> list[Tensor] | None:
-        """List what the part, or one within it, has chosen for this text; None is to choose."""
+        """Return the model's choices for this text in the part or one within it; None: choose."""
         if self.choices is None:
             return None
         return [choice[self.row] for choice in self.choices.made[self.full_name(name)]]

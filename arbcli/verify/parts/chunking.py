@@ -1,4 +1,4 @@
-"""Chunks: where they begin, and what of them every position gets; without spare slots."""
+"""Chunks: their boundaries, and what each position reads of them; without spare slots."""
 
 import torch
 from torch import Tensor

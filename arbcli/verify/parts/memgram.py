@@ -10,7 +10,7 @@ ORDER = 6
 
 
 def memgram(w: Weights, reading: Reading) -> Tensor:
-    """Recall what followed each 6-gram: what is added to the embedding, (T, D)."""
+    """Compute what the memory of each 6-gram adds to the embedding, (T, D)."""
     symbol, strength = reading.memory("symbol"), reading.memory("strength")
     found = [ngram_row(history, len(symbol)) for history in ngrams(reading.text, ORDER)]
     rows = torch.tensor(found, device=symbol.device)

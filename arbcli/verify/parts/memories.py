@@ -17,7 +17,7 @@ UNIT = 32
 
 
 def memories(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, list[Tensor]]:
-    """Add what codebooks and iterations find to the stream x, (T, D).
+    """Add the results of codebooks and iterations to the stream x, (T, D).
 
     Args:
         w: weights of the model.

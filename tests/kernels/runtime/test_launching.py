@@ -230,7 +230,7 @@ def test_every_replay_counts_anew_what_is_done():
     assert (number, position, done) == (1, 3, shares)
 
 
-def test_what_is_not_a_loop_is_not_recorded():
+def test_calls_that_are_not_loops_are_not_recorded():
     x = torch.ones(4)
     with pytest.raises(native.NotRecorded, match="mul"), native.Recording():
         x.view(2, 2).mul(2)

@@ -235,6 +235,6 @@ def test_large_matrices_are_left_to_lapack(monkeypatch):
         (torch.ones(2, 3), (1.0,), "need len\\(weights\\)"),
     ],
 )
-def test_what_does_not_fit_is_refused(x, weights, message):
+def test_arguments_that_do_not_fit_are_refused(x, weights, message):
     with pytest.raises(ValueError, match=message):
         gram_inverses(x, (0.1,), weights)

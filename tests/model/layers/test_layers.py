@@ -215,7 +215,7 @@ def test_norm_of_a_twin_is_rounded_once():
     assert torch.equal(FloatRMSNorm(33, preset("tiny"))(x), exact.bfloat16())
 
 
-def test_rotary_table_of_a_long_text_is_made_in_parts(monkeypatch):
+def test_rotary_table_of_a_long_text_is_computed_in_parts(monkeypatch):
     """All at once, that of 5 million positions took 900 MB of float64."""
     whole = rotary._compute_table(1000, 8, torch.device("cpu"), 6, PLAIN, 0)
     monkeypatch.setattr(rotary, "ROWS_AT_ONCE", 300)

@@ -286,7 +286,7 @@ def test_ponder_cost_is_finite_where_all_halt_at_once():
         ({"graph_adapters": True, "graph": False}, "`graph_adapters` needs `edges`"),
     ],
 )
-def test_what_reads_no_graph_is_refused(options, message):
+def test_settings_that_need_a_graph_are_refused_without(options, message):
     with pytest.raises(ArbError, match=message):
         graph_config(**options)
 

@@ -251,7 +251,7 @@ def test_cost_of_a_tensor_is_of_its_direction(small_graph):
 
 
 @pytest.mark.parametrize("digits", ["trit", "all", "fade"])
-def test_owner_of_a_vector_tells_all_of_its_digits(digits):
+def test_owner_of_a_vector_broadcasts_all_of_its_digits(digits):
     """Each process reads them, whatever the weights of the model are."""
     vector = VectorWeight((1.0, 0.5), preset("tiny", digits=digits).site(), area="mlp")
     assert {*broadcast_buffers(vector)} >= {"trits", "exponent", "fraction", "remainder"}
@@ -294,7 +294,7 @@ def test_nothing_that_travels_overlaps(size, sums, digits, small_graph, monkeypa
 
 
 @pytest.mark.parametrize("rule", ["moment", "nibble"])
-def test_the_same_is_told_while_weights_fade(rule, small_graph):
+def test_the_same_is_broadcast_while_weights_fade(rule, small_graph):
     """An owner's message has one layout all through a run."""
     for tensor in tensors_of(small_graph | {"rule": rule, "digits": "fade"}):
         before = broadcast_buffers(tensor).keys()

@@ -168,7 +168,7 @@ def trains_while_one_changes_the_text(rank, config, out):
     return str(found.value)
 
 
-def test_all_processes_are_told_that_the_text_was_changed(run, config, tmp_path):
+def test_all_processes_end_if_the_text_was_changed(run, config, tmp_path):
     text = tmp_path / "text.txt"
     text.write_bytes(run.with_name("text.txt").read_bytes())
     config = dataclasses.replace(config, data=(str(text),), save_every=1)

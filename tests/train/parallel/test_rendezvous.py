@@ -117,7 +117,7 @@ def test_process_that_ends_once_all_have_met_is_missed_in_time():
     assert time.monotonic() - began < 30
 
 
-def test_signal_ends_what_waits_for_others():
+def test_signal_ends_a_process_that_waits_for_others():
     timer = Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
     with RaisedSignal():
         timer.start()

@@ -144,7 +144,7 @@ def test_gradients_are_sent_off_while_the_backward_of_the_last_micro_batch_goes_
 
 
 @pytest.mark.parametrize(("lr", "by_bits"), [(0.4375, True), (0.45, False)])
-def test_digits_are_told_by_four_bits_where_no_step_is_too_large(lr, by_bits, texts):
+def test_digits_have_four_bits_where_no_step_is_too_large(lr, by_bits, texts):
     given = DECIDED | SMALL | {"digits": "all", "lr": lr}
     shared = Trainer(new_config(**given), texts).shared
     members = [m for bucket in shared.buckets for m in bucket.members if m.tensor.lr_factor == 1]
