@@ -17,10 +17,10 @@ from arbcli.config.checks import (
     check_type,
 )
 from arbcli.config.model import (
-    LISTS,
     MOST_BLOCKS,
     MOST_OUTER_STAGES,
     BlockConfig,
+    Blocks,
     Context,
     ModelConfig,
     StageConfig,
@@ -515,20 +515,28 @@ def with_part_rules(
     ] = None,
 ) -> ModelConfig:
     """Return a model whose mixers or channel mixers have other rules; None keeps theirs."""
-    given = {"mixer": attention_rule, "channel": mlp_rule}
-
-    def of_own(block: BlockConfig) -> BlockConfig:
-        parts = {name: (getattr(block, name), rule) for name, rule in given.items() if rule}
-        changed = {name: replace(part, rule=rule) for name, (part, rule) in parts.items() if part}
-        return replace(block, **changed)
-
-    def changed(stage: StageConfig) -> StageConfig:
-        lists = {name: (*map(of_own, getattr(stage, name)),) for name in LISTS}
-        return replace(stage, **lists)
-
-    if not any(given.values()):
+    if attention_rule is None and mlp_rule is None:
         return config
-    return replace(config, stages=(*map(changed, config.stages),))
+
+    def of(blocks: Blocks) -> Blocks:
+        return tuple(
+            BlockConfig(
+                mixer=_with_rule(block.mixer, attention_rule),
+                channel=_with_rule(block.channel, mlp_rule),
+            )
+            for block in blocks
+        )
+
+    stages = (
+        replace(one, blocks=of(one.blocks), before=of(one.before), after=of(one.after))
+        for one in config.stages
+    )
+    return replace(config, stages=tuple(stages))
+
+
+def _with_rule(part: PartConfig | None, rule: str | None) -> PartConfig | None:
+    """Return a part with another rule, if there is a part and a rule."""
+    return replace(part, rule=rule) if part and rule else part
 
 
 FAMILIES: dict[str, Callable[..., ModelConfig]] = {
@@ -577,5 +585,5 @@ def assemble(family: str, values: dict[str, Any]) -> ModelConfig:
             if type(size) is int:
                 check_at_least(name, size)
                 check_at_most(name, size, LARGEST_OF.get(name, LARGEST))
-    rules = {name: checked.pop(name) for name in PART_RULES if name in checked}
+    rules: dict[str, Any] = {name: checked.pop(name) for name in PART_RULES if name in checked}
     return with_part_rules(FAMILIES[family](**checked), **rules)
