@@ -144,7 +144,7 @@ def fused_logits(model: "LanguageModel", x: Tensor) -> Tensor:
         return each_text(lambda row: model.logits(Flow(row)), x)
     if model.config.head:
         if model.byte_mlp.steps_fused:
-            x = model.byte_mlp.step(x)
+            x = model.byte_mlp.step(x, None, x)
         else:
             x = each_text(lambda row: model.byte_mlp(row, model.byte_norm).total(), x)
     return model.head.fused(x, normalise=True)

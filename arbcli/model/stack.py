@@ -104,11 +104,11 @@ class Block(nn.Module):
         """Run the block for positions of a text, or one of each text, by fused kernels if any."""
         read = reading or Reading()
 
-        def apply(branch: Branch, x: Tensor, *, add_residual: bool) -> Tensor:
+        def apply(branch: Branch, residual: Tensor | None, x: Tensor) -> Tensor:
             part, norm, _ = branch
             fits = x.shape[1] == 1 or part.steps_along
             if fits and part.steps_fused and getattr(state, "fuses", True):
-                return part.step(x, state, add_residual=add_residual)
+                return part.step(x, state, residual)
             if len(x) == 1:
                 added = part(x, norm, None, reading, state).added
             elif part.steps_texts:
@@ -119,14 +119,13 @@ class Block(nn.Module):
                     for text, row in enumerate(rows_of(x))
                 ]
                 added = torch.cat(rows)
-            return x + added if add_residual else added
+            return added if residual is None else residual + added
 
         for branch in self.branches:
             if branch.connection is None:
-                x = apply(branch, x, add_residual=True)
+                x = apply(branch, x, x)
             else:
-                add = partial(apply, branch, add_residual=False)
-                x = branch.connection(x, add, fused=True)
+                x = branch.connection(x, partial(apply, branch, None), fused=True)
         return x
 
     def new_state(self, clock: Clock) -> State | None:

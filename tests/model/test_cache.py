@@ -111,7 +111,7 @@ def one_position(lm, x, position: int) -> torch.Tensor:
     for ring in (block.keys.codes, block.values.codes):
         ring.copy_(torch.randn(ring.shape, generator=generator))
     with use_backend(KERNELS), torch.no_grad():
-        return lm.blocks[0].attention.step(x, block)
+        return lm.blocks[0].attention.step(x, block, x)
 
 
 def test_product_of_parts_has_the_bits_of_that_of_their_average(device, monkeypatch):

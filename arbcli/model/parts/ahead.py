@@ -56,7 +56,7 @@ class Ahead(nn.Module):
     def step(self, x: Tensor, byte: Tensor) -> tuple[Tensor, Tensor]:
         """Compute (1) to (3) for one position, (1, 1, D), with fused kernels."""
         carried = self.carry.fused(x, normalise=True, added=self.embedding(byte, x.dtype))
-        x = self.mlp.step(carried)
+        x = self.mlp.step(carried, None, carried)
         return x, self.head.fused(x, normalise=True)
 
     def losses(self, x: Tensor, ids: Tensor) -> dict[str, Tensor]:

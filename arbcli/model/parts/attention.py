@@ -182,27 +182,26 @@ class Attention(CachedAttention):
             return functional.scaled_dot_product_attention(q, k, v)
         return attend_causally(q, k, v)
 
-    def step(self, x: Tensor, state: "Ring", *, add_residual: bool = True) -> Tensor:
+    def step(self, x: Tensor, state: "Ring", residual: Tensor | None) -> Tensor:
         """Attend from new positions: see `Part.step`."""
         qkv = self.qkv.fused(x, normalise=True, early=self.fits_kernels)
         if self.fits_kernels:
             qkv = qkv.view(*x.shape[:2], 3, self.heads, self.width)
         if state.clock.checks:
             ahead = state.attend_ahead(qkv, in_parts=self.output.takes_parts)
-            return self._projected(ahead, x, add_residual=add_residual)
+            return self._projected(ahead, residual)
         if not self.fits_kernels or x.shape[1] > 1:
             y = state.each_text(self._attend_after, qkv)
             y = y.transpose(1, 2).reshape(*x.shape[:2], -1)
         elif self.output.takes_parts and state.leaves_parts(qkv):
-            return self._projected(state.attend_in_parts(qkv), x, add_residual=add_residual)
+            return self._projected(state.attend_in_parts(qkv), residual)
         else:
             y = state.attend_one(qkv).view(len(x), 1, -1)
-        return self._projected(y, x, add_residual=add_residual)
+        return self._projected(y, residual)
 
-    def _projected(self, y: Tensor | AttentionParts, x: Tensor, *, add_residual: bool) -> Tensor:
+    def _projected(self, y: Tensor | AttentionParts, residual: Tensor | None) -> Tensor:
         normalise, early = self.sub_norm is not None, self.output_bias is None
-        added = x if add_residual else None
-        return self._biased(self.output.fused(y, normalise=normalise, added=added, early=early))
+        return self._biased(self.output.fused(y, normalise=normalise, added=residual, early=early))
 
     def _attend_after(self, state: "Ring", qkv: Tensor) -> Tensor:
         prepare = self.rotary_norm if self.fits_kernels else self._turned

@@ -49,7 +49,7 @@ class Part(nn.Module):
         """
         raise NotImplementedError
 
-    def step(self, x: Tensor, state: Any, *, add_residual: bool = True) -> Tensor:
+    def step(self, x: Tensor, state: Any, residual: Tensor | None) -> Tensor:
         """Run the part for one position of a text, (1, 1, D), or of a batch of texts, (B, 1, D).
 
         With `steps_along` it also takes several positions of a text, (1, T, D).
@@ -57,7 +57,7 @@ class Part(nn.Module):
         Args:
             x: the stream.
             state: decoding state of the text or of the batch.
-            add_residual: whether to return x plus the output, or only the output.
+            residual: what the output is added to, like x; None returns the output alone.
         """
         raise NotImplementedError
 

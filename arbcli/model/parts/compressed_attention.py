@@ -339,7 +339,7 @@ class CompressedAttention(CachedAttention):
             losses["indexer"] = [divergence]
         return Flow(x, self.output(y.flatten(2), self.sub_norm), losses)
 
-    def step(self, x: Tensor, state: CompressedState, *, add_residual: bool = True) -> Tensor:
+    def step(self, x: Tensor, state: CompressedState, residual: Tensor | None) -> Tensor:
         """Attend from one new position: see `Part.step`."""
         q, new = self._parted(self.projection.fused(x, normalise=True))
         beta = self.beta.prepared() if self.beta else state.no_beta
@@ -349,8 +349,8 @@ class CompressedAttention(CachedAttention):
             query = self.indexer.query.fused(x, normalise=True)
             state.choose(query, self.indexer.key.fused(still.flatten(2), normalise=False))
         y = state.attend_one(q.unflatten(-1, (self.heads, -1)), self.sink.prepared())
-        added, normalise = x if add_residual else None, self.sub_norm is not None
-        return self.output.fused(y.flatten(2), normalise=normalise, added=added)
+        normalise = self.sub_norm is not None
+        return self.output.fused(y.flatten(2), normalise=normalise, added=residual)
 
     def new_state(self, clock: Clock) -> CompressedState:
         """Create the ring buffers of recent positions and entries."""
@@ -361,7 +361,8 @@ class CompressedAttention(CachedAttention):
 
         With mean pooling the gates are zero.
         """
-        q, rest = projected.tensor_split((self.inner,), dim=-1)
+        # not slices, whose gradients are padded with zeros and added up
+        q, rest = projected.split((self.inner, projected.shape[-1] - self.inner), dim=-1)
         if self.beta is None:
             rest = functional.pad(rest, (0, self.kv))
         return q, rest

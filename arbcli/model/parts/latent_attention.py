@@ -93,13 +93,13 @@ class LatentAttention(CachedAttention):
         )  # (B, H, T, head_dim)
         return Flow(x, self.output(y.transpose(1, 2).reshape(batch, length, dim), self.sub_norm))
 
-    def step(self, x: Tensor, state: "LatentRing", *, add_residual: bool = True) -> Tensor:
+    def step(self, x: Tensor, state: "LatentRing", residual: Tensor | None) -> Tensor:
         """Attend from one new position: see `Part.step`."""
         row = self.query_down.fused(x, normalise=True)
         up = self.up.decoded(x.dtype)
         y = state.attend_one(row, up, SHARPNESS * self.head_dim**-0.5)
-        added, normalise = x if add_residual else None, self.sub_norm is not None
-        return self.output.fused(y.view(x.shape), normalise=normalise, added=added)
+        normalise = self.sub_norm is not None
+        return self.output.fused(y.view(x.shape), normalise=normalise, added=residual)
 
     def new_state(self, clock: Clock) -> "LatentRing":
         """Create the ring buffer of latent vectors."""

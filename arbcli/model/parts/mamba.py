@@ -100,12 +100,12 @@ class Mamba(Part):
         y = scan(c, b, values, decay)
         return Flow(x, self.output(_gate_and_scan(z, y, self.skip(), u), self.gate))
 
-    def step(self, x: Tensor, state: "MambaState", *, add_residual: bool = True) -> Tensor:
+    def step(self, x: Tensor, state: "MambaState", residual: Tensor | None) -> Tensor:
         """Process one new position: see `Part.step`."""
         rows = self.projection.fused(x, normalise=True)
         vectors = (part.prepared() for part in (self.taps, self.rate, self.bias, self.skip))
         y = state.step(rows, *vectors)
-        return self.output.fused(y, normalise=True, added=x if add_residual else None)
+        return self.output.fused(y, normalise=True, added=residual)
 
     def new_state(self, clock: Clock) -> "MambaState":
         """Create the states of the heads, and the ring buffer of the convolution."""

@@ -38,11 +38,11 @@ class MLP(Part):
         hidden, x = project(self.gate_up, x, norm, added)
         return Flow(x, self.output(hidden, self.sub_norm, consumes=True))
 
-    def step(self, x: Tensor, state: None = None, *, add_residual: bool = True) -> Tensor:
+    def step(self, x: Tensor, state: None, residual: Tensor | None) -> Tensor:
         """Apply the MLP in a decoding step: see `Part.step`."""
         hidden = self.gate_up.fused(x, normalise=True, gated=True)
-        added, normalise = x if add_residual else None, self.sub_norm.weight is not None
-        return self.output.fused(hidden, normalise=normalise, added=added)
+        normalise = self.sub_norm.weight is not None
+        return self.output.fused(hidden, normalise=normalise, added=residual)
 
     def linears(self) -> tuple[nn.Module, ...]:
         """Return both layers."""
