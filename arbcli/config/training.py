@@ -9,7 +9,7 @@ from arbcli.config.checks import check_choice, check_fields
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import assembled, config_from_dict
 from arbcli.config.settings import OPTIMISATION, RUN, TEXT, Setting, decisive, settings_of
-from arbcli.config.short_forms import ARGUMENTS, MODEL_SETTINGS
+from arbcli.config.short_forms import ARGUMENTS, MODEL_SETTINGS, PART_RULES
 from arbcli.errors import ArbError
 from arbcli.media import pictures
 from arbcli.media.sound import FORMS as SOUND_FORMS
@@ -582,7 +582,7 @@ def train_config(
             hint="use `muon`, `adafactor` or `sign`, or `weights=float`",
             fields=("optimizer", "weights"),
         )
-    stepped = [name for name in ("rule", "direction") if shape.get(name) is not None]
+    stepped = [name for name in ("rule", *PART_RULES, "direction") if shape.get(name) is not None]
     if not ternary and stepped:
         names = ", ".join(f"`{name}`" for name in stepped)
         raise ArbError(

@@ -62,7 +62,8 @@ def ratios(runs: Runs) -> str:
         for field in ("allocated_bytes", "reserved_bytes"):
             found = []
             for preset in PRESETS:
-                mine, peer = row_of(runs, preset=preset, kind=ours), faster(runs, preset, twin)
+                mine = row_of(runs, preset=preset, kind=ours)
+                peer = faster(runs, mine, twin)
                 if mine and peer and field in mine and field in peer:
                     found.append(f"{mine[field] / peer[field]:.2f}")
                 else:
