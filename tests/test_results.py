@@ -225,7 +225,7 @@ def test_tables_of_media_have_every_row():
     right = {"next": 0.5, "masked, 1 pass": 0.25, "masked, 4 passes": 0.75}
     lines = masked.filled([run([{"hole": 8, "run": "m", "right": right}])]).splitlines()
     assert lines[2:5] == [
-        "| 8 | `next`, beside m | 8 | 50.0 % |", "| 8 | m | 1 | 25.0 % |", "| 8 | m | 4 | 75.0 % |",
+        "| 8 | `next` of m | 8 | 50.0 % |", "| 8 | m | 1 | 25.0 % |", "| 8 | m | 4 | 75.0 % |",
     ]  # fmt: skip
     assert masked.filled([run([{"hole": 8, "run": "m"}])]) == "Not measured yet.\n"
 

@@ -42,7 +42,7 @@ def filled(runs: Runs) -> str:
         for way, found in row.get("right", {}).items():
             passes = int(way.split()[1]) if " pass" in way else row["hole"]
             kind = way.split(",")[0]
-            name = f"`next`, beside {row['run']}" if kind == "next" else row["run"]
+            name = f"`next` of {row['run']}" if kind == "next" else row["run"]
             lines.append([str(row["hole"]), name, str(passes), f"{100 * found:.1f} %"])
     head = ["hole, bytes", "run", "passes", "bytes that are those of the text"]
     return measured(head, lines, [run for run in runs if any("right" in r for r in run["rows"])])
