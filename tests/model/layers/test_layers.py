@@ -137,7 +137,7 @@ def test_rows_of_a_prompt_are_one_product_of_the_loops_with_the_bits_of_each(dig
 
 
 def test_twin_normalises_once():
-    config = preset("tiny", weights="float")
+    config = preset("tiny", weights="float").site()
     layer, norm = FloatLinear(24, 33, config, area="mlp"), FloatRMSNorm(33, config)
     layer.weight.initialise(0, 0)
     x = 1e-3 * torch.randn(5, 33, generator=torch.Generator().manual_seed(0))
