@@ -70,7 +70,7 @@ def report() -> dict:
         "text_entropy": 3.2,
         "chunks": None,
         "num_weights": 3_342_336,
-        "config": {"model": asdict(preset("tiny"))},
+        "config": {"model": asdict(preset("tiny", ctx=64))},
         "verdicts": [{"name": "ok", "evidence": ""}],
     }
 
