@@ -1,7 +1,8 @@
 """The bare baseline of other families in plain PyTorch: chunks, compressed attention, experts.
 
-The equations are those of the float baseline without sub-norms. No kernel of `arb` is launched, and
-the whole loss is one function for `torch.compile`.
+The equations are those of the float baseline without sub-norms. No kernel of `arb` is launched.
+`torch.compile` compiles each kind of block once: a block adds what the one before it left pending,
+so that its first kernel does both, as if the whole loss were compiled.
 
 - **Windows** of attention are torch's flash attention, and the causal attention of chunks is
   `scaled_dot_product_attention`, which takes cuDNN's kernels where they exist.
@@ -39,6 +40,8 @@ RATIO_WEIGHT = 0.3
 BALANCE_UNIT = 1 / 8
 """Score of a unit of an expert's balance."""
 TINY = 1e-30
+Stream = tuple[Tensor, Tensor | None]
+"""A residual stream, and what is to be added to it."""
 
 
 class _Taken(Function):
@@ -89,6 +92,12 @@ def gathered(x: Tensor, index: Tensor) -> Tensor:
 def unit(x: Tensor) -> Tensor:
     """Divide vectors by their root-mean-squares; autocast keeps the dtype."""
     return rms_norm(x).to(x.dtype)
+
+
+def total(stream: Stream) -> Tensor:
+    """Return a stream with its pending addition."""
+    x, added = stream
+    return x if added is None else x + added
 
 
 def turn(x: Tensor, angles: Angles) -> Tensor:
@@ -376,7 +385,7 @@ def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """A mixer and a channel mixer on the stream."""
+    """A mixer and a channel mixer on the stream; the sum with the latter is left pending."""
 
     def __init__(self, config: BlockConfig, dim: int, length: int) -> None:
         super().__init__()
@@ -392,11 +401,17 @@ class Block(nn.Module):
             assert isinstance(channel, MLPConfig)
             self.channel = MLP(channel, dim)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Add both branches to the stream; also return the divergence of an indexer."""
+    def forward(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the stream, what is to be added to it, and the divergence of an indexer.
+
+        Args:
+            x: (B, T, D), the stream.
+            added: what is to be added to it, likewise; None before the first block.
+        """
+        x = total((x, added))
         y, divergence = self.mixer(unit(x))
         x = x + y
-        return x + self.channel(unit(x)), divergence
+        return x, self.channel(unit(x)), divergence
 
 
 class Chunking(nn.Module):
@@ -418,8 +433,12 @@ class Chunking(nn.Module):
         p = (1 - (u * v).sum(-1) / (lengths[0] * lengths[1])) / 2
         return functional.pad(p, (1, 0), value=1)
 
-    def forward(self, x: Tensor, main: Any) -> tuple[Tensor, Tensor]:
-        """Run a network on the chunks of (B, T, D); return the stream, and the ratio loss."""
+    def enter(self, x: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Gather the chunks of (B, T, D).
+
+        Returns:
+            The stream of chunks, (B, C, inner D), the ratio loss, and what `leave` needs.
+        """
         (batch, length, dim), slots, n = x.shape, self.slots, self.length
         x = unit(x)
         p = self.route(x)
@@ -433,18 +452,21 @@ class Chunking(nn.Module):
         first = first.scatter(1, torch.where(starts, owner, slots), places)[:, :slots]
         exists = torch.arange(slots, device=x.device) < number[:, -1:]
         row = torch.arange(batch, device=x.device)[:, None]
-        index = (torch.where(exists, first, 0) + row * length).flatten()
+        first = torch.where(exists, first, 0)
         inverse = torch.where(starts, owner + row * slots, -1).view(-1, 1)
-        chunks = _Taken.apply(x.flatten(0, 1), index, inverse).view(batch, slots, dim)
-        chunks = torch.where(exists[..., None], chunks, 0)
-        z = self.outward(unit(main(self.inward(chunks))))
-        of_first = p.gather(1, torch.where(exists, first, 0))
-        s = smooth(z, of_first.clamp(LEAST_SHARE, 1 - LEAST_SHARE))
+        chunks = _Taken.apply(x.flatten(0, 1), (first + row * length).flatten(), inverse)
+        chunks = torch.where(exists[..., None], chunks.view(batch, slots, dim), 0)
         certain = torch.where(starts, p, 1 - p)
+        return self.inward(chunks), ratio, (x, p.gather(1, first), certain, owner + row * slots)
+
+    def leave(self, z: Tensor, known: tuple[Tensor, ...]) -> Tensor:
+        """Spread the stream of chunks over their positions."""
+        x, of_first, certain, owner = known
+        s = smooth(self.outward(unit(z)), of_first.clamp(LEAST_SHARE, 1 - LEAST_SHARE))
         through = certain - certain.detach() + 1
-        spread = s.flatten(0, 1)[(owner + row * slots).flatten()].view(x.shape)
+        spread = s.flatten(0, 1)[owner.flatten()].view(x.shape)
         y = self.residual(x).float() + through[..., None] * spread
-        return y.to(x.dtype), ratio
+        return y.to(x.dtype)
 
 
 def smooth(z: Tensor, share: Tensor) -> Tensor:
@@ -474,7 +496,7 @@ class FamilyModel(nn.Module):
             return nn.ModuleList(Block(each, dim, length) for each in configs)
 
         self.before = blocks(outer.before if outer else (), dim, length)
-        self.chunking = None
+        self.chunking: Chunking | None = None
         if outer and outer.chunking:
             slots = config.capacity(0, length)
             self.chunking = Chunking(dim, main.dim, outer.chunking.length, slots)
@@ -489,26 +511,49 @@ class FamilyModel(nn.Module):
         experts = [each for part in parts if isinstance(part, Experts) for each in part.stacks]
         return [part.weight for part in parts if isinstance(part, nn.Linear)] + experts
 
+    def compile_regions(self, **how: Any) -> "FamilyModel":
+        """Compile each part by `torch.compile`, and return the model."""
+        for part in (*self.before, *self.blocks, *self.after):
+            part.compile(**how)
+        for name in ("_begin", "_chunks", "_spread", "_score"):
+            setattr(self, name, torch.compile(getattr(self, name), **how))
+        return self
+
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Compute the training loss of (B, T) targets in nats, a float32 scalar."""
-        divergences: list[Tensor] = []
-
-        def run(blocks: nn.ModuleList, x: Tensor) -> Tensor:
-            for block in blocks:
-                x, divergence = block(x)
-                if divergence is not None:
-                    divergences.append(divergence)
-            return x
-
-        x = run(self.before, self.embedding(ids).to(self.dtype))
         others: list[Tensor] = []
+        divergences: list[Tensor] = []
+        stream = self._run(self.before, (self._begin(ids), None), divergences)
         if self.chunking is None:
-            x = run(self.blocks, x)
+            stream = self._run(self.blocks, stream, divergences)
         else:
-            x, ratio = self.chunking(x, lambda chunks: run(self.blocks, chunks))
+            chunks, ratio, known = self._chunks(stream)
             others.append(RATIO_WEIGHT * ratio)
-            x = run(self.after, x)
+            inside = self._run(self.blocks, (chunks, None), divergences)
+            stream = self._run(self.after, (self._spread(inside, known), None), divergences)
         if divergences:
             others.append(torch.stack(divergences).mean())
-        logits = self.head(unit(x)).float()
+        return self._score(stream, targets, others)
+
+    def _run(self, blocks: nn.ModuleList, stream: Stream, divergences: list[Tensor]) -> Stream:
+        for block in blocks:
+            x, added, divergence = block(*stream)
+            stream = x, added
+            if divergence is not None:
+                divergences.append(divergence)
+        return stream
+
+    def _begin(self, ids: Tensor) -> Tensor:
+        return self.embedding(ids).to(self.dtype)
+
+    def _chunks(self, stream: Stream) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        assert self.chunking is not None
+        return self.chunking.enter(total(stream))
+
+    def _spread(self, stream: Stream, known: tuple[Tensor, ...]) -> Tensor:
+        assert self.chunking is not None
+        return self.chunking.leave(total(stream), known)
+
+    def _score(self, stream: Stream, targets: Tensor, others: list[Tensor]) -> Tensor:
+        logits = self.head(unit(total(stream))).float()
         return sum(others, functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))

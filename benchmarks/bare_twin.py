@@ -6,7 +6,6 @@ and the whole step is one CUDA graph. It draws no text and keeps no checkpoint.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +110,7 @@ class BareStep:
         model: returns the loss of a batch from ids and targets.
         ids: (B, T) int64, the batch of every step.
         matrices: step by Muon, each (N, K), or (n, N, K) for several; all else steps by AdamW.
-        options: of torch's compiler.
+        loss: the same function, compiled; None compiles the model as a whole.
     """
 
     def __init__(
@@ -119,12 +118,10 @@ class BareStep:
         model: nn.Module,
         ids: Tensor,
         matrices: Iterable[Tensor] = (),
-        options: dict[str, Any] | None = None,
+        loss: Callable | None = None,
     ) -> None:
         self.model, self.ids = model, ids
-        self.loss: Callable = torch.compile(
-            self.model, dynamic=False, fullgraph=True, options=options
-        )
+        self.loss: Callable = loss or torch.compile(self.model, dynamic=False, fullgraph=True)
         self.by_shape: dict[torch.Size, list[Tensor]] = {}
         for weight in matrices:
             self.by_shape.setdefault(weight.shape[-2:], []).append(weight)

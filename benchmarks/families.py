@@ -2,7 +2,7 @@
 
     python -m benchmarks.families [FAMILY...] [--kinds KIND...] [--out DIR]
 
-The bare baseline (`benchmarks.bare_families`) is one compiled function in bf16 with float32
+The bare baseline (`benchmarks.bare_families`) is compiled block by block, in bf16 with float32
 weights, without sub-norms and clipping; its step is one CUDA graph, and its batch stays on the GPU.
 The float baseline is that of `arb train --weights float`: its blocks are compiled, but they use the
 kernels of `arb` for chunks, entries and the order of experts. `factored` is compared with AdamW,
@@ -76,7 +76,9 @@ def build(family: str, kind: str) -> Trainer | BareStep:
             bare = FamilyModel(bare_config)
             ids = torch.randint(256, (batch, bare_config.ctx))
         matrices = bare.matrices if kind.startswith("Muon") else ()
-        return FamilyStep(bare, ids, matrices, TUNED if kind.endswith("tuned") else None)
+        tuned = TUNED if kind.endswith("tuned") else None
+        compiled = bare.compile_regions(dynamic=False, fullgraph=True, options=tuned)
+        return FamilyStep(bare, ids, matrices, compiled)
     given = model | options
     config = new_config(batch=batch, steps=10_000, device="cuda", data=[str(text())], **given)
     texts = open_texts(config.data, None, seed=0, context=config.model.ctx)

@@ -338,7 +338,7 @@ def test_weight_without_a_bound_is_refused(tmp_path):
     assert "up to 1,000,000,000" in caught.value.hint
 
 
-def test_folder_leaves_saved_runs_and_models_out_and_says_so(tmp_path, monkeypatch):
+def test_folder_leaves_saved_runs_and_models_out_with_a_note(tmp_path, monkeypatch):
     for name in ("a.txt", "b/config.json", "b/b.txt", "c/metrics.jsonl"):
         write(tmp_path / name, b"x" * 100)
     for name in ("runs/1/config.json", "runs/1/metrics.jsonl", "runs/2/config.json", "runs/2/.lock",
@@ -352,7 +352,7 @@ def test_folder_leaves_saved_runs_and_models_out_and_says_so(tmp_path, monkeypat
     assert open_text(["model.safetensors", "a.txt"])[1].endswith("(2 files)")
 
 
-def test_folder_leaves_binary_files_out_and_says_so(tmp_path):
+def test_folder_leaves_binary_files_out_with_a_note(tmp_path):
     for name in ("a.txt", "b/b.txt"):
         write(tmp_path / name, b"x" * 100)
     late = bytes([120] * 8192 + [0])

@@ -102,7 +102,7 @@ def test_program_that_runs_now_and_then_keeps_no_processor(empty, monkeypatch):
     ("device", "gpu", "chosen"),
     [(None, False, 3), ("cpu", True, 3), (None, True, 7), ("cuda", True, 7)],
 )
-def test_run_on_a_cpu_says_how_many_threads_it_has(device, gpu, chosen, monkeypatch):
+def test_run_on_a_cpu_reports_its_threads(device, gpu, chosen, monkeypatch):
     now, said = [7], mock.Mock()
     monkeypatch.setattr(torch, "get_num_threads", lambda: now[-1])
     monkeypatch.setattr(torch, "set_num_threads", now.append)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from arbcli.config.presets import preset
 from arbcli.kernels.attention.choose_entries import choose_entries
@@ -118,9 +119,10 @@ def test_experts_step_by_muon_one_by_one():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_whole_loss_compiles(family):
+def test_each_kind_of_block_is_compiled_once(family):
     model = FamilyModel(small(family))
-    loss = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+    graphs = CompileCounterWithBackend("aot_eager")
+    loss = model.compile_regions(fullgraph=True, dynamic=False, backend=graphs)
     ids = torch.arange(128).view(2, 64) * 7 % 256
     with torch.autocast("cpu", torch.bfloat16):
         found = loss(ids, ids)
@@ -128,3 +130,5 @@ def test_the_whole_loss_compiles(family):
     assert all(
         weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters()
     )
+    # blocks that begin a stack, later ones, then embedding, chunks and loss
+    assert graphs.frame_count == {"hnet-base": 8, "arb-long": 4, "experts": 4}[family]

@@ -61,7 +61,7 @@ SAY = {
 
 
 @pytest.mark.parametrize("name", SAY)
-def test_everything_said_is_shown(name, capsys, monkeypatch):
+def test_every_message_is_shown(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     SAY[name](f"a{CLIPBOARD}b")
     told = "".join(capsys.readouterr())
@@ -74,7 +74,7 @@ def test_error_is_one_line(capsys):
     assert capsys.readouterr().err == "error: no `a\\nhint: b`\n"
 
 
-def test_brackets_are_said_as_they_are(capsys):
+def test_brackets_are_printed_unchanged(capsys):
     text = "shape [dim, 3] of [red]"
     for say in SAY.values():
         say(text)

@@ -910,7 +910,7 @@ def test_every_kind_of_mistake_and_every_kernel_has_a_fault():
     assert {fault.caught_by.split()[0] for fault in QUICK} >= OF_KERNELS
 
 
-def test_program_knows_which_faults_are_planted():
+def test_list_of_the_program_has_all_planted_faults():
     """Written by `python tests/write_planted.py`."""
     from write_planted import planted
 

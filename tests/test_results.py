@@ -98,7 +98,7 @@ def test_file_without_the_fields_is_refused(tmp_path):
         load("products", tmp_path)
 
 
-def test_saved_run_says_where_it_comes_from(tmp_path, monkeypatch):
+def test_saved_run_has_its_source(tmp_path, monkeypatch):
     monkeypatch.setenv("ARB_COMMIT", "abc1234+")
     rows = [step("tiny", "AdamW", 1.0)]
     results.save("training_step", rows, command="python -m benchmarks.training_step tiny",
@@ -249,7 +249,7 @@ def test_losses_of_several_seeds_are_one_row_in_the_order_of_seeds():
     assert lines == ["| m | 500 | 1 | all | 1.2500, 1.5000 |", "| m | 2,000 | 1 | all | 1.0000 |"]
 
 
-def test_table_says_hardware_versions_commit_and_command():
+def test_table_has_hardware_versions_commit_and_command():
     text = source([run([]), run([], "def5678", dirty=True)])
     assert "a GPU" in text
     assert "torch 2.11" in text

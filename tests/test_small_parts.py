@@ -33,7 +33,9 @@ from arbcli.train import teacher
     [("darwin", False, False, True), ("linux", True, False, True), ("linux", False, True, True),
      ("linux", False, False, False)],
 )  # fmt: skip
-def test_gpu_may_be_there_where_something_says_so(platform, library, device, found, monkeypatch):
+def test_gpu_may_be_present_if_its_library_or_device_is(
+    platform, library, device, found, monkeypatch
+):
     monkeypatch.setattr(sys, "platform", platform)
     opened = mock.Mock(side_effect=None if library else OSError)
     monkeypatch.setattr(ctypes, "CDLL", opened)
@@ -57,7 +59,7 @@ def test_numbers_that_a_step_keeps_of_a_position_are_counted(name):
     assert part.saved_width(SITE) == width
 
 
-def test_stream_says_what_is_not_the_default():
+def test_stream_has_fields_that_differ_from_the_default():
     stage = preset("tiny", dim=64).main
     assert _words(_stream(stage)) == "dim 64"
     other = replace(stage, streams=2, contribution=0.5, bound=3.0)
@@ -140,7 +142,7 @@ def test_kind_of_a_text_is_shown_with_what_it_is_measured_by(peers):
 
 
 @pytest.mark.parametrize(("vocabulary", "there"), [(256, False), (300, False), (300, True)])
-def test_import_says_that_a_tokenizer_is_missing(vocabulary, there, tmp_path, monkeypatch):
+def test_import_reports_a_missing_tokenizer(vocabulary, there, tmp_path, monkeypatch):
     from arbcli.imports import run as importing
 
     said, run = [], tmp_path / "run"

@@ -98,10 +98,13 @@ class LanguageModel(PackedModel):
         else:
             self.head = symbol_head(config, self.embedding)
         self.ahead = Ahead(config.ahead, outermost) if config.ahead else None
-        if not config.outer and memories is None:
+        if memories is None:
             decodes_whole = isinstance(self.head, TernaryLinear) and not self.scores_in_chunks
-            head = self.head.weight if decodes_whole and not self.ahead else None
+            follows = decodes_whole and not self.ahead and not config.outer
+            head = self.head.weight if follows else None
             decode_in_groups(self.blocks.weights_of_blocks(), head, across=not recompute)
+            for stack in [stack for each in self.stages for stack in (each.encoder, each.decoder)]:
+                decode_in_groups(stack.weights_of_blocks(), None, across=not recompute)
         self._counts: Tensor | None = None
 
     def forward(self, ids: Tensor, cache: Cache | None = None) -> Tensor:

@@ -122,7 +122,7 @@ def test_audit_memory_fails_on_a_wrong_prediction(monkeypatch):
     assert checks_of(result)["state-as-predicted"] is False
 
 
-def test_audit_memory_tells_a_program_whether_a_step_fits():
+def test_exit_code_of_audit_memory_is_whether_a_step_fits():
     report = json.loads(run("--budget", "1MiB", "--json").stdout)
     assert report["fits"] is True
     assert report["predicted_peak"]["batch"] == 2

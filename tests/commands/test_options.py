@@ -95,7 +95,7 @@ def test_value_of_an_option_may_be_left_out(words, said):
     ("--direction orthogonal --wire int8", "--optimizer muon --reduce-dtype int8"),
     ("--direction sign", "--optimizer sign"),
 ])  # fmt: skip
-def test_option_of_before_is_accepted_with_a_line_that_says_the_new_one(old, now, capsys):
+def test_older_option_is_accepted_with_a_line_that_names_the_new_one(old, now, capsys):
     assert rename_options(["train", *old.split()]) == ["train", *now.split()]
     said = capsys.readouterr().err
     for option in ("--digits", "--direction", "--wire"):
@@ -146,7 +146,7 @@ def test_page_of_help_fits_80_columns(command):
     assert page.isascii()
 
 
-def test_page_of_help_has_groups_and_types_that_a_person_reads():
+def test_page_of_help_has_groups_and_types_in_words():
     page = CliRunner().invoke(app, ["train", "--help"], terminal_width=120).stdout
     for title in GROUPS:
         assert f"\n{title}:\n" in page

@@ -49,7 +49,7 @@ def test_one_of_several_processes_starts_no_others(monkeypatch, arb_here):
         _processes.start_processes(3)
 
 
-def test_error_of_several_processes_is_said_once(tmp_path, arb_here):
+def test_error_of_several_processes_is_printed_once(tmp_path, arb_here):
     with mock.patch.dict(os.environ, environment(1, 2, 1) | {STORE: str(tmp_path / "store")}):
         first, second = (arb_here("train", "--lr", "x") for _ in range(2))
         assert arb_here("train", "--steps", "0").stderr

@@ -83,7 +83,7 @@ def test_one_slow_step_moves_an_average_little_and_warm_up_not_at_all():
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(("seconds", "advised"), [(LONG_SECONDS, False), (LONG_SECONDS + 1, True)])
-def test_quicker_ways_are_told_of_a_long_run_alone(seconds, advised, known, monkeypatch):
+def test_quicker_ways_are_suggested_for_long_runs_only(seconds, advised, known, monkeypatch):
     said = []
     monkeypatch.setattr(_run_display, "note", said.append)
     display = RunDisplay(quiet=False, as_json=False)

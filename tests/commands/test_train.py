@@ -27,7 +27,7 @@ SMALL = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx",
 SMALL += ["--batch", "4", "--steps", "12", "--device", "cpu"]
 
 
-def test_train_says_what_a_person_needs(text, tmp_path, arb_here, monkeypatch):
+def test_train_prints_what_a_user_needs(text, tmp_path, arb_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = arb_here("train", "--data", text, *SMALL)
     assert done.returncode == 0
@@ -86,7 +86,7 @@ class BrokenStream(io.StringIO):
 
 
 @pytest.mark.parametrize(("error", "writes"), [(errno.EPIPE, 1), (errno.ENOSPC, 0)])
-def test_train_ends_though_nobody_gets_its_output(error, writes, text, tmp_path, monkeypatch):
+def test_train_ends_though_its_output_is_closed(error, writes, text, tmp_path, monkeypatch):
     """`arb train --json | head -1`, `2>&1 | head -2`, `> /dev/full`, a terminal that is gone."""
     monkeypatch.setattr(sys, "stdout", BrokenStream(error, writes))
     monkeypatch.setattr(sys, "stderr", BrokenStream(error, writes))

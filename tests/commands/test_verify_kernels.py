@@ -182,7 +182,7 @@ def test_stop_before_anything_is_verified_is_not_an_error(number, code, monkeypa
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter")
 @needs_triton
-def test_sample_of_the_interpreter_is_stated_and_all_is_checked_when_asked_for():
+def test_sample_of_the_interpreter_is_stated_and_all_is_checked_on_request():
     shown = " ".join(arb("choose_entries").stdout.split())
     assert "choose_entries │ interpreter │ 10 of 12 │" in shown
     assert "sampled: 10 of 12 cases in the interpreter; all with `--exhaustive`" in shown

@@ -49,7 +49,7 @@ def recorded_call(arb_here, monkeypatch):
     return ask
 
 
-def test_resume_is_told_where_and_how_to_go_on(recorded_call, monkeypatch):
+def test_resume_is_called_with_its_options(recorded_call, monkeypatch):
     Path("some/run/config.json").touch()
     words = ["--device", "cpu", "--backend", "torch", "--steps", "9", "--profile", "5"]
     call = recorded_call("arbcli.train.run.resume_run", "train", "--resume", "some/run", *words)
@@ -67,7 +67,7 @@ def test_resume_is_told_where_and_how_to_go_on(recorded_call, monkeypatch):
         assert recorded_call("arbcli.run_files.latest_run", *words).args == (Path("runs"),)
 
 
-def test_start_is_told_where_how_long_and_from_what(recorded_call, monkeypatch):
+def test_start_is_called_with_its_options(recorded_call, monkeypatch):
     monkeypatch.setattr(load, "read_saved", lambda path, note: load.SavedModel(path, path))
     monkeypatch.setattr(load, "saved_config", lambda checkpoint: preset("small"))
     monkeypatch.setattr(tokens, "saved_tokenizer", lambda *_: None)
@@ -98,9 +98,7 @@ def test_start_is_told_where_how_long_and_from_what(recorded_call, monkeypatch):
      (["--weights", "anneal"], LR_OF_FADING_TUNING, "some/run/tokenizer.json"),
      (["--lr", "0.3", "--tokenizer", "x"], 0.3, "x")],
 )  # fmt: skip
-def test_model_that_is_tuned_brings_what_was_not_asked_for(
-    words, lr, tokenizer, recorded_call, monkeypatch
-):
+def test_tuned_model_has_defaults_of_its_own(words, lr, tokenizer, recorded_call, monkeypatch):
     path = Path("some/run/step-000001.safetensors")
     path.with_name(COMPANIONS).mkdir()
     monkeypatch.setattr(load, "read_saved", lambda _path, _note: load.SavedModel(path, path))
@@ -113,7 +111,7 @@ def test_model_that_is_tuned_brings_what_was_not_asked_for(
     assert (given["lr"], given["tokenizer"]) == (lr, tokenizer)
 
 
-def test_logger_that_is_named_twice_hears_once(recorded_call, monkeypatch):
+def test_logger_that_is_named_twice_is_used_once(recorded_call, monkeypatch):
     monkeypatch.setattr(train, "check_logger", lambda name: None)
     loggers = {"wandb": mock.Mock(), "mlflow": mock.Mock()}
     found = mock.Mock(side_effect=lambda name, tell: loggers[name])
@@ -277,7 +275,7 @@ def test_evaluation_is_called_with_its_options(recorded_call, monkeypatch, tmp_p
     assert call.args[2].read(0, len(call.args[2])) == b"read this\n"
 
 
-def test_several_prompts_are_continued_as_was_asked(recorded_call, monkeypatch, tmp_path):
+def test_several_prompts_are_continued_with_their_options(recorded_call, monkeypatch, tmp_path):
     monkeypatch.setattr(load, "load_named_model", lambda *_: ("model", "its name"))
     path = tmp_path / "prompts.jsonl"
     path.write_text('"a"\n{"prompt": "b", "length": 2}\n')
@@ -291,7 +289,7 @@ def test_several_prompts_are_continued_as_was_asked(recorded_call, monkeypatch, 
     assert (call.kwargs["backend"], call.kwargs["kv"]) == ("torch", "int8")
 
 
-def test_prompt_is_continued_as_was_asked(recorded_call, monkeypatch):
+def test_prompt_is_continued_with_its_options(recorded_call, monkeypatch):
     model = SimpleNamespace(config=SimpleNamespace(is_masked=False, vocabulary=256))
     loaded = mock.Mock(return_value=(model, "its name"))
     monkeypatch.setattr(load, "load_named_model", loaded)
@@ -367,7 +365,7 @@ def test_option_that_is_left_out_is_handed_on_as_such(words, recorded_call, monk
     assert [args.args[3] for args in loaded.call_args_list] == [None] * loaded.call_count
 
 
-def test_audit_tells_how_many_steps_it_measures(recorded_call, capfd):
+def test_audit_prints_how_many_steps_it_measures(recorded_call, capfd):
     call = recorded_call("arbcli.inspect.audit.audit", "audit-memory", *SIZES, "--device", "cpu",
                  "--steps", "7")  # fmt: skip
     call.args[2](SimpleNamespace(state_bytes=3 << 20, peak_bytes=5 << 20))

@@ -137,7 +137,7 @@ def test_twin_has_a_learning_rate_of_its_optimizer(weights, optimizer, lr):
     (24, (3, 2), (24, 12, 9), {(0, 24): 12, (0, 5): 5, (1, 12): 9, (1, 9): 9, (1, 3): 3}),
     (256, (6,), (256, 64), {(0, 256): 64, (0, 64): 64, (0, 65): 64, (0, 63): 63}),
 ])  # fmt: skip
-def test_slots_of_chunks_are_half_again_as_many_as_are_asked_for(
+def test_slots_of_chunks_are_half_again_as_many_as_requested(
     window, lengths, slots, room, small_hnet
 ):
     given = {k: v for k, v in small_hnet.items() if k not in ("preset", "batch")}

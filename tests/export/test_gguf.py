@@ -70,7 +70,7 @@ def test_smallest_type_is_that_of_groups_and_digits(scale_type, of_trits, of_dig
         assert gguf.smallest_type(config).name == name
 
 
-def test_every_key_says_what_it_is_to_say(saved, tmp_path):
+def test_every_key_has_its_value(saved, tmp_path):
     weights, _ = write_gguf(saved, tmp_path / "model.gguf", layers=3, ctx=48)
     keys = GGUFFile(tmp_path / "model.gguf").keys
     tokens = keys.pop("tokenizer.ggml.tokens")

@@ -70,7 +70,7 @@ KIND = {
 
 
 @pytest.mark.parametrize("sub_norms", KIND)
-def test_every_file_says_what_the_model_is(saved, tmp_path, sub_norms):
+def test_every_file_describes_the_model(saved, tmp_path, sub_norms):
     checkpoint = saved(sub_norms=sub_norms, layers=3, ctx=48)
     report = export(checkpoint, "hf", out=tmp_path / "model")
     about = KIND[sub_norms] | {"arb.origin": report.origin}
@@ -132,7 +132,7 @@ def test_card_has_the_loss_of_the_very_step(saved, tmp_path):
     assert "1.5000 nats = 2.1640 bits a byte, after 7 steps" in card
 
 
-def test_export_of_all_digits_says_so(saved, tmp_path):
+def test_export_of_all_digits_is_named_as_such(saved, tmp_path):
     checkpoint = saved(digits="all")
     export(checkpoint, "hf", out=tmp_path / "model")
     card = (tmp_path / "model" / "README.md").read_text()

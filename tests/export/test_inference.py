@@ -52,7 +52,7 @@ def test_export_of_an_export_is_the_same_file(saved, tmp_path):
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_file_tells_of_the_checkpoint_that_it_is_of(saved, tmp_path):
+def test_file_has_the_origin_of_its_checkpoint(saved, tmp_path):
     source = load_checkpoint(saved())
     (tmp_path / "config.json").write_text(json.dumps({"config": {"compute": "fp32"}}))
     export(tmp_path, "safetensors", out=tmp_path / "weights")

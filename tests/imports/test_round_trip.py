@@ -71,7 +71,9 @@ def greedy(logits, ids: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, lambda kind: "tied" in kind))
-def test_tuned_model_says_the_same_elsewhere(transformers, kind, tmp_path, arb_here, monkeypatch):
+def test_tuned_model_has_the_same_logits_elsewhere(
+    transformers, kind, tmp_path, arb_here, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "folder"
     tokenizer = make_tokenizer(transformers, KINDS[kind])

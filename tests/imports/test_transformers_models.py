@@ -101,7 +101,7 @@ def test_model_is_read_and_given_back(transformers, kind, tmp_path, monkeypatch)
 
 
 @torch.no_grad()
-def test_older_configuration_says_the_same(transformers, tmp_path):
+def test_older_configuration_means_the_same(transformers, tmp_path):
     """Transformers 4 wrote `rope_theta`, `rope_scaling` and `torch_dtype`."""
     theirs = random_model(transformers, "Llama 3")
     theirs.save_pretrained(tmp_path)

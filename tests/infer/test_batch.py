@@ -222,7 +222,7 @@ def test_room_of_a_gpu_includes_what_torch_holds_and_does_not_use(monkeypatch):
 
 
 @pytest.mark.parametrize("kv", ["fp8", "int8"])
-def test_keys_and_values_are_kept_as_is_asked(lm, kv, monkeypatch):
+def test_keys_and_values_have_the_requested_format(lm, kv, monkeypatch):
     made, new = [], batches.BatchDecoder
 
     def decoder(*arguments, **options):
@@ -258,7 +258,7 @@ def read(*lines: str) -> list[Request]:
     return read_prompts([line.encode() for line in lines], "f", 7, Sampling(seed=3))
 
 
-def test_lines_say_what_to_make():
+def test_lines_are_read_as_prompts_with_options():
     found = read('{"prompt": "a"}', "", '"b"', '{"prompt": "c", "seed": 9, "length": 2}')
     assert [each.prompt for each in found] == [b"a", b"b", b"c"]
     assert [each.length for each in found] == [7, 7, 2]

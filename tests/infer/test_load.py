@@ -80,7 +80,7 @@ def test_model_of_several_processes_is_loaded_by_one(saved, tmp_path):
         load_model(rewritten(tmp_path / "other", path, tensors=tensors), device="cpu")
 
 
-def test_dtype_that_is_asked_for_goes_before_that_of_the_run(saved, tmp_path):
+def test_requested_dtype_overrides_that_of_the_run(saved, tmp_path):
     path = saved()
     (tmp_path / "config.json").write_text('{"config": {"compute": "bf16"}}')
     assert load_model(path, device="cpu").compute_dtype == torch.bfloat16
@@ -90,7 +90,7 @@ def test_dtype_that_is_asked_for_goes_before_that_of_the_run(saved, tmp_path):
 
 
 @pytest.mark.parametrize("config", ["[]", '{"config": 3}', '{"config": {"compute": "fp64"}}'])
-def test_run_that_tells_no_dtype_is_refused(config, saved, tmp_path):
+def test_run_without_a_dtype_is_refused(config, saved, tmp_path):
     path = saved()
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(

@@ -234,7 +234,7 @@ def test_first_names_of_floats_are_reported():
         assert check.detail.endswith(f"2 float buffers: {', '.join(names[:3])}")
 
 
-def test_room_is_asked_for_before_a_step_is_traced(monkeypatch):
+def test_memory_is_checked_before_a_step_is_traced(monkeypatch):
     asked, traced = mock.Mock(side_effect=ArbError("there is none")), mock.Mock()
     monkeypatch.setattr(audit_module, "check_memory", asked)
     monkeypatch.setattr(audit_module, "predict_peak", traced)

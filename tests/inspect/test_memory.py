@@ -86,7 +86,7 @@ def test_adamw_takes_sixteen_bytes_a_weight():
     assert report.adamw_bytes == 16 * report.trained_weights
 
 
-def test_measure_tells_floats_by_where_they_hang():
+def test_measure_names_floats_by_their_owners():
     model = model_of(preset("tiny", **TINY), "cpu")
     assert measure(model).float_names == ()
     model.register_buffer("table", torch.zeros(3))

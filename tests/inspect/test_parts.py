@@ -51,7 +51,7 @@ def test_equal_blocks_that_follow_one_another_are_one_part():
     assert (turns.weights, turns.bytes) == (2 * pair.weights, 2 * pair.bytes)
 
 
-def test_each_stage_says_its_own_width_and_chunks():
+def test_each_stage_has_its_own_width_and_chunks():
     sizes = {"outer_dim": (192, 256), "chunk_length": (3, 5)}
     parts = predict_parts(preset("hnet-two-stage", **sizes)).parts
     assert [part.shape for part in parts if part.kind == "stage"] == [

@@ -322,7 +322,7 @@ def test_fault_of_weights_is_named_with_its_place(name, text):
     assert report.readings[-1].takeoff_layer == (1 if verdict == "residual-growth" else None)
 
 
-def test_growth_is_told_for_bytes_and_layers(text, monkeypatch):
+def test_growth_is_reported_for_bytes_and_layers(text, monkeypatch):
     trainer = trainer_of(text, **TIMID)
     block = trainer.model.blocks[1]
     plain, place = block.forward, 9

@@ -22,7 +22,7 @@ def forms(saved, tmp_path) -> dict:
     return paths
 
 
-def test_every_form_says_what_it_is(forms):
+def test_every_form_is_described(forms):
     reports = {kind: open_saved(path, print).report() for kind, path in forms.items()}
     for kind, report in reports.items():
         assert (report.kind, report.step) == (kind, 7)
@@ -53,7 +53,7 @@ def test_forms_of_one_model_have_equal_weights(forms):
     assert set(found.missing.values()) == {"only in the second"}
 
 
-def test_run_tells_of_its_files(saved, tmp_path):
+def test_report_of_a_run_includes_its_files(saved, tmp_path):
     saved()
     text = {"description": "a book"}
     (tmp_path / "config.json").write_text(json.dumps({"text": text}))

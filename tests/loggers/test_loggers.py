@@ -48,7 +48,7 @@ def train(text: str, run: Path, observer: Observer, **options):
     return start_run(new_config(**given, data=[text], device="cpu"), run, observer)
 
 
-def test_logger_hears_the_whole_run(text, tmp_path, capsys):
+def test_logger_gets_the_whole_run(text, tmp_path, capsys):
     logger = Listening()
     train(text, tmp_path / "run", logger)
     opened, scalars, histograms, sample, closed = logger.heard
@@ -66,7 +66,7 @@ def test_logger_hears_the_whole_run(text, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_logger_hears_samples_of_steps(text, tmp_path):
+def test_logger_gets_samples_of_steps(text, tmp_path):
     logger = Listening()
     train(text, tmp_path / "run", logger, sample_every=1)
     scalars = [entry for entry in logger.heard if entry[0] == "scalars"]
@@ -74,7 +74,7 @@ def test_logger_hears_samples_of_steps(text, tmp_path):
     assert all("sample" not in values for _, _, values in scalars)
 
 
-def test_failure_of_a_logger_is_told_and_the_run_goes_on(text, tmp_path):
+def test_failure_of_a_logger_is_reported_and_the_run_continues(text, tmp_path):
     told = []
     failing, sound = Listening(told.append), Listening()
     failing.scalars = lambda step, values: 1 / 0
@@ -192,7 +192,7 @@ def test_package_has_what_was_logged(name, text, tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("logged_here")
 @pytest.mark.parametrize("name", LOGGERS)
-def test_run_that_goes_on_is_logged_on(name, text, tmp_path):
+def test_resumed_run_is_logged_to_the_same_run(name, text, tmp_path):
     needs(name)
     told = []
     train(text, tmp_path / "run", find_logger(name, told.append))
@@ -254,7 +254,7 @@ def test_tensorboard_hides_what_comes_after_the_step_gone_on_from(tmp_path, monk
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_package_goes_on_with_a_run(name, tmp_path, monkeypatch):
+def test_package_resumes_a_run(name, tmp_path, monkeypatch):
     logger, package = stand_in(name, monkeypatch)
     log_all(logger, tmp_path / "a")
     given = package.init.call_args.kwargs
@@ -267,7 +267,7 @@ def test_package_goes_on_with_a_run(name, tmp_path, monkeypatch):
     logged.finish.assert_called_once_with()
 
 
-def test_wandb_goes_on_with_no_other_run(tmp_path, monkeypatch):
+def test_wandb_resumes_no_other_run(tmp_path, monkeypatch):
     logger, package = stand_in("wandb", monkeypatch)
     started = FACTS | {"started": "2026-01-03"}  # a new run in the place of one that was removed
     for run, facts in (("a", FACTS), ("a", FACTS), ("b", FACTS), ("a", started)):

@@ -267,7 +267,7 @@ def test_bounded_file_is_a_file_until_its_bound(tmp_path):
         assert file.read(1) == b""
 
 
-def test_folder_has_its_sounds_and_pictures_only_if_asked_for(tmp_path):
+def test_folder_has_its_sounds_and_pictures_only_on_request(tmp_path):
     soundfile.write(tmp_path / "a.wav", tone(40), 8000)
     Image.fromarray(gradient(3, 3)).save(tmp_path / "b.png")
     (tmp_path / "c.txt").write_text("text")
@@ -367,7 +367,9 @@ def test_losses_are_summed_by_what_the_bytes_are(cuts, tmp_path, device):
 
 
 @pytest.mark.parametrize("name", ["flac_bytes", "encoded_bytes"])
-def test_bits_of_a_unit_are_told_without_the_packages_of_other_formats(name, tmp_path, monkeypatch):
+def test_bits_of_a_unit_are_computed_without_the_packages_of_other_formats(
+    name, tmp_path, monkeypatch
+):
     monkeypatch.setattr(f"arbcli.infer.media.{name}", mock.Mock(side_effect=ImportError))
     path = tmp_path / "mixed"
     speech = SoundHeader("mulaw", 8000, 1, 50).encode() + bytes(50)

@@ -95,6 +95,27 @@ def test_a_recomputed_block_decodes_its_own_weights_only():
     assert not weights[8].decodes_ahead
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_stacks_of_a_chunked_model_are_decoded_apart(recompute, device, backend):
+    sizes = SIZES | {"layers": 2, "outer_dim": (8,), "outer_heads": (2,), "outer_ffn": (8,)}
+    config = preset("hnet-base", **sizes | {"ctx": 96, "window": 16})
+    found = []
+    for decodes_ahead in (True, False):
+        with torch.device(device):
+            model = LanguageModel(config, torch.float32, recompute=recompute)
+        model.initialise(3)
+        stage, blocks = model.stages[0], 1 if recompute else 2
+        for stack in (stage.encoder, model.blocks, stage.decoder):
+            weights = [weight for block in stack.weights_of_blocks() for weight in block]
+            assert weights[0].needed_after == tuple(weights[1 : 4 * blocks])
+            for weight in weights:
+                weight.decodes_ahead &= decodes_ahead
+        assert not model.head.weight.decodes_ahead
+        found.append(step(model, device))
+    for name in found[0]:
+        assert torch.equal(found[0][name], found[1][name]), name
+
+
 def test_weights_in_eight_bits_are_not_decoded(device, backend, monkeypatch):
     model = build(device)
     for weight in weights_of(model)[:4]:

@@ -141,7 +141,7 @@ def test_teacher_that_a_model_equals_diverges_by_nothing_and_stays(taught):
     assert all(torch.equal(part, after[name]) for name, part in before.items())
 
 
-def test_run_with_a_teacher_resumes_to_the_same_bits_and_wants_that_teacher(taught, tmp_path):
+def test_run_with_a_teacher_resumes_to_the_same_bits_and_needs_that_teacher(taught, tmp_path):
     teacher, settings = taught
     run = tmp_path / "run"
     start_run(new_config(**settings, save_every=12, keep=3), run, Observer())

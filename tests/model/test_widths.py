@@ -103,6 +103,6 @@ def test_every_norm_adds_it(eps):
     {"stage": {"streams": 2}}, {"stage": {"router": True}},
     {"head": MLPConfig(width=8, sub_norm=False)},
 ])  # fmt: skip
-def test_norms_whose_kernels_know_one_number_are_refused(change):
+def test_norms_whose_kernels_have_one_constant_are_refused(change):
     with pytest.raises(ArbError, match="`norm_eps` is"):
         config_of(**change)

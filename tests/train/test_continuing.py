@@ -68,7 +68,7 @@ def test_run_is_extended_and_says_what_that_does_to_its_rate(text, tmp_path):
         resume_run(run, Observer(), steps=3)
 
 
-def test_step_counts_that_a_person_wrote_next_to_those_of_a_run_are_passed_over():
+def test_malformed_step_counts_of_a_run_are_passed_over():
     """Those that a checkpoint of the step may still have are found."""
     wrong = [None, {"at": "2", "from": 5}, {"from": 6}, {"at": 9}]
     changes = [{"at": 2, "from": 3}, *wrong, {"at": 4, "from": 7}]

@@ -315,9 +315,7 @@ def test_run_without_records_goes_on_with_those_from_its_checkpoint_on(
     assert records(run) == uninterrupted(options)[1][-2:]
 
 
-def test_checkpoint_of_an_earlier_version_tells_nothing_of_the_steps_before(
-    config, uninterrupted, tmp_path
-):
+def test_checkpoint_of_an_earlier_version_has_no_recent_losses(config, uninterrupted, tmp_path):
     """The evaluation is done; the mean loss of its record is null, and the next one is right."""
     options, run = config(), tmp_path / "run"
     killed_before_record(options, run, 6)

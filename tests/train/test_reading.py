@@ -80,7 +80,7 @@ def spy(monkeypatch, owner, name: str) -> list:
     return calls
 
 
-def test_each_micro_batch_is_asked_for_once_and_of_the_right_text(options, monkeypatch):
+def test_each_micro_batch_is_drawn_once_and_from_the_right_text(options, monkeypatch):
     trainer = trainer_of(options, seed=5, accum=3)
     calls = spy(monkeypatch, training, "batch")
     for _ in range(2):
@@ -392,7 +392,7 @@ def test_facts_of_a_run_are_those_of_its_texts_and_of_this_program(options, monk
     }  # fmt: skip
 
 
-def test_text_of_a_run_is_opened_by_what_the_run_says_of_it(monkeypatch):
+def test_text_of_a_run_is_opened_with_the_settings_of_the_run(monkeypatch):
     config = new_config(**SHAPE, data=["a", "b"], val=["c"], field="story", seed=5, device="cpu")
     about = {"seed": 5, "context": 16, "conversion": Conversion("story")}
     monkeypatch.setattr("arbcli.train.directory.open_texts", opened := mock.Mock())

@@ -117,7 +117,7 @@ def read_unmeasured(path: Path) -> list[dict]:
         ({"log_every": 5, "eval_every": 6}, [5, 6, 10, 12]),
     ],
 )
-def test_records_come_as_often_as_asked_for(options, steps, text, tmp_path, device):
+def test_records_come_as_often_as_requested(options, steps, text, tmp_path, device):
     run = tmp_path / "run"
     settings = config(text, device, batch=1, **options)
     report = start_run(settings, run, Observer())
@@ -324,7 +324,7 @@ def test_samples_compile_nothing(text, tmp_path, monkeypatch):
     assert (report.sample, compiled) == ("3", [])
 
 
-def test_sample_that_finds_no_memory_is_told_and_the_run_goes_on(text, tmp_path, monkeypatch):
+def test_sample_without_memory_is_reported_and_the_run_continues(text, tmp_path, monkeypatch):
     asked = iter([ArbError("the GPU's memory is not enough"), None, None])
 
     def sample(self):
@@ -341,7 +341,7 @@ def test_sample_that_finds_no_memory_is_told_and_the_run_goes_on(text, tmp_path,
     assert samples == [None, "text", None]
 
 
-def test_run_that_ends_before_a_step_is_traced_says_so(text, tmp_path):
+def test_run_that_ends_before_a_step_is_traced_is_reported(text, tmp_path):
     observer = Observer()
     observer.noted = mock.Mock()
     start_run(config(text, "cpu", steps=2), tmp_path / "run", observer, profile=3)
@@ -690,7 +690,7 @@ def test_run_in_four_bits_says_whether_they_are_emulated(emulated, text, tmp_pat
     assert notes == [run_module.EMULATED] * 2 * emulated
 
 
-def test_trace_that_cannot_be_written_or_has_no_gpu_is_told(tmp_path):
+def test_trace_that_cannot_be_written_or_has_no_gpu_is_reported(tmp_path):
     told, trainer = [], SimpleNamespace(captures=False, step=4, device=torch.device("cpu"))
 
     def written(path):
@@ -805,7 +805,7 @@ def test_signal_saves_and_exits_with_its_code(number, code, text, tmp_path):
     assert json.loads(records[-1])["step"] == step
 
 
-def test_first_step_is_told_with_the_loss_before_it(text, tmp_path, device):
+def test_first_step_is_reported_with_the_loss_before_it(text, tmp_path, device):
     run, firsts = tmp_path / "run", []
     observer = StopAt(2)
     observer.first_step = firsts.append

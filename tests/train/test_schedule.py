@@ -96,7 +96,7 @@ def warnings(folder, **contents: bytes) -> list[str]:
 WHERE = {"seed": 0, "context": 8}
 
 
-def test_nothing_is_said_of_two_parts_of_a_text(tmp_path):
+def test_two_parts_of_a_text_cause_no_warning(tmp_path):
     assert warnings(tmp_path, data=PROSE, val=PROSE[1000:5000]) == []
 
 

@@ -117,7 +117,7 @@ def test_cases_that_are_left_out_are_there_and_others_are_left(name):
     assert len(left) >= len(labels) / 2
 
 
-def test_only_triton_is_sampled_and_only_if_asked():
+def test_only_triton_is_sampled_and_only_on_request():
     specs = find_kernels(["rms_norm", "pack_trits"])
     args = specs, SCALE_TYPES, CPU, ("interpreter", "torch")
     for checks, kept in ((Checks(sampled=True), {*ALWAYS}), (Checks(), {*SCALE_TYPES})):
@@ -269,7 +269,7 @@ def test_a_case_whose_launcher_reads_results_runs():
     assert sample.chosen == {("part", "2x3"), ("part", "4x5")}
 
 
-def test_a_gpu_runs_a_sample_of_cases_and_all_if_asked(monkeypatch):
+def test_a_gpu_runs_a_sample_of_cases_and_all_on_request(monkeypatch):
     """Torch has the same; the cases that are left out are counted."""
     (spec,) = find_kernels(["pack_trits"])
     monkeypatch.setattr(verify, "KERNELS", (replace(spec, triton=spec.torch),))

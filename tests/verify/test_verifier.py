@@ -304,7 +304,7 @@ def test_strength_is_of_the_checks_that_were_made():
     assert "step_scales" in strength_of("saturation", no_scales)[1]
 
 
-def test_strength_is_told_on_the_page_and_below_the_tables(small):
+def test_strength_is_reported_on_the_page_and_below_the_tables(small):
     small.setattr(
         stages, "begin_parity", lambda *_, **__: lambda: (replace(PARITY, check="causality"),)
     )
@@ -318,7 +318,7 @@ def test_strength_is_told_on_the_page_and_below_the_tables(small):
     assert text in " ".join(CliRunner().invoke(cli.app, arguments).stdout.split())
 
 
-def test_what_kernels_cannot_tell_is_listed():
+def test_errors_that_no_check_can_detect_are_listed():
     request = VerifyRequest(backend="torch", device="cpu")
     items = [f"{spec.name}: {item}" for spec in KERNELS for item in spec.not_verified]
     assert list(stages._of_kernels(request)) == items
@@ -466,7 +466,7 @@ def test_every_case_is_run_on_every_backend(monkeypatch):
 
 
 @pytest.mark.parametrize(("scale_type", "group_size"), [("T6", 6), (None, 32), ("T128", 128)])
-def test_kernels_are_compiled_and_timed_with_the_scales_that_were_asked_for(
+def test_kernels_are_compiled_and_timed_with_the_requested_scales(
     scale_type, group_size, monkeypatch
 ):
     found = SimpleNamespace(kernels=(), parity=(), compiled=(), timing=None)
@@ -492,7 +492,7 @@ def test_kernels_are_compiled_and_timed_with_the_scales_that_were_asked_for(
     assert found.parity == ()  # kernels were named
 
 
-def test_model_is_compared_in_every_scale_type_and_backend_that_was_asked_for(small):
+def test_model_is_compared_in_every_requested_scale_type_and_backend(small):
     compared = mock.Mock(return_value=lambda: (PARITY,))
     small.setattr(stages, "begin_parity", compared)
     verify(VerifyRequest(device="cpu", scale_type=None))

@@ -322,7 +322,7 @@ def test_result_of_another_shape_fails_whole():
     ],
     ids=str,
 )
-def test_parts_are_told_what_was_asked_for(given, sampled, monkeypatch):
+def test_parts_have_the_requested_checks(given, sampled, monkeypatch):
     """Where one is told otherwise, a sample passes for all, or what was remembered for new."""
     asked = {}
 

@@ -361,7 +361,8 @@ class CompressedAttention(CachedAttention):
 
         With mean pooling the gates are zero.
         """
-        q, rest = projected.tensor_split((self.inner,), dim=-1)
+        # not slices, whose gradients are padded with zeros and added up
+        q, rest = projected.split((self.inner, projected.shape[-1] - self.inner), dim=-1)
         if self.beta is None:
             rest = functional.pad(rest, (0, self.kv))
         return q, rest

@@ -87,7 +87,7 @@ def test_a_gated_matrix_is_prepacked_by_halves(digits, device):
 
 @pytest.mark.parametrize("digits", ["trit", "all"])
 @pytest.mark.parametrize("asked", [None, torch.float32, torch.bfloat16], ids=str)
-def test_result_has_the_type_that_is_asked_for(asked, digits, device):
+def test_result_has_the_requested_type(asked, digits, device):
     """And by default that of the activations."""
     multiply = prepacked_rows if digits == "trit" else digits_matmul
     weight = (

@@ -67,7 +67,7 @@ def compile_one(microseconds: int, *, cache_hit: bool) -> None:
     triton.knobs.compilation.listener(times=times, cache_hit=cache_hit, **rest)
 
 
-def test_compiled_and_loaded_kernels_are_told_apart(monkeypatch):
+def test_compiled_and_loaded_kernels_are_counted_apart(monkeypatch):
     heard = []
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **about: heard.append(about))
     with counted_compiling() as outer:
@@ -82,7 +82,7 @@ def test_compiled_and_loaded_kernels_are_told_apart(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiles for a GPU that is not there")
-def test_only_when_asked_for_and_on_a_gpu_that_can(monkeypatch):
+def test_launches_overlap_only_if_requested_and_on_a_gpu_that_can(monkeypatch):
     monkeypatch.setattr("arbcli.kernels.runtime.overlap.INTERPRETED", False)
     x = torch.zeros(1)
     for context, capability, expected in (

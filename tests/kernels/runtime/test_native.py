@@ -58,7 +58,7 @@ def test_a_cpu_runs_the_loops_by_itself():
         ("false", "`false` failed: nothing was said"),
     ],
 )
-def test_without_a_compiler_torch_runs_and_the_reason_is_told(
+def test_without_a_compiler_torch_runs_and_the_reason_is_reported(
     compiler, reason, afresh, monkeypatch
 ):
     monkeypatch.setenv("CC", compiler)
@@ -185,7 +185,7 @@ def test_bits_do_not_depend_on_the_instruction_set(afresh, monkeypatch):
         ("x86-64-v3", "avx2 bmi2 f16c fma movbe", ["-march=x86-64-v3"], False),
     ],
 )
-def test_loops_are_compiled_for_the_level_that_is_asked_for(
+def test_loops_are_compiled_for_the_requested_level(
     level, flags, command, per_cpu, afresh, monkeypatch
 ):
     """A level's library serves every CPU that shares the cache; one of this CPU does not."""

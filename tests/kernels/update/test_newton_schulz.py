@@ -198,7 +198,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(monkeypatch):
 
 
 @compiled
-def test_sum_is_right_though_it_was_first_asked_for_without_memory():
+def test_sum_is_right_though_it_was_first_computed_without_memory():
     module._table.cache_clear()
     x, wanted = draw((6, 9)), gram_inverses_reference(draw((6, 9)), SHIFTS, POLAR_WEIGHTS)
     with use_backend("native"):

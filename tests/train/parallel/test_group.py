@@ -50,7 +50,7 @@ def silent(monkeypatch):
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "on the way"])
-def test_process_that_is_gone_is_told_by_whatever_waits_for_it(late, monkeypatch):
+def test_lost_process_is_reported_by_the_call_that_waits_for_it(late, monkeypatch):
     def gone(*_, **__):
         raise RuntimeError("connection closed by peer")
 

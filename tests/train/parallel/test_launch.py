@@ -36,9 +36,7 @@ def wait_for(*paths: Path) -> None:
         time.sleep(0.01)
 
 
-def test_processes_are_told_their_places_and_a_folder_that_others_cannot_read(
-    tmp_path, monkeypatch
-):
+def test_processes_get_their_places_and_a_private_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     told = "import stat\nfolder = pathlib.Path(os.environ['ARB_STORE']).parent\n"
     told += "mode = oct(stat.S_IMODE(folder.stat().st_mode))\n"

@@ -68,7 +68,7 @@ def test_processes_of_one_machine_use_its_loopback_interface(about, bound, order
     assert group_module.INTERFACES.keys() == chosen.keys()
 
 
-def test_captured_step_that_nobody_holds_is_forgotten(order):
+def test_captured_step_without_references_is_forgotten(order):
     with joined(torch.device("cpu"), "train") as group:
         group.remember(Graph(order))
     assert order == ["joined", "parted"]
@@ -145,7 +145,7 @@ def refusal(rank, ask, run, config):
         (started_with_another_rate, "setting than process 0: `lr`"),
     ],
 )
-def test_processes_that_were_asked_for_different_things_are_refused(ask, message, run, config):
+def test_processes_with_different_options_are_refused(ask, message, run, config):
     before = {path: path.read_bytes() for path in run.iterdir()}
     told = in_processes(2, refusal, ask, run, config, join=False)
     assert told == [f"process 1 has another {message}"] * 2

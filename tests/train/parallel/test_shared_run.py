@@ -85,7 +85,7 @@ def test_every_rule_gives_the_bits_of_one_process(given, texts):
     assert_the_same(texts, SMALL | given | scale, (2,))
 
 
-def test_every_buffer_that_a_step_changes_is_told(texts, small_graph, monkeypatch):
+def test_every_buffer_that_a_step_changes_is_sent(texts, small_graph, monkeypatch):
     """All kinds of state move, and are the same in both processes and in one.
 
     Gradients of experts come one at a time here, each in a message of its own.
