@@ -24,6 +24,17 @@ def cache_folder() -> Path:
     return Path(home) / "arb"
 
 
+def own_folder(name: str) -> Path | None:
+    """Make a folder in the cache that only this user can write; None if that fails."""
+    folder = cache_folder() / name
+    try:
+        for each in (folder.parent, folder):
+            _make_own(each)
+    except OSError:
+        return None
+    return folder
+
+
 def is_cached(path: Path) -> bool:
     """Return whether a file that `write_cached` wrote exists and is intact."""
     with suppress(OSError), _open_own(path) as file, _open_own(_digest_file(path)) as digest:

@@ -20,7 +20,7 @@ from arbcli.commands.inspect import inspect
 from arbcli.commands.probe_loss import probe_loss
 from arbcli.commands.train import train
 from arbcli.commands.verify_kernels import verify_kernels
-from arbcli.environment import set_environment
+from arbcli.environment import keep_compiled_modules, set_environment
 from arbcli.errors import ArbError
 from arbcli.output import OutputError, fail, note_text, open_closed_streams
 from arbcli.signals import STOPPED_UNSAVED, Interrupted, RaisedSignal
@@ -68,6 +68,7 @@ def root(
 def main() -> None:
     """Run `arb` and exit with one of the codes that `arb --help` lists."""
     open_closed_streams()
+    keep_compiled_modules()
     set_environment(sys.argv[1:])
     try:
         with RaisedSignal():

@@ -1,6 +1,7 @@
 """Environment variables that libraries read when they are loaded, and free processors and GPUs."""
 
 import ctypes
+import importlib.util
 import os
 import sys
 import time
@@ -48,6 +49,28 @@ def set_environment(words: Sequence[str] = ()) -> None:
         os.environ.setdefault(name, value)
     if not trains_twin(words) and "GOMP_SPINCOUNT" not in os.environ:
         os.environ["GOMP_SPINCOUNT"] = SPINS[words[:1] == ["train"] and others_running() > 0]
+
+
+def keep_compiled_modules() -> None:
+    """Keep compiled modules in the cache of `arb` where Python keeps none of torch's.
+
+    Every process would compile them otherwise, which takes 2 to 3 s. Python keeps none where
+    torch's folder cannot be written, or where `PYTHONDONTWRITEBYTECODE` is set, as in many
+    containers. A folder that `PYTHONPYCACHEPREFIX` names is used as it is.
+    """
+    if "torch" in sys.modules or sys.pycache_prefix is not None:
+        return
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return
+    keeps = not sys.dont_write_bytecode and os.access(Path(torch.origin).parent, os.W_OK)
+    if keeps or os.path.exists(importlib.util.cache_from_source(torch.origin)):
+        return
+    from arbcli.cached_files import own_folder
+
+    folder = own_folder("modules")
+    if folder is not None:
+        sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
 
 
 def others_running(looks: int = LOOKS) -> int:

@@ -37,8 +37,8 @@ FEWEST_BYTES, MOST_TIMES = 2**29, 100
 """Default maximum: this number of bytes, or this multiple of the file's, whichever is larger."""
 
 
-MEDIA = sound.SUFFIXES + pictures.SUFFIXES
-"""Suffixes of sounds and pictures."""
+SUFFIXES_OF = {"sound": sound.SUFFIXES, "picture": pictures.SUFFIXES}
+"""Suffixes of the files of each medium."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,13 @@ class Conversion:
 
     def takes(self, name: str) -> bool:
         """Return whether a file in a folder is read: sounds and pictures only with a format."""
-        name = name.lower()
-        if name.endswith(sound.SUFFIXES):
-            return self.sound is not None
-        return self.picture is not None if name.endswith(pictures.SUFFIXES) else True
+        kind = medium_of(name)
+        return kind is None or getattr(self, kind) is not None
+
+
+def medium_of(name: str) -> str | None:
+    """Return `sound` or `picture` by the suffix of a file's name; None for other files."""
+    return next((kind for kind, ends in SUFFIXES_OF.items() if name.lower().endswith(ends)), None)
 
 
 PLAIN = Conversion()
@@ -85,7 +88,7 @@ def plain_file(path: Path, conversion: Conversion = PLAIN) -> Path:
             cannot be written; or a package is missing.
     """
     name, field = _name_inside(path), conversion.field
-    is_table, is_medium = name.endswith(".parquet"), name.endswith(MEDIA)
+    is_table, is_medium = name.endswith(".parquet"), medium_of(name) is not None
     if is_table and field is None:
         raise ArbError(
             f"`{path}` has columns, and none of them was named",
@@ -152,7 +155,7 @@ def _name_inside(path: Path) -> str:
 def _blocks(path: Path, name: str, conversion: Conversion) -> Iterator[bytes]:
     """Yield the plain bytes of a file."""
     field = conversion.field
-    if name.endswith(MEDIA):
+    if medium_of(name):
         if name != path.name.lower():
             raise ArbError(f"`{path}` is a compressed sound or picture", hint="unpack it")
         yield from _medium(path, conversion)
@@ -266,11 +269,14 @@ def _text_of(line: bytes, number: int, path: Path, conversion: Conversion) -> It
                 f"line {number} of `{path}`: `{part}` is not a {kind}",
                 hint=f"name a file that ends in {', '.join(SUFFIXES_OF[kind])}",
             )
-        yield from _medium(file, conversion)
+        try:
+            yield from _medium(file, conversion)
+        except OSError as error:
+            raise ArbError(
+                f"line {number} of `{path}`: cannot read `{part}`: {error.strerror or error}",
+                hint="paths are relative to the file that names them",
+            ) from error
     yield b"\n"
-
-
-SUFFIXES_OF = {"sound": sound.SUFFIXES, "picture": pictures.SUFFIXES}
 
 
 def _part(part: Any) -> tuple[str, Any]:

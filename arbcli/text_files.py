@@ -5,11 +5,11 @@ import os
 import re
 import stat
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from arbcli.errors import ArbError
-from arbcli.plain_text import MEDIA, Conversion, may_have_records
+from arbcli.plain_text import Conversion, may_have_records, medium_of
 from arbcli.reading import shown
 
 PACKED = (".gz", ".zst", ".parquet")
@@ -50,18 +50,19 @@ def find_files(entries: Sequence[str], left_out: list[str], conversion: Conversi
 def _expand(entry: str, left_out: list[str], conversion: Conversion) -> list[Path]:
     path = os.path.expanduser(entry)
     is_named = _mode(path) != 0
-    files = []
+    files, media = [], set[str]()
     for match in [path] if is_named else sorted(set(_matches(path))):
         mode = _mode(match)
         if stat.S_ISDIR(mode):
             below = _files_below(match, left_out)
             binary = {file for file in below if _is_left_out(file, conversion)}
             left_out += map(str, binary)
+            media |= {kind for file in binary if (kind := medium_of(file.name))}
             files += [file for file in below if file not in binary]
         elif is_named or stat.S_ISREG(mode):
             files.append(Path(os.path.abspath(match)))
     if not files:
-        raise _without_files(entry, is_named=is_named)
+        raise _without_files(entry, is_named=is_named, media=media)
     return files
 
 
@@ -147,7 +148,14 @@ def _without_text(entries: Iterable[str]) -> ArbError:
     return ArbError(f"there is no text in {names}", hint="name files that are not empty")
 
 
-def _without_files(entry: str, *, is_named: bool) -> ArbError:
+def _without_files(entry: str, *, is_named: bool, media: Collection[str] = frozenset()) -> ArbError:
+    """Return the error of an entry without texts, with the kinds of media that it has."""
+    if media:
+        options = {"sound": "`--sound mulaw`", "picture": "`--picture rgb`"}
+        return ArbError(
+            f"`{entry}` has no texts, only {' and '.join(f'{kind}s' for kind in sorted(media))}",
+            hint=f"add {' or '.join(options[kind] for kind in sorted(media))} to read them",
+        )
     return ArbError(
         f"the folder `{entry}` has no text files" if is_named else f"nothing matches `{entry}`",
         hint="name a file, a glob in quotes, or a folder with files that are neither hidden nor"
@@ -216,7 +224,7 @@ def _files_below(
 def _is_left_out(path: Path, conversion: Conversion) -> bool:
     """Return whether a file of a folder is binary (has a zero byte at its start) or unwanted."""
     name = path.name.lower()
-    if name.endswith(MEDIA):
+    if medium_of(name):
         return not conversion.takes(name)
     if name.endswith(PACKED):
         return False

@@ -6,7 +6,9 @@ the first model where all of that is hidden from it, too. Every window has one h
 The masked model fills it in a random order, for which the bound of `arbcli.masking` is estimated by
 some draws; or from left to right, for which its loss is exact. Each length of a hole prints a row
 of JSON, which is also written to `holes.json`: losses, by how much each exceeds that of the model
-of the next byte, and the standard error of that over windows.
+of the next byte, and the standard error of that over windows. The models also fill the holes with
+the likeliest bytes, the masked one in 1, a quarter and all of as many forward passes as there are
+bytes; `right` is the share of bytes that are those of the text, in the first `FILLED` windows.
 
     python -m benchmarks.holes MASKED|FILL NEXT TEXT [--hole BYTES...] [--out DIR]
 """
@@ -27,6 +29,9 @@ from arbcli.kernels.runtime.backend import use_backend
 from arbcli.masking import hide
 from arbcli.model.language_model import LanguageModel
 from benchmarks import results
+
+FILLED = 1024
+"""Windows whose holes are filled; losses have smaller errors with more."""
 
 
 def next_loss(model: LanguageModel, ids: Tensor, hole: slice) -> Tensor:
@@ -63,6 +68,41 @@ def ordered_loss(model: LanguageModel, ids: Tensor, hole: slice) -> Tensor:
     return total / (hole.stop - hole.start)
 
 
+def filled_next(model: LanguageModel, ids: Tensor, hole: slice) -> Tensor:
+    """Fill each hole with the likeliest bytes after the bytes before it: (B, T) ids."""
+    given = ids.clone()
+    given[:, hole] = 0
+    for place in range(hole.start, hole.stop):
+        given[:, place] = model(given)[:, place - 1].argmax(dim=-1)
+    return given
+
+
+def filled_masked(model: LanguageModel, ids: Tensor, hole: slice, passes: int) -> Tensor:
+    """Fill each hole in some forward passes, the bytes of highest confidence first: (B, T) ids."""
+    given = ids.clone()
+    given[:, hole] = model.config.vocabulary
+    hidden = torch.ones_like(ids[:, hole], dtype=torch.bool)
+    for left in range(passes, 0, -1):
+        likeliest = model(given)[:, hole].float().softmax(dim=-1).max(dim=-1)
+        confidence = likeliest.values.masked_fill(~hidden, -1)
+        now = -(-int(hidden[0].sum()) // left)
+        places = confidence.argsort(dim=-1, descending=True, stable=True)[:, :now]
+        given[:, hole] = given[:, hole].scatter(1, places, likeliest.indices.gather(1, places))
+        hidden.scatter_(1, places, value=False)
+    return given
+
+
+def filled_after_both(model: LanguageModel, ids: Tensor, hole: slice) -> Tensor:
+    """Fill each hole with the likeliest bytes, after both sides: (B, T) ids."""
+    size, symbols = hole.stop - hole.start, model.config.vocabulary
+    parts = ((row[: hole.start], torch.zeros_like(row[hole]), row[hole.stop :]) for row in ids)
+    whole, given = torch.stack([led_in(*part, symbols) for part in parts]), ids.clone()
+    for place in range(whole.shape[1] - size, whole.shape[1]):
+        whole[:, place] = model(whole)[:, place - 1].argmax(dim=-1)
+    given[:, hole] = whole[:, -size:]
+    return given
+
+
 def filled_loss(model: LanguageModel, ids: Tensor, hole: slice, *, right: bool) -> Tensor:
     """Average the loss over each hole after both sides, or after an empty right side: (B,)."""
     rows, size = [], hole.stop - hole.start
@@ -83,7 +123,8 @@ def compare(
 
     Returns:
         `nats_per_byte` of all ways; `excess`, that over the model of the next byte, of the others;
-        and `standard_error` of the excess.
+        `standard_error` of the excess; and `right`, the share of bytes that are those of the text
+        if the likeliest are chosen.
     """
     in_order = not masked.config.is_masked
     context = min(masked.config.ctx - EXTRA * in_order, following.config.ctx)
@@ -92,16 +133,28 @@ def compare(
     first, *others = ("fill",) if in_order else ("masked", "masked from left to right")
     kinds = ("next", first, f"{first} without the right side", *others)
     found: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
+    right: dict[str, list[Tensor]] = {}
     for begin in range(0, windows, batch):
         starts = [apart * number for number in range(begin, min(begin + batch, windows))]
         ids = text.window_batch(starts, context).to(masked.device).long()
         found["next"].append(next_loss(following, ids, place))
-        for name, right in zip(kinds[1:3], (True, False), strict=True):
+        for name, both in zip(kinds[1:3], (True, False), strict=True):
             if in_order:
-                losses = filled_loss(masked, ids, place, right=right)
+                losses = filled_loss(masked, ids, place, right=both)
             else:
-                losses = masked_loss(masked, ids, place, draws, begin, right=right)
+                losses = masked_loss(masked, ids, place, draws, begin, right=both)
             found[name].append(losses)
+        if begin >= FILLED:
+            continue
+        filled = {"next": filled_next(following, ids, place)}
+        if in_order:
+            filled["fill"] = filled_after_both(masked, ids, place)
+        for passes in () if in_order else sorted({1, -(-hole // 4), hole}):
+            name = f"masked, {passes} pass{'es' * (passes > 1)}"
+            filled[name] = filled_masked(masked, ids, place, passes)
+        for name, made in filled.items():
+            same = (made[:, place] == ids[:, place]).double().mean(dim=1)
+            right.setdefault(name, []).append(same)
         if not in_order:
             found[kinds[3]].append(ordered_loss(masked, ids, place))
     whole = {kind: torch.cat(parts).double() for kind, parts in found.items()}
@@ -110,6 +163,7 @@ def compare(
         "nats_per_byte": {kind: float(losses.mean()) for kind, losses in whole.items()},
         "excess": {kind: float(more.mean()) for kind, more in excess.items()},
         "standard_error": {kind: float(more.std()) / windows**0.5 for kind, more in excess.items()},
+        "right": {kind: float(torch.cat(parts).mean()) for kind, parts in right.items()},
     }
 
 

@@ -61,13 +61,14 @@ def main() -> None:
     parser = results.options("media_equal", __doc__.splitlines()[0])
     parser.add_argument("texts", nargs="+", metavar="NAME=TRAIN,VAL")
     parser.add_argument("--steps", type=int, default=STEPS, help="of ternary weights")
+    parser.add_argument("--runs", type=Path, help="folder that keeps the ternary models")
     args = parser.parse_args()
     texts = {}
     for given in args.texts:
         name, _, paths = given.partition("=")
         texts[name] = [Path(path) for path in paths.split(",")]
     with tempfile.TemporaryDirectory() as place:
-        folder, rates, runs = Path(place), {}, {}
+        folder, rates, runs = args.runs or Path(place), {}, {}
         for kind in WEIGHTS:
             train, val = next(iter(texts.values()))
             _wait(started(folder, f"probe {kind}", train, val, PROBED))

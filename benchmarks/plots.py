@@ -90,8 +90,8 @@ def draw_speed(runs: Runs) -> Any:
     figure, axes = pyplot.subplots(figsize=(8, 3.6))
     bars = [
         (f"{title} against {twin}", [
-            speed_ratio(runs, row_of(runs, preset=preset, kind=kind), faster(runs, preset, twin))
-            for preset in PRESETS
+            speed_ratio(runs, row, faster(runs, row, twin))
+            for row in (row_of(runs, preset=preset, kind=kind) for preset in PRESETS)
         ])
         for kind, title, twin in (
             ("factored", "factored", "AdamW"),

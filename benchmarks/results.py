@@ -23,6 +23,7 @@ KEYS = {
     "code": ("preset", "options", "seed"),
     "code_base": ("preset", "options", "seed", "steps"),
     "training_step": ("preset", "kind"),
+    "peaks": ("preset", "kind"),
     "generation": ("preset", "prompt_bytes", "kind"),
     "several_texts": ("preset", "batch", "kind"),
     "checks": ("preset", "size", "prompt", "way"),

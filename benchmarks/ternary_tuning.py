@@ -31,6 +31,7 @@ from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
 from benchmarks.float_qwen import Shape
 from benchmarks.tuning import (
+    MIXTURES,
     WARMUP,
     both_losses,
     imported,
@@ -56,7 +57,7 @@ class Way:
     """A way to a ternary model."""
 
     kind: str
-    """Rule of weights that fade, or optimizer of a straight-through baseline."""
+    """Rules of weights that fade, or optimizer of a straight-through baseline."""
     lr: float
     taught: bool = False
     fade_from: float = 0.0
@@ -77,7 +78,7 @@ WAYS = (
     Way(kind="muon", lr=1e-2),
     Way(kind="muon", lr=1e-3),
 )
-RULES = ("moment", "nibble")
+RULES = ("moment", "nibble", *MIXTURES)
 
 
 def fade(way: Way, texts: Path, folder: Path, device: str) -> dict[str, Any]:
@@ -115,7 +116,7 @@ def begin(texts: Path, folder: Path, rule: str, device: str) -> list[dict[str, A
     for kind in ("imported", "rounded"):
         if kind == "rounded":
             for tensor in model.packed_tensors().values():
-                tensor.rule = stage_rule(rule, "trit")
+                tensor.rule = stage_rule(tensor.rule.name, "trit")
         way = asdict(Way(kind=f"{rule} {kind}", lr=0.0, steps=0))
         rows.append(way | {"state_bytes": 0} | both_losses(model.loss, texts, device))
     return rows

@@ -2,6 +2,8 @@
 
     python -m benchmarks.training_step [PRESET...] [--kinds KIND...] [--out DIR]
 
+With `--kinds`, these are in memory together for each preset.
+
 The baseline is that of `arb train --weights float`: compiled, Muon in batches of equal shapes, its
 whole step one CUDA graph, with sub-norms as ours and without. Every step draws its batch as
 training does. The bare baseline has neither sub-norms nor clipping, and its batch stays on the GPU:
@@ -41,6 +43,14 @@ SHAPES = {"tiny": (64, 16), "small": (256, 32), "base": (1024, 16), "1b": (2048,
 KINDS: dict[str, dict[str, Any]] = {
     "factored": {"rule": "moment", "direction": "factored"},
     "factored, fp8": {"rule": "moment", "direction": "factored", "compute": "fp8"},
+    "factored, packed": {"rule": "moment", "direction": "factored", "pack": True},
+    "factored, fp8, packed": {
+        "rule": "moment",
+        "direction": "factored",
+        "compute": "fp8",
+        "pack": True,
+    },
+    "factored, recomputed": {"rule": "moment", "direction": "factored", "recompute": True},
     "orthogonal": {"rule": "moment", "direction": "orthogonal"},
     "AdamW": {"weights": "float"},
     "AdamW, no sub-norms": {"weights": "float", "sub_norms": False},
@@ -49,17 +59,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "AdamW, bare": {"weights": "float"},
     "Muon, bare": {"weights": "float", "optimizer": "muon"},
 }
-PEERS = {"factored": "AdamW", "factored, fp8": "AdamW", "orthogonal": "Muon"}
-ALL = tuple(kind for kind in KINDS if kind != "factored, fp8")
+SAVING = ("factored, packed", "factored, fp8, packed", "factored, recomputed")
+"""Kinds that take less memory."""
+IN_BF16 = tuple(kind for kind in KINDS if "fp8" not in kind and kind not in SAVING)
 GROUPS = {
-    "tiny": (ALL,),
-    "small": (ALL,),
-    "base": (tuple(KINDS),),
+    "tiny": (IN_BF16,),
+    "small": (IN_BF16,),
+    "base": ((*IN_BF16, "factored, fp8"),),
     "1b": (
         ("factored", "factored, fp8", "AdamW, bare"),
         ("orthogonal", "Muon, bare"),
         ("AdamW", "Muon"),
         ("AdamW, no sub-norms", "Muon, no sub-norms"),
+        SAVING,
     ),
 }
 """Kinds that are in memory together, by preset; those of `1b` take 115 of the GPU's 139 GB."""
@@ -114,6 +126,11 @@ def build(preset: str, kind: str) -> Trainer | BareStep:
     texts = open_texts([str(text())], None, seed=0, context=ctx)
     with mock.patch.object(FloatWeight, "initialise", draw):
         return Trainer(config, texts, capture=True)
+
+
+def maker(preset: str, kind: str) -> Maker:
+    """Return what makes a trainer of a kind."""
+    return Maker(partial(build, preset, kind), "weights" in KINDS[kind])
 
 
 @torch.no_grad()
@@ -252,17 +269,12 @@ def main() -> None:
     """Print a line a step, and write the rows of each preset."""
     parser = results.options("training_step", "Time training steps against float baselines.")
     parser.add_argument("presets", nargs="*", metavar="PRESET", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="measured together")
     args = parser.parse_args()
     for preset in args.presets or SHAPES:
-        for group in GROUPS[preset]:
-            makers = {
-                kind: Maker(partial(build, preset, kind), "weights" in KINDS[kind])
-                for kind in group
-                if kind in args.kinds
-            }
+        for kinds in (args.kinds,) if args.kinds else GROUPS[preset]:
             save = partial(write_rows, "training_step", preset, args.out)
-            measure(preset, SHAPES[preset], makers, save)
+            measure(preset, SHAPES[preset], {kind: maker(preset, kind) for kind in kinds}, save)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,11 @@ RULES = {
     "nibble factored": ("nibble", "adafactor"),
 }
 """Rule and optimizer, by kind."""
+MIXTURES = {
+    "moment+nibble": ("--mlp-rule", "nibble"),
+    "moment+nibble-blocks": ("--attention-rule", "nibble", "--mlp-rule", "nibble"),
+}
+"""Options of `arb import` for rules of parts, by kind; all other weights have `moment`."""
 IN_BLOCK = {
     "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
     "o": "self_attn.o_proj", "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
@@ -318,9 +323,10 @@ def import_for(folder: Path, kind: str) -> None:
     Raises:
         RuntimeError: it failed.
     """
-    rule, optimizer = RULES[kind]
+    rule, optimizer = RULES.get(kind, RULES["moment"])
     command = [sys.executable, "-m", "arbcli", "import", str(folder), "--rule", rule]
-    command += ["--optimizer", optimizer, "--out", str(imported(folder, kind))]
+    command += ["--optimizer", optimizer, *MIXTURES.get(kind, ())]
+    command += ["--out", str(imported(folder, kind))]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-800:]}")
@@ -370,7 +376,7 @@ def prepared_folder(args: argparse.Namespace, kinds: Iterable[str], *what: Any) 
 
     Args:
         args: parsed arguments of `options`; without a folder, a temporary one is used.
-        kinds: kinds in `RULES`.
+        kinds: kinds in `RULES` and `MIXTURES`.
         what: arguments of `pretrain` after the device.
 
     Yields:

@@ -367,6 +367,12 @@ def test_folder_leaves_binary_files_out_with_a_note(tmp_path):
     write(tmp_path / "e" / "f.bin", b"\0")
     with pytest.raises(ArbError, match="has no text files"):
         open_text([str(tmp_path / "e")])
+    for name, kinds, option in (("a.wav", "sounds", "--sound mulaw"),
+                                ("b.PNG", "pictures and sounds", "--picture rgb")):  # fmt: skip
+        write(tmp_path / "e" / name, b"\0")
+        with pytest.raises(ArbError, match=f"has no texts, only {kinds}") as caught:
+            open_text([str(tmp_path / "e")])
+        assert option in caught.value.hint
 
 
 def test_folder_has_packed_files(tmp_path):

@@ -15,7 +15,7 @@ from arbcli.cli import app
 from arbcli.commands._options import fill_options, repeat_options
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.model_file import model_from_toml, model_lines, to_toml
-from arbcli.config.parts import BESIDE, CHANNELS, MIXERS
+from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.parts.chunking import ChunkingConfig
 from arbcli.config.parts.composite import CompositeConfig
@@ -54,7 +54,14 @@ def default(field: dataclasses.Field) -> str:
 def test_page_lists_the_fields_of_a_part_with_their_defaults(kind):
     config = (MIXERS | CHANNELS | BESIDE | OTHERS)[kind]
     rows = re.findall(rf"^\| `{kind}` \| `(\w+)` \| (\S+) \| \S.* \|$", PAGE, re.MULTILINE)
+    common = {field.name for field in dataclasses.fields(PartConfig)}
     fields = [field for field in dataclasses.fields(config) if field.init]
+    assert rows == [(field.name, default(field)) for field in fields if field.name not in common]
+
+
+def test_page_lists_the_fields_of_every_part():
+    rows = re.findall(r"^\| every part \| `(\w+)` \| (\S+) \| \S.* \|$", PAGE, re.MULTILINE)
+    fields = [field for field in dataclasses.fields(PartConfig) if field.init]
     assert rows == [(field.name, default(field)) for field in fields]
 
 

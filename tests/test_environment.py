@@ -16,7 +16,12 @@ from arbcli import __main__, cli, environment, sockets
 from arbcli.commands import train
 from arbcli.config.presets import preset
 from arbcli.config.training import trains_ternary
-from arbcli.environment import free_threads, set_environment, trains_twin
+from arbcli.environment import (
+    free_threads,
+    keep_compiled_modules,
+    set_environment,
+    trains_twin,
+)
 from arbcli.errors import ArbError
 from arbcli.signals import HANGUP, STOPPING, Interrupted, RaisedSignal, RememberedSignal, exit_code
 from arbcli.train.parallel.launch import Place
@@ -55,6 +60,60 @@ def test_what_the_user_has_set_stays(empty):
     empty["GOMP_SPINCOUNT"] = "7"
     set_environment(["train"])
     assert empty["GOMP_SPINCOUNT"] == "7"
+
+
+@pytest.fixture
+def torch_folder(tmp_path, monkeypatch):
+    """A package named torch without compiled modules."""
+    folder = tmp_path / "site" / "torch"
+    folder.mkdir(parents=True)
+    source = folder / "__init__.py"
+    source.write_text("")
+    found = mock.Mock(origin=str(source))
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda _: found)
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+@pytest.mark.parametrize("why", ["no room", "no bytecode"])
+def test_modules_that_nothing_keeps_compiled_are_kept_in_the_cache(
+    why, torch_folder, tmp_path, monkeypatch
+):
+    if why == "no room":
+        monkeypatch.setattr(os, "access", lambda *_: False)
+    else:
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    keep_compiled_modules()
+    assert sys.pycache_prefix == str(tmp_path / "cache" / "arb" / "modules")
+    assert (tmp_path / "cache" / "arb" / "modules").stat().st_mode & 0o777 == 0o700
+    assert not sys.dont_write_bytecode
+
+
+@pytest.mark.parametrize("why", ["compiled", "room", "no torch", "no cache", "imported"])
+def test_modules_are_not_kept_in_the_cache_otherwise(why, torch_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", why != "room")
+    if why == "compiled":
+        compiled = torch_folder / "__pycache__" / f"__init__.{sys.implementation.cache_tag}.pyc"
+        compiled.parent.mkdir()
+        compiled.write_bytes(b"")
+    elif why == "no torch":
+        monkeypatch.setattr(environment.importlib.util, "find_spec", lambda _: None)
+    elif why == "imported":
+        monkeypatch.setitem(sys.modules, "torch", torch)
+    elif why == "no cache":
+        (tmp_path / "cache").write_text("a file")
+    keep_compiled_modules()
+    assert sys.pycache_prefix is None
+    assert sys.dont_write_bytecode == (why != "room")
+
+
+def test_compiled_modules_stay_where_the_user_has_them(torch_folder, monkeypatch):
+    monkeypatch.setattr(sys, "pycache_prefix", "elsewhere")
+    keep_compiled_modules()
+    assert sys.pycache_prefix == "elsewhere"
 
 
 COUNTS = "cpu  1 2 3\nprocs_running {}\nprocs_blocked 0\n"

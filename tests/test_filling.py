@@ -13,11 +13,12 @@ from arbcli.errors import ArbError
 from arbcli.filling import EXTRA, LEAD, cut, in_layout, led_in
 from arbcli.infer.generation import Sampling
 from arbcli.infer.holes import fill_in_order
+from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.verify.reference import Reference
 from arbcli.verify.update_reference import reference_weight
-from benchmarks.holes import compare, filled_loss, next_loss
+from benchmarks.holes import compare, filled_after_both, filled_loss, next_loss
 
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48}
 SUFFIX, PREFIX, MIDDLE = 256, 257, 258
@@ -144,6 +145,22 @@ def test_losses_of_holes_are_compared_window_by_window(tmp_path):
     wanted = float(more.std()) / 5**0.5
     assert found["standard_error"]["fill"] == pytest.approx(wanted, rel=1e-4)
     assert found["excess"].keys() == {"fill", "fill without the right side"}
+    assert found["right"].keys() == {"next", "fill"}
+    with torch.no_grad():
+        made = filled_after_both(models[0], ids, place)
+        rows = [filled_in_order(models[0], row, place) for row in ids]
+    assert made.tolist() == rows
+    same = (made == ids)[:, place].double().mean()
+    assert found["right"]["fill"] == pytest.approx(float(same))
+
+
+def filled_in_order(model, row, place):
+    """A row whose hole is filled as `arb generate --infill` does."""
+    parts = [row[: place.start].tolist(), row[place.stop :].tolist()]
+    with use_backend("torch"), model.prepared_weights():
+        return fill_in_order(
+            model, parts, place.stop - place.start, Sampling(temperature=0), "torch"
+        )
 
 
 def test_holes_are_filled_one_after_another():

@@ -28,7 +28,7 @@ from arbcli.verify.models import masked
 from arbcli.verify.reference import Reference
 from arbcli.verify.subjects import Subject
 from arbcli.verify.update_reference import reference_weight
-from benchmarks.holes import masked_loss, ordered_loss
+from benchmarks.holes import filled_masked, masked_loss, ordered_loss
 
 SYMBOLS = LENGTH = 4
 TEXTS = torch.tensor([*itertools.product(range(SYMBOLS), repeat=LENGTH)])
@@ -238,6 +238,17 @@ def test_holes_of_a_benchmark_are_filled_in_order(hole):
     with torch.no_grad():
         found = ordered_loss(lm, TEXTS, hole)
     torch.testing.assert_close(found.double(), wanted / len(places), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_holes_of_a_benchmark_are_filled_as_texts_are(passes):
+    lm, _ = toy()
+    hole = slice(1, LENGTH)
+    with torch.no_grad():
+        found = filled_masked(lm, TEXTS[::40], hole, passes)
+        for row, made in zip(TEXTS[::40].tolist(), found.tolist(), strict=True):
+            hidden = [row[0], *[lm.config.vocabulary] * (LENGTH - 1)]
+            assert made == fill(lm, hidden, passes, Sampling(temperature=0))
 
 
 def test_micro_batches_of_a_step_share_what_is_hidden(tmp_path):

@@ -53,7 +53,7 @@ from arbcli.verify.kernels import KERNELS, copies, find_kernels, peers_of
 from arbcli.verify.models import RAGGED
 from arbcli.verify.sample import is_long
 from arbcli.verify.strength import PLANTED
-from arbcli.verify.subjects import Subject
+from arbcli.verify.subjects import Subject, several_rules
 
 pytestmark = [
     pytest.mark.skipif(
@@ -568,6 +568,12 @@ FAULTS = [
         rewrite("round(a) if f else UNIT", "round(a)"), "update moment sign"),
     module("micro-batch", "scales step whole with every micro-batch", "train",
         rewrite("r * SCALE_STEP / a", "r * SCALE_STEP"), "update moment sign"),
+    module("exchange", "steps of every rule by the P of `moment`", "train",
+        rewrite("(t.lr_factor, t.rule.radix)", "(t.lr_factor, 64)"), "update several trit"),
+    module("exchange", "a rule's rate divided by its own, not by that of the model", "config.site",
+        rewrite("relative_lr(a, b, c)", "relative_lr(b, a, c)"), "update several all"),
+    module("missing term", "rules of parts at the rate of the model's rule", "model.packed",
+        rewrite("f * s.lr_factor", "f"), "update several trit"),
     Fault("constant", "steps clipped too late", set_constant("train", "STEP_CLIP", 40),
         "update moment factored"),
     Fault("constant", "one of two inverses left out", set_constant("directions.orthogonal",
@@ -775,9 +781,12 @@ def of_model(name: str, check: str) -> list:
 
 
 def of_update(rule_and_direction: str) -> list:
-    """Compare updates of one rule with their formulas."""
+    """Compare updates of one rule, or of `several` in one model, with their formulas."""
     rule, direction = rule_and_direction.split()
-    config = replace(RAGGED, rule=rule, direction=direction)
+    if rule == "several":
+        config = several_rules(direction)
+    else:
+        config = replace(RAGGED, rule=rule, direction=direction)
     subject = Subject(rule_and_direction, config, 1, torch.float32, CPU, "torch", ("update",))
     return parity._check("", "", subject)
 

@@ -117,8 +117,8 @@ def test_speed_is_compared_with_the_faster_twin():
         step("tiny", "AdamW, no sub-norms", 1.0),
     ]
     found = [run(rows)]
-    assert faster(found, "tiny", "AdamW")["ms"] == 1.0
-    assert faster(found, "tiny", "Muon") is None
+    assert faster(found, rows[0], "AdamW")["ms"] == 1.0
+    assert faster(found, rows[0], "Muon") is None
     line = next(line for line in speed(found).splitlines() if "`tiny`" in line)
     assert line == "| `tiny` | 1.0 M | 500,000 | 1,000,000 | 0.50 | |"
 
@@ -129,6 +129,9 @@ def test_ratio_of_turns_is_the_median_over_rounds():
     assert speed_ratio([run([ours, peer])], ours, peer) == 0.5
     peer["ms"] = 3.0
     assert speed_ratio([run([ours]), run([peer])], ours, peer) == 1.5
+    other = run([peer], hardware=dict.fromkeys(results.HARDWARE_FIELDS) | {"gpu": "another"})
+    assert speed_ratio([run([ours]), other], ours, peer) is None
+    assert faster([run([ours]), other], ours, "AdamW") is None
     ours["in_turns"] = False
     assert speed_ratio([run([ours, peer])], ours, peer) == 1.5
     assert speed_ratio([], ours, None) is None

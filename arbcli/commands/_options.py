@@ -342,6 +342,12 @@ RuleToCome = option_for(
     " nibble.",
     default="",
 )
+AttentionRuleToCome = option_for("attention_rule", choices=FADING, help="Rule of attention.")
+MLPRuleToCome = option_for(
+    "mlp_rule",
+    choices=FADING,
+    help="Rule of MLPs. With nibble they take 1.26 bytes per weight, with moment 2.26.",
+)
 ScaleTypeToCome = option_for("scale_type", default="")
 DirectionToCome = option_for(
     "direction", help="Optimizer for later training; the state is laid out for it.", default=""

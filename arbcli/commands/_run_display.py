@@ -72,7 +72,7 @@ class RunDisplay(Observer):
         self.is_saved = run is not None
         model = config.model
         self.symbols = model.vocabulary
-        kind = f"{model.rule}" if model.weights == "ternary" else model.weights
+        kind = model.rule_text if model.weights == "ternary" else model.weights
         number, (parameters, buffers) = trainer.num_weights, trainer.num_floats
         ternary = number if model.weights == "ternary" else 0
         note(f"run     {run or 'none: with `--no-save` nothing is saved'}")

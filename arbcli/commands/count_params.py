@@ -29,7 +29,7 @@ def count_params(as_json: Json = False, **settings: Any) -> None:
 def state_table(report: "StateReport") -> Table:
     """Lay out the state by area and by kind, next to the state of AdamW."""
     config, total = report.config, report.total
-    title = f"State: {config.scale_type}, {config.rule}, {config.direction or 'no'} direction"
+    title = f"State: {config.scale_type}, {config.rule_text}, {config.direction or 'no'} direction"
     columns = ["", "weights", "padding", "MB", "MiB", "B/weight"]
     result = table(title, columns, [])
 

@@ -24,11 +24,13 @@ from arbcli.commands._options import (
     find_run,
     one_path,
 )
+from arbcli.commands._outputs import check_file
 from arbcli.commands._prompts import PromptProgress, read_lines, read_prompt
 from arbcli.commands._saved import config_in_header
 from arbcli.errors import ArbError
 from arbcli.infer.option_checks import check_ahead, check_fills, check_masked_option
-from arbcli.media.continuing import Completion, kind_of, write_first
+from arbcli.media import pictures, sound
+from arbcli.media.continuing import Completion, write_first
 from arbcli.output import (
     LiveLine,
     TextWriter,
@@ -192,7 +194,7 @@ def generate(
     }  # fmt: skip
     _check_combinations(given)
     if out is not None:
-        kind_of(out)
+        check_file(out, "--out", (*sound.SUFFIXES, *pictures.SUFFIXES))
     checkpoint = find_run(one_path(run, checkpoint), loads=True)
     if prompt_file is not None:
         check_regular(prompt_file)

@@ -9,7 +9,14 @@ import typer
 from rich.console import Group
 from rich.table import Table
 
-from arbcli.commands._options import DirectionToCome, Json, RuleToCome, ScaleTypeToCome
+from arbcli.commands._options import (
+    AttentionRuleToCome,
+    DirectionToCome,
+    Json,
+    MLPRuleToCome,
+    RuleToCome,
+    ScaleTypeToCome,
+)
 from arbcli.commands._outputs import check_folder
 from arbcli.config.model import VOCABULARY
 from arbcli.config.model_file import model_lines
@@ -36,6 +43,8 @@ def import_model(
         Path | None, typer.Option(help="Run to create. [default: runs/imported-NAME]")
     ] = None,
     rule: RuleToCome = "moment",
+    attention_rule: AttentionRuleToCome = None,
+    mlp_rule: MLPRuleToCome = None,
     scale_type: ScaleTypeToCome = "T32",
     direction: DirectionToCome = "muon",
     print_config: Annotated[
@@ -51,6 +60,7 @@ def import_model(
     if not folder.is_dir():
         raise ArbError(f"`{folder}` is not a folder", hint="name a folder with `config.json` in it")
     storage = spelled_out({"rule": rule, "scale_type": scale_type, "direction": direction})
+    storage |= {"attention_rule": attention_rule, "mlp_rule": mlp_rule}
     config = read_folder_config(folder, **storage, digits="all")
     if print_config:
         write_bytes("".join(f"{line}\n" for line in model_lines(config)).encode())

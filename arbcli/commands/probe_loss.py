@@ -28,6 +28,7 @@ from arbcli.commands._options import (
     with_model_file,
 )
 from arbcli.commands._outputs import PICTURES, check_file
+from arbcli.config.presets import config_from_dict
 from arbcli.errors import ArbError
 from arbcli.output import LiveLine, bytes_text, chunked_text, emit, note, table
 
@@ -119,6 +120,7 @@ def _refuse_changes(settings: dict[str, Any]) -> None:
 
 def _tables(report: "ProbeReport") -> Group:
     config, model, last = report.config, report.config["model"], report.readings[-1]
+    rules = config_from_dict(model).rule_text
     starts = [*report.position_starts, model["ctx"]]
     buckets = zip(pairwise(starts), last.loss_by_position, strict=True)
     by_position = "  ".join(f"{a}-{b - 1}: {_number(loss, 2)}" for (a, b), loss in buckets)
@@ -127,7 +129,7 @@ def _tables(report: "ProbeReport") -> Group:
     scales = [tensor.digits["scale"] for tensor in report.tensors]
     lowest, highest = min(scale.low for scale in scales), max(scale.high for scale in scales)
     return Group(
-        f"{model['rule']}, {report.num_weights:,} weights, {model['scale_type']},"
+        f"{rules}, {report.num_weights:,} weights, {model['scale_type']},"
         f" {config['device']}, backend {config['backend']}, {config['compute']}; {report.text}",
         _steps(report),
         _layers(report),

@@ -13,6 +13,7 @@ from typing import Annotated
 from arbcli.config.checks import check_at_least, check_at_most, check_choice, check_fields
 from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
 from arbcli.config.parts.ahead import AheadConfig
+from arbcli.config.parts.base import every_part
 from arbcli.config.parts.chunking import ChunkingConfig
 from arbcli.config.parts.composite import CompositeConfig
 from arbcli.config.parts.memories import MemoriesConfig
@@ -32,6 +33,8 @@ FILL_SYMBOLS = 3
 """Number of marks in windows with a hole, for `objective=fill`: see `arbcli.filling`."""
 LEAST_FILL_CTX = 8
 STREAMS = (1, 2, 4, 8)
+LISTS = ("blocks", "before", "after")
+"""Fields of a stage that are lists of blocks."""
 MOST_BLOCKS = 1024
 """Maximum length of a list of blocks."""
 MOST_OUTER_STAGES = 8
@@ -84,6 +87,15 @@ class BlockConfig:
 Blocks = tuple[BlockConfig, ...]
 
 
+def gates_to_pack(blocks: Blocks) -> dict[int, MLPConfig]:
+    """Return the MLPs whose gates `pack` packs, by the index of their block in a list.
+
+    The last block is left out: its backward is first and takes its gates' memory for gradients.
+    """
+    parts = {index: block.channel for index, block in enumerate(blocks[:-1])}
+    return {index: part for index, part in parts.items() if isinstance(part, MLPConfig)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageConfig:
     """Blocks on a stream of one width."""
@@ -130,7 +142,7 @@ class StageConfig:
             raise ArbError(
                 f"`bound` is {self.bound}", hint="use a number above 0", fields=("bound",)
             )
-        for name in ("blocks", "before", "after"):
+        for name in LISTS:
             check_at_most("layers", len(getattr(self, name)), MOST_BLOCKS)
         if self.chunking and (self.blocks or self.memories or self.router):
             raise ArbError(
@@ -353,10 +365,11 @@ class ModelConfig:
 
     def _check_storage(self) -> None:
         able = WITH_DIGITS if self.digits in ("all", "trit") else FADING
-        stores = self.rule in WITH_DIGITS and self.weights == "ternary"
-        if self.digits != "trit" and not (stores and self.rule in able):
-            what = f"the rule `{self.rule}`" if self.weights == "ternary" else "a float baseline"
-            does = "does not fade to" if stores else "stores no digits below"
+        rules = self.rules if self.weights == "ternary" else ()
+        unable = next((rule for rule in rules if rule not in able), None)
+        if self.digits != "trit" and (unable or not rules):
+            what = f"the rule `{unable}`" if unable else "a float baseline"
+            does = "does not fade to" if unable in WITH_DIGITS else "stores no digits below"
             raise ArbError(
                 f"{what} {does} the trit",
                 hint=f"leave `digits={self.digits}` out, or use one of: {', '.join(able)}",
@@ -367,6 +380,11 @@ class ModelConfig:
                 f"the rule `{self.rule}` has no `direction`",
                 hint=f"choose one of: {', '.join(DIRECTIONS)}",
                 fields=("direction",),
+            )
+        if len(rules) > 1 and "votes" in rules:
+            raise ArbError(
+                "the rule `votes` has no learning rate, and cannot be combined with another rule",
+                hint=f"use it for the whole model, or choose among: {', '.join(WITH_DIGITS)}",
             )
         self._check_fixes()
 
@@ -515,6 +533,22 @@ class ModelConfig:
         return len(self.main.blocks)
 
     @property
+    def rules(self) -> tuple[str, ...]:
+        """The rules of all weights, each once, beginning with the model's."""
+        own = (part.rule for part in every_part((self.stages, self.beside, *self._heads)))
+        return (*dict.fromkeys((self.rule, *filter(None, own))),)
+
+    @property
+    def rule_text(self) -> str:
+        """The rules as text, such as `moment+nibble`."""
+        return "+".join(self.rules)
+
+    @property
+    def _heads(self) -> tuple[PartConfig, ...]:
+        """The parts around or instead of the linear head."""
+        return tuple(part for part in (self.head, self.ahead, self.composite) if part)
+
+    @property
     def group_size(self) -> int:
         """Number of weights that share a scale."""
         return SCALE_TYPES[self.scale_type]
@@ -589,11 +623,10 @@ class ModelConfig:
                 yield from ((site, block) for block in blocks)
 
     def gates_to_pack(self) -> Iterator[MLPConfig]:
-        """Yield the MLPs whose gates `pack` packs: of all blocks but the last of each list."""
+        """Yield the MLPs whose gates `pack` packs."""
         for stage in self.stages:
             for blocks in stage.lists:
-                parts = (part for block in blocks[:-1] for part in block.parts)
-                yield from (part for part in parts if isinstance(part, MLPConfig))
+                yield from gates_to_pack(blocks).values()
 
     def sited_parts(self) -> Iterator[tuple[Site, PartConfig]]:
         """Yield all parts with their sites."""
@@ -602,9 +635,7 @@ class ModelConfig:
             yield from ((site, part) for part in block.parts)
         if self.main.memories:
             yield self.site(-1), self.main.memories
-        for part in (self.head, self.ahead, self.composite):
-            if part:
-                yield self.site(), part
+        yield from ((self.site(), part) for part in self._heads)
 
     @property
     def reads_text(self) -> bool:
@@ -619,11 +650,7 @@ class ModelConfig:
         stage_products = partial(self._stage_products, lengths=self.lengths)
         found = sum(stage_products(index) for index in range(len(self.stages)))
         site = self.site()
-        ends = [
-            part.products(site, self.ctx)
-            for part in (*self.beside, self.head, self.ahead, self.composite)
-            if part
-        ]
+        ends = [part.products(site, self.ctx) for part in (*self.beside, *self._heads)]
         plain = 0 if self.composite else self.vocabulary * site.dim
         return found + self.ctx * (sum(ends) + plain)
 

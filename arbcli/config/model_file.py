@@ -32,14 +32,12 @@ import json
 import re
 from typing import Any
 
-from arbcli.config.model import MOST_BLOCKS, BlockConfig, Blocks, ModelConfig, StageConfig
+from arbcli.config.model import LISTS, MOST_BLOCKS, BlockConfig, Blocks, ModelConfig, StageConfig
 from arbcli.config.presets import NONE, from_fields
 from arbcli.errors import ArbError
 from arbcli.reading import shown
 from arbcli.rules import DIRECTION, RULES
 
-LISTS = ("blocks", "before", "after")
-"""Fields of a stage that are lists of blocks."""
 MOST_STAGES = 64
 """Maximum number of stages in a file; models are limited further."""
 

@@ -12,7 +12,14 @@ from arbcli.config.model import MOST_BLOCKS, ModelConfig
 from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
 from arbcli.config.parts.memories import BOOKS
 from arbcli.config.settings import plain_type
-from arbcli.config.short_forms import FAMILIES, STORAGE, arguments, assemble
+from arbcli.config.short_forms import (
+    FAMILIES,
+    PART_RULES,
+    STORAGE,
+    arguments,
+    assemble,
+    with_part_rules,
+)
 from arbcli.errors import ArbError
 from arbcli.reading import shown
 from arbcli.rules import DIRECTION, RULES
@@ -160,12 +167,13 @@ def with_storage(config: ModelConfig, **overrides: object) -> ModelConfig:
 
     Args:
         config: configuration of the model.
-        overrides: `ctx` and fields of `STORAGE`; None keeps the current value.
+        overrides: `ctx`, fields of `STORAGE`, and `PART_RULES`; None keeps the current value.
 
     Raises:
         ArbError: a value is invalid, or only applies to presets.
     """
     given: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
+    rules = {name: given.pop(name) for name in PART_RULES if name in given}
     if others := [key for key in given if key not in ("ctx", *STORAGE)]:
         raise ArbError(
             f"{', '.join(f'`{key}`' for key in others)} only applies to a preset",
@@ -173,7 +181,7 @@ def with_storage(config: ModelConfig, **overrides: object) -> ModelConfig:
             fields=tuple(others),
         )
     _set_direction(given, config.rule, config.direction)
-    return dataclasses.replace(config, **given)
+    return with_part_rules(dataclasses.replace(config, **given), **rules)
 
 
 def _set_direction(given: dict[str, Any], own_rule: str, own_direction: str | None) -> None:

@@ -20,6 +20,7 @@ from arbcli.config.model import (
     MOST_BLOCKS,
     MOST_OUTER_STAGES,
     BlockConfig,
+    Blocks,
     Context,
     ModelConfig,
     StageConfig,
@@ -47,6 +48,7 @@ from arbcli.config.parts.memories import (
 )
 from arbcli.config.settings import GRAPH, HNET, PRESETS_OWN, Setting, plain_type, settings_of
 from arbcli.errors import ArbError
+from arbcli.rules import WITH_DIGITS
 
 OUTER_BLOCKS = ("attention", "mamba")
 """Blocks of encoders and decoders of `hnet`: windowed attention with an MLP, or Mamba-2."""
@@ -62,6 +64,8 @@ LARGEST_OF = {
 """Upper bounds of sizes by argument; `LARGEST` for all others."""
 STORAGE = ("scale_type", "rule", "digits", "votes_fixes", "direction", "weights", "objective")
 """Arguments of every family that are fields of `ModelConfig`."""
+PART_RULES = ("attention_rule", "mlp_rule")
+"""Arguments of every family that are rules of parts."""
 
 Dim = Annotated[int, Setting("Width of the residual stream.", least=1, default=PRESETS_OWN)]
 Layers = Annotated[int, Setting("Number of blocks.", least=1, default=PRESETS_OWN)]
@@ -489,6 +493,52 @@ def hnet(
     return ModelConfig(ctx=ctx, stages=tuple(stages), **storage)
 
 
+def with_part_rules(
+    config: ModelConfig,
+    *,
+    attention_rule: Annotated[
+        str | None,
+        Setting(
+            "Update rule of attention, or of Mamba, in blocks.",
+            choices=WITH_DIGITS,
+            default="that of `rule`",
+        ),
+    ] = None,
+    mlp_rule: Annotated[
+        str | None,
+        Setting(
+            "Update rule of MLPs and experts in blocks. With nibble they take 1.26 bytes per"
+            " weight, with moment 2.26.",
+            choices=WITH_DIGITS,
+            default="that of `rule`",
+        ),
+    ] = None,
+) -> ModelConfig:
+    """Return a model whose mixers or channel mixers have other rules; None keeps theirs."""
+    if attention_rule is None and mlp_rule is None:
+        return config
+
+    def of(blocks: Blocks) -> Blocks:
+        return tuple(
+            BlockConfig(
+                mixer=_with_rule(block.mixer, attention_rule),
+                channel=_with_rule(block.channel, mlp_rule),
+            )
+            for block in blocks
+        )
+
+    stages = (
+        replace(one, blocks=of(one.blocks), before=of(one.before), after=of(one.after))
+        for one in config.stages
+    )
+    return replace(config, stages=tuple(stages))
+
+
+def _with_rule(part: PartConfig | None, rule: str | None) -> PartConfig | None:
+    """Return a part with another rule, if there is a part and a rule."""
+    return replace(part, rule=rule) if part and rule else part
+
+
 FAMILIES: dict[str, Callable[..., ModelConfig]] = {
     function.__name__: function for function in (dense, graph, hnet, compressed)
 }
@@ -500,14 +550,15 @@ def arguments(family: str) -> dict[str, inspect.Parameter]:
     known = inspect.signature(FAMILIES[family]).parameters
     own = {name: one for name, one in known.items() if one.kind is not one.VAR_KEYWORD}
     storage = {name: inspect.signature(ModelConfig).parameters[name] for name in STORAGE}
-    return own | ({} if family == "graph" else CHANNEL) | storage
+    rules = {name: inspect.signature(with_part_rules).parameters[name] for name in PART_RULES}
+    return own | ({} if family == "graph" else CHANNEL) | storage | rules
 
 
 ARGUMENTS = {name: one for family in FAMILIES for name, one in arguments(family).items()}
 """Arguments of all families by name."""
 MODEL_SETTINGS = {
     name: one
-    for source in (ModelConfig, dense, channels, compressed, graph, hnet)
+    for source in (ModelConfig, with_part_rules, dense, channels, compressed, graph, hnet)
     for name, one in settings_of(source).items()
 }
 """Settings of models, by name of the argument."""
@@ -534,4 +585,5 @@ def assemble(family: str, values: dict[str, Any]) -> ModelConfig:
             if type(size) is int:
                 check_at_least(name, size)
                 check_at_most(name, size, LARGEST_OF.get(name, LARGEST))
-    return FAMILIES[family](**checked)
+    rules: dict[str, Any] = {name: checked.pop(name) for name in PART_RULES if name in checked}
+    return with_part_rules(FAMILIES[family](**checked), **rules)

@@ -1,6 +1,8 @@
 """Site of a part in a model: the stream that it reads, and the storage of its weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from arbcli.rules import relative_lr
 
 SCALE_TYPES = {f"T{size}": size for size in (4, 6, 8, 16, 32, 64, 96, 128)}
 """Group size by scale type: the number of weights of a row that share a scale."""
@@ -20,6 +22,8 @@ class Site:
     """Maximum number of positions in a window."""
     scale_type: str = "T32"
     rule: str = "moment"
+    lr_rule: str | None = None
+    """Rule that the learning rate of the run is meant for; None is `rule`."""
     digits: str = "trit"
     votes_fixes: tuple[str, ...] = ()
     direction: str | None = "orthogonal"
@@ -35,3 +39,13 @@ class Site:
     def group_size(self) -> int:
         """Number of weights that share a scale."""
         return SCALE_TYPES[self.scale_type]
+
+    def with_rule(self, rule: str) -> "Site":
+        """Return the site with another rule, at the learning rate of the same run."""
+        return replace(self, rule=rule, lr_rule=self.lr_rule or self.rule)
+
+    @property
+    def lr_factor(self) -> float:
+        """Learning rate of the rule relative to that of the run: see `relative_lr`."""
+        of_run = self.lr_rule or self.rule
+        return 1.0 if self.rule == of_run else relative_lr(self.rule, of_run, self.digits)

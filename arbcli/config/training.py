@@ -9,7 +9,7 @@ from arbcli.config.checks import check_choice, check_fields
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import assembled, config_from_dict
 from arbcli.config.settings import OPTIMISATION, RUN, TEXT, Setting, decisive, settings_of
-from arbcli.config.short_forms import ARGUMENTS, MODEL_SETTINGS
+from arbcli.config.short_forms import ARGUMENTS, MODEL_SETTINGS, PART_RULES
 from arbcli.errors import ArbError
 from arbcli.media import pictures
 from arbcli.media.sound import FORMS as SOUND_FORMS
@@ -392,7 +392,15 @@ class TrainConfig:
             )
 
     def _check_pack(self) -> None:
-        """Check that there are gates in bfloat16 to pack, which blocks do not recompute."""
+        """Check that gates can be packed."""
+        for problem, name in self.bars_to_packing():
+            raise ArbError(problem, hint="leave `pack=True` out", fields=("pack", name))
+
+    def bars_to_packing(self) -> list[tuple[str, str]]:
+        """List why gates cannot be packed, and the fields that are the cause.
+
+        There must be gates in bfloat16, and blocks that do not recompute them.
+        """
         barred = {
             "weights": ("a float baseline does not pack gates", self.model.weights != "ternary"),
             "layers": (
@@ -402,9 +410,7 @@ class TrainConfig:
             "compute": ("gates in fp32 cannot be packed", self.compute == "fp32"),
             "recompute": ("recomputed blocks keep no gates", self.recompute),
         }
-        for name, (problem, is_so) in barred.items():
-            if is_so:
-                raise ArbError(problem, hint="leave `pack=True` out", fields=("pack", name))
+        return [(problem, name) for name, (problem, is_so) in barred.items() if is_so]
 
     def _check_media(self) -> None:
         """Check the formats of sounds and pictures, which need a model of bytes."""
@@ -576,7 +582,7 @@ def train_config(
             hint="use `muon`, `adafactor` or `sign`, or `weights=float`",
             fields=("optimizer", "weights"),
         )
-    stepped = [name for name in ("rule", "direction") if shape.get(name) is not None]
+    stepped = [name for name in ("rule", *PART_RULES, "direction") if shape.get(name) is not None]
     if not ternary and stepped:
         names = ", ".join(f"`{name}`" for name in stepped)
         raise ArbError(

@@ -41,7 +41,7 @@ def model_card(weights: Weights, name: str) -> str:
         if of_bytes
         else f"{shape.vocabulary:,}, of `tokenizer.json`",
         "norms before the output projections": "yes" if shape.sub_norms else "no",
-        "update rule": config.rule,
+        "update rule": config.rule_text,
         "steps": f"{checkpoint.step:,}",
         "trained in": weights.compute,
         "origin": f"checkpoint with the digest `{weights.origin}`",

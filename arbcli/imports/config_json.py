@@ -13,6 +13,7 @@ from typing import Any
 from arbcli.config.model import MOST_BLOCKS, BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts import AttentionConfig, MLPConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
+from arbcli.config.short_forms import PART_RULES, with_part_rules
 from arbcli.errors import ArbError
 from arbcli.reading import is_of, read_json, shown
 from arbcli.run_files import CONFIG
@@ -94,7 +95,7 @@ def read_config(values: Mapping[str, Any], where: str, **storage: Any) -> ModelC
     Args:
         values: contents of the file.
         where: name of the file, for errors.
-        storage: fields of `ModelConfig` for the storage of weights.
+        storage: fields of `ModelConfig` for the storage of weights, and rules of parts.
 
     Raises:
         ArbError: a field is missing, unknown, or has an unsupported value; the message has its
@@ -136,6 +137,7 @@ def read_config(values: Mapping[str, Any], where: str, **storage: Any) -> ModelC
         BlockConfig(mixer=_within(mixer, window, ctx), channel=channel)
         for window in _windows(fields, model_type, layers)
     )
+    rules = {name: storage.pop(name) for name in PART_RULES if name in storage}
     config = ModelConfig(
         ctx=ctx,
         stages=(StageConfig(dim=fields.take("hidden_size", int), blocks=blocks),),
@@ -148,7 +150,7 @@ def read_config(values: Mapping[str, Any], where: str, **storage: Any) -> ModelC
     for name in SILENT:
         fields.take(name, object, None)
     fields.end()
-    return config
+    return with_part_rules(config, **rules)
 
 
 def _within(mixer: AttentionConfig, window: int | None, ctx: int) -> AttentionConfig:

@@ -122,7 +122,7 @@ def shape_of(config: ModelConfig) -> Shape | None:
         return None
     if main.memories or main.router or not main.adds_plainly:
         return None
-    if len({_endless(block) for block in main.blocks}) != 1:
+    if len({_alike(block) for block in main.blocks}) != 1:
         return None
     mixer, channel = main.blocks[0].mixer, main.blocks[0].channel
     if not isinstance(mixer, AttentionConfig) or not isinstance(channel, MLPConfig):
@@ -151,11 +151,14 @@ def shape_of(config: ModelConfig) -> Shape | None:
     )
 
 
-def _endless(block: BlockConfig) -> BlockConfig:
-    """Return a block without the window of its attention."""
-    if not isinstance(block.mixer, AttentionConfig):
-        return block
-    return replace(block, mixer=replace(block.mixer, window=None))
+def _alike(block: BlockConfig) -> BlockConfig:
+    """Return a block without its window, which may differ, and its rules, which no format has."""
+    mixer, channel = block.mixer, block.channel
+    if isinstance(mixer, AttentionConfig):
+        mixer = replace(mixer, window=None)
+    return BlockConfig(
+        mixer=mixer and replace(mixer, rule=None), channel=channel and replace(channel, rule=None)
+    )
 
 
 def known_shape(config: ModelConfig) -> Shape:

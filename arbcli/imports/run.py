@@ -74,6 +74,8 @@ def import_folder(
     run: Path,
     *,
     rule: str = "moment",
+    attention_rule: str | None = None,
+    mlp_rule: str | None = None,
     scale_type: str = "T32",
     direction: str | None = "orthogonal",
     told: Callable[[str], None] = lambda name: None,
@@ -86,6 +88,8 @@ def import_folder(
         source: the folder.
         run: directory to create, without a checkpoint.
         rule: one of `arbcli.rules.FADING`.
+        attention_rule: rule of attention; None is `rule`.
+        mlp_rule: rule of MLPs; None is `rule`.
         scale_type: scale type of the weights.
         direction: direction whose state is created.
         told: called with the name of each tensor before it is read.
@@ -97,7 +101,8 @@ def import_folder(
     if checkpoints(run) or (run / CONFIG).exists():
         raise ArbError(f"`{run}` already contains a run", hint="choose another `--out`")
     storage = {"rule": rule, "scale_type": scale_type, "direction": direction}
-    config = read_folder_config(source, **storage, digits="all")
+    rules = {"attention_rule": attention_rule, "mlp_rule": mlp_rule}
+    config = read_folder_config(source, **storage, **rules, digits="all")
     values = read_json(source / CONFIG)
     if known_shape(config).sub_norms:
         raise ArbError(

@@ -126,10 +126,16 @@ def check_fit(config: TrainConfig, budget: str) -> FitReport:
 
 
 def _what_fits(config: TrainConfig, peak: PeakReport, budget: int) -> str:
-    """Predict the largest batch that fits, or a setting with which a single window fits."""
+    """Predict whether packed gates fit, else the largest batch that does, or recomputing."""
     nothing = "no batch fits: use a smaller --ctx or --preset, or --rule nibble"
     if budget <= peak.state_bytes:
         return nothing
+    # packing saves at most a quarter of what is not state
+    least = peak.evaluated_bytes - (peak.evaluated_bytes - peak.state_bytes) / 4
+    if least < budget and not config.pack and not config.bars_to_packing():
+        packed = predict_peak(dataclasses.replace(config, pack=True), captured=True)
+        if packed.evaluated_bytes <= budget:
+            return "it fits with --pack"
     for recompute in (False, True) if not config.recompute else (True,):
         pack = config.pack and not recompute
         changed = dataclasses.replace(config, recompute=recompute, pack=pack)

@@ -12,6 +12,7 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from arbcli.config.model import ModelConfig
+from arbcli.config.parts.base import without_rules
 from arbcli.config.site import SCALE_TYPES
 from arbcli.inspect.parts import PartReport, list_parts
 from arbcli.rules import DIRECTION, RULES
@@ -155,8 +156,11 @@ def _state(config: ModelConfig, model: "LanguageModel") -> StateReport:
 
 
 def what_if(config: ModelConfig) -> WhatIfReport:
-    """Predict the state under every rule, with its own direction, and every scale type."""
-    choices = []
+    """Predict the state under every rule, with its own direction, and every scale type.
+
+    Rules of parts are left out.
+    """
+    config, choices = without_rules(config), []
     for scale_type, name in itertools.product(SCALE_TYPES, RULES):
         stored = dataclasses.replace(
             config, rule=name, direction=DIRECTION[name], scale_type=scale_type

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from arbcli.config.presets import config_from_dict
 from arbcli.errors import ArbError
 from arbcli.inspect.verdicts import LEAST_SPREAD
 from arbcli.reading import read_json
@@ -126,11 +127,12 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
         _label(axes, "chunks of the held-out text", "bytes of a chunk", "chunks")
 
     model = report["config"]["model"]
+    rules = config_from_dict(model).rule_text
     verdicts = ", ".join(verdict["name"] for verdict in report["verdicts"])
     shape = (
         f"{report['num_weights'] / 1e6:.2f} M weights, {model['scale_type']}, ctx {model['ctx']}"
     )
-    figure.suptitle(f"{model['rule']}: {verdicts}   ({shape})", color=INK, fontsize=12)
+    figure.suptitle(f"{rules}: {verdicts}   ({shape})", color=INK, fontsize=12)
     _save(figure, png)
 
 

@@ -1,10 +1,8 @@
 """Construction of a model from its configuration."""
 
-from collections.abc import Iterator
-
 import torch
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.model import ModelConfig, gates_to_pack
 from arbcli.errors import ArbError
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.model.language_model import LanguageModel
@@ -12,7 +10,6 @@ from arbcli.model.layers.expert_weight import ExpertWeight
 from arbcli.model.layers.linear import LinearWeight
 from arbcli.model.layers.norm import TernaryGate
 from arbcli.model.parts.compressed_attention import Indexer
-from arbcli.model.parts.mlp import MLP
 from arbcli.model.stack import Stack
 
 
@@ -31,8 +28,7 @@ def build_model(
         config: the model's configuration.
         compute_dtype: dtype of activations, bfloat16 or float32.
         recompute: whether to use activation checkpointing: the backward recomputes each block.
-        pack: whether gates are packed for the backward pass, except in the last block of a stack,
-            whose backward is first and takes their memory for gradients.
+        pack: whether to pack gates for the backward pass: see `gates_to_pack`.
         fp8: whether to multiply in FP8 in indexers and in linear layers, except for the head and
             for layers with a size that is not a multiple of `MULTIPLE`.
         nvfp4: whether to multiply in NVFP4, emulated, in the same linear layers and in experts.
@@ -42,8 +38,9 @@ def build_model(
     """
     model = LanguageModel(config, compute_dtype, recompute=recompute)
     if pack:
-        for gate in _gates_to_pack(model):
-            gate.packs = True
+        for stack in model.modules():
+            if isinstance(stack, Stack):
+                _pack_gates(stack)
     if fp8 or nvfp4:
         weights = [
             weight
@@ -66,14 +63,11 @@ def build_model(
     return model
 
 
-def _gates_to_pack(model: LanguageModel) -> Iterator[TernaryGate]:
-    """List the gates of `ModelConfig.gates_to_pack`."""
-    for stack in model.modules():
-        if isinstance(stack, Stack):
-            for block in [*stack][:-1]:
-                for part in block.modules():
-                    if isinstance(part, MLP) and isinstance(part.sub_norm, TernaryGate):
-                        yield part.sub_norm
+def _pack_gates(stack: Stack) -> None:
+    for index in gates_to_pack(stack.configs):
+        gate = stack[index].get_submodule("mlp.sub_norm")
+        assert isinstance(gate, TernaryGate), "float baselines do not pack gates"
+        gate.packs = True
 
 
 def _fits(weight: LinearWeight | ExpertWeight, nvfp4: bool) -> bool:

@@ -74,30 +74,32 @@ class LanguageModel(PackedModel):
         beside = {BESIDE[type(part)][0]: part for part in config.beside}
         for name, kind in BESIDE.values():
             part = beside.get(name)
-            setattr(self, name, kind(part, outermost) if part else None)
+            setattr(self, name, kind(part, part.own_site(outermost)) if part else None)
         self.stages: Any  # a `ModuleList` of `Stage`
         if config.outer:
             self.stages = nn.ModuleList(Stage(config, index) for index in range(len(config.outer)))
         else:
             self.stages = ()
         self.blocks = Stack(main.blocks, main, site)
-        books = memories.codebooks if memories else {}
+        books, between = (memories.codebooks, memories.own_site(site)) if memories else ({}, site)
         for name in ("codebook", "knowledge"):
-            setattr(self, name, build_book(books[name], site, name) if name in books else None)
+            setattr(self, name, build_book(books[name], between, name) if name in books else None)
         self.moe_graph = None
         if memories and memories.iterated:
             width = memories.codebook.width if memories.codebook else None
-            self.moe_graph = MoEGraph(memories.iterated, site, width)
+            own_site = memories.iterated.own_site(between)
+            self.moe_graph = MoEGraph(memories.iterated, own_site, width)
         self.router = Router(2 + len(books), site) if main.router else None
         if config.head:
             self.byte_norm = stream_norm(outermost)
-            self.byte_mlp = MLP(config.head, outermost, area="head")
+            self.byte_mlp = MLP(config.head, config.head.own_site(outermost), area="head")
         self.norm = stream_norm(outermost)
         if config.composite:
-            self.head: Any = CompositeHead(outermost)
+            self.head: Any = CompositeHead(config.composite.own_site(outermost))
         else:
             self.head = symbol_head(config, self.embedding)
-        self.ahead = Ahead(config.ahead, outermost) if config.ahead else None
+        ahead = config.ahead
+        self.ahead = Ahead(ahead, ahead.own_site(outermost)) if ahead else None
         if memories is None:
             decodes_whole = isinstance(self.head, TernaryLinear) and not self.scores_in_chunks
             follows = decodes_whole and not self.ahead and not config.outer

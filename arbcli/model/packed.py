@@ -64,7 +64,7 @@ class TernaryTensor(StateModule):
         std: initial standard deviation of the weights.
         spread: initial standard deviation of z relative to the rule's; 0 initialises to zero.
         direction: direction of its steps; None is that of `site`.
-        lr_factor: factor of the learning rate.
+        lr_factor: factor of the learning rate, in addition to that of the site's rule.
         frozen: whether it is never stepped; its weights are 1, and it only has trits and scales.
         matrices: number of matrices stacked by rows, each of which is stepped separately.
     """
@@ -97,7 +97,7 @@ class TernaryTensor(StateModule):
     ) -> None:
         super().__init__(area)
         self.out_features, self.in_features = out_features, in_features
-        self.lr_factor = lr_factor
+        self.lr_factor = lr_factor * site.lr_factor
         self.std, self.spread, self.frozen, self.matrices = std, spread, frozen, matrices
         self.updates = 0
         """Number of steps launched by Python; steps in CUDA graphs are not counted."""

@@ -45,11 +45,12 @@ BESIDE: dict[type[PartConfig], tuple[str, type[nn.Module]]] = {
 
 def build_book(config: BookConfig, site: Site, area: str) -> Codebook | Quantiser:
     """Build a codebook with uninitialised weights."""
+    own = config.own_site(site)
     if isinstance(config, CodebookConfig):
-        return Codebook(config, site, area)
-    return Quantiser(config, site, area)
+        return Codebook(config, own, area)
+    return Quantiser(config, own, area)
 
 
 def build_part(config: PartConfig, site: Site) -> Part:
     """Build a part of a block with uninitialised weights."""
-    return PARTS[type(config)](config, site)
+    return PARTS[type(config)](config, config.own_site(site))

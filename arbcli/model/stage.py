@@ -60,10 +60,10 @@ class Stage(nn.Module):
         super().__init__()
         own = config.stages[index]
         self.chunking, self.index, self.config = config.chunkings[index], index, config
-        site = config.site(index, len(own.before))
-        inner = config.site(index + 1)
+        outer = config.site(index, len(own.before))
+        site, inner = self.chunking.own_site(outer), config.site(index + 1)
         parts = layers_for(site)
-        self.encoder = Stack(own.before, own, site)
+        self.encoder = Stack(own.before, own, outer)
         self.router = BoundaryRouter(site) if self.chunking.boundaries == "learned" else None
         self.inward = parts.linear(inner.dim, site.dim, site, area="chunking")
         self.outward_norm = parts.norm(inner.dim, inner)

@@ -46,6 +46,20 @@ LR_OF_FADING_TUNING = 0.2
 """Default learning rate for fine-tuning an imported model with fading digits."""
 
 
+def relative_lr(name: str, other: str, digits: str) -> float:
+    """Return the learning rate of a rule relative to that of another, from their defaults.
+
+    With `fade`, the rates are those of weights that have faded, which are the ones of `trit`.
+
+    Args:
+        name: one of `WITH_DIGITS`.
+        other: another of them.
+        digits: form of the weights.
+    """
+    of_digits = LR_OF_DIGITS if digits == "all" else LR
+    return of_digits[name] / of_digits[other]
+
+
 VOTES_FIXES = ("threshold", "order", "start", "bound")
 """Optional changes of the rule `votes` relative to the reference system: see its module."""
 

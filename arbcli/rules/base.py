@@ -94,6 +94,8 @@ class StepControl:
 class Rule(ABC):
     """An update rule for integers z = T * P + A, with the trit T and remainder A as digits."""
 
+    name: str
+    """Name in `arbcli.rules.RULES`."""
     averages_gradients: bool = False
     """Whether the moment averages gradients rather than directions, for a direction that is taken
     of the average: see `Direction.takes_average`."""

@@ -9,7 +9,7 @@ from arbcli.rules.base import TRIT, Buffer, Gradient, Rule, State, StepControl
 class Carry(Rule):
     """An int8 remainder."""
 
-    radix, remainder_max = 32, 127
+    name, radix, remainder_max = "carry", 32, 127
 
     def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:
         """Declare the remainder."""

@@ -34,7 +34,7 @@ class Moment(Rule):
     range of 0.5 clips few elements.
     """
 
-    averages_gradients = True
+    name, averages_gradients = "moment", True
     radix, remainder_max, moment_range = 64, 127, 0.5
 
     def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:

@@ -15,7 +15,7 @@ class Nibble(Moment):
     from step to step instead.
     """
 
-    averages_gradients, turns_bits = False, True
+    name, averages_gradients, turns_bits = "nibble", False, True
     radix, remainder_max, moment_range = 14, 7, 0.6
     share_a_byte = True
 

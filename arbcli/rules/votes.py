@@ -36,7 +36,7 @@ class Votes(Rule):
         fixes: names of `arbcli.rules.VOTES_FIXES`.
     """
 
-    radix, remainder_max = 32, 127
+    name, radix, remainder_max = "votes", 32, 127
     has_fraction = False
     steps_by_signs = True
     merges = False

@@ -50,7 +50,7 @@ def make_next_directory(config: TrainConfig, root: Path = RUNS) -> Path:
     Raises:
         ArbError: it cannot be created.
     """
-    kind = config.model.rule if config.model.weights == "ternary" else config.model.weights
+    kind = config.model.rule_text if config.model.weights == "ternary" else config.model.weights
     while True:
         with _explained_making(root):
             names = os.listdir(root) if root.exists() else []

@@ -30,11 +30,17 @@ def text_warnings(texts: Texts) -> list[str]:
     return warnings
 
 
+def _beginning(file: Path) -> bytes:
+    """Read the beginning of a file, of which a text may have a later part."""
+    with file.open("rb") as source:
+        return source.read(LOOKED_AT_BYTES)
+
+
 def _binary_files(text: Text) -> list[Path]:
     found, begin = [], 0
     for file, size in list(zip(text.files, text.sizes, strict=True))[:MOST_FILES]:
         beginning = text.read(begin, min(size, LOOKED_AT_BYTES))
-        if b"\0" in beginning and not HEADER.search(beginning):
+        if b"\0" in beginning and not any(map(HEADER.search, (beginning, _beginning(file)))):
             found.append(file)
         begin += size
     return found

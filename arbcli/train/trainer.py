@@ -347,15 +347,15 @@ class Trainer:
             self._captured_parts = self._compute(self._micro_batches)
 
     def _fade(self) -> None:
-        """Switch the rule to the stage of this step, if weights fade."""
+        """Switch the rules to the stage of this step, if weights fade."""
         if self.config.model.digits != "fade":
             return
         stage = fade_stage(self.step, self.config.steps, self.config.fades)
         if stage == self.digits:
             return
-        self.digits, rule = stage, stage_rule(self.config.model.rule, stage)
+        self.digits = stage
         for tensor in self._packed_updater.tensors:
-            tensor.rule = rule
+            tensor.rule = stage_rule(tensor.rule.name, stage)
         if self._capture_at is not None:  # the graph reads weights in the form of the last stage
             self.release_graph()
             self._capture_at = self.step + EAGER_STEPS

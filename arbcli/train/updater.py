@@ -92,6 +92,11 @@ class _Averaged(NamedTuple):
     control: StepControl
 
 
+def _pace(tensor: TernaryTensor) -> tuple[float, int]:
+    """Return what the step sizes of a tensor depend on: learning-rate factor, and P of its rule."""
+    return tensor.lr_factor, tensor.rule.radix
+
+
 def _step_one(averaged: _Averaged, values: Tensor) -> None:
     """Step a matrix along the direction computed from its moment, (N, K)."""
     tensor, direction, state, gains, control = averaged
@@ -145,7 +150,6 @@ class Updater:
         first = [0, *itertools.accumulate(tensor.matrices for tensor in self.tensors)]
         self._num_matrices = first[-1]
         self.dtype = dtype
-        (self.radix,) = {tensor.rule.radix for tensor in self.tensors}
         self.device = self.tensors[0].trits.device
         self._host_seed = torch.tensor(seed, dtype=torch.int32, device="cpu")
         self.seed = self._host_seed.to(self.device)
@@ -153,7 +157,7 @@ class Updater:
             id(tensor): index for tensor, index in zip(self.tensors, first[:-1], strict=True)
         }
         self.num_weights = sum(tensor.num_weights for tensor in self.tensors)
-        self._lr_factors = sorted({tensor.lr_factor for tensor in self.tensors})
+        self._paces = sorted({_pace(tensor) for tensor in self.tensors})
         self._control = torch.empty(0, dtype=torch.int64, device=self.device)
         self._steady_keys = self._keys_of(0).view(-1, NUM_STREAMS)[:, TRIT].to(self.seed)
         self._no_turn = torch.zeros_like(self.seed)
@@ -195,7 +199,7 @@ class Updater:
         """
         self._held.clear()  # gradients of a step that was aborted
         self.accumulation = accumulation
-        sizes = [self._step_sizes(lr * factor) for factor in self._lr_factors]
+        sizes = [self._step_sizes(lr * factor, radix) for factor, radix in self._paces]
         step_sizes, others = zip(*sizes, strict=True)
         ticks = range(step * accumulation, (step + 1) * accumulation)
         turns = ([tick * GOLDEN_TURN % UNIT for tick in (step, each)] for each in ticks)
@@ -213,9 +217,9 @@ class Updater:
         keys = stream_keys(self._host_seed, number, self._num_matrices, NUM_STREAMS)
         return keys.flatten()
 
-    def _step_sizes(self, lr: float) -> tuple[int, tuple[int, ...]]:
+    def _step_sizes(self, lr: float, radix: int) -> tuple[int, tuple[int, ...]]:
         """Return the fixed-point factors of moment, slopes and directions for a learning rate."""
-        step_size = lr * self.radix * STEP_OF_RADIX
+        step_size = lr * radix * STEP_OF_RADIX
         limit = step_limit(step_size)
         return round(step_size * 2**32), (
             *fixed_point_gain(lr * SCALE_STEP / self.accumulation),
@@ -229,15 +233,15 @@ class Updater:
         """Prepare for the backward of micro-batch `micro`, from 0, on the device."""
         self.step_held()
         self.first, self.last = micro == 0, micro == self.accumulation - 1
-        control, factors = self._control[micro], len(self._lr_factors)
-        integers = control[factors:].view(torch.int32)
-        ends = 8 * factors
+        control, paces = self._control[micro], len(self._paces)
+        integers = control[paces:].view(torch.int32)
+        ends = 8 * paces
         self._step, self._turn, self._turn_alone = integers[ends : ends + 3].unbind()
         keys = integers[ends + 3 :][: self._num_matrices * NUM_STREAMS]
         self.keys = keys.view(self._num_matrices, NUM_STREAMS)
-        sizes = integers[:ends].view(factors, 8)
+        sizes = integers[:ends].view(paces, 8)
         self._sizes = {
-            factor: _StepSizes(
+            pace: _StepSizes(
                 scale_gain=(found[0], found[1]),
                 direct_gain=(found[2], found[3]),
                 whole_gain=(found[4], found[5]),
@@ -245,7 +249,7 @@ class Updater:
                 row_limit=found[7],
                 step_size=size,
             )
-            for factor, size, found in zip(self._lr_factors, control, sizes, strict=False)
+            for pace, size, found in zip(self._paces, control, sizes, strict=False)
         }
         (self._sums if micro == 0 else self._squares).zero_()
 
@@ -467,7 +471,7 @@ class Updater:
         if rule.turns_bits:  # offset for each step, or for each gradient that steps separately
             turn = self._turn_alone if first and last else self._turn
             keys = (*keys[:TRIT], self._steady_keys[index], *keys[TRIT + 1 :])
-        sizes = self._sizes[tensor.lr_factor]
+        sizes = self._sizes[_pace(tensor)]
         packed = tensor.packed_of(state)
         averages = direction is not None and direction.averages
         if isinstance(grad, SignGradient):

@@ -54,6 +54,7 @@ from arbcli.verify.sample import DEFAULT_SCALE_TYPE
 from arbcli.verify.subjects import ParityResult, Subject, all_subjects, sampled_subjects
 from arbcli.verify.update_reference import (
     reference_direction,
+    reference_rate,
     reference_slope,
     reference_step,
     reference_weight,
@@ -520,15 +521,17 @@ def _rotary(device: torch.device) -> Iterator[ParityResult]:
             yield subject.result("rotary", f"angles {item}", table, wanted, gate)
 
 
-def _tensor(subject: Subject) -> tuple[TernaryTensor, list[Tensor]]:
+def _tensor(subject: Subject, rule: str) -> tuple[TernaryTensor, list[Tensor]]:
     """Create a packed tensor, and two long-tailed gradients whose rows and columns differ."""
     generator = torch.Generator(subject.device).manual_seed(4)
+    site = subject.config.site()
+    site = site if rule == site.rule else site.with_rule(rule)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=subject.device)
 
     with torch.device(subject.device), use_backend("torch"):
-        tensor = TernaryTensor(37, 165, subject.config.site(), area="mlp", std=0.1)
+        tensor = TernaryTensor(37, 165, site, area="mlp", std=0.1)
         tensor.initialise(0, 0)
     return tensor, [
         normal(37, 165) ** 3 * normal(37, 1).exp() * normal(165).exp() for _ in range(2)
@@ -536,42 +539,56 @@ def _tensor(subject: Subject) -> tuple[TernaryTensor, list[Tensor]]:
 
 
 def _update(subject: Subject) -> Iterator[ParityResult]:
-    """Compare one step with the formulas, of one micro-batch and of two, and a refused one."""
-    config, unit = subject.config, {"z": 1.0, "v": 1.0}
+    """Compare one step with the formulas, of one micro-batch and of two, and a refused one.
+
+    A tensor of each rule of the model is stepped, all by one updater.
+    """
+    config = subject.config
     assert config.direction is not None
-    rule = find_rule(config.rule, config.digits)
-    if rule.moment_range:
-        alone = "moment" in rule.buffers(1, 1, 1)  # else it has four bits of a byte
-        unit["m"] = rule.moment_range / (127 if alone else 7)
     for micros in (1, 2):
-        tensor, grads = _tensor(subject)
-        updater = Updater([tensor], 3, torch.float32)
-        for micro, grad in enumerate(grads[:micros]):
-            before = state_values(tensor)
-            slope = reference_slope(grad, reference_weight(tensor), tensor.group_size)
+        made = {name: _tensor(subject, name) for name in config.rules}
+        updater = Updater([tensor for tensor, _ in made.values()], 3, torch.float32)
+        for micro in range(micros):
             with use_backend(subject.backend):
                 updater.begin(0, LR, micro, micros)
-                updater(tensor, grad)
-            after = state_values(tensor)
-            direction, of_moment = reference_direction(grad, config.direction, before), None
-            if tensor.averages_gradients:
-                of_moment = reference_direction(after["m"], config.direction, before)
-                direction = unit_gradient(grad)
-            wanted = reference_step(
-                tensor, before, after["m"], direction, slope, LR, micro, micros, of_moment
-            )
-            for name, size in unit.items():
-                got = (after[name] / size, wanted[name] / size)
-                # of statistics that are stored to 0.54 % a moment is as far off, of 127 units
-                within = 1.7 if name == "m" and config.direction == "factored" else 1.1
-                item = f"{name} of micro-batch {micro + 1}/{micros}"
-                yield _rounded(subject, item, *got, within)
-    before = {name: buffer.clone() for name, buffer in tensor.named_buffers()}
-    grad[3, 5] = torch.nan
-    with use_backend(subject.backend):
-        updater(tensor, grad)
-    for name, buffer in tensor.named_buffers():
-        yield subject.result("update", f"{name} given NaN", buffer, before[name], EXACT)
+            for name, (tensor, grads) in made.items():
+                of = f" of {name}" if len(made) > 1 else ""
+                grad, before = grads[micro], state_values(tensor)
+                slope = reference_slope(grad, reference_weight(tensor), tensor.group_size)
+                with use_backend(subject.backend):
+                    updater(tensor, grad)
+                after = state_values(tensor)
+                direction, of_moment = reference_direction(grad, config.direction, before), None
+                if tensor.averages_gradients:
+                    of_moment = reference_direction(after["m"], config.direction, before)
+                    direction = unit_gradient(grad)
+                lr = LR * reference_rate(name, config.rule, config.digits)
+                wanted = reference_step(
+                    tensor, before, after["m"], direction, slope, lr, micro, micros, of_moment
+                )
+                for digit, size in _units(name, config.digits).items():
+                    got = (after[digit] / size, wanted[digit] / size)
+                    # of statistics stored to 0.54 % a moment is as far off, of 127 units
+                    within = 1.7 if digit == "m" and config.direction == "factored" else 1.1
+                    item = f"{digit}{of} of micro-batch {micro + 1}/{micros}"
+                    yield _rounded(subject, item, *got, within)
+    for name, (tensor, grads) in made.items():
+        of = f" of {name}" if len(made) > 1 else ""
+        before = {key: buffer.clone() for key, buffer in tensor.named_buffers()}
+        grads[1][3, 5] = torch.nan
+        with use_backend(subject.backend):
+            updater(tensor, grads[1])
+        for key, buffer in tensor.named_buffers():
+            yield subject.result("update", f"{key}{of} given NaN", buffer, before[key], EXACT)
+
+
+def _units(name: str, digits: str) -> dict[str, float]:
+    """Return the unit of each number that a step of a rule rounds."""
+    rule, units = find_rule(name, digits), {"z": 1.0, "v": 1.0}
+    if rule.moment_range:
+        alone = "moment" in rule.buffers(1, 1, 1)  # else it has four bits of a byte
+        units["m"] = rule.moment_range / (127 if alone else 7)
+    return units
 
 
 def _rounded(
@@ -586,7 +603,7 @@ def _rounded(
 
 
 def _votes(subject: Subject) -> Iterator[ParityResult]:
-    tensor, (grad, _) = _tensor(subject)
+    tensor, (grad, _) = _tensor(subject, subject.config.rule)
     buffers = dict(tensor.named_buffers())
     ok, threshold = torch.tensor(1, dtype=torch.int32), torch.tensor(3, dtype=torch.int32)
     slope, *_ = gradient_statistics_reference(grad, tensor.packed, factored=False, signs=True)

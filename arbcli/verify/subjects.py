@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.config.parts.composite import KINDS
+from arbcli.config.short_forms import with_part_rules
 from arbcli.directions import DIRECTIONS
 from arbcli.filling import cut
 from arbcli.kernels.runtime.backend import use_backend
@@ -182,6 +183,12 @@ def fill_memories(part: nn.Module, codes: int) -> None:
             buffer.copy_(drawn)
 
 
+def several_rules(digits: str) -> ModelConfig:
+    """Return `RAGGED` with a rule for attention, one for MLPs, and one for all other weights."""
+    config = replace(RAGGED, digits=digits)
+    return with_part_rules(config, attention_rule="nibble", mlp_rule="carry")
+
+
 def all_subjects(
     device: torch.device, backends: tuple[str, ...], scale_types: Iterable[str]
 ) -> Iterator[Subject]:
@@ -216,9 +223,10 @@ def all_subjects(
                     title = f"ragged {scale_type} batch {batch}"
                     yield Subject(title, config, batch, *place, ("blocks", *bits))
         place = (torch.float32, device, backend)
-        for name in () if interpreted else WITH_DIGITS:  # its kernels run above
-            config = replace(RAGGED, rule=name, digits="all", scale_type=first)
-            yield Subject(f"all digits of {name} {first}", config, 1, *place, ("blocks",))
+        of_all = [replace(RAGGED, rule=name, digits="all") for name in WITH_DIGITS]
+        for config in () if interpreted else (*of_all, several_rules("all")):  # as above
+            title = f"all digits of {config.rule_text} {first}"
+            yield Subject(title, replace(config, scale_type=first), 1, *place, ("blocks",))
         for name, config in MODELS.items():
             if interpreted and name not in INTERPRETED:
                 continue
@@ -242,6 +250,10 @@ def all_subjects(
                 direction = DIRECTION[name]
                 config = replace(RAGGED, rule=name, digits="all", direction=direction)
                 yield Subject(f"{name} {direction} all digits", config, 1, *place, ("update",))
+        for digits in ("trit", "all"):
+            config = several_rules(digits)
+            title = f"{config.rule_text} {config.direction}{' all digits' * (digits == 'all')}"
+            yield Subject(title, config, 1, *place, ("update",))
 
 
 def sampled_subjects(subjects: Iterable[Subject], scale_types: list[str]) -> Iterator[Subject]:

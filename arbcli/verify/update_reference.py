@@ -91,6 +91,18 @@ def reference_slope(grad: Tensor, weight: Tensor, group_size: int) -> Tensor:
     return slope / _rms(slope)
 
 
+RATES = {
+    "trit": {"moment": 0.7, "nibble": 0.4, "carry": 1.0},
+    "all": {"moment": 0.5, "nibble": 0.4, "carry": 0.25},
+}
+"""Learning rates of models with one rule."""
+
+
+def reference_rate(rule: str, of_model: str, digits: str) -> float:
+    """Divide the rate of a rule by that of the model's rule, which `--lr` is meant for."""
+    return 1.0 if rule == of_model else RATES[digits][rule] / RATES[digits][of_model]
+
+
 def reference_step(
     tensor: TernaryTensor,
     before: dict[str, Tensor],

@@ -94,12 +94,19 @@ def tuning_rates(runs: Runs) -> str:
     return markdown(["way", "rate", "new text", "old text"], lines) + source(runs)
 
 
+MIXTURES = {
+    "moment+nibble": "`moment`, MLPs by `nibble`",
+    "moment+nibble-blocks": "`moment`, blocks by `nibble`",
+}
+"""Rules of weights that fade, if there are two of them."""
 WAYS_TO_TRITS = {
     "muon": "straight-through latents, Muon",
     "moment imported": "`moment`, all digits, as imported",
     "nibble imported": "`nibble`, all digits, as imported",
     "moment rounded": "`moment`, rounded without training",
     "nibble rounded": "`nibble`, rounded without training",
+    **{f"{kind} imported": f"{way}, all digits, as imported" for kind, way in MIXTURES.items()},
+    **{f"{kind} rounded": f"{way}, rounded without training" for kind, way in MIXTURES.items()},
 }
 
 
@@ -114,7 +121,7 @@ def ways_to_trits(runs: Runs) -> str:
         row = rows[0]
         fades = row["kind"] not in WAYS_TO_TRITS
         peaks = sorted({each.get("peak_bytes") or 0 for each in rows} - {0})
-        way = f"`{row['kind']}`" if fades else WAYS_TO_TRITS[row["kind"]]
+        way = (MIXTURES | WAYS_TO_TRITS).get(row["kind"], f"`{row['kind']}`")
         lines.append(
             [
                 way + (", taught" if row["taught"] else ""),

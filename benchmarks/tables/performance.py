@@ -62,7 +62,8 @@ def ratios(runs: Runs) -> str:
         for field in ("allocated_bytes", "reserved_bytes"):
             found = []
             for preset in PRESETS:
-                mine, peer = row_of(runs, preset=preset, kind=ours), faster(runs, preset, twin)
+                mine = row_of(runs, preset=preset, kind=ours)
+                peer = faster(runs, mine, twin)
                 if mine and peer and field in mine and field in peer:
                     found.append(f"{mine[field] / peer[field]:.2f}")
                 else:
@@ -91,6 +92,29 @@ def steps(runs: Runs) -> str:
             )
     head = ["preset", "step", "ms", "bytes/s", "MiB allocated", "MiB reserved", "GPU MHz"]
     return markdown(head, lines) + source(runs)
+
+
+def peaks(runs: Runs) -> str:
+    """MiB of training steps in processes of their own, and shares of the baselines'."""
+    lines = []
+    for row in rows_of(runs):
+        twins = ("AdamW, no sub-norms", "AdamW, bare")
+        found = [row_of(runs, preset=row["preset"], kind=kind) for kind in twins]
+        shares = [
+            row["allocated_bytes"] / twin["allocated_bytes"] if twin else None for twin in found
+        ]
+        size, predicted = row["allocated_bytes"], row["predicted_bytes"]
+        lines.append(
+            [
+                f"`{row['preset']}`, {row['kind']}",
+                f"{size / MIB:,.0f}",
+                number(predicted and predicted / MIB, ",.0f"),
+                *(number(each, ".3f") for each in shares),
+                f"{row['reserved_bytes'] / MIB:,.0f}",
+            ]
+        )
+    head = ["step", "MiB", "predicted", "AdamW's being 1", "bare AdamW's being 1", "MiB reserved"]
+    return measured(head, lines, runs)
 
 
 def products(runs: Runs) -> str:
@@ -244,6 +268,7 @@ TABLES: Tables = {
     "steps": ("training_step", steps),
     "families": ("families", families),
     "step-budget": ("step_budget", step_budget),
+    "peaks": ("peaks", peaks),
     "products": ("products", products),
     "generation": ("generation", generation),
     "several-texts": ("several_texts", several),

@@ -25,8 +25,9 @@ def speed(runs: Runs) -> str:
     """Bytes a second of a training step against the faster baseline's."""
     lines = []
     for preset in PRESETS:
-        ours, peer = row_of(runs, preset=preset, kind="factored"), faster(runs, preset, "AdamW")
+        ours = row_of(runs, preset=preset, kind="factored")
         orthogonal = row_of(runs, preset=preset, kind="orthogonal")
+        peer, of_orthogonal = faster(runs, ours, "AdamW"), faster(runs, orthogonal, "Muon")
         lines.append(
             [
                 f"`{preset}`",
@@ -34,7 +35,7 @@ def speed(runs: Runs) -> str:
                 number(value(ours, "bytes_per_second")),
                 number(value(peer, "bytes_per_second")),
                 number(speed_ratio(runs, ours, peer), ".2f"),
-                number(speed_ratio(runs, orthogonal, faster(runs, preset, "Muon")), ".2f"),
+                number(speed_ratio(runs, orthogonal, of_orthogonal), ".2f"),
             ]
         )
     head = ["preset", "weights", "`arb`, factored direction", "float AdamW", "ratio"]

@@ -204,8 +204,9 @@ def _shown_by_evaluate() -> str:
 
 
 def _shown_by_probe() -> str:
-    config = {"model": {"rule": "nibble", "scale_type": "T6", "ctx": 64}, "device": "cpu",
-              "backend": "torch", "compute": "fp32"}  # fmt: skip
+    model = preset("tiny", rule="nibble", scale_type="T6")
+    config = {"model": dataclasses.asdict(model), "device": "cpu", "backend": "torch",
+              "compute": "fp32"}  # fmt: skip
     scales = [filled(Histogram, low=low, high=high) for low, high in ((-700, -90), (-800, -100))]
     report = filled(
         ProbeReport, config=config, takeoff_layer=1, position_starts=(0, 16),

@@ -60,6 +60,16 @@ MISTAKES = {
     "train --weights float --rule nibble":
         "float weights are trained by AdamW or Muon, so `--rule` cannot be given",
     "train --rule votes --optimizer sign": "the rule `votes` takes no direction",
+    "train --rule votes --mlp-rule nibble": "the rule `votes` has no learning rate, and cannot be"
+        " combined with another rule\nhint: use it for the whole model, or choose among: moment,",
+    "train --mlp-rule carry --weights anneal": "the rule `carry` does not fade to the trit\nhint:"
+        " leave `--weights anneal` out, or use one of: moment, nibble",
+    "train --weights float --mlp-rule nibble":
+        "float weights are trained by AdamW or Muon, so `--mlp-rule` cannot be given",
+    "train --init-from x --attention-rule carry":
+        "a saved model keeps its own settings, so `--attention-rule` cannot",
+    "count-params --mlp-rule nibbel": "`--mlp-rule` is `nibbel`\nhint: choose one of: `moment`,",
+    "import run --mlp-rule carry": "`--mlp-rule` is `carry`\nhint: choose one of: `moment`,",
     "train --optimizer adamw": "`--optimizer adamw` only works with float weights",
     "train --no-attention": "`--attention` is `none`",
     "train --preset arb-tiny --graph --no-codebook": "the graph needs the codes of the codebook",

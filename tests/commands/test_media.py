@@ -144,7 +144,8 @@ def test_a_run_of_sounds_shows_no_sample(folder, monkeypatch, tmp_path, capsys):
     ("words", "message"),
     [
         (["--prompt", "a", "--out", "x.wav"], "the model wrote no sound"),
-        (["--prompt", "a", "--out", "x.txt"], "neither a sound nor a picture"),
+        (["--prompt", "a", "--out", "x.txt"], "`--out` is `x.txt`"),
+        (["--prompt", "a", "--out", "gone/x.wav"], "there is no folder `gone`"),
         (["--keep", "0.5"], "`--keep` only applies with `--prompt-file`"),
         (
             ["--prompt", "a", "--prompt-file", "c.jsonl"],

@@ -24,11 +24,11 @@ from arbcli.config.parts.memories import MemoriesConfig
 from arbcli.config.parts.rotary import SCALINGS
 from arbcli.config.presets import PRESETS, from_fields
 from arbcli.errors import ArbError
-from arbcli.rules import DIRECTION, RULES, VOTES_FIXES
+from arbcli.rules import DIRECTION, RULES, VOTES_FIXES, WITH_DIGITS
 
 WORDS = {
     "gate": GATES, "boundaries": BOUNDARIES, "query_key_norm": QUERY_KEY_NORMS, "scaling": SCALINGS,
-    "pooling": POOLINGS,
+    "pooling": POOLINGS, "rule": WITH_DIGITS,
 }  # fmt: skip
 """Values of the fields of parts that are names."""
 KINDS = [*MIXERS.values(), *CHANNELS.values(), *BESIDE.values(), ChunkingConfig, MemoriesConfig]

@@ -140,6 +140,30 @@ def test_other_storage_is_as_close_as_its_levels(rule, scale_type, bound, transf
     assert (found - wanted).norm() < 4 * bound * wanted.norm()
 
 
+@torch.no_grad()
+def test_each_part_is_read_to_the_levels_of_its_rule_and_given_back(transformers, tmp_path):
+    """43 of `nibble`, and 255 of `moment`; an import of the export has the same integers."""
+    theirs = random_model(transformers, "Qwen 3")
+    theirs.save_pretrained(tmp_path / "folder")
+    rules = {"rule": "moment", "mlp_rule": "nibble"}
+    report = import_folder(tmp_path / "folder", tmp_path / "run", **rules)
+    for each in report.tensors:
+        if len(each.shape) == 2:
+            low, high = (0.015, 0.035) if ".mlp." in each.name else (0.002, 0.006)
+            assert low < each.relative_error < high, each.name
+    ours = load_weights(tmp_path / "run", print).model
+    assert ours.config.rules == ("moment", "nibble")
+    export(tmp_path / "run", "hf", out=tmp_path / "back")
+    again = import_folder(tmp_path / "back", tmp_path / "again", **rules)
+    assert again.relative_error == 0
+    second = load_weights(tmp_path / "again", print).model.state_dict()
+    for name, part in ours.state_dict().items():
+        assert torch.equal(part, second[name]), name
+    ids = torch.arange(40)[None]
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
+    torch.testing.assert_close(back.eval()(ids).logits, ours(ids), rtol=0, atol=1e-4)
+
+
 LLAMA3 = RotaryConfig(base=5e5, scaling="llama3", factor=8.0, low=1.0, high=4.0, original_ctx=16)
 OURS = {
     "Qwen3ForCausalLM": ({"query_key_norm": "gain", "bias": True, "output_bias": True}, {}),
@@ -159,7 +183,8 @@ def test_model_of_ours_goes_out_as_what_computes_the_same(kind, transformers, sa
     about, fields = OURS[kind]
     about = {"kv_heads": 2, "head_width": 24, "query_key_norm": "none", "sub_norm": False} | about
     mixer = AttentionConfig(heads=4, **about)
-    block = BlockConfig(mixer=mixer, channel=MLPConfig(width=96, sub_norm=False))
+    rule = "nibble" if kind == "MistralForCausalLM" else None  # which no format mentions
+    block = BlockConfig(mixer=mixer, channel=MLPConfig(width=96, sub_norm=False, rule=rule))
     stages = (StageConfig(dim=64, blocks=(block,) * 2),)
     config = ModelConfig(ctx=32, stages=stages, norm_gain=True, digits="all", **fields)
     checkpoint = saved(config)
@@ -171,7 +196,7 @@ def test_model_of_ours_goes_out_as_what_computes_the_same(kind, transformers, sa
     ids = torch.randint(1, 256, (2, 32), generator=torch.Generator().manual_seed(1))
     ours = load_weights(checkpoint, print).model(ids)
     torch.testing.assert_close(theirs(ids).logits, ours, rtol=0, atol=1e-4)
-    assert read(tmp_path / "back", digits="all") == config
+    assert read(tmp_path / "back", digits="all", mlp_rule=rule) == config
     if kind == "Qwen3ForCausalLM":  # which has no biases in llama.cpp
         return
     pytest.importorskip("xllamacpp", reason="the rest needs the extra `export-test`")

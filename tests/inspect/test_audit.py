@@ -152,6 +152,34 @@ def test_refusal_of_a_small_budget_names_settings_that_fit(
     assert len(tried) == tries  # each traces a step
 
 
+@pytest.mark.parametrize(
+    ("changes", "budget", "advice"),
+    [
+        ({}, "90B", "it fits with --pack"),
+        ({}, "89B", "it fits with --batch 1"),
+        ({}, "77B", "it fits with --batch 1"),
+        ({"compute": "fp32"}, "90B", "it fits with --batch 1"),
+        ({"layers": 1}, "90B", "it fits with --batch 1"),
+        ({"recompute": True}, "90B", "it fits with --batch 1"),
+        ({"pack": True, "batch": 3}, "90B", "it fits with --batch 2"),
+    ],
+)
+def test_packed_gates_are_advised_if_their_quarter_may_suffice(
+    changes, budget, advice, monkeypatch
+):
+    tried = []
+
+    def predict(config, captured):
+        tried.append(config.pack)
+        size = (40 if config.pack else 45) * config.batch
+        return SimpleNamespace(state_bytes=10, evaluated_bytes=10 + size)
+
+    monkeypatch.setattr(audit_module, "predict_peak", predict)
+    config = config_of(**{"layers": 2, "batch": 2, "compute": "bf16", **changes})
+    assert check_fit(config, budget).advice == advice
+    assert tried.count(True) == (len(tried) if config.pack else budget != "77B" and not changes)
+
+
 def test_recomputing_is_advised_in_place_of_packing(monkeypatch):
     def predict(config, captured):
         size = 50 * config.batch if config.recompute else 100 * config.batch

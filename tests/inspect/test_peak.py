@@ -54,6 +54,7 @@ CHANGES = {
     "nibble": {"rule": "nibble"},
     "carry": {"rule": "carry", "scale_type": "T4"},
     "votes": {"rule": "votes"},
+    "rules of parts": {"mlp_rule": "nibble", "attention_rule": "carry"},
     "recompute": {"recompute": True, "layers": 3},
     "accum": {"accum": 3},
     "fp32": {"compute": "fp32", "sub_norms": False},
@@ -100,7 +101,9 @@ OF_EIGHT_BITS = {"small_graph": {"expert_dim": 32}, "small_hnet": {"outer_dim": 
     ("family", "name"),
     mostly_slow(
         product(SIZES, CHANGES),
-        lambda family, name: name == ("accum" if family == "dense" else "recompute"),
+        lambda family, name: (
+            name in (("accum", "rules of parts") if family == "dense" else ("recompute",))
+        ),
     ),
 )
 def test_predicted_peak_is_the_measured_one(family, name, request):

@@ -298,8 +298,9 @@ def test_record_joins_text_sound_and_picture(tmp_path):
     for parts in ('{"smell": "x"}', '{"sound": "b.png"}', "3", '{"sound": "gone.wav"}',
                   '{"text": "a", "sound": "a.wav"}'):  # fmt: skip
         (tmp_path / "r.jsonl").write_text(f'{{"say": [{parts}]}}')
-        with pytest.raises(ArbError):
+        with pytest.raises(ArbError, match="line 1 of") as caught:
             plain_file(tmp_path / "r.jsonl", Conversion("say"))
+        assert ("cannot read `gone.wav`" in str(caught.value)) == (parts == '{"sound": "gone.wav"}')
 
 
 def test_header_cannot_be_part_of_utf8_and_is_short():

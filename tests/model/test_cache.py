@@ -66,8 +66,8 @@ PARTS = {
 }
 
 
-def check_parts(name: str, backend: str, device, monkeypatch) -> None:
-    lm, ids = model(device), text(21, device)
+def check_parts(name: str, backend: str, device, monkeypatch, **storage) -> None:
+    lm, ids = model(device, **storage), text(21, device)
     expected = forward_in_windows(lm, ids, monkeypatch)
     with use_backend(backend):
         got = forward_in_parts(lm, ids, PARTS[name])
@@ -79,17 +79,20 @@ def test_cached_logits_equal_those_of_one_forward(name, device, monkeypatch):
     check_parts(name, "torch", device, monkeypatch)
 
 
-def test_kernels_give_the_logits_of_one_forward(device, monkeypatch):
-    check_parts("ragged chunks and bytes", KERNELS, device, monkeypatch)
+@pytest.mark.parametrize("storage", [{}, {"digits": "all", "mlp_rule": "nibble"}], ids=str)
+def test_kernels_give_the_logits_of_one_forward(storage, device, monkeypatch):
+    check_parts("ragged chunks and bytes", KERNELS, device, monkeypatch, **storage)
 
 
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("digits", ["trit", "all"])
+@pytest.mark.parametrize(
+    "storage", [{}, {"digits": "all"}, {"digits": "all", "mlp_rule": "nibble"}], ids=str
+)
 @pytest.mark.parametrize("name", ["a byte at a time", "ragged chunks and bytes"])
-def test_loops_give_the_logits_of_one_forward(name, digits, dtype, monkeypatch):
+def test_loops_give_the_logits_of_one_forward(name, storage, dtype, monkeypatch):
     """Also of several positions at once, which no product of decoded weights is needed for."""
-    lm, ids = model("cpu", dtype, digits=digits), text(21, "cpu")
+    lm, ids = model("cpu", dtype, **storage), text(21, "cpu")
     expected = forward_in_windows(lm, ids, monkeypatch)
     with lm.prepared_weights(1 << 30), use_backend("native"):
         got = forward_in_parts(lm, ids, PARTS[name])

@@ -15,7 +15,8 @@ TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
 
 
 def tensor(rows: int, columns: int, std: float = 0.1, **options) -> TernaryTensor:
-    return TernaryTensor(rows, columns, preset("tiny", **TINY, **options), area="mlp", std=std)
+    site = preset("tiny", **TINY, **options).site()
+    return TernaryTensor(rows, columns, site, area="mlp", std=std)
 
 
 @pytest.mark.parametrize("scale_type", SCALE_TYPES)

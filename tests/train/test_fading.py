@@ -86,9 +86,10 @@ def test_first_steps_are_those_of_all_digits(text):
     assert not torch.equal(fading.train_step(), every.train_step())
 
 
-def test_run_resumed_while_it_fades_ends_with_the_same_bits(text, tmp_path):
+@pytest.mark.parametrize("rules", [{}, {"rule": "moment", "mlp_rule": "nibble"}], ids=str)
+def test_run_resumed_while_it_fades_ends_with_the_same_bits(rules, text, tmp_path):
     run, at = tmp_path / "run", 12
-    start_run(new_config(**SMALL, data=[text], save_every=at, keep=3), run, Observer())
+    start_run(new_config(**SMALL | rules, data=[text], save_every=at, keep=3), run, Observer())
     last = load_checkpoint(checkpoint_path(run, 20))
     middle = checkpoint_path(run, at)
     assert saved_config(load_checkpoint(middle)).digits == fade_stage(at, 20, FADES)
@@ -104,10 +105,11 @@ def test_run_resumed_while_it_fades_ends_with_the_same_bits(text, tmp_path):
     assert saved_config(load_checkpoint(checkpoint_path(run, 28))).digits == "trit"
 
 
-def test_checkpoints_of_the_middle_are_read_and_not_exported(text, tmp_path):
+@pytest.mark.parametrize("rules", [{}, {"rule": "moment", "mlp_rule": "nibble"}], ids=str)
+def test_checkpoints_of_the_middle_are_read_and_not_exported(rules, text, tmp_path):
     run = tmp_path / "run"
-    start_run(new_config(**SMALL, data=[text], save_every=12, keep=3), run, Observer())
-    trainer = trainer_of(text)
+    start_run(new_config(**SMALL | rules, data=[text], save_every=12, keep=3), run, Observer())
+    trainer = trainer_of(text, **rules)
     for _ in range(12):
         trainer.train_step()
     middle = checkpoint_path(run, 12)
@@ -155,11 +157,15 @@ def test_a_fade_takes_half_of_the_steps_unless_both_ends_are_given(given, wanted
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rule", FADING)
-def test_captured_steps_fade_with_the_bits_of_eager_ones(rule, text):
+@pytest.mark.parametrize(
+    "rules",
+    [*({"rule": rule} for rule in FADING), {"rule": "moment", "mlp_rule": "nibble"}],
+    ids=str,
+)
+def test_captured_steps_fade_with_the_bits_of_eager_ones(rules, text):
     found = []
     for capture in (False, True):
-        config = new_config(**SMALL | {"rule": rule, "steps": 60, "device": "cuda"}, data=[text])
+        config = new_config(**SMALL | rules | {"steps": 60, "device": "cuda"}, data=[text])
         texts = open_texts(config.data, None, seed=0, context=16)
         losses = []
         with deterministic():

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from arbcli.config.training import SCHEDULES
-from arbcli.data import open_texts
+from arbcli.data import Text, open_texts
 from arbcli.errors import ArbError
 from arbcli.media.spans import PictureHeader
 from arbcli.train import configure
 from arbcli.train.configure import new_config
 from arbcli.train.schedule import learning_rate, schedule
-from arbcli.train.text_warnings import text_warnings
+from arbcli.train.text_warnings import _binary_files, text_warnings
 
 
 def test_schedule_warms_up_and_ends_at_a_twentieth():
@@ -117,6 +117,9 @@ def test_held_out_file_with_bytes_of_0_is_named_too(tmp_path):
 def test_bytes_of_0_in_sounds_and_pictures_cause_no_warning(tmp_path):
     picture = b"a page\n" + PictureHeader("grey", 3, 1).encode() + bytes(3) + b"\n"
     assert warnings(tmp_path, data=picture + PROSE, val=PROSE) == []
+    text = Text.of_parts([(tmp_path / "data.txt", 27, len(picture + PROSE))])  # begins within it
+    assert b"\0" in text.read(0, 9)
+    assert not _binary_files(text)
     (one,) = warnings(tmp_path, data=b"\xffpicture" + picture[20:] + PROSE, val=PROSE)
     assert "data.txt`, which may be binary" in one
 

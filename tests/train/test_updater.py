@@ -38,7 +38,7 @@ def build(rule: str, direction: str | None, device, shape=(33, 123), digits="tri
     given = {"direction": direction} if direction else {}
     config = preset("tiny", rule=rule, digits=digits, **given)
     with torch.device(device):
-        tensor = TernaryTensor(*shape, config, area="mlp", std=0.1)
+        tensor = TernaryTensor(*shape, config.site(), area="mlp", std=0.1)
     tensor.initialise(seed=0, index=0)
     return tensor, Updater([tensor], seed=3, dtype=torch.float32), config
 
@@ -319,7 +319,7 @@ ROWS = torch.tensor([2, 5, 11, 12, 30, 39])
 
 def table_of(rule: str, direction: str | None):
     config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
-    table = TableWeight(40, DIM, config, area="sequencer")
+    table = TableWeight(40, DIM, config.site(), area="sequencer")
     table.initialise(seed=0, index=0)
     return table, Updater([table], seed=3, dtype=torch.float32), config
 
@@ -354,7 +354,7 @@ def test_rows_of_a_table_step_as_a_matrix_of_them(rule, direction, slots, monkey
     """
     monkeypatch.setattr(update, "STEP_CLIP", ROW_CLIP)
     table, updater, config = table_of(rule, direction)
-    compact = TernaryTensor(len(ROWS), DIM, config, area="mlp", std=0.1)
+    compact = TernaryTensor(len(ROWS), DIM, config.site(), area="mlp", std=0.1)
     for name, buffer in compact.named_buffers():
         of_all = getattr(table, name)
         buffer.copy_(of_all if name == "column_statistic" else of_all[ROWS])
@@ -392,7 +392,9 @@ EXPERTS, HEIGHT = 3, 14
 
 def stack_of(rule: str, direction: str | None):
     config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
-    stack = TernaryTensor(EXPERTS * HEIGHT, DIM, config, area="mlp", std=0.1, matrices=EXPERTS)
+    stack = TernaryTensor(
+        EXPERTS * HEIGHT, DIM, config.site(), area="mlp", std=0.1, matrices=EXPERTS
+    )
     stack.initialise(seed=0, index=0)
     return stack, Updater([stack], seed=3, dtype=torch.float32), config
 
@@ -402,7 +404,9 @@ def stack_of(rule: str, direction: str | None):
 def test_stacked_matrices_step_as_separate_ones(rule, direction, parts):
     """One has no gradient in the second step; products of a stack may round differently."""
     stack, updater, config = stack_of(rule, direction)
-    separate = [TernaryTensor(HEIGHT, DIM, config, area="mlp", std=0.1) for _ in range(EXPERTS)]
+    separate = [
+        TernaryTensor(HEIGHT, DIM, config.site(), area="mlp", std=0.1) for _ in range(EXPERTS)
+    ]
     for index, tensor in enumerate(separate):
         for name, buffer in tensor.named_buffers():
             buffer.copy_(stack.matrix(index)[name])
@@ -521,23 +525,27 @@ def test_bits_turn_once_a_step_and_with_each_gradient_that_steps_by_itself(monke
 
 
 SHAPES = ((17, 33), (16, 40), (17, 33))
+SEVERAL = "moment nibble carry"
+"""A rule for each of `SHAPES`."""
 
 
 @pytest.mark.parametrize(
     ("rule", "direction", "digits"),
     mostly_slow(
-        [*((*each, "trit") for each in COMBINATIONS), ("moment", "orthogonal", "all")],
+        [*((*each, "trit") for each in COMBINATIONS),
+         *((rule, "orthogonal", "all") for rule in ("moment", SEVERAL))],
         lambda *of: (
             of in (("moment", "factored", "trit"), ("votes", None, "trit")) or of[2] == "all"
         ),
     ),
-)
+)  # fmt: skip
 def test_gradients_that_are_held_give_the_same_bits(rule, direction, digits, device):
     """Of every rule, `votes` too, which waits for nothing, and in two micro-batches of a step."""
     states = []
     for held_bytes in (0, 2**20):
         with use_backend("triton" if device.type == "cuda" else "interpreter"):
-            built = [build(rule, direction, device, shape, digits) for shape in SHAPES]
+            rules = zip(itertools.cycle(rule.split()), SHAPES, strict=False)
+            built = [build(name, direction, device, shape, digits) for name, shape in rules]
             tensors = [tensor for tensor, _, _ in built]
             updater = Updater(tensors, 3, torch.float32, held_bytes)
             updater.set_step(0, 1.0, accumulation=2)
@@ -646,8 +654,10 @@ def test_direction_is_given_the_sum_of_the_squares_of_each_moment(device, monkey
     monkeypatch.setattr(orthogonal.Orthogonal, "values_of", spied)
     config = preset("tiny", rule="moment", direction="orthogonal")
     with torch.device(device):
-        stack = TernaryTensor(EXPERTS * HEIGHT, DIM, config, area="mlp", std=0.1, matrices=EXPERTS)
-        table = TableWeight(40, DIM, config, area="sequencer")
+        stack = TernaryTensor(
+            EXPERTS * HEIGHT, DIM, config.site(), area="mlp", std=0.1, matrices=EXPERTS
+        )
+        table = TableWeight(40, DIM, config.site(), area="sequencer")
         single = [build("moment", "orthogonal", device, shape)[0] for shape in SHAPES]
         updater = Updater([stack, table, *single], 3, torch.float32)
         updater.set_step(0, 1.0, accumulation=2)
@@ -697,7 +707,9 @@ def test_chunks_of_a_head_step_as_matrices_of_their_own(rule, direction, device,
     with torch.device(device):
         head = SymbolWeight(150, 40, config.site(), area="head")
         alone = [
-            TernaryTensor(part.stop - part.start, 40, config, area="head", lr_factor=head.lr_factor)
+            TernaryTensor(
+                part.stop - part.start, 40, config.site(), area="head", lr_factor=head.lr_factor
+            )
             for part in parts
         ]
     head.initialise(seed=0, index=0)

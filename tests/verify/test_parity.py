@@ -259,7 +259,9 @@ def test_short_presets_have_blocks_of_every_kind_and_their_memories():
 RAGGED_MODELS = (
     "ragged T32 batch 1", "ragged T6 batch 1", "ragged T32 batch 12", "ragged T6 batch 12",
 )  # fmt: skip
-DIGITS = tuple(f"all digits of {name} T32" for name in ("moment", "nibble", "carry"))
+DIGITS = tuple(
+    f"all digits of {name} T32" for name in ("moment", "nibble", "carry", "moment+nibble+carry")
+)
 SMALL = tuple(f"{name} T32" for name in MODELS)
 OTHER_SCALES = ("graph T6", "compressed T6")
 HALF = tuple(f"{name} T32" for name in MODELS if not has_mamba(MODELS[name]))
@@ -267,6 +269,7 @@ UPDATES = (
     "moment orthogonal", "moment factored", "moment sign", "moment orthogonal all digits",
     "nibble orthogonal", "nibble factored", "nibble sign", "nibble orthogonal all digits",
     "carry orthogonal", "carry factored", "carry sign", "carry factored all digits", "votes",
+    "moment+nibble+carry orthogonal", "moment+nibble+carry orthogonal all digits",
 )  # fmt: skip
 COMPARED = {
     "torch": ((*RAGGED_MODELS, *DIGITS, *SMALL, *OTHER_SCALES), (*RAGGED_MODELS, *HALF)),
@@ -306,13 +309,13 @@ def test_no_model_is_left_out_of_a_comparison(backend, monkeypatch):
             assert config == shortened(FULL_SIZE[name])
             assert each.parts == ("blocks", "whole" if config.main.memories else "bits")
         elif "update" in each.parts:
-            words = [config.rule, config.direction, "all digits" * (config.digits == "all")]
+            words = [config.rule_text, config.direction, "all digits" * (config.digits == "all")]
             assert name == " ".join(word for word in words if word)
         elif name.startswith("ragged"):
             assert f"{config.scale_type} batch {each.batch}" in name
             assert ("bits" in each.parts) == (config.scale_type == "T32")
         elif name.startswith("all digits"):
-            assert (config.digits, name.split()[3]) == ("all", config.rule)
+            assert (config.digits, name.split()[3]) == ("all", config.rule_text)
         else:
             own = name.removesuffix(f" {config.scale_type}")
             assert config == replace(MODELS[own], scale_type=config.scale_type)

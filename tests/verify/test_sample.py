@@ -167,8 +167,8 @@ def test_models_are_sampled_on_a_gpu_and_in_triton_alone(backend, monkeypatch):
         return
     models = [s.name.split()[0] for s in chosen if s.parts == ("whole",)]
     assert models == ["ragged", *INTERPRETED]
-    updated = [s.config.rule for s in chosen if s.parts == ("update",)]
-    assert updated == [*RULES]
+    updated = [s.config.rule_text for s in chosen if s.parts == ("update",)]
+    assert updated == [*RULES, "moment+nibble+carry"]
     assert len(models) + len(updated) == len(chosen)
 
 

@@ -1,10 +1,12 @@
 """Base class of the configurations of parts."""
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, ClassVar
 
-from arbcli.config.checks import check_fields, check_sizes
+from arbcli.config.checks import check_choice, check_fields, check_sizes
 from arbcli.config.site import Site
+from arbcli.rules import RULES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +15,8 @@ class PartConfig:
 
     kind: str = field(init=False)
     """Name of the kind in files."""
+    rule: str | None = None
+    """Update rule of the part's weights; None is that of the model, or of a part around it."""
     across: ClassVar[str | None] = "it would pass something from one document to the next"
     """Reason why the part cannot process packed documents independently; None if it can."""
     causal: ClassVar[str | None] = "it reads what is before a position"
@@ -24,13 +28,19 @@ class PartConfig:
         return False
 
     def __post_init__(self) -> None:
-        """Check types and sizes.
+        """Check types, sizes and the rule.
 
         Raises:
-            ArbError: a value has the wrong type, or a size is out of bounds.
+            ArbError: a value has the wrong type, a size is out of bounds, or no rule has the name.
         """
         check_fields(self)
         check_sizes(self)
+        if self.rule is not None:
+            check_choice("rule", self.rule, RULES)
+
+    def own_site(self, site: Site) -> Site:
+        """Return the site of the part's own weights, from the site of the part."""
+        return site if self.rule is None else site.with_rule(self.rule)
 
     def check_at(self, site: Site) -> None:
         """Check that the part is valid at a site.
@@ -55,3 +65,27 @@ class PartConfig:
     def saved_width(self, site: Site) -> int:
         """Return a lower bound of the activations per position that a training step stores."""
         return site.dim
+
+
+def every_part(config: Any) -> Iterator[PartConfig]:
+    """Yield all parts in a configuration, also those within parts."""
+    if isinstance(config, tuple):
+        for each in config:
+            yield from every_part(each)
+    elif is_dataclass(config):
+        if isinstance(config, PartConfig):
+            yield config
+        for each in fields(config):
+            yield from every_part(getattr(config, each.name))
+
+
+def without_rules(config: Any) -> Any:
+    """Return a configuration whose parts have no rules of their own."""
+    if isinstance(config, tuple):
+        return tuple(map(without_rules, config))
+    if not is_dataclass(config) or isinstance(config, type):
+        return config
+    changed = {each.name: without_rules(getattr(config, each.name)) for each in fields(config)}
+    changed = {name: value for name, value in changed.items() if value != getattr(config, name)}
+    changed |= {"rule": None} if isinstance(config, PartConfig) and config.rule else {}
+    return replace(config, **changed) if changed else config

@@ -83,7 +83,8 @@ class MoEGraph(nn.Module):
         self.norm = layers.norm(site.dim, site)
         self.inward = linear(sum(self.parts), site.dim)
         if config.experts:
-            self.experts = Experts(config.experts, site, width, query, area)
+            own_site = config.experts.own_site(site)
+            self.experts = Experts(config.experts, own_site, width, query, area)
             self.sub_norm = layers.norm(width, site)
             self.output = to_stream(width)
         self.adapter_norm = layers.norm(config.adapter_rank, site)
