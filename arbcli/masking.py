@@ -15,10 +15,10 @@ https://arxiv.org/abs/2110.02037, eq. 5.
 """
 
 import struct
-from array import array
 from collections.abc import Sequence
 from hashlib import shake_256
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,8 +49,8 @@ def hide(
     offset = first / 2**64 + step * GOLDEN
     counts = [1 + min(int((offset + number / of) % 1 * length), length - 1) for number in numbers]
     words = [shake_256(f"{key} {step} {n}".encode()).digest(8 * length) for n in numbers]
-    draws = torch.frombuffer(bytearray().join(words), dtype=torch.int64).view(-1, length)
-    rank = draws.argsort(dim=1).argsort(dim=1)
-    hidden_counts = torch.frombuffer(array("q", counts), dtype=torch.int64)
-    hidden = (rank < hidden_counts[:, None]).to(ids.device)
+    draws = np.frombuffer(b"".join(words), np.int64).reshape(-1, length)
+    # numpy sorts in this thread; for torch's threads a batch is too small
+    last = np.take_along_axis(np.sort(draws, axis=1), np.array(counts)[:, None] - 1, axis=1)
+    hidden = torch.from_numpy(draws <= last).to(ids.device)
     return ids.masked_fill(hidden, symbol), ids.masked_fill(~hidden, -1)

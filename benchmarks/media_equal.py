@@ -14,6 +14,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ WEIGHTS = {
     "float": ("--weights", "float", "--optimizer", "muon", "--lr", "3e-3"),
 }
 PROBED = 150
+POLL_SECONDS = 0.2
 STEPS = 3500
 
 
@@ -61,6 +64,9 @@ def main() -> None:
     parser = results.options("media_equal", __doc__.splitlines()[0])
     parser.add_argument("texts", nargs="+", metavar="NAME=TRAIN,VAL")
     parser.add_argument("--steps", type=int, default=STEPS, help="of ternary weights")
+    parser.add_argument(
+        "--rates", type=float, nargs=2, help="bytes a second of both kinds, if they are known"
+    )
     parser.add_argument("--runs", type=Path, help="folder that keeps the ternary models")
     args = parser.parse_args()
     texts = {}
@@ -68,8 +74,9 @@ def main() -> None:
         name, _, paths = given.partition("=")
         texts[name] = [Path(path) for path in paths.split(",")]
     with tempfile.TemporaryDirectory() as place:
-        folder, rates, runs = args.runs or Path(place), {}, {}
-        for kind in WEIGHTS:
+        folder, runs = args.runs or Path(place), {}
+        rates = dict(zip(WEIGHTS, args.rates or (), strict=False))
+        for kind in () if args.rates else WEIGHTS:
             train, val = next(iter(texts.values()))
             _wait(started(folder, f"probe {kind}", train, val, PROBED))
             rates[kind] = speed(records(folder, f"probe {kind}"))
@@ -78,8 +85,10 @@ def main() -> None:
         for name, (train, val) in texts.items():
             for kind in WEIGHTS:
                 runs[name, kind] = started(folder, f"{name} {kind}", train, val, steps[kind])
-        for (name, kind), run in runs.items():
-            _wait(run)
+        for (name, kind), run in _as_they_end(runs):
+            if run.returncode:
+                print(json.dumps({"text": name, "weights": kind, "failed": run.returncode}))
+                continue
             last = records(folder, f"{name} {kind}")[-1]
             row = {"text": name, "weights": kind, "steps": steps[kind]}
             row |= {key: last[key] for key in ("val_loss", "state_bytes", "peak_bytes")}
@@ -90,6 +99,17 @@ def main() -> None:
             print(json.dumps(row), flush=True)
             command = results.command_line("media_equal", f"--steps {args.steps}")
             results.save("media_equal", [row], command=command, folder=args.out)
+
+
+def _as_they_end(
+    runs: dict[tuple[str, str], subprocess.Popen],
+) -> Iterator[tuple[tuple[str, str], subprocess.Popen]]:
+    """Yield each run with its key once it has ended."""
+    left = dict(runs)
+    while left:
+        for key in [key for key, run in left.items() if run.poll() is not None]:
+            yield key, left.pop(key)
+        time.sleep(POLL_SECONDS)
 
 
 def _wait(run: subprocess.Popen) -> None:

@@ -31,6 +31,7 @@ KEYS = {
     "holes": ("run", "hole"),
     "heard": ("run", "text"),
     "said": ("run", "text"),
+    "composite": ("kind", "seed"),
     "media_equal": ("text", "weights"),
     "kv_cache": ("preset", "ctx", "kv"),
     "products": ("size", "rows", "what"),

@@ -9,12 +9,12 @@ from syntax import children, parsed, walk
 
 PACKAGE = Path(__file__).parents[1] / "arbcli"
 RANK = {
-    "errors": 0, "version": 0, "signals": 0, "cached_files": 1, "environment": 1, "media": 1,
-    "output": 1, "reading": 1, "sockets": 1, "plain_text": 2, "run_files": 2, "kernels": 2,
-    "text_files": 3, "data": 4, "tokens": 5, "chat_template": 6, "chats": 7, "directions": 3,
-    "masking": 3, "rules": 4, "config": 6, "device": 7, "filling": 7, "model": 7, "checkpoint": 7,
-    "infer": 8, "imports": 9, "train": 10, "export": 11, "loggers": 11, "inspect": 12, "verify": 13,
-    "commands": 14, "cli": 15, "__main__": 16, "__init__": 16,
+    "errors": 0, "version": 0, "signals": 0, "cached_files": 1, "media": 1, "output": 1,
+    "reading": 1, "sockets": 1, "environment": 2, "run_files": 2, "plain_text": 3, "kernels": 3,
+    "text_files": 4, "directions": 4, "masking": 4, "data": 5, "rules": 5, "tokens": 6,
+    "chat_template": 7, "chats": 8, "config": 7, "device": 8, "filling": 8, "model": 8,
+    "checkpoint": 8, "infer": 9, "imports": 10, "train": 11, "export": 12, "loggers": 12,
+    "inspect": 13, "verify": 14, "commands": 15, "cli": 16, "__main__": 17, "__init__": 17,
 }  # fmt: skip
 
 

@@ -247,10 +247,8 @@ FAULTS = [
         rewrite("(c >> 7) | ((u >> 3) & 240)", "(u >> 7) | ((c >> 3) & 240)")),
     kernel("octave", "bases of packed gates an octave too large", "pack_gates",
         rewrite("(s >> 7) - 15", "(s >> 7) - 14")),
-    kernel("exchange", "gate packed as up", "gated_rms_norm_packing",
+    kernel("exchange", "gate packed as up", "pack_gates",
         rewrite("store_packed(c, g, u, ...)", "store_packed(c, u, g, ...)")),
-    kernel("exchange", "up packed in place of the gate", "gated_rms_norm_e4m3_packing",
-        rewrite("store_packed(c, y, u, ...)", "store_packed(c, u, u, ...)")),
     kernel("sign", "packed gates without their signs", "packed_gates_backward",
         rewrite("(s << 16) | ((l & 128) << 24)", "s << 16")),
     # generation

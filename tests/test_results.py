@@ -12,9 +12,8 @@ import torch
 
 from benchmarks import results, search, training_step
 from benchmarks.results import FOLDER, KEYS, add_runs, load, options
-from benchmarks.tables import hnet, imports, many_gpus, media, models, pages, performance
+from benchmarks.tables import hnet, imports, many_gpus, masked, media, models, pages, performance
 from benchmarks.tables.cells import source
-from benchmarks.tables.masked import holes
 from benchmarks.tables.readme import speed
 from benchmarks.tables.steps import faster, speed_ratio
 from benchmarks.training_step import Subject
@@ -186,7 +185,7 @@ def test_runs_and_texts_without_a_title_have_their_own_names():
 
 def test_every_run_that_fills_holes_is_in_its_table():
     fill = {"next": 1.25, "fill": 1.0, "fill without the right side": 1.5}
-    masked = {"next": 1.25, "masked": 2.0, "masked from left to right": 1.75}
+    hidden = {"next": 1.25, "masked": 2.0, "masked from left to right": 1.75}
     rows = [
         {
             "run": "fill-1",
@@ -195,15 +194,40 @@ def test_every_run_that_fills_holes_is_in_its_table():
             "standard_error": {"fill": 0.125},
             "steps": {"run": 4000, "next": 3000},
         },
-        {"run": "other", "hole": 8, "nats_per_byte": masked},
+        {"run": "other", "hole": 8, "nats_per_byte": hidden},
         {"run": "fill-1", "hole": 4, "nats_per_byte": fill},
     ]
-    assert holes([run(rows)]).splitlines()[2:6] == [
+    assert masked.holes([run(rows)]).splitlines()[2:6] == [
         "| 4 | fill-1 | | 1.0000 | 1.5000 | 1.2500 | -0.2500 |",
         "| 8 | fill-1 | 4,000 | 1.0000 | 1.5000 | 1.2500 | -0.2500 ± 0.1250 |",
         "| 8 | other | | 2.0000 | | 1.2500 | +0.7500 |",
         "| 8 | other from left to right | | 1.7500 | | 1.2500 | +0.5000 |",
     ]
+
+
+def test_tables_of_media_have_every_row():
+    parts = {"text": 1.0, "sound": 2.0, "picture": 3.0, "all": 1.5}
+    rows = [
+        parts | {"kind": kind, "seed": seed} for kind in ("plain", "composite") for seed in (1, 0)
+    ]
+    rows[0]["text"] = 1.25
+    assert media.composite([run(rows)]).splitlines()[2:4] == [
+        "| linear | 1.0000, 1.2500 | 2.0000, 2.0000 | 3.0000, 3.0000 | 1.5000, 1.5000 |",
+        "| composite | 1.0000, 1.0000 | 2.0000, 2.0000 | 3.0000, 3.0000 | 1.5000, 1.5000 |",
+    ]
+    row = {"run": "a", "words": 80, "complete": 1.0, "recognised": 0.25, "by_chance": 0.0125}
+    lines = media.said([run([row | {"recognised_of_espeak": 0.99}])]).splitlines()
+    assert lines[2] == "| a | 80 | 100 % | 25 % | 99 % | 1.2 % |"
+    row = {"text": "pages", "weights": "float", "steps": 2000, "bytes_per_second": 1e6}
+    row |= {"val_loss": 0.5, "bits_per_unit": None, "state_bytes": 2**20}
+    lines = media.media_equal([run([row])]).splitlines()
+    assert lines[2] == "| pages | float | 2,000 | 1,000,000 | 0.5000 | | 1.0 |"
+    right = {"next": 0.5, "masked, 1 pass": 0.25, "masked, 4 passes": 0.75}
+    lines = masked.filled([run([{"hole": 8, "run": "m", "right": right}])]).splitlines()
+    assert lines[2:5] == [
+        "| 8 | `next` of m | 8 | 50.0 % |", "| 8 | m | 1 | 25.0 % |", "| 8 | m | 4 | 75.0 % |",
+    ]  # fmt: skip
+    assert masked.filled([run([{"hole": 8, "run": "m"}])]) == "Not measured yet.\n"
 
 
 def test_scaling_of_several_gpus_is_of_the_same_kind_on_one():

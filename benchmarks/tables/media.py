@@ -65,6 +65,21 @@ def media_equal(runs: Runs) -> str:
     return measured(head, lines, runs)
 
 
+def composite(runs: Runs) -> str:
+    """Losses by kind with one head and with the composite head, for each seed."""
+    heads = {"plain": "linear", "composite": "composite"}
+    lines = []
+    for kind, name in heads.items():
+        rows = sorted(rows_of(runs, kind=kind), key=lambda row: row["seed"])
+        losses = (
+            ", ".join(f"{row[part]:.4f}" for row in rows)
+            for part in ("text", "sound", "picture", "all")
+        )
+        lines.append([name, *losses])
+    head = ["head", "text", "sounds", "pictures", "all"]
+    return measured(head, lines, runs)
+
+
 TABLES: Tables = {
     "media_equal": ("media_equal", media_equal),
     "heard": ("heard", heard),

@@ -2,10 +2,12 @@
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.inspect import plots
 from arbcli.inspect.plots import plot_probe, plot_training, require_matplotlib
@@ -68,7 +70,7 @@ def report() -> dict:
         "text_entropy": 3.2,
         "chunks": None,
         "num_weights": 3_342_336,
-        "config": {"model": {"rule": "moment", "scale_type": "T32", "ctx": 64}},
+        "config": {"model": asdict(preset("tiny", ctx=64))},
         "verdicts": [{"name": "ok", "evidence": ""}],
     }
 

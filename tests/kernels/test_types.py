@@ -80,7 +80,6 @@ def test_results_in_float32_of_bfloat16_have_more_than_its_bits():
 NOT_IN_HALVES = {
     "attend_ahead", "attend_parts", "digits_matmul", "prepacked_rows", "row_by_row",
     "row_matmul", "rms_norm_e4m3", "add_rms_norm_e4m3", "gated_rms_norm_e4m3", "choose_entries",
-    "gated_rms_norm_e4m3_packing",
     "append_position_8bit",
 }  # fmt: skip
 """Kernels that take bits of bfloat16 apart, or round to it, or to eight bits."""

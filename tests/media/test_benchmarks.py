@@ -5,9 +5,12 @@ import json
 import numpy as np
 import pytest
 
+from arbcli.data import open_texts
 from arbcli.media.sound import encode_samples
 from arbcli.media.spans import SoundHeader
-from benchmarks import media_equal, said
+from arbcli.train.configure import new_config
+from arbcli.train.trainer import Trainer
+from benchmarks import composite_heads, holes_together, media_equal, said
 from benchmarks.said import Said
 
 
@@ -74,6 +77,11 @@ def test_the_baseline_trains_for_as_long(tmp_path, monkeypatch):
     started = {}
 
     class Run:
+        returncode = 0
+
+        def poll(self):
+            return 0
+
         def wait(self):
             return 0
 
@@ -101,3 +109,75 @@ def test_the_baseline_trains_for_as_long(tmp_path, monkeypatch):
     assert rows["b", "ternary"]["bits_per_unit"] == 1.5
     assert rows["b", "float"]["bits_per_unit"] is None
     assert rows["a", "float"]["steps"] == 20
+    started.clear()
+    monkeypatch.setattr("sys.argv", ["", "c=t,v", "--steps", "9", "--rates", "3", "1", *words[-2:]])
+    media_equal.main()
+    assert started == {"c ternary": 9, "c float": 3}
+
+
+def trained_in_turn(trainers):
+    """Take the place of `train_together`, which needs a GPU."""
+    for trainer in trainers:
+        while trainer.step < trainer.config.steps:
+            trainer.train_step()
+    return [{trainer.step: 1.0} for trainer in trainers]
+
+
+def rows_in(folder, name):
+    runs = json.loads((folder / f"{name}.json").read_text())["runs"]
+    return [row for run in runs for row in run["rows"]]
+
+
+TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "device": "cpu", "steps": 2, "batch": 2}
+
+
+def test_heads_are_compared_by_kind(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARB_COMMIT", "0000000")
+    sounds = b"".join(vowel(word, formant, 300).written for word, formant in WORDS.items())
+    (tmp_path / "sounds").write_bytes(sounds)
+    (tmp_path / "text").write_bytes(b"some plain words of a text\n" * 20)
+    heads = []
+
+    def made(config, texts, capture):
+        heads.append(config.model.composite)
+        return Trainer(config, texts)
+
+    monkeypatch.setattr(composite_heads, "Trainer", made)
+    monkeypatch.setattr(
+        composite_heads,
+        "new_config",
+        lambda **given: new_config(**given | TINY | {"preset": "tiny"}),
+    )
+    monkeypatch.setattr(composite_heads, "train_together", trained_in_turn)
+    texts = [f"{tmp_path / name}:0.5,{tmp_path / name}" for name in ("sounds", "text")]
+    words = ["", *texts, "--seeds", "1", "--ctx", "16", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", words)
+    composite_heads.main()
+    assert [head is not None for head in heads] == [False, True]
+    plain, composite = rows_in(tmp_path, "composite")
+    assert (plain["kind"], composite["kind"]) == ("plain", "composite")
+    for row in plain, composite:
+        assert min(row["text"], row["sound"], row["all"]) > 3
+    assert plain["all"] != composite["all"]
+
+
+def test_holes_are_compared_seed_by_seed(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARB_COMMIT", "0000000")
+    (tmp_path / "text").write_bytes(bytes(range(32, 112)) * 9)
+
+    def made(options, common, text, seed):
+        objective = options.split()[-1]
+        config = new_config(**TINY, ctx=24, seed=seed, objective=objective, data=[text[1]])
+        return Trainer(config, open_texts(config.data, None, seed=seed, context=24))
+
+    monkeypatch.setattr(holes_together, "trainer_of", made)
+    monkeypatch.setattr(holes_together, "train_together", trained_in_turn)
+    words = ["", str(tmp_path / "text"), str(tmp_path / "text"), "--seeds", "2", "--steps", "2"]
+    words += ["--hole", "3", "--windows", "4", "--batch", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", words)
+    holes_together.main()
+    rows = rows_in(tmp_path, "holes")
+    assert [row["run"] for row in rows] == ["fill, seed 0", "fill, seed 1"]
+    assert rows[0]["nats_per_byte"] != rows[1]["nats_per_byte"]
+    assert all(row["steps"] == {"run": 2, "next": 2} for row in rows)
+    assert all(row["right"].keys() == {"next", "fill"} for row in rows)

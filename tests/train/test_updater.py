@@ -580,7 +580,7 @@ def test_small_matrices_of_a_stack_step_together_with_the_same_bits(
             config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
             with torch.device(device):
                 stack = TernaryTensor(
-                    EXPERTS * HEIGHT, DIM, config, area="mlp", std=0.1, matrices=EXPERTS
+                    EXPERTS * HEIGHT, DIM, config.site(), area="mlp", std=0.1, matrices=EXPERTS
                 )
             stack.initialise(seed=0, index=0)
             updater = Updater([stack], 3, torch.float32, held_bytes)

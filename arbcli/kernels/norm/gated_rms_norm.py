@@ -16,14 +16,8 @@ from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import in_planes
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.norm.pack_gates import (
-    bases_of,
     load_packed,
-    new_packed,
-    pack_gates_reference,
     pack_gates_torch,
-    sizes_of,
-    store_bases,
-    store_packed,
     unpack_gates,
     unpack_gates_reference,
 )
@@ -71,14 +65,6 @@ def gated_rms_norm_backward_reference(
     """Compute the reference result of `gated_rms_norm_backward`: autograd through the reference."""
     inputs = grad_y.double(), gate_up.double(), weight, eps
     return gradient_and_output(gated_rms_norm_reference, *inputs)
-
-
-def gated_rms_norm_packing_reference(
-    gate_up: Tensor, weight: Packed | None, eps: float | None
-) -> tuple[Tensor, Tensor]:
-    """Compute the result of `gated_rms_norm`, and the numbers that the codes stand for."""
-    kept = unpack_gates_reference(*pack_gates_reference(gate_up))
-    return gated_rms_norm_reference(gate_up, weight, eps), kept
 
 
 def packed_gates_backward_reference(
@@ -133,12 +119,6 @@ def _gated_rms_norm_backward_torch(
     return grad_gate_up, y
 
 
-def _gated_rms_norm_packing_torch(
-    gate_up: Tensor, weight: Packed | None, eps: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _gated_rms_norm_torch(gate_up, weight, eps), *pack_gates_torch(gate_up)
-
-
 def _packed_gates_backward_torch(
     grad_y: Tensor, codes: Tensor, bases: Tensor, weight: Packed | None, eps: float | None,
     overwrite: bool = False,
@@ -161,10 +141,10 @@ def _gated_rms_norm_backward_native(
 
 @triton.jit
 def _gated_rms_norm_kernel(
-    gate_ptr, up_ptr, weight_ptr, y_ptr, codes_ptr, bases_ptr,
+    gate_ptr, up_ptr, weight_ptr, y_ptr,
     M, D, eps, one,
     stride_xm,
-    HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, PACK: tl.constexpr, ROUND: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
@@ -173,11 +153,6 @@ def _gated_rms_norm_kernel(
         mask = (offs_m < M) & (offs_d < D)[None, :]
         gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
         up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
-        if PACK:
-            base = bases_of(tl.max(sizes_of(gate, ROUND), axis=1))
-            base_up = bases_of(tl.max(sizes_of(up, ROUND), axis=1))
-            store_bases(bases_ptr, base, base_up, offs_m, M)
-            store_packed(codes_ptr, gate, up, base, base_up, offs_m, offs_d, mask, D, ROUND)
         if HAS_NORM:
             weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
         y = gate * sigmoid(gate) * up
@@ -186,9 +161,7 @@ def _gated_rms_norm_kernel(
         store_rows(y_ptr, y, offs_m, offs_d, mask, D)
     else:
         squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        most = tl.zeros((BLOCK_M,), dtype=tl.int32)
-        most_up = most
-        if HAS_NORM or PACK:
+        if HAS_NORM:
             for start in range(0, D, BLOCK_D):
                 offs_d = start + tl.arange(0, BLOCK_D)
                 mask = (offs_m < M) & (offs_d < D)[None, :]
@@ -196,20 +169,12 @@ def _gated_rms_norm_kernel(
                 up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
                 product = gate * sigmoid(gate) * up
                 squares += tl.sum(product * product, axis=1)
-                if PACK:
-                    most = tl.maximum(most, tl.max(sizes_of(gate, ROUND), axis=1))
-                    most_up = tl.maximum(most_up, tl.max(sizes_of(up, ROUND), axis=1))
         r = tl.rsqrt(squares / D + eps)[:, None]
-        base, base_up = bases_of(most), bases_of(most_up)
-        if PACK:
-            store_bases(bases_ptr, base, base_up, offs_m, M)
         for start in range(0, D, BLOCK_D):
             offs_d = start + tl.arange(0, BLOCK_D)
             mask = (offs_m < M) & (offs_d < D)[None, :]
             gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
             up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
-            if PACK:
-                store_packed(codes_ptr, gate, up, base, base_up, offs_m, offs_d, mask, D, ROUND)
             y = gate * sigmoid(gate) * up
             if HAS_NORM:
                 y *= r * load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
@@ -284,30 +249,15 @@ def sigmoid(x):
 
 
 def _gated_rms_norm_triton(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
-    return _launch(gate_up, weight, eps, None)
-
-
-def _gated_rms_norm_packing_triton(
-    gate_up: Tensor, weight: Packed | None, eps: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    packed = new_packed(gate_up)
-    return _launch(gate_up, weight, eps, packed), *packed
-
-
-def _launch(
-    gate_up: Tensor, weight: Packed | None, eps: float | None,
-    packed: tuple[Tensor, Tensor] | None,
-) -> Tensor:  # fmt: skip
     width = gate_up.shape[-1] // 2
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
         gate_up, decoded = dense_rows(gate_up), norm_weight(weight)
         grid, tile = tiling(len(gate_up), width)
         _gated_rms_norm_kernel[grid](
-            gate_up, gate_up[:, width:], y if decoded is None else decoded, y, *(packed or (y, y)),
+            gate_up, gate_up[:, width:], y if decoded is None else decoded, y,
             len(gate_up), width, eps or 0.0, 1.0, gate_up.stride(0),
-            HAS_NORM=eps is not None, HAS_WEIGHT=decoded is not None, PACK=packed is not None,
-            ROUND=y.dtype != torch.bfloat16, **tile,
+            HAS_NORM=eps is not None, HAS_WEIGHT=decoded is not None, **tile,
         )  # fmt: skip
     return y
 
@@ -415,17 +365,12 @@ def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
             yield Case(f"{case.label} overwritten", (grad_y, *case.inputs, True))
 
 
-def _packing_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    for case in _cases(device, group_size):
-        gate_up = case.inputs[0]
-        if gate_up.dim() == 2 and (device.type == "cuda" or gate_up.numel() < 16000):
-            yield case
-
-
 def _packed_backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(2)
-    for case in _packing_cases(device, group_size):
+    for case in _cases(device, group_size):
         gate_up, weight, eps = case.inputs
+        if gate_up.dim() > 2 or (device.type != "cuda" and gate_up.numel() >= 16000):
+            continue
         shape = len(gate_up), gate_up.shape[1] // 2
         grad_y = torch.randn(shape, generator=generator).to(device, gate_up.dtype)
         inputs = grad_y, *pack_gates_torch(gate_up), weight, eps
@@ -446,12 +391,6 @@ def _packed_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     grad_y, gate, up = torch.randn(3, 16384, 5632, device=device, dtype=torch.bfloat16)
     packed = pack_gates_torch(torch.cat((gate, up), dim=1))
     yield Timing("16384x5632 bf16", (grad_y, *packed, None, TIMED_EPS))
-
-
-def kept_numbers(_inputs: tuple, found: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return a result, and the numbers that its codes stand for."""
-    y, codes, bases = found
-    return y, unpack_gates(codes, bases).float()
 
 
 def _packed_backward_in_its_dtype(
@@ -480,11 +419,6 @@ GATED_WHERE = ("W % 2 == 0", "weight is None or eps is not None")
 GATED_SIZES = ROW_SIZES | {"W": "2 * k"}
 
 
-def _packing_in_its_dtype(*inputs: Any) -> tuple[Tensor, Tensor]:
-    return gated_rms_norm_in_its_dtype(*inputs), inputs[0].float()
-
-
-_TIMED_PACKING = [Timed("16384x5632 bf16", M=16384, W=2 * 5632, eps=TIMED_EPS)]
 _TIMED = [Timed("16384x5632 bf16", B=(16384,), W=2 * 5632, eps=TIMED_EPS)]
 
 gated_rms_norm = Operation(
@@ -517,18 +451,6 @@ of `gated_rms_norm`.
 
 Returns:
     The gradient, (..., 2 D) like `gate_up`, and y, (..., D) like the result of `gated_rms_norm`.
-"""
-gated_rms_norm_packing = Operation(
-    "gated_rms_norm_packing", _gated_rms_norm_packing_triton, _gated_rms_norm_packing_torch,
-    gated_rms_norm_packing_reference, _packing_cases, _GATE,
-    {**GATED_ARGUMENTS, "gate_up": Array("M, W")}, where=("W > 0", *GATED_WHERE),
-    sizes={"W": "2 * k"}, scale_path=in_planes, compared=kept_numbers,
-    peer=_packing_in_its_dtype, timed=_TIMED_PACKING,
-)  # fmt: skip
-"""Compute `gated_rms_norm` of (M, 2 D) `gate_up`, and `pack_gates` of the same.
-
-Returns:
-    y, codes and bases.
 """
 packed_gates_backward = Operation(
     "packed_gates_backward", _packed_gates_backward_triton, _packed_gates_backward_torch,

@@ -23,18 +23,8 @@ from arbcli.kernels.norm.gated_rms_norm import (
     GATED_ARGUMENTS,
     GATED_WHERE,
     gated_rms_norm,
-    gated_rms_norm_packing,
-    gated_rms_norm_packing_reference,
     gated_rms_norm_reference,
-    kept_numbers,
     sigmoid,
-)
-from arbcli.kernels.norm.pack_gates import (
-    bases_of,
-    new_packed,
-    sizes_of,
-    store_bases,
-    store_packed,
 )
 from arbcli.kernels.norm.rms_norm import (
     WHOLE_ROW,
@@ -67,11 +57,10 @@ def in_turn(norm: Callable, round_rows: Callable) -> Callable[..., Any]:
 
 @triton.jit
 def _norm_e4m3_kernel(
-    x_ptr, other_ptr, weight_ptr, total_ptr, q_ptr, scale_ptr, codes_ptr, bases_ptr,
+    x_ptr, other_ptr, weight_ptr, total_ptr, q_ptr, scale_ptr,
     M, D, eps, one,
     stride_xm, stride_om,
     GATED: tl.constexpr, ADD: tl.constexpr, HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    PACK: tl.constexpr, ROUND: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Normalise x, x + `other`, or a gate and `other`, and quantise the result."""
@@ -81,11 +70,6 @@ def _norm_e4m3_kernel(
     y = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
     if GATED:
         up = load_rows(other_ptr, offs_m, offs_d, mask, stride_om)
-        if PACK:
-            base = bases_of(tl.max(sizes_of(y, ROUND), axis=1))
-            base_up = bases_of(tl.max(sizes_of(up, ROUND), axis=1))
-            store_bases(bases_ptr, base, base_up, offs_m, M)
-            store_packed(codes_ptr, y, up, base, base_up, offs_m, offs_d, mask, D, ROUND)
         y = y * sigmoid(y) * up
     if ADD:  # normalise the sum as rounded for the store
         y += load_rows(other_ptr, offs_m, offs_d, mask, stride_om)
@@ -100,7 +84,7 @@ def _norm_e4m3_kernel(
 
 def _launch(
     x: Tensor, other: Tensor, total: Tensor, weight: Packed | None, eps: float | None, *,
-    gated: bool = False, add: bool = False, packed: tuple[Tensor, Tensor] | None = None,
+    gated: bool = False, add: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, width = len(x), x.shape[1] // (2 if gated else 1)
     q = torch.empty(rows, width, dtype=E4M3, device=x.device)
@@ -110,9 +94,8 @@ def _launch(
         grid, tile = tiling(rows, width)
         _norm_e4m3_kernel[grid](
             x, other, scale if decoded is None else decoded, total, q.view(torch.uint8), scale,
-            *(packed or (scale, scale)), rows, width, eps or 0.0, 1.0, x.stride(0), other.stride(0),
+            rows, width, eps or 0.0, 1.0, x.stride(0), other.stride(0),
             GATED=gated, ADD=add, HAS_NORM=eps is not None, HAS_WEIGHT=decoded is not None,
-            PACK=packed is not None, ROUND=x.dtype != torch.bfloat16,
             NATIVE=has_e4m3(x), **tile,
         )  # fmt: skip
     return q, scale
@@ -144,38 +127,6 @@ def _gated_rms_norm_e4m3_triton(
         return quantise_rows(gated_rms_norm(gate_up, weight, eps))
     gate_up = dense_rows(gate_up)
     return _launch(gate_up, gate_up[:, width:], gate_up, weight, eps, gated=True)
-
-
-def _gated_rms_norm_e4m3_packing_triton(
-    gate_up: Tensor, weight: Packed | None, eps: float | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    width = gate_up.shape[1] // 2
-    if width > WHOLE_ROW:
-        y, *kept = gated_rms_norm_packing(gate_up, weight, eps)
-        q, scale = quantise_rows(y)
-        return q, scale, kept[0], kept[1]
-    gate_up, packed = dense_rows(gate_up), new_packed(gate_up)
-    rows = gate_up, gate_up[:, width:], gate_up
-    return *_launch(*rows, weight, eps, gated=True, packed=packed), *packed
-
-
-def _gated_rms_norm_e4m3_packing_torch(
-    gate_up: Tensor, weight: Packed | None, eps: float | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    y, codes, bases = gated_rms_norm_packing(gate_up, weight, eps)
-    q, scale = quantise_rows(y)
-    return q, scale, codes, bases
-
-
-def _packing_reference(*inputs: Any) -> tuple[Tensor, Tensor]:
-    y, kept = gated_rms_norm_packing_reference(*inputs)
-    (product,) = _rounded_reference(y.to(inputs[0].dtype))
-    return product, kept
-
-
-def _product_and_kept(inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    q, scale, codes, bases = found
-    return kept_numbers(inputs, (q.float() * scale, codes, bases))
 
 
 def _cases_of(spec: Operation) -> MakeCases:
@@ -250,15 +201,3 @@ gated_rms_norm_e4m3 = Operation(
     timings=_timings_of(gated_rms_norm, _gated_rms_norm_e4m3_triton),
 )  # fmt: skip
 """Compute `gated_rms_norm` of (M, 2 D) `gate_up`, and quantise its rows to e4m3."""
-gated_rms_norm_e4m3_packing = Operation(
-    "gated_rms_norm_e4m3_packing", _gated_rms_norm_e4m3_packing_triton,
-    _gated_rms_norm_e4m3_packing_torch, _packing_reference, _cases_of(gated_rms_norm), _GATE,
-    {**GATED_ARGUMENTS, "gate_up": Array("M, W")}, where=("W > 0", *GATED_WHERE),
-    sizes={"W": "2 * k"}, uses_scales=False, compared=_product_and_kept,
-    timings=_timings_of(gated_rms_norm, _gated_rms_norm_e4m3_packing_triton),
-)  # fmt: skip
-"""Compute `gated_rms_norm_e4m3` of `gate_up`, and `pack_gates` of the same.
-
-Returns:
-    q, scale, codes and bases.
-"""

@@ -33,6 +33,7 @@ from arbcli.kernels.matmul.ternary_matmul import (
     ternary_matmul,
     ternary_matmul_grad_x,
 )
+from arbcli.kernels.norm.pack_gates import pack_gates
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_native, uses_triton
 from arbcli.kernels.update.sign_gradient import sign_gradient
 from arbcli.model.initial import projection_std
@@ -87,14 +88,6 @@ class LinearWeight(StreamedTensor):
         if self._in_nvfp4(x):
             return nvfp4_product(x, self.packed)
         return self._multiply(x)
-
-    def multiply_packing(self, x: Tensor, before: TernaryGate) -> tuple[Tensor, PackedGates]:
-        """Compute `multiply` of gate and up, and pack these for the backward pass."""
-        if self._in_fp8(x):
-            q, scale, kept = before.rounded_packing(x)
-            return self._multiply_rounded(q, scale, x.dtype), kept
-        y, kept = before.packing(x)
-        return nvfp4_product(y, self.packed) if self._in_nvfp4(x) else self._multiply(y), kept
 
     def _multiply(self, x: Tensor) -> Tensor:
         if self.decodes_ahead and len(x) > FUSED_ROWS and uses_triton(x):
@@ -314,8 +307,8 @@ class _LinearOfGates(Function):
         ctx: Any, x: Tensor, anchor: Tensor, weight: LinearWeight, before: TernaryGate
     ) -> Tensor:
         ctx.weight, ctx.before = weight, before
-        y, kept = weight.multiply_packing(x, before)
-        ctx.save_for_backward(*kept)
+        y = weight.multiply(x, before)
+        ctx.save_for_backward(*pack_gates(x))
         return y
 
     @staticmethod

@@ -13,13 +13,11 @@ from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.norm.gated_rms_norm import (
     gated_rms_norm,
     gated_rms_norm_backward,
-    gated_rms_norm_packing,
     packed_gates_backward,
 )
 from arbcli.kernels.norm.norm_e4m3 import (
     add_rms_norm_e4m3,
     gated_rms_norm_e4m3,
-    gated_rms_norm_e4m3_packing,
     rms_norm_e4m3,
 )
 from arbcli.kernels.norm.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
@@ -167,18 +165,6 @@ class TernaryGate(TernaryRMSNorm):
     def rounded(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
         """Compute (M, D) from (M, 2 D), and quantise rows to e4m3; not differentiable."""
         return gated_rms_norm_e4m3(gate_up, *self._norm_of_gate())
-
-    @torch.no_grad()
-    def packing(self, gate_up: Tensor) -> tuple[Tensor, PackedGates]:
-        """Return the result of `forward` for (M, 2 D), and gate and up, packed."""
-        y, *kept = gated_rms_norm_packing(gate_up, *self._norm_of_gate())
-        return y, PackedGates(*kept)
-
-    @torch.no_grad()
-    def rounded_packing(self, gate_up: Tensor) -> tuple[Tensor, Tensor, PackedGates]:
-        """Return the results of `rounded`, and gate and up, packed."""
-        q, scale, *kept = gated_rms_norm_e4m3_packing(gate_up, *self._norm_of_gate())
-        return q, scale, PackedGates(*kept)
 
     def backward(
         self,

@@ -47,7 +47,7 @@ def test_what_is_not_finite_gives_no_number():
 
 
 def test_trits_keep_their_signs_and_zeros():
-    layer = TernaryLinear(32, 48, preset("tiny", scale_type="T16"), area="mlp", std=0.1)
+    layer = TernaryLinear(32, 48, preset("tiny", scale_type="T16").site(), area="mlp", std=0.1)
     layer.weight.initialise(seed=0, index=0)
     exact = layer.weight.weight(torch.float32)
     y, g = round_nvfp4(exact)
@@ -60,7 +60,7 @@ def test_trits_keep_their_signs_and_zeros():
 
 
 def test_layer_multiplies_both_ways_in_four_bits():
-    layer = TernaryLinear(32, 48, preset("tiny"), area="mlp", std=0.1)
+    layer = TernaryLinear(32, 48, preset("tiny").site(), area="mlp", std=0.1)
     layer.weight.initialise(seed=0, index=0)
     layer.weight.nvfp4, exact = True, layer.weight.weight(torch.float32)
     generator = torch.Generator().manual_seed(1)
@@ -121,7 +121,7 @@ def test_product_is_that_of_rounded_weights(transposed, backend, device):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_hardware_of_such_products_is_taken_where_it_is(transposed, monkeypatch):
-    layer = TernaryLinear(32, 48, preset("tiny"), area="mlp", std=0.1)
+    layer = TernaryLinear(32, 48, preset("tiny").site(), area="mlp", std=0.1)
     layer.weight.initialise(seed=0, index=0)
     (x,) = matrices((9, 32 if transposed else 48))
     emulated = nvfp4_matmul(*round_nvfp4(x), layer.weight.packed, transposed, torch.float32)

@@ -22,7 +22,7 @@ TINY = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 16}
 
 
 def linear(out_features=24, in_features=33) -> TernaryLinear:
-    layer = TernaryLinear(out_features, in_features, preset("tiny"), area="mlp", std=0.1)
+    layer = TernaryLinear(out_features, in_features, preset("tiny").site(), area="mlp", std=0.1)
     layer.weight.initialise(seed=0, index=0)
     return layer
 
@@ -50,7 +50,7 @@ def batch(rows=3, length=16) -> tuple[torch.Tensor, torch.Tensor]:
 
 def norm_of_all_sizes() -> TernaryRMSNorm:
     """Make a norm whose weights are not ones: applied twice it is another function."""
-    norm = TernaryRMSNorm(48, preset("tiny"))
+    norm = TernaryRMSNorm(48, preset("tiny").site())
     norm.weight.fill(1)
     norm.weight.exponent += torch.arange(norm.weight.exponent.numel()).view(1, -1) % 3
     norm.weight.trits[0, ::2] = 0  # five weights of -1
@@ -58,7 +58,7 @@ def norm_of_all_sizes() -> TernaryRMSNorm:
 
 
 def gate_of_all_sizes() -> TernaryGate:
-    gate = TernaryGate(48, preset("tiny"), normalise=True)
+    gate = TernaryGate(48, preset("tiny").site(), normalise=True)
     gate.weight = norm_of_all_sizes().weight
     return gate
 
@@ -124,7 +124,7 @@ def test_largest_exponent_of_a_forward_serves_its_backward_alone(monkeypatch):
 @pytest.mark.skipif(not native.available(), reason="no C compiler")
 @pytest.mark.parametrize("digits", ["trit", "all"])
 def test_rows_of_a_prompt_are_one_product_of_the_loops_with_the_bits_of_each(digits, monkeypatch):
-    layer = TernaryLinear(24, 40, preset("tiny", digits=digits), area="mlp", std=0.1)
+    layer = TernaryLinear(24, 40, preset("tiny", digits=digits).site(), area="mlp", std=0.1)
     layer.weight.initialise(seed=0, index=0)
     x = torch.randn(1, 21, 40, generator=torch.Generator().manual_seed(0))
     with use_backend("native"):
@@ -137,7 +137,7 @@ def test_rows_of_a_prompt_are_one_product_of_the_loops_with_the_bits_of_each(dig
 
 
 def test_twin_normalises_once():
-    config = preset("tiny", weights="float")
+    config = preset("tiny", weights="float").site()
     layer, norm = FloatLinear(24, 33, config, area="mlp"), FloatRMSNorm(33, config)
     layer.weight.initialise(0, 0)
     x = 1e-3 * torch.randn(5, 33, generator=torch.Generator().manual_seed(0))
@@ -186,7 +186,7 @@ def test_rotation_is_undone_by_its_inverse():
 
 
 def float_weight(weights: str, rows: int, columns: int) -> FloatWeight:
-    return FloatWeight(rows, columns, preset("tiny", weights=weights), std=0.1)
+    return FloatWeight(rows, columns, preset("tiny", weights=weights).site(), std=0.1)
 
 
 def test_straight_through_weights_are_rounded_in_units_of_their_mean():
@@ -212,7 +212,7 @@ def test_weights_of_a_twin_are_drawn_by_seed_and_place():
 def test_norm_of_a_twin_is_rounded_once():
     x = 3 * torch.randn(64, 33, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = torch.nn.functional.rms_norm(x.double(), (33,), eps=1e-6)
-    assert torch.equal(FloatRMSNorm(33, preset("tiny"))(x), exact.bfloat16())
+    assert torch.equal(FloatRMSNorm(33, preset("tiny").site())(x), exact.bfloat16())
 
 
 def test_rotary_table_of_a_long_text_is_computed_in_parts(monkeypatch):
@@ -226,7 +226,7 @@ def test_rotary_table_of_a_long_text_is_computed_in_parts(monkeypatch):
 
 
 def test_embedding_gradient_sums_repeated_ids():
-    layer = TernaryEmbedding(10, 33, preset("tiny"), area="embedding")
+    layer = TernaryEmbedding(10, 33, preset("tiny").site(), area="embedding")
     layer.weight.initialise(seed=0, index=0)
     grads = collect(layer)
     ids, grad_y = torch.tensor([[3, 3, 9], [0, 3, 9]]), torch.randn(2, 3, 33)
