@@ -135,11 +135,34 @@ def read_facts(run: Path) -> dict[str, Any]:
     return facts
 
 
-def field_digests(config: TrainConfig) -> dict[str, str]:
-    """Hash each setting that a checkpoint depends on, so that errors can name changed ones."""
-    values = config.decisive()
-    values |= {f"model.{name}": value for name, value in asdict(config.model).items()}
+def field_digests(config: TrainConfig, written: dict[str, Any] | None = None) -> dict[str, str]:
+    """Hash each setting that a checkpoint depends on, so that errors can name changed ones.
+
+    Args:
+        config: configuration of a run.
+        written: the model in its `config.json`, which may lack fields of parts that are newer than
+            the run; these are not hashed. None is a new run.
+    """
+    model, values = asdict(config.model), config.decisive()
+    found = written or {}
+    values |= {
+        f"model.{name}": _without_newer(value, found.get(name)) for name, value in model.items()
+    }
     return {name: sha256(json.dumps(value).encode()).hexdigest() for name, value in values.items()}
+
+
+def _without_newer(value: Any, written: Any) -> Any:
+    """Leave out fields in nested values that the same value in a file does not have."""
+    if isinstance(value, dict) and isinstance(written, dict):
+        return {
+            name: _without_newer(each, written[name])
+            for name, each in value.items()
+            if name in written
+        }
+    both_lists = isinstance(value, list | tuple) and isinstance(written, list)
+    if both_lists and len(value) == len(written):
+        return [*map(_without_newer, value, written)]
+    return value
 
 
 def check_same_run(
@@ -155,7 +178,7 @@ def check_same_run(
     """
     hint = "restore the files of the run, or start a new run with `--out`"
     began = facts.get("digests", {})  # missing in runs of earlier versions
-    now = field_digests(config)
+    now = field_digests(config, facts["config"].get("model"))
     if changed := [name for name in now if name in began and began[name] != now[name]]:
         names = ", ".join(f"`{name}`" for name in changed)
         raise ArbError(f"`{run / CONFIG}` was changed since the run began: {names}", hint=hint)

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gzip
+import hashlib
 import json
 import os
 import re
@@ -529,6 +530,26 @@ def test_resume_refuses_a_configuration_that_was_changed(field, value, started):
     (started / "config.json").write_text(json.dumps(facts))
     with pytest.raises(ArbError, match=f"was changed since the run began: `{field}`"):
         resume_run(started, Observer())
+
+
+def test_runs_from_before_a_part_had_a_rule_of_its_own_continue(started):
+    facts = json.loads((started / "config.json").read_text())
+    model = facts["config"]["model"]
+    for part in model["stages"][0]["blocks"][0].values():
+        del part["rule"]
+    stages = dataclasses.asdict(train_config_from(facts).model)["stages"]
+    for part in stages[0]["blocks"][0].values():
+        del part["rule"]
+    of_earlier_version = json.dumps(stages).encode()
+    facts["digests"]["model.stages"] = hashlib.sha256(of_earlier_version).hexdigest()
+    write_json(started / "config.json", facts)
+    model["stages"][0]["blocks"][0]["channel"]["rule"] = "nibble"
+    changed = started.with_name("changed")
+    shutil.copytree(started, changed)
+    write_json(changed / "config.json", facts)
+    with pytest.raises(ArbError, match=r"was changed since the run began: `model\.stages`"):
+        resume_run(changed, Observer())
+    assert resume_run(started, Observer()).steps == 11
 
 
 FREE = {
