@@ -514,9 +514,18 @@ def with_part_rules(
         ),
     ] = None,
 ) -> ModelConfig:
-    """Return a model whose mixers or channel mixers have other rules; None keeps theirs."""
+    """Return a model whose mixers or channel mixers have other rules; None keeps theirs.
+
+    Raises:
+        ArbError: no block has a part that a rule is for.
+    """
     if attention_rule is None and mlp_rule is None:
         return config
+    blocks_of_all = [block for stage in config.stages for one in stage.lists for block in one]
+    if attention_rule and not any(block.mixer for block in blocks_of_all):
+        raise _without_part("attention_rule", "attention or Mamba")
+    if mlp_rule and not any(block.channel for block in blocks_of_all):
+        raise _without_part("mlp_rule", "an MLP or experts")
 
     def of(blocks: Blocks) -> Blocks:
         return tuple(
@@ -532,6 +541,14 @@ def with_part_rules(
         for one in config.stages
     )
     return replace(config, stages=tuple(stages))
+
+
+def _without_part(name: str, part: str) -> ArbError:
+    return ArbError(
+        f"`{name}` is for blocks with {part}, and the model has none",
+        hint=f"leave `{name}` out",
+        fields=(name,),
+    )
 
 
 def _with_rule(part: PartConfig | None, rule: str | None) -> PartConfig | None:

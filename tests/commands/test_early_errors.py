@@ -62,6 +62,8 @@ MISTAKES = {
     "train --rule votes --optimizer sign": "the rule `votes` takes no direction",
     "train --rule votes --mlp-rule nibble": "the rule `votes` has no learning rate, and cannot be"
         " combined with another rule\nhint: use it for the whole model, or choose among: moment,",
+    "count-params --preset arb-tiny --no-attention --attention-rule nibble": "`--attention-rule` is"
+        " for blocks with attention or Mamba, and the model has none\nhint: leave `--att",
     "train --mlp-rule carry --weights anneal": "the rule `carry` does not fade to the trit\nhint:"
         " leave `--weights anneal` out, or use one of: moment, nibble",
     "train --weights float --mlp-rule nibble":

@@ -7,8 +7,9 @@ from operator import attrgetter
 import pytest
 from graph_parts import graph_config
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.model_file import model_from_toml, model_lines
+from arbcli.config.parts import AttentionConfig
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.parts.base import every_part, without_rules
 from arbcli.config.parts.composite import CompositeConfig
@@ -152,6 +153,9 @@ def test_options_give_parts_of_blocks_a_rule():
     assert found == {("attention", None), ("mlp", "nibble")}
     without_mlps = preset("hnet-tiny", outer_blocks="mamba", mlp_rule="nibble")
     assert {block.channel for block in without_mlps.stages[0].before} == {None}
+    bare = StageConfig(dim=32, blocks=(BlockConfig(mixer=AttentionConfig(heads=2)),))
+    with pytest.raises(ArbError, match="`mlp_rule` is for blocks with an MLP or experts"):
+        assembled(ModelConfig(ctx=16, stages=(bare,)), mlp_rule="nibble")
 
 
 @pytest.mark.parametrize(
