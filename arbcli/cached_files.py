@@ -25,11 +25,13 @@ def cache_folder() -> Path:
 
 
 def own_folder(name: str) -> Path | None:
-    """Make a folder in the cache that only this user can write; None if that fails."""
-    folder = cache_folder() / name
+    """Make a folder in the cache that only this user or root can write; None if that fails."""
+    folder = cache_folder().absolute() / name
     try:
         for each in (folder.parent, folder):
             _make_own(each)
+            if not _is_own(each.stat()):  # root can change the mode of another user's folder
+                return None
     except OSError:
         return None
     return folder

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from arbcli import __main__, cli, environment, sockets
+from arbcli import __main__, cached_files, cli, environment, sockets
 from arbcli.commands import train
 from arbcli.config.presets import preset
 from arbcli.config.training import trains_ternary
@@ -92,7 +92,17 @@ def test_modules_that_nothing_keeps_compiled_are_kept_in_the_cache(
     assert not sys.dont_write_bytecode
 
 
-@pytest.mark.parametrize("why", ["compiled", "room", "no torch", "no cache", "imported"])
+@pytest.mark.parametrize(
+    "why",
+    [
+        "compiled",
+        "room",
+        "no torch",
+        "no cache",
+        "foreign cache",
+        "imported",
+    ],
+)
 def test_modules_are_not_kept_in_the_cache_otherwise(why, torch_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", why != "room")
     if why == "compiled":
@@ -105,6 +115,8 @@ def test_modules_are_not_kept_in_the_cache_otherwise(why, torch_folder, tmp_path
         monkeypatch.setitem(sys.modules, "torch", torch)
     elif why == "no cache":
         (tmp_path / "cache").write_text("a file")
+    elif why == "foreign cache":
+        monkeypatch.setattr(cached_files, "_is_own", lambda _: False)
     keep_compiled_modules()
     assert sys.pycache_prefix is None
     assert sys.dont_write_bytecode == (why != "room")
