@@ -22,6 +22,7 @@ from arbcli.cached_files import cache_folder, is_cached, write_cached
 from arbcli.environment import number_in
 from arbcli.errors import ArbError
 from arbcli.media import pictures, sound
+from arbcli.media.kinds import SUFFIXES_OF, medium_of
 
 COMPRESSED = (".gz", ".zst")
 BLOCK_BYTES = 2**20
@@ -35,10 +36,6 @@ LIMIT = "ARB_UNPACKED_GIB"
 """Environment variable with the maximum size of an unpacked file in GiB."""
 FEWEST_BYTES, MOST_TIMES = 2**29, 100
 """Default maximum: this number of bytes, or this multiple of the file's, whichever is larger."""
-
-
-SUFFIXES_OF = {"sound": sound.SUFFIXES, "picture": pictures.SUFFIXES}
-"""Suffixes of the files of each medium."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +55,6 @@ class Conversion:
         """Return whether a file in a folder is read: sounds and pictures only with a format."""
         kind = medium_of(name)
         return kind is None or getattr(self, kind) is not None
-
-
-def medium_of(name: str) -> str | None:
-    """Return `sound` or `picture` by the suffix of a file's name; None for other files."""
-    return next((kind for kind, ends in SUFFIXES_OF.items() if name.lower().endswith(ends)), None)
 
 
 PLAIN = Conversion()

@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from arbcli.errors import ArbError
-from arbcli.plain_text import Conversion, may_have_records, medium_of
+from arbcli.media.kinds import medium_of
+from arbcli.plain_text import Conversion, may_have_records
 from arbcli.reading import shown
 
 PACKED = (".gz", ".zst", ".parquet")

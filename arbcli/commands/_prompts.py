@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Collection
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,8 +26,7 @@ def read_prompt(
     model: "LanguageModel",
     keep: float | None,
     length: int | None,
-    *,
-    as_media: bool,
+    kinds: Collection[str],
 ) -> tuple[bytes, int | None]:
     """Read a file as the run reads its texts; see `prompt_and_length` for arguments and result."""
     from arbcli.train.directory import run_conversion
@@ -42,7 +42,7 @@ def read_prompt(
         raise ArbError(
             "a model with a tokenizer only reads text", hint="give a text file, or use a byte model"
         )
-    return prompt_and_length(content, keep, length, as_media=as_media)
+    return prompt_and_length(content, keep, length, kinds)
 
 
 def read_lines(file: Path) -> list[bytes]:

@@ -5,6 +5,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,8 +30,8 @@ from arbcli.commands._prompts import PromptProgress, read_lines, read_prompt
 from arbcli.commands._saved import config_in_header
 from arbcli.errors import ArbError
 from arbcli.infer.option_checks import check_ahead, check_fills, check_masked_option
-from arbcli.media import pictures, sound
 from arbcli.media.continuing import Completion, write_first
+from arbcli.media.kinds import SUFFIXES_OF, medium_of
 from arbcli.output import (
     LiveLine,
     TextWriter,
@@ -194,7 +195,7 @@ def generate(
     }  # fmt: skip
     _check_combinations(given)
     if out is not None:
-        check_file(out, "--out", (*sound.SUFFIXES, *pictures.SUFFIXES))
+        check_file(out, "--out", tuple(chain(*SUFFIXES_OF.values())))
     checkpoint = find_run(one_path(run, checkpoint), loads=True)
     if prompt_file is not None:
         check_regular(prompt_file)
@@ -231,8 +232,8 @@ def generate(
         chat(model, length or LENGTH, sampling, backend, kv, conversation)
         return
     if prompt_file is not None:
-        as_media = out is not None or raw
-        start, length = read_prompt(prompt_file, checkpoint, model, keep, length, as_media=as_media)
+        kinds = [kind for kind in SUFFIXES_OF if raw or (out and medium_of(out.name) == kind)]
+        start, length = read_prompt(prompt_file, checkpoint, model, keep, length, kinds)
     elif prompt == "-":
         start = sys.stdin.buffer.read()
     else:

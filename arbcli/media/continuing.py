@@ -1,10 +1,12 @@
 """A sound or picture as a prompt, and the one that a model made as a file."""
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 
 from arbcli.errors import ArbError
 from arbcli.media import pictures, sound
+from arbcli.media.kinds import SUFFIXES_OF, medium_of
 from arbcli.media.spans import LONGEST_HEADER, SoundHeader, find_spans
 
 KEPT = 0.5
@@ -12,7 +14,7 @@ KEPT = 0.5
 
 
 def prompt_and_length(
-    content: bytes, keep: float | None, length: int | None, *, as_media: bool = True
+    content: bytes, keep: float | None, length: int | None, kinds: Collection[str] = SUFFIXES_OF
 ) -> tuple[bytes, int | None]:
     """Cut a file's bytes to the prompt, and find how many bytes complete it.
 
@@ -23,13 +25,14 @@ def prompt_and_length(
         content: bytes of a file; a text is the prompt as it is.
         keep: share of the sound or picture, 0 to 1; None is `KEPT`.
         length: bytes to make; None is the rest of the sound or picture.
-        as_media: whether a sound or picture is continued; else `keep` is 1 and text follows it.
+        kinds: kinds of media that can be continued; without any, `keep` is 1 and text follows.
 
     Returns:
         The prompt, and the bytes to make; None of text without `length`.
 
     Raises:
-        ArbError: `keep` is given for a text, leaves nothing to make, or is not 1 before text.
+        ArbError: `keep` is given for a text, leaves nothing to make, or is not 1 before text; or a
+            sound or picture is of another kind.
     """
     span = next(find_spans(content), None)
     if span is None or span.start:
@@ -39,9 +42,14 @@ def prompt_and_length(
             )
         return content, length
     header = span.header
-    if not as_media and keep == 1:
+    if not kinds and keep == 1:
         return content, length
-    if not as_media:
+    if kinds and header.kind not in kinds:
+        raise ArbError(
+            f"the prompt is a {header.kind}, and `--out` is a {' or '.join(kinds)}",
+            hint=f"choose a name that ends in {', '.join(SUFFIXES_OF[header.kind])}",
+        )
+    if not kinds:
         raise ArbError(
             f"the prompt is a {header.kind}, and its continuation needs a file",
             hint="add `--out FILE`, or `--keep 1` to generate the text after it",
@@ -69,7 +77,7 @@ class Completion:
     """
 
     def __init__(self, path: Path) -> None:
-        self._kind, self._searched = kind_of(path), 0
+        self._kind, self._searched = medium_of(path.name), 0
 
     def is_complete(self, content: bytes | bytearray) -> bool:
         """Return whether a text, which the last call's text begins, has all of it."""
@@ -95,7 +103,7 @@ def write_first(path: Path, content: bytes) -> str:
     Raises:
         ArbError: the bytes have none, or the file cannot be written.
     """
-    kind = kind_of(path)
+    kind = medium_of(path.name)
     span = next((span for span in find_spans(content) if span.header.kind == kind), None)
     if span is None:
         raise ArbError(
@@ -110,16 +118,3 @@ def write_first(path: Path, content: bytes) -> str:
         return f"{seconds:.2f} of {header.frames / header.rate:.2f} s"
     pictures.write_picture(path, body, header)
     return f"{len(body) // header.item_bytes} of {header.height} rows of {header.width} pixels"
-
-
-def kind_of(path: Path) -> str:
-    """Return `sound` or `picture` by the suffix of a file's name.
-
-    Raises:
-        ArbError: it is neither.
-    """
-    for kind, suffixes in (("sound", sound.SUFFIXES), ("picture", pictures.SUFFIXES)):
-        if path.suffix.lower() in suffixes:
-            return kind
-    known = ", ".join(sound.SUFFIXES + pictures.SUFFIXES)
-    raise ArbError(f"`{path}` is neither a sound nor a picture by its name", hint=f"use {known}")

@@ -144,6 +144,7 @@ def test_a_run_of_sounds_shows_no_sample(folder, monkeypatch, tmp_path, capsys):
     ("words", "message"),
     [
         (["--prompt", "a", "--out", "x.wav"], "the model wrote no sound"),
+        (["--prompt-file", "b.png", "--out", "x.wav"], "is a picture, and `--out` is a sound"),
         (["--prompt", "a", "--out", "x.txt"], "`--out` is `x.txt`"),
         (["--prompt", "a", "--out", "gone/x.wav"], "there is no folder `gone`"),
         (["--keep", "0.5"], "`--keep` only applies with `--prompt-file`"),
