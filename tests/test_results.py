@@ -215,9 +215,16 @@ def test_tables_of_media_have_every_row():
         "| linear | 1.0000, 1.2500 | 2.0000, 2.0000 | 3.0000, 3.0000 | 1.5000, 1.5000 |",
         "| composite | 1.0000, 1.0000 | 2.0000, 2.0000 | 3.0000, 3.0000 | 1.5000, 1.5000 |",
     ]
-    row = {"run": "a", "words": 80, "complete": 1.0, "recognised": 0.25, "by_chance": 0.0125}
+    row = {
+        "run": "a",
+        "words": 80,
+        "times": 2,
+        "complete": 1.0,
+        "recognised": 0.25,
+        "by_chance": 0.0125,
+    }
     lines = media.said([run([row | {"recognised_of_espeak": 0.99}])]).splitlines()
-    assert lines[2] == "| a | 80 | 100 % | 25 % | 99 % | 1.2 % |"
+    assert lines[2] == "| a | 80, 2 | 100 % | 25 % | 99 % | 1.2 % |"
     row = {"text": "pages", "weights": "float", "steps": 2000, "bytes_per_second": 1e6}
     row |= {"val_loss": 0.5, "bits_per_unit": None, "state_bytes": 2**20}
     lines = media.media_equal([run([row])]).splitlines()
