@@ -85,4 +85,5 @@ TABLES: Tables = {
     "media_equal": ("media_equal", media_equal),
     "heard": ("heard", heard),
     "said": ("said", said),
+    "composite": ("composite", composite),
 }
