@@ -26,7 +26,9 @@ from arbcli.config.parts.memories import (
     QuantiserConfig,
 )
 from arbcli.config.parts.rotary import RotaryConfig
-from arbcli.kernels.registry import KERNELS
+from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS
+from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
+from arbcli.kernels.registry import BY_NAME, KERNELS
 from arbcli.model.build import build_model
 
 ROOT = Path(__file__).parents[1]
@@ -81,6 +83,18 @@ def test_example_of_a_model_builds_and_is_written_back(example):
 
 def test_page_has_examples():
     assert len(EXAMPLES) == 6
+
+
+def test_tables_of_kernels_name_functions_and_their_limits():
+    section = PAGE.partition("## Which kernel computes")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)} - {*MIXERS, "nvfp4"}
+    sources = "\n".join(path.read_text() for path in (ROOT / "arbcli" / "kernels").rglob("*.py"))
+    functions = re.findall(r"^def (\w+)", sources, re.MULTILINE)
+    assert len(named) > 10
+    assert not named - {*BY_NAME, *functions}
+    assert section.count(f"| more than {FUSED_ROWS} |") == 2
+    assert f" {MOST_COLUMNS:,} " in section
 
 
 def test_readme_is_short():
