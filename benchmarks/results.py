@@ -30,7 +30,7 @@ KEYS = {
     "checked_texts": ("preset", "prompt", "way", "size", "has_head", "favour"),
     "holes": ("run", "hole"),
     "heard": ("run", "text"),
-    "said": ("run", "text"),
+    "said": ("run", "text", "temperature"),
     "composite": ("kind", "seed"),
     "media_equal": ("text", "weights"),
     "kv_cache": ("preset", "ctx", "kv"),

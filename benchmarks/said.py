@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument("references", type=Path)
     parser.add_argument("--readings", type=int, default=4, help="of a word [default: 4]")
     parser.add_argument("--temperature", type=float, default=0.7, help="[default: 0.7]")
+    parser.add_argument("--times", type=int, default=1, help="say each word [default: once]")
     parser.add_argument("--words", type=int, help="say only the first [default: all]")
     parser.add_argument("--wav", type=Path, help="folder for sounds")
     parser.add_argument("--out", type=Path, default=results.FOLDER)
@@ -174,7 +175,8 @@ def main() -> None:
     texts = said_in(args.text.read_bytes())[: args.words]
     words = {one.word for one in texts}
     references = chosen(said_in(args.references.read_bytes()), words, args.readings)
-    sounds, complete = say(args.run, texts, args.temperature)
+    often = texts * args.times
+    sounds, complete = say(args.run, often, args.temperature)
     by_model, by_espeak = (recognised(some, references) for some in (sounds, texts))
     row = {
         "run": args.run.name,
@@ -182,8 +184,9 @@ def main() -> None:
         "words": len(words),
         "readings": args.readings,
         "temperature": args.temperature,
-        "complete": complete / len(texts),
-        "recognised": _share(texts, by_model),
+        "times": args.times,
+        "complete": complete / len(often),
+        "recognised": _share(often, by_model),
         "recognised_of_espeak": _share(texts, by_espeak),
         "by_chance": 1 / len(words),
     }
@@ -193,10 +196,12 @@ def main() -> None:
     if args.wav:
         args.wav.mkdir(parents=True, exist_ok=True)
         about: list[dict[str, Any]] = []
-        for one, sound, (nearest, ratio) in zip(texts, sounds, by_model, strict=True):
-            about.append({"word": one.word, "nearest": nearest, "ratio": ratio})
+        said = zip(often, sounds, by_model, strict=True)
+        for index, (one, sound, (nearest, ratio)) in enumerate(said):
+            name = f"{one.word}-{index // len(texts)}"
+            about.append({"name": name, "nearest": nearest, "ratio": ratio})
             for kind, made in (("model", sound), ("espeak", one)):
-                _write_wav(args.wav / f"{one.word}-{kind}.wav", made)
+                _write_wav(args.wav / f"{name}-{kind}.wav", made)
         about.sort(key=lambda word: word["ratio"])
         (args.wav / "words.json").write_text(json.dumps(about, indent=1))
 

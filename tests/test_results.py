@@ -215,19 +215,21 @@ def test_tables_of_media_have_every_row():
         "| linear | 1.0000, 1.2500 | 2.0000, 2.0000 | 3.0000, 3.0000 | 1.5000, 1.5000 |",
         "| composite | 1.0000, 1.0000 | 2.0000, 2.0000 | 3.0000, 3.0000 | 1.5000, 1.5000 |",
     ]
-    row = {"run": "a", "words": 80, "complete": 1.0, "recognised": 0.25, "by_chance": 0.0125}
+    row = {
+        "run": "a",
+        "words": 80,
+        "times": 2,
+        "temperature": 0.7,
+        "complete": 1.0,
+        "recognised": 0.25,
+        "by_chance": 0.0125,
+    }
     lines = media.said([run([row | {"recognised_of_espeak": 0.99}])]).splitlines()
-    assert lines[2] == "| a | 80 | 100 % | 25 % | 99 % | 1.2 % |"
+    assert lines[2] == "| a | 80, 2 | 0.7 | 100 % | 25 % | 99 % | 1.2 % |"
     row = {"text": "pages", "weights": "float", "steps": 2000, "bytes_per_second": 1e6}
     row |= {"val_loss": 0.5, "bits_per_unit": None, "state_bytes": 2**20}
     lines = media.media_equal([run([row])]).splitlines()
     assert lines[2] == "| pages | float | 2,000 | 1,000,000 | 0.5000 | | 1.0 |"
-    right = {"next": 0.5, "masked, 1 pass": 0.25, "masked, 4 passes": 0.75}
-    lines = masked.filled([run([{"hole": 8, "run": "m", "right": right}])]).splitlines()
-    assert lines[2:5] == [
-        "| 8 | `next` of m | 8 | 50.0 % |", "| 8 | m | 1 | 25.0 % |", "| 8 | m | 4 | 75.0 % |",
-    ]  # fmt: skip
-    assert masked.filled([run([{"hole": 8, "run": "m"}])]) == "Not measured yet.\n"
 
 
 def test_scaling_of_several_gpus_is_of_the_same_kind_on_one():

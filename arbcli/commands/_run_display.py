@@ -26,7 +26,8 @@ SMALL_WEIGHTS = 4e6
 BAR_COLUMNS = 24
 NOT_SAVED = "nothing was saved"
 NO_SAMPLE = (
-    "none of sounds and pictures: `arb generate auto --prompt-file FILE --out FILE` makes one"
+    "none, because the held-out text is mostly sounds and pictures\n"
+    "continue a sound or picture with: arb generate auto --prompt-file FILE --out FILE"
 )
 
 

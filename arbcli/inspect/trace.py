@@ -108,7 +108,7 @@ class Storages(TorchDispatchMode):
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Prevent torch from importing its compiler, which takes a second, in order to avoid it.
+    """Prevent torch from importing its compiler only to exclude functions from it, for a second.
 
     Torch marks functions of `torch._refs` so at their first call, which many operations on `meta`
     make. Here they are marked as they are; nothing may be compiled inside.

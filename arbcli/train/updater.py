@@ -93,7 +93,7 @@ class _Averaged(NamedTuple):
 
 
 def _pace(tensor: TernaryTensor) -> tuple[float, int]:
-    """Return what the step sizes of a tensor depend on: learning-rate factor, and P of its rule."""
+    """Return the factor of a tensor's learning rate and P of its rule, which set step sizes."""
     return tensor.lr_factor, tensor.rule.radix
 
 

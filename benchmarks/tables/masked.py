@@ -35,19 +35,6 @@ def holes(runs: Runs) -> str:
     return measured(head, lines, runs)
 
 
-def filled(runs: Runs) -> str:
-    """Shares of bytes that are those of the text, if the likeliest are chosen."""
-    lines = []
-    for row in sorted(rows_of(runs), key=lambda row: (row["hole"], row["run"])):
-        for way, found in row.get("right", {}).items():
-            passes = int(way.split()[1]) if " pass" in way else row["hole"]
-            kind = way.split(",")[0]
-            name = f"`next` of {row['run']}" if kind == "next" else row["run"]
-            lines.append([str(row["hole"]), name, str(passes), f"{100 * found:.1f} %"])
-    head = ["hole, bytes", "run", "passes", "bytes that are those of the text"]
-    return measured(head, lines, [run for run in runs if any("right" in r for r in run["rows"])])
-
-
 TABLES: Tables = {
     "holes": ("holes", holes),
 }

@@ -31,14 +31,15 @@ def said(runs: Runs) -> str:
     lines = [
         [
             row["run"],
-            str(row["words"]),
+            f"{row['words']}, {row['times']}",
+            f"{row['temperature']:g}",
             *(share(row[name]) for name in ("complete", "recognised", "recognised_of_espeak")),
             f"{row['by_chance']:.1%}".replace("%", " %"),
         ]
         for row in rows_of(runs)
     ]
     head = [
-        "model", "words", "complete sounds", "recognised, said by the model",
+        "model", "words, times", "temperature", "complete sounds", "recognised, said by the model",
         "recognised, said by espeak-ng", "by chance",
     ]  # fmt: skip
     return measured(head, lines, runs)
@@ -84,4 +85,5 @@ TABLES: Tables = {
     "media_equal": ("media_equal", media_equal),
     "heard": ("heard", heard),
     "said": ("said", said),
+    "composite": ("composite", composite),
 }

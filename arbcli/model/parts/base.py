@@ -57,7 +57,7 @@ class Part(nn.Module):
         Args:
             x: the stream.
             state: decoding state of the text or of the batch.
-            residual: what the output is added to, like x; None returns the output alone.
+            residual: tensor like x to add the output to; None returns the output alone.
         """
         raise NotImplementedError
 
