@@ -26,7 +26,10 @@ def cache_folder() -> Path:
 
 def own_folder(name: str) -> Path | None:
     """Make a folder in the cache that only this user or root can write; None if that fails."""
-    folder = cache_folder().absolute() / name
+    folder = cache_folder() / name
+    if folder.parts[0].startswith("~"):  # a user without a home, as in containers
+        return None
+    folder = folder.absolute()
     try:
         for each in (folder.parent, folder):
             _make_own(each)
