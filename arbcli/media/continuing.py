@@ -62,8 +62,8 @@ def prompt_and_length(
     if not rest:
         raise ArbError(
             "the whole file is the prompt, and nothing is left to make",
-            hint="use a smaller `--keep`, give a sound a `--length`, or leave `--out` out to"
-            " generate text",
+            hint="use a smaller `--keep`, give a sound a `--length`, or leave out `--out` and"
+            " `--bytes` to generate text",
         )
     body = content[span.body : span.body + kept * header.item_bytes]
     return header.encode() + body, rest if length is None else min(length, rest)

@@ -153,6 +153,7 @@ def test_a_run_of_sounds_shows_no_sample(folder, monkeypatch, tmp_path, capsys):
             "`--prompt` cannot be combined with `--prompt-file`",
         ),
         (["--prompt-file", "a.wav", "--keep", "1", "--out", "x.wav"], "nothing is left to make"),
+        (["--prompt-file", "b.png", "--keep", "1", "--bytes"], "leave out `--out` and `--bytes`"),
         (["--prompt-file", "a.wav"], "the prompt is a sound, and its continuation needs a file"),
         (["--prompt-file", "b.png", "--keep", "0.5", "--json"], "add `--out FILE`"),
         (["--prompt-file", "gone.wav"], "cannot read"),
