@@ -254,7 +254,7 @@ def media(folder: Path, evaluate: list[str]) -> dict[str, tuple[str, bytes, list
         content = (folder / f"made.{suffix}").read_bytes()
         made[f"media {suffix}"] = (f"a.{suffix}", content, [*evaluate, "--data"])
         if suffix in ("wav", "png"):
-            words = ["generate", *evaluate[1:], "--length", "1", "--prompt-file"]
+            words = ["generate", *evaluate[1:], "--length", "1", "--bytes", "--prompt-file"]
             made[f"prompt {suffix}"] = (f"b.{suffix}", content, words)
     parts = [{"text": "a "}, {"sound": str(folder / "made.wav")}]
     parts.append({"picture": str(folder / "made.png")})
