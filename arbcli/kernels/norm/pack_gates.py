@@ -18,6 +18,7 @@ Reason: both halves of a byte belong to the same column, so that a thread writes
 """
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -62,15 +63,20 @@ def unpack_gates_reference(codes: Tensor, bases: Tensor) -> Tensor:
     """Compute the numbers that codes and bases stand for, (M, 2 D) float64."""
     width = codes.shape[1] // 3
     numbers = torch.empty(len(codes), 2 * width, dtype=torch.float64)
-    for row, (of_row, base) in enumerate(zip(codes.tolist(), bases.tolist(), strict=True)):
-        for place in range(2 * width):
-            half, column = divmod(place, width)
-            low, high = of_row[place], of_row[2 * width + column] // 16**half % 16
-            exponent = high + base[half]
-            digits = low % 128 + (128 if exponent else 0)
-            size = digits * 2.0 ** (max(exponent, 1) - 134)
-            numbers[row, place] = -size if low > 127 else size
+    for row, of_row, (base, base_up) in zip(numbers, codes.tolist(), bases.tolist(), strict=True):
+        low, low_up, high = of_row[:width], of_row[width : 2 * width], of_row[2 * width :]
+        gate = [_number(some, more % 16 + base) for some, more in zip(low, high, strict=True)]
+        up = [_number(some, more // 16 + base_up) for some, more in zip(low_up, high, strict=True)]
+        row[:] = torch.tensor(gate + up, dtype=torch.float64)
     return numbers.to(codes.device)
+
+
+@cache
+def _number(low: int, exponent: int) -> float:
+    """Return the bfloat16 number with this biased exponent, and sign and mantissa of `low`."""
+    digits = low % 128 + (128 if exponent else 0)
+    size = digits * 2.0 ** (max(exponent, 1) - 134)
+    return -size if low > 127 else size
 
 
 def pack_gates_torch(gate_up: Tensor) -> tuple[Tensor, Tensor]:
