@@ -5,12 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from arbcli.data import open_texts
 from arbcli.media.sound import encode_samples
 from arbcli.media.spans import SoundHeader
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import Trainer
-from benchmarks import composite_heads, holes_together, media_equal, said
+from benchmarks import composite_heads, media_equal, said
 from benchmarks.said import Said
 
 
@@ -159,25 +158,3 @@ def test_heads_are_compared_by_kind(tmp_path, monkeypatch):
     for row in plain, composite:
         assert min(row["text"], row["sound"], row["all"]) > 3
     assert plain["all"] != composite["all"]
-
-
-def test_holes_are_compared_seed_by_seed(tmp_path, monkeypatch):
-    monkeypatch.setenv("ARB_COMMIT", "0000000")
-    (tmp_path / "text").write_bytes(bytes(range(32, 112)) * 9)
-
-    def made(options, common, text, seed):
-        objective = options.split()[-1]
-        config = new_config(**TINY, ctx=24, seed=seed, objective=objective, data=[text[1]])
-        return Trainer(config, open_texts(config.data, None, seed=seed, context=24))
-
-    monkeypatch.setattr(holes_together, "trainer_of", made)
-    monkeypatch.setattr(holes_together, "train_together", trained_in_turn)
-    words = ["", str(tmp_path / "text"), str(tmp_path / "text"), "--seeds", "2", "--steps", "2"]
-    words += ["--hole", "3", "--windows", "4", "--batch", "2", "--out", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", words)
-    holes_together.main()
-    rows = rows_in(tmp_path, "holes")
-    assert [row["run"] for row in rows] == ["fill, seed 0", "fill, seed 1"]
-    assert rows[0]["nats_per_byte"] != rows[1]["nats_per_byte"]
-    assert all(row["steps"] == {"run": 2, "next": 2} for row in rows)
-    assert all(row["right"].keys() == {"next", "fill"} for row in rows)
