@@ -175,6 +175,10 @@ def main() -> None:
     texts = said_in(args.text.read_bytes())[: args.words]
     words = {one.word for one in texts}
     references = chosen(said_in(args.references.read_bytes()), words, args.readings)
+    if len(words) < 2:
+        parser.error("TEXT needs two words or more")
+    if lacking := words - {one.word for one in references}:
+        parser.error(f"REFERENCES lacks readings of: {', '.join(sorted(lacking))}")
     often = texts * args.times
     sounds, complete = say(args.run, often, args.temperature)
     by_model, by_espeak = (recognised(some, references) for some in (sounds, texts))

@@ -38,6 +38,23 @@ def test_records_of_words_are_read():
     assert [one.word for one in kept] == ["one", "three"] * 2
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["one"], "TEXT needs two words"), ([*WORDS], "REFERENCES lacks readings of: three")],
+)
+def test_words_without_others_or_readings_are_refused(
+    words, message, tmp_path, monkeypatch, capsys
+):
+    for name, some in (("text", words), ("references", ["one", "two"])):
+        content = b"".join(vowel(word, WORDS[word], 700).written for word in some)
+        (tmp_path / name).write_bytes(content)
+    files = [str(tmp_path / name) for name in ("run", "text", "references")]
+    monkeypatch.setattr("sys.argv", ["said", *files])
+    with pytest.raises(SystemExit, match="2"):
+        said.main()
+    assert message in capsys.readouterr().err
+
+
 def test_words_are_recognised_at_other_speeds_pitches_and_loudness():
     references = [vowel(word, formant, 800) for word, formant in WORDS.items()]
     others = [vowel(word, formant, 500, pitch=110.0) for word, formant in WORDS.items()]
