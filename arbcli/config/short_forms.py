@@ -521,10 +521,9 @@ def with_part_rules(
     """
     if attention_rule is None and mlp_rule is None:
         return config
-    blocks_of_all = [block for stage in config.stages for one in stage.lists for block in one]
-    if attention_rule and not any(block.mixer for block in blocks_of_all):
+    if attention_rule and not any(block.mixer for _, block in config.blocks()):
         raise _without_part("attention_rule", "attention or Mamba")
-    if mlp_rule and not any(block.channel for block in blocks_of_all):
+    if mlp_rule and not any(block.channel for _, block in config.blocks()):
         raise _without_part("mlp_rule", "an MLP or experts")
 
     def of(blocks: Blocks) -> Blocks:

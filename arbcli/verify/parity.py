@@ -524,8 +524,7 @@ def _rotary(device: torch.device) -> Iterator[ParityResult]:
 def _tensor(subject: Subject, rule: str) -> tuple[TernaryTensor, list[Tensor]]:
     """Create a packed tensor, and two long-tailed gradients whose rows and columns differ."""
     generator = torch.Generator(subject.device).manual_seed(4)
-    site = subject.config.site()
-    site = site if rule == site.rule else site.with_rule(rule)
+    site = subject.config.site().with_rule(rule)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=subject.device)
