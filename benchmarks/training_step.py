@@ -99,7 +99,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """What makes a trainer."""
+    """A function that makes a trainer, and its kind."""
 
     make: Callable[[], Trainer | BareStep]
     is_float: bool
@@ -129,7 +129,7 @@ def build(preset: str, kind: str) -> Trainer | BareStep:
 
 
 def maker(preset: str, kind: str) -> Maker:
-    """Return what makes a trainer of a kind."""
+    """Return the function that makes a trainer of this kind."""
     return Maker(partial(build, preset, kind), "weights" in KINDS[kind])
 
 

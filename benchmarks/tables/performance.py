@@ -202,19 +202,19 @@ def several(runs: Runs) -> str:
     for ours in rows_of(runs, kind="moment"):
         peer = measured_row(runs, preset=ours["preset"], batch=ours["batch"], kind="float bf16")
         rate, twin = ours["bytes_per_second"], peer["bytes_per_second"]
-        about = [f"`{ours['preset']}`", str(ours["batch"])]
-        lines.append([*about, f"{rate:,.0f}", f"{twin:,.0f}", f"{rate / twin:.2f}"])
+        subject = [f"`{ours['preset']}`", str(ours["batch"])]
+        lines.append([*subject, f"{rate:,.0f}", f"{twin:,.0f}", f"{rate / twin:.2f}"])
     return markdown(["", "texts", "`arb`", "float in bf16", "ratio"], lines) + source(runs)
 
 
 def caches(runs: Runs) -> str:
-    """Bytes a second by what keys and values are kept in."""
+    """Bytes a second by the format of keys and values."""
     lines = []
     for row in rows_of(runs):
         plain = measured_row(runs, preset=row["preset"], ctx=row["ctx"], kv="bf16")
         rate, size = row["bytes_per_second"], row["cache_bytes"]
-        about = [f"`{row['preset']}`, ctx {row['ctx']:,}", row["kv"], f"{size / MIB:,.0f} MiB"]
-        lines.append([*about, f"{rate:,.0f}", f"{rate / plain['bytes_per_second']:.2f}"])
+        cache = [f"`{row['preset']}`, ctx {row['ctx']:,}", row["kv"], f"{size / MIB:,.0f} MiB"]
+        lines.append([*cache, f"{rate:,.0f}", f"{rate / plain['bytes_per_second']:.2f}"])
     return markdown(["", "kept in", "cache", "bytes/s", "ratio"], lines) + source(runs)
 
 
