@@ -117,7 +117,7 @@ def _step_scales_triton(
             exponent, fraction, slope, slope_gain, key, gain, shift, ok, rows, groups,
             *exponent.stride(), *fraction.stride(), *slope.stride(),
             CLIP=CLIP, LOWEST=LOWEST, HIGHEST=HIGHEST, BLOCK_N=block_n, BLOCK_G=block_g,
-            enable_fp_fusion=False,
+            enable_fp_fusion=False, num_warps=2,
         )  # fmt: skip
 
 
