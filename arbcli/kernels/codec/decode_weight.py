@@ -54,7 +54,7 @@ from arbcli.kernels.timed import Timed
 
 ABREAST, COLUMN_ROWS = 4, 16
 """Blocks of one row among the eight that a warp decodes at once; rows per program by columns."""
-NARROW, NARROW_TILE = 4, (1, 32)
+NARROW, NARROW_TILE = 12, (1, 32)
 """Rows of at most so many blocks have these instead: fewer programs, with more work each."""
 
 

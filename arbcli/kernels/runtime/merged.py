@@ -37,6 +37,8 @@ class Launch(NamedTuple):
     constants: tuple
     options: tuple[tuple[str, Any], ...]
     """Compile options, such as the number of warps."""
+    pairs: bool = True
+    """Whether it may run in one launch with another kind: PTX declares names of a kernel once."""
 
     @property
     def kind(self) -> tuple:
@@ -166,12 +168,13 @@ def merge_launches(parts: Iterable[Callable[[], None]], device: torch.device) ->
         for launches in recorded:
             for launch in launches[turn] if turn < len(launches) else ():
                 kinds.setdefault(launch.kind, []).append(launch)
-        by_options: dict[tuple, list[list[Launch]]] = {}
+        by_options: dict[tuple[bool, tuple], list[list[Launch]]] = {}
         for wave in kinds.values():
-            by_options.setdefault(wave[0].options, []).append(wave)
-        for alike in by_options.values():
+            by_options.setdefault((wave[0].pairs, wave[0].options), []).append(wave)
+        for (pairs, _), alike in by_options.items():
             waves += alike
-            together += [2] * (len(alike) // 2) + [1] * (len(alike) % 2)
+            twos = len(alike) // 2 if pairs else 0
+            together += [2] * twos + [1] * (len(alike) - 2 * twos)
     tables = [_tabulated(wave) for wave in waves]
     flat = [number for table in tables for row in table.columns for number in row]
     sizes = [sum(map(len, table.columns)) for table in tables]
@@ -193,6 +196,7 @@ def _described(kernel: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[str
         tuple(given[name] for name in varying),
         tuple(given[name] for name in constant),
         tuple(sorted(options.items())),
+        not given.get("PTX"),
     )
 
 

@@ -24,8 +24,8 @@ from arbcli.kernels.update.random_bits import random_bits, random_bits_reference
 CLIP = 3 << 16
 """A slope saturates here, at 3 times its root-mean-square."""
 LOWEST, HIGHEST = LOWEST_EXPONENT * OCTAVE, HIGHEST_EXPONENT * OCTAVE + OCTAVE - 1
-LEAST_GROUPS = 32
-"""Groups of a tile at least, so that matrices of different widths can share a launch."""
+FEW_GROUPS, FEW_AT_ONCE = 64, 32
+"""Rows of at most so many groups have tiles of so many, so that their matrices share a launch."""
 
 
 def step_scales_reference(
@@ -111,7 +111,7 @@ def _step_scales_triton(
 ) -> None:  # fmt: skip
     if slope.numel():
         rows, groups = slope.shape
-        block_g = max(LEAST_GROUPS, min(triton.next_power_of_2(groups), 128))
+        block_g = FEW_AT_ONCE if groups <= FEW_GROUPS else 128
         block_n = 1024 // block_g
         _step_scales_kernel[(triton.cdiv(rows, block_n) * triton.cdiv(groups, block_g),)](
             exponent, fraction, slope, slope_gain, key, gain, shift, ok, rows, groups,
