@@ -164,8 +164,6 @@ class Updater:
         # one counter for each matrix, so that merged launches do not conflict
         counter: TensorOptions = {"dtype": torch.int64, "device": self.device}
         self._flips, self._refused = (torch.zeros(self._num_matrices, **counter) for _ in range(2))
-        self._sums = torch.zeros(2, self._num_matrices, **counter)
-        self._squares, self._nonfinite = self._sums.unbind()
         self._held_bytes = held_bytes
         self._held: list[tuple[TernaryTensor, Tensor]] = []
         self._unused = torch.zeros(self._num_matrices, **counter)
@@ -207,9 +205,11 @@ class Updater:
         wide = torch.tensor([step_sizes] * len(ticks), dtype=torch.int64, device="cpu")
         rows = torch.tensor([numbers + turn for turn in turns], dtype=torch.int32, device="cpu")
         keys = torch.stack([self._keys_of(tick) for tick in ticks])
+        sums = wide.new_zeros(len(ticks), 2 * self._num_matrices)
         narrow = torch.cat([rows, keys, keys[:, : (rows.shape[1] + keys.shape[1]) % 2]], dim=1)
         # two numbers share an int64, so that the device only has to view them
-        self._control = loaded(torch.cat([wide, narrow.view(torch.int64)], dim=1), self._control)
+        numbers_of_all = torch.cat([sums, wide, narrow.view(torch.int64)], dim=1)
+        self._control = loaded(numbers_of_all, self._control)
 
     def _keys_of(self, tick: int) -> Tensor:
         """Compute the keys of all matrices on the host, which needs no launches."""
@@ -233,7 +233,11 @@ class Updater:
         """Prepare for the backward of micro-batch `micro`, from 0, on the device."""
         self.step_held()
         self.first, self.last = micro == 0, micro == self.accumulation - 1
-        control, paces = self._control[micro], len(self._paces)
+        sums, control = self._control[micro].tensor_split([2 * self._num_matrices])
+        self._squares, nonfinite = sums.view(2, -1).unbind()
+        if micro == 0:  # counted over all micro-batches
+            self._nonfinite = nonfinite
+        paces = len(self._paces)
         integers = control[paces:].view(torch.int32)
         ends = 8 * paces
         self._step, self._turn, self._turn_alone = integers[ends : ends + 3].unbind()
@@ -251,7 +255,6 @@ class Updater:
             )
             for pace, size, found in zip(self._paces, control, sizes, strict=False)
         }
-        (self._sums if micro == 0 else self._squares).zero_()
 
     def finish(self, of_all: Callable[[Tensor], Tensor] = lambda flag: flag) -> None:
         """Finish a step: count it if one of its gradients was not finite.
