@@ -34,6 +34,8 @@ from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 MOST_DECODED = 4096
 """Maximum rows of a table that is decoded as a whole, if it has fewer rows than lookups."""
+FEW_NUMBERS = 2**20
+"""Numbers of a result up to which a launch of its own for the table takes longer than it saves."""
 MOST_COUNTED = 1024
 """Maximum rows of a table for which each row scans all ids; larger tables use a sort."""
 
