@@ -3,14 +3,15 @@
 A kernel on a small matrix takes less time than its launch. So the launches for each of many
 matrices are recorded first. Then the first launches of all matrices run as one launch, then the
 second ones, and so on. A program of a merged launch reads the arguments of its part from a table
-and runs the original kernel, so results have the same bits.
+and runs the original kernel, so results have the same bits. Launches of two kinds, such as those of
+another dtype, run as one launch too: its kernel has the code of both.
 """
 
 import itertools
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -56,6 +57,10 @@ class Table(NamedTuple):
     """Arguments that are the same for all parts."""
     plan: tuple
     """How each argument is read, its element type, and its column or its index in `shared`."""
+
+
+Arguments: TypeAlias = tuple[list[Launch], Table, Tensor]
+"""Launches of one kind, the table of their arguments, and its numbers on the device."""
 
 
 @triton.jit
@@ -161,26 +166,35 @@ def merge_launches(parts: Iterable[Callable[[], None]], device: torch.device) ->
         for part in parts:
             recorded.append([])
             part()
-    waves: list[list[Launch]] = []
-    together: list[int] = []
-    for turn in range(max(map(len, recorded), default=0)):
+    groups = [*_groups(recorded)]
+    tables = [[_tabulated(wave) for wave in group] for group in groups]
+    of_all = [table for some in tables for table in some]
+    flat = [number for table in of_all for row in table.columns for number in row]
+    sizes = (sum(map(len, table.columns)) for table in of_all)
+    on_device = iter(TABLES.bring(flat, device).split([*sizes]))
+    for group, some in zip(groups, tables, strict=True):
+        _launch(*zip(group, some, on_device, strict=False))
+
+
+def _groups(recorded: list[list[list[Launch]]]) -> Iterator[list[list[Launch]]]:
+    """Yield the launches to make, in order: one or two kinds each, and the parts of a kind.
+
+    Args:
+        recorded: launches of each turn of each function.
+    """
+    for turns in itertools.zip_longest(*recorded, fillvalue=()):
         kinds: dict[tuple, list[Launch]] = {}
-        for launches in recorded:
-            for launch in launches[turn] if turn < len(launches) else ():
-                kinds.setdefault(launch.kind, []).append(launch)
-        by_options: dict[tuple[bool, tuple], list[list[Launch]]] = {}
+        for launch in itertools.chain(*turns):
+            kinds.setdefault(launch.kind, []).append(launch)
+        alike: dict[tuple, list[list[Launch]]] = {}
         for wave in kinds.values():
-            by_options.setdefault((wave[0].pairs, wave[0].options), []).append(wave)
-        for (pairs, _), alike in by_options.items():
-            waves += alike
-            twos = len(alike) // 2 if pairs else 0
-            together += [2] * twos + [1] * (len(alike) - 2 * twos)
-    tables = [_tabulated(wave) for wave in waves]
-    flat = [number for table in tables for row in table.columns for number in row]
-    sizes = [sum(map(len, table.columns)) for table in tables]
-    arguments = zip(waves, tables, TABLES.bring(flat, device).split(sizes), strict=True)
-    for number in together:
-        _launch(*itertools.islice(arguments, number))
+            one = wave[0]
+            if one.pairs:
+                alike.setdefault(one.options, []).append(wave)
+            else:
+                yield [wave]
+        for waves in alike.values():
+            yield from (waves[i : i + 2] for i in range(0, len(waves), 2))
 
 
 def _described(kernel: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> Launch:
@@ -238,10 +252,8 @@ def _as_integer(value: Any) -> int:
     return value
 
 
-def _launch(
-    first: tuple[list[Launch], Table, Tensor], second: tuple[list[Launch], Table, Tensor] | None = None
-) -> None:
-    """Launch a kind, or two kinds with the same options of the compiler: launches and arguments."""
+def _launch(first: Arguments, second: Arguments | None = None) -> None:
+    """Launch a kind, or two kinds with the same options of the compiler."""
     wave, table, on_device = first
     programs, options = max(launch.programs for launch in wave), dict(wave[0].options)
     if second is None and len(wave) == 1:
