@@ -23,6 +23,7 @@ from arbcli.kernels.update.direction import (
     DIRECTION,
     GAINS_BELONG,
     OK,
+    REGISTERS,
     draw_gains,
     fixed_point,
     fixed_point_reference,
@@ -162,7 +163,7 @@ def _blend_moment_triton(
             *moment.stride(), *values.stride(), 0 if row_gain is None else row_gain.stride(0),
             LIMIT=DIRECTION_LIMIT, LARGEST=moment_max(nibble), NIBBLE=nibble,
             HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, BLOCK_P=pairs, BLOCK_K=width, STEPS=steps,
-            enable_fp_fusion=False, num_warps=2,
+            enable_fp_fusion=False, num_warps=2, maxnreg=REGISTERS,
         )  # fmt: skip
 
 

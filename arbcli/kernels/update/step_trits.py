@@ -41,6 +41,7 @@ from arbcli.kernels.update.direction import (
     DIRECTION,
     GAINS_BELONG,
     OK,
+    REGISTERS,
     draw_gains,
     fixed_point,
     fixed_point_reference,
@@ -422,7 +423,7 @@ def _launch(
         0 if row_gain is None else row_gain.stride(0),
         SOURCE=source, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, RADIX=radix,
         REMAINDER_MAX=remainder_max, CLIP=CLIP, LARGEST_GAIN=LARGEST_GAIN, BLOCK_P=block_p,
-        enable_fp_fusion=False, num_warps=warps,
+        enable_fp_fusion=False, num_warps=warps, maxnreg=REGISTERS,
     )  # fmt: skip
 
 
