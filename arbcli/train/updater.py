@@ -45,6 +45,8 @@ from arbcli.rules.base import (
     fixed_point_gain,
 )
 
+KEYS_AT_ONCE = 2**14
+"""Maximum number of keys that are derived together for the next updates."""
 HELD_BYTES = 2**25
 """Maximum size of held gradients."""
 ROW_CLIP = 2
@@ -159,6 +161,8 @@ class Updater:
         self.num_weights = sum(tensor.num_weights for tensor in self.tensors)
         self._paces = sorted({_pace(tensor) for tensor in self.tensors})
         self._control = torch.empty(0, dtype=torch.int64, device=self.device)
+        self._next_keys = range(0), torch.empty(0, 0, dtype=torch.int32, device="cpu")
+        """Updates whose keys are known, and these, by update."""
         self._steady_keys = self._keys_of(0).view(-1, NUM_STREAMS)[:, TRIT].to(self.seed)
         self._no_turn = torch.zeros_like(self.seed)
         # one counter for each matrix, so that merged launches do not conflict
@@ -212,10 +216,15 @@ class Updater:
         self._control = loaded(torch.cat([wide, narrow.view(torch.int64)], dim=1), self._control)
 
     def _keys_of(self, tick: int) -> Tensor:
-        """Compute the keys of all matrices on the host, which needs no launches."""
-        number = torch.tensor(tick, dtype=torch.int64, device="cpu").to(torch.int32)
-        keys = stream_keys(self._host_seed, number, self._num_matrices, NUM_STREAMS)
-        return keys.flatten()
+        """Return the keys of all matrices for an update, flat, on the host."""
+        ticks, keys = self._next_keys
+        if tick not in ticks:
+            # the host takes as long for one update as for some thousand keys
+            ticks = range(tick, tick + max(1, KEYS_AT_ONCE // (self._num_matrices * NUM_STREAMS)))
+            numbers = torch.arange(ticks.start, ticks.stop, device="cpu").to(torch.int32)
+            keys = stream_keys(self._host_seed, numbers, self._num_matrices, NUM_STREAMS).flatten(1)
+            self._next_keys = ticks, keys
+        return keys[tick - ticks.start]
 
     def _step_sizes(self, lr: float, radix: int) -> tuple[int, tuple[int, ...]]:
         """Return the fixed-point factors of moment, slopes and directions for a learning rate."""
