@@ -45,8 +45,8 @@ from arbcli.rules.base import (
     fixed_point_gain,
 )
 
-KEYS_AT_ONCE = 2**14
-"""Maximum number of keys that are derived together for the next updates."""
+KEYS_AT_ONCE = 8
+"""Number of updates whose keys are derived together, in the time of one."""
 HELD_BYTES = 2**25
 """Maximum size of held gradients."""
 ROW_CLIP = 2
@@ -163,7 +163,7 @@ class Updater:
         self._control = torch.empty(0, dtype=torch.int64, device=self.device)
         self._next_keys = range(0), torch.empty(0, 0, dtype=torch.int32, device="cpu")
         """Updates whose keys are known, and these, by update."""
-        self._steady_keys = self._keys_of(0).view(-1, NUM_STREAMS)[:, TRIT].to(self.seed)
+        self._steady_keys = self._keys_of(0).view(-1, NUM_STREAMS)[:, TRIT].to(self.seed, copy=True)
         self._no_turn = torch.zeros_like(self.seed)
         # one counter for each matrix, so that merged launches do not conflict
         counter: TensorOptions = {"dtype": torch.int64, "device": self.device}
@@ -216,11 +216,10 @@ class Updater:
         self._control = loaded(torch.cat([wide, narrow.view(torch.int64)], dim=1), self._control)
 
     def _keys_of(self, tick: int) -> Tensor:
-        """Return the keys of all matrices for an update, flat, on the host."""
+        """Return the keys of all matrices for an update, (matrices * NUM_STREAMS), on the host."""
         ticks, keys = self._next_keys
         if tick not in ticks:
-            # the host takes as long for one update as for some thousand keys
-            ticks = range(tick, tick + max(1, KEYS_AT_ONCE // (self._num_matrices * NUM_STREAMS)))
+            ticks = range(tick, tick + KEYS_AT_ONCE)
             numbers = torch.arange(ticks.start, ticks.stop, device="cpu").to(torch.int32)
             keys = stream_keys(self._host_seed, numbers, self._num_matrices, NUM_STREAMS).flatten(1)
             self._next_keys = ticks, keys
