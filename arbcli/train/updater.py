@@ -161,8 +161,10 @@ class Updater:
         self.num_weights = sum(tensor.num_weights for tensor in self.tensors)
         self._paces = sorted({_pace(tensor) for tensor in self.tensors})
         self._control = torch.empty(0, dtype=torch.int64, device=self.device)
-        self._next_keys = range(0), torch.empty(0, 0, dtype=torch.int32, device="cpu")
-        """Updates whose keys are known, and these, by update."""
+        self._next_ticks = range(0)
+        """Numbers of the updates whose keys are in `_next_keys`."""
+        keys: TensorOptions = {"dtype": torch.int32, "device": "cpu"}
+        self._next_keys = torch.empty(KEYS_AT_ONCE, self._num_matrices * NUM_STREAMS, **keys)
         self._steady_keys = self._keys_of(0).view(-1, NUM_STREAMS)[:, TRIT].to(self.seed, copy=True)
         self._no_turn = torch.zeros_like(self.seed)
         # one counter for each matrix, so that merged launches do not conflict
@@ -217,13 +219,12 @@ class Updater:
 
     def _keys_of(self, tick: int) -> Tensor:
         """Return the keys of all matrices for an update, (matrices * NUM_STREAMS), on the host."""
-        ticks, keys = self._next_keys
-        if tick not in ticks:
-            ticks = range(tick, tick + KEYS_AT_ONCE)
+        if tick not in self._next_ticks:
+            ticks = self._next_ticks = range(tick, tick + KEYS_AT_ONCE)
             numbers = torch.arange(ticks.start, ticks.stop, device="cpu").to(torch.int32)
-            keys = stream_keys(self._host_seed, numbers, self._num_matrices, NUM_STREAMS).flatten(1)
-            self._next_keys = ticks, keys
-        return keys[tick - ticks.start]
+            keys = stream_keys(self._host_seed, numbers, self._num_matrices, NUM_STREAMS)
+            self._next_keys.copy_(keys.flatten(1))
+        return self._next_keys[tick - self._next_ticks.start]
 
     def _step_sizes(self, lr: float, radix: int) -> tuple[int, tuple[int, ...]]:
         """Return the fixed-point factors of moment, slopes and directions for a learning rate."""
