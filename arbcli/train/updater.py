@@ -163,8 +163,8 @@ class Updater:
         self._control = torch.empty(0, dtype=torch.int64, device=self.device)
         self._next_ticks = range(0)
         """Numbers of the updates whose keys are in `_next_keys`."""
-        keys: TensorOptions = {"dtype": torch.int32, "device": "cpu"}
-        self._next_keys = torch.empty(KEYS_AT_ONCE, self._num_matrices * NUM_STREAMS, **keys)
+        num_keys = self._num_matrices * NUM_STREAMS
+        self._next_keys = self._host_seed.new_empty(KEYS_AT_ONCE, num_keys)
         self._steady_keys = self._keys_of(0).view(-1, NUM_STREAMS)[:, TRIT].to(self.seed, copy=True)
         self._no_turn = torch.zeros_like(self.seed)
         # one counter for each matrix, so that merged launches do not conflict
