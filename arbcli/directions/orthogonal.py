@@ -188,8 +188,9 @@ def _in_step(stacks: list[Tensor]) -> list[Tensor]:
         squares = stacks[0].new_empty(sum(sizes), n, n)
         for x, square in zip(stacks, squares.split(sizes), strict=True):
             torch.bmm(x, x.mT, out=square)
-        polynomials = gram_polynomial(squares, *COEFFICIENTS).split(sizes)
-        for i, q in enumerate(polynomials):
+        polynomials = gram_polynomial(squares, *COEFFICIENTS)
+        del squares, square
+        for i, q in enumerate(polynomials.split(sizes)):
             stacks[i] = _product(q, stacks[i])
     return stacks
 

@@ -160,7 +160,8 @@ class Updater:
         }
         self.num_weights = sum(tensor.num_weights for tensor in self.tensors)
         self._paces = sorted({_pace(tensor) for tensor in self.tensors})
-        self._control = torch.empty(0, dtype=torch.int64, device=self.device)
+        self.control = torch.empty(0, dtype=torch.int64, device=self.device)
+        """Parameters of the step on the device, a row for each micro-batch."""
         self._next_ticks = range(0)
         """Numbers of the updates whose keys are in `_next_keys`."""
         num_keys = self._num_matrices * NUM_STREAMS
@@ -201,6 +202,10 @@ class Updater:
                 averages all; weights step after the last. Scales, and weights without a moment,
                 step by a share after each gradient.
         """
+        self.control = loaded(self.numbers_of(step, lr, accumulation), self.control)
+
+    def numbers_of(self, step: int, lr: float, accumulation: int) -> Tensor:
+        """Begin a step, and return its parameters for `control`, on the host: see `set_step`."""
         self._held.clear()  # gradients of a step that was aborted
         self.accumulation = accumulation
         sizes = [self._step_sizes(lr * factor, radix) for factor, radix in self._paces]
@@ -214,8 +219,7 @@ class Updater:
         sums = wide.new_zeros(len(ticks), 2 * self._num_matrices)
         narrow = torch.cat([rows, keys, keys[:, : (rows.shape[1] + keys.shape[1]) % 2]], dim=1)
         # two numbers share an int64, so that the device only has to view them
-        numbers_of_all = torch.cat([sums, wide, narrow.view(torch.int64)], dim=1)
-        self._control = loaded(numbers_of_all, self._control)
+        return torch.cat([sums, wide, narrow.view(torch.int64)], dim=1)
 
     def _keys_of(self, tick: int) -> Tensor:
         """Return the keys of all matrices for an update, (matrices * NUM_STREAMS), on the host."""
@@ -242,7 +246,7 @@ class Updater:
         """Prepare for the backward of micro-batch `micro`, from 0, on the device."""
         self.step_held()
         self.first, self.last = micro == 0, micro == self.accumulation - 1
-        sums, control = self._control[micro].tensor_split([2 * self._num_matrices])
+        sums, control = self.control[micro].tensor_split([2 * self._num_matrices])
         self._squares, nonfinite = sums.view(2, -1).unbind()
         if micro == 0:  # counted over all micro-batches
             self._nonfinite = nonfinite

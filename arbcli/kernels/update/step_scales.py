@@ -18,8 +18,7 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT8, INT32, Array
 from arbcli.kernels.runtime.operation import Case, Operation
 from arbcli.kernels.timed import Timed
-from arbcli.kernels.update.direction import OK, round_to_int
-from arbcli.kernels.update.direction import REGISTERS
+from arbcli.kernels.update.direction import OK, REGISTERS, round_to_int
 from arbcli.kernels.update.random_bits import random_bits, random_bits_reference, random_words
 
 CLIP = 3 << 16
