@@ -216,7 +216,7 @@ class Updater:
         wide = torch.tensor([step_sizes] * len(ticks), dtype=torch.int64, device="cpu")
         rows = torch.tensor([numbers + turn for turn in turns], dtype=torch.int32, device="cpu")
         keys = torch.stack([self._keys_of(tick) for tick in ticks])
-        sums = wide.new_zeros(len(ticks), 2 * self._num_matrices)
+        sums = wide.new_zeros(len(ticks), self._num_matrices + 1)
         narrow = torch.cat([rows, keys, keys[:, : (rows.shape[1] + keys.shape[1]) % 2]], dim=1)
         # two numbers share an int64, so that the device only has to view them
         return torch.cat([sums, wide, narrow.view(torch.int64)], dim=1)
@@ -246,10 +246,11 @@ class Updater:
         """Prepare for the backward of micro-batch `micro`, from 0, on the device."""
         self.step_held()
         self.first, self.last = micro == 0, micro == self.accumulation - 1
-        sums, control = self.control[micro].tensor_split([2 * self._num_matrices])
-        self._squares, nonfinite = sums.view(2, -1).unbind()
-        if micro == 0:  # counted over all micro-batches
-            self._nonfinite = nonfinite
+        control = self.control[micro]
+        self._squares, control = control.tensor_split([self._num_matrices])
+        if micro == 0:  # set by the first of all gradients that is not finite
+            self._nonfinite = control[0]
+        control = control[1:]
         paces = len(self._paces)
         integers = control[paces:].view(torch.int32)
         ends = 8 * paces
@@ -278,7 +279,7 @@ class Updater:
         self.step_held()
         self._slopes.clear()
         self._routed = frozenset()
-        self._nonfinite_steps += of_all(self._nonfinite.amax())
+        self._nonfinite_steps += of_all(self._nonfinite)
 
     @torch.no_grad()
     def __call__(
@@ -502,7 +503,7 @@ class Updater:
                 slope_squares=statistics.slope_squares / share, columns=statistics.columns / share
             )
         running = state.get("row_statistic"), state.get("column_statistic")
-        counters = refused, self._nonfinite[index]
+        counters = refused, self._nonfinite
         gains = gradient_gains(statistics, *running, keys[ROW], keys[COLUMN], *counters)
         ingredients = None
         if direction is not None and tensor.averages_gradients:
