@@ -599,6 +599,21 @@ def test_small_matrices_of_a_stack_step_together_with_the_same_bits(
             assert value == other[name] if name == "counters" else torch.equal(value, other[name])
 
 
+@pytest.mark.parametrize("bad", [(0,), (1,), (0, 1), ()], ids=str)
+def test_a_step_with_a_gradient_that_is_not_finite_is_counted_once(bad, device):
+    with use_backend("triton" if device.type == "cuda" else "interpreter"):
+        tensor, *_ = build("moment", "factored", device, (16, 40))
+        updater = Updater([tensor], 3, torch.float32)
+        for step in range(2):
+            updater.set_step(step, 1.0, accumulation=2)
+            for micro in range(2):
+                updater.begin_micro(micro)
+                scale = torch.nan if micro in bad else 1.0
+                updater(tensor, gradient(device, micro, (16, 40)) * scale)
+            updater.finish()
+    assert updater.counters() == {"nonfinite_steps": 2 * bool(bad), "refused": 2 * len(bad)}
+
+
 def test_held_gradients_have_an_end(device):
     with use_backend("triton" if device.type == "cuda" else "interpreter"):
         built = [build("moment", "factored", device, (16, 40)) for _ in range(3)]
