@@ -27,7 +27,6 @@ from arbcli.kernels.update.direction import (
 )
 from arbcli.kernels.update.gradient_gains import sum_parts
 
-
 FEW_ROWS, MANY_ROWS = (1, 4), (8, 1)
 """Tiles of a sum, and sums of a program, for small and for large matrices."""
 
