@@ -92,13 +92,13 @@ def _direction_squares_kernel(
     N, K,
     stride_vn, stride_vk,
     HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Compute `PARTS` sums, each of the squares of `STEPS` consecutive tiles."""
+    """Compute `BLOCK_P` sums, each of the squares of `STEPS` consecutive tiles."""
     tiles_k = tl.cdiv(K, BLOCK_K)
     parts = tl.cdiv(N, BLOCK_N * STEPS) * tiles_k
-    for index in tl.static_range(PARTS):
-        part = tl.program_id(0) * PARTS + index
+    for index in tl.static_range(BLOCK_P):
+        part = tl.program_id(0) * BLOCK_P + index
         tile_n, tile_k = part.to(tl.int64) // tiles_k, part % tiles_k
         k = (tile_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
         mask_k = k < K
@@ -149,7 +149,7 @@ def _unit_gain_triton(
         values, row_gain if has_rows else squares, column_gain if has_columns else squares, squares,
         rows, columns, *values.stride(),
         HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, BLOCK_N=block_n, BLOCK_K=block_k, STEPS=steps,
-        PARTS=several,
+        BLOCK_P=several,
     )  # fmt: skip
     _unit_gain_kernel[(triton.cdiv(len(gain), 1024),)](
         squares, row_gain if has_rows else squares, ok, gain,
