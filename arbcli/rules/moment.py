@@ -54,13 +54,9 @@ class Moment(Rule):
 
     def step(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Blend the direction into the moment; after the last gradient, step along the moment."""
-        self._blend(state, gradient, control)
-        with in_one_turn():
-            self.move_scales(state, gradient, control)
-            if control.last:
-                self._step_by_moment(state, gradient, control)
-
-    def _step_by_moment(self, state: State, gradient: Gradient, control: StepControl) -> None:
+        self.average(state, gradient, control)
+        if not control.last:
+            return
         step_size, squares = control.step_size, control.squares
         if control.share is not None:
             squares = (squares / control.share).to(torch.int64)
@@ -76,16 +72,13 @@ class Moment(Rule):
         """Step the scales, and blend the gradient or direction into the moment."""
         with in_one_turn():
             self.move_scales(state, gradient, control)
-            self._blend(state, gradient, control)
-
-    def _blend(self, state: State, gradient: Gradient, control: StepControl) -> None:
-        moment = state["remainder"] if self.share_a_byte else state["moment"]
-        decay = round(DECAY * UNIT) if control.first else UNIT
-        blend_moment(
-            moment, *gradient.ingredients, control.keys[MOMENT], gradient.gains.ok, control.squares,
-            decay, *self._blend_gain(1 if control.alone else control.accumulation),
-            self.share_a_byte,
-        )  # fmt: skip
+            moment = state["remainder"] if self.share_a_byte else state["moment"]
+            decay = round(DECAY * UNIT) if control.first else UNIT
+            blend_moment(
+                moment, *gradient.ingredients, control.keys[MOMENT], gradient.gains.ok,
+                control.squares, decay,
+                *self._blend_gain(1 if control.alone else control.accumulation), self.share_a_byte,
+            )  # fmt: skip
 
     def step_along(
         self, state: State, direction: Ingredients, ok: Tensor, control: StepControl

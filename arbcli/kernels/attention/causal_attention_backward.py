@@ -334,7 +334,7 @@ def launch_backward(
     if blocks <= MOST_TOGETHER and width <= WIDEST_TOGETHER:
         _both_kernel[2 * blocks, heads, batch](
             *parts, logs, log2, delta, grads, *others, **chosen, num_warps=4, num_stages=2,
-            maxnreg=REGISTERS,
+            maxnreg=REGISTERS if q.dtype == torch.bfloat16 else None,
         )  # fmt: skip
         return
     grid = blocks, heads, batch

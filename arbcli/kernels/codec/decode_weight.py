@@ -48,6 +48,7 @@ from arbcli.kernels.codec.warp_products import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Matrix, Number
+from arbcli.kernels.runtime.backend import LARGE_ELEMENTS
 from arbcli.kernels.runtime.operation import Case, Operation
 from arbcli.kernels.runtime.shared_memory import allocate, read_four, wait_for_warp, write_four
 from arbcli.kernels.timed import Timed
@@ -55,7 +56,7 @@ from arbcli.kernels.timed import Timed
 ABREAST, COLUMN_ROWS = 4, 16
 """Blocks of one row among the eight that a warp decodes at once; rows per program by columns."""
 NARROW, NARROW_TILE = 12, (1, 32)
-"""Rows of at most so many blocks have these instead: fewer programs, with more work each."""
+"""Small matrices of at most so many blocks a row have these instead: fewer programs."""
 
 
 @triton.jit
@@ -152,39 +153,24 @@ def _decode_blocks(
     at = allocate(2560) + tl.zeros_like(thread) if STAGED else thread
     weights = weight_ptr + n * stride_wn + (160 * block + 8 * c)
     for i in tl.static_range(4):
-        if first_block + ABREAST * i < blocks:  # the same for all threads
-            _decode_turn(
-                loaded[3 * i], loaded[3 * i + 1], loaded[3 * i + 2], scales, skew, at,
-                weights + 160 * ABREAST * i, weight_ptr, mine > ABREAST * i, first_n,
-                first_block + ABREAST * i, N, blocks, stride_wn, i, ABREAST, STAGED, PTX,
-            )  # fmt: skip
-
-
-@triton.jit
-def _decode_turn(
-    first, second, third, scales, skew, at, weights, weight_ptr, mask, first_n, first_block,
-    N, blocks, stride_wn,
-    TURN: tl.constexpr, ABREAST: tl.constexpr, STAGED: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """Decode eight bytes a thread, and store the weights of all threads."""
-    thread = tl.arange(0, 32)
-    c = thread % 4
-    low = shift_pair(first, second, 8 * skew, PTX)
-    high = shift_pair(second, third, 8 * skew, PTX)
-    qs = spread(low, PTX) + spread(high, PTX)
-    lane = tl.full(c.shape, TURN, tl.int32)
-    for digit in tl.static_range(4, -1, -1):
-        trits, qs = take_digits(qs, digit, PTX)
-        scale = from_lane(scales[digit], lane, PTX)
-        pairs = ()
-        for j in tl.static_range(4):
-            pairs = pairs + (multiply_pairs(trits[j], scale, PTX),)  # noqa: RUF005
+        low = shift_pair(loaded[3 * i], loaded[3 * i + 1], 8 * skew, PTX)
+        high = shift_pair(loaded[3 * i + 1], loaded[3 * i + 2], 8 * skew, PTX)
+        qs = spread(low, PTX) + spread(high, PTX)
+        lane = tl.full(c.shape, i, tl.int32)
+        for digit in tl.static_range(4, -1, -1):
+            trits, qs = take_digits(qs, digit, PTX)
+            scale = from_lane(scales[digit], lane, PTX)
+            pairs = ()
+            for j in tl.static_range(4):
+                pairs = pairs + (multiply_pairs(trits[j], scale, PTX),)  # noqa: RUF005
+            if STAGED:
+                write_four(at + (80 * (thread - c) + 64 * digit + 16 * c), pairs)
+            else:
+                _store_eight(weights + (160 * ABREAST * i + 32 * digit), pairs, mine > ABREAST * i)
         if STAGED:
-            write_four(at + (80 * (thread - c) + 64 * digit + 16 * c), pairs)
-        else:
-            _store_eight(weights + 32 * digit, pairs, mask)
-    if STAGED:
-        _store_staged(at, weight_ptr, first_n, first_block, N, blocks, stride_wn, ABREAST)
+            _store_staged(
+                at, weight_ptr, first_n, first_block + ABREAST * i, N, blocks, stride_wn, ABREAST
+            )
 
 
 @triton.jit
@@ -236,9 +222,8 @@ def decode_weight_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
     if weight.numel():
         by_block = _by_block(packed)
         blocks = in_features // BLOCK if by_block else 0
-        abreast, column_rows = (
-            NARROW_TILE if by_block and blocks <= NARROW else (ABREAST, COLUMN_ROWS)
-        )
+        narrow = by_block and blocks <= NARROW and weight.numel() < LARGE_ELEMENTS
+        abreast, column_rows = NARROW_TILE if narrow else (ABREAST, COLUMN_ROWS)
         chunks = triton.cdiv(in_features - BLOCK * blocks, PLANE)
         programs = triton.cdiv(rows, column_rows) * chunks
         programs += triton.cdiv(rows, 8 // abreast) * triton.cdiv(blocks, 4 * abreast)

@@ -22,14 +22,15 @@ from arbcli.kernels.timed import OF_MATRIX, Timed
 from arbcli.kernels.update.direction import (
     DIRECTION,
     GAINS_BELONG,
+    MOST_REGISTERS,
     OK,
-    REGISTERS,
     draw_gains,
     fixed_point,
     fixed_point_reference,
     fixed_point_torch,
     load_gain,
     native_arguments,
+    registers_of,
 )
 from arbcli.kernels.update.random_bits import random_halves, random_halves_reference, random_words
 
@@ -163,7 +164,8 @@ def _blend_moment_triton(
             *moment.stride(), *values.stride(), 0 if row_gain is None else row_gain.stride(0),
             LIMIT=DIRECTION_LIMIT, LARGEST=moment_max(nibble), NIBBLE=nibble,
             HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, BLOCK_P=pairs, BLOCK_K=width, STEPS=steps,
-            enable_fp_fusion=False, num_warps=2, maxnreg=REGISTERS,
+            enable_fp_fusion=False, num_warps=2,
+            maxnreg=MOST_REGISTERS if nibble else registers_of(moment),
         )  # fmt: skip
 
 

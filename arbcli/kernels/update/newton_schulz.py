@@ -61,6 +61,8 @@ SMALL_ROWS = 768
 SMALL_STACK = 384
 """Largest n of a stack whose polynomials the kernel takes: there launches cost more than products,
 and the library's way has three."""
+MOST_JOINED = 256
+"""Largest n of stacks that share a polynomial: with 384 rows a step of `small` was no faster."""
 SMALL_GRAM = (512, 4096)
 """A single matrix of few rows has its `gram` from the kernel if n is larger, and m no larger."""
 FEWEST_ROWS = 2048
@@ -349,8 +351,7 @@ def joins(stack: Tensor) -> bool:
     A program of the kernel has a tile of one matrix, for few rows, and the matrix library computes
     the squares of a stack.
     """
-    few = stack.shape[-2] <= SMALL_STACK
-    return few and _pays(stack, True) and not _pays(stack, False)
+    return stack.shape[-2] <= MOST_JOINED and _pays(stack, True) and not _pays(stack, False)
 
 
 def _gram_cases(device: torch.device, _group_size: int) -> Iterator[Case]:

@@ -11,21 +11,23 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT8, INT32, Array
+from arbcli.kernels.runtime.backend import LARGE_ELEMENTS
 from arbcli.kernels.runtime.operation import Case, Operation
 from arbcli.kernels.timed import Timed
-from arbcli.kernels.update.direction import OK, REGISTERS, round_to_int
+from arbcli.kernels.update.direction import FEW_REGISTERS, MOST_REGISTERS, OK, round_to_int
 from arbcli.kernels.update.random_bits import random_bits, random_bits_reference, random_words
 
 CLIP = 3 << 16
 """A slope saturates here, at 3 times its root-mean-square."""
 LOWEST, HIGHEST = LOWEST_EXPONENT * OCTAVE, HIGHEST_EXPONENT * OCTAVE + OCTAVE - 1
 FEW_GROUPS, FEW_AT_ONCE = 64, 32
-"""Rows of at most so many groups have tiles of so many, so that their matrices share a launch."""
+"""Small matrices of at most so many groups a row have tiles of so many, to share a launch."""
 
 
 def step_scales_reference(
@@ -111,13 +113,15 @@ def _step_scales_triton(
 ) -> None:  # fmt: skip
     if slope.numel():
         rows, groups = slope.shape
-        block_g = FEW_AT_ONCE if groups <= FEW_GROUPS else 128
+        small = groups <= FEW_GROUPS and slope.numel() < LARGE_ELEMENTS // PLANE
+        block_g = FEW_AT_ONCE if small else min(triton.next_power_of_2(groups), 128)
         block_n = 1024 // block_g
         _step_scales_kernel[(triton.cdiv(rows, block_n) * triton.cdiv(groups, block_g),)](
             exponent, fraction, slope, slope_gain, key, gain, shift, ok, rows, groups,
             *exponent.stride(), *fraction.stride(), *slope.stride(),
             CLIP=CLIP, LOWEST=LOWEST, HIGHEST=HIGHEST, BLOCK_N=block_n, BLOCK_G=block_g,
-            enable_fp_fusion=False, num_warps=2, maxnreg=REGISTERS,
+            enable_fp_fusion=False, num_warps=2 if small else 4,
+            maxnreg=FEW_REGISTERS if small else MOST_REGISTERS,
         )  # fmt: skip
 
 

@@ -34,20 +34,20 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT8, INT32, INT64, UINT8, Array, Number
-from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program
+from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Case, Operation
 from arbcli.kernels.timed import OF_MATRIX, Timed
 from arbcli.kernels.update.direction import (
     DIRECTION,
     GAINS_BELONG,
     OK,
-    REGISTERS,
     draw_gains,
     fixed_point,
     fixed_point_reference,
     fixed_point_torch,
     load_gain,
     native_arguments,
+    registers_of,
 )
 from arbcli.kernels.update.random_bits import random_halves, random_halves_reference, random_words
 
@@ -57,8 +57,6 @@ CLIP = 1 << 18
 """A direction saturates here, at 4 times its root-mean-square."""
 LARGEST_GAIN = 1 << 23
 """A gain of the moment saturates here, so that their product fits int32."""
-LARGE_TILE, SMALL_TILE = (16, 4), (8, 2)
-"""Pairs of rows and warps of a program, for large and for small matrices."""
 
 
 def moment_gain(step_size: Tensor, squares: Tensor, num_weights: int) -> int:
@@ -413,8 +411,7 @@ def _launch(
         return
     rows, columns = remainder.shape
     has_rows, has_columns = row_gain is not None, column_gain is not None
-    blocks = triton.cdiv(columns, BLOCK)
-    block_p, warps = tiles_of_a_program(remainder, SMALL_TILE, LARGE_TILE)
+    blocks, block_p = triton.cdiv(columns, BLOCK), 16
     _step_trits_kernel[(triton.cdiv(rows, 2 * block_p) * blocks,)](
         packed, remainder, values, row_gain if has_rows else values,
         column_gain if has_columns else values, key, gain, shift, squares, limit, ok, flips,
@@ -423,7 +420,7 @@ def _launch(
         0 if row_gain is None else row_gain.stride(0),
         SOURCE=source, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, RADIX=radix,
         REMAINDER_MAX=remainder_max, CLIP=CLIP, LARGEST_GAIN=LARGEST_GAIN, BLOCK_P=block_p,
-        enable_fp_fusion=False, num_warps=warps, maxnreg=REGISTERS,
+        enable_fp_fusion=False, maxnreg=registers_of(remainder),
     )  # fmt: skip
 
 
