@@ -75,6 +75,8 @@ def torch_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.setattr(sys, "pycache_prefix", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", "")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     return folder
 
 
@@ -90,6 +92,9 @@ def test_modules_that_nothing_keeps_compiled_are_kept_in_the_cache(
     assert sys.pycache_prefix == str(tmp_path / "cache" / "arb" / "modules")
     assert (tmp_path / "cache" / "arb" / "modules").stat().st_mode & 0o777 == 0o700
     assert not sys.dont_write_bytecode
+    show = "import sys; print(sys.pycache_prefix, sys.dont_write_bytecode)"
+    child = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True)
+    assert child.stdout.split() == [sys.pycache_prefix, "False"]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +125,7 @@ def test_modules_are_not_kept_in_the_cache_otherwise(why, torch_folder, tmp_path
     keep_compiled_modules()
     assert sys.pycache_prefix is None
     assert sys.dont_write_bytecode == (why != "room")
+    assert os.environ["PYTHONPYCACHEPREFIX"] == ""
 
 
 def test_compiled_modules_stay_where_the_user_has_them(torch_folder, monkeypatch):
