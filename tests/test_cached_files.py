@@ -132,7 +132,7 @@ def test_temporary_folder_of_another_user_is_not_used(kind, folder, monkeypatch)
     assert list(folder.iterdir()) == []
 
 
-def test_file_that_cannot_be_written_leaves_what_was_there(path):
+def test_failed_write_keeps_the_previous_file(path):
     full = OSError(errno.ENOSPC, "No space left on device")
 
     def blocks():

@@ -49,14 +49,14 @@ def test_threads_of_a_twin_spin_as_libgomp_has_it(line, empty):
     assert empty["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
-def test_saved_float_twin_is_known_as_one():
+def test_saved_float_twin_is_recognised():
     twin = preset("tiny", weights="float")
     found = {weights: trains_ternary(twin, weights) for weights in (None, "ste", "ternary")}
     assert found == {None: False, "ste": False, "ternary": True}
     assert trains_ternary("tiny", None)
 
 
-def test_what_the_user_has_set_stays(empty):
+def test_variables_of_the_user_stay(empty):
     empty["GOMP_SPINCOUNT"] = "7"
     set_environment(["train"])
     assert empty["GOMP_SPINCOUNT"] == "7"
@@ -295,7 +295,7 @@ def test_exit_code_is_that_of_the_signal(name, code):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_second_signal_finds_what_was_there_before(number, set_before):
+def test_second_signal_reaches_the_previous_handler(number, set_before):
     came = []
     set_before(number, lambda *_: came.append("second"))
     with RememberedSignal() as remembered:
@@ -361,7 +361,9 @@ def test_hangup_that_is_ignored_stays_so_after_another_signal(set_before):
 
 
 @pytest.mark.parametrize("ignored", STOPPING)
-def test_program_listens_from_its_start_to_what_is_not_ignored(ignored, set_before, monkeypatch):
+def test_program_handles_signals_that_are_not_ignored_from_its_start(
+    ignored, set_before, monkeypatch
+):
     """As `nohup` ignores a SIGHUP, and a shell the SIGINT of what it runs in the background."""
     seen = {}
     found = lambda: seen.update({n: signal.getsignal(n) for n in STOPPING})  # noqa: E731

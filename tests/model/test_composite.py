@@ -30,7 +30,7 @@ def config(**given):
     return replace(plain, composite=CompositeConfig(text=0.5, sound=2.0, picture=0.25))
 
 
-def test_a_kind_that_is_not_there_has_no_loss():
+def test_absent_kind_has_no_loss():
     lm = build_model(config(), torch.float32)
     lm.initialise(0)
     ids = torch.arange(16)[None]

@@ -222,7 +222,7 @@ def records(options, tmp_path_factory) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").open()]
 
 
-def test_records_of_a_run_are_what_they_were(records):
+def test_records_of_a_run_are_pinned(records):
     for record, (step, lr, loss, val_loss, flips) in zip(records, GOLDEN, strict=True):
         assert record["step"] == step
         assert record["lr"] == pytest.approx(lr, rel=1e-5)

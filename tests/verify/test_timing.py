@@ -86,7 +86,7 @@ def test_calls_can_be_left_uncaptured():
     assert stopwatch.captured == 0
 
 
-def test_result_counts_what_must_move_and_compares_it(monkeypatch, known_roofline):
+def test_result_counts_the_bytes_that_must_move(monkeypatch, known_roofline):
     def add(values, nothing, amount):
         return values.add_(amount), values.sum(dtype=torch.int64)
 
