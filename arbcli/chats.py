@@ -18,7 +18,7 @@ from arbcli.chat_template import ChatTemplate, Message, is_table
 from arbcli.data import Mixture, Text
 from arbcli.errors import ArbError
 from arbcli.plain_text import RECORD_BYTES, texts_folder
-from arbcli.reading import parse_json
+from arbcli.reading import parse_json, unreadable
 from arbcli.tokens import Tokenizer
 
 if TYPE_CHECKING:
@@ -281,20 +281,13 @@ def _tokenised(piece: tuple[Path, int, int], reader: _Reader) -> Path:
     try:
         status = path.stat()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     about = f"{path.resolve()}\n{status.st_size} {status.st_mtime_ns}\n{start} {stop}"
     about += f"\nchats {reader.digest}"
     cached = texts_folder() / sha256(about.encode(errors="surrogateescape")).hexdigest()
     if not is_cached(cached):
         write_cached(cached, _encoded(path, start, stop, reader))
     return cached
-
-
-def _unreadable(path: Path, error: OSError) -> ArbError:
-    return ArbError(
-        f"cannot read `{path}`: {error.strerror or error}",
-        hint="check that it exists and that you may read it",
-    )
 
 
 def _encoded(path: Path, start: int, stop: int, reader: _Reader) -> Iterator[bytes]:
@@ -327,4 +320,4 @@ def _lines(path: Path, start: int, stop: int) -> Iterator[tuple[bytes, int]]:
                 if line.strip() and begin + len(line.rstrip(b"\r\n")) <= stop:
                     yield line, begin
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error

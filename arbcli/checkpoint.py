@@ -46,8 +46,8 @@ from torch import Tensor
 from arbcli.errors import ArbError
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.codec.packing import illegal_bytes
+from arbcli.reading import READ_HINT, without_blocking
 from arbcli.reading import read_json as read_json  # what `write_json` wrote
-from arbcli.reading import without_blocking
 from arbcli.run_files import (
     best_checkpoints,
     checkpoint_path,
@@ -84,7 +84,6 @@ _RANGES = {
 }
 """Ranges by the last part of a name; all others have the range of their dtype."""
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_READ_HINT = "check the path and its permissions"
 _WRITE_HINT = "check permissions and free space; whatever was saved before is intact"
 _REFUSED_HINT = "it is not a checkpoint of arb, or was truncated or altered: name another"
 
@@ -205,10 +204,10 @@ def load_checkpoint(path: Path, accept: Accept = _accept_any) -> Checkpoint:
         DamagedError: the file is not exactly as `save_checkpoint` wrote it.
         ArbError: it cannot be read, was written by a newer version, or is refused by `accept`.
     """
-    with _os_errors("read", path, _READ_HINT):
+    with _os_errors("read", path, READ_HINT):
         try:
             if not stat.S_ISREG(path.stat().st_mode):
-                raise ArbError("it is not a regular file", hint=_READ_HINT)
+                raise ArbError("it is not a regular file", hint=READ_HINT)
             with path.open("rb") as file:
                 return _read_checkpoint(file, accept)
         except ArbError as error:

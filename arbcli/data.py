@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbcli.errors import ArbError
 from arbcli.plain_text import PLAIN, Conversion, plain_file
+from arbcli.reading import unreadable
 from arbcli.text_files import (
     SAVED,
     check_weights,
     file_bytes,
     find_files,
     find_standard_library,
-    unreadable,
     weight_of,
 )
 
@@ -179,7 +179,7 @@ class Text:
         except ValueError:  # raised by mmap if the file is shorter
             is_shorter = True
         except OSError as error:
-            raise unreadable(path, error.strerror) from error
+            raise unreadable(path, error) from error
         if is_shorter:
             raise ArbError(
                 f"`{path}` has become shorter since the text was opened",

@@ -23,6 +23,7 @@ from arbcli.environment import number_in
 from arbcli.errors import ArbError
 from arbcli.media import pictures, sound
 from arbcli.media.kinds import SUFFIXES_OF, medium_of
+from arbcli.reading import unreadable
 
 COMPRESSED = (".gz", ".zst")
 BLOCK_BYTES = 2**20
@@ -92,7 +93,7 @@ def plain_file(path: Path, conversion: Conversion = PLAIN) -> Path:
     try:
         status = path.stat()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     options = [field or "", *(option for option in astuple(conversion)[1:] if option)]
     key = f"{os.path.realpath(path)}\n{status.st_size} {status.st_mtime_ns}\n{' '.join(options)}"
     plain = texts_folder() / sha256(key.encode(errors="surrogateescape")).hexdigest()
@@ -104,13 +105,6 @@ def plain_file(path: Path, conversion: Conversion = PLAIN) -> Path:
 def may_have_records(path: Path) -> bool:
     """Return whether a file may have records, by its suffix."""
     return _name_inside(path).endswith((".jsonl", ".parquet"))
-
-
-def _unreadable(path: Path, error: OSError) -> ArbError:
-    return ArbError(
-        f"cannot read `{path}`: {error.strerror or error}",
-        hint="check that it exists and that you may read it",
-    )
 
 
 def _bounded(blocks: Iterator[bytes], path: Path, packed_bytes: int) -> Iterator[bytes]:
@@ -133,7 +127,7 @@ def _bounded(blocks: Iterator[bytes], path: Path, packed_bytes: int) -> Iterator
                 )
             yield block
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def _name_inside(path: Path) -> str:

@@ -23,6 +23,7 @@ MOST_NESTED = 64
 """Maximum nesting depth of lists and objects."""
 SHOWN = 60
 """Maximum number of characters of a value in an error message."""
+READ_HINT = "check the path and its permissions"
 ALTERED = "it was truncated or altered: restore it from a copy"
 
 
@@ -33,14 +34,18 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
     Raises:
         ArbError: it is missing, unreadable, or not regular.
     """
-    hint = "check the path and its permissions"
     try:
         with open(path, "rb", opener=without_blocking) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ArbError(f"cannot read `{path}`: it is not a regular file", hint=hint)
+                raise ArbError(f"cannot read `{path}`: it is not a regular file", hint=READ_HINT)
             yield file
     except OSError as error:
-        raise ArbError(f"cannot read `{path}`: {error.strerror or error}", hint=hint) from error
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: str | Path, error: OSError) -> ArbError:
+    """Return the error of a path that cannot be read."""
+    return ArbError(f"cannot read `{path}`: {error.strerror or error}", hint=READ_HINT)
 
 
 def check_regular(path: Path) -> None:

@@ -21,7 +21,7 @@ from arbcli.cached_files import is_cached, write_cached
 from arbcli.data import Mixture, Text
 from arbcli.errors import ArbError
 from arbcli.plain_text import texts_folder
-from arbcli.reading import open_regular
+from arbcli.reading import open_regular, unreadable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -265,10 +265,7 @@ def _tokenised(text: Text, begin: int, piece: tuple[Path, int, int], tokens: Tok
     try:
         status = path.stat()
     except OSError as error:
-        raise ArbError(
-            f"cannot read `{path}`: {error.strerror or error}",
-            hint="check that it exists and that you may read it",
-        ) from error
+        raise unreadable(path, error) from error
     about = f"{os.path.realpath(path)}\n{status.st_size} {status.st_mtime_ns}\n{start} {stop}"
     about += f"\n{tokens.digest} {VERSION}"
     cached = texts_folder() / sha256(about.encode(errors="surrogateescape")).hexdigest()
