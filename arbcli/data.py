@@ -37,8 +37,10 @@ if TYPE_CHECKING:
 MAX_OPEN_MAPS = 64
 """Maximum number of mapped files of a text; each has a descriptor, and some systems allow 256."""
 BLOCK_BYTES = 2**20
-EVALUATION_SEED = 7
-"""Seed of the batches that evaluations draw."""
+EVAL_BATCHES = 40
+"""Number of batches in an evaluation."""
+EVAL_SEED = 7
+"""Seed of these batches, and of the masks of a masked model in them."""
 MAX_BLOCKS = 256
 """Maximum number of blocks that `entropy` and `digest` read; longer texts are sampled."""
 FEW_FILES = 20
@@ -277,7 +279,7 @@ def batch_starts(
 def evaluation_batches(
     text: Text,
     *,
-    num_batches: int = 40,
+    num_batches: int = EVAL_BATCHES,
     batch_size: int,
     context: int,
     device: "torch.device | str",
@@ -285,7 +287,7 @@ def evaluation_batches(
     """Yield the batches of steps 0 to `num_batches` - 1, the same on every call."""
     sizes = {"batch_size": batch_size, "context": context}
     for step in range(num_batches):
-        yield batch(text, seed=EVALUATION_SEED, step=step, micro=0, **sizes, device=device)
+        yield batch(text, seed=EVAL_SEED, step=step, micro=0, **sizes, device=device)
 
 
 def entropy(text: Text) -> float:

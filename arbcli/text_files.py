@@ -8,7 +8,7 @@ import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 from arbcli.media.kinds import medium_of
 from arbcli.plain_text import Conversion, may_have_records
 from arbcli.reading import shown, unreadable
@@ -145,8 +145,7 @@ def weight_of(entry: str) -> tuple[str, float | None]:
 
 
 def _without_text(entries: Iterable[str]) -> ArbError:
-    names = ", ".join(f"`{entry}`" for entry in entries)
-    return ArbError(f"there is no text in {names}", hint="name files that are not empty")
+    return ArbError(f"there is no text in {quoted(entries)}", hint="name files that are not empty")
 
 
 def _without_files(entry: str, *, is_named: bool, media: Collection[str] = frozenset()) -> ArbError:

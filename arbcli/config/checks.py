@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from arbcli.config.settings import Setting, parted
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 from arbcli.reading import is_of, shown
 
 LARGEST = 2**20
@@ -117,9 +117,10 @@ def check_choice(field: str, value: object, known: Iterable[object]) -> None:
         ArbError: it is not.
     """
     if value not in known:
-        names = ", ".join(f"`{name}`" for name in known)
         raise ArbError(
-            f"`{field}` is `{shown(value)}`", hint=f"choose one of: {names}", fields=(field,)
+            f"`{field}` is `{shown(value)}`",
+            hint=f"choose one of: {quoted(known)}",
+            fields=(field,),
         )
 
 

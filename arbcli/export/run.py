@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 from arbcli.export import gguf, hugging_face
 from arbcli.export.block_types import TYPES
 from arbcli.export.formats import FORMATS, NAMES, name_of, output_path
@@ -59,7 +59,7 @@ def export(
             cannot be written to.
     """
     if kind is not None and kind not in TYPES_OF[format]:
-        known = ", ".join(f"`{name}`" for name in TYPES_OF[format])
+        known = quoted(TYPES_OF[format])
         raise ArbError(
             f"`--to {format}` has no type `{kind}`",
             hint=f"choose one of: {known}" if known else "leave `--type` out",

@@ -23,7 +23,7 @@ from arbcli.config.initial import first_difference
 from arbcli.config.presets import config_from_dict
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
 from arbcli.data import Text, Texts, entropy, open_texts
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 from arbcli.infer.load import check_saved
 from arbcli.infer.tokens import check_digest, check_vocabulary
 from arbcli.plain_text import PLAIN, Conversion
@@ -180,8 +180,9 @@ def check_same_run(
     began = facts.get("digests", {})  # missing in runs of earlier versions
     now = field_digests(config, facts["config"].get("model"))
     if changed := [name for name in now if name in began and began[name] != now[name]]:
-        names = ", ".join(f"`{name}`" for name in changed)
-        raise ArbError(f"`{run / CONFIG}` was changed since the run began: {names}", hint=hint)
+        raise ArbError(
+            f"`{run / CONFIG}` was changed since the run began: {quoted(changed)}", hint=hint
+        )
     made_with = _all_fields(checkpoint.config)
     made_with |= {name: checkpoint.data.get(key) for name, key in DATA.items()}
     expected = json.loads(json.dumps(asdict(config.model)))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from arbcli.environment import interpreter_not_asked_for, no_gpu_for_triton
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED, TritonMissing
 
@@ -39,8 +39,7 @@ def check_backend(name: str, device: torch.device) -> None:
         ArbError: the backend is unknown, or cannot run here.
     """
     if name not in BACKENDS:
-        names = ", ".join(f"`{known}`" for known in BACKENDS)
-        raise ArbError(f"no backend is named `{name}`", hint=f"choose one of: {names}")
+        raise ArbError(f"no backend is named `{name}`", hint=f"choose one of: {quoted(BACKENDS)}")
     if name == "torch":
         return
     if name == "native":
