@@ -96,7 +96,7 @@ def export(
         path=str(path),
         type=type_name,
         step=weights.checkpoint.step,
-        num_weights=sum(tensor.num_weights for tensor in weights.model.packed_tensors().values()),
+        num_weights=weights.model.num_weights,
         bytes=sum(file.stat().st_size for file in files),
         origin=weights.origin,
         seconds=time.perf_counter() - started,

@@ -213,7 +213,7 @@ class Trainer:
         For a float baseline, the number of parameters.
         """
         if self.updater:
-            return sum(tensor.num_weights for tensor in self.model.packed_tensors().values())
+            return self.model.num_weights
         return self.num_floats[0]
 
     @property

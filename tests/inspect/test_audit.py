@@ -107,6 +107,15 @@ def test_audit_measures_every_stage():
     assert not any(tensor.dtype == "uint8" for tensor in report.largest)
 
 
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError()])
+def test_audit_without_memory_names_the_predicted_peak(error, monkeypatch):
+    monkeypatch.setattr(audit_module, "_watched_step", mock.Mock(side_effect=error))
+    peaks = []
+    with pytest.raises(ArbError, match="memory is not enough") as told:
+        audit(config_of(), predicted=peaks.append)
+    assert told.value.hint.startswith(f"a step needs {peaks[0].peak_bytes:,} bytes: use a smaller")
+
+
 @pytest.mark.parametrize(
     ("budget", "size"),
     [("6GiB", 6 * 2**30), ("500MiB", 500 * 2**20), ("4GB", 4 * 10**9), ("1.5 kib", 1536), ("7", 7)],

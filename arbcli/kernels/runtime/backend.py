@@ -145,6 +145,12 @@ def num_processors(tensor: Tensor) -> int:
     return 5  # few enough that small cases have several tiles per multiprocessor
 
 
+def gpu_of(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Return the compute capability and the multiprocessors of a GPU, for `compile_for`."""
+    found = torch.cuda.get_device_properties(device)
+    return (found.major, found.minor), found.multi_processor_count
+
+
 @contextmanager
 def chunks_of(elements: int | None) -> Iterator[None]:
     """Set the number of elements of the torch backend's parts; `None` restores the default."""
