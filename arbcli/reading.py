@@ -63,16 +63,22 @@ def without_blocking(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
 
 
-def read_small(path: Path) -> bytes:
-    """Read a whole file of at most `LARGEST_FILE` bytes.
+def read_small(path: Path, most: int | None = None, advice: str = "name another file") -> bytes:
+    """Read a whole file.
+
+    Args:
+        path: path of the file.
+        most: maximum size in bytes; None is `LARGEST_FILE`.
+        advice: hint of the error for a larger file.
 
     Raises:
         ArbError: it is larger, or `open_regular` refuses it.
     """
+    most = LARGEST_FILE if most is None else most
     with open_regular(path) as file:
-        content = file.read(LARGEST_FILE + 1)
-    if len(content) > LARGEST_FILE:
-        raise ArbError(f"`{path}` has more than {LARGEST_FILE:,} bytes", hint="name another file")
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ArbError(f"`{path}` has more than {most:,} bytes", hint=advice)
     return content
 
 

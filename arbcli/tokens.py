@@ -19,7 +19,7 @@ import numpy as np
 from arbcli.data import Mixture, Text
 from arbcli.errors import ArbError
 from arbcli.plain_text import converted
-from arbcli.reading import open_regular
+from arbcli.reading import read_small
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,11 +99,7 @@ class Tokenizer:
         Raises:
             ArbError: it cannot be read, or is not a tokenizer.
         """
-        with open_regular(Path(path)) as file:
-            content = file.read(LARGEST_FILE + 1)
-        if len(content) > LARGEST_FILE:
-            raise ArbError(f"`{path}` has more than {LARGEST_FILE:,} bytes", hint="name another")
-        return cls(content, str(path))
+        return cls(read_small(Path(path), LARGEST_FILE), str(path))
 
     @property
     def specials(self) -> list[str]:

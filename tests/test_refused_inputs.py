@@ -174,7 +174,8 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         smaller(tokens, "LARGEST_FILE", 3, lambda: tokens.Tokenizer.read(text("four"))),
         "`a.txt` has more than 3 bytes"),
     "tokens of what is gone": (
-        lambda _: tokens._tokenised(None, 0, (Path("gone"), 0, 9), None), "cannot read `gone`"),
+        lambda _: tokens._tokenised(None, 0, (Path("gone"), 0, 9), SimpleNamespace(digest="")),
+        "cannot read `gone`"),
     "templates without jinja": (
         without("jinja2", lambda: templates("x")), "needs the package jinja2, which is not"),
     "tokenizers without the package": (

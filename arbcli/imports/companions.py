@@ -14,7 +14,7 @@ from arbcli.imports.config_json import read_folder_config
 from arbcli.imports.dense import shape_of
 from arbcli.infer.load import Weights
 from arbcli.infer.tokens import DIGEST
-from arbcli.reading import open_regular
+from arbcli.reading import read_small
 from arbcli.run_files import COMPANIONS, CONFIG
 from arbcli.tokens import FILE
 
@@ -53,13 +53,7 @@ def read_companion(path: Path) -> bytes:
     Raises:
         ArbError: it cannot be read, or is too large for what its name says.
     """
-    with open_regular(path) as file:
-        content = file.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        raise ArbError(
-            f"`{path}` has more than {LARGEST:,} bytes", hint="remove it, if it is not needed"
-        )
-    return content
+    return read_small(path, LARGEST, "remove it, if it is not needed")
 
 
 def write_companion(path: Path, content: bytes) -> None:
