@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, os_errors
 from arbcli.reading import read_json, read_small, shown
 from arbcli.run_files import COMPANIONS
 from arbcli.tokens import FILE
@@ -175,14 +175,10 @@ def keep_template(tokenizer: Path | str, run: Path) -> None:
     template, folder = find_template(tokenizer), run / COMPANIONS
     if template is None or find_template(run / FILE) is not None:
         return
-    try:
+    with os_errors("write to", folder, "choose another `--out`"):
         folder.mkdir(exist_ok=True)
         (folder / TEMPLATE).write_bytes(template.source.encode())
         (folder / SETTINGS).write_text(json.dumps(template.tokens))
-    except OSError as error:
-        raise ArbError(
-            f"cannot write to `{folder}`: {error.strerror}", hint="choose another `--out`"
-        ) from error
 
 
 def find_template(tokenizer: Path | str) -> ChatTemplate | None:

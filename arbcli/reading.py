@@ -15,7 +15,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, BinaryIO, get_args, get_origin
 
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, os_error
 
 LARGEST_FILE = 2**24
 """Maximum size in bytes of a file that is read at once."""
@@ -45,7 +45,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 def unreadable(path: str | Path, error: OSError) -> ArbError:
     """Return the error of a path that cannot be read."""
-    return ArbError(f"cannot read `{path}`: {error.strerror or error}", hint=READ_HINT)
+    return os_error("read", path, READ_HINT, error)
 
 
 def check_regular(path: Path) -> None:

@@ -174,7 +174,7 @@ def with_storage(config: ModelConfig, **overrides: object) -> ModelConfig:
     rules = {name: given.pop(name) for name in PART_RULES if name in given}
     if others := [key for key in given if key not in ("ctx", *STORAGE)]:
         raise ArbError(
-            f"{', '.join(f'`{key}`' for key in others)} only applies to a preset",
+            f"{quoted(others)} only applies to a preset",
             hint="leave it out, or change the model itself",
             fields=tuple(others),
         )

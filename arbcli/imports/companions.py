@@ -9,7 +9,7 @@ from pathlib import Path
 
 from arbcli.checkpoint import write_file
 from arbcli.config.model import VOCABULARY, ModelConfig
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, os_errors
 from arbcli.imports.config_json import read_folder_config
 from arbcli.imports.dense import shape_of
 from arbcli.infer.load import Weights
@@ -37,12 +37,8 @@ def copy_companions(source: Path, target: Path) -> None:
     found = [name for name in NAMES if (source / name).exists()]
     if not found:
         return
-    try:
+    with os_errors("make", target, "choose another `--out`"):
         target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ArbError(
-            f"cannot make `{target}`: {error.strerror}", hint="choose another `--out`"
-        ) from error
     for name in found:
         write_companion(target / name, read_companion(source / name))
 

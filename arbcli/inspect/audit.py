@@ -17,7 +17,7 @@ import torch
 from arbcli.config.training import TrainConfig
 from arbcli.data import open_texts
 from arbcli.device import check_room, deterministic, explained_out_of_memory
-from arbcli.errors import ArbError
+from arbcli.errors import os_errors
 from arbcli.inspect.budget import budget_bytes
 from arbcli.inspect.floats import FloatTensor, FloatTensors
 from arbcli.inspect.memory import MeasuredState, StateReport, measure, predict
@@ -321,10 +321,7 @@ def _recorded(snapshot: Path | None) -> Iterator[None]:
         yield
     finally:
         try:
-            torch.cuda.memory._dump_snapshot(str(snapshot))
-        except OSError as error:
-            raise ArbError(
-                f"cannot write `{snapshot}`: {error.strerror}", hint="choose another `--snapshot`"
-            ) from error
+            with os_errors("write", snapshot, "choose another `--snapshot`"):
+                torch.cuda.memory._dump_snapshot(str(snapshot))
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)

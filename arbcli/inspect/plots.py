@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbcli.config.presets import config_from_dict
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, os_errors
 from arbcli.inspect.verdicts import LEAST_SPREAD
 from arbcli.reading import read_json
 from arbcli.run_files import CONFIG
@@ -193,9 +193,5 @@ def _number(value: float | None) -> float:
 
 
 def _save(figure: "Figure", png: Path) -> None:
-    try:
+    with os_errors("write", png, "choose another `--plot`"):
         figure.savefig(png, format=png.suffix.removeprefix(".").lower())
-    except OSError as error:
-        raise ArbError(
-            f"cannot write `{png}`: {error.strerror}", hint="choose another `--plot`"
-        ) from error
