@@ -34,8 +34,9 @@ import torch
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.presets import preset
 from arbcli.infer import speculative
-from arbcli.infer.generation import Decoder, Sampling
+from arbcli.infer.decoder import Decoder
 from arbcli.infer.load import load_model
+from arbcli.infer.sampling import Sampling
 from arbcli.model.language_model import LanguageModel
 from benchmarks import results, several_texts
 
@@ -61,8 +62,8 @@ def prepare(
 ) -> tuple[Callable[[], None], ...]:
     """Read a prompt; return functions that go back to its end, make a step, and make a check."""
     runs = 2 * (ROUNDS * RUNS + WARM_UP_RUNS + PROFILED)
-    decoder = Decoder(model, prompt + (runs + 1) * size, how, ahead=size)
-    decoder.read(b"\n" * prompt)
+    decoder = Decoder(model, prompt + (runs + 1) * size, ahead=size)
+    decoder.begin(b"\n" * prompt, how)
     if decoder.checks is not None:
         decoder.checks.begin(decoder._byte)
     position = decoder.cache.position.clone()
@@ -70,7 +71,7 @@ def prepare(
     def begin() -> None:
         decoder.cache.position.copy_(position)
 
-    return begin, decoder._step, decoder._run_check
+    return begin, decoder.step, decoder.check
 
 
 def microseconds(back: Callable[[], None], run: Callable[[], None], runs: int) -> float:
@@ -166,8 +167,8 @@ def make_text(
 ) -> tuple[bytes, float, float | None]:
     """Continue a prompt; return the text, bytes per second, and bytes of a check."""
     warm_up = WARM_UP_RUNS * size
-    decoder = Decoder(model, len(prompt) + warm_up + length, how, ahead=size)
-    decoder.read(prompt)
+    decoder = Decoder(model, len(prompt) + warm_up + length, ahead=size)
+    decoder.begin(prompt, how)
     text = b"".join(map(bytes, decoder.stream(warm_up)))
     several_texts.synchronise()
     started = time.perf_counter()

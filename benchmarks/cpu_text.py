@@ -67,21 +67,21 @@ def serve_ours(threads: str, preset: str, digits: str, compute: str) -> None:
     """Run the task of each line of stdin, and print its wall-clock and processor seconds."""
     import torch
 
-    from arbcli.infer.generation import Decoder, Sampling
+    from arbcli.infer.decoder import Decoder
+    from arbcli.infer.sampling import Sampling
 
     torch.set_num_threads(int(threads))
     model = build(preset, digits, compute)
     with model.prepared_weights():
-        decoder = Decoder(model, PROMPT + LENGTH, Sampling(temperature=0))
+        decoder, greedy = Decoder(model, PROMPT + LENGTH), Sampling(temperature=0)
+        decoder.begin(b"\n", greedy)  # records the step
         print(flush=True)
         for line in sys.stdin:
-            decoder.cache.reset()
-            decoder.length = 0
             if line.strip() == "text":
-                decoder.read(b"\n")
+                decoder.begin(b"\n", greedy)
             started, of_cpu = time.perf_counter(), time.process_time()
             if line.strip() == "prompt":
-                decoder.read(b"import " * 28 + b"arbs")
+                decoder.begin(b"import " * 28 + b"arbs", greedy)
             else:
                 assert sum(map(len, decoder.stream(LENGTH))) == LENGTH
             print(time.perf_counter() - started, time.process_time() - of_cpu, flush=True)

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from arbcli.data import open_texts
 from arbcli.device import deterministic
-from arbcli.infer.generation import Decoder, Sampling
+from arbcli.infer.decoder import Decoder
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.probe import examine
 from arbcli.kernels.attention.decode_compressed import (
@@ -118,8 +118,8 @@ def generate(model: LanguageModel, kv: str | None) -> dict:
     """Make text after a prompt, from a cache in eight bits or as it is."""
     prompt = text().read_bytes()[:500]
     with model.cached_as(kv), model.prepared_weights():
-        decoder = Decoder(model, len(prompt) + LENGTH, Sampling(seed=0))
-        decoder.read(prompt)
+        decoder = Decoder(model, len(prompt) + LENGTH)
+        decoder.begin(prompt)
         begun = time.perf_counter()
         made = bytes(itertools.chain.from_iterable(decoder.stream(LENGTH)))
         seconds = time.perf_counter() - begun

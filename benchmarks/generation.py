@@ -18,7 +18,7 @@ import torch
 
 from arbcli.config.presets import preset
 from arbcli.device import deterministic
-from arbcli.infer.generation import Decoder
+from arbcli.infer.decoder import Decoder
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.language_model import LanguageModel
 from arbcli.verify.timing import Stopwatch, measure_roofline
@@ -51,7 +51,7 @@ def build(name: str, weights: str) -> LanguageModel:
 def make_ours(model: LanguageModel, prompt: int) -> Callable[[int], None]:
     """Read a prompt; return what makes so many bytes more and waits for them."""
     decoder = Decoder(model, prompt + LENGTH)
-    decoder.read(b"\n" * prompt)
+    decoder.begin(b"\n" * prompt)
 
     def more(length: int) -> None:
         made = sum(map(len, decoder.stream(length)))

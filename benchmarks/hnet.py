@@ -16,7 +16,8 @@ import torch
 from arbcli.data import open_texts
 from arbcli.device import deterministic
 from arbcli.infer.chunks import chunk_depths
-from arbcli.infer.generation import Decoder, Sampling
+from arbcli.infer.decoder import Decoder
+from arbcli.infer.sampling import Sampling
 from arbcli.model.language_model import LanguageModel
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import EAGER_STEPS, Trainer
@@ -74,13 +75,13 @@ def time_generation(model: LanguageModel, ctx: int) -> tuple[bytes, list[float]]
     rates = []
     with model.prepared_weights():
         for seed in range(ROUNDS):
-            decoder, made = Decoder(model, ctx, Sampling(seed=seed)), bytearray(b"\n")
+            decoder, made = Decoder(model, ctx), bytearray(b"\n")
 
             def more(length: int, decoder: Decoder = decoder, made: bytearray = made) -> None:
                 for part in decoder.stream(length):
                     made.extend(part)
 
-            decoder.read(bytes(made))
+            decoder.begin(bytes(made), Sampling(seed=seed))
             more(WARM_UP_BYTES)
             rates.append(bytes_per_second(more, ctx - len(made)))
     return bytes(made), rates

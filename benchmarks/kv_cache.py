@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from arbcli.config.presets import preset
 from arbcli.device import deterministic
-from arbcli.infer.generation import Decoder
+from arbcli.infer.decoder import Decoder
 from arbcli.kernels.attention.eight_bits import CacheFormat
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
@@ -48,7 +48,7 @@ def make_text(model: LanguageModel, kv: str) -> tuple[Callable[[int], None], int
     prompt = model.config.ctx
     with model.cached_as(kv):
         decoder = Decoder(model, prompt + LENGTH)
-    decoder.read(bytes(index * 131 % 251 for index in range(prompt)))
+    decoder.begin(bytes(index * 131 % 251 for index in range(prompt)))
 
     def more(length: int) -> None:
         made = sum(map(len, decoder.stream(length)))

@@ -13,7 +13,7 @@ import torch
 
 from arbcli.data import open_texts
 from arbcli.device import deterministic
-from arbcli.infer.generation import Decoder
+from arbcli.infer.decoder import Decoder
 from arbcli.model.language_model import LanguageModel
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import EAGER_STEPS, Trainer
@@ -60,7 +60,7 @@ def time_generation(model: LanguageModel, context: int) -> dict:
     prompt = text().read_bytes()[: context - made]
     with model.prepared_weights():
         decoder = Decoder(model, context)
-        decoder.read(prompt)
+        decoder.begin(prompt)
 
         def more(length: int) -> None:
             assert sum(map(len, decoder.stream(length))) == length

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 
 from arbcli.config.presets import preset
-from arbcli.infer.batch import BatchDecoder, Request
-from arbcli.infer.generation import Decoder, Sampling
+from arbcli.infer.decoder import Decoder
+from arbcli.infer.sampling import Sampling
 from arbcli.model.language_model import LanguageModel
 from benchmarks import results
 from benchmarks.float_several import MODES, BatchFloatDecoder
@@ -30,10 +30,9 @@ LENGTH = WARM_UP_STEPS * (1 + len(MODES)) + ROUNDS * ROUND_STEPS
 
 def make_ours(model: LanguageModel, texts: int) -> Callable[[], None]:
     """Begin texts; return what makes one byte more of each."""
-    decoder = BatchDecoder(model, texts, 1 + LENGTH)
-    for place in range(texts):
-        how = Sampling(seed=place)
-        decoder.begin(place, Request(prompt=b"\n", length=LENGTH, sampling=how))
+    decoder = Decoder(model, 1 + LENGTH, texts)
+    for slot in range(texts):
+        decoder.begin(b"\n", Sampling(seed=slot), slot=slot)
     return decoder.step
 
 
@@ -58,8 +57,8 @@ def make_peer(twin: LanguageModel, texts: int) -> tuple[Callable[[], None], str]
 def make_one(model: LanguageModel) -> Callable[[], None]:
     """Begin a single text; return what makes one byte more of it."""
     decoder = Decoder(model, 1 + LENGTH)
-    decoder.read(b"\n")
-    return decoder._step
+    decoder.begin(b"\n")
+    return decoder.step
 
 
 def synchronise() -> None:

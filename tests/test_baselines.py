@@ -5,7 +5,8 @@ import torch
 from torch.nn import functional
 
 from arbcli.config.presets import preset
-from arbcli.infer.generation import Decoder, Sampling
+from arbcli.infer.decoder import Decoder
+from arbcli.infer.sampling import Sampling
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.linear import TernaryLinear
@@ -78,7 +79,7 @@ def test_decoder_writes_the_same_text_from_dense_weights():
         read.append(read_dense(model) if dense else 0)
         with model.prepared_weights():
             decoder = Decoder(model, 48)
-            decoder.read(b"\n")
+            decoder.begin(b"\n")
             texts.append(b"".join(decoder.stream(40)))
     assert texts[0][:8] == texts[1][:8]  # sums differ in their last bits
     linear = [part.weight for part in model.modules() if isinstance(part, TernaryLinear)]
@@ -111,8 +112,8 @@ def test_float_decoder_has_the_logits_of_the_twin(sub_norms, length):
 
 def test_float_decoder_writes_the_text_of_the_twin():
     model, how = twin(), Sampling(temperature=0.8, seed=3)
-    expected = Decoder(model, 40, how)
-    expected.read(PROMPT)
+    expected = Decoder(model, 40)
+    expected.begin(PROMPT, how)
     decoder = FloatDecoder(model, 40, how, dtype=torch.float32)
     decoder.read(PROMPT)
     text = b"".join(expected.stream(24))

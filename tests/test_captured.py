@@ -9,8 +9,8 @@ from graphs import recorded_graphs
 
 from arbcli.config.presets import preset
 from arbcli.data import open_texts
-from arbcli.infer.batch import BatchDecoder, Request
-from arbcli.infer.generation import Decoder, Sampling
+from arbcli.infer.decoder import Decoder
+from arbcli.infer.sampling import Sampling
 from arbcli.model.language_model import LanguageModel
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import EAGER_STEPS, Trainer
@@ -33,29 +33,42 @@ def test_captured_text_equals_that_of_steps_and_undoes_the_capture(name):
     lm, found = model(name), []
     with lm.prepared_weights(), recorded_graphs() as graphs:
         for capture in (False, True):
-            decoder = Decoder(lm, 20, SAMPLING, backend="torch", capture=capture)
-            decoder.read(b"twelve bytes")
+            decoder = Decoder(lm, 20, backend="torch", capture=capture)
+            decoder.begin(b"twelve bytes", SAMPLING)
             decoder.device = SimpleNamespace(type="cuda")  # several steps before bytes are fetched
-            found.append((b"".join(map(bytes, decoder.stream(7))), decoder.length))
+            found.append((b"".join(map(bytes, decoder.stream(7))), decoder.lengths))
     assert found[0] == found[1]
     assert graphs[0].replays == 7
 
 
 def test_captured_texts_are_those_of_steps():
     lm, found = model("plain"), []
-    requests = [Request(prompt=b"a b c", length=6, sampling=SAMPLING, stream=1),
-                Request(prompt=b"d", length=6, sampling=Sampling(seed=4), stream=2)]  # fmt: skip
+    ways = {b"a b c": SAMPLING, b"d": Sampling(seed=4)}
     with lm.prepared_weights(), recorded_graphs() as graphs:
         for capture in (False, True):
-            decoder = BatchDecoder(lm, 2, 12, backend="torch", capture=capture)
-            assert not decoder.cache.position.any()
-            for place, each in enumerate(requests):
-                decoder.begin(place, each)
-            for _ in range(6):
-                decoder.step()
-            found.append([decoder.end(place, each)() for place, each in enumerate(requests)])
+            decoder = Decoder(lm, 12, 2, backend="torch", capture=capture)
+            for slot, (prompt, sampling) in enumerate(ways.items()):
+                decoder.begin(prompt, sampling, slot=slot, stream=1 + slot)
+            decoder.step(6)
+            assert decoder.lengths == {0: 11, 1: 7}
+            found.append([decoder.end(slot, 6)() for slot in range(2)])
     assert found[0] == found[1]
-    assert graphs[0].replays == 6
+    assert [graph.replays for graph in graphs] == [6]  # other parameters need no other step
+
+
+def test_step_of_a_single_text_is_captured_again_for_other_parameters():
+    """These are constants of it; the next text in the slot knows nothing of the last one."""
+    lm, found = model("plain"), []
+    with lm.prepared_weights(), recorded_graphs() as graphs:
+        for capture in (False, True):
+            decoder = Decoder(lm, 20, backend="torch", capture=capture)
+            for sampling in (SAMPLING, SAMPLING, Sampling(temperature=0), Sampling(seed=3)):
+                decoder.begin(b"some bytes", sampling)
+                found.append(b"".join(decoder.stream(6)))
+    assert found[:4] == found[4:]
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+    assert [graph.replays for graph in graphs] == [12, 6, 6]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor
 from arbcli.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
 from arbcli.filling import EXTRA, led_in
-from arbcli.infer.generation import OUT_OF_MEMORY, Decoder, text_dtype
+from arbcli.infer.decoder import OUT_OF_MEMORY, Decoder, text_dtype
 from arbcli.infer.option_checks import check_fills
 from arbcli.infer.sampling import Sampling
 from arbcli.infer.tokens import bytes_of, symbols_of
@@ -133,8 +133,8 @@ def fill_in_order(
     for part in parts[1:]:
         after, hole = torch.tensor(part, dtype=torch.int64), text.new_zeros(length)
         prompt = led_in(text, hole, after, model.config.vocabulary)[:-length]
-        decoder = Decoder(model, len(prompt) + length, sampling, backend=backend)
-        decoder.read(prompt.tolist())
+        decoder = Decoder(model, len(prompt) + length, backend=backend)
+        decoder.begin(prompt.tolist(), sampling)
         middle = [symbol for piece in decoder.stream(length) for symbol in piece]
         text = torch.cat([text, text.new_tensor(middle), after])
     return text.tolist()

@@ -207,6 +207,7 @@ class BatchCache(Cache):
         texts: batch size B.
         positions: maximum length of a text in bytes.
         device: device of the states; None is the model's.
+        first: first position of any text that is read.
     """
 
     def __init__(
@@ -216,8 +217,9 @@ class BatchCache(Cache):
         positions: int,
         *,
         device: torch.device | None = None,
+        first: int = 0,
     ) -> None:
-        super().__init__(model, positions, texts=texts, device=device)
+        super().__init__(model, positions, texts=texts, device=device, first=first)
         inside = [*(stage.clock for stage in self.stages[1:]), self.main.clock]
         for stage, clock in zip(self.stages, inside, strict=False):
             stage.inner = clock

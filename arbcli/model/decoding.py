@@ -60,7 +60,7 @@ def step_phases(model: "LanguageModel", ids: Tensor, cache: Cache) -> list[Phase
     Args:
         model: the model.
         ids: (1, 1) int64, or (B, 1) for a batch; read by each run of the phases.
-        cache: from `new_cache` or `new_batch_cache`; updated in place.
+        cache: from `new_cache`; updated in place.
     """
     last = len(model.stages)
     if not last:

@@ -120,15 +120,21 @@ class LanguageModel(PackedModel):
             return forward_with_cache(self, ids, cache)
         return self.logits(self._hidden(ids, []))
 
-    def new_cache(self, positions: int, first: int = 0) -> Cache:
-        """Create the decoding cache of a text of at most `positions` bytes: see `Cache`."""
-        return Cache(self, positions, first=first)
+    def new_cache(
+        self,
+        positions: int,
+        texts: int = 1,
+        *,
+        first: int = 0,
+        device: torch.device | None = None,
+    ) -> Cache:
+        """Create the decoding cache of texts of at most `positions` bytes.
 
-    def new_batch_cache(
-        self, texts: int, positions: int, device: torch.device | None = None
-    ) -> BatchCache:
-        """Create the decoding cache of a batch of texts of at most `positions` bytes each."""
-        return BatchCache(self, texts, positions, device=device)
+        See `Cache`; for several texts it is a `BatchCache`.
+        """
+        if texts > 1:
+            return BatchCache(self, texts, positions, first=first, device=device)
+        return Cache(self, positions, first=first, device=device)
 
     def loss(self, ids: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Compute the mean cross-entropy in nats per symbol: see `losses`."""

@@ -305,14 +305,18 @@ class Trainer:
         """Load the micro-batches of this step; on a GPU into the buffers that a graph reads."""
         batches = [self.fetch(micro, "cpu") for micro in self._local]
         if self.device.type == "cuda":
-            loaded = torch.stack([torch.stack(pair) for pair in batches]).pin_memory()
+            parts = torch.stack([part for each in batches for part in each]).pin_memory()
             if self._batches is None:
-                self._batches = loaded.to(self.device)
-            self._batches.copy_(loaded, non_blocking=True)
-            batches = [tuple(each) for each in self._batches]  # of (B, T) int64
-        elif self.device.type != "cpu":
-            batches = [tuple(part.to(self.device) for part in each) for each in batches]
-        self._micro_batches = batches
+                self._batches = parts.to(self.device)
+                by_micro_batch = self._batches.unflatten(0, (len(batches), -1))
+                self._micro_batches = [tuple(each) for each in by_micro_batch]  # of (B, T) int64
+            self._batches.copy_(parts, non_blocking=True)
+        elif self.device.type == "cpu":
+            self._micro_batches = batches
+        else:
+            self._micro_batches = [
+                tuple(each.to(self.device) for each in parts) for parts in batches
+            ]
 
     @property
     def _packed_updater(self) -> Updater | SharedUpdater:

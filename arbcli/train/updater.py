@@ -45,6 +45,8 @@ from arbcli.rules.base import (
     fixed_point_gain,
 )
 
+KEYS_AT_ONCE = 8
+"""Number of updates whose keys are derived together, in the time of one."""
 HELD_BYTES = 2**25
 """Maximum size of held gradients."""
 ROW_CLIP = 2
@@ -159,7 +161,11 @@ class Updater:
         self.num_weights = sum(tensor.num_weights for tensor in self.tensors)
         self._paces = sorted({_pace(tensor) for tensor in self.tensors})
         self._control = torch.empty(0, dtype=torch.int64, device=self.device)
-        self._steady_keys = self._keys_of(0).view(-1, NUM_STREAMS)[:, TRIT].to(self.seed)
+        self._next_ticks = range(0)
+        """Numbers of the updates whose keys are in `_next_keys`."""
+        num_keys = self._num_matrices * NUM_STREAMS
+        self._next_keys = self._host_seed.new_empty(KEYS_AT_ONCE, num_keys)
+        self._steady_keys = self._keys_of(0).view(-1, NUM_STREAMS)[:, TRIT].to(self.seed, copy=True)
         self._no_turn = torch.zeros_like(self.seed)
         # one counter for each matrix, so that merged launches do not conflict
         counter: TensorOptions = {"dtype": torch.int64, "device": self.device}
@@ -212,10 +218,13 @@ class Updater:
         self._control = loaded(torch.cat([wide, narrow.view(torch.int64)], dim=1), self._control)
 
     def _keys_of(self, tick: int) -> Tensor:
-        """Compute the keys of all matrices on the host, which needs no launches."""
-        number = torch.tensor(tick, dtype=torch.int64, device="cpu").to(torch.int32)
-        keys = stream_keys(self._host_seed, number, self._num_matrices, NUM_STREAMS)
-        return keys.flatten()
+        """Return the keys of all matrices for an update, (matrices * NUM_STREAMS), on the host."""
+        if tick not in self._next_ticks:
+            ticks = self._next_ticks = range(tick, tick + KEYS_AT_ONCE)
+            numbers = torch.arange(ticks.start, ticks.stop, device="cpu").to(torch.int32)
+            keys = stream_keys(self._host_seed, numbers, self._num_matrices, NUM_STREAMS)
+            self._next_keys.copy_(keys.flatten(1))
+        return self._next_keys[tick - self._next_ticks.start]
 
     def _step_sizes(self, lr: float, radix: int) -> tuple[int, tuple[int, ...]]:
         """Return the fixed-point factors of moment, slopes and directions for a learning rate."""

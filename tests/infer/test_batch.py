@@ -12,8 +12,9 @@ from graph_parts import graph_config
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.infer import batch as batches
-from arbcli.infer.batch import BatchDecoder, Request, cache_bytes, generate_batch
-from arbcli.infer.generation import Decoder, Sampling, generate
+from arbcli.infer.batch import Request, generate_batch
+from arbcli.infer.decoder import Decoder
+from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.prompts import read_prompts
 from arbcli.kernels.attention.eight_bits import CacheFormat
 from arbcli.model.language_model import LanguageModel
@@ -85,7 +86,7 @@ def in_cell(cell, dtype: torch.dtype, device: torch.device) -> LanguageModel:
 @torch.no_grad()
 def logits_of(lm: LanguageModel, prompts: tuple[bytes, ...], steps: int = 4) -> torch.Tensor:
     """Read prompts, then a byte more of each text in every step: (steps, texts, 256)."""
-    batch = lm.new_batch_cache(len(prompts), 24)
+    batch = lm.new_cache(24, max(2, len(prompts)))
     if len(prompts) == 1:
         batch = SimpleNamespace(texts=[lm.new_cache(24)], active=torch.ones(1))
     for prompt, cache in zip(prompts, batch.texts, strict=True):
@@ -168,8 +169,9 @@ def test_tokens_are_made_among_others(device):
     assert texts(lm, REQUESTS[::-1], 6)[::-1] == made
     assert max(int.from_bytes(text[:2], "big") for text in made) > 255
     for each, text in zip(REQUESTS, made, strict=True):
-        decoder = Decoder(lm, 60, each.sampling, stream=each.stream)
-        decoder.read([*lm.tokenizer.beginning, *lm.tokenizer.encode(each.prompt)])
+        decoder, tokenizer = Decoder(lm, 60), lm.tokenizer
+        symbols = [*tokenizer.beginning, *tokenizer.encode(each.prompt)]
+        decoder.begin(symbols, each.sampling, stream=each.stream)
         alone = b"".join(lm.tokenizer.decoded([], decoder.stream(each.length)))
         assert alone[:2] == text[:2]
 
@@ -180,10 +182,11 @@ def test_streams_of_a_seed_differ(lm):
 
 
 def test_cache_takes_the_predicted_memory(lm):
-    cache = lm.new_batch_cache(3, 40)
-    assert cache.nbytes == cache_bytes(lm, 3, 40) == 2 * 2 * 3 * 16 * 32 * 2
-    short = lm.new_batch_cache(3, 10)
-    assert short.nbytes == cache_bytes(lm, 3, 10) == cache.nbytes * 10 // 16
+    cache, short = lm.new_cache(40, 3), lm.new_cache(10, 3)
+    assert cache.nbytes == 2 * 2 * 3 * 16 * 32 * 2
+    assert short.nbytes == cache.nbytes * 10 // 16
+    for positions, made in ((40, cache), (10, short)):
+        assert lm.new_cache(positions, 3, device=torch.device("meta")).nbytes == made.nbytes
     with (
         pytest.raises(ValueError, match="one byte at a time, got 2"),
         cache.reading(torch.zeros(3, 2)),
@@ -192,11 +195,12 @@ def test_cache_takes_the_predicted_memory(lm):
 
 
 def test_no_more_places_are_made_than_there_are_texts(lm, monkeypatch):
-    made = mock.Mock(side_effect=BatchDecoder)
-    monkeypatch.setattr(batches, "BatchDecoder", made)
-    for batch, places in ((1, 1), (2, 2), (5, 2)):
-        texts(lm, [request(b"abc", 1), request(b"a", 5)], batch)
-        assert made.call_args.args == (lm, places, 6)
+    made = mock.Mock(side_effect=Decoder)
+    monkeypatch.setattr(batches, "Decoder", made)
+    for batch, places in ((1, 2), (2, 2), (5, 3)):  # one alone would be added up in another order
+        texts(lm, [request(b"abc", 1), request(b"a", 5), request(b"ab", 1)], batch)
+        assert made.call_args.args == (lm, 6, places)
+        assert made.call_args.kwargs["prompt"] == 1
     made.reset_mock()
     assert dict(generate_batch(lm, [])) == {}
     assert made.call_args is None
@@ -204,32 +208,34 @@ def test_no_more_places_are_made_than_there_are_texts(lm, monkeypatch):
     assert (done.texts, done.length, done.batch) == (0, 0, 0)
 
 
-def test_room_of_a_gpu_includes_unused_memory_that_torch_holds(monkeypatch):
+@pytest.mark.parametrize("texts", [1, 2])
+def test_room_of_a_gpu_includes_unused_memory_that_torch_holds(texts, monkeypatch):
     tell = {"mem_get_info": (100, 1000), "memory_reserved": 70, "memory_allocated": 30}
     for name, value in tell.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     check = mock.Mock(side_effect=ArbError("there is none"))
-    monkeypatch.setattr(batches, "check_room", check)
+    monkeypatch.setattr("arbcli.infer.decoder.check_room", check)
     made = mock.Mock(return_value=SimpleNamespace(nbytes=77))
-    lm = SimpleNamespace(device=torch.device("cuda"), new_batch_cache=made)
+    config = SimpleNamespace(reach=3, ctx=10)
+    lm = SimpleNamespace(device=torch.device("cuda"), new_cache=made, config=config)
     with pytest.raises(ArbError, match="there is none"):
-        BatchDecoder(lm, 1, 40)
+        Decoder(lm, 40, texts, prompt=30)
     needed, what, hint, room = check.call_args.args
     assert (needed, room) == (77, 140)
-    made.assert_called_once_with(2, 40, torch.device("meta"))
-    assert what == "the cache of 2 texts"  # one alone would be added up in another order
+    made.assert_called_once_with(40, texts, first=6, device=torch.device("meta"))
+    assert what == ("the cache of a text" if texts == 1 else "the cache of 2 texts")
     assert "`--batch`" in hint
 
 
 @pytest.mark.parametrize("kv", ["fp8", "int8"])
 def test_keys_and_values_have_the_requested_format(lm, kv, monkeypatch):
-    made, new = [], batches.BatchDecoder
+    made, new = [], batches.Decoder
 
     def decoder(*arguments, **options):
         made.append(new(*arguments, **options))
         return made[-1]
 
-    monkeypatch.setattr(batches, "BatchDecoder", decoder)
+    monkeypatch.setattr(batches, "Decoder", decoder)
     asked = [request(each.prompt, each.length, temperature=0.0) for each in REQUESTS[:3]]
     found = dict(generate_batch(lm, asked, kv=kv))
     together = dict(generate_batch(lm, asked[::-1], 2, kv=kv))

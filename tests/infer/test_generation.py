@@ -15,7 +15,8 @@ from arbcli.config.presets import PRESETS, preset
 from arbcli.device import spare_bytes
 from arbcli.errors import ArbError
 from arbcli.infer import generation
-from arbcli.infer.generation import Decoder, Sampling, continue_text, generate
+from arbcli.infer.decoder import Decoder
+from arbcli.infer.generation import Sampling, continue_text, generate
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.decoding import fused_logits, fuses
@@ -48,8 +49,8 @@ def test_memory_of_a_text_is_freed_without_a_collector(cell, backend, device):
     gc.disable()
     try:
         with lm.prepared_weights():
-            decoder = Decoder(lm, 12, GREEDY, backend=backend)
-            decoder.read(b"abc")
+            decoder = Decoder(lm, 12, backend=backend)
+            decoder.begin(b"abc", GREEDY)
             list(decoder.stream(3))
         kept = ref(decoder), ref(decoder.cache)
         del decoder
@@ -77,12 +78,16 @@ LONG = {
 }
 
 
+@pytest.mark.parametrize("texts", [1, 2])
 @pytest.mark.parametrize("kv", [None, "int8"])
 @pytest.mark.parametrize("name", LONG)
 def test_prompt_of_any_length_is_read_in_bounded_time_with_the_bits_of_all_of_it(
-    name, kv, device, monkeypatch
+    name, kv, texts, device, monkeypatch
 ):
-    """Windows of attention reach only so far: what is before is counted, and not read."""
+    """Windows of attention reach only so far: what is before is counted, and not read.
+
+    Of several texts the last slot has the prompt, and the others have none.
+    """
     about = {"dim": 32, "heads": 2, "ffn": 40, "ctx": 8} | LONG[name]
     window = about.pop("window", None)
     config = preset("tiny", **about)
@@ -101,20 +106,22 @@ def test_prompt_of_any_length_is_read_in_bounded_time_with_the_bits_of_all_of_it
         monkeypatch.setattr(ModelConfig, "reach", reach)
         read.clear()
         with lm.prepared_weights(), lm.cached_as(kv):
-            decoder = Decoder(lm, 400, Sampling(seed=2), capture=False, prompt=80)
+            decoder, slot = Decoder(lm, 400, texts, capture=False, prompt=80), texts - 1
             with pytest.raises(ValueError, match="prompt of 80 bytes was expected, got 79"):
-                decoder.read(text[:79])
-            decoder.read(text[:80])
+                decoder.begin(text[:79], slot=slot)
+            decoder.begin(text[:80], Sampling(seed=2), slot=slot)
             progress = mock.Mock()
-            decoder.read(text[80:], progress)
+            decoder.read(text[80:], slot, progress)
             at_once, told = decoder.cache.window, [call.args for call in progress.mock_calls]
             size = told[-1][1]
             assert told == [
                 (min(stop, size), size) for stop in range(at_once, size + at_once, at_once)
             ]
             number = sum(read)
-            parts = [part.clone() for part in decoder.cache.main.blocks[-1].tensors()]
-            found.append((number, parts, b"".join(decoder.stream(9))))
+            cache = decoder.cache if texts == 1 else decoder.cache.texts[slot]
+            parts = [part.clone() for part in cache.main.blocks[-1].tensors()]
+            decoder.step(9)
+            found.append((number, parts, decoder.end(slot, 9)()))
     (few, parts, made), (every, whole, wanted) = found
     assert every == len(text) - 1
     assert few < 2 * (known + 2 * 8) < every
@@ -170,11 +177,19 @@ def test_no_more_bytes_than_the_text_has_room_for(device):
     decoder = Decoder(model(device), 10)
     with pytest.raises(ValueError, match="no room for 3 bytes after 0"):
         next(decoder.stream(3))
-    decoder.read(b"12345678")
+    decoder.begin(b"12345678")
     with pytest.raises(ValueError, match="no room for 3 bytes after 8"):
         next(decoder.stream(3))
     with pytest.raises(ValueError, match="no room for 3 bytes after 8"):
         decoder.read(b"abc")
+    decoder = Decoder(model(device), 10, 2)
+    for slot, prompt in enumerate((b"1234", b"12345678")):
+        decoder.begin(prompt, slot=slot)
+    with pytest.raises(ValueError, match="no room for 3 bytes after 8"):
+        decoder.step(3)
+    decoder.end(1, 0)
+    decoder.step(3)
+    assert decoder.lengths == {0: 7}
 
 
 def test_empty_prompt_is_refused(device):
@@ -199,8 +214,8 @@ def test_captured_step_in_eight_bits_gives_the_bits_of_an_eager_step(kv, device)
     with lm.prepared_weights():
         for capture in (False, True):
             with lm.cached_as(kv):
-                decoder = Decoder(lm, 300, GREEDY, capture=capture)
-            decoder.read(b"0123456789" * 5)
+                decoder = Decoder(lm, 300, capture=capture)
+            decoder.begin(b"0123456789" * 5, GREEDY)
             text = b"".join(decoder.stream(250))
             rings = [part for b in decoder.cache.main.blocks for part in b.tensors()]
             found.append((text, [part.view(torch.int8) for part in rings]))
@@ -217,8 +232,8 @@ def test_captured_step_gives_the_bits_of_an_eager_step(sampling, weights, device
     texts, rings = [], []
     with lm.prepared_weights():
         for capture in (False, True):
-            decoder = Decoder(lm, 300, sampling, capture=capture)
-            decoder.read(b"0123456789" * 5)
+            decoder = Decoder(lm, 300, capture=capture)
+            decoder.begin(b"0123456789" * 5, sampling)
             texts.append(b"".join(decoder.stream(250)))
             rings += [[part for b in decoder.cache.main.blocks for part in b.tensors()]]
     assert texts[0] == texts[1]
@@ -240,7 +255,7 @@ def test_speed_excludes_the_prompt(monkeypatch):
         monkeypatch.setattr(Decoder, name, slow)
 
     take("read", 60)
-    take("_step", 0.5)
+    take("step", 0.5)
     monkeypatch.setattr(generation, "time", clock)
     made: list[bytes] = []
     report = continue_text(

@@ -17,8 +17,9 @@ from arbcli.errors import ArbError
 from arbcli.infer import load
 from arbcli.infer.batch import Request, continue_batch, generate_batch
 from arbcli.infer.chunks import chunk_depths
+from arbcli.infer.decoder import OUT_OF_MEMORY
 from arbcli.infer.evaluation import evaluate
-from arbcli.infer.generation import OUT_OF_MEMORY, Sampling, continue_text, generate
+from arbcli.infer.generation import Sampling, continue_text, generate
 from arbcli.infer.load import load_model, load_weights
 from arbcli.kernels.runtime import backend as backends
 from arbcli.kernels.runtime.backend import compile_for, use_backend

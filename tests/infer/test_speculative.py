@@ -11,7 +11,8 @@ from marks import mostly_slow
 from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
-from arbcli.infer.generation import Decoder, Sampling
+from arbcli.infer.decoder import Decoder
+from arbcli.infer.sampling import Sampling
 from arbcli.infer.speculative import EACH_EQUAL, can_check
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
@@ -54,8 +55,8 @@ def texts(lm, how, length=LENGTH, size=None):
     found = []
     with lm.prepared_weights():
         for ahead in (1, size or lm.config.ahead.positions):
-            decoder = Decoder(lm, length + 11, how, backend=KERNELS, ahead=ahead)
-            decoder.read(b"hello world")
+            decoder = Decoder(lm, length + 11, backend=KERNELS, ahead=ahead)
+            decoder.begin(b"hello world", how)
             found.append(b"".join(decoder.stream(length)))
     return *found, decoder
 
@@ -97,8 +98,8 @@ def test_repeated_text_is_proposed(size, sure, wanted, monkeypatch):
     for name in ("step", "forward") if size else ():
         monkeypatch.setattr(lm.ahead, name, lambda x, _: (x, of_head))
     with lm.prepared_weights(), use_backend(KERNELS):
-        decoder = Decoder(lm, 40, WAYS[0], backend=KERNELS, capture=False, ahead=5)
-        decoder.read(b"one two one t")
+        decoder = Decoder(lm, 40, backend=KERNELS, capture=False, ahead=5)
+        decoder.begin(b"one two one t", WAYS[0])
         decoder.checks.begin(decoder._byte)
         decoder.checks._propose(decoder._text, decoder._key, (0.0, 256, 1.0))
         assert bytes(decoder.checks._ids[0].tolist()) == wanted
@@ -109,8 +110,8 @@ def test_proposals_that_are_right_are_all_accepted(monkeypatch):
     lm, size = model(4, DTYPES[0], **SMALL), 4
     wanted = texts(lm, WAYS[0])[0]
     with lm.prepared_weights():
-        decoder = Decoder(lm, LENGTH + 11, WAYS[0], backend=KERNELS, capture=False, ahead=size)
-        decoder.read(b"hello world")
+        decoder = Decoder(lm, LENGTH + 11, backend=KERNELS, capture=False, ahead=size)
+        decoder.begin(b"hello world", WAYS[0])
         known = list(b"hello world" + wanted)
         calls = 0
 
@@ -204,6 +205,8 @@ def test_tokens_and_more_bytes_than_there_are_are_refused():
         with pytest.raises(ArbError, match=message) as caught:
             Decoder(lm, 30, backend="torch", ahead=ahead)
         assert caught.value.hint
+    with pytest.raises(ArbError, match="`--ahead` is for a single text"):
+        Decoder(lm, 30, 2, backend="torch", ahead=2)
 
 
 def test_memory_of_unstored_positions_is_counted():

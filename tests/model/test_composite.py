@@ -12,7 +12,8 @@ from arbcli.config.parts.composite import CompositeConfig
 from arbcli.config.presets import preset
 from arbcli.data import Mixture, Text, open_texts
 from arbcli.errors import ArbError
-from arbcli.infer.generation import Decoder, Sampling
+from arbcli.infer.decoder import Decoder
+from arbcli.infer.sampling import Sampling
 from arbcli.media.spans import PictureHeader, SoundHeader
 from arbcli.model.build import build_model
 from arbcli.train.byte_kinds import ByteKinds
@@ -50,8 +51,8 @@ def test_a_text_is_made_by_steps_as_it_is_scored():
         with torch.no_grad():
             text.append(int(lm(torch.tensor([text]))[0, -1].argmax()))
     with torch.no_grad(), lm.prepared_weights():
-        decoder = Decoder(lm, 12, Sampling(temperature=0))
-        decoder.read(bytes(text[:3]))
+        decoder = Decoder(lm, 12)
+        decoder.begin(bytes(text[:3]), Sampling(temperature=0))
         assert [*itertools.chain(*decoder.stream(9))] == text[3:]
 
 

@@ -10,7 +10,8 @@ from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
 from arbcli.errors import ArbError
 from arbcli.infer.chunks import chunk_depths
-from arbcli.infer.generation import Decoder, Sampling
+from arbcli.infer.decoder import Decoder
+from arbcli.infer.sampling import Sampling
 from arbcli.kernels.chunks.find_chunks import find_chunks
 from arbcli.kernels.chunks.smooth_chunks import smooth_chunks
 from arbcli.model.language_model import LanguageModel
@@ -103,8 +104,8 @@ def test_steps_in_fused_kernels_make_the_text_of_whole_forwards(kind, monkeypatc
     awaited = [stage.outward for stage in lm.stages]
     awaited += [s.router.query_key if s.router else s.residual for s in lm.stages]
     with lm.prepared_weights(), torch.no_grad():
-        decoder = Decoder(lm, 24, Sampling(temperature=0), capture=False)
-        decoder.read(prompt)
+        decoder = Decoder(lm, 24, capture=False)
+        decoder.begin(prompt, Sampling(temperature=0))
         made = prompt + b"".join(decoder.stream(6))
         decoder.read(b"ab")  # what reads several bytes goes on where steps left off
         made += b"ab" + b"".join(decoder.stream(11))
@@ -129,8 +130,8 @@ def test_captured_phases_make_the_text_of_phases_one_by_one(kind, device, monkey
         if not joined:
             monkeypatch.setattr("arbcli.model.stage.has_conditions", lambda _: False)
         with lm.prepared_weights():
-            decoder = Decoder(lm, 200, Sampling(seed=2), capture=capture)
-            decoder.read(b"the text ")
+            decoder = Decoder(lm, 200, capture=capture)
+            decoder.begin(b"the text ", Sampling(seed=2))
             texts.append(b"".join(decoder.stream(180)))
         monkeypatch.undo()
     assert texts[0] == texts[1] == texts[2]

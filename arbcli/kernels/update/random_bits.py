@@ -97,22 +97,23 @@ def random_halves(key: Tensor, rows: slice, columns: Tensor) -> Tensor:
 
 
 def stream_keys(seed: Tensor, tick: Tensor, num_tensors: int, num_streams: int) -> Tensor:
-    """Derive one key for every tensor and purpose from the seed and the number of the update.
+    """Derive one key for every tensor and purpose from the seed and the numbers of updates.
 
     As `mix` is a bijection, no key of a run is used twice before the counter of all keys wraps.
 
     Args:
         seed: int32 scalar tensor.
-        tick: int32 scalar tensor, distinct for every update of a run.
+        tick: int32 tensor of any shape, distinct for every update of a run.
         num_tensors: how many tensors are updated.
         num_streams: how many independent streams each of them draws from.
 
     Returns:
-        (num_tensors, num_streams) int32 on the device of `seed`.
+        (*tick.shape, num_tensors, num_streams) int32 on the device of `seed`.
     """
     num_keys = num_tensors * num_streams
-    counter = torch.arange(num_keys, dtype=torch.int32, device=seed.device) + tick * num_keys
-    return mix(counter ^ mix(seed ^ _GOLDEN)).view(num_tensors, num_streams)
+    first = tick[..., None] * num_keys
+    counter = torch.arange(num_keys, dtype=torch.int32, device=seed.device) + first
+    return mix(counter ^ mix(seed ^ _GOLDEN)).unflatten(-1, (num_tensors, num_streams))
 
 
 def stream_key(seed: int, tick: int, device: torch.device) -> Tensor:

@@ -11,7 +11,8 @@ import torch
 from marks import needs_triton
 
 from arbcli.config.presets import preset
-from arbcli.infer.generation import Decoder, Sampling
+from arbcli.infer.decoder import Decoder
+from arbcli.infer.sampling import Sampling
 from arbcli.kernels.attention.decode_attention import count_on_
 from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.matmul.digits_matmul import prepack_digits
@@ -244,9 +245,9 @@ def test_recorded_step_gives_the_bytes_of_an_unrecorded_step(options):
     lm, texts = model(**options), []
     with lm.prepared_weights():
         for capture in (None, False):
-            decoder = Decoder(lm, 60, Sampling(seed=3), capture=capture)
+            decoder = Decoder(lm, 60, capture=capture)
+            decoder.begin(b"recorded, in pieces", Sampling(seed=3))
             assert decoder.recorded == (capture is None)
-            decoder.read(b"recorded, in pieces")
             texts.append(b"".join(decoder.stream(20)))
             decoder.read(b" and on")
             texts[-1] += b"".join(decoder.stream(9))
@@ -258,4 +259,6 @@ def test_a_model_that_needs_more_than_loops_is_not_recorded(name):
     lm = LanguageModel(preset(name, ctx=16), torch.float32)
     lm.initialise(0)
     with lm.prepared_weights():
-        assert not Decoder(lm, 8).recorded
+        decoder = Decoder(lm, 8)
+        decoder.begin(b"a")
+    assert not decoder.recorded
