@@ -82,13 +82,16 @@ def choice_torch(
         return logits.argmax()
     score = (logits - logits.max()) / temperature
     index = torch.arange(len(score), dtype=torch.int32, device=score.device)
+    noisy = score + _noise(key, position, index)
+    if top_k >= len(score) and top_p == 1:  # all are candidates
+        return noisy.argmax()
     tied = (score == score[:, None]) & (index < index[:, None])
     likelier = (score > score[:, None]) | tied  # [i, j]: whether j is more likely than i
     kept = likelier.sum(1) < top_k
     if top_p < 1:
         share = torch.where(kept, score, -torch.inf).softmax(0)
         kept &= (likelier * share).sum(1) < top_p
-    return torch.where(kept, score + _noise(key, position, index), -torch.inf).argmax()
+    return torch.where(kept, noisy, -torch.inf).argmax()
 
 
 def choose_among_many(
