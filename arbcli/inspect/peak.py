@@ -27,7 +27,7 @@ from arbcli.inspect.trace import (
     without_compiler,
     without_memory,
 )
-from arbcli.kernels.runtime.backend import compile_for, num_processors
+from arbcli.kernels.runtime.backend import compile_for, gpu_of, num_processors
 from arbcli.model.packed import TernaryTensor
 from arbcli.train.parallel.group import Group, PendingTensor
 from arbcli.train.teacher import read_teacher
@@ -524,5 +524,4 @@ def _gpu(device: torch.device) -> tuple[tuple[int, int], int]:
         return (0, 0), 1
     if not torch.cuda.is_available():
         return ASSUMED_GPU
-    properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor), properties.multi_processor_count
+    return gpu_of(device)

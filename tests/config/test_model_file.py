@@ -212,7 +212,7 @@ def test_wrong_model_is_refused_in_one_line_that_names_the_path(tmp_path, change
     assert caught.value.fields == ()  # a file has no options
 
 
-def test_none_leaves_out_what_there_is_by_default(tmp_path):
+def test_none_removes_a_default(tmp_path):
     path = tmp_path / "model.toml"
     path.write_text(GOOD.replace("heads = 2 }\nch", 'heads = 2, top_k = "none" }\nch'))
     assert read_settings(path)["preset"].main.blocks[-1].mixer.top_k is None

@@ -58,7 +58,7 @@ def test_a_text_is_the_same_among_any_others(lm):
     assert len(set(alone)) == len(alone)
 
 
-def test_texts_of_a_batch_are_those_of_one_at_a_time(lm):
+def test_texts_of_a_batch_equal_those_of_single_prompts(lm):
     """But for rounding, which decides no byte here."""
     sharp = [request(each.prompt, each.length, temperature=0.0) for each in REQUESTS]
     together = texts(lm, sharp, 3)
@@ -201,7 +201,7 @@ def test_streams_of_a_seed_differ(lm):
     assert made[0] == made[1] != made[2]
 
 
-def test_cache_takes_what_was_predicted(lm):
+def test_cache_takes_the_predicted_memory(lm):
     cache, short = lm.new_cache(40, 3), lm.new_cache(10, 3)
     assert cache.nbytes == 2 * 2 * 3 * 16 * 32 * 2
     assert short.nbytes == cache.nbytes * 10 // 16
@@ -229,7 +229,7 @@ def test_no_more_places_are_made_than_there_are_texts(lm, monkeypatch):
 
 
 @pytest.mark.parametrize("texts", [1, 2])
-def test_room_of_a_gpu_includes_what_torch_holds_and_does_not_use(texts, monkeypatch):
+def test_room_of_a_gpu_includes_unused_memory_that_torch_holds(texts, monkeypatch):
     tell = {"mem_get_info": (100, 1000), "memory_reserved": 70, "memory_allocated": 30}
     for name, value in tell.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)

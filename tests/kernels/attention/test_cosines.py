@@ -111,7 +111,7 @@ def test_kernel_is_close_to_float64_at_all_lengths(width, dtype, kind, length, d
 @pytest.mark.parametrize(("kv", "least"), [("int8", 0.9998), ("fp8", 0.998)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_eight_bits_are_close_to_what_was_not_rounded(width, kind, kv, least):
+def test_eight_bits_are_close_to_unrounded_values(width, kind, kv, least):
     """Normal vectors, whose mean is 0, are the hardest."""
     inputs = drawn(width, 5, kind, torch.float32, LONG - 5, torch.device("cpu"))
     places = torch.arange(5)
