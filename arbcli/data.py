@@ -372,9 +372,8 @@ def open_texts(
         data: entries; None is the standard library source of the running Python.
         val: entries of the validation text; all of `data` is then for training. None holds out the
             last tenth of a single file, or a tenth of several files, chosen by a hash of `seed` and
-            their paths relative to their common folder. If there are few files and this sample is
-            much more or less than a tenth of the bytes, or another kind of text, the last tenth of
-            each file.
+            their relative paths; or the last tenth of each file, if there are few and that sample
+            is not representative.
         seed: seed of the split by file.
         context: context in bytes; each text must have one window of `context` + 1.
         conversion: conversion of files that are not plain to bytes.

@@ -119,10 +119,10 @@ def begin_parity(
         workers: processes that share the work; None is this one.
         progress: called for each finished part, with its results.
         memory: results of earlier runs; None stores none.
-        sampled: whether there is a sample: on a GPU the presets `LARGEST` in bf16, and small models
-            in float32 and the scale types `ALWAYS`, of which torch runs `FEW_MODELS` in one; on a
-            CPU the scale types `ALWAYS`; in the interpreter one scale type, in which models are
-            compared from the bytes on alone, and the updates of each rule in one direction.
+        sampled: whether to compare a sample. GPU: the presets `LARGEST` in bf16, and small models
+            in float32 with the scale types `ALWAYS` (backend torch: `FEW_MODELS` with one). CPU:
+            the scale types `ALWAYS`. Interpreter: one scale type, whole models only, and one
+            direction for each rule.
 
     Returns:
         A function that waits for the results and returns them.

@@ -420,8 +420,7 @@ def decode_attention(
             must be below P.
         cos: (P, d / 2) float32, contiguous.
         sin: like `cos`.
-        semaphores: (heads,) int32 zeros, reset to zeros: counters by which the last program finds
-            that it is the last.
+        semaphores: (heads,) int32 zeros, reset to zeros.
         eps: added to the mean square.
         alone: whether one program computes all slots of a head, if they fit in one block: for short
             rings of one text, which gain nothing from several programs.

@@ -13,7 +13,7 @@ from arbcli.kernels.attention.eight_bits import FORMATS, round_entries
 from arbcli.kernels.runtime.backend import use_backend
 
 WIDTHS = [64, 128, 512]
-DTYPES = {torch.float32: 0.99999, torch.bfloat16: 0.9999}
+DTYPES = {torch.float32: 0.999993, torch.bfloat16: 0.9999}
 KINDS = {"chosen": (4, 7), "all": (128, 0)}
 """Bytes of an entry, and how many entries are chosen; 0 is all."""
 LONG = 16384
