@@ -29,3 +29,8 @@ def normals(
 ) -> Callable[..., Tensor]:
     """Return a function that draws normal numbers of a shape, on the host, for a device."""
     return lambda *shape: torch.randn(shape, generator=generator).to(device)
+
+
+def real_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of real values in cases; the interpreter's bf16 arithmetic is wrong."""
+    return (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
