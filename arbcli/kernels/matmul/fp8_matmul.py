@@ -22,7 +22,7 @@ from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.quantise_rows import E4M3, quantise_rows
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Matrix, Number
-from arbcli.kernels.runtime.inputs import real_dtypes
+from arbcli.kernels.runtime.inputs import dtype_name, real_dtypes
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 MULTIPLE = 16
@@ -72,7 +72,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
             rounded = quantise_rows.torch(source)
             rounded = rounded[0].to(E4M3), rounded[1]
             for dtype in real_dtypes(device):
-                label = f"{rows}x{outputs}x{inputs} {str(dtype).removeprefix('torch.')}"
+                label = f"{rows}x{outputs}x{inputs} {dtype_name(dtype)}"
                 label += " transposed" * transposed
                 yield Case(label, (*rounded, packed, transposed, dtype))
     octaves = packed._replace(fraction=None)

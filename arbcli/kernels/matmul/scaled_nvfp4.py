@@ -26,7 +26,7 @@ from arbcli.kernels.matmul.round_nvfp4 import (
 from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, UINT8, Array, Number
 from arbcli.kernels.runtime.backend import capability, uses_triton
-from arbcli.kernels.runtime.inputs import real_dtypes
+from arbcli.kernels.runtime.inputs import dtype_name, real_dtypes
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 FIRST_CAPABILITY = (10, 0)
@@ -170,7 +170,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             parts.append(encode_nvfp4.torch(x.to(device)))
         (a, of_a, first), (b, of_b, second) = parts
         for dtype in real_dtypes(device):
-            label = f"{rows}x{outputs}x{inputs} {str(dtype).removeprefix('torch.')}"
+            label = f"{rows}x{outputs}x{inputs} {dtype_name(dtype)}"
             yield Case(label, (a, of_a, b, of_b, first * second, dtype))
 
 

@@ -27,7 +27,7 @@ from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.matmul.few_rows import few_rows, fits_few_rows
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Array, Matrix, Number
-from arbcli.kernels.runtime.inputs import real_dtypes
+from arbcli.kernels.runtime.inputs import dtype_name, real_dtypes
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 FUSED_ROWS = 64
@@ -137,7 +137,7 @@ def _inputs(
         packed = random_packed(out_features, in_features, group_size, generator, spread=8)
         packed = packed.to(device)
         for dtype in real_dtypes(device):
-            label = f"{rows}x{out_features}x{in_features} {str(dtype).removeprefix('torch.')}"
+            label = f"{rows}x{out_features}x{in_features} {dtype_name(dtype)}"
             yield label, source[:, :width].to(dtype), packed
     for name, all_digits in with_remainders(packed, generator):
         yield f"{label} {name}", source[:, :width].to(dtype), all_digits
