@@ -7,11 +7,10 @@ Python objects, with bounded loops and output.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from arbcli.errors import ArbError, os_errors
+from arbcli.errors import ArbError, optional_module, os_errors
 from arbcli.reading import read_json, read_small, shown
 from arbcli.run_files import COMPANIONS
 from arbcli.tokens import FILE
@@ -49,14 +48,10 @@ class ChatTemplate:
 
     def __init__(self, source: str, name: str, tokens: Mapping[str, str]) -> None:
         self.source, self.name, self.tokens = source, name, dict(tokens)
-        try:
-            jinja = import_module("jinja2")
-            sandbox, _ = import_module("jinja2.sandbox"), import_module("jinja2.ext")
-        except ImportError:
-            raise ArbError(
-                f"`{name}` needs the package jinja2, which is not installed",
-                hint="install it: `pip install 'arb[chat]'`",
-            ) from None
+        jinja, sandbox, _ = (
+            optional_module(module, name, "jinja2", "'arb[chat]'")
+            for module in ("jinja2", "jinja2.sandbox", "jinja2.ext")
+        )
         self._error = jinja.TemplateError
         environment = _environment(jinja, sandbox)
         try:

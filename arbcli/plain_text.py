@@ -20,7 +20,7 @@ from typing import Any
 
 from arbcli.cached_files import cache_folder, is_cached, write_cached
 from arbcli.environment import number_in
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, optional_module
 from arbcli.media import pictures, sound
 from arbcli.media.kinds import SUFFIXES_OF, medium_of
 from arbcli.reading import unreadable
@@ -335,11 +335,5 @@ def _value(value: Any, path: Path, field: str) -> Any:
 
 
 def _package(name: str, path: Path) -> Any:
-    try:
-        return import_module(name)
-    except ImportError:
-        package = name.partition(".")[0]
-        raise ArbError(
-            f"`{path}` needs the package {package}, which is not installed",
-            hint=f"install it: `pip install {package}`",
-        ) from None
+    package = name.partition(".")[0]
+    return optional_module(name, path, package, package)

@@ -9,7 +9,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
-from importlib import import_module
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from arbcli.data import Mixture, Text
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, optional_module
 from arbcli.plain_text import converted
 from arbcli.reading import read_small
 
@@ -56,13 +55,7 @@ class Tokenizer:
     """
 
     def __init__(self, content: bytes, name: str) -> None:
-        try:
-            package = import_module("tokenizers")
-        except ImportError:
-            raise ArbError(
-                f"`{name}` needs the package tokenizers, which is not installed",
-                hint="install it: `pip install 'arb[tokens]'`",
-            ) from None
+        package = optional_module("tokenizers", name, "tokenizers", "'arb[tokens]'")
         try:
             self._tokenizer = package.Tokenizer.from_str(content.decode())
         except Exception as error:  # the package raises this class

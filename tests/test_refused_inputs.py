@@ -245,10 +245,10 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         lambda _: pictures.check_form("rgb:99999x1"), "`picture` is `rgb:99999x1`"),
     "pictures without Pillow": (
         without("PIL", lambda: pictures._package("Image", Path("a.png"))),
-        "`a.png` is a picture, and the package Pillow is not installed"),
+        "`a.png` needs the package Pillow, which is not installed"),
     "sounds without soundfile": (
         without("soundfile", lambda: sound._package(Path("a.wav"))),
-        "`a.wav` is a sound, and the package soundfile is not installed"),
+        "`a.wav` needs the package soundfile, which is not installed"),
     "sound without a frame": (
         lambda _: sound._check(sound.SoundHeader("mulaw", 8000, 1, 0), Path("a.wav")),
         "its header says 0 frames"),

@@ -28,6 +28,7 @@ from arbcli.inspect.trace import (
     without_memory,
 )
 from arbcli.kernels.runtime.backend import compile_for, gpu_of, num_processors
+from arbcli.kernels.runtime.inputs import dtype_name
 from arbcli.model.packed import TernaryTensor
 from arbcli.train.parallel.group import Group, PendingTensor
 from arbcli.train.teacher import read_teacher
@@ -271,7 +272,7 @@ class _Trace(Storages):
 
     def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
         """Allocate memory for a storage."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         self._blocks[key] = self._take(size, op, tensor=f"{dtype} {_shape_text(tensor)}")
 
     def went(self, key: int) -> None:

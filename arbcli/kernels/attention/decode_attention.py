@@ -142,11 +142,12 @@ def _decode_attention_torch(
     return y[0, :, 0].to(qkv.dtype)
 
 
+@text_by_text(3, *SHARED)
 def _decode_attention_native(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
     semaphores: Tensor, eps: float, alone: bool = False, exponents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    if position.dim() or exponents is not None:
+    if exponents is not None:
         return _decode_attention_torch(
             qkv, keys, values, position, cos, sin, semaphores, eps, alone, exponents
         )
