@@ -19,18 +19,21 @@ _HINT = "free some space there, or set `XDG_CACHE_HOME` to a folder that you own
 
 
 def cache_folder() -> Path:
-    """Return the folder of the cache: `arb` in `XDG_CACHE_HOME`, or in `~/.cache`."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "arb"
+    """Return the folder of the cache: `arb` in `XDG_CACHE_HOME`, or in `~/.cache`.
+
+    Users without a home, as in containers, have `arb-UID` in the directory for temporary files.
+    """
+    parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if not parent.startswith("~"):
+        return Path(parent) / "arb"
+    user = f"-{os.geteuid()}" if hasattr(os, "geteuid") else ""
+    return Path(tempfile.gettempdir()) / f"arb{user}"
 
 
 def own_folder(name: str) -> Path | None:
     """Make a folder in the cache that only this user or root can write; None if that fails."""
-    folder = cache_folder() / name
-    if folder.parts[0].startswith("~"):  # a user without a home, as in containers
-        return None
-    folder = folder.absolute()
     try:
+        folder = cache_folder().absolute() / name
         for each in (folder.parent, folder):
             _make_own(each)
             if not _is_own(each.stat()):  # root can change the mode of another user's folder
@@ -137,12 +140,18 @@ def _open_own(path: Path) -> BufferedReader:
 def _is_own(status: os.stat_result) -> bool:
     if not hasattr(os, "geteuid"):  # on Windows, modes do not describe other users' rights
         return True
-    return status.st_uid in (0, os.geteuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return _is_of_user(status) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _is_of_user(status: os.stat_result) -> bool:
+    return not hasattr(os, "geteuid") or status.st_uid in (0, os.geteuid())
 
 
 def _make_own(folder: Path) -> None:
     """Create a folder that only this user can write; deny others if it exists."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.is_symlink() and not _is_of_user(folder.lstat()):
+        raise PermissionError("it is a link of another user")
     if not _is_own(folder.stat()):
         folder.chmod(0o700)  # raises PermissionError if another user owns the folder
 

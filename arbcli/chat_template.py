@@ -7,12 +7,11 @@ Python objects, with bounded loops and output.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from arbcli.errors import ArbError
-from arbcli.reading import open_regular, read_json, shown
+from arbcli.errors import ArbError, optional_module, os_errors
+from arbcli.reading import read_json, read_small, shown
 from arbcli.run_files import COMPANIONS
 from arbcli.tokens import FILE
 
@@ -49,14 +48,10 @@ class ChatTemplate:
 
     def __init__(self, source: str, name: str, tokens: Mapping[str, str]) -> None:
         self.source, self.name, self.tokens = source, name, dict(tokens)
-        try:
-            jinja = import_module("jinja2")
-            sandbox, _ = import_module("jinja2.sandbox"), import_module("jinja2.ext")
-        except ImportError:
-            raise ArbError(
-                f"`{name}` needs the package jinja2, which is not installed",
-                hint="install it: `pip install 'arb[chat]'`",
-            ) from None
+        jinja, sandbox, _ = (
+            optional_module(module, name, "jinja2", "'arb[chat]'")
+            for module in ("jinja2", "jinja2.sandbox", "jinja2.ext")
+        )
         self._error = jinja.TemplateError
         environment = _environment(jinja, sandbox)
         try:
@@ -175,14 +170,10 @@ def keep_template(tokenizer: Path | str, run: Path) -> None:
     template, folder = find_template(tokenizer), run / COMPANIONS
     if template is None or find_template(run / FILE) is not None:
         return
-    try:
+    with os_errors("write to", folder, "choose another `--out`"):
         folder.mkdir(exist_ok=True)
         (folder / TEMPLATE).write_bytes(template.source.encode())
         (folder / SETTINGS).write_text(json.dumps(template.tokens))
-    except OSError as error:
-        raise ArbError(
-            f"cannot write to `{folder}`: {error.strerror}", hint="choose another `--out`"
-        ) from error
 
 
 def find_template(tokenizer: Path | str) -> ChatTemplate | None:
@@ -234,11 +225,7 @@ def _sources(folder: Path, settings: Mapping[str, Any]) -> Iterator[tuple[str, s
     """Yield the file names and sources of a folder's templates, in order of precedence."""
     path = folder / TEMPLATE
     if path.exists():
-        with open_regular(path) as file:
-            content = file.read(LARGEST + 1)
-        if len(content) > LARGEST:
-            raise ArbError(f"`{path}` has more than {LARGEST:,} bytes", hint=HINT)
-        yield str(path), content.decode(errors="replace")
+        yield str(path), read_small(path, LARGEST, HINT).decode(errors="replace")
     old = folder / OLD_TEMPLATE
     held = read_json(old, {}).get("chat_template") if old.exists() else None
     for name, found in ((old, held), (folder / SETTINGS, settings.get("chat_template"))):

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from arbcli.cached_files import is_cached, write_cached
 from arbcli.chat_template import ChatTemplate, Message, is_table
 from arbcli.data import Mixture, Text
 from arbcli.errors import ArbError
-from arbcli.plain_text import RECORD_BYTES, texts_folder
-from arbcli.reading import parse_json
+from arbcli.plain_text import RECORD_BYTES, converted
+from arbcli.reading import parse_json, unreadable
 from arbcli.tokens import Tokenizer
 
 if TYPE_CHECKING:
@@ -278,23 +277,8 @@ class _Reader:
 def _tokenised(piece: tuple[Path, int, int], reader: _Reader) -> Path:
     """Return the file with the documents of a piece of a text, created in the cache if needed."""
     path, start, stop = piece
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    about = f"{path.resolve()}\n{status.st_size} {status.st_mtime_ns}\n{start} {stop}"
-    about += f"\nchats {reader.digest}"
-    cached = texts_folder() / sha256(about.encode(errors="surrogateescape")).hexdigest()
-    if not is_cached(cached):
-        write_cached(cached, _encoded(path, start, stop, reader))
-    return cached
-
-
-def _unreadable(path: Path, error: OSError) -> ArbError:
-    return ArbError(
-        f"cannot read `{path}`: {error.strerror or error}",
-        hint="check that it exists and that you may read it",
-    )
+    how = f"{start} {stop}\nchats {reader.digest}"
+    return converted(path, how, lambda _size: _encoded(path, start, stop, reader))
 
 
 def _encoded(path: Path, start: int, stop: int, reader: _Reader) -> Iterator[bytes]:
@@ -327,4 +311,4 @@ def _lines(path: Path, start: int, stop: int) -> Iterator[tuple[bytes, int]]:
                 if line.strip() and begin + len(line.rstrip(b"\r\n")) <= stop:
                     yield line, begin
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error

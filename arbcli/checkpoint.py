@@ -43,11 +43,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, os_errors
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.codec.packing import illegal_bytes
+from arbcli.reading import READ_HINT, without_blocking
 from arbcli.reading import read_json as read_json  # what `write_json` wrote
-from arbcli.reading import without_blocking
 from arbcli.run_files import (
     best_checkpoints,
     checkpoint_path,
@@ -84,7 +84,6 @@ _RANGES = {
 }
 """Ranges by the last part of a name; all others have the range of their dtype."""
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_READ_HINT = "check the path and its permissions"
 _WRITE_HINT = "check permissions and free space; whatever was saved before is intact"
 _REFUSED_HINT = "it is not a checkpoint of arb, or was truncated or altered: name another"
 
@@ -135,11 +134,11 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> P
     if checkpoint.step < 0 or keep < 1:
         raise ValueError(f"cannot save step {checkpoint.step} and keep {keep}")
     path = checkpoint_path(directory, checkpoint.step)
-    with _os_errors("write", path, _WRITE_HINT):
+    with os_errors("write", path, _WRITE_HINT):
         for stale in directory.glob(".step-*.tmp"):  # left by a killed process
             stale.unlink()
     write_checkpoint(path, checkpoint)
-    with _os_errors("write", path, _WRITE_HINT):
+    with os_errors("write", path, _WRITE_HINT):
         older = [old for old in checkpoints(directory) if step_of(old) < checkpoint.step]
         for old in older[keep - 1 :]:
             old.unlink()
@@ -205,10 +204,10 @@ def load_checkpoint(path: Path, accept: Accept = _accept_any) -> Checkpoint:
         DamagedError: the file is not exactly as `save_checkpoint` wrote it.
         ArbError: it cannot be read, was written by a newer version, or is refused by `accept`.
     """
-    with _os_errors("read", path, _READ_HINT):
+    with os_errors("read", path, READ_HINT):
         try:
             if not stat.S_ISREG(path.stat().st_mode):
-                raise ArbError("it is not a regular file", hint=_READ_HINT)
+                raise ArbError("it is not a regular file", hint=READ_HINT)
             with path.open("rb") as file:
                 return _read_checkpoint(file, accept)
         except ArbError as error:
@@ -266,7 +265,7 @@ def set_aside(path: Path, *, leave: bool = False) -> Path:
     """
     names = (path.with_name(f"{path.name}.aside{n or ''}") for n in itertools.count())
     aside = next(name for name in names if not name.exists())
-    with _os_errors("rename", path, _WRITE_HINT):
+    with os_errors("rename", path, _WRITE_HINT):
         if leave:
             with suppress(OSError):  # the file system may lack hard links
                 os.link(path, aside)
@@ -282,7 +281,7 @@ def keep_best(path: Path) -> Path:
         ArbError: it cannot be linked; the previous one is intact.
     """
     best = path.with_name(f"best-{step_of(path):06d}.safetensors")
-    with _os_errors("write", best, _WRITE_HINT):
+    with os_errors("write", best, _WRITE_HINT):
         if not best.exists():
             try:
                 os.link(path, best)
@@ -349,7 +348,7 @@ def write_file(path: Path, write: Callable[[BufferedIOBase], object]) -> None:
     Raises:
         ArbError: it cannot be written; an existing file is intact.
     """
-    with _os_errors("write", path, _WRITE_HINT):
+    with os_errors("write", path, _WRITE_HINT):
         _write_whole(path, write)
 
 
@@ -367,7 +366,7 @@ def run_lock(directory: Path) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
-        with _os_errors("lock", directory, "use a directory that exists, is yours and has locks"):
+        with os_errors("lock", directory, "use a directory that exists, is yours and has locks"):
             file = stack.enter_context(open(directory / ".lock", "ab", opener=without_blocking))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -377,16 +376,6 @@ def run_lock(directory: Path) -> Iterator[None]:
                     hint="wait for it to end, or use another directory",
                 ) from None
         yield
-
-
-@contextmanager
-def _os_errors(action: str, path: Path, hint: str) -> Iterator[None]:
-    """Convert an `OSError` to an `ArbError` that names the file."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or error
-        raise ArbError(f"cannot {action} `{path}`: {reason}", hint=hint) from error
 
 
 def _require(condition: bool, otherwise: str) -> None:

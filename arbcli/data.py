@@ -9,7 +9,7 @@ import struct
 import sys
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256, shake_256
@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbcli.errors import ArbError
 from arbcli.plain_text import PLAIN, Conversion, plain_file
+from arbcli.reading import unreadable
 from arbcli.text_files import (
     SAVED,
     check_weights,
     file_bytes,
     find_files,
     find_standard_library,
-    unreadable,
     weight_of,
 )
 
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 MAX_OPEN_MAPS = 64
 """Maximum number of mapped files of a text; each has a descriptor, and some systems allow 256."""
 BLOCK_BYTES = 2**20
+EVAL_BATCHES = 40
+"""Number of batches in an evaluation."""
+EVAL_SEED = 7
+"""Seed of these batches, and of the masks of a masked model in them."""
 MAX_BLOCKS = 256
 """Maximum number of blocks that `entropy` and `digest` read; longer texts are sampled."""
 FEW_FILES = 20
@@ -55,7 +59,7 @@ class _Piece(NamedTuple):
 
 
 class Text:
-    """A sequence of files as one stream of bytes, or the range [start, stop) of that stream.
+    """A sequence of files as one stream of bytes.
 
     Files are mapped when they are first read, at most `MAX_OPEN_MAPS` at once; the least recently
     used is closed first. Empty files are ignored.
@@ -64,27 +68,21 @@ class Text:
         ArbError: a file is missing, unreadable or not regular.
     """
 
-    def __init__(self, paths: Sequence[Path], *, start: int = 0, stop: int | None = None) -> None:
-        self._pieces: list[_Piece] = []
-        begin = 0
-        for path in paths:
-            size = file_bytes(path)
-            end = size if stop is None else min(size, stop - begin)
-            piece = _Piece(Path(os.path.abspath(path)), max(0, start - begin), end)
-            if piece.start < piece.stop:
-                self._pieces.append(piece)
-            begin += size
-        self._begins = [0, *accumulate(self.sizes)]
-        self._maps: OrderedDict[int, mmap] = OrderedDict()
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._take((path, 0, file_bytes(path)) for path in paths)
 
     @classmethod
     def of_parts(cls, parts: Sequence[tuple[Path, int, int]]) -> "Text":
         """Create a text from parts of files, each (path, start, stop), in bytes."""
         text = cls([])
-        pieces = (_Piece(Path(os.path.abspath(path)), *where) for path, *where in parts)
-        text._pieces = [piece for piece in pieces if piece.start < piece.stop]
-        text._begins = [0, *accumulate(text.sizes)]
+        text._take(parts)
         return text
+
+    def _take(self, parts: Iterable[tuple[Path, int, int]]) -> None:
+        pieces = (_Piece(Path(os.path.abspath(path)), *where) for path, *where in parts)
+        self._pieces = [piece for piece in pieces if piece.start < piece.stop]
+        self._begins = [0, *accumulate(self.sizes)]
+        self._maps: OrderedDict[int, mmap] = OrderedDict()
 
     def __len__(self) -> int:
         return self._begins[-1]
@@ -179,7 +177,7 @@ class Text:
         except ValueError:  # raised by mmap if the file is shorter
             is_shorter = True
         except OSError as error:
-            raise unreadable(path, error.strerror) from error
+            raise unreadable(path, error) from error
         if is_shorter:
             raise ArbError(
                 f"`{path}` has become shorter since the text was opened",
@@ -281,8 +279,7 @@ def batch_starts(
 def evaluation_batches(
     text: Text,
     *,
-    num_batches: int = 40,
-    seed: int = 7,
+    num_batches: int = EVAL_BATCHES,
     batch_size: int,
     context: int,
     device: "torch.device | str",
@@ -290,7 +287,7 @@ def evaluation_batches(
     """Yield the batches of steps 0 to `num_batches` - 1, the same on every call."""
     sizes = {"batch_size": batch_size, "context": context}
     for step in range(num_batches):
-        yield batch(text, seed=seed, step=step, micro=0, **sizes, device=device)
+        yield batch(text, seed=EVAL_SEED, step=step, micro=0, **sizes, device=device)
 
 
 def entropy(text: Text) -> float:
@@ -375,9 +372,8 @@ def open_texts(
         data: entries; None is the standard library source of the running Python.
         val: entries of the validation text; all of `data` is then for training. None holds out the
             last tenth of a single file, or a tenth of several files, chosen by a hash of `seed` and
-            their paths relative to their common folder. If there are few files and this sample is
-            much more or less than a tenth of the bytes, or another kind of text, the last tenth of
-            each file.
+            their relative paths; or the last tenth of each file, if there are few and that sample
+            is not representative.
         seed: seed of the split by file.
         context: context in bytes; each text must have one window of `context` + 1.
         conversion: conversion of files that are not plain to bytes.

@@ -56,7 +56,8 @@ def keep_compiled_modules() -> None:
 
     Every process would compile them otherwise, which takes 2 to 3 s. Python keeps none where
     torch's folder cannot be written, or where `PYTHONDONTWRITEBYTECODE` is set, as in many
-    containers. A folder that `PYTHONPYCACHEPREFIX` names is used as it is.
+    containers. A folder that `PYTHONPYCACHEPREFIX` names is used as it is. Processes that this one
+    starts use the same folder.
     """
     if "torch" in sys.modules or sys.pycache_prefix is not None:
         return
@@ -71,6 +72,8 @@ def keep_compiled_modules() -> None:
     folder = own_folder("modules")
     if folder is not None:
         sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
+        os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def others_running(looks: int = LOOKS) -> int:

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass
 from hashlib import sha256
 from importlib import import_module
@@ -20,9 +20,10 @@ from typing import Any
 
 from arbcli.cached_files import cache_folder, is_cached, write_cached
 from arbcli.environment import number_in
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, optional_module
 from arbcli.media import pictures, sound
 from arbcli.media.kinds import SUFFIXES_OF, medium_of
+from arbcli.reading import unreadable
 
 COMPRESSED = (".gz", ".zst")
 BLOCK_BYTES = 2**20
@@ -89,28 +90,38 @@ def plain_file(path: Path, conversion: Conversion = PLAIN) -> Path:
     has_records = field is not None and name.endswith(".jsonl")
     if name == path.name.lower() and not (is_table or is_medium or has_records):
         return path
+    options = [field or "", *(option for option in astuple(conversion)[1:] if option)]
+    blocks = _blocks(path, name, conversion)
+    return converted(path, " ".join(options), lambda size: _bounded(blocks, path, size))
+
+
+def converted(path: Path, how: str, make: Callable[[int], Iterable[bytes]]) -> Path:
+    """Return the file with a conversion of a text file, created in the cache if needed.
+
+    It is found by path, size and time of the file.
+
+    Args:
+        path: path of the file.
+        how: description of everything else that the conversion depends on.
+        make: takes the size of the file in bytes, and returns the blocks of the conversion.
+
+    Raises:
+        ArbError: the file cannot be read, or the cache cannot be written.
+    """
     try:
         status = path.stat()
     except OSError as error:
-        raise _unreadable(path, error) from error
-    options = [field or "", *(option for option in astuple(conversion)[1:] if option)]
-    key = f"{os.path.realpath(path)}\n{status.st_size} {status.st_mtime_ns}\n{' '.join(options)}"
-    plain = texts_folder() / sha256(key.encode(errors="surrogateescape")).hexdigest()
-    if not is_cached(plain):
-        write_cached(plain, _bounded(_blocks(path, name, conversion), path, status.st_size))
-    return plain
+        raise unreadable(path, error) from error
+    key = f"{os.path.realpath(path)}\n{status.st_size} {status.st_mtime_ns}\n{how}"
+    cached = texts_folder() / sha256(key.encode(errors="surrogateescape")).hexdigest()
+    if not is_cached(cached):
+        write_cached(cached, make(status.st_size))
+    return cached
 
 
 def may_have_records(path: Path) -> bool:
     """Return whether a file may have records, by its suffix."""
     return _name_inside(path).endswith((".jsonl", ".parquet"))
-
-
-def _unreadable(path: Path, error: OSError) -> ArbError:
-    return ArbError(
-        f"cannot read `{path}`: {error.strerror or error}",
-        hint="check that it exists and that you may read it",
-    )
 
 
 def _bounded(blocks: Iterator[bytes], path: Path, packed_bytes: int) -> Iterator[bytes]:
@@ -133,7 +144,7 @@ def _bounded(blocks: Iterator[bytes], path: Path, packed_bytes: int) -> Iterator
                 )
             yield block
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def _name_inside(path: Path) -> str:
@@ -324,11 +335,5 @@ def _value(value: Any, path: Path, field: str) -> Any:
 
 
 def _package(name: str, path: Path) -> Any:
-    try:
-        return import_module(name)
-    except ImportError:
-        package = name.partition(".")[0]
-        raise ArbError(
-            f"`{path}` needs the package {package}, which is not installed",
-            hint=f"install it: `pip install {package}`",
-        ) from None
+    package = name.partition(".")[0]
+    return optional_module(name, path, package, package)

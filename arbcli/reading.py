@@ -15,7 +15,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, BinaryIO, get_args, get_origin
 
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, os_error
 
 LARGEST_FILE = 2**24
 """Maximum size in bytes of a file that is read at once."""
@@ -23,6 +23,7 @@ MOST_NESTED = 64
 """Maximum nesting depth of lists and objects."""
 SHOWN = 60
 """Maximum number of characters of a value in an error message."""
+READ_HINT = "check the path and its permissions"
 ALTERED = "it was truncated or altered: restore it from a copy"
 
 
@@ -33,14 +34,18 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
     Raises:
         ArbError: it is missing, unreadable, or not regular.
     """
-    hint = "check the path and its permissions"
     try:
         with open(path, "rb", opener=without_blocking) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ArbError(f"cannot read `{path}`: it is not a regular file", hint=hint)
+                raise ArbError(f"cannot read `{path}`: it is not a regular file", hint=READ_HINT)
             yield file
     except OSError as error:
-        raise ArbError(f"cannot read `{path}`: {error.strerror or error}", hint=hint) from error
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: str | Path, error: OSError) -> ArbError:
+    """Return the error of a path that cannot be read."""
+    return os_error("read", path, READ_HINT, error)
 
 
 def check_regular(path: Path) -> None:
@@ -58,16 +63,22 @@ def without_blocking(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
 
 
-def read_small(path: Path) -> bytes:
-    """Read a whole file of at most `LARGEST_FILE` bytes.
+def read_small(path: Path, most: int | None = None, advice: str = "name another file") -> bytes:
+    """Read a whole file.
+
+    Args:
+        path: path of the file.
+        most: maximum size in bytes; None is `LARGEST_FILE`.
+        advice: hint of the error for a larger file.
 
     Raises:
         ArbError: it is larger, or `open_regular` refuses it.
     """
+    most = LARGEST_FILE if most is None else most
     with open_regular(path) as file:
-        content = file.read(LARGEST_FILE + 1)
-    if len(content) > LARGEST_FILE:
-        raise ArbError(f"`{path}` has more than {LARGEST_FILE:,} bytes", hint="name another file")
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ArbError(f"`{path}` has more than {most:,} bytes", hint=advice)
     return content
 
 

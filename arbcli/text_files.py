@@ -8,10 +8,10 @@ import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 from arbcli.media.kinds import medium_of
 from arbcli.plain_text import Conversion, may_have_records
-from arbcli.reading import shown
+from arbcli.reading import shown, unreadable
 
 PACKED = (".gz", ".zst", ".parquet")
 """Suffixes of files that are unpacked: they are binary, but their contents may be text."""
@@ -145,8 +145,7 @@ def weight_of(entry: str) -> tuple[str, float | None]:
 
 
 def _without_text(entries: Iterable[str]) -> ArbError:
-    names = ", ".join(f"`{entry}`" for entry in entries)
-    return ArbError(f"there is no text in {names}", hint="name files that are not empty")
+    return ArbError(f"there is no text in {quoted(entries)}", hint="name files that are not empty")
 
 
 def _without_files(entry: str, *, is_named: bool, media: Collection[str] = frozenset()) -> ArbError:
@@ -205,7 +204,7 @@ def _files_below(
     """
 
     def refuse(error: OSError) -> None:
-        raise unreadable(error.filename, error.strerror) from error
+        raise unreadable(error.filename, error) from error
 
     files = []
     top = os.path.abspath(folder)
@@ -233,7 +232,7 @@ def _is_left_out(path: Path, conversion: Conversion) -> bool:
         with path.open("rb") as file:
             return b"\0" in file.read(PEEKED_BYTES)
     except OSError as error:
-        raise unreadable(path, error.strerror) from error
+        raise unreadable(path, error) from error
 
 
 def _mode(path: str | Path) -> int:
@@ -243,7 +242,7 @@ def _mode(path: str | Path) -> int:
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: path with a NUL
         return 0
     except OSError as error:
-        raise unreadable(path, error.strerror) from error
+        raise unreadable(path, error) from error
 
 
 def file_bytes(path: Path) -> int:
@@ -251,19 +250,12 @@ def file_bytes(path: Path) -> int:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise unreadable(path, error.strerror) from error
+        raise unreadable(path, error) from error
     if not stat.S_ISREG(status.st_mode):
         raise ArbError(
             f"`{path}` is not a regular file",
             hint="texts are memory-mapped: write it to a file first, and name that file",
         )
     if not os.access(path, os.R_OK):
-        raise unreadable(path, "Permission denied")
+        raise unreadable(path, PermissionError("Permission denied"))
     return status.st_size
-
-
-def unreadable(path: str | Path, reason: str | None) -> ArbError:
-    """Return the error of a path that cannot be read."""
-    return ArbError(
-        f"cannot read `{path}`: {reason}", hint="check that it exists and that you may read it"
-    )

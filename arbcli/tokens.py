@@ -5,23 +5,20 @@ bytes, which is memory-mapped. Splits, held-out texts and losses per byte are de
 do not depend on the tokenizer.
 """
 
-import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
-from importlib import import_module
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from arbcli.cached_files import is_cached, write_cached
 from arbcli.data import Mixture, Text
-from arbcli.errors import ArbError
-from arbcli.plain_text import texts_folder
-from arbcli.reading import open_regular
+from arbcli.errors import ArbError, optional_module
+from arbcli.plain_text import converted
+from arbcli.reading import read_small
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,13 +55,7 @@ class Tokenizer:
     """
 
     def __init__(self, content: bytes, name: str) -> None:
-        try:
-            package = import_module("tokenizers")
-        except ImportError:
-            raise ArbError(
-                f"`{name}` needs the package tokenizers, which is not installed",
-                hint="install it: `pip install 'arb[tokens]'`",
-            ) from None
+        package = optional_module("tokenizers", name, "tokenizers", "'arb[tokens]'")
         try:
             self._tokenizer = package.Tokenizer.from_str(content.decode())
         except Exception as error:  # the package raises this class
@@ -101,11 +92,7 @@ class Tokenizer:
         Raises:
             ArbError: it cannot be read, or is not a tokenizer.
         """
-        with open_regular(Path(path)) as file:
-            content = file.read(LARGEST_FILE + 1)
-        if len(content) > LARGEST_FILE:
-            raise ArbError(f"`{path}` has more than {LARGEST_FILE:,} bytes", hint="name another")
-        return cls(content, str(path))
+        return cls(read_small(Path(path), LARGEST_FILE), str(path))
 
     @property
     def specials(self) -> list[str]:
@@ -262,19 +249,9 @@ def _tokenised(text: Text, begin: int, piece: tuple[Path, int, int], tokens: Tok
         tokens: tokenizer.
     """
     path, start, stop = piece
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise ArbError(
-            f"cannot read `{path}`: {error.strerror or error}",
-            hint="check that it exists and that you may read it",
-        ) from error
-    about = f"{os.path.realpath(path)}\n{status.st_size} {status.st_mtime_ns}\n{start} {stop}"
-    about += f"\n{tokens.digest} {VERSION}"
-    cached = texts_folder() / sha256(about.encode(errors="surrogateescape")).hexdigest()
-    if not is_cached(cached):
-        write_cached(cached, _encoded(_blocks(text, begin, begin + stop - start), tokens))
-    return cached
+    blocks = _blocks(text, begin, begin + stop - start)
+    how = f"{start} {stop}\n{tokens.digest} {VERSION}"
+    return converted(path, how, lambda _size: _encoded(blocks, tokens))
 
 
 def _encoded(blocks: Iterator[bytes], tokens: Tokenizer) -> Iterator[bytes]:

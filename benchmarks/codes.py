@@ -16,7 +16,6 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -136,7 +135,7 @@ def train(shape: str, kind: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Train all kinds at each shape, and write rows as they come."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = results.options("codes", __doc__.splitlines()[0])
     parser.add_argument("train")
     parser.add_argument("val")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["shared"])
@@ -145,7 +144,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--options", default="{}", help="JSON of further options of a run")
-    parser.add_argument("--out", type=Path, default=results.FOLDER)
     args = parser.parse_args()
     words = ("--shapes", *args.shapes, "--steps", str(args.steps))
     command = results.command_line("codes", "TRAIN", "VAL", *words)

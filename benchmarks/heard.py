@@ -9,7 +9,6 @@ eight bits of a sound that takes thousands. So next to the bits a sample there a
 a sound is cheaper after its own text, the standard error of that, and how often no other is better.
 """
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -84,11 +83,10 @@ def told(found: list[list[float]], samples: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure a run, and print and write one row."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = results.options("heard", __doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("--others", type=int, default=15, help="texts of a sound [default: 15]")
-    parser.add_argument("--out", type=Path, default=results.FOLDER)
     args = parser.parse_args()
     model, content = load_model(args.run), args.text.read_bytes()
     with deterministic(), use_backend(resolve_backend(None, model.device)):

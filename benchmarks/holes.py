@@ -13,7 +13,6 @@ bytes; `right` is the share of bytes that are those of the text, in the first `F
     python -m benchmarks.holes MASKED|FILL NEXT TEXT [--hole BYTES...] [--out DIR]
 """
 
-import argparse
 import json
 from pathlib import Path
 
@@ -174,14 +173,13 @@ def steps_of(run: Path) -> int:
 
 def main() -> None:
     """Compare two runs, and print an object of JSON for each length of a hole."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = results.options("holes", __doc__.splitlines()[0])
     for name in ("masked", "next", "text"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--hole", type=int, nargs="+", default=[16])
     sizes = {"windows": 512, "batch": 32, "draws": 16}
     for name, usual in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=usual)
-    parser.add_argument("--out", type=Path, default=results.FOLDER)
     args = parser.parse_args()
     masked, following = load_model(args.masked), load_model(args.next)
     how = {name: getattr(args, name) for name in sizes}

@@ -14,7 +14,6 @@ power in `BANDS` bands, without loudness, aligned by dynamic time warping and di
 of the path that the longer needs. Pitch changes it little, as bands are wide.
 """
 
-import argparse
 import json
 import wave
 from pathlib import Path
@@ -161,7 +160,7 @@ def chosen(references: list[Said], words: set[str], readings: int) -> list[Said]
 
 def main() -> None:
     """Measure a run, and print and write one row."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = results.options("said", __doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("references", type=Path)
@@ -170,7 +169,6 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=1, help="say each word [default: once]")
     parser.add_argument("--words", type=int, help="say only the first [default: all]")
     parser.add_argument("--wav", type=Path, help="folder for sounds")
-    parser.add_argument("--out", type=Path, default=results.FOLDER)
     args = parser.parse_args()
     texts = said_in(args.text.read_bytes())[: args.words]
     words = {one.word for one in texts}

@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import arbcli
-from arbcli.data import Text, Texts, batch, evaluation_batches
+from arbcli.data import EVAL_BATCHES, Text, Texts, batch, evaluation_batches
 from arbcli.device import deterministic, resolve_backend, resolve_device
 from arbcli.imports.config_json import read_folder_config
 from arbcli.imports.dense import sources
@@ -44,7 +44,7 @@ from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.baselines import FloatWeight
 from arbcli.train.configure import new_config
 from arbcli.train.schedule import learning_rate
-from arbcli.train.trainer import EVAL_BATCHES, Trainer
+from arbcli.train.trainer import Trainer
 from benchmarks import float_steps, results
 from benchmarks.float_qwen import FloatQwen, Shape
 from benchmarks.float_steps import WholeStep

@@ -34,8 +34,8 @@ KERNELS = (
 )  # fmt: skip
 SENSITIVE = (
     "tests/test_step_budget.py",
-    "tests/test_results.py::test_tables_are_what_the_results_say",
-    "tests/train/test_reading.py::test_records_of_a_run_are_what_they_were",
+    "tests/test_results.py::test_tables_follow_from_the_results",
+    "tests/train/test_reading.py::test_records_of_a_run_are_pinned",
     "tests/model/test_compressed.py::test_cached_logits_equal_those_of_one_forward",
     "tests/model/parts/test_memories.py",
 )

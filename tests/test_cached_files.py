@@ -4,17 +4,19 @@ import errno
 import gzip
 import json
 import os
+import pwd
 import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from arbcli import cached_files
-from arbcli.cached_files import cache_folder, is_cached, read_cached, write_cached
+from arbcli.cached_files import cache_folder, is_cached, own_folder, read_cached, write_cached
 from arbcli.chats import Chats
 from arbcli.data import Text
 from arbcli.errors import ArbError
@@ -35,7 +37,7 @@ def path(tmp_path, monkeypatch) -> Path:
 
 def owned_by_another(path: Path, monkeypatch) -> None:
     """Let a file have an owner that does not run the tests."""
-    number = path.stat().st_ino
+    number = path.lstat().st_ino
 
     def seen_by(real: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
         def status(*given, **how) -> os.stat_result:
@@ -95,7 +97,42 @@ def test_file_of_another_user_is_not_used(name, path, monkeypatch):
     assert is_cached(path)
 
 
-def test_file_that_cannot_be_written_leaves_what_was_there(path):
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """Return the cache of a user without a home, which is not yet made."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", mock.Mock(side_effect=KeyError))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / f"arb-{os.geteuid()}"
+
+
+def test_user_without_a_home_caches_in_an_own_temporary_folder(folder):
+    write_cached(cache_folder() / "file", [CONTENT])
+    assert own_folder("modules") == folder / "modules"
+    assert read_cached(folder / "file") == CONTENT
+    for each in (folder, folder / "modules"):
+        assert stat.S_IMODE(each.stat().st_mode) == 0o700
+    assert not Path("~").exists()
+
+
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_temporary_folder_of_another_user_is_not_used(kind, folder, monkeypatch):
+    if kind == "folder":
+        folder.mkdir(mode=0o755)
+        monkeypatch.setattr(os, "chmod", mock.Mock(side_effect=PermissionError))
+    else:
+        Path("own").mkdir(mode=0o700)
+        folder.symlink_to("own")
+    owned_by_another(folder, monkeypatch)
+    assert own_folder("modules") is None
+    with pytest.raises(ArbError, match="cannot write to the cache"):
+        write_cached(folder / "file", [CONTENT])
+    assert list(folder.iterdir()) == []
+
+
+def test_failed_write_keeps_the_previous_file(path):
     full = OSError(errno.ENOSPC, "No space left on device")
 
     def blocks():

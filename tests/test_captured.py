@@ -29,7 +29,7 @@ def model(name: str) -> LanguageModel:
 
 
 @pytest.mark.parametrize("name", ["plain", "chunks"])
-def test_captured_text_is_that_of_steps_and_forgets_what_it_was_captured_of(name):
+def test_captured_text_equals_that_of_steps_and_undoes_the_capture(name):
     lm, found = model(name), []
     with lm.prepared_weights(), recorded_graphs() as graphs:
         for capture in (False, True):
@@ -74,7 +74,7 @@ def test_step_of_a_single_text_is_captured_again_for_other_parameters():
 @pytest.mark.parametrize(
     "given", [{}, {"accum": 2, "digits": "fade", "fade_from": 0.4}, {"wire": "int12"}], ids=str
 )
-def test_captured_steps_of_a_run_have_the_bits_of_eager_ones(given, tmp_path, monkeypatch):
+def test_captured_steps_of_a_run_have_the_bits_of_eager_steps(given, tmp_path, monkeypatch):
     path = tmp_path / "text"
     path.write_bytes(b"".join(b"line %d of a text. " % (n * n) for n in range(300)))
     config = new_config(preset="tiny", **SIZES, batch=2, steps=10, device="cpu", backend="torch",

@@ -188,7 +188,7 @@ def _size(name: str, tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("in_hand", [1, 400])
-def test_file_does_not_depend_on_what_is_in_hand(tmp_path, saved, monkeypatch, in_hand):
+def test_file_does_not_depend_on_memory_in_use(tmp_path, saved, monkeypatch, in_hand):
     before = saved.read_bytes()
     monkeypatch.setattr(module, "IN_HAND", in_hand)
     assert save_checkpoint(tmp_path, example()).read_bytes() == before
@@ -224,7 +224,7 @@ def test_save_keeps_itself_next_to_later_steps(tmp_path):
     assert [load_checkpoint(path).step for path in checkpoints(tmp_path)] == [300, 200, 150]
 
 
-def test_save_removes_what_a_killed_save_left(tmp_path):
+def test_save_removes_the_files_of_a_killed_save(tmp_path):
     (tmp_path / ".step-000100.safetensors.tmp").write_bytes(b"half")
     save_checkpoint(tmp_path, example())
     assert [path.name for path in tmp_path.iterdir()] == ["step-000200.safetensors"]
@@ -413,7 +413,7 @@ def test_latest_is_of_the_step_that_its_name_says(tmp_path):
     assert "step-000300.safetensors`: refused: it belongs to step 100; using the one before" in note
 
 
-def test_best_that_cannot_be_named_leaves_the_one_before(tmp_path, monkeypatch):
+def test_failed_copy_keeps_the_previous_best(tmp_path, monkeypatch):
     first, second = (save_checkpoint(tmp_path, example(step)) for step in (100, 200))
     best, whole = keep_best(first), first.read_bytes()
 
@@ -453,7 +453,7 @@ def test_check_layout_names_the_first_difference(changes, message):
     assert "preset" in caught.value.hint
 
 
-def test_full_disk_leaves_what_was_there(tmp_path, full_disk):
+def test_full_disk_keeps_the_previous_file(tmp_path, full_disk):
     save_checkpoint(tmp_path, example(100))
     write_json(tmp_path / "config.json", {"seed": 1})
     refused = r"cannot write `.*/step-000200\.safetensors`: File too lar"
@@ -518,7 +518,7 @@ def test_save_where_there_is_no_directory_is_an_error(tmp_path, name):
 
 
 @pytest.mark.parametrize("leave", [False, True])
-def test_file_set_aside_takes_a_name_that_is_free(leave, tmp_path):
+def test_file_set_aside_takes_a_free_name(leave, tmp_path):
     path, names = tmp_path / "step-000100.safetensors", []
     for content in ("first", "second", "third"):
         path.unlink(missing_ok=True)

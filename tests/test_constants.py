@@ -68,11 +68,11 @@ CONSTANTS = {
 
 
 @pytest.mark.parametrize("module", CONSTANTS, ids=lambda module: module.__name__)
-def test_constants_are_what_they_were(module):
+def test_constants_are_pinned(module):
     assert {name: getattr(module, name) for name in CONSTANTS[module]} == CONSTANTS[module]
 
 
-def test_rules_are_what_they_were():
+def test_rules_are_pinned():
     found = {name: find_rule(name) for name in RULES}
     assert {
         name: (rule.radix, rule.remainder_max, rule.moment_range, LR[name], DIRECTION[name])
@@ -85,7 +85,7 @@ def test_rules_are_what_they_were():
     }
 
 
-def test_weights_of_the_losses_are_what_they_were():
+def test_weights_of_the_losses_are_pinned():
     weights = {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0, "teacher": 1.0, "commitment": 0.25}
     assert weights == language_model.LOSS_WEIGHTS
 

@@ -246,7 +246,7 @@ def test_tenths_of_files_that_are_not_a_window_together_are_not_held_out(tmp_pat
     assert {len(found.val) for found in texts} == ({10} if split == "within" else {19, 90})
 
 
-def test_few_files_are_split_within_where_the_held_out_one_is_of_another_kind(tmp_path):
+def test_few_files_are_split_within_if_the_held_out_file_is_of_another_kind(tmp_path):
     prose = b"Ternary weights learn to read, a byte at a time. " * 400
     paths = [str(path) for path in write_all(tmp_path, [prose] * 15 + [random_bytes(len(prose))])]
     found = {open_texts(paths, None, seed=seed, context=8).split for seed in range(40)}
@@ -393,7 +393,7 @@ def test_open_texts_counts_a_file_once(tmp_path, monkeypatch):
     ("entries", "expected"),
     [(["a"], "a (1 file)"), (["."], ". (3 files)"), (["a", "b", "c"], "a and 2 more (3 files)")],
 )
-def test_open_texts_describes_what_was_named(tmp_path, monkeypatch, entries, expected):
+def test_open_texts_describes_the_named_files(tmp_path, monkeypatch, entries, expected):
     for name in "abc":
         write(tmp_path / name, b"x" * 100)
     monkeypatch.chdir(tmp_path)
@@ -489,7 +489,7 @@ def test_text_that_cannot_be_opened_is_refused_with_a_way_out(name, tmp_path):
     assert words.format(here=f"{tmp_path}/") in message_of(error)
 
 
-def test_text_names_what_is_not_a_file_or_no_longer_one(tmp_path):
+def test_text_names_missing_and_irregular_files(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     first, second = write_all(tmp_path, [b"abc", b"def"])
     text = Text([first, second])
@@ -590,6 +590,6 @@ def test_mixture_that_cannot_be_is_refused(tmp_path):
     assert len(open_texts([f"{tmp_path}/a:0.5"], None, **about).train) == 360
 
 
-def test_entries_open_what_they_opened():
+def test_entries_open_pinned_texts():
     """`python tests/opened.py` writes it again: read a difference as a change."""
     assert list(opened()) == WRITTEN.read_text(encoding="utf-8").splitlines()

@@ -48,7 +48,7 @@ CPUS = {
 
 
 @pytest.mark.parametrize("name", CPUS)
-def test_compute_is_what_the_cpu_multiplies_natively(name, monkeypatch):
+def test_compute_is_the_native_dtype_of_the_cpu(name, monkeypatch):
     capabilities, compute = CPUS[name]
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
@@ -63,7 +63,7 @@ def test_compute_is_fp32_where_onednn_cannot_use_the_instructions(monkeypatch):
 
 
 @pytest.mark.skipif("ONEDNN_MAX_CPU_ISA" in os.environ, reason="oneDNN may not use all of them")
-def test_compute_of_this_machine_is_the_one_that_its_flags_promise():
+def test_compute_of_this_machine_follows_its_flags():
     """Linux on x86 lists the same instructions in /proc/cpuinfo."""
     try:
         with open("/proc/cpuinfo") as file:
@@ -76,7 +76,7 @@ def test_compute_of_this_machine_is_the_one_that_its_flags_promise():
     assert default_compute(torch.device("cpu")) == ("bf16" if native else "fp32")
 
 
-def test_every_capability_that_decides_is_one_that_torch_reports():
+def test_torch_reports_every_deciding_capability():
     known = torch.cpu.get_capabilities()
     names = {"x86_64": devices.NATIVE_BF16[:2], "arm64": devices.NATIVE_BF16[2:3]}
     assert set(names.get(known["architecture"], ())) <= set(known)

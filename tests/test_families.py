@@ -87,7 +87,7 @@ def test_selected_entries_are_those_of_the_kernel():
     assert torch.equal(found, torch.where(wanted < 0, 16, wanted).long())
 
 
-def test_flex_attention_sees_what_the_pieces_see(monkeypatch):
+def test_flex_attention_sees_the_positions_of_the_pieces(monkeypatch):
     config = small("arb-long")
     plain = FamilyModel(config, torch.float32)
     monkeypatch.setattr(Compressed, "flex", True)

@@ -107,7 +107,7 @@ def test_twins_learn_text_alone(weights):
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_holes_of_a_benchmark_cost_what_float64_says(right):
+def test_losses_of_holes_equal_float64(right):
     lm, hole = fill_model(ctx=24), slice(LEAD + 4, LEAD + 7)
     ids = torch.randint(256, (3, LEAD + 11), generator=torch.Generator().manual_seed(1))
     reference = Reference({n: reference_weight(w) for n, w in lm.weights().items()}, lm.config)

@@ -77,7 +77,7 @@ def test_adapters_leave_the_weights(kind):
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_codes_are_256_values_up_to_one(signed):
+def test_codes_are_256_values_up_to_1(signed):
     codes = dynamic_codes(signed)
     assert len(codes.unique()) == 256
     assert codes.max() == 1

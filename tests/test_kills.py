@@ -16,7 +16,7 @@ KILLS = 10
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 @pytest.mark.parametrize("name", RUNS)
-def test_killed_runs_end_with_the_files_and_records_of_one_that_was_not(name, tmp_path):
+def test_killed_runs_end_with_the_files_and_records_of_a_whole_run(name, tmp_path):
     command = [sys.executable, str(SCRIPT), str(tmp_path), str(KILLS), "0", name]
     path = {"PYTHONPATH": str(SCRIPT.parents[1])}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=path)

@@ -62,7 +62,7 @@ def test_model_takes_any_integers(dtype, run):
         (torch.ones(1, 3, dtype=torch.bool), "integers, got torch.bool"),
     ],
 )
-def test_what_is_not_a_batch_of_bytes_is_refused_in_a_sentence(ids, message, run):
+def test_wrong_ids_are_refused_in_a_sentence(ids, message, run):
     with pytest.raises(ValueError, match=message):
         load_model(run, device="cpu")(ids)
 
@@ -108,7 +108,7 @@ def test_train_is_called_before_and_after_its_package_is_imported():
     assert done.returncode == 0, done.stderr
 
 
-def test_dense_weights_are_what_the_model_multiplies_by(run):
+def test_dense_weights_equal_those_of_the_model(run):
     model = arbcli.load(run, device="cpu")
     dense = arbcli.dense_weights(model)
     assert dense.keys() == model.weights().keys()
@@ -117,7 +117,7 @@ def test_dense_weights_are_what_the_model_multiplies_by(run):
     assert torch.equal(weight, model.weights()["head.weight"].weight(torch.float32))
 
 
-def test_every_argument_reaches_what_it_is_for(book, monkeypatch):
+def test_every_argument_is_passed_on(book, monkeypatch):
     def spy(name: str) -> mock.Mock:
         watched = mock.MagicMock()
         monkeypatch.setattr(name, watched)
@@ -179,7 +179,7 @@ def test_texts_are_made_in_deterministic_mode(monkeypatch):
         arbcli.generate("model", "a", 5, ahead=2.5)
 
 
-def test_every_argument_of_several_prompts_reaches_what_it_is_for(monkeypatch):
+def test_every_argument_of_several_prompts_is_passed_on(monkeypatch):
     made = mock.Mock(return_value=[(1, b"second"), (0, b"first")])
     monkeypatch.setattr("arbcli.infer.batch.generate_batch", made)
     how = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 9}

@@ -150,7 +150,7 @@ def test_texts_are_drawn_from_the_distribution_of_the_model():
     assert float(((counts - times * wanted) ** 2 / (times * wanted)).sum()) < 44.3
 
 
-def test_greedy_text_takes_what_is_surest_first():
+def test_greedy_text_takes_the_surest_symbol_first():
     lm, _ = toy()
     ids, expected = torch.tensor([[SYMBOLS, 1, SYMBOLS, SYMBOLS]]), []
     for _ in range(3):
@@ -251,7 +251,7 @@ def test_holes_of_a_benchmark_are_filled_as_texts_are(passes):
             assert made == fill(lm, hidden, passes, Sampling(temperature=0))
 
 
-def test_micro_batches_of_a_step_share_what_is_hidden(tmp_path):
+def test_micro_batches_of_a_step_share_the_hidden_positions(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(bytes(range(32, 112)) * 9)
     sizes = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 8, "batch": 4, "accum": 2}

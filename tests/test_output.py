@@ -31,7 +31,7 @@ OBEYED = {
 
 
 @pytest.mark.parametrize("text", OBEYED, ids=range(len(OBEYED)))
-def test_what_a_terminal_would_obey_is_shown(text):
+def test_control_characters_are_shown(text):
     assert printable(text) == OBEYED[text]
 
 
@@ -154,7 +154,7 @@ def terminal(monkeypatch) -> io.StringIO:
     return stream
 
 
-def test_older_line_is_not_drawn_again_after_the_last_one(terminal):
+def test_older_line_is_not_drawn_after_the_last_line(terminal):
     with LiveLine() as line:
         line.show_wait("loading")
         line.show("step 10")
@@ -165,7 +165,7 @@ def test_older_line_is_not_drawn_again_after_the_last_one(terminal):
     assert told.count("step 12") == 1
 
 
-def test_last_line_stays_and_what_was_waited_for_does_not(terminal):
+def test_last_line_stays_and_a_wait_line_does_not(terminal):
     with LiveLine() as line:
         line.show("step 10")
     assert terminal.getvalue().endswith("step 10\n")

@@ -63,7 +63,7 @@ def test_lock_file_has_a_hash_for_every_package_and_the_versions_that_are_promis
         assert wanted.specifier.contains(versions[wanted.name])
 
 
-def test_container_file_names_what_there_is(arb_here):
+def test_container_file_names_existing_files(arb_here):
     about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {place: (ROOT / names[0]).is_dir() for place, names in COPIED.items()} == {
         "/arb/": False,
@@ -106,7 +106,7 @@ def test_lowest_packages_are_those_that_are_promised():
 
 
 @pytest.mark.slow
-def test_wheel_has_every_module_and_says_what_it_is(wheel):
+def test_wheel_has_every_module_and_its_metadata(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (about,) = (name for name in names if name.endswith(".dist-info/METADATA"))

@@ -263,7 +263,7 @@ def test_damaged_file_leaves_nothing(tmp_path, cache, cut):
         assert list(cache.iterdir()) == []
 
 
-def test_link_leads_to_what_is_kept_of_a_file(tmp_path):
+def test_link_leads_to_the_cached_file(tmp_path):
     (tmp_path / "book.gz").write_bytes(gzip.compress(TEXT))
     (tmp_path / "link.gz").symlink_to("book.gz")
     assert plain_file(tmp_path / "link.gz") == plain_file(tmp_path / "book.gz")

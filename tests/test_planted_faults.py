@@ -250,7 +250,7 @@ FAULTS = [
     kernel("octave", "bases of packed gates an octave too large", "pack_gates",
         rewrite("(s >> 7) - 15", "(s >> 7) - 14")),
     kernel("exchange", "gate packed as up", "pack_gates",
-        rewrite("store_packed(c, g, u, ...)", "store_packed(c, u, g, ...)")),
+        rewrite("_store_packed(c, g, u, ...)", "_store_packed(c, u, g, ...)")),
     kernel("sign", "packed gates without their signs", "packed_gates_backward",
         rewrite("(s << 16) | ((l & 128) << 24)", "s << 16")),
     # generation

@@ -274,7 +274,7 @@ DEVICES = {
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_device_that_is_not_there_is_named(name, monkeypatch):
+def test_missing_device_is_named(name, monkeypatch):
     message, number = DEVICES[name]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)

@@ -174,7 +174,8 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         smaller(tokens, "LARGEST_FILE", 3, lambda: tokens.Tokenizer.read(text("four"))),
         "`a.txt` has more than 3 bytes"),
     "tokens of what is gone": (
-        lambda _: tokens._tokenised(None, 0, (Path("gone"), 0, 9), None), "cannot read `gone`"),
+        lambda _: tokens._tokenised(None, 0, (Path("gone"), 0, 9), SimpleNamespace(digest="")),
+        "cannot read `gone`"),
     "templates without jinja": (
         without("jinja2", lambda: templates("x")), "needs the package jinja2, which is not"),
     "tokenizers without the package": (
@@ -244,10 +245,10 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         lambda _: pictures.check_form("rgb:99999x1"), "`picture` is `rgb:99999x1`"),
     "pictures without Pillow": (
         without("PIL", lambda: pictures._package("Image", Path("a.png"))),
-        "`a.png` is a picture, and the package Pillow is not installed"),
+        "`a.png` needs the package Pillow, which is not installed"),
     "sounds without soundfile": (
         without("soundfile", lambda: sound._package(Path("a.wav"))),
-        "`a.wav` is a sound, and the package soundfile is not installed"),
+        "`a.wav` needs the package soundfile, which is not installed"),
     "sound without a frame": (
         lambda _: sound._check(sound.SoundHeader("mulaw", 8000, 1, 0), Path("a.wav")),
         "its header says 0 frames"),
@@ -271,7 +272,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusal_says_what_was_given(name, tmp_path, monkeypatch):
+def test_refusal_shows_the_given_value(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     call, said = REFUSED[name]
     with pytest.raises((ArbError, ValueError, TypeError)) as caught:
@@ -281,7 +282,7 @@ def test_refusal_says_what_was_given(name, tmp_path, monkeypatch):
         assert caught.value.hint
 
 
-def test_every_refusal_says_what_to_do():
+def test_every_refusal_has_a_hint():
     without = []
     for path in Path(arbcli.__file__).parent.rglob("*.py"):
         for call in walk(parsed(path)):

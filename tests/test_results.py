@@ -48,7 +48,7 @@ def test_file_has_runs_with_their_source_and_rows_named_once(path):
 
 
 @pytest.mark.parametrize("path", pages.paths(), ids=lambda path: path.name)
-def test_tables_are_what_the_results_say(path):
+def test_tables_follow_from_the_results(path):
     """After a change of either: `python -m benchmarks.tables`."""
     assert pages.with_tables(path) == path.read_text()
 
@@ -232,7 +232,7 @@ def test_tables_of_media_have_every_row():
     assert lines[2] == "| pages | float | 2,000 | 1,000,000 | 0.5000 | | 1.0 |"
 
 
-def test_scaling_of_several_gpus_is_of_the_same_kind_on_one():
+def test_speed_of_several_gpus_is_relative_to_the_same_kind_on_a_single_gpu():
     shared = {"part": "speed", "preset": "1b", "seed": None, "captured": True}
     shared |= {"bytes_per_second": 1e5, "state_bytes": [10**9], "peak_bytes": [2 * 10**9]}
     rows = [
@@ -305,7 +305,7 @@ def test_benchmark_without_a_commit_ends_before_it_measures(monkeypatch):
     assert options("frontier", "").parse_args([]).out == FOLDER
 
 
-def test_search_compares_its_best_with_a_rival_that_is_not_a_kind(tmp_path, monkeypatch):
+def test_search_compares_its_best_with_a_rival_outside_the_kinds(tmp_path, monkeypatch):
     """The rival trains in the first round, and a text that selected neither judges both."""
     losses, trained = {"every 16": 1.2, "every 24": 1.1, "every 4": 1.3}, []
 

@@ -118,7 +118,7 @@ def test_teacher_reads_the_tokens_of_the_student(monkeypatch):
     assert checked.mock_calls == [mock.call("read tokens.json", "a digest", Path("tokens.json"))]
 
 
-def test_template_of_a_run_is_kept_and_one_that_is_there_stays(tmp_path):
+def test_template_of_a_run_is_kept_and_an_existing_template_stays(tmp_path):
     source, run = tmp_path / "source", tmp_path / "run"
     for folder in (source, run):
         folder.mkdir()
@@ -132,7 +132,7 @@ def test_template_of_a_run_is_kept_and_one_that_is_there_stays(tmp_path):
 
 
 @pytest.mark.parametrize("peers", [None, {"FLAC": 2.0}])
-def test_kind_of_a_text_is_shown_with_what_it_is_measured_by(peers):
+def test_kind_of_a_text_is_shown_with_its_peers(peers):
     loss = SimpleNamespace(kind="sound", nats_per_byte=1.5, bytes=1000, bits_per_unit=3.0,
                            unit="sample", units=500, peer_bits_per_unit=peers)  # fmt: skip
     shown = str(evaluate._kind_rows(loss))

@@ -31,7 +31,7 @@ def no_regular_files(folder: Path) -> list[Path]:
     return [folder / "fifo", Path("/dev/zero"), folder, folder / "loop", folder / "missing"]
 
 
-def test_what_is_not_a_regular_file_is_refused_and_not_waited_for(tmp_path):
+def test_irregular_file_is_refused_and_not_waited_for(tmp_path):
     for path in no_regular_files(tmp_path):
         for read in (read_small, read_json, lambda path: open_saved(path, print), GGUFFile):
             if path != tmp_path or read in (read_small, read_json, GGUFFile):
@@ -61,7 +61,7 @@ NO_JSON = {
 
 
 @pytest.mark.parametrize("text", NO_JSON, ids=lambda text: repr(text[:9]))
-def test_what_is_not_json_is_refused_with_the_reason(text, tmp_path):
+def test_invalid_json_is_refused_with_the_reason(text, tmp_path):
     with pytest.raises(ValueError, match=NO_JSON[text]):
         parse_json(text)
     (tmp_path / "file").write_bytes(text)
@@ -89,7 +89,7 @@ def test_value_is_of_a_type_or_not(value, kind, fits):
     assert is_of(value, kind) is fits
 
 
-def test_schema_names_what_is_wrong():
+def test_schema_names_the_wrong_field():
     schema = {"text": dict | None, "text.size": int}
     for good in ({}, {"text": None}, {"text": {"size": 3}}):
         check_schema(good, schema, "`f`", "h")

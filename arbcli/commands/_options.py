@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +29,7 @@ from arbcli.environment import (
     no_cuda_device,
     no_gpu_for_triton,
 )
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 from arbcli.output import note
 from arbcli.reading import check_regular
 from arbcli.rules import FADING
@@ -41,6 +41,28 @@ def option_of(field: str) -> str:
     if field in SETTINGS:
         return SETTINGS[field].option
     return "--model" if field == "model_file" else f"--{field.replace('_', '-')}"
+
+
+def quoted_options(fields: Iterable[str]) -> str:
+    """Return the options that set some fields, each once, for a message."""
+    return quoted(dict.fromkeys(map(option_of, fields)))
+
+
+def refuse_kept(names: Collection[str], otherwise: str) -> None:
+    """Refuse settings that a saved model keeps.
+
+    Args:
+        names: settings that were given, of those that it keeps.
+        otherwise: alternative to leaving them out, for the hint.
+
+    Raises:
+        ArbError: there are any.
+    """
+    if names:
+        raise ArbError(
+            f"a saved model keeps its own settings, so {quoted_options(names)} cannot be changed",
+            hint=f"leave them out, or {otherwise}",
+        )
 
 
 def in_options(text: str, fields: Iterable[str]) -> str:

@@ -3,6 +3,8 @@
 import math
 from typing import TYPE_CHECKING
 
+from arbcli.data import EVAL_BATCHES
+
 if TYPE_CHECKING:
     from arbcli.config.training import TrainConfig
 
@@ -24,8 +26,6 @@ class TimeLeft:
     """
 
     def __init__(self, config: "TrainConfig", step: int, now: float) -> None:
-        from arbcli.train.trainer import EVAL_BATCHES  # torch is loaded by now
-
         self._config = config
         self.step = step
         """Number of steps that are done."""

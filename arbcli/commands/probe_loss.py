@@ -23,7 +23,7 @@ from arbcli.commands._options import (
     find_run,
     given_options,
     one_path,
-    option_of,
+    refuse_kept,
     takes_settings,
     with_model_file,
 )
@@ -71,7 +71,8 @@ def probe_loss(
         settings = with_model_file(settings)
         check_settings(settings | {"steps": steps})
     else:
-        _refuse_changes(settings)
+        changed = [name for name in settings if name not in STEP_FIELDS]
+        refuse_kept(changed, "probe a new model")
         if "field" in settings and "data" not in settings:
             raise ArbError("`--field` only applies with `--data`", hint="add `--data`")
         path = find_run(path, loads=True)
@@ -107,15 +108,6 @@ def _probe(
         checkpoint, steps=steps, note=note, device=device, backend=backend, **settings
     )
     return probe.probe(config, steps=steps, checkpoint=saved, progress=progress)
-
-
-def _refuse_changes(settings: dict[str, Any]) -> None:
-    changed = [f"`{option_of(name)}`" for name in settings if name not in STEP_FIELDS]
-    if changed:
-        raise ArbError(
-            f"a saved model keeps its own settings, so {', '.join(changed)} cannot be changed",
-            hint="leave them out, or probe a new model",
-        )
 
 
 def _tables(report: "ProbeReport") -> Group:

@@ -17,7 +17,8 @@ from arbcli.commands._options import (
     check_texts,
     find_run,
     given_options,
-    option_of,
+    quoted_options,
+    refuse_kept,
     takes_settings,
     with_model_file,
 )
@@ -344,26 +345,21 @@ def _show_settings(settings: dict[str, Any], *, as_json: bool) -> None:
 
 def _refuse_changes(settings: dict[str, Any]) -> None:
     if settings:
-        options = ", ".join(dict.fromkeys(f"`{option_of(field)}`" for field in settings))
         raise ArbError(
-            f"{options} cannot be changed when resuming",
+            f"{quoted_options(settings)} cannot be changed when resuming",
             hint="leave them out, or start a new run without `--resume`",
         )
 
 
 def _refuse_outputs(settings: dict[str, Any]) -> None:
     if settings:
-        options = ", ".join(dict.fromkeys(f"`{option_of(field)}`" for field in settings))
         raise ArbError(
-            f"`--no-save` cannot be combined with {options}", hint="leave one or the other out"
+            f"`--no-save` cannot be combined with {quoted_options(settings)}",
+            hint="leave one or the other out",
         )
 
 
 def _refuse_model_settings(settings: dict[str, Any]) -> None:
-    kept = {name for name in settings if name in (*KEPT, "preset", "model_file")}
+    kept = {*KEPT, "preset", "model_file"}
     kept -= {"weights"} if settings.get("weights") == "ternary" else set()
-    if own := [f"`{option_of(name)}`" for name in settings if name in kept]:
-        raise ArbError(
-            f"a saved model keeps its own settings, so {', '.join(own)} cannot be changed",
-            hint="leave them out, or start without `--init-from`",
-        )
+    refuse_kept([name for name in settings if name in kept], "start without `--init-from`")

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from arbcli.config.settings import Setting, parted
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 from arbcli.reading import is_of, shown
 
 LARGEST = 2**20
@@ -94,10 +94,20 @@ def check_sizes(config: Any) -> None:
         value = getattr(config, field.name)
         if field.type is float:  # an integer in a field of floats may be 0
             continue
-        for size in value if isinstance(value, tuple) else (value,):
-            if type(size) is int:
-                check_at_least(field.name, size, LEAST_OF.get(field.name, 1))
-                check_at_most(field.name, size, LARGEST_OF.get(field.name, LARGEST))
+        least, most = LEAST_OF.get(field.name, 1), LARGEST_OF.get(field.name, LARGEST)
+        check_integers(field.name, value, least, most)
+
+
+def check_integers(field: str, value: Any, least: int, most: int) -> None:
+    """Check that a value, or those of a tuple, are in `least` to `most` where they are integers.
+
+    Raises:
+        ArbError: an integer is out of bounds.
+    """
+    for size in value if isinstance(value, tuple) else (value,):
+        if type(size) is int:
+            check_at_least(field, size, least)
+            check_at_most(field, size, most)
 
 
 def check_choice(field: str, value: object, known: Iterable[object]) -> None:
@@ -107,9 +117,10 @@ def check_choice(field: str, value: object, known: Iterable[object]) -> None:
         ArbError: it is not.
     """
     if value not in known:
-        names = ", ".join(f"`{name}`" for name in known)
         raise ArbError(
-            f"`{field}` is `{shown(value)}`", hint=f"choose one of: {names}", fields=(field,)
+            f"`{field}` is `{shown(value)}`",
+            hint=f"choose one of: {quoted(known)}",
+            fields=(field,),
         )
 
 

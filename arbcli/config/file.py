@@ -29,7 +29,7 @@ from arbcli.config.training import (
     spelled_out,
     train_config_dict,
 )
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 from arbcli.reading import is_of, read_json, read_toml, shown
 
 TOP = {
@@ -132,8 +132,9 @@ def _unknown(
             f"`{path}` has `{where}{name}`, which only a model with stages has",
             hint="write the stages as `[[model.stage]]`, see docs/models.md",
         )
-    names = ", ".join(f"`{setting}`" for setting in known)
-    return ArbError(f"`{path}` has no setting `{where}{name}`", hint=f"choose one of: {names}")
+    return ArbError(
+        f"`{path}` has no setting `{where}{name}`", hint=f"choose one of: {quoted(known)}"
+    )
 
 
 def _checked(path: Path, name: str, value: Any, wanted: Any) -> Any:

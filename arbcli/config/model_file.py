@@ -34,7 +34,7 @@ from typing import Any
 
 from arbcli.config.model import LISTS, MOST_BLOCKS, BlockConfig, Blocks, ModelConfig, StageConfig
 from arbcli.config.presets import NONE, from_fields
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 from arbcli.reading import shown
 from arbcli.rules import DIRECTION, RULES
 
@@ -96,7 +96,7 @@ def _expand(text: Any, blocks: dict[str, BlockConfig], where: str) -> Blocks:
     for word in text.split():
         name, times, count = word.partition("*")
         if name not in blocks:
-            known = ", ".join(f"`{known}`" for known in blocks) or "none"
+            known = quoted(blocks) or "none"
             raise ArbError(
                 f"`{where}` names the block `{shown(name)}`",
                 hint=f"the blocks of `[model.block]` are: {known}",

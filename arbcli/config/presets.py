@@ -20,7 +20,7 @@ from arbcli.config.short_forms import (
     assemble,
     with_part_rules,
 )
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 from arbcli.reading import shown
 from arbcli.rules import DIRECTION, RULES
 
@@ -111,8 +111,7 @@ def check_preset(name: str) -> None:
         ArbError: there is no such preset.
     """
     if name not in PRESETS:
-        names = ", ".join(f"`{known}`" for known in PRESETS)
-        raise ArbError(f"no preset is named `{name}`", hint=f"choose one of: {names}")
+        raise ArbError(f"no preset is named `{name}`", hint=f"choose one of: {quoted(PRESETS)}")
 
 
 def preset(name: str, **overrides: object) -> ModelConfig:
@@ -137,11 +136,10 @@ def preset(name: str, **overrides: object) -> ModelConfig:
         given = _with_iterated_top_k(given)
     known = arguments(family)
     if others := [key for key in given if key not in known]:
-        parts = ", ".join(f"`{key}`" for key in others)
         able = (k for k, v in SHORT_FORMS.items() if others[0] in arguments(v.family))
         having = " or ".join(f"`{known}`" for known in able)
         raise ArbError(
-            f"the preset `{name}` has no such part: {parts}",
+            f"the preset `{name}` has no such part: {quoted(others)}",
             hint=f"use it with {having}" if having else None,
             fields=tuple(others),
         )
@@ -176,7 +174,7 @@ def with_storage(config: ModelConfig, **overrides: object) -> ModelConfig:
     rules = {name: given.pop(name) for name in PART_RULES if name in given}
     if others := [key for key in given if key not in ("ctx", *STORAGE)]:
         raise ArbError(
-            f"{', '.join(f'`{key}`' for key in others)} only applies to a preset",
+            f"{quoted(others)} only applies to a preset",
             hint="leave it out, or change the model itself",
             fields=tuple(others),
         )
@@ -316,8 +314,9 @@ def _value(kind: Any, value: Any, union: dict[str, type[PartConfig]] | None, whe
         usual = "codebook" if union is BOOKS else None  # files of earlier versions have no kind
         name = value.get("kind", usual) if isinstance(value, dict) else None
         if not isinstance(name, str) or name not in union:
-            known = ", ".join(f"`{one}`" for one in union)
-            raise TypeError(f"`{where}` is of the kind `{shown(name)}`, which is none of: {known}")
+            raise TypeError(
+                f"`{where}` is of the kind `{shown(name)}`, which is none of: {quoted(union)}"
+            )
         return from_fields(union[name], value, where)
     kinds = get_args(kind) if get_origin(kind) is UnionType else (kind,)
     for one in kinds:

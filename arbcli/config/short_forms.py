@@ -11,9 +11,8 @@ from typing import Annotated, Any
 
 from arbcli.config.checks import (
     LARGEST,
-    check_at_least,
-    check_at_most,
     check_choice,
+    check_integers,
     check_type,
 )
 from arbcli.config.model import (
@@ -597,9 +596,6 @@ def assemble(family: str, values: dict[str, Any]) -> ModelConfig:
         value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
         check_type(name, value, plain_type(known[name].annotation))
         checked[name] = value
-        for size in value if isinstance(value, tuple) else (value,):
-            if type(size) is int:
-                check_at_least(name, size)
-                check_at_most(name, size, LARGEST_OF.get(name, LARGEST))
+        check_integers(name, value, 1, LARGEST_OF.get(name, LARGEST))
     rules: dict[str, Any] = {name: checked.pop(name) for name in PART_RULES if name in checked}
     return with_part_rules(FAMILIES[family](**checked), **rules)

@@ -10,7 +10,7 @@ from arbcli.config.model import ModelConfig
 from arbcli.config.presets import assembled, config_from_dict
 from arbcli.config.settings import OPTIMISATION, RUN, TEXT, Setting, decisive, settings_of
 from arbcli.config.short_forms import ARGUMENTS, MODEL_SETTINGS, PART_RULES
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 from arbcli.media import pictures
 from arbcli.media.sound import FORMS as SOUND_FORMS
 from arbcli.plain_text import Conversion
@@ -584,9 +584,9 @@ def train_config(
         )
     stepped = [name for name in ("rule", *PART_RULES, "direction") if shape.get(name) is not None]
     if not ternary and stepped:
-        names = ", ".join(f"`{name}`" for name in stepped)
         raise ArbError(
-            f"float weights are trained by AdamW or Muon, so {names} cannot be given with them",
+            f"float weights are trained by AdamW or Muon, so {quoted(stepped)} cannot be given with"
+            " them",
             hint="use `adamw` or `muon` and no rule, or `weights=ternary`",
             fields=(*stepped, "weights"),
         )

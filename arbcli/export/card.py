@@ -29,7 +29,7 @@ def model_card(weights: Weights, name: str) -> str:
     """Write a card in Markdown, with the figures of the run if it lies next to the checkpoint."""
     config, checkpoint = weights.model.config, weights.checkpoint
     shape = known_shape(config)
-    number = sum(tensor.num_weights for tensor in weights.model.packed_tensors().values())
+    number = weights.model.num_weights
     of = "-1, 0 or +1" if config.digits == "trit" else "an integer of one byte"
     keys = "" if shape.kv_heads == shape.heads else f" on {shape.kv_heads} of keys"
     of_bytes = shape.vocabulary == VOCABULARY

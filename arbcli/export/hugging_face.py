@@ -13,7 +13,7 @@ from torch import Tensor
 
 from arbcli.checkpoint import write_file, write_json, write_text
 from arbcli.config.model import VOCABULARY, ModelConfig
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, os_errors
 from arbcli.export.block_types import BF16, F16, F32, BlockType, encode_numbers
 from arbcli.export.card import model_card
 from arbcli.export.gguf import END, byte_symbols
@@ -73,13 +73,10 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> B
     part = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(part, ignore_errors=True)  # a killed process left it
     try:
-        part.mkdir()
-        _write_files(part, weights, name, chosen, companions)
-        os.replace(part, path)
-    except OSError as error:
-        raise ArbError(
-            f"cannot write `{path}`: {error.strerror}", hint="check permissions and free space"
-        ) from error
+        with os_errors("write", path, "check permissions and free space"):
+            part.mkdir()
+            _write_files(part, weights, name, chosen, companions)
+            os.replace(part, path)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return chosen

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 from arbcli.export import gguf, hugging_face
 from arbcli.export.block_types import TYPES
 from arbcli.export.formats import FORMATS, NAMES, name_of, output_path
@@ -59,7 +59,7 @@ def export(
             cannot be written to.
     """
     if kind is not None and kind not in TYPES_OF[format]:
-        known = ", ".join(f"`{name}`" for name in TYPES_OF[format])
+        known = quoted(TYPES_OF[format])
         raise ArbError(
             f"`--to {format}` has no type `{kind}`",
             hint=f"choose one of: {known}" if known else "leave `--type` out",
@@ -96,7 +96,7 @@ def export(
         path=str(path),
         type=type_name,
         step=weights.checkpoint.step,
-        num_weights=sum(tensor.num_weights for tensor in weights.model.packed_tensors().values()),
+        num_weights=weights.model.num_weights,
         bytes=sum(file.stat().st_size for file in files),
         origin=weights.origin,
         seconds=time.perf_counter() - started,

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from arbcli.checkpoint import write_file
 from arbcli.config.model import VOCABULARY, ModelConfig
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, os_errors
 from arbcli.imports.config_json import read_folder_config
 from arbcli.imports.dense import shape_of
 from arbcli.infer.load import Weights
 from arbcli.infer.tokens import DIGEST
-from arbcli.reading import open_regular
+from arbcli.reading import read_small
 from arbcli.run_files import COMPANIONS, CONFIG
 from arbcli.tokens import FILE
 
@@ -37,12 +37,8 @@ def copy_companions(source: Path, target: Path) -> None:
     found = [name for name in NAMES if (source / name).exists()]
     if not found:
         return
-    try:
+    with os_errors("make", target, "choose another `--out`"):
         target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ArbError(
-            f"cannot make `{target}`: {error.strerror}", hint="choose another `--out`"
-        ) from error
     for name in found:
         write_companion(target / name, read_companion(source / name))
 
@@ -53,13 +49,7 @@ def read_companion(path: Path) -> bytes:
     Raises:
         ArbError: it cannot be read, or is too large for what its name says.
     """
-    with open_regular(path) as file:
-        content = file.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        raise ArbError(
-            f"`{path}` has more than {LARGEST:,} bytes", hint="remove it, if it is not needed"
-        )
-    return content
+    return read_small(path, LARGEST, "remove it, if it is not needed")
 
 
 def write_companion(path: Path, content: bytes) -> None:

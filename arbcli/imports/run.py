@@ -142,7 +142,7 @@ def import_folder(
         model_type=values["model_type"],
         vocabulary=config.vocabulary,
         ctx=config.ctx,
-        num_weights=sum(tensor.num_weights for tensor in model.packed_tensors().values()),
+        num_weights=model.num_weights,
         bytes=path.stat().st_size,
         relative_error=math.sqrt(error / squares) if squares else 0.0,
         seconds=time.perf_counter() - started,

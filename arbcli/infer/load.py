@@ -22,7 +22,7 @@ from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.output import printable
 from arbcli.reading import check_schema, read_json
-from arbcli.run_files import checkpoint_path
+from arbcli.run_files import CONFIG, checkpoint_path
 
 
 def load_model(
@@ -279,7 +279,7 @@ def check_saved(checkpoint: Checkpoint) -> None:
 
 def _trained_in(file: Path, checkpoint: Checkpoint, place: torch.device) -> str:
     """Return the dtype of activations in training, or the device's default without a run."""
-    path, hint = file.parent / "config.json", "give `--compute`"
+    path, hint = file.parent / CONFIG, "give `--compute`"
     if is_export(checkpoint):  # exports have the dtype in their metadata
         data = checkpoint.data
         check_schema(data, {"compute": str}, f"`{file}`", hint)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 from arbcli.infer.batch import Request
 from arbcli.infer.sampling import Sampling
 from arbcli.reading import is_of, parse_json
@@ -64,8 +64,7 @@ def _fields(line: bytes) -> dict[str, Any]:
         raise ArbError("there is no `prompt`", hint='write {"prompt": "It was"}')
     for name, field in value.items():
         if name not in FIELDS:
-            known = ", ".join(map("`{}`".format, FIELDS))
-            raise ArbError(f"no field is named `{name}`", hint=f"use some of: {known}")
+            raise ArbError(f"no field is named `{name}`", hint=f"use some of: {quoted(FIELDS)}")
         kind = FIELDS[name]
         if not is_of(field, kind):
             words = {str: "a string", int: "an integer", float: "a number"}

@@ -16,8 +16,8 @@ import torch
 
 from arbcli.config.training import TrainConfig
 from arbcli.data import open_texts
-from arbcli.device import check_room, deterministic
-from arbcli.errors import ArbError
+from arbcli.device import check_room, deterministic, explained_out_of_memory
+from arbcli.errors import os_errors
 from arbcli.inspect.budget import budget_bytes
 from arbcli.inspect.floats import FloatTensor, FloatTensors
 from arbcli.inspect.memory import MeasuredState, StateReport, measure, predict
@@ -189,36 +189,32 @@ def audit(
     teacher = read_teacher(config)
     known = teacher and teacher.checkpoint
     tensors, listed = LiveTensors(torch.device(config.device)), None
-    try:
-        with (
-            _recorded(snapshot),
-            deterministic(),
-            fresh_tables(),
-            use_backend(config.backend),
-            tensors,
-        ):
-            trainer = Trainer(config, texts, group=group, teacher=known)
-            levels = [_read(tensors, 0, "load")]
-            loaded_bytes = tensors.bytes
-            loaded_bytes -= measure(trainer.model, trainer.updater).counter_bytes
-            if trainer.teacher:
-                loaded_bytes -= sum(part.nbytes for part in trainer.teacher.buffers())
-            tensors.settle()
-            for step in range(1, config.steps + 1):
-                if step == 1 and floats:
-                    watch = FloatTensors(tensors.device, trainer.model)
-                    with watch.watching():
-                        levels += _watched_step(trainer, tensors, step, watch.reached)
-                    listed = watch.report()
-                else:
-                    levels += _watched_step(trainer, tensors, step)
-                if step == 1:
-                    derived = tensors.since_settling()
-    except torch.OutOfMemoryError as error:
-        raise ArbError(
-            f"the GPU's memory is not enough; a step needs {predicted_peak.peak_bytes:,} bytes",
-            hint="use a smaller `--batch`, `--ctx` or `--preset`",
-        ) from error
+    smaller = "use a smaller `--batch`, `--ctx` or `--preset`"
+    with (
+        explained_out_of_memory(f"a step needs {predicted_peak.peak_bytes:,} bytes: {smaller}"),
+        _recorded(snapshot),
+        deterministic(),
+        fresh_tables(),
+        use_backend(config.backend),
+        tensors,
+    ):
+        trainer = Trainer(config, texts, group=group, teacher=known)
+        levels = [_read(tensors, 0, "load")]
+        loaded_bytes = tensors.bytes
+        loaded_bytes -= measure(trainer.model, trainer.updater).counter_bytes
+        if trainer.teacher:
+            loaded_bytes -= sum(part.nbytes for part in trainer.teacher.buffers())
+        tensors.settle()
+        for step in range(1, config.steps + 1):
+            if step == 1 and floats:
+                watch = FloatTensors(tensors.device, trainer.model)
+                with watch.watching():
+                    levels += _watched_step(trainer, tensors, step, watch.reached)
+                listed = watch.report()
+            else:
+                levels += _watched_step(trainer, tensors, step)
+            if step == 1:
+                derived = tensors.since_settling()
     peak_bytes = max(level.peak_bytes for level in levels[1:])
     state, measured = predict(config.model), measure(trainer.model, trainer.updater)
     expected = state.total.state_bytes if state_bytes is None else state_bytes
@@ -325,10 +321,7 @@ def _recorded(snapshot: Path | None) -> Iterator[None]:
         yield
     finally:
         try:
-            torch.cuda.memory._dump_snapshot(str(snapshot))
-        except OSError as error:
-            raise ArbError(
-                f"cannot write `{snapshot}`: {error.strerror}", hint="choose another `--snapshot`"
-            ) from error
+            with os_errors("write", snapshot, "choose another `--snapshot`"):
+                torch.cuda.memory._dump_snapshot(str(snapshot))
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)

@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from arbcli.inspect.trace import Storages, calling_function
+from arbcli.kernels.runtime.inputs import dtype_name
 
 OUTSIDE = "-"
 """Module name of computations outside the model."""
@@ -88,7 +89,7 @@ class FloatTensors(Storages):
                 module=self._within[-1],
                 stage=self.stage,
                 made_in=calling_function(),
-                dtype=str(tensor.dtype).removeprefix("torch."),
+                dtype=dtype_name(tensor.dtype),
                 shape=tuple(tensor.shape),
                 bytes=size,
                 survives=True,

@@ -27,7 +27,8 @@ from arbcli.inspect.trace import (
     without_compiler,
     without_memory,
 )
-from arbcli.kernels.runtime.backend import compile_for, num_processors
+from arbcli.kernels.runtime.backend import compile_for, gpu_of, num_processors
+from arbcli.kernels.runtime.inputs import dtype_name
 from arbcli.model.packed import TernaryTensor
 from arbcli.train.parallel.group import Group, PendingTensor
 from arbcli.train.teacher import read_teacher
@@ -271,7 +272,7 @@ class _Trace(Storages):
 
     def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
         """Allocate memory for a storage."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         self._blocks[key] = self._take(size, op, tensor=f"{dtype} {_shape_text(tensor)}")
 
     def went(self, key: int) -> None:
@@ -524,5 +525,4 @@ def _gpu(device: torch.device) -> tuple[tuple[int, int], int]:
         return (0, 0), 1
     if not torch.cuda.is_available():
         return ASSUMED_GPU
-    properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor), properties.multi_processor_count
+    return gpu_of(device)

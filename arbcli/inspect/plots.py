@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbcli.config.presets import config_from_dict
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, os_errors
 from arbcli.inspect.verdicts import LEAST_SPREAD
 from arbcli.reading import read_json
 from arbcli.run_files import CONFIG
@@ -47,10 +47,8 @@ def plot_training(run: Path, png: Path) -> None:
         raise ArbError(f"`{run}` has no records", hint="give the directory of a run")
     figure, (axes,) = _figure(1)
     evaluated = [record for record in records if record.get("val_loss") is not None]
-    axes.plot(*_points(records, "step", "loss"), color=BLUE, linewidth=1.2, label="training")
-    axes.plot(
-        *_points(evaluated, "step", "val_loss"), "o-", color=ORANGE, markersize=5, label="held out"
-    )
+    axes.plot(*_points(records, "loss"), color=BLUE, linewidth=1.2, label="training")
+    axes.plot(*_points(evaluated, "val_loss"), "o-", color=ORANGE, markersize=5, label="held out")
     if evaluated:
         last = evaluated[-1]
         axes.annotate(
@@ -95,14 +93,12 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
     stream.legend(frameon=False, fontsize=8)
     _label(stream, "residual stream", "blocks passed", "root-mean-square")
 
-    steps, shares = _points(readings[1:], "step", "flip_share")
+    steps, shares = _points(readings[1:], "flip_share")
     flips.bar(steps, [100 * share for share in shares], color=BLUE, width=0.7)
     _label(flips, "trits flipped by a step", "step", "% of all")
 
-    loss.plot(
-        *_points(readings, "step", "val_loss"), "o-", color=ORANGE, markersize=4, label="held out"
-    )
-    steps, losses = _points(readings[1:], "step", "loss")
+    loss.plot(*_points(readings, "val_loss"), "o-", color=ORANGE, markersize=4, label="held out")
+    steps, losses = _points(readings[1:], "loss")
     # a step's own loss is measured before its update
     before = [step - 1 for step in steps]
     loss.plot(before, losses, color=BLUE, linewidth=1.2, label="training")
@@ -110,7 +106,7 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
     loss.legend(frameon=False, fontsize=8)
     _label(loss, "loss", "steps done", "nats a symbol")
 
-    spread = _points(readings, "step", "logit_spread")
+    spread = _points(readings, "logit_spread")
     logits.plot(*spread, "o-", color=BLUE, markersize=4)
     logits.set_ylim(bottom=0)
     logits.axhline(LEAST_SPREAD, color=FAINT, linestyle=":", linewidth=1)
@@ -187,8 +183,8 @@ def _label(axes: "Axes", title: str, x: str, y: str) -> None:
     axes.set_ylabel(y, color=INK, fontsize=9)
 
 
-def _points(records: Iterable[dict[str, Any]], x: str, y: str) -> tuple[list, list]:
-    pairs = [(record[x], _number(record[y])) for record in records]
+def _points(records: Iterable[dict[str, Any]], y: str) -> tuple[list, list]:
+    pairs = [(record["step"], _number(record[y])) for record in records]
     return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
 
@@ -197,9 +193,5 @@ def _number(value: float | None) -> float:
 
 
 def _save(figure: "Figure", png: Path) -> None:
-    try:
+    with os_errors("write", png, "choose another `--plot`"):
         figure.savefig(png, format=png.suffix.removeprefix(".").lower())
-    except OSError as error:
-        raise ArbError(
-            f"cannot write `{png}`: {error.strerror}", hint="choose another `--plot`"
-        ) from error

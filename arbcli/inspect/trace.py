@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from arbcli.kernels.matmul import grouped_matmul
 from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.inputs import dtype_name
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.model import packed
 from arbcli.model.layers.rotary import fresh_tables
@@ -161,7 +162,7 @@ class LiveTensors(Storages):
         """Count a storage."""
         self._counted[key] = LiveTensor(
             shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            dtype=dtype_name(tensor.dtype),
             bytes=size,
             op=str(op),
             made_in=calling_function() if op else "unknown",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from arbcli.kernels.codec.packed import OCTAVE, Packed, num_groups
 from arbcli.kernels.codec.packing import pack_trits_torch
+from arbcli.kernels.runtime.inputs import real_dtypes
 
 SMALL_SIZES = (1, 2, 3, 5)
 
@@ -29,9 +30,7 @@ class Dice:
         self.generator = torch.Generator(device).manual_seed(seed)  # of the numbers in tensors
         self._rolls = torch.Generator().manual_seed(seed)  # the same for tensors of any device
         self.device, self.plain = device, dtype is not None
-        # the interpreter's bf16 arithmetic is wrong
-        choices = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
-        self.dtype = dtype or self.pick(choices)
+        self.dtype = dtype or self.pick(real_dtypes(device))
 
     def below(self, limit: int) -> int:
         """Draw an integer in 0..limit-1."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 
 SPEC = re.compile(r'\bOperation\(\s*"(\w+)"')
 """Pattern of the declaration of an operation in the source of a kernel."""
@@ -52,5 +52,4 @@ def check_kernel_names(names: Iterable[str]) -> None:
 def _check_known(names: Iterable[str], known: tuple[str, ...], kind: str, hint: str) -> None:
     for name in names:
         if name not in known:
-            listed = ", ".join(f"`{other}`" for other in known)
-            raise ArbError(f"no {kind} is named `{name}`", hint=f"{hint}: {listed}")
+            raise ArbError(f"no {kind} is named `{name}`", hint=f"{hint}: {quoted(known)}")

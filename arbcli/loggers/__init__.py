@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 
 if TYPE_CHECKING:
     from arbcli.loggers.base import Logger
@@ -26,8 +26,7 @@ def check_logger(name: str) -> None:
         ArbError: the logger is unknown, or its package is missing.
     """
     if name not in LOGGERS:
-        known = ", ".join(f"`{logger}`" for logger in LOGGERS)
-        raise ArbError(f"no logger is named `{name}`", hint=f"choose one of: {known}")
+        raise ArbError(f"no logger is named `{name}`", hint=f"choose one of: {quoted(LOGGERS)}")
     package = LOGGERS[name]
     if importlib.util.find_spec(package) is None:
         raise ArbError(

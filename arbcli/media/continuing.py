@@ -18,21 +18,21 @@ def prompt_and_length(
 ) -> tuple[bytes, int | None]:
     """Cut a file's bytes to the prompt, and find how many bytes complete it.
 
-    A sound or picture is kept up to a whole frame or row. With `length` the header of a sound says
-    how long it will be.
+    A sound or picture is cut at a whole frame or row. With `length`, the header of a sound has the
+    new number of frames.
 
     Args:
-        content: bytes of a file; a text is the prompt as it is.
+        content: bytes of a file; a text is not cut.
         keep: share of the sound or picture, 0 to 1; None is `KEPT`.
-        length: bytes to make; None is the rest of the sound or picture.
+        length: number of bytes to generate; None is the rest of the sound or picture.
         kinds: kinds of media that can be continued; without any, `keep` is 1 and text follows.
 
     Returns:
-        The prompt, and the bytes to make; None of text without `length`.
+        The prompt, and the number of bytes to generate; None for text without `length`.
 
     Raises:
-        ArbError: `keep` is given for a text, leaves nothing to make, or is not 1 before text; or a
-            sound or picture is of another kind.
+        ArbError: `keep` is given for a text, leaves nothing to generate, or is not 1 before text;
+            or a sound or picture is of another kind.
     """
     span = next(find_spans(content), None)
     if span is None or span.start:

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, optional_module
 from arbcli.media.bounded import HEADER_BYTES, BoundedFile
 from arbcli.media.spans import PictureHeader
 
@@ -190,10 +190,4 @@ def encoded_bytes(pixels: "np.ndarray") -> dict[str, int]:
 
 
 def _package(name: str, path: Path) -> Any:
-    try:
-        return import_module(f"PIL.{name}")
-    except ImportError:
-        raise ArbError(
-            f"`{path}` is a picture, and the package Pillow is not installed",
-            hint="install it: `pip install 'arb[media]'`",
-        ) from None
+    return optional_module(f"PIL.{name}", path, "Pillow", "'arb[media]'")

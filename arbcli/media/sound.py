@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, optional_module
 from arbcli.media.bounded import HEADER_BYTES, BoundedFile
 from arbcli.media.spans import MOST_CHANNELS, SoundHeader
 
@@ -152,10 +152,4 @@ def flac_bytes(samples: "np.ndarray", rate: int) -> int:
 
 
 def _package(path: Path) -> Any:
-    try:
-        return import_module("soundfile")
-    except (ImportError, OSError):  # the latter without libsndfile
-        raise ArbError(
-            f"`{path}` is a sound, and the package soundfile is not installed",
-            hint="install it: `pip install 'arb[media]'`",
-        ) from None
+    return optional_module("soundfile", path, "soundfile", "'arb[media]'")

@@ -161,6 +161,11 @@ class PackedModel(nn.Module):
         tensors = self.weights().items()
         return {name: part for name, part in tensors if isinstance(part, TernaryTensor)}
 
+    @property
+    def num_weights(self) -> int:
+        """Number of packed weights, including those of frozen norms."""
+        return sum(tensor.num_weights for tensor in self.packed_tensors().values())
+
     def weights(self) -> dict[str, TernaryTensor | FloatWeight]:
         """Return all weights by name, in the order of the model."""
         kinds = (TernaryTensor, FloatWeight)

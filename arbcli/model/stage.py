@@ -20,12 +20,11 @@ from arbcli.kernels.chunks.spread_chunks import spread_chunks
 from arbcli.kernels.runtime.conditions import has_conditions
 from arbcli.model.flow import Flow, Reading, each_text, merge, project
 from arbcli.model.layers.kinds import layers_for
-from arbcli.model.layers.norm import NORM_EPS
+from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.mark import Written
 from arbcli.model.parts.chunking import (
     BoundaryRouter,
     Routed,
-    norm,
     ratio_loss,
     route_every,
     route_words,
@@ -92,7 +91,7 @@ class Stage(nn.Module):
             recompute: whether to use activation checkpointing.
         """
         before = self.encoder(x, reading, recompute=recompute)
-        x = norm(before.total(), NORM_EPS)
+        x = unit_rms(before.total())
         valid = reading.valid
         routed = self._route(x, ids)
         if valid is not None:
@@ -149,7 +148,7 @@ class Stage(nn.Module):
         first = clock.position.clone()
         past.decoder.position.copy_(first)
         with clock.reading(x.shape[1]):
-            x = norm(self.encoder(x, reading, past.encoder).total(), NORM_EPS)
+            x = unit_rms(self.encoder(x, reading, past.encoder).total())
         places = (first + torch.arange(x.shape[1], device=x.device))[None]
         if self.router:
             routed = past.route(x, self.router.query_key(x), places)
@@ -178,7 +177,7 @@ class Stage(nn.Module):
         x = pass_one(self.encoder, x, past.encoder, reading, fused=fused)
         query_key = self.router.query_key if self.router else None
         if not fused:
-            normal = norm(x, NORM_EPS)
+            normal = unit_rms(x)
             layers = (query_key, self.residual) if query_key else (self.residual,)
             rows = torch.cat([each_text(layer, normal) for layer in layers], dim=-1)
         elif query_key:
@@ -191,7 +190,7 @@ class Stage(nn.Module):
         """Project a position that begins a chunk to the inner network's width."""
         if fused:
             return self.inward.fused(past.x, normalise=True)
-        return each_text(self.inward, norm(past.x, NORM_EPS))
+        return each_text(self.inward, unit_rms(past.x))
 
     def step_outward(
         self, x: Tensor, past: "StageState", counted: Tensor | None, *, fused: bool

@@ -5,8 +5,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -23,7 +22,7 @@ from arbcli.config.initial import first_difference
 from arbcli.config.presets import config_from_dict
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
 from arbcli.data import Text, Texts, entropy, open_texts
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, os_errors, quoted
 from arbcli.infer.load import check_saved
 from arbcli.infer.tokens import check_digest, check_vocabulary
 from arbcli.plain_text import PLAIN, Conversion
@@ -42,6 +41,8 @@ MOST_NAMED = 3
 """Maximum number of fields that an error lists."""
 THREADS_OF_A_CPU = 4
 """Maximum threads per processor with which a run is resumed; more would be too slow."""
+OTHER_OUT = "choose another `--out`"
+"""Hint about a directory that cannot be made."""
 
 
 def make_next_directory(config: TrainConfig, root: Path = RUNS) -> Path:
@@ -52,12 +53,12 @@ def make_next_directory(config: TrainConfig, root: Path = RUNS) -> Path:
     """
     kind = config.model.rule_text if config.model.weights == "ternary" else config.model.weights
     while True:
-        with _explained_making(root):
+        with os_errors("make", root, OTHER_OUT):
             names = os.listdir(root) if root.exists() else []
         numbers = (re.match("[0-9]+(?=-)", name) for name in names)
         number = max((int(found[0]) for found in numbers if found), default=0) + 1
         run = root / f"{number:03d}-{config.model.dim}x{config.model.layers}-{kind}"
-        with suppress(FileExistsError), _explained_making(run):  # another process was faster
+        with os_errors("make", run, OTHER_OUT), suppress(FileExistsError):  # of another process
             root.mkdir(parents=True, exist_ok=True)
             run.mkdir()
             return run
@@ -78,24 +79,12 @@ def make_directory(run: Path) -> Path:
     Raises:
         ArbError: it cannot be created.
     """
-    try:
-        with _explained_making(run):
+    with os_errors("make", run, OTHER_OUT):
+        try:
             run.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise ArbError(f"`{run}` is a file", hint="choose another `--out`") from None
+        except FileExistsError:
+            raise ArbError(f"`{run}` is a file", hint=OTHER_OUT) from None
     return run
-
-
-@contextmanager
-def _explained_making(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except FileExistsError:
-        raise
-    except OSError as error:
-        raise ArbError(
-            f"cannot make `{path}`: {error.strerror}", hint="choose another `--out`"
-        ) from error
 
 
 FACTS = {
@@ -180,8 +169,9 @@ def check_same_run(
     began = facts.get("digests", {})  # missing in runs of earlier versions
     now = field_digests(config, facts["config"].get("model"))
     if changed := [name for name in now if name in began and began[name] != now[name]]:
-        names = ", ".join(f"`{name}`" for name in changed)
-        raise ArbError(f"`{run / CONFIG}` was changed since the run began: {names}", hint=hint)
+        raise ArbError(
+            f"`{run / CONFIG}` was changed since the run began: {quoted(changed)}", hint=hint
+        )
     made_with = _all_fields(checkpoint.config)
     made_with |= {name: checkpoint.data.get(key) for name, key in DATA.items()}
     expected = json.loads(json.dumps(asdict(config.model)))

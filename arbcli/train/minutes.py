@@ -3,8 +3,9 @@
 import dataclasses
 import time
 
+from arbcli.data import EVAL_BATCHES
 from arbcli.errors import ArbError
-from arbcli.train.trainer import EAGER_STEPS, EVAL_BATCHES, Trainer
+from arbcli.train.trainer import EAGER_STEPS, Trainer
 
 MOST_MINUTES = 60 * 24 * 366
 TIMED_STEPS = 20

@@ -11,7 +11,7 @@ from typing import Any
 
 from arbcli.checkpoint import write_file
 from arbcli.config.training import TrainConfig
-from arbcli.errors import ArbError
+from arbcli.errors import os_errors
 from arbcli.reading import open_regular, parse_json, test_of
 from arbcli.train.schedule import is_evaluated, is_recorded
 
@@ -129,14 +129,9 @@ def append_record(run: Path, record: Record) -> None:
         ArbError: it cannot be written.
     """
     path = run / METRICS
-    try:
-        with path.open("a") as file:
-            file.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
-    except OSError as error:
-        raise ArbError(
-            f"cannot write `{path}`: {error.strerror}",
-            hint=f"free some space, then continue with `--resume {run}`",
-        ) from error
+    hint = f"free some space, then continue with `--resume {run}`"
+    with os_errors("write", path, hint), path.open("a") as file:
+        file.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
 
 
 _TYPES: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Record)}

@@ -7,7 +7,7 @@ from typing import Any
 
 from arbcli.checkpoint import keep_best, save_checkpoint, set_aside
 from arbcli.data import Texts
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 from arbcli.run_files import best_checkpoints, checkpoint_path, checkpoints, step_of
 from arbcli.train.observer import Observer
 from arbcli.train.recent import FIELD
@@ -131,8 +131,7 @@ def later_checkpoints(run: Path, step: int) -> list[Path]:
 def note_aside(aside: Sequence[Path], observer: Observer) -> None:
     """Send a note about checkpoints that were set aside, if there are any."""
     if aside:
-        names = ", ".join(f"`{name}`" for name in aside)
-        observer.noted(f"checkpoints of later steps are set aside: {names}")
+        observer.noted(f"checkpoints of later steps are set aside: {quoted(aside)}")
 
 
 def _times(texts: Texts) -> dict[Path, tuple[int, int]]:

@@ -11,9 +11,18 @@ from torch import Tensor
 from arbcli.checkpoint import Checkpoint, check_layout, tensor_digest
 from arbcli.config.model import VOCABULARY
 from arbcli.config.training import TrainConfig
-from arbcli.data import Text, Texts, batch, batch_starts, digest, evaluation_batches
+from arbcli.data import (
+    EVAL_BATCHES,
+    EVAL_SEED,
+    Text,
+    Texts,
+    batch,
+    batch_starts,
+    digest,
+    evaluation_batches,
+)
 from arbcli.device import COMPUTE, capturing, set_compiler_determinism
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 from arbcli.filling import cut
 from arbcli.infer.load import check_trainable
 from arbcli.infer.tokens import DIGEST
@@ -37,12 +46,6 @@ from arbcli.train.updater import HELD_BYTES, Updater
 
 EAGER_STEPS = 3
 """Steps before the capture, in which kernels are compiled and libraries choose algorithms."""
-EVAL_BATCHES = 40
-"""Number of batches in an evaluation."""
-EVAL_SEED = 7
-"""Seed of the masks of a masked model in evaluations."""
-
-
 RELOAD = "continue from the last checkpoint with `--resume`; if it recurs, a GPU may be faulty"
 WIRE = ".wire_exponent"
 """Suffix of the names of buffers that only runs with several processes have."""
@@ -77,7 +80,7 @@ def check_areas(config: TrainConfig, model: LanguageModel) -> None:
     known = dict.fromkeys(getattr(weight, "area", None) for weight in model.weights().values())
     for area in itertools.chain(*config.scale_routes.values()):
         if area not in known:
-            names = ", ".join(f"`{name}`" for name in known)
+            names = quoted(known)
             raise ArbError(
                 f"`scale_losses` names `{area}`, which is not an area of the model",
                 hint=f"choose among: {names}",
@@ -215,7 +218,7 @@ class Trainer:
         For a float baseline, the number of parameters.
         """
         if self.updater:
-            return sum(tensor.num_weights for tensor in self.model.packed_tensors().values())
+            return self.model.num_weights
         return self.num_floats[0]
 
     @property

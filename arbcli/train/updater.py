@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from arbcli.directions.base import Direction, Ingredients
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
 from arbcli.kernels.runtime.inputs import TensorOptions
@@ -560,7 +560,7 @@ class Updater:
             ArbError: the names of the counters differ.
         """
         if counters.keys() != self.counters().keys():
-            names = ", ".join(f"`{name}`" for name in counters)
+            names = quoted(counters)
             raise ArbError(
                 f"the checkpoint has different counters: {names or 'none'}",
                 hint="it is of another version of arb, or was modified: use another one",

@@ -15,6 +15,7 @@ from torch import Tensor
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.registry import BY_NAME
+from arbcli.kernels.runtime.inputs import dtype_name
 from arbcli.kernels.runtime.operation import Case, Operation
 
 TILES = (16, 32, 64, 128, 160, 256, 320)
@@ -84,7 +85,7 @@ class Tally:
         of_bytes = [t for t in tensors if t.dtype in (torch.int8, torch.uint8)]
         self.has_bytes |= bool(of_bytes)
         self.elements.append(max(t.numel() for t in tensors))
-        self.dtypes.update({str(t.dtype).removeprefix("torch.") for t in tensors})
+        self.dtypes.update({dtype_name(t.dtype) for t in tensors})
         self.group_sizes.update(map(str, size_of))
         self.counts["strided"] += any(not t.is_contiguous() for t in tensors)
         self.counts["offset"] += any(t.storage_offset() > 0 for t in tensors)

@@ -17,7 +17,13 @@ from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.dice import Dice, ShapeDice
 from arbcli.kernels.names import check_kernel_names
 from arbcli.kernels.registry import KERNELS
-from arbcli.kernels.runtime.backend import check_backend, chunks_of, compile_for, use_backend
+from arbcli.kernels.runtime.backend import (
+    check_backend,
+    chunks_of,
+    compile_for,
+    gpu_of,
+    use_backend,
+)
 from arbcli.kernels.runtime.operation import Case, Operation
 from arbcli.verify.compare import CaseResult, as_tuple, compare, poisoned, worst
 from arbcli.verify.fuzz import (
@@ -309,10 +315,8 @@ def _without_gpu(spec: Operation, part: _Part) -> Iterator[type[Dice]]:
     if device.type != "cuda":
         yield Dice
         return
-    gpu = torch.cuda.get_device_properties(device)
-    target = compile_for((gpu.major, gpu.minor), gpu.multi_processor_count)
     place = on_host if spec.name in OF_VALUES else without_memory
-    with target, place(device):
+    with compile_for(*gpu_of(device)), place(device):
         yield ShapeDice
 
 

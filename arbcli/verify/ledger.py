@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from arbcli.checkpoint import read_json, write_json
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, os_errors
 from arbcli.verify.compare import worst
 from arbcli.verify.compile_ahead import PARKED_BYTES, CompileResult
 from arbcli.verify.kernels import METHODS, KernelResult
@@ -237,13 +237,9 @@ def write_ledger(ledger: Ledger, directory: Path) -> list[Path]:
         ArbError: it cannot be written.
     """
     data, page = (directory / name for name in FILES)
-    try:
+    with os_errors("write", directory, "choose another `--ledger`"):
         directory.mkdir(parents=True, exist_ok=True)
         page.write_text(ledger_page(ledger), encoding="utf-8")
-    except OSError as error:
-        raise ArbError(
-            f"cannot write `{directory}`: {error.strerror}", hint="choose another `--ledger`"
-        ) from error
     write_json(data, dataclasses.asdict(ledger))
     return [data, page]
 

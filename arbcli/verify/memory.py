@@ -41,7 +41,7 @@ FIRST = -1
 
 
 def memory_folder() -> Path:
-    """Return the folder of results: `arb/verified` below `XDG_CACHE_HOME` or `~/.cache`."""
+    """Return the folder of results, `verified` in the cache."""
     return cache_folder() / "verified"
 
 

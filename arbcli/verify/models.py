@@ -225,9 +225,7 @@ def fitting_dtypes(config: ModelConfig, device: torch.device) -> tuple[torch.dty
     """
     with torch.device("meta"):
         model = build_model(config)
-    needed = BYTES_OF_REFERENCE * sum(
-        tensor.num_weights for tensor in model.packed_tensors().values()
-    )
+    needed = BYTES_OF_REFERENCE * model.num_weights
     memory = torch.cuda.get_device_properties(device).total_memory
     if 10 * needed < memory:
         return torch.float32, torch.bfloat16

@@ -21,7 +21,7 @@ from arbcli.device import deterministic
 from arbcli.inspect.trace import without_memory
 from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.rows.weighted_rows import TouchedRows
-from arbcli.kernels.runtime.backend import compile_for, use_backend
+from arbcli.kernels.runtime.backend import compile_for, gpu_of, use_backend
 from arbcli.kernels.runtime.operation import EXACT, Gate
 from arbcli.kernels.update.cast_votes import cast_scale_votes_reference, cast_trit_votes_reference
 from arbcli.kernels.update.gradient_statistics import gradient_statistics_reference
@@ -119,10 +119,10 @@ def begin_parity(
         workers: processes that share the work; None is this one.
         progress: called for each finished part, with its results.
         memory: results of earlier runs; None stores none.
-        sampled: whether there is a sample: on a GPU the presets `LARGEST` in bf16, and small models
-            in float32 and the scale types `ALWAYS`, of which torch runs `FEW_MODELS` in one; on a
-            CPU the scale types `ALWAYS`; in the interpreter one scale type, in which models are
-            compared from the bytes on alone, and the updates of each rule in one direction.
+        sampled: whether to compare a sample. GPU: the presets `LARGEST` in bf16, and small models
+            in float32 with the scale types `ALWAYS` (backend torch: `FEW_MODELS` with one). CPU:
+            the scale types `ALWAYS`. Interpreter: one scale type, whole models only, and one
+            direction for each rule.
 
     Returns:
         A function that waits for the results and returns them.
@@ -150,10 +150,10 @@ def _ahead(job: tuple) -> Iterator[tuple]:
 
 def _compile_share(_name: str, index: int, subject: Subject) -> None:
     """Compile a share of a model's kernels, by a step on tensors without memory."""
-    device, about = subject.device, torch.cuda.get_device_properties(subject.device)
+    device = subject.device
     with ExitStack() as stack:
         stack.enter_context(suppress(Exception))  # checks will tell what is wrong
-        stack.enter_context(compile_for((about.major, about.minor), about.multi_processor_count))
+        stack.enter_context(compile_for(*gpu_of(device)))
         stack.enter_context(without_memory(device))
         stack.enter_context(compiled_share(index, SHARES, generally=subject.generally))
         stack.enter_context(use_backend(subject.backend))

@@ -83,8 +83,6 @@ def time_calls(
     calls: Sequence[Callable[[], object]],
     stopwatch: Stopwatch,
     seconds: float = 0.3,
-    *,
-    capture: bool = True,
 ) -> list[list[float]]:
     """Time calls in turns.
 
@@ -92,13 +90,11 @@ def time_calls(
         calls: calls to time, which must keep their inputs alive.
         stopwatch: stopwatch of their device.
         seconds: total time, without warm-up.
-        capture: whether to capture and replay the launches of a call; not for calls that wait for
-            the GPU or replay a graph.
 
     Returns:
         Microseconds of each turn, by call.
     """
-    replays = [stopwatch.capture(call) for call in calls] if capture else list(calls)
+    replays = [stopwatch.capture(call) for call in calls]
     started = time.perf_counter()
     stopwatch.times(replays, WARM_UPS)
     each = (time.perf_counter() - started) / WARM_UPS

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from arbcli.kernels.runtime._triton import TensorDescriptor, tl, triton
+from arbcli.kernels.runtime.inputs import dtype_name
 from arbcli.kernels.runtime.launches import replaced_launches
 
 
@@ -159,7 +160,7 @@ def type_of(value: Any) -> str | tuple:
     if isinstance(value, tl.constexpr):
         return "constexpr"
     if isinstance(value, torch.Tensor):
-        name = str(value.dtype).removeprefix("torch.")
+        name = dtype_name(value.dtype)
         short = {
             "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "uint8": "u8",
             "float8_e4m3fn": "fp8e4nv",

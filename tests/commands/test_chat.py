@@ -103,7 +103,7 @@ def test_terminal_without_a_prompt_is_asked(saved):
     assert process.wait() == 0
 
 
-def test_what_was_typed_ahead_is_neither_shown_nor_kept(monkeypatch):
+def test_input_typed_ahead_is_neither_shown_nor_kept(monkeypatch):
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "r") as stdin:
         monkeypatch.setattr("sys.stdin", stdin)

@@ -329,7 +329,7 @@ def test_bad_places_are_refused(tmp_path, monkeypatch):
         check_folder(tmp_path, "--ledger")
 
 
-def test_file_that_is_there_is_asked_itself_and_else_its_folder(tmp_path, monkeypatch):
+def test_existing_file_must_be_writable_and_otherwise_its_folder(tmp_path, monkeypatch):
     asked, path = [], tmp_path / "a.png"
     monkeypatch.setattr(os, "access", lambda *place: asked.append(place) or True)
     check_file(path, "--plot", PICTURES)

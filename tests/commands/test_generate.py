@@ -172,7 +172,7 @@ def test_prompts_of_a_file_are_a_line_each(generate, tmp_path, monkeypatch):
     assert "backend torch, 2 at once" in alike.stderr
 
 
-def test_how_far_a_long_prompt_is_read_is_shown(generate, monkeypatch):
+def test_progress_of_a_long_prompt_is_shown(generate, monkeypatch):
     """Each quarter of a minute here: by the second line three quarters of the prompt are read."""
     module = importlib.import_module("arbcli.commands._prompts")
     seconds = iter(range(0, 1000, 16))
@@ -197,7 +197,7 @@ def test_generate_stops_quietly_when_nobody_reads(run):
     assert b"Traceback" not in done.stderr
 
 
-def test_generate_refuses_a_prompt_with_what_follows_beyond_any_text(run, arb_here, monkeypatch):
+def test_generate_refuses_a_prompt_and_length_beyond_any_text(run, arb_here, monkeypatch):
     monkeypatch.setattr("arbcli.infer.decoder.LONGEST_TEXT", 20)
     done = arb_here("generate", "--checkpoint", run, "--length", "20", "--prompt", "ab")
     assert "prompt and generated text have 22 bytes" in done.stderr

@@ -95,7 +95,7 @@ def test_value_of_an_option_may_be_left_out(words, said):
     ("--direction orthogonal --wire int8", "--optimizer muon --reduce-dtype int8"),
     ("--direction sign", "--optimizer sign"),
 ])  # fmt: skip
-def test_older_option_is_accepted_with_a_line_that_names_the_new_one(old, now, capsys):
+def test_older_option_is_accepted_with_a_line_that_names_the_new_option(old, now, capsys):
     assert rename_options(["train", *old.split()]) == ["train", *now.split()]
     said = capsys.readouterr().err
     for option in ("--digits", "--direction", "--wire"):
@@ -242,7 +242,7 @@ def test_every_option_reaches_its_field(command, arb_here, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["train", "audit-memory"])
-def test_default_in_the_help_is_the_real_one(command):
+def test_help_shows_the_real_defaults(command):
     """Where a page names a number or a word, and not how it is found."""
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     defaults |= {name: one.default for name, one in arguments("dense").items()}

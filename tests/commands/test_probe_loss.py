@@ -20,7 +20,7 @@ def invoke(*args: str):
     return CliRunner().invoke(app, ["probe-loss", *args])
 
 
-def test_probe_loss_draws_a_saved_model_and_leaves_it_as_it_is(tmp_path):
+def test_probe_loss_plots_a_saved_model_and_does_not_change_it(tmp_path):
     pytest.importorskip("matplotlib")
     names = ("dim", "layers", "heads", "ffn", "ctx")
     sizes = dict(zip(names, (32, 1, 2, 48, 16), strict=True))

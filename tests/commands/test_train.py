@@ -27,7 +27,7 @@ SMALL = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx",
 SMALL += ["--batch", "4", "--steps", "12", "--device", "cpu"]
 
 
-def test_train_prints_what_a_user_needs(text, tmp_path, arb_here, monkeypatch):
+def test_train_prints_run_device_losses_and_checkpoint(text, tmp_path, arb_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = arb_here("train", "--data", text, *SMALL)
     assert done.returncode == 0
@@ -44,7 +44,7 @@ def test_train_prints_what_a_user_needs(text, tmp_path, arb_here, monkeypatch):
 
 
 @pytest.mark.slow  # fifteen seconds
-def test_train_of_a_graph_shows_what_it_measures_of_itself(text, tmp_path, arb_here):
+def test_train_of_a_graph_shows_measures_of_its_parts(text, tmp_path, arb_here):
     args = ["train", "--preset", "arb-tiny", "--data", text, *SMALL, "--heads", "1", "--steps", "3"]
     run = tmp_path / "run"
     done = arb_here(*args, "--moe", "--memgram", "--out", str(run))

@@ -191,7 +191,7 @@ def test_sample_of_the_interpreter_is_stated_and_all_is_checked_on_request():
     assert {len(result["shapes"]) for result in found["kernels"]} == {10}
 
 
-def test_ledger_of_an_interrupted_check_holds_what_was_verified(tmp_path, arb_here, monkeypatch):
+def test_ledger_of_an_interrupted_check_lists_the_verified_kernels(tmp_path, arb_here, monkeypatch):
     """Stopped after the second kernel, before its line is shown."""
     signals = iter((signal.SIGINT,))
 
@@ -214,7 +214,7 @@ def test_ledger_of_an_interrupted_check_holds_what_was_verified(tmp_path, arb_he
         pytest.param(signal.SIGTERM, 143, ["--backend", "torch"], id="several"),
     ],
 )
-def test_several_processes_are_interrupted_as_one_is(number, code, what, tmp_path):
+def test_several_processes_are_interrupted_as_a_single_process(number, code, what, tmp_path):
     command = [sys.executable, "-m", "arbcli", "verify-kernels", *what, "--json"]
     environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -142,7 +142,7 @@ def test_several_processes_send_twelve_bits_by_default(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_first_process_alone_shows_what_there_is(rank, arb_here, monkeypatch, tmp_path):
+def test_first_process_alone_prints_and_plots(rank, arb_here, monkeypatch, tmp_path):
     monkeypatch.setattr(train, "this_process", lambda: (rank, 2))
     report = SimpleNamespace(run=str(tmp_path), stopped_by="SIGTERM", as_json=lambda: {"a": 1})
     report.steps, report.checkpoint = 3, None

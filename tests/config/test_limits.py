@@ -151,7 +151,7 @@ def test_slots_of_chunks_are_half_again_as_many_as_requested(
     assert every.slots[1] == -(-window // lengths[0])
 
 
-def test_value_that_is_refused_is_shown_in_part():
+def test_refused_value_is_shown_in_part():
     for length, more in ((60, ""), (61, "...")):
         with pytest.raises(ArbError) as caught:
             preset("tiny", rule="x" * length)

@@ -3,10 +3,7 @@
 import dataclasses
 import json
 import random
-import re
-import textwrap
 import tomllib
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import get_args, get_origin
 
@@ -212,20 +209,7 @@ def test_wrong_model_is_refused_in_one_line_that_names_the_path(tmp_path, change
     assert caught.value.fields == ()  # a file has no options
 
 
-def test_none_leaves_out_what_there_is_by_default(tmp_path):
+def test_none_removes_a_default(tmp_path):
     path = tmp_path / "model.toml"
     path.write_text(GOOD.replace("heads = 2 }\nch", 'heads = 2, top_k = "none" }\nch'))
     assert read_settings(path)["preset"].main.blocks[-1].mixer.top_k is None
-
-
-def test_example_of_the_documentation_is_a_model():
-    """With chunks outside, and compressed attention, experts and streams inside."""
-    page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
-    (example,) = (
-        textwrap.dedent(text)
-        for text in re.findall("```toml\n(.*?)```", page, re.DOTALL)
-        if "[[model.stage]]" in text
-    )
-    config = model_from_toml(tomllib.loads(example)["model"], "docs")
-    assert (len(config.outer), config.layers, config.main.streams) == (1, 11, 4)
-    assert config.main.blocks[-1].mixer.top_k is None

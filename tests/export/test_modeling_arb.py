@@ -54,7 +54,7 @@ def modeling(monkeypatch) -> ModuleType:
     return module
 
 
-def test_output_projections_alone_are_of_what_was_normalised(modeling):
+def test_only_output_projections_normalise_their_input(modeling):
     model = modeling.ArbForCausalLM(modeling.ArbConfig())
     assert model.ready
     assert model.config_class is modeling.ArbConfig

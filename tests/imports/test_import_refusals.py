@@ -46,7 +46,7 @@ def test_field_of_a_config_is_refused_by_its_name(tmp_path, field, value):
     ("llama", "num_attention_heads"), ("mistral", "num_key_value_heads"),
     ("qwen2", "num_key_value_heads"), ("qwen3", "num_key_value_heads"), ("qwen3", "head_dim"),
 ])  # fmt: skip
-def test_field_that_is_missing_is_named(kind, name):
+def test_missing_field_is_named(kind, name):
     """Transformers would take a number of its own for it, such as 8 heads of keys."""
     values = {"model_type": kind, "max_position_embeddings": 8, "num_hidden_layers": 1}
     values |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 4)

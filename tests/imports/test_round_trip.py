@@ -122,7 +122,7 @@ def test_tuned_model_has_the_same_logits_elsewhere(
     assert llama.scores(PROMPT).equal(llama.scores(ids))  # its own tokens of the text
 
 
-def test_file_says_what_the_tokens_are(transformers, tmp_path, arb_here, monkeypatch):
+def test_file_describes_the_tokens(transformers, tmp_path, arb_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
     from arbcli.export.block_types import F32
     from arbcli.export.gguf_file import GGUFFile

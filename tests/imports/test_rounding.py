@@ -68,7 +68,7 @@ def test_largest_weight_has_nearly_the_last_level_and_no_other_scale_is_closer(g
 
 
 @pytest.mark.parametrize("grid", [MOMENT, NIBBLE], ids=["moment", "nibble"])
-def test_own_grid_is_read_as_it_is(grid):
+def test_own_grid_is_read_exactly(grid):
     """Whatever level the largest weight of a group has; below L / 2 z may be doubled."""
     generator = torch.Generator().manual_seed(2)
     for most in (grid.largest, grid.largest // 2 + 1, grid.largest // 2, 5):
@@ -84,7 +84,7 @@ def test_own_grid_is_read_as_it_is(grid):
         assert torch.equal(again.v, found.v)
 
 
-def test_what_was_rounded_is_rounded_to_the_same():
+def test_rounding_again_changes_nothing():
     weight = drawn(33, 96)
     first = round_weights(weight, 32, MOMENT)
     second = round_weights(decoded(*first, 32, MOMENT), 32, MOMENT, True)

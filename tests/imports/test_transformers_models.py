@@ -179,7 +179,7 @@ OURS = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", OURS)
-def test_model_of_ours_goes_out_as_what_computes_the_same(kind, transformers, saved, tmp_path):
+def test_exported_model_computes_the_same(kind, transformers, saved, tmp_path):
     about, fields = OURS[kind]
     about = {"kv_heads": 2, "head_width": 24, "query_key_norm": "none", "sub_norm": False} | about
     mixer = AttentionConfig(heads=4, **about)

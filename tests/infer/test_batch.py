@@ -17,6 +17,7 @@ from arbcli.infer.decoder import Decoder
 from arbcli.infer.generation import Sampling, generate
 from arbcli.infer.prompts import read_prompts
 from arbcli.kernels.attention.eight_bits import CacheFormat
+from arbcli.kernels.runtime import native
 from arbcli.model.language_model import LanguageModel
 
 
@@ -57,7 +58,7 @@ def test_a_text_is_the_same_among_any_others(lm):
     assert len(set(alone)) == len(alone)
 
 
-def test_texts_of_a_batch_are_those_of_one_at_a_time(lm):
+def test_texts_of_a_batch_equal_those_of_single_prompts(lm):
     """But for rounding, which decides no byte here."""
     sharp = [request(each.prompt, each.length, temperature=0.0) for each in REQUESTS]
     together = texts(lm, sharp, 3)
@@ -176,12 +177,31 @@ def test_tokens_are_made_among_others(device):
         assert alone[:2] == text[:2]
 
 
+@pytest.mark.skipif(not native.available(), reason="there is no C compiler")
+@pytest.mark.parametrize("kv", [None, "int8"])
+def test_attention_of_every_text_is_a_loop_on_a_cpu(kv, monkeypatch):
+    """In eight bits it is torch's."""
+    lm = LanguageModel(preset("tiny", dim=64, layers=2, heads=2, ffn=64, ctx=16))
+    lm.initialise(0)
+    call, called = native.call, []
+    monkeypatch.setattr(
+        native, "call", lambda name, *given: called.append(name) or call(name, *given)
+    )
+    with lm.prepared_weights(), lm.cached_as(kv):
+        decoder = Decoder(lm, 20, 3, backend="native")
+        for slot in range(3):
+            decoder.begin(b"some bytes", slot=slot)
+        called.clear()
+        decoder.step()
+    assert called.count("attend_position") == (0 if kv else 3 * 2)
+
+
 def test_streams_of_a_seed_differ(lm):
     made = texts(lm, [request(b"abc", 20, stream) for stream in (0, 0, 1)], 3)
     assert made[0] == made[1] != made[2]
 
 
-def test_cache_takes_what_was_predicted(lm):
+def test_cache_takes_the_predicted_memory(lm):
     cache, short = lm.new_cache(40, 3), lm.new_cache(10, 3)
     assert cache.nbytes == 2 * 2 * 3 * 16 * 32 * 2
     assert short.nbytes == cache.nbytes * 10 // 16
@@ -209,7 +229,7 @@ def test_no_more_places_are_made_than_there_are_texts(lm, monkeypatch):
 
 
 @pytest.mark.parametrize("texts", [1, 2])
-def test_room_of_a_gpu_includes_what_torch_holds_and_does_not_use(texts, monkeypatch):
+def test_room_of_a_gpu_includes_unused_memory_that_torch_holds(texts, monkeypatch):
     tell = {"mem_get_info": (100, 1000), "memory_reserved": 70, "memory_allocated": 30}
     for name, value in tell.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)

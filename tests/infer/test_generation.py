@@ -41,7 +41,7 @@ def continued(lm, prompt: bytes, length: int, sampling: Sampling | None = None) 
 
 @pytest.mark.parametrize("cell", [Cell("attention", "mlp", 1, p) for p in ("plain", "chunked")])
 @pytest.mark.parametrize("backend", [None, "torch"])
-def test_what_a_text_took_is_free_without_a_collector(cell, backend, device):
+def test_memory_of_a_text_is_freed_without_a_collector(cell, backend, device):
     """A captured step, which has memory of its own, would else stay until garbage is collected."""
     with torch.device(device):
         lm = LanguageModel(wide(cell.model()), torch.float32)
@@ -209,7 +209,7 @@ def test_sampling_out_of_range_is_refused(given):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv", ["fp8", "int8"])
-def test_captured_step_in_eight_bits_gives_the_bits_of_the_eager_one(kv, device):
+def test_captured_step_in_eight_bits_gives_the_bits_of_an_eager_step(kv, device):
     lm, found = model(device, dtype=torch.bfloat16, ctx=64), []
     with lm.prepared_weights():
         for capture in (False, True):
@@ -227,7 +227,7 @@ def test_captured_step_in_eight_bits_gives_the_bits_of_the_eager_one(kv, device)
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_k=20, top_p=0.9, seed=4)], ids=str)
-def test_captured_step_gives_the_bits_of_the_eager_one(sampling, weights, device):
+def test_captured_step_gives_the_bits_of_an_eager_step(sampling, weights, device):
     lm = model(device, weights, torch.bfloat16, ctx=64)
     texts, rings = [], []
     with lm.prepared_weights():
@@ -240,7 +240,7 @@ def test_captured_step_gives_the_bits_of_the_eager_one(sampling, weights, device
     assert all(torch.equal(*pair) for pair in zip(*rings, strict=True))
 
 
-def test_speed_is_of_what_was_made_once_the_prompt_was_read(monkeypatch):
+def test_speed_excludes_the_prompt(monkeypatch):
     """A clock that leaps a minute with the prompt, and a second with every byte."""
     clock = SimpleNamespace(now=0.0)
     clock.perf_counter = lambda: clock.now
@@ -269,6 +269,6 @@ def test_speed_is_of_what_was_made_once_the_prompt_was_read(monkeypatch):
 @pytest.mark.parametrize(
     ("free", "device", "spare"), [(1001, "cpu", 500), (None, "cpu", 0), (1001, "cuda", 0)]
 )
-def test_half_of_what_is_free_may_be_taken_to_be_faster(free, device, spare, monkeypatch):
+def test_half_of_the_free_memory_may_be_taken_for_speed(free, device, spare, monkeypatch):
     monkeypatch.setattr("arbcli.device.available_bytes", lambda: free)
     assert spare_bytes(torch.device(device)) == spare

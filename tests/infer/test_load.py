@@ -64,7 +64,7 @@ def test_tensors_of_stages_are_counted(saved, small_hnet, built, tmp_path):
     load_model(path, device="cpu")
 
 
-def test_model_of_several_processes_is_loaded_by_one(saved, tmp_path):
+def test_single_process_loads_a_model_of_several_processes(saved, tmp_path):
     path = saved()
     checkpoint = load_checkpoint(path)
     alone = load_model(path, device="cpu")
@@ -100,7 +100,7 @@ def test_run_without_a_dtype_is_refused(config, saved, tmp_path):
         load_weights(path, print)
 
 
-def test_origin_of_an_export_is_what_it_was_made_of():
+def test_origin_of_an_export_is_its_checkpoint():
     checkpoint = mock.Mock(spec=Checkpoint, digest="own", data={})
     weights = load.Weights(mock.Mock(), checkpoint, Path("a"), "fp32")
     assert weights.origin == "own"

@@ -90,7 +90,7 @@ def test_text_of_a_model_without_the_head_is_the_same(how):
 @pytest.mark.parametrize(
     ("size", "sure", "wanted"), [(0, 0.0, b"two o"), (5, 0.9, b"two o"), (5, 1.1, b"tAAAA")]
 )
-def test_what_the_text_repeats_is_proposed(size, sure, wanted, monkeypatch):
+def test_repeated_text_is_proposed(size, sure, wanted, monkeypatch):
     """Five bytes are equal; a head that is surer than they count has its own way."""
     lm = model(size, DTYPES[0], **SMALL)
     of_head = torch.zeros(1, 1, 256, device=lm.device)
@@ -209,7 +209,7 @@ def test_tokens_and_more_bytes_than_there_are_are_refused():
         Decoder(lm, 30, 2, backend="torch", ahead=2)
 
 
-def test_memory_of_what_is_not_stored_yet_is_counted():
+def test_memory_of_unstored_positions_is_counted():
     lm = model(4, DTYPES[0], **SMALL)
     with lm.prepared_weights():
         plain, checked = (Decoder(lm, 30, backend=KERNELS, ahead=ahead) for ahead in (1, 4))

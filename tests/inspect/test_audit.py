@@ -49,7 +49,7 @@ def test_live_tensors_counts_a_storage_once_until_it_dies():
         assert tensors.stage_peak == 4000
 
 
-def test_live_tensors_counts_what_only_autograd_holds():
+def test_live_tensors_counts_tensors_that_autograd_holds():
     with LiveTensors(CPU) as tensors:
         x = torch.ones(1000, requires_grad=True)
         y = (x * 2).exp().sum()
@@ -58,7 +58,7 @@ def test_live_tensors_counts_what_only_autograd_holds():
         assert tensors.bytes == 4000
 
 
-def test_live_tensors_finds_what_no_operation_returned():
+def test_live_tensors_finds_tensors_that_no_operation_returned():
     with LiveTensors(CPU) as tensors:
         held = torch.frombuffer(bytearray(1000), dtype=torch.uint8)
         tensors.find()
@@ -105,6 +105,15 @@ def test_audit_measures_every_stage():
     assert (report.batch, report.accum, report.steps) == (2, 2, 2)
     assert len(report.largest) == 3
     assert not any(tensor.dtype == "uint8" for tensor in report.largest)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError()])
+def test_audit_without_memory_names_the_predicted_peak(error, monkeypatch):
+    monkeypatch.setattr(audit_module, "_watched_step", mock.Mock(side_effect=error))
+    peaks = []
+    with pytest.raises(ArbError, match="memory is not enough") as told:
+        audit(config_of(), predicted=peaks.append)
+    assert told.value.hint.startswith(f"a step needs {peaks[0].peak_bytes:,} bytes: use a smaller")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +215,7 @@ def test_function_of_this_package_is_named_and_a_backward_of_torch_is_autograd_s
     assert told == ["train.trainer.ask", "autograd", "kernels.ours.backward"]
 
 
-def test_gpu_that_is_not_there_is_predicted_for():
+def test_peak_of_an_absent_gpu_is_predicted():
     config = audit_module.config_of_any_gpu(dim=32, layers=1, heads=2, ffn=48, ctx=16)
     assert (config.device, config.backend, config.compute) == ("cuda", "triton", "bf16")
     assert audit_module.config_of_any_gpu(dim=32, heads=2, compute="fp32").compute == "fp32"

@@ -77,7 +77,7 @@ def test_presets_have_their_size(name, millions):
 
 
 @pytest.mark.parametrize("weights", ["float", "ste"])
-def test_twin_is_counted_as_what_it_is_compared_with(weights):
+def test_twin_is_counted_as_the_ternary_model(weights):
     assert predict(preset("tiny", weights=weights)).total == predict(preset("tiny")).total
 
 

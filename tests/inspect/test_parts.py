@@ -16,7 +16,7 @@ MODELS = PRESETS | {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parts_add_up_to_the_model_and_to_what_they_are_inside_of(name):
+def test_parts_add_up_to_their_parents_and_to_the_model(name):
     report = predict_parts(MODELS[name])
     check_sums(report)
 

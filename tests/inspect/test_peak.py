@@ -79,7 +79,7 @@ def shapes_received(group, sizes: list[int]) -> list[tuple]:
     return [(tuple(part.shape), part.dtype) for part in got]
 
 
-def test_process_that_is_imagined_gets_what_a_real_one_gets():
+def test_imagined_process_gets_the_tensors_of_a_real_process():
     """Of as many others, and of the part that it owns."""
     sizes = [4, 6]
     real = in_processes(2, shapes_received, sizes)
@@ -106,7 +106,7 @@ OF_EIGHT_BITS = {"small_graph": {"expert_dim": 32}, "small_hnet": {"outer_dim": 
         ),
     ),
 )
-def test_predicted_peak_is_the_measured_one(family, name, request):
+def test_predicted_peak_equals_the_measured_peak(family, name, request):
     changes, base = CHANGES[name], DENSE
     if family != "dense":
         base = request.getfixturevalue(family)
@@ -119,14 +119,14 @@ def test_predicted_peak_is_the_measured_one(family, name, request):
 @pytest.mark.parametrize(
     "changes", [{"composite": CompositeConfig()}, {"objective": "fill"}], ids=["composite", "fill"]
 )
-def test_predicted_peak_of_other_heads_and_objectives_is_the_measured_one(changes):
+def test_predicted_peak_of_other_heads_and_objectives_equals_the_measured_peak(changes):
     plain = preset("tiny", dim=32, layers=2, heads=2, ffn=48, ctx=32)
     config = config_of({"preset": dataclasses.replace(plain, **changes)}, {})
     assert predict_peak(config).peak_bytes == measured_peak(config)
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp8"])
-def test_predicted_peak_of_packed_gates_is_the_measured_one(compute):
+def test_predicted_peak_of_packed_gates_equals_the_measured_peak(compute):
     config = config_of({"pack": True, "layers": 4, "dim": 64, "ffn": 208, "compute": compute})
     assert predict_peak(config).peak_bytes == measured_peak(config)
 
@@ -142,21 +142,21 @@ def test_packed_gates_take_three_quarters_on_a_gpu():
     assert kept.saved_bytes - packed.saved_bytes == 3 * rows * (512 - 2)
 
 
-def test_predicted_peak_of_a_vector_quantiser_is_the_measured_one(small_graph):
+def test_predicted_peak_of_a_vector_quantiser_equals_the_measured_peak(small_graph):
     config = config_of({"ctx": 33, "code_search": "nearest"}, small_graph)
     assert predict_peak(config).peak_bytes == measured_peak(config)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recompute", "compute"), product((False, True), ("bf16", "fp32")))
-def test_predicted_peak_of_attention_without_kernels_is_the_measured_one(recompute, compute):
+def test_predicted_peak_of_attention_without_kernels_equals_the_measured_peak(recompute, compute):
     model = Cell("grouped", "mlp", 1, "plain").model()
     changes = {"preset": model, "recompute": recompute, "compute": compute, "batch": 3}
     config = config_of(changes, {})
     assert predict_peak(config).peak_bytes == measured_peak(config)
 
 
-def test_stack_that_is_orthogonalised_again_is_predicted_to_take_what_it_does():
+def test_predicted_peak_of_a_stack_that_is_orthogonalised_again_equals_the_measured_peak():
     def orthogonalise_twice():
         for _ in range(2):
             orthogonalise(torch.zeros(2, 5, 3, device="cpu"), torch.float32)
@@ -191,7 +191,7 @@ def test_predicted_peak_is_the_sum_of_its_parts():
     assert [each.bytes for each in peak.live] == sorted((e.bytes for e in peak.live), reverse=True)
 
 
-def test_live_tensors_of_a_peak_are_named_by_what_makes_them():
+def test_live_tensors_of_a_peak_are_named_by_their_operation():
     config = config_of({"layers": 5})
     rows, numbers = config.batch * config.model.ctx, {}
     for each in predict_peak(config).live:
@@ -224,7 +224,7 @@ def test_predicted_peak_leaves_no_trace(monkeypatch):
 
 
 @pytest.mark.parametrize("layers", [4, 5])
-def test_tensor_like_one_before_takes_what_it_would_if_it_were_initialised_too(layers, monkeypatch):
+def test_initialising_like_tensors_once_changes_no_prediction(layers, monkeypatch):
     model = preset("tiny", dim=256, layers=layers, ffn=1024, ctx=8)
     config = TrainConfig(model=model, batch=1, device="cuda", backend="triton")
     found = predict_peak(config)
@@ -308,7 +308,7 @@ print(json.dumps([expected, found]))
 @pytest.mark.gpu
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("name", ["tiny", "small"])
-def test_predicted_peak_is_what_this_gpu_holds(name, captured):
+def test_predicted_peak_equals_that_of_this_gpu(name, captured):
     """In a process of its own, whose allocator nobody has used."""
     given = {"preset": name, "batch": 16, "steps": 100}
     command = [sys.executable, "-c", MEASURE, json.dumps([given, captured])]
@@ -347,7 +347,7 @@ def test_a_step_on_a_gpu_of_apple_makes_no_float64(direction, compute):
     assert doubles.made == set()
 
 
-def test_what_kernels_of_torch_take_next_to_their_results_is_what_was_found():
+def test_hidden_memory_of_torch_kernels_is_as_measured():
     """Copies and counters that no operation returns; found on a GPU, in bytes."""
     x = torch.zeros(3, 40, device="meta")
     index = torch.zeros(7, dtype=torch.int32, device="meta")

@@ -190,7 +190,7 @@ def test_plot_probe_draws_lengths_of_chunks(report, figures, tmp_path):
     assert words_on(figures[0])[-1] == about
 
 
-def test_plot_probe_draws_what_streams_are_read_and_written_by(report, figures, tmp_path):
+def test_plot_probe_draws_readers_and_writers_of_streams(report, figures, tmp_path):
     ranges = ((0.1, 0.2, 0.9, 1.1, 0.3, 0.4, 0.8, 1.2), (0.15, None, 1.0, 1.3, 0.2, 0.5, 0.7, 1.4))
     report["readings"][-1]["stream_ranges"] = ranges
     report["chunks"] = {"lengths": (5, 3), "mean_lengths": (1.7,)}

@@ -246,7 +246,7 @@ def test_flips_are_those_that_the_updates_count(rule, text):
 @pytest.mark.parametrize(
     "direction", mostly_slow(["orthogonal", "factored"], lambda name: name == "factored")
 )
-def test_update_size_is_one_where_rounding_is_small(direction, text):
+def test_update_size_is_1_where_rounding_is_small(direction, text):
     """Whatever the learning rate of a matrix is multiplied by."""
     lr = 4.0 if direction == "orthogonal" else 1.0
     report = examine(trainer_of(text, lr=lr, warmup=0, direction=direction), 2)
@@ -395,7 +395,7 @@ class TestSaved:
         assert report.passed
         assert self.snapshot(run) == before
 
-    def test_probe_of_a_saved_model_does_what_the_run_did(self, run, text):
+    def test_probe_of_a_saved_model_steps_as_the_run_did(self, run, text):
         config, checkpoint = open_saved(run / "step-000006.safetensors", steps=6, note=print)
         assert config.steps == STEPS
         report = probe(config, steps=6, checkpoint=checkpoint)
@@ -409,7 +409,7 @@ class TestSaved:
         config, _ = open_saved(run, steps=1, note=print, batch=3, data=[text], lr=0.5)
         assert (config.batch, config.data, config.val, config.lr) == (3, (text,), (), 0.5)
 
-    def test_another_text_comes_without_what_was_next_to_the_run_s(self, run, text, monkeypatch):
+    def test_another_text_drops_held_out_text_and_field_of_the_run(self, run, text, monkeypatch):
         """Neither its held-out text nor the field of its records is of that one."""
 
         def of_records(_run, facts):

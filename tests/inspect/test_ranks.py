@@ -22,7 +22,7 @@ def audited(group, config):
 
 
 @pytest.mark.slow
-def test_two_processes_hold_what_was_predicted():
+def test_two_processes_hold_the_predicted_memory():
     config = new_config(**SHARED)
     predicted = predict_ranks(config, 2, budget=2**30)
     assert predicted.passed

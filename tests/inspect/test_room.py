@@ -40,7 +40,7 @@ def test_run_is_refused_where_less_is_free_than_a_step_takes(monkeypatch):
         lambda options, _: not options,
     ),
 )  # fmt: skip
-def test_least_is_what_a_step_takes_and_not_much_less(options, most):
+def test_least_memory_is_at_most_and_near_that_of_a_step(options, most):
     sizes = {"dim": 64, "layers": 2, "heads": 2, "ffn": 176, "ctx": 64, "batch": 64}
     config = new_config(**sizes | {"compute": "fp32", "device": "cpu"} | options)
     least = least_bytes(config)
@@ -123,7 +123,7 @@ def test_a_rest_of_a_large_block_up_to_a_mebibyte_is_given_away():
     assert (memory.allocated, memory.reserved) == (38 * MIB, 38 * MIB)
 
 
-def test_a_graph_shares_nothing_with_what_is_not_captured():
+def test_captured_memory_is_not_shared_with_other_memory():
     memory = Allocator()
     memory.release(memory.allocate(30 * MIB))
     with memory.capturing():
@@ -137,7 +137,7 @@ def test_a_graph_shares_nothing_with_what_is_not_captured():
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_recorded_run_reserves_what_torch_reserved(seed):
+def test_recorded_run_reserves_as_torch_did(seed):
     memory, blocks = Allocator(seed), []
     with ExitStack() as stack:
         for event in decompress(b85decode(RECORDED.read_text().replace("\n", ""))).split():

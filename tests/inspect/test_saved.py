@@ -70,7 +70,7 @@ def test_report_of_a_run_includes_its_files(saved, tmp_path):
     assert open_saved(tmp_path, print).run == found
 
 
-def test_what_is_damaged_or_no_model_is_refused(forms, tmp_path):
+def test_damaged_models_and_other_files_are_refused(forms, tmp_path):
     weights = forms["hf"] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     forms["gguf"].write_bytes(forms["gguf"].read_bytes()[:-100])
@@ -134,7 +134,7 @@ def test_differences_are_in_the_order_of_their_names_and_settings_of_both():
     assert compare(first, second).settings == {"lr": [1, 2]}
 
 
-def test_report_adds_up_what_was_counted_in_order(tmp_path):
+def test_report_adds_up_the_counts_in_order(tmp_path):
     class Counted(Saved):
         kind, step, digests, digest, origin, config = "gguf", 7, "none", None, "a digest", {}
         weights = None

@@ -47,7 +47,7 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
 
 @needs_triton
 @pytest.mark.parametrize(("name", "argument"), [(n, a) for n in WIDE for a in WIDE[n]])
-def test_what_begins_within_16_bytes_is_copied(name, argument):
+def test_unaligned_tensors_are_copied(name, argument):
     (spec,) = (spec for spec in KERNELS if spec.name == name)
     inputs = next(c.inputs for c in spec.cases(torch.device("cpu"), 32) if len(c.inputs[0]))
     place, launched = [*spec.arguments].index(argument), []

@@ -368,7 +368,7 @@ def test_all_of_more_rows_than_a_program_has_get_their_gains(name, device):
     assert_triton_agrees(spec, name, inputs)
 
 
-def test_row_that_is_not_finite_refuses_a_matrix_wherever_it_is(device):
+def test_non_finite_row_anywhere_refuses_a_matrix(device):
     """Rows are counted 1,024 at a time, more than any case has."""
     (spec,) = (spec for spec in KERNELS if spec.name == "unit_rows")
     for row in (3, 1025):

@@ -29,7 +29,7 @@ def size(case) -> int:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is divided is the same on a GPU")
 @pytest.mark.parametrize("spec", SPLIT, ids=lambda spec: spec.name)
-def test_small_inputs_are_divided_as_large_ones_are(spec, monkeypatch):
+def test_small_inputs_are_divided_as_large_inputs(spec, monkeypatch):
     monkeypatch.setattr(backend, "LARGE_ELEMENTS", 1)
     cases = [case for case in spec.cases(CPU, 32) if len(case.inputs[0]) > 1]
     assert cases

@@ -334,7 +334,7 @@ def test_threads_wait_for_each_other():
     ("tl.store(p_ptr + n, 1)", "tl.atomic_xchg(q_ptr, 1, sem='release')", ["q_ptr tells"]),
     ("tl.store(p_ptr + n, 1)", "tl.atomic_add(q_ptr, 1, sem='relaxed')", []),
 ])  # fmt: skip
-def test_a_barrier_that_is_missing_is_found(before, after, found):
+def test_missing_barrier_is_found(before, after, found):
     source = "@triton.jit\ndef kernel(p_ptr, q_ptr):\n    n = tl.arange(0, 8)\n    {}\n{}    {}\n"
     for barrier, wanted in (("", found), ("    tl.debug_barrier()\n", [])):
         (kernel,) = kernels_of(ast.parse(source.format(before, barrier, after)))
@@ -390,7 +390,7 @@ BEFORE = {
 """Arguments that kernels read before they wait for the kernel before: `overlap` says why."""
 
 
-def test_what_the_kernel_before_writes_is_read_after_the_wait_for_it():
+def test_results_of_the_kernel_before_are_read_after_the_wait():
     found = {}
     for file in FILES:
         for kernel in kernels_in(file):
@@ -424,7 +424,7 @@ def weak_atomics(kernel: ast.FunctionDef) -> list[str]:
     return found
 
 
-def test_what_tells_of_stores_orders_them():
+def test_atomics_order_the_stores_before_them():
     """A count of programs that is relaxed may be seen before the sums that it counts."""
     assert {n: w for n, k in all_kernels().items() if (w := weak_atomics(k))} == {}
     source = "@triton.jit\ndef kernel(p_ptr):\n    {}tl.atomic_add(p_ptr, 1, sem='{}')\n"
@@ -510,7 +510,7 @@ UNDEFINED = {"rotary_norm: _rotary_norm_backward_kernel": 2, "decode_weight: _de
 """Loads whose masked elements are stored nowhere and enter no sum."""
 
 
-def test_what_is_masked_has_a_value():
+def test_masked_loads_have_a_value():
     """In the interpreter it is 0, on a GPU whatever a register has."""
     found = Counter[str]()
     for file in FILES:
@@ -529,7 +529,7 @@ PURE = {"load_int", "_load_eight"}
 written meanwhile, so that a compiler may move what they do."""
 
 
-def test_a_load_in_ptx_of_what_was_written_is_not_moved_before_the_wait_for_it():
+def test_load_in_ptx_is_not_moved_before_the_wait():
     found = {}
     for file in FILES:
         for kernel in kernels_in(file):

@@ -94,7 +94,7 @@ def test_twin_has_no_histograms(text, tmp_path):
 
 
 @pytest.mark.parametrize(("sample", "heard"), [("", []), ("abc", [("text", 3, "abc")])])
-def test_last_sample_is_handed_on_if_there_is_one(sample, heard):
+def test_last_sample_is_logged_if_it_exists(sample, heard):
     logger = Listening()
     logger.ended(SimpleNamespace(sample=sample, steps=3))
     assert logger.heard == [*heard, ("close",)]
@@ -181,7 +181,7 @@ def needs(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("logged_here")
 @pytest.mark.parametrize("name", LOGGERS)
-def test_package_has_what_was_logged(name, text, tmp_path):
+def test_package_has_the_logged_values(name, text, tmp_path):
     needs(name)
     told = []
     train(text, tmp_path / "run", find_logger(name, told.append))
@@ -228,7 +228,7 @@ def log_all(logger: base.Logger, run: Path) -> None:
     logger.close()
 
 
-def test_tensorboard_hides_what_comes_after_the_step_gone_on_from(tmp_path, monkeypatch):
+def test_tensorboard_hides_values_after_the_resumed_step(tmp_path, monkeypatch):
     logger, package = stand_in("tensorboard", monkeypatch)
     log_all(logger, tmp_path)
     writer = package.SummaryWriter.return_value

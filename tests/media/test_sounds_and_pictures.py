@@ -313,7 +313,7 @@ def test_header_cannot_be_part_of_utf8_and_is_short():
 
 
 @pytest.mark.parametrize("cuts", [(), (100,), (13, 60, 333)])
-def test_losses_are_summed_by_what_the_bytes_are(cuts, tmp_path, device):
+def test_losses_are_summed_by_kind_of_byte(cuts, tmp_path, device):
     """Every byte costs a number of its own, and the text is in several pieces of a file."""
     samples, pixels = tone(50, 2), gradient(4, 5)
     parts = [
@@ -430,7 +430,7 @@ def test_codes_are_stored_as_samples_of_eight_bits():
     assert media_text.flac_bytes_of_codes(bytes([128]) * 4000) < 200
 
 
-def test_what_is_held_out_by_a_benchmark_is_in_no_training_text(tmp_path, monkeypatch, capsys):
+def test_no_training_text_has_the_held_out_text_of_a_benchmark(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_text("It was the best of times. It was the worst of times it said.")
     (tmp_path / "b.txt").write_text("It was the best of times. Nobody had known why it was so.")
     given = ["", "pages", *(str(tmp_path / name) for name in ("a.txt", "out")), "--held-out", "2"]
@@ -470,7 +470,7 @@ def test_readings_of_a_word_differ(tmp_path):
     assert 1.5 < len(usual.body) / len(faster.body) < 3
 
 
-def test_sounds_are_cheaper_after_a_text_that_is_of_use():
+def test_sounds_are_cheaper_after_a_useful_text():
     """A model that copies the text into the sound is what this looks like."""
 
     def position_losses(ids, targets):
@@ -493,7 +493,7 @@ def test_sounds_are_cheaper_after_a_text_that_is_of_use():
     assert (told["own_is_likeliest"], told["by_chance"], told["standard_error"]) == (1, 0.25, 0)
 
 
-def test_sounds_are_resampled_without_what_is_too_high():
+def test_resampling_removes_high_frequencies():
     time = np.arange(22050) / 22050
     wave = 9000 * np.sin(2 * np.pi * 440 * time) + 9000 * np.sin(2 * np.pi * 5000 * time)
     wanted = 9000 * np.sin(2 * np.pi * 440 * np.arange(8000) / 8000)

@@ -165,7 +165,7 @@ def test_held_weights_are_made_once_and_let_go(device):
     assert weight.weight(torch.float32).requires_grad
 
 
-def test_only_norms_whose_weights_are_not_ones_are_decoded(device, monkeypatch):
+def test_only_norms_with_weights_other_than_1_are_decoded(device, monkeypatch):
     lm, ids = model(device), text(3, device)
     decoded = []
 
@@ -197,7 +197,7 @@ def test_only_norms_whose_weights_are_not_ones_are_decoded(device, monkeypatch):
         assert not torch.equal(lm(ids), expected)
 
 
-def test_norms_are_known_to_be_ones_after_a_move():
+def test_norm_weights_of_1_are_known_after_a_move():
     lm = model(torch.device("cpu"))
     lm._apply(torch.clone)  # what `.to` does, to another device
     assert lm.plain_norms
@@ -223,7 +223,7 @@ def test_prompt_in_eight_bits_is_read_as_byte_by_byte(kv, device):
     assert not torch.equal(lm(ids[:, :WINDOW]), plain)
 
 
-def test_what_cannot_be_kept_so_is_refused(device):
+def test_unsupported_cache_dtype_is_refused(device):
     lm = model(device)
     with pytest.raises(ArbError, match="needs activations in bf16"), lm.cached_as("bf16"):
         pass

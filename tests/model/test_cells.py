@@ -104,7 +104,7 @@ def test_cell_reads_a_text_in_pieces_as_it_does_at_once(cell):
 
 
 @each_cell([*CELLS, AHEAD], quick=FEW[-1:])
-def test_predicted_peak_of_a_cell_is_the_measured_one(cell, tmp_path):
+def test_predicted_peak_of_a_cell_equals_the_measured_peak(cell, tmp_path):
     tensors = LiveTensors(CPU)
     with deterministic(), fresh_tables(), tensors:
         learner = trainer(cell, tmp_path)

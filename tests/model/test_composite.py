@@ -31,7 +31,7 @@ def config(**given):
     return replace(plain, composite=CompositeConfig(text=0.5, sound=2.0, picture=0.25))
 
 
-def test_a_kind_that_is_not_there_has_no_loss():
+def test_absent_kind_has_no_loss():
     lm = build_model(config(), torch.float32)
     lm.initialise(0)
     ids = torch.arange(16)[None]
@@ -69,7 +69,7 @@ def test_kinds_are_those_of_sounds_and_pictures(tmp_path):
         starts = [*range(0, len(wanted) - length + 1, 3)]
         expected = [wanted[start : start + length] for start in starts]
         assert found.windows(starts, length).tolist() == expected
-    late = Text([path], start=30)
+    late = Text.of_parts([(path, 30, len(wanted))])
     assert ByteKinds(late).windows([0], len(late)).tolist() == [wanted[30:]]
     mixed = Mixture([(Text([plain]), 1), (whole, 2)])
     assert ByteKinds(mixed).windows([0], len(mixed)).tolist() == [[0] * 8 + wanted]

@@ -190,7 +190,7 @@ def test_indexer_of_eight_bits_chooses_by_rounded_numbers(small_compressed):
     assert lm(text(1)).isfinite().all()
 
 
-def test_indexer_reads_what_gains_of_a_norm_make(small_compressed):
+def test_indexer_reads_the_norm_with_its_gains(small_compressed):
     given = {key: value for key, value in small_compressed.items() if key != "batch"}
     lm = build_model(replace(preset(given.pop("preset"), **given), norm_gain=True), torch.float32)
     lm.initialise(0)
@@ -204,7 +204,7 @@ def test_indexer_reads_what_gains_of_a_norm_make(small_compressed):
     assert not torch.allclose(indexer.queries(x, None, angles)[1], wanted[1])
 
 
-def test_sink_alone_takes_what_it_is_given():
+def test_sink_without_entries_takes_all_weight():
     x = torch.randn(1, 5, 2, 4)
     recent, table = torch.randn(1, 5, 1, 4), torch.ones(5, 2)
     given = (recent[:, :0], None, torch.full((2,), 60.0), table, 0 * table, Sight(3, 9, 1), 1e-6)
@@ -270,7 +270,7 @@ def test_shapes_that_do_not_fit_are_refused(options, said, small_compressed):
         model(small_compressed, **options)
 
 
-def test_operations_grow_with_what_is_seen():
+def test_operations_grow_with_the_attended_positions():
     """By hand: what a byte attends to, and the scores of an indexer."""
     config = PRESETS["arb-long"]
     more = preset("arb-long", top_k=138)

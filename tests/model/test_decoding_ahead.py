@@ -141,7 +141,7 @@ def test_weights_in_eight_bits_are_not_decoded(device, backend, monkeypatch):
     assert all(weight._decoded is None for weight in weights_of(model))
 
 
-def test_what_was_decoded_is_not_used_for_new_weights(device, backend):
+def test_decoded_weights_are_not_used_after_a_change(device, backend):
     model = build(device)
     attention, x = model.blocks[0].attention, torch.ones(65, 8, device=device)
     for change in ("updates", "trits"):

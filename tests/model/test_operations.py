@@ -88,7 +88,7 @@ def test_operations_of_streams_are_those_of_the_mixing_besides():
     assert forward_operations(mixed) - forward_operations(plain) == 2 * 2 * 16 * 64 * 24
 
 
-def test_operations_of_compressed_attention_are_those_of_what_is_seen(small_compressed):
+def test_operations_of_compressed_attention_count_attended_positions(small_compressed):
     """By hand: 2 blocks of 32 * 112 and 3 * 32 * 48; of 7 and 9 seen; 8 entries that are scored."""
     options = {name: value for name, value in small_compressed.items() if name != "batch"}
     config = preset(options.pop("preset"), **options)

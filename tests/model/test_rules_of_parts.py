@@ -126,7 +126,7 @@ def test_rule_has_its_name(name):
 
 
 @pytest.mark.parametrize("digits", DIGITS)
-def test_rates_of_rules_are_as_those_of_models_of_one_rule(digits):
+def test_relative_rates_of_rules_equal_those_of_models_with_one_rule(digits):
     """Of weights that fade, as at the end of the fade, when the rate of `moment` has doubled."""
     rates = {"trit": LR, "all": LR_OF_DIGITS}.get(digits)
     if rates is None:

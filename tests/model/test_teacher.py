@@ -84,7 +84,7 @@ def test_divergence_and_gradients_agree_with_those_of_the_reference(
 
 
 @pytest.mark.parametrize("vocabulary", [SMALL, LARGE])
-def test_divergence_of_documents_counts_what_is_learnt(vocabulary):
+def test_divergence_of_documents_counts_learnt_positions(vocabulary):
     student, teacher = (model_of(vocabulary, 24, torch.float32, seed) for seed in (0, 1))
     ids, targets, ignored = batch_of(vocabulary)
     documents = torch.tensor([0] * 4 + [1] * 6).expand(3, CTX)

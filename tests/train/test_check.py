@@ -100,7 +100,7 @@ def test_damage_is_found_and_a_resume_does_as_predicted(run):
     assert not set(report.removes) & there.keys()
 
 
-def test_checkpoint_that_is_named_is_the_one(run):
+def test_check_reads_the_named_checkpoint(run):
     report = check_run(run / "step-000001.safetensors")
     assert (report.resumes_at, report.drops_records) == (1, 2)
     assert report.sets_aside == ("step-000003.safetensors", "step-000002.safetensors")
@@ -147,7 +147,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_run_that_is_not_well_does_not_pass(change, run):
+def test_faulty_run_does_not_pass(change, run):
     CHANGES[change](run)
     report = check_run(run)
     assert not report.passed

@@ -45,7 +45,7 @@ class Noting(Observer):
         self.notes.append(message)
 
 
-def test_run_is_extended_and_says_what_that_does_to_its_rate(text, tmp_path):
+def test_extended_run_reports_the_change_of_its_rate(text, tmp_path):
     run, observer = tmp_path / "run", Noting()
     start_run(new_config(**SMALL, data=[text], steps=2, warmup=0), run, Observer())
     report = resume_run(run, observer, steps=4)

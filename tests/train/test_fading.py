@@ -38,7 +38,7 @@ def trainer_of(text: str, **options) -> Trainer:
     return Trainer(config, open_texts(config.data, None, seed=0, context=16))
 
 
-def test_stages_take_equal_turns_and_the_last_one_stays():
+def test_stages_take_equal_turns_and_the_last_stage_stays():
     found = [fade_stage(step, 1000, FADES) for step in range(1001)]
     assert tuple(dict.fromkeys(found)) == STAGES
     assert found[int(1000 * FADE_FROM)] == "all" != found[int(1000 * FADE_FROM) + 1]
@@ -162,7 +162,7 @@ def test_a_fade_takes_half_of_the_steps_unless_both_ends_are_given(given, wanted
     [*({"rule": rule} for rule in FADING), {"rule": "moment", "mlp_rule": "nibble"}],
     ids=str,
 )
-def test_captured_steps_fade_with_the_bits_of_eager_ones(rules, text):
+def test_captured_steps_fade_with_the_bits_of_eager_steps(rules, text):
     found = []
     for capture in (False, True):
         config = new_config(**SMALL | rules | {"steps": 60, "device": "cuda"}, data=[text])

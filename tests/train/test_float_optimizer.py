@@ -167,7 +167,7 @@ def test_large_twins_are_compiled_by_parts(layers, recompute, pieces, monkeypatc
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("layers", [2, WHOLE_LAYERS + 1])
-def test_captured_twin_learns_as_the_eager_one_and_never_waits(optimizer, layers, tmp_path):
+def test_captured_twin_learns_as_the_eager_twin_and_never_waits(optimizer, layers, tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes(b"float weights learn to read. " * 400)
     shape = SHAPE | {"layers": layers, "batch": 8, "accum": 2, "weights": "float"}

@@ -172,7 +172,7 @@ def go_on(config: TrainConfig, run: Path, observer: Observer | None = None) -> N
     [False, pytest.param(True, marks=pytest.mark.slow)],
     ids=["one kill", "any number"],
 )
-def test_killed_run_ends_with_the_files_and_records_of_a_whole_one(any_number, config, tmp_path):
+def test_killed_run_ends_with_the_files_and_records_of_a_whole_run(any_number, config, tmp_path):
     whole, copies, seen = tmp_path / "whole", tmp_path / "copies", set()
     copies.mkdir()
     options = config(keep_best=True)
@@ -231,7 +231,7 @@ def test_record_after_a_resume_has_the_parts_and_gauges_of_its_step(
 @pytest.mark.parametrize(
     "step", mostly_slow(range(1, STEPS + 1), lambda step: step in (1, 4, STEPS))
 )
-def test_stopped_run_ends_with_the_files_and_records_of_a_whole_one(
+def test_stopped_run_ends_with_the_files_and_records_of_a_whole_run(
     step, config, uninterrupted, tmp_path, monkeypatch
 ):
     options = config(keep_best=True, accum=2, rule="nibble")

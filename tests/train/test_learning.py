@@ -19,12 +19,12 @@ from pathlib import Path
 
 import pytest
 
-from arbcli.data import open_texts
+from arbcli.data import EVAL_BATCHES, open_texts
 from arbcli.directions import DIRECTIONS
 from arbcli.rules import FADING, RULES, WITH_DIGITS, moment
 from arbcli.train import updater
 from arbcli.train.configure import new_config
-from arbcli.train.trainer import EVAL_BATCHES, Trainer
+from arbcli.train.trainer import Trainer
 
 SHAPE = {"dim": 64, "layers": 1, "heads": 4, "ffn": 96, "ctx": 32, "steps": 80, "warmup": 20}
 RUNS = ((0, 1), (1, 2), (2, 1))

@@ -211,7 +211,7 @@ def assert_near(found: torch.Tensor, mean: float, deviation: float | None = None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_sub_unit_steps_add_up_to_the_exact_ones(backend, monkeypatch):
+def test_sub_unit_steps_add_up_to_exact_steps(backend, monkeypatch):
     """With noise of its own at every step and element, not only the mean but the spread is right.
 
     A step of p units, 0 < p < 1, is one of 0 or 1: STEPS of them have the mean STEPS p, and the
@@ -236,7 +236,7 @@ def test_turned_bits_round_steps_of_one_size_more_evenly(backend, monkeypatch):
     ("rule", "backend"),
     [("moment", "torch"), ("nibble", "torch"), pytest.param("moment", "interpreter", id="triton")],
 )
-def test_moment_and_its_steps_are_the_exact_ones_on_average(rule, backend, monkeypatch):
+def test_moment_and_its_steps_are_exact_on_average(rule, backend, monkeypatch):
     """The moment is the running mean of the direction; a step is by it over its own size."""
     z, _, moment = digits_of(constant_run(rule, backend, monkeypatch))
     radix, unit = {"moment": (64, 127 / 0.5), "nibble": (14, 7 / 0.6)}[rule]

@@ -18,7 +18,7 @@ import torch
 import arbcli
 from arbcli.checkpoint import load_checkpoint
 from arbcli.config.training import train_config_dict
-from arbcli.data import open_texts
+from arbcli.data import EVAL_BATCHES, open_texts
 from arbcli.model.operations import step_operations
 from arbcli.plain_text import Conversion
 from arbcli.train import loop, recorder, saving, schedule
@@ -36,7 +36,7 @@ from arbcli.train.observer import Observer
 from arbcli.train.parallel.group import Group
 from arbcli.train.record import seconds_until
 from arbcli.train.run import resume_run, start_run
-from arbcli.train.trainer import EVAL_BATCHES, Trainer
+from arbcli.train.trainer import Trainer
 
 TRAIN, VAL = b"abcdefgh", b"WXYZ"
 """Alphabets of the training and of the held-out text: no byte is in both."""
@@ -222,7 +222,7 @@ def records(options, tmp_path_factory) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").open()]
 
 
-def test_records_of_a_run_are_what_they_were(records):
+def test_records_of_a_run_are_pinned(records):
     for record, (step, lr, loss, val_loss, flips) in zip(records, GOLDEN, strict=True):
         assert record["step"] == step
         assert record["lr"] == pytest.approx(lr, rel=1e-5)

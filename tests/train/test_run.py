@@ -176,9 +176,7 @@ def test_unsaved_run_takes_no_place_for_files(given, text, device):
         start_run(config(text, device), observer=Observer(), save=False, **given)
 
 
-def test_first_step_reports_which_kernels_were_compiled_and_which_loaded(
-    text, tmp_path, device, monkeypatch
-):
+def test_first_step_reports_compiled_and_loaded_kernels(text, tmp_path, device, monkeypatch):
     counted = SimpleNamespace(compiled=3, loaded=5, seconds=1.5)
     monkeypatch.setattr("arbcli.train.loop.counted_compiling", lambda: nullcontext(counted))
     first = start_run(config(text, device), tmp_path / "run", StopAt(1)).first_step
@@ -351,7 +349,7 @@ def test_run_that_ends_before_a_step_is_traced_is_reported(text, tmp_path):
     assert not list((tmp_path / "run").glob("*trace*"))
 
 
-def test_utilisation_is_what_the_model_needs_over_what_the_gpu_can(text, tmp_path, monkeypatch):
+def test_utilisation_is_operations_over_the_peak_of_the_gpu(text, tmp_path, monkeypatch):
     monkeypatch.setattr("arbcli.train.recorder.peak_operations", lambda device: 1e9)
     told = []
     observer = Observer()
@@ -433,7 +431,7 @@ def test_memory_of_a_cpu_that_is_not_enough_is_explained(error, text, tmp_path, 
         start_run(config(text, "cpu"), tmp_path / "run", Observer())
 
 
-def test_number_that_is_not_finite_is_null_in_a_record(tmp_path):
+def test_non_finite_number_is_null_in_a_record(tmp_path):
     values = dict.fromkeys(Record.__dataclass_fields__, 0.0) | {"loss": float("nan")}
     append_record(tmp_path, Record(**values | {"gauges": {}, "parts": {"ponder": float("inf")}}))
     line = json.loads((tmp_path / "metrics.jsonl").read_text())

@@ -41,7 +41,7 @@ def test_default_is_the_cosine_to_the_bit(steps):
 
 @pytest.mark.parametrize("final_lr", [0.2, 0.0])
 @pytest.mark.parametrize("shape", SCHEDULES)
-def test_rate_falls_from_the_first_to_the_final_one(shape, final_lr):
+def test_rate_falls_from_the_first_to_the_final_rate(shape, final_lr):
     given = {} if shape == "constant" else {"final_lr": final_lr}
     config = new_config(device="cpu", steps=1000, lr=0.8, warmup=0, schedule=shape, **given)
     rates = [learning_rate(config, step) for step in range(1001)]
@@ -69,7 +69,7 @@ def test_settings_are_checked_against_the_device(monkeypatch):
         new_config(device="cpu", compute="fp8")
 
 
-def test_what_is_not_given_is_of_the_device(monkeypatch):
+def test_omitted_settings_follow_from_the_device(monkeypatch):
     asked = []
     monkeypatch.setattr(configure, "resolve_device", lambda name: asked.append(name) or PLACE)
     monkeypatch.setattr(configure, "default_compute", lambda place: asked.append(place) or "fp32")

@@ -83,7 +83,7 @@ def small_config(folder, rule, compute="bf16"):
 @pytest.mark.parametrize(
     ("rule", "compute"), [*((rule, "bf16") for rule in RULES), ("moment", "fp8")]
 )
-def test_captured_steps_give_the_bits_of_eager_ones(rule, compute, tmp_path):
+def test_captured_steps_give_the_bits_of_eager_steps(rule, compute, tmp_path):
     config = small_config(tmp_path, rule, compute)
     texts = open_texts(config.data, None, seed=0, context=32)
     states, losses = [], []
@@ -134,7 +134,7 @@ HNETS = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", HNETS, ids=str)
-def test_captured_steps_of_chunks_give_the_bits_of_eager_ones_and_never_wait(options, tmp_path):
+def test_captured_steps_of_chunks_give_the_bits_of_eager_steps_and_never_wait(options, tmp_path):
     config = hnet_config(tmp_path, **options)
     texts = open_texts(config.data, None, seed=0, context=64)
     states, losses, gauges = [], [], []

@@ -209,7 +209,7 @@ def test_direction_is_made_of_products_on_a_gpu_and_of_inverses_on_a_cpu(place, 
     assert orthogonalise(grad, torch.bfloat16) == wanted
 
 
-def test_function_of_the_direction_on_a_cpu_is_near_one():
+def test_function_of_the_direction_on_a_cpu_is_near_1():
     (w, *weights), shifts = orthogonal.POLAR_WEIGHTS, orthogonal.SHIFTS
     s = torch.logspace(0, math.log10(0.002), 1000, dtype=torch.float64)
     value = s * (w + sum(of / (s**2 + c) for of, c in zip(weights, shifts, strict=True)))
@@ -239,13 +239,13 @@ def test_no_spectrum_is_too_uneven_for_inverses(spectrum):
     assert torch.linalg.matrix_norm(found, 2) < 1.2
 
 
-def test_gradient_that_is_not_finite_is_not_an_error_on_a_cpu():
+def test_non_finite_gradient_is_not_an_error_on_a_cpu():
     assert not near_polar(torch.full((3, 5), torch.nan)).isfinite().any()
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("spectrum", SPECTRA)
-def test_composed_steps_in_bf16_lose_no_more_than_single_ones(
+def test_composed_steps_in_bf16_lose_no_more_than_single_steps(
     spectrum, transposed, device, monkeypatch
 ):
     """Without a restart, small singular values grow beyond all bounds."""
@@ -281,7 +281,7 @@ def test_steps_are_composed_for_large_wide_matrices(shape, wide, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(64, 160), (160, 64), (64, 640), (5, 64, 160)], ids=str)
-def test_newton_schulz_holds_what_the_predicted_peak_says(shape, composed):
+def test_newton_schulz_holds_the_predicted_peak(shape, composed):
     grad = gradient("cpu", shape=shape).bfloat16()
     with LiveTensors(grad.device) as tensors:
         newton_schulz(grad, torch.bfloat16)
@@ -372,7 +372,7 @@ def test_rows_of_a_table_step_as_a_matrix_of_them(rule, direction, slots, monkey
 
 
 @pytest.mark.parametrize("rule", ["moment", "carry"])
-def test_row_that_is_read_most_steps_no_further(rule):
+def test_most_read_row_steps_no_further(rule):
     table, updater, _ = table_of(rule, "orthogonal")
     where, grad = touched(2), gradient("cpu", 0, (len(ROWS), DIM))
     grad[1] *= 1000
@@ -494,7 +494,7 @@ def test_slopes_of_all_of_a_loss_move_scales_as_its_gradient_does(kind, parts):
     assert all(torch.equal(part, found[1][name]) for name, part in found[0].items())
 
 
-def test_scales_stay_for_which_no_slope_was_found():
+def test_scales_without_a_slope_stay():
     stack, updater, _ = stack_of("moment", "sign")
     grads, before = gradient("cpu", 3, (EXPERTS, HEIGHT, DIM)), state(stack)
     updater.begin(0, lr=1.0)

@@ -21,7 +21,7 @@ from arbcli.verify.variants import Launch, variant_of
 
 
 @pytest.mark.slow
-def test_kernels_compile_for_a_gpu_that_is_not_here():
+def test_kernels_compile_for_an_absent_gpu():
     found = compile_kernels(["step_scales", "gradient_gains"], ["sm_90"], 32, number=2)
     assert [result.kernel for result in found] == ["step_scales", "gradient_gains"]
     for result in found:
@@ -48,7 +48,7 @@ def variants_of(name: str) -> list[tuple[dict, dict]]:
 
 
 @pytest.mark.slow
-def test_what_is_compiled_is_what_a_gpu_launches(compiling):
+def test_compiled_variants_are_those_that_a_gpu_launches(compiling):
     """In bf16, of a single head, and of the widest matrix of a preset."""
     found = compiling(variants_of, "decode_attention_8bit")
     assert any(

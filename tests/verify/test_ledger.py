@@ -62,7 +62,7 @@ def test_every_row_of_a_table_is_as_wide_as_its_head():
         assert len(set(widths)) <= 1
 
 
-def test_only_what_was_checked_is_ruled_out():
+def test_only_checked_errors_are_ruled_out():
     ruled_out = " ".join(make(["rms_norm"], compiled=()).ruled_out)
     assert "rotary" in ruled_out
     assert "causality" not in ruled_out
@@ -79,7 +79,7 @@ def test_written_ledger_is_strict_json_and_compares_equal(tmp_path):
     assert compare_ledgers(read_ledger(data), found) == ()
 
 
-def test_comparison_shows_what_changed(tmp_path, monkeypatch):
+def test_comparison_shows_changes(tmp_path, monkeypatch):
     data, _ = write_ledger(make(), tmp_path)
     monkeypatch.setattr(verify, "KERNELS", (replace(pack_trits, torch=off_by_one),))
     changes = compare_ledgers(

@@ -69,7 +69,7 @@ def file_in(folder: Path) -> Path:
     return file
 
 
-def test_what_passed_is_recalled_as_it_was(source, folder):
+def test_passed_results_are_recalled_unchanged(source, folder):
     first, known, _ = run(source)
     assert not known
     again, known, told = run(source)
@@ -145,7 +145,7 @@ def test_file_of_other_contents_is_ignored_with_a_line(wrong, source, folder):
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has no such modes")
-def test_what_others_can_write_is_not_believed(source, folder, monkeypatch):
+def test_results_that_others_can_write_are_not_used(source, folder, monkeypatch):
     run(source)
     file = file_in(folder)
     file.chmod(0o620)
@@ -197,7 +197,7 @@ def test_source_that_changes_meanwhile_is_not_remembered(source, folder):
     assert not [*folder.glob("*")]
 
 
-def test_nothing_is_done_ahead_of_what_is_known(source):
+def test_known_results_start_no_calls_ahead(source):
     done = []
 
     class Two(Workers):
@@ -218,7 +218,7 @@ def test_nothing_is_done_ahead_of_what_is_known(source):
     assert done[1:] == [[]]
 
 
-def test_results_of_a_kernel_follow_from_what_it_imports_and_from_the_verifier():
+def test_results_of_a_kernel_depend_on_its_imports_and_on_the_verifier():
     package = Path(arbcli.__file__).parent
     found = {str(path.relative_to(package)) for path in kernel_sources(ternary_matmul)}
     assert found >= {
@@ -258,7 +258,7 @@ def test_machine_is_described_by_its_libraries_and_settings(monkeypatch):
     assert describe_machine(CPU) != before
 
 
-def test_each_fact_of_a_gpu_is_part_of_what_results_follow_from(monkeypatch):
+def test_results_depend_on_each_fact_of_a_gpu(monkeypatch):
     about = SimpleNamespace(name="a GPU", major=9, minor=0, total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
     before = describe_machine(torch.device("cuda"))

@@ -63,7 +63,7 @@ MASKS = {
 """Those where the same code runs for every answer, or `scale_path` has it in other words."""
 
 
-def test_what_code_asks_of_a_group_size_is_known():
+def test_conditions_on_group_sizes_are_known():
     """Another question belongs in the `scale_path` of the kernels whose code it divides."""
     asked = set()
     for file in Path(arbcli.kernels.__file__).parent.rglob("*.py"):
@@ -300,7 +300,7 @@ def test_the_interpreter_has_a_case_of_each_kind_in_scale_types_of_further_paths
         assert verify._is_chosen(spec, part, cases[1], "torch", None, kinds)
 
 
-def test_what_a_gpu_compiles_for_a_kernel_is_one_job():
+def test_kernel_on_a_gpu_is_one_job():
     args = find_kernels(["rms_norm", "unit_rows"]), SCALE_TYPES, CPU, ("triton", "torch")
     shapes = ((256, 256),)
     sampled, whole = Checks(shapes, sampled=True), Checks(shapes)
@@ -316,7 +316,7 @@ def test_what_a_gpu_compiles_for_a_kernel_is_one_job():
     assert [job[2:] for job in verify._jobs(parts, whole)] == [(part,) for part in parts]
 
 
-def test_shares_of_what_is_compiled_are_all_of_it_once(monkeypatch):
+def test_shares_cover_every_compilation_once(monkeypatch):
     """And what is compiled is what a launch would have been given."""
     compiled = []
 
@@ -375,7 +375,7 @@ def test_references_run_on_the_host_with_a_gpu(monkeypatch):
     assert places == ["cpu"] * 2  # and results are compared there
 
 
-def test_documents_list_what_is_sampled():
+def test_documents_list_the_sampled_cases():
     text = (Path(arbcli.__file__).parents[1] / "docs" / "commands.md").read_text()
     listed = text.partition("`--exhaustive` checks all")[2].partition("- `--fresh`")[0]
     names = {
@@ -394,7 +394,7 @@ def test_inputs_are_moved_with_all_that_they_are_made_of():
     assert verify._size((packed, 4, torch.zeros(7))) == 6 + 2 + 7
 
 
-def test_of_an_order_of_magnitude_one_matrix_is_drawn_and_those_chosen_run(monkeypatch):
+def test_one_matrix_of_each_order_of_magnitude_is_drawn(monkeypatch):
     """Cases that do not run are counted as left out."""
     (spec,), drawn = find_kernels(["pack_trits"]), []
     monkeypatch.setattr(verify, "KERNELS", (replace(spec, triton=spec.torch),))
@@ -415,7 +415,7 @@ def test_of_an_order_of_magnitude_one_matrix_is_drawn_and_those_chosen_run(monke
     assert (result.shapes, result.left_out) == (("10x200",), len(shapes) - 1)
 
 
-def test_of_real_matrices_one_of_each_order_of_magnitude_runs(monkeypatch):
+def test_one_real_matrix_of_each_order_of_magnitude_runs(monkeypatch):
     """And one for each further fact."""
     real = ["64x256", "64x768", "64x2048 bf16", "64x5632"]
     offers = [("2x3", {}), *((f"real {label}", {"rows": 9}) for label in real)]

@@ -80,13 +80,7 @@ def test_turns_fill_the_time(monkeypatch, seconds, turns):
     assert stopwatch.captured == 2
 
 
-def test_calls_can_be_left_uncaptured():
-    stopwatch = FakeStopwatch([1.0])
-    time_calls([print], stopwatch, capture=False)
-    assert stopwatch.captured == 0
-
-
-def test_result_counts_what_must_move_and_compares_it(monkeypatch, known_roofline):
+def test_result_counts_the_bytes_that_must_move(monkeypatch, known_roofline):
     def add(values, nothing, amount):
         return values.add_(amount), values.sum(dtype=torch.int64)
 

@@ -356,7 +356,7 @@ def test_random_sizes_are_on_both_sides_of_every_boundary():
     assert sizes == {1, 2, 3, 5} | {tile + by for tile in TILES for by in (-1, 0, 1)}
 
 
-def test_what_was_drawn_is_read_off_the_inputs():
+def test_facts_of_drawn_cases_are_read_from_the_inputs():
     tally, bytes_ = Tally("rms_norm"), torch.full((3, 4), -96, dtype=torch.int8)
     x = torch.zeros(8, 8)
     packed = Packed(bytes_.view(torch.uint8), bytes_, None, 20, 6)
@@ -440,14 +440,14 @@ LINES = {line.split(":")[0]: line for line in pinned_cases.WRITTEN.read_text().s
 
 
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
-def test_cases_of_a_kernel_are_what_they_were(spec):
+def test_cases_of_a_kernel_are_pinned(spec):
     """See `pinned_cases.py`, which prints what they are."""
     assert pinned_cases.line_of(spec) == LINES[spec.name]
     labels = [case.label for case in spec.cases(CPU, SCALE_TYPES["T32"])]
     assert len(set(labels)) == len(labels)
 
 
-def test_models_that_are_compared_are_what_they_were():
+def test_compared_models_are_pinned():
     models = [line for name, line in LINES.items() if name.startswith("model ")]
     assert models == [*pinned_cases.lines_of_models()]
 

@@ -180,7 +180,7 @@ def test_no_implementation_is_excused_by_being_its_own_peer(spec):
 
 
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
-def test_no_reference_runs_what_it_is_the_reference_of(spec):
+def test_no_reference_calls_its_own_kernel(spec):
     """Not in part either, but for what selects the results that are compared."""
     own = [spec.triton, spec.torch, spec.native]
     own = {code for run in own if run for code in codes(run)}
@@ -283,7 +283,7 @@ def test_slowest_kernels_are_known():
     assert {*verify.SLOWEST} < {spec.name for spec in KERNELS}
 
 
-def test_error_that_is_not_finite_is_worse_than_any():
+def test_non_finite_error_is_worse_than_any():
     assert worst([0.5, None, 2.0]) is None
     assert worst([0.5, 2.0, 1.0]) == 2.0
     assert worst(iter(())) == 0.0

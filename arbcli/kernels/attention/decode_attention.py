@@ -142,11 +142,12 @@ def _decode_attention_torch(
     return y[0, :, 0].to(qkv.dtype)
 
 
+@text_by_text(3, *SHARED)
 def _decode_attention_native(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
     semaphores: Tensor, eps: float, alone: bool = False, exponents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    if position.dim() or exponents is not None:
+    if exponents is not None:
         return _decode_attention_torch(
             qkv, keys, values, position, cos, sin, semaphores, eps, alone, exponents
         )
@@ -419,8 +420,7 @@ def decode_attention(
             must be below P.
         cos: (P, d / 2) float32, contiguous.
         sin: like `cos`.
-        semaphores: (heads,) int32 zeros, reset to zeros: counters by which the last program finds
-            that it is the last.
+        semaphores: (heads,) int32 zeros, reset to zeros.
         eps: added to the mean square.
         alone: whether one program computes all slots of a head, if they fit in one block: for short
             rings of one text, which gain nothing from several programs.

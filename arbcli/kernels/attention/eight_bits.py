@@ -54,6 +54,10 @@ class CacheFormat(NamedTuple):
         rotated = rotated if self.mixed else 0
         return tuple(round_entries(part, self.stored, rotated) for part in parts)
 
+    def round_queries(self, q: Tensor, rotated: int) -> Tensor:
+        """Round queries, (..., d), if the format rounds them; `rotated` elements are rotary."""
+        return self.round(q, rotated=rotated)[0] if self.queries else q
+
 
 def decode_entries_reference(codes: Tensor, exponents: Tensor) -> Tensor:
     """Compute the reference result of `decode_entries`, in float64."""

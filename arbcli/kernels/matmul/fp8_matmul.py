@@ -22,6 +22,7 @@ from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.quantise_rows import E4M3, quantise_rows
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Matrix, Number
+from arbcli.kernels.runtime.inputs import dtype_name, real_dtypes
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 MULTIPLE = 16
@@ -63,7 +64,6 @@ def _multiply(
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-    dtypes = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
     for rows, outputs, inputs in ((65, 32, 48), (3, 16, 176), (5, 48, 336)):
         packed = random_packed(outputs, inputs, group_size, generator, spread=4).to(device)
         for transposed in (False, True):
@@ -71,8 +71,8 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
             source = torch.randn(rows, width, generator=generator).to(device)
             rounded = quantise_rows.torch(source)
             rounded = rounded[0].to(E4M3), rounded[1]
-            for dtype in dtypes:
-                label = f"{rows}x{outputs}x{inputs} {str(dtype).removeprefix('torch.')}"
+            for dtype in real_dtypes(device):
+                label = f"{rows}x{outputs}x{inputs} {dtype_name(dtype)}"
                 label += " transposed" * transposed
                 yield Case(label, (*rounded, packed, transposed, dtype))
     octaves = packed._replace(fraction=None)

@@ -34,6 +34,7 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT64, Array, Number
 from arbcli.kernels.runtime.backend import capability, num_processors
 from arbcli.kernels.runtime.descriptors import described
+from arbcli.kernels.runtime.inputs import dtype_name, real_dtypes
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 from arbcli.kernels.update.newton_schulz import HOPPER, has_aligned_rows, with_aligned_rows
 
@@ -323,15 +324,14 @@ SHAPES = (
 def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor, Tensor]]:
     """Draw (label, x, w, bounds, grad_y)."""
     generator = torch.Generator().manual_seed(0)
-    dtypes = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
     for slots, n, k, ends in (*SHAPES, (0, 5, 7, (0, 0, 0))):
         bounds, experts = torch.tensor(ends, device=device), len(ends) - 1
         shapes = ((slots, k), (experts, n, k), (slots, n))
         drawn = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
         label = f"{slots}x{n}x{k} of {experts}" + " in part" * (ends[-1] - ends[0] < slots)
-        for dtype in dtypes:
+        for dtype in real_dtypes(device):
             x, w, grad_y = (values.to(dtype) for values in drawn)
-            yield f"{label} {str(dtype).removeprefix('torch.')}", x, w, bounds, grad_y
+            yield f"{label} {dtype_name(dtype)}", x, w, bounds, grad_y
 
 
 def _matmul_cases(device: torch.device, _group_size: int) -> Iterator[Case]:

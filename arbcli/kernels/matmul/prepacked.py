@@ -52,7 +52,7 @@ from arbcli.kernels.matmul.swizzled import (
 from arbcli.kernels.runtime._triton import tl
 from arbcli.kernels.runtime.arguments import UINT8, Array
 from arbcli.kernels.runtime.backend import uses_native
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.inputs import TensorOptions, dtype_name
 from arbcli.kernels.runtime.operation import Case, Timing
 
 BLOCK = 4 * PLANE
@@ -233,7 +233,7 @@ def prepacked_cases(
         for dtype in dtypes:  # the tolerance of bf16 results is coarser
             label = f"{m}x{rows}x{in_features}{' gate' * gated}{' norm' * (eps is not None)}"
             yield Case(
-                f"{label}{' sum' * adds} {str(dtype).removeprefix('torch.')}",
+                f"{label}{' sum' * adds} {dtype_name(dtype)}",
                 (x.to(device, torch.bfloat16), *parts, eps,
                  added.to(device, dtype) if adds else None, dtype),
             )  # fmt: skip

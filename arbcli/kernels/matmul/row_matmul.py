@@ -19,15 +19,14 @@ In the instruction of bytes, of 16 rows by 8 columns, the columns are for up to 
     w of      thread c = 0        1             2             3          its own block of each row
 
 Reason: one row of x would leave six columns empty. With four blocks abreast a thread loads 64 bytes
-    of codes of rows r and r + 8 that only it needs, and x is 0 where column and block differ.
-    Registers hold w instead of shared memory, because w is loaded before the wait for the previous
-    kernel, when registers are free, and each byte is used once, by one thread.
+of codes of rows r and r + 8 that only it needs, and x is 0 where column and block differ. Registers
+hold w instead of shared memory, because w is loaded before the wait for the previous kernel, when
+registers are free, and each byte is used once, by one thread.
 
 Work. A program computes several tiles of 16 rows. Its threads load all its pieces to registers
-before they wait for the kernel that computes x, then round x to shared memory. The instruction has
-eight
-columns: with four blocks *abreast*, one per thread of a row, a warp multiplies 16 rows by 512
-    columns per step, otherwise by 128. Steps are summed in their order.
+before they wait for the kernel that computes x, then round x to shared memory. With four blocks
+*abreast*, one per thread of a row, a warp multiplies 16 rows by 512 columns per step, otherwise by
+128. Steps are summed in their order.
 """
 
 from functools import partial

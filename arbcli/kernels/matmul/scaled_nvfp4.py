@@ -26,6 +26,7 @@ from arbcli.kernels.matmul.round_nvfp4 import (
 from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, UINT8, Array, Number
 from arbcli.kernels.runtime.backend import capability, uses_triton
+from arbcli.kernels.runtime.inputs import dtype_name, real_dtypes
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 FIRST_CAPABILITY = (10, 0)
@@ -168,8 +169,8 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             x *= torch.exp2(torch.randint(-6, 7, (length, 1), generator=generator))
             parts.append(encode_nvfp4.torch(x.to(device)))
         (a, of_a, first), (b, of_b, second) = parts
-        for dtype in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
-            label = f"{rows}x{outputs}x{inputs} {str(dtype).removeprefix('torch.')}"
+        for dtype in real_dtypes(device):
+            label = f"{rows}x{outputs}x{inputs} {dtype_name(dtype)}"
             yield Case(label, (a, of_a, b, of_b, first * second, dtype))
 
 

@@ -27,6 +27,7 @@ from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.matmul.few_rows import few_rows, fits_few_rows
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Array, Matrix, Number
+from arbcli.kernels.runtime.inputs import dtype_name, real_dtypes
 from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 
 FUSED_ROWS = 64
@@ -130,14 +131,13 @@ def _inputs(
 ) -> Iterator[tuple[str, Tensor, Packed]]:
     """Draw (label, activations, matrix); `columns` selects N or K columns of activations."""
     generator = torch.Generator().manual_seed(0)
-    dtypes = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
     for rows, out_features, in_features in SHAPES:
         width = {"N": out_features, "K": in_features}[columns]
         source = torch.randn(rows, 2 * width, generator=generator).to(device)
         packed = random_packed(out_features, in_features, group_size, generator, spread=8)
         packed = packed.to(device)
-        for dtype in dtypes:
-            label = f"{rows}x{out_features}x{in_features} {str(dtype).removeprefix('torch.')}"
+        for dtype in real_dtypes(device):
+            label = f"{rows}x{out_features}x{in_features} {dtype_name(dtype)}"
             yield label, source[:, :width].to(dtype), packed
     for name, all_digits in with_remainders(packed, generator):
         yield f"{label} {name}", source[:, :width].to(dtype), all_digits

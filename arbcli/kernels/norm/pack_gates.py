@@ -82,7 +82,7 @@ def _number(low: int, exponent: int) -> float:
 def pack_gates_torch(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `pack_gates` with torch."""
     width = gate_up.shape[1] // 2
-    codes, bases = new_packed(gate_up)
+    codes, bases = _new_packed(gate_up)
     for part in row_chunks(gate_up):
         bits = gate_up[part].to(torch.bfloat16).view(torch.int16).unflatten(1, (2, width)).int()
         size = bits & 0x7FFF
@@ -104,7 +104,7 @@ def unpack_gates(codes: Tensor, bases: Tensor) -> Tensor:
 
 
 @triton.jit
-def sizes_of(x, ROUND: tl.constexpr):
+def _sizes_of(x, ROUND: tl.constexpr):
     """Return 128 exponent + mantissa of a float32 tile of bfloat16 numbers; of others, rounded."""
     bits = x.to(tl.int32, bitcast=True)
     if ROUND:
@@ -113,30 +113,22 @@ def sizes_of(x, ROUND: tl.constexpr):
 
 
 @triton.jit
-def bases_of(sizes):
+def _bases_of(sizes):
     """Find the base of each row from its largest size."""
     return tl.maximum((sizes >> 7) - 15, 0)
 
 
 @triton.jit
-def store_packed(codes_ptr, gate, up, base, base_up, offs_m, offs_d, mask, D, ROUND: tl.constexpr):
-    """Store the codes of a tile of gate and up, [BLOCK_M, BLOCK_D] float32; bases are [BLOCK_M]."""
-    code = tl.maximum(sizes_of(gate, ROUND) - (base << 7)[:, None], 0)
-    code_up = tl.maximum(sizes_of(up, ROUND) - (base_up << 7)[:, None], 0)
+def _store_packed(codes_ptr, gate, up, base, base_up, offs_m, offs_d, D, ROUND: tl.constexpr):
+    """Store the codes of a tile of gate and up, [1, BLOCK_D] float32; bases are [1]."""
+    code = tl.maximum(_sizes_of(gate, ROUND) - (base << 7)[:, None], 0)
+    code_up = tl.maximum(_sizes_of(up, ROUND) - (base_up << 7)[:, None], 0)
     sign = (gate.to(tl.int32, bitcast=True) >> 24) & 128
     sign_up = (up.to(tl.int32, bitcast=True) >> 24) & 128
-    ptrs = codes_ptr + offs_m * (3 * D) + offs_d[None, :]
+    ptrs, mask = codes_ptr + offs_m * (3 * D) + offs_d[None, :], (offs_d < D)[None, :]
     tl.store(ptrs, (sign | (code & 127)).to(tl.uint8), mask=mask)
     tl.store(ptrs + D, (sign_up | (code_up & 127)).to(tl.uint8), mask=mask)
     tl.store(ptrs + 2 * D, ((code >> 7) | ((code_up >> 3) & 240)).to(tl.uint8), mask=mask)
-
-
-@triton.jit
-def store_bases(bases_ptr, base, base_up, offs_m, M):
-    """Store the bases of rows; `offs_m` is [BLOCK_M, 1]."""
-    ptrs = bases_ptr + offs_m * 2
-    tl.store(ptrs, base[:, None].to(tl.uint8), mask=offs_m < M)
-    tl.store(ptrs + 1, base_up[:, None].to(tl.uint8), mask=offs_m < M)
 
 
 @triton.jit
@@ -163,7 +155,7 @@ def _unpack(low, exponent):
 @triton.jit
 def _pack_gates_kernel(
     x_ptr, codes_ptr, bases_ptr,
-    M, D,
+    D,
     stride_xm, stride_xd,
     ROUND: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -173,15 +165,15 @@ def _pack_gates_kernel(
     for start in range(0, D, BLOCK_D):
         offs_d = start + tl.arange(0, BLOCK_D)
         gate, up = _load(x_ptr, offs_m, offs_d, D, stride_xm, stride_xd)
-        most = tl.maximum(most, tl.max(sizes_of(gate, ROUND), axis=1))
-        most_up = tl.maximum(most_up, tl.max(sizes_of(up, ROUND), axis=1))
-    base, base_up = bases_of(most), bases_of(most_up)
-    store_bases(bases_ptr, base, base_up, offs_m, M)
+        most = tl.maximum(most, tl.max(_sizes_of(gate, ROUND), axis=1))
+        most_up = tl.maximum(most_up, tl.max(_sizes_of(up, ROUND), axis=1))
+    base, base_up = _bases_of(most), _bases_of(most_up)
+    tl.store(bases_ptr + offs_m * 2, base[:, None].to(tl.uint8))
+    tl.store(bases_ptr + offs_m * 2 + 1, base_up[:, None].to(tl.uint8))
     for start in range(0, D, BLOCK_D):
         offs_d = start + tl.arange(0, BLOCK_D)
         gate, up = _load(x_ptr, offs_m, offs_d, D, stride_xm, stride_xd)
-        mask = (offs_d < D)[None, :]
-        store_packed(codes_ptr, gate, up, base, base_up, offs_m, offs_d, mask, D, ROUND)
+        _store_packed(codes_ptr, gate, up, base, base_up, offs_m, offs_d, D, ROUND)
 
 
 @triton.jit
@@ -192,7 +184,7 @@ def _load(x_ptr, offs_m, offs_d, D, stride_xm, stride_xd):
     return gate, tl.load(ptrs + D * stride_xd, mask=mask, other=0).to(tl.float32)
 
 
-def new_packed(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+def _new_packed(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """Allocate the results of `pack_gates`."""
     rows, width = len(gate_up), gate_up.shape[1] // 2
     codes = torch.empty(rows, 3 * width, dtype=torch.uint8, device=gate_up.device)
@@ -201,10 +193,10 @@ def new_packed(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pack_gates_triton(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    codes, bases = new_packed(gate_up)
+    codes, bases = _new_packed(gate_up)
     if codes.numel():
         _pack_gates_kernel[(len(gate_up),)](
-            gate_up, codes, bases, len(gate_up), gate_up.shape[1] // 2, *gate_up.stride(),
+            gate_up, codes, bases, gate_up.shape[1] // 2, *gate_up.stride(),
             ROUND=gate_up.dtype != torch.bfloat16, BLOCK_D=2048, num_warps=4,
         )  # fmt: skip
     return codes, bases

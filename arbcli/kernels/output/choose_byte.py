@@ -1,7 +1,7 @@
 """Sample next bytes with the Gumbel-max trick: argmax of logit / temperature + noise.
 
 Byte i is a candidate if fewer than `top_k` bytes are more likely and their total probability is
-below `top_p`; ties go to the smaller byte. This is computed by comparing all pairs, without a sort.
+below `top_p`; ties go to the smaller byte. The kernel compares all pairs, without a sort.
 The noise is -ln(-ln(u)), u = (w + 1/2) / 2**23, w the upper 23 bits of a random word of
 (key, position, i). So samples follow the softmax, and the seed determines them.
 Source: E. J. Gumbel, "Statistical Theory of Extreme Values and Some Practical Applications", 1954.
@@ -82,13 +82,15 @@ def choice_torch(
         return logits.argmax()
     score = (logits - logits.max()) / temperature
     index = torch.arange(len(score), dtype=torch.int32, device=score.device)
-    tied = (score == score[:, None]) & (index < index[:, None])
-    likelier = (score > score[:, None]) | tied  # [i, j]: whether j is more likely than i
-    kept = likelier.sum(1) < top_k
+    noisy = score + _noise(key, position, index)
+    if top_k >= len(score) and top_p == 1:  # all are candidates
+        return noisy.argmax()
+    rank = index.scatter(0, score.sort(descending=True, stable=True).indices, index)
+    kept = rank < top_k
     if top_p < 1:
         share = torch.where(kept, score, -torch.inf).softmax(0)
-        kept &= (likelier * share).sum(1) < top_p
-    return torch.where(kept, score + _noise(key, position, index), -torch.inf).argmax()
+        kept &= ((rank < rank[:, None]) * share).sum(1) < top_p  # of those that are more likely
+    return torch.where(kept, noisy, -torch.inf).argmax()
 
 
 def choose_among_many(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from arbcli.kernels.codec.layout import row_bytes
 from arbcli.kernels.runtime.backend import uses_native
+from arbcli.kernels.runtime.inputs import dtype_name
 
 FUNCTIONS = {
     "torch": torch, "row_bytes": row_bytes, "min": min, "max": max, "len": len,
@@ -248,9 +249,9 @@ def _needed(kind: Argument, given: Any, known: dict[str, Any]) -> tuple[str, str
     if isinstance(kind, Matrix):
         return f"a packed matrix {need}", f"{given.out_features} x {given.in_features}"
     dtypes = (known["_real"],) if kind.dtypes == REAL and "_real" in known else kind.dtypes
-    types = " or ".join(str(t).removeprefix("torch.") for t in dtypes if isinstance(t, torch.dtype))
+    types = " or ".join(dtype_name(t) for t in dtypes if isinstance(t, torch.dtype))
     need = f"one {types} of each text" if kind.one else f"{types} {need}"
-    got = f"{str(given.dtype).removeprefix('torch.')} of shape {tuple(given.shape)}"
+    got = f"{dtype_name(given.dtype)} of shape {tuple(given.shape)}"
     if kind.dense or kind.one:
         which = f" {kind.dense}" if isinstance(kind.dense, str) else ""
         need, strided = f"contiguous{which} {need}", not given.is_contiguous()

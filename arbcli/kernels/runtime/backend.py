@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from arbcli.environment import interpreter_not_asked_for, no_gpu_for_triton
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED, TritonMissing
 
@@ -42,8 +42,7 @@ def check_backend(name: str, device: torch.device) -> None:
         ArbError: the backend is unknown, or cannot run here.
     """
     if name not in BACKENDS:
-        names = ", ".join(f"`{known}`" for known in BACKENDS)
-        raise ArbError(f"no backend is named `{name}`", hint=f"choose one of: {names}")
+        raise ArbError(f"no backend is named `{name}`", hint=f"choose one of: {quoted(BACKENDS)}")
     if name == "torch":
         return
     if name == "native":
@@ -147,6 +146,12 @@ def num_processors(tensor: Tensor) -> int:
     if tensor.is_cuda:
         return torch.cuda.get_device_properties(tensor.device).multi_processor_count
     return 5  # few enough that small cases have several tiles per multiprocessor
+
+
+def gpu_of(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Return the compute capability and the multiprocessors of a GPU, for `compile_for`."""
+    found = torch.cuda.get_device_properties(device)
+    return (found.major, found.minor), found.multi_processor_count
 
 
 @contextmanager

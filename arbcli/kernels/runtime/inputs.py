@@ -1,4 +1,4 @@
-"""Helpers for input tensors: typed options, copies with the same strides, normal numbers."""
+"""Helpers for input tensors: options, names of dtypes, copies with the same strides, numbers."""
 
 from collections.abc import Callable
 from typing import TypedDict
@@ -29,3 +29,13 @@ def normals(
 ) -> Callable[..., Tensor]:
     """Return a function that draws normal numbers of a shape, on the host, for a device."""
     return lambda *shape: torch.randn(shape, generator=generator).to(device)
+
+
+def real_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of real values in cases; the interpreter's bf16 arithmetic is wrong."""
+    return (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without `torch.`, such as `float32`."""
+    return str(dtype).removeprefix("torch.")

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor  # as torch's warning says
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arbcli.cached_files import cache_folder, read_cached, write_cached
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 
 SOURCE = Path(__file__).with_name("native.c")
 COMPILERS = ("cc", "gcc", "clang")
@@ -155,7 +155,7 @@ def _level() -> str | None:
     if not level:
         return None
     if level not in (here := levels_here()):
-        names = ", ".join(f"`{name}`" for name in here) or "none"
+        names = quoted(here) or "none"
         raise ArbError(
             f"`{LEVEL}` is `{level}`, and the levels of this CPU are: {names}",
             hint=f"set `{LEVEL}` to one of them, or unset it to use all instructions",

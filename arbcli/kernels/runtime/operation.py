@@ -1,8 +1,8 @@
 """Arguments, implementations and verification of an operation, declared by one `Operation`.
 
-From the declaration of its arguments follow the check of every call, random cases, and tests of
-what is refused and of how inputs may lie. What follows from no declaration stands next to it: cases
-of special values, and draws of arguments that depend on one another.
+The validation of calls, random cases, and tests of refused arguments and of layouts are derived
+from the declared arguments. Cases of special values, and draws of arguments that depend on one
+another, are declared next to them.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence

@@ -13,15 +13,15 @@ wait if, since it was written, there has been a kernel that is not early, or one
 overlap, such as torch's own. A step of a text reads before waits:
 
 - Weights, and tables of angles, are written by no kernel of a step.
-- Attention and Mamba blocks read the position, and what is in the rings and the state of their own
-  block but for the new slot; `row_matmul` of parts of attention reads the position. The position is
-  counted, and those were written, in an earlier step, or by torch when the prompt was read. Since
-  then have come the kernels that choose a byte and look it up, not early.
+- Attention and Mamba blocks read the position, and the rings and the state of their own block
+  except for the new slot; `row_matmul` of parts of attention reads the position. All of these were
+  written in an earlier step, or by torch during prefill. The kernels that choose a byte and look it
+  up have run since then, and are not early.
 - In a model with chunks, positions of decoders and of the inner network are counted by kernels of
-  a step. Between these and a decoder is the end of a phase, which no kernel overlaps, or the kernel
-  that takes a chunk, which is not early; after the inner network's, the same two as above.
-- `route_position` and `take_chunk` read what was computed before the product that they wait for.
-  So that product is not early: `TernaryLinear.fused` is told.
+  a step. Before a decoder follows the end of a phase, which no kernel overlaps, or the kernel that
+  takes a chunk, which is not early; after the inner network, the same two kernels as above.
+- `route_position` and `take_chunk` read what was computed before the product that they wait for,
+  so that product must not be early: the argument `early` of `TernaryLinear.fused`.
 """
 
 from collections.abc import Iterator

@@ -314,8 +314,8 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         pairs = torch.randint(low * 128, high * 128, (length,), generator=generator)
         return torch.stack((pairs >> 7, pairs & 127), dim=1).to(device, torch.int8)
 
-    def positive(*shape: int, spread: float = 3.0) -> Tensor:
-        return torch.exp(spread * torch.randn(shape, generator=generator)).to(device)
+    def positive(*shape: int) -> Tensor:
+        return torch.exp(3.0 * torch.randn(shape, generator=generator)).to(device)
 
     def sums(rows: int, columns: int, parts: tuple[int, int], scale: float = 1.0) -> tuple:
         slope = torch.empty(rows, 3, device=device)

@@ -95,7 +95,7 @@ def operator(
             for functions whose backward emits the gradient of a weight: `trained` says whether that
             backward will run.
         fake: returns empty results for the same inputs, with modules as their `key_tensor` tensors.
-            None runs the function on the `torch` backend, where it must not read modules or the
+            None runs the function on the `torch` backend, where it must read neither modules nor
             values of tensors. Fake gradients have the shapes of the saved inputs; if an input with
             a gradient is not saved, the backward runs on the `torch` backend.
     """

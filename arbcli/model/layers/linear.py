@@ -443,8 +443,7 @@ class TernaryLinear(nn.Module):
             added: residual to add to the result, of its shape.
             also: a layer of the same site, whose results for the same rows are appended; must not
                 vary for a layer.
-            early: whether the next kernel may start before this one has ended (programmatic
-                dependent launch), as it waits before it reads activations.
+            early: whether the next kernel may start before this one has ended: see `overlap`.
         """
         all_digits = self.weight.rule.reads_all
         eps = NORM_EPS if normalise else None

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from arbcli.config.site import NORM_EPS as NORM_EPS
 from arbcli.config.site import Site
@@ -26,6 +27,11 @@ from arbcli.model.packed import TernaryTensor
 
 LIMIT = 10.0
 """Clamping limit of the inputs of a `ClampedGate`."""
+
+
+def unit_rms(x: Tensor) -> Tensor:
+    """Apply an RMS norm without weights to the last dimension; differentiable."""
+    return functional.rms_norm(x, x.shape[-1:], eps=NORM_EPS)
 
 
 _NO_NORM = torch.zeros(1, device="cpu")

@@ -162,8 +162,7 @@ class Attention(CachedAttention):
         prepare = self.rotary_norm if self.fits_kernels else self._turned
         q, k, v = prepare(qkv, None)  # (B, heads, T, width) each
         (k,), (v,) = self.cache_format.round(k, rotated=self.rotated), self.cache_format.round(v)
-        if self.cache_format.queries:
-            (q,) = self.cache_format.round(q, rotated=self.rotated)
+        q = self.cache_format.round_queries(q, self.rotated)
         k, v = (repeat_heads(part, self.heads // self.kv_heads) for part in (k, v))
         if documents is not None:
             seen = documents.within(self.window)
@@ -206,9 +205,7 @@ class Attention(CachedAttention):
     def _attend_after(self, state: "Ring", qkv: Tensor) -> Tensor:
         prepare = self.rotary_norm if self.fits_kernels else self._turned
         q, k, v = prepare(qkv, state.angles)
-        cached = state.clock.cache_format
-        if cached.queries:
-            (q,) = cached.round(q, rotated=self.rotated)
+        q = state.clock.cache_format.round_queries(q, self.rotated)
         return state.attend(q, k, v, self._sinks())
 
     def new_state(self, clock: Clock) -> "Ring":

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn import functional
 
 from arbcli.config.site import Site
 from arbcli.kernels.chunks.boundary_scores import boundary_scores, boundary_scores_backward
@@ -169,8 +168,3 @@ class _Spread(Function):
             of_first = grad_c + grad_share.gather(1, slot.clamp(min=0))
             grad_p = torch.where(slot >= 0, of_first, -grad_c)
         return grad_z, grad_p, grad_y, None
-
-
-def norm(x: Tensor, eps: float) -> Tensor:
-    """Apply an RMS norm to the last dimension; differentiable."""
-    return functional.rms_norm(x, x.shape[-1:], eps=eps)

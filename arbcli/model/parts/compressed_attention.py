@@ -52,7 +52,7 @@ from arbcli.model.flow import Flow, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.kinds import layers_for
-from arbcli.model.layers.norm import NORM_EPS
+from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.layers.rotary import Angles, for_heads, rotary_table, rows_at
 from arbcli.model.parts.base import CachedAttention
 from arbcli.model.parts.compressed_state import CompressedState
@@ -257,8 +257,7 @@ class Indexer(nn.Module):
 
 def rotated(x: Tensor, angles: Angles) -> Tensor:
     """Normalise the last dimension and rotate it; in the dtype of x."""
-    normal = functional.rms_norm(x.float(), x.shape[-1:], eps=NORM_EPS)
-    return rotate(normal, *angles).to(x.dtype)
+    return rotate(unit_rms(x.float()), *angles).to(x.dtype)
 
 
 def takes_all(chosen: Tensor | None, number: int, sight: Sight) -> bool:
@@ -311,8 +310,7 @@ class CompressedAttention(CachedAttention):
         q, rest = self._parted(projected)
         q = q.unflatten(-1, (self.heads, self.width))
         cached = self.cache_format if state is None else state.clock.cache_format
-        if cached.queries:
-            (q,) = cached.round(q, rotated=self.rotated)
+        q = cached.round_queries(q, self.rotated)
         if state is not None:
             y = state.attend(x, norm, q, *rest.split(self.kv, dim=-1))
             return Flow(x, self.output(y.reshape(batch, length, self.inner), self.sub_norm))
@@ -417,8 +415,7 @@ class CompressedAttention(CachedAttention):
             (B, T, G, d).
         """
         x = recent.unflatten(-1, (self.kv_heads, -1)).float()
-        normal = functional.rms_norm(x, x.shape[-1:], eps=NORM_EPS)
-        return self.placed(normal, for_heads(angles)).to(recent.dtype)
+        return self.placed(unit_rms(x), for_heads(angles)).to(recent.dtype)
 
     def placed(self, x: Tensor, angles: Angles) -> Tensor:
         """Multiply normalised (..., d) by the gains, if any, and rotate it; float32."""
@@ -430,4 +427,4 @@ class CompressedAttention(CachedAttention):
         """Pool blocks, (B, E, m, G d), to entries, (B, E, G, d), normalised but not rotated."""
         share = torch.softmax(gates.float() + self.gate_bias(gates.device).T, dim=2)
         entries = (share * values.float()).sum(dim=2).unflatten(-1, (self.kv_heads, -1))
-        return functional.rms_norm(entries, entries.shape[-1:], eps=NORM_EPS).to(values.dtype)
+        return unit_rms(entries).to(values.dtype)

@@ -20,7 +20,7 @@ from arbcli.kernels.attention.compressed_attention import Sight, compressed_atte
 from arbcli.kernels.attention.decode_compressed import decode_compressed
 from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3
-from arbcli.model.layers.norm import NORM_EPS
+from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.layers.rotary import for_heads, rotary_table, rows_at, table_rows
 from arbcli.model.mark import Written
 from arbcli.model.state import Clock, Rows, State
@@ -302,8 +302,8 @@ class CompressedState(State):
         seen = torch.cat((there, places <= position))
         keys = torch.cat((self.entries.get(numbers % slots), self.recent.get(places)))
         cos, sin = (part[position.long()[None]] for part in self.table)
-        normal = functional.rms_norm(q.float(), q.shape[-1:], eps=NORM_EPS)
-        heads = rotate(normal, cos, sin).unflatten(0, (keys.shape[1], -1))  # (G, heads, d)
+        turned = rotate(unit_rms(q.float()), cos, sin)
+        heads = turned.unflatten(0, (keys.shape[1], -1))  # (G, heads, d)
         keys = keys.float().movedim(1, 0)
         scores = (heads @ keys.mT) / math.sqrt(q.shape[-1])
         scores = scores.masked_fill(~seen, -torch.inf)

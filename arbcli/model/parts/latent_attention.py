@@ -22,7 +22,7 @@ from arbcli.kernels.attention.rotation import rotate
 from arbcli.model.flow import Flow, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
-from arbcli.model.layers.norm import NORM_EPS
+from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.layers.rotary import rotary_table, table_rows
 from arbcli.model.mark import Written
 from arbcli.model.parts.base import CachedAttention
@@ -85,7 +85,7 @@ class LatentAttention(CachedAttention):
         k, v = self._keys_and_values(latent, rotated)
         if state is not None:
             state.extend_lengths(k[:, -length:])
-        q, k = (functional.rms_norm(part, (self.head_dim,), eps=NORM_EPS) for part in (q, k))
+        q, k = (unit_rms(part) for part in (q, k))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         causal, scale = self.causal and mask is None, SHARPNESS * self.head_dim**-0.5
         y = functional.scaled_dot_product_attention(
@@ -126,7 +126,7 @@ class LatentAttention(CachedAttention):
         k, _ = self._keys_and_values(latent[:, -1:], rotated[:, -1:])
         up = self.up.weight.weight(torch.float32).view(self.heads, -1, self.latent)
         to_keys, to_values = up.split((self.still, self.head_dim), dim=1)  # (heads, ..., latent)
-        q = functional.rms_norm(q[0, 0], (self.head_dim,), eps=NORM_EPS).float()
+        q = unit_rms(q[0, 0]).float()
         still, query = q.split((self.still, self.rotary), dim=-1)
         n = self.latent_norm(latent[0]).float()  # (W + 1, latent)
         in_latent = (still[:, None] @ to_keys)[:, 0]  # (heads, latent)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arbcli.errors import ArbError
+from arbcli.errors import ArbError, quoted
 from arbcli.train.parallel.launch import Place, this_process
 from arbcli.train.parallel.rendezvous import SAME, WAIT, meet, seconds_to_join, within
 
@@ -169,7 +169,7 @@ class Group:
         for rank, other in enumerate(found):
             names = [n for n in values.keys() | other.keys() if found[0].get(n) != other.get(n)]
             if names:
-                listed = ", ".join(f"`{name}`" for name in sorted(names)[:5])
+                listed = quoted(sorted(names)[:5])
                 raise ArbError(
                     f"process {rank} has another {what} than process 0: {listed}",
                     hint=hint,

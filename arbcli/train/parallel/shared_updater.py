@@ -170,7 +170,7 @@ class SharedUpdater:
 
     def common(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the state of a model that is replicated in all processes, by name."""
-        modules = {id(part): name for name, part in model.named_modules()}
+        modules = _names(model)
         own = self.layout(model)
         found = {name: part for name, part in model.state_dict().items() if name not in own}
         for tensor in self.tensors:
@@ -180,7 +180,7 @@ class SharedUpdater:
 
     def layout(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the state that is only valid in owners, by name, as tensors on `meta`."""
-        modules = {id(part): name for name, part in model.named_modules()}
+        modules = _names(model)
         return {
             f"{modules[key]}.{name}": torch.empty(shape, dtype=dtype, device="meta")
             for key, own in self._kept.items()
@@ -196,7 +196,7 @@ class SharedUpdater:
         Returns:
             Tensors by their names in the state; in other processes only their own.
         """
-        modules = {id(part): name for name, part in model.named_modules()}
+        modules = _names(model)
         layout, found = self.layout(model), {}
         for tensor in self.tensors:
             owner = self.owners[id(tensor)]
@@ -572,6 +572,11 @@ class SharedUpdater:
     def bytes_a_weight(self) -> float:
         """Return the mean number of bytes per weight that a process received in the last step."""
         return self.received / self.group.size / self.num_weights
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """Return the names of all modules by their ids."""
+    return {id(part): name for name, part in model.named_modules()}
 
 
 def next_exponents(exponent: Tensor, fitting: Tensor, fall: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from arbcli.config.parts.attention import AttentionConfig
-from arbcli.verify.parts.base import Reading, Weights, norm, positions, sees_last, turn
+from arbcli.verify.parts.base import Reading, Weights, norm, output_of, positions, sees_last, turn
 
 
 def attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) -> Tensor:
@@ -38,5 +38,5 @@ def attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) -> Tensor:
         scores = torch.cat((scores, sinks), dim=-1)
     shares = scores.softmax(dim=-1)[..., : len(h)]
     y = torch.einsum("hts,shd->thd", shares, v).flatten(1)
-    y = (norm(y, w.get("sub_norm")) if config.sub_norm else y) @ w["output"].T
+    y = output_of(y, w, normalise=config.sub_norm)
     return y + w["output_bias"][:, 0] if config.output_bias else y

@@ -121,6 +121,11 @@ def norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     return x if weight is None else x * weight.flatten()
 
 
+def output_of(y: Tensor, w: Weights, *, normalise: bool = True) -> Tensor:
+    """Multiply by the output projection of a part, after its norm, if there is one."""
+    return (norm(y, w.get("sub_norm")) if normalise else y) @ w["output"].T
+
+
 def gated(x: Tensor, limit: float = math.inf) -> Tensor:
     """Multiply the second half of (..., 2 D) by the silu of the first, both limited."""
     gate, up = x.chunk(2, dim=-1)

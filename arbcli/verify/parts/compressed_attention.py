@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from arbcli.config.parts.compressed_attention import CompressedAttentionConfig
-from arbcli.verify.parts.base import Reading, Weights, norm, positions, sees_last, turn, under
+from arbcli.verify.parts.base import (
+    Reading,
+    Weights,
+    norm,
+    output_of,
+    positions,
+    sees_last,
+    turn,
+    under,
+)
 
 
 def compressed_attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) -> Tensor:
@@ -52,7 +61,7 @@ def compressed_attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) ->
         attended = weights.detach()[:, :, :number].sum(dim=0)
         if scores is not None:
             _note_divergences(scores, attended, sees, reading)
-    return (norm(y, w.get("sub_norm")) if config.sub_norm else y) @ w["output"].T
+    return output_of(y, w, normalise=config.sub_norm)
 
 
 def _scores(w: Weights, ends: Tensor, still: Tensor, sees: Tensor, reading: Reading) -> Tensor:

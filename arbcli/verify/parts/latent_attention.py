@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from arbcli.config.parts.latent_attention import LatentAttentionConfig
-from arbcli.verify.parts.base import Reading, Weights, norm, positions, sees_last, turn
+from arbcli.verify.parts.base import Reading, Weights, norm, output_of, positions, sees_last, turn
 
 SHARPNESS = 2.0
 
@@ -27,4 +27,4 @@ def latent_attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) -> Ten
     sees = sees_last(len(h), site.ctx, h.device, causal=site.causal)
     scores = scores.masked_fill(~sees, -math.inf)
     y = torch.einsum("hts,shd->thd", scores.softmax(dim=-1), v).flatten(1)
-    return (norm(y, w.get("sub_norm")) if config.sub_norm else y) @ w["output"].T
+    return output_of(y, w, normalise=config.sub_norm)

@@ -9,7 +9,7 @@ from arbcli.config.parts.memories import (
     MemoriesConfig,
     QuantiserConfig,
 )
-from arbcli.verify.parts.base import Reading, Weights, norm, under
+from arbcli.verify.parts.base import Reading, Weights, norm, output_of, under
 from arbcli.verify.parts.experts import experts
 
 HALT_AT, KEEP, HALT_PRIOR = 0.99, 0.95, 0.25
@@ -59,7 +59,7 @@ def codebook(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, Tensor, T
         reading.judged.judge(best, scores)
     weights = best.softmax(dim=-1)
     values = (weights[..., None] * w["table"][rows]).sum(dim=-2).flatten(-2)
-    return norm(values, w.get("sub_norm")) @ w["output"].T, rows[..., 0, 0], weights[..., 0, 0]
+    return output_of(values, w), rows[..., 0, 0], weights[..., 0, 0]
 
 
 def quantiser(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,7 +76,7 @@ def quantiser(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, Tensor, 
     rows = codes[chosen] / UNIT
     reading.note("commitment", (z - rows).square().mean(dim=-1))
     values = z + (rows - z).detach()
-    return norm(values, w.get("sub_norm")) @ w["output"].T, chosen, torch.ones_like(z[:, 0])
+    return output_of(values, w), chosen, torch.ones_like(z[:, 0])
 
 
 def iterated(
@@ -123,7 +123,7 @@ def iterated(
         if mixture:
             own = reading.within("experts", mixture, index)
             mixed = experts(under(w, "experts"), asked, into, own) + into
-            change = change + norm(mixed, w.get("sub_norm")) @ w["output"].T
+            change = change + output_of(mixed, w)
         if config.edges:
             change = change + carried @ w["message"].T * strong
         stream = start + KEEP * (stream - start) + change

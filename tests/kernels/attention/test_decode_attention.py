@@ -65,7 +65,7 @@ def test_error_is_within_half_a_step(name, bound):
 
 @pytest.mark.parametrize("stored", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan], ids=str)
-def test_what_is_not_finite_stays_so(bad, stored):
+def test_non_finite_values_stay_non_finite(bad, stored):
     x = draw(3, 8)
     x[1, 2] = bad
     found = round_entries(x, stored).isfinite()

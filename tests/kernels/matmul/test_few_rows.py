@@ -44,7 +44,7 @@ NOT_FINITE = (float("inf"), float("-inf"), float("nan"))
 
 
 @pytest.mark.parametrize("value", mostly_slow(NOT_FINITE, math.isnan))
-def test_a_row_that_is_not_finite_spoils_only_itself(device, value):
+def test_non_finite_row_spoils_only_itself(device, value):
     generator = torch.Generator().manual_seed(0)
     packed = random_packed(20, 805, 32, generator, spread=8).to(device)
     for k in (0, 417, 804):
@@ -85,7 +85,7 @@ def product(x: torch.Tensor, packed: Packed, **options) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_product_is_near_the_exact_one(transposed, device):
+def test_product_is_near_the_exact_product(transposed, device):
     packed = matrix(96, 160, device)
     weight = decode_weight(packed, torch.float32)
     x = torch.randn(80, 96 if transposed else 160).to(device)
@@ -101,7 +101,7 @@ def test_numbers_that_eight_bits_hold_are_multiplied_exactly(device):
     assert torch.equal(product(x, packed), x @ weight.T)
 
 
-def test_row_that_is_not_finite_gives_nan(device):
+def test_non_finite_row_gives_nan(device):
     packed = matrix(32, 64, device)
     x = torch.ones(70, 64, device=device)
     x[3, 5] = torch.inf
@@ -114,7 +114,7 @@ def test_row_that_is_not_finite_gives_nan(device):
 )
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize(("width", "place"), [(40, 7), (2100, 7), (2100, 1500), (2100, 2099)])
-def test_row_that_is_not_finite_stays_so_and_leaves_others_alone(
+def test_non_finite_row_stays_non_finite_and_changes_no_other(
     run, value, width, place, device, monkeypatch
 ):
     """Rows that are read in turns, of 1024 here, keep what any of the turns has seen."""

@@ -39,7 +39,7 @@ def test_numbers_are_of_four_bits_and_eight():
     assert g.log2() % 1 == 0
 
 
-def test_what_is_not_finite_gives_no_number():
+def test_non_finite_row_has_nan_scales():
     x = torch.ones(3, 16)
     for bad in (torch.nan, torch.inf):
         x[1, 3] = bad

@@ -100,7 +100,7 @@ def test_result_has_the_requested_type(asked, digits, device):
             assert multiply(x, weight, dtype=asked).dtype == (asked or torch.bfloat16)
 
 
-def test_matrices_one_above_the_other_are_multiplied_at_once(device):
+def test_stacked_matrices_are_multiplied_at_once(device):
     upper, lower = matrix(device), matrix(device, rows=7)
     both = decode_digits_reference(upper.above(lower))
     parts = [decode_digits_reference(part) for part in (upper, lower)]
@@ -117,7 +117,7 @@ def test_power_of_two_in_front_of_a_row_does_not_matter(multiply, rows, device):
 
 @pytest.mark.parametrize("value", mostly_slow([float("inf"), float("nan")], math.isnan))
 @pytest.mark.parametrize("rows", [1, 2, 3])
-def test_what_is_not_finite_is_not_hidden_and_stays_in_its_row(rows, value, device):
+def test_non_finite_values_are_not_hidden_and_stay_in_their_row(rows, value, device):
     weight = prepack(matrix(device, rows=5))
     for k in (0, 171, 327):
         x = torch.ones(rows, 328, device=device, dtype=torch.bfloat16)
@@ -240,7 +240,7 @@ def test_order_of_sums_is_of_the_matrix_alone(processors):
             assert len({(tiling.warps, tiling.steps) for tiling in tilings}) == 1
 
 
-def test_few_rows_of_all_digits_are_cut_as_one_is():
+def test_few_rows_of_all_digits_are_tiled_as_a_single_row():
     """So that each has the bits that it has by itself."""
     for tiles in (1, 132, 133, 900):
         for planes in (1, 31, 32, 63, 64, 127, 128, 129, 400):
@@ -250,7 +250,7 @@ def test_few_rows_of_all_digits_are_cut_as_one_is():
 
 @pytest.mark.parametrize("in_features", [8, 128, 328])
 @pytest.mark.parametrize("group_size", [32, 96])
-def test_prepacked_weights_are_the_packed_ones(group_size, in_features, device):
+def test_prepacked_weights_equal_the_packed_weights(group_size, in_features, device):
     packed = matrix(device, in_features=in_features, group_size=group_size)
     expected, weight = decode_digits_reference(packed), prepack(packed)
     for k in {0, in_features // 2, in_features - 1}:
@@ -293,7 +293,7 @@ def test_an_element_is_off_by_little_of_the_largest_of_32(device):
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("eps", [None, 1e-6])
-def test_what_is_not_finite_is_not_hidden(eps, value, device):
+def test_non_finite_values_are_not_hidden(eps, value, device):
     weight = prepack(matrix(device, rows=5))
     for k in (0, 171, 327):
         x = torch.ones(1, 328, device=device, dtype=torch.bfloat16)

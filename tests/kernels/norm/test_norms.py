@@ -73,7 +73,7 @@ def test_rms_norm_gradient_takes_an_expanded_grad_y(backend, device):
 # what can differ is how a compiler fuses products, so wide rows are for a GPU
 @pytest.mark.parametrize("width", [165, 2100, 8229] if torch.cuda.is_available() else [165])
 @each_backend
-def test_no_weights_give_the_bits_of_ones(backend, width, device):
+def test_no_weights_give_the_bits_of_weights_of_1(backend, width, device):
     x, grad_y = randn(2, 9 if width == 165 else 1, width, device=device)
     gate_up = torch.cat([x, grad_y], dim=1)
     runs = (
@@ -91,7 +91,7 @@ def test_no_weights_give_the_bits_of_ones(backend, width, device):
                 assert torch.equal(got, expected)
 
 
-def test_wide_rows_have_the_gradient_of_narrow_ones(device, monkeypatch):
+def test_wide_rows_have_the_gradient_of_narrow_rows(device, monkeypatch):
     """Rows that do not fit into registers are read in blocks, twice."""
     x, grad_y = (randn(5, 2100, device=device, seed=seed) for seed in (1, 2))
     weight, found = norm_weight(2100, device), []

@@ -59,7 +59,7 @@ def test_shares_of_logits_in_bfloat16_are_computed_in_float32(device):
 
 @pytest.mark.parametrize("how", [(0.0, 9, 1.0), (1.0, 3000, 1.0), (0.7, 5, 1.0), (4.0, 900, 0.3)])
 @pytest.mark.parametrize("kind", ["random", "some equal"])
-def test_token_of_many_is_the_one_of_the_reference(kind, how, device):
+def test_token_of_many_equals_that_of_the_reference(kind, how, device):
     logits = 3 * torch.randn(3000, generator=torch.Generator().manual_seed(1))
     logits = logits.round() if kind == "some equal" else logits
     key, place = torch.tensor([12345, 2], dtype=torch.int32).unbind()

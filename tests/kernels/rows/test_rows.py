@@ -204,7 +204,7 @@ def places(tokens, slots, device):
 
 @each_backend
 @pytest.mark.parametrize("gated", [True, False])
-def test_backward_is_what_autograd_finds(backend, gated, device):
+def test_backward_equals_autograd(backend, gated, device):
     values, positions = draw(27, 70, device=device), places(9, 3, device)
     gates, grad_y = draw(9, 3, device=device, seed=1), draw(9, 70, device=device, seed=2)
     gates = gates if gated else torch.ones_like(gates)

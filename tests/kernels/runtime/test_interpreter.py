@@ -25,7 +25,7 @@ def drawn(kind, shape: tuple):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_quick_operator_gives_what_the_interpreter_does(name):
+def test_quick_operator_equals_the_interpreter(name):
     from triton import language
     from triton.runtime import interpreter
 

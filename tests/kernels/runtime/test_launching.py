@@ -104,7 +104,7 @@ def test_launches_overlap_only_if_requested_and_on_a_gpu_that_can(monkeypatch):
 
 @needs_triton
 @pytest.mark.parametrize(("early", "order"), [(False, "wait start"), (True, "start wait")])
-def test_next_kernel_starts_before_the_wait_of_early_ones_only(early, order, monkeypatch):
+def test_next_kernel_starts_before_the_wait_of_early_kernels_only(early, order, monkeypatch):
     done = []
     told = {"gdc_launch_dependents": "start", "gdc_wait": "wait"}
     cuda = SimpleNamespace(**{name: partial(done.append, word) for name, word in told.items()})
@@ -237,7 +237,7 @@ def test_tables_of_captured_launches_have_a_room_of_their_own(device):
 
 @needs_triton
 @pytest.mark.parametrize("others", [(), (16,), (24,), (16, 24)])
-def test_what_is_hinted_of_an_argument_is_true_of_all_launches(others, device):
+def test_hints_about_an_argument_hold_for_all_launches(others, device):
     """A compiler loads words at once where 16 divides an address, or a stride."""
     buffer = torch.zeros(99, dtype=torch.uint8, device=device)
     numbers = (32, *others, 64)
@@ -272,7 +272,7 @@ def model(**options) -> LanguageModel:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_recording_computes_again_from_what_its_tensors_hold(threads, monkeypatch):
+def test_replay_reads_the_current_values_of_tensors(threads, monkeypatch):
     monkeypatch.setattr(native, "LEAST_ELEMENTS", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     generator = torch.Generator().manual_seed(0)
@@ -289,7 +289,7 @@ def test_a_recording_computes_again_from_what_its_tensors_hold(threads, monkeypa
         assert position == seed + 2
 
 
-def test_every_replay_counts_anew_what_is_done():
+def test_every_replay_counts_anew():
     """Threads go on to the next loop where as many shares are done as there are."""
     position, step = torch.zeros((), dtype=torch.int32), native.Recording()
     with step:
@@ -311,7 +311,7 @@ def test_calls_that_are_not_loops_are_not_recorded():
 
 
 @pytest.mark.parametrize("options", [{}, {"digits": "all"}, {"sub_norms": False}], ids=str)
-def test_a_recorded_step_gives_the_bytes_of_one_that_is_not(options):
+def test_recorded_step_gives_the_bytes_of_an_unrecorded_step(options):
     lm, texts = model(**options), []
     with lm.prepared_weights():
         for capture in (None, False):

@@ -74,7 +74,7 @@ def test_loops_are_for_a_cpu():
 
 @compiled
 @pytest.mark.usefixtures("one_loop")
-def test_what_was_compiled_is_kept_and_what_is_damaged_is_compiled_again(afresh, monkeypatch):
+def test_compiled_library_is_cached_and_compiled_again_if_damaged(afresh, monkeypatch):
     """A library that is cut off would end the process by SIGBUS, were it loaded."""
     assert native.available()
     (kept,) = afresh.glob("*.so")

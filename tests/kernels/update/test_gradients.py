@@ -74,7 +74,7 @@ def test_gain_of_slopes_of_almost_nothing_is_a_number(backend, device):
 
 
 @each_backend
-def test_what_has_no_gradient_has_the_least_statistic(backend, device):
+def test_zero_gradient_has_the_least_statistic(backend, device):
     """A power of two that is not the end of what digits can be."""
     statistic = torch.full((2, 2), UNSET, dtype=torch.int8, device=device)
     with use_backend(backend):

@@ -86,7 +86,7 @@ def test_every_tile_of_the_triangle_is_computed(tiles, device):
     ],
     ids=str,
 )  # fmt: skip
-def test_the_kernel_takes_what_it_was_faster_on(shape, gram_pays, polynomial_pays):
+def test_kernel_takes_the_shapes_where_it_is_faster(shape, gram_pays, polynomial_pays):
     def pays(dtype=torch.bfloat16, capability=HOPPER, backend="interpreter"):
         x = torch.empty(shape, dtype=dtype, device="meta")
         with compile_for(capability), use_backend(backend):
@@ -209,7 +209,7 @@ def test_sum_is_right_though_it_was_first_computed_without_memory():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_zeros_give_a_finite_sum_and_what_is_not_finite_none(backend):
+def test_zeros_give_a_finite_sum_and_non_finite_values_do_not(backend):
     x = draw((40, 50))
     with use_backend(backend):
         assert gram_inverses(x * 0, SHIFTS, POLAR_WEIGHTS).isfinite().all()

@@ -70,7 +70,7 @@ def sent_and_back(grad, limit, block, low=None):
 
 
 @pytest.mark.parametrize("columns", [1, 6, 40, 192])
-def test_what_was_mixed_comes_back(columns):
+def test_mixing_is_undone(columns):
     grad = torch.randn(9, columns, generator=torch.Generator().manual_seed(3))
     low = torch.empty(5, columns, dtype=torch.uint8)
     for limit, plane in ((32767, None), (2047, low)):

@@ -51,7 +51,7 @@ def test_kernels_draw_the_published_words(device):
     assert torch.equal(moved, expected)
 
 
-def test_keys_are_the_published_ones():
+def test_keys_are_the_published_keys():
     seed, tick = int32(3, 5)
     assert unsigned(stream_keys(seed, tick, num_tensors=2, num_streams=5)).tolist() == [
         [0xB4274FF5, 0x1629FEEE, 0x19B27CA9, 0x72F19786, 0x80A29C2E],

@@ -121,7 +121,7 @@ def test_cudnn_is_looked_for_where_there_is_a_gpu(gpu_there, cudnn_there, has, m
     assert attend._has_cudnn.__wrapped__() == has
 
 
-def test_what_cudnn_attends_to_is_what_was_given(gpu, monkeypatch):
+def test_cudnn_attention_gets_its_arguments_in_order(gpu, monkeypatch):
     monkeypatch.setattr(attend, "_takes_cudnn", lambda q: q == "q")
     monkeypatch.setattr(attend, "_CausalAttention", SimpleNamespace(apply=lambda *given: given))
     assert attend.attend_causally("q", "k", "v") == ("q", "k", "v")

@@ -253,7 +253,7 @@ def test_module_is_found_by_its_tensor_and_so_is_its_copy():
         find(block.mlp.output.weight.trits.clone())
 
 
-def test_module_whose_trits_moved_is_not_taken_for_the_one_that_has_their_place():
+def test_modules_that_exchange_trits_are_told_apart():
     first, second = (block.mlp.output.weight for block in dense().blocks)
     assert find(first.trits) is first
     place = first.trits

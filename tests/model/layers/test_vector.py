@@ -23,7 +23,7 @@ def vector(**options) -> TernaryVector:
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-def test_first_values_are_the_given_ones_to_a_share(options):
+def test_first_values_are_near_the_given_values(options):
     torch.testing.assert_close(vector(**options)(), torch.tensor(VALUES), rtol=0.008, atol=0)
 
 
@@ -32,7 +32,7 @@ def test_first_values_of_votes_are_powers_of_two():
     assert ((found / torch.tensor(VALUES)).log2().abs() <= 0.51).all()
 
 
-def test_what_is_prepared_is_read_until_weights_may_change():
+def test_prepared_vector_is_reused_until_weights_may_change():
     part = vector()
     with part.prepacked_once():
         before = part.prepared()

@@ -67,7 +67,7 @@ def test_other_numbers_are_refused(changes, message):
 
 
 @torch.no_grad()
-def test_a_position_at_a_time_gives_what_all_at_once_do():
+def test_positions_one_by_one_equal_all_at_once():
     lm, ids = model(config()), text()
     with use_backend("torch"):
         x = torch.randn(2, 12, 24, generator=torch.Generator().manual_seed(3))

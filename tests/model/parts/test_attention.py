@@ -132,7 +132,7 @@ def vectors(lm) -> list[VectorWeight]:
     return [tensor for tensor in lm.weights().values() if isinstance(tensor, VectorWeight)]
 
 
-def test_operations_are_those_of_the_matrices_and_of_what_is_seen():
+def test_operations_are_those_of_matrices_and_attention():
     wide = model_config("plain")
     grouped = model_config("fewer heads of keys")
     keys_and_values = 2 * DIM * 2 * (DIM // 4)  # of two heads of four less

@@ -113,7 +113,7 @@ def test_other_gates_and_experts_equal_a_loop_over_positions(options):
     assert_same(tested, given, tested.mix, reference(tested, config_of(**options)))
 
 
-def test_clamp_takes_the_gradient_of_what_is_beyond():
+def test_clamp_has_no_gradient_beyond_its_bounds():
     gate, free = (kind(3, site(), normalise=False) for kind in (ClampedGate, TernaryGate))
     x = torch.tensor([[9.0, 11.0, -11.0, 9.0, 11.0, -11.0]])
     bounded = torch.tensor([[9.0, 10.0, -11.0, 9.0, 10.0, -10.0]])
@@ -330,7 +330,7 @@ def test_filled_graph_changes_the_first_choice_where_edges_enter_the_query(optio
     assert not torch.equal(made["filled"][1][0], made["empty"][1][0])  # through the stream
 
 
-def test_filled_graph_scales_adapters_and_an_empty_one_does_not():
+def test_filled_graph_scales_adapters_and_an_empty_graph_does_not():
     options = {"moe": False, "max_moe_iters": 1}
     both, plain = Both(**options, graph_adapters=True), Both(**options)
     state = both.state_dict()

@@ -56,7 +56,7 @@ def test_one_stream_without_mixing_is_the_plain_block_bit_by_bit(dtype, monkeypa
 
 
 @pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
-def test_streams_begin_as_one(weights):
+def test_streams_begin_as_a_single_stream(weights):
     """The projection is zero, and c is 1, packed within half a percent."""
     several, one = (model(streams=streams, weights=weights) for streams in (4, 1))
     one.load_state_dict({name: several.state_dict()[name] for name in one.state_dict()})

@@ -57,7 +57,7 @@ def test_taps_of_a_twin_begin_with_the_size_of_their_mean():
     assert taps.latent.std().item() == pytest.approx(0.5, rel=0.2)
 
 
-def test_forward_copies_nothing_but_what_gates(monkeypatch):
+def test_forward_copies_only_the_gate(monkeypatch):
     """Kernels that are stood in for make no copies, whatever plain torch does for them."""
     part, _ = block("cpu")
     x = normal(2, 17, 20, device="cpu").bfloat16()

@@ -54,7 +54,7 @@ def see(memory: MemGram, *texts: torch.Tensor) -> None:
     memory.after_step()
 
 
-def test_history_gives_what_the_whole_text_gives():
+def test_history_equals_the_whole_text():
     tested, ids = new_memgram(), text(1, LONG)
     whole = tested(ids, LONG, torch.float32)
     torch.testing.assert_close(tested(ids[:, 3:], 4, torch.float32), whole[:, -4:], **CLOSE)
@@ -136,7 +136,7 @@ def test_features_and_gradients_equal_autograd():
     )
 
 
-def test_history_of_a_sequencer_gives_what_the_whole_text_gives():
+def test_history_of_a_sequencer_equals_the_whole_text():
     tested, ids = new_sequencer(), text(1, 9)
     whole = tested(ids, 9, torch.float32)
     last = tested(ids[:, 6 - HISTORY :], 3, torch.float32)
@@ -175,13 +175,13 @@ def compare(length, window, width, dtype, device, bound):
 @pytest.mark.parametrize(
     ("length", "window"), [(2, 1), (7, 3), (12, 4), (33, 32), (50, 7)], ids=str
 )
-def test_pieces_are_what_a_mask_gives(length, window, device):
+def test_pieces_equal_masked_attention(length, window, device):
     compare(length, window, 6, torch.float32, device, 1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("length", "window"), [(7, 3), (130, 128), (1000, 64)], ids=str)
-def test_flash_attention_is_what_a_mask_gives(length, window, device):
+def test_flash_attention_equals_masked_attention(length, window, device):
     compare(length, window, 64, torch.bfloat16, device, 0.01)
 
 

@@ -20,7 +20,7 @@ def part(**options) -> Quantiser:
     return made
 
 
-def test_code_is_the_nearest_one():
+def test_code_is_the_nearest():
     tested = part()
     found = tested(normal(2, 5, site().dim))
     (q,) = tested._seen
@@ -61,7 +61,7 @@ def stepped(tested: Quantiser, q: torch.Tensor, chosen: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("positions", [1, 10, 37, 90])
-def test_a_step_is_what_integers_say(positions):
+def test_step_equals_integers(positions):
     tested, generator = part(), torch.Generator().manual_seed(positions)
     for _ in range(12):
         q = torch.randint(-MOST, MOST + 1, (positions, 12), generator=generator, dtype=torch.int8)
@@ -94,7 +94,7 @@ def test_unused_codes_become_vectors_and_come_into_use():
     assert tested.gauges() == {"alive_codes": pytest.approx(int((tested.uses > 1).sum()) / 37)}
 
 
-def test_processes_take_what_all_have_seen():
+def test_processes_step_by_the_data_of_all():
     alone, others = part(), [part(), part()]
     xs = [normal(1, 6, site().dim, seed=seed) for seed in (1, 2)]
     for x, other in zip(xs, others, strict=True):

@@ -127,7 +127,7 @@ def test_micro_batches_are_dealt_out_once_and_in_their_order(number, size):
     assert [Group(rank, size).first for rank in range(size)] == [True] + [False] * (size - 1)
 
 
-def test_process_that_differs_is_named_with_what_differs(monkeypatch):
+def test_differing_process_is_named_with_the_difference(monkeypatch):
     group = Group(rank=1, size=3)
     own = dict.fromkeys("abcdefg", 1)
     monkeypatch.setattr(group, "collect", lambda values: [own, own, found])
@@ -164,7 +164,7 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch):
     assert "start at most 2" in found.value.hint
 
 
-def test_process_that_is_started_alone_is_a_group_of_one(monkeypatch):
+def test_single_process_is_a_group_of_size_1(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda **_: pytest.fail("joined"))
     for name, value in environment(0, 1, 1).items():
         monkeypatch.setenv(name, value)

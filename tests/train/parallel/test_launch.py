@@ -203,7 +203,7 @@ def test_process_whose_launcher_ended_before_it_began_ends(monkeypatch):
     assert ended == [1]
 
 
-def test_signal_during_the_start_ends_what_was_started(monkeypatch):
+def test_signal_during_the_start_ends_the_started_processes(monkeypatch):
     started, start = [], launching._start
 
     def interrupted(*given):

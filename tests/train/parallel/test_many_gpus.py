@@ -57,7 +57,7 @@ def trained(group, text, given, capture):
     ids=["eager", "captured", "all digits"],
 )
 @pytest.mark.parametrize("size", SIZES)
-def test_gpus_give_the_bits_of_one(size, given, capture, text):
+def test_gpus_give_the_bits_of_a_single_gpu(size, given, capture, text):
     (alone,) = in_processes(1, trained, text, given, False, device="cuda")
     found = in_processes(size, trained, text, given, capture, device="cuda")
     assert found[0] == alone
@@ -65,7 +65,7 @@ def test_gpus_give_the_bits_of_one(size, given, capture, text):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_graph_on_gpus_gives_the_bits_of_one(size, text, small_graph):
+def test_graph_on_gpus_gives_the_bits_of_a_single_gpu(size, text, small_graph):
     given = small_graph | {"accum": 4, "memgram": True}
     (alone,) = in_processes(1, trained, text, given, False, device="cuda")
     assert in_processes(size, trained, text, given, False, device="cuda")[0] == alone

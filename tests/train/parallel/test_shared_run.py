@@ -59,7 +59,7 @@ def assert_the_same(texts, given, sizes, steps=2):
     return digests
 
 
-def test_two_and_four_processes_give_the_bits_of_one(texts):
+def test_two_and_four_processes_give_the_bits_of_a_single_process(texts):
     assert_the_same(texts, SMALL, (2, 4))
 
 
@@ -171,7 +171,7 @@ def test_state_is_shared_out_and_a_run_goes_on_with_another_number(texts):
     assert (found[0][0], found[0][1]) == (digests, losses)
 
 
-def test_owners_alone_keep_what_only_a_step_needs(texts):
+def test_only_owners_keep_the_state_of_a_step(texts):
     alone = kept_bytes(Group(), texts)
     shares = in_processes(2, kept_bytes, texts)
     told = sum(shares) - alone  # what both have
@@ -205,7 +205,7 @@ def test_batches_that_cannot_be_dealt_out_are_refused(texts):
 
 
 @pytest.mark.parametrize("owner", [1])
-def test_gradient_that_is_not_finite_is_counted_once_in_every_number_of_processes(owner, texts):
+def test_non_finite_gradient_is_counted_once_by_any_number_of_processes(owner, texts):
     """The first process writes down what it counts, also of others' tensors."""
 
     def step(group):
@@ -235,7 +235,7 @@ def test_gradient_that_is_not_finite_is_counted_once_in_every_number_of_processe
 
 
 @pytest.mark.parametrize("wire", ["int8", "int12"])  # sums of one part, and of two
-def test_tensor_without_a_gradient_in_a_step_is_left_as_it_is(wire, texts):
+def test_tensor_without_a_gradient_in_a_step_does_not_change(wire, texts):
     """Others of its message step, and of its exponents nothing is known."""
     trainer = Trainer(new_config(**(DECIDED | SMALL | {"wire": wire})), texts)
     trainer.train_step()
