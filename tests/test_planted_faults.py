@@ -236,7 +236,7 @@ FAULTS = [
     kernel("neighbour", "programs of a merged launch take another matrix's arguments",
         "merged_steps", rewrite("t + tl.program_id(1) * WIDTH", "t + 0 * WIDTH")),
     kernel("neighbour", "a merged launch gives all parts of its second kind the first one's",
-        "merged_steps", rewrite("(p - q) * SECOND_WIDTH", "0 * SECOND_WIDTH")),
+        "decode_weights", rewrite("(p - q) * SECOND_WIDTH", "0 * SECOND_WIDTH"), scale="T32"),
     kernel("cut short", "last program of every part of a merged launch left out", "merged_steps",
         rewrite("tl.program_id(0) >= tl.load(r)", "tl.program_id(0) >= tl.load(r) - 1")),
     kernel("neighbour", "matrices decoded in one launch are another's", "decode_weights",
