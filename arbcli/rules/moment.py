@@ -8,7 +8,6 @@ then z <- z - lr * P / 16 * m / rms(m). All assignments round stochastically.
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime.merged import in_one_turn
 from arbcli.kernels.update.blend_moment import blend_moment, moment_max
 from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.step_trits import step_by_direction, step_by_moment
@@ -70,15 +69,14 @@ class Moment(Rule):
 
     def average(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Step the scales, and blend the gradient or direction into the moment."""
-        with in_one_turn():
-            self.move_scales(state, gradient, control)
-            moment = state["remainder"] if self.share_a_byte else state["moment"]
-            decay = round(DECAY * UNIT) if control.first else UNIT
-            blend_moment(
-                moment, *gradient.ingredients, control.keys[MOMENT], gradient.gains.ok,
-                control.squares, decay,
-                *self._blend_gain(1 if control.alone else control.accumulation), self.share_a_byte,
-            )  # fmt: skip
+        self.move_scales(state, gradient, control)
+        moment = state["remainder"] if self.share_a_byte else state["moment"]
+        decay = round(DECAY * UNIT) if control.first else UNIT
+        blend_moment(
+            moment, *gradient.ingredients, control.keys[MOMENT], gradient.gains.ok, control.squares,
+            decay, *self._blend_gain(1 if control.alone else control.accumulation),
+            self.share_a_byte,
+        )  # fmt: skip
 
     def step_along(
         self, state: State, direction: Ingredients, ok: Tensor, control: StepControl

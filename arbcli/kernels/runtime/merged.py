@@ -125,21 +125,6 @@ def _paired_kernel(
             )  # fmt: skip
 
 
-_turn: list[Launch] | None = None
-"""Launches of the turn that `in_one_turn` collects."""
-
-
-@contextmanager
-def in_one_turn() -> Iterator[None]:
-    """Declare that launches in the block need no order among them, so that they can be merged."""
-    global _turn
-    before, _turn = _turn, []
-    try:
-        yield
-    finally:
-        _turn = before
-
-
 def merge_launches(parts: Iterable[Callable[[], None]], device: torch.device) -> None:
     """Run several functions with their launches of the same kernels merged.
 
@@ -151,16 +136,10 @@ def merge_launches(parts: Iterable[Callable[[], None]], device: torch.device) ->
         parts: functions that launch the kernels.
         device: device of the tensors.
     """
-    recorded: list[list[list[Launch]]] = []
+    recorded: list[list[Launch]] = []
 
     def record(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-        launch = _described(kernel, grid, args, kwargs)
-        if _turn is None:
-            recorded[-1].append([launch])
-        else:
-            if not _turn:
-                recorded[-1].append(_turn)
-            _turn.append(launch)
+        recorded[-1].append(_described(kernel, grid, args, kwargs))
 
     with replaced_launches(record):
         for part in parts:
@@ -176,16 +155,17 @@ def merge_launches(parts: Iterable[Callable[[], None]], device: torch.device) ->
         _launch(*zip(group, some, on_device, strict=False))
 
 
-def _groups(recorded: list[list[list[Launch]]]) -> Iterator[list[list[Launch]]]:
+def _groups(recorded: list[list[Launch]]) -> Iterator[list[list[Launch]]]:
     """Yield the launches to make, in order: one or two kinds each, and the parts of a kind.
 
     Args:
-        recorded: launches of each turn of each function.
+        recorded: launches of each function.
     """
-    for turns in itertools.zip_longest(*recorded, fillvalue=()):
+    for turn in itertools.zip_longest(*recorded):
         kinds: dict[tuple, list[Launch]] = {}
-        for launch in itertools.chain(*turns):
-            kinds.setdefault(launch.kind, []).append(launch)
+        for launch in turn:
+            if launch is not None:
+                kinds.setdefault(launch.kind, []).append(launch)
         alike: dict[tuple, list[list[Launch]]] = {}
         for wave in kinds.values():
             one = wave[0]

@@ -20,7 +20,7 @@ from arbcli.kernels.runtime.arguments import FLOAT, INT8, INT32, Array
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS
 from arbcli.kernels.runtime.operation import Case, Operation
 from arbcli.kernels.timed import Timed
-from arbcli.kernels.update.direction import FEW_REGISTERS, MOST_REGISTERS, OK, round_to_int
+from arbcli.kernels.update.direction import OK, round_to_int
 from arbcli.kernels.update.random_bits import random_bits, random_bits_reference, random_words
 
 CLIP = 3 << 16
@@ -120,8 +120,7 @@ def _step_scales_triton(
             exponent, fraction, slope, slope_gain, key, gain, shift, ok, rows, groups,
             *exponent.stride(), *fraction.stride(), *slope.stride(),
             CLIP=CLIP, LOWEST=LOWEST, HIGHEST=HIGHEST, BLOCK_N=block_n, BLOCK_G=block_g,
-            enable_fp_fusion=False, num_warps=2 if small else 4,
-            maxnreg=FEW_REGISTERS if small else MOST_REGISTERS,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
 

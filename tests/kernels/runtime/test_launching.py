@@ -28,7 +28,6 @@ from arbcli.kernels.runtime.merged import (
     _described,
     _groups,
     _tabulated,
-    in_one_turn,
     merge_launches,
 )
 from arbcli.kernels.runtime.overlap import overlap_options, overlapping, wait_for_last
@@ -157,21 +156,18 @@ def test_equal_kernels_are_launched_once(device):
 
 
 def test_launches_of_two_kinds_run_as_one_with_the_same_bits(device):
+    apart, together = copies(blend_moment, device)
     launched = []
-    scales, moments = (copies(spec, device) for spec in (step_scales, blend_moment))
-    (apart, together), (apart_too, together_too) = scales, moments
+    parts = [partial(blend_moment.triton, *inputs) for inputs in together]
     with use_backend("triton" if device.type == "cuda" else "interpreter"):
-        for spec, some in ((step_scales, apart), (blend_moment, apart_too)):
-            for inputs in some:
-                spec.triton(*inputs)
-        parts = [partial(step_scales.triton, *inputs) for inputs in together]
-        parts += [partial(blend_moment.triton, *inputs) for inputs in together_too]
+        for inputs in apart:
+            blend_moment.triton(*inputs)
         merge_launches(parts, device)
         with replaced_launches(lambda kernel, *_, **__: launched.append(kernel.__name__)):
             merge_launches(parts, device)
     assert "_paired_kernel" in launched
     assert len(launched) < len({launch_of(part).kind for part in parts})
-    for one, other in zip([*apart, *apart_too], [*together, *together_too], strict=True):
+    for one, other in zip(apart, together, strict=True):
         for x, y in zip(one, other, strict=True):
             assert not torch.is_tensor(x) or torch.equal(x, y)
 
@@ -195,27 +191,11 @@ def kernels(recorded) -> list[list[str]]:
 
 def test_kinds_are_paired_if_their_options_are_equal_and_their_ptx_declares_nothing():
     first, second, third = (launch(name) for name in "abc")
-    assert kernels([[[first]], [[second]], [[first]], [[third]]]) == [["aa", "b"], ["c"]]
-    assert kernels([[[first]], [[launch("b", warps=4)]]]) == [["a"], ["b"]]
-    apart = [[[launch("a", pairs=False)]], [[launch("b", pairs=False)]]]
-    assert kernels([*apart, [[third]]]) == [["a"], ["b"], ["c"]]
-    assert kernels([[[first], [second]], [[third]]]) == [["a", "c"], ["b"]]
-
-
-def test_launches_in_one_turn_need_no_order(device):
-    inputs, _ = copies(step_scales, device)
-    launched = []
-
-    def part(both):
-        with in_one_turn() if both else nullcontext():
-            for some in inputs[:2]:
-                step_scales.triton(*some)
-        step_scales.triton(*inputs[2])
-
-    for both in (True, False):
-        with replaced_launches(lambda _, grid, *__, **___: launched.append(grid[1:])):
-            merge_launches([partial(part, both)] * 3, device)
-    assert launched == [(6,), (3,), (3,), (3,), (3,)]
+    assert kernels([[first], [second], [first], [third]]) == [["aa", "b"], ["c"]]
+    assert kernels([[first], [launch("b", warps=4)]]) == [["a"], ["b"]]
+    apart = [[launch("a", pairs=False)], [launch("b", pairs=False)]]
+    assert kernels([*apart, [third]]) == [["a"], ["b"], ["c"]]
+    assert kernels([[first, second], [third]]) == [["a", "c"], ["b"]]
 
 
 def test_tables_of_captured_launches_have_a_room_of_their_own(device):
