@@ -250,7 +250,7 @@ MEASURED = {
 """The most that was allocated and reserved with torch 2.11, by preset, batch, whether steps were
 captured, and whether blocks were computed again.
 
-On an H100, `tiny`, `small` and `base` that are not recomputed at `06457fe8`, others at `df1b92c6`.
+On an H100, `tiny`, `small` and `base` that are not recomputed at `4db7864b`, others at `df1b92c6`.
 Those of `1b` and `arb-3b` are of an H200, before the gradient of a gated MLP's middle overwrote
 that middle, which saves up to 11 %, and before gradients of small matrices were held: to be
 measured again.
