@@ -5,13 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cells import Cell, wide
-from graphs import recorded_graphs
+from graphs import Graph, recorded_graphs
 
 from arbcli.config.presets import preset
 from arbcli.data import open_texts
 from arbcli.infer.decoder import Decoder
 from arbcli.infer.sampling import Sampling
+from arbcli.model.decoding import Phase
 from arbcli.model.language_model import LanguageModel
+from arbcli.model.stage import Stage
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import EAGER_STEPS, Trainer
 
@@ -69,6 +71,48 @@ def test_step_of_a_single_text_is_captured_again_for_other_parameters():
     assert found[0] == found[1]
     assert len(set(found)) == 3
     assert [graph.replays for graph in graphs] == [12, 6, 6]
+
+
+class JoinedGraphs:
+    """Stands for `StepGraph`: deeper phases run where the phase before them says so."""
+
+    def __init__(self, phases: list[Phase], graphs: list, device: torch.device) -> None:
+        self.parts = [(phase, graph) for phase, graph in zip(phases, graphs, strict=True)]
+        self.begins = [phase.leads_deeper and phase.leads_deeper() for phase in phases]
+        for phase in phases:
+            if phase.leads_deeper is not None:
+                phase.handle.fill_(77)
+
+    def replay(self) -> None:
+        deepest = 0
+        for (phase, graph), begins in zip(self.parts, self.begins, strict=True):
+            if phase.depth <= deepest:
+                graph.replay()
+                deepest = phase.depth + int(begins) if begins is not None else deepest
+
+
+def test_no_step_outside_a_graph_sets_a_condition(monkeypatch):
+    """The nodes of a capture are gone when the step is captured for another text."""
+    monkeypatch.setattr("arbcli.model.stage.has_conditions", lambda device: True)
+    monkeypatch.setattr("arbcli.infer.decoder.StepGraph", JoinedGraphs)
+    lm, found, handles = model("chunks"), [], []
+    step_down = Stage.step_down
+
+    def noted(self, x, ids, reading, past, *, fused):
+        if not Graph.recording:
+            handles.append(int(past.handle))
+        step_down(self, x, ids, reading, past, fused=fused)
+
+    monkeypatch.setattr(Stage, "step_down", noted)
+    with lm.prepared_weights(), recorded_graphs():
+        for capture in (False, True):
+            decoder = Decoder(lm, 20, backend="torch", capture=capture)
+            for sampling in (SAMPLING, Sampling(temperature=0)):
+                decoder.begin(b"some bytes", sampling)
+                found.append(b"".join(map(bytes, decoder.stream(9))))
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]
+    assert {*handles} == {0}
 
 
 @pytest.mark.parametrize(

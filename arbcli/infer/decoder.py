@@ -110,30 +110,29 @@ class Decoder:
         """Number of symbols that `stream` has yielded."""
         on_gpu = device.type == "cuda" and self.backend == "triton"
         self._captures, self._records = on_gpu if capture is None else capture, False
-        self._prompt = prompt
+        self._shortest_prompt = prompt
         integers: TensorOptions = {"dtype": torch.int32, "device": device}
         dtype, shape = text_dtype(model.config.vocabulary), (texts,) if texts > 1 else ()
         self._text = torch.zeros(*shape, positions, dtype=dtype, device=device)
         self._texts = [*self._text.view(texts, positions)]  # views
         self._byte = torch.zeros(texts, 1, dtype=torch.int64, device=device)  # last bytes
         self._key = torch.zeros(shape, **integers)
-        self._row: int | slice
         self._choose: Callable[..., None]
-        self._of_slots: tuple[Tensor, ...] = ()
-        """Temperature, top k and top p of each slot, unless they are constants of the step."""
+        self._slot_sampling: tuple[Tensor, ...] = ()
+        """Temperature, top k and top p of each slot; empty for a single text."""
         if isinstance(self.cache, BatchCache):
             self._caches: Sequence[Cache] = self.cache.texts
-            self._active, self._row, self._choose = self.cache.active, slice(None), choose_bytes_
+            self._active, self._choose = self.cache.active, choose_bytes_
             self._eager = [Phase(0, partial(model, self._byte, self.cache))]
             ones = torch.ones(texts, device=device)
-            self._of_slots = torch.zeros_like(ones), ones.int(), ones
+            self._slot_sampling = torch.zeros_like(ones), ones.int(), ones
         else:
             self._caches, self._active = [self.cache], torch.zeros(1, **integers)  # unused
-            self._row, self._choose = 0, choose_byte_
+            self._choose = choose_byte_
             self._eager = step_phases(model, self._byte, self.cache)
             self._records = self.backend == "native" and capture is None and len(self._eager) == 1
-        self._how: tuple[Any, ...] = ()
-        """Temperature, top k and top p in the step."""
+        self._sampling_arguments: tuple[Any, ...] = ()
+        """Temperature, top k and top p in the step: numbers, or the tensors of all slots."""
         self._phases = self._eager
         self.recorded = False
         """Whether a step is replayed as a recorded list of loops."""
@@ -177,17 +176,20 @@ class Decoder:
             ArbError: `prompt` is empty.
             ValueError: `prompt` is too long, or longer ones were announced.
         """
+        self.lengths.pop(slot, None)
+        self._active[slot] = 0
         sampling = sampling or Sampling()
-        how: tuple[Any, ...] = sampling.temperature, sampling.top_k, sampling.top_p
-        for values, value in zip(self._of_slots, how, strict=False):
-            values[slot] = value
+        arguments: tuple[Any, ...] = sampling.temperature, sampling.top_k, sampling.top_p
+        if self._slot_sampling:
+            for values, value in zip(self._slot_sampling, arguments, strict=True):
+                values[slot] = value
+            arguments = self._slot_sampling
         self._key.view(-1)[slot] = stream_key(sampling.seed, stream, self.device)
-        if self._how != (how := self._of_slots or how):
-            self._how = how
+        if self._sampling_arguments != arguments:
+            self._sampling_arguments = arguments
             self._capture()
         self._caches[slot].reset()
-        self.lengths.pop(slot, None)
-        self.read(prompt, slot, progress)
+        self._read(prompt, slot, progress)
 
     @torch.no_grad()
     def read(
@@ -205,13 +207,19 @@ class Decoder:
 
         Raises:
             ArbError: `symbols` is empty.
-            ValueError: the text would be too long, or a longer prompt was announced.
+            ValueError: the text would be too long, or has not begun.
         """
+        self._check_begun(slot)
+        self._read(symbols, slot, progress)
+
+    def _read(
+        self, symbols: Sequence[int], slot: int, progress: Callable[[int, int], None]
+    ) -> None:
         if not symbols:
             raise ArbError("the prompt is empty", hint="give at least one byte, such as a newline")
-        length = self.lengths.get(slot, 0)
-        if not length and len(symbols) < self._prompt:
-            raise ValueError(f"a prompt of {self._prompt} bytes was expected, got {len(symbols)}")
+        length, shortest = self.lengths.get(slot, 0), self._shortest_prompt
+        if not length and len(symbols) < shortest:
+            raise ValueError(f"a prompt of {shortest} bytes was expected, got {len(symbols)}")
         if length + len(symbols) > self._text.shape[-1]:
             raise ValueError(f"no room for {len(symbols)} bytes after {length}")
         marked = self.model.config.symbols > VOCABULARY  # the text has the low bits of marks
@@ -253,7 +261,12 @@ class Decoder:
                 self._check()
 
     def end(self, slot: int, count: int) -> Callable[[], Sequence[int]]:
-        """End the text of a slot; return a function that waits for its last `count` symbols."""
+        """End the text of a slot; return a function that waits for its last `count` symbols.
+
+        Raises:
+            ValueError: the text has not begun.
+        """
+        self._check_begun(slot)
         self._active[slot] = 0
         length = self.lengths.pop(slot)
         return copied_to_host(self._texts[slot][length - count : length])
@@ -278,6 +291,7 @@ class Decoder:
                 return
 
     def _stream(self, length: int) -> Iterator[Sequence[int]]:
+        self._check_begun(0)
         self._check_room(length)
         if self.checks is not None:
             length = yield from self._stream_checked(self.checks, length)
@@ -321,6 +335,10 @@ class Decoder:
                 self._byte.copy_(checks.byte)
                 return end - begin
 
+    def _check_begun(self, slot: int) -> None:
+        if slot not in self.lengths:
+            raise ValueError(f"no text has begun in slot {slot}")
+
     def _check_room(self, count: int) -> None:
         length = max(self.lengths.values(), default=0)
         if not 0 < length <= self._text.shape[-1] - count:
@@ -359,17 +377,18 @@ class Decoder:
             self._choose(
                 self._byte,
                 self._text,
-                logits[self._row, 0],
+                logits[:, 0].view(*self._key.shape, -1),
                 self.cache.position,  # already incremented: positions of the next symbols
                 self._key,
-                *self._how,
+                *self._sampling_arguments,
             )
 
     def _capture(self) -> None:
         """Capture a step as CUDA graphs or record it, if possible, and reset the cache."""
         self._phases = self._eager
         if self.checks is not None:
-            self._check = partial(self.checks.run, self._text, self._key, self._how)
+            arguments = self._text, self._key, self._sampling_arguments
+            self._check = partial(self.checks.run, *arguments)
         with use_backend(self.backend), overlapping():
             if self._captures:
                 self._capture_graphs()
@@ -379,6 +398,9 @@ class Decoder:
 
     def _capture_graphs(self) -> None:
         joined = self._eager[0].handle is not None
+        for phase in self._eager:
+            if phase.handle is not None:
+                phase.handle.zero_()  # nodes of an earlier capture do not exist any more
         for _ in range(WARM_UP_STEPS):
             self.cache.reset()
             for phase in self._eager:
@@ -428,8 +450,9 @@ def _new_cache(model: LanguageModel, positions: int, texts: int, prompt: int) ->
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        what = f"the cache of {texts} texts" if texts > 1 else "the cache of a text"
-        hint = "use a smaller `--batch`, or shorter texts"
+        what, hint = "the cache of a text", "use a shorter prompt and a smaller `--length`"
+        if texts > 1:
+            what, hint = f"the cache of {texts} texts", "use a smaller `--batch`, or shorter texts"
         check_room(new(device=torch.device("meta")).nbytes, what, hint, free + held)
     return new()
 

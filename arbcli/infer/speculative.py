@@ -81,28 +81,28 @@ class Checks:
         numbers = torch.arange(self.size, dtype=torch.int32, device=byte.device)
         self._places.copy_(self._cache.position + numbers)
 
-    def run(self, text: Tensor, key: Tensor, how: tuple[float, int, float]) -> None:
+    def run(self, text: Tensor, key: Tensor, sampling: tuple[float, int, float]) -> None:
         """Run a step, which appends 1 to `size` bytes to the text.
 
         Args:
             text: (P,) uint8, with room for `size` more bytes.
             key: key of the random numbers.
-            how: temperature, top k and top p.
+            sampling: temperature, top k and top p.
         """
         position = self._cache.position
-        self._propose(text, key, how)
+        self._propose(text, key, sampling)
         with self._cache.main.clock.checking():  # the cache does not advance
             x = self._model.embedding(self._ids, self._model.compute_dtype)
             rows = self._model.blocks.step(x, self._cache.main)
         logits = fused_logits(self._model, rows)  # the bits of single steps
-        choose_byte_(self._chosen, text, logits[0], self._places[1], key, *how)
+        choose_byte_(self._chosen, text, logits[0], self._places[1], key, *sampling)
         accept_ahead_(
             self._ids[0], self._chosen, rows[0], self._last.view(-1), position, self._places,
             self.accepted,
         )  # fmt: skip
         keep_accepted_(self._table, self.accepted[0], self.accepted[1])
 
-    def _propose(self, text: Tensor, key: Tensor, how: tuple[float, int, float]) -> None:
+    def _propose(self, text: Tensor, key: Tensor, sampling: tuple[float, int, float]) -> None:
         """Propose the bytes after the last one."""
         equal, position, x, head = self._equal, self._cache.position, self._last, self._model.ahead
         if head is None:
@@ -114,4 +114,4 @@ class Checks:
             byte, place = self._ids[:, number - 1 : number], self._places[number]
             x, logits = head.step(x, byte) if fused else head(x, byte)
             byte, own = self._ids[0, number : number + 1], repeated[number - 1 : number + 1]
-            propose_byte_(byte, own, equal, logits[0, 0], place, key, EACH_EQUAL, *how)
+            propose_byte_(byte, own, equal, logits[0, 0], place, key, EACH_EQUAL, *sampling)

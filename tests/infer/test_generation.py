@@ -175,8 +175,6 @@ def test_fused_head_normalises_the_stream():
 
 def test_no_more_bytes_than_the_text_has_room_for(device):
     decoder = Decoder(model(device), 10)
-    with pytest.raises(ValueError, match="no room for 3 bytes after 0"):
-        next(decoder.stream(3))
     decoder.begin(b"12345678")
     with pytest.raises(ValueError, match="no room for 3 bytes after 8"):
         next(decoder.stream(3))
@@ -190,6 +188,54 @@ def test_no_more_bytes_than_the_text_has_room_for(device):
     decoder.end(1, 0)
     decoder.step(3)
     assert decoder.lengths == {0: 7}
+
+
+@pytest.mark.parametrize("texts", [1, 2])
+def test_slot_without_a_text_is_refused(texts, device):
+    """It has none before its first prompt, after its end, and after a prompt that is refused."""
+    decoder, slot = Decoder(model(device), 10, texts), 0
+
+    def check() -> None:
+        for use in (
+            lambda: next(decoder.stream(3)),
+            lambda: decoder.read(b"abc", slot),
+            lambda: decoder.end(slot, 1),
+        ):
+            with pytest.raises(ValueError, match="no text has begun in slot 0"):
+                use()
+
+    check()
+    if texts > 1:
+        decoder.begin(b"abc", slot=1)
+    check()
+    decoder.begin(b"abc")
+    decoder.end(slot, 1)
+    check()
+    decoder.begin(b"abc")
+    with pytest.raises(ArbError, match="the prompt is empty"):
+        decoder.begin(b"")
+    check()
+    if texts > 1:
+        decoder.step(7)
+        assert decoder.cache.position.tolist() == [0, 9]
+
+
+def test_text_after_others_in_a_slot_is_that_of_a_new_decoder(device):
+    """Whatever the last text was, where it stopped, and how its bytes were sampled."""
+    lm, found = model(device), {}
+    ways = {b"a": Sampling(seed=2), b"twelve bytes": GREEDY, b"ab": Sampling(top_k=3, seed=4)}
+    for texts in (1, 2):
+        with lm.prepared_weights():
+            used = Decoder(lm, 40, texts)
+            for prompt, sampling in [*ways.items(), *reversed(ways.items())]:
+                new = Decoder(lm, 40, texts)
+                for decoder in (used, new):
+                    decoder.begin(prompt, sampling)
+                    room = 40 - len(prompt)
+                    made = b"".join(map(bytes, decoder.stream(room)))
+                    assert found.setdefault((texts, prompt), made) == made
+                used.begin(prompt, sampling)
+                next(used.stream(20))
 
 
 def test_empty_prompt_is_refused(device):
