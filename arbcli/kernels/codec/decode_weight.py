@@ -48,12 +48,15 @@ from arbcli.kernels.codec.warp_products import (
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Matrix, Number
+from arbcli.kernels.runtime.backend import LARGE_ELEMENTS
 from arbcli.kernels.runtime.operation import Case, Operation
 from arbcli.kernels.runtime.shared_memory import allocate, read_four, wait_for_warp, write_four
 from arbcli.kernels.timed import Timed
 
 ABREAST, COLUMN_ROWS = 4, 16
 """Blocks of one row among the eight that a warp decodes at once; rows per program by columns."""
+NARROW, NARROW_TILE = 12, (1, 32)
+"""Small matrices of at most so many blocks a row have these instead: fewer programs."""
 
 
 @triton.jit
@@ -219,12 +222,14 @@ def decode_weight_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
     if weight.numel():
         by_block = _by_block(packed)
         blocks = in_features // BLOCK if by_block else 0
+        narrow = by_block and blocks <= NARROW and weight.numel() < LARGE_ELEMENTS
+        abreast, column_rows = NARROW_TILE if narrow else (ABREAST, COLUMN_ROWS)
         chunks = triton.cdiv(in_features - BLOCK * blocks, PLANE)
-        programs = triton.cdiv(rows, COLUMN_ROWS) * chunks
-        programs += triton.cdiv(rows, 8 // ABREAST) * triton.cdiv(blocks, 4 * ABREAST)
+        programs = triton.cdiv(rows, column_rows) * chunks
+        programs += triton.cdiv(rows, 8 // abreast) * triton.cdiv(blocks, 4 * abreast)
         _decode_weight_kernel[(programs,)](
             *packed.pointers, weight, rows, in_features, *packed.strides, weight.stride(0),
-            **packed.constants, BY_BLOCK=by_block, ABREAST=ABREAST, COLUMN_ROWS=COLUMN_ROWS,
+            **packed.constants, BY_BLOCK=by_block, ABREAST=abreast, COLUMN_ROWS=column_rows,
             PTX=HAS_PTX and by_block, num_warps=1,
         )  # fmt: skip
     return weight
@@ -237,6 +242,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
         (3, 33),
         (33, 123),
         (2, 165),
+        (11, 328),
         (9, 1000),
         (1, 2720),
         (2, 1311),

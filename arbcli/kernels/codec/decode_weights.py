@@ -48,8 +48,9 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     """Take matrices of `decode_weight` together: their sizes, strides and scales differ."""
     alone = {case.label: case.inputs[0] for case in decode_weight.cases(device, group_size)}
     yield Case("2 matrices", (alone["2x165"], alone["3x165 strided"]))
-    some = [alone[label] for label in ("1x1", "3x33", "9x1000", "1x2720", "3x165 fraction strided")]
-    yield Case("6 matrices", (*some, some[1]._replace(fraction=None)))
+    labels = ("1x1", "3x33", "9x1000", "11x328", "1x2720", "3x165 fraction strided")
+    some = [alone[label] for label in labels]
+    yield Case("7 matrices", (*some, some[1]._replace(fraction=None)))
 
 
 def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:

@@ -14,9 +14,17 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT32, Array
+from arbcli.kernels.runtime.backend import tiles_of_a_program
 
 UNIT = 1 << 16
 """Fixed-point one: directions, slopes and steps have 16 fractional bits."""
+FEW_REGISTERS, MOST_REGISTERS = 128, 255
+"""Registers of a thread at most, in kernels that step small and large matrices."""
+
+
+def registers_of(matrix: Tensor) -> int:
+    """Return how many registers a thread may have: few for small matrices, for more programs."""
+    return tiles_of_a_program(matrix, FEW_REGISTERS, MOST_REGISTERS)
 
 
 def fixed_point_reference(

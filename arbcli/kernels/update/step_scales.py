@@ -11,11 +11,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT8, INT32, Array
+from arbcli.kernels.runtime.backend import LARGE_ELEMENTS
 from arbcli.kernels.runtime.operation import Case, Operation
 from arbcli.kernels.timed import Timed
 from arbcli.kernels.update.direction import OK, round_to_int
@@ -24,6 +26,8 @@ from arbcli.kernels.update.random_bits import random_bits, random_bits_reference
 CLIP = 3 << 16
 """A slope saturates here, at 3 times its root-mean-square."""
 LOWEST, HIGHEST = LOWEST_EXPONENT * OCTAVE, HIGHEST_EXPONENT * OCTAVE + OCTAVE - 1
+FEW_GROUPS, FEW_AT_ONCE = 64, 32
+"""Small matrices of at most so many groups a row have tiles of so many, to share a launch."""
 
 
 def step_scales_reference(
@@ -109,7 +113,8 @@ def _step_scales_triton(
 ) -> None:  # fmt: skip
     if slope.numel():
         rows, groups = slope.shape
-        block_g = min(triton.next_power_of_2(groups), 128)
+        small = groups <= FEW_GROUPS and slope.numel() < LARGE_ELEMENTS // PLANE
+        block_g = FEW_AT_ONCE if small else min(triton.next_power_of_2(groups), 128)
         block_n = 1024 // block_g
         _step_scales_kernel[(triton.cdiv(rows, block_n) * triton.cdiv(groups, block_g),)](
             exponent, fraction, slope, slope_gain, key, gain, shift, ok, rows, groups,

@@ -47,6 +47,7 @@ from arbcli.kernels.update.direction import (
     fixed_point_torch,
     load_gain,
     native_arguments,
+    registers_of,
 )
 from arbcli.kernels.update.random_bits import random_halves, random_halves_reference, random_words
 
@@ -419,7 +420,7 @@ def _launch(
         0 if row_gain is None else row_gain.stride(0),
         SOURCE=source, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, RADIX=radix,
         REMAINDER_MAX=remainder_max, CLIP=CLIP, LARGEST_GAIN=LARGEST_GAIN, BLOCK_P=block_p,
-        enable_fp_fusion=False,
+        enable_fp_fusion=False, maxnreg=registers_of(remainder),
     )  # fmt: skip
 
 

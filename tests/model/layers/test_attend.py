@@ -14,7 +14,10 @@ from arbcli.model.layers import attend
 from arbcli.model.layers.attend import HOPPER, attend_causally, attend_rotated
 from arbcli.model.layers.rotary import rotary_norm, table_for
 
-OURS = ["_queries_kernel", "_keys_kernel"]
+APART = ["_queries_kernel", "_keys_kernel"]
+"""Kernels of the backward; in short windows of narrow heads, `_both_kernel` alone."""
+WINDOWS = [(64, 128, ["_both_kernel"]), (64, 320, APART), (128, 128, APART)]
+"""Width of a head, length of a window, and the kernels of its backward."""
 FLASH = "_scaled_dot_product_flash_attention_backward"
 
 
@@ -54,18 +57,18 @@ def gone_back(backend="triton", capability=HOPPER, width=64, length=128, attend=
     return operations.names, launched
 
 
-@pytest.mark.parametrize("width", [64, 128])
-def test_gradients_go_through_our_kernels_to_the_rotation_without_a_copy(width):
-    operations, launched = gone_back(width=width)
-    assert launched == [*OURS, "_rotary_norm_backward_kernel"]
+@pytest.mark.parametrize(("width", "length", "ours"), WINDOWS)
+def test_gradients_go_through_our_kernels_to_the_rotation_without_a_copy(width, length, ours):
+    operations, launched = gone_back(width=width, length=length)
+    assert launched == [*ours, "_rotary_norm_backward_kernel"]
     assert FLASH not in operations
     assert not {"clone", "copy_", "_to_copy", "stack", "cat"} & {*operations}
 
 
-@pytest.mark.parametrize("width", [64, 128])
-def test_gradient_of_the_rotation_has_no_kernel_of_its_own(width):
-    operations, launched = gone_back(width=width, attend=at_once)
-    assert launched == OURS
+@pytest.mark.parametrize(("width", "length", "ours"), WINDOWS)
+def test_gradient_of_the_rotation_has_no_kernel_of_its_own(width, length, ours):
+    operations, launched = gone_back(width=width, length=length, attend=at_once)
+    assert launched == ours
     assert not {FLASH, "clone", "copy_", "_to_copy", "stack", "cat"} & {*operations}
 
 
@@ -78,7 +81,7 @@ def test_gradient_of_the_rotation_has_no_kernel_of_its_own(width):
 def test_gradients_of_other_gpus_widths_lengths_and_backends_are_those_of_torch(other, attend):
     operations, launched = gone_back(**other, attend=attend)
     assert FLASH in operations
-    assert not {*OURS} & {*launched}
+    assert not {*APART, "_both_kernel"} & {*launched}
 
 
 @pytest.fixture
