@@ -16,6 +16,7 @@ from arbcli.model.language_model import LanguageModel
 from arbcli.model.stage import Stage
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import EAGER_STEPS, Trainer
+from arbcli.train.updater import Updater
 
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
 SAMPLING = Sampling(temperature=1.5, top_k=90, top_p=0.9, seed=3)
@@ -147,6 +148,8 @@ def test_captured_steps_of_a_run_have_the_bits_of_eager_steps(given, tmp_path, m
             trainer = Trainer(config, texts)
             if capture:
                 trainer._capture_at = EAGER_STEPS
+                if isinstance(trainer.updater, Updater):
+                    trainer._copied_updater = trainer.updater
             losses = []
             for _ in range(10):
                 losses.append(float(trainer.train_step()))
