@@ -16,6 +16,7 @@ from arbcli.model.language_model import LanguageModel
 from arbcli.model.stage import Stage
 from arbcli.train.configure import new_config
 from arbcli.train.trainer import EAGER_STEPS, Trainer
+from arbcli.train.updater import Updater
 
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
 SAMPLING = Sampling(temperature=1.5, top_k=90, top_p=0.9, seed=3)
@@ -124,23 +125,31 @@ def test_captured_steps_of_a_run_have_the_bits_of_eager_steps(given, tmp_path, m
     config = new_config(preset="tiny", **SIZES, batch=2, steps=10, device="cpu", backend="torch",
                         compute="fp32", data=[str(path)], **given)  # fmt: skip
     texts, load = open_texts(config.data, None, seed=0, context=16), Trainer._load_batches
+    gpu, to = torch.device("cuda"), torch.Tensor.to
 
-    def load_in_place(self, numbers=None) -> None:
-        before = self._micro_batches if self.step else None
-        load(self, numbers)
-        if before is not None:
-            for one, other in zip(before, self._micro_batches, strict=True):
-                for part, new in zip(one, other, strict=True):
-                    part.copy_(new)
-            self._micro_batches = before
+    def load_as_on_a_gpu(self, *given) -> None:
+        if self._capture_at is None:
+            load(self, *given)
+            return
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+            patch.setattr(
+                torch.Tensor,
+                "to",
+                lambda part, place: part.clone() if place == gpu else to(part, place),
+            )
+            patch.setattr(self, "device", gpu)
+            load(self, *given)
 
-    monkeypatch.setattr(Trainer, "_load_batches", load_in_place)
+    monkeypatch.setattr(Trainer, "_load_batches", load_as_on_a_gpu)
     found = []
     with recorded_graphs() as graphs:
         for capture in (False, True):
             trainer = Trainer(config, texts)
             if capture:
                 trainer._capture_at = EAGER_STEPS
+                if isinstance(trainer.updater, Updater):
+                    trainer._copied_updater = trainer.updater
             losses = []
             for _ in range(10):
                 losses.append(float(trainer.train_step()))

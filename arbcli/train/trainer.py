@@ -194,12 +194,12 @@ class Trainer:
         """Argument tables of the graph's merged launches."""
         self._table_numbers = 0
         """Number of integers in the tables of the last eager step."""
-        self._brought: Tensor | None = None
+        self._step_inputs: Tensor | None = None
         """Windows of the step, and the parameters of its update, on a GPU."""
-        on_gpu = self.device.type == "cuda"
-        alone = self.updater if isinstance(self.updater, Updater) else None
-        self._brings_to = alone if on_gpu else None
-        """The updater whose parameters the copy of the windows brings too."""
+        self._copied_updater: Updater | None = None
+        """The updater whose parameters are copied with the windows; None if it copies them."""
+        if self.device.type == "cuda" and isinstance(self.updater, Updater):
+            self._copied_updater = self.updater
         self._measured = False
         """Whether the quantisation scales of gradients are known."""
         self.digits = config.model.digits
@@ -243,13 +243,13 @@ class Trainer:
             The loss before the update, a float32 scalar in nats per symbol; reading it synchronises
             with the GPU.
         """
-        of_step = self.step, self.lr, self.config.accum
-        numbers = self._brings_to.numbers_of(*of_step) if self._brings_to else None
-        self._load_batches(numbers)
+        step, copied = (self.step, self.lr, self.config.accum), self._copied_updater
+        parameters = copied.step_parameters(*step) if copied else None
+        self._load_batches(parameters)
         if self.shared and not self._measured:
             self._measure()
-        if numbers is None:
-            self._updates.set_step(*of_step)
+        if parameters is None:
+            self._updates.set_step(*step)
         if self._graph is None and self._capture_at == self.step:
             self._capture()
         self.between_steps = False
@@ -309,25 +309,26 @@ class Trainer:
             return cut(ids, model.vocabulary, seed=seed, step=step, numbers=numbers)
         return hide(drawn[0], model.vocabulary, seed=seed, step=step, numbers=numbers, of=of)
 
-    def _load_batches(self, numbers: Tensor | None = None) -> None:
+    def _load_batches(self, parameters: Tensor | None = None) -> None:
         """Load the micro-batches of this step; on a GPU into the buffers that a graph reads.
 
         Args:
-            numbers: parameters of the step for the updater, which the same copy brings to a GPU.
+            parameters: parameters of the update, which a GPU receives in the same copy.
         """
         batches = [self.fetch(micro, "cpu") for micro in self._local]
         if self.device.type == "cuda":
-            parts = torch.stack([part for each in batches for part in each])
-            numbers = parts.new_empty(0) if numbers is None else numbers
-            brought = torch.cat([parts.flatten(), numbers.flatten()]).pin_memory()
-            if self._brought is None:
-                self._brought = brought.to(self.device)
-                windows, control = self._brought.split([parts.numel(), numbers.numel()])
-                by_micro_batch = windows.view(len(batches), -1, *parts.shape[1:])
+            windows = torch.stack([part for each in batches for part in each])
+            parameters = windows.new_empty(0) if parameters is None else parameters
+            inputs = torch.cat([windows.flatten(), parameters.flatten()]).pin_memory()
+            if self._step_inputs is None:
+                self._step_inputs = inputs.to(self.device)
+                parts = self._step_inputs.split([windows.numel(), parameters.numel()])
+                by_micro_batch = parts[0].view(len(batches), -1, *windows.shape[1:])
                 self._micro_batches = [tuple(each) for each in by_micro_batch]  # of (B, T) int64
-                if self._brings_to:
-                    self._brings_to.control = control.view_as(numbers)
-            self._brought.copy_(brought, non_blocking=True)
+                if self._copied_updater:
+                    # `data`: updates write sums into it, which changes no window that is saved
+                    self._copied_updater.control = parts[1].view_as(parameters).data
+            self._step_inputs.copy_(inputs, non_blocking=True)
         elif self.device.type == "cpu":
             self._micro_batches = batches
         else:

@@ -202,9 +202,9 @@ class Updater:
                 averages all; weights step after the last. Scales, and weights without a moment,
                 step by a share after each gradient.
         """
-        self.control = loaded(self.numbers_of(step, lr, accumulation), self.control)
+        self.control = loaded(self.step_parameters(step, lr, accumulation), self.control)
 
-    def numbers_of(self, step: int, lr: float, accumulation: int) -> Tensor:
+    def step_parameters(self, step: int, lr: float, accumulation: int) -> Tensor:
         """Begin a step, and return its parameters for `control`, on the host: see `set_step`."""
         self._held.clear()  # gradients of a step that was aborted
         self.accumulation = accumulation

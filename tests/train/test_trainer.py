@@ -72,6 +72,38 @@ def test_scale_losses_that_cannot_be_are_refused(options, message, text):
         Trainer(new_config(**shape, data=[text], **options), texts)
 
 
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("accum", [1, 3])
+def test_windows_of_every_step_are_copied_to_the_same_memory_of_a_gpu(
+    accum, parts, text, monkeypatch
+):
+    """A graph reads them from there; texts of documents have a third tensor."""
+    config = new_config(preset="tiny", dim=32, heads=2, ctx=8, batch=2, accum=accum, device="cpu")
+    trainer = Trainer(config, open_texts([text], None, seed=0, context=8))
+    trainer.device = torch.device("cuda")
+    trainer.fetch = lambda micro, device: tuple(
+        torch.full((2, 8), 100 * trainer.step + 10 * micro + part) for part in range(parts)
+    )
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    to = torch.Tensor.to
+    monkeypatch.setattr(
+        torch.Tensor,
+        "to",
+        lambda self, place: self.clone() if place == trainer.device else to(self, place),
+    )
+    places = []
+    for trainer.step in range(2):
+        trainer._load_batches()
+        batches = trainer._micro_batches
+        assert [len(each) for each in batches] == [parts] * accum
+        for micro, each in enumerate(batches):
+            for wanted, got in zip(trainer.fetch(micro, "cpu"), each, strict=True):
+                assert torch.equal(wanted, got)
+                assert got.is_contiguous()
+        places.append([[part.data_ptr() for part in each] for each in batches])
+    assert places[0] == places[1]
+
+
 def small_config(folder, rule, compute="bf16"):
     path = folder / "text.txt"
     path.write_bytes(b"ternary weights learn to read. " * 400)
