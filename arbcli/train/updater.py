@@ -164,9 +164,9 @@ class Updater:
         """Parameters of the step on the device, a row for each micro-batch."""
         self._next_ticks = range(0)
         """Numbers of the updates whose keys are in `_next_keys`."""
-        num_keys = self._num_matrices * NUM_STREAMS
-        self._next_keys = self._host_seed.new_empty(KEYS_AT_ONCE, num_keys)
-        self._steady_keys = self._keys_of(0).view(-1, NUM_STREAMS)[:, TRIT].to(self.seed, copy=True)
+        self._next_keys: Tensor
+        first_keys = self._keys_of(range(1)).view(-1, NUM_STREAMS)
+        self._steady_keys = first_keys[:, TRIT].to(self.seed, copy=True)
         self._no_turn = torch.zeros_like(self.seed)
         # one counter for each matrix, so that merged launches do not conflict
         counter: TensorOptions = {"dtype": torch.int64, "device": self.device}
@@ -215,20 +215,21 @@ class Updater:
         numbers = [*itertools.chain(*others), step]
         wide = torch.tensor([step_sizes] * len(ticks), dtype=torch.int64, device="cpu")
         rows = torch.tensor([numbers + turn for turn in turns], dtype=torch.int32, device="cpu")
-        keys = torch.stack([self._keys_of(tick) for tick in ticks])
+        keys = self._keys_of(ticks)
         sums = wide.new_zeros(len(ticks), self._num_matrices + 1)
         narrow = torch.cat([rows, keys, keys[:, : (rows.shape[1] + keys.shape[1]) % 2]], dim=1)
         # two numbers share an int64, so that the device only has to view them
         return torch.cat([sums, wide, narrow.view(torch.int64)], dim=1)
 
-    def _keys_of(self, tick: int) -> Tensor:
-        """Return the keys of all matrices for an update, (matrices * NUM_STREAMS), on the host."""
-        if tick not in self._next_ticks:
-            ticks = self._next_ticks = range(tick, tick + KEYS_AT_ONCE)
-            numbers = torch.arange(ticks.start, ticks.stop, device="cpu").to(torch.int32)
+    def _keys_of(self, ticks: range) -> Tensor:
+        """Return the keys of all matrices, (updates, matrices * NUM_STREAMS), on the host."""
+        if ticks[0] not in self._next_ticks or ticks[-1] not in self._next_ticks:
+            self._next_ticks = range(ticks[0], ticks[0] + max(KEYS_AT_ONCE, len(ticks)))
+            numbers = torch.arange(ticks[0], self._next_ticks.stop, device="cpu").to(torch.int32)
             keys = stream_keys(self._host_seed, numbers, self._num_matrices, NUM_STREAMS)
-            self._next_keys.copy_(keys.flatten(1))
-        return self._next_keys[tick - self._next_ticks.start]
+            self._next_keys = keys.flatten(1)
+        first = self._next_ticks.index(ticks[0])
+        return self._next_keys[first : first + len(ticks)]
 
     def _step_sizes(self, lr: float, radix: int) -> tuple[int, tuple[int, ...]]:
         """Return the fixed-point factors of moment, slopes and directions for a learning rate."""

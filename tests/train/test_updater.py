@@ -16,6 +16,7 @@ from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.update.newton_schulz import gram, gram_polynomial
+from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.kernels.update.step_scales import step_scales
 from arbcli.kernels.update.step_trits import GOLDEN_TURN, step_by_direction
 from arbcli.model.layers import symbols
@@ -23,7 +24,7 @@ from arbcli.model.layers.symbols import SymbolWeight
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules import DIRECTION, RULES, moment
-from arbcli.rules.base import STEP_OF_RADIX, fixed_point_gain
+from arbcli.rules.base import NUM_STREAMS, STEP_OF_RADIX, fixed_point_gain
 from arbcli.train import updater as update
 from arbcli.train.updater import ROW_CLIP, Updater
 
@@ -55,6 +56,19 @@ def state(tensor: TernaryTensor) -> dict[str, torch.Tensor]:
 def z_of(tensor: TernaryTensor) -> torch.Tensor:
     trits = unpack_trits(tensor.trits, tensor.in_features).to(torch.int32)
     return trits * tensor.rule.radix + tensor.remainder
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3, 8, 11])
+def test_keys_of_an_update_do_not_depend_on_the_updates_before(accumulation, device):
+    """Those of several updates are derived together, at boundaries that no step knows of."""
+    _, updater, _ = build("moment", "factored", device)
+    for step in (0, 1, 2, 3, 2, 40, 41, 1):
+        updater.set_step(step, 0.1, accumulation)
+        for micro in range(accumulation):
+            updater.begin_micro(micro)
+            tick = torch.tensor(step * accumulation + micro, dtype=torch.int32)
+            expected = stream_keys(updater.seed.cpu(), tick, 1, NUM_STREAMS)
+            assert torch.equal(updater.keys.cpu(), expected)
 
 
 @pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
