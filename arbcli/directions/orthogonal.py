@@ -13,7 +13,7 @@ from torch import Tensor
 from arbcli.directions.base import Direction, Ingredients
 from arbcli.kernels.update.gradient_gains import GradientGains
 from arbcli.kernels.update.gram_inverses import gram_inverses
-from arbcli.kernels.update.newton_schulz import gram, gram_polynomial, joins
+from arbcli.kernels.update.newton_schulz import gram, gram_polynomial, shares_polynomial
 from arbcli.kernels.update.unit_moment import unit_moments
 from arbcli.kernels.update.unit_rows import unit_rows
 
@@ -161,7 +161,7 @@ def orthogonalise_stacked(
         places, x = stacks.pop()
         tall = x.shape[-2] > x.shape[-1]
         x = x.mT if tall else x
-        if max(_runs(x)) == 1 and joins(x):
+        if max(_runs(x)) == 1 and shares_polynomial(x):
             together.setdefault(x.shape[-2], []).append((places, tall, x))
             continue
         for steps in _runs(x):
@@ -171,14 +171,14 @@ def orthogonalise_stacked(
     for alike in together.values():
         all_places, all_tall, xs = zip(*alike, strict=True)
         del alike[:]
-        for places, tall, x in zip(all_places, all_tall, _in_step([*xs]), strict=True):
+        for places, tall, x in zip(all_places, all_tall, _orthogonalise_alike([*xs]), strict=True):
             for i, part in zip(places, x.mT if tall else x, strict=True):
                 found[i] = part
     return found
 
 
-def _in_step(stacks: list[Tensor]) -> list[Tensor]:
-    """Apply all steps to stacks of matrices with equally many rows, with one polynomial of all.
+def _orthogonalise_alike(stacks: list[Tensor]) -> list[Tensor]:
+    """Apply all steps to stacks of equally many rows, each step with one polynomial of all stacks.
 
     Args:
         stacks: (B, n, m) each, n <= m; replaced as they are used.

@@ -73,7 +73,7 @@ def test_several_blocks_are_decoded_in_one_launch_and_little_at_first():
 def test_a_forward_keeps_what_its_backward_begins_with(device, backend, monkeypatch):
     model = build(device, layers=2)
     weights = weights_of(model)
-    assert [weight.needed_at_once for weight in weights] == [False] * 5 + [True] * 4
+    assert [weight.kept_for_backward for weight in weights] == [False] * 5 + [True] * 4
     ids = (torch.arange(66, device=device) * 7 % 256)[None]
     with torch.no_grad():
         model.loss(ids[:, :-1], ids[:, 1:])
@@ -83,7 +83,7 @@ def test_a_forward_keeps_what_its_backward_begins_with(device, backend, monkeypa
     model.loss(ids[:, :-1], ids[:, 1:])
     assert [weight._decoded is not None for weight in weights] == [False] * 5 + [True] * 4
     monkeypatch.setattr(linear, "MOST_KEPT", 4 * 8 * 8)
-    assert not any(weight.needed_at_once for weight in weights_of(build(device, layers=2)))
+    assert not any(weight.kept_for_backward for weight in weights_of(build(device, layers=2)))
 
 
 def test_groups_are_bounded_by_their_size(monkeypatch):
@@ -109,7 +109,7 @@ def test_a_recomputed_block_decodes_its_own_weights_only():
     assert weights[4].needed_before == (weights[3], weights[2], weights[1])
     assert weights[0].needed_before == ()
     assert not weights[8].decodes_ahead
-    assert not any(weight.needed_at_once for weight in weights)
+    assert not any(weight.kept_for_backward for weight in weights)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

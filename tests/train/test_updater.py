@@ -672,7 +672,9 @@ def test_stacks_with_equally_many_rows_share_polynomials(dtype, device, monkeypa
 
     monkeypatch.setattr(orthogonal, "gram_polynomial", polynomial)
     for together in (True, False):
-        monkeypatch.setattr(orthogonal, "joins", lambda stack, together=together: together)
+        monkeypatch.setattr(
+            orthogonal, "shares_polynomial", lambda stack, together=together: together
+        )
         found.append(orthogonal.orthogonalise_stacked(grads, dtype))
     assert sorted(numbers[:10]) == [3] * 5 + [4] * 5
     assert len(numbers) == 10 + 5 * len(set(STACKS))
@@ -684,7 +686,7 @@ def test_shared_polynomials_have_the_bits_of_their_stacks(device, monkeypatch):
     shapes = ((768, 256), (256, 256), (1408, 256), (256, 704)) * 4
     grads = [gradient(device, index, shape).bfloat16() for index, shape in enumerate(shapes)]
     found = [orthogonal.orthogonalise_stacked(grads, torch.bfloat16)]
-    monkeypatch.setattr(orthogonal, "joins", lambda stack: False)
+    monkeypatch.setattr(orthogonal, "shares_polynomial", lambda stack: False)
     found.append(orthogonal.orthogonalise_stacked(grads, torch.bfloat16))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 

@@ -436,7 +436,7 @@ def attend_in_turn(
     sin: Tensor,
     semaphores: Tensor,
     eps: float,
-    alone: bool = False,
+    one_program: bool = False,
 ) -> Tensor:
     """Compute `attend_ahead` with one `decode_attention` per byte.
 
@@ -450,7 +450,7 @@ def attend_in_turn(
         sin: likewise.
         semaphores: likewise.
         eps: likewise.
-        alone: likewise.
+        one_program: likewise.
 
     Returns:
         (M, heads, d).
@@ -458,7 +458,7 @@ def attend_in_turn(
     _check_turn(qkv, keys, values, new, position, cos, sin)
 
     def attend(row: Tensor, place: Tensor) -> Tensor:
-        return decode_attention(row, keys, values, place, cos, sin, semaphores, eps, alone)
+        return decode_attention(row, keys, values, place, cos, sin, semaphores, eps, one_program)
 
     return torch.stack(_in_turn(attend, qkv, keys, values, new, position))
 

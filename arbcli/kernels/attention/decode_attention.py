@@ -76,7 +76,7 @@ SLOTS_OF_TEXTS, SPAN_OF_TEXTS = 64, 512
 @text_by_text(3, *SHARED)
 def decode_attention_reference(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    semaphores: Tensor, eps: float, alone: bool = False, exponents: Tensor | None = None,
+    semaphores: Tensor, eps: float, one_program: bool = False, exponents: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute the result, the rings and the `semaphores` of `decode_attention`, in float64.
 
@@ -120,7 +120,7 @@ def rotated_torch(qkv: Tensor, position: Tensor, cos: Tensor, sin: Tensor, eps: 
 @text_by_text(3, *SHARED)
 def _decode_attention_torch(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    semaphores: Tensor, eps: float, alone: bool = False, exponents: Tensor | None = None,
+    semaphores: Tensor, eps: float, one_program: bool = False, exponents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     window, slot = keys.shape[1], (position % keys.shape[1]).long()[None]
     q, k = rotated_torch(qkv, position, cos, sin, eps)
@@ -145,11 +145,11 @@ def _decode_attention_torch(
 @text_by_text(3, *SHARED)
 def _decode_attention_native(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    semaphores: Tensor, eps: float, alone: bool = False, exponents: Tensor | None = None,
+    semaphores: Tensor, eps: float, one_program: bool = False, exponents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     if exponents is not None:
         return _decode_attention_torch(
-            qkv, keys, values, position, cos, sin, semaphores, eps, alone, exponents
+            qkv, keys, values, position, cos, sin, semaphores, eps, one_program, exponents
         )
     heads, window, width = keys.shape
     y = torch.empty(heads, width, dtype=qkv.dtype, device=qkv.device)
@@ -354,10 +354,12 @@ class Tiling(NamedTuple):
     """Maximum number of registers per thread."""
 
 
-def tiling(heads: int, window: int, width: int, dtype: torch.dtype, alone: bool = False) -> Tiling:
-    """Choose the tiling that was fastest on an H200; `alone` is as in `decode_attention`."""
+def tiling(
+    heads: int, window: int, width: int, dtype: torch.dtype, one_program: bool = False
+) -> Tiling:
+    """Choose the tiling that was fastest on an H200; `one_program` is as in `decode_attention`."""
     block_d = triton.next_power_of_2(width)
-    if alone and block_d * triton.next_power_of_2(window) <= TILE:
+    if one_program and block_d * triton.next_power_of_2(window) <= TILE:
         return Tiling(triton.next_power_of_2(window), 1, False, 8)
     slots = max(1, min(SLOTS, TILE // block_d))
     blocks, most = triton.cdiv(window, slots), max(1, PROGRAMS // heads)
@@ -374,7 +376,7 @@ def _tiling_of_texts(window: int, width: int) -> Tiling:
 
 def _decode_attention_triton(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    semaphores: Tensor, eps: float, alone: bool = False, exponents: Tensor | None = None,
+    semaphores: Tensor, eps: float, one_program: bool = False, exponents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     (heads, window, width), is_e4m3 = keys.shape[-3:], keys.dtype == E4M3
     if exponents is not None:
@@ -384,7 +386,7 @@ def _decode_attention_triton(
     elif position.dim():
         tile = _tiling_of_texts(window, width)
     else:
-        tile = tiling(heads, window, width, qkv.dtype, alone)
+        tile = tiling(heads, window, width, qkv.dtype, one_program)
     parts = semaphores.numel() * tile.splits if tile.splits > 1 else 0
     found = torch.empty(parts * (width + 1), dtype=torch.float32, device=qkv.device)
     y = qkv.new_empty(*position.shape, heads, width)
@@ -403,7 +405,7 @@ def _decode_attention_triton(
 
 def decode_attention(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    semaphores: Tensor, eps: float, alone: bool = False, exponents: Tensor | None = None,
+    semaphores: Tensor, eps: float, one_program: bool = False, exponents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Store the key and value of one byte in a ring, and attend to the ring.
 
@@ -422,8 +424,8 @@ def decode_attention(
         sin: like `cos`.
         semaphores: (heads,) int32 zeros, reset to zeros.
         eps: added to the mean square.
-        alone: whether one program computes all slots of a head, if they fit in one block: for short
-            rings of one text, which gain nothing from several programs.
+        one_program: whether one program computes all slots of a head, if they fit in one block: for
+            short rings of one text, which gain nothing from several programs.
         exponents: (2, heads, W) int8, contiguous, modified in place: the exponents of keys and
             values, if these are float8_e4m3fn or int8 codes of `quantise_entries`.
 
@@ -434,7 +436,7 @@ def decode_attention(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    inputs = qkv, keys, values, position, cos, sin, semaphores, eps, alone
+    inputs = qkv, keys, values, position, cos, sin, semaphores, eps, one_program
     if exponents is None:
         DECODE_ATTENTION.check(*inputs)
     else:
@@ -486,12 +488,14 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         both = (torch.float32, torch.bfloat16)
         shapes += [(*shape, dtype, False) for shape in LARGE for dtype in both]
         shapes += [(8, 128, 64, 500, dtype, True) for dtype in both]
-    for heads, window, width, position, dtype, alone in shapes:
+    for heads, window, width, position, dtype, one_program in shapes:
         low = dtype == torch.bfloat16
-        label = f"{heads}x{window}x{width} at {position}{' bf16' * low}{' alone' * alone}"
+        label = (
+            f"{heads}x{window}x{width} at {position}{' bf16' * low}{' one program' * one_program}"
+        )
         sizes = ((3, heads, width), (heads, window, width), (heads, window, width))
         inputs = _byte_of(sizes, position, device, dtype, generator)
-        yield Case(label, (*inputs, alone))
+        yield Case(label, (*inputs, one_program))
     yield from _cases_of_texts(device)
 
 
@@ -622,7 +626,7 @@ _ARGUMENTS: Arguments = {
     **PLACE,
     "semaphores": Array("*T, H", INT32, dense=True),
     "eps": Number(()),
-    "alone": Number(()),
+    "one_program": Number(()),
 }
 _CODES = Array("*T, H, W, D", tuple(ROOM), dense=True)
 _WHERE = ("len(T) < 2", "D % 2 == 0", "W > 0", "W * D < 2**31")

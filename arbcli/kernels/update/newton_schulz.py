@@ -61,7 +61,7 @@ SMALL_ROWS = 768
 SMALL_STACK = 384
 """Largest n of a stack whose polynomials the kernel takes: there launches cost more than products,
 and the library's way has three."""
-MOST_JOINED = 256
+MOST_SHARED = 256
 """Largest n of stacks that share a polynomial: with 384 rows a step of `small` was no faster."""
 SMALL_GRAM = (512, 4096)
 """A single matrix of few rows has its `gram` from the kernel if n is larger, and m no larger."""
@@ -345,13 +345,13 @@ def _pays(x: Tensor, has_addend: bool) -> bool:
     return n >= FEWEST_ROWS and (has_addend or matrices * n * n * m >= FEWEST_PRODUCTS)
 
 
-def joins(stack: Tensor) -> bool:
+def shares_polynomial(stack: Tensor) -> bool:
     """Return whether a polynomial of more matrices has the same bits for those of a stack.
 
     A program of the kernel has a tile of one matrix, for few rows, and the matrix library computes
     the squares of a stack.
     """
-    return stack.shape[-2] <= MOST_JOINED and _pays(stack, True) and not _pays(stack, False)
+    return stack.shape[-2] <= MOST_SHARED and _pays(stack, True) and not _pays(stack, False)
 
 
 def _gram_cases(device: torch.device, _group_size: int) -> Iterator[Case]:

@@ -58,7 +58,7 @@ class LinearWeight(StreamedTensor):
     """Weights that a forward decodes in the same launch."""
     needed_before: "tuple[LinearWeight, ...]" = ()
     """Weights that a backward decodes in the same launch."""
-    needed_at_once = False
+    kept_for_backward = False
     """Whether a forward keeps the decoded weight for the backward, which begins with it."""
     keeps_decoded = False
     """Whether the torch backend caches the decoded weight."""
@@ -94,7 +94,7 @@ class LinearWeight(StreamedTensor):
     def _multiply(self, x: Tensor) -> Tensor:
         if self.decodes_ahead and len(x) > FUSED_ROWS and uses_triton(x):
             dense = self._dense(x.dtype, self.needed_after)
-            if self.needed_at_once and self.is_awaited:
+            if self.kept_for_backward and self.is_awaited:
                 self._decoded = self.version, dense.dtype, dense
             return x @ dense.T
         if self.keeps_decoded and not uses_triton(x):
@@ -241,10 +241,10 @@ def decode_in_groups(
             for index in range(begin, end):
                 order[index].decodes_ahead = True
                 setattr(order[index], name, tuple(order[index + 1 : end]))
-    soon = weights[::-1][: first + size - 1] if across else []
-    if sum(weight.num_weights for weight in soon) <= MOST_KEPT:
-        for weight in soon:
-            weight.needed_at_once = True
+    kept = weights[::-1][: first + size - 1] if across else []
+    if sum(weight.num_weights for weight in kept) <= MOST_KEPT:
+        for weight in kept:
+            weight.kept_for_backward = True
 
 
 class _Linear(Function):
