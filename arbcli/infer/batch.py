@@ -12,14 +12,12 @@ from dataclasses import dataclass
 
 from arbcli.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.errors import ArbError
-from arbcli.infer.decoder import LONGEST_TEXT, OUT_OF_MEMORY, Decoder
+from arbcli.infer.decoder import LONGEST_TEXT, MOST_TEXTS, OUT_OF_MEMORY, Decoder
 from arbcli.infer.sampling import Sampling
 from arbcli.infer.tokens import bytes_of, symbols_of
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.model.language_model import LanguageModel
 
-LARGEST_BATCH = 64
-"""Maximum batch size of the kernels."""
 DEFAULT_BATCH = 16
 """Default batch size."""
 
@@ -63,8 +61,8 @@ def check_batch(batch: int | None) -> int:
     """
     if batch is None:
         return DEFAULT_BATCH
-    if not 1 <= batch <= LARGEST_BATCH:
-        raise ArbError(f"`--batch` is {batch}", hint=f"use 1 to {LARGEST_BATCH}")
+    if not 1 <= batch <= MOST_TEXTS:
+        raise ArbError(f"`--batch` is {batch}", hint=f"use 1 to {MOST_TEXTS}")
     return batch
 
 

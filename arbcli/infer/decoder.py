@@ -43,6 +43,8 @@ WARM_UP_STEPS = 3
 """Steps before the capture, in which kernels are compiled and libraries choose algorithms."""
 FETCHED_STEPS = 16
 """Number of bytes that are fetched from a GPU at once."""
+MOST_TEXTS = 64
+"""Maximum number of texts that kernels decode at once."""
 LONGEST_TEXT = 2**24
 """Maximum length of prompt and generated text; float32 has no exact integers beyond."""
 OUT_OF_MEMORY = "close what else uses the GPU, or use `--device cpu`"
@@ -68,7 +70,7 @@ class Decoder:
         model: the model. It is faster within `model.prepared_weights()`, whose captured steps must
             not be used outside.
         positions: maximum length of a text, including its prompt.
-        texts: number of slots, 1 to 64.
+        texts: number of slots, 1 to `MOST_TEXTS`.
         backend: kernel backend; None is the default of the device.
         capture: whether to replay a step as CUDA graphs, or that of a single text on a CPU as a
             recorded list of loops, with the same bits; None does so if possible.
@@ -80,6 +82,7 @@ class Decoder:
     Raises:
         ArbError: the model does not support `ahead`, texts are longer than `LONGEST_TEXT`, or there
             is not enough memory for the cache.
+        ValueError: `texts` is out of range.
     """
 
     @torch.no_grad()
@@ -94,6 +97,8 @@ class Decoder:
         ahead: int = 1,
         prompt: int = 1,
     ) -> None:
+        if not 1 <= texts <= MOST_TEXTS:
+            raise ValueError(f"{texts} texts cannot be decoded at once, only 1 to {MOST_TEXTS}")
         if positions > LONGEST_TEXT:
             raise ArbError(
                 f"prompt and generated text have {positions:,} bytes",

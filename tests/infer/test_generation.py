@@ -238,6 +238,12 @@ def test_text_after_others_in_a_slot_is_that_of_a_new_decoder(device):
                 next(used.stream(20))
 
 
+def test_number_of_texts_out_of_range_is_refused(device):
+    for texts in (0, 65):
+        with pytest.raises(ValueError, match=f"{texts} texts cannot be decoded at once"):
+            Decoder(model(device), 10, texts)
+
+
 def test_empty_prompt_is_refused(device):
     with pytest.raises(ArbError, match="the prompt is empty"):
         continued(model(device), b"", 3)
