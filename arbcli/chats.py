@@ -277,8 +277,8 @@ class _Reader:
 def _tokenised(piece: tuple[Path, int, int], reader: _Reader) -> Path:
     """Return the file with the documents of a piece of a text, created in the cache if needed."""
     path, start, stop = piece
-    how = f"{start} {stop}\nchats {reader.digest}"
-    return converted(path, how, lambda _size: _encoded(path, start, stop, reader))
+    settings = f"{start} {stop}\nchats {reader.digest}"
+    return converted(path, settings, lambda _size: _encoded(path, start, stop, reader))
 
 
 def _encoded(path: Path, start: int, stop: int, reader: _Reader) -> Iterator[bytes]:

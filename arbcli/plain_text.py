@@ -95,14 +95,14 @@ def plain_file(path: Path, conversion: Conversion = PLAIN) -> Path:
     return converted(path, " ".join(options), lambda size: _bounded(blocks, path, size))
 
 
-def converted(path: Path, how: str, make: Callable[[int], Iterable[bytes]]) -> Path:
+def converted(path: Path, settings: str, make: Callable[[int], Iterable[bytes]]) -> Path:
     """Return the file with a conversion of a text file, created in the cache if needed.
 
     It is found by path, size and time of the file.
 
     Args:
         path: path of the file.
-        how: description of everything else that the conversion depends on.
+        settings: everything else that the conversion depends on.
         make: takes the size of the file in bytes, and returns the blocks of the conversion.
 
     Raises:
@@ -112,7 +112,7 @@ def converted(path: Path, how: str, make: Callable[[int], Iterable[bytes]]) -> P
         status = path.stat()
     except OSError as error:
         raise unreadable(path, error) from error
-    key = f"{os.path.realpath(path)}\n{status.st_size} {status.st_mtime_ns}\n{how}"
+    key = f"{os.path.realpath(path)}\n{status.st_size} {status.st_mtime_ns}\n{settings}"
     cached = texts_folder() / sha256(key.encode(errors="surrogateescape")).hexdigest()
     if not is_cached(cached):
         write_cached(cached, make(status.st_size))

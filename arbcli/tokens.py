@@ -250,8 +250,8 @@ def _tokenised(text: Text, begin: int, piece: tuple[Path, int, int], tokens: Tok
     """
     path, start, stop = piece
     blocks = _blocks(text, begin, begin + stop - start)
-    how = f"{start} {stop}\n{tokens.digest} {VERSION}"
-    return converted(path, how, lambda _size: _encoded(blocks, tokens))
+    settings = f"{start} {stop}\n{tokens.digest} {VERSION}"
+    return converted(path, settings, lambda _size: _encoded(blocks, tokens))
 
 
 def _encoded(blocks: Iterator[bytes], tokens: Tokenizer) -> Iterator[bytes]:

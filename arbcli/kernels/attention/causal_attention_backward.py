@@ -31,7 +31,7 @@ LOG2_E = 1.4426950408889634
 HOPPER = (9, 0)
 """Compute capability for which the tile sizes were tuned."""
 MOST_TOGETHER, WIDEST_TOGETHER = 4, 64
-"""Blocks of queries, and numbers of a head, up to which one launch has all programs."""
+"""Maximum blocks of queries, and width of a head, for which one launch has all programs."""
 REGISTERS = 168
 """Registers of a thread of such a launch, for three programs on a processor."""
 

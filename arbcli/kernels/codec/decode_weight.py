@@ -56,7 +56,7 @@ from arbcli.kernels.timed import Timed
 ABREAST, COLUMN_ROWS = 4, 16
 """Blocks of one row among the eight that a warp decodes at once; rows per program by columns."""
 NARROW, NARROW_TILE = 12, (1, 32)
-"""Small matrices of at most so many blocks a row have these instead: fewer programs."""
+"""Maximum blocks per row of small matrices with this tile instead, which has fewer programs."""
 
 
 @triton.jit

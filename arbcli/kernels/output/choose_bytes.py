@@ -40,12 +40,12 @@ def _choose_bytes_torch(
     byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: Tensor,
     top_k: Tensor, top_p: Tensor,
 ) -> None:  # fmt: skip
-    how = temperature, top_k, top_p
+    sampling = temperature, top_k, top_p
     if logits.shape[1] > MAX_SYMBOLS:
-        for row in zip(byte, text, logits, position, key, *how, strict=True):
+        for row in zip(byte, text, logits, position, key, *sampling, strict=True):
             choose_among_many(*row)
         return
-    numbers = (part.tolist() for part in how)
+    numbers = (part.tolist() for part in sampling)
     for one in zip(byte, text, logits, position, key, *numbers, strict=True):
         choose_byte_torch(*one)
 

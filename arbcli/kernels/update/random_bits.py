@@ -104,8 +104,8 @@ def stream_keys(seed: Tensor, tick: Tensor, num_tensors: int, num_streams: int) 
     Args:
         seed: int32 scalar tensor.
         tick: int32 tensor of any shape, distinct for every update of a run.
-        num_tensors: how many tensors are updated.
-        num_streams: how many independent streams each of them draws from.
+        num_tensors: number of tensors.
+        num_streams: number of independent streams of each tensor.
 
     Returns:
         (*tick.shape, num_tensors, num_streams) int32 on the device of `seed`.

@@ -27,7 +27,7 @@ CLIP = 3 << 16
 """A slope saturates here, at 3 times its root-mean-square."""
 LOWEST, HIGHEST = LOWEST_EXPONENT * OCTAVE, HIGHEST_EXPONENT * OCTAVE + OCTAVE - 1
 FEW_GROUPS, FEW_AT_ONCE = 64, 32
-"""Small matrices of at most so many groups a row have tiles of so many, to share a launch."""
+"""Maximum groups per row, and groups per tile, of small matrices: equal tiles share a launch."""
 
 
 def step_scales_reference(
