@@ -164,7 +164,7 @@ class Updater:
         """Parameters of the step on the device, a row for each micro-batch."""
         self._next_ticks = range(0)
         """Numbers of the updates whose keys are in `_next_keys`."""
-        self._next_keys: Tensor
+        self._next_keys = self._host_seed.new_empty(0)
         first_keys = self._keys_of(range(1)).view(-1, NUM_STREAMS)
         self._steady_keys = first_keys[:, TRIT].to(self.seed, copy=True)
         self._no_turn = torch.zeros_like(self.seed)
@@ -227,7 +227,7 @@ class Updater:
             self._next_ticks = range(ticks[0], ticks[0] + max(KEYS_AT_ONCE, len(ticks)))
             numbers = torch.arange(ticks[0], self._next_ticks.stop, device="cpu").to(torch.int32)
             keys = stream_keys(self._host_seed, numbers, self._num_matrices, NUM_STREAMS)
-            self._next_keys = keys.flatten(1)
+            self._next_keys = loaded(keys.flatten(1), self._next_keys)
         first = self._next_ticks.index(ticks[0])
         return self._next_keys[first : first + len(ticks)]
 
