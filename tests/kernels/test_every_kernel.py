@@ -128,7 +128,7 @@ def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
             assert compare(spec, case.label, parts, whole, None).passed, case.label
 
 
-NOT_OF_RESULTS = {"alone", "apart", "overwrite", "in_features", "out_features", "transposed"}
+NOT_OF_RESULTS = {"one_program", "apart", "overwrite", "in_features", "out_features", "transposed"}
 """Numbers that choose tiles and layouts, or that follow from the shapes."""
 ALIKE = {
     ("last_bits", "nibble"), ("choose_byte", "top_k"), ("propose_byte", "top_k"),
