@@ -248,15 +248,16 @@ def counting(work: Work) -> Iterator[None]:
             work.launched(kernel, dict(zip(kernel.arg_names, args, strict=False)) | options)
         before(kernel, grid)(*args, **options)
 
-    def launch_merged(wave: list[merged.Launch], table: merged.Table, on_device: Tensor) -> None:
+    def launch_merged(*kinds: merged.Arguments) -> None:
         nonlocal nested
-        for one in wave:
+        for one in (one for wave, *_ in kinds for one in wave):
             values = (*one.arguments, *one.constants)
             work.launched(one.kernel, dict(zip(one.kernel.arg_names, values, strict=True)))
         if not work.updating:  # within updates the name says nothing
-            work.kernels["_merged_kernel"] = work.kernels[wave[0].kernel.fn.__name__]
+            (first, *_), *_ = kinds[0]
+            work.kernels["_merged_kernel"] = work.kernels[first.kernel.fn.__name__]
         nested = True
-        merge(wave, table, on_device)
+        merge(*kinds)
         nested = False
 
     def marked(method: str) -> Any:

@@ -81,9 +81,9 @@ def test_captured_steps_of_a_run_have_the_bits_of_eager_steps(given, tmp_path, m
                         compute="fp32", data=[str(path)], **given)  # fmt: skip
     texts, load = open_texts(config.data, None, seed=0, context=16), Trainer._load_batches
 
-    def load_in_place(self) -> None:
+    def load_in_place(self, numbers=None) -> None:
         before = self._micro_batches if self.step else None
-        load(self)
+        load(self, numbers)
         if before is not None:
             for one, other in zip(before, self._micro_batches, strict=True):
                 for part, new in zip(one, other, strict=True):

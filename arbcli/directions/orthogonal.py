@@ -13,7 +13,7 @@ from torch import Tensor
 from arbcli.directions.base import Direction, Ingredients
 from arbcli.kernels.update.gradient_gains import GradientGains
 from arbcli.kernels.update.gram_inverses import gram_inverses
-from arbcli.kernels.update.newton_schulz import gram, gram_polynomial
+from arbcli.kernels.update.newton_schulz import gram, gram_polynomial, joins
 from arbcli.kernels.update.unit_moment import unit_moments
 from arbcli.kernels.update.unit_rows import unit_rows
 
@@ -156,15 +156,43 @@ def orthogonalise_stacked(
     """
     found: list[Tensor] = [*grads]
     stacks = _normal_stacks(grads, dtype, squares)
+    together: dict[int, list[tuple[list[int], bool, Tensor]]] = {}
     while stacks:
         places, x = stacks.pop()
         tall = x.shape[-2] > x.shape[-1]
         x = x.mT if tall else x
+        if max(_runs(x)) == 1 and joins(x):
+            together.setdefault(x.shape[-2], []).append((places, tall, x))
+            continue
         for steps in _runs(x):
             x = _product(_compose(gram(x), steps), x)
         for i, part in zip(places, x.mT if tall else x, strict=True):
             found[i] = part
+    for alike in together.values():
+        all_places, all_tall, xs = zip(*alike, strict=True)
+        del alike[:]
+        for places, tall, x in zip(all_places, all_tall, _in_step([*xs]), strict=True):
+            for i, part in zip(places, x.mT if tall else x, strict=True):
+                found[i] = part
     return found
+
+
+def _in_step(stacks: list[Tensor]) -> list[Tensor]:
+    """Apply all steps to stacks of matrices with equally many rows, with one polynomial of all.
+
+    Args:
+        stacks: (B, n, m) each, n <= m; replaced as they are used.
+    """
+    sizes, (n, _) = [len(x) for x in stacks], stacks[0].shape[-2:]
+    for _ in range(STEPS):
+        squares = stacks[0].new_empty(sum(sizes), n, n)
+        for x, square in zip(stacks, squares.split(sizes), strict=True):
+            torch.bmm(x, x.mT, out=square)
+        polynomials = gram_polynomial(squares, *COEFFICIENTS)
+        del squares, square
+        for i, q in enumerate(polynomials.split(sizes)):
+            stacks[i] = _product(q, stacks[i])
+    return stacks
 
 
 def _normal_stacks(

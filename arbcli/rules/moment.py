@@ -8,6 +8,7 @@ then z <- z - lr * P / 16 * m / rms(m). All assignments round stochastically.
 import torch
 from torch import Tensor
 
+from arbcli.kernels.runtime.merged import in_one_turn
 from arbcli.kernels.update.blend_moment import blend_moment, moment_max
 from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.step_trits import step_by_direction, step_by_moment
@@ -53,9 +54,13 @@ class Moment(Rule):
 
     def step(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Blend the direction into the moment; after the last gradient, step along the moment."""
-        self.average(state, gradient, control)
-        if not control.last:
-            return
+        self._blend(state, gradient, control)
+        with in_one_turn():
+            self.move_scales(state, gradient, control)
+            if control.last:
+                self._step_by_moment(state, gradient, control)
+
+    def _step_by_moment(self, state: State, gradient: Gradient, control: StepControl) -> None:
         step_size, squares = control.step_size, control.squares
         if control.share is not None:
             squares = (squares / control.share).to(torch.int64)
@@ -69,7 +74,11 @@ class Moment(Rule):
 
     def average(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Step the scales, and blend the gradient or direction into the moment."""
-        self.move_scales(state, gradient, control)
+        with in_one_turn():
+            self.move_scales(state, gradient, control)
+            self._blend(state, gradient, control)
+
+    def _blend(self, state: State, gradient: Gradient, control: StepControl) -> None:
         moment = state["remainder"] if self.share_a_byte else state["moment"]
         decay = round(DECAY * UNIT) if control.first else UNIT
         blend_moment(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor
 
 from arbcli.model.language_model import LanguageModel
@@ -45,6 +46,8 @@ class TrainingStep:
         """Replacement for the model's `losses`."""
         self.scale_routes: dict[tuple[str, ...], frozenset[str]] = {}
         """Areas whose scales are only stepped by certain losses, by the names of these."""
+        self._one: Tensor | None = None
+        """Gradient of the loss, which every step would fill anew."""
 
     def __call__(
         self,
@@ -72,7 +75,9 @@ class TrainingStep:
             parts = (self.losses or self.model.losses)(*inputs)
             reached("forward")
             loss = minimised(parts, self.model.loss_weights)
-            (loss if self.updates.averages else loss / local).backward()
+            if self._one is None:
+                self._one = torch.ones_like(loss)
+            (loss if self.updates.averages else loss / local).backward(self._one)
             reached("backward")
             for name, part in parts.items():
                 share = part.detach()

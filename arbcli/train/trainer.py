@@ -194,7 +194,12 @@ class Trainer:
         """Argument tables of the graph's merged launches."""
         self._table_numbers = 0
         """Number of integers in the tables of the last eager step."""
-        self._batches: Tensor | None = None
+        self._brought: Tensor | None = None
+        """Windows of the step, and the parameters of its update, on a GPU."""
+        on_gpu = self.device.type == "cuda"
+        alone = self.updater if isinstance(self.updater, Updater) else None
+        self._brings_to = alone if on_gpu else None
+        """The updater whose parameters the copy of the windows brings too."""
         self._measured = False
         """Whether the quantisation scales of gradients are known."""
         self.digits = config.model.digits
@@ -238,10 +243,13 @@ class Trainer:
             The loss before the update, a float32 scalar in nats per symbol; reading it synchronises
             with the GPU.
         """
-        self._load_batches()
+        of_step = self.step, self.lr, self.config.accum
+        numbers = self._brings_to.numbers_of(*of_step) if self._brings_to else None
+        self._load_batches(numbers)
         if self.shared and not self._measured:
             self._measure()
-        self._updates.set_step(self.step, self.lr, self.config.accum)
+        if numbers is None:
+            self._updates.set_step(*of_step)
         if self._graph is None and self._capture_at == self.step:
             self._capture()
         self.between_steps = False
@@ -301,16 +309,25 @@ class Trainer:
             return cut(ids, model.vocabulary, seed=seed, step=step, numbers=numbers)
         return hide(drawn[0], model.vocabulary, seed=seed, step=step, numbers=numbers, of=of)
 
-    def _load_batches(self) -> None:
-        """Load the micro-batches of this step; on a GPU into the buffers that a graph reads."""
+    def _load_batches(self, numbers: Tensor | None = None) -> None:
+        """Load the micro-batches of this step; on a GPU into the buffers that a graph reads.
+
+        Args:
+            numbers: parameters of the step for the updater, which the same copy brings to a GPU.
+        """
         batches = [self.fetch(micro, "cpu") for micro in self._local]
         if self.device.type == "cuda":
-            parts = torch.stack([part for each in batches for part in each]).pin_memory()
-            if self._batches is None:
-                self._batches = parts.to(self.device)
-                by_micro_batch = self._batches.unflatten(0, (len(batches), -1))
+            parts = torch.stack([part for each in batches for part in each])
+            numbers = parts.new_empty(0) if numbers is None else numbers
+            brought = torch.cat([parts.flatten(), numbers.flatten()]).pin_memory()
+            if self._brought is None:
+                self._brought = brought.to(self.device)
+                windows, control = self._brought.split([parts.numel(), numbers.numel()])
+                by_micro_batch = windows.view(len(batches), -1, *parts.shape[1:])
                 self._micro_batches = [tuple(each) for each in by_micro_batch]  # of (B, T) int64
-            self._batches.copy_(parts, non_blocking=True)
+                if self._brings_to:
+                    self._brings_to.control = control.view_as(numbers)
+            self._brought.copy_(brought, non_blocking=True)
         elif self.device.type == "cpu":
             self._micro_batches = batches
         else:

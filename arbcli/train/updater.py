@@ -160,7 +160,8 @@ class Updater:
         }
         self.num_weights = sum(tensor.num_weights for tensor in self.tensors)
         self._paces = sorted({_pace(tensor) for tensor in self.tensors})
-        self._control = torch.empty(0, dtype=torch.int64, device=self.device)
+        self.control = torch.empty(0, dtype=torch.int64, device=self.device)
+        """Parameters of the step on the device, a row for each micro-batch."""
         self._next_ticks = range(0)
         """Numbers of the updates whose keys are in `_next_keys`."""
         num_keys = self._num_matrices * NUM_STREAMS
@@ -170,8 +171,6 @@ class Updater:
         # one counter for each matrix, so that merged launches do not conflict
         counter: TensorOptions = {"dtype": torch.int64, "device": self.device}
         self._flips, self._refused = (torch.zeros(self._num_matrices, **counter) for _ in range(2))
-        self._sums = torch.zeros(2, self._num_matrices, **counter)
-        self._squares, self._nonfinite = self._sums.unbind()
         self._held_bytes = held_bytes
         self._held: list[tuple[TernaryTensor, Tensor]] = []
         self._unused = torch.zeros(self._num_matrices, **counter)
@@ -203,6 +202,10 @@ class Updater:
                 averages all; weights step after the last. Scales, and weights without a moment,
                 step by a share after each gradient.
         """
+        self.control = loaded(self.numbers_of(step, lr, accumulation), self.control)
+
+    def numbers_of(self, step: int, lr: float, accumulation: int) -> Tensor:
+        """Begin a step, and return its parameters for `control`, on the host: see `set_step`."""
         self._held.clear()  # gradients of a step that was aborted
         self.accumulation = accumulation
         sizes = [self._step_sizes(lr * factor, radix) for factor, radix in self._paces]
@@ -213,9 +216,10 @@ class Updater:
         wide = torch.tensor([step_sizes] * len(ticks), dtype=torch.int64, device="cpu")
         rows = torch.tensor([numbers + turn for turn in turns], dtype=torch.int32, device="cpu")
         keys = torch.stack([self._keys_of(tick) for tick in ticks])
+        sums = wide.new_zeros(len(ticks), self._num_matrices + 1)
         narrow = torch.cat([rows, keys, keys[:, : (rows.shape[1] + keys.shape[1]) % 2]], dim=1)
         # two numbers share an int64, so that the device only has to view them
-        self._control = loaded(torch.cat([wide, narrow.view(torch.int64)], dim=1), self._control)
+        return torch.cat([sums, wide, narrow.view(torch.int64)], dim=1)
 
     def _keys_of(self, tick: int) -> Tensor:
         """Return the keys of all matrices for an update, (matrices * NUM_STREAMS), on the host."""
@@ -242,7 +246,12 @@ class Updater:
         """Prepare for the backward of micro-batch `micro`, from 0, on the device."""
         self.step_held()
         self.first, self.last = micro == 0, micro == self.accumulation - 1
-        control, paces = self._control[micro], len(self._paces)
+        control = self.control[micro]
+        self._squares, control = control.tensor_split([self._num_matrices])
+        if micro == 0:  # set by the first of all gradients that is not finite
+            self._nonfinite = control[0]
+        control = control[1:]
+        paces = len(self._paces)
         integers = control[paces:].view(torch.int32)
         ends = 8 * paces
         self._step, self._turn, self._turn_alone = integers[ends : ends + 3].unbind()
@@ -260,7 +269,6 @@ class Updater:
             )
             for pace, size, found in zip(self._paces, control, sizes, strict=False)
         }
-        (self._sums if micro == 0 else self._squares).zero_()
 
     def finish(self, of_all: Callable[[Tensor], Tensor] = lambda flag: flag) -> None:
         """Finish a step: count it if one of its gradients was not finite.
@@ -271,7 +279,7 @@ class Updater:
         self.step_held()
         self._slopes.clear()
         self._routed = frozenset()
-        self._nonfinite_steps += of_all(self._nonfinite.amax())
+        self._nonfinite_steps += of_all(self._nonfinite)
 
     @torch.no_grad()
     def __call__(
@@ -495,7 +503,7 @@ class Updater:
                 slope_squares=statistics.slope_squares / share, columns=statistics.columns / share
             )
         running = state.get("row_statistic"), state.get("column_statistic")
-        counters = refused, self._nonfinite[index]
+        counters = refused, self._nonfinite
         gains = gradient_gains(statistics, *running, keys[ROW], keys[COLUMN], *counters)
         ingredients = None
         if direction is not None and tensor.averages_gradients:

@@ -15,7 +15,7 @@ from arbcli.inspect.audit import LiveTensors
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.kernels.update.newton_schulz import gram
+from arbcli.kernels.update.newton_schulz import gram, gram_polynomial
 from arbcli.kernels.update.step_scales import step_scales
 from arbcli.kernels.update.step_trits import GOLDEN_TURN, step_by_direction
 from arbcli.model.layers import symbols
@@ -599,6 +599,21 @@ def test_small_matrices_of_a_stack_step_together_with_the_same_bits(
             assert value == other[name] if name == "counters" else torch.equal(value, other[name])
 
 
+@pytest.mark.parametrize("bad", [(0,), (1,), (0, 1), ()], ids=str)
+def test_a_step_with_a_gradient_that_is_not_finite_is_counted_once(bad, device):
+    with use_backend("triton" if device.type == "cuda" else "interpreter"):
+        tensor, *_ = build("moment", "factored", device, (16, 40))
+        updater = Updater([tensor], 3, torch.float32)
+        for step in range(2):
+            updater.set_step(step, 1.0, accumulation=2)
+            for micro in range(2):
+                updater.begin_micro(micro)
+                scale = torch.nan if micro in bad else 1.0
+                updater(tensor, gradient(device, micro, (16, 40)) * scale)
+            updater.finish()
+    assert updater.counters() == {"nonfinite_steps": 2 * bool(bad), "refused": 2 * len(bad)}
+
+
 def test_held_gradients_have_an_end(device):
     with use_backend("triton" if device.type == "cuda" else "interpreter"):
         built = [build("moment", "factored", device, (16, 40)) for _ in range(3)]
@@ -627,6 +642,37 @@ def test_stacked_matrices_are_orthogonalised_as_each_alone(dtype, device):
         # the matrix library may choose another algorithm for a stack
         close = 1e-4 if dtype == torch.float32 else 0.1
         assert (found - alone).float().norm() <= close
+
+
+STACKS = ((24, 40), (40, 24), (24, 40), (24, 24), (16, 24), (16, 16), (16, 24))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stacks_with_equally_many_rows_share_polynomials(dtype, device, monkeypatch):
+    grads = [gradient(device, index, shape) for index, shape in enumerate(STACKS)]
+    found, numbers = [], []
+
+    def polynomial(a, *coefficients):
+        numbers.append(len(a))
+        return torch.stack([gram_polynomial.torch(part, *coefficients) for part in a])
+
+    monkeypatch.setattr(orthogonal, "gram_polynomial", polynomial)
+    for together in (True, False):
+        monkeypatch.setattr(orthogonal, "joins", lambda stack, together=together: together)
+        found.append(orthogonal.orthogonalise_stacked(grads, dtype))
+    assert sorted(numbers[:10]) == [3] * 5 + [4] * 5
+    assert len(numbers) == 10 + 5 * len(set(STACKS))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.gpu
+def test_shared_polynomials_have_the_bits_of_their_stacks(device, monkeypatch):
+    shapes = ((768, 256), (256, 256), (1408, 256), (256, 704)) * 4
+    grads = [gradient(device, index, shape).bfloat16() for index, shape in enumerate(shapes)]
+    found = [orthogonal.orthogonalise_stacked(grads, torch.bfloat16)]
+    monkeypatch.setattr(orthogonal, "joins", lambda stack: False)
+    found.append(orthogonal.orthogonalise_stacked(grads, torch.bfloat16))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

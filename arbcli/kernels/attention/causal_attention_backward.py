@@ -30,6 +30,10 @@ from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
 LOG2_E = 1.4426950408889634
 HOPPER = (9, 0)
 """Compute capability for which the tile sizes were tuned."""
+MOST_TOGETHER, WIDEST_TOGETHER = 4, 64
+"""Blocks of queries, and numbers of a head, up to which one launch has all programs."""
+REGISTERS = 168
+"""Registers of a thread of such a launch, for three programs on a processor."""
 
 
 def causal_attention_backward_reference(
@@ -129,23 +133,28 @@ def _add_keys(
 
 
 @triton.jit
-def _queries_kernel(
+def _delta(g, y):
+    """Sum g * y over the width, [ROWS]."""
+    return tl.sum(g.to(tl.float32) * y.to(tl.float32), axis=1)
+
+
+@triton.jit
+def _queries(
     grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
-    r_ptr, cos_ptr, sin_ptr, T, H, padded, scale, log2_e,
+    r_ptr, cos_ptr, sin_ptr, first, h, b, T, H, padded, scale, log2_e,
     D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of a block of queries, and `delta`, their sum of g * y, for the keys."""
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK  # blocks with the most keys first
-    h, b = tl.program_id(1), tl.program_id(2)
+    """Compute the gradient of a block of queries; if `KEPT`, store `log2` and `delta` for keys."""
     m = first + tl.arange(0, BLOCK)
     of_head = b.to(tl.int64) * H + h
     q = _load_rows(q_desc, b, h, first, BLOCK, D)
     g = _load_rows(grad_y_desc, b, h, first, BLOCK, D)
-    y = _load_rows(y_desc, b, h, first, BLOCK, D)
-    delta = tl.sum(g.to(tl.float32) * y.to(tl.float32), axis=1)
+    delta = _delta(g, _load_rows(y_desc, b, h, first, BLOCK, D))
     log = tl.load(logs_ptr + of_head * T + m, mask=m < T, other=0) * log2_e
-    tl.store(delta_ptr + of_head * padded + m, delta)
-    tl.store(log2_ptr + of_head * padded + m, log)
+    if KEPT:
+        tl.store(delta_ptr + of_head * padded + m, delta)
+        tl.store(log2_ptr + of_head * padded + m, log)
     grad = tl.zeros((BLOCK, D), dtype=tl.float32)
     grad = _add_keys(
         grad, q, g, log, delta, k_desc, v_desc, b, h, m, 0, first, scale * log2_e,
@@ -164,51 +173,73 @@ def _queries_kernel(
 
 
 @triton.jit
+def _queries_kernel(
+    grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
+    r_ptr, cos_ptr, sin_ptr, T, H, padded, scale, log2_e,
+    D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of a block of queries, and `delta`, their sum of g * y, for the keys."""
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK  # blocks with the most keys first
+    _queries(
+        grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
+        r_ptr, cos_ptr, sin_ptr, first, tl.program_id(1), tl.program_id(2), T, H, padded,
+        scale, log2_e, D, BLOCK, PRECISION, TURNED, True,
+    )  # fmt: skip
+
+
+@triton.jit
 def _add_queries(
-    grad_k, grad_v, k, v, grad_y_desc, q_desc, log2_ptr, delta_ptr, b, h, n, begin, end, scale,
-    D: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    grad_k, grad_v, k, v, grad_y_desc, q_desc, y_desc, log_ptr, delta_ptr, b, h, n, begin, end, T,
+    scale, log2_e, D: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Add the contributions of queries from `begin` on to the gradients of keys and values."""
     for first in range(begin, end, BLOCK):
         m = first + tl.arange(0, BLOCK)
         q = _load_rows(q_desc, b, h, first, BLOCK, D)
-        log = tl.load(log2_ptr + m)
+        if KEPT:  # noqa: SIM108 (of constants, triton compiles one branch of a statement only)
+            log = tl.load(log_ptr + m)
+        else:
+            log = tl.load(log_ptr + m, mask=m < T, other=0) * log2_e
         p = tl.exp2(tl.dot(k, q.T, input_precision=PRECISION) * scale - log[None, :])
         if MASKED:
             p = tl.where(n[:, None] <= m[None, :], p, 0)
         g = _load_rows(grad_y_desc, b, h, first, BLOCK, D)  # zeros beyond the last query
         grad_v = tl.dot(p.to(g.dtype), g, grad_v, input_precision=PRECISION)
-        delta = tl.load(delta_ptr + m)
+        if KEPT:
+            delta = tl.load(delta_ptr + m)
+        else:
+            delta = _delta(g, _load_rows(y_desc, b, h, first, BLOCK, D))
         e = p * (tl.dot(v, g.T, input_precision=PRECISION) - delta[None, :])
         grad_k = tl.dot(e.to(q.dtype), q, grad_k, input_precision=PRECISION)
     return grad_k, grad_v
 
 
 @triton.jit
-def _keys_kernel(
-    grad_y_desc, q_desc, k_desc, v_desc, log2_ptr, delta_ptr, grads_ptr,
-    r_ptr, cos_ptr, sin_ptr, T, H, padded, scale, log2_e,
+def _keys(
+    grad_y_desc, q_desc, k_desc, v_desc, y_desc, log_ptr, delta_ptr, grads_ptr,
+    r_ptr, cos_ptr, sin_ptr, first, h, b, T, H, scale, log2_e,
     D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a block of keys and values; the first ones have the most queries."""
-    first = tl.program_id(0) * BLOCK
-    h, b = tl.program_id(1), tl.program_id(2)
-    of_head = b.to(tl.int64) * H + h
-    log2_ptr += of_head * padded
-    delta_ptr += of_head * padded
+    """Compute the gradients of a block of keys and values.
+
+    `log_ptr` and `delta_ptr` have what programs for queries stored if `KEPT`; else `log_ptr` has
+    the logarithms of the forward, and `delta` is computed again.
+    """
     n = first + tl.arange(0, BLOCK)
     k = _load_rows(k_desc, b, h, first, BLOCK, D)
     v = _load_rows(v_desc, b, h, first, BLOCK, D)
     grad_k = tl.zeros((BLOCK, D), dtype=tl.float32)
     grad_v = tl.zeros((BLOCK, D), dtype=tl.float32)
     grad_k, grad_v = _add_queries(
-        grad_k, grad_v, k, v, grad_y_desc, q_desc, log2_ptr, delta_ptr, b, h, n,
-        first, first + BLOCK, scale * log2_e, D, BLOCK, True, PRECISION,
+        grad_k, grad_v, k, v, grad_y_desc, q_desc, y_desc, log_ptr, delta_ptr, b, h, n,
+        first, first + BLOCK, T, scale * log2_e, log2_e, D, BLOCK, True, PRECISION, KEPT,
     )  # fmt: skip
     # later queries attend to all of these keys
     grad_k, grad_v = _add_queries(
-        grad_k, grad_v, k, v, grad_y_desc, q_desc, log2_ptr, delta_ptr, b, h, n,
-        first + BLOCK, T, scale * log2_e, D, BLOCK, False, PRECISION,
+        grad_k, grad_v, k, v, grad_y_desc, q_desc, y_desc, log_ptr, delta_ptr, b, h, n,
+        first + BLOCK, T, T, scale * log2_e, log2_e, D, BLOCK, False, PRECISION, KEPT,
     )  # fmt: skip
     _store_rows(grads_ptr, grad_v, b, h, first, 2, T, H, BLOCK, D)
     if TURNED:
@@ -218,6 +249,49 @@ def _keys_kernel(
         )  # fmt: skip
     else:
         _store_rows(grads_ptr, grad_k * scale, b, h, first, 1, T, H, BLOCK, D)
+
+
+@triton.jit
+def _keys_kernel(
+    grad_y_desc, q_desc, k_desc, v_desc, log2_ptr, delta_ptr, grads_ptr,
+    r_ptr, cos_ptr, sin_ptr, T, H, padded, scale, log2_e,
+    D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of a block of keys and values; the first ones have the most queries."""
+    h, b = tl.program_id(1), tl.program_id(2)
+    of_head = (b.to(tl.int64) * H + h) * padded
+    _keys(
+        grad_y_desc, q_desc, k_desc, v_desc, grad_y_desc, log2_ptr + of_head, delta_ptr + of_head,
+        grads_ptr, r_ptr, cos_ptr, sin_ptr, tl.program_id(0) * BLOCK, h, b, T, H, scale, log2_e,
+        D, BLOCK, PRECISION, TURNED, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _both_kernel(
+    grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
+    r_ptr, cos_ptr, sin_ptr, T, H, padded, scale, log2_e,
+    D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of a block of keys and values, or of a block of queries.
+
+    Programs for queries store `delta` though no other program reads it: the compiler then sums it
+    in the same order for queries as for keys.
+    """
+    block, blocks = tl.program_id(0), tl.num_programs(0) // 2
+    h, b = tl.program_id(1), tl.program_id(2)
+    if block < blocks:
+        _keys(
+            grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr + (b.to(tl.int64) * H + h) * T,
+            logs_ptr, grads_ptr, r_ptr, cos_ptr, sin_ptr, block * BLOCK, h, b, T, H, scale, log2_e,
+            D, BLOCK, PRECISION, TURNED, False,
+        )  # fmt: skip
+        return
+    _queries(
+        grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
+        r_ptr, cos_ptr, sin_ptr, (2 * blocks - 1 - block) * BLOCK, h, b, T, H, padded,
+        scale, log2_e, D, BLOCK, PRECISION, TURNED, True,
+    )  # fmt: skip
 
 
 def _tiles(q: Tensor) -> tuple[int, int]:
@@ -235,7 +309,7 @@ def launch_backward(
     logs: Tensor,
     turned: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """Launch both kernels.
+    """Launch the programs for queries and for keys.
 
     Args:
         grads: buffer of the gradients of q, k and v, (B, T, 3, heads, d) contiguous.
@@ -251,12 +325,19 @@ def launch_backward(
     block, stages_of_keys = _tiles(q)
     blocks = triton.cdiv(length, block)
     parts = [described(_readable(part), [1, 1, block, width]) for part in inputs]
+    precision = "ieee" if q.dtype == torch.float32 else "tf32"
+    r, cos, sin = turned or (logs, logs, logs)
+    chosen = {"D": width, "BLOCK": block, "PRECISION": precision, "TURNED": turned is not None}
     padded = blocks * block  # key programs read whole blocks of queries
     log2, delta = torch.empty(2, batch, heads, padded, dtype=torch.float32, device=q.device)
-    precision, grid = "ieee" if q.dtype == torch.float32 else "tf32", (blocks, heads, batch)
-    r, cos, sin = turned or (logs, logs, logs)
     others = r, cos, sin, length, heads, padded, width**-0.5, LOG2_E
-    chosen = {"D": width, "BLOCK": block, "PRECISION": precision, "TURNED": turned is not None}
+    if blocks <= MOST_TOGETHER and width <= WIDEST_TOGETHER:
+        _both_kernel[2 * blocks, heads, batch](
+            *parts, logs, log2, delta, grads, *others, **chosen, num_warps=4, num_stages=2,
+            maxnreg=REGISTERS,
+        )  # fmt: skip
+        return
+    grid = blocks, heads, batch
     _queries_kernel[grid](
         *parts, logs, log2, delta, grads, *others, **chosen, num_warps=4, num_stages=2
     )
@@ -306,7 +387,7 @@ def random_attention(
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-    for shape in ((1, 1, 2, 16), (1, 1, 40, 32), (2, 3, 18, 16)):
+    for shape in ((1, 1, 2, 16), (1, 1, 40, 32), (1, 1, 70, 16), (2, 3, 18, 16)):
         inputs = random_attention(generator, shape, torch.float32)
         inputs = tuple(part.to(device) for part in inputs)
         yield Case("x".join(map(str, shape)), inputs)

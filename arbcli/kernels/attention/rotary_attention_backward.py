@@ -78,6 +78,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, 2, 1, 16, torch.float32), (1, 40, 1, 32, torch.float32)]
     shapes += [(2, 18, 3, 16, torch.float32), (1, 0, 2, 16, torch.float32)]
+    shapes += [(1, 70, 1, 16, torch.float32)]
     if device.type == "cuda":
         shapes += [(2, 200, 3, 64, torch.bfloat16), (1, 1024, 2, 128, torch.bfloat16)]
         shapes += [(3, 130, 5, 128, torch.bfloat16)]

@@ -54,6 +54,8 @@ from arbcli.kernels.timed import Timed
 
 ABREAST, COLUMN_ROWS = 4, 16
 """Blocks of one row among the eight that a warp decodes at once; rows per program by columns."""
+NARROW, NARROW_TILE = 12, (1, 32)
+"""Rows of at most so many blocks have these instead: fewer programs, with more work each."""
 
 
 @triton.jit
@@ -150,24 +152,39 @@ def _decode_blocks(
     at = allocate(2560) + tl.zeros_like(thread) if STAGED else thread
     weights = weight_ptr + n * stride_wn + (160 * block + 8 * c)
     for i in tl.static_range(4):
-        low = shift_pair(loaded[3 * i], loaded[3 * i + 1], 8 * skew, PTX)
-        high = shift_pair(loaded[3 * i + 1], loaded[3 * i + 2], 8 * skew, PTX)
-        qs = spread(low, PTX) + spread(high, PTX)
-        lane = tl.full(c.shape, i, tl.int32)
-        for digit in tl.static_range(4, -1, -1):
-            trits, qs = take_digits(qs, digit, PTX)
-            scale = from_lane(scales[digit], lane, PTX)
-            pairs = ()
-            for j in tl.static_range(4):
-                pairs = pairs + (multiply_pairs(trits[j], scale, PTX),)  # noqa: RUF005
-            if STAGED:
-                write_four(at + (80 * (thread - c) + 64 * digit + 16 * c), pairs)
-            else:
-                _store_eight(weights + (160 * ABREAST * i + 32 * digit), pairs, mine > ABREAST * i)
+        if first_block + ABREAST * i < blocks:  # the same for all threads
+            _decode_turn(
+                loaded[3 * i], loaded[3 * i + 1], loaded[3 * i + 2], scales, skew, at,
+                weights + 160 * ABREAST * i, weight_ptr, mine > ABREAST * i, first_n,
+                first_block + ABREAST * i, N, blocks, stride_wn, i, ABREAST, STAGED, PTX,
+            )  # fmt: skip
+
+
+@triton.jit
+def _decode_turn(
+    first, second, third, scales, skew, at, weights, weight_ptr, mask, first_n, first_block,
+    N, blocks, stride_wn,
+    TURN: tl.constexpr, ABREAST: tl.constexpr, STAGED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Decode eight bytes a thread, and store the weights of all threads."""
+    thread = tl.arange(0, 32)
+    c = thread % 4
+    low = shift_pair(first, second, 8 * skew, PTX)
+    high = shift_pair(second, third, 8 * skew, PTX)
+    qs = spread(low, PTX) + spread(high, PTX)
+    lane = tl.full(c.shape, TURN, tl.int32)
+    for digit in tl.static_range(4, -1, -1):
+        trits, qs = take_digits(qs, digit, PTX)
+        scale = from_lane(scales[digit], lane, PTX)
+        pairs = ()
+        for j in tl.static_range(4):
+            pairs = pairs + (multiply_pairs(trits[j], scale, PTX),)  # noqa: RUF005
         if STAGED:
-            _store_staged(
-                at, weight_ptr, first_n, first_block + ABREAST * i, N, blocks, stride_wn, ABREAST
-            )
+            write_four(at + (80 * (thread - c) + 64 * digit + 16 * c), pairs)
+        else:
+            _store_eight(weights + 32 * digit, pairs, mask)
+    if STAGED:
+        _store_staged(at, weight_ptr, first_n, first_block, N, blocks, stride_wn, ABREAST)
 
 
 @triton.jit
@@ -219,12 +236,15 @@ def decode_weight_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
     if weight.numel():
         by_block = _by_block(packed)
         blocks = in_features // BLOCK if by_block else 0
+        abreast, column_rows = (
+            NARROW_TILE if by_block and blocks <= NARROW else (ABREAST, COLUMN_ROWS)
+        )
         chunks = triton.cdiv(in_features - BLOCK * blocks, PLANE)
-        programs = triton.cdiv(rows, COLUMN_ROWS) * chunks
-        programs += triton.cdiv(rows, 8 // ABREAST) * triton.cdiv(blocks, 4 * ABREAST)
+        programs = triton.cdiv(rows, column_rows) * chunks
+        programs += triton.cdiv(rows, 8 // abreast) * triton.cdiv(blocks, 4 * abreast)
         _decode_weight_kernel[(programs,)](
             *packed.pointers, weight, rows, in_features, *packed.strides, weight.stride(0),
-            **packed.constants, BY_BLOCK=by_block, ABREAST=ABREAST, COLUMN_ROWS=COLUMN_ROWS,
+            **packed.constants, BY_BLOCK=by_block, ABREAST=abreast, COLUMN_ROWS=column_rows,
             PTX=HAS_PTX and by_block, num_warps=1,
         )  # fmt: skip
     return weight
@@ -237,6 +257,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
         (3, 33),
         (33, 123),
         (2, 165),
+        (11, 328),
         (9, 1000),
         (1, 2720),
         (2, 1311),

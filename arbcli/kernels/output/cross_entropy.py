@@ -28,11 +28,12 @@ def cross_entropy_reference(logits: Tensor, targets: Tensor) -> Tensor:
 
 def cross_entropy_backward_reference(logits: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
     """Compute the reference result of `cross_entropy_backward`, in float64."""
+    scale = scale.double() / max(len(logits), 1)
     logits = logits.to(torch.float64)
     shares = torch.exp(logits - logits.amax(dim=1, keepdim=True))
     shares /= shares.sum(dim=1, keepdim=True)
     here = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-    return (shares - here.double()) * scale.double()
+    return (shares - here.double()) * scale
 
 
 def _cross_entropy_torch(logits: Tensor, targets: Tensor) -> Tensor:
@@ -45,6 +46,7 @@ def _cross_entropy_torch(logits: Tensor, targets: Tensor) -> Tensor:
 
 def _cross_entropy_backward_torch(logits: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    scale = scale / max(len(logits), 1)
     for rows in row_chunks(logits):
         shares = torch.softmax(logits[rows].float(), dim=1)
         less = torch.full_like(shares[:, :1], -1.0)
@@ -83,7 +85,7 @@ def _cross_entropy_kernel(
 @triton.jit
 def _cross_entropy_backward_kernel(
     logits_ptr, targets_ptr, scale_ptr, grad_ptr,
-    M, V,
+    share, M, V,
     stride_m, stride_v, stride_t,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +96,7 @@ def _cross_entropy_backward_kernel(
     x, total = _softmax_parts(logits_ptr, row, offs_v, (offs_v < V)[None, :], stride_m, stride_v)
     target = tl.load(targets_ptr + offs_m * stride_t, mask=inside, other=0)
     here = (offs_v[None, :] == target[:, None]).to(tl.float32)
-    grad = (tl.exp(x) / total[:, None] - here) * tl.load(scale_ptr)
+    grad = (tl.exp(x) / total[:, None] - here) * (tl.load(scale_ptr) * share)
     grad_ptrs = grad_ptr + offs_m[:, None] * V + offs_v[None, :]
     mask = inside[:, None] & (offs_v < V)[None, :]
     tl.store(grad_ptrs, grad.to(grad_ptr.dtype.element_ty), mask=mask)
@@ -121,8 +123,9 @@ def _cross_entropy_backward_triton(logits: Tensor, targets: Tensor, scale: Tenso
     if len(logits):
         grid, tile = _tile(*logits.shape)
         _cross_entropy_backward_kernel[grid](
-            logits, targets, scale, grad, *logits.shape, *logits.stride(), *targets.stride(), **tile
-        )
+            logits, targets, scale, grad, 1 / len(logits), *logits.shape, *logits.stride(),
+            *targets.stride(), **tile,
+        )  # fmt: skip
     return grad
 
 
@@ -177,7 +180,7 @@ cross_entropy_backward = Operation(
     _ARGUMENTS | {"scale": Array("", FLOAT, values=lambda dice: dice.real(0.1))},
     where=_WHERE, sizes=_SIZES, timed=[Timed("16384x256 bf16", M=16384, V=256)],
 )  # fmt: skip
-"""Compute the gradient of `scale` times the sum of `cross_entropy`.
+"""Compute the gradient of `scale` times the mean of `cross_entropy`.
 
 Args:
     logits: as in `cross_entropy`.

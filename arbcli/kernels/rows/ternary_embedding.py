@@ -34,6 +34,8 @@ from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 MOST_DECODED = 4096
 """Maximum rows of a table that is decoded as a whole, if it has fewer rows than lookups."""
+FEW_NUMBERS = 2**18
+"""Numbers of a result up to which a launch of its own for the table takes longer than it saves."""
 MOST_COUNTED = 1024
 """Maximum rows of a table for which each row scans all ids; larger tables use a sort."""
 
@@ -185,7 +187,8 @@ def _embedding_rows_triton(
     ids: Tensor, packed: Packed, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     y = torch.empty(len(ids), packed.in_features, dtype=dtype, device=ids.device)
-    if decodes_whole(ids, packed):
+    few = y.numel() <= FEW_NUMBERS
+    if decodes_whole(ids, packed) and not few:
         grid = (triton.cdiv(len(ids), 8), triton.cdiv(packed.in_features, 256))
         _table_rows_kernel[grid](
             ids, decode_weight_triton(packed, dtype), y, len(ids), packed.out_features,
@@ -195,7 +198,7 @@ def _embedding_rows_triton(
     elif y.numel():
         rows, num_bytes = packed.trits.shape
         # decoding one position has few rows, and is bound by load latency
-        tile = triton.next_power_of_2(len(ids)) if len(ids) <= 8 else 32
+        tile = min(triton.next_power_of_2(len(ids)), 8 if few else 32)
         _embedding_rows_kernel[byte_tiles(len(ids), num_bytes, tile)](
             ids, *packed.all_pointers, y, len(ids), rows, packed.in_features, num_bytes,
             ids.stride(0), *packed.all_strides, *packed.worths,
@@ -248,6 +251,9 @@ def _rows_cases(device: torch.device, group_size: int) -> Iterator[Case]:
         packed = random_packed(rows, dim, group_size, generator).to(device)
         yield Case(f"{len(ids)} of {rows}x{dim} {label}", (placed(ids, device), packed))
     packed = random_packed(14, 70, group_size, generator).to(device)
+    ids = torch.randint(0, 3, (220,), generator=generator).to(device)
+    wide = random_packed(3, 1200, group_size, generator).to(device)
+    yield Case("220 of 3x1200 many numbers", (ids, wide))
     ids = torch.tensor([6, 1, 6], device=device)
     yield Case("3 of 14x70 whole octaves", (ids, packed._replace(fraction=None)))
     yield Case("3 of 7x70 strided table", (ids, packed.rows(slice(None, None, 2))))

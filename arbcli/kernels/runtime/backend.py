@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from arbcli.environment import interpreter_not_asked_for, no_gpu_for_triton
 from arbcli.errors import ArbError, quoted
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED, TritonMissing
+
+Tiles = TypeVar("Tiles", int, tuple[int, ...])
 
 BACKENDS = ("triton", "native", "torch", "interpreter")
 
@@ -167,8 +170,8 @@ def chunk_elements(usual: int) -> int:
     return usual if _chunk_elements is None else _chunk_elements
 
 
-def tiles_of_a_program(matrix: Tensor, few: int, many: int) -> int:
-    """Return the number of tiles per program: few for small matrices, to have enough programs."""
+def tiles_of_a_program(matrix: Tensor, few: Tiles, many: Tiles) -> Tiles:
+    """Return the number of tiles per program, or their sizes: few for small matrices."""
     return many if matrix.numel() >= LARGE_ELEMENTS else few
 
 

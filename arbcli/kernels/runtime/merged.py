@@ -3,13 +3,15 @@
 A kernel on a small matrix takes less time than its launch. So the launches for each of many
 matrices are recorded first. Then the first launches of all matrices run as one launch, then the
 second ones, and so on. A program of a merged launch reads the arguments of its part from a table
-and runs the original kernel, so results have the same bits.
+and runs the original kernel, so results have the same bits. Launches of two kinds, such as those of
+another dtype, run as one launch too: its kernel has the code of both.
 """
 
+import itertools
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,6 +38,8 @@ class Launch(NamedTuple):
     constants: tuple
     options: tuple[tuple[str, Any], ...]
     """Compile options, such as the number of warps."""
+    pairs: bool = True
+    """Whether it may run in one launch with another kind: PTX declares names of a kernel once."""
 
     @property
     def kind(self) -> tuple:
@@ -55,15 +59,16 @@ class Table(NamedTuple):
     """How each argument is read, its element type, and its column or its index in `shared`."""
 
 
+Arguments: TypeAlias = tuple[list[Launch], Table, Tensor]
+"""Launches of one kind, the table of their arguments, and its numbers on the device."""
+
+
 @triton.jit
-def _merged_kernel(
-    table_ptr, shared, constants, KERNEL: tl.constexpr, WIDTH: tl.constexpr,
-    HOW: tl.constexpr, TYPES: tl.constexpr, WHERE: tl.constexpr,
+def _run(
+    row, shared, constants, KERNEL: tl.constexpr, HOW: tl.constexpr, TYPES: tl.constexpr,
+    WHERE: tl.constexpr,
 ):  # fmt: skip
-    """Run one program of a part: load its arguments and call the kernel."""
-    row = table_ptr + tl.program_id(1) * WIDTH
-    if tl.program_id(0) >= tl.load(row):
-        return
+    """Run one program of a part: load its arguments from a row of the table and call the kernel."""
     arguments = ()
     for i in tl.static_range(len(HOW)):
         if HOW[i] == "shared":
@@ -86,6 +91,55 @@ def _merged_kernel(
     KERNEL(*arguments, *constants)
 
 
+@triton.jit
+def _merged_kernel(
+    table_ptr, shared, constants, KERNEL: tl.constexpr, WIDTH: tl.constexpr,
+    HOW: tl.constexpr, TYPES: tl.constexpr, WHERE: tl.constexpr,
+):  # fmt: skip
+    """Run one program of a part."""
+    row = table_ptr + tl.program_id(1) * WIDTH
+    if tl.program_id(0) >= tl.load(row):
+        return
+    _run(row, shared, constants, KERNEL, HOW, TYPES, WHERE)
+
+
+@triton.jit
+def _paired_kernel(
+    table_ptr, shared, constants, second_table_ptr, second_shared, second_constants, parts,
+    KERNEL: tl.constexpr, WIDTH: tl.constexpr, HOW: tl.constexpr, TYPES: tl.constexpr,
+    WHERE: tl.constexpr, SECOND: tl.constexpr, SECOND_WIDTH: tl.constexpr,
+    SECOND_HOW: tl.constexpr, SECOND_TYPES: tl.constexpr, SECOND_WHERE: tl.constexpr,
+):  # fmt: skip
+    """Run one program of a part of one of two kinds; the first kind has the first `parts`."""
+    part = tl.program_id(1)
+    if part < parts:
+        row = table_ptr + part * WIDTH
+        if tl.program_id(0) < tl.load(row):
+            _run(row, shared, constants, KERNEL, HOW, TYPES, WHERE)
+    else:
+        row = second_table_ptr + (part - parts) * SECOND_WIDTH
+        if tl.program_id(0) < tl.load(row):
+            _run(
+                row, second_shared, second_constants, SECOND, SECOND_HOW, SECOND_TYPES,
+                SECOND_WHERE,
+            )  # fmt: skip
+
+
+_turn: list[Launch] | None = None
+"""Launches of the turn that `in_one_turn` collects."""
+
+
+@contextmanager
+def in_one_turn() -> Iterator[None]:
+    """Declare that launches in the block need no order among them, so that they can be merged."""
+    global _turn
+    before, _turn = _turn, []
+    try:
+        yield
+    finally:
+        _turn = before
+
+
 def merge_launches(parts: Iterable[Callable[[], None]], device: torch.device) -> None:
     """Run several functions with their launches of the same kernels merged.
 
@@ -97,29 +151,50 @@ def merge_launches(parts: Iterable[Callable[[], None]], device: torch.device) ->
         parts: functions that launch the kernels.
         device: device of the tensors.
     """
-    recorded: list[list[Launch]] = []
+    recorded: list[list[list[Launch]]] = []
 
     def record(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-        recorded[-1].append(_described(kernel, grid, args, kwargs))
+        launch = _described(kernel, grid, args, kwargs)
+        if _turn is None:
+            recorded[-1].append([launch])
+        else:
+            if not _turn:
+                recorded[-1].append(_turn)
+            _turn.append(launch)
 
     with replaced_launches(record):
         for part in parts:
             recorded.append([])
             part()
-    waves: list[list[Launch]] = []
-    for turn in range(max(map(len, recorded), default=0)):
+    groups = [*_groups(recorded)]
+    tables = [[_tabulated(wave) for wave in group] for group in groups]
+    of_all = [table for some in tables for table in some]
+    flat = [number for table in of_all for row in table.columns for number in row]
+    sizes = (sum(map(len, table.columns)) for table in of_all)
+    on_device = iter(TABLES.bring(flat, device).split([*sizes]))
+    for group, some in zip(groups, tables, strict=True):
+        _launch(*zip(group, some, on_device, strict=False))
+
+
+def _groups(recorded: list[list[list[Launch]]]) -> Iterator[list[list[Launch]]]:
+    """Yield the launches to make, in order: one or two kinds each, and the parts of a kind.
+
+    Args:
+        recorded: launches of each turn of each function.
+    """
+    for turns in itertools.zip_longest(*recorded, fillvalue=()):
         kinds: dict[tuple, list[Launch]] = {}
-        for launches in recorded:
-            if turn < len(launches):
-                kinds.setdefault(launches[turn].kind, []).append(launches[turn])
-        waves += kinds.values()
-    tables = [_tabulated(wave) for wave in waves]
-    flat = [number for table in tables for row in table.columns for number in row]
-    on_device, begin = TABLES.bring(flat, device), 0
-    for wave, table in zip(waves, tables, strict=True):
-        end = begin + sum(map(len, table.columns))
-        _launch(wave, table, on_device[begin:end])
-        begin = end
+        for launch in itertools.chain(*turns):
+            kinds.setdefault(launch.kind, []).append(launch)
+        alike: dict[tuple, list[list[Launch]]] = {}
+        for wave in kinds.values():
+            one = wave[0]
+            if one.pairs:
+                alike.setdefault(one.options, []).append(wave)
+            else:
+                yield [wave]
+        for waves in alike.values():
+            yield from (waves[i : i + 2] for i in range(0, len(waves), 2))
 
 
 def _described(kernel: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> Launch:
@@ -135,6 +210,7 @@ def _described(kernel: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[str
         tuple(given[name] for name in varying),
         tuple(given[name] for name in constant),
         tuple(sorted(options.items())),
+        not given.get("PTX"),
     )
 
 
@@ -176,18 +252,34 @@ def _as_integer(value: Any) -> int:
     return value
 
 
-def _launch(wave: list[Launch], table: Table, on_device: Tensor) -> None:
-    if len(wave) == 1:
+def _launch(first: Arguments, second: Arguments | None = None) -> None:
+    """Launch a kind, or two kinds with the same options of the compiler."""
+    wave, table, on_device = first
+    programs, options = max(launch.programs for launch in wave), dict(wave[0].options)
+    if second is None and len(wave) == 1:
         (launch,) = wave
-        options = dict(launch.options)
         launch.kernel[(launch.programs,)](*launch.arguments, *launch.constants, **options)
         return
-    how, types, where = zip(*table.plan, strict=True)
-    _merged_kernel[(max(launch.programs for launch in wave), len(wave))](
-        on_device, table.shared, tuple(map(tl.constexpr, wave[0].constants)),
-        KERNEL=wave[0].kernel, WIDTH=len(table.columns[0]), HOW=how, TYPES=types, WHERE=where,
-        **dict(wave[0].options),
+    own = {"KERNEL": wave[0].kernel, "WIDTH": len(table.columns[0]), **_read(table)}
+    constants = tuple(map(tl.constexpr, wave[0].constants))
+    if second is None:
+        grid = programs, len(wave)
+        _merged_kernel[grid](on_device, table.shared, constants, **own, **options)
+        return
+    other, their_table, theirs = second
+    grid = max(programs, *(launch.programs for launch in other)), len(wave) + len(other)
+    own |= {"SECOND": other[0].kernel, "SECOND_WIDTH": len(their_table.columns[0])}
+    own |= {f"SECOND_{name}": value for name, value in _read(their_table).items()}
+    their_constants = tuple(map(tl.constexpr, other[0].constants))
+    _paired_kernel[grid](
+        on_device, table.shared, constants, theirs, their_table.shared, their_constants,
+        len(wave), **own, **options,
     )  # fmt: skip
+
+
+def _read(table: Table) -> dict[str, tuple]:
+    """Return how a kernel reads the arguments of a table."""
+    return dict(zip(("HOW", "TYPES", "WHERE"), zip(*table.plan, strict=True), strict=True))
 
 
 def _on_host(numbers: list[int], device: torch.device) -> Tensor:

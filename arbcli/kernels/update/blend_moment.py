@@ -23,6 +23,7 @@ from arbcli.kernels.update.direction import (
     DIRECTION,
     GAINS_BELONG,
     OK,
+    REGISTERS,
     draw_gains,
     fixed_point,
     fixed_point_reference,
@@ -34,6 +35,8 @@ from arbcli.kernels.update.random_bits import random_halves, random_halves_refer
 
 DIRECTION_LIMIT = 1 << 21
 """|u| saturates here, at 32 times its root-mean-square, so that u * gain fits int32."""
+LARGE_TILE, SMALL_TILE = (1, 512, 4), (2, 256, 2)
+"""Pairs of rows, columns, and tiles of a program, for large and for small matrices."""
 
 
 def moment_max(nibble: bool) -> int:
@@ -151,15 +154,16 @@ def _blend_moment_triton(
     rows, columns = moment.shape
     if moment.numel():
         has_rows, has_columns = row_gain is not None, column_gain is not None
-        steps = tiles_of_a_program(moment, 1, 4)
-        _blend_moment_kernel[(triton.cdiv(rows, 2 * steps) * triton.cdiv(columns, 512),)](
+        pairs, width, steps = tiles_of_a_program(moment, SMALL_TILE, LARGE_TILE)
+        grid = (triton.cdiv(rows, 2 * pairs * steps) * triton.cdiv(columns, width),)
+        _blend_moment_kernel[grid](
             moment, values, row_gain if has_rows else values,
             column_gain if has_columns else values, key, ok, squares,
             rows, columns, decay, gain, shift,
             *moment.stride(), *values.stride(), 0 if row_gain is None else row_gain.stride(0),
             LIMIT=DIRECTION_LIMIT, LARGEST=moment_max(nibble), NIBBLE=nibble,
-            HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, BLOCK_P=1, BLOCK_K=512, STEPS=steps,
-            enable_fp_fusion=False, num_warps=2,
+            HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, BLOCK_P=pairs, BLOCK_K=width, STEPS=steps,
+            enable_fp_fusion=False, num_warps=2, maxnreg=REGISTERS,
         )  # fmt: skip
 
 

@@ -15,6 +15,8 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT32, Array
 
+REGISTERS = 128
+"""Registers of a thread of integer kernels, for eight programs of two warps on a processor."""
 UNIT = 1 << 16
 """Fixed-point one: directions, slopes and steps have 16 fractional bits."""
 

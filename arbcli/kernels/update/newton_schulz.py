@@ -343,6 +343,16 @@ def _pays(x: Tensor, has_addend: bool) -> bool:
     return n >= FEWEST_ROWS and (has_addend or matrices * n * n * m >= FEWEST_PRODUCTS)
 
 
+def joins(stack: Tensor) -> bool:
+    """Return whether a polynomial of more matrices has the same bits for those of a stack.
+
+    A program of the kernel has a tile of one matrix, for few rows, and the matrix library computes
+    the squares of a stack.
+    """
+    few = stack.shape[-2] <= SMALL_STACK
+    return few and _pays(stack, True) and not _pays(stack, False)
+
+
 def _gram_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     draw = normals(generator, device)

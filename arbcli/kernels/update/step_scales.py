@@ -18,12 +18,14 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT8, INT32, Array
 from arbcli.kernels.runtime.operation import Case, Operation
 from arbcli.kernels.timed import Timed
-from arbcli.kernels.update.direction import OK, round_to_int
+from arbcli.kernels.update.direction import OK, REGISTERS, round_to_int
 from arbcli.kernels.update.random_bits import random_bits, random_bits_reference, random_words
 
 CLIP = 3 << 16
 """A slope saturates here, at 3 times its root-mean-square."""
 LOWEST, HIGHEST = LOWEST_EXPONENT * OCTAVE, HIGHEST_EXPONENT * OCTAVE + OCTAVE - 1
+FEW_GROUPS, FEW_AT_ONCE = 64, 32
+"""Rows of at most so many groups have tiles of so many, so that their matrices share a launch."""
 
 
 def step_scales_reference(
@@ -109,13 +111,13 @@ def _step_scales_triton(
 ) -> None:  # fmt: skip
     if slope.numel():
         rows, groups = slope.shape
-        block_g = min(triton.next_power_of_2(groups), 128)
+        block_g = FEW_AT_ONCE if groups <= FEW_GROUPS else 128
         block_n = 1024 // block_g
         _step_scales_kernel[(triton.cdiv(rows, block_n) * triton.cdiv(groups, block_g),)](
             exponent, fraction, slope, slope_gain, key, gain, shift, ok, rows, groups,
             *exponent.stride(), *fraction.stride(), *slope.stride(),
             CLIP=CLIP, LOWEST=LOWEST, HIGHEST=HIGHEST, BLOCK_N=block_n, BLOCK_G=block_g,
-            enable_fp_fusion=False,
+            enable_fp_fusion=False, num_warps=2, maxnreg=REGISTERS,
         )  # fmt: skip
 
 

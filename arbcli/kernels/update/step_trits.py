@@ -34,13 +34,14 @@ from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT8, INT32, INT64, UINT8, Array, Number
-from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program
 from arbcli.kernels.runtime.operation import Case, Operation
 from arbcli.kernels.timed import OF_MATRIX, Timed
 from arbcli.kernels.update.direction import (
     DIRECTION,
     GAINS_BELONG,
     OK,
+    REGISTERS,
     draw_gains,
     fixed_point,
     fixed_point_reference,
@@ -56,6 +57,8 @@ CLIP = 1 << 18
 """A direction saturates here, at 4 times its root-mean-square."""
 LARGEST_GAIN = 1 << 23
 """A gain of the moment saturates here, so that their product fits int32."""
+LARGE_TILE, SMALL_TILE = (16, 4), (8, 2)
+"""Pairs of rows and warps of a program, for large and for small matrices."""
 
 
 def moment_gain(step_size: Tensor, squares: Tensor, num_weights: int) -> int:
@@ -410,7 +413,8 @@ def _launch(
         return
     rows, columns = remainder.shape
     has_rows, has_columns = row_gain is not None, column_gain is not None
-    blocks, block_p = triton.cdiv(columns, BLOCK), 16
+    blocks = triton.cdiv(columns, BLOCK)
+    block_p, warps = tiles_of_a_program(remainder, SMALL_TILE, LARGE_TILE)
     _step_trits_kernel[(triton.cdiv(rows, 2 * block_p) * blocks,)](
         packed, remainder, values, row_gain if has_rows else values,
         column_gain if has_columns else values, key, gain, shift, squares, limit, ok, flips,
@@ -419,7 +423,7 @@ def _launch(
         0 if row_gain is None else row_gain.stride(0),
         SOURCE=source, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, RADIX=radix,
         REMAINDER_MAX=remainder_max, CLIP=CLIP, LARGEST_GAIN=LARGEST_GAIN, BLOCK_P=block_p,
-        enable_fp_fusion=False,
+        enable_fp_fusion=False, num_warps=warps, maxnreg=REGISTERS,
     )  # fmt: skip
 
 

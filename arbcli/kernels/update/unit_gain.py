@@ -27,6 +27,9 @@ from arbcli.kernels.update.direction import (
 )
 from arbcli.kernels.update.gradient_gains import sum_parts
 
+FEW_ROWS, MANY_ROWS = (1, 4), (8, 1)
+"""Tiles of a sum, and sums of a program, for small and for large matrices."""
+
 
 def unit_gain_reference(
     values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, ok: Tensor
@@ -89,23 +92,26 @@ def _direction_squares_kernel(
     N, K,
     stride_vn, stride_vk,
     HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Sum the squares of `STEPS` consecutive tiles."""
+    """Compute `PARTS` sums, each of the squares of `STEPS` consecutive tiles."""
     tiles_k = tl.cdiv(K, BLOCK_K)
-    tile_n, tile_k = tl.program_id(0).to(tl.int64) // tiles_k, tl.program_id(0) % tiles_k
-    k = (tile_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
-    mask_k = k < K
-    column_gain = load_gain(column_gain_ptr, k, mask_k, HAS_COLUMNS)
-    squares = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    for step in range(STEPS):
-        n = ((tile_n * STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-        mask_n = n < N
-        values_ptrs = values_ptr + n * stride_vn + k * stride_vk
-        u = tl.load(values_ptrs, mask=mask_n & mask_k, other=0).to(tl.float32)
-        u = u * load_gain(row_gain_ptr, n, mask_n, HAS_ROWS) * column_gain
-        squares += u * u
-    tl.store(squares_ptr + tl.program_id(0), tl.sum(squares))
+    parts = tl.cdiv(N, BLOCK_N * STEPS) * tiles_k
+    for index in tl.static_range(PARTS):
+        part = tl.program_id(0) * PARTS + index
+        tile_n, tile_k = part.to(tl.int64) // tiles_k, part % tiles_k
+        k = (tile_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+        mask_k = k < K
+        column_gain = load_gain(column_gain_ptr, k, mask_k, HAS_COLUMNS)
+        squares = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+        for step in range(STEPS):
+            n = ((tile_n * STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+            mask_n = n < N
+            values_ptrs = values_ptr + n * stride_vn + k * stride_vk
+            u = tl.load(values_ptrs, mask=mask_n & mask_k, other=0).to(tl.float32)
+            u = u * load_gain(row_gain_ptr, n, mask_n, HAS_ROWS) * column_gain
+            squares += u * u
+        tl.store(squares_ptr + part, tl.sum(squares), mask=part < parts)
 
 
 @triton.jit
@@ -133,16 +139,17 @@ def _unit_gain_triton(
     rows, columns = values.shape
     has_rows, has_columns = row_gain is not None, column_gain is not None
     block_n, block_k = 4, 256
-    steps = tiles_of_a_program(values, 1, 8)
+    steps, several = tiles_of_a_program(values, FEW_ROWS, MANY_ROWS)
     parts = triton.cdiv(rows, block_n * steps) * triton.cdiv(columns, block_k)
     squares, gain = (
         torch.empty(size, dtype=torch.float32, device=values.device)
         for size in (parts, rows if has_rows else 1)
     )
-    _direction_squares_kernel[(parts,)](
+    _direction_squares_kernel[(triton.cdiv(parts, several),)](
         values, row_gain if has_rows else squares, column_gain if has_columns else squares, squares,
         rows, columns, *values.stride(),
         HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, BLOCK_N=block_n, BLOCK_K=block_k, STEPS=steps,
+        PARTS=several,
     )  # fmt: skip
     _unit_gain_kernel[(triton.cdiv(len(gain), 1024),)](
         squares, row_gain if has_rows else squares, ok, gain,

@@ -58,6 +58,8 @@ class LinearWeight(StreamedTensor):
     """Weights that a forward decodes in the same launch."""
     needed_before: "tuple[LinearWeight, ...]" = ()
     """Weights that a backward decodes in the same launch."""
+    needed_at_once = False
+    """Whether a forward keeps the decoded weight for the backward, which begins with it."""
     keeps_decoded = False
     """Whether the torch backend caches the decoded weight."""
     _kept: Tensor | None = None
@@ -91,7 +93,10 @@ class LinearWeight(StreamedTensor):
 
     def _multiply(self, x: Tensor) -> Tensor:
         if self.decodes_ahead and len(x) > FUSED_ROWS and uses_triton(x):
-            return x @ self._dense(x.dtype, self.needed_after).T
+            dense = self._dense(x.dtype, self.needed_after)
+            if self.needed_at_once and self.is_awaited:
+                self._decoded = self.version, dense.dtype, dense
+            return x @ dense.T
         if self.keeps_decoded and not uses_triton(x):
             if self._kept is None or self._kept.dtype != x.dtype:
                 self._kept = self.weight(x.dtype)
@@ -199,6 +204,8 @@ class LinearWeight(StreamedTensor):
 
 MOST_AT_ONCE = 2**22
 """Maximum number of weights of several blocks that are decoded in one launch: 8 MiB in bf16."""
+MOST_KEPT = 2**21
+"""Maximum number of weights that stay decoded between a forward and its backward: 4 MiB in bf16."""
 
 
 def decode_in_groups(
@@ -234,6 +241,10 @@ def decode_in_groups(
             for index in range(begin, end):
                 order[index].decodes_ahead = True
                 setattr(order[index], name, tuple(order[index + 1 : end]))
+    soon = weights[::-1][: first + size - 1] if across else []
+    if sum(weight.num_weights for weight in soon) <= MOST_KEPT:
+        for weight in soon:
+            weight.needed_at_once = True
 
 
 class _Linear(Function):

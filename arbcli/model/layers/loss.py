@@ -25,7 +25,7 @@ class _CrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets = ctx.saved_tensors
-        return cross_entropy_backward(logits, targets, grad_loss / len(logits)), None
+        return cross_entropy_backward(logits, targets, grad_loss), None
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

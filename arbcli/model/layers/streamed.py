@@ -83,6 +83,11 @@ class StreamedTensor(Findable, TernaryTensor):
             self.emit_gradient_of_uses(self.sink, uses)
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether a use was registered whose backward has not run."""
+        return self._awaited > 0
+
+    @property
     def is_last_use(self) -> bool:
         """Whether only one use was registered, and its backward is next."""
         return self._awaited <= 1 and not self._pairs

@@ -12,6 +12,7 @@ from arbcli.kernels.attention.causal_attention_backward import (
     random_attention,
     rounded_causal_gradients,
 )
+from arbcli.kernels.runtime.backend import use_backend
 
 
 def random(*shape, dtype=torch.float32, device="cpu"):
@@ -67,3 +68,24 @@ def test_gradients_are_found_in_a_thread_that_has_not_used_the_gpu(device):
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(causal_attention_backward, *inputs).result()
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((2, 3, 40, 32), torch.float32),
+        ((1, 2, 18, 16), torch.float32),
+        pytest.param((16, 4, 64, 64), torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param((32, 6, 256, 64), torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param((3, 2, 200, 64), torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+def test_programs_in_one_launch_give_the_bits_of_two_launches(shape, dtype, device, monkeypatch):
+    inputs = random(*shape, dtype=dtype, device=device)
+    found = []
+    for most in (100, 0):
+        monkeypatch.setattr(f"{causal_attention_backward.triton.__module__}.MOST_TOGETHER", most)
+        with use_backend("triton" if device.type == "cuda" else "interpreter"):
+            found.append(causal_attention_backward.triton(*inputs))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

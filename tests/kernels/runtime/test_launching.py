@@ -22,7 +22,15 @@ from arbcli.kernels.runtime import compile_once, native
 from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.compiling import counted_compiling
 from arbcli.kernels.runtime.launches import replaced_launches
-from arbcli.kernels.runtime.merged import Launch, Tables, _tabulated, merge_launches
+from arbcli.kernels.runtime.merged import (
+    Launch,
+    Tables,
+    _described,
+    _groups,
+    _tabulated,
+    in_one_turn,
+    merge_launches,
+)
 from arbcli.kernels.runtime.overlap import overlap_options, overlapping, wait_for_last
 from arbcli.kernels.update.blend_moment import blend_moment
 from arbcli.kernels.update.step_scales import step_scales
@@ -146,6 +154,68 @@ def test_equal_kernels_are_launched_once(device):
         parts = [lambda: step_scales.triton(*inputs)] * 7
         merge_launches(parts, device)
     assert [grid[1:] for grid in launched] == [(7,)]
+
+
+def test_launches_of_two_kinds_run_as_one_with_the_same_bits(device):
+    launched = []
+    scales, moments = (copies(spec, device) for spec in (step_scales, blend_moment))
+    (apart, together), (apart_too, together_too) = scales, moments
+    with use_backend("triton" if device.type == "cuda" else "interpreter"):
+        for spec, some in ((step_scales, apart), (blend_moment, apart_too)):
+            for inputs in some:
+                spec.triton(*inputs)
+        parts = [partial(step_scales.triton, *inputs) for inputs in together]
+        parts += [partial(blend_moment.triton, *inputs) for inputs in together_too]
+        merge_launches(parts, device)
+        with replaced_launches(lambda kernel, *_, **__: launched.append(kernel.__name__)):
+            merge_launches(parts, device)
+    assert "_paired_kernel" in launched
+    assert len(launched) < len({launch_of(part).kind for part in parts})
+    for one, other in zip([*apart, *apart_too], [*together, *together_too], strict=True):
+        for x, y in zip(one, other, strict=True):
+            assert not torch.is_tensor(x) or torch.equal(x, y)
+
+
+def launch_of(part) -> Launch:
+    """Describe the only launch of a function."""
+    found = []
+    with replaced_launches(lambda *args, **options: found.append((args, options))):
+        part()
+    ((kernel, grid, *args), options) = found[0]
+    return _described(kernel, grid, tuple(args), options)
+
+
+def launch(kernel: str, pairs: bool = True, warps: int = 2) -> Launch:
+    return Launch(kernel, 1, (), (), (("num_warps", warps),), pairs)
+
+
+def kernels(recorded) -> list[list[str]]:
+    return [["".join(x.kernel for x in wave) for wave in group] for group in _groups(recorded)]
+
+
+def test_kinds_are_paired_if_their_options_are_equal_and_their_ptx_declares_nothing():
+    first, second, third = (launch(name) for name in "abc")
+    assert kernels([[[first]], [[second]], [[first]], [[third]]]) == [["aa", "b"], ["c"]]
+    assert kernels([[[first]], [[launch("b", warps=4)]]]) == [["a"], ["b"]]
+    apart = [[[launch("a", pairs=False)]], [[launch("b", pairs=False)]]]
+    assert kernels([*apart, [[third]]]) == [["a"], ["b"], ["c"]]
+    assert kernels([[[first], [second]], [[third]]]) == [["a", "c"], ["b"]]
+
+
+def test_launches_in_one_turn_need_no_order(device):
+    inputs, _ = copies(step_scales, device)
+    launched = []
+
+    def part(both):
+        with in_one_turn() if both else nullcontext():
+            for some in inputs[:2]:
+                step_scales.triton(*some)
+        step_scales.triton(*inputs[2])
+
+    for both in (True, False):
+        with replaced_launches(lambda _, grid, *__, **___: launched.append(grid[1:])):
+            merge_launches([partial(part, both)] * 3, device)
+    assert launched == [(6,), (3,), (3,), (3,), (3,)]
 
 
 def test_tables_of_captured_launches_have_a_room_of_their_own(device):
