@@ -329,12 +329,8 @@ class Trainer:
                     # `data`: updates write sums into it, which changes no window that is saved
                     self._copied_updater.control = parts[1].view_as(parameters).data
             self._step_inputs.copy_(inputs, non_blocking=True)
-        elif self.device.type == "cpu":
-            self._micro_batches = batches
         else:
-            self._micro_batches = [
-                tuple(each.to(self.device) for each in parts) for parts in batches
-            ]
+            self._micro_batches = [tuple(part.to(self.device) for part in each) for each in batches]
 
     @property
     def _packed_updater(self) -> Updater | SharedUpdater:

@@ -247,12 +247,11 @@ class Updater:
         """Prepare for the backward of micro-batch `micro`, from 0, on the device."""
         self.step_held()
         self.first, self.last = micro == 0, micro == self.accumulation - 1
-        control = self.control[micro]
-        self._squares, control = control.tensor_split([self._num_matrices])
+        matrices, paces = self._num_matrices, len(self._paces)
+        parts = self.control[micro].tensor_split([matrices, matrices + 1])
+        self._squares, nonfinite, control = parts
         if micro == 0:  # set by the first of all gradients that is not finite
-            self._nonfinite = control[0]
-        control = control[1:]
-        paces = len(self._paces)
+            self._nonfinite = nonfinite[0]
         integers = control[paces:].view(torch.int32)
         ends = 8 * paces
         self._step, self._turn, self._turn_alone = integers[ends : ends + 3].unbind()

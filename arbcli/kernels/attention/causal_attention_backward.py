@@ -115,6 +115,20 @@ def _store_turned(
 
 
 @triton.jit
+def _store_gradient(
+    grads_ptr, values, y_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, part, T, H,
+    ROWS: tl.constexpr, D: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """Store the gradient of these queries or keys; if `TURNED`, that before `rotary_norm_`."""
+    if TURNED:
+        _store_turned(
+            grads_ptr, values, y_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, part, T, H, ROWS, D
+        )
+    else:
+        _store_rows(grads_ptr, values, b, h, first, part, T, H, ROWS, D)
+
+
+@triton.jit
 def _add_keys(
     grad, q, g, log, delta, k_desc, v_desc, b, h, m, begin, end, scale,
     D: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -143,18 +157,16 @@ def _queries(
     grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
     r_ptr, cos_ptr, sin_ptr, first, h, b, T, H, padded, scale, log2_e,
     D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
-    KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of a block of queries; if `KEPT`, store `log2` and `delta` for keys."""
+    """Compute the gradient of a block of queries; store `log2` and `delta` for the keys."""
     m = first + tl.arange(0, BLOCK)
     of_head = b.to(tl.int64) * H + h
     q = _load_rows(q_desc, b, h, first, BLOCK, D)
     g = _load_rows(grad_y_desc, b, h, first, BLOCK, D)
     delta = _delta(g, _load_rows(y_desc, b, h, first, BLOCK, D))
     log = tl.load(logs_ptr + of_head * T + m, mask=m < T, other=0) * log2_e
-    if KEPT:
-        tl.store(delta_ptr + of_head * padded + m, delta)
-        tl.store(log2_ptr + of_head * padded + m, log)
+    tl.store(delta_ptr + of_head * padded + m, delta)
+    tl.store(log2_ptr + of_head * padded + m, log)
     grad = tl.zeros((BLOCK, D), dtype=tl.float32)
     grad = _add_keys(
         grad, q, g, log, delta, k_desc, v_desc, b, h, m, 0, first, scale * log2_e,
@@ -164,12 +176,10 @@ def _queries(
         grad, q, g, log, delta, k_desc, v_desc, b, h, m, first, first + BLOCK, scale * log2_e,
         D, BLOCK, True, PRECISION,
     )  # fmt: skip
-    if TURNED:
-        _store_turned(
-            grads_ptr, grad * scale, q_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, 0, T, H, BLOCK, D
-        )
-    else:
-        _store_rows(grads_ptr, grad * scale, b, h, first, 0, T, H, BLOCK, D)
+    _store_gradient(
+        grads_ptr, grad * scale, q_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, 0, T, H, BLOCK, D,
+        TURNED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -183,7 +193,7 @@ def _queries_kernel(
     _queries(
         grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
         r_ptr, cos_ptr, sin_ptr, first, tl.program_id(1), tl.program_id(2), T, H, padded,
-        scale, log2_e, D, BLOCK, PRECISION, TURNED, True,
+        scale, log2_e, D, BLOCK, PRECISION, TURNED,
     )  # fmt: skip
 
 
@@ -242,13 +252,10 @@ def _keys(
         first + BLOCK, T, T, scale * log2_e, log2_e, D, BLOCK, False, PRECISION, KEPT,
     )  # fmt: skip
     _store_rows(grads_ptr, grad_v, b, h, first, 2, T, H, BLOCK, D)
-    if TURNED:
-        _store_turned(
-            grads_ptr, grad_k * scale, k_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, 1, T, H,
-            BLOCK, D,
-        )  # fmt: skip
-    else:
-        _store_rows(grads_ptr, grad_k * scale, b, h, first, 1, T, H, BLOCK, D)
+    _store_gradient(
+        grads_ptr, grad_k * scale, k_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, 1, T, H, BLOCK, D,
+        TURNED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -290,7 +297,7 @@ def _both_kernel(
     _queries(
         grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
         r_ptr, cos_ptr, sin_ptr, (2 * blocks - 1 - block) * BLOCK, h, b, T, H, padded,
-        scale, log2_e, D, BLOCK, PRECISION, TURNED, True,
+        scale, log2_e, D, BLOCK, PRECISION, TURNED,
     )  # fmt: skip
 
 
