@@ -240,10 +240,10 @@ def test_room_of_a_gpu_includes_unused_memory_that_torch_holds(texts, monkeypatc
     lm = SimpleNamespace(device=torch.device("cuda"), new_cache=made, config=config)
     with pytest.raises(ArbError, match="there is none"):
         Decoder(lm, 40, texts, prompt=30)
-    needed, what, hint, room = check.call_args.args
+    needed, subject, hint, room = check.call_args.args
     assert (needed, room) == (77, 140)
     made.assert_called_once_with(40, texts, first=6, device=torch.device("meta"))
-    assert what == ("the cache of a text" if texts == 1 else "the cache of 2 texts")
+    assert subject == ("the cache of a text" if texts == 1 else "the cache of 2 texts")
     assert ("`--batch`" in hint) == (texts > 1)
 
 

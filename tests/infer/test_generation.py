@@ -84,7 +84,7 @@ LONG = {
 def test_prompt_of_any_length_is_read_in_bounded_time_with_the_bits_of_all_of_it(
     name, kv, texts, device, monkeypatch
 ):
-    """Windows of attention reach only so far: what is before is counted, and not read.
+    """Symbols before the reach of the windows of attention are counted, but not read.
 
     Of several texts the last slot has the prompt, and the others have none.
     """
