@@ -1,7 +1,8 @@
 """Product of few rows with weights that are all digits: y = added + gate(rms_norm(x) @ w.T).
 
-A weight is bf16(z * scale), as in `decode_weight`. Norm, gate and sum are optional; the division of
-the norm is applied last, to the products.
+A weight is z * scale. The kernel rounds it to bf16, which matrix units multiply, as `decode_weight`
+does; the native loop multiplies z by x as integers, and rounds no weight. Norm, gate and sum are
+optional; the division of the norm is applied last, to the products.
 
 Layout. The matrix is prepacked in pieces of 16 rows by a plane of 32 weights, one byte per weight:
 the sign, and a magnitude of seven bits. Thread 4 r + c of a warp has 16 bytes: weights
@@ -142,7 +143,7 @@ def prepack_in_lanes(packed: Packed, gated: bool = False) -> PrepackedDigits:
     _check_digits(packed, gated)
     rows = packed.out_features // (1 + gated)
     grid, device = grid_of(rows, packed.in_features, gated, PLANE), packed.trits.device
-    pieces = torch.empty(*grid, PLANE, ROWS, dtype=torch.int8, device=device)
+    pieces = torch.empty(*grid, PLANE // 2, ROWS, 2, dtype=torch.int8, device=device)
     scales = torch.empty(*grid, 8, 2, dtype=torch.bfloat16, device=device)
     _check_bytes(bool(arrange_native(packed, pieces, scales, gated)))
     return PrepackedDigits(pieces, scales, rows, packed.in_features, gated)
@@ -161,12 +162,13 @@ _check_digits = compiled_check(
 
 
 def in_lanes(weight: PrepackedDigits) -> PrepackedDigits:
-    """Permute pieces for the native loop: (T, P, 32, 16) int8, z of 16 rows by column."""
+    """Permute pieces for the native loop: (T, P, 16, 16, 2) int8, z of 16 rows by two columns."""
     if weight.pieces.dtype == torch.int8:
         return weight
     magnitude = (weight.pieces & ~SIGN).view(torch.int8)
     z = torch.where(weight.pieces >= SIGN, -magnitude, magnitude)
-    return weight._replace(pieces=z.permute(0, 1, 3, 5, 4, 2).reshape(*z.shape[:2], PLANE, ROWS))
+    z = z.unflatten(5, (4, 2)).permute(0, 1, 3, 5, 4, 2, 6)
+    return weight._replace(pieces=z.reshape(*z.shape[:2], PLANE // 2, ROWS, 2))
 
 
 def digits_matmul_reference(
@@ -179,8 +181,7 @@ def digits_matmul_reference(
     for k in range(in_features):
         code = pieces[:, k // 32, :, k // 8 % 4, :, k % 8].double()  # (T, 8, 2)
         z = code - (code >= 128) * (2 * code - 128)
-        of_column = (z * scales[:, k // 32].double()).to(torch.bfloat16)
-        weight[..., k] = of_column.double().transpose(1, 2)
+        weight[..., k] = (z * scales[:, k // 32].double()).transpose(1, 2)
     return tiles_reference(x, weight[..., :in_features], out_features, gated, eps, added)
 
 
@@ -188,10 +189,32 @@ def _digits_matmul_torch(
     x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
+    weight = _weights_in_float32(pieces, scales)
+    return _multiply(x, weight, out_features, in_features, gated, eps, added, dtype)
+
+
+def _with_rounded_weights(
+    x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
+    eps: float | None, added: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Compute `digits_matmul` with torch, with the weights that the kernel rounds to bf16."""
+    weight = _weights_in_float32(pieces, scales).bfloat16().float()
+    return _multiply(x, weight, out_features, in_features, gated, eps, added, dtype)
+
+
+def _weights_in_float32(pieces: Tensor, scales: Tensor) -> Tensor:
+    """Decode a prepacked matrix: (16 T, 32 P), in the order of its tiles, without rounding."""
     z = (pieces & ~SIGN).float()
     z[pieces >= SIGN] *= -1
-    weight = (z * scales.float()[:, :, :, None, :, None]).bfloat16().float()
-    weight = weight.permute(0, 4, 2, 1, 3, 5).flatten(3).flatten(0, 2)
+    weight = z * scales.float()[:, :, :, None, :, None]
+    return weight.permute(0, 4, 2, 1, 3, 5).flatten(3).flatten(0, 2)
+
+
+def _multiply(
+    x: Tensor, weight: Tensor, out_features: int, in_features: int, gated: bool,
+    eps: float | None, added: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Normalise rows, multiply, gate and add in float32, with the weights of tiles."""
     x = x.float()
     if eps is not None:
         x = functional.rms_norm(x, x.shape[1:], eps=eps)
@@ -451,15 +474,15 @@ DIGITS_MATMUL = Operation(
     digits_matmul_reference,
     partial(prepacked_cases, SHAPES, draw=_draw_weight),
     Gate(
-        relative=1e-5,
+        relative=1e-4,
         peer_slack=0.1,
-        reason="float32 sums of up to 4136 products; in bf16 one rounding, as torch's float32 has",
+        reason="the native loop rounds x to 16 bits; in bf16 the peer rounds weights, as GPUs do",
     ),
     few_rows_of({"pieces": Array(f"{_PLANES}, 8, 4, 2, 8", UINT8, dense=True), "scales": _SCALES}),
     where=_WHERE,
     draw=_draw,
     needs_rows=False,
-    torch_is_peer=True,
+    peer=_with_rounded_weights,
     timings=_timings,
     native=_digits_matmul_native,
 )
@@ -467,7 +490,10 @@ DIGITS_MATMUL = Operation(
 _check_lanes = compiled_check(
     "digits_matmul",
     few_rows_of(
-        {"pieces": Array(f"{_PLANES}, {PLANE}, {ROWS}", INT8, dense=True), "scales": _SCALES}
+        {
+            "pieces": Array(f"{_PLANES}, {PLANE // 2}, {ROWS}, 2", INT8, dense=True),
+            "scales": _SCALES,
+        }
     ),
     _WHERE,
 )

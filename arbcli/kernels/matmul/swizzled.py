@@ -89,7 +89,7 @@ def arrange_native(packed: Packed, pieces: Tensor, scales: Tensor | None, gated:
 
     Args:
         packed: the matrix.
-        pieces: output, (T, B, 640) uint8 for trits, or (T, P, 32, 16) int8 for all digits.
+        pieces: output, (T, B, 640) uint8 for trits, or (T, P, 16, 16, 2) int8 for all digits.
         scales: output, (T, P, 8, 2) bfloat16, for all digits; None for trits.
         gated: whether a tile has eight rows of each half of the matrix.
     """
@@ -103,13 +103,13 @@ def multiply_native(
 ) -> Tensor:  # fmt: skip
     """Normalise rows, multiply, gate and add with the native loop; `scales` is None for trits.
 
-    A row's bits do not depend on other rows. x is rounded to 16 bits: for trits with one power of
-        two per 32 elements, for all digits with one per element.
+    A row's bits do not depend on other rows. x is rounded to 16 bits, with one power of two per 32
+        elements.
     """
     (rows, in_features), blocks = x.shape, -(-x.shape[1] // 128)
     y = torch.empty(rows, out_features, dtype=dtype, device=x.device)
     threads = native.threads_for(out_features * in_features)
-    size = (threads if rows == 1 else 1) * rows * (4 * 136 * blocks + 4)
+    size = (threads if rows == 1 else 1) * rows * (4 * 72 * blocks + 4)
     space = torch.empty(size, dtype=torch.uint8, device=x.device)
     added = None if added is None else added.contiguous()
     native.call(

@@ -880,10 +880,10 @@ EXPORT void rotary_norm_backward(const void *grad_q, const void *grad_k, const v
 
 /* ---- text: products of rows with prepacked weights -------------------------------------------- */
 
-/* `arbcli/kernels/matmul/prepacked.py` and `in_lanes` of `digits_matmul.py` say how weights lie. Lanes are the 16 rows
- * of a tile, so every sum over columns is one lane's, and its order does not depend on how many lanes
- * an instruction has, nor on how many rows x has. What is summed in an instruction is exact: products of trits are integers, and
- * a weight of all digits has 8 bits, which times the 16 of x are a float32. */
+/* `arbcli/kernels/matmul/prepacked.py` and `in_lanes` of `digits_matmul.py` say how weights lie. x is
+ * rounded to int16, and sums of a plane are integers, which are exact. Lanes are the 16 rows of a tile,
+ * so every sum over planes is one lane's, and its order does not depend on how many lanes an instruction
+ * has, nor on how many rows x has. */
 
 #define TILE 16
 #define PLANE 32
@@ -901,15 +901,6 @@ typedef uint32_t bits __attribute__((vector_size(32)));
 typedef int16_t pairs __attribute__((vector_size(32)));
 
 #define ALL(x) (eight){x, x, x, x, x, x, x, x}
-
-/* total + a * b, of which the product is exact: it may be rounded or not. */
-static inline eight add_exact(eight total, eight a, eight b) {
-#ifdef __FMA__
-    return (eight)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)total);
-#else
-    return total + a * b;
-#endif
-}
 
 /* Add to each lane the products of its own pair and one that all have. */
 static inline words add_pairs(words total, pairs own, const int16_t *x) {
@@ -983,7 +974,7 @@ static int64_t prepack_digits(const struct arranging *about, const float *digits
     int64_t beyond = 0;
     for (int64_t k = 0; k < w->columns; k++) {
         int32_t z = (int32_t)(digits[k] * (float)w->unit);
-        tile[k * TILE + lane] = (int8_t)z;
+        tile[(k / 2 * TILE + lane) * 2 + k % 2] = (int8_t)z;
         beyond += z < -127 || z > 127;
     }
     for (int64_t plane = 0; PLANE * plane < w->columns; plane++) {
@@ -1021,7 +1012,7 @@ static void arrange_tiles(const void *given, int64_t first, int64_t last, int64_
     free(trits), free(digits);
 }
 
-/* pieces: of trits (T, B, 640), and `scales` is NULL; of all digits (T, P, 32, 16), and (T, P, 8, 2)
+/* pieces: of trits (T, B, 640), and `scales` is NULL; of all digits (T, P, 16, 16, 2), and (T, P, 8, 2)
  * scales. Returns how many digits a byte does not hold. */
 EXPORT int64_t arrange(PACKED_ARGUMENTS, uint8_t *pieces, uint16_t *scales, int64_t gated,
                        int64_t rows, int64_t threads) {
@@ -1042,12 +1033,12 @@ struct product {
     float eps; /* negative: no norm */
 };
 
-/* Rows of x as they are multiplied, plane by plane: int16, or float32 for all digits. Of a single row
- * and trits the high bytes of a plane come first, then the low ones, by columns as in `prepacked.py`. */
+/* Rows of x as they are multiplied, int16, plane by plane. Of a single row and trits the high bytes of
+ * a plane come first, then the low ones, by columns as in `prepacked.py`. */
 struct rounded {
-    uint8_t *numbers;
+    int16_t *numbers;
     float *units;    /* of the numbers of a plane, a power of two */
-    int32_t *totals; /* their sum */
+    int32_t *totals; /* sums that codes add, which are 1 more than trits; 0 for all digits */
     float *factors;  /* of a row: what its norm divides by, inverted */
 };
 
@@ -1055,7 +1046,7 @@ static inline int64_t planes_of(const struct product *about) { return (about->k 
 
 static struct rounded rounded_at(const struct product *about, uint8_t *space) {
     int64_t many = planes_of(about) * about->rows;
-    struct rounded at = {space, (float *)(space + 4 * PLANE * many), NULL, NULL};
+    struct rounded at = {(int16_t *)space, (float *)(space + 2 * PLANE * many), NULL, NULL};
     at.totals = (int32_t *)(at.units + many);
     at.factors = (float *)(at.totals + many);
     return at;
@@ -1093,13 +1084,6 @@ static void split_bytes(int16_t *plane) {
     memcpy(plane, bytes, sizeof bytes);
 }
 
-/* Round to 16 bits. */
-static inline float to_16_bits(float x) {
-    uint32_t bits = to_bits(x);
-    return (bits & 0x7F800000) == 0x7F800000 ? x
-                                             : from_bits((bits + 0x7F + (bits >> 8 & 1)) & ~0xFFu);
-}
-
 static void round_row(const struct product *about, const struct rounded *to, int64_t m) {
     int64_t k = about->k, whole = k / PLANE, planes = planes_of(about);
     float *buffer = new_floats(k), rest[PLANE] = {0};
@@ -1110,14 +1094,9 @@ static void round_row(const struct product *about, const struct rounded *to, int
         const float *from = plane < whole ? x + plane * PLANE : rest;
         int64_t at = plane * about->rows + m;
         if (plane == whole + 1) memset(rest, 0, sizeof rest);
-        if (about->scales) {
-            float *numbers = (float *)to->numbers + at * PLANE;
-            for (int i = 0; i < PLANE; i++) numbers[i] = to_16_bits(from[i]);
-        } else {
-            int16_t *numbers = (int16_t *)to->numbers + at * PLANE;
-            round_plane(from, numbers, to->units + at, to->totals + at);
-            if (about->rows == 1) split_bytes(numbers);
-        }
+        round_plane(from, to->numbers + at * PLANE, to->units + at, to->totals + at);
+        if (about->scales) to->totals[at] = 0;
+        else if (about->rows == 1) split_bytes(to->numbers + at * PLANE);
     }
     free(buffer);
 }
@@ -1203,67 +1182,40 @@ static inline void multiply_piece(const uint8_t *piece, const uint8_t *x, words 
     }
 }
 
-static inline words load_bytes(const int8_t *from) {
+/* Widen the bytes of all digits, a pair of columns of eight rows. */
+static inline pairs load_digits(const int8_t *from) {
 #ifdef __AVX2__
-    return (words)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from));
+    return (pairs)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from));
 #else
-    words loaded;
-    for (int i = 0; i < 8; i++) loaded[i] = from[i];
+    pairs loaded;
+    for (int i = 0; i < 16; i++) loaded[i] = from[i];
     return loaded;
 #endif
 }
 
-/* Either decode a plane of all digits to [32 columns][2 halves] of eight rows, each weight rounded
- * to 8 bits, or multiply it by one row of x, and add that to `found`. */
-static inline __attribute__((always_inline)) void
-take_digits(const int8_t *plane, const uint16_t *scales, float *weights, const float *x,
-            eight found[2]) {
+/* Scales of a plane of all digits, of both halves of a tile. */
+static inline void scales_of_digits(const uint16_t *scales, eight found[2]) {
     bits both = LOAD(bits, scales);
-    eight scale[2] = {(eight)(both << 16), (eight)(both & 0xFFFF0000)};
-    eight far[2] = {scale[0] * -65536.0f, scale[1] * -65536.0f};
-    eight above[2] = {scale[0] * 65537.0f, scale[1] * 65537.0f}; /* exact: scales have 8 bits */
-    for (int k = 0; k < PLANE; k++)
-        for (int half = 0; half < 2; half++) {
-            /* of 2**16 w + w a float32 holds the first eight bits of w, which has 15 at most */
-            eight digits = __builtin_convertvector(load_bytes(plane + k * TILE + 8 * half), eight);
-            eight w = add_exact(digits * above[half], digits, far[half]);
-            if (weights) STORE(weights + k * TILE + 8 * half, w);
-            else found[half] = add_exact(found[half], w, ALL(x[k]));
-        }
+    found[0] = (eight)(both << 16);
+    found[1] = (eight)(both & 0xFFFF0000);
 }
 
-/* Multiply a plane of all digits by the only row of x, and add that to the sums. */
-static inline void multiply_plane(const int8_t *plane, const uint16_t *scales, const float *x,
-                                  float *sums) {
-#ifdef __AVX512F__ /* a tile's rows are one vector: the same products in the same order */
-    bits both = LOAD(bits, scales);
-    __m512i upper = _mm512_castsi256_si512((__m256i)(both << 16));
-    __m512 scale = (__m512)_mm512_inserti64x4(upper, (__m256i)(both & 0xFFFF0000), 1);
-    __m512 far = _mm512_mul_ps(scale, _mm512_set1_ps(-65536.0f));
-    __m512 above = _mm512_mul_ps(scale, _mm512_set1_ps(65537.0f)), found = _mm512_setzero_ps();
-    for (int k = 0; k < PLANE; k++) {
-        __m128i column = _mm_loadu_si128((const __m128i *)(plane + k * TILE));
-        __m512 digits = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(column));
-        __m512 w = _mm512_fmadd_ps(digits, far, _mm512_mul_ps(digits, above));
-        found = _mm512_fmadd_ps(w, _mm512_set1_ps(x[k]), found);
-    }
-    _mm512_storeu_ps(sums, _mm512_add_ps(_mm512_loadu_ps(sums), found));
-#else
-    eight found[2] = {ALL(0.0f), ALL(0.0f)};
-    take_digits(plane, scales, NULL, x, found);
-    for (int half = 0; half < 2; half++)
-        STORE(sums + 8 * half, LOAD(eight, sums + 8 * half) + found[half]);
-#endif
+/* Multiply a plane of all digits by the only row of x. */
+static inline void multiply_plane(const int8_t *plane, const int16_t *x, words found[2]) {
+    found[0] = found[1] = (words){0};
+    for (int pair = 0; pair < PLANE / 2; pair++, plane += 2 * TILE)
+        for (int half = 0; half < 2; half++)
+            found[half] = add_pairs(found[half], load_digits(plane + TILE * half), x + 2 * pair);
 }
 
-/* Scale what was found of a plane of trits, and add it to the sums. */
+/* Scale what was found of a plane, and add it to the sums. */
 static inline void add_found(words found, float unit, eight scale, float *sums) {
     STORE(sums, LOAD(eight, sums) + __builtin_convertvector(found, eight) * unit * scale);
 }
 
-/* Add what a plane of trits gives to the sums of `count` rows of x. */
+/* Multiply the int16 codes of a plane by `count` rows of x, and add that to the sums. */
 static inline __attribute__((always_inline)) void
-add_trits(const int16_t *codes, const eight scales[2], const int16_t *x, const float *units,
+add_rows(const int16_t *codes, const eight scales[2], const int16_t *x, const float *units,
           const int32_t *totals, float *sums, const int count) {
     words found[AT_ONCE][2];
     for (int m = 0; m < count; m++)
@@ -1280,25 +1232,16 @@ add_trits(const int16_t *codes, const eight scales[2], const int16_t *x, const f
             add_found(found[m][half], units[m], scales[half], sums + m * TILE + 8 * half);
 }
 
-/* Do the same of all digits. */
-static inline __attribute__((always_inline)) void
-add_digits(const float *weights, const float *x, float *sums, const int count) {
-    eight found[AT_ONCE][2];
-    for (int m = 0; m < count; m++)
-        for (int half = 0; half < 2; half++) found[m][half] = ALL(0.0f);
-    for (int k = 0; k < PLANE; k++) {
-        eight upper = LOAD(eight, weights + k * TILE), lower = LOAD(eight, weights + k * TILE + 8);
-        for (int m = 0; m < count; m++) {
-            eight all = ALL(x[m * PLANE + k]);
-            found[m][0] = add_exact(found[m][0], upper, all);
-            found[m][1] = add_exact(found[m][1], lower, all);
-        }
-    }
-    for (int m = 0; m < count; m++)
-        for (int half = 0; half < 2; half++) {
-            float *at = sums + m * TILE + 8 * half;
-            STORE(at, LOAD(eight, at) + found[m][half]);
-        }
+/* Multiply a plane by `rows` rows of x from `first` on, of `of` in all. */
+static void multiply_by_codes(const int16_t *codes, const eight scales[2], const struct rounded *x,
+                              int64_t plane, int64_t first, int64_t rows, int64_t of, float *sums) {
+    int64_t at = plane * of + first, m = 0;
+    for (; m + AT_ONCE <= rows; m += AT_ONCE)
+        add_rows(codes, scales, x->numbers + (at + m) * PLANE, x->units + at + m, x->totals + at + m,
+                 sums + m * TILE, AT_ONCE);
+    for (; m < rows; m++)
+        add_rows(codes, scales, x->numbers + (at + m) * PLANE, x->units + at + m, x->totals + at + m,
+                 sums + m * TILE, 1);
 }
 
 /* Multiply a tile by some rows of x from `first` on, or by the only one. */
@@ -1310,7 +1253,7 @@ static void multiply_by_trits(const uint8_t *tile, const struct rounded *x, int6
         scales_of_trits(tile, scales);
         if (of == 1) {
             words found[4][2];
-            multiply_piece(tile, x->numbers + plane * 2 * PLANE, found);
+            multiply_piece(tile, (const uint8_t *)(x->numbers + plane * PLANE), found);
             for (int i = 0; i < 4; i++)
                 for (int half = 0; half < 2; half++)
                     add_found(found[i][half] - x->totals[plane + i], x->units[plane + i],
@@ -1318,34 +1261,27 @@ static void multiply_by_trits(const uint8_t *tile, const struct rounded *x, int6
             continue;
         }
         spread_trits(tile, codes);
-        for (int i = 0; i < 4 && plane + i < planes; i++) {
-            int64_t at = (plane + i) * of + first, m = 0;
-            const int16_t *numbers = (const int16_t *)x->numbers + at * PLANE, *own = codes + i * PLANE * TILE;
-            for (; m + AT_ONCE <= rows; m += AT_ONCE)
-                add_trits(own, scales[i], numbers + m * PLANE, x->units + at + m, x->totals + at + m,
-                          sums + m * TILE, AT_ONCE);
-            for (; m < rows; m++)
-                add_trits(own, scales[i], numbers + m * PLANE, x->units + at + m, x->totals + at + m,
-                          sums + m * TILE, 1);
-        }
+        for (int i = 0; i < 4 && plane + i < planes; i++)
+            multiply_by_codes(codes + i * PLANE * TILE, scales[i], x, plane + i, first, rows, of, sums);
     }
 }
 
 static void multiply_by_digits(const int8_t *tile, const uint16_t *scales, const struct rounded *x,
                                int64_t first, int64_t rows, int64_t of, int64_t planes,
                                float *sums) {
-    float weights[PLANE * TILE] __attribute__((aligned(64)));
-    for (int64_t plane = 0; plane < planes; plane++, tile += 512, scales += TILE) {
-        const float *numbers = (const float *)x->numbers + (plane * of + first) * PLANE;
+    int16_t codes[PLANE * TILE] __attribute__((aligned(64)));
+    for (int64_t plane = 0; plane < planes; plane++, tile += PLANE * TILE, scales += TILE) {
+        eight of_plane[2];
+        scales_of_digits(scales, of_plane);
         if (of == 1) {
-            multiply_plane(tile, scales, numbers, sums);
+            words found[2];
+            multiply_plane(tile, x->numbers + plane * PLANE, found);
+            for (int half = 0; half < 2; half++)
+                add_found(found[half], x->units[plane], of_plane[half], sums + 8 * half);
             continue;
         }
-        int64_t m = 0;
-        take_digits(tile, scales, weights, NULL, NULL);
-        for (; m + AT_ONCE <= rows; m += AT_ONCE)
-            add_digits(weights, numbers + m * PLANE, sums + m * TILE, AT_ONCE);
-        for (; m < rows; m++) add_digits(weights, numbers + m * PLANE, sums + m * TILE, 1);
+        for (int at = 0; at < PLANE * TILE; at += TILE) STORE(codes + at, load_digits(tile + at));
+        multiply_by_codes(codes, of_plane, x, plane, first, rows, of, sums);
     }
 }
 
@@ -1371,7 +1307,7 @@ static void multiply_tiles(const void *given, int64_t first, int64_t last, int64
     const struct product *about = given;
     int64_t rows = about->rows, planes = planes_of(about), real = (about->k + PLANE - 1) / PLANE;
     /* of a single row every thread rounds its own, which takes less time than waiting for one */
-    int64_t own = rows == 1 ? thread * (PLANE * 4 + 8) * planes + thread * 4 : 0;
+    int64_t own = rows == 1 ? thread * (PLANE * 2 + 8) * planes + thread * 4 : 0;
     struct rounded x = rounded_at(about, about->space + own);
     if (rows == 1) round_row(about, &x, 0);
     float sums[SUMMED * TILE] __attribute__((aligned(64)));
@@ -1390,7 +1326,7 @@ static void multiply_tiles(const void *given, int64_t first, int64_t last, int64
 }
 
 /* x: (M, K); y: (M, N); added: like y, or NULL; all contiguous. pieces and scales: as they are
- * prepacked; scales: NULL for trits. space: for every thread (136 ceil(K / 128) 4 + 4) M bytes. Where
+ * prepacked; scales: NULL for trits. space: for every thread (72 ceil(K / 128) 4 + 4) M bytes. Where
  * `eps` is negative there is no norm. */
 EXPORT void multiply_rows(const void *x, int64_t x_bf16, const uint8_t *pieces,
                           const uint16_t *scales, const void *added, void *y, int64_t bf16,

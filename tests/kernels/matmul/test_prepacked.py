@@ -7,7 +7,11 @@ import torch
 from marks import mostly_slow
 
 from arbcli.kernels.attention.attend_parts import AttentionParts
-from arbcli.kernels.codec.decode_digits import decode_digits_reference
+from arbcli.kernels.codec.decode_digits import (
+    decode_digits_reference,
+    digits_reference,
+    scales_reference,
+)
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.matmul import digits_matmul as digits
 from arbcli.kernels.matmul import prepacked
@@ -26,7 +30,6 @@ from arbcli.kernels.matmul.prepacked import (
     decode_prepacked,
     prepack,
     prepacked_reference,
-    prepacked_torch,
 )
 from arbcli.kernels.matmul.prepacked_rows import (
     MOST_TEXTS,
@@ -70,6 +73,11 @@ def digits_of_many_scales(device, rows=22, in_features=328) -> Packed:
     return packed.map(lambda part: part.to(device))
 
 
+def unrounded(packed: Packed) -> torch.Tensor:
+    """Decode in float64, with scales rounded to bf16, and not their products with digits."""
+    return digits_reference(packed) * scales_reference(packed).bfloat16().double()
+
+
 @pytest.mark.parametrize("digits", ["trit", "all"])
 def test_a_gated_matrix_is_prepacked_by_halves(digits, device):
     packed = matrix(device, rows=22) if digits == "trit" else digits_of_many_scales(device)
@@ -78,9 +86,9 @@ def test_a_gated_matrix_is_prepacked_by_halves(digits, device):
         if digits == "trit"
         else (prepack_digits, DIGITS_MATMUL.reference)
     )
-    weight, halves = make(packed, gated=True), decode_digits_reference(packed)
+    weight, halves = make(packed, gated=True), unrounded(packed)
     x = torch.randn(2, 328, generator=torch.Generator().manual_seed(1)).to(device)
-    gate, up = (x.double() @ halves.double().T).chunk(2, dim=1)
+    gate, up = (x.double() @ halves.T).chunk(2, dim=1)
     got = reference(x, *weight, None, None, torch.float32)
     torch.testing.assert_close(got, gate * torch.sigmoid(gate) * up)
 
@@ -204,12 +212,11 @@ def test_a_row_has_the_same_bits_among_any_others_in_loops(dtype, digits):
         every = multiply(x, weight, 1e-6, added)
         for rows in (slice(0, 1), slice(0, 6), slice(254, 262), slice(264, 265)):
             assert torch.equal(multiply(x[rows], weight, 1e-6, added[rows]), every[rows])
-    with use_backend("torch"):
-        pieces = prepack_digits(random_digits(22, 168, 32, generator.manual_seed(0)), True)
-        other = (prepacked_torch if digits == "trit" else DIGITS_MATMUL.torch)(
-            x, *(weight if digits == "trit" else pieces), 1e-6, added, torch.float32
-        )
-    error = (every.float() - other).norm() / other.norm()
+    if digits == "all":
+        weight = prepack_digits(random_digits(22, 168, 32, generator.manual_seed(0)), True)
+    reference = prepacked_reference if digits == "trit" else DIGITS_MATMUL.reference
+    other = reference(x, *weight, 1e-6, added, torch.float32)
+    error = (every.double() - other).norm() / other.norm()
     assert error < (5e-5 if dtype == torch.float32 else 5e-3)  # activations of 16 bits, and bf16
 
 
@@ -227,6 +234,24 @@ def test_loops_lay_a_matrix_out_as_torch_does(in_features, gated):
     assert torch.equal(found.pieces, expected.pieces)
     assert torch.equal(found.scales, expected.scales)
     assert found[2:] == expected[2:]
+
+
+@pytest.mark.parametrize("backend", ["torch", KERNELS, pytest.param("native", marks=compiled)])
+def test_the_kernel_alone_rounds_weights_of_all_digits(backend, device):
+    """A row with a single 1 gives a column of weights."""
+    if backend == "native" and device.type == "cuda":
+        pytest.skip("loops are for CPUs")
+    packed = digits_of_many_scales(device)
+    weight = prepack_digits(packed)
+    expected = unrounded(packed)
+    if backend == KERNELS:
+        expected = decode_digits_reference(packed).double()
+    for k in (0, 171, 327):
+        x = torch.zeros(1, 328, device=device, dtype=torch.bfloat16)
+        x[0, k] = 1
+        with use_backend(backend):
+            column = digits_matmul(x, weight, dtype=torch.float32)
+        assert torch.equal(column[0].double(), expected[:, k])
 
 
 @pytest.mark.parametrize("processors", [5, 132])
