@@ -7,8 +7,8 @@ With `--kinds`, these are in memory together for each preset.
 The baseline is that of `arb train --weights float`: compiled, Muon in batches of equal shapes, its
 whole step one CUDA graph, with sub-norms as ours and without. Every step draws its batch as
 training does. The bare baseline has neither sub-norms nor clipping, and its batch stays on the GPU:
-see `benchmarks.bare_twin`. `factored` is compared with AdamW, and `orthogonal` with Muon, which
-pays for the same iteration.
+see `benchmarks.bare_twin`. Kinds of ours without sub-norms train its model. `factored` is compared
+with AdamW, and `orthogonal` with Muon, which pays for the same iteration.
 
 Kinds of a group are in memory together and take turns, so that clocks and heat reach them alike.
 """
@@ -52,6 +52,14 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "factored, recomputed": {"rule": "moment", "direction": "factored", "recompute": True},
     "orthogonal": {"rule": "moment", "direction": "orthogonal"},
+    "factored, no sub-norms": {"rule": "moment", "direction": "factored", "sub_norms": False},
+    "factored, fp8, no sub-norms": {
+        "rule": "moment",
+        "direction": "factored",
+        "compute": "fp8",
+        "sub_norms": False,
+    },
+    "orthogonal, no sub-norms": {"rule": "moment", "direction": "orthogonal", "sub_norms": False},
     "AdamW": {"weights": "float"},
     "AdamW, no sub-norms": {"weights": "float", "sub_norms": False},
     "Muon": {"weights": "float", "optimizer": "muon"},
@@ -65,10 +73,11 @@ IN_BF16 = tuple(kind for kind in KINDS if "fp8" not in kind and kind not in SAVI
 GROUPS = {
     "tiny": (IN_BF16,),
     "small": (IN_BF16,),
-    "base": ((*IN_BF16, "factored, fp8"),),
+    "base": ((*IN_BF16, "factored, fp8", "factored, fp8, no sub-norms"),),
     "1b": (
-        ("factored", "factored, fp8", "AdamW, bare"),
-        ("orthogonal", "Muon, bare"),
+        ("factored", "factored, no sub-norms", "AdamW, bare"),
+        ("factored, fp8", "factored, fp8, no sub-norms", "AdamW, bare"),
+        ("orthogonal", "orthogonal, no sub-norms", "Muon, bare"),
         ("AdamW", "Muon"),
         ("AdamW, no sub-norms", "Muon, no sub-norms"),
         SAVING,

@@ -3,7 +3,28 @@
 from statistics import mean
 
 from benchmarks.tables.cells import MIB, measured
-from benchmarks.tables.rows import Runs, Tables, rows_of
+from benchmarks.tables.rows import Runs, Tables, only, rows_of
+
+
+def gates(runs: Runs) -> str:
+    """Held-out loss and the fullest expert, by the choice of experts."""
+    found, lines = only(runs, part="gates"), []
+    kinds = {(row["variant"], row["lr"], row["steps"]): None for row in rows_of(found)}
+    for variant, lr, steps in sorted(kinds, key=lambda kind: ("factored" in kind[0], kind[1])):
+        rows = rows_of(found, variant=variant, lr=lr, steps=steps)
+        rows = sorted(rows, key=lambda row: row["seed"])
+        lines.append(
+            [
+                f"`{variant.split('-')[0]}`" + ", shared expert" * ("shared" in variant),
+                "`nibble`, factored" if "factored" in variant else "`moment`",
+                f"{lr:g}",
+                f"{steps:,}",
+                ", ".join(f"{row['held_out_nats']:.4f}" for row in rows),
+                ", ".join(f"{row['fullest_expert']:.2f}" for row in rows),
+            ]
+        )
+    head = ["choice", "rule", "`--lr`", "steps", "nats by seed", "fullest expert over the mean"]
+    return measured(head, lines, found)
 
 
 def batches(runs: Runs) -> str:
@@ -51,6 +72,7 @@ def ablation(runs: Runs) -> str:
 
 
 TABLES: Tables = {
+    "gates": ("streams", gates),
     "batches": ("arb_3b", batches),
     "ablation": ("ablation", ablation),
 }

@@ -51,13 +51,19 @@ def ratios(runs: Runs) -> str:
         ("factored, fp8", "factored with `--compute fp8`", "AdamW"),
         ("orthogonal", "orthogonal", "Muon"),
     ):
-        for name in (twin, f"{twin}, no sub-norms", f"{twin}, bare"):
+        bare = f"{twin}, bare"
+        for mine, how, peer in (
+            (ours, title, twin),
+            (ours, title, f"{twin}, no sub-norms"),
+            (ours, title, bare),
+            (f"{ours}, no sub-norms", f"{title}, no sub-norms,", bare),
+        ):
             pairs = [
-                [row_of(runs, preset=preset, kind=kind) for kind in (ours, name)]
+                [row_of(runs, preset=preset, kind=kind) for kind in (mine, peer)]
                 for preset in PRESETS
             ]
             found = [number(speed_ratio(runs, *pair), ".2f") for pair in pairs]
-            lines.append([f"speed, {title} against {name}", *found])
+            lines.append([f"speed, {how} against {peer}", *found])
     for ours, twin in (("factored", "AdamW"), ("orthogonal", "Muon")):
         for field in ("allocated_bytes", "reserved_bytes"):
             found = []
