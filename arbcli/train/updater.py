@@ -561,14 +561,19 @@ class Updater:
         """Number of trits changed since the updater was built, an int64 scalar on the device."""
         return self._flips.sum()
 
+    @property
+    def nonfinite_steps(self) -> int:
+        """Number of steps with a gradient that was not finite; synchronises with the device."""
+        return int(self._nonfinite_steps)
+
     def counters(self) -> dict[str, int]:
         """Return counters of rejected gradients since the start; synchronises with the device.
 
         Returns:
-            nonfinite_steps: number of steps with a gradient that was not finite.
+            nonfinite_steps: see the property.
             refused: number of gradients that were not finite or zero, and were ignored.
         """
-        return {"nonfinite_steps": int(self._nonfinite_steps), "refused": int(self._refused.sum())}
+        return {"nonfinite_steps": self.nonfinite_steps, "refused": int(self._refused.sum())}
 
     def restore(self, counters: dict[str, int]) -> None:
         """Restore the counters of a checkpoint.
