@@ -140,7 +140,8 @@ class Text:
         while length:
             begin, end = self._begins[index : index + 2]
             taken = min(length, end - offset)
-            parts.append(self._read_piece(index, offset - begin, taken))
+            at = self._pieces[index].start + offset - begin
+            parts.append(self._opened(index)[at : at + taken])
             offset, length, index = offset + taken, length - taken, index + 1
         return b"".join(parts)
 
@@ -154,22 +155,38 @@ class Text:
     def starts(self, key: bytes, count: int, length: int) -> list[int]:
         """Draw the starts of `count` windows of `length` bytes uniformly, by a hash of `key`."""
         draws = shake_256(key).digest(8 * count)
+        windows = self.windows(length)
         # the bias of the remainder is below the number of windows / 2**64
-        return [draw % self.windows(length) for draw in struct.unpack(f"<{count}Q", draws)]
+        return [draw % windows for draw in struct.unpack(f"<{count}Q", draws)]
 
     def window_batch(self, starts: Sequence[int], length: int) -> "Tensor":
         """Return the windows that begin at `starts`, (B, length) uint8 on the CPU."""
         import torch  # takes seconds, and is not needed to find files
 
-        windows = bytearray().join([self.read(start, length) for start in starts])
+        windows = bytearray().join(self._windows(starts, length))
         return torch.frombuffer(windows, dtype=torch.uint8).view(len(starts), length)
+
+    def _windows(self, starts: Sequence[int], length: int) -> Iterator[bytes]:
+        """Yield windows; the file of consecutive ones is only checked once."""
+        last = None
+        for start in starts:
+            index = bisect_right(self._begins, start, hi=len(self._pieces)) - 1
+            if start < 0 or start + length > self._begins[index + 1]:
+                last = None
+                yield self.read(start, length)  # across files
+                continue
+            if index != last:
+                last, mapped = index, self._opened(index)
+                shift = self._pieces[index].start - self._begins[index]
+            yield mapped[start + shift : start + shift + length]
 
     def packed_batch(self, starts: Sequence[int]) -> "tuple[Tensor, Tensor, Tensor]":
         """Fill windows with documents; only implemented by `arbcli.chats.Chats`."""
         raise NotImplementedError
 
-    def _read_piece(self, index: int, offset: int, length: int) -> bytes:
-        path, start, stop = self._pieces[index]
+    def _opened(self, index: int) -> mmap:
+        """Map the file of a piece, and check that it still has all of it."""
+        path, _, stop = self._pieces[index]
         try:
             mapped = self._map(index)
             # reading a page beyond the end of the file would kill the process
@@ -183,7 +200,7 @@ class Text:
                 f"`{path}` has become shorter since the text was opened",
                 hint="restore it, and leave the text alone while it is in use",
             )
-        return mapped[start + offset : start + offset + length]
+        return mapped
 
     def _map(self, index: int) -> mmap:
         if index in self._maps:
@@ -261,8 +278,8 @@ def batch(
     starts = batch_starts(text, seed, step, micro, batch_size, context)
     if text.packs:
         return tuple(part.to(device) for part in text.packed_batch(starts))
-    windows = text.window_batch(starts, context + 1).to(device).long()  # (B, T + 1) int64
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    windows = text.window_batch(starts, context + 1).to(device)  # (B, T + 1)
+    return windows[:, :-1].long(), windows[:, 1:].long()
 
 
 def batch_starts(

@@ -15,6 +15,7 @@ from arbcli.model.decoding import Phase
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.stage import Stage
 from arbcli.train.configure import new_config
+from arbcli.train.step_inputs import StepInputs
 from arbcli.train.trainer import EAGER_STEPS, Trainer
 from arbcli.train.updater import Updater
 
@@ -145,9 +146,9 @@ def test_captured_steps_of_a_run_have_the_bits_of_eager_steps(given, tmp_path, m
     texts, load = open_texts(config.data, None, seed=0, context=16), Trainer._load_batches
     gpu, to = torch.device("cuda"), torch.Tensor.to
 
-    def load_as_on_a_gpu(self, *given) -> None:
-        if self._capture_at is None:
-            load(self, *given)
+    def load_as_on_a_gpu(self) -> None:
+        if self._step_inputs is None:
+            load(self)
             return
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
@@ -156,8 +157,7 @@ def test_captured_steps_of_a_run_have_the_bits_of_eager_steps(given, tmp_path, m
                 "to",
                 lambda part, place: part.clone() if place == gpu else to(part, place),
             )
-            patch.setattr(self, "device", gpu)
-            load(self, *given)
+            load(self)
 
     monkeypatch.setattr(Trainer, "_load_batches", load_as_on_a_gpu)
     found = []
@@ -166,8 +166,8 @@ def test_captured_steps_of_a_run_have_the_bits_of_eager_steps(given, tmp_path, m
             trainer = Trainer(config, texts)
             if capture:
                 trainer._capture_at = EAGER_STEPS
-                if isinstance(trainer.updater, Updater):
-                    trainer._copied_updater = trainer.updater
+                copied = trainer.updater if isinstance(trainer.updater, Updater) else None
+                trainer._step_inputs = StepInputs(config, gpu, copied)
             losses = []
             for _ in range(10):
                 losses.append(float(trainer.train_step()))

@@ -134,6 +134,13 @@ def test_window_batch_equals_slices(tmp_path):
     windows = text.window_batch(starts, 7)
     assert windows.dtype == torch.uint8
     assert windows.tolist() == [list(stream[start : start + 7]) for start in starts]
+    part = Text.of_parts([(text.files[2], 5, 29), (text.files[0], 9, 20)])
+    stream = stream[26:50] + stream[9:20]
+    windows = part.window_batch([0, 9, 24, 21, 28], 7).tolist()
+    assert windows == [list(stream[start : start + 7]) for start in (0, 9, 24, 21, 28)]
+    for start in (-9, -1, 29, 35, 36):
+        with pytest.raises(ValueError, match="in a text of 35 bytes"):
+            part.window_batch([0, start], 7)
 
 
 def test_batch_never_changes_between_versions(tmp_path):
@@ -528,6 +535,8 @@ def test_end_of_a_file_that_has_become_shorter_is_not_touched(tmp_path, num_byte
     os.truncate(path, num_bytes)
     with pytest.raises(ArbError, match="has become shorter"):
         text.read(0, 1)
+    with pytest.raises(ArbError, match="has become shorter"):
+        text.window_batch([0, 1], 1)
 
 
 def test_read_accepts_a_file_that_has_grown(tmp_path):

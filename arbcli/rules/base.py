@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
 
+import numpy as np
 from torch import Tensor
 
 from arbcli.directions.base import Buffer, Ingredients, State
@@ -220,14 +221,20 @@ class Rule(ABC):
         raise NotImplementedError
 
 
-def fixed_point_gain(factor: float, bits: int = 12) -> tuple[int, int]:
-    """Return gain and shift such that a positive factor is gain / 2**shift, with `bits` bits.
+def fixed_point_gains(factors: np.ndarray, bits: int = 12) -> tuple[np.ndarray, np.ndarray]:
+    """Return gains and shifts such that positive factors are gain / 2**shift, with `bits` bits.
 
     Raises:
-        ValueError: the factor is too large.
+        ValueError: a factor is too large.
     """
-    mantissa, exponent = math.frexp(factor)
-    gain, shift = round(mantissa * (1 << bits)), bits - exponent
-    if shift < 0:
-        raise ValueError(f"a step of {factor} times the direction overflows")
-    return (gain, shift) if shift <= 31 else (0, 31)
+    mantissas, exponents = np.frexp(factors)
+    gains, shifts = np.rint(mantissas * (1 << bits)), bits - exponents
+    if shifts.min() < 0:
+        raise ValueError(f"a step of {factors.max()} times the direction overflows")
+    return np.where(shifts <= 31, gains, 0), np.minimum(shifts, 31)
+
+
+def fixed_point_gain(factor: float, bits: int = 12) -> tuple[int, int]:
+    """Return gain and shift of a single factor: see `fixed_point_gains`."""
+    gains, shifts = fixed_point_gains(np.array(factor), bits)
+    return int(gains), int(shifts)

@@ -66,7 +66,7 @@ class Record:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields, with None for numbers that are not finite, which JSON lacks."""
-        return finite(dataclasses.asdict(self))
+        return {name: finite(getattr(self, name)) for name in _TYPES}
 
 
 def finite(value: Any) -> Any:

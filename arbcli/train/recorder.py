@@ -95,6 +95,10 @@ class Recorder:
         """
         trainer, config, texts = self._trainer, self._trainer.config, self._trainer.texts
         of_train, of_val = texts.train.symbol_bytes, texts.val.symbol_bytes
+        # before steps are read, as a GPU is idle from then to the next step
+        # maximum over processes
+        state, peak = trainer.group.agree(trainer.state_bytes(), peak_bytes(trainer.device))
+        parts, gauges = self._parts_and_gauges()
         steps = self._recent.last(trainer.step - self.recorded_step)
         now, loss = time.perf_counter(), math.nan  # NaN if the checkpoint has no recent losses
         flip_share, nonfinite = None, 0
@@ -104,7 +108,7 @@ class Recorder:
             flips = sum(step.flips or 0 for step in steps)
             flip_share = flips / len(steps) / trainer.updater.num_weights
         if trainer.updater:
-            nonfinite = trainer.updater.counters()["nonfinite_steps"]
+            nonfinite = trainer.updater.nonfinite_steps
         step_bytes = round(config.batch * config.accum * config.model.ctx * of_train)
         mfu, seconds = None, None
         if self._timed_steps:
@@ -112,9 +116,6 @@ class Recorder:
         if self._peak_operations and seconds:
             needed = config.batch * config.accum * step_operations(config.model)
             mfu = needed / seconds / (self._peak_operations * trainer.group.size)
-        # maximum over processes
-        state, peak = trainer.group.agree(trainer.state_bytes(), peak_bytes(trainer.device))
-        parts, gauges = self._parts_and_gauges()
         has_tokens = texts.tokenizer is not None
         record = Record(
             step=trainer.step,

@@ -41,6 +41,7 @@ from arbcli.train.parallel.replicas import Replicas
 from arbcli.train.parallel.shared_updater import SharedUpdater
 from arbcli.train.schedule import fade_growth, fade_stage, learning_rate
 from arbcli.train.step import TrainingStep, minimised
+from arbcli.train.step_inputs import StepInputs
 from arbcli.train.teacher import frozen_model
 from arbcli.train.updater import HELD_BYTES, Updater
 
@@ -194,12 +195,11 @@ class Trainer:
         """Argument tables of the graph's merged launches."""
         self._table_numbers = 0
         """Number of integers in the tables of the last eager step."""
-        self._step_inputs: Tensor | None = None
-        """Windows of the step, and the parameters of its update, on a GPU."""
-        self._copied_updater: Updater | None = None
-        """The updater whose parameters are copied with the windows; None if it copies them."""
-        if self.device.type == "cuda" and isinstance(self.updater, Updater):
-            self._copied_updater = self.updater
+        self._step_inputs: StepInputs | None = None
+        """Copies windows, and the parameters of an `Updater`, to a GPU; None on other devices."""
+        if self.device.type == "cuda":
+            copied = self.updater if isinstance(self.updater, Updater) else None
+            self._step_inputs = StepInputs(config, self.device, copied)
         self._measured = False
         """Whether the quantisation scales of gradients are known."""
         self.digits = config.model.digits
@@ -243,13 +243,11 @@ class Trainer:
             The loss before the update, a float32 scalar in nats per symbol; reading it synchronises
             with the GPU.
         """
-        step, copied = (self.step, self.lr, self.config.accum), self._copied_updater
-        parameters = copied.step_parameters(*step) if copied else None
-        self._load_batches(parameters)
+        self._load_batches()
         if self.shared and not self._measured:
             self._measure()
-        if parameters is None:
-            self._updates.set_step(*step)
+        if not (self._step_inputs and self._step_inputs.updater):
+            self._updates.set_step(self.step, self.lr, self.config.accum)
         if self._graph is None and self._capture_at == self.step:
             self._capture()
         self.between_steps = False
@@ -309,26 +307,11 @@ class Trainer:
             return cut(ids, model.vocabulary, seed=seed, step=step, numbers=numbers)
         return hide(drawn[0], model.vocabulary, seed=seed, step=step, numbers=numbers, of=of)
 
-    def _load_batches(self, parameters: Tensor | None = None) -> None:
-        """Load the micro-batches of this step; on a GPU into the buffers that a graph reads.
-
-        Args:
-            parameters: parameters of the update, which a GPU receives in the same copy.
-        """
+    def _load_batches(self) -> None:
+        """Load the micro-batches of this step; on a GPU into the buffers that a graph reads."""
         batches = [self.fetch(micro, "cpu") for micro in self._local]
-        if self.device.type == "cuda":
-            windows = torch.stack([part for each in batches for part in each])
-            parameters = windows.new_empty(0) if parameters is None else parameters
-            inputs = torch.cat([windows.flatten(), parameters.flatten()]).pin_memory()
-            if self._step_inputs is None:
-                self._step_inputs = inputs.to(self.device)
-                parts = self._step_inputs.split([windows.numel(), parameters.numel()])
-                by_micro_batch = parts[0].view(len(batches), -1, *windows.shape[1:])
-                self._micro_batches = [tuple(each) for each in by_micro_batch]  # of (B, T) int64
-                if self._copied_updater:
-                    # `data`: updates write sums into it, which changes no window that is saved
-                    self._copied_updater.control = parts[1].view_as(parameters).data
-            self._step_inputs.copy_(inputs, non_blocking=True)
+        if self._step_inputs:
+            self._micro_batches = self._step_inputs.load(self.step, batches)
         else:
             self._micro_batches = [tuple(part.to(self.device) for part in each) for each in batches]
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,7 +43,7 @@ from arbcli.rules.base import (
     Gradient,
     State,
     StepControl,
-    fixed_point_gain,
+    fixed_point_gains,
 )
 
 KEYS_AT_ONCE = 8
@@ -106,9 +107,9 @@ def _step_one(averaged: _Averaged, values: Tensor) -> None:
     tensor.rule.step_along(state, ingredients, gains.ok, control)
 
 
-def step_limit(step_size: float) -> int:
-    """Return the maximum step of z in units of 2**-16, for a step with an RMS of `step_size`."""
-    return min(round(STEP_CLIP * step_size * UNIT), 2**30)
+def step_limits(step_sizes: np.ndarray) -> np.ndarray:
+    """Return the maximum steps of z in units of 2**-16, for steps with an RMS of `step_sizes`."""
+    return np.minimum(np.rint(STEP_CLIP * step_sizes * UNIT), 2**30)
 
 
 def loaded(numbers: Tensor, before: Tensor) -> Tensor:
@@ -160,6 +161,7 @@ class Updater:
         }
         self.num_weights = sum(tensor.num_weights for tensor in self.tensors)
         self._paces = sorted({_pace(tensor) for tensor in self.tensors})
+        self._lr_factors, self._radices = np.array(self._paces).T
         self.control = torch.empty(0, dtype=torch.int64, device=self.device)
         """Parameters of the step on the device, a row for each micro-batch."""
         self._next_ticks = range(0)
@@ -202,24 +204,51 @@ class Updater:
                 averages all; weights step after the last. Scales, and weights without a moment,
                 step by a share after each gradient.
         """
-        self.control = loaded(self.step_parameters(step, lr, accumulation), self.control)
+        self.begin_step(accumulation)
+        parameters = self.step_parameters(range(step, step + 1), [lr], accumulation)[0]
+        self.control = loaded(parameters, self.control)
 
-    def step_parameters(self, step: int, lr: float, accumulation: int) -> Tensor:
-        """Begin a step, and return its parameters for `control`, on the host: see `set_step`."""
+    def begin_step(self, accumulation: int) -> None:
+        """Begin a step whose parameters are written to `control` by the caller: see `set_step`."""
         self._held.clear()  # gradients of a step that was aborted
         self.accumulation = accumulation
-        sizes = [self._step_sizes(lr * factor, radix) for factor, radix in self._paces]
-        step_sizes, others = zip(*sizes, strict=True)
-        ticks = range(step * accumulation, (step + 1) * accumulation)
-        turns = ([tick * GOLDEN_TURN % UNIT for tick in (step, each)] for each in ticks)
-        numbers = [*itertools.chain(*others), step]
-        wide = torch.tensor([step_sizes] * len(ticks), dtype=torch.int64, device="cpu")
-        rows = torch.tensor([numbers + turn for turn in turns], dtype=torch.int32, device="cpu")
-        keys = self._keys_of(ticks)
-        sums = wide.new_zeros(len(ticks), self._num_matrices + 1)
-        narrow = torch.cat([rows, keys, keys[:, : (rows.shape[1] + keys.shape[1]) % 2]], dim=1)
+
+    def step_parameters(self, steps: range, rates: list[float], accumulation: int) -> Tensor:
+        """Return the parameters of consecutive steps for `control`, in about the time of one.
+
+        Args:
+            steps: numbers of the steps.
+            rates: their learning rates.
+            accumulation: number of micro-batches in each.
+
+        Returns:
+            (steps, micro-batches, numbers) int64 on the host.
+        """
+        lrs = np.array(rates)[:, None] * self._lr_factors  # (steps, paces)
+        sizes = lrs * self._radices * STEP_OF_RADIX
+        factors = np.stack([lrs * SCALE_STEP / accumulation, sizes / accumulation, sizes])
+        gains = itertools.chain(*zip(*fixed_point_gains(factors), strict=True))
+        limits = step_limits(sizes)
+        others = np.stack([*gains, limits, limits * ROW_CLIP // STEP_CLIP], axis=-1)
+        ticks = range(steps.start * accumulation, steps.stop * accumulation)
+        updates = np.arange(ticks.start, ticks.stop).reshape(len(steps), accumulation)
+        begin, ends = self._num_matrices + 1, 8 * len(self._paces)
+        numbers = np.empty((*updates.shape, ends + 3), np.int32)
+        numbers[..., :ends] = others.reshape(len(steps), 1, ends)
+        numbers[..., ends] = np.array(steps)[:, None]
+        numbers[..., ends + 1] = np.array(steps)[:, None] * GOLDEN_TURN % UNIT
+        numbers[..., ends + 2] = updates * GOLDEN_TURN % UNIT
+        keys = self._keys_of(ticks).view(*updates.shape, -1)
+        end = begin + len(self._paces)
+        width = end + (ends + 4 + keys.shape[-1]) // 2
+        parameters = torch.zeros(*updates.shape, width, dtype=torch.int64, device="cpu")
+        moments = np.rint(sizes * 2**32).astype(np.int64)[:, None]
+        parameters[..., begin:end] = torch.from_numpy(moments)
         # two numbers share an int64, so that the device only has to view them
-        return torch.cat([sums, wide, narrow.view(torch.int64)], dim=1)
+        narrow = parameters[..., end:].view(torch.int32)
+        narrow[..., : ends + 3] = torch.from_numpy(numbers)
+        narrow[..., ends + 3 :][..., : keys.shape[-1]] = keys
+        return parameters
 
     def _keys_of(self, ticks: range) -> Tensor:
         """Return the keys of all matrices, (updates, matrices * NUM_STREAMS), on the host."""
@@ -230,18 +259,6 @@ class Updater:
             self._next_keys = loaded(keys.flatten(1), self._next_keys)
         first = self._next_ticks.index(ticks[0])
         return self._next_keys[first : first + len(ticks)]
-
-    def _step_sizes(self, lr: float, radix: int) -> tuple[int, tuple[int, ...]]:
-        """Return the fixed-point factors of moment, slopes and directions for a learning rate."""
-        step_size = lr * radix * STEP_OF_RADIX
-        limit = step_limit(step_size)
-        return round(step_size * 2**32), (
-            *fixed_point_gain(lr * SCALE_STEP / self.accumulation),
-            *fixed_point_gain(step_size / self.accumulation),
-            *fixed_point_gain(step_size),
-            limit,
-            limit * ROW_CLIP // STEP_CLIP,
-        )
 
     def begin_micro(self, micro: int) -> None:
         """Prepare for the backward of micro-batch `micro`, from 0, on the device."""
@@ -544,14 +561,19 @@ class Updater:
         """Number of trits changed since the updater was built, an int64 scalar on the device."""
         return self._flips.sum()
 
+    @property
+    def nonfinite_steps(self) -> int:
+        """Number of steps with a gradient that was not finite; synchronises with the device."""
+        return int(self._nonfinite_steps)
+
     def counters(self) -> dict[str, int]:
         """Return counters of rejected gradients since the start; synchronises with the device.
 
         Returns:
-            nonfinite_steps: number of steps with a gradient that was not finite.
+            nonfinite_steps: see the property.
             refused: number of gradients that were not finite or zero, and were ignored.
         """
-        return {"nonfinite_steps": int(self._nonfinite_steps), "refused": int(self._refused.sum())}
+        return {"nonfinite_steps": self.nonfinite_steps, "refused": int(self._refused.sum())}
 
     def restore(self, counters: dict[str, int]) -> None:
         """Restore the counters of a checkpoint.

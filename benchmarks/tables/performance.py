@@ -52,18 +52,18 @@ def ratios(runs: Runs) -> str:
         ("orthogonal", "orthogonal", "Muon"),
     ):
         bare = f"{twin}, bare"
-        for mine, how, peer in (
+        for own, how, other in (
             (ours, title, twin),
             (ours, title, f"{twin}, no sub-norms"),
             (ours, title, bare),
             (f"{ours}, no sub-norms", f"{title}, no sub-norms,", bare),
         ):
             pairs = [
-                [row_of(runs, preset=preset, kind=kind) for kind in (mine, peer)]
+                [row_of(runs, preset=preset, kind=kind) for kind in (own, other)]
                 for preset in PRESETS
             ]
             found = [number(speed_ratio(runs, *pair), ".2f") for pair in pairs]
-            lines.append([f"speed, {how} against {peer}", *found])
+            lines.append([f"speed, {how} against {other}", *found])
     for ours, twin in (("factored", "AdamW"), ("orthogonal", "Muon")):
         for field in ("allocated_bytes", "reserved_bytes"):
             found = []

@@ -155,6 +155,25 @@ def test_twin_whose_steps_are_captured_is_compiled_with_its_optimizer(options, m
             each.reset_mock()
 
 
+def test_record_waits_for_the_steps_after_all_that_needs_none_of_them(options, monkeypatch):
+    """A GPU computes the steps meanwhile, and nothing once they are read."""
+    trainer = trainer_of(options)
+    loss, records, order = trainer.train_step(), recorder.Recorder(trainer, None, None), []
+    records.step_done(loss)
+    for owner, name in (
+        (trainer, "state_bytes"),
+        (recorder, "peak_bytes"),
+        (trainer.model, "gauges"),
+        (records._recent, "last"),
+    ):
+        function = getattr(owner, name)
+        noted = lambda *given, name=name, does=function: order.append(name) or does(*given)  # noqa: E731
+        monkeypatch.setattr(owner, name, noted)
+    record = records.record(None)
+    assert order == ["state_bytes", "peak_bytes", "gauges", "last"]
+    assert (record.step, record.loss) == (1, float(loss) / trainer.texts.train.symbol_bytes)
+
+
 @pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
 def test_learning_rate_follows_the_schedule(weights, options, monkeypatch):
     trainer = trainer_of(options, weights=weights, lr=0.01, steps=6, warmup=2)

@@ -1,5 +1,6 @@
 """A step captured as a CUDA graph, and what eight bits can do."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ from arbcli.model.language_model import LOSS_WEIGHTS
 from arbcli.rules import RULES
 from arbcli.train.configure import new_config
 from arbcli.train.step import minimised
+from arbcli.train.step_inputs import StepInputs
 from arbcli.train.trainer import EAGER_STEPS, Trainer
 
 
@@ -80,7 +82,8 @@ def test_windows_of_every_step_are_copied_to_the_same_memory_of_a_gpu(
     """A graph reads them from there; texts of documents have a third tensor."""
     config = new_config(preset="tiny", dim=32, heads=2, ctx=8, batch=2, accum=accum, device="cpu")
     trainer = Trainer(config, open_texts([text], None, seed=0, context=8))
-    trainer.device = torch.device("cuda")
+    gpu = torch.device("cuda")
+    trainer._step_inputs = StepInputs(config, gpu, None)
     trainer.fetch = lambda micro, device: tuple(
         torch.full((2, 8), 100 * trainer.step + 10 * micro + part) for part in range(parts)
     )
@@ -89,7 +92,7 @@ def test_windows_of_every_step_are_copied_to_the_same_memory_of_a_gpu(
     monkeypatch.setattr(
         torch.Tensor,
         "to",
-        lambda self, place: self.clone() if place == trainer.device else to(self, place),
+        lambda self, place: self.clone() if place == gpu else to(self, place),
     )
     places = []
     for trainer.step in range(2):
@@ -102,6 +105,26 @@ def test_windows_of_every_step_are_copied_to_the_same_memory_of_a_gpu(
                 assert got.is_contiguous()
         places.append([[part.data_ptr() for part in each] for each in batches])
     assert places[0] == places[1]
+
+
+def test_inputs_of_a_step_stay_until_a_late_copy_has_run(text, monkeypatch):
+    """Also where a run ends or goes back, and a GPU has not begun the first step."""
+    shape = {"dim": 32, "heads": 2, "ctx": 8, "batch": 2, "accum": 2, "steps": 45, "warmup": 5}
+    config = new_config(preset="tiny", device="cpu", data=[text], **shape)
+    trainer, late = Trainer(config, open_texts([text], None, seed=0, context=8)), []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    trainer._step_inputs = StepInputs(config, trainer.device, trainer.updater)
+    trainer._load_batches()
+    copy = lambda inputs, non_blocking: late.append(inputs)  # noqa: E731
+    trainer._step_inputs._on_device = SimpleNamespace(copy_=copy)
+    steps = [*range(1, 20), 7, 7, 8, *range(9, 47), 3]
+    for trainer.step in steps:
+        trainer._load_batches()
+    for trainer.step, inputs in zip(steps, late, strict=True):
+        windows = [part for micro in range(2) for part in trainer.fetch(micro, "cpu")]
+        trainer.updater.set_step(trainer.step, trainer.lr, 2)
+        parts = [*windows, trainer.updater.control]
+        assert torch.equal(inputs, torch.cat([part.flatten() for part in parts]))
 
 
 def small_config(folder, rule, compute="bf16"):

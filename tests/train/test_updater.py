@@ -71,6 +71,34 @@ def test_keys_of_an_update_do_not_depend_on_the_updates_before(accumulation, dev
             assert torch.equal(updater.keys.cpu(), expected)
 
 
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_parameters_of_steps_are_those_of_one_python_number_at_a_time(accumulation):
+    _, updater, _ = build("moment", "factored", "cpu")
+    ((factor, radix),) = updater._paces
+    steps = range(2**20 - 3, 2**20 + 300)
+    rates = [0.0, *torch.logspace(-9, 1.2, len(steps) - 1, dtype=torch.float64).tolist()]
+    found = updater.step_parameters(steps, rates, accumulation)
+    for step, lr, updater.control in zip(steps, rates, found, strict=True):
+        updater.begin_step(accumulation)
+        size = lr * factor * radix * STEP_OF_RADIX
+        limit = min(round(4 * size * 2**16), 2**30)
+        gains = []
+        for gain in (lr * factor * 4 / accumulation, size / accumulation, size):
+            mantissa, exponent = math.frexp(gain)
+            gains.append([round(mantissa * 4096), 12 - exponent] if exponent > -20 else [0, 31])
+        for micro in range(accumulation):
+            tick = step * accumulation + micro
+            updater.begin_micro(micro)
+            (sizes,) = updater._sizes.values()
+            assert [[*map(int, pair)] for pair in sizes[:3]] == gains
+            assert [*map(int, sizes[3:])] == [limit, limit // 2, round(size * 2**32)]
+            turns = updater._step, updater._turn, updater._turn_alone
+            assert [*map(int, turns)] == [step, *(n * 40503 % 2**16 for n in (step, tick))]
+            key = stream_keys(updater.seed, torch.tensor(tick, dtype=torch.int32), 1, NUM_STREAMS)
+            assert torch.equal(updater.keys, key)
+            assert not updater._squares.any()
+
+
 @pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
 def test_update_steps_against_the_gradient(rule, direction, device):
     """And makes another version of it each time: what was decoded, or found out, is of one."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from arbcli.kernels.update.quantise_gradient import LARGEST_OF_PLANES
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.packed import TernaryTensor
 from arbcli.rules.base import STEP_OF_RADIX
-from arbcli.train.updater import step_limit
+from arbcli.train.updater import step_limits
 
 BUCKET_WEIGHTS = 2**25
 """Approximate number of weights in a bucket."""
@@ -143,8 +144,8 @@ def uses_low_bits(tensor: TernaryTensor, lr: float) -> bool:
     rule = tensor.rule
     if not tensor.reads_digits or isinstance(tensor, TableWeight):
         return False
-    limit = step_limit(lr * tensor.lr_factor * rule.radix * STEP_OF_RADIX)
-    return -(-limit // UNIT) <= LARGEST_CHANGE
+    limit = step_limits(np.array(lr * tensor.lr_factor * rule.radix * STEP_OF_RADIX))
+    return bool(np.ceil(limit / UNIT) <= LARGEST_CHANGE)
 
 
 def owner_buffers(tensor: TernaryTensor) -> dict[str, Tensor]:

@@ -555,6 +555,11 @@ class SharedUpdater:
         """Number of trits changed in this process's tensors: see `Updater.flips`."""
         return self.updates.flips
 
+    @property
+    def nonfinite_steps(self) -> int:
+        """Number of steps, the same in all processes: see `Updater.nonfinite_steps`."""
+        return self.updates.nonfinite_steps
+
     def counters(self) -> dict[str, int]:
         """Return the counters of all processes: see `Updater.counters`."""
         found = self.updates.counters()
