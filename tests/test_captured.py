@@ -17,7 +17,6 @@ from arbcli.model.stage import Stage
 from arbcli.train.configure import new_config
 from arbcli.train.step_inputs import StepInputs
 from arbcli.train.trainer import EAGER_STEPS, Trainer
-from arbcli.train.updater import Updater
 
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
 SAMPLING = Sampling(temperature=1.5, top_k=90, top_p=0.9, seed=3)
@@ -166,8 +165,7 @@ def test_captured_steps_of_a_run_have_the_bits_of_eager_steps(given, tmp_path, m
             trainer = Trainer(config, texts)
             if capture:
                 trainer._capture_at = EAGER_STEPS
-                copied = trainer.updater if isinstance(trainer.updater, Updater) else None
-                trainer._step_inputs = StepInputs(config, gpu, copied)
+                trainer._step_inputs = StepInputs(config, gpu, trainer.updater)
             losses = []
             for _ in range(10):
                 losses.append(float(trainer.train_step()))

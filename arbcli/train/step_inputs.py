@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.config.training import TrainConfig
+from arbcli.train.parallel.shared_updater import SharedUpdater
 from arbcli.train.schedule import learning_rate
 from arbcli.train.updater import Updater
 
@@ -22,7 +23,9 @@ class StepInputs:
         updater: updater whose parameters are copied with the windows; None for windows only.
     """
 
-    def __init__(self, config: TrainConfig, device: torch.device, updater: Updater | None) -> None:
+    def __init__(
+        self, config: TrainConfig, device: torch.device, updater: Updater | SharedUpdater | None
+    ) -> None:
         self.updater, self._config, self._device = updater, config, device
         self._pinned: dict[int, tuple[Tensor, Tensor]] = {}
         """Inputs of the next steps in pinned memory, and the part of them that holds windows.
@@ -53,13 +56,12 @@ class StepInputs:
             size = windows.numel()
             by_micro_batch = self._on_device[:size].view(len(batches), -1, *windows.shape[1:])
             self._micro_batches = [tuple(each) for each in by_micro_batch]
-            if self.updater:
-                # `data`: updates write sums into it, which changes no window that is saved
-                self.updater.control = self._on_device[size:].view(self._config.accum, -1).data
+            # `data`: updates write sums into it, which changes no window that is saved
+            self._parameters = self._on_device[size:].data
         else:
             self._on_device.copy_(inputs, non_blocking=True)
         if self.updater:
-            self.updater.begin_step(self._config.accum)
+            self.updater.begin_step(self._parameters, self._config.accum)
         return self._micro_batches
 
     def _pin(self, step: int, parts: list[Tensor]) -> None:
@@ -76,7 +78,7 @@ class StepInputs:
         if self.updater:
             rates = [learning_rate(config, each) for each in steps]
             parameters = self.updater.step_parameters(steps, rates, config.accum)
-            rows = torch.cat([rows, parameters.flatten(1)], dim=1)
+            rows = torch.cat([rows, parameters], dim=1)
         rows = rows.pin_memory()
         windows = rows[:, :size].unflatten(1, (len(parts), *parts[0].shape))
         self._pinned = dict(zip(steps, zip(rows, windows, strict=True), strict=True))

@@ -196,10 +196,9 @@ class Trainer:
         self._table_numbers = 0
         """Number of integers in the tables of the last eager step."""
         self._step_inputs: StepInputs | None = None
-        """Copies windows, and the parameters of an `Updater`, to a GPU; None on other devices."""
+        """Copies windows, and parameters of updates, to a GPU; None on other devices."""
         if self.device.type == "cuda":
-            copied = self.updater if isinstance(self.updater, Updater) else None
-            self._step_inputs = StepInputs(config, self.device, copied)
+            self._step_inputs = StepInputs(config, self.device, self.updater)
         self._measured = False
         """Whether the quantisation scales of gradients are known."""
         self.digits = config.model.digits

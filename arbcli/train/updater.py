@@ -46,8 +46,6 @@ from arbcli.rules.base import (
     fixed_point_gains,
 )
 
-KEYS_AT_ONCE = 8
-"""Number of updates whose keys are derived together, in the time of one."""
 HELD_BYTES = 2**25
 """Maximum size of held gradients."""
 ROW_CLIP = 2
@@ -162,11 +160,8 @@ class Updater:
         self.num_weights = sum(tensor.num_weights for tensor in self.tensors)
         self._paces = sorted({_pace(tensor) for tensor in self.tensors})
         self._lr_factors, self._radices = np.array(self._paces).T
-        self.control = torch.empty(0, dtype=torch.int64, device=self.device)
-        """Parameters of the step on the device, a row for each micro-batch."""
-        self._next_ticks = range(0)
-        """Numbers of the updates whose keys are in `_next_keys`."""
-        self._next_keys = self._host_seed.new_empty(0)
+        self._parameters = torch.empty(0, dtype=torch.int64, device=self.device)
+        """Parameters of the step on the device, if `set_step` wrote them."""
         first_keys = self._keys_of(range(1)).view(-1, NUM_STREAMS)
         self._steady_keys = first_keys[:, TRIT].to(self.seed, copy=True)
         self._no_turn = torch.zeros_like(self.seed)
@@ -204,17 +199,23 @@ class Updater:
                 averages all; weights step after the last. Scales, and weights without a moment,
                 step by a share after each gradient.
         """
-        self.begin_step(accumulation)
         parameters = self.step_parameters(range(step, step + 1), [lr], accumulation)[0]
-        self.control = loaded(parameters, self.control)
+        self._parameters = loaded(parameters, self._parameters)
+        self.begin_step(self._parameters, accumulation)
 
-    def begin_step(self, accumulation: int) -> None:
-        """Begin a step whose parameters are written to `control` by the caller: see `set_step`."""
+    def begin_step(self, parameters: Tensor, accumulation: int) -> None:
+        """Begin a step: see `set_step`.
+
+        Args:
+            parameters: a row of `step_parameters` on the device, into which updates also write.
+            accumulation: number of micro-batches.
+        """
         self._held.clear()  # gradients of a step that was aborted
         self.accumulation = accumulation
+        self._control = parameters.view(accumulation, -1)
 
     def step_parameters(self, steps: range, rates: list[float], accumulation: int) -> Tensor:
-        """Return the parameters of consecutive steps for `control`, in about the time of one.
+        """Return the parameters of consecutive steps, in about the time of a single step.
 
         Args:
             steps: numbers of the steps.
@@ -222,7 +223,7 @@ class Updater:
             accumulation: number of micro-batches in each.
 
         Returns:
-            (steps, micro-batches, numbers) int64 on the host.
+            (steps, numbers) int64 on the host.
         """
         lrs = np.array(rates)[:, None] * self._lr_factors  # (steps, paces)
         sizes = lrs * self._radices * STEP_OF_RADIX
@@ -248,24 +249,19 @@ class Updater:
         narrow = parameters[..., end:].view(torch.int32)
         narrow[..., : ends + 3] = torch.from_numpy(numbers)
         narrow[..., ends + 3 :][..., : keys.shape[-1]] = keys
-        return parameters
+        return parameters.flatten(1)
 
     def _keys_of(self, ticks: range) -> Tensor:
         """Return the keys of all matrices, (updates, matrices * NUM_STREAMS), on the host."""
-        if ticks[0] not in self._next_ticks or ticks[-1] not in self._next_ticks:
-            self._next_ticks = range(ticks[0], ticks[0] + max(KEYS_AT_ONCE, len(ticks)))
-            numbers = torch.arange(ticks[0], self._next_ticks.stop, device="cpu").to(torch.int32)
-            keys = stream_keys(self._host_seed, numbers, self._num_matrices, NUM_STREAMS)
-            self._next_keys = loaded(keys.flatten(1), self._next_keys)
-        first = self._next_ticks.index(ticks[0])
-        return self._next_keys[first : first + len(ticks)]
+        numbers = torch.arange(ticks.start, ticks.stop, device="cpu").to(torch.int32)
+        return stream_keys(self._host_seed, numbers, self._num_matrices, NUM_STREAMS).flatten(1)
 
     def begin_micro(self, micro: int) -> None:
         """Prepare for the backward of micro-batch `micro`, from 0, on the device."""
         self.step_held()
         self.first, self.last = micro == 0, micro == self.accumulation - 1
         matrices, paces = self._num_matrices, len(self._paces)
-        parts = self.control[micro].tensor_split([matrices, matrices + 1])
+        parts = self._control[micro].tensor_split([matrices, matrices + 1])
         self._squares, nonfinite, control = parts
         if micro == 0:  # set by the first of all gradients that is not finite
             self._nonfinite = nonfinite[0]

@@ -123,7 +123,7 @@ def test_inputs_of_a_step_stay_until_a_late_copy_has_run(text, monkeypatch):
     for trainer.step, inputs in zip(steps, late, strict=True):
         windows = [part for micro in range(2) for part in trainer.fetch(micro, "cpu")]
         trainer.updater.set_step(trainer.step, trainer.lr, 2)
-        parts = [*windows, trainer.updater.control]
+        parts = [*windows, trainer.updater._parameters]
         assert torch.equal(inputs, torch.cat([part.flatten() for part in parts]))
 
 

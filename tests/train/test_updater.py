@@ -60,7 +60,6 @@ def z_of(tensor: TernaryTensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("accumulation", [1, 2, 3, 8, 11])
 def test_keys_of_an_update_do_not_depend_on_the_updates_before(accumulation, device):
-    """Those of several updates are derived together, at boundaries that no step knows of."""
     _, updater, _ = build("moment", "factored", device)
     for step in (0, 1, 2, 3, 2, 40, 41, 1):
         updater.set_step(step, 0.1, accumulation)
@@ -78,8 +77,8 @@ def test_parameters_of_steps_are_those_of_one_python_number_at_a_time(accumulati
     steps = range(2**20 - 3, 2**20 + 300)
     rates = [0.0, *torch.logspace(-9, 1.2, len(steps) - 1, dtype=torch.float64).tolist()]
     found = updater.step_parameters(steps, rates, accumulation)
-    for step, lr, updater.control in zip(steps, rates, found, strict=True):
-        updater.begin_step(accumulation)
+    for step, lr, parameters in zip(steps, rates, found, strict=True):
+        updater.begin_step(parameters, accumulation)
         size = lr * factor * radix * STEP_OF_RADIX
         limit = min(round(4 * size * 2**16), 2**30)
         gains = []

@@ -120,7 +120,7 @@ class SharedUpdater:
         self.num_weights = self.updates.num_weights
         self.device = self.updates.device
         self._seed = self.updates.seed ^ WIRE_SEED
-        self._ticks = torch.empty(0, dtype=torch.int32, device=self.device)
+        self._parameters = torch.empty(0, dtype=torch.int64, device=self.device)
         self._fall = torch.zeros(1, dtype=torch.int8, device=self.device)
         """1 in steps in which exponents may fall, else 0."""
         self.owners = assign_owners(self.tensors, group.size)
@@ -216,18 +216,38 @@ class SharedUpdater:
         Args:
             step: number of the step, from 0.
             lr: learning rate.
-            accumulation: number of micro-batches of this process.
+            accumulation: not used, as all micro-batches are summed first.
 
         Raises:
             ValueError: the learning rate exceeds the maximum.
         """
-        if lr > self._largest_lr * (1 + 1e-6):  # tolerates rounding
-            raise ValueError(f"a learning rate of {lr} is above {self._largest_lr}")
-        self.updates.set_step(step, lr)
-        ticks = [step * self.micro_batches + micro for micro in self.local]
-        self._ticks = loaded(torch.tensor(ticks, dtype=torch.int32, device="cpu"), self._ticks)
-        falls = step % STEPS_OF_AN_OCTAVE == STEPS_OF_AN_OCTAVE - 1
-        self._fall = loaded(torch.tensor([falls], dtype=torch.int8, device="cpu"), self._fall)
+        parameters = self.step_parameters(range(step, step + 1), [lr], accumulation)[0]
+        self._parameters = loaded(parameters, self._parameters)
+        self.begin_step(self._parameters, accumulation)
+
+    def begin_step(self, parameters: Tensor, accumulation: int) -> None:
+        """Begin a step: see `Updater.begin_step`."""
+        ticks = (len(self.local) + 1) // 2
+        own, numbers, fall = parameters.split([len(parameters) - ticks - 1, ticks, 1])
+        self.updates.begin_step(own, 1)
+        self._ticks, self._fall = numbers.view(torch.int32), fall.view(torch.int8)[:1]
+
+    def step_parameters(self, steps: range, rates: list[float], accumulation: int) -> Tensor:
+        """Return the parameters of consecutive steps: see `Updater.step_parameters`.
+
+        Raises:
+            ValueError: a learning rate exceeds the maximum.
+        """
+        if max(rates) > self._largest_lr * (1 + 1e-6):  # tolerates rounding
+            raise ValueError(f"a learning rate of {max(rates)} is above {self._largest_lr}")
+        numbers = torch.arange(steps.start, steps.stop, device="cpu")[:, None]
+        local = torch.arange(self.local.start, self.local.stop, device="cpu")
+        size = (len(local) + 1) // 2 + 1
+        own = torch.zeros(len(steps), size, dtype=torch.int64, device="cpu")
+        own.view(torch.int32)[:, : len(local)] = numbers * self.micro_batches + local
+        falls = numbers % STEPS_OF_AN_OCTAVE == STEPS_OF_AN_OCTAVE - 1
+        own[:, -1:].view(torch.int8)[:, :1] = falls
+        return torch.cat([self.updates.step_parameters(steps, rates, 1), own], dim=1)
 
     def begin_micro(self, micro: int) -> None:
         """Prepare for the backward of the process's micro-batch `micro`, from 0."""
