@@ -6,7 +6,6 @@ bytes -> embedding, n-grams -> [encoder -> chunks ->] blocks, memories [-> decod
 configuration omits are None.
 """
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -108,6 +107,8 @@ class LanguageModel(PackedModel):
             for stack in [stack for each in self.stages for stack in (each.encoder, each.decoder)]:
                 decode_in_groups(stack.weights_of_blocks(), None, across=not recompute)
         self._counts: Tensor | None = None
+        self._with_gauges: list[Any] | None = None
+        """Parts with `gauges`; None before they are first read."""
 
     def forward(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
         """Compute logits, (B, T, V) in `compute_dtype`, from bytes or tokens, (B, T) int64.
@@ -424,9 +425,11 @@ class LanguageModel(PackedModel):
             joined: share of the boundaries without a slot, whose chunks were merged.
         """
         found: dict[str, float] = {}
-        for part in self.modules():
-            gauges: Callable[[], dict[str, float]] | None = getattr(part, "gauges", None)
-            for name, value in gauges().items() if gauges and part is not self else ():
+        if self._with_gauges is None:
+            others = [part for part in self.modules() if part is not self]
+            self._with_gauges = [part for part in others if hasattr(part, "gauges")]
+        for part in self._with_gauges:
+            for name, value in part.gauges().items():
                 found[name] = max(value, found.get(name, value))
         if self._counts is None:
             return found

@@ -46,6 +46,8 @@ class Recorder:
         """Number of steps since the last record that this process has done."""
         self._last_loss: Tensor | None = None
         self._peak_operations = peak_operations(trainer.device)
+        self._state_bytes = 0
+        """Size of the trainer's state; 0 before the first record."""
         self.started = self._last_record = time.perf_counter()
         self._paused = 0.0
 
@@ -97,7 +99,8 @@ class Recorder:
         of_train, of_val = texts.train.symbol_bytes, texts.val.symbol_bytes
         # before steps are read, as a GPU is idle from then to the next step
         # maximum over processes
-        state, peak = trainer.group.agree(trainer.state_bytes(), peak_bytes(trainer.device))
+        self._state_bytes = self._state_bytes or trainer.state_bytes()
+        state, peak = trainer.group.agree(self._state_bytes, peak_bytes(trainer.device))
         parts, gauges = self._parts_and_gauges()
         steps = self._recent.last(trainer.step - self.recorded_step)
         now, loss = time.perf_counter(), math.nan  # NaN if the checkpoint has no recent losses
