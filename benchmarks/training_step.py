@@ -102,8 +102,8 @@ class Subject:
     """Bytes, the most that the allocator held, once compiled."""
     seconds: list[float]
     """Seconds per step, by round."""
-    clock: dict[str, float | None]
-    """Clock rates of the GPU during the last steps: see `results.read_clock`."""
+    clock: dict[str, float]
+    """Clock rate of the GPU after the last steps: see `results.read_clock`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +195,9 @@ def time_in_turns(subjects: list[Subject], rounds: int = ROUNDS) -> None:
         for subject in subjects:
             subject.seconds.append(run_steps(subject.trainer, steps[subject.kind]))
     for subject in subjects:
-        for _ in range(steps[subject.kind]):  # queued, and running while the clock is read
+        for _ in range(steps[subject.kind]):
             subject.trainer.train_step()
         subject.clock = results.read_clock()
-        torch.cuda.synchronize()
 
 
 def measure(
