@@ -150,7 +150,6 @@ def test_captured_steps_of_a_run_have_the_bits_of_eager_steps(given, tmp_path, m
             load(self)
             return
         with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
             patch.setattr(
                 torch.Tensor,
                 "to",

@@ -65,20 +65,21 @@ class StepInputs:
         return self._micro_batches
 
     def _pin(self, step: int, parts: list[Tensor]) -> None:
-        """Allocate the inputs of the next steps of the run, with the parameters of their updates.
+        """Allocate the inputs of the next steps, with the parameters of their updates.
 
         Args:
             step: number of the first step.
             parts: tensors of its micro-batches.
         """
         config, size = self._config, sum(part.numel() for part in parts)
-        number = min(STEPS_AHEAD, PINNED_BYTES // (8 * size), config.steps - step)
-        steps = range(step, step + max(1, number))
-        rows = torch.empty(len(steps), size, dtype=torch.int64, device="cpu")
+        steps = range(step, step + max(1, min(STEPS_AHEAD, PINNED_BYTES // (8 * size))))
+        parameters = torch.empty(len(steps), 0, dtype=torch.int64, device="cpu")
         if self.updater:
             rates = [learning_rate(config, each) for each in steps]
             parameters = self.updater.step_parameters(steps, rates, config.accum)
-            rows = torch.cat([rows, parameters], dim=1)
-        rows = rows.pin_memory()
+        # not pinned as a copy: the system would map the pages of a large tensor anew each time
+        shape, pin_memory = (len(steps), size + parameters.shape[1]), torch.cuda.is_available()
+        rows = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=pin_memory)
+        rows[:, size:] = parameters
         windows = rows[:, :size].unflatten(1, (len(parts), *parts[0].shape))
         self._pinned = dict(zip(steps, zip(rows, windows, strict=True), strict=True))

@@ -87,7 +87,6 @@ def test_windows_of_every_step_are_copied_to_the_same_memory_of_a_gpu(
     trainer.fetch = lambda micro, device: tuple(
         torch.full((2, 8), 100 * trainer.step + 10 * micro + part) for part in range(parts)
     )
-    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     to = torch.Tensor.to
     monkeypatch.setattr(
         torch.Tensor,
@@ -107,12 +106,11 @@ def test_windows_of_every_step_are_copied_to_the_same_memory_of_a_gpu(
     assert places[0] == places[1]
 
 
-def test_inputs_of_a_step_stay_until_a_late_copy_has_run(text, monkeypatch):
+def test_inputs_of_a_step_stay_until_a_late_copy_has_run(text):
     """Also where a run ends or goes back, and a GPU has not begun the first step."""
     shape = {"dim": 32, "heads": 2, "ctx": 8, "batch": 2, "accum": 2, "steps": 45, "warmup": 5}
     config = new_config(preset="tiny", device="cpu", data=[text], **shape)
     trainer, late = Trainer(config, open_texts([text], None, seed=0, context=8)), []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     trainer._step_inputs = StepInputs(config, trainer.device, trainer.updater)
     trainer._load_batches()
     copy = lambda inputs, non_blocking: late.append(inputs)  # noqa: E731
