@@ -33,7 +33,7 @@ HOPPER = (9, 0)
 MOST_TOGETHER, WIDEST_TOGETHER = 4, 64
 """Maximum blocks of queries, and width of a head, for which one launch has all programs."""
 REGISTERS = 168
-"""Registers of a thread of such a launch, for three programs on a processor."""
+"""Registers of a thread for such a width, for three programs on a processor."""
 
 
 def causal_attention_backward_reference(
@@ -199,12 +199,15 @@ def _queries_kernel(
 
 @triton.jit
 def _add_queries(
-    grad_k, grad_v, k, v, grad_y_desc, q_desc, y_desc, log_ptr, delta_ptr, b, h, n, begin, end, T,
-    scale, log2_e, D: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, KEPT: tl.constexpr,
+    grad_k, grad_v, k, v, grad_y_desc, q_desc, y_desc, log_ptr, delta_ptr, b, h, n, begin, T,
+    scale, log2_e, D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Add the contributions of queries from `begin` on to the gradients of keys and values."""
-    for first in range(begin, end, BLOCK):
+    """Add the contributions of queries from `begin` on to the gradients of keys and values.
+
+    All are masked: a loop of its own for later queries, which see all of these keys, is slower.
+    """
+    for first in range(begin, T, BLOCK):
         m = first + tl.arange(0, BLOCK)
         q = _load_rows(q_desc, b, h, first, BLOCK, D)
         if KEPT:  # noqa: SIM108 (of constants, triton compiles one branch of a statement only)
@@ -212,8 +215,7 @@ def _add_queries(
         else:
             log = tl.load(log_ptr + m, mask=m < T, other=0) * log2_e
         p = tl.exp2(tl.dot(k, q.T, input_precision=PRECISION) * scale - log[None, :])
-        if MASKED:
-            p = tl.where(n[:, None] <= m[None, :], p, 0)
+        p = tl.where(n[:, None] <= m[None, :], p, 0)
         g = _load_rows(grad_y_desc, b, h, first, BLOCK, D)  # zeros beyond the last query
         grad_v = tl.dot(p.to(g.dtype), g, grad_v, input_precision=PRECISION)
         if KEPT:
@@ -244,12 +246,7 @@ def _keys(
     grad_v = tl.zeros((BLOCK, D), dtype=tl.float32)
     grad_k, grad_v = _add_queries(
         grad_k, grad_v, k, v, grad_y_desc, q_desc, y_desc, log_ptr, delta_ptr, b, h, n,
-        first, first + BLOCK, T, scale * log2_e, log2_e, D, BLOCK, True, PRECISION, KEPT,
-    )  # fmt: skip
-    # later queries attend to all of these keys
-    grad_k, grad_v = _add_queries(
-        grad_k, grad_v, k, v, grad_y_desc, q_desc, y_desc, log_ptr, delta_ptr, b, h, n,
-        first + BLOCK, T, T, scale * log2_e, log2_e, D, BLOCK, False, PRECISION, KEPT,
+        first, T, scale * log2_e, log2_e, D, BLOCK, PRECISION, KEPT,
     )  # fmt: skip
     _store_rows(grads_ptr, grad_v, b, h, first, 2, T, H, BLOCK, D)
     _store_gradient(
@@ -338,10 +335,12 @@ def launch_backward(
     padded = blocks * block  # key programs read whole blocks of queries
     log2, delta = torch.empty(2, batch, heads, padded, dtype=torch.float32, device=q.device)
     others = r, cos, sin, length, heads, padded, width**-0.5, LOG2_E
-    if blocks <= MOST_TOGETHER and width <= WIDEST_TOGETHER:
+    narrow = width <= WIDEST_TOGETHER
+    registers = REGISTERS if narrow and q.dtype == torch.bfloat16 else None
+    if narrow and blocks <= MOST_TOGETHER:
         _both_kernel[2 * blocks, heads, batch](
             *parts, logs, log2, delta, grads, *others, **chosen, num_warps=4, num_stages=2,
-            maxnreg=REGISTERS if q.dtype == torch.bfloat16 else None,
+            maxnreg=registers,
         )  # fmt: skip
         return
     grid = blocks, heads, batch
@@ -349,8 +348,9 @@ def launch_backward(
         *parts, logs, log2, delta, grads, *others, **chosen, num_warps=4, num_stages=2
     )
     _keys_kernel[grid](
-        *parts[:4], log2, delta, grads, *others, **chosen, num_warps=4, num_stages=stages_of_keys
-    )
+        *parts[:4], log2, delta, grads, *others, **chosen, num_warps=4,
+        num_stages=stages_of_keys, maxnreg=registers,
+    )  # fmt: skip
 
 
 def _causal_attention_backward_triton(
