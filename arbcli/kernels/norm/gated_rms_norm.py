@@ -220,8 +220,13 @@ def _gated_rms_norm_backward_kernel(
             weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
             grad *= weight
             if WHOLE:
-                r = tl.rsqrt(tl.sum(y * y, axis=1) / D + eps)[:, None]
-                mean = (tl.sum(y * grad, axis=1)[:, None] * r) / D
+                squares, products = tl.split(tl.sum(tl.join(y * y, y * grad), axis=1))
+                r = tl.rsqrt(squares / D + eps)[:, None]
+                mean = (products[:, None] * r) / D
+                # times 1, which no compiler knows: products are computed again and not kept
+                share *= one
+                silu = gate * share
+                y = silu * up
             y *= r
             grad = r * (grad - y * mean)
             y *= weight

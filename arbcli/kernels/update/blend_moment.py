@@ -36,8 +36,10 @@ from arbcli.kernels.update.random_bits import random_halves, random_halves_refer
 
 DIRECTION_LIMIT = 1 << 21
 """|u| saturates here, at 32 times its root-mean-square, so that u * gain fits int32."""
-LARGE_TILE, SMALL_TILE = (1, 512, 4), (2, 256, 2)
-"""Pairs of rows, columns, and tiles of a program, for large and for small matrices."""
+LARGE_TILE, SMALL_TILE = (512, 2), (256, 1)
+"""Columns and warps of a program, for large and for small matrices."""
+PAIRS = 2
+"""Pairs of rows of a program."""
 
 
 def moment_max(nibble: bool) -> int:
@@ -106,34 +108,32 @@ def _blend_moment_kernel(
     N, K, decay, gain, shift,
     stride_mn, stride_mk, stride_vn, stride_vk, stride_rn,
     LIMIT: tl.constexpr, LARGEST: tl.constexpr, NIBBLE: tl.constexpr,
-    HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
+    HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Update `STEPS` consecutive tiles of pairs of rows."""
+    """Update `PAIRS` pairs of rows, 2 i and 2 i + 1, in `BLOCK_K` columns."""
     if tl.load(ok_ptr) == 0:
         return
     key = tl.load(key_ptr)
     tiles_k = tl.cdiv(K, BLOCK_K)
-    tile_p, tile_k = tl.program_id(0).to(tl.int64) // tiles_k, tl.program_id(0) % tiles_k
-    k = (tile_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+    first, tile_k = tl.program_id(0).to(tl.int64) // tiles_k * PAIRS, tl.program_id(0) % tiles_k
+    first += tl.arange(0, 1)  # [1], which is broadcast
+    k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     mask_k = k < K
     column_gain = load_gain(column_gain_ptr, k, mask_k, HAS_COLUMNS)
-    squares = tl.zeros((BLOCK_P, BLOCK_K), dtype=tl.int32)
-    for step in range(STEPS):
-        # a pair is rows 2 i and 2 i + 1
-        pair = ((tile_p * STEPS + step) * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]
-        halves = ()  # loaded before the first store, as later loads would wait for it
+    rows = ()  # loaded before the first store, as later loads would wait for it
+    for row in tl.static_range(2 * PAIRS):
+        n = 2 * first + row
+        mask = (n < N) & mask_k
+        values = tl.load(values_ptr + n * stride_vn + k * stride_vk, mask=mask, other=0)
+        state = tl.load(moment_ptr + n * stride_mn + k * stride_mk, mask=mask, other=0)
+        row_gain = load_gain(row_gain_ptr, n * stride_rn, n < N, HAS_ROWS)
+        rows = rows + ((values, state, row_gain),)  # noqa: RUF005 (triton knows no star)
+    squares = tl.zeros((BLOCK_K,), dtype=tl.int32)
+    for i in tl.static_range(PAIRS):
+        words = random_words(key, first + i, k)  # [BLOCK_K]
         for half in tl.static_range(2):
-            n = 2 * pair + half
-            mask = (n < N) & mask_k
-            values = tl.load(values_ptr + n * stride_vn + k * stride_vk, mask=mask, other=0)
-            state = tl.load(moment_ptr + n * stride_mn + k * stride_mk, mask=mask, other=0)
-            row_gain = load_gain(row_gain_ptr, n * stride_rn, n < N, HAS_ROWS)
-            halves = halves + ((values, state, row_gain),)  # noqa: RUF005 (triton knows no star)
-        words = random_words(key, pair, k)  # [BLOCK_P, BLOCK_K]
-        for half in tl.static_range(2):
-            n = 2 * pair + half
-            values, state, row_gain = halves[half]
+            n = 2 * (first + i) + half
+            values, state, row_gain = rows[2 * i + half]
             u = fixed_point(values, row_gain, column_gain, LIMIT, HAS_ROWS)
             state = state.to(tl.int32)
             old = state >> 4 if NIBBLE else state
@@ -155,16 +155,16 @@ def _blend_moment_triton(
     rows, columns = moment.shape
     if moment.numel():
         has_rows, has_columns = row_gain is not None, column_gain is not None
-        pairs, width, steps = tiles_of_a_program(moment, SMALL_TILE, LARGE_TILE)
-        grid = (triton.cdiv(rows, 2 * pairs * steps) * triton.cdiv(columns, width),)
+        width, warps = tiles_of_a_program(moment, SMALL_TILE, LARGE_TILE)
+        grid = (triton.cdiv(rows, 2 * PAIRS) * triton.cdiv(columns, width),)
         _blend_moment_kernel[grid](
             moment, values, row_gain if has_rows else values,
             column_gain if has_columns else values, key, ok, squares,
             rows, columns, decay, gain, shift,
             *moment.stride(), *values.stride(), 0 if row_gain is None else row_gain.stride(0),
             LIMIT=DIRECTION_LIMIT, LARGEST=moment_max(nibble), NIBBLE=nibble,
-            HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, BLOCK_P=pairs, BLOCK_K=width, STEPS=steps,
-            enable_fp_fusion=False, num_warps=2,
+            HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, PAIRS=PAIRS, BLOCK_K=width,
+            enable_fp_fusion=False, num_warps=warps,
             maxnreg=MOST_REGISTERS if nibble else registers_of(moment),
         )  # fmt: skip
 

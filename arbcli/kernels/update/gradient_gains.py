@@ -39,6 +39,8 @@ SMALL = 2.0**-40
 """A smaller sum of squares is multiplied by 1 / SMALL**2 while its mean is taken."""
 FLOOR = 2.0**-120
 """Added to the mean squares of rows and columns, of which some may be 0."""
+AT_ONCE = tl.constexpr(3)
+"""Loads before the first addition, as each takes longer than all the additions."""
 
 
 class GradientGains(NamedTuple):
@@ -163,9 +165,13 @@ def statistic_value(statistic: Tensor) -> Tensor:
 def sum_parts(ptr, parts, dtype: tl.constexpr):
     """Add up contiguous partial sums inside a kernel, always in the same order."""
     total = tl.zeros((1024,), dtype=dtype)
-    for start in range(0, parts, 1024):
-        offs = start + tl.arange(0, 1024)
-        total += tl.load(ptr + offs, mask=offs < parts, other=0)
+    for start in range(0, parts, 1024 * AT_ONCE):
+        loaded = ()
+        for i in tl.static_range(AT_ONCE):
+            offs = start + 1024 * i + tl.arange(0, 1024)
+            loaded = loaded + (tl.load(ptr + offs, mask=offs < parts, other=0),)  # noqa: RUF005
+        for i in tl.static_range(AT_ONCE):
+            total += loaded[i]
     return tl.sum(total)
 
 
@@ -191,10 +197,15 @@ def _average(
     fraction = tl.load(statistic_ptrs + stride_sd, mask=mask, other=0)
     if ok:
         total = tl.zeros((BLOCK_P, BLOCK_L), dtype=tl.float32)
-        for start in range(0, parts, BLOCK_P):
-            offs_p = start + tl.arange(0, BLOCK_P)
-            ptrs = parts_ptr + offs_p.to(tl.int64)[:, None] * L + offs_l[None, :]
-            total += tl.load(ptrs, mask=(offs_p < parts)[:, None] & mask[None, :], other=0)
+        for start in range(0, parts, BLOCK_P * AT_ONCE):
+            loaded = ()
+            for i in tl.static_range(AT_ONCE):
+                offs_p = start + BLOCK_P * i + tl.arange(0, BLOCK_P)
+                ptrs = parts_ptr + offs_p.to(tl.int64)[:, None] * L + offs_l[None, :]
+                here = (offs_p < parts)[:, None] & mask[None, :]
+                loaded = loaded + (tl.load(ptrs, mask=here, other=0),)  # noqa: RUF005
+            for i in tl.static_range(AT_ONCE):
+                total += loaded[i]
         value = tl.sum(total, axis=0) / count + FLOOR
         average = tl.where(whole == -128, value, 0.99 * _decode(whole, fraction) + 0.01 * value)
         t = tl.minimum(tl.maximum(128 * tl.log2(average), LOWEST), HIGHEST)

@@ -25,7 +25,7 @@ from arbcli.kernels.codec.decode_digits import (
 from arbcli.kernels.codec.layout import BLOCK, PLANE
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import first_digit, take_trit, trit_at, trit_positions
-from arbcli.kernels.codec.scales import load_scale, scales_torch
+from arbcli.kernels.codec.scales import load_scale, scale_of, scales_torch
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Array, Matrix, Number
@@ -36,6 +36,8 @@ from arbcli.kernels.timed import OF_MATRIX, Timed
 
 TILE = 128
 """Columns of a tile: as many whole groups as fit, and at least one."""
+LARGE_STEPS, SMALL_STEPS = (16, True), (2, False)
+"""Tiles of a program, and whether it loads the next tile before it reads one."""
 PART_ROWS = 64
 """Rows of a part of the native loop's sums over columns; `native.c` has it too."""
 
@@ -126,6 +128,7 @@ def _gradient_statistics_kernel(
     GROUP: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, HAS_FRACTION: tl.constexpr,
     DIGITS: tl.constexpr, NIBBLE: tl.constexpr,
     FACTORED: tl.constexpr, SIGNS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Read one tile: a full block whose planes are groups for the first `blocks`, else groups."""
     tile_n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -140,7 +143,7 @@ def _gradient_statistics_kernel(
             N, tile_n, tile,
             stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
             stride_an, stride_ak, of_trit, of_low, stride_sn,
-            HAS_FRACTION, DIGITS, NIBBLE, FACTORED, SIGNS, BLOCK_N, STEPS,
+            HAS_FRACTION, DIGITS, NIBBLE, FACTORED, SIGNS, BLOCK_N, STEPS, AHEAD,
         )  # fmt: skip
     else:  # after full blocks a row is packed like a row that begins there
         _read_groups(
@@ -158,6 +161,26 @@ def _gradient_statistics_kernel(
 
 
 @triton.jit
+def _load_planes(pointers, strides, n, block, mask_n, HAS_FRACTION: tl.constexpr):
+    """Load bytes, digits of scales and gradients of some rows of a full block."""
+    grad_ptr, packed_ptr, exponent_ptr, fraction_ptr = pointers
+    stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg = strides
+    offs_j, part = tl.arange(0, 32)[None, :], tl.arange(0, 8)[None, :]
+    packed_ptrs = packed_ptr + n * stride_pn + (block * 32 + offs_j) * stride_pb
+    byte = tl.load(packed_ptrs, mask=mask_n, other=0)
+    mask, group = mask_n & (part < 5), block * 5 + part
+    exponent = tl.load(exponent_ptr + n * stride_en + group * stride_eg, mask=mask, other=0)
+    fraction = tl.zeros_like(exponent)
+    if HAS_FRACTION:
+        fraction = tl.load(fraction_ptr + n * stride_fn + group * stride_fg, mask=mask, other=0)
+    grad_ptrs, grads = grad_ptr + n * stride_gn + (block * 160 + offs_j) * stride_gk, ()
+    for digit in tl.static_range(5):
+        value = tl.load(grad_ptrs + 32 * digit * stride_gk, mask=mask_n, other=0)
+        grads = grads + (value,)  # noqa: RUF005 (triton knows no star)
+    return byte, exponent, fraction, grads
+
+
+@triton.jit
 def _read_planes(
     grad_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr,
     slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
@@ -166,7 +189,7 @@ def _read_planes(
     stride_an, stride_ak, of_trit, of_low, stride_sn,
     HAS_FRACTION: tl.constexpr, DIGITS: tl.constexpr, NIBBLE: tl.constexpr,
     FACTORED: tl.constexpr, SIGNS: tl.constexpr,
-    BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK_N: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Read a full block of five planes, each a group of 32, of `STEPS` times `BLOCK_N` rows.
 
@@ -181,18 +204,31 @@ def _read_planes(
         tl.zeros((BLOCK_N, 32), dtype=tl.float32), tl.zeros((BLOCK_N, 32), dtype=tl.float32),
         tl.zeros((BLOCK_N, 32), dtype=tl.float32),
     )  # fmt: skip
+    first = tile_n.to(tl.int64) * (STEPS * BLOCK_N)
+    pointers = grad_ptr, packed_ptr, exponent_ptr, fraction_ptr
+    strides = (
+        stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg
+    )  # fmt: skip
+    if AHEAD:
+        n = (first + tl.arange(0, BLOCK_N))[:, None]
+        ahead = _load_planes(pointers, strides, n, block, n < N, HAS_FRACTION)
     for step in range(STEPS):
-        n = ((tile_n.to(tl.int64) * STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+        n = (first + step * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
         mask_n = n < N
-        packed_ptrs = packed_ptr + n * stride_pn + (block * 32 + offs_j) * stride_pb
-        left = first_digit(tl.load(packed_ptrs, mask=mask_n, other=0))
-        grad_ptrs = grad_ptr + n * stride_gn + (block * 160 + offs_j) * stride_gk
+        if AHEAD:
+            byte, exponent, fraction, grads = ahead
+            mask = (n + BLOCK_N < N) & (step + 1 < STEPS)
+            ahead = _load_planes(pointers, strides, n + BLOCK_N, block, mask, HAS_FRACTION)
+        else:
+            byte, exponent, fraction, grads = _load_planes(
+                pointers, strides, n, block, mask_n, HAS_FRACTION
+            )
+        left = first_digit(byte)
         of_rows = tl.zeros((BLOCK_N, 32), dtype=tl.float32)
         found = tl.zeros((BLOCK_N, 8), dtype=tl.float32)
         summed = ()
         for digit in tl.static_range(4, -1, -1):
-            value = tl.load(grad_ptrs + 32 * digit * stride_gk, mask=mask_n, other=0)
-            value = value.to(tl.float32)
+            value = grads[digit].to(tl.float32)
             squares = value * value
             of_rows += squares
             summed = (of_columns[digit] + squares,) + summed  # noqa: RUF005 (triton knows no star)
@@ -211,10 +247,7 @@ def _read_planes(
         of_matrix += of_row
         found = tl.where(part == 5, of_row[:, None], found)
         mask, group = mask_n & (part < 5), block * 5 + part
-        scale = load_scale(
-            exponent_ptr, fraction_ptr, n, group, mask,
-            stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
-        )  # fmt: skip
+        scale = scale_of(exponent, fraction)
         slope = found * (scale if DIGITS else scale * half)
         tl.store(slope_ptr + n * stride_sn + group, slope, mask=mask)
         of_slope += tl.where(mask, slope * slope, 0)
@@ -258,6 +291,11 @@ def _read_groups(
         n = (tile_n.to(tl.int64) * STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = n < N
         mask = mask_n[:, None] & mask_k[None, :]
+        mask_g = mask_n[:, None] & (offs_g < num_groups)[None, :]
+        scale = load_scale(
+            exponent_ptr, fraction_ptr, n[:, None], offs_g[None, :], mask_g,
+            stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
+        )  # fmt: skip
         grad_ptrs = grad_ptr + n[:, None] * stride_gn + k[None, :] * stride_gk
         grad = tl.load(grad_ptrs, mask=mask, other=0).to(tl.float32)
         packed_ptrs = packed_ptr + n[:, None] * stride_pn + offs_byte[None, :] * stride_pb
@@ -270,13 +308,7 @@ def _read_groups(
         product = value * add_remainder(
             trit, remainder_ptr, offset, mask, of_trit, of_low, DIGITS, NIBBLE
         )
-        slope = tl.sum(tl.reshape(product, (BLOCK_N, GROUPS, LANES)), axis=2)
-
-        mask_g = mask_n[:, None] & (offs_g < num_groups)[None, :]
-        slope *= load_scale(
-            exponent_ptr, fraction_ptr, n[:, None], offs_g[None, :], mask_g,
-            stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
-        )  # fmt: skip
+        slope = tl.sum(tl.reshape(product, (BLOCK_N, GROUPS, LANES)), axis=2) * scale
         tl.store(slope_ptr + n[:, None] * stride_sn + offs_g[None, :], slope, mask=mask_g)
         slope = tl.where(mask_g, slope, 0).to(tl.float64)
         of_slope += slope * slope
@@ -304,7 +336,7 @@ def _gradient_statistics_triton(
     grad: Tensor, packed: Packed, factored: bool = False, signs: bool = False
 ) -> GradientStatistics:
     (rows, columns), groups, group_size = grad.shape, packed.num_groups, packed.group_size
-    block_n, steps = 8, tiles_of_a_program(grad, 2, 16)
+    block_n, (steps, ahead) = 8, tiles_of_a_program(grad, SMALL_STEPS, LARGE_STEPS)
     tiles_n = triton.cdiv(rows, block_n * steps)
     blocks = columns // BLOCK if group_size == PLANE else 0  # whose planes are groups
     lanes = triton.next_power_of_2(group_size)
@@ -325,7 +357,7 @@ def _gradient_statistics_triton(
         grad, *packed.all_pointers, *found, rows, columns, groups, blocks, tiles,
         *grad.stride(), *packed.all_strides, *packed.worths, groups, columns,
         **packed.all_constants, LANES=lanes, GROUPS=groups_of_tile,
-        FACTORED=factored, SIGNS=signs, BLOCK_N=block_n, STEPS=steps, num_warps=1,
+        FACTORED=factored, SIGNS=signs, BLOCK_N=block_n, STEPS=steps, AHEAD=ahead, num_warps=1,
     )  # fmt: skip
     return GradientStatistics(*found)
 
