@@ -219,6 +219,8 @@ def measure(
     for number, (kind, maker) in enumerate(makers.items(), 1):
         started = time.perf_counter()
         try:
+            if number == 1:  # the first of a process allocates the workspaces of libraries, too
+                prepare(kind, maker)
             subjects.append(prepare(kind, maker))
         except torch.OutOfMemoryError:
             alone.append(kind)
