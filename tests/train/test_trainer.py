@@ -12,6 +12,7 @@ from arbcli.errors import ArbError
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LOSS_WEIGHTS
 from arbcli.rules import RULES
+from arbcli.train import step_inputs
 from arbcli.train.configure import new_config
 from arbcli.train.step import minimised
 from arbcli.train.step_inputs import StepInputs
@@ -125,16 +126,23 @@ def test_inputs_of_a_step_stay_until_a_late_copy_has_run(text):
         assert torch.equal(inputs, torch.cat([part.flatten() for part in parts]))
 
 
-@pytest.mark.parametrize("steps", [1, 3, 40])
-def test_parameters_are_only_computed_ahead_for_steps_of_the_run(steps, text):
-    """Else this rate, which falls with the steps after the last, would overflow."""
+@pytest.mark.parametrize(
+    ("steps", "room", "ahead"),
+    [(1, 2**20, 1), (3, 2**20, 3), (40, 2**20, 32), (40, 767, 2), (40, 1, 1)],
+)
+def test_inputs_are_pinned_for_steps_of_the_run_whose_windows_fit(
+    steps, room, ahead, text, monkeypatch
+):
+    """This rate would overflow after the last step, and windows of a step have 256 bytes."""
+    monkeypatch.setattr(step_inputs, "PINNED_BYTES", room)
     shape = {"dim": 32, "heads": 2, "ctx": 8, "batch": 2, "steps": steps, "lr": 64.0}
     config = new_config(preset="tiny", device="cpu", data=[text], schedule="wsd", **shape)
     trainer = Trainer(config, open_texts([text], None, seed=0, context=8))
     trainer._step_inputs = StepInputs(config, trainer.device, trainer.updater)
     for trainer.step in range(steps):
         trainer._load_batches()
-        assert not [step for step in trainer._step_inputs._pinned if step >= steps]
+        last = min(steps, trainer.step // ahead * ahead + ahead)
+        assert [*trainer._step_inputs._pinned] == [*range(trainer.step + 1, last)]
 
 
 def small_config(folder, rule, compute="bf16"):

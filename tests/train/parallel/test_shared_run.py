@@ -11,11 +11,13 @@ from arbcli.checkpoint import tensor_digest
 from arbcli.config.presets import preset
 from arbcli.data import open_texts
 from arbcli.errors import ArbError
+from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.model.layers import expert_weight
 from arbcli.model.packed import StateModule
 from arbcli.train.configure import new_config
 from arbcli.train.parallel import owners
 from arbcli.train.parallel.group import Group
+from arbcli.train.parallel.shared_updater import WIRE_SEED
 from arbcli.train.recent import RecentSteps
 from arbcli.train.schedule import fade_growth, learning_rate
 from arbcli.train.trainer import Trainer
@@ -266,6 +268,24 @@ def test_exponents_of_the_wire_fall_in_one_step_of_sixteen(texts, monkeypatch):
         trainer.train_step()
         fell.append((60 - weight.wire_exponent).unique().tolist())
     assert fell == [[0], [1], [0]]
+
+
+@pytest.mark.parametrize(("accum", "size"), [(4, 1), (4, 2), (3, 1), (3, 3)])
+def test_gradients_of_each_micro_batch_of_a_run_are_rounded_by_keys_of_their_own(
+    accum, size, texts
+):
+    config, found = new_config(**(DECIDED | SMALL | {"accum": accum})), []
+    shared = Trainer(config, texts).shared
+    for step in range(2, 5):
+        for rank in range(size):
+            shared.local = range(rank * accum // size, (rank + 1) * accum // size)
+            shared.set_step(step, config.lr)
+            for micro in range(len(shared.local)):
+                shared.begin_micro(micro)
+                found.append(shared.keys)
+    wire = torch.tensor(config.seed ^ WIRE_SEED, dtype=torch.int32)
+    ticks = torch.arange(2 * accum, 5 * accum, dtype=torch.int32)
+    assert torch.equal(torch.stack(found), stream_keys(wire, ticks, len(found[0]), 1))
 
 
 @pytest.mark.parametrize("rule", ["moment", "nibble"])
