@@ -172,8 +172,8 @@ class Text:
         for start in starts:
             index = bisect_right(self._begins, start, hi=len(self._pieces)) - 1
             if start < 0 or start + length > self._begins[index + 1]:
-                last = None
-                yield self.read(start, length)  # across files
+                last = None  # whose map may be closed for those of other files
+                yield self.read(start, length)
                 continue
             if index != last:
                 last, mapped = index, self._opened(index)

@@ -143,6 +143,14 @@ def test_window_batch_equals_slices(tmp_path):
             part.window_batch([0, start], 7)
 
 
+def test_window_across_many_files_may_close_the_file_of_the_window_before(tmp_path):
+    stream = random_bytes(3 * MAX_OPEN_MAPS)
+    parts = [stream[: 2 * MAX_OPEN_MAPS], *(bytes([part]) for part in stream[2 * MAX_OPEN_MAPS :])]
+    text, starts = Text(write_all(tmp_path, parts)), [3, 2 * MAX_OPEN_MAPS, 5]
+    windows = text.window_batch(starts, MAX_OPEN_MAPS).tolist()
+    assert windows == [list(stream[start : start + MAX_OPEN_MAPS]) for start in starts]
+
+
 def test_batch_never_changes_between_versions(tmp_path):
     text = Text(write_all(tmp_path, [bytes(range(256))]))
     inputs, _ = batch(text, seed=1, step=20, micro=3, **BATCH)
