@@ -93,6 +93,9 @@ def test_kernels_give_the_logits_of_one_forward(storage, device, monkeypatch):
 def test_loops_give_the_logits_of_one_forward(name, storage, dtype, monkeypatch):
     """Also of several positions at once, which no product of decoded weights is needed for."""
     lm, ids = model("cpu", dtype, **storage), text(21, "cpu")
+    if storage:  # with scales of a power of two, weights of all digits need no rounding to bf16
+        for weight in lm._matrices():
+            weight.fraction.zero_()
     expected = forward_in_windows(lm, ids, monkeypatch)
     with lm.prepared_weights(1 << 30), use_backend("native"):
         got = forward_in_parts(lm, ids, PARTS[name])
