@@ -98,8 +98,8 @@ class Recorder:
         trainer, config, texts = self._trainer, self._trainer.config, self._trainer.texts
         of_train, of_val = texts.train.symbol_bytes, texts.val.symbol_bytes
         # before steps are read, as a GPU is idle from then to the next step
-        # maximum over processes
         self._state_bytes = self._state_bytes or trainer.state_bytes()
+        # maximum over processes
         state, peak = trainer.group.agree(self._state_bytes, peak_bytes(trainer.device))
         parts, gauges = self._parts_and_gauges()
         steps = self._recent.last(trainer.step - self.recorded_step)

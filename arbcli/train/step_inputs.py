@@ -72,7 +72,10 @@ class StepInputs:
             parts: tensors of its micro-batches.
         """
         config, size = self._config, sum(part.numel() for part in parts)
-        steps = range(step, step + max(1, min(STEPS_AHEAD, PINNED_BYTES // (8 * size))))
+        stop = step + max(1, min(STEPS_AHEAD, PINNED_BYTES // (8 * size)))
+        if step < config.steps:  # rates of later steps are never used, and may overflow
+            stop = min(stop, config.steps)
+        steps = range(step, stop)
         parameters = torch.empty(len(steps), 0, dtype=torch.int64, device="cpu")
         if self.updater:
             rates = [learning_rate(config, each) for each in steps]

@@ -125,6 +125,18 @@ def test_inputs_of_a_step_stay_until_a_late_copy_has_run(text):
         assert torch.equal(inputs, torch.cat([part.flatten() for part in parts]))
 
 
+@pytest.mark.parametrize("steps", [1, 3, 40])
+def test_parameters_are_only_computed_ahead_for_steps_of_the_run(steps, text):
+    """Else this rate, which falls with the steps after the last, would overflow."""
+    shape = {"dim": 32, "heads": 2, "ctx": 8, "batch": 2, "steps": steps, "lr": 64.0}
+    config = new_config(preset="tiny", device="cpu", data=[text], schedule="wsd", **shape)
+    trainer = Trainer(config, open_texts([text], None, seed=0, context=8))
+    trainer._step_inputs = StepInputs(config, trainer.device, trainer.updater)
+    for trainer.step in range(steps):
+        trainer._load_batches()
+        assert not [step for step in trainer._step_inputs._pinned if step >= steps]
+
+
 def small_config(folder, rule, compute="bf16"):
     path = folder / "text.txt"
     path.write_bytes(b"ternary weights learn to read. " * 400)

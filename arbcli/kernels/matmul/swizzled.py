@@ -104,7 +104,7 @@ def multiply_native(
     """Normalise rows, multiply, gate and add with the native loop; `scales` is None for trits.
 
     A row's bits do not depend on other rows. x is rounded to 16 bits, with one power of two per 32
-        elements.
+    elements.
     """
     (rows, in_features), blocks = x.shape, -(-x.shape[1] // 128)
     y = torch.empty(rows, out_features, dtype=dtype, device=x.device)

@@ -1216,7 +1216,7 @@ static inline void add_found(words found, float unit, eight scale, float *sums) 
 /* Multiply the int16 codes of a plane by `count` rows of x, and add that to the sums. */
 static inline __attribute__((always_inline)) void
 add_rows(const int16_t *codes, const eight scales[2], const int16_t *x, const float *units,
-          const int32_t *totals, float *sums, const int count) {
+         const int32_t *totals, float *sums, const int count) {
     words found[AT_ONCE][2];
     for (int m = 0; m < count; m++)
         for (int half = 0; half < 2; half++) found[m][half] = (words){0} - totals[m];
