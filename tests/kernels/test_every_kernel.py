@@ -298,12 +298,18 @@ def assert_triton_agrees(spec, label, inputs) -> None:
         assert found.passed, found
 
 
-@pytest.mark.parametrize(("name", "rows"), [("blend_moment", 19), ("unit_gain", 35)])
-def test_program_of_a_large_matrix_takes_several_tiles(name, rows, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "rows", "columns"),
+    [("blend_moment", 19, 523), ("unit_gain", 35, 7), ("gradient_statistics", 140, 333)],
+)
+def test_programs_of_a_large_matrix_take_larger_or_several_tiles(
+    name, rows, columns, device, monkeypatch
+):
     """No case of a test is of the size from which on that is so."""
     monkeypatch.setattr("arbcli.kernels.runtime.backend.LARGE_ELEMENTS", 1)
     (spec,) = (spec for spec in KERNELS if spec.name == name)
-    inputs = BY_NAME[name].drawn(Dice(1, device, torch.float32), SCALE_TYPES["T6"], 1, rows, 7)
+    dice = Dice(1, device, torch.float32)
+    inputs = BY_NAME[name].drawn(dice, SCALE_TYPES["T32"], 1, rows, columns)
     assert_triton_agrees(spec, name, inputs)
 
 
@@ -313,6 +319,7 @@ SEVERAL_TILES = {
     "gather_rows": (5, 9, 500), "scatter_rows": (5, 9, 500), "embedding_rows": (5, 9, 310),
     "causal_conv": (5, 1, 250), "mix_streams": (2, 1, 1000), "last_bits": (1, 62, 7),
     "take_last_bits": (1, 62, 7), "unit_gain": (1, 1540, 3),
+    "gradient_gains": (4090, 3, 5),
 }  # fmt: skip
 """Kernels whose cases end within the first half of their second tile, and sizes that do not."""
 
