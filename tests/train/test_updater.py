@@ -603,6 +603,16 @@ def test_gradients_that_are_held_give_the_same_bits(rule, direction, digits, dev
             assert torch.equal(one[name], other[name]), name
 
 
+def test_held_gradients_of_an_aborted_step_are_dropped(device):
+    with use_backend("triton" if device.type == "cuda" else "interpreter"):
+        tensor, _, _ = build("moment", "factored", device)
+        updater, before = Updater([tensor], 3, torch.float32, 2**20), state(tensor)
+        updater.begin(0, lr=1.0)
+        updater(tensor, gradient(device))
+        updater.begin(1, lr=1.0)
+    assert all(torch.equal(part, before[name]) for name, part in state(tensor).items())
+
+
 @pytest.mark.parametrize("parts", [[range(3)], [range(2), range(2, 3)]], ids=["together", "parts"])
 @pytest.mark.parametrize(
     ("rule", "direction"),

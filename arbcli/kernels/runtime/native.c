@@ -1316,8 +1316,8 @@ static void multiply_tiles(const void *given, int64_t first, int64_t last, int64
             int64_t count = rows - m < SUMMED ? rows - m : SUMMED;
             memset(sums, 0, (size_t)(count * TILE) * sizeof(float));
             if (about->scales)
-                multiply_by_digits((const int8_t *)about->pieces + 512 * tile * real, about->scales + TILE * tile * real,
-                                   &x, m, count, rows, real, sums);
+                multiply_by_digits((const int8_t *)about->pieces + PLANE * TILE * real * tile,
+                                   about->scales + TILE * real * tile, &x, m, count, rows, real, sums);
             else
                 multiply_by_trits(about->pieces + 160 * tile * planes, &x, m, count, rows, real, sums);
             for (int64_t i = 0; i < count; i++)
