@@ -25,6 +25,8 @@ WIDTHS = (64, 128)
 LENGTH_MULTIPLE = 64
 """cuDNN needs a mask for sequence lengths that are not a multiple."""
 
+SHORT = 128
+"""Maximum length for which torch's backward on a CPU is faster in float32 than in bfloat16."""
 EXTRA = 8
 """Elements that a sink adds to the width of a head, for aligned vector loads."""
 
@@ -34,7 +36,7 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     Results and gradients are deterministic. Only the forward of cuDNN is used, as its backward sums
     in arbitrary order. The backward is `causal_attention_backward`, or torch's flash attention on
-    the `torch` backend.
+    the `torch` backend. On a CPU, gradients of short sequences are computed in float32.
 
     Args:
         q: (B, heads, T, d), any strides with the last one 1.
@@ -44,9 +46,13 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Returns:
         (B, heads, T, d).
     """
-    if torch.compiler.is_compiling() or not _takes_cudnn(q):
+    if torch.compiler.is_compiling():
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return _CausalAttention.apply(q, k, v)
+    if _takes_cudnn(q):
+        return _CausalAttention.apply(q, k, v)
+    if q.is_cpu and q.dtype == torch.bfloat16 and q.shape[2] <= SHORT:
+        return _ShortAttention.apply(q, k, v)
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def attend_rotated(qkv: Tensor, angles: Angles) -> Tensor:
@@ -164,6 +170,25 @@ class _CausalAttention(Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         backward = causal_attention_backward if uses_triton(grad_y) else flash_attention_backward
         return backward(grad_y, *ctx.saved_tensors)
+
+
+class _ShortAttention(Function):
+    """torch's attention on a CPU, with a backward in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        y, logs = attend(q, k, v, is_causal=True)
+        ctx.save_for_backward(q, k, v, y, logs)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, ...]:
+        *inputs, logs = ctx.saved_tensors
+        inputs = [part.float() for part in (grad_y, *inputs)]
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads = backward(*inputs, logs, dropout_p=0.0, is_causal=True)
+        return tuple(grad.to(grad_y.dtype) for grad in grads)
 
 
 class _RotaryAttention(Function):

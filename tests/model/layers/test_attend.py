@@ -1,9 +1,11 @@
 """Which attention goes forward and back on which GPU, and what its gradients are laid out like."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arbcli.device import deterministic
@@ -11,7 +13,7 @@ from arbcli.inspect.trace import without_memory
 from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.model.layers import attend
-from arbcli.model.layers.attend import HOPPER, attend_causally, attend_rotated
+from arbcli.model.layers.attend import HOPPER, SHORT, attend_causally, attend_rotated
 from arbcli.model.layers.rotary import rotary_norm, table_for
 
 APART = ["_queries_kernel", "_keys_kernel"]
@@ -188,3 +190,24 @@ def test_gradient_at_once_is_that_of_both_parts(width, device):
     assert torch.equal(y, same)
     assert (near - grad).float().norm() < 4e-3 * grad.float().norm()  # rounded once less
     assert all(torch.equal(a, b) for a, b in zip((same, near), again, strict=True))
+
+
+@pytest.mark.parametrize(("length", "dtype"), [(5, torch.float32), (SHORT + 1, torch.bfloat16)])
+def test_gradients_of_short_sequences_on_a_cpu_are_computed_in_float32(length, dtype):
+    def run(inputs, attend):
+        leaves = [part.detach().requires_grad_() for part in inputs]
+        y = attend(*leaves)
+        return y.detach(), torch.autograd.grad(y, leaves, grad_y.to(y.dtype))
+
+    generator = torch.Generator().manual_seed(0)
+    grad_y, *inputs = torch.randn(4, 2, 3, length, 16, generator=generator).bfloat16()
+    plain = partial(functional.scaled_dot_product_attention, is_causal=True)
+    y, grads = run(inputs, attend_causally)
+    assert torch.equal(y, plain(*inputs))
+    exact = run([part.to(dtype) for part in inputs], plain)[1]
+    for grad, other in zip(grads, exact, strict=True):
+        if dtype == torch.bfloat16:  # of longer ones by torch
+            assert torch.equal(grad, other)
+        else:
+            error = (grad.double() - other.double()).norm() / other.double().norm()
+            assert error < 5e-3
