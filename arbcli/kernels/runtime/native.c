@@ -415,6 +415,52 @@ EXPORT void gradient_statistics(PACKED_ARGUMENTS, const void *grad, int64_t grad
     share_rows(statistics_rows, &about, rows, PART_ROWS, threads);
 }
 
+/* ---- running statistics of rows or columns --------------------------------------------------- */
+
+#define UNSET (-128)
+#define HIGHEST (127 * 128 + 127)
+
+struct averaging {
+    const float *sums;
+    int8_t *statistic;
+    float *gain;
+    int64_t parts, length, stride, digit_stride, ok;
+    uint32_t key;
+    double count, factor;
+};
+
+static void average_values(const void *given, int64_t first, int64_t last, int64_t thread) {
+    const struct averaging *about = given;
+    uint32_t of_row = mix(about->key);
+    for (int64_t i = first; i < last; i++) {
+        int8_t *whole = about->statistic + i * about->stride, *fraction = whole + about->digit_stride;
+        double value = *whole == UNSET ? 0 : exp2(*whole + *fraction / 128.0), sum = 0;
+        if (about->ok) {
+            for (int64_t part = 0; part < about->parts; part++)
+                sum += about->sums[part * about->length + i];
+            sum = sum / about->count + 0x1p-120; /* of zeros there is a logarithm, too */
+            double t = 128 * log2(*whole == UNSET ? sum : 0.99 * value + 0.01 * sum);
+            t = t < -127 * 128 ? -127 * 128 : t > HIGHEST ? HIGHEST : t;
+            uint32_t word = mix((uint32_t)i * 0x9E3779B9u ^ of_row) & 0xFFFF;
+            int32_t digits = (int32_t)floor(t + word / 65536.0);
+            *whole = (int8_t)(digits >> 7);
+            *fraction = (int8_t)(digits & 127);
+            value = exp2(digits / 128.0);
+        }
+        about->gain[i] = (float)(about->factor / sqrt(value < 1e-38 ? 1e-38 : value));
+    }
+}
+
+/* sums: (parts, length), of `count` squares each; statistic: (length, 2), as it was if not `ok`;
+ * gain: (length,), `factor` over the statistic's root. */
+EXPORT void average_statistic(const float *sums, int64_t parts, int8_t *statistic, int64_t stride,
+                              int64_t digit_stride, const int32_t *key, int64_t ok, double count,
+                              double factor, float *gain, int64_t length, int64_t threads) {
+    struct averaging about = {sums, statistic, gain, parts, length, stride, digit_stride, ok,
+                              (uint32_t)*key, count, factor};
+    share_rows(average_values, &about, length, 64, threads);
+}
+
 /* ---- directions ------------------------------------------------------------------------------ */
 
 struct direction {

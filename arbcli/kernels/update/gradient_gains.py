@@ -20,6 +20,7 @@ from torch import Tensor
 
 from arbcli.kernels.codec.packed import num_groups
 from arbcli.kernels.dice import Dice
+from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT8, INT32, INT64, Array
 from arbcli.kernels.runtime.inputs import TensorOptions
@@ -115,20 +116,12 @@ def _gradient_gains_torch(
     row_statistic: Tensor | None, column_statistic: Tensor | None, row_key: Tensor,
     column_key: Tensor, refused: Tensor, nonfinite: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    total, mean = float(squares.sum()), float(slope_squares.sum()) / slope.numel()
-    usable = SMALLEST <= total <= LARGEST
-    refused += not usable
-    nonfinite |= not total <= LARGEST
-    ok = torch.full_like(refused, usable, dtype=torch.int32)
-    gain = min(UNIT / math.sqrt(mean), 3e38) if mean > 0 else 0.0
-    slope_gain = torch.full_like(refused, gain, dtype=torch.float32)
     sizes = num_rows, num_columns = rows.shape[1], columns.shape[1]
-    size = math.sqrt(total / (num_rows * num_columns)) if usable else 0.0
-    unit = squares.new_full((1,), UNIT / size if usable else 0.0)
+    size, *judged = _judge(slope, slope_squares, squares, sizes, refused, nonfinite)
     if row_statistic is None or column_statistic is None:
-        return ok, slope_gain, unit, squares.new_empty(0), squares.new_empty(0)
+        return *judged, squares.new_empty(0), squares.new_empty(0)
     statistic = torch.cat([row_statistic, column_statistic])
-    if usable:
+    if size:
         value = torch.cat([rows.sum(0).div_(num_columns), columns.sum(0).div_(num_rows)])
         keys = torch.stack((row_key, column_key))
         index = torch.arange(max(sizes), dtype=torch.int32, device=rows.device)
@@ -140,7 +133,45 @@ def _gradient_gains_torch(
     gains = statistic_value(statistic).clamp_(min=1e-38).rsqrt_()
     row_gain, column_gain = gains.split(sizes)
     row_gain *= size
-    return ok, slope_gain, unit, row_gain, column_gain
+    return *judged, row_gain, column_gain
+
+
+def _gradient_gains_native(
+    slope: Tensor, slope_squares: Tensor, squares: Tensor, rows: Tensor, columns: Tensor,
+    row_statistic: Tensor | None, column_statistic: Tensor | None, row_key: Tensor,
+    column_key: Tensor, refused: Tensor, nonfinite: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    sizes = num_rows, num_columns = rows.shape[1], columns.shape[1]
+    size, *judged = _judge(slope, slope_squares, squares, sizes, refused, nonfinite)
+    gains = []
+    for sums, statistic, key, count, factor in (
+        (rows, row_statistic, row_key, num_columns, size),
+        (columns, column_statistic, column_key, num_rows, 1.0),
+    ):
+        gains.append(squares.new_empty(0 if statistic is None else sums.shape[1]))
+        if statistic is not None:
+            native.call(
+                "average_statistic", sums, len(sums), statistic, *statistic.stride(), key,
+                size > 0, float(count), factor, gains[-1], len(statistic),
+                native.threads_for(sums.numel()),
+            )  # fmt: skip
+    return *judged, *gains
+
+
+def _judge(
+    slope: Tensor, slope_squares: Tensor, squares: Tensor, sizes: tuple[int, int], refused: Tensor,
+    nonfinite: Tensor,
+) -> tuple[float, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the RMS of a gradient, 0 if it cannot be used, and ok, slope gain and unit."""
+    total, mean = float(squares.sum()), float(slope_squares.sum()) / slope.numel()
+    usable = SMALLEST <= total <= LARGEST
+    refused += not usable
+    nonfinite |= not total <= LARGEST
+    ok = torch.full_like(refused, usable, dtype=torch.int32)
+    gain = min(UNIT / math.sqrt(mean), 3e38) if mean > 0 else 0.0
+    slope_gain = torch.full_like(refused, gain, dtype=torch.float32)
+    size = math.sqrt(total / math.prod(sizes)) if usable else 0.0
+    return size, ok, slope_gain, squares.new_full((1,), UNIT / size if usable else 0.0)
 
 
 def _averaged_torch(statistic: Tensor, value: Tensor, word: Tensor) -> Tensor:
@@ -411,7 +442,7 @@ GRADIENT_GAINS = Operation(
         "(row_statistic is None) == (column_statistic is None)",
         "row_statistic is None or (R > 0 and C > 0)",
     ),
-    compared=_with_state, draw=_draw, needs_rows=False,
+    native=_gradient_gains_native, compared=_with_state, draw=_draw, needs_rows=False,
     timed=[Timed("11264x2048", **OF_MATRIX, G=64, P=16 * 88, R=16, C=88,
                  slope_squares=1, squares=1, rows=1, columns=1, row_statistic=0,
                  column_statistic=0, refused=0, nonfinite=0)],

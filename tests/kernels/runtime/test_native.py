@@ -261,6 +261,7 @@ def test_nothing_is_done_without_memory():
         ("step_scales", "31 * 128 + 127 : v", "31 * 128 + 126 : v"),
         ("decode_digits", "bits >> 16 & 1", "0"),
         ("gradient_statistics", "for (; k < n; k++) rest", "for (; k + 1 < n; k++) rest"),
+        ("gradient_gains", "sum / about->count", "sum / (about->count + 1)"),
         ("rms_norm_backward", "- xhat[k] * mean", "+ xhat[k] * mean"),
         ("gated_rms_norm_backward", "(x[k] - silu + 1.0f)", "(x[k] + silu + 1.0f)"),
         ("rotary_norm_backward", "turn(grad, cos, sin, -1.0f", "turn(grad, cos, sin, 1.0f"),
