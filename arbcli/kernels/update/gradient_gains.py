@@ -117,9 +117,9 @@ def _gradient_gains_torch(
     column_key: Tensor, refused: Tensor, nonfinite: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     sizes = num_rows, num_columns = rows.shape[1], columns.shape[1]
-    size, *judged = _judge(slope, slope_squares, squares, sizes, refused, nonfinite)
+    size, ok, slope_gain, unit = _judge(slope, slope_squares, squares, sizes, refused, nonfinite)
     if row_statistic is None or column_statistic is None:
-        return *judged, squares.new_empty(0), squares.new_empty(0)
+        return ok, slope_gain, unit, squares.new_empty(0), squares.new_empty(0)
     statistic = torch.cat([row_statistic, column_statistic])
     if size:
         value = torch.cat([rows.sum(0).div_(num_columns), columns.sum(0).div_(num_rows)])
@@ -133,7 +133,7 @@ def _gradient_gains_torch(
     gains = statistic_value(statistic).clamp_(min=1e-38).rsqrt_()
     row_gain, column_gain = gains.split(sizes)
     row_gain *= size
-    return *judged, row_gain, column_gain
+    return ok, slope_gain, unit, row_gain, column_gain
 
 
 def _gradient_gains_native(
@@ -142,7 +142,7 @@ def _gradient_gains_native(
     column_key: Tensor, refused: Tensor, nonfinite: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     sizes = num_rows, num_columns = rows.shape[1], columns.shape[1]
-    size, *judged = _judge(slope, slope_squares, squares, sizes, refused, nonfinite)
+    size, ok, slope_gain, unit = _judge(slope, slope_squares, squares, sizes, refused, nonfinite)
     gains = []
     for sums, statistic, key, count, factor in (
         (rows, row_statistic, row_key, num_columns, size),
@@ -155,7 +155,7 @@ def _gradient_gains_native(
                 size > 0, float(count), factor, gains[-1], len(statistic),
                 native.threads_for(sums.numel()),
             )  # fmt: skip
-    return *judged, *gains
+    return ok, slope_gain, unit, gains[0], gains[1]
 
 
 def _judge(
