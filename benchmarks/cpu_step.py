@@ -25,7 +25,7 @@ KINDS = {
     "moment, factored": {"direction": "factored"},
     "moment, orthogonal": {},
     "moment, orthogonal, torch alone": {"backend": "torch"},
-    "nibble, factored": {"rule": "nibble"},
+    "nibble, orthogonal": {"rule": "nibble"},
     "AdamW": TWIN,
     "AdamW, compiled": TWIN,
 }
