@@ -219,7 +219,7 @@ def measure(
     for number, (kind, maker) in enumerate(makers.items(), 1):
         started = time.perf_counter()
         try:
-            if number == 1:  # the first of a process allocates the workspaces of libraries, too
+            if number == 1:  # libraries allocate workspaces once, which no kind should count
                 prepare(kind, maker)
             subjects.append(prepare(kind, maker))
         except torch.OutOfMemoryError:
