@@ -52,20 +52,14 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "factored, recomputed": {"rule": "moment", "direction": "factored", "recompute": True},
     "orthogonal": {"rule": "moment", "direction": "orthogonal"},
-    "factored, no sub-norms": {"rule": "moment", "direction": "factored", "sub_norms": False},
-    "factored, fp8, no sub-norms": {
-        "rule": "moment",
-        "direction": "factored",
-        "compute": "fp8",
-        "sub_norms": False,
-    },
-    "orthogonal, no sub-norms": {"rule": "moment", "direction": "orthogonal", "sub_norms": False},
     "AdamW": {"weights": "float"},
-    "AdamW, no sub-norms": {"weights": "float", "sub_norms": False},
     "Muon": {"weights": "float", "optimizer": "muon"},
-    "Muon, no sub-norms": {"weights": "float", "optimizer": "muon", "sub_norms": False},
     "AdamW, bare": {"weights": "float"},
     "Muon, bare": {"weights": "float", "optimizer": "muon"},
+}
+KINDS |= {
+    f"{kind}, no sub-norms": KINDS[kind] | {"sub_norms": False}
+    for kind in ("factored", "factored, fp8", "orthogonal", "AdamW", "Muon")
 }
 SAVING = ("factored, packed", "factored, fp8, packed", "factored, recomputed")
 """Kinds that take less memory."""
@@ -76,7 +70,7 @@ GROUPS = {
     "base": ((*IN_BF16, "factored, fp8", "factored, fp8, no sub-norms"),),
     "1b": (
         ("factored", "factored, no sub-norms", "AdamW, bare"),
-        ("factored, fp8", "factored, fp8, no sub-norms", "AdamW, bare"),
+        ("factored, fp8", "factored, fp8, no sub-norms"),
         ("orthogonal", "orthogonal, no sub-norms", "Muon, bare"),
         ("AdamW", "Muon"),
         ("AdamW, no sub-norms", "Muon, no sub-norms"),

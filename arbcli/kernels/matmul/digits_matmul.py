@@ -29,7 +29,6 @@ from typing import NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from arbcli.kernels.codec.decode_digits import digits_torch, round_weight, with_remainders
 from arbcli.kernels.codec.layout import PLANE
@@ -51,6 +50,7 @@ from arbcli.kernels.matmul.swizzled import (
     store_both,
     tiles_by,
     tiles_reference,
+    tiles_torch,
     with_torch,
 )
 from arbcli.kernels.runtime._triton import tl, triton
@@ -189,8 +189,8 @@ def _digits_matmul_torch(
     x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    weight = _weights_in_float32(pieces, scales)
-    return _multiply(x, weight, out_features, in_features, gated, eps, added, dtype)
+    weight = _weights_in_float32(pieces, scales)[:, :in_features]
+    return tiles_torch(x, weight, out_features, gated, eps, added, dtype)
 
 
 def _with_rounded_weights(
@@ -198,8 +198,8 @@ def _with_rounded_weights(
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Compute `digits_matmul` with torch, with the weights that the kernel rounds to bf16."""
-    weight = _weights_in_float32(pieces, scales).bfloat16().float()
-    return _multiply(x, weight, out_features, in_features, gated, eps, added, dtype)
+    weight = _weights_in_float32(pieces, scales)[:, :in_features].bfloat16().float()
+    return tiles_torch(x, weight, out_features, gated, eps, added, dtype)
 
 
 def _weights_in_float32(pieces: Tensor, scales: Tensor) -> Tensor:
@@ -208,21 +208,6 @@ def _weights_in_float32(pieces: Tensor, scales: Tensor) -> Tensor:
     z[pieces >= SIGN] *= -1
     weight = z * scales.float()[:, :, :, None, :, None]
     return weight.permute(0, 4, 2, 1, 3, 5).flatten(3).flatten(0, 2)
-
-
-def _multiply(
-    x: Tensor, weight: Tensor, out_features: int, in_features: int, gated: bool,
-    eps: float | None, added: Tensor | None, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """Normalise rows, multiply, gate and add in float32, with the weights of tiles."""
-    x = x.float()
-    if eps is not None:
-        x = functional.rms_norm(x, x.shape[1:], eps=eps)
-    y = (x @ weight[:, :in_features].T).view(len(x), -1, 2, 8)
-    if gated:
-        y = functional.silu(y[:, :, 0]) * y[:, :, 1]
-    y = y.flatten(1)[:, :out_features]
-    return (y if added is None else added + y).to(dtype)
 
 
 def _digits_matmul_native(

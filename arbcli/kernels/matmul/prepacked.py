@@ -47,6 +47,7 @@ from arbcli.kernels.matmul.swizzled import (
     multiply_native,
     tiles_by,
     tiles_reference,
+    tiles_torch,
     with_torch,
 )
 from arbcli.kernels.runtime._triton import tl
@@ -186,14 +187,11 @@ def prepacked_torch(
     added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Compute `row_matmul` and `prepacked_rows` with torch, in float32."""
-    weight = decode_prepacked(pieces)[:, :in_features]
-    results = []
-    for row in x.float():  # row by row, because rounding in a product depends on the number of rows
-        row = row[None] if eps is None else functional.rms_norm(row[None], row.shape, eps=eps)
-        y = (row @ weight.T).view(1, -1, 2, 8)
-        results.append(functional.silu(y[:, :, 0]) * y[:, :, 1] if gated else y)
-    y = torch.cat(results).flatten(1)[:, :out_features]
-    return (y if added is None else added + y).to(dtype)
+    weight, results = decode_prepacked(pieces)[:, :in_features], []
+    for m in range(len(x)):  # row by row, as rounding in a product depends on the number of rows
+        row, of_row = x[m : m + 1], None if added is None else added[m : m + 1]
+        results.append(tiles_torch(row, weight, out_features, gated, eps, of_row, dtype))
+    return torch.cat(results)
 
 
 def prepacked_native(

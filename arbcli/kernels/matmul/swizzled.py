@@ -166,6 +166,21 @@ def tiles_reference(
     return y if added is None else added.double() + y
 
 
+def tiles_torch(
+    x: Tensor, weight: Tensor, out_features: int, gated: bool, eps: float | None,
+    added: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Do the same with torch in float32, with a decoded (16 T, K) matrix, and round to `dtype`."""
+    x = x.float()
+    if eps is not None:
+        x = functional.rms_norm(x, x.shape[1:], eps=eps)
+    y = (x @ weight.T).view(len(x), -1, 2, 8)
+    if gated:
+        y = functional.silu(y[:, :, 0]) * y[:, :, 1]
+    y = y.flatten(1)[:, :out_features]
+    return (y if added is None else added + y).to(dtype)
+
+
 def with_torch(x: Tensor, weight: Tensor, gated: bool, added: Tensor) -> Tensor:
     """Compute the same from dense weights, one torch operation at a time."""
     y = functional.linear(functional.rms_norm(x, x.shape[1:], eps=1e-6), weight)

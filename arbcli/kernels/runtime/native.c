@@ -190,10 +190,14 @@ static inline uint32_t mix(uint32_t x) {
     return x ^ x >> 16;
 }
 
+static inline uint32_t random_word(uint32_t of_row, int64_t k) {
+    return mix((uint32_t)k * 0x9E3779B9u ^ of_row);
+}
+
 /* The words of a pair of rows: the even one has the low halves, the odd one the high halves. */
 static void random_words(uint32_t *words, int64_t row, uint32_t key, int64_t columns) {
     uint32_t of_row = mix((uint32_t)row ^ key);
-    for (int64_t k = 0; k < columns; k++) words[k] = mix((uint32_t)k * 0x9E3779B9u ^ of_row);
+    for (int64_t k = 0; k < columns; k++) words[k] = random_word(of_row, k);
 }
 
 static inline float from_bits(uint32_t bits) {
@@ -441,8 +445,7 @@ static void average_values(const void *given, int64_t first, int64_t last, int64
             sum = sum / about->count + 0x1p-120; /* of zeros there is a logarithm, too */
             double t = 128 * log2(*whole == UNSET ? sum : 0.99 * value + 0.01 * sum);
             t = t < -127 * 128 ? -127 * 128 : t > HIGHEST ? HIGHEST : t;
-            uint32_t word = mix((uint32_t)i * 0x9E3779B9u ^ of_row) & 0xFFFF;
-            int32_t digits = (int32_t)floor(t + word / 65536.0);
+            int32_t digits = (int32_t)floor(t + (random_word(of_row, i) & 0xFFFF) / 65536.0);
             *whole = (int8_t)(digits >> 7);
             *fraction = (int8_t)(digits & 127);
             value = exp2(digits / 128.0);

@@ -46,12 +46,11 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Returns:
         (B, heads, T, d).
     """
-    if torch.compiler.is_compiling():
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    if _takes_cudnn(q):
-        return _CausalAttention.apply(q, k, v)
-    if q.is_cpu and q.requires_grad and q.dtype == torch.bfloat16 and q.shape[2] <= SHORT:
-        return _ShortAttention.apply(q, k, v)
+    if not torch.compiler.is_compiling():
+        if _takes_cudnn(q):
+            return _CausalAttention.apply(q, k, v)
+        if q.is_cpu and q.requires_grad and q.dtype == torch.bfloat16 and q.shape[2] <= SHORT:
+            return _ShortAttention.apply(q, k, v)
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
