@@ -12,8 +12,7 @@ stochastically: an average of logs lags, and a rounded one would stand still.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -112,34 +111,15 @@ def _average_reference(statistic: Tensor, value: Tensor, key: Tensor, ok: int) -
         statistic.copy_(torch.tensor(digits, dtype=torch.int8).reshape(-1, 2))
 
 
-def _gradient_gains(
-    average: Callable[..., tuple[Tensor, Tensor]],
+def _gradient_gains_torch(
     slope: Tensor, slope_squares: Tensor, squares: Tensor, rows: Tensor, columns: Tensor,
     row_statistic: Tensor | None, column_statistic: Tensor | None, row_key: Tensor,
     column_key: Tensor, refused: Tensor, nonfinite: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Judge a gradient with torch; `average` updates both statistics and returns their gains."""
-    total, mean = float(squares.sum()), float(slope_squares.sum()) / slope.numel()
-    usable = SMALLEST <= total <= LARGEST
-    refused += not usable
-    nonfinite |= not total <= LARGEST
-    ok = torch.full_like(refused, usable, dtype=torch.int32)
-    gain = min(UNIT / math.sqrt(mean), 3e38) if mean > 0 else 0.0
-    slope_gain = torch.full_like(refused, gain, dtype=torch.float32)
-    size = math.sqrt(total / (rows.shape[1] * columns.shape[1])) if usable else 0.0
-    unit = squares.new_full((1,), UNIT / size if usable else 0.0)
+    sizes = num_rows, num_columns = rows.shape[1], columns.shape[1]
+    size, ok, slope_gain, unit = _judge(slope, slope_squares, squares, sizes, refused, nonfinite)
     if row_statistic is None or column_statistic is None:
         return ok, slope_gain, unit, squares.new_empty(0), squares.new_empty(0)
-    gains = average(rows, columns, row_statistic, column_statistic, row_key, column_key, size)
-    return ok, slope_gain, unit, *gains
-
-
-def _average_with_torch(
-    rows: Tensor, columns: Tensor, row_statistic: Tensor, column_statistic: Tensor,
-    row_key: Tensor, column_key: Tensor, size: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Update both statistics, unless the RMS is 0, and return the gains of rows and columns."""
-    sizes = num_rows, num_columns = rows.shape[1], columns.shape[1]
     statistic = torch.cat([row_statistic, column_statistic])
     if size:
         value = torch.cat([rows.sum(0).div_(num_columns), columns.sum(0).div_(num_rows)])
@@ -153,24 +133,45 @@ def _average_with_torch(
     gains = statistic_value(statistic).clamp_(min=1e-38).rsqrt_()
     row_gain, column_gain = gains.split(sizes)
     row_gain *= size
-    return row_gain, column_gain
+    return ok, slope_gain, unit, row_gain, column_gain
 
 
-def _average_with_loops(
-    rows: Tensor, columns: Tensor, row_statistic: Tensor, column_statistic: Tensor,
-    row_key: Tensor, column_key: Tensor, size: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Do the same with the native loop."""
-    row_gain, column_gain = (sums.new_empty(sums.shape[1]) for sums in (rows, columns))
-    for sums, statistic, key, gain, count, factor in (
-        (rows, row_statistic, row_key, row_gain, columns.shape[1], size),
-        (columns, column_statistic, column_key, column_gain, rows.shape[1], 1.0),
+def _gradient_gains_native(
+    slope: Tensor, slope_squares: Tensor, squares: Tensor, rows: Tensor, columns: Tensor,
+    row_statistic: Tensor | None, column_statistic: Tensor | None, row_key: Tensor,
+    column_key: Tensor, refused: Tensor, nonfinite: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    sizes = num_rows, num_columns = rows.shape[1], columns.shape[1]
+    size, ok, slope_gain, unit = _judge(slope, slope_squares, squares, sizes, refused, nonfinite)
+    gains = []
+    for sums, statistic, key, count, factor in (
+        (rows, row_statistic, row_key, num_columns, size),
+        (columns, column_statistic, column_key, num_rows, 1.0),
     ):
-        native.call(
-            "average_statistic", sums, len(sums), statistic, *statistic.stride(), key, size > 0,
-            float(count), factor, gain, len(statistic), native.threads_for(sums.numel()),
-        )  # fmt: skip
-    return row_gain, column_gain
+        gains.append(squares.new_empty(0 if statistic is None else sums.shape[1]))
+        if statistic is not None:
+            native.call(
+                "average_statistic", sums, len(sums), statistic, *statistic.stride(), key,
+                size > 0, float(count), factor, gains[-1], len(statistic),
+                native.threads_for(sums.numel()),
+            )  # fmt: skip
+    return ok, slope_gain, unit, gains[0], gains[1]
+
+
+def _judge(
+    slope: Tensor, slope_squares: Tensor, squares: Tensor, sizes: tuple[int, int], refused: Tensor,
+    nonfinite: Tensor,
+) -> tuple[float, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the RMS of a gradient, 0 if it cannot be used, and ok, slope gain and unit."""
+    total, mean = float(squares.sum()), float(slope_squares.sum()) / slope.numel()
+    usable = SMALLEST <= total <= LARGEST
+    refused += not usable
+    nonfinite |= not total <= LARGEST
+    ok = torch.full_like(refused, usable, dtype=torch.int32)
+    gain = min(UNIT / math.sqrt(mean), 3e38) if mean > 0 else 0.0
+    slope_gain = torch.full_like(refused, gain, dtype=torch.float32)
+    size = math.sqrt(total / math.prod(sizes)) if usable else 0.0
+    return size, ok, slope_gain, squares.new_full((1,), UNIT / size if usable else 0.0)
 
 
 def _averaged_torch(statistic: Tensor, value: Tensor, word: Tensor) -> Tensor:
@@ -421,8 +422,7 @@ def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
 
 
 GRADIENT_GAINS = Operation(
-    "gradient_gains", _gradient_gains_triton, partial(_gradient_gains, _average_with_torch),
-    _reference_with_state, _cases,
+    "gradient_gains", _gradient_gains_triton, _gradient_gains_torch, _reference_with_state, _cases,
     Gate(
         relative=2 ** (1 / 128) - 1 + 1e-5,
         reason="a float log2 at a rounding boundary lands one step of 1/128, 0.54 %, to the side",
@@ -442,8 +442,7 @@ GRADIENT_GAINS = Operation(
         "(row_statistic is None) == (column_statistic is None)",
         "row_statistic is None or (R > 0 and C > 0)",
     ),
-    native=partial(_gradient_gains, _average_with_loops), compared=_with_state, draw=_draw,
-    needs_rows=False,
+    native=_gradient_gains_native, compared=_with_state, draw=_draw, needs_rows=False,
     timed=[Timed("11264x2048", **OF_MATRIX, G=64, P=16 * 88, R=16, C=88,
                  slope_squares=1, squares=1, rows=1, columns=1, row_statistic=0,
                  column_statistic=0, refused=0, nonfinite=0)],
