@@ -7,7 +7,7 @@ ARGS ?= --ctx 64
 GPU := $(wildcard /dev/nvidiactl /dev/dxg)
 PROGRAM := .$(if $(GPU),[triton])
 # half of the time that tests take
-KERNEL_TESTS := tests/test_planted_faults.py tests/kernels tests/model tests/infer tests/export
+KERNEL_TESTS := tests/test_planted_faults.py tests/kernels tests/model tests/generation tests/interop
 # what is slow and rarely tells what the others do not
 TESTS := -m "not slow"
 

@@ -8,32 +8,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from arbcli.environment import set_environment
-from arbcli.errors import ArbError
+from arbcli.base.environment import set_environment
+from arbcli.base.errors import ArbError
 from arbcli.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from arbcli.config.training import TrainConfig
-    from arbcli.infer.evaluation import EvaluateReport
+    from arbcli.generation.evaluation import EvaluateReport
     from arbcli.model.language_model import LanguageModel
-    from arbcli.train.observer import Observer
-    from arbcli.train.record import TrainReport
+    from arbcli.training.observer import Observer
+    from arbcli.training.record import TrainReport
 
 
 def load(
     run: Path | str, *, device: str | None = None, compute: str | None = None
 ) -> "LanguageModel":
-    """Load the model of a run, or of one checkpoint: see `arbcli.infer.load`."""
+    """Load the model of a run, or of one checkpoint: see `arbcli.generation.load`."""
     set_environment()
-    from arbcli.infer.load import load_model
+    from arbcli.generation.load import load_model
 
     return load_model(run, device=device, compute=compute)
 
 
 def configure(**settings: Any) -> "TrainConfig":
-    """Return the configuration of a run: see `arbcli.train.configure`.
+    """Return the configuration of a run: see `arbcli.training.configure`.
 
     Args:
         settings: options of `arb train` as keywords, with `_` for `-`: `preset`, `data`, `steps`,
@@ -43,7 +43,7 @@ def configure(**settings: Any) -> "TrainConfig":
         ArbError: settings are incompatible with each other or with this machine.
     """
     set_environment(("--weights", settings.get("weights") or "ternary"))
-    from arbcli.train.configure import new_config
+    from arbcli.training.configure import new_config
 
     return new_config(**settings)
 
@@ -56,7 +56,7 @@ def train(
     init_from: Path | str | None = None,
     observer: "Observer | None" = None,
 ) -> "TrainReport":
-    """Train a model in a new directory: see `arbcli.train.run.start_run`.
+    """Train a model in a new directory: see `arbcli.training.run.start_run`.
 
     Args:
         config: from `configure`.
@@ -72,9 +72,9 @@ def train(
     Raises:
         ArbError: a failure that the user can fix; earlier checkpoints stay intact.
     """
-    from arbcli.infer.load import read_saved
-    from arbcli.train.observer import Observer
-    from arbcli.train.run import start_run
+    from arbcli.generation.load import read_saved
+    from arbcli.training.observer import Observer
+    from arbcli.training.run import start_run
 
     observer = observer or Observer()
     initial = None if init_from is None else read_saved(Path(init_from), observer.noted)
@@ -82,14 +82,10 @@ def train(
     return start_run(config, place, observer, minutes=minutes, initial=initial)
 
 
-start_training = train
-"""Alias of `train`: importing any submodule of the package `arbcli.train` rebinds that name."""
-
-
 def resume(
     run: Path | str, *, steps: int | None = None, observer: "Observer | None" = None
 ) -> "TrainReport":
-    """Resume a run, or from a checkpoint in one: see `arbcli.train.run.resume_run`.
+    """Resume a run, or from a checkpoint in one: see `arbcli.training.run.resume_run`.
 
     Args:
         run: a run directory, or a checkpoint in one.
@@ -100,8 +96,8 @@ def resume(
         ArbError: there is no checkpoint to resume, or the training text has changed.
     """
     set_environment()
-    from arbcli.train.observer import Observer
-    from arbcli.train.run import resume_run
+    from arbcli.training.observer import Observer
+    from arbcli.training.run import resume_run
 
     return resume_run(Path(run), observer or Observer(), steps=steps)
 
@@ -153,7 +149,7 @@ def generate(
 ) -> bytes | list[bytes]:
     """Continue one prompt, or a batch of prompts; deterministic for a given seed.
 
-    See `arbcli.infer.generation.generate`, and `arbcli.infer.batch` for batches.
+    See `arbcli.generation.generation.generate`, and `arbcli.generation.batch` for batches.
 
     Args:
         model: from `load`.
@@ -165,7 +161,7 @@ def generate(
         seed: seed of the random numbers; each prompt of a list has its own stream.
         kv: storage dtype of keys and values: `bf16`, `fp8` or `int8`; None is that of activations.
         batch: prompts of a list that are decoded together; None is the default of
-            `arbcli.infer.batch`. The texts do not depend on it.
+            `arbcli.generation.batch`. The texts do not depend on it.
         ahead: speculative decoding of a single prompt: maximum number of bytes per step; None is
             1. The text does not depend on it, and it is only faster on a GPU.
 
@@ -175,10 +171,10 @@ def generate(
     Raises:
         ArbError: a prompt is empty, a number is out of range, or the model cannot check bytes.
     """
-    from arbcli.device import deterministic
-    from arbcli.infer import generation
-    from arbcli.infer.batch import Request, generate_batch
-    from arbcli.infer.sampling import Sampling
+    from arbcli.generation import generation
+    from arbcli.generation.batch import Request, generate_batch
+    from arbcli.generation.sampling import Sampling
+    from arbcli.kernels.runtime.device import deterministic
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if ahead is not None and not isinstance(ahead, int):
@@ -215,7 +211,7 @@ def evaluate(
     batch: int = 16,
     kv: str | None = None,
 ) -> "EvaluateReport":
-    """Measure how well a model predicts a text: see `arbcli.infer.evaluation.evaluate`.
+    """Measure how well a model predicts a text: see `arbcli.generation.evaluation.evaluate`.
 
     Args:
         model: from `load`.
@@ -228,10 +224,10 @@ def evaluate(
     Raises:
         ArbError: the text cannot be read or is too short, or the stride is out of range.
     """
-    from arbcli.data import open_text
-    from arbcli.infer import evaluation
+    from arbcli.data.conversion import Conversion
+    from arbcli.data.text import open_text
+    from arbcli.generation import evaluation
     from arbcli.kernels.runtime.backend import default_backend
-    from arbcli.plain_text import Conversion
 
     backend = default_backend(model.device)
     text, name = open_text(data, Conversion(field))

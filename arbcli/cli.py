@@ -6,6 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
+from arbcli.base.environment import keep_compiled_modules, set_environment
+from arbcli.base.errors import ArbError
+from arbcli.base.output import OutputError, fail, note_text, open_closed_streams
+from arbcli.base.signals import STOPPED_UNSAVED, Interrupted, RaisedSignal
 from arbcli.commands._help import Command, summary
 from arbcli.commands._options import fill_options, in_options, rename_options, repeat_options
 from arbcli.commands._processes import check_shared
@@ -20,11 +24,7 @@ from arbcli.commands.inspect import inspect
 from arbcli.commands.probe_loss import probe_loss
 from arbcli.commands.train import train
 from arbcli.commands.verify_kernels import verify_kernels
-from arbcli.environment import keep_compiled_modules, set_environment
-from arbcli.errors import ArbError
-from arbcli.output import OutputError, fail, note_text, open_closed_streams
-from arbcli.signals import STOPPED_UNSAVED, Interrupted, RaisedSignal
-from arbcli.train.parallel.launch import is_said
+from arbcli.training.parallel.launch import is_said
 from arbcli.version import __version__
 
 UsageError: Any

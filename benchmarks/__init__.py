@@ -2,6 +2,6 @@
 
 import sys
 
-from arbcli.environment import set_environment
+from arbcli.base.environment import set_environment
 
 set_environment(sys.argv[1:])  # as `arb` has it

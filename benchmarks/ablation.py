@@ -13,12 +13,12 @@ from functools import cache
 from typing import Any
 
 from arbcli.config.presets import preset
-from arbcli.data import open_texts
-from arbcli.device import deterministic
+from arbcli.data.text import open_texts
+from arbcli.families.graph.edges import Edges
 from arbcli.inspect.memory import predict
-from arbcli.model.parts.edges import Edges
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import Trainer
+from arbcli.kernels.runtime.device import deterministic
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import Trainer
 from benchmarks import results
 from benchmarks.training_step import empty
 

@@ -20,12 +20,12 @@ from unittest import mock
 
 import torch
 
-from arbcli.checkpoint import load_checkpoint, save_checkpoint
-from arbcli.data import open_texts
-from arbcli.device import deterministic
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import EAGER_STEPS, Trainer
-from arbcli.train.updater import Updater
+from arbcli.data.text import open_texts
+from arbcli.kernels.runtime.device import deterministic
+from arbcli.model.checkpoint import load_checkpoint, save_checkpoint
+from arbcli.model.updater import Updater
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
 from benchmarks.training_step import empty, run_steps, text
 

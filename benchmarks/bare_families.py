@@ -26,9 +26,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from arbcli.config.model import BlockConfig, ModelConfig
 from arbcli.config.parts.attention import AttentionConfig
-from arbcli.config.parts.compressed_attention import CompressedAttentionConfig
-from arbcli.config.parts.experts import ExpertsConfig
 from arbcli.config.parts.mlp import MLPConfig
+from arbcli.families.compressed.config import CompressedAttentionConfig
+from arbcli.families.experts.config import ExpertsConfig
 from arbcli.model.layers.rotary import Angles, rotary_table
 from arbcli.model.parts.window import attend_in_window
 from benchmarks.bare_twin import rms_norm
@@ -200,7 +200,7 @@ class Indexer(nn.Module):
 
 
 class Compressed(nn.Module):
-    """Attention to a window and to pooled entries: see `arbcli.model.parts.compressed_attention`.
+    """Attention to a window and to pooled entries: see `arbcli.families.compressed.attention`.
 
     A text is a multiple of the window and of an entry, and one head of keys serves all queries.
     With `flex`, `flex_attention` attends to the window, and to entries that are not selected.
@@ -415,7 +415,7 @@ class Block(nn.Module):
 
 
 class Chunking(nn.Module):
-    """Chunks of one outer stage: see `arbcli.model.parts.chunking`."""
+    """Chunks of one outer stage: see `arbcli.families.hnet.chunking`."""
 
     def __init__(self, dim: int, inner: int, length: int, slots: int) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from torch.nn import functional
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.presets import preset
-from arbcli.train.trainer import EAGER_STEPS
+from arbcli.training.trainer import EAGER_STEPS
 
 LR, DECAY, MOMENTUM = 1e-3, 0.1, 0.95
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)

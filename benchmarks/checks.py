@@ -31,12 +31,12 @@ from typing import Any
 
 import torch
 
-from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.presets import preset
-from arbcli.infer import speculative
-from arbcli.infer.decoder import Decoder
-from arbcli.infer.load import load_model
-from arbcli.infer.sampling import Sampling
+from arbcli.families.ahead import speculation as speculative
+from arbcli.families.ahead.config import AheadConfig
+from arbcli.generation.decoder import Decoder
+from arbcli.generation.load import load_model
+from arbcli.generation.sampling import Sampling
 from arbcli.model.language_model import LanguageModel
 from benchmarks import results, several_texts
 

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arbcli.data import evaluation_batches, open_texts
-from arbcli.device import deterministic
+from arbcli.data.text import evaluation_batches, open_texts
+from arbcli.families.graph.codebook import Codebook
+from arbcli.families.graph.quantiser import Quantiser
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.model.parts.codebook import Codebook
-from arbcli.model.parts.quantiser import Quantiser
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import Trainer
+from arbcli.kernels.runtime.device import deterministic
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import Trainer
 from benchmarks import results
 
 SHARED = {"codebook": True, "knowledge_codebook": False}

@@ -9,12 +9,12 @@ Each text is a part of the mixture that trains, and of what is held out. The mod
 import json
 from dataclasses import replace
 
-from arbcli.config.parts.composite import CompositeConfig
-from arbcli.data import open_texts
-from arbcli.device import deterministic
-from arbcli.infer.evaluation import evaluate
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import Trainer
+from arbcli.data.text import open_texts
+from arbcli.families.media.config import CompositeConfig
+from arbcli.generation.evaluation import evaluate
+from arbcli.kernels.runtime.device import deterministic
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import Trainer
 from benchmarks import results
 from benchmarks.together import train_together
 

@@ -33,10 +33,10 @@ KINDS = {
 
 def serve(kind: str, compute: str | None) -> None:
     """Run steps for every line of stdin, and print the milliseconds per step."""
-    from arbcli.data import open_texts
-    from arbcli.train.compiled_twin import compile_twin
-    from arbcli.train.configure import new_config
-    from arbcli.train.trainer import Trainer
+    from arbcli.data.text import open_texts
+    from arbcli.training.compiled_twin import compile_twin
+    from arbcli.training.configure import new_config
+    from arbcli.training.trainer import Trainer
 
     texts = open_texts(None, None, seed=0, context=CTX)
     config = new_config(ctx=CTX, device="cpu", steps=1000, compute=compute, **KINDS[kind])

@@ -39,7 +39,7 @@ def build(preset: str, digits: str, compute: str) -> "LanguageModel":
     import torch
 
     from arbcli.config.presets import preset as configuration
-    from arbcli.device import COMPUTE
+    from arbcli.kernels.runtime.device import COMPUTE
     from arbcli.model.language_model import LanguageModel
 
     config = configuration(preset, sub_norms=False, digits=digits)
@@ -52,9 +52,9 @@ def build(preset: str, digits: str, compute: str) -> "LanguageModel":
 
 def export(preset: str, digits: str, path: Path) -> str:
     """Write such a model for llama.cpp; returns the type of its matrices."""
-    from arbcli.checkpoint import Checkpoint
-    from arbcli.export.gguf import write_model
-    from arbcli.infer.load import Weights
+    from arbcli.generation.load import Weights
+    from arbcli.interop.gguf.export import write_model
+    from arbcli.model.checkpoint import Checkpoint
 
     about = Checkpoint(
         step=0, config={}, counters={}, data={"origin": "random weights"}, tensors={}
@@ -67,8 +67,8 @@ def serve_ours(threads: str, preset: str, digits: str, compute: str) -> None:
     """Run the task of each line of stdin, and print its wall-clock and processor seconds."""
     import torch
 
-    from arbcli.infer.decoder import Decoder
-    from arbcli.infer.sampling import Sampling
+    from arbcli.generation.decoder import Decoder
+    from arbcli.generation.sampling import Sampling
 
     torch.set_num_threads(int(threads))
     model = build(preset, digits, compute)

@@ -20,20 +20,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.data import open_texts
-from arbcli.device import deterministic
-from arbcli.infer.decoder import Decoder
-from arbcli.inspect.peak import predict_peak
-from arbcli.inspect.probe import examine
-from arbcli.kernels.attention.decode_compressed import (
+from arbcli.data.text import open_texts
+from arbcli.families.compressed import state as compressed_state
+from arbcli.families.compressed.kernels.decode_compressed import (
     decode_compressed,
     decode_compressed_reference,
 )
+from arbcli.generation.decoder import Decoder
+from arbcli.inspect.peak import predict_peak
+from arbcli.inspect.probe import examine
 from arbcli.kernels.matmul.quantise_rows import E4M3
+from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.parts import compressed_state
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import Trainer
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import Trainer
 from benchmarks import results
 from benchmarks.training_step import empty, text
 

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from arbcli.checkpoint import read_json
+from arbcli.base.run_files import CONFIG
 from arbcli.config.model import ModelConfig
 from arbcli.config.training import train_config_from
-from arbcli.export.gguf import smallest_type
-from arbcli.export.run import export
-from arbcli.infer.generation import Sampling, generate
-from arbcli.infer.load import load_model
+from arbcli.generation.generation import Sampling, generate
+from arbcli.generation.load import load_model
+from arbcli.interop.exporting import export
+from arbcli.interop.gguf.export import smallest_type
+from arbcli.model.checkpoint import read_json
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
-from arbcli.run_files import CONFIG
-from arbcli.train.directory import open_texts_again
+from arbcli.training.directory import open_texts_again
 from arbcli.verify.reference import reference_model
 from arbcli.verify.update_reference import reference_weight
 from benchmarks import results

@@ -17,10 +17,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from arbcli.config.presets import preset
-from arbcli.data import open_texts
+from arbcli.data.text import open_texts
 from arbcli.model.baselines import FloatWeight
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import Trainer
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import Trainer
 from benchmarks import results
 from benchmarks.bare_families import Compressed, FamilyModel
 from benchmarks.bare_twin import BareStep

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.imports.dense import Shape, shape_of
-from arbcli.infer.generation import Sampling
+from arbcli.generation.generation import Sampling
+from arbcli.interop.huggingface.dense import Shape, shape_of
 from arbcli.kernels.output.choose_byte import choose_byte_
 from arbcli.kernels.update.random_bits import stream_key
 from arbcli.model.language_model import LanguageModel

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from arbcli.device import capturing
-from arbcli.train.compiled_twin import side_stream
+from arbcli.kernels.runtime.device import capturing
+from arbcli.training.compiled_twin import side_stream
 from benchmarks.float_qwen import FloatQwen
 
 BETAS = (0.9, 0.95)

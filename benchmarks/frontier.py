@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from arbcli.data import open_texts
-from arbcli.device import deterministic
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import EAGER_STEPS, Trainer
+from arbcli.data.text import open_texts
+from arbcli.kernels.runtime.device import deterministic
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
 from benchmarks.scaling import CTX, KINDS, LARGE_SHAPES, SHAPES, WINDOWS, options_of
 from benchmarks.training_step import empty, run_steps

@@ -17,8 +17,8 @@ from contextlib import ExitStack
 import torch
 
 from arbcli.config.presets import preset
-from arbcli.device import deterministic
-from arbcli.infer.decoder import Decoder
+from arbcli.generation.decoder import Decoder
+from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.language_model import LanguageModel
 from arbcli.verify.timing import Stopwatch, measure_roofline

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from arbcli.device import deterministic, resolve_backend
-from arbcli.infer.load import load_model
+from arbcli.families.media.spans import find_spans
+from arbcli.generation.load import load_model
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.media.spans import find_spans
+from arbcli.kernels.runtime.device import deterministic, resolve_backend
 from arbcli.model.language_model import LanguageModel
 from benchmarks import results
 

@@ -9,10 +9,10 @@ timing are not counted. A GPU is one process's: two would share its time.
 import time
 from typing import NamedTuple
 
-from arbcli.data import open_texts
-from arbcli.device import deterministic
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import EAGER_STEPS, Trainer
+from arbcli.data.text import open_texts
+from arbcli.kernels.runtime.device import deterministic
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
 from benchmarks.hnet import KINDS, PEERS
 from benchmarks.training_step import empty, run_steps

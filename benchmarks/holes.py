@@ -3,8 +3,9 @@
 The first run is of a masked model, or has `objective=fill`: that reads both sides before it fills a
 hole from left to right. The peers are a model of the next byte, which ignores the right side, and
 the first model where all of that is hidden from it, too. Every window has one hole, in its middle.
-The masked model fills it in a random order, for which the bound of `arbcli.masking` is estimated by
-some draws; or from left to right, for which its loss is exact. Each length of a hole prints a row
+The masked model fills it in a random order, for which the bound of
+`arbcli.families.masked.masking` is estimated by some draws; or from left to right, for which
+its loss is exact. Each length of a hole prints a row
 of JSON, which is also written to `holes.json`: losses, by how much each exceeds that of the model
 of the next byte, and the standard error of that over windows. The models also fill the holes with
 the likeliest bytes, the masked one in 1, a quarter and all of as many forward passes as there are
@@ -20,12 +21,12 @@ import torch
 from torch import Tensor
 
 from arbcli.config.model import VOCABULARY
-from arbcli.data import Text
-from arbcli.device import deterministic, resolve_backend
-from arbcli.filling import EXTRA, led_in
-from arbcli.infer.load import load_model
+from arbcli.data.text import Text
+from arbcli.families.masked.filling import EXTRA, led_in
+from arbcli.families.masked.masking import hide
+from arbcli.generation.load import load_model
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.masking import hide
+from arbcli.kernels.runtime.device import deterministic, resolve_backend
 from arbcli.model.language_model import LanguageModel
 from benchmarks import results
 

@@ -22,11 +22,11 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from arbcli.imports.config_json import read_config
-from arbcli.imports.dense import sources
-from arbcli.imports.folder import WeightFolder
-from arbcli.imports.run import import_folder, read_float
-from arbcli.infer.load import load_weights
+from arbcli.generation.load import load_weights
+from arbcli.interop.huggingface.config_json import read_config
+from arbcli.interop.huggingface.dense import sources
+from arbcli.interop.huggingface.folder import WeightFolder
+from arbcli.interop.importing import import_folder, read_float
 from arbcli.model.build import build_model
 from benchmarks import results
 
@@ -59,7 +59,7 @@ SHARD = 2**28
 MEASURE = """
 import json, resource, sys
 from pathlib import Path
-from arbcli.imports.run import import_folder
+from arbcli.interop.importing import import_folder
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 report = import_folder(Path(sys.argv[1]), Path(sys.argv[2]), rule=sys.argv[3])
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -16,9 +16,9 @@ import torch
 from torch.nn import functional
 
 from arbcli.config.presets import preset
-from arbcli.device import deterministic
-from arbcli.infer.decoder import Decoder
+from arbcli.generation.decoder import Decoder
 from arbcli.kernels.attention.eight_bits import CacheFormat
+from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from benchmarks import results

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from arbcli.config.model import ModelConfig
-from arbcli.data import Texts
-from arbcli.device import deterministic
-from arbcli.imports.config_json import read_folder_config
+from arbcli.data.text import Texts
 from arbcli.inspect.peak import predict_peak
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import EAGER_STEPS, Trainer
+from arbcli.interop.huggingface.config_json import read_folder_config
+from arbcli.kernels.runtime.device import deterministic
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
 from benchmarks.float_qwen import FloatQwen, Shape
 from benchmarks.float_steps import FloatSteps, ReleasedAdafactor, WholeStep

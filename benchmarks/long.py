@@ -11,12 +11,12 @@ import statistics
 
 import torch
 
-from arbcli.data import open_texts
-from arbcli.device import deterministic
-from arbcli.infer.decoder import Decoder
+from arbcli.data.text import open_texts
+from arbcli.generation.decoder import Decoder
+from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.language_model import LanguageModel
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import EAGER_STEPS, Trainer
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
 from benchmarks.generation import bytes_per_second
 from benchmarks.training_step import empty, run_steps, text

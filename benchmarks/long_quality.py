@@ -13,11 +13,11 @@ after many, and once more with keys and values in eight bits.
 
 from typing import Any
 
-from arbcli.data import open_text, open_texts
-from arbcli.device import deterministic
-from arbcli.infer.evaluation import evaluate
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import Trainer
+from arbcli.data.text import open_text, open_texts
+from arbcli.generation.evaluation import evaluate
+from arbcli.kernels.runtime.device import deterministic
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import Trainer
 from benchmarks import results
 from benchmarks.ablation import CAPTURED, run
 from benchmarks.training_step import empty

@@ -21,14 +21,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from arbcli.data import Text, Texts
-from arbcli.imports.config_json import read_folder_config
-from arbcli.imports.folder import WeightFolder
-from arbcli.imports.run import read_float
+from arbcli.data.text import Text, Texts
+from arbcli.interop.huggingface.config_json import read_folder_config
+from arbcli.interop.huggingface.folder import WeightFolder
+from arbcli.interop.importing import read_float
 from arbcli.model.baselines import FloatNumbers, FloatWeight
 from arbcli.model.language_model import LanguageModel
-from arbcli.train import trainer as training
-from arbcli.train.float_optimizer import orthogonalise
+from arbcli.training import trainer as training
+from arbcli.training.float_optimizer import orthogonalise
 from benchmarks.tuning import (
     RULES,
     Job,

@@ -27,14 +27,14 @@ from unittest import mock
 
 import torch
 
-from arbcli.checkpoint import tensor_digest
-from arbcli.data import Texts, evaluation_batches, open_texts
-from arbcli.device import deterministic
+from arbcli.data.text import Texts, evaluation_batches, open_texts
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.baselines import FloatWeight
-from arbcli.train.configure import new_config
-from arbcli.train.parallel.group import Group, joined, own_device
-from arbcli.train.trainer import EAGER_STEPS, Trainer
+from arbcli.model.checkpoint import tensor_digest
+from arbcli.training.configure import new_config
+from arbcli.training.parallel.group import Group, joined, own_device
+from arbcli.training.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
 from benchmarks.training_step import SHAPES, draw
 

@@ -39,9 +39,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from arbcli.media.pictures import decode_pixels, encoded_bytes
-from arbcli.media.sound import decode_samples, encode_samples, flac_bytes
-from arbcli.media.spans import SAMPLE_BYTES, PictureHeader, SoundHeader
+from arbcli.families.media.pictures import decode_pixels, encoded_bytes
+from arbcli.families.media.sound import decode_samples, encode_samples, flac_bytes
+from arbcli.families.media.spans import SAMPLE_BYTES, PictureHeader, SoundHeader
 
 RATE = 8000
 """Samples a second, unless `--rate` says otherwise."""

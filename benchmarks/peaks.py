@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from arbcli.inspect.peak import predict_peak
-from arbcli.train.trainer import Trainer
+from arbcli.training.trainer import Trainer
 from benchmarks import results
 from benchmarks.training_step import KINDS, SAVING, SHAPES, maker, prepare
 

@@ -28,7 +28,7 @@ from arbcli.kernels.matmul.row_matmul import row_matmul
 from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
 from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.model.packed import TernaryTensor
-from arbcli.train.updater import Updater
+from arbcli.model.updater import Updater
 from arbcli.verify.timing import Stopwatch, measure_roofline, median_ratio, time_calls
 from benchmarks import results
 

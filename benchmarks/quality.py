@@ -20,10 +20,10 @@ from typing import Any
 from arbcli.cli import app
 from arbcli.config.model import ModelConfig
 from arbcli.config.settings import settings_of
-from arbcli.data import open_texts
-from arbcli.device import deterministic
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import Trainer
+from arbcli.data.text import open_texts
+from arbcli.kernels.runtime.device import deterministic
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import Trainer
 from benchmarks import results
 from benchmarks.together import train_together
 

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from arbcli.device import deterministic, resolve_backend
-from arbcli.infer.batch import Request, generate_batch
-from arbcli.infer.load import load_model
-from arbcli.infer.sampling import Sampling
-from arbcli.media.sound import decode_samples
-from arbcli.media.spans import LONGEST_HEADER, SoundHeader, find_spans
+from arbcli.families.media.sound import decode_samples
+from arbcli.families.media.spans import LONGEST_HEADER, SoundHeader, find_spans
+from arbcli.generation.batch import Request, generate_batch
+from arbcli.generation.load import load_model
+from arbcli.generation.sampling import Sampling
+from arbcli.kernels.runtime.device import deterministic, resolve_backend
 from benchmarks import results
 
 NEARBY = 2

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from arbcli.data import open_texts
-from arbcli.device import deterministic
-from arbcli.train import trainer as training
-from arbcli.train.configure import new_config
-from arbcli.train.float_optimizer import FloatOptimizer
+from arbcli.data.text import open_texts
+from arbcli.kernels.runtime.device import deterministic
+from arbcli.training import trainer as training
+from arbcli.training.configure import new_config
+from arbcli.training.float_optimizer import FloatOptimizer
 from benchmarks import results
 from benchmarks.training_step import empty
 

@@ -28,6 +28,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts import (
     AttentionConfig,
@@ -37,14 +38,13 @@ from arbcli.config.parts import (
     MLPConfig,
     PartConfig,
 )
-from arbcli.config.parts.chunking import ChunkingConfig
 from arbcli.config.presets import preset
-from arbcli.data import open_texts
-from arbcli.device import deterministic
-from arbcli.errors import ArbError
-from arbcli.rules import DIGITS
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import EAGER_STEPS, Trainer
+from arbcli.data.text import open_texts
+from arbcli.families.hnet.config import ChunkingConfig
+from arbcli.kernels.runtime.device import deterministic
+from arbcli.model.rules import DIGITS
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
 from benchmarks.training_step import empty, run_steps
 

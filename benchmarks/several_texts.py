@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 
 from arbcli.config.presets import preset
-from arbcli.infer.decoder import Decoder
-from arbcli.infer.sampling import Sampling
+from arbcli.generation.decoder import Decoder
+from arbcli.generation.sampling import Sampling
 from arbcli.model.language_model import LanguageModel
 from benchmarks import results
 from benchmarks.float_several import MODES, BatchFloatDecoder

@@ -14,11 +14,11 @@ from itertools import product
 from typing import Any
 from unittest import mock
 
-from arbcli.data import open_texts
-from arbcli.device import deterministic
+from arbcli.data.text import open_texts
+from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.language_model import LanguageModel
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import Trainer
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import Trainer
 from benchmarks import results
 from benchmarks.search import KINDS, POSITIONS
 from benchmarks.training_step import empty

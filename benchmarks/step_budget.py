@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arbcli.device import deterministic
 from arbcli.kernels.runtime import merged
+from arbcli.kernels.runtime.device import deterministic
 from arbcli.kernels.runtime.launches import replaced_launches
-from arbcli.train import trainer as training
-from arbcli.train.trainer import Trainer
-from arbcli.train.updater import Updater
+from arbcli.model.updater import Updater
+from arbcli.training import trainer as training
+from arbcli.training.trainer import Trainer
 from arbcli.verify.timing import Roofline, Stopwatch, measure_roofline, time_calls
 from benchmarks import bare_twin, results
 from benchmarks.step_kernels import METHODS, TRACED, UPDATE, trace, trainer_of

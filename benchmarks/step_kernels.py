@@ -21,11 +21,11 @@ from unittest import mock
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from arbcli.data import open_texts
-from arbcli.device import deterministic
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import EAGER_STEPS, Trainer
-from arbcli.train.updater import Updater
+from arbcli.data.text import open_texts
+from arbcli.kernels.runtime.device import deterministic
+from arbcli.model.updater import Updater
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
 from benchmarks.bare_twin import BareStep
 from benchmarks.training_step import empty, run_steps, text

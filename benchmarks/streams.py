@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from arbcli.data import open_texts
-from arbcli.device import deterministic
+from arbcli.data.text import open_texts
 from arbcli.inspect.memory import predict
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import Trainer
+from arbcli.kernels.runtime.device import deterministic
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import Trainer
 from benchmarks import results
 from benchmarks.ablation import TIMED, run
 

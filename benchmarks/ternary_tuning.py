@@ -22,13 +22,13 @@ import torch
 
 import arbcli
 from arbcli.config.training import FADE_LEARNT_TO
-from arbcli.data import Text, Texts
-from arbcli.device import deterministic
-from arbcli.imports.config_json import read_folder_config
-from arbcli.infer.load import load_model, read_saved, saved_config
-from arbcli.rules import stage_rule
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import Trainer
+from arbcli.data.text import Text, Texts
+from arbcli.generation.load import load_model, read_saved, saved_config
+from arbcli.interop.huggingface.config_json import read_folder_config
+from arbcli.kernels.runtime.device import deterministic
+from arbcli.model.rules import stage_rule
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import Trainer
 from benchmarks.float_qwen import Shape
 from benchmarks.tuning import (
     MIXTURES,
@@ -94,7 +94,7 @@ def fade(way: Way, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as made:
         run = Path(made, "run")
-        arbcli.start_training(config, run, init_from=initial)
+        arbcli.train(config, run, init_from=initial)
         return score(run, texts, device)
 
 

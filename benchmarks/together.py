@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from arbcli.train.trainer import Trainer
+from arbcli.training.trainer import Trainer
 
 AHEAD = 8
 """Rounds of steps that the host may be ahead of the GPU."""

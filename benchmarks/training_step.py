@@ -30,11 +30,11 @@ from unittest import mock
 
 import torch
 
-from arbcli.data import open_texts
-from arbcli.device import deterministic
+from arbcli.data.text import open_texts
+from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.baselines import FloatWeight
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import EAGER_STEPS, Trainer
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
 from benchmarks.bare_twin import BareStep, BareTwin
 

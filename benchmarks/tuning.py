@@ -33,18 +33,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import arbcli
-from arbcli.data import EVAL_BATCHES, Text, Texts, batch, evaluation_batches
-from arbcli.device import deterministic, resolve_backend, resolve_device
-from arbcli.imports.config_json import read_folder_config
-from arbcli.imports.dense import sources
-from arbcli.imports.folder import WeightFolder
-from arbcli.imports.run import read_float
-from arbcli.infer.load import load_model, read_saved, saved_config
+from arbcli.data.text import EVAL_BATCHES, Text, Texts, batch, evaluation_batches
+from arbcli.generation.load import load_model, read_saved, saved_config
+from arbcli.interop.huggingface.config_json import read_folder_config
+from arbcli.interop.huggingface.dense import sources
+from arbcli.interop.huggingface.folder import WeightFolder
+from arbcli.interop.importing import read_float
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.runtime.device import deterministic, resolve_backend, resolve_device
 from arbcli.model.baselines import FloatWeight
-from arbcli.train.configure import new_config
-from arbcli.train.schedule import learning_rate
-from arbcli.train.trainer import Trainer
+from arbcli.training.configure import new_config
+from arbcli.training.schedule import learning_rate
+from arbcli.training.trainer import Trainer
 from benchmarks import float_steps, results
 from benchmarks.float_qwen import FloatQwen, Shape
 from benchmarks.float_steps import WholeStep
@@ -301,7 +301,7 @@ def tune_integers(job: Job, texts: Path, folder: Path, device: str) -> dict[str,
     with tempfile.TemporaryDirectory() as made:
         run = Path(made, "run")
         config = new_config(preset=saved_config(read_saved(begun, print).checkpoint), **options)
-        arbcli.start_training(config, run, init_from=begun)
+        arbcli.train(config, run, init_from=begun)
         return score(run, texts, device)
 
 

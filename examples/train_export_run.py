@@ -12,12 +12,12 @@ from pathlib import Path
 import xllamacpp
 
 import arbcli
-from arbcli.export.run import export
-from arbcli.infer.generation import Sampling, generate
-from arbcli.train.configure import new_config
-from arbcli.train.observer import Observer
-from arbcli.train.record import Record
-from arbcli.train.run import start_run
+from arbcli.generation.generation import Sampling, generate
+from arbcli.interop.exporting import export
+from arbcli.training.configure import new_config
+from arbcli.training.observer import Observer
+from arbcli.training.record import Record
+from arbcli.training.run import start_run
 
 PROMPT = b"import "
 

@@ -21,12 +21,20 @@ from typing import Any
 
 import torch
 
-from arbcli.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from arbcli.errors import ArbError
-from arbcli.export.block_types import F32, Q8_0
-from arbcli.export.gguf_file import ARRAY, FLOAT32, STRING, UINT32, Entry, GGUFFile, write_gguf
-from arbcli.imports.config_json import read_config, rope_parameters
-from arbcli.imports.folder import INDEX, WEIGHTS, WeightFolder
+from arbcli.base.errors import ArbError
+from arbcli.interop.gguf.block_types import F32, Q8_0
+from arbcli.interop.gguf.container import (
+    ARRAY,
+    FLOAT32,
+    STRING,
+    UINT32,
+    Entry,
+    GGUFFile,
+    write_gguf,
+)
+from arbcli.interop.huggingface.config_json import read_config, rope_parameters
+from arbcli.interop.huggingface.folder import INDEX, WEIGHTS, WeightFolder
+from arbcli.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 
 WRITTEN = Path(__file__).with_suffix(".txt")
 VALUES: tuple = (None, -1, 0, 1, 2, 3, 2**40, 0.0, 0.5, 1.0, True, False, "", "x", [], [1], {},

@@ -25,9 +25,9 @@ from killing import run_arb, write_tokenizer
 from safetensors.torch import load_file, save_file
 
 from arbcli.config.model_file import model_lines
-from arbcli.train.configure import new_config
-from arbcli.train.observer import Observer
-from arbcli.train.run import start_run
+from arbcli.training.configure import new_config
+from arbcli.training.observer import Observer
+from arbcli.training.run import start_run
 
 SHAPE = {"sub_norms": False, "dim": 32, "layers": 1, "heads": 2, "ffn": 64, "ctx": 16, "batch": 2}
 CHATML = (

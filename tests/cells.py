@@ -18,9 +18,9 @@ from arbcli.config.parts import (
     MLPConfig,
     PartConfig,
 )
-from arbcli.config.parts.ahead import AheadConfig
-from arbcli.config.parts.chunking import ChunkingConfig
 from arbcli.config.parts.rotary import RotaryConfig
+from arbcli.families.ahead.config import AheadConfig
+from arbcli.families.hnet.config import ChunkingConfig
 
 PARTS: dict[str, PartConfig] = {
     "attention": AttentionConfig(heads=2, window=5),

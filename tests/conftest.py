@@ -125,8 +125,8 @@ def small_compressed() -> dict:
 @pytest.fixture(scope="session", autouse=True)
 def short_samples_and_evaluations():
     """Of two batches and four symbols: forty and 256 take most of the time of a small run."""
-    from arbcli.train import sample  # not before the variable is set
-    from arbcli.train.trainer import Trainer
+    from arbcli.training import sample  # not before the variable is set
+    from arbcli.training.trainer import Trainer
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sample, "SAMPLE_BYTES", 4)
@@ -157,9 +157,12 @@ def poison_uninitialised_memory():
 def saved(tmp_path) -> Callable[..., Path]:
     """Save a model whose scales differ from group to group, as after training."""
 
-    from arbcli.checkpoint import Checkpoint, save_checkpoint  # not before the variable is set
     from arbcli.config.presets import assembled
     from arbcli.model.build import build_model
+    from arbcli.model.checkpoint import (  # not before the variable is set
+        Checkpoint,
+        save_checkpoint,
+    )
 
     sizes = {"dim": 64, "layers": 2, "heads": 2, "ffn": 192, "ctx": 32}
 

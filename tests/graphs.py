@@ -93,6 +93,6 @@ def recorded_graphs() -> Iterator[list[Graph]]:
         patch.setattr(torch.cuda, "empty_cache", lambda: None)
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)
         patch.setattr(Operation, "__call__", _noting(Operation.__call__))
-        for module in ("infer.decoder", "train.trainer"):
+        for module in ("generation.decoder", "training.trainer"):
             patch.setattr(f"arbcli.{module}.capturing", _capturing)
         yield Graph.made

@@ -22,14 +22,14 @@ from cells import Cell
 from graph_parts import graph_config
 
 from arbcli import cli
+from arbcli.base.run_files import checkpoints
 from arbcli.config.model import ModelConfig
 from arbcli.config.model_file import model_lines
 from arbcli.config.presets import preset
-from arbcli.run_files import checkpoints
-from arbcli.train import sample
-from arbcli.train.parallel import launch
-from arbcli.train.record import METRICS
-from arbcli.train.trainer import Trainer
+from arbcli.training import sample
+from arbcli.training.parallel import launch
+from arbcli.training.record import METRICS
+from arbcli.training.trainer import Trainer
 
 STEPS = 24
 PLAN = f"--steps {STEPS} --save-every 7 --eval-every 5 --log-every 3 --device cpu"

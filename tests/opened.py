@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from arbcli.data import Text, open_texts
-from arbcli.errors import ArbError
-from arbcli.plain_text import Conversion
-from arbcli.text_files import check_named
+from arbcli.base.errors import ArbError
+from arbcli.data.conversion import Conversion
+from arbcli.data.files import check_named
+from arbcli.data.text import Text, open_texts
 
 WRITTEN = Path(__file__).with_suffix(".txt")
 CONTEXT, SHORT = 8, 36

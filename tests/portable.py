@@ -35,9 +35,9 @@ KERNELS = (
 SENSITIVE = (
     "tests/test_step_budget.py",
     "tests/test_results.py::test_tables_follow_from_the_results",
-    "tests/train/test_reading.py::test_records_of_a_run_are_pinned",
-    "tests/model/test_compressed.py::test_cached_logits_equal_those_of_one_forward",
-    "tests/model/parts/test_memories.py",
+    "tests/training/test_reading.py::test_records_of_a_run_are_pinned",
+    "tests/families/compressed/test_compressed.py::test_cached_logits_equal_those_of_one_forward",
+    "tests/families/graph/test_memories.py",
 )
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch import multiprocessing
 
-from arbcli.train.parallel.group import joined
+from arbcli.training.parallel.group import joined
 
 
 def in_processes(size: int, work: Callable, *args, device: str = "cpu", join: bool = True) -> list:

@@ -16,7 +16,7 @@ MOST_UNLIKE = 6
 """Calls that do what most calls of their function do not, up to which they are listed."""
 FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn",
              "tensor", "zeros")  # fmt: skip
-COMPUTES = ("kernels", "model", "train", "infer", "rules", "directions")
+COMPUTES = ("kernels", "model", "families", "training", "generation")
 """Packages whose tensors are on the device of a model."""
 DRAWS = re.compile(r".*(_draw|case|cases|_reference|_acceptances|_state)$")
 """Functions of kernels' cases, which are moved to a device afterwards."""

@@ -8,15 +8,15 @@ from cells import Cell, wide
 from graphs import Graph, recorded_graphs
 
 from arbcli.config.presets import preset
-from arbcli.data import open_texts
-from arbcli.infer.decoder import Decoder
-from arbcli.infer.sampling import Sampling
+from arbcli.data.text import open_texts
+from arbcli.families.hnet.stage import Stage
+from arbcli.generation.decoder import Decoder
+from arbcli.generation.sampling import Sampling
 from arbcli.model.decoding import Phase
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.stage import Stage
-from arbcli.train.configure import new_config
-from arbcli.train.step_inputs import StepInputs
-from arbcli.train.trainer import EAGER_STEPS, Trainer
+from arbcli.training.configure import new_config
+from arbcli.training.step_inputs import StepInputs
+from arbcli.training.trainer import EAGER_STEPS, Trainer
 
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
 SAMPLING = Sampling(temperature=1.5, top_k=90, top_p=0.9, seed=3)
@@ -112,8 +112,8 @@ class JoinedGraphs:
 
 def test_no_step_outside_a_graph_sets_a_condition(monkeypatch):
     """The nodes of a capture are gone when the step is captured for another text."""
-    monkeypatch.setattr("arbcli.model.stage.has_conditions", lambda device: True)
-    monkeypatch.setattr("arbcli.infer.decoder.StepGraph", JoinedGraphs)
+    monkeypatch.setattr("arbcli.families.hnet.stage.has_conditions", lambda device: True)
+    monkeypatch.setattr("arbcli.generation.decoder.StepGraph", JoinedGraphs)
     lm, found, handles = model("chunks"), [], []
     step_down = Stage.step_down
 

@@ -8,13 +8,16 @@ import pytest
 import torch
 from constants import WRITTEN, constants
 
-from arbcli.directions import orthogonal
+from arbcli.families.experts import mixture as experts
+from arbcli.families.graph import edges, memgram, moe_graph, router, sequencer
+from arbcli.families.latent import attention as latent_attention
+from arbcli.families.nvfp4.kernels import round_nvfp4
+from arbcli.families.streams.kernels import stream_weights
+from arbcli.families.votes.kernels import cast_votes
 from arbcli.kernels.codec import packed, packing
-from arbcli.kernels.matmul import quantise_rows, round_nvfp4
-from arbcli.kernels.streams import stream_weights
+from arbcli.kernels.matmul import quantise_rows
 from arbcli.kernels.update import (
     blend_moment,
-    cast_votes,
     direction,
     gradient_gains,
     hadamard,
@@ -23,20 +26,11 @@ from arbcli.kernels.update import (
     step_scales,
     step_trits,
 )
-from arbcli.model import language_model, widths
+from arbcli.model import language_model, ngrams, updater, widths
 from arbcli.model.layers import norm, table
-from arbcli.model.parts import (
-    edges,
-    experts,
-    latent_attention,
-    memgram,
-    moe_graph,
-    ngrams,
-    router,
-    sequencer,
-)
-from arbcli.rules import DIRECTION, LR, RULES, base, find_rule, moment
-from arbcli.train import float_optimizer, updater
+from arbcli.model.optimizers import orthogonal
+from arbcli.model.rules import DIRECTION, LR, RULES, base, find_rule, moment
+from arbcli.training import float_optimizer
 
 CONSTANTS = {
     packing: {"TRITS_PER_BYTE": 5, "PLANE": 32, "BLOCK": 160, "LARGEST_BYTE": 242},

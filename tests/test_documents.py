@@ -16,18 +16,19 @@ from arbcli.commands._options import fill_options, repeat_options
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.model_file import model_from_toml, model_lines, to_toml
 from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
-from arbcli.config.parts.ahead import AheadConfig
-from arbcli.config.parts.chunking import ChunkingConfig
-from arbcli.config.parts.composite import CompositeConfig
-from arbcli.config.parts.memories import (
+from arbcli.config.parts.rotary import RotaryConfig
+from arbcli.families.ahead.config import AheadConfig
+from arbcli.families.graph.config import (
     CodebookConfig,
     IteratedConfig,
     MemoriesConfig,
     QuantiserConfig,
 )
-from arbcli.config.parts.rotary import RotaryConfig
+from arbcli.families.hnet.config import ChunkingConfig
+from arbcli.families.media.config import CompositeConfig
 from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS
 from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
+from arbcli.kernels.names import kernel_files
 from arbcli.kernels.registry import BY_NAME, KERNELS
 from arbcli.model.build import build_model
 
@@ -89,7 +90,7 @@ def test_tables_of_kernels_name_functions_and_their_limits():
     section = PAGE.partition("## Which kernel is used")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)} - {*MIXERS, "nvfp4"}
-    sources = "\n".join(path.read_text() for path in (ROOT / "arbcli" / "kernels").rglob("*.py"))
+    sources = "\n".join(path.read_text() for path in kernel_files())
     functions = re.findall(r"^def (\w+)", sources, re.MULTILINE)
     assert len(named) > 10
     assert not named - {*BY_NAME, *functions}

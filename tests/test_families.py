@@ -5,10 +5,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from arbcli.config.presets import preset
-from arbcli.kernels.attention.choose_entries import choose_entries
+from arbcli.families.compressed.kernels.choose_entries import choose_entries
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
-from arbcli.train.step import minimised
+from arbcli.training.step import minimised
 from benchmarks.bare_families import Compressed, FamilyModel, Indexer, smooth
 from benchmarks.bare_twin import orthogonalise, step_by_muon
 from benchmarks.families import FAMILIES

@@ -1,8 +1,6 @@
 """The library does what its page says, and refuses inputs in a sentence."""
 
 import re
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
@@ -11,12 +9,12 @@ import pytest
 import torch
 
 import arbcli
-from arbcli.errors import ArbError
-from arbcli.infer.load import load_model
+from arbcli.base.errors import ArbError
+from arbcli.data.conversion import Conversion
+from arbcli.generation.load import load_model
 from arbcli.kernels.runtime.backend import default_backend
-from arbcli.plain_text import Conversion
-from arbcli.train.observer import Observer
-from arbcli.train.run import start_run
+from arbcli.training.observer import Observer
+from arbcli.training.run import start_run
 
 PAGE = Path(__file__).parents[1] / "docs" / "library.md"
 SMALL = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu"}
@@ -95,19 +93,6 @@ def test_options_have_their_own_names_and_those_of_settings(book):
     assert found.model.group_size == 8
 
 
-def test_train_is_called_before_and_after_its_package_is_imported():
-    code = (
-        "import arbcli, unittest.mock as mock\n"
-        "assert callable(arbcli.train) and not hasattr(arbcli.train, 'run')\n"
-        "import sys; assert 'torch' not in sys.modules\n"
-        "import arbcli.train.run as run\n"
-        "with mock.patch.object(run, 'start_run', return_value=5):\n"
-        "    assert arbcli.train(None, 'x') == arbcli.train(None) == 5\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_dense_weights_equal_those_of_the_model(run):
     model = arbcli.load(run, device="cpu")
     dense = arbcli.dense_weights(model)
@@ -123,16 +108,16 @@ def test_every_argument_is_passed_on(book, monkeypatch):
         monkeypatch.setattr(name, watched)
         return watched
 
-    loads, started = spy("arbcli.infer.load.load_model"), spy("arbcli.train.run.start_run")
-    resumed, read = spy("arbcli.train.run.resume_run"), spy("arbcli.infer.load.read_saved")
+    loads, started = spy("arbcli.generation.load.load_model"), spy("arbcli.training.run.start_run")
+    resumed, read = spy("arbcli.training.run.resume_run"), spy("arbcli.generation.load.read_saved")
     made, measured = (
-        spy("arbcli.infer.generation.generate"),
-        spy("arbcli.infer.evaluation.evaluate"),
+        spy("arbcli.generation.generation.generate"),
+        spy("arbcli.generation.evaluation.evaluate"),
     )
     arbcli.load("a", device="cpu", compute="fp32")
     assert loads.call_args == mock.call("a", device="cpu", compute="fp32")
     observer = Observer()
-    arbcli.start_training("config", "b", minutes=3, init_from="c", observer=observer)
+    arbcli.train("config", "b", minutes=3, init_from="c", observer=observer)
     about = {"minutes": 3, "initial": read.return_value}
     assert started.call_args == mock.call("config", Path("b"), observer, **about)
     assert read.call_args.args[0] == Path("c")
@@ -152,7 +137,7 @@ def test_every_argument_is_passed_on(book, monkeypatch):
     backend = default_backend(model.device)
     expected = {"stride": 3, "batch": 4, "backend": backend, "kv": "int8"}
     assert measured.call_args.kwargs == expected
-    opened = spy("arbcli.data.open_text")
+    opened = spy("arbcli.data.text.open_text")
     opened.return_value = ("a text", "its name")
     arbcli.evaluate(model, ["a.jsonl"], field="said")
     assert opened.call_args == mock.call(["a.jsonl"], Conversion("said"))
@@ -166,8 +151,8 @@ def test_texts_are_made_in_deterministic_mode(monkeypatch):
         modes.append(torch.get_deterministic_debug_mode())
         return []
 
-    monkeypatch.setattr("arbcli.infer.generation.generate", make)
-    monkeypatch.setattr("arbcli.infer.batch.generate_batch", make)
+    monkeypatch.setattr("arbcli.generation.generation.generate", make)
+    monkeypatch.setattr("arbcli.generation.batch.generate_batch", make)
     assert arbcli.generate("model", "a", 5) == b""
     assert arbcli.generate("model", [], 5) == []
     assert modes == [2, 2]
@@ -181,7 +166,7 @@ def test_texts_are_made_in_deterministic_mode(monkeypatch):
 
 def test_every_argument_of_several_prompts_is_passed_on(monkeypatch):
     made = mock.Mock(return_value=[(1, b"second"), (0, b"first")])
-    monkeypatch.setattr("arbcli.infer.batch.generate_batch", made)
+    monkeypatch.setattr("arbcli.generation.batch.generate_batch", made)
     how = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 9}
     found = arbcli.generate("model", ["é", b"x"], 5, **how, kv="int8", batch=2)
     assert found == [b"first", b"second"]

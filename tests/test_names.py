@@ -95,18 +95,18 @@ def test_names_of_modules_exist(folder):
 def test_missing_names_are_found(tmp_path):
     path = tmp_path / "test_of_this.py"
     path.write_text(
-        "from arbcli.errors import ArbError, NoSuchError\n"
-        "from arbcli.train import sample\n"
-        "from arbcli.train import loop as later\n"
+        "from arbcli.base.errors import ArbError, NoSuchError\n"
+        "from arbcli.training import sample\n"
+        "from arbcli.training import loop as later\n"
         "def test(monkeypatch, loop):\n"
-        "    from arbcli.train.trainer import Trainer, no_such_name\n"
+        "    from arbcli.training.trainer import Trainer, no_such_name\n"
         "    monkeypatch.setattr(sample, 'SAMPLE_BYTES', 4)\n"
         "    monkeypatch.setattr(sample, 'NO_SUCH_BYTES', 4)\n"
         "    assert later.no_such_function(loop.anything, Trainer.anything, ArbError)\n"
     )
     assert sorted(missing_names(path)) == [
-        "arbcli.errors.NoSuchError",
-        "arbcli.train.trainer.no_such_name",
+        "arbcli.base.errors.NoSuchError",
+        "arbcli.training.trainer.no_such_name",
         "later.no_such_function",
         "sample.NO_SUCH_BYTES",
     ]

@@ -35,17 +35,17 @@ from planting import (
     swap_arguments,
 )
 
-from arbcli import checkpoint
+from arbcli.base.errors import ArbError
 from arbcli.config.site import SCALE_TYPES
-from arbcli.device import deterministic
-from arbcli.errors import ArbError
+from arbcli.families.graph.edges import Edges
+from arbcli.families.streams.hyper_connection import HyperConnection
 from arbcli.kernels.runtime._triton import HAS_TRITON
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.runtime.device import deterministic
+from arbcli.model import checkpoint
 from arbcli.model.build import build_model
 from arbcli.model.flow import Documents
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.parts.edges import Edges
-from arbcli.model.parts.hyper_connection import HyperConnection
 from arbcli.model.stack import Block
 from arbcli.verify import models, parity
 from arbcli.verify.compare import as_tuple, compare, poisoned
@@ -563,26 +563,26 @@ FAULTS = [
     kernel("threshold", "scales never fall", "cast_scale_votes",
         rewrite("t <= -THRESHOLD", "t < -127")),
     # updates
-    module("micro-batch", "moment decays with every micro-batch", "rules",
+    module("micro-batch", "moment decays with every micro-batch", "model.rules",
         rewrite("round(a) if f else UNIT", "round(a)"), "update moment sign"),
-    module("micro-batch", "scales step whole with every micro-batch", "train",
+    module("micro-batch", "scales step whole with every micro-batch", "model.updater",
         rewrite("r * SCALE_STEP / a", "r * SCALE_STEP"), "update moment sign"),
-    module("exchange", "steps of every rule by the P of `moment`", "train",
+    module("exchange", "steps of every rule by the P of `moment`", "model.updater",
         rewrite("(t.lr_factor, t.rule.radix)", "(t.lr_factor, 64)"), "update several trit"),
     module("exchange", "a rule's rate divided by its own, not by that of the model", "config.site",
         rewrite("relative_lr(a, b, c)", "relative_lr(b, a, c)"), "update several all"),
     module("missing term", "rules of parts at the rate of the model's rule", "model.packed",
         rewrite("f * s.lr_factor", "f"), "update several trit"),
-    Fault("constant", "steps clipped too late", set_constant("train", "STEP_CLIP", 40),
+    Fault("constant", "steps clipped too late", set_constant("model.updater", "STEP_CLIP", 40),
         "update moment factored"),
-    Fault("constant", "one of two inverses left out", set_constant("directions.orthogonal",
+    Fault("constant", "one of two inverses left out", set_constant("model.optimizers.orthogonal",
         "POLAR_WEIGHTS", (0.961939909, 0.00921883, 0.0)), "update moment orthogonal"),
     Fault("bad gradient", "NaN gradients accepted", edit(torch_backend("gradient_gains"),
         rewrite("SMALLEST <= t <= LARGEST", "True")), "update nibble sign"),
-    module("uphill", "scales step uphill", "rules.base",
+    module("uphill", "scales step uphill", "model.rules.base",
         rewrite("(g.statistics.slope, g.gains.slope)", "(-g.statistics.slope, g.gains.slope)"),
         "update moment sign"),
-    module("wiring", "gain of the columns not handed on", "directions",
+    module("wiring", "gain of the columns not handed on", "model.optimizers",
         rewrite("(g.rows, g.columns)", "(g.rows, g.columns[:0])"), "update carry factored"),
     # the dense model
     module("causality", "attention sees later bytes", "model.layers",
@@ -737,15 +737,15 @@ FAULTS = [
     Fault("normaliser", "loss of answers averaged over all positions", edit(method(LanguageModel,
         "_mean_loss"), rewrite("v.sum().clamp(min=1)", "v.numel()")), "documents"),
     # checkpoints
-    module("unchecked file", "altered tensors accepted", "checkpoint", skip_check("` was altered"),
-        "checkpoint"),
-    module("unchecked file", "altered metadata accepted", "checkpoint",
+    module("unchecked file", "altered tensors accepted", "model.checkpoint",
+        skip_check("` was altered"), "checkpoint"),
+    module("unchecked file", "altered metadata accepted", "model.checkpoint",
         skip_check("metadata was altered"), "checkpoint"),
-    module("unchecked file", "newer format accepted", "checkpoint", rewrite("v > FORMAT", "False"),
-        "checkpoint"),
-    module("unchecked file", "bytes after the end accepted", "checkpoint", skip_check("too many"),
-        "checkpoint"),
-    module("unchecked file", "illegal trits saved", "checkpoint",
+    module("unchecked file", "newer format accepted", "model.checkpoint",
+        rewrite("v > FORMAT", "False"), "checkpoint"),
+    module("unchecked file", "bytes after the end accepted", "model.checkpoint",
+        skip_check("too many"), "checkpoint"),
+    module("unchecked file", "illegal trits saved", "model.checkpoint",
         rewrite("illegal_bytes(t) == 0", "True"), "checkpoint"),
 ]  # fmt: skip
 
@@ -930,7 +930,7 @@ def test_a_change_that_changes_nothing_is_an_error(tmp_path):
     with pytest.raises(AssertionError, match="no function"):
         unfit(ExitStack(), tmp_path)
     with pytest.raises(AssertionError, match="has the values"):
-        set_constant("train", "NO_SUCH_CONSTANT", 1)(ExitStack(), tmp_path)
+        set_constant("model.updater", "NO_SUCH_CONSTANT", 1)(ExitStack(), tmp_path)
 
 
 def test_a_fault_is_taken_away_again(tmp_path):

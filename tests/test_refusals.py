@@ -18,23 +18,29 @@ from syntax import parsed, walk
 
 import arbcli
 from arbcli import __version__
-from arbcli import checkpoint as checkpoints
-from arbcli.checkpoint import keep_best, load_checkpoint, save_checkpoint
+from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
 from arbcli.config.training import SETTINGS, train_config
-from arbcli.device import check_compute, free_bytes, peak_bytes, resolve_device, spare_bytes
-from arbcli.errors import ArbError
-from arbcli.export import hugging_face
-from arbcli.export.gguf_file import GGUFFile
-from arbcli.export.run import export
-from arbcli.infer.load import load_weights
+from arbcli.data.conversion import Conversion, plain_file
+from arbcli.generation.load import load_weights
 from arbcli.inspect.saved import open_saved
+from arbcli.interop.exporting import export
+from arbcli.interop.gguf.container import GGUFFile
+from arbcli.interop.huggingface import export as hugging_face
+from arbcli.kernels.runtime.device import (
+    check_compute,
+    free_bytes,
+    peak_bytes,
+    resolve_device,
+    spare_bytes,
+)
+from arbcli.model import checkpoint as checkpoints
 from arbcli.model.build import build_model
-from arbcli.plain_text import Conversion, plain_file
-from arbcli.rules.base import fixed_point_gain
-from arbcli.train.directory import make_directory
-from arbcli.train.record import append_record, keep_records
-from arbcli.train.updater import Updater
+from arbcli.model.checkpoint import keep_best, load_checkpoint, save_checkpoint
+from arbcli.model.rules.base import fixed_point_gain
+from arbcli.model.updater import Updater
+from arbcli.training.directory import make_directory
+from arbcli.training.record import append_record, keep_records
 
 PLACE = {"device": "cpu", "backend": "torch", "compute": "fp32"}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -240,9 +246,9 @@ def test_run_without_its_dtype_is_refused(saved, tmp_path):
 def test_checkpoint_is_read_where_there_is_room_for_it_and_its_model(saved, monkeypatch):
     path = saved()
     size = sum(tensor.nbytes for tensor in load_checkpoint(path).tensors.values())
-    monkeypatch.setattr("arbcli.device.available_bytes", lambda: 2 * size)
+    monkeypatch.setattr("arbcli.kernels.runtime.device.available_bytes", lambda: 2 * size)
     load_weights(path, print)
-    monkeypatch.setattr("arbcli.device.available_bytes", lambda: 2 * size - 1)
+    monkeypatch.setattr("arbcli.kernels.runtime.device.available_bytes", lambda: 2 * size - 1)
     with pytest.raises(ArbError, match="to read it, and make its model, needs at least 0"):
         load_weights(path, print)
 
@@ -307,14 +313,14 @@ def test_memory_of_a_gpu_is_that_of_its_allocator(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (45, 678))
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 300)
-    monkeypatch.setattr("arbcli.device.available_bytes", lambda: 1001)
+    monkeypatch.setattr("arbcli.kernels.runtime.device.available_bytes", lambda: 1001)
     assert (peak_bytes(CUDA), peak_bytes(mps)) == (123, 300)
     for most, free in ((1000, 700), (200, 0)):
         monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda most=most: most)
         assert free_bytes(mps) == free
     assert (free_bytes(CUDA), free_bytes(CPU)) == (45, 1001)
     assert [spare_bytes(place) for place in (CPU, CUDA, mps)] == [500, 0, 0]
-    monkeypatch.setattr("arbcli.device.available_bytes", lambda: None)
+    monkeypatch.setattr("arbcli.kernels.runtime.device.available_bytes", lambda: None)
     assert (free_bytes(CPU), spare_bytes(CPU)) == (None, 0)
     monkeypatch.setitem(sys.modules, "resource", None)  # Windows has none
     assert peak_bytes(CPU) == 0

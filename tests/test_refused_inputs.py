@@ -12,31 +12,32 @@ import pytest
 from syntax import parsed, walk
 
 import arbcli
-from arbcli import chat_template, run_files, tokens
-from arbcli import chats as chatting
-from arbcli.chat_template import ChatTemplate, find_template, keep_template, template_of
-from arbcli.chats import Chats
+from arbcli.base import run_files
+from arbcli.base.errors import ArbError
+from arbcli.base.run_files import COMPANIONS
 from arbcli.commands import _options, _prompts, audit_memory, import_model
 from arbcli.config.file import read_settings
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.model_file import model_from_toml
 from arbcli.config.parts import AttentionConfig, MLPConfig
-from arbcli.config.parts.chunking import ChunkingConfig
 from arbcli.config.presets import from_fields, preset
 from arbcli.config.short_forms import assemble
 from arbcli.config.training import train_config
-from arbcli.data import Mixture
-from arbcli.errors import ArbError
-from arbcli.export import gguf_tokens
-from arbcli.imports import companions
-from arbcli.imports.config_json import read_config
-from arbcli.infer import conversation
+from arbcli.data import chat_template, tokens
+from arbcli.data import chats as chatting
+from arbcli.data.chat_template import ChatTemplate, find_template, keep_template, template_of
+from arbcli.data.chats import Chats
+from arbcli.data.conversion import Conversion, plain_file
+from arbcli.data.files import check_named
+from arbcli.data.text import Mixture
+from arbcli.families.hnet.config import ChunkingConfig
+from arbcli.families.media import continuing, pictures, sound
+from arbcli.generation import conversation
 from arbcli.inspect import probe, ranks
-from arbcli.media import continuing, pictures, sound
-from arbcli.plain_text import Conversion, plain_file
-from arbcli.run_files import COMPANIONS
-from arbcli.text_files import check_named
-from arbcli.train import check, directory, run, teacher
+from arbcli.interop.gguf import tokens as gguf_tokens
+from arbcli.interop.huggingface import companions
+from arbcli.interop.huggingface.config_json import read_config
+from arbcli.training import check, directory, run, teacher
 
 MLP, ATTENTION = MLPConfig(width=8), AttentionConfig(heads=2)
 BLOCK = BlockConfig(mixer=ATTENTION, channel=MLP)

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 from graph_parts import graph_config
 
-from arbcli import environment
-from arbcli.chat_template import TEMPLATE, ChatTemplate, keep_template
+from arbcli.base import environment
+from arbcli.base.run_files import COMPANIONS
 from arbcli.commands import evaluate, import_model
 from arbcli.config.model import StageConfig
 from arbcli.config.parts import (
@@ -21,11 +21,11 @@ from arbcli.config.parts import (
     PartConfig,
 )
 from arbcli.config.presets import preset
-from arbcli.imports.dense import shape_of
+from arbcli.data.chat_template import TEMPLATE, ChatTemplate, keep_template
 from arbcli.inspect.parts import _stream, _words
 from arbcli.inspect.saved import open_saved
-from arbcli.run_files import COMPANIONS
-from arbcli.train import teacher
+from arbcli.interop.huggingface.dense import shape_of
+from arbcli.training import teacher
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_kind_of_a_text_is_shown_with_its_peers(peers):
 
 @pytest.mark.parametrize(("vocabulary", "there"), [(256, False), (300, False), (300, True)])
 def test_import_reports_a_missing_tokenizer(vocabulary, there, tmp_path, monkeypatch):
-    from arbcli.imports import run as importing
+    from arbcli.interop import importing
 
     said, run = [], tmp_path / "run"
     run.mkdir()

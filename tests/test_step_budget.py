@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from arbcli.data import open_texts
+from arbcli.data.text import open_texts
 from arbcli.model.operations import step_operations
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import Trainer
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import Trainer
 from benchmarks.fits import FEWEST, Law, between, fit
 from benchmarks.results import load
 from benchmarks.step_budget import (

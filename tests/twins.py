@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.model.language_model import LanguageModel
-from arbcli.train.step import minimised
+from arbcli.training.step import minimised
 
 
 def losses_of_steps(lm: LanguageModel, ids: Tensor, lr: float, steps: int) -> list[dict]:

@@ -6,12 +6,12 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from arbcli.output import TextWriter, note, read_line
-from arbcli.signals import Interrupted, RaisedSignal
+from arbcli.base.output import TextWriter, note, read_line
+from arbcli.base.signals import Interrupted, RaisedSignal
 
 if TYPE_CHECKING:
-    from arbcli.infer.conversation import Conversation
-    from arbcli.infer.sampling import Sampling
+    from arbcli.generation.conversation import Conversation
+    from arbcli.generation.sampling import Sampling
     from arbcli.model.language_model import LanguageModel
 
 WELCOME = (
@@ -62,7 +62,7 @@ def chat(
         kv: storage dtype of keys and values; None is that of activations.
         conversation: formats lines as chat messages; None appends them to one text (`Continued`).
     """
-    from arbcli.infer.generation import generate
+    from arbcli.generation.generation import generate
 
     text = conversation or Continued(model.config.ctx)
 

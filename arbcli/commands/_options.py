@@ -13,8 +13,17 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from arbcli import run_files
-from arbcli.chats import has_documents
+from arbcli.base import run_files
+from arbcli.base.environment import (
+    INTERPRET,
+    interpreter_not_asked_for,
+    may_have_gpu,
+    no_cuda_device,
+    no_gpu_for_triton,
+)
+from arbcli.base.errors import ArbError, quoted
+from arbcli.base.output import note
+from arbcli.base.reading import check_regular
 from arbcli.commands._saved import check_is_model
 from arbcli.config.checks import check_choice, check_setting
 from arbcli.config.file import read_model
@@ -22,18 +31,9 @@ from arbcli.config.presets import ATTENTIONS, GRAPH_ATTENTIONS, check_preset
 from arbcli.config.settings import MODEL, OUTPUT, RUN, Setting, replaced
 from arbcli.config.short_forms import MODEL_SETTINGS
 from arbcli.config.training import BACKENDS, SETTINGS, spelled_out, train_config, words_of
-from arbcli.environment import (
-    INTERPRET,
-    interpreter_not_asked_for,
-    may_have_gpu,
-    no_cuda_device,
-    no_gpu_for_triton,
-)
-from arbcli.errors import ArbError, quoted
-from arbcli.output import note
-from arbcli.reading import check_regular
-from arbcli.rules import FADING
-from arbcli.text_files import check_named, check_weights
+from arbcli.data.chats import has_documents
+from arbcli.data.files import check_named, check_weights
+from arbcli.model.rules import FADING
 
 
 def option_of(field: str) -> str:

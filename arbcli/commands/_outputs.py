@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from arbcli.errors import ArbError
+from arbcli.base.errors import ArbError
 
 PICTURES = (".png", ".pdf", ".svg")
 

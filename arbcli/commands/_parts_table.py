@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from arbcli.output import table
+from arbcli.base.output import table
 
 if TYPE_CHECKING:
     from arbcli.inspect.parts import PartReport

@@ -6,9 +6,9 @@ import sys
 
 import typer
 
-from arbcli.errors import ArbError
-from arbcli.output import note
-from arbcli.train.parallel.launch import STORE, launch, this_process
+from arbcli.base.errors import ArbError
+from arbcli.base.output import note
+from arbcli.training.parallel.launch import STORE, launch, this_process
 
 SHARED = ("train", "audit-memory")
 """Commands that can run in several processes."""

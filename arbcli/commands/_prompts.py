@@ -7,11 +7,11 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arbcli.errors import ArbError
-from arbcli.media.continuing import prompt_and_length
-from arbcli.output import PIPE_SECONDS, LiveLine, clock, note
-from arbcli.plain_text import plain_file
-from arbcli.reading import open_regular
+from arbcli.base.errors import ArbError
+from arbcli.base.output import PIPE_SECONDS, LiveLine, clock, note
+from arbcli.base.reading import open_regular
+from arbcli.data.conversion import plain_file
+from arbcli.families.media.continuing import prompt_and_length
 
 if TYPE_CHECKING:
     from arbcli.model.language_model import LanguageModel
@@ -29,7 +29,7 @@ def read_prompt(
     kinds: Collection[str],
 ) -> tuple[bytes, int | None]:
     """Read a file as the run reads its texts; see `prompt_and_length` for arguments and result."""
-    from arbcli.train.directory import run_conversion
+    from arbcli.training.directory import run_conversion
 
     plain = plain_file(file, run_conversion(checkpoint))
     with open_regular(plain) as source:

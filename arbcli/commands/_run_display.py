@@ -7,14 +7,14 @@ from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Any
 
+from arbcli.base.output import LiveLine, OutputError, bytes_text, clock, emit_json, note, note_text
 from arbcli.commands._time_left import TimeLeft
 from arbcli.config.model import VOCABULARY
-from arbcli.output import LiveLine, OutputError, bytes_text, clock, emit_json, note, note_text
-from arbcli.train.observer import Observer
+from arbcli.training.observer import Observer
 
 if TYPE_CHECKING:
-    from arbcli.train.record import FirstStep, Record, TrainReport
-    from arbcli.train.trainer import Trainer
+    from arbcli.training.record import FirstStep, Record, TrainReport
+    from arbcli.training.trainer import Trainer
 
 
 ESTIMATE_AFTER = 10.0

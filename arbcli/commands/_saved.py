@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from arbcli import run_files
+from arbcli.base import run_files
+from arbcli.base.errors import ArbError
+from arbcli.base.reading import LARGEST_FILE, open_regular, parse_json
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import config_from_dict
-from arbcli.errors import ArbError
-from arbcli.reading import LARGEST_FILE, open_regular, parse_json
 
 
 def config_in_header(path: Path) -> ModelConfig | None:

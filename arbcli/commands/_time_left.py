@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING
 
-from arbcli.data import EVAL_BATCHES
+from arbcli.data.text import EVAL_BATCHES
 
 if TYPE_CHECKING:
     from arbcli.config.training import TrainConfig

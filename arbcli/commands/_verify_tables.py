@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from arbcli.output import emit, emit_json, table
+from arbcli.base.output import emit, emit_json, table
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -9,6 +9,8 @@ import typer
 from rich.console import Group
 from rich.table import Table
 
+from arbcli.base.errors import ArbError
+from arbcli.base.output import LiveLine, bytes_text, emit, table
 from arbcli.commands._options import (
     Json,
     PredictedBackend,
@@ -22,9 +24,7 @@ from arbcli.commands._options import (
 from arbcli.commands._outputs import check_file
 from arbcli.commands._processes import start_processes, this_process
 from arbcli.commands.count_params import state_table
-from arbcli.errors import ArbError
 from arbcli.inspect.budget import budget_bytes
-from arbcli.output import LiveLine, bytes_text, emit, table
 
 if TYPE_CHECKING:
     from arbcli.config.training import TrainConfig
@@ -97,7 +97,7 @@ def audit_memory(
         line.show_wait("loading")
         # slow to import, and not needed for `arb --help`
         from arbcli.inspect import audit, memory
-        from arbcli.train.configure import new_config
+        from arbcli.training.configure import new_config
 
     if budget is not None and (device or "").startswith("cuda"):
         config = audit.config_of_any_gpu(**settings)
@@ -147,7 +147,7 @@ def _audit_ranks(config: "TrainConfig") -> "RanksReport":
     import torch  # takes seconds to import
 
     from arbcli.inspect.ranks import audit_ranks
-    from arbcli.train.parallel.group import joined, own_device
+    from arbcli.training.parallel.group import joined, own_device
 
     place = own_device(torch.device(config.device))
     with joined(place, "audit-memory") as group:

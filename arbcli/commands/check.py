@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Group
 
+from arbcli.base.output import LiveLine, emit, table
+from arbcli.base.run_files import directory_of
 from arbcli.commands._options import Checkpoint, Json, Run, find_run, one_path
-from arbcli.output import LiveLine, emit, table
-from arbcli.run_files import directory_of
 
 if TYPE_CHECKING:
-    from arbcli.train.check import CheckReport
+    from arbcli.training.check import CheckReport
 
 
 def check(
@@ -41,7 +41,7 @@ def print_check(
     directory_of(run)  # refuses another path before torch is imported
     with LiveLine() as line:
         line.show_wait("reading")
-        from arbcli.train.check import check_run  # torch takes seconds to import
+        from arbcli.training.check import check_run  # torch takes seconds to import
 
         report = check_run(run, steps)
     emit(report, _tables(report), as_json=as_json)

@@ -6,10 +6,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from arbcli.base.output import emit, table
 from arbcli.commands._options import Json, given_options, takes_settings, with_model_file
 from arbcli.commands._parts_table import parts_table
 from arbcli.config.presets import assembled
-from arbcli.output import emit, table
 
 if TYPE_CHECKING:
     from arbcli.inspect.memory import Footprint, StateReport

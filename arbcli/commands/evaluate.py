@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from arbcli.base.errors import ArbError
+from arbcli.base.output import PIPE_SECONDS, LiveLine, emit, note, table
+from arbcli.base.run_files import run_of
 from arbcli.commands._options import (
     Backend,
     CacheDtype,
@@ -21,16 +24,13 @@ from arbcli.commands._options import (
     one_path,
 )
 from arbcli.commands._saved import config_in_header
-from arbcli.data import open_text
-from arbcli.errors import ArbError
-from arbcli.infer.option_checks import check_masked_option, check_stride
-from arbcli.output import PIPE_SECONDS, LiveLine, emit, note, table
-from arbcli.run_files import run_of
-from arbcli.text_files import check_named
+from arbcli.data.files import check_named
+from arbcli.data.text import open_text
+from arbcli.generation.option_checks import check_masked_option, check_stride
 
 if TYPE_CHECKING:
-    from arbcli.infer.evaluation import EvaluateReport
-    from arbcli.infer.media import KindLoss
+    from arbcli.families.media.evaluation import KindLoss
+    from arbcli.generation.evaluation import EvaluateReport
 
 
 def evaluate(
@@ -81,10 +81,12 @@ def evaluate(
         check_stride(config, stride)
     with LiveLine() as line:
         line.show_wait("loading")
-        from arbcli.device import resolve_backend, resolve_device
-        from arbcli.infer import evaluation  # imports torch: slow, and not needed for `arb --help`
-        from arbcli.infer.load import load_named_model
-        from arbcli.train.directory import held_out_text, run_conversion
+        from arbcli.generation import (
+            evaluation,  # imports torch: slow, and not needed for `arb --help`
+        )
+        from arbcli.generation.load import load_named_model
+        from arbcli.kernels.runtime.device import resolve_backend, resolve_device
+        from arbcli.training.directory import held_out_text, run_conversion
 
         if data:
             text = open_text(data, run_conversion(checkpoint, field))

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from arbcli.base.output import bytes_text, emit, note, table
 from arbcli.commands._options import Checkpoint, Json, Run, find_run, one_of, one_path
 from arbcli.commands._outputs import check_folder
-from arbcli.export.formats import FORMATS, TYPES, output_path
-from arbcli.output import bytes_text, emit, note, table
+from arbcli.interop.formats import FORMATS, TYPES, output_path
 
 if TYPE_CHECKING:
-    from arbcli.export.run import ExportReport
+    from arbcli.interop.exporting import ExportReport
 
 
 def export(
@@ -53,7 +53,7 @@ def export(
         check_folder(out.parent, "--out")
     run = find_run(one_path(run, checkpoint), loads=True)
     output_path(run, to, out)
-    from arbcli.export import run as exporting  # torch takes seconds to import
+    from arbcli.interop import exporting
 
     report = exporting.export(run, to, out=out, kind=type, note=note)
     emit(report, _table(report), as_json=as_json)

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arbcli.chat_template import template_of
+from arbcli.base.errors import ArbError
+from arbcli.base.output import (
+    LiveLine,
+    TextWriter,
+    emit_json,
+    is_terminal,
+    note,
+    typing_dropped,
+    write_bytes,
+    write_chunks,
+)
+from arbcli.base.reading import check_regular
 from arbcli.commands._chat import chat
 from arbcli.commands._options import (
     Backend,
@@ -28,21 +39,10 @@ from arbcli.commands._options import (
 from arbcli.commands._outputs import check_file
 from arbcli.commands._prompts import PromptProgress, read_lines, read_prompt
 from arbcli.commands._saved import config_in_header
-from arbcli.errors import ArbError
-from arbcli.infer.option_checks import check_ahead, check_fills, check_masked_option
-from arbcli.media.continuing import Completion, write_first
-from arbcli.media.kinds import SUFFIXES_OF, medium_of
-from arbcli.output import (
-    LiveLine,
-    TextWriter,
-    emit_json,
-    is_terminal,
-    note,
-    typing_dropped,
-    write_bytes,
-    write_chunks,
-)
-from arbcli.reading import check_regular
+from arbcli.data.chat_template import template_of
+from arbcli.families.media.continuing import Completion, write_first
+from arbcli.families.media.kinds import SUFFIXES_OF, medium_of
+from arbcli.generation.option_checks import check_ahead, check_fills, check_masked_option
 
 LENGTH = 512
 """Default number of bytes, or tokens, to generate."""
@@ -68,7 +68,7 @@ NOT_INTERACTIVE = (
 
 if TYPE_CHECKING:
     from arbcli.config.model import ModelConfig
-    from arbcli.infer.batch import Request, TextReport
+    from arbcli.generation.batch import Request, TextReport
     from arbcli.model.language_model import LanguageModel
 
 
@@ -207,14 +207,14 @@ def generate(
     is_interactive = not any(given[option] for option in NOT_INTERACTIVE) and is_terminal()
     with LiveLine() as line, typing_dropped() if is_interactive else nullcontext():
         line.show_wait("loading")
-        from arbcli.device import resolve_backend, resolve_device
-        from arbcli.infer import chunks as chunking  # imports torch: slow
-        from arbcli.infer.conversation import Conversation
-        from arbcli.infer.generation import continue_text
-        from arbcli.infer.holes import HOLE, HOLE_LENGTH, fill_text
-        from arbcli.infer.load import load_named_model
-        from arbcli.infer.prompts import read_prompts
-        from arbcli.infer.sampling import Sampling
+        from arbcli.families.hnet import boundaries as chunking
+        from arbcli.families.masked.holes import HOLE, HOLE_LENGTH, fill_text
+        from arbcli.generation.conversation import Conversation
+        from arbcli.generation.generation import continue_text
+        from arbcli.generation.load import load_named_model
+        from arbcli.generation.prompts import read_prompts
+        from arbcli.generation.sampling import Sampling
+        from arbcli.kernels.runtime.device import resolve_backend, resolve_device
 
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed or 0)
         name = str(prompts)
@@ -359,7 +359,7 @@ def _continue_batch(
     kv: str | None,
 ) -> None:
     """Print a JSON line for each text, and a note with the speed."""
-    from arbcli.infer.batch import continue_batch
+    from arbcli.generation.batch import continue_batch
 
     def write(text: "TextReport") -> None:
         emit_json(asdict(text))

@@ -9,6 +9,9 @@ import typer
 from rich.console import Group
 from rich.table import Table
 
+from arbcli.base.errors import ArbError
+from arbcli.base.output import LiveLine, bytes_text, emit, note, table, write_bytes
+from arbcli.base.run_files import RUNS
 from arbcli.commands._options import (
     AttentionRuleToCome,
     DirectionToCome,
@@ -21,14 +24,11 @@ from arbcli.commands._outputs import check_folder
 from arbcli.config.model import VOCABULARY
 from arbcli.config.model_file import model_lines
 from arbcli.config.training import spelled_out
-from arbcli.errors import ArbError
-from arbcli.imports.config_json import read_folder_config
-from arbcli.output import LiveLine, bytes_text, emit, note, table, write_bytes
-from arbcli.run_files import RUNS
-from arbcli.tokens import FILE as TOKENIZER
+from arbcli.data.tokens import FILE as TOKENIZER
+from arbcli.interop.huggingface.config_json import read_folder_config
 
 if TYPE_CHECKING:
-    from arbcli.imports.run import ImportReport, TensorReport
+    from arbcli.interop.importing import ImportReport, TensorReport
 
 
 def import_model(
@@ -68,7 +68,7 @@ def import_model(
     if out is not None:
         check_folder(out, "--out")
     run = out or RUNS / f"imported-{folder.resolve().name}"
-    from arbcli.imports import run as importing  # torch takes seconds to import
+    from arbcli.interop import importing
 
     with LiveLine() as line:
         report = importing.import_folder(folder, run, **storage, told=line.show_wait)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Group, RenderableType
 
+from arbcli.base.output import bytes_text, emit, note, table
 from arbcli.commands._options import NAMED, Checkpoint, Json, find_run, one_path
 from arbcli.commands._parts_table import parts_table
 from arbcli.commands._saved import check_is_model
-from arbcli.output import bytes_text, emit, note, table
 
 if TYPE_CHECKING:
     from arbcli.inspect.saved import DifferenceReport, SavedReport

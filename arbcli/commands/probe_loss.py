@@ -11,6 +11,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from arbcli.base.errors import ArbError
+from arbcli.base.output import LiveLine, bytes_text, chunked_text, emit, note, table
 from arbcli.commands._options import (
     NAMED,
     NAMES_RUN,
@@ -29,8 +31,6 @@ from arbcli.commands._options import (
 )
 from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.config.presets import config_from_dict
-from arbcli.errors import ArbError
-from arbcli.output import LiveLine, bytes_text, chunked_text, emit, note, table
 
 if TYPE_CHECKING:
     from arbcli.inspect.probe import ChunkReport, ProbeReport, TensorReport
@@ -98,7 +98,7 @@ def _probe(
     progress: Callable[[str], None],
 ) -> "ProbeReport":
     from arbcli.inspect import probe, room  # slow to import, and not needed for `arb --help`
-    from arbcli.train.configure import new_config
+    from arbcli.training.configure import new_config
 
     if checkpoint is None:
         config = new_config(steps=steps, device=device, backend=backend, **settings)

@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arbcli import run_files
+from arbcli.base import run_files
+from arbcli.base.environment import free_threads, is_for_cpu, may_have_gpu
+from arbcli.base.errors import ArbError
+from arbcli.base.output import LiveLine, emit_json, note, write_bytes
+from arbcli.base.signals import exit_code
+from arbcli.base.sockets import pin_to_socket
 from arbcli.commands._options import (
     OPTIONAL,
     Backend,
@@ -30,17 +35,12 @@ from arbcli.config.file import read_settings, settings_text
 from arbcli.config.initial import KEPT
 from arbcli.config.settings import OPTIMISATION, OUTPUT, RUN
 from arbcli.config.training import RUN_SETTINGS, train_config_dict, trains_ternary
-from arbcli.environment import free_threads, is_for_cpu, may_have_gpu
-from arbcli.errors import ArbError
 from arbcli.loggers import LOGGERS, check_logger, find_logger
-from arbcli.output import LiveLine, emit_json, note, write_bytes
-from arbcli.rules import LR_OF_FADING_TUNING, LR_OF_TUNING
-from arbcli.signals import exit_code
-from arbcli.sockets import pin_to_socket
-from arbcli.train.observer import Observers
+from arbcli.model.rules import LR_OF_FADING_TUNING, LR_OF_TUNING
+from arbcli.training.observer import Observers
 
 if TYPE_CHECKING:
-    from arbcli.infer.load import SavedModel
+    from arbcli.generation.load import SavedModel
 
 
 def _check_loggers(names: list[str] | None) -> list[str] | None:
@@ -222,8 +222,8 @@ def train(
     ) as display:
         display.wait("loading")
         from arbcli.inspect import plots, room  # imports torch: not needed for `arb --help`
-        from arbcli.train.configure import new_config
-        from arbcli.train.run import resume_run, start_run
+        from arbcli.training.configure import new_config
+        from arbcli.training.run import resume_run, start_run
 
         if plot is not None:
             plots.require_matplotlib()
@@ -317,8 +317,8 @@ def _check_new(settings: dict[str, Any], init_from: Path | None, out: Path | Non
 
 def _read_initial(path: Path, settings: dict[str, Any], display: RunDisplay) -> "SavedModel":
     """Read the initial model, and add its configuration and tokenizer to the settings."""
-    from arbcli.infer.load import read_saved, saved_config
-    from arbcli.infer.tokens import FILE, saved_tokenizer
+    from arbcli.generation.load import read_saved, saved_config
+    from arbcli.generation.tokens import FILE, saved_tokenizer
 
     initial = read_saved(path, display.noted)
     settings["preset"] = saved = saved_config(initial.checkpoint)
@@ -334,7 +334,7 @@ def _show_settings(settings: dict[str, Any], *, as_json: bool) -> None:
     """Print the settings that a run would have."""
     with LiveLine() as line:
         line.show_wait("loading")
-        from arbcli.train.configure import new_config  # torch takes seconds to import
+        from arbcli.training.configure import new_config  # torch takes seconds to import
 
         config = new_config(**settings)
     if as_json:

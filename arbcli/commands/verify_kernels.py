@@ -9,15 +9,15 @@ from typing import Annotated
 
 import typer
 
+from arbcli.base.environment import interpret_kernels_without_gpu
+from arbcli.base.errors import ArbError
+from arbcli.base.output import LiveLine, emit, note
+from arbcli.base.reading import check_regular
+from arbcli.base.signals import Interrupted, exit_code
 from arbcli.commands._options import Device, Json, ScaleType, Seed, VerifiedBackend
 from arbcli.commands._outputs import check_folder
 from arbcli.commands._verify_tables import emit_gates, ledger_tables
-from arbcli.environment import interpret_kernels_without_gpu
-from arbcli.errors import ArbError
 from arbcli.kernels.names import TARGETS, check_kernel_names, check_targets
-from arbcli.output import LiveLine, emit, note
-from arbcli.reading import check_regular
-from arbcli.signals import Interrupted, exit_code
 
 
 def verify_kernels(

@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from arbcli.base.errors import ArbError, quoted
+from arbcli.base.reading import is_of, shown
 from arbcli.config.settings import Setting, parted
-from arbcli.errors import ArbError, quoted
-from arbcli.reading import is_of, shown
 
 LARGEST = 2**20
 """Upper bound of sizes not in `LARGEST_OF`; products of a tensor's sizes fit in 63 bits."""

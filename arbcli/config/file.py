@@ -17,6 +17,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
 
+from arbcli.base.errors import ArbError, quoted
+from arbcli.base.reading import is_of, read_json, read_toml, shown
 from arbcli.config.model import ModelConfig
 from arbcli.config.model_file import model_from_toml, model_lines, to_toml
 from arbcli.config.presets import config_from_dict
@@ -29,8 +31,6 @@ from arbcli.config.training import (
     spelled_out,
     train_config_dict,
 )
-from arbcli.errors import ArbError, quoted
-from arbcli.reading import is_of, read_json, read_toml, shown
 
 TOP = {
     field.name: plain_type(field.type)

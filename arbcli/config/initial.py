@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
+from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig
 from arbcli.config.short_forms import ARGUMENTS
-from arbcli.errors import ArbError
-from arbcli.rules import DIGITS, FADED
+from arbcli.model.rules import DIGITS, FADED
 
 FREE = ("ctx", "digits")
 """Settings of a model that may differ from the saved model; `digits` only as in `digits_after`."""

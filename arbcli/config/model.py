@@ -10,27 +10,28 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
+from arbcli.base.environment import TWINS
+from arbcli.base.errors import ArbError
 from arbcli.config.checks import check_at_least, check_at_most, check_choice, check_fields
 from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
-from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.parts.base import every_part
-from arbcli.config.parts.chunking import ChunkingConfig
-from arbcli.config.parts.composite import CompositeConfig
-from arbcli.config.parts.memories import MemoriesConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.settings import PRESETS_OWN, Setting
 from arbcli.config.site import NORM_EPS, SCALE_TYPES, Site
-from arbcli.directions import DIRECTIONS
-from arbcli.environment import TWINS
-from arbcli.errors import ArbError
-from arbcli.rules import DIGITS, DIRECTION, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS
+from arbcli.families.ahead.config import AheadConfig
+from arbcli.families.graph.config import MemoriesConfig
+from arbcli.families.hnet.config import ChunkingConfig
+from arbcli.families.media.config import CompositeConfig
+from arbcli.model.optimizers import DIRECTIONS
+from arbcli.model.rules import DIGITS, DIRECTION, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS
 
 VOCABULARY = 256
 """Vocabulary size of models that read bytes."""
 WEIGHTS = ("ternary", *TWINS)
 OBJECTIVES = ("next", "masked", "fill")
 FILL_SYMBOLS = 3
-"""Number of marks in windows with a hole, for `objective=fill`: see `arbcli.filling`."""
+"""Number of marks in windows with a hole, for `objective=fill`: see
+`arbcli.families.masked.filling`."""
 LEAST_FILL_CTX = 8
 STREAMS = (1, 2, 4, 8)
 LISTS = ("blocks", "before", "after")

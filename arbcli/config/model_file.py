@@ -32,11 +32,11 @@ import json
 import re
 from typing import Any
 
+from arbcli.base.errors import ArbError, quoted
+from arbcli.base.reading import shown
 from arbcli.config.model import LISTS, MOST_BLOCKS, BlockConfig, Blocks, ModelConfig, StageConfig
 from arbcli.config.presets import NONE, from_fields
-from arbcli.errors import ArbError, quoted
-from arbcli.reading import shown
-from arbcli.rules import DIRECTION, RULES
+from arbcli.model.rules import DIRECTION, RULES
 
 MOST_STAGES = 64
 """Maximum number of stages in a file; models are limited further."""

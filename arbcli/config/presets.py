@@ -7,10 +7,11 @@ from dataclasses import is_dataclass
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, get_args, get_origin
 
+from arbcli.base.errors import ArbError, quoted
+from arbcli.base.reading import shown
 from arbcli.config.checks import check_choice
 from arbcli.config.model import MOST_BLOCKS, ModelConfig
 from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
-from arbcli.config.parts.memories import BOOKS
 from arbcli.config.settings import plain_type
 from arbcli.config.short_forms import (
     FAMILIES,
@@ -20,9 +21,8 @@ from arbcli.config.short_forms import (
     assemble,
     with_part_rules,
 )
-from arbcli.errors import ArbError, quoted
-from arbcli.reading import shown
-from arbcli.rules import DIRECTION, RULES
+from arbcli.families.graph.config import BOOKS
+from arbcli.model.rules import DIRECTION, RULES
 
 ATTENTIONS = ("dense", "compressed")
 """Values of `attention` that choose between the families `dense` and `compressed`."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
+from arbcli.base.errors import ArbError
 from arbcli.config.checks import (
     LARGEST,
     check_choice,
@@ -35,9 +36,9 @@ from arbcli.config.parts import (
     PartConfig,
     SequencerConfig,
 )
-from arbcli.config.parts.chunking import BOUNDARIES, ChunkingConfig
-from arbcli.config.parts.experts import GATES
-from arbcli.config.parts.memories import (
+from arbcli.config.settings import GRAPH, HNET, PRESETS_OWN, Setting, plain_type, settings_of
+from arbcli.families.experts.config import GATES
+from arbcli.families.graph.config import (
     CODE_SEARCHES,
     BookConfig,
     CodebookConfig,
@@ -45,9 +46,8 @@ from arbcli.config.parts.memories import (
     MemoriesConfig,
     QuantiserConfig,
 )
-from arbcli.config.settings import GRAPH, HNET, PRESETS_OWN, Setting, plain_type, settings_of
-from arbcli.errors import ArbError
-from arbcli.rules import WITH_DIGITS
+from arbcli.families.hnet.config import BOUNDARIES, ChunkingConfig
+from arbcli.model.rules import WITH_DIGITS
 
 OUTER_BLOCKS = ("attention", "mamba")
 """Blocks of encoders and decoders of `hnet`: windowed attention with an MLP, or Mamba-2."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from arbcli.rules import relative_lr
+from arbcli.model.rules import relative_lr
 
 SCALE_TYPES = {f"T{size}": size for size in (4, 6, 8, 16, 32, 64, 96, 128)}
 """Group size by scale type: the number of weights of a row that share a scale."""

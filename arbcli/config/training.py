@@ -5,16 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from arbcli.base.errors import ArbError, quoted
 from arbcli.config.checks import check_choice, check_fields
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import assembled, config_from_dict
 from arbcli.config.settings import OPTIMISATION, RUN, TEXT, Setting, decisive, settings_of
 from arbcli.config.short_forms import ARGUMENTS, MODEL_SETTINGS, PART_RULES
-from arbcli.errors import ArbError, quoted
-from arbcli.media import pictures
-from arbcli.media.sound import FORMS as SOUND_FORMS
-from arbcli.plain_text import Conversion
-from arbcli.rules import FADED, LR, LR_OF_DIGITS, LR_OF_FADING
+from arbcli.data.conversion import Conversion
+from arbcli.families.media import pictures
+from arbcli.families.media.sound import FORMS as SOUND_FORMS
+from arbcli.model.rules import FADED, LR, LR_OF_DIGITS, LR_OF_FADING
 
 EVAL_EVERY = (50, 500)
 """Minimum and maximum of the default number of steps between evaluations."""
@@ -204,7 +204,7 @@ class TrainConfig:
         int | None,
         Setting("Steps between records.", RUN, least=1, most=LONGEST_LOG, default="10"),
     ] = None
-    """Steps between records; None is `arbcli.train.schedule.LOG_EVERY`."""
+    """Steps between records; None is `arbcli.training.schedule.LOG_EVERY`."""
     sample_every: Annotated[
         int | None,
         Setting("Steps between samples of text.", RUN, least=1, default="only at the end"),

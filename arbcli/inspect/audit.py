@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
+from arbcli.base.errors import os_errors
 from arbcli.config.training import TrainConfig
-from arbcli.data import open_texts
-from arbcli.device import check_room, deterministic, explained_out_of_memory
-from arbcli.errors import os_errors
+from arbcli.data.text import open_texts
 from arbcli.inspect.budget import budget_bytes
 from arbcli.inspect.floats import FloatTensor, FloatTensors
 from arbcli.inspect.memory import MeasuredState, StateReport, measure, predict
@@ -25,11 +24,12 @@ from arbcli.inspect.peak import PeakReport, predict_peak
 from arbcli.inspect.room import BATCH_BYTES, HINT, check_memory
 from arbcli.inspect.trace import NUM_LARGEST, LiveTensor, LiveTensors
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.runtime.device import check_room, deterministic, explained_out_of_memory
 from arbcli.model.layers.rotary import fresh_tables
-from arbcli.train.configure import new_config
-from arbcli.train.parallel.group import Group
-from arbcli.train.teacher import read_teacher
-from arbcli.train.trainer import Trainer
+from arbcli.training.configure import new_config
+from arbcli.training.parallel.group import Group
+from arbcli.training.teacher import read_teacher
+from arbcli.training.trainer import Trainer
 
 TOLERANCE = 0.01
 """Maximum relative error of the predicted size of the state."""

@@ -2,7 +2,7 @@
 
 import re
 
-from arbcli.errors import ArbError
+from arbcli.base.errors import ArbError
 
 UNITS = {"": 1, "b": 1} | {
     f"{prefix}{infix}b": (1024 if infix else 1000) ** power

@@ -15,7 +15,7 @@ from arbcli.config.model import ModelConfig
 from arbcli.config.parts.base import without_rules
 from arbcli.config.site import SCALE_TYPES
 from arbcli.inspect.parts import PartReport, list_parts
-from arbcli.rules import DIRECTION, RULES
+from arbcli.model.rules import DIRECTION, RULES
 
 if TYPE_CHECKING:
     from torch import Tensor

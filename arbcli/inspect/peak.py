@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.chats import has_documents
 from arbcli.config.training import TrainConfig
-from arbcli.data import Texts
-from arbcli.device import COMPUTE, deterministic
+from arbcli.data.chats import has_documents
+from arbcli.data.text import Texts
 from arbcli.inspect.allocator import Allocator, round_up
 from arbcli.inspect.trace import (
     META,
@@ -28,11 +27,12 @@ from arbcli.inspect.trace import (
     without_memory,
 )
 from arbcli.kernels.runtime.backend import compile_for, gpu_of, num_processors
+from arbcli.kernels.runtime.device import COMPUTE, deterministic
 from arbcli.kernels.runtime.inputs import dtype_name
 from arbcli.model.packed import TernaryTensor
-from arbcli.train.parallel.group import Group, PendingTensor
-from arbcli.train.teacher import read_teacher
-from arbcli.train.trainer import Trainer
+from arbcli.training.parallel.group import Group, PendingTensor
+from arbcli.training.teacher import read_teacher
+from arbcli.training.trainer import Trainer
 
 ASSUMED_GPU = ((9, 0), 132)
 """Compute capability and processors where there is no GPU to ask: those of an H200."""
@@ -92,7 +92,7 @@ ORDERS = 8
 lowest address, and the driver gives addresses as it likes: mostly all is the same, but what is
 reserved was seen to differ by up to 5 %. The worst order is left out, the next is predicted."""
 CUBLAS_BYTES = 8 * 4096 * 2**10
-"""Workspace that `CUBLAS_WORKSPACE_CONFIG` asks for, as `arbcli.environment` sets it."""
+"""Workspace that `CUBLAS_WORKSPACE_CONFIG` asks for, as `arbcli.base.environment` sets it."""
 CUBLASLT_BYTES = 2**20
 """Default workspace of cuBLASLt in torch."""
 WORKSPACES = {

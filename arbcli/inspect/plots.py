@@ -6,12 +6,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from arbcli.base.errors import ArbError, os_errors
+from arbcli.base.reading import read_json
+from arbcli.base.run_files import CONFIG
 from arbcli.config.presets import config_from_dict
-from arbcli.errors import ArbError, os_errors
 from arbcli.inspect.verdicts import LEAST_SPREAD
-from arbcli.reading import read_json
-from arbcli.run_files import CONFIG
-from arbcli.train.record import read_records
+from arbcli.training.record import read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

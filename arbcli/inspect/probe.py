@@ -14,18 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.checkpoint import Checkpoint
+from arbcli.base.errors import ArbError
 from arbcli.config.training import TrainConfig
-from arbcli.data import entropy, evaluation_batches
-from arbcli.device import (
-    deterministic,
-    explained_out_of_memory,
-    peak_bytes,
-    resolve_backend,
-    resolve_device,
-)
-from arbcli.errors import ArbError
-from arbcli.infer.load import read_saved
+from arbcli.data.text import entropy, evaluation_batches
+from arbcli.families.experts.mixture import Experts
+from arbcli.families.streams.hyper_connection import HyperConnection
+from arbcli.generation.load import read_saved
 from arbcli.inspect.verdicts import (
     TAKEOFF,
     ChunkReport,
@@ -39,15 +33,21 @@ from arbcli.inspect.verdicts import (
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.runtime.device import (
+    deterministic,
+    explained_out_of_memory,
+    peak_bytes,
+    resolve_backend,
+    resolve_device,
+)
+from arbcli.model.checkpoint import Checkpoint
 from arbcli.model.flow import Flow
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.model.packed import TernaryTensor
-from arbcli.model.parts.experts import Experts
-from arbcli.model.parts.hyper_connection import HyperConnection
-from arbcli.rules.base import STEP_OF_RADIX
-from arbcli.train.directory import open_run_texts, read_facts, run_config
-from arbcli.train.trainer import Trainer
+from arbcli.model.rules.base import STEP_OF_RADIX
+from arbcli.training.directory import open_run_texts, read_facts, run_config
+from arbcli.training.trainer import Trainer
 
 BINS = 16
 SAMPLE_BYTES = 400

@@ -9,9 +9,9 @@ from arbcli.inspect.audit import AuditReport, audit
 from arbcli.inspect.peak import PeakReport, predict_peak
 from arbcli.model.build import build_model
 from arbcli.model.packed import TernaryTensor
-from arbcli.train.parallel.group import Group
-from arbcli.train.parallel.owners import assign_owners, owner_buffers
-from arbcli.train.trainer import check_shares
+from arbcli.training.parallel.group import Group
+from arbcli.training.parallel.owners import assign_owners, owner_buffers
+from arbcli.training.trainer import check_shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ import torch
 
 from arbcli.config.model import ModelConfig
 from arbcli.config.training import TrainConfig
-from arbcli.device import COMPUTE, check_room, free_bytes
 from arbcli.inspect.memory import predict
+from arbcli.kernels.runtime.device import COMPUTE, check_room, free_bytes
 from arbcli.model.layers.symbols import MOST_AT_ONCE, in_chunks
 
 HINT = "use a smaller `--batch`, `--ctx` or `--preset`"

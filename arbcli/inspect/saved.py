@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.checkpoint import Checkpoint
-from arbcli.errors import ArbError
-from arbcli.export.gguf import in_our_order
-from arbcli.export.gguf_file import MAGIC, GGUFFile
-from arbcli.export.hugging_face import ModelFolder
-from arbcli.imports.dense import shape_of, sources
-from arbcli.imports.folder import INDEX, WEIGHTS
-from arbcli.infer.load import empty_model, is_export, read_saved
+from arbcli.base.errors import ArbError
+from arbcli.base.reading import check_schema, open_regular, read_json
+from arbcli.base.run_files import CONFIG, checkpoints
+from arbcli.generation.load import empty_model, is_export, read_saved
 from arbcli.inspect.parts import PartReport, list_parts
+from arbcli.interop.gguf.container import MAGIC, GGUFFile
+from arbcli.interop.gguf.export import in_our_order
+from arbcli.interop.huggingface.dense import shape_of, sources
+from arbcli.interop.huggingface.export import ModelFolder
+from arbcli.interop.huggingface.folder import INDEX, WEIGHTS
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.model.checkpoint import Checkpoint
 from arbcli.model.packed import TernaryTensor
-from arbcli.reading import check_schema, open_regular, read_json
-from arbcli.run_files import CONFIG, checkpoints
-from arbcli.train.directory import FACTS
-from arbcli.train.record import METRICS, finite, read_all_records
+from arbcli.training.directory import FACTS
+from arbcli.training.record import METRICS, finite, read_all_records
 
 Decoders = Mapping[str, Callable[[], Tensor]]
 """Decoder of each weight, by name."""

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from arbcli.kernels.matmul import grouped_matmul
+from arbcli.families.experts.kernels import grouped_matmul
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.inputs import dtype_name
 from arbcli.kernels.runtime.launches import replaced_launches

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from arbcli.errors import ArbError, quoted
+from arbcli.base.errors import ArbError, quoted
 
 SPEC = re.compile(r'\bOperation\(\s*"(\w+)"')
 """Pattern of the declaration of an operation in the source of a kernel."""
@@ -26,13 +26,23 @@ def check_targets(names: str) -> list[str]:
     return chosen
 
 
+def kernel_files() -> list[Path]:
+    """List the source files of the core's kernels, then those of the families' kernels."""
+    package = Path(__file__).parents[1]
+    core, families = (package / "kernels").rglob("*.py"), package.glob("families/*/kernels/*.py")
+    return [*sorted(core), *sorted(families)]
+
+
 @cache
-def sources_of_kernels() -> list[tuple[Path, list[str]]]:
-    """List the source files in this folder that declare kernels, with the kernels' names."""
-    folder = Path(__file__).parent
-    sources = sorted(folder.rglob("*.py"))
-    found = [(path.relative_to(folder), SPEC.findall(path.read_text("utf-8"))) for path in sources]
-    return [(path, names) for path, names in found if names]
+def sources_of_kernels() -> list[tuple[str, list[str]]]:
+    """List the modules that declare kernels, with the kernels' names."""
+    root = Path(__file__).parents[2]
+    declared = {path: SPEC.findall(path.read_text("utf-8")) for path in kernel_files()}
+    return [
+        (".".join(path.relative_to(root).with_suffix("").parts), names)
+        for path, names in declared.items()
+        if names
+    ]
 
 
 def kernel_names() -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from arbcli.kernels.runtime.operation import Operation
 def _find() -> dict[str, Operation]:
     """Import the modules that declare operations; return operations by name, in source order."""
     found: dict[str, Operation] = {}
-    for path, names in sources_of_kernels():
-        module = import_module(".".join(("arbcli.kernels", *path.with_suffix("").parts)))
+    for module_name, names in sources_of_kernels():
+        module = import_module(module_name)
         declared = {op.name: op for op in vars(module).values() if isinstance(op, Operation)}
         found |= {name: declared[name] for name in names}
     return found

@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from arbcli.errors import ArbError, quoted
+from arbcli.base.errors import ArbError, quoted
 
 if TYPE_CHECKING:
     from arbcli.loggers.base import Logger

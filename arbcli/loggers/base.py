@@ -14,9 +14,9 @@ from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.runtime.backend import row_chunks, use_backend
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
-from arbcli.train.observer import Observer
-from arbcli.train.record import Record, TrainReport
-from arbcli.train.trainer import Trainer
+from arbcli.training.observer import Observer
+from arbcli.training.record import Record, TrainReport
+from arbcli.training.trainer import Trainer
 
 PROJECT = "arb"
 """Project name, for loggers that have projects."""

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.site import Site
+from arbcli.families.experts.kernels.grouped_matmul import grouped_grad_w, grouped_matmul
+from arbcli.families.streams.kernels.mix_streams import mix_streams_torch
 from arbcli.kernels.attention.rotation import rotate
-from arbcli.kernels.matmul.grouped_matmul import grouped_grad_w, grouped_matmul
-from arbcli.kernels.streams.mix_streams import mix_streams_torch
 from arbcli.model.initial import head_std, projection_std
 from arbcli.model.layers.compiled import KeepsInputs, operator
 from arbcli.model.layers.norm import NORM_EPS, clamp_halves
@@ -349,7 +349,7 @@ class FloatTurnedHeads(FloatRotaryAngles):
 def mix_streams(
     x: Tensor, weights: Tensor, added: Tensor | None = None, gains: Tensor | None = None
 ) -> Tensor:
-    """Mix residual streams in plain torch: see `arbcli.kernels.streams.mix_streams`."""
+    """Mix residual streams in plain torch: see `arbcli.families.streams.kernels.mix_streams`."""
     return mix_streams_torch(x, weights, added, gains)
 
 

@@ -2,14 +2,14 @@
 
 import torch
 
+from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig, gates_to_pack
-from arbcli.errors import ArbError
+from arbcli.families.compressed.attention import Indexer
+from arbcli.families.experts.weight import ExpertWeight
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers.expert_weight import ExpertWeight
 from arbcli.model.layers.linear import LinearWeight
 from arbcli.model.layers.norm import TernaryGate
-from arbcli.model.parts.compressed_attention import Indexer
 from arbcli.model.stack import Stack
 
 

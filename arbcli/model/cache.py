@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from arbcli.errors import ArbError
-from arbcli.kernels.attention.attend_ahead import Kept
+from arbcli.base.errors import ArbError
+from arbcli.families.ahead.kernels.attend_ahead import Kept
 from arbcli.model.mark import Mark, Written
-from arbcli.model.parts.ngrams import HISTORY
+from arbcli.model.ngrams import HISTORY
 from arbcli.model.state import StateSpec, Track
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from arbcli.model.parts.ngrams import ngram_keys
+from arbcli.model.ngrams import ngram_keys
 
 
 def rows_of(x: Tensor) -> list[Tensor]:

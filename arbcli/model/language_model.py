@@ -13,6 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.families.ahead.head import Ahead
+from arbcli.families.graph.codebook import Codebook
+from arbcli.families.graph.moe_graph import MoEGraph
+from arbcli.families.graph.quantiser import Quantiser
+from arbcli.families.graph.router import Router
+from arbcli.families.hnet.stage import Chunked, Stage
+from arbcli.families.media.head import CompositeHead
 from arbcli.model.cache import BatchCache, Cache
 from arbcli.model.decoding import forward_with_cache
 from arbcli.model.flow import Documents, Flow, Losses, Reading, merge, rows_of
@@ -21,16 +28,9 @@ from arbcli.model.layers.linear import TernaryLinear, decode_in_groups
 from arbcli.model.layers.loss import divergence
 from arbcli.model.layers.symbols import Predictions, in_chunks
 from arbcli.model.packed_model import PackedModel
-from arbcli.model.parts.ahead import Ahead
-from arbcli.model.parts.codebook import Codebook
-from arbcli.model.parts.composite import CompositeHead
 from arbcli.model.parts.mlp import MLP
-from arbcli.model.parts.moe_graph import MoEGraph
-from arbcli.model.parts.quantiser import Quantiser
-from arbcli.model.parts.router import Router
 from arbcli.model.registry import BESIDE, build_book
 from arbcli.model.stack import Stack
-from arbcli.model.stage import Chunked, Stage
 from arbcli.model.state import Track
 
 LOSS_WEIGHTS = {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0, "teacher": 1.0, "commitment": 0.25}
@@ -53,7 +53,7 @@ class LanguageModel(PackedModel):
     codebook: Codebook | Quantiser | None
     knowledge: Codebook | Quantiser | None
     tokenizer: Any = None
-    """The `arbcli.tokens.Tokenizer`; None for a model of bytes, or if it is unknown."""
+    """The `arbcli.data.tokens.Tokenizer`; None for a model of bytes, or if it is unknown."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class LanguageModel(PackedModel):
         return self._symbol_losses(flow, targets).sum() / learnt.sum().clamp(min=1)
 
     def _masked_losses(self, flow: Flow, targets: Tensor) -> Tensor:
-        """Compute (B, T) float32 losses, whose mean is the bound of `arbcli.masking`.
+        """Compute (B, T) float32 losses, whose mean is `arbcli.families.masked.masking`'s bound.
 
         The cross-entropy of each of a window's k hidden symbols is weighted by T / k; the loss of
         visible symbols is 0.
@@ -408,7 +408,7 @@ class LanguageModel(PackedModel):
         """Combine the statistics of all processes, before `after_step`.
 
         Args:
-            group: the `arbcli.train.parallel.group.Group` of the run.
+            group: the `arbcli.training.parallel.group.Group` of the run.
         """
         if self._counts is not None:  # the last micro-batch, which one process has computed
             self._counts = group.in_order([self._counts])[-1]

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from arbcli.config.site import Site
-from arbcli.directions import find_direction
-from arbcli.directions.base import State
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.layout import row_bytes
 from arbcli.kernels.codec.packed import (
@@ -24,8 +22,10 @@ from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.update.quantise_gradient import NONE
 from arbcli.kernels.update.random_bits import random_bits, stream_key
-from arbcli.rules import DIRECTION, find_rule
-from arbcli.rules.start import digit_tables
+from arbcli.model.optimizers import find_direction
+from arbcli.model.optimizers.base import State
+from arbcli.model.rules import DIRECTION, find_rule
+from arbcli.model.rules.start import digit_tables
 
 
 class StateModule(nn.Module):

@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig
-from arbcli.errors import ArbError
 from arbcli.kernels.attention.eight_bits import CacheFormat
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear

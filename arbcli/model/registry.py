@@ -13,19 +13,19 @@ from arbcli.config.parts import (
     PartConfig,
     SequencerConfig,
 )
-from arbcli.config.parts.memories import BookConfig, CodebookConfig
 from arbcli.config.site import Site
+from arbcli.families.compressed.attention import CompressedAttention
+from arbcli.families.experts.mixture import Experts
+from arbcli.families.graph.codebook import Codebook
+from arbcli.families.graph.config import BookConfig, CodebookConfig
+from arbcli.families.graph.memgram import MemGram
+from arbcli.families.graph.quantiser import Quantiser
+from arbcli.families.graph.sequencer import TextSequencer
+from arbcli.families.latent.attention import LatentAttention
+from arbcli.families.mamba.mixer import Mamba
 from arbcli.model.parts.attention import Attention
 from arbcli.model.parts.base import Part
-from arbcli.model.parts.codebook import Codebook
-from arbcli.model.parts.compressed_attention import CompressedAttention
-from arbcli.model.parts.experts import Experts
-from arbcli.model.parts.latent_attention import LatentAttention
-from arbcli.model.parts.mamba import Mamba
-from arbcli.model.parts.memgram import MemGram
 from arbcli.model.parts.mlp import MLP
-from arbcli.model.parts.quantiser import Quantiser
-from arbcli.model.parts.sequencer import TextSequencer
 
 PARTS: dict[type[PartConfig], type[Part]] = {
     AttentionConfig: Attention,

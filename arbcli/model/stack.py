@@ -10,14 +10,14 @@ from torch.utils.checkpoint import checkpoint
 
 from arbcli.config.model import BlockConfig, Blocks, StageConfig
 from arbcli.config.site import Site
+from arbcli.families.streams.hyper_connection import HyperConnection
+from arbcli.families.streams.layers import average_streams, spread_streams
 from arbcli.model.flow import Flow, Losses, Reading, each_text, merge, rows_of
 from arbcli.model.layers.kinds import stream_norm
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.streamed import recompute_contexts
-from arbcli.model.layers.streams import average_streams, spread_streams
 from arbcli.model.parts.base import Part
-from arbcli.model.parts.hyper_connection import HyperConnection
 from arbcli.model.registry import build_part
 from arbcli.model.state import Clock, State, StateSpec, Track
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from arbcli.kernels.attention.attend_ahead import Kept
+from arbcli.families.ahead.kernels.attend_ahead import Kept
 from arbcli.kernels.attention.decode_attention import count_on_
 from arbcli.kernels.attention.eight_bits import (
     CacheFormat,

@@ -16,7 +16,7 @@ class StepMemory(StateModule):
         """Combine the statistics of all processes, before `after_step`.
 
         Args:
-            group: the `arbcli.train.parallel.group.Group` of the run.
+            group: the `arbcli.training.parallel.group.Group` of the run.
         """
 
     def forget(self) -> None:

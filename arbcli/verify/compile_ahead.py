@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from arbcli.errors import ArbError
+from arbcli.base.errors import ArbError
 from arbcli.inspect.trace import without_memory
 from arbcli.kernels.dice import ShapeDice
 from arbcli.kernels.names import check_targets

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from arbcli.checkpoint import read_json, write_json
-from arbcli.errors import ArbError, os_errors
+from arbcli.base.errors import ArbError, os_errors
+from arbcli.model.checkpoint import read_json, write_json
 from arbcli.verify.compare import worst
 from arbcli.verify.compile_ahead import PARKED_BYTES, CompileResult
 from arbcli.verify.kernels import METHODS, KernelResult

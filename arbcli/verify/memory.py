@@ -3,7 +3,7 @@
 A result is found again by everything that it follows from: the sources of the kernel, of what it
 imports and of the verifier, the versions of Python, torch and Triton, the device, the settings of
 the environment, and the check itself with its options. Only checks that passed are remembered. The
-files are in the user's cache, and are believed only as `arbcli.cached_files` believes them.
+files are in the user's cache, and are believed only as `arbcli.base.caches` believes them.
 """
 
 import ast
@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from arbcli.cached_files import cache_folder, read_cached, remove_cached, write_cached
-from arbcli.errors import ArbError
+from arbcli.base.caches import cache_folder, read_cached, remove_cached, write_cached
+from arbcli.base.errors import ArbError
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.verify.workers import JobDone, Workers, name_of

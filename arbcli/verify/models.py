@@ -16,14 +16,14 @@ from arbcli.config.parts import (
     MambaConfig,
     MLPConfig,
 )
-from arbcli.config.parts.ahead import AheadConfig
-from arbcli.config.parts.chunking import ChunkingConfig
-from arbcli.config.parts.composite import CompositeConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.config.presets import PRESETS, preset
 from arbcli.config.short_forms import compressed, dense, graph, hnet
+from arbcli.families.ahead.config import AheadConfig
+from arbcli.families.experts.weight import ExpertWeight
+from arbcli.families.hnet.config import ChunkingConfig
+from arbcli.families.media.config import CompositeConfig
 from arbcli.model.build import build_model
-from arbcli.model.layers.expert_weight import ExpertWeight
 from arbcli.model.layers.linear import LinearWeight
 
 RAGGED = dense(dim=36, layers=2, heads=2, ffn=50, ctx=6)

@@ -17,29 +17,28 @@ import torch
 from torch import Tensor, nn
 
 from arbcli.config.model import VOCABULARY
-from arbcli.device import deterministic
+from arbcli.families.compressed import attention as compressed_attention
+from arbcli.families.experts import mixture as experts
+from arbcli.families.graph import codebook, moe_graph, quantiser
+from arbcli.families.hnet import chunking
+from arbcli.families.votes.kernels.cast_votes import (
+    cast_scale_votes_reference,
+    cast_trit_votes_reference,
+)
 from arbcli.inspect.trace import without_memory
 from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.runtime.backend import compile_for, gpu_of, use_backend
+from arbcli.kernels.runtime.device import deterministic
 from arbcli.kernels.runtime.operation import EXACT, Gate
-from arbcli.kernels.update.cast_votes import cast_scale_votes_reference, cast_trit_votes_reference
 from arbcli.kernels.update.gradient_statistics import gradient_statistics_reference
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.rotary import rotary_table
 from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.model.packed import GradientSink, TernaryTensor
-from arbcli.model.parts import (
-    chunking,
-    codebook,
-    compressed_attention,
-    experts,
-    moe_graph,
-    quantiser,
-)
-from arbcli.rules import find_rule
-from arbcli.train.updater import Updater
+from arbcli.model.rules import find_rule
+from arbcli.model.updater import Updater
 from arbcli.verify.compare import poisoned
 from arbcli.verify.memory import Memory, all_sources
 from arbcli.verify.models import FULL_SIZE, RAGGED

@@ -14,21 +14,21 @@ from torch import Tensor
 
 from arbcli.config.model import BlockConfig, Blocks, ModelConfig
 from arbcli.config.parts import PartConfig
-from arbcli.config.parts.composite import BYTES, KINDS
-from arbcli.verify.parts.ahead import ahead
+from arbcli.families.ahead.reference import ahead
+from arbcli.families.compressed.reference import compressed_attention
+from arbcli.families.experts.reference import experts
+from arbcli.families.graph.memgram_reference import memgram
+from arbcli.families.graph.reference import memories
+from arbcli.families.graph.router_reference import router
+from arbcli.families.graph.sequencer_reference import sequencer
+from arbcli.families.hnet.reference import boundaries, ratio_loss, spread
+from arbcli.families.latent.reference import latent_attention
+from arbcli.families.mamba.reference import mamba
+from arbcli.families.media.config import BYTES, KINDS
+from arbcli.families.streams.reference import hyper_connection
 from arbcli.verify.parts.attention import attention
 from arbcli.verify.parts.base import Choices, Reading, Weights, norm, under
-from arbcli.verify.parts.chunking import boundaries, ratio_loss, spread
-from arbcli.verify.parts.compressed_attention import compressed_attention
-from arbcli.verify.parts.experts import experts
-from arbcli.verify.parts.hyper_connection import hyper_connection
-from arbcli.verify.parts.latent_attention import latent_attention
-from arbcli.verify.parts.mamba import mamba
-from arbcli.verify.parts.memgram import memgram
-from arbcli.verify.parts.memories import memories
 from arbcli.verify.parts.mlp import mlp
-from arbcli.verify.parts.router import router
-from arbcli.verify.parts.sequencer import sequencer
 
 
 class Branch(NamedTuple):

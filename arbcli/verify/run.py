@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from arbcli.base.signals import Interrupted, RaisedSignal
 from arbcli.config.checks import check_choice
 from arbcli.config.site import SCALE_TYPES
-from arbcli.device import resolve_device
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import HAS_TRITON
-from arbcli.signals import Interrupted, RaisedSignal
+from arbcli.kernels.runtime.device import resolve_device
 from arbcli.verify.compile_ahead import CompileResult, compile_kernels, find_targets
 from arbcli.verify.kernels import (
     Checks,

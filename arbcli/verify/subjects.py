@@ -7,17 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from arbcli.config.model import VOCABULARY, ModelConfig
-from arbcli.config.parts.composite import KINDS
 from arbcli.config.short_forms import with_part_rules
-from arbcli.directions import DIRECTIONS
-from arbcli.filling import cut
+from arbcli.families.masked.filling import cut
+from arbcli.families.masked.masking import hide
+from arbcli.families.media.config import KINDS
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.operation import Gate
-from arbcli.masking import hide
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.vector import VectorWeight
-from arbcli.rules import DIRECTION, RULES, WITH_DIGITS
+from arbcli.model.optimizers import DIRECTIONS
+from arbcli.model.rules import DIRECTION, RULES, WITH_DIGITS
 from arbcli.verify.compare import errors
 from arbcli.verify.models import FULL_SIZE, MODELS, RAGGED, fitting_dtypes, has_mamba, shortened
 from arbcli.verify.sample import ALWAYS, IN_TRITON

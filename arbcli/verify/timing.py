@@ -23,9 +23,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from arbcli.device import capturing
-from arbcli.errors import ArbError
+from arbcli.base.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.runtime.device import capturing
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Timing
 from arbcli.verify.compare import as_tuple

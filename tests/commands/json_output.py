@@ -18,8 +18,8 @@ from typing import Any
 from unittest import mock
 
 from arbcli.cli import main
-from arbcli.train import sample
-from arbcli.train.trainer import Trainer
+from arbcli.training import sample
+from arbcli.training.trainer import Trainer
 
 WRITTEN = Path(__file__).with_suffix(".txt")
 TOLERANCE = 0.1

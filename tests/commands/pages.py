@@ -33,9 +33,7 @@ from arbcli.commands import (
 )
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
-from arbcli.export.run import ExportReport
-from arbcli.imports.run import ImportReport
-from arbcli.infer.evaluation import EvaluateReport
+from arbcli.generation.evaluation import EvaluateReport
 from arbcli.inspect.audit import AuditReport, FitReport
 from arbcli.inspect.memory import StateReport, WhatIfReport
 from arbcli.inspect.parts import PartReport
@@ -43,9 +41,11 @@ from arbcli.inspect.peak import PeakReport
 from arbcli.inspect.ranks import RankReport, RanksReport
 from arbcli.inspect.saved import Difference, DifferenceReport, SavedReport
 from arbcli.inspect.verdicts import Histogram, ProbeReport
+from arbcli.interop.exporting import ExportReport
+from arbcli.interop.importing import ImportReport
 from arbcli.kernels.runtime import native
-from arbcli.train.check import CheckReport
-from arbcli.train.record import FirstStep, Record, TrainReport
+from arbcli.training.check import CheckReport
+from arbcli.training.record import FirstStep, Record, TrainReport
 from arbcli.verify import run as verifying
 from arbcli.verify.compile_ahead import CompileResult
 from arbcli.verify.kernels import KernelResult

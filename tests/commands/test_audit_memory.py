@@ -15,7 +15,7 @@ from arbcli.commands.audit_memory import LISTED, _live_table, _part_of
 from arbcli.inspect.memory import predict
 from arbcli.inspect.peak import AtPeak
 from arbcli.model.language_model import LanguageModel
-from arbcli.train.updater import Updater
+from arbcli.model.updater import Updater
 
 SHAPE = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
 QUICK = [*SHAPE, "--batch", "2", "--device", "cpu"]

@@ -11,11 +11,11 @@ from unittest import mock
 
 import pytest
 
-from arbcli import output
+from arbcli.base import output
+from arbcli.base.signals import Interrupted
 from arbcli.commands import _chat
-from arbcli.infer.generation import Sampling, generate
-from arbcli.infer.load import load_model
-from arbcli.signals import Interrupted
+from arbcli.generation.generation import Sampling, generate
+from arbcli.generation.load import load_model
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_lines_are_continued_after_the_text_so_far(model, typed, capfd):
 
 def test_text_is_continued_as_was_asked(typed, monkeypatch):
     asked, made = mock.Mock(return_value=[b"made"]), SimpleNamespace(config=SimpleNamespace(ctx=9))
-    monkeypatch.setattr("arbcli.infer.generation.generate", asked)
+    monkeypatch.setattr("arbcli.generation.generation.generate", asked)
     typed("")
     _chat.chat(made, 5, Sampling(top_k=3), "torch", "int8")
     expected = mock.call(made, b"\n", 5, Sampling(top_k=3), backend="torch", kv="int8", ends=())
@@ -72,7 +72,7 @@ def test_ctrl_c_stops_the_text_and_not_the_program(model, typed, capfd, monkeypa
                 signal.raise_signal(signal.SIGINT)
             yield part
 
-    monkeypatch.setattr("arbcli.infer.generation.generate", slow)
+    monkeypatch.setattr("arbcli.generation.generation.generate", slow)
     typed(lambda: signal.raise_signal(signal.SIGINT), "a", "b")
     _chat.chat(model, 5, Sampling(), "torch")
     assert len(steps) == 2 + 5

@@ -12,12 +12,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from arbcli.base.errors import ArbError
 from arbcli.cli import app
 from arbcli.commands._options import check_settings
 from arbcli.commands._outputs import PICTURES, check_file, check_folder
 from arbcli.config.presets import preset
 from arbcli.config.training import train_config_from
-from arbcli.errors import ArbError
 
 MISTAKES = {
     "train --data nofile": "nothing matches `nofile`",

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from arbcli.train.configure import new_config
-from arbcli.train.observer import Observer
-from arbcli.train.run import start_run
+from arbcli.training.configure import new_config
+from arbcli.training.observer import Observer
+from arbcli.training.run import start_run
 
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 64, "ctx": 16, "batch": 4}
 

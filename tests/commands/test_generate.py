@@ -17,9 +17,9 @@ import torch
 
 from arbcli.config.model import ModelConfig
 from arbcli.kernels.runtime.backend import default_backend
-from arbcli.train.configure import new_config
-from arbcli.train.observer import Observer
-from arbcli.train.run import start_run
+from arbcli.training.configure import new_config
+from arbcli.training.observer import Observer
+from arbcli.training.run import start_run
 
 BACKEND = default_backend(torch.device("cpu"))
 TEXT = "ternary weights read naïve text. " * 200
@@ -198,7 +198,7 @@ def test_generate_stops_quietly_when_nobody_reads(run):
 
 
 def test_generate_refuses_a_prompt_and_length_beyond_any_text(run, arb_here, monkeypatch):
-    monkeypatch.setattr("arbcli.infer.decoder.LONGEST_TEXT", 20)
+    monkeypatch.setattr("arbcli.generation.decoder.LONGEST_TEXT", 20)
     done = arb_here("generate", "--checkpoint", run, "--length", "20", "--prompt", "ab")
     assert "prompt and generated text have 22 bytes" in done.stderr
     assert arb_here("generate", "--checkpoint", run, "--length", "18", "--prompt", "ab").stdout

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from arbcli.commands._run_display import NO_SAMPLE, RunDisplay
-from arbcli.media.continuing import Completion
-from arbcli.media.sound import encode_samples
-from arbcli.media.spans import SoundHeader
-from arbcli.train.configure import new_config
-from arbcli.train.observer import Observer
-from arbcli.train.run import resume_run, start_run
+from arbcli.families.media.continuing import Completion
+from arbcli.families.media.sound import encode_samples
+from arbcli.families.media.spans import SoundHeader
+from arbcli.training.configure import new_config
+from arbcli.training.observer import Observer
+from arbcli.training.run import resume_run, start_run
 
 soundfile = pytest.importorskip("soundfile", reason="needs the extra `media`")
 Image = pytest.importorskip("PIL.Image", reason="needs the extra `media`")

@@ -14,6 +14,7 @@ from pages import FOLDER, PAGES, page
 from typer.testing import CliRunner
 
 from arbcli import config
+from arbcli.base.errors import ArbError
 from arbcli.cli import app
 from arbcli.commands._help import Command
 from arbcli.commands._options import (
@@ -28,10 +29,9 @@ from arbcli.config.presets import preset
 from arbcli.config.settings import GROUPS, RUN
 from arbcli.config.short_forms import ARGUMENTS, arguments
 from arbcli.config.training import BACKENDS, SETTINGS, TrainConfig, spelled_out, train_config
-from arbcli.errors import ArbError
 from arbcli.kernels.runtime import backend
-from arbcli.train import configure
-from arbcli.train.schedule import LOG_EVERY
+from arbcli.training import configure
+from arbcli.training.schedule import LOG_EVERY
 
 SHOWN = {
     ("`lr` is -1.0", "lr"): "`--lr` is -1.0",

@@ -5,12 +5,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from arbcli.base.errors import ArbError
 from arbcli.cli import app
-from arbcli.errors import ArbError
 from arbcli.inspect import plots
-from arbcli.train.configure import new_config
-from arbcli.train.observer import Observer
-from arbcli.train.run import start_run
+from arbcli.training.configure import new_config
+from arbcli.training.observer import Observer
+from arbcli.training.run import start_run
 
 SMALL = ["--dim", "32", "--layers", "2", "--heads", "2", "--ffn", "48", "--ctx", "32"]
 SMALL += ["--batch", "8", "--device", "cpu"]
@@ -41,7 +41,7 @@ def test_probe_loss_asks_for_matplotlib_before_it_computes(monkeypatch):
         raise AssertionError("it computed")
 
     monkeypatch.setattr(plots, "find_spec", lambda _: None)
-    monkeypatch.setattr("arbcli.train.configure.new_config", never)
+    monkeypatch.setattr("arbcli.training.configure.new_config", never)
     result = invoke("--plot", "probe.png")
     assert isinstance(result.exception, ArbError)
     assert "matplotlib" in str(result.exception)

@@ -8,9 +8,9 @@ import pytest
 import typer
 from processes import environment
 
+from arbcli.base.errors import ArbError
 from arbcli.commands import _processes
-from arbcli.errors import ArbError
-from arbcli.train.parallel.launch import STORE, Failure
+from arbcli.training.parallel.launch import STORE, Failure
 
 
 @pytest.mark.parametrize(

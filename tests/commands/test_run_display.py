@@ -7,7 +7,7 @@ import pytest
 from arbcli.commands import _run_display
 from arbcli.commands._run_display import LONG_SECONDS, RunDisplay, fitted
 from arbcli.commands._time_left import AVERAGED_SECONDS, WARM_UP_STEPS, TimeLeft
-from arbcli.data import EVAL_BATCHES
+from arbcli.data.text import EVAL_BATCHES
 
 
 def time_left(steps=100, interval=40, accum=1, step=0) -> TimeLeft:

@@ -15,13 +15,13 @@ import torch
 import typer.main
 from typer.testing import CliRunner
 
+from arbcli.base.errors import ArbError
+from arbcli.base.output import clock
 from arbcli.cli import app, main
 from arbcli.config.short_forms import MODEL_SETTINGS
 from arbcli.config.training import RUN_SETTINGS
-from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import default_backend
-from arbcli.output import clock
-from arbcli.train import run as running
+from arbcli.training import run as running
 
 SMALL = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
 SMALL += ["--batch", "4", "--steps", "12", "--device", "cpu"]
@@ -61,8 +61,8 @@ def test_train_of_a_graph_shows_measures_of_its_parts(text, tmp_path, arb_here):
 def test_train_shows_samples_utilisation_and_where_the_trace_is(
     text, tmp_path, arb_here, monkeypatch
 ):
-    monkeypatch.setattr("arbcli.train.recorder.peak_operations", lambda device: 1e12)
-    monkeypatch.setattr("arbcli.train.trainer.Trainer.evaluate", lambda self: 1.0)
+    monkeypatch.setattr("arbcli.training.recorder.peak_operations", lambda device: 1e12)
+    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: 1.0)
     args = ["--data", text, *SMALL, "--steps", "5", "--sample-every", "4", "--profile"]
     done = arb_here("train", *args, "--out", str(tmp_path / "r"))
     assert done.returncode == 0, done.stderr
@@ -111,7 +111,7 @@ def test_report_that_cannot_be_written_is_a_failure(error, monkeypatch, capsys):
 def test_streams_that_are_closed_are_opened_before_a_file_gets_their_place():
     code = (
         "import os\n"
-        "from arbcli.output import note, open_closed_streams\n"
+        "from arbcli.base.output import note, open_closed_streams\n"
         "open_closed_streams()\n"
         "note('dropped')\n"
         "assert os.open(os.devnull, os.O_RDONLY) > 2\n"
@@ -153,8 +153,10 @@ def test_train_explains_a_mistake_in_two_lines(name, text, tmp_path, arb_here, m
 
 
 def test_train_of_a_model_beyond_memory_starts_by_force_only(arb_here, monkeypatch):
-    monkeypatch.setattr("arbcli.device.available_bytes", lambda: 2**33)
-    monkeypatch.setattr("arbcli.train.run.make_directory", mock.Mock(side_effect=ArbError("made")))
+    monkeypatch.setattr("arbcli.kernels.runtime.device.available_bytes", lambda: 2**33)
+    monkeypatch.setattr(
+        "arbcli.training.run.make_directory", mock.Mock(side_effect=ArbError("made"))
+    )
     large = ["train", "--preset", "1b", "--device", "cpu", "--out", "nowhere"]
     told = arb_here(*large).stderr
     assert "a training step needs" in told

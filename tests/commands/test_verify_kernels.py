@@ -14,9 +14,9 @@ import torch
 from marks import needs_triton
 from typer.testing import CliRunner
 
+from arbcli.base.signals import Interrupted
 from arbcli.cli import app
 from arbcli.kernels.codec.packing import pack_trits
-from arbcli.signals import Interrupted
 from arbcli.verify import kernels as verify
 from arbcli.verify.kernels import KERNELS
 from arbcli.verify.run import verdict

@@ -13,14 +13,14 @@ from unittest import mock
 
 import pytest
 
+from arbcli.base.errors import ArbError
+from arbcli.base.run_files import COMPANIONS
 from arbcli.commands import audit_memory, evaluate, train
 from arbcli.config.presets import preset
-from arbcli.errors import ArbError
-from arbcli.infer import load, tokens
+from arbcli.generation import load, tokens
 from arbcli.inspect import room
-from arbcli.rules import LR_OF_FADING_TUNING, LR_OF_TUNING
-from arbcli.run_files import COMPANIONS
-from arbcli.train import run as runs
+from arbcli.model.rules import LR_OF_FADING_TUNING, LR_OF_TUNING
+from arbcli.training import run as runs
 
 SIZES = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
 
@@ -52,19 +52,21 @@ def recorded_call(arb_here, monkeypatch):
 def test_resume_is_called_with_its_options(recorded_call, monkeypatch):
     Path("some/run/config.json").touch()
     words = ["--device", "cpu", "--backend", "torch", "--steps", "9", "--profile", "5"]
-    call = recorded_call("arbcli.train.run.resume_run", "train", "--resume", "some/run", *words)
+    call = recorded_call("arbcli.training.run.resume_run", "train", "--resume", "some/run", *words)
     assert call.args[0] == Path("some/run")
     assert call.kwargs == {"device": "cpu", "backend": "torch", "steps": 9, "profile": 5}
-    call = recorded_call("arbcli.train.run.resume_run", "train", "--resume", "some/run")
+    call = recorded_call("arbcli.training.run.resume_run", "train", "--resume", "some/run")
     assert set(call.kwargs.values()) == {None}
     call = recorded_call(
-        "arbcli.run_files.latest_run", "train", "--resume", "auto", "--out", "here"
+        "arbcli.base.run_files.latest_run", "train", "--resume", "auto", "--out", "here"
     )
     assert call.args == (Path("here"),)
     words = ["--resume", "auto", "--out", "here", "--dry-run"]  # which tells of the same run
-    assert recorded_call("arbcli.run_files.latest_run", "train", *words).args == (Path("here"),)
+    assert recorded_call("arbcli.base.run_files.latest_run", "train", *words).args == (
+        Path("here"),
+    )
     for words in (["train", "--resume", "auto"], ["check", "auto"]):
-        assert recorded_call("arbcli.run_files.latest_run", *words).args == (Path("runs"),)
+        assert recorded_call("arbcli.base.run_files.latest_run", *words).args == (Path("runs"),)
 
 
 def test_start_is_called_with_its_options(recorded_call, monkeypatch):
@@ -75,7 +77,7 @@ def test_start_is_called_with_its_options(recorded_call, monkeypatch):
     monkeypatch.setattr(room, "check_memory", checked)
     words = ["train", "--out", "some/run", "--device", "cpu", "--minutes", "2.5", "--profile", "4"]
     words += ["--init-from", "model", "--ctx", "32", "--weights", "anneal"]
-    call = recorded_call("arbcli.train.run.start_run", *words)
+    call = recorded_call("arbcli.training.run.start_run", *words)
     config, out, _ = call.args
     model = config.model
     assert (model.dim, model.ctx, model.digits, out) == (384, 32, "fade", Path("some/run"))
@@ -84,7 +86,7 @@ def test_start_is_called_with_its_options(recorded_call, monkeypatch):
     call.kwargs["check"](config)
     assert checked.call_args.args[0] is config
     assert "`--force`" in checked.call_args.args[1]
-    call = recorded_call("arbcli.train.run.start_run", "train", "--device", "cpu", "--force")
+    call = recorded_call("arbcli.training.run.start_run", "train", "--device", "cpu", "--force")
     assert call.args[1] is None
     assert [call.kwargs[name] for name in ("minutes", "initial", "profile")] == [None] * 3
     checked.reset_mock()
@@ -104,7 +106,7 @@ def test_tuned_model_has_defaults_of_its_own(words, lr, tokenizer, recorded_call
     monkeypatch.setattr(load, "read_saved", lambda _path, _note: load.SavedModel(path, path))
     monkeypatch.setattr(load, "saved_config", lambda _: preset("small", digits="all"))
     monkeypatch.setattr(tokens, "saved_tokenizer", lambda *_: "its own")
-    new_config = "arbcli.train.configure.new_config"
+    new_config = "arbcli.training.configure.new_config"
     given = recorded_call(
         new_config, "train", "--init-from", "some/run", "--device", "cpu", *words
     ).kwargs
@@ -117,7 +119,7 @@ def test_logger_that_is_named_twice_is_used_once(recorded_call, monkeypatch):
     found = mock.Mock(side_effect=lambda name, tell: loggers[name])
     monkeypatch.setattr(train, "find_logger", found)
     words = ["--log", "wandb", "--log", "mlflow", "--log", "wandb", "--device", "cpu"]
-    call = recorded_call("arbcli.train.run.start_run", "train", *words)
+    call = recorded_call("arbcli.training.run.start_run", "train", *words)
     call.args[2].stepped(3)
     assert [each.stepped.mock_calls for each in loggers.values()] == [[mock.call(3)]] * 2
     assert [told.args[0] for told in found.call_args_list] == ["wandb", "mlflow"]
@@ -133,11 +135,11 @@ def test_several_processes_send_twelve_bits_by_default(
 ):
     monkeypatch.setattr(train, "this_process", lambda: (0, processes))
     call = recorded_call(
-        "arbcli.train.run.start_run", "train", "--device", "cpu", "--accum", "2", *words
+        "arbcli.training.run.start_run", "train", "--device", "cpu", "--accum", "2", *words
     )
     assert call.args[0].wire == wire
     # a run that goes on has its own
-    call = recorded_call("arbcli.train.run.resume_run", "train", "--resume", "x")
+    call = recorded_call("arbcli.training.run.resume_run", "train", "--resume", "x")
     assert call.args[0] == Path("x")
 
 
@@ -193,7 +195,7 @@ def test_audit_is_called_with_its_options(recorded_call, monkeypatch, tmp_path):
     )
     path = tmp_path / "a.pickle"
     on_gpu = SimpleNamespace(device="cuda")
-    monkeypatch.setattr("arbcli.train.configure.new_config", lambda **given: on_gpu)
+    monkeypatch.setattr("arbcli.training.configure.new_config", lambda **given: on_gpu)
     call = recorded_call("arbcli.inspect.audit.audit", *words, "--snapshot", str(path))
     assert call.args[:2] == (on_gpu, path)
 
@@ -221,7 +223,7 @@ def test_comparison_has_the_named_models_in_their_order(recorded_call, monkeypat
 
 def test_export_is_called_with_its_options(recorded_call, tmp_path):
     where = ["--to", "gguf", "--type", "q8_0", "--out", str(tmp_path / "a.gguf")]
-    call = recorded_call("arbcli.export.run.export", "export", "some/run", *where)
+    call = recorded_call("arbcli.interop.exporting.export", "export", "some/run", *where)
     assert call.args == (Path("some/run"), "gguf")
     del call.kwargs["note"]
     assert call.kwargs == {"out": tmp_path / "a.gguf", "kind": "q8_0"}
@@ -252,7 +254,7 @@ def test_settings_are_printed_next_to_those_of_their_preset(arb_here, monkeypatc
     shown = arb_here("train", "--preset", "small", "--device", "cpu", "--print-config").stdout
     assert 'blocks = "attention-mlp*6"' in shown
     new_config = mock.Mock(side_effect=ArbError("enough"))
-    monkeypatch.setattr("arbcli.train.configure.new_config", new_config)
+    monkeypatch.setattr("arbcli.training.configure.new_config", new_config)
     arb_here("train", "--print-config", "--device", "cpu", "--backend", "torch", "--lr", "0.5")
     assert new_config.call_args.kwargs == {"device": "cpu", "backend": "torch", "lr": 0.5}
 
@@ -266,7 +268,7 @@ def test_evaluation_is_called_with_its_options(recorded_call, monkeypatch, tmp_p
     words = ["--checkpoint", "some/run", "--data", str(text), "--stride", "7", "--batch", "3"]
     words += ["--kv", "int8", "--device", "cpu", "--field", "body", "--backend", "torch"]
     words += ["--compute", "bf16"]
-    call = recorded_call("arbcli.infer.evaluation.evaluate", "evaluate", *words)
+    call = recorded_call("arbcli.generation.evaluation.evaluate", "evaluate", *words)
     assert call.args[:2] == ("model", "its name")
     given = {name: call.kwargs[name] for name in ("stride", "batch", "kv", "backend")}
     assert given == {"stride": 7, "batch": 3, "kv": "int8", "backend": "torch"}
@@ -281,7 +283,7 @@ def test_several_prompts_are_continued_with_their_options(recorded_call, monkeyp
     path.write_text('"a"\n{"prompt": "b", "length": 2}\n')
     words = ["--checkpoint", "x", "--prompts", str(path), "--batch", "3", "--length", "4"]
     words += ["--kv", "int8", "--device", "cpu", "--backend", "torch", "--top-k", "5"]
-    call = recorded_call("arbcli.infer.batch.continue_batch", "generate", *words)
+    call = recorded_call("arbcli.generation.batch.continue_batch", "generate", *words)
     model, requests, batch = call.args
     assert (model, batch) == ("model", 3)
     assert [(each.prompt, each.length) for each in requests] == [(b"a", 4), (b"b", 2)]
@@ -296,7 +298,7 @@ def test_prompt_is_continued_with_its_options(recorded_call, monkeypatch):
     words = ["--checkpoint", "x", "--prompt", "a", "--device", "cpu", "--backend", "torch"]
     words += ["--length", "9", "--ahead", "3", "--kv", "int8", "--temperature", "0.5"]
     words += ["--top-k", "5", "--top-p", "0.7", "--seed", "4", "--compute", "bf16"]
-    call = recorded_call("arbcli.infer.generation.continue_text", "generate", *words)
+    call = recorded_call("arbcli.generation.generation.continue_text", "generate", *words)
     assert call.args[:4] == (model, "its name", b"a", 9)
     assert asdict(call.args[4]) == {"temperature": 0.5, "top_k": 5, "top_p": 0.7, "seed": 4}
     given = {name: call.kwargs[name] for name in ("ahead", "kv", "backend")}
@@ -309,7 +311,7 @@ def test_prompt_is_taken_byte_for_byte(recorded_call, monkeypatch):
     model = SimpleNamespace(config=SimpleNamespace(is_masked=False))
     monkeypatch.setattr(load, "load_named_model", lambda *_: (model, "its name"))
     words = ["generate", "--checkpoint", "x", "--device", "cpu", "--backend", "torch"]
-    continues = "arbcli.infer.generation.continue_text"
+    continues = "arbcli.generation.generation.continue_text"
     for given, prompt in (
         ([], b"\n"), (["--prompt", os.fsdecode(b"t\xff ")], b"t\xff "),
         (["--prompt", "-"], b" a\r\n\xff\n"),
@@ -319,14 +321,14 @@ def test_prompt_is_taken_byte_for_byte(recorded_call, monkeypatch):
         assert recorded_call(continues, *words, *given).args[2] == prompt
     stdin = SimpleNamespace(buffer=io.BytesIO(b'"a"\r\n\n"b"'), isatty=lambda: False)
     monkeypatch.setattr(sys, "stdin", stdin)
-    call = recorded_call("arbcli.infer.batch.continue_batch", *words, "--prompts", "-")
+    call = recorded_call("arbcli.generation.batch.continue_batch", *words, "--prompts", "-")
     assert [each.prompt for each in call.args[1]] == [b"a", b"b"]
 
 
 def test_snapshot_may_end_in_either_of_its_suffixes(recorded_call, tmp_path):
     words = ["audit-memory", *SIZES, "--device", "cpu", "--snapshot"]
     for name in ("a.pickle", "a.pkl"):
-        assert recorded_call("arbcli.train.configure.new_config", *words, str(tmp_path / name))
+        assert recorded_call("arbcli.training.configure.new_config", *words, str(tmp_path / name))
 
 
 LEFT_OUT = {

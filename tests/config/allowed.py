@@ -16,11 +16,11 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
+from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig
 from arbcli.config.settings import settings_of
 from arbcli.config.short_forms import MODEL_SETTINGS
 from arbcli.config.training import TrainConfig, train_config
-from arbcli.errors import ArbError
 from arbcli.verify.models import MODELS as ALL_MODELS
 
 ALIKE = ("graph softplus", "graph hash", "graph nearest", "hnet", "hnet words", "4 streams")

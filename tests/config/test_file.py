@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from arbcli.base.errors import ArbError
 from arbcli.config.file import read_settings, settings_text
 from arbcli.config.training import train_config_dict
-from arbcli.errors import ArbError
-from arbcli.train.configure import new_config
+from arbcli.training.configure import new_config
 
 GIVEN = [
     {

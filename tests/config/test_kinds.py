@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from arbcli.base.errors import ArbError
 from arbcli.config.initial import FREE, KEPT, check_initial, digits_after
 from arbcli.config.parts import CompressedAttentionConfig, ExpertsConfig
 from arbcli.config.presets import PRESETS, SHORT_FORMS, config_from_dict, preset
@@ -15,9 +16,8 @@ from arbcli.config.training import (
     TrainConfig,
     train_config_from,
 )
-from arbcli.device import COMPUTE
-from arbcli.errors import ArbError
-from arbcli.rules import STAGES
+from arbcli.kernels.runtime.device import COMPUTE
+from arbcli.model.rules import STAGES
 
 
 @pytest.mark.parametrize(

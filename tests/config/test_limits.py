@@ -5,10 +5,10 @@ from math import inf, nan
 
 import pytest
 
+from arbcli.base.errors import ArbError
 from arbcli.config.checks import check_fields
 from arbcli.config.presets import config_from_dict, preset
 from arbcli.config.training import train_config
-from arbcli.errors import ArbError
 
 MOST = 2**31 - 1
 RUN = {

@@ -9,19 +9,19 @@ from typing import get_args, get_origin
 
 import pytest
 
+from arbcli.base.errors import ArbError
 from arbcli.config.file import read_settings
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.model_file import model_from_toml, model_lines
 from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, MLPConfig
 from arbcli.config.parts.attention import QUERY_KEY_NORMS
-from arbcli.config.parts.chunking import BOUNDARIES, ChunkingConfig
-from arbcli.config.parts.compressed_attention import POOLINGS
-from arbcli.config.parts.experts import GATES
-from arbcli.config.parts.memories import MemoriesConfig
 from arbcli.config.parts.rotary import SCALINGS
 from arbcli.config.presets import PRESETS, from_fields
-from arbcli.errors import ArbError
-from arbcli.rules import DIRECTION, RULES, VOTES_FIXES, WITH_DIGITS
+from arbcli.families.compressed.config import POOLINGS
+from arbcli.families.experts.config import GATES
+from arbcli.families.graph.config import MemoriesConfig
+from arbcli.families.hnet.config import BOUNDARIES, ChunkingConfig
+from arbcli.model.rules import DIRECTION, RULES, VOTES_FIXES, WITH_DIGITS
 
 WORDS = {
     "gate": GATES, "boundaries": BOUNDARIES, "query_key_norm": QUERY_KEY_NORMS, "scaling": SCALINGS,

@@ -10,8 +10,8 @@ import torch
 from marks import mostly_slow
 from torch.nn import functional
 
-from arbcli.data import open_texts
-from arbcli.errors import ArbError
+from arbcli.base.errors import ArbError
+from arbcli.data.text import open_texts
 from arbcli.inspect import audit as audit_module
 from arbcli.inspect.audit import (
     LiveTensors,
@@ -26,8 +26,8 @@ from arbcli.inspect.room import least_bytes
 from arbcli.inspect.trace import calling_function, without_memory
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.model.layers.rotary import fresh_tables
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import Trainer
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import Trainer
 
 TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2, "device": "cpu"}
 CPU = torch.device("cpu")
@@ -205,7 +205,7 @@ def test_recomputing_is_advised_in_place_of_packing(monkeypatch):
 def test_function_of_this_package_is_named_and_a_backward_of_torch_is_autograd_s():
     told = []
     about = {"told": told, "calling_function": calling_function}
-    ours, asking = {"__name__": "arbcli.kernels.ours"}, {"__name__": "arbcli.train.trainer"}
+    ours, asking = {"__name__": "arbcli.kernels.ours"}, {"__name__": "arbcli.training.trainer"}
     exec("def backward():\n    told.append(calling_function())", ours | about, ours)
     exec("def ask(run):\n    told.append(calling_function())\n    run()", of := asking | about)
     x = torch.ones(3, requires_grad=True)

@@ -9,12 +9,12 @@ import torch
 from marks import mostly_slow
 
 from arbcli.config.presets import PRESETS, preset
-from arbcli.directions import DIRECTIONS
 from arbcli.inspect.memory import KINDS, measure, predict
 from arbcli.model.build import build_model
+from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.packed import TernaryTensor
-from arbcli.rules import DIRECTION, RULES
-from arbcli.train.updater import Updater
+from arbcli.model.rules import DIRECTION, RULES
+from arbcli.model.updater import Updater
 
 TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
 RAGGED = {"dim": 44, "layers": 2, "heads": 2, "ffn": 167, "ctx": 16}

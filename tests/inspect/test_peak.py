@@ -15,20 +15,20 @@ from processes import in_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from arbcli.config.parts.composite import CompositeConfig
 from arbcli.config.presets import preset
 from arbcli.config.training import TrainConfig, train_config
-from arbcli.data import open_texts
-from arbcli.device import deterministic
-from arbcli.directions.orthogonal import orthogonalise
+from arbcli.data.text import open_texts
+from arbcli.families.media.config import CompositeConfig
 from arbcli.inspect import peak
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.ranks import share_out
 from arbcli.inspect.trace import KnownShapes, LiveTensors, without_memory
 from arbcli.kernels.runtime.backend import compile_for, use_backend
+from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.layers.rotary import fresh_tables
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import Trainer
+from arbcli.model.optimizers.orthogonal import orthogonalise
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import Trainer
 
 DENSE = {"dim": 48, "layers": 2, "heads": 2, "ffn": 130, "ctx": 33, "batch": 3, "compute": "bf16"}
 CPU = torch.device("cpu")
@@ -277,15 +277,15 @@ def test_predicted_peak_is_no_more_than_a_gpu_held_before(name, batch, captured,
 
 MEASURE = """
 import sys, json, torch
-from arbcli.environment import set_environment
+from arbcli.base.environment import set_environment
 set_environment()
-from arbcli.data import open_texts
-from arbcli.device import deterministic
+from arbcli.data.text import open_texts
+from arbcli.kernels.runtime.device import deterministic
 from arbcli.inspect import peak
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.ranks import share_out
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import Trainer
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import Trainer
 given, captured = json.loads(sys.argv[1])
 config = new_config(**given)
 predicted = predict_peak(config, captured=captured)

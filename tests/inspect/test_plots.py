@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
-from arbcli.errors import ArbError
 from arbcli.inspect import plots
 from arbcli.inspect.plots import plot_probe, plot_training, require_matplotlib
 

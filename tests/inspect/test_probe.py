@@ -12,7 +12,7 @@ from marks import mostly_slow
 from torch.nn import functional
 
 from arbcli.config.training import train_config_from
-from arbcli.data import entropy, evaluation_batches, open_texts
+from arbcli.data.text import entropy, evaluation_batches, open_texts
 from arbcli.inspect.probe import (
     _histogram,
     _ranges_of_blocks,
@@ -24,11 +24,11 @@ from arbcli.inspect.probe import (
 from arbcli.inspect.verdicts import ProbeReport
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.model.layers.streamed import StreamedTensor
-from arbcli.train.configure import new_config
-from arbcli.train.observer import Observer
-from arbcli.train.run import start_run
-from arbcli.train.schedule import learning_rate
-from arbcli.train.trainer import Trainer
+from arbcli.training.configure import new_config
+from arbcli.training.observer import Observer
+from arbcli.training.run import start_run
+from arbcli.training.schedule import learning_rate
+from arbcli.training.trainer import Trainer
 
 STEPS = 12
 SMALL = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 32, "batch": 8, "steps": STEPS}

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 from processes import in_processes
 
-from arbcli.errors import ArbError
+from arbcli.base.errors import ArbError
 from arbcli.inspect import ranks
 from arbcli.inspect.ranks import audit_ranks, predict_ranks, share_out
-from arbcli.train.configure import new_config
+from arbcli.training.configure import new_config
 
 SHAPE = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2, "steps": 2}
 SHARED = SHAPE | {"accum": 4, "wire": "int12", "device": "cpu", "compute": "fp32"}

@@ -10,13 +10,13 @@ from zlib import decompress
 import pytest
 from marks import mostly_slow
 
-from arbcli.errors import ArbError
+from arbcli.base.errors import ArbError
 from arbcli.inspect import room
 from arbcli.inspect.allocator import Allocator, segment_bytes
 from arbcli.inspect.memory import predict
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.room import check_memory, least_bytes
-from arbcli.train.configure import new_config
+from arbcli.training.configure import new_config
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4, "device": "cpu"}
 
@@ -25,9 +25,11 @@ def test_run_is_refused_where_less_is_free_than_a_step_takes(monkeypatch):
     config = new_config(**SMALL)
     least = least_bytes(config)
     for available in (None, least):
-        monkeypatch.setattr("arbcli.device.available_bytes", lambda size=available: size)
+        monkeypatch.setattr(
+            "arbcli.kernels.runtime.device.available_bytes", lambda size=available: size
+        )
         check_memory(config)
-    monkeypatch.setattr("arbcli.device.available_bytes", lambda: least - 1)
+    monkeypatch.setattr("arbcli.kernels.runtime.device.available_bytes", lambda: least - 1)
     with pytest.raises(ArbError, match="a training step needs"):
         check_memory(config)
 

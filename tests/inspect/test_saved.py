@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from arbcli.errors import ArbError
-from arbcli.export.run import export
+from arbcli.base.errors import ArbError
 from arbcli.inspect.saved import Difference, Saved, compare, open_saved
+from arbcli.interop.exporting import export
 
 
 @pytest.fixture

@@ -2,15 +2,14 @@
 interpreter does not."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from marks import needs_triton
 
-import arbcli.kernels
 from arbcli.kernels.codec.decode_weight import _by_block
 from arbcli.kernels.codec.packed import random_packed
+from arbcli.kernels.names import kernel_files
 from arbcli.kernels.registry import KERNELS
 from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
@@ -68,7 +67,7 @@ def test_no_kernel_that_loads_so_is_left_out():
     loads = re.compile(
         r"\b(load_constant|load_new|load_where|_load_eight|load_eight_over|described)\("
     )
-    files = Path(arbcli.kernels.__file__).parent.rglob("*.py")
+    files = kernel_files()
     found = {file.stem for file in files if loads.search(file.read_text())}
     assert found - HELPERS - OWN == WIDE.keys() - BORROWED
 
@@ -76,7 +75,7 @@ def test_no_kernel_that_loads_so_is_left_out():
 def test_addresses_are_divided_by_16():
     """By another number, an address that a GPU refuses passes by chance alone."""
     found = set()
-    for file in Path(arbcli.kernels.__file__).parent.rglob("*.py"):
+    for file in kernel_files():
         text = file.read_text()
         found |= {(file.stem, n) for n in re.findall(r"data_ptr\(\) % (\w+)", text) if n != "16"}
     assert found == {("few_rows", "4")}

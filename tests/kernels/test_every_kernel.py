@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +15,10 @@ from marks import mostly_slow
 from mutants import decides, unnoticed_changes
 from syntax import parsed, walk
 
-import arbcli.kernels
 from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.dice import Dice
+from arbcli.kernels.names import kernel_files
 from arbcli.kernels.norm.rms_norm import WHOLE_ROW
 from arbcli.kernels.registry import BY_NAME
 from arbcli.kernels.runtime import native
@@ -269,7 +268,7 @@ def test_inputs_have_one_form_with_memory_and_without(spec, emulated_gpu):
 def test_cases_ask_their_device_and_no_tensor():
     """Fixed cases of a GPU are made on the host, where no tensor is one of a GPU."""
     asked, seen = [], 0
-    for path in Path(arbcli.kernels.__file__).parent.rglob("*.py"):
+    for path in kernel_files():
         for function in walk(parsed(path)):
             if isinstance(function, ast.FunctionDef) and function.name.endswith("cases"):
                 names = {getattr(node, "attr", "") for node in walk(function)}

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from syntax import children, parsed, walk
 
-import arbcli.kernels
+from arbcli.kernels.names import kernel_files
 
-FILES = sorted(Path(arbcli.kernels.__file__).parent.rglob("*.py"))
+FILES = kernel_files()
 OF_A_ROW = {"k", "offs_b", "offs_g", "block", "j", "kv", "h", "g"}
 """Names of columns, their bytes and groups, and heads: products of them stay in one row or
 position, and are int32."""

@@ -6,9 +6,9 @@ import pytest
 import torch
 from cells import Cell
 
+from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import config_from_dict
-from arbcli.errors import ArbError
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.stack import bounded

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
-from arbcli.errors import ArbError
 from arbcli.kernels.attention.eight_bits import CacheFormat
 from arbcli.kernels.norm import gated_rms_norm, rms_norm
 from arbcli.kernels.norm.rms_norm import norm_weight_torch

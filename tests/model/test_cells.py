@@ -3,15 +3,15 @@
 import torch
 from cells import AHEAD, CELLS, FEW, Cell, each_cell
 
-from arbcli.data import open_texts
-from arbcli.device import deterministic
+from arbcli.data.text import open_texts
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.trace import LiveTensors
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.rotary import fresh_tables
-from arbcli.train.configure import new_config
-from arbcli.train.trainer import Trainer
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import Trainer
 
 STEPS = 50
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from arbcli.config.model import ModelConfig
-from arbcli.config.parts import chunking
-from arbcli.config.parts.composite import CompositeConfig
 from arbcli.config.presets import PRESETS, preset
+from arbcli.families.hnet import config as chunking
+from arbcli.families.media.config import CompositeConfig
 from arbcli.model.build import build_model
 from arbcli.model.operations import forward_operations, step_operations
 

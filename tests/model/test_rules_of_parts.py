@@ -7,17 +7,17 @@ from operator import attrgetter
 import pytest
 from graph_parts import graph_config
 
+from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.model_file import model_from_toml, model_lines
 from arbcli.config.parts import AttentionConfig
-from arbcli.config.parts.ahead import AheadConfig
 from arbcli.config.parts.base import every_part, without_rules
-from arbcli.config.parts.composite import CompositeConfig
 from arbcli.config.presets import assembled, config_from_dict, preset
-from arbcli.errors import ArbError
+from arbcli.families.ahead.config import AheadConfig
+from arbcli.families.media.config import CompositeConfig
 from arbcli.inspect.memory import predict, what_if
 from arbcli.model.build import build_model
-from arbcli.rules import (
+from arbcli.model.rules import (
     DIGITS,
     FADING,
     LR,

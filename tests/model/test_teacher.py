@@ -8,24 +8,24 @@ import pytest
 import torch
 from references import decoded, dense_gradients
 
-from arbcli.checkpoint import load_checkpoint
+from arbcli.base.errors import ArbError
+from arbcli.base.run_files import CONFIG, checkpoint_path
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts import AttentionConfig, MLPConfig
-from arbcli.data import open_texts
-from arbcli.errors import ArbError
-from arbcli.infer.load import saved_config
+from arbcli.data.text import open_texts
+from arbcli.generation.load import saved_config
 from arbcli.inspect.audit import audit
 from arbcli.inspect.memory import predict
 from arbcli.inspect.peak import predict_peak
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
-from arbcli.run_files import CONFIG, checkpoint_path
-from arbcli.train.check import check_run
-from arbcli.train.configure import new_config
-from arbcli.train.observer import Observer
-from arbcli.train.run import resume_run, start_run
-from arbcli.train.teacher import frozen_model, read_teacher
-from arbcli.train.trainer import Trainer
+from arbcli.model.checkpoint import load_checkpoint
+from arbcli.training.check import check_run
+from arbcli.training.configure import new_config
+from arbcli.training.observer import Observer
+from arbcli.training.run import resume_run, start_run
+from arbcli.training.teacher import frozen_model, read_teacher
+from arbcli.training.trainer import Trainer
 from arbcli.verify.reference import reference_loss, reference_model
 
 CTX = 10

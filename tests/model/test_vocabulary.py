@@ -6,10 +6,10 @@ import pytest
 import torch
 from references import decoded, dense_gradients
 
+from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts import AttentionConfig, MLPConfig
 from arbcli.config.presets import PRESETS
-from arbcli.errors import ArbError
 from arbcli.inspect.memory import predict_parts
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model

@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
+from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts import AttentionConfig, MLPConfig
 from arbcli.config.presets import preset
-from arbcli.errors import ArbError
 from arbcli.model.build import build_model
 from arbcli.model.packed import TernaryTensor
-from arbcli.train.updater import Updater
+from arbcli.model.updater import Updater
 from arbcli.verify.reference import reference_model
 from arbcli.verify.update_reference import reference_weight
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from marks import needs_triton
 
-from arbcli.errors import ArbError
+from arbcli.base.errors import ArbError
 from arbcli.kernels.runtime.backend import compile_for
 from arbcli.verify import compile_ahead
 from arbcli.verify.compile_ahead import TARGETS, compile_kernels, find_excess, find_targets

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from arbcli.errors import ArbError
+from arbcli.base.errors import ArbError
 from arbcli.kernels.codec.packing import pack_trits
 from arbcli.verify import kernels as verify
 from arbcli.verify import ledger as ledgers

@@ -8,7 +8,7 @@ from cells import CELLS, CHANNELS, FEW, MIXERS, QUICK, Cell, each_cell, pairs, w
 
 from arbcli.config.model import ModelConfig, StageConfig
 from arbcli.config.parts import MLPConfig
-from arbcli.config.parts.chunking import ChunkingConfig
+from arbcli.families.hnet.config import ChunkingConfig
 from arbcli.verify import parity
 from arbcli.verify.reference import Reference
 from arbcli.verify.subjects import Subject

@@ -7,7 +7,8 @@ import torch
 
 from arbcli.config.presets import PRESETS
 from arbcli.config.site import SCALE_TYPES
-from arbcli.model.parts import codebook, compressed_attention
+from arbcli.families.compressed import attention as compressed_attention
+from arbcli.families.graph import codebook
 from arbcli.verify import parity
 from arbcli.verify.models import (
     FULL_SIZE,

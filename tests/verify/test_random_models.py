@@ -10,16 +10,16 @@ from marks import mostly_slow
 
 from arbcli.config.model import BlockConfig, Blocks, ModelConfig, StageConfig
 from arbcli.config.parts import ExpertsConfig, MemGramConfig, MLPConfig, PartConfig, SequencerConfig
-from arbcli.config.parts.ahead import AheadConfig
-from arbcli.config.parts.chunking import BOUNDARIES, ChunkingConfig
-from arbcli.config.parts.experts import GATES
-from arbcli.config.parts.memories import (
+from arbcli.families.ahead.config import AheadConfig
+from arbcli.families.experts.config import GATES
+from arbcli.families.graph.config import (
     BookConfig,
     CodebookConfig,
     IteratedConfig,
     MemoriesConfig,
     QuantiserConfig,
 )
+from arbcli.families.hnet.config import BOUNDARIES, ChunkingConfig
 from arbcli.verify import parity
 from arbcli.verify.subjects import Subject
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import arbcli
-from arbcli import cached_files
-from arbcli.cached_files import write_cached
+from arbcli.base import caches as cached_files
+from arbcli.base.caches import write_cached
 from arbcli.kernels.matmul.ternary_matmul import ternary_matmul
 from arbcli.kernels.update.step_scales import step_scales
 from arbcli.verify import memory as memories

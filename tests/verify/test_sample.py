@@ -13,10 +13,9 @@ import torch
 from syntax import parsed, walk
 
 import arbcli
-import arbcli.kernels
 from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.names import sources_of_kernels
+from arbcli.kernels.names import kernel_files, sources_of_kernels
 from arbcli.kernels.registry import BY_NAME
 from arbcli.kernels.runtime.operation import Case
 from arbcli.verify import kernels as verify
@@ -66,7 +65,7 @@ MASKS = {
 def test_conditions_on_group_sizes_are_known():
     """Another question belongs in the `scale_path` of the kernels whose code it divides."""
     asked = set()
-    for file in Path(arbcli.kernels.__file__).parent.rglob("*.py"):
+    for file in kernel_files():
         for function in walk(parsed(file)):
             if not isinstance(function, ast.FunctionDef):
                 continue
@@ -243,8 +242,7 @@ def test_kernels_that_others_verify_are_not_compiled_in_every_way(monkeypatch):
 
 def test_launchers_are_known_by_the_module_that_declares_their_operation():
     found = {}
-    for path, names in sources_of_kernels():
-        module = ".".join(("arbcli.kernels", *path.with_suffix("").parts))
+    for module, names in sources_of_kernels():
         found |= {n: m for n in names if (m := BY_NAME[n].triton.__module__) != module}
     shared = ("gained_rms_norm", "add_gained_rms_norm")
     assert found == dict.fromkeys(shared, "arbcli.kernels.norm.rms_norm")

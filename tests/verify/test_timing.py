@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from arbcli.errors import ArbError
+from arbcli.base.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import pack_trits, unpack_trits
 from arbcli.kernels.runtime.operation import Timing

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from arbcli.errors import ArbError
+from arbcli.base.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import pack_trits
 from arbcli.kernels.names import kernel_names

@@ -6,13 +6,13 @@ float64 reference) and in `tests/model/parts`.
 
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.base import PartConfig
-from arbcli.config.parts.compressed_attention import CompressedAttentionConfig
-from arbcli.config.parts.experts import ExpertsConfig
-from arbcli.config.parts.latent_attention import LatentAttentionConfig
-from arbcli.config.parts.mamba import MambaConfig
-from arbcli.config.parts.memgram import MemGramConfig
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.parts.sequencer import SequencerConfig
+from arbcli.families.compressed.config import CompressedAttentionConfig
+from arbcli.families.experts.config import ExpertsConfig
+from arbcli.families.graph.memgram_config import MemGramConfig
+from arbcli.families.graph.sequencer_config import SequencerConfig
+from arbcli.families.latent.config import LatentAttentionConfig
+from arbcli.families.mamba.config import MambaConfig
 
 MIXERS: dict[str, type[PartConfig]] = {
     "attention": AttentionConfig,

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from arbcli.base.errors import ArbError
 from arbcli.config.checks import check_choice
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.site import Site
-from arbcli.errors import ArbError
 
 QUERY_KEY_NORMS = ("unit", "gain", "none")
 

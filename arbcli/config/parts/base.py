@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from arbcli.config.checks import check_choice, check_fields, check_sizes
 from arbcli.config.site import Site
-from arbcli.rules import RULES
+from arbcli.model.rules import RULES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, fields
 
+from arbcli.base.errors import ArbError
 from arbcli.config.checks import (
     LARGEST,
     check_at_least,
@@ -10,7 +11,6 @@ from arbcli.config.checks import (
     check_choice,
     check_fields,
 )
-from arbcli.errors import ArbError
 
 SCALINGS = ("none", "linear", "llama3", "yarn")
 LOW = {"llama3": 1.0, "yarn": 1.0}

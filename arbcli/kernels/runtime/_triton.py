@@ -6,7 +6,7 @@ from functools import update_wrapper
 from types import SimpleNamespace
 from typing import Any
 
-from arbcli.errors import ArbError
+from arbcli.base.errors import ArbError
 
 # triton 3.9 warns at import unless this is set; results here do not depend on it
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

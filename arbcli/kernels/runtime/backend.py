@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from arbcli.environment import interpreter_not_asked_for, no_gpu_for_triton
-from arbcli.errors import ArbError, quoted
+from arbcli.base.environment import interpreter_not_asked_for, no_gpu_for_triton
+from arbcli.base.errors import ArbError, quoted
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED, TritonMissing
 

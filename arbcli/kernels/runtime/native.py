@@ -27,8 +27,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor  # as torch's warning says
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arbcli.cached_files import cache_folder, read_cached, write_cached
-from arbcli.errors import ArbError, quoted
+from arbcli.base.caches import cache_folder, read_cached, write_cached
+from arbcli.base.errors import ArbError, quoted
 
 SOURCE = Path(__file__).with_name("native.c")
 COMPILERS = ("cc", "gcc", "clang")

@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from arbcli.config.model import ModelConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.config.site import Site
-from arbcli.kernels.streams.stream_weights import stream_weights_torch
+from arbcli.families.experts.weight import ExpertWeight
+from arbcli.families.streams.kernels.stream_weights import stream_weights_torch
+from arbcli.families.streams.layers import mix_streams, stream_weights
 from arbcli.model import baselines
 from arbcli.model.initial import head_std
 from arbcli.model.layers.embedding import TernaryEmbedding
-from arbcli.model.layers.expert_weight import ExpertWeight
 from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.loss import cross_entropy
 from arbcli.model.layers.norm import ClampedGate, TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.rotary import rotary_norm, turned_heads
-from arbcli.model.layers.streams import mix_streams, stream_weights
 from arbcli.model.layers.symbols import SymbolHead, TiedHead, in_chunks
 from arbcli.model.layers.table import TernaryTable
 from arbcli.model.layers.vector import TernaryTaps, TernaryVector

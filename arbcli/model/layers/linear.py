@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from arbcli.config.site import Site
+from arbcli.families.nvfp4.kernels.scaled_nvfp4 import nvfp4_product
 from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_e4m3 import largest_exponents
 from arbcli.kernels.codec.decode_weights import decode_weights_triton
@@ -26,7 +27,6 @@ from arbcli.kernels.matmul.prepacked_rows import prepacked_rows
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
 from arbcli.kernels.matmul.row_by_row import row_by_row
 from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, row_matmul
-from arbcli.kernels.matmul.scaled_nvfp4 import nvfp4_product
 from arbcli.kernels.matmul.swizzled import MOST_ROWS
 from arbcli.kernels.matmul.ternary_matmul import (
     FUSED_ROWS,

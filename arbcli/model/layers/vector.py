@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from arbcli.config.site import Site
-from arbcli.directions.base import State
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, Packed
 from arbcli.kernels.codec.packing import pack_trits
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.streamed import GradientSink, StreamedTensor
+from arbcli.model.optimizers.base import State
 
 DIRECTION = "factored"
 """Direction of the steps: orthogonalisation makes no sense for single columns."""

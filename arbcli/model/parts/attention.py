@@ -39,7 +39,7 @@ from torch.nn import functional
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.site import Site
-from arbcli.kernels.attention.attend_ahead import Kept, attend_ahead, attend_in_turn
+from arbcli.families.ahead.kernels.attend_ahead import Kept, attend_ahead, attend_in_turn
 from arbcli.kernels.attention.attend_parts import (
     AttentionParts,
     attend_parts,

@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from arbcli.device import deterministic
 from arbcli.kernels.attention.causal_attention_backward import (
     causal_attention_backward,
     flash_attention_backward,
@@ -13,6 +12,7 @@ from arbcli.kernels.attention.causal_attention_backward import (
     rounded_causal_gradients,
 )
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.runtime.device import deterministic
 
 
 def random(*shape, dtype=torch.float32, device="cpu"):

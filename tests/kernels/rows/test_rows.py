@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.nn.functional import embedding_bag
 
+from arbcli.families.experts.kernels.expert_combine import expert_combine, expert_combine_backward
 from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.packed import Packed, random_packed
 from arbcli.kernels.codec.packing import pack_trits_reference
-from arbcli.kernels.rows.expert_combine import expert_combine, expert_combine_backward
 from arbcli.kernels.rows.table_rows import scatter_rows_
 from arbcli.kernels.rows.ternary_embedding import embedding_rows
 from arbcli.kernels.rows.weighted_rows import (

@@ -11,8 +11,8 @@ import torch
 from marks import needs_triton
 
 from arbcli.config.presets import preset
-from arbcli.infer.decoder import Decoder
-from arbcli.infer.sampling import Sampling
+from arbcli.generation.decoder import Decoder
+from arbcli.generation.sampling import Sampling
 from arbcli.kernels.attention.decode_attention import count_on_
 from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.matmul.digits_matmul import prepack_digits

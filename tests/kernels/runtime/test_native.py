@@ -13,7 +13,7 @@ from subprocess import check_output, run
 import pytest
 import torch
 
-from arbcli.errors import ArbError
+from arbcli.base.errors import ArbError
 from arbcli.kernels.codec.decode_digits import decode_digits_native, decode_digits_torch
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.registry import BY_NAME, KERNELS

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from arbcli.directions.orthogonal import POLAR_WEIGHTS, SHIFTS
 from arbcli.inspect.trace import without_memory
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import compile_for, use_backend
@@ -19,6 +18,7 @@ from arbcli.kernels.update.newton_schulz import (
     gram_reference,
     has_aligned_rows,
 )
+from arbcli.model.optimizers.orthogonal import POLAR_WEIGHTS, SHIFTS
 from arbcli.verify.compare import compare, poisoned
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)

@@ -11,12 +11,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
-from arbcli.device import deterministic
+from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.build import build_model
 from arbcli.model.layers.compiled import find
 from arbcli.model.stack import Block
-from arbcli.train.compiled_twin import compile_twin
-from arbcli.train.updater import Updater
+from arbcli.model.updater import Updater
+from arbcli.training.compiled_twin import compile_twin
 
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 8}
 

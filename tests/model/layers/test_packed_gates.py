@@ -10,7 +10,7 @@ from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryGate
-from arbcli.train.configure import new_config
+from arbcli.training.configure import new_config
 
 ROWS, WIDTH, OUTPUTS = 80, 48, 32
 

@@ -6,8 +6,8 @@ from graph_parts import assert_same, initialised, normal, site
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arbcli.model.layers.table import MOST_USES, TernaryTable
-from arbcli.rules import RULES
-from arbcli.train.updater import Updater
+from arbcli.model.rules import RULES
+from arbcli.model.updater import Updater
 
 ROWS, DIM = 50, 33
 IDS = torch.tensor([[3, 3, 9, -1], [49, 3, 0, 9], [-1, -1, -1, -1], [7, 50, 9, 9]])

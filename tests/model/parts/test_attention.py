@@ -4,10 +4,10 @@ import pytest
 import torch
 from marks import mostly_slow
 
+from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts import AttentionConfig, MLPConfig
 from arbcli.config.parts.rotary import RotaryConfig
-from arbcli.errors import ArbError
 from arbcli.inspect.memory import predict
 from arbcli.model.build import build_model
 from arbcli.model.layers.vector import VectorWeight

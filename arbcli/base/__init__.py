@@ -1,0 +1,1 @@
+"""Errors, printing, reading of untrusted files, environment and caches."""

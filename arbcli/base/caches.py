@@ -1,0 +1,172 @@
+"""The user's cache of generated files, which are verified before they are read.
+
+A digest is stored next to each file. A file is used if it matches its digest and if only this user
+or root can have written it: a cache may be shared, and libraries in it are executed.
+"""
+
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from hashlib import file_digest, sha256
+from io import BufferedReader
+from pathlib import Path
+
+from arbcli.base.errors import ArbError
+
+_HINT = "free some space there, or set `XDG_CACHE_HOME` to a folder that you own"
+
+
+def cache_folder() -> Path:
+    """Return the folder of the cache: `arb` in `XDG_CACHE_HOME`, or in `~/.cache`.
+
+    Users without a home, as in containers, have `arb-UID` in the directory for temporary files.
+    """
+    parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if not parent.startswith("~"):
+        return Path(parent) / "arb"
+    user = f"-{os.geteuid()}" if hasattr(os, "geteuid") else ""
+    return Path(tempfile.gettempdir()) / f"arb{user}"
+
+
+def own_folder(name: str) -> Path | None:
+    """Make a folder in the cache that only this user or root can write; None if that fails."""
+    try:
+        folder = cache_folder().absolute() / name
+        for each in (folder.parent, folder):
+            _make_own(each)
+            if not _is_own(each.stat()):  # root can change the mode of another user's folder
+                return None
+    except OSError:
+        return None
+    return folder
+
+
+def is_cached(path: Path) -> bool:
+    """Return whether a file that `write_cached` wrote exists and is intact."""
+    with suppress(OSError), _open_own(path) as file, _open_own(_digest_file(path)) as digest:
+        expected = digest.read(2 * sha256().digest_size)
+        return file_digest(file, "sha256").hexdigest().encode() == expected
+    return False
+
+
+def read_cached(path: Path, tell: Callable[[str], None] = lambda _: None) -> bytes | None:
+    """Read a file that `write_cached` wrote; None if it is missing or not intact.
+
+    Args:
+        path: path of the file.
+        tell: called with the reason, one line, if an existing file is not used.
+    """
+    try:
+        with _open_own(path) as file, _open_own(_digest_file(path)) as digest:
+            content = file.read()
+            if sha256(content).hexdigest().encode() == digest.read(2 * sha256().digest_size):
+                return content
+        why = "it is damaged"
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        why = error.strerror or str(error)
+    tell(f"ignored `{path}`: {why}")
+    return None
+
+
+def remove_cached(path: Path) -> None:
+    """Remove a file that `write_cached` wrote, if it exists.
+
+    Raises:
+        ArbError: the cache cannot be written.
+    """
+    try:
+        for file in (path, _digest_file(path)):
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        raise _cannot_write(path.parent, error) from error
+
+
+def write_cached(path: Path, blocks: Iterable[bytes]) -> None:
+    """Write a file and its digest atomically: other processes see the complete file or none.
+
+    Args:
+        path: path in `cache_folder()` or a folder in it, which are created if missing.
+        blocks: content of the file. If the iterator raises an OSError, it is reported as a failure
+            of the cache.
+
+    Raises:
+        ArbError: the cache cannot be written, or other users can write to it.
+    """
+    digest = sha256()
+
+    def hashed() -> Iterator[bytes]:
+        for block in blocks:
+            digest.update(block)
+            yield block
+
+    try:
+        for folder in dict.fromkeys((cache_folder(), path.parent)):
+            _make_own(folder)
+        _replace(path, hashed())
+        _replace(_digest_file(path), [digest.hexdigest().encode()])
+    except OSError as error:
+        raise _cannot_write(path.parent, error) from error
+
+
+def _cannot_write(folder: Path, error: OSError) -> ArbError:
+    return ArbError(f"cannot write to the cache `{folder}`: {error.strerror or error}", hint=_HINT)
+
+
+def _digest_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _open_own(path: Path) -> BufferedReader:
+    """Open a regular file that only this user or root can have written.
+
+    Raises:
+        OSError: the file is missing, not regular, or writable by other users.
+    """
+    flags = os.O_RDONLY
+    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):  # a FIFO would block
+        flags |= getattr(os, name, 0)
+    file = os.fdopen(os.open(path, flags), "rb")
+    status = os.fstat(file.fileno())
+    if stat.S_ISREG(status.st_mode) and _is_own(status) and _is_own(path.parent.stat()):
+        return file
+    file.close()
+    raise PermissionError("it is not a file to which only this user can write")
+
+
+def _is_own(status: os.stat_result) -> bool:
+    if not hasattr(os, "geteuid"):  # on Windows, modes do not describe other users' rights
+        return True
+    return _is_of_user(status) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _is_of_user(status: os.stat_result) -> bool:
+    return not hasattr(os, "geteuid") or status.st_uid in (0, os.geteuid())
+
+
+def _make_own(folder: Path) -> None:
+    """Create a folder that only this user can write; deny others if it exists."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.is_symlink() and not _is_of_user(folder.lstat()):
+        raise PermissionError("it is a link of another user")
+    if not _is_own(folder.stat()):
+        folder.chmod(0o700)  # raises PermissionError if another user owns the folder
+
+
+def _replace(path: Path, blocks: Iterable[bytes]) -> None:
+    """Write a file under a unique temporary name, flush it to disk, and rename it."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            for block in blocks:
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise

@@ -1,0 +1,200 @@
+"""Environment variables that libraries read when they are loaded, and free processors and GPUs."""
+
+import ctypes
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from arbcli.base.errors import ArbError
+
+SETTINGS = {
+    # cuBLAS is only deterministic with a fixed workspace
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # silences start and stop messages of torch's profiler on stderr
+    "KINETO_LOG_LEVEL": "8",
+    # omits the C++ stack trace from the error of a lost process
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+"""Set for every command."""
+SPINS = {False: "12000", True: "2000"}
+"""`GOMP_SPINCOUNT`, by whether other programs keep a processor busy.
+
+Next to another program, a step of training took 24 s instead of 0.3 s with the long spin; alone,
+the short one is slower. It is not set for a float baseline, whose speed it halves on CPUs whose
+threads wake slowly.
+"""
+LOOKS, LOOK_SECONDS = 3, 0.005
+"""Samples of the number of running processes before a run, and the pause between two of them."""
+LOOKS_FOR_THREADS = 20
+"""Samples before the number of threads is chosen; more of them, as it is fixed for the run."""
+COUNTS = Path("/proc/stat")
+"""Linux's file with the number of running processes."""
+
+TWINS = ("float", "ste")
+"""Choices of `--weights` that train a float baseline."""
+INTERPRET = "TRITON_INTERPRET"
+"""Triton's variable: at `1`, kernels run in its interpreter. It is read when they are defined."""
+
+
+def set_environment(words: Sequence[str] = ()) -> None:
+    """Set the variables of `SETTINGS` and `GOMP_SPINCOUNT`, unless the user has set them.
+
+    Args:
+        words: arguments of the command line; `--weights float` and `ste` train a float baseline.
+    """
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    if not trains_twin(words) and "GOMP_SPINCOUNT" not in os.environ:
+        os.environ["GOMP_SPINCOUNT"] = SPINS[words[:1] == ["train"] and others_running() > 0]
+
+
+def keep_compiled_modules() -> None:
+    """Keep compiled modules in the cache of `arb` where Python keeps none of torch's.
+
+    Every process would compile them otherwise, which takes 2 to 3 s. Python keeps none where
+    torch's folder cannot be written, or where `PYTHONDONTWRITEBYTECODE` is set, as in many
+    containers. A folder that `PYTHONPYCACHEPREFIX` names is used as it is. Processes that this one
+    starts use the same folder.
+    """
+    if "torch" in sys.modules or sys.pycache_prefix is not None:
+        return
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return
+    keeps = not sys.dont_write_bytecode and os.access(Path(torch.origin).parent, os.W_OK)
+    if keeps or os.path.exists(importlib.util.cache_from_source(torch.origin)):
+        return
+    from arbcli.base.caches import own_folder
+
+    folder = own_folder("modules")
+    if folder is not None:
+        sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
+        os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def others_running(looks: int = LOOKS) -> int:
+    """Return the number of processors that other programs keep busy, the minimum of some samples.
+
+    Args:
+        looks: number of samples, `LOOK_SECONDS` apart.
+
+    Returns:
+        The number; always 0 outside of Linux.
+    """
+    fewest = sys.maxsize
+    for look in range(looks):
+        time.sleep(LOOK_SECONDS if look else 0)
+        try:
+            lines = COUNTS.read_text().splitlines()
+        except OSError:
+            return 0
+        running = [line.split()[1] for line in lines if line.startswith("procs_running ")]
+        fewest = min(fewest, int(running[0]) - 1 if running else 0)  # without this program
+        if fewest <= 0:
+            return 0
+    return fewest
+
+
+def free_threads(threads: int, processors: int) -> int:
+    """Return the number of threads to compute with while other programs run.
+
+    Threads divide work evenly, so one that shares its processor with another program delays all of
+    them: busy processors are left to other programs, if at most half of all are busy.
+
+    Args:
+        threads: number of threads on an idle machine.
+        processors: number of processors of the machine.
+
+    Returns:
+        At most `threads`; exactly `threads` if `OMP_NUM_THREADS` is set.
+    """
+    if threads == 1 or "OMP_NUM_THREADS" in os.environ:
+        return threads
+    busy = others_running(LOOKS_FOR_THREADS)
+    return min(threads, processors - busy) if 2 * busy <= processors else threads
+
+
+def trains_twin(words: Sequence[str]) -> bool:
+    """Return whether a command line trains a float baseline; the last `--weights` counts."""
+    weights = "ternary"
+    for index, word in enumerate(words):
+        if word == "--weights":
+            weights = "".join(words[index + 1 : index + 2])
+        elif word.startswith("--weights="):
+            weights = word.removeprefix("--weights=")
+    return weights in TWINS
+
+
+def is_for_cpu(device: str | None) -> bool:
+    """Return whether no GPU computes.
+
+    Args:
+        device: the one that was asked for; None is the GPU if there is one.
+    """
+    import torch  # takes seconds, so not for `arb --help`
+
+    return not torch.cuda.is_available() or (device or "").startswith("cpu")
+
+
+def interpret_kernels_without_gpu(device: str | None) -> None:
+    """Select Triton's interpreter if the device is not a GPU; call it before importing kernels.
+
+    Args:
+        device: the requested device; None is the GPU if there is one.
+    """
+    if is_for_cpu(device):
+        os.environ[INTERPRET] = "1"
+
+
+def no_cuda_device(name: str) -> ArbError:
+    """Return the error for a CUDA device that does not exist."""
+    return ArbError(
+        f"there is no CUDA device for `{name}`", hint="use `--device cpu`, or leave it out"
+    )
+
+
+def no_gpu_for_triton(device: str) -> ArbError:
+    """Return the error for the `triton` backend on a device that is not a GPU."""
+    return ArbError(
+        f"the `triton` backend needs a CUDA device, and this run is on `{device}`",
+        hint="use `--backend torch`, or `--device cuda` on a machine with an NVIDIA GPU",
+    )
+
+
+def interpreter_not_asked_for() -> ArbError:
+    """Return the error for the `interpreter` backend where kernels were defined without it."""
+    return ArbError(
+        "the `interpreter` backend was not asked for before the kernels were defined",
+        hint=f"set the environment variable `{INTERPRET}=1`",
+    )
+
+
+def may_have_gpu() -> bool:
+    """Return whether torch might find a GPU, without importing it: on Linux, by its driver."""
+    if sys.platform != "linux":
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Path("/dev/kfd").exists()  # an AMD GPU, whose device type is `cuda` too
+    return True
+
+
+def number_in(environment: Mapping[str, str], name: str, least: int, most: int = 2**31 - 1) -> int:
+    """Parse a whole number from an environment variable.
+
+    Raises:
+        ArbError: the value is not a whole number, or is not in `least` to `most`.
+    """
+    text = environment[name]
+    number = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else -1
+    if not least <= number <= most:
+        raise ArbError(
+            f"the environment variable `{name}` is `{text}`",
+            hint=f"set it to a whole number from {least} to {most}",
+        )
+    return number

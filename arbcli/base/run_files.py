@@ -1,0 +1,106 @@
+"""Names of runs and checkpoints, and how to find them, without importing torch."""
+
+import re
+from pathlib import Path
+
+from arbcli.base.errors import ArbError
+from arbcli.base.reading import read_json
+
+CONFIG = "config.json"
+"""File of a run with its configuration, its text, and the versions at its start."""
+COMPANIONS = "hugging_face"
+"""Folder of a run with other files of an imported model, which exports include."""
+RUNS = Path("runs")
+"""Default directory of runs."""
+_FILE_NAME = re.compile(r"step-([0-9]{6,})\.safetensors")
+_BEST_NAME = re.compile(r"best-([0-9]{6,})\.safetensors")
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Return the path of the checkpoint of a step."""
+    return directory / f"step-{step:06d}.safetensors"
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """Return the checkpoints of a run, highest step first."""
+    paths = directory.glob("step-*.safetensors")
+    found = (path for path in paths if _FILE_NAME.fullmatch(path.name) and not path.is_dir())
+    return sorted(found, key=step_of, reverse=True)
+
+
+def best_checkpoints(directory: Path) -> list[Path]:
+    """Return the best checkpoint of a run; two if `keep_best` was interrupted."""
+    return sorted(p for p in directory.glob("best-*.safetensors") if _BEST_NAME.fullmatch(p.name))
+
+
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint or best checkpoint.
+
+    Raises:
+        ValueError: the file has another name.
+    """
+    named = _FILE_NAME.fullmatch(path.name) or _BEST_NAME.fullmatch(path.name)
+    if named is None:
+        raise ValueError(f"`{path.name}` does not name a checkpoint")
+    return int(named[1])
+
+
+def without_checkpoint(directory: Path) -> ArbError:
+    """Return the error for a directory without a checkpoint."""
+    return ArbError(
+        f"there is no checkpoint in `{directory}`",
+        hint="name the directory of a run with a checkpoint",
+    )
+
+
+def run_of(path: Path) -> Path:
+    """Return the directory of a checkpoint, or `path` itself if it is a directory."""
+    return path if path.is_dir() else path.parent
+
+
+def directory_of(path: Path) -> Path:
+    """Return the directory of a run, given the directory or a checkpoint in it.
+
+    Raises:
+        ArbError: the directory has no run.
+    """
+    run = run_of(path)
+    if not path.exists() or not (run / CONFIG).exists():
+        raise ArbError(f"there is no run at `{path}`", hint="name a run directory or a checkpoint")
+    return run
+
+
+def latest_run(root: Path = RUNS) -> Path:
+    """Return the run with a checkpoint that was started last.
+
+    Raises:
+        ArbError: there is none, or a `config.json` is invalid.
+    """
+    runs = [path.parent for path in root.glob(f"*/{CONFIG}") if checkpoints(path.parent)]
+    if not runs:
+        raise ArbError(
+            f"there is no run in `{root}` that has saved anything",
+            hint="name a run or a checkpoint, or start a run with `arb train`",
+        )
+
+    def begun(run: Path) -> tuple[int, str, str]:
+        # modification times change with copies, and the clock may have been set back
+        facts = read_json(run / CONFIG, {"number": int | None, "started": str | None})
+        return facts.get("number") or 0, facts.get("started") or "", run.name
+
+    return max(runs, key=begun)
+
+
+def check_free(run: Path) -> None:
+    """Check that a path can become the directory of a new run.
+
+    Raises:
+        ArbError: it is a file, or contains a run.
+    """
+    if run.is_file():
+        raise ArbError(f"`{run}` is a file", hint="choose another `--out`")
+    if (run / CONFIG).exists():
+        raise ArbError(
+            f"`{run}` already contains a run",
+            hint=f"continue it with `--resume {run}`, or choose another `--out`",
+        )

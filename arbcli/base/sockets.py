@@ -1,0 +1,83 @@
+"""CPU affinity: pins the threads of a process to one socket, near its memory and GPU."""
+
+import os
+from pathlib import Path
+
+from arbcli.base.errors import ArbError
+
+ROOT = Path("/")
+
+
+def sockets(root: Path = ROOT) -> dict[int, set[int]]:
+    """Return the processors that this process may use, by socket number.
+
+    Args:
+        root: root of the file system with `/sys`.
+    """
+    found: dict[int, set[int]] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/physical_package_id"
+        try:
+            number = int(path.read_text())
+        except (OSError, ValueError):
+            number = 0
+        found.setdefault(number, set()).add(cpu)
+    return found
+
+
+def near_gpu(index: int, root: Path = ROOT) -> set[int]:
+    """Return the processors that are near an NVIDIA GPU; empty if unknown.
+
+    Args:
+        index: index of the GPU among the visible ones.
+        root: as in `sockets`.
+    """
+    try:
+        addresses = sorted(path.name for path in (root / "proc/driver/nvidia/gpus").iterdir())
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        numbers = [int(one) for one in visible.split(",")] if visible else range(len(addresses))
+        address = addresses[numbers[index]].lower()
+        return _numbers((root / f"sys/bus/pci/devices/{address}/local_cpulist").read_text())
+    except (OSError, ValueError, IndexError):
+        return set()
+
+
+def _numbers(text: str) -> set[int]:
+    """Parse a list of processors, such as `0-31,64-95`."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def pin_to_socket(process: int, *, on_cpu: bool, root: Path = ROOT) -> tuple[int, set[int]]:
+    """Pin all threads of this process, and those that they start, to one socket.
+
+    This is the socket near the process's GPU, or on a CPU the sockets in turn.
+
+    Args:
+        process: local rank of the process.
+        on_cpu: whether it computes on the CPU.
+        root: as in `sockets`.
+
+    Returns:
+        The number of the socket, and its processors.
+
+    Raises:
+        ArbError: the system does not support affinity, or has one socket.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise ArbError("this system does not support pinning", hint="leave `--pin` out")
+    known = sockets(root)
+    if len(known) < 2:
+        raise ArbError(
+            "`--pin` needs several sockets, and this process may only use one",
+            hint="leave `--pin` out",
+        )
+    near = set() if on_cpu else near_gpu(process, root)
+    turn = sorted(known)[process % len(known)]
+    chosen = max(known, key=lambda number: (len(known[number] & near), number == turn))
+    for thread in (ROOT / "proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), known[chosen])
+    return chosen, known[chosen]

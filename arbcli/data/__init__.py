@@ -1,0 +1,1 @@
+"""Text: files, conversion, tokens and chats, to seeded batches."""

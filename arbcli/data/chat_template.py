@@ -1,0 +1,247 @@
+"""Chat templates, which format messages as the text that a model was trained on.
+
+A template is untrusted code. It runs in Jinja's sandbox, which only exposes the messages and no
+Python objects, with bounded loops and output.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from arbcli.base.errors import ArbError, optional_module, os_errors
+from arbcli.base.reading import read_json, read_small, shown
+from arbcli.base.run_files import COMPANIONS
+from arbcli.data.tokens import FILE
+
+TEMPLATE = "chat_template.jinja"
+SETTINGS = "tokenizer_config.json"
+OLD_TEMPLATE = "chat_template.json"
+LARGEST = 2**20
+"""Maximum size of a template in bytes."""
+MOST_CHARACTERS = 2**24
+"""Maximum length of a template's output."""
+MOST_ROUNDS = 100_000
+"""Maximum number of iterations over `range` in one rendering."""
+UNBOUNDED = ("center", "expandtabs", "format", "format_map", "ljust", "rjust", "zfill")
+"""Methods of strings that can return very long strings, which are forbidden."""
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+"""Variables with special tokens in templates."""
+HINT = f"put the model's own `{TEMPLATE}` next to its tokenizer"
+
+Message = Mapping[str, Any]
+"""A message: `role`, `content`, and other fields that the template uses."""
+
+
+class ChatTemplate:
+    """A Jinja template with the conventions of Transformers.
+
+    Args:
+        source: source of the template.
+        name: name of its file, for errors.
+        tokens: texts of special tokens, by the names of `SPECIAL`.
+
+    Raises:
+        ArbError: the package jinja2 is missing, or `source` is not a template.
+    """
+
+    def __init__(self, source: str, name: str, tokens: Mapping[str, str]) -> None:
+        self.source, self.name, self.tokens = source, name, dict(tokens)
+        jinja, sandbox, _ = (
+            optional_module(module, name, "jinja2", "'arb[chat]'")
+            for module in ("jinja2", "jinja2.sandbox", "jinja2.ext")
+        )
+        self._error = jinja.TemplateError
+        environment = _environment(jinja, sandbox)
+        try:
+            self._template = environment.from_string(source)
+        except (jinja.TemplateError, RecursionError, MemoryError) as error:
+            raise ArbError(
+                f"`{name}` is not a chat template: {_reason(error)}", hint=HINT
+            ) from None
+
+    def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
+        """Format messages as one text.
+
+        Args:
+            messages: messages of a chat in their order.
+            asks: whether to add the generation prompt.
+
+        Raises:
+            ArbError: the template refuses the messages, fails, or exceeds a limit.
+        """
+        tokens = {name: self.tokens.get(name, "") for name in SPECIAL}
+        parts, length = [], 0
+        try:
+            for part in self._template.generate(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=asks,
+                range=_bounded_range(),
+                **tokens,
+            ):
+                parts.append(part)
+                length += len(part)
+                if length > MOST_CHARACTERS:
+                    raise OverflowError(f"it writes more than {MOST_CHARACTERS:,} characters")
+        except Exception as error:  # expressions of the template can raise any exception
+            raise ArbError(
+                f"`{self.name}` cannot format these messages: {_reason(error)}", hint=HINT
+            ) from None
+        return "".join(parts)
+
+
+def _environment(jinja: Any, sandbox: Any) -> Any:
+    """Create the sandboxed environment of templates."""
+
+    class Sandbox(sandbox.ImmutableSandboxedEnvironment):
+        """Sandbox without mutation, Python's attributes, or operations that grow strings."""
+
+        intercepted_binops = frozenset(("*", "**", "%"))
+
+        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+            if isinstance(obj, str | bytes) and attr in UNBOUNDED:
+                return False
+            return super().is_safe_attribute(obj, attr, value)
+
+        def wrap_str_format(self, value: Any) -> None:
+            """Treat `str.format` like other methods, which `is_safe_attribute` checks."""
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            numbers = isinstance(left, int | float) and isinstance(right, int | float)
+            if operator == "**" or not numbers:
+                raise sandbox.SecurityError(f"`{operator}` is not allowed for these values")
+            return super().call_binop(context, operator, left, right)
+
+    class Generation(jinja.ext.Extension):
+        """The block `{% generation %}`, which marks answers; its content is rendered as usual."""
+
+        tags = frozenset(("generation",))
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+
+    def refuse(message: object) -> None:
+        raise jinja.TemplateError(str(message))
+
+    environment.globals.clear()
+    environment.globals["namespace"] = jinja.utils.Namespace
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.filters["tojson"] = _to_json
+    for name in ("center", "format", "indent", "filesizeformat", "random", "wordwrap"):
+        environment.filters.pop(name)
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=None if indent is None else min(indent, 8))
+
+
+def _bounded_range() -> Any:
+    """Return a `range` function whose total number of iterations is bounded."""
+    left = MOST_ROUNDS
+
+    def bounded(*bounds: int) -> range:
+        nonlocal left
+        rounds = range(*bounds)
+        left -= len(rounds)
+        if left < 0:
+            raise OverflowError(f"its loops have more than {MOST_ROUNDS:,} rounds")
+        return rounds
+
+    return bounded
+
+
+def _reason(error: BaseException) -> str:
+    return shown(" ".join(str(error).split()) or type(error).__name__)
+
+
+def keep_template(tokenizer: Path | str, run: Path) -> None:
+    """Copy the template and the texts of special tokens into a run without a template.
+
+    Raises:
+        ArbError: a file is damaged, or cannot be written.
+    """
+    template, folder = find_template(tokenizer), run / COMPANIONS
+    if template is None or find_template(run / FILE) is not None:
+        return
+    with os_errors("write to", folder, "choose another `--out`"):
+        folder.mkdir(exist_ok=True)
+        (folder / TEMPLATE).write_bytes(template.source.encode())
+        (folder / SETTINGS).write_text(json.dumps(template.tokens))
+
+
+def find_template(tokenizer: Path | str) -> ChatTemplate | None:
+    """Return the chat template next to a tokenizer, or in its folder of companions.
+
+    Args:
+        tokenizer: path of a `tokenizer.json`.
+
+    Returns:
+        The template; None if there is none.
+
+    Raises:
+        ArbError: a file is damaged.
+    """
+    for folder in (Path(tokenizer).parent / COMPANIONS, Path(tokenizer).parent):
+        settings: dict[str, Any] = {}
+        if (folder / SETTINGS).exists():
+            settings = read_json(folder / SETTINGS, {})
+        tokens = {name: _token(settings.get(name)) for name in SPECIAL}
+        for name, source in _sources(folder, settings):
+            return ChatTemplate(source, name, tokens)
+    return None
+
+
+def template_of(run: Path) -> ChatTemplate:
+    """Return the chat template of a saved model.
+
+    Args:
+        run: folder with its checkpoint and its tokenizer.
+
+    Raises:
+        ArbError: the template is missing or damaged.
+    """
+    template = find_template(run / FILE)
+    if template is None:
+        raise without_template(run)
+    return template
+
+
+def without_template(run: Path) -> ArbError:
+    """Return the error for a saved model without a chat template."""
+    return ArbError(
+        f"`{run}` has no chat template",
+        hint="leave `--chat` out, or import a model that was trained to chat",
+    )
+
+
+def _sources(folder: Path, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the file names and sources of a folder's templates, in order of precedence."""
+    path = folder / TEMPLATE
+    if path.exists():
+        yield str(path), read_small(path, LARGEST, HINT).decode(errors="replace")
+    old = folder / OLD_TEMPLATE
+    held = read_json(old, {}).get("chat_template") if old.exists() else None
+    for name, found in ((old, held), (folder / SETTINGS, settings.get("chat_template"))):
+        if isinstance(found, list):  # several named templates
+            named = {each.get("name"): each.get("template") for each in found if is_table(each)}
+            found = named.get("default")
+        if isinstance(found, str):
+            yield str(name), found
+
+
+def is_table(value: object) -> bool:
+    """Return whether a JSON value is an object."""
+    return isinstance(value, dict)
+
+
+def _token(value: Any) -> str:
+    """Return the text of a special token, which is a string or an object with one."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,340 @@
+"""Conversion of compressed and structured files to files of plain bytes in the cache.
+
+Texts are memory-mapped, which requires files of plain bytes. A `.gz` or `.zst` file, the field of a
+`.jsonl` or `.parquet` file, a sound and a picture (see `arbcli.families.media`) are converted to
+such a file block by block; its name is a hash of the path, size and modification time of the
+source. A small file may unpack to terabytes, so both the output and the length of a record are
+bounded.
+"""
+
+import gzip
+import itertools
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, dataclass
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from arbcli.base.caches import cache_folder, is_cached, write_cached
+from arbcli.base.environment import number_in
+from arbcli.base.errors import ArbError, optional_module
+from arbcli.base.reading import unreadable
+from arbcli.families.media import pictures, sound
+from arbcli.families.media.kinds import SUFFIXES_OF, medium_of
+
+COMPRESSED = (".gz", ".zst")
+BLOCK_BYTES = 2**20
+FRAME_BYTES = 2**10
+"""Bytes of a Zstandard file that are unpacked at once, as each KiB may unpack to 32 MiB."""
+RECORD_BYTES = 2**24
+"""Maximum length of a line of records in bytes."""
+ROWS = 1024
+"""Rows of a Parquet file that are read at once."""
+LIMIT = "ARB_UNPACKED_GIB"
+"""Environment variable with the maximum size of an unpacked file in GiB."""
+FEWEST_BYTES, MOST_TIMES = 2**29, 100
+"""Default maximum: this number of bytes, or this multiple of the file's, whichever is larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Options of the conversion of files to bytes."""
+
+    field: str | None = None
+    """Field of records with the text; None reads JSON lines as plain text."""
+    sound: str | None = None
+    """Format of sounds, one of `arbcli.families.media.sound.FORMS`. None leaves sounds in folders
+    out, and converts those named explicitly to `mulaw`."""
+    picture: str | None = None
+    """Format of pictures, see `arbcli.families.media.pictures.FORM`. None leaves pictures in
+    folders out, and converts those named explicitly to `rgb`."""
+
+    def takes(self, name: str) -> bool:
+        """Return whether a file in a folder is read: sounds and pictures only with a format."""
+        kind = medium_of(name)
+        return kind is None or getattr(self, kind) is not None
+
+
+PLAIN = Conversion()
+
+
+def texts_folder() -> Path:
+    """Return the folder of the cache for converted texts."""
+    return cache_folder() / "texts"
+
+
+def plain_file(path: Path, conversion: Conversion = PLAIN) -> Path:
+    """Return the path of a file's plain bytes, which are created in the cache if needed.
+
+    Args:
+        path: path of the file; its suffix determines the conversion.
+        conversion: options of the conversion.
+
+    Returns:
+        `path` if the file is plain, or the path of a file in the cache.
+
+    Raises:
+        ArbError: the file cannot be read, lacks the field or is too large unpacked; the cache
+            cannot be written; or a package is missing.
+    """
+    name, field = _name_inside(path), conversion.field
+    is_table, is_medium = name.endswith(".parquet"), medium_of(name) is not None
+    if is_table and field is None:
+        raise ArbError(
+            f"`{path}` has columns, and none of them was named",
+            hint="name the one with the text: `--field text`",
+        )
+    has_records = field is not None and name.endswith(".jsonl")
+    if name == path.name.lower() and not (is_table or is_medium or has_records):
+        return path
+    options = [field or "", *(option for option in astuple(conversion)[1:] if option)]
+    blocks = _blocks(path, name, conversion)
+    return converted(path, " ".join(options), lambda size: _bounded(blocks, path, size))
+
+
+def converted(path: Path, settings: str, make: Callable[[int], Iterable[bytes]]) -> Path:
+    """Return the file with a conversion of a text file, created in the cache if needed.
+
+    It is found by path, size and time of the file.
+
+    Args:
+        path: path of the file.
+        settings: everything else that the conversion depends on.
+        make: takes the size of the file in bytes, and returns the blocks of the conversion.
+
+    Raises:
+        ArbError: the file cannot be read, or the cache cannot be written.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    key = f"{os.path.realpath(path)}\n{status.st_size} {status.st_mtime_ns}\n{settings}"
+    cached = texts_folder() / sha256(key.encode(errors="surrogateescape")).hexdigest()
+    if not is_cached(cached):
+        write_cached(cached, make(status.st_size))
+    return cached
+
+
+def may_have_records(path: Path) -> bool:
+    """Return whether a file may have records, by its suffix."""
+    return _name_inside(path).endswith((".jsonl", ".parquet"))
+
+
+def _bounded(blocks: Iterator[bytes], path: Path, packed_bytes: int) -> Iterator[bytes]:
+    """Yield blocks of plain bytes up to the maximum size.
+
+    Raises:
+        ArbError: there are more bytes, or the file cannot be read.
+    """
+    most = max(FEWEST_BYTES, MOST_TIMES * packed_bytes)
+    if LIMIT in os.environ:
+        most = number_in(os.environ, LIMIT, 1) * 2**30
+    total = 0
+    try:
+        for block in blocks:
+            total += len(block)
+            if total > most:
+                raise ArbError(
+                    f"`{path}`, of {packed_bytes:,} bytes, unpacks to more than {most:,}",
+                    hint=f"if this is intended, set `{LIMIT}` to the maximum size in GiB",
+                )
+            yield block
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _name_inside(path: Path) -> str:
+    """Return the file's name in lower case, without suffixes of compression."""
+    name = path.name.lower()
+    for suffix in COMPRESSED:
+        name = name.removesuffix(suffix)
+    return name
+
+
+def _blocks(path: Path, name: str, conversion: Conversion) -> Iterator[bytes]:
+    """Yield the plain bytes of a file."""
+    field = conversion.field
+    if medium_of(name):
+        if name != path.name.lower():
+            raise ArbError(f"`{path}` is a compressed sound or picture", hint="unpack it")
+        yield from _medium(path, conversion)
+        return
+    if name.endswith(".parquet"):
+        if name != path.name.lower():
+            raise ArbError(
+                f"`{path}` is a compressed Parquet file",
+                hint="Parquet compresses by itself: unpack it",
+            )
+        assert field is not None, "`plain_file` refuses a table without a field"
+        yield from _column(path, field)
+        return
+    blocks = _unpacked(path)
+    yield from _records(blocks, path, conversion) if field and name.endswith(".jsonl") else blocks
+
+
+def _medium(path: Path, conversion: Conversion) -> Iterator[bytes]:
+    """Yield the bytes of a sound or a picture."""
+    if path.name.lower().endswith(sound.SUFFIXES):
+        return sound.sound_bytes(path, conversion.sound or sound.FORMS[0])
+    return pictures.picture_bytes(path, conversion.picture or "rgb")
+
+
+def _unpacked(path: Path) -> Iterator[bytes]:
+    """Yield the decompressed bytes of a file, by its last suffix."""
+    suffix = path.suffix.lower()
+    zstandard = _package("zstandard", path) if suffix == ".zst" else None
+    broken = zstandard.ZstdError if zstandard else (EOFError, zlib.error, gzip.BadGzipFile)
+    try:
+        with gzip.open(path) if suffix == ".gz" else path.open("rb") as file:
+            blocks = iter(lambda: file.read(BLOCK_BYTES), b"")
+            yield from _frames(blocks, zstandard.ZstdDecompressor()) if zstandard else blocks
+    except broken as error:
+        raise ArbError(
+            f"`{path}` cannot be unpacked: {error}",
+            hint="it is truncated or damaged: fetch it again",
+        ) from None
+
+
+def _frames(blocks: Iterator[bytes], decompressor: Any) -> Iterator[bytes]:
+    """Unpack the frames of a Zstandard file, and check that the last one is complete."""
+    frame = None
+    for block in blocks:
+        for start in range(0, len(block), FRAME_BYTES):
+            packed = block[start : start + FRAME_BYTES]
+            while packed:
+                frame = frame or decompressor.decompressobj()
+                plain = frame.decompress(packed)
+                for begin in range(0, len(plain), BLOCK_BYTES):
+                    yield plain[begin : begin + BLOCK_BYTES]
+                packed = frame.unused_data if frame.eof else b""
+                frame = None if frame.eof else frame
+    if frame is not None:
+        raise import_module("zstandard").ZstdError("it ends within a frame")
+
+
+def _records(blocks: Iterator[bytes], path: Path, conversion: Conversion) -> Iterator[bytes]:
+    """Yield the text of each record."""
+    for number, line in enumerate(_lines(blocks, path), 1):
+        if line.strip():
+            yield from _text_of(line, number, path, conversion)
+
+
+def _lines(blocks: Iterator[bytes], path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, without newlines; the last may lack one.
+
+    Raises:
+        ArbError: a line is longer than `RECORD_BYTES`.
+    """
+    unfinished: list[bytes] = []
+    size = 0
+    for block in itertools.chain(blocks, [b"\n"]):
+        first, *others = block.split(b"\n")
+        size += len(first)
+        if size > RECORD_BYTES:
+            raise ArbError(
+                f"`{path}` has a line of more than {RECORD_BYTES:,} bytes",
+                hint="`--field` reads an object a line: split it, or save its text as a plain file",
+            )
+        if first:
+            unfinished.append(first)
+        if others:
+            yield b"".join(unfinished)
+            yield from others[:-1]
+            unfinished, size = [others[-1]], len(others[-1])
+
+
+def _text_of(line: bytes, number: int, path: Path, conversion: Conversion) -> Iterator[bytes]:
+    """Yield the field of a record, which is a text or a list of parts, and a newline."""
+    field = conversion.field
+    try:
+        value = json.loads(line)[field]
+        parts = [_part(part) for part in value] if isinstance(value, list) else [("text", value)]
+        if not all(isinstance(part, str) for _, part in parts):
+            raise TypeError("it is neither a text nor a list of parts")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        why = f"it has no `{field}`" if isinstance(error, KeyError) else str(error)
+        raise ArbError(
+            f"line {number} of `{path}`: {why}",
+            hint="each line must be an object; `--field` names the one with the text, or with"
+            ' parts, as in [{"text": "a dog"}, {"sound": "dog.wav"}]',
+        ) from None
+    for kind, part in parts:
+        if kind == "text":
+            yield part.encode(errors="surrogatepass")
+            continue
+        file = path.parent / part
+        if not file.name.lower().endswith(SUFFIXES_OF[kind]):
+            raise ArbError(
+                f"line {number} of `{path}`: `{part}` is not a {kind}",
+                hint=f"name a file that ends in {', '.join(SUFFIXES_OF[kind])}",
+            )
+        try:
+            yield from _medium(file, conversion)
+        except OSError as error:
+            raise ArbError(
+                f"line {number} of `{path}`: cannot read `{part}`: {error.strerror or error}",
+                hint="paths are relative to the file that names them",
+            ) from error
+    yield b"\n"
+
+
+def _part(part: Any) -> tuple[str, Any]:
+    """Return the kind (`text`, `sound` or `picture`) and the value of a part of a record."""
+    if not isinstance(part, dict) or len(part) != 1 or not {"text", *SUFFIXES_OF} & part.keys():
+        raise TypeError("a part needs exactly one of `text`, `sound` and `picture`")
+    return next(iter(part.items()))
+
+
+def _column(path: Path, field: str) -> Iterator[bytes]:
+    arrow = _package("pyarrow", path)
+    parquet = _package("pyarrow.parquet", path)
+    no_text = ArbError(
+        f"the column `{field}` of `{path}` has no text", hint="name another with `--field`"
+    )
+    try:
+        schema = parquet.read_schema(path)
+        if field not in schema.names:
+            raise ArbError(
+                f"`{path}` has no column `{field}`",
+                hint=f"choose one of: {', '.join(f'`{name}`' for name in schema.names)}",
+            )
+        if arrow.types.is_nested(schema.types[schema.names.index(field)]):
+            raise no_text
+        # as a dictionary, which stores equal values of different rows once
+        with parquet.ParquetFile(path, read_dictionary=[field]) as table:
+            for rows in table.iter_batches(batch_size=ROWS, columns=[field]):
+                for value in rows.column(0):
+                    text = _value(value, path, field)
+                    if isinstance(text, str | bytes):
+                        yield (text.encode() if isinstance(text, str) else text) + b"\n"
+                    elif text is not None:
+                        raise no_text
+    except arrow.ArrowException as error:
+        raise ArbError(
+            f"`{path}` cannot be read: {error}", hint="it is truncated or damaged: fetch it again"
+        ) from None
+
+
+def _value(value: Any, path: Path, field: str) -> Any:
+    """Convert a value of a column to an object.
+
+    Raises:
+        ArbError: it is a string that is not valid UTF-8.
+    """
+    try:
+        return value.as_py()
+    except UnicodeDecodeError as error:
+        raise ArbError(
+            f"`{path}` cannot be read: a value of `{field}` is not UTF-8: {error.reason}",
+            hint="it is truncated or damaged: fetch it again",
+        ) from None
+
+
+def _package(name: str, path: Path) -> Any:
+    package = name.partition(".")[0]
+    return optional_module(name, path, package, package)

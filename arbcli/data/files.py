@@ -1,0 +1,261 @@
+"""Files of a text: which ones a file name, a glob or a folder stands for."""
+
+import glob
+import os
+import re
+import stat
+import sysconfig
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from arbcli.base.errors import ArbError, quoted
+from arbcli.base.reading import shown, unreadable
+from arbcli.data.conversion import Conversion, may_have_records
+from arbcli.families.media.kinds import medium_of
+
+PACKED = (".gz", ".zst", ".parquet")
+"""Suffixes of files that are unpacked: they are binary, but their contents may be text."""
+PEEKED_BYTES = 8192
+"""Bytes at the start of a file in which a zero byte marks it as binary."""
+SAVED = (".safetensors", ".gguf")
+"""Suffixes of saved models, which are left out of a folder's texts."""
+RUN = "config.json", frozenset({"metrics.jsonl", ".lock"})
+"""A folder with the first file and any of the others is a run."""
+MOST_WEIGHT = 10**9
+"""Largest weight of a text in a mixture."""
+NOT_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+"""Folders left out of the standard library: installed packages and tests."""
+
+
+def find_files(entries: Sequence[str], left_out: list[str], conversion: Conversion) -> list[Path]:
+    """List the files with any bytes that `entries` name, each once, in the order of `entries`.
+
+    Args:
+        entries: files, globs and folders.
+        left_out: runs, models and binary files of folders are appended to it.
+        conversion: conversion of files that are not plain to bytes.
+
+    Raises:
+        ArbError: an entry matches no file or cannot be read.
+    """
+    unique: dict[str, Path] = {}
+    for entry in entries:
+        for file in _expand(entry, left_out, conversion):
+            unique.setdefault(os.path.realpath(file), file)
+    files = [file for file in unique.values() if file_bytes(file)]
+    if not files:
+        raise _without_text(entries)
+    return files
+
+
+def _expand(entry: str, left_out: list[str], conversion: Conversion) -> list[Path]:
+    path = os.path.expanduser(entry)
+    is_named = _mode(path) != 0
+    files, media = [], set[str]()
+    for match in [path] if is_named else sorted(set(_matches(path))):
+        mode = _mode(match)
+        if stat.S_ISDIR(mode):
+            below = _files_below(match, left_out)
+            binary = {file for file in below if _is_left_out(file, conversion)}
+            left_out += map(str, binary)
+            media |= {kind for file in binary if (kind := medium_of(file.name))}
+            files += [file for file in below if file not in binary]
+        elif is_named or stat.S_ISREG(mode):
+            files.append(Path(os.path.abspath(match)))
+    if not files:
+        raise _without_files(entry, is_named=is_named, media=media)
+    return files
+
+
+def find_standard_library() -> list[Path]:
+    """List the Python files of the standard library, without tests.
+
+    Raises:
+        ArbError: this Python has no source of it.
+    """
+    folder = sysconfig.get_paths()["stdlib"]
+    files = [file for file in _files_below(folder, [], NOT_TEXT) if file.suffix == ".py"]
+    files = [file for file in files if file_bytes(file)]
+    if len(files) < 2:
+        raise ArbError(
+            f"this Python has no source of its standard library in `{folder}`",
+            hint="name a text with `--data`",
+        )
+    return files
+
+
+def check_named(entries: Iterable[str], field: str | None = None) -> None:
+    """Check that entries exist, without reading folders or files.
+
+    Args:
+        entries: entries of texts, see `open_texts`.
+        field: the `--field` of records; None if it was not given.
+
+    Raises:
+        ArbError: an entry matches nothing, or is neither a folder nor a readable file; or all
+            entries are empty files; or `field` is given and all are files without fields.
+    """
+    entries, plain, has_bytes = list(entries), [], False
+    for entry in entries:
+        path = os.path.expanduser(weight_of(entry)[0])
+        mode = _mode(path)
+        if mode and not stat.S_ISDIR(mode):
+            has_bytes |= file_bytes(Path(path)) > 0
+            plain.append(not may_have_records(Path(path)))
+        elif not mode and next(_matches(path), None) is None:
+            raise _without_files(weight_of(entry)[0], is_named=False)
+        else:
+            plain.append(False)
+            has_bytes = True  # unknown until the folder or glob is read
+    if entries and not has_bytes:
+        raise _without_text(entries)
+    if field is not None and plain and all(plain):
+        raise ArbError(
+            f"`--field {field}` only applies to records, and none of the texts is a .jsonl or"
+            " .parquet file",
+            hint="leave `--field` out: plain texts are read as they are",
+        )
+
+
+def check_weights(entries: Sequence[str]) -> None:
+    """Check that all entries have a valid weight, or none has one.
+
+    Raises:
+        ArbError: only some have weights, or one is 0 or too large.
+    """
+    weights = [weight_of(entry)[1] for entry in entries]
+    if all(weight is None for weight in weights):
+        return
+    for entry, weight in zip(entries, weights, strict=True):
+        if not weight or weight > MOST_WEIGHT:
+            raise ArbError(
+                f"`{shown(entry)}` has no valid weight, and another text has one",
+                hint=f"give all of them one above 0 and up to {MOST_WEIGHT:,}, as in"
+                " `--data a.txt:0.7 --data b.txt:0.3`, or none",
+            )
+
+
+def weight_of(entry: str) -> tuple[str, float | None]:
+    """Split `book.txt:0.7` into the entry and its weight, unless a file has this name."""
+    path, _, weight = entry.rpartition(":")
+    is_weight = re.fullmatch(r"[0-9]+(\.[0-9]+)?|\.[0-9]+", weight)
+    if not path or not is_weight or _mode(os.path.expanduser(entry)):
+        return entry, None
+    return path, float(weight)
+
+
+def _without_text(entries: Iterable[str]) -> ArbError:
+    return ArbError(f"there is no text in {quoted(entries)}", hint="name files that are not empty")
+
+
+def _without_files(entry: str, *, is_named: bool, media: Collection[str] = frozenset()) -> ArbError:
+    """Return the error of an entry without texts, with the kinds of media that it has."""
+    if media:
+        options = {"sound": "`--sound mulaw`", "picture": "`--picture rgb`"}
+        return ArbError(
+            f"`{entry}` has no texts, only {' and '.join(f'{kind}s' for kind in sorted(media))}",
+            hint=f"add {' or '.join(options[kind] for kind in sorted(media))} to read them",
+        )
+    return ArbError(
+        f"the folder `{entry}` has no text files" if is_named else f"nothing matches `{entry}`",
+        hint="name a file, a glob in quotes, or a folder with files that are neither hidden nor"
+        " binary",
+    )
+
+
+def _matches(pattern: str) -> Iterator[str]:
+    """Yield the paths that a glob matches, like `glob.iglob`, but safe for cyclic links.
+
+    `**` visits each folder once, by the first path that leads to it.
+    """
+    if re.search(r"(^|/)\*\*$", pattern):
+        pattern += "/*"
+    before, deep, after = pattern.partition("**/")
+    if not deep or not (before.endswith("/") or not before):
+        yield from glob.iglob(pattern, recursive=True)
+        return
+    while after.startswith("**/"):
+        after = after.removeprefix("**/")
+    for folder in sorted(glob.glob(before) if before else ["."]):
+        for below in _folders_below(folder):
+            base = glob.escape(os.path.join(below, "") if before else os.path.join(below, "")[2:])
+            yield from _matches(base + after)
+
+
+def _folders_below(folder: str) -> Iterator[str]:
+    """Yield a folder and all below it, also through links, except hidden ones; each once."""
+    seen: set[tuple[int, int]] = set()
+    for parent, folders, _ in os.walk(folder, followlinks=True):
+        status = os.stat(parent)
+        if (key := (status.st_dev, status.st_ino)) in seen:
+            folders.clear()
+            continue
+        seen.add(key)
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        yield parent
+
+
+def _files_below(
+    folder: str, left_out: list[str], skip: frozenset[str] = frozenset()
+) -> list[Path]:
+    """List the regular files below a folder, sorted, without hidden ones and folders in `skip`.
+
+    Saved runs and models below it are appended to `left_out`.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise unreadable(error.filename, error) from error
+
+    files = []
+    top = os.path.abspath(folder)
+    for parent, folders, names in os.walk(top, onerror=refuse):
+        folders[:] = [name for name in folders if name[0] != "." and name not in skip]
+        if parent != top and RUN[0] in names and not RUN[1].isdisjoint(names):
+            left_out.append(parent)
+            folders.clear()
+            continue
+        left_out += [os.path.join(parent, name) for name in names if name.endswith(SAVED)]
+        names = [name for name in names if not name.endswith(SAVED)]
+        paths = [Path(parent, name) for name in names if name[0] != "."]
+        files += [path for path in paths if stat.S_ISREG(_mode(path))]
+    return sorted(files, key=Path.as_posix)
+
+
+def _is_left_out(path: Path, conversion: Conversion) -> bool:
+    """Return whether a file of a folder is binary (has a zero byte at its start) or unwanted."""
+    name = path.name.lower()
+    if medium_of(name):
+        return not conversion.takes(name)
+    if name.endswith(PACKED):
+        return False
+    try:
+        with path.open("rb") as file:
+            return b"\0" in file.read(PEEKED_BYTES)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _mode(path: str | Path) -> int:
+    """Return the mode of a path with links followed, 0 if it does not exist."""
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: path with a NUL
+        return 0
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def file_bytes(path: Path) -> int:
+    """Return the size of a file, which must be regular and readable."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ArbError(
+            f"`{path}` is not a regular file",
+            hint="texts are memory-mapped: write it to a file first, and name that file",
+        )
+    if not os.access(path, os.R_OK):
+        raise unreadable(path, PermissionError("Permission denied"))
+    return status.st_size

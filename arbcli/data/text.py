@@ -1,0 +1,529 @@
+"""Texts of memory-mapped files, and seeded batches of them.
+
+A text is a sequence of files read as one stream of bytes. A batch is a set of windows of it, whose
+positions only depend on (seed, step, micro): to resume, a run only needs the number of the step.
+"""
+
+import os
+import struct
+import sys
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256, shake_256
+from itertools import accumulate
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from arbcli.base.errors import ArbError
+from arbcli.base.reading import unreadable
+from arbcli.data.conversion import PLAIN, Conversion, plain_file
+from arbcli.data.files import (
+    SAVED,
+    check_weights,
+    file_bytes,
+    find_files,
+    find_standard_library,
+    weight_of,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+MAX_OPEN_MAPS = 64
+"""Maximum number of mapped files of a text; each has a descriptor, and some systems allow 256."""
+BLOCK_BYTES = 2**20
+EVAL_BATCHES = 40
+"""Number of batches in an evaluation."""
+EVAL_SEED = 7
+"""Seed of these batches, and of the masks of a masked model in them."""
+MAX_BLOCKS = 256
+"""Maximum number of blocks that `entropy` and `digest` read; longer texts are sampled."""
+FEW_FILES = 20
+"""Minimum number of files of which a tenth is a representative sample."""
+USUAL_SHARES = (0.02, 0.3)
+"""Usual share of bytes in a tenth of the files; outside of it file sizes are too uneven."""
+FAR_NATS = 0.5
+"""Difference of order-0 entropies in nats for texts of different kinds; within a kind, hundredths
+are usual."""
+
+
+class _Piece(NamedTuple):
+    path: Path
+    start: int
+    stop: int
+
+
+class Text:
+    """A sequence of files as one stream of bytes.
+
+    Files are mapped when they are first read, at most `MAX_OPEN_MAPS` at once; the least recently
+    used is closed first. Empty files are ignored.
+
+    Raises:
+        ArbError: a file is missing, unreadable or not regular.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._take((path, 0, file_bytes(path)) for path in paths)
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[tuple[Path, int, int]]) -> "Text":
+        """Create a text from parts of files, each (path, start, stop), in bytes."""
+        text = cls([])
+        text._take(parts)
+        return text
+
+    def _take(self, parts: Iterable[tuple[Path, int, int]]) -> None:
+        pieces = (_Piece(Path(os.path.abspath(path)), *where) for path, *where in parts)
+        self._pieces = [piece for piece in pieces if piece.start < piece.stop]
+        self._begins = [0, *accumulate(self.sizes)]
+        self._maps: OrderedDict[int, mmap] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._begins[-1]
+
+    @property
+    def source(self) -> "Text":
+        """The text as bytes, which differs from `self` for texts of tokens."""
+        return self
+
+    @property
+    def symbol_bytes(self) -> float:
+        """Average number of bytes per symbol."""
+        return 1.0
+
+    @property
+    def pieces(self) -> list[tuple[Path, int, int]]:
+        """Parts of files that form the text: (path, start, stop) each, in bytes."""
+        return list(self._pieces)
+
+    @property
+    def num_files(self) -> int:
+        """Number of `pieces`."""
+        return len(self.pieces)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes of `pieces` in bytes."""
+        return [stop - start for _, start, stop in self.pieces]
+
+    @property
+    def files(self) -> list[Path]:
+        """Paths of `pieces`."""
+        return [path for path, _, _ in self.pieces]
+
+    def times(self) -> dict[Path, tuple[int, int]]:
+        """Return the size and modification time of each file in bytes and ns, if it exists."""
+        found = {}
+        for path in self.files:
+            with suppress(OSError):
+                status = os.stat(path)
+                found[path] = status.st_size, status.st_mtime_ns
+        return found
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return bytes [offset, offset + length) of the text, across files if needed.
+
+        Raises:
+            ArbError: a file has vanished or become shorter.
+            ValueError: the range is not inside the text.
+        """
+        if offset < 0 or length < 0 or offset + length > len(self):
+            raise ValueError(f"no {length} bytes at {offset} in a text of {len(self)} bytes")
+        parts = []
+        index = bisect_right(self._begins, offset) - 1
+        while length:
+            begin, end = self._begins[index : index + 2]
+            taken = min(length, end - offset)
+            at = self._pieces[index].start + offset - begin
+            parts.append(self._opened(index)[at : at + taken])
+            offset, length, index = offset + taken, length - taken, index + 1
+        return b"".join(parts)
+
+    packs = False
+    """Whether windows are packed with documents: see `arbcli.data.chats`."""
+
+    def windows(self, length: int) -> int:
+        """Return the number of windows of `length` bytes."""
+        return max(0, len(self) - length + 1)
+
+    def starts(self, key: bytes, count: int, length: int) -> list[int]:
+        """Draw the starts of `count` windows of `length` bytes uniformly, by a hash of `key`."""
+        draws = shake_256(key).digest(8 * count)
+        windows = self.windows(length)
+        # the bias of the remainder is below the number of windows / 2**64
+        return [draw % windows for draw in struct.unpack(f"<{count}Q", draws)]
+
+    def window_batch(self, starts: Sequence[int], length: int) -> "Tensor":
+        """Return the windows that begin at `starts`, (B, length) uint8 on the CPU."""
+        import torch  # takes seconds, and is not needed to find files
+
+        windows = bytearray().join(self._windows(starts, length))
+        return torch.frombuffer(windows, dtype=torch.uint8).view(len(starts), length)
+
+    def _windows(self, starts: Sequence[int], length: int) -> Iterator[bytes]:
+        """Yield windows; the file of consecutive ones is only checked once."""
+        last = None
+        for start in starts:
+            index = bisect_right(self._begins, start, hi=len(self._pieces)) - 1
+            if start < 0 or start + length > self._begins[index + 1]:
+                last = None  # whose map may be closed for those of other files
+                yield self.read(start, length)
+                continue
+            if index != last:
+                last, mapped = index, self._opened(index)
+                shift = self._pieces[index].start - self._begins[index]
+            yield mapped[start + shift : start + shift + length]
+
+    def packed_batch(self, starts: Sequence[int]) -> "tuple[Tensor, Tensor, Tensor]":
+        """Fill windows with documents; only implemented by `arbcli.data.chats.Chats`."""
+        raise NotImplementedError
+
+    def _opened(self, index: int) -> mmap:
+        """Map the file of a piece, and check that it still has all of it."""
+        path, _, stop = self._pieces[index]
+        try:
+            mapped = self._map(index)
+            # reading a page beyond the end of the file would kill the process
+            is_shorter = mapped.size() < stop
+        except ValueError:  # raised by mmap if the file is shorter
+            is_shorter = True
+        except OSError as error:
+            raise unreadable(path, error) from error
+        if is_shorter:
+            raise ArbError(
+                f"`{path}` has become shorter since the text was opened",
+                hint="restore it, and leave the text alone while it is in use",
+            )
+        return mapped
+
+    def _map(self, index: int) -> mmap:
+        if index in self._maps:
+            self._maps.move_to_end(index)
+            return self._maps[index]
+        if len(self._maps) >= MAX_OPEN_MAPS:
+            self._maps.popitem(last=False)[1].close()
+        path, _, stop = self._pieces[index]
+        with open(path, "rb") as file:
+            self._maps[index] = mmap(file.fileno(), stop, access=ACCESS_READ)
+        return self._maps[index]
+
+
+class Mixture(Text):
+    """Texts from which windows are drawn by weights; no window crosses from one to the next.
+
+    Args:
+        parts: texts and their weights, which are above 0 and are normalised by their sum.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Text, float]]) -> None:
+        super().__init__([])
+        self.texts, self.weights = zip(*parts, strict=True)
+        self._pieces = [piece for text in self.texts for piece in text._pieces]
+        self._begins = [0, *accumulate(self.sizes)]
+
+    def windows(self, length: int) -> int:
+        """Return the number of windows of `length` bytes; 0 if one of the texts has none."""
+        counts = [text.windows(length) for text in self.texts]
+        return sum(counts) if all(counts) else 0
+
+    def starts(self, key: bytes, count: int, length: int) -> list[int]:
+        """Draw a text for each window by the weights, and a start in it, by a hash of `key`."""
+        bounds = list(accumulate(self.weights))
+        firsts = [0, *accumulate(map(len, self.texts))]
+        draws = shake_256(key).digest(16 * count)
+        starts = []
+        for text_draw, start_draw in struct.iter_unpack("<QQ", draws):
+            index = bisect_right(bounds, text_draw / 2**64 * bounds[-1], hi=len(bounds) - 1)
+            starts.append(firsts[index] + start_draw % self.texts[index].windows(length))
+        return starts
+
+
+def batch(
+    text: Text,
+    *,
+    seed: int,
+    step: int,
+    micro: int,
+    batch_size: int,
+    context: int,
+    device: "torch.device | str",
+) -> "tuple[Tensor, ...]":
+    """Draw one micro-batch, each window of the text equally likely.
+
+    The starts of the windows are a hash of (seed, step, micro), the same on every machine.
+
+    Args:
+        text: text of at least `context` + 1 bytes.
+        seed: any integer.
+        step: number of the update.
+        micro: number of the micro-batch within the update.
+        batch_size: B, in windows.
+        context: T, in bytes.
+        device: device of the batch.
+
+    Returns:
+        Inputs and targets, (B, T) int64, contiguous; targets are shifted by one byte or token. For
+        texts of documents, the result of `packed_batch`.
+
+    Raises:
+        ArbError: a file has vanished or become shorter.
+        ValueError: the text is too short.
+    """
+    starts = batch_starts(text, seed, step, micro, batch_size, context)
+    if text.packs:
+        return tuple(part.to(device) for part in text.packed_batch(starts))
+    windows = text.window_batch(starts, context + 1).to(device)  # (B, T + 1)
+    return windows[:, :-1].long(), windows[:, 1:].long()
+
+
+def batch_starts(
+    text: Text, seed: int, step: int, micro: int, batch_size: int, context: int
+) -> list[int]:
+    """Draw the starts of the windows of a micro-batch: see `batch`."""
+    if not text.windows(context + 1):
+        raise ValueError(f"a text of {len(text)} bytes has no window of {context} + 1 bytes")
+    # torch.Generator only uses 32 bits of its seed on the CPU, too few for long runs
+    key = f"arb batch {seed} {step} {micro}".encode()
+    return text.starts(key, batch_size, context + 1)
+
+
+def evaluation_batches(
+    text: Text,
+    *,
+    num_batches: int = EVAL_BATCHES,
+    batch_size: int,
+    context: int,
+    device: "torch.device | str",
+) -> Iterator["tuple[Tensor, ...]"]:
+    """Yield the batches of steps 0 to `num_batches` - 1, the same on every call."""
+    sizes = {"batch_size": batch_size, "context": context}
+    for step in range(num_batches):
+        yield batch(text, seed=EVAL_SEED, step=step, micro=0, **sizes, device=device)
+
+
+def entropy(text: Text) -> float:
+    """Measure the order-0 entropy in nats per byte: -sum over bytes b of p(b) ln p(b).
+
+    A text of tokens has the entropy of its bytes. A text above 256 MiB is sampled by 256 blocks of
+    1 MiB, evenly spaced from the first to the last.
+    """
+    import torch
+
+    counts = torch.zeros(256, dtype=torch.int64)
+    for block in _blocks(text):
+        # a writable copy, as torch warns about read-only buffers
+        counts += torch.frombuffer(bytearray(block), dtype=torch.uint8).bincount(minlength=256)
+    shares = counts.double() / counts.sum().clamp(min=1)
+    return float(torch.special.entr(shares).sum())
+
+
+def digest(text: Text) -> str:
+    """Return the SHA-256 of the files' sizes and bytes, without their names, in hexadecimal.
+
+    For a mixture the sizes and weights of its texts are hashed between them. A text above 256 MiB
+    is sampled as in `entropy`: a change between these blocks that keeps all sizes is not detected.
+    A text of tokens has the digest of its bytes.
+    """
+    text = text.source
+    hasher = sha256(" ".join(map(str, text.sizes)).encode() + b"\n")
+    if isinstance(text, Mixture):
+        parts = [(len(part), weight) for part, weight in zip(text.texts, text.weights, strict=True)]
+        hasher.update(repr(parts).encode())
+    for block in _blocks(text):
+        hasher.update(block)
+    return hasher.hexdigest()
+
+
+def _blocks(text: Text) -> Iterator[bytes]:
+    text = text.source
+    starts: Sequence[int] = range(0, len(text), BLOCK_BYTES)
+    if len(starts) > MAX_BLOCKS:
+        last = len(text) - BLOCK_BYTES
+        starts = [i * last // (MAX_BLOCKS - 1) for i in range(MAX_BLOCKS)]
+    for start in starts:
+        yield text.read(start, min(BLOCK_BYTES, len(text) - start))
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts of a run."""
+
+    train: Text
+    val: Text
+    """Held-out text, disjoint from `train` unless the user named the same files twice."""
+    description: str
+    """Short description for display: the first entry and the number of files."""
+    split: str | None = None
+    """Split of several files: `files` (whole files are held out) or `within` (the end of each
+    file); None for one file or a mixture."""
+    tokenizer: Any = None
+    """The `arbcli.data.tokens.Tokenizer` of texts of tokens; None for bytes."""
+
+
+def open_texts(
+    data: Sequence[str] | None,
+    val: Sequence[str] | None,
+    *,
+    seed: int,
+    context: int,
+    conversion: Conversion = PLAIN,
+    split: str | None = None,
+) -> Texts:
+    """Open the files of a run, split into training and validation texts.
+
+    An entry is a file, a glob (`**` for any depth) or a folder: all regular files below it, except
+    hidden files, files below links to folders, saved runs and models, and binary files, including
+    media unless `conversion` has a format for them. A file named twice counts once. Files that are
+    not plain are unpacked: see `plain_text`.
+
+    Entries of the form `book.txt:0.7` are a mixture: windows are drawn from each entry by its
+    weight, and each entry is split separately.
+
+    Args:
+        data: entries; None is the standard library source of the running Python.
+        val: entries of the validation text; all of `data` is then for training. None holds out the
+            last tenth of a single file, or a tenth of several files, chosen by a hash of `seed` and
+            their relative paths; or the last tenth of each file, if there are few and that sample
+            is not representative.
+        seed: seed of the split by file.
+        context: context in bytes; each text must have one window of `context` + 1.
+        conversion: conversion of files that are not plain to bytes.
+        split: split of several files, see `Texts.split`; None chooses.
+
+    Raises:
+        ArbError: an entry matches no file or cannot be read, or a text is too short.
+    """
+    left_out: list[str] = []
+    if data:
+        parts = _find_parts(data, left_out, conversion)
+        name = _name(data)
+    else:
+        parts = [(find_standard_library(), None)]
+        name = f"standard library source of Python {sys.version_info[0]}.{sys.version_info[1]}"
+    weights, found = [weight for _, weight in parts], None
+    if val:
+        train = _mix([_plain_text(files, conversion) for files, _ in parts], weights)
+        held_out = _plain_text(find_files(val, left_out, conversion), conversion)
+    else:
+        split = split if data else "files"
+        each = [_split(files, seed, conversion, split, context) for files, _ in parts]
+        train = _mix([text for _, (text, _) in each], weights)
+        held_out = _mix([text for _, (_, text) in each], weights)
+        if len(each) == 1:  # the texts of a mixture may be split differently
+            found = each[0][0]
+    for text, role in ((train, "training"), (held_out, "validation")):
+        if not text.windows(context + 1):
+            shortest = min(map(len, text.texts)) if isinstance(text, Mixture) else len(text)
+            raise ArbError(
+                f"a context of {context:,} needs a {role} text of {context + 1:,} bytes or more,"
+                f" and this one has {shortest:,}",
+                hint="choose a smaller `--ctx`, or name more text with `--data` and `--val`",
+            )
+    num_files = sum(len(files) for files, _ in parts)
+    return Texts(train, held_out, _describe(name, num_files, left_out), found)
+
+
+def open_text(entries: Sequence[str], conversion: Conversion = PLAIN) -> tuple[Text, str]:
+    """Open the files that `entries` name, with the rules of `open_texts`, as one text.
+
+    Returns:
+        The text, and a short description for display.
+
+    Raises:
+        ArbError: an entry matches no file or cannot be read.
+    """
+    left_out: list[str] = []
+    files = find_files(entries, left_out, conversion)
+    return _plain_text(files, conversion), _describe(_name(entries), len(files), left_out)
+
+
+def _find_parts(
+    entries: Sequence[str], left_out: list[str], conversion: Conversion
+) -> list[tuple[list[Path], float | None]]:
+    """Return the files and the weight of each text of a mixture, or of one text with weight None.
+
+    Raises:
+        ArbError: only some entries have weights, or one is 0.
+    """
+    check_weights(entries)
+    weighed = [weight_of(entry) for entry in entries]
+    if all(weight is None for _, weight in weighed):
+        return [(find_files(entries, left_out, conversion), None)]
+    return [(find_files([entry], left_out, conversion), weight) for entry, weight in weighed]
+
+
+def _mix(texts: list[Text], weights: list[float | None]) -> Text:
+    if weights == [None]:
+        return texts[0]
+    return Mixture([(text, weight or 0.0) for text, weight in zip(texts, weights, strict=True)])
+
+
+def _plain_text(files: Sequence[Path], conversion: Conversion) -> Text:
+    return Text([plain_file(file, conversion) for file in files])
+
+
+def _name(entries: Sequence[str]) -> str:
+    return entries[0] if len(entries) == 1 else f"{entries[0]} and {len(entries) - 1} more"
+
+
+def _describe(name: str, num_files: int, left_out: Sequence[str]) -> str:
+    saved = sum(path.endswith(SAVED) or os.path.isdir(path) for path in set(left_out))
+    kinds = {"saved by arb": saved, "binary": len(set(left_out)) - saved}
+    counts = " and ".join(f"{count:,} {kind}" for kind, count in kinds.items() if count)
+    more = f"; {counts} left out" if counts else ""
+    return f"{name} ({num_files:,} file{'' if num_files == 1 else 's'}{more})"
+
+
+def _split(
+    files: list[Path], seed: int, conversion: Conversion, split: str | None, context: int
+) -> tuple[str | None, tuple[Text, Text]]:
+    """Hold out the last tenth of a single file, or a tenth of several files.
+
+    Args:
+        files: one or more files.
+        seed: seed of a split by file.
+        conversion: conversion of files that are not plain to bytes.
+        split: split of several files, see `Texts.split`; None chooses.
+        context: context in bytes.
+
+    Returns:
+        The split of several files, or None for a single one; and the training and validation texts.
+    """
+    plain = {file: plain_file(file, conversion) for file in files}
+    if len(files) > 1 and split != "within":
+        train, val = (Text([plain[file] for file in part]) for part in _split_files(files, seed))
+        if split == "files" or len(files) >= FEW_FILES or _are_alike(train, val):
+            return "files", (train, val)
+    sizes = [(path, file_bytes(path)) for path in plain.values()]
+    cuts = [(path, size - size // 10, size) for path, size in sizes]
+    within = Text.of_parts([(path, 0, cut) for path, cut, _ in cuts]), Text.of_parts(cuts)
+    if len(files) == 1:
+        return None, within
+    if split is None and len(within[1]) <= context:  # the ends of the files are too short
+        return "files", (train, val)
+    return "within", within
+
+
+def _are_alike(train: Text, val: Text) -> bool:
+    """Return whether the size and entropy of a held-out text fit those of the training text."""
+    least, most = USUAL_SHARES
+    share = len(val) / max(1, len(train) + len(val))
+    return least <= share <= most and abs(entropy(train) - entropy(val)) <= FAR_NATS
+
+
+def _split_files(files: list[Path], seed: int) -> tuple[list[Path], list[Path]]:
+    """Choose a tenth of two or more files, at least one, for validation."""
+    root = os.path.commonpath([file.parent for file in files])
+
+    def rank(file: Path) -> bytes:
+        # fsencode, as names may not be valid UTF-8
+        return sha256(b"%d/" % seed + os.fsencode(file.relative_to(root).as_posix())).digest()
+
+    val = set(sorted(files, key=rank)[: max(1, round(len(files) / 10))])
+    return [file for file in files if file not in val], [file for file in files if file in val]

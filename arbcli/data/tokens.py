@@ -1,0 +1,286 @@
+"""Tokenizers of the package tokenizers, and texts of tokens.
+
+Each file is tokenised once, to a file in the cache with little-endian integers of two or four
+bytes, which is memory-mapped. Splits, held-out texts and losses per byte are defined on bytes, and
+do not depend on the tokenizer.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from arbcli.base.errors import ArbError, optional_module
+from arbcli.base.reading import read_small
+from arbcli.data.conversion import converted
+from arbcli.data.text import Mixture, Text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FILE = "tokenizer.json"
+"""File name of a run's tokenizer."""
+BLOCK_BYTES = 2**20
+"""Maximum size of a block that is tokenised at once; blocks end with a line if possible."""
+BLOCKS = 8
+"""Number of blocks that are tokenised in parallel."""
+MOST_OF_TWO_BYTES = 2**16
+LARGEST_FILE = 2**27
+"""Maximum size of a tokenizer in bytes."""
+LINE = re.compile(rb"\n(?=\S)")
+LONGEST_LINE = 2**16
+"""Number of bytes at the end of a block that are searched for the end of a line."""
+VERSION = 1
+"""Version of the tokenised files in the cache; changed if blocks are cut or tokenised otherwise."""
+HALF = "\ufffd"
+"""Replacement character, which stands for an invalid or incomplete UTF-8 sequence."""
+
+
+class Tokenizer:
+    """A tokenizer in the format of `tokenizer.json`.
+
+    `encode` never returns special tokens, so that a text cannot inject them.
+
+    Args:
+        content: content of the file.
+        name: name of the file, for errors.
+
+    Raises:
+        ArbError: the package `tokenizers` is missing, or `content` is not a tokenizer.
+    """
+
+    def __init__(self, content: bytes, name: str) -> None:
+        package = optional_module("tokenizers", name, "tokenizers", "'arb[tokens]'")
+        try:
+            self._tokenizer = package.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the package raises this class
+            raise ArbError(
+                f"`{name}` is not a tokenizer: {str(error).strip()[:200]}",
+                hint="name a `tokenizer.json` of the package tokenizers",
+            ) from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._tokenizer.encode_special_tokens = True
+        self.content = content
+        self.digest = sha256(content).hexdigest()
+        known = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.size = max(known, default=-1) + 1
+        """Size of the vocabulary: one more than the largest token."""
+        self.beginning = self._find_beginning()
+        """Tokens before a prompt, such as Llama 3's `<|begin_of_text|>`."""
+        if self.size < 2:
+            raise ArbError(f"`{name}` has fewer than two tokens", hint="name another tokenizer")
+
+    def _find_beginning(self) -> list[int]:
+        """Return the tokens that the tokenizer's post-processor adds before a text."""
+        with_special, plain = (
+            self._tokenizer.encode("a", add_special_tokens=x).ids for x in (True, False)
+        )
+        starts = range(len(with_special) - len(plain) + 1)
+        start = next((at for at in starts if with_special[at : at + len(plain)] == plain), 0)
+        return with_special[:start]
+
+    @classmethod
+    def read(cls, path: Path | str) -> "Tokenizer":
+        """Read a `tokenizer.json`.
+
+        Raises:
+            ArbError: it cannot be read, or is not a tokenizer.
+        """
+        return cls(read_small(Path(path), LARGEST_FILE), str(path))
+
+    @property
+    def specials(self) -> list[str]:
+        """Texts of the special tokens."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
+
+    def special(self, text: str) -> int | None:
+        """Return the token with exactly this text, such as the end of a text; None if none has."""
+        return self._tokenizer.token_to_id(text) if text else None
+
+    def encode_marked(self, text: str) -> list[tuple[int, int]]:
+        """Encode the output of a chat template, including special tokens.
+
+        Returns:
+            Tokens, each with the index of its first character.
+        """
+        self._tokenizer.encode_special_tokens = False
+        try:
+            found = self._tokenizer.encode(text, add_special_tokens=False)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        return [(token, start) for token, (start, _) in zip(found.ids, found.offsets, strict=True)]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of tokens in a file: little-endian integers of two or four bytes."""
+        return np.dtype("<u2" if self.size <= MOST_OF_TWO_BYTES else "<u4")
+
+    def encode(self, text: bytes) -> list[int]:
+        """Encode a text; invalid UTF-8 is replaced by U+FFFD."""
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Iterable[bytes]) -> list[list[int]]:
+        """Encode several texts in parallel: see `encode`."""
+        decoded = [text.decode(errors="replace") for text in texts]
+        found = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
+        return [each.ids for each in found]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Decode tokens, including special ones; tokens that do not exist are skipped."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+    def decoded(self, prompt: Sequence[int], parts: Iterable[Sequence[int]]) -> Iterator[bytes]:
+        """Decode a stream of tokens to UTF-8, yielded as soon as characters are complete.
+
+        Args:
+            prompt: tokens before the stream, whose text is not yielded.
+            parts: tokens of the stream.
+        """
+        tokens = list(prompt)
+        begin, done = 0, len(tokens)  # decoding begins at `begin`; text before `done` was yielded
+        for part in parts:
+            tokens += part
+            decoded = self.decode(tokens[begin:])
+            if not decoded.endswith(HALF):
+                if new := decoded[len(self.decode(tokens[begin:done])) :]:
+                    yield new.encode()
+                begin, done = done, len(tokens)
+        if new := self.decode(tokens[begin:])[len(self.decode(tokens[begin:done])) :]:
+            yield new.encode()
+
+
+class _OfTokens(Text):
+    """Base class of texts of tokens: lengths and offsets are in tokens, `pieces` in bytes."""
+
+    tokens: Tokenizer
+    _source: Text
+
+    @property
+    def source(self) -> Text:
+        """The text as bytes."""
+        return self._source
+
+    @property
+    def symbol_bytes(self) -> float:
+        """Average number of bytes per token."""
+        return len(self._source) / max(1, len(self))
+
+    @property
+    def pieces(self) -> list[tuple[Path, int, int]]:
+        """Parts of the text's files: (path, start, stop) each, in bytes."""
+        return self._source.pieces
+
+    def window_batch(self, starts: Sequence[int], length: int) -> "Tensor":
+        """Return the windows that begin at `starts`, (B, length) int32 on the CPU."""
+        import torch  # takes seconds, and is not needed to tokenise
+
+        windows = b"".join([self.read(start, length) for start in starts])
+        tokens = np.frombuffer(windows, self.tokens.dtype).astype(np.int32)
+        return torch.from_numpy(tokens).view(len(starts), length)
+
+
+class TokenText(_OfTokens):
+    """A text of tokens.
+
+    Args:
+        source: text of bytes.
+        tokens: tokenizer.
+
+    Raises:
+        ArbError: a file cannot be read, or the cache cannot be written.
+    """
+
+    def __init__(self, source: Text, tokens: Tokenizer) -> None:
+        self._source, self.tokens = source, tokens
+        starts = accumulate(source.sizes, initial=0)
+        files = [
+            _tokenised(source, begin, piece, tokens)
+            for begin, piece in zip(starts, source.pieces, strict=False)
+        ]
+        self._text = Text(files)
+
+    def __len__(self) -> int:
+        return len(self._text) // self.tokens.dtype.itemsize
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return tokens [offset, offset + length) in the dtype of the files."""
+        width = self.tokens.dtype.itemsize
+        return self._text.read(offset * width, length * width)
+
+
+class TokenMixture(_OfTokens, Mixture):
+    """A mixture of texts of tokens, with the weights of the mixture of bytes.
+
+    Args:
+        source: mixture of texts of bytes.
+        tokens: tokenizer.
+    """
+
+    def __init__(self, source: Mixture, tokens: Tokenizer) -> None:
+        self._source, self.tokens, self.weights = source, tokens, source.weights
+        self.texts = tuple(TokenText(text, tokens) for text in source.texts)
+        self._begins = [0, *accumulate(map(len, self.texts))]
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return tokens of one of the texts, in the dtype of the files."""
+        index = bisect_right(self._begins, offset, hi=len(self.texts)) - 1
+        return self.texts[index].read(offset - self._begins[index], length)
+
+
+def tokenised(text: Text, tokens: Tokenizer) -> Text:
+    """Convert a text of bytes to a text of tokens, from the cache if possible."""
+    return TokenMixture(text, tokens) if isinstance(text, Mixture) else TokenText(text, tokens)
+
+
+def _tokenised(text: Text, begin: int, piece: tuple[Path, int, int], tokens: Tokenizer) -> Path:
+    """Return the file with the tokens of a piece of a text, created in the cache if needed.
+
+    Args:
+        text: text of bytes.
+        begin: offset of the piece in the text in bytes.
+        piece: path, start and stop, see `Text.pieces`.
+        tokens: tokenizer.
+    """
+    path, start, stop = piece
+    blocks = _blocks(text, begin, begin + stop - start)
+    settings = f"{start} {stop}\n{tokens.digest} {VERSION}"
+    return converted(path, settings, lambda _size: _encoded(blocks, tokens))
+
+
+def _encoded(blocks: Iterator[bytes], tokens: Tokenizer) -> Iterator[bytes]:
+    while group := list(islice(blocks, BLOCKS)):
+        for encoded in tokens.encode_all(group):
+            yield np.array(encoded, tokens.dtype).tobytes()
+
+
+def _blocks(text: Text, begin: int, end: int) -> Iterator[bytes]:
+    """Split bytes of a text at ends of lines that are followed by a word.
+
+    Tokens do not cross these if the tokenizer only allows newlines at the start of its words.
+    """
+    rest = b""
+    while begin < end or rest:
+        size = min(BLOCK_BYTES, end - begin)
+        rest += text.read(begin, size)
+        begin += size
+        cut = len(rest)
+        if begin < end:
+            found = [*LINE.finditer(rest, max(0, len(rest) - LONGEST_LINE))]
+            cut = found[-1].end() if found else _whole_characters(rest)
+        yield rest[:cut]
+        rest = rest[cut:]
+
+
+def _whole_characters(block: bytes) -> int:
+    """Return the offset of the last character of UTF-8 in a block."""
+    for back in range(1, 5):
+        if len(block) > back and block[-back] & 0xC0 != 0x80:
+            return len(block) - back
+    return len(block)

@@ -1,1 +1,0 @@
-"""Export of trained models to the formats of other programs, and readers of these formats."""

@@ -1,0 +1,1 @@
+"""Families of models, one folder each, imported when a configuration names one."""

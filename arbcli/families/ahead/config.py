@@ -1,0 +1,70 @@
+"""Head for multi-byte prediction, which predicts bytes after the next one."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from arbcli.base.errors import ArbError
+from arbcli.config.parts.base import PartConfig
+from arbcli.config.site import Site
+
+BYTES = 256
+"""Number of symbols that the head predicts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AheadConfig(PartConfig):
+    """A recurrence over the bytes after a position, which predicts each from the previous ones."""
+
+    LEAST: ClassVar[int] = 2
+    MOST: ClassVar[int] = 8
+
+    kind: str = field(default="ahead", init=False)
+    positions: int
+    """Number of bytes predicted at a position, including the byte of the model's main head."""
+    width: int
+    """Width of the MLP's hidden layer."""
+    weight: float = 0.1
+    """Weight of the sum of the head's losses in the training loss, in (0, 1]."""
+
+    def __post_init__(self) -> None:
+        """Check types and bounds.
+
+        Raises:
+            ArbError: a value is invalid.
+        """
+        PartConfig.__post_init__(self)
+        if not self.LEAST <= self.positions <= self.MOST:
+            raise ArbError(
+                f"`positions` is {self.positions}",
+                hint=f"use {self.LEAST} to {self.MOST}",
+                fields=("positions",),
+            )
+        if not 0 < self.weight <= 1:
+            raise ArbError(
+                f"`weight` is {self.weight}",
+                hint="use a number above 0 and at most 1",
+                fields=("weight",),
+            )
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """Names of the head's losses, beginning with the second next byte."""
+        return tuple(f"next_{number}" for number in range(2, self.positions + 1))
+
+    def check_at(self, site: Site) -> None:
+        """Check that a window is longer than the prediction.
+
+        Raises:
+            ArbError: it is not.
+        """
+        if self.positions >= site.ctx:
+            raise ArbError(
+                f"`positions` is {self.positions} in a context of {site.ctx}",
+                hint="use fewer, or a longer context",
+                fields=("positions",),
+            )
+
+    def products(self, site: Site, positions: float) -> float:
+        """Return the number of multiplications per position; see `PartConfig.products`."""
+        each = site.dim * (site.dim + BYTES) + 3 * site.dim * self.width
+        return (self.positions - 1) * each

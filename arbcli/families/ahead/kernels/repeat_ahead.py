@@ -1,0 +1,128 @@
+"""Prompt lookup: find an earlier occurrence of a text's last bytes, and the bytes after it.
+
+Of the positions before the last byte, the kernel selects the one with the longest suffix that
+equals the end of the text, up to `MOST_EQUAL` bytes; ties go to the latest position. The bytes
+after it are the proposals. If the text ends before M bytes, the proposals repeat from the start.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.families.ahead.kernels.accept_ahead import MOST_AHEAD
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.arguments import INT32, INT64, UINT8, Array
+from arbcli.kernels.runtime.operation import EXACT, Case, Operation
+from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
+
+MOST_EQUAL = tl.constexpr(16)
+"""Maximum number of bytes that are compared per position."""
+SPAN = tl.constexpr(4096)
+"""Number of positions before the last byte that are searched."""
+
+
+def repeat_ahead_reference(
+    repeated: Tensor, equal: Tensor, text: Tensor, position: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the buffers of `repeat_ahead_`, one position at a time."""
+    known, most = bytes(text[: int(position) + 1].tolist()), MOST_EQUAL.value
+    best, longest = len(known) - 1, 0
+    for end in range(max(1, len(known) - SPAN.value), len(known)):
+        length = 0
+        while length < min(most, end) and known[end - 1 - length] == known[-1 - length]:
+            length += 1
+        if length >= longest:
+            best, longest = end, length
+    followed = known[best:]
+    found = [followed[i % len(followed)] for i in range(len(repeated))]
+    return torch.tensor(found).to(repeated), torch.tensor(longest).to(equal)
+
+
+def _repeat_ahead_torch(repeated: Tensor, equal: Tensor, text: Tensor, position: Tensor) -> None:
+    place, last = position.long(), len(text) - 1
+    back = torch.arange(1, min(SPAN.value, max(last, 1)) + 1, device=text.device)
+    before = torch.arange(MOST_EQUAL.value, device=text.device)[:, None]
+    at = place - back - before  # (bytes, positions)
+    same = text[at.clamp(0, last)] == text[(place - before).clamp(0, last)]
+    length = (same & (at >= 0)).long().cumprod(0).sum(0)
+    best = (length * SPAN.value - back).argmax(0, keepdim=True)
+    numbers, period = torch.arange(len(repeated), device=text.device), back[best]
+    source = place - period + 1 + numbers % period
+    repeated.copy_(text[source.clamp(0, last)])
+    equal.copy_(length[best][0])
+
+
+@triton.jit
+def _repeat_ahead_kernel(
+    repeated_ptr, equal_ptr, text_ptr, position_ptr, M,
+    MOST: tl.constexpr, SPAN: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait_for_last(OVERLAP)
+    position = tl.load(position_ptr)
+    back = 1 + tl.arange(0, SPAN)
+    length, same = tl.zeros((SPAN,), tl.int32), back <= position
+    for i in tl.range(0, MOST):
+        at = position - back - i
+        same &= at >= 0
+        byte = tl.load(text_ptr + at, mask=same, other=0)
+        same &= byte == tl.load(text_ptr + tl.maximum(position - i, 0))
+        length += same.to(tl.int32)
+    best = tl.max(length * SPAN - back, axis=0) + SPAN  # ties go to the latest position
+    row, period = tl.arange(0, 8), SPAN - best % SPAN
+    source = tl.maximum(position - period + 1 + row % period, 0)
+    byte = tl.load(text_ptr + source, mask=row < M, other=0)
+    tl.store(repeated_ptr + row, byte.to(tl.int64), mask=row < M)
+    tl.store(equal_ptr, best // SPAN)
+
+
+def _repeat_ahead_triton(repeated: Tensor, equal: Tensor, text: Tensor, position: Tensor) -> None:
+    _repeat_ahead_kernel[(1,)](
+        repeated, equal, text, position, len(repeated),
+        MOST=MOST_EQUAL, SPAN=SPAN, num_warps=16, **overlap_options(text),
+    )  # fmt: skip
+
+
+TEXTS = (b"a", b"ab", b"aaaa", b"abcdabcdab", b"xyz_1 xyz_2 xyz_1 xyz_", b"no two alike",
+         b"0123456789abcdefghi, 3456789abcdefghi; 0123456789abcdefghi")  # fmt: skip
+"""The last text has two positions with more equal bytes than are compared."""
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    long = torch.randint(3, (2 * SPAN.value,), generator=generator)
+    kinds = {text.decode(): torch.tensor([*text]) for text in TEXTS} | {"three symbols": long}
+    for label, apart in (("as far", SPAN.value), ("just too far", SPAN.value + 1)):
+        ends = 255 - torch.arange(30)  # other bytes increase, so at most one byte is equal
+        kinds[f"a place {label}"] = torch.cat([ends, torch.arange(apart - 30) % 251, ends])
+    for label, text in kinds.items():
+        for size in (1, 3, 8):
+            position = torch.tensor(len(text) - 1, dtype=torch.int32)
+            room = torch.cat([text, torch.full((9,), 7)]).to(torch.uint8)
+            repeated, equal = torch.arange(300, 300 + size), torch.tensor(-1, dtype=torch.int32)
+            inputs = (part.to(device) for part in (repeated, equal, room, position))
+            yield Case(f"{label}, {size} bytes", (*inputs,))
+
+
+repeat_ahead_ = Operation(
+    "repeat_ahead", _repeat_ahead_triton, _repeat_ahead_torch, repeat_ahead_reference, _cases,
+    EXACT,
+    {
+        "repeated": Array("M", INT64, dense=True),
+        "equal": Array("", INT32),
+        "text": Array("P", UINT8, dense=True, values=(0, 2)),
+        "position": Array("", INT32, values=(0, "P - 1")),
+    },
+    where=(f"1 <= M <= {MOST_AHEAD}", "P > 0"),
+    sizes={"M": f"min(m + 1, {MOST_AHEAD})", "P": "n + k"},
+    compared=("repeated", "equal"),
+)  # fmt: skip
+"""Copy the bytes after the longest earlier occurrence of the text's last bytes, in place.
+
+Args:
+    repeated: (M,) int64, contiguous: set to the proposals after the last byte; undefined if
+        `equal` is 0.
+    equal: int32 scalar: set to the number of equal bytes, 0 to 16.
+    text: (P,) uint8, contiguous.
+    position: int32 scalar, below P: position of the last byte; later elements are not read.
+"""

@@ -1,0 +1,1 @@
+"""Attention to compressed entries."""

@@ -1,0 +1,112 @@
+"""Compressed attention to entries of several positions, with an optional indexer."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from arbcli.base.errors import ArbError
+from arbcli.config.checks import check_choice
+from arbcli.config.parts.attention import check_even_width, check_heads, check_kv_heads
+from arbcli.config.parts.base import PartConfig
+from arbcli.config.site import Site
+
+WIDEST_HEAD = 512
+POOLINGS = ("softmax", "mean")
+"""Poolings of positions to an entry: a sum weighted by learned gates, or the mean."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedAttentionConfig(PartConfig):
+    """Causal self-attention to the last positions, and to compressed entries of earlier ones."""
+
+    kind: str = field(default="compressed", init=False)
+    across: ClassVar[str | None] = "an entry may hold positions of two documents"
+    causal: ClassVar[str | None] = "its entries are of positions before the one that reads them"
+    heads: int
+    kv_heads: int = 1
+    """Number of key and value heads, each shared by `heads / kv_heads` query heads."""
+    head_width: int | None = None
+    """Width of a head; None is the width of the stream divided by `heads`."""
+    rotary: int | None = None
+    """Width of the rotated part of a head; None is half of it."""
+    window: int = 128
+    """Number of positions that each position attends to uncompressed, including itself."""
+    ratio: int = 4
+    """Number of positions per entry."""
+    pooling: str = "softmax"
+    """Pooling of entries, one of `POOLINGS`."""
+    key_gain: bool = False
+    """Whether the norm of the keys of positions and entries has learned gains."""
+    top_k: int | None = None
+    """Number of entries that an indexer selects; None attends to all, without an indexer."""
+    index_heads: int = 4
+    index_width: int = 32
+    """Width of a head of the indexer."""
+    sub_norm: bool = True
+    """Whether a norm precedes the output projection."""
+
+    def __post_init__(self) -> None:
+        """Check types, sizes, and the widths of rotated parts.
+
+        Raises:
+            ArbError: a value is invalid.
+        """
+        PartConfig.__post_init__(self)
+        check_choice("pooling", self.pooling, POOLINGS)
+        for name in ("head_width", "rotary"):
+            check_even_width(name, getattr(self, name))
+        check_kv_heads(self.heads, self.kv_heads)
+        if self.ratio < 2:
+            raise ArbError(
+                f"`ratio` is {self.ratio}", hint="use 2 positions or more", fields=("ratio",)
+            )
+        if self.index_width % 4:
+            raise ArbError(
+                f"`index_width` is {self.index_width:,}",
+                hint="use a multiple of 4, half of which can be rotated",
+                fields=("index_width",),
+            )
+
+    def check_at(self, site: Site) -> None:
+        """Check the width of heads; see `PartConfig.check_at`."""
+        if self.head_width is None:
+            check_heads(self.heads, site)
+        width, rotated = self.width(site), self.rotated(site)
+        if width % 2 or rotated > width or width > WIDEST_HEAD:
+            raise ArbError(
+                f"of {width} numbers of a head, {rotated} cannot be rotated",
+                hint=f"use heads of 2 to {WIDEST_HEAD} numbers, of which no more are rotated",
+                fields=("head_width", "rotary"),
+            )
+
+    def width(self, site: Site) -> int:
+        """Width of a head."""
+        return self.head_width or site.dim // self.heads
+
+    def rotated(self, site: Site) -> int:
+        """Width of the rotated part of a head."""
+        return self.rotary or self.width(site) // 4 * 2
+
+    @property
+    def vectors(self) -> int:
+        """Number of projections per key head: key, value, and gate with softmax pooling."""
+        return 3 if self.pooling == "softmax" else 2
+
+    def entries(self, site: Site) -> int:
+        """Return the maximum number of entries: those of a full window."""
+        return max(1, site.ctx // self.ratio)
+
+    def products(self, site: Site, positions: float) -> float:
+        """Return the number of multiplications per position; see `PartConfig.products`."""
+        inner, kv = self.heads * self.width(site), self.kv_heads * self.width(site)
+        found: float = site.dim * (2 * inner + self.vectors * kv)
+        entries = self.entries(site)
+        if self.top_k is not None:
+            width = self.index_heads * self.index_width
+            per_entry = site.dim * (width + self.index_heads) + kv * self.index_width
+            found += (per_entry + width * entries) / self.ratio
+            entries = min(entries, self.top_k)
+        return found + 2 * inner * (min(self.window, positions) + entries)
+
+    def saved_width(self, site: Site) -> int:
+        """Return the widths of the stream, queries and outputs of heads."""
+        return site.dim + 2 * self.heads * self.width(site)

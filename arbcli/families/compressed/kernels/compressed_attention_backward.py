@@ -1,0 +1,456 @@
+"""Gradients of compressed attention.
+
+With p[i] as in `compressed_attention`, D[t] = y[t] . dy[t] and do[t] = R_t dy[t]:
+
+    ds[i] = p[i] (do . c[i] - D),  dc[i] = sum over t, h of p[i] do + ds[i] q / sqrt(d)
+    dq = sum over i of ds[i] c[i] / sqrt(d),  dsink = -sum over t of exp(sink) / total D
+
+dx follows from dq through rotation and norm. Sums over bytes have a fixed order, so gradients are
+bitwise deterministic: a program loops over the bytes that see its block of vectors. With selected
+entries, each group computes its own sums, and `sum_choices` adds them.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.families.compressed.kernels.compressed_attention import (
+    ATTENTION,
+    ATTENTION_WHERE,
+    Sight,
+    attend_part,
+    block_n,
+    compressed_attention,
+    compressed_attention_reference,
+    dense_rows,
+    draw_attention,
+    draw_cases,
+    draw_timed,
+    groups_of_part,
+    load_queries,
+    load_vectors,
+    most_rows,
+    num_warps,
+    parts_of,
+    scores_of,
+    tiling,
+)
+from arbcli.families.compressed.kernels.sum_choices import sum_choices
+from arbcli.kernels.attention.rotation import rotate_reference
+from arbcli.kernels.dice import Dice
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.arguments import FLOAT, Array
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+
+
+def compressed_attention_backward_reference(
+    grad_y: Tensor, _y: Tensor, _logs: Tensor, x: Tensor, recent: Tensor, entries: Tensor,
+    chosen: Tensor | None, sink: Tensor, cos: Tensor, sin: Tensor, sight: Sight, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute `compressed_attention_backward` by autograd through the reference."""
+    leaves = [part.double().requires_grad_() for part in (x, recent, entries, sink)]
+    x, recent, entries, sink = leaves
+    with torch.enable_grad():
+        y, *_ = compressed_attention_reference(
+            x, recent, entries, chosen, sink, cos, sin, sight, eps
+        )
+    found = torch.autograd.grad(y, leaves, grad_y.double(), allow_unused=True)
+    grad_x, grad_recent, grad_entries, grad_sink = (
+        torch.zeros_like(leaf) if grad is None else grad
+        for leaf, grad in zip(leaves, found, strict=True)
+    )
+    return grad_x, grad_recent, grad_entries, grad_sink
+
+
+def _compressed_attention_backward_torch(
+    grad_y: Tensor, y: Tensor, logs: Tensor, x: Tensor, recent: Tensor, entries: Tensor,
+    chosen: Tensor | None, sink: Tensor, cos: Tensor, sin: Tensor, sight: Sight, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    length, lead = x.shape[1], recent.shape[1] - x.shape[1]
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    sums = [torch.zeros(t.shape, device=x.device) for t in (recent, entries, sink)]
+    grad_recent, grad_entries, grad_sink = sums
+    for part in parts_of(length, lead, sight, groups_of_part(x, recent, entries, chosen, sight)):
+        own = None if chosen is None else chosen[:, part.groups]
+        given = x[:, part.queries], recent[:, part.keys], entries, sink
+        leaves = [t.detach().float().requires_grad_() for t in given]
+        with torch.enable_grad():
+            y, *_ = attend_part(
+                leaves[0], leaves[1], leaves[2], own, leaves[3],
+                cos[part.queries], sin[part.queries], sight, eps, part, lead,
+            )  # fmt: skip
+        grads = torch.autograd.grad(y, leaves, grad_y[:, part.queries].float())
+        grad_x[:, part.queries] = grads[0].to(x.dtype)
+        grad_recent[:, part.keys] += grads[1]
+        grad_entries += grads[2]
+        grad_sink += grads[3]
+    return grad_x, grad_recent, grad_entries, grad_sink
+
+
+def rounded_attention_gradients(
+    grad_y: Tensor, y: Tensor, logs: Tensor, x: Tensor, recent: Tensor, entries: Tensor,
+    chosen: Tensor | None, sink: Tensor, cos: Tensor, sin: Tensor, sight: Sight, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients in float64, with the kernels' roundings to the dtype of x.
+
+    q, do, p and ds are rounded to bfloat16 for products, and so is each group's sum of a selected
+    entry. Each rounding alone gives an error of 1e-3 to 2e-3, all together 3e-3 to 4e-3.
+    """
+    dtype, (length, heads, width), near = x.dtype, x.shape[1:], recent.shape[1]
+    cos, sin = cos[:, None], sin[:, None]
+
+    def rounded(part: Tensor) -> Tensor:
+        return part.to(dtype).double()
+
+    grad_y, y, x, recent, entries = (part.double() for part in (grad_y, y, x, recent, entries))
+    of_kv = heads // recent.shape[2]
+    vectors = torch.cat((recent, entries), dim=1).repeat_interleave(of_kv, dim=2)
+    place = torch.arange(length, device=x.device)[:, None]
+    ago = place + near - length - torch.arange(near, device=x.device)
+    complete = (sight.start + place + 1) // sight.ratio
+    j = torch.arange(entries.shape[1] + 1, device=x.device)  # the last row stands for -1
+    far = ((j < complete) & (j >= complete - sight.most)).expand(len(x), -1, -1)
+    if chosen is not None:
+        mine = chosen[:, (complete - complete[0])[:, 0]].long()  # (B, T, k)
+        far = torch.zeros_like(far).scatter(2, mine.where(mine >= 0, j[-1]), True)
+    in_window = ((ago >= 0) & (ago < sight.window)).expand(len(x), -1, -1)
+    seen = torch.cat((in_window, far[..., :-1]), dim=2)[:, :, None]
+
+    r = (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+    q, do = (rounded(rotate_reference(part, cos, sin)) for part in (x * r, grad_y))
+    s, dp = (torch.einsum("bthd,bjhd->bthj", part, vectors) for part in (q, do))
+    p = torch.where(seen, (s * width**-0.5 - logs[..., None]).exp(), 0)
+    delta = (grad_y * y).sum(dim=-1)
+    p, ds = rounded(p), rounded(p * (dp - delta[..., None]) * width**-0.5)
+
+    def of_vectors(queries: Tensor) -> Tensor:
+        found = torch.einsum("bthj,bthd->bjhd", p[:, queries], do[:, queries])
+        found += torch.einsum("bthj,bthd->bjhd", ds[:, queries], q[:, queries])
+        return found.unflatten(2, (-1, of_kv)).sum(dim=3)
+
+    grad_recent, grad_entries = of_vectors(place[:, 0]).tensor_split([near], dim=1)
+    if chosen is not None:
+        groups = [place[complete == g] for g in complete.unique()]
+        of_groups = [rounded(of_vectors(group)[:, near:]) for group in groups]
+        grad_entries = torch.stack(of_groups).sum(0)
+    grad_q = rotate_reference(torch.einsum("bthj,bjhd->bthd", ds, vectors), cos, -sin)
+    grad_x = (grad_q - x * r * (grad_q * x * r).mean(dim=-1, keepdim=True)) * r
+    grad_sink = -((sink - logs).exp() * delta).sum(dim=(0, 1))
+    return grad_x.to(dtype), grad_recent, grad_entries, grad_sink
+
+
+@triton.jit
+def _turn_gradients_kernel(
+    grad_ptr, y_ptr, x_ptr, cos_ptr, sin_ptr, q_ptr, do_ptr, delta_ptr,
+    num_rows, T, HEADS, eps,
+    stride_xb, stride_xt, stride_xh,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask = row < num_rows
+    b, t, h = row // (T * HEADS), row // HEADS % T, row % HEADS
+    offs = tl.arange(0, BLOCK_H)[None, :]
+    both = mask[:, None] & (offs < HALF)
+    x_rows = b.to(tl.int64) * stride_xb + t.to(tl.int64) * stride_xt + h * stride_xh
+    rows = row.to(tl.int64) * (2 * HALF)
+    cos = tl.load(cos_ptr + t[:, None] * HALF + offs, mask=both, other=0)
+    sin = tl.load(sin_ptr + t[:, None] * HALF + offs, mask=both, other=0)
+    x1 = tl.load(x_ptr + x_rows[:, None] + offs, mask=both, other=0).to(tl.float32)
+    x2 = tl.load(x_ptr + x_rows[:, None] + offs + HALF, mask=both, other=0).to(tl.float32)
+    at = rows[:, None] + offs
+    g1 = tl.load(grad_ptr + at, mask=both, other=0).to(tl.float32)
+    g2 = tl.load(grad_ptr + at + HALF, mask=both, other=0).to(tl.float32)
+    y1 = tl.load(y_ptr + at, mask=both, other=0).to(tl.float32)
+    y2 = tl.load(y_ptr + at + HALF, mask=both, other=0).to(tl.float32)
+    tl.store(delta_ptr + row, tl.sum(g1 * y1 + g2 * y2, axis=1), mask=mask)
+    r = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * HALF) + eps)[:, None]
+    dtype = q_ptr.dtype.element_ty
+    tl.store(q_ptr + at, ((x1 * cos - x2 * sin) * r).to(dtype), mask=both)
+    tl.store(q_ptr + at + HALF, ((x1 * sin + x2 * cos) * r).to(dtype), mask=both)
+    tl.store(do_ptr + at, (g1 * cos - g2 * sin).to(dtype), mask=both)
+    tl.store(do_ptr + at + HALF, (g1 * sin + g2 * cos).to(dtype), mask=both)
+
+
+@triton.jit
+def _load_rows(ptr, rows, mask, HALF: tl.constexpr, BLOCK_H: tl.constexpr):
+    offs = tl.arange(0, BLOCK_H)[None, :]
+    ptrs = ptr + rows[:, None] * (2 * HALF) + offs
+    both = mask[:, None] & (offs < HALF)
+    return tl.load(ptrs, mask=both, other=0), tl.load(ptrs + HALF, mask=both, other=0)
+
+
+@triton.jit
+def _slopes(q1, q2, do1, do2, k1, k2, log, delta, seen, scale, PRECISION: tl.constexpr):
+    """Compute p and ds / sqrt(d), [ROWS, BLOCK_N] float32."""
+    p = tl.exp(scores_of(q1, q2, k1, k2, scale, PRECISION) - log[:, None])
+    p = tl.where(seen, p, 0)
+    dp = scores_of(do1, do2, k1, k2, 1.0, PRECISION)
+    return p, p * (dp - delta[:, None]) * scale
+
+
+@triton.jit
+def _grad_queries_kernel(
+    q_ptr, do_ptr, x_ptr, recent_ptr, entries_ptr, chosen_ptr, cos_ptr, sin_ptr, logs_ptr,
+    delta_ptr, grad_x_ptr, pairs_ptr,
+    T, LEAD, NUMBER, SIZE, START, SHIFT, WINDOW, MOST, RATIO, scale, eps,
+    stride_xb, stride_xt, stride_xh, stride_rb, stride_rs, stride_rg, stride_eb, stride_ej,
+    stride_eg,
+    HEADS: tl.constexpr, KV: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, OF_KV: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHOSEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    block, b = tl.program_id(0), (tl.program_id(1) // KV).to(tl.int64)
+    kv, part = tl.program_id(1) % KV, 0
+    if PARTS > 1:
+        part = tl.program_id(2)
+    of_kv: tl.constexpr = HEADS // KV
+    row = part * ROWS + tl.arange(0, ROWS)
+    place, own = row // OF_KV, row % OF_KV
+    first = block * QUERIES + SHIFT
+    t, h = first + place, kv * of_kv + own
+    valid = (place < QUERIES) & (own < of_kv) & (t >= 0) & (t < T)
+    low, high = tl.maximum(first, 0), tl.minimum(first + QUERIES, T) - 1
+    rows = (b * T + t) * HEADS + h
+    q1, q2 = _load_rows(q_ptr, rows, valid, HALF, BLOCK_H)
+    do1, do2 = _load_rows(do_ptr, rows, valid, HALF, BLOCK_H)
+    log = tl.load(logs_ptr + rows, mask=valid, other=0)
+    delta = tl.load(delta_ptr + rows, mask=valid, other=0)
+    dtype = x_ptr.dtype.element_ty
+    dq1 = tl.zeros((ROWS, BLOCK_H), dtype=tl.float32)
+    dq2 = tl.zeros((ROWS, BLOCK_H), dtype=tl.float32)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs = tl.arange(0, BLOCK_H)[None, :]
+    recent_ptr += b * stride_rb + kv * stride_rg
+    for start in range(tl.maximum(low + LEAD - WINDOW + 1, 0), high + LEAD + 1, BLOCK_N):
+        s = start + offs_n
+        k1, k2 = load_vectors(recent_ptr, s, s <= high + LEAD, stride_rs, HALF, BLOCK_H)
+        ago = t[:, None] + LEAD - s[None, :]
+        seen = (ago >= 0) & (ago < WINDOW) & valid[:, None]
+        _, ds = _slopes(q1, q2, do1, do2, k1, k2, log, delta, seen, scale, PRECISION)
+        ds = ds.to(dtype)
+        dq1 = tl.dot(ds, k1, dq1, input_precision=PRECISION)
+        dq2 = tl.dot(ds, k2, dq2, input_precision=PRECISION)
+    entries_ptr += b * stride_eb + kv * stride_eg
+    complete = (START + t + 1) // RATIO
+    if CHOSEN:
+        chosen_ptr += (b * NUMBER + block) * SIZE
+        pairs_ptr += (((b * NUMBER + block) * PARTS + part) * SIZE * KV + kv) * (2 * HALF)
+        begin, end = 0, SIZE
+    else:
+        begin = tl.maximum((START + low + 1) // RATIO - MOST, 0)
+        end = (START + high + 1) // RATIO
+    for start in range(begin, end, BLOCK_N):
+        if CHOSEN:
+            j = tl.load(chosen_ptr + start + offs_n, mask=start + offs_n < end, other=-1)
+            there = j >= 0
+            seen = there[None, :] & valid[:, None]
+        else:
+            j = start + offs_n
+            there = j < end
+            seen = (j[None, :] < complete[:, None]) & (j[None, :] >= complete[:, None] - MOST)
+            seen = seen & valid[:, None]
+        k1, k2 = load_vectors(entries_ptr, j, there, stride_ej, HALF, BLOCK_H)
+        p, ds = _slopes(q1, q2, do1, do2, k1, k2, log, delta, seen, scale, PRECISION)
+        ds = ds.to(dtype)
+        dq1 = tl.dot(ds, k1, dq1, input_precision=PRECISION)
+        dq2 = tl.dot(ds, k2, dq2, input_precision=PRECISION)
+        if CHOSEN:
+            p, ds = tl.trans(p.to(dtype)), tl.trans(ds)
+            dk1 = tl.dot(ds, q1, input_precision=PRECISION)
+            dk1 = tl.dot(p, do1, dk1, input_precision=PRECISION)
+            dk2 = tl.dot(ds, q2, input_precision=PRECISION)
+            dk2 = tl.dot(p, do2, dk2, input_precision=PRECISION)
+            at = (start + offs_n)[:, None] * (KV * 2 * HALF) + offs
+            both = (start + offs_n < end)[:, None] & (offs < HALF)
+            pair_type = pairs_ptr.dtype.element_ty
+            tl.store(pairs_ptr + at, dk1.to(pair_type), mask=both)
+            tl.store(pairs_ptr + at + HALF, dk2.to(pair_type), mask=both)
+    x1, x2, cos, sin = load_queries(
+        x_ptr + b * stride_xb, cos_ptr, sin_ptr, t, h, valid, stride_xt, stride_xh, HALF, BLOCK_H
+    )
+    r = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / (2 * HALF) + eps)[:, None]
+    g1, g2 = dq1 * cos + dq2 * sin, dq2 * cos - dq1 * sin
+    x1, x2 = x1 * r, x2 * r
+    mean = (tl.sum(g1 * x1 + g2 * x2, axis=1) / (2 * HALF))[:, None]
+    ptrs = grad_x_ptr + rows[:, None] * (2 * HALF) + offs
+    both = valid[:, None] & (offs < HALF)
+    tl.store(ptrs, ((g1 - x1 * mean) * r).to(dtype), mask=both)
+    tl.store(ptrs + HALF, ((g2 - x2 * mean) * r).to(dtype), mask=both)
+
+
+@triton.jit
+def _grad_vectors_kernel(
+    q_ptr, do_ptr, vectors_ptr, logs_ptr, delta_ptr, grad_ptr,
+    T, LEAD, VECTORS, START, WINDOW, MOST, RATIO, scale,
+    stride_vb, stride_vs, stride_vg,
+    HEADS: tl.constexpr, KV: tl.constexpr, ROWS: tl.constexpr, OF_KV: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    ENTRIES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    block, split = tl.program_id(0), tl.program_id(1)
+    b, kv = (tl.program_id(2) // KV).to(tl.int64), tl.program_id(2) % KV
+    of_kv: tl.constexpr = HEADS // KV
+    queries: tl.constexpr = (ROWS + OF_KV - 1) // OF_KV
+    offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    last = tl.minimum(block * BLOCK_N + BLOCK_N, VECTORS) - 1
+    vectors_ptr += b * stride_vb + kv * stride_vg
+    k1, k2 = load_vectors(vectors_ptr, offs_n, offs_n < VECTORS, stride_vs, HALF, BLOCK_H)
+    if ENTRIES:  # from the byte that completes the first of these entries
+        low = tl.maximum((block * BLOCK_N + 1) * RATIO - 1 - START, 0)
+        high = tl.minimum((last + MOST + 1) * RATIO - 1 - START, T)
+    else:
+        low = tl.maximum(block * BLOCK_N - LEAD, 0)
+        high = tl.minimum(last - LEAD + WINDOW, T)
+    share = tl.cdiv(tl.cdiv(high - low, SPLITS), queries) * queries
+    first = low + split * share
+    dtype = q_ptr.dtype.element_ty
+    dk1 = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
+    dk2 = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
+    for start in range(first * OF_KV, tl.minimum(first + share, high) * OF_KV, ROWS):
+        row = start + tl.arange(0, ROWS)  # OF_KV rows per position
+        t, own = row // OF_KV, row % OF_KV
+        h = kv * of_kv + own
+        valid = (own < of_kv) & (t < high)
+        rows = (b * T + t) * HEADS + h
+        q1, q2 = _load_rows(q_ptr, rows, valid, HALF, BLOCK_H)
+        do1, do2 = _load_rows(do_ptr, rows, valid, HALF, BLOCK_H)
+        log = tl.load(logs_ptr + rows, mask=valid, other=0)
+        delta = tl.load(delta_ptr + rows, mask=valid, other=0)
+        if ENTRIES:
+            complete = ((START + t + 1) // RATIO)[:, None]
+            seen = (offs_n[None, :] < complete) & (offs_n[None, :] >= complete - MOST)
+        else:
+            ago = t[:, None] + LEAD - offs_n[None, :]
+            seen = (ago >= 0) & (ago < WINDOW)
+        seen = seen & valid[:, None]
+        p, ds = _slopes(q1, q2, do1, do2, k1, k2, log, delta, seen, scale, PRECISION)
+        p, ds = tl.trans(p.to(dtype)), tl.trans(ds.to(dtype))
+        dk1 = tl.dot(ds, q1, dk1, input_precision=PRECISION)
+        dk1 = tl.dot(p, do1, dk1, input_precision=PRECISION)
+        dk2 = tl.dot(ds, q2, dk2, input_precision=PRECISION)
+        dk2 = tl.dot(p, do2, dk2, input_precision=PRECISION)
+    offs = tl.arange(0, BLOCK_H)[None, :]
+    out = ((split * tl.num_programs(2) // KV + b) * VECTORS + offs_n) * KV + kv
+    ptrs = grad_ptr + out[:, None] * (2 * HALF) + offs
+    both = (offs_n < VECTORS)[:, None] & (offs < HALF)
+    tl.store(ptrs, dk1, mask=both)
+    tl.store(ptrs + HALF, dk2, mask=both)
+
+
+SPLITS = 64
+"""Parts into which the bytes that see an entry are split, as entries of many bytes are few."""
+
+
+def _compressed_attention_backward_triton(
+    grad_y: Tensor, y: Tensor, logs: Tensor, x: Tensor, recent: Tensor, entries: Tensor,
+    chosen: Tensor | None, sink: Tensor, cos: Tensor, sin: Tensor, sight: Sight, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    (batch, length, heads, width), kv = x.shape, recent.shape[2]
+    lead, precision = recent.shape[1] - length, "ieee" if x.dtype == torch.float32 else "tf32"
+    grad_y, y, logs, cos, sin = (part.contiguous() for part in (grad_y, y, logs, cos, sin))
+    x, recent, entries = (dense_rows(part) for part in (x, recent, entries))
+    tile = tiling(x, recent, chosen, sight)
+    q, do = torch.empty(2, *x.shape, dtype=x.dtype, device=x.device).unbind()
+    delta = torch.empty_like(logs)
+    rows = logs.numel()
+    shape: dict[str, int | str] = {"HALF": width // 2, "BLOCK_H": tile.block_h}
+    _turn_gradients_kernel[(triton.cdiv(rows, 16),)](
+        grad_y, y, x, cos, sin, q, do, delta, rows, length, heads, eps, *x.stride()[:3],
+        **shape, BLOCK_R=16,
+    )  # fmt: skip
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    pairs, number, size = q, 0, 0
+    if chosen is not None:
+        chosen, (number, size) = chosen.contiguous(), chosen.shape[1:]
+        shape_of_pairs = batch, number * tile.parts, size, kv * width
+        pairs = torch.empty(shape_of_pairs, dtype=x.dtype, device=x.device)
+    options, most = {"num_warps": num_warps(x, tile)}, most_rows(tile.block_h)
+    if x.dtype == torch.float32:  # prefetched vectors leave too little shared memory
+        options["num_stages"] = 1
+        most = most // 2 if width > 64 else most  # more rows spill registers
+    shape |= {"HEADS": heads, "KV": kv, "OF_KV": tile.of_kv, "PRECISION": precision}
+    _grad_queries_kernel[(tile.programs, batch * kv, tile.parts)](
+        q, do, x, recent, entries, chosen, cos, sin, logs, delta, grad_x, pairs,
+        length, lead, number, size, sight.start, tile.shift, sight.window, sight.most,
+        sight.ratio, width**-0.5, eps,
+        *x.stride()[:3], *recent.stride()[:3], *entries.stride()[:3],
+        **shape, QUERIES=tile.queries, ROWS=tile.rows, PARTS=tile.parts,
+        BLOCK_N=block_n(x, 32), CHOSEN=chosen is not None, **options,
+    )  # fmt: skip
+    block_rows = max(16, most)
+
+    def grad_of(vectors: Tensor, splits: int, of_entries: bool) -> Tensor:
+        count, size = vectors.shape[1], block_n(x, 32)
+        found = torch.empty(splits, *vectors.shape, dtype=torch.float32, device=x.device)
+        if found.numel():
+            _grad_vectors_kernel[(triton.cdiv(count, size), splits, batch * kv)](
+                q, do, vectors, logs, delta, found,
+                length, lead, count, sight.start, sight.window, sight.most, sight.ratio,
+                width**-0.5, *vectors.stride()[:3],
+                **shape, ROWS=block_rows, BLOCK_N=size, SPLITS=splits, ENTRIES=of_entries,
+                **options,
+            )  # fmt: skip
+        return found[0] if splits == 1 else found.sum(dim=0)
+
+    grad_recent = grad_of(recent, 1, False)
+    if chosen is None:
+        splits = min(SPLITS, triton.cdiv(length, 4 * triton.cdiv(block_rows, tile.of_kv)))
+        grad_entries = grad_of(entries, splits, True)
+    else:
+        own = chosen.repeat_interleave(tile.parts, dim=1)
+        found = sum_choices(pairs, own, entries.shape[1])
+        grad_entries = found.view(entries.shape)
+    grad_sink = -((sink - logs).exp() * delta).sum(dim=(0, 1))
+    return grad_x, grad_recent, grad_entries, grad_sink
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(1)
+    for label, inputs in draw_cases(device):
+        x = inputs[0]
+        grad = torch.randn(x.shape, generator=generator).to(device, x.dtype)
+        y, logs, *_ = compressed_attention.torch(*inputs)
+        yield Case(label, (grad, y, logs, *inputs))
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    for label, inputs in draw_timed(device):
+        y, logs, _ = compressed_attention(*inputs)
+        yield Timing(
+            label,
+            (torch.randn_like(y), y, logs, *inputs),
+            run=_compressed_attention_backward_triton,
+        )
+
+
+GATE = Gate(
+    relative=1e-5, peer_slack=0.5,
+    reason="float32 sums; in bf16 the peer rounds what products take and groups keep, else nothing",
+)  # fmt: skip
+
+
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    inputs = draw_attention(dice, group_size, m, n, k)
+    y, logs, *_ = compressed_attention.torch(*inputs)
+    return dice.reals(*y.shape), y, logs, *inputs
+
+
+compressed_attention_backward = Operation(
+    "compressed_attention_backward", _compressed_attention_backward_triton,
+    _compressed_attention_backward_torch, compressed_attention_backward_reference, _cases, GATE,
+    {
+        "grad_y": Array("B, T, H, D"), "y": Array("B, T, H, D"), "logs": Array("B, T, H", FLOAT),
+        **ATTENTION,
+    },
+    where=ATTENTION_WHERE, draw=_draw, needs_rows=True, peer=rounded_attention_gradients,
+    timings=_timings,
+)  # fmt: skip
+"""Propagate a gradient back through `compressed_attention`.
+
+`grad_y` is (B, T, H, d) in the dtype of x; `y` and `logs` are results of `compressed_attention`,
+and the other arguments are those of `compressed_attention`.
+
+Returns:
+    Gradients of x, in its dtype, and of recent, entries and sink, in float32.
+"""

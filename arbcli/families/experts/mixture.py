@@ -1,0 +1,338 @@
+"""A mixture of experts with fixed shapes, so that routing never synchronises with the device.
+
+Each position is routed to its `moe_top_k` best experts. The pairs of position and expert are sorted
+by expert on the device, and multiplied in one grouped product. The load is balanced by a small
+integer for each expert that is added to its score for the selection, but not for the weights.
+Source: L. Wang et al., "Auxiliary-Loss-Free Load Balancing", https://arxiv.org/abs/2408.15664.
+
+The kind of gate determines how the product z of query and key is used:
+
+| gate | score s of an expert | selection | weights |
+|---|---|---|---|
+| `softmax` | z | largest s + balance | softmax of the selected s |
+| `softplus` | sqrt(log(1 + exp(z))) | largest s + balance | s / sum of the selected s |
+| `hash` | sqrt(log(1 + exp(z))) | by the text: see `hashed_experts` | s / sum of the selected s |
+
+The square root grows slowly, so that the balance can compensate for any product, and weights do not
+vanish.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
+
+from arbcli.config.site import Site
+from arbcli.families.experts.config import ExpertsConfig
+from arbcli.families.experts.hashed import hashed_experts
+from arbcli.families.experts.kernels.expert_combine import expert_combine, expert_combine_backward
+from arbcli.kernels.norm.rms_norm import FEW_ROWS
+from arbcli.model.flow import Flow, Reading, each_text
+from arbcli.model.initial import output_std
+from arbcli.model.layers.compiled import Findable, KeepsInputs, operator
+from arbcli.model.layers.kinds import layers_for
+from arbcli.model.layers.streamed import recomputing
+from arbcli.model.parts.base import Part
+from arbcli.model.step_memory import StepMemory
+
+BALANCE_UNIT = 1 / 8
+"""Score of one unit of balance with the gate `softmax`."""
+ROOT_BALANCE_UNIT = 1 / 32
+"""Score of one unit of balance with roots, whose slope at z = 0 is 0.3; suffices up to z = 16."""
+MOST_BALANCE = 127
+LEAST_LOGIT = -40.0
+"""Lower clamp of logits before the root, which avoids infinite gradients."""
+
+
+class Routing(NamedTuple):
+    """The assignment of positions to experts, in S = M * k slots sorted by expert."""
+
+    positions: Tensor
+    """(M, k) int64, slots of each position."""
+    tokens: Tensor
+    """(S,) int64, position of each slot."""
+    bounds: Tensor
+    """(E + 1,) int64: slots of expert e are bounds[e] to bounds[e + 1] - 1."""
+
+
+def route(choice: Tensor, experts: int) -> Routing:
+    """Sort the slots of selected experts, (M, k) int64, by expert."""
+    sorted_choice, order = choice.flatten().sort(stable=True)
+    slots = torch.arange(len(order), device=order.device)
+    positions = torch.empty_like(order).scatter_(0, order, slots)
+    bounds = torch.searchsorted(sorted_choice, torch.arange(experts + 1, device=order.device))
+    return Routing(positions.view(choice.shape), order // choice.shape[1], bounds)
+
+
+class _Dispatch(Function):
+    """Copy positions to their slots; the backward sums the gradients of a position's slots."""
+
+    @staticmethod
+    def forward(x: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        return x[tokens]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (positions,) = ctx.saved_tensors
+        return expert_combine(grad, positions, None), None, None
+
+
+class _Combine(KeepsInputs):
+    """Sum the weighted outputs of each position's experts."""
+
+    @staticmethod
+    def forward(values: Tensor, positions: Tensor, gates: Tensor) -> Tensor:
+        return expert_combine(values, positions, gates)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        grad_values, grad_gates = expert_combine_backward(grad_y, *ctx.saved_tensors)
+        return grad_values, None, grad_gates
+
+
+_dispatch, _combine = operator(_Dispatch), operator(_Combine)
+
+
+def root_softplus(logits: Tensor) -> Tensor:
+    """Compute sqrt(log(1 + exp(z))) for float32 logits."""
+    return functional.softplus(logits.clamp(min=LEAST_LOGIT)).sqrt()
+
+
+class Gate(Findable, StepMemory):
+    """Selects experts by the products of a query with a ternary key of each expert.
+
+    Args:
+        config: configuration of the experts.
+        width: width of a query.
+        site: storage settings and width of the stage.
+        area: parameter group of the tensors.
+    """
+
+    balance: Tensor
+    _load: Tensor | None
+
+    def __init__(self, config: ExpertsConfig, width: int, site: Site, area: str) -> None:
+        super().__init__(area=area)
+        parts = layers_for(site)
+        self.top_k, self.experts, self.kind = config.top_k, config.experts, config.gate
+        self.norm = parts.norm(width, site)
+        self.keys = parts.linear(config.experts, width, site, area=area)
+        if self.kind != "hash":
+            self.declare("balance", torch.zeros(config.experts, dtype=torch.int8), "counters")
+        self.load = torch.zeros(config.experts, dtype=torch.int64)
+        """Number of slots of each expert in the last step."""
+        self.forget()
+
+    def forward(
+        self, query: Tensor, chosen: Tensor | None = None, valid: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Select experts, (M, k) int64, and compute their float32 weights.
+
+        Args:
+            query: (M, width), query of each position.
+            chosen: (M, k) int64, experts that are already selected, as by a hash; else None.
+            valid: (M,) bool mask of the positions that count as load; None for all.
+        """
+        return self.weigh(self.keys(query, self.norm).float(), chosen, valid)
+
+    def weigh(
+        self, scores: Tensor, chosen: Tensor | None, valid: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Select experts from products of queries and keys, (M, E) float32: see `forward`."""
+        unit = BALANCE_UNIT
+        if self.kind != "softmax":
+            scores, unit = root_softplus(scores), ROOT_BALANCE_UNIT
+        if chosen is None:
+            chosen = (scores.detach() + self.balance * unit).topk(self.top_k).indices
+        if torch.is_grad_enabled():
+            chosen = _counted(chosen, valid, self)
+        if self.kind == "softmax":
+            return chosen, torch.softmax(scores.gather(1, chosen), dim=1)
+        scores = scores.gather(1, chosen)
+        return chosen, scores / scores.sum(dim=1, keepdim=True)
+
+    def count(self, chosen: Tensor, valid: Tensor | None) -> None:
+        """Count the load of selected experts, (M, k), without positions that are not `valid`."""
+        if recomputing():
+            return
+        every = torch.arange(self.experts, device=chosen.device)
+        counted = chosen if valid is None else chosen.masked_fill(~valid[:, None], -1)
+        load = (counted.flatten() == every[:, None]).sum(dim=1)
+        self._load = load if self._load is None else self._load + load
+
+    @property
+    def key_tensor(self) -> Tensor:
+        """The load."""
+        return self.load
+
+    def join(self, group: Any) -> None:
+        """Sum the loads of all processes."""
+        self._load = None if self._load is None else group.sum(self._load)
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Decrement the balance of experts with more than the mean load, and increment others."""
+        if self._load is not None:
+            load, self._load = self._load, None
+            self.load.copy_(load)
+            if self.kind == "hash":
+                return
+            moved = self.balance + torch.sign(load.sum() - load * self.experts)
+            self.balance.copy_(moved.clamp_(-MOST_BALANCE, MOST_BALANCE))
+
+    def forget(self) -> None:
+        """Clear the load of a step that was aborted."""
+        self._load = None
+
+    def gauges(self) -> dict[str, float]:
+        """Return the load imbalance; synchronises with the device.
+
+        Returns:
+            fullest_expert: maximum number of slots of an expert, relative to the mean.
+        """
+        return {"fullest_expert": float(self.load.max() / self.load.float().mean().clamp(min=1e-9))}
+
+
+def _count(chosen: Tensor, valid: Tensor | None, gate: Gate) -> Tensor:
+    gate.count(chosen, valid)
+    return chosen
+
+
+_counted = operator(_count, lambda chosen, *_: chosen)
+
+
+class SharedExpert(nn.Module):
+    """The expert of all positions, in addition to the selected ones."""
+
+    def __init__(
+        self, config: ExpertsConfig, dim: int, site: Site, *, area: str, std: float | None
+    ) -> None:
+        super().__init__()
+        parts = layers_for(site)
+        self.gate_up = parts.linear(2 * config.width, dim, site, area=area)
+        self.sub_norm = _gate_and_norm(config, site)
+        self.down = parts.linear(dim, config.width, site, area=area, std=std)
+
+    def forward(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """Apply the expert to (M, dim)."""
+        return self.down(self.gate_up(x, norm), self.sub_norm)
+
+
+def _gate_and_norm(config: ExpertsConfig, site: Site) -> nn.Module:
+    """Build the gate and norm between the two matrices of an expert."""
+    parts = layers_for(site)
+    kind = parts.clamped_gate if config.clamp else parts.gate
+    return kind(config.width, site, normalise=True)
+
+
+def _norm_row_by_row(norm: nn.Module, x: Tensor) -> Tensor:
+    """Normalise in batches of few rows, for which the kernel sums each row in the same order."""
+    return torch.cat([norm(rows) for rows in x.split(FEW_ROWS)])
+
+
+class Experts(Part):
+    """A mixture of experts that are gated MLPs.
+
+    As a channel mixer it reads and writes the stream, which is also the query of the gate.
+
+    Args:
+        config: configuration of the experts.
+        site: storage settings and width of the stage.
+        dim: width of inputs and outputs; None is that of the stream.
+        query: width of the gate's queries; None is that of the stream.
+        area: parameter group of the tensors.
+    """
+
+    name = "experts"
+    steps_texts = True
+
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        site: Site,
+        dim: int | None = None,
+        query: int | None = None,
+        area: str = "experts",
+    ) -> None:
+        super().__init__()
+        parts, width, number = layers_for(site), dim or site.dim, config.experts
+        # outputs into the residual stream have a small initial scale
+        std = output_std(config.width, site.depth) if dim is None else None
+        self.gate = Gate(config, query or site.dim, site, area)
+        self.gate_up = parts.expert_weight(number, 2 * config.width, width, site, area=area)
+        self.sub_norm = _gate_and_norm(config, site)
+        self.down = parts.expert_weight(number, width, config.width, site, area=area, std=std)
+        self.shared = None
+        if config.shared:
+            self.shared = SharedExpert(config, width, site, area=area, std=std)
+
+    def forward(
+        self,
+        x: Tensor,
+        norm: nn.Module,
+        added: Tensor | None = None,
+        reading: Reading | None = None,
+        state: None = None,
+    ) -> Flow:
+        """Apply the experts to (B, T, D): see `Part.forward`."""
+        x = x if added is None else x + added
+        rows, valid = x.flatten(0, 1), reading.valid if reading else None
+        chosen = self.by_hash(reading)
+        valid = None if valid is None else valid.flatten()
+        return Flow(x, self.mix(rows, rows, chosen, norm, valid).view(x.shape))
+
+    @torch.no_grad()
+    def step_texts(self, x: Tensor, norm: nn.Module, reading: Reading) -> Tensor:
+        """Apply the experts to one position of each text: see `Part.step_texts`."""
+        rows = x.flatten(0, 1)
+        scores = self.gate.keys.fused(rows, normalise=True).float()
+        chosen, gates = self.gate.weigh(scores, self.by_hash(reading))
+        routing = route(chosen, self.gate.experts)
+        slots = _norm_row_by_row(norm, rows[routing.tokens])
+        slots = self.gate_up.product(slots, routing.bounds, apart=True)
+        slots = _norm_row_by_row(self.sub_norm, slots)
+        slots = self.down.product(slots, routing.bounds, apart=True)
+        y = expert_combine(slots, routing.positions, gates)
+        if self.shared:
+            shared = self.shared
+            y = y + each_text(lambda row: shared(row, norm), rows)
+        return y.view(x.shape)
+
+    def by_hash(self, reading: Reading | None) -> Tensor | None:
+        """Select experts by a hash of the text, (M, k) int64; None if the gate selects."""
+        if self.gate.kind != "hash":
+            return None
+        if reading is None or reading.grams is None:
+            raise ValueError("experts that are selected by the text need its n-grams")
+        return hashed_experts(reading.grams, self.gate.experts, self.gate.top_k)
+
+    def mix(
+        self,
+        x: Tensor,
+        query: Tensor,
+        chosen: Tensor | None = None,
+        before: nn.Module | None = None,
+        valid: Tensor | None = None,
+    ) -> Tensor:
+        """Apply the experts to (M, dim), and return the weighted sum.
+
+        Args:
+            x: (M, dim), inputs of the experts.
+            query: (M, query width), queries of the gate.
+            chosen: (M, k) int64, selected experts; None lets the gate select.
+            before: norm of the inputs.
+            valid: (M,) bool mask of the positions; None for all.
+        """
+        chosen, gates = self.gate(query, chosen, valid)
+        routing = route(chosen, self.gate.experts)
+        slots = _dispatch(x, routing.tokens, routing.positions)
+        slots = self.gate_up.multiply(slots, routing.bounds, before)
+        slots = self.down.multiply(slots, routing.bounds, self.sub_norm)
+        y = _combine(slots, routing.positions, gates)
+        return y + self.shared(x, before) if self.shared else y

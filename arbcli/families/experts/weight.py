@@ -1,0 +1,156 @@
+"""Weights of experts, multiplied in a grouped matrix product."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from arbcli.config.site import Site
+from arbcli.families.experts.kernels.grouped_matmul import (
+    MOST_EXPERTS,
+    grouped_grad_w,
+    grouped_matmul,
+)
+from arbcli.families.nvfp4.kernels.round_nvfp4 import round_nvfp4, round_stack_nvfp4
+from arbcli.kernels.codec.decode_weight import decode_weight
+from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
+from arbcli.model.initial import projection_std
+from arbcli.model.layers.compiled import operator
+from arbcli.model.layers.norm import TernaryRMSNorm
+from arbcli.model.layers.streamed import GradientSink, StreamedTensor
+
+WEIGHTS_AT_ONCE = 2**25
+"""Maximum number of weights that are decoded, or whose gradient is computed, at once."""
+
+
+class ExpertWeight(StreamedTensor):
+    """The matrices of all experts, stacked by rows and stepped separately."""
+
+    nvfp4 = False
+    """Whether products of many slots emulate NVFP4: see `build_model`."""
+
+    def __init__(
+        self,
+        experts: int,
+        out_features: int,
+        in_features: int,
+        site: Site,
+        *,
+        area: str,
+        std: float | None = None,
+    ) -> None:
+        super().__init__(
+            experts * out_features,
+            in_features,
+            site,
+            area=area,
+            std=std or projection_std(in_features),
+            matrices=experts,
+        )
+        self.expert_rows = out_features
+
+    def multiply(self, x: Tensor, bounds: Tensor, before: TernaryRMSNorm | None) -> Tensor:
+        """Multiply the slots of each expert by its matrix; differentiable.
+
+        Args:
+            x: (S, K) slots, sorted by expert.
+            bounds: (E + 1,) int64: slots of expert e are bounds[e] to bounds[e + 1] - 1.
+            before: norm or gate that is applied to x first; None for none.
+
+        Returns:
+            (S, N).
+        """
+        return _grouped_linear(x, self, bounds, before)
+
+    def product(
+        self, x: Tensor, bounds: Tensor, *, transposed: bool = False, apart: bool = False
+    ) -> Tensor:
+        """Multiply the sorted slots, (S, K), by the matrix of their expert, or its transpose.
+
+        With `apart`, the bits of a slot's result do not depend on the other slots.
+        """
+        width = self.in_features if transposed else self.expert_rows
+        y = x.new_empty(len(x), width)  # each slot has an expert, so all rows are written
+        in_four_bits, scales = self.nvfp4 and len(x) > FUSED_ROWS, []
+        if in_four_bits:
+            x, of_x = round_nvfp4(x)
+        for experts_range in self.gradient_ranges():
+            rows = slice(
+                experts_range.start * self.expert_rows, experts_range.stop * self.expert_rows
+            )
+            w = decode_weight(self.packed.rows(rows), x.dtype).view(
+                len(experts_range), self.expert_rows, -1
+            )
+            w = w.transpose(1, 2) if transposed else w
+            if in_four_bits:
+                w, of_w = round_stack_nvfp4(w)
+                scales.append(of_x * of_w)
+            grouped_matmul(x, w, bounds[experts_range.start : experts_range.stop + 1], y, apart)
+        if in_four_bits:
+            slots = torch.arange(len(x), device=x.device)
+            owners = torch.searchsorted(bounds[1:], slots, right=True)
+            y *= torch.cat(scales)[owners, None]
+        return y
+
+    def emit_gradient(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
+        """Compute the gradients of ranges of experts, and pass them to the sink."""
+        x, bounds = sources[0]
+        if len(sources) > 1:
+            owners_of_each = [
+                torch.searchsorted(bounds[1:], torch.arange(len(x), device=x.device), right=True)
+                for x, bounds in sources
+            ]
+            owners, order = torch.cat(owners_of_each).sort(stable=True)
+            x, grad_y = torch.cat([x for x, _ in sources])[order], grad_y[order]
+            experts = torch.arange(self.matrices + 1, device=x.device)
+            bounds = torch.searchsorted(owners, experts)
+        for experts_range in self.gradient_ranges():
+            grads = grouped_grad_w(grad_y, x, bounds[experts_range.start : experts_range.stop + 1])
+            sink(self, grads, experts_range)
+
+    def gradient_ranges(self) -> list[range]:
+        """Return the ranges of experts that are decoded, or have gradients computed, together."""
+        together = max(1, WEIGHTS_AT_ONCE // (self.expert_rows * self.in_features))
+        together = min(together, MOST_EXPERTS)
+        all_experts = range(self.matrices)
+        return [all_experts[start : start + together] for start in all_experts[::together]]
+
+
+class _GroupedLinear(Function):
+    """y = before(x) @ w[expert].T for slots sorted by expert; see `layers._Linear`."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        weight: ExpertWeight,
+        bounds: Tensor,
+        before: TernaryRMSNorm | None,
+        anchor: Tensor,
+        trained: bool,
+    ) -> Tensor:
+        if trained:
+            weight.await_backward()
+            if before:
+                before.await_backward()
+        return weight.product(before(x) if before else x, bounds)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, ctx.weight, bounds, ctx.before, *_ = inputs
+        ctx.save_for_backward(x, bounds)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, bounds = ctx.saved_tensors
+        grad_x = ctx.weight.product(grad_y, bounds, transposed=True)
+        if ctx.before:
+            grad_x, x = ctx.before.backward(grad_x, x)
+        ctx.weight.collect((x, bounds), grad_y)
+        return grad_x, None, None, None, None, None
+
+
+_grouped_linear = operator(
+    _GroupedLinear,
+    lambda x, trits, bounds, *_: x.new_empty(len(x), len(trits) // (len(bounds) - 1)),
+)

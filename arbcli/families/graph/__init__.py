@@ -1,0 +1,1 @@
+"""N-grams, codebooks, iterated experts on a graph, router and memory of n-grams."""

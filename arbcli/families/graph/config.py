@@ -1,0 +1,196 @@
+"""Memories between two blocks: codebooks, and iterated experts with a graph of codes.
+
+A codebook is a table with product keys, or a vector quantiser.
+"""
+
+from dataclasses import dataclass, field
+
+from arbcli.base.errors import ArbError
+from arbcli.config.checks import check_at_most
+from arbcli.config.parts.base import PartConfig
+from arbcli.config.site import Site
+from arbcli.families.experts.config import ExpertsConfig
+
+MOST_CODE_WIDTH = 2**15
+CODE_SEARCHES = ("keys", "nearest")
+"""Searches for rows of codebooks: product keys, or the nearest code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodebookConfig(PartConfig):
+    """A table whose rows are found by product keys."""
+
+    kind: str = field(default="codebook", init=False)
+    halves: tuple[int, int]
+    """Numbers of half keys; each pair of them has a row of the table."""
+    width: int
+    """Width of a row."""
+    heads: int
+    """Number of queries per position."""
+    key_width: int
+    """Width of a half key."""
+    top_k: int
+    """Number of rows that a head reads per position."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the table."""
+        return self.halves[0] * self.halves[1]
+
+    def __post_init__(self) -> None:
+        """Check types and sizes, and that there are enough half keys.
+
+        Raises:
+            ArbError: a value is invalid.
+        """
+        PartConfig.__post_init__(self)
+        if self.top_k > min(self.halves):
+            raise ArbError(
+                f"`top_k` is {self.top_k}",
+                hint=f"use at most the number of half keys, {min(self.halves)}",
+                fields=("top_k",),
+            )
+
+    def products(self, site: Site, positions: float) -> float:
+        """Return the number of multiplications per position; see `PartConfig.products`."""
+        keys = self.heads * self.key_width * (2 * site.dim + sum(self.halves))
+        return keys + self.heads * self.width * site.dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantiserConfig(PartConfig):
+    """A vector quantiser, which replaces each position by its nearest code."""
+
+    kind: str = field(default="quantiser", init=False)
+    codes: int
+    width: int
+    """Width of a code."""
+    patience: int = 4
+    """Number of passes of the clock hand, 1 to 127, after which an unused code is replaced."""
+
+    @property
+    def rows(self) -> int:
+        """Number of codes."""
+        return self.codes
+
+    def __post_init__(self) -> None:
+        """Check types and sizes.
+
+        Raises:
+            ArbError: a value is invalid.
+        """
+        PartConfig.__post_init__(self)
+        for name, most in (("width", MOST_CODE_WIDTH), ("patience", 127)):
+            check_at_most(name, getattr(self, name), most)
+
+    def products(self, site: Site, positions: float) -> float:
+        """Return the number of multiplications per position; see `PartConfig.products`."""
+        return self.width * (2 * site.dim + self.codes)
+
+
+BookConfig = CodebookConfig | QuantiserConfig
+BOOKS: dict[str, type[PartConfig]] = {"codebook": CodebookConfig, "quantiser": QuantiserConfig}
+"""Configurations of codebooks by kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IteratedConfig(PartConfig):
+    """Iterated experts, adapters and a graph of codes, with adaptive halting per position."""
+
+    kind: str = field(default="iterated", init=False)
+    iterations: int
+    adapter_rank: int
+    """Rank of the adapter of each iteration."""
+    experts: ExpertsConfig | None = None
+    expert_dim: int = 1
+    """Width of the experts' inputs, to which the stream is projected."""
+    gate_dim: int = 1
+    """Width of the query that selects experts."""
+    edges: tuple[int, int] | None = None
+    """Number of buckets of the graph, and of edges per bucket; None for no graph."""
+    graph_gate: bool = False
+    """Whether messages of the graph are added to the query that selects experts."""
+    graph_adapters: bool = False
+    """Whether messages of the graph scale the hidden values of the adapters."""
+
+    def __post_init__(self) -> None:
+        """Check types and sizes, and that options of the graph have one.
+
+        Raises:
+            ArbError: a value is invalid.
+        """
+        PartConfig.__post_init__(self)
+        for name, needed in (("graph_gate", ("edges", "experts")), ("graph_adapters", ("edges",))):
+            missing = [part for part in needed if getattr(self, part) is None]
+            if getattr(self, name) and missing:
+                raise ArbError(
+                    f"`{name}` needs `{missing[0]}`, and there are none",
+                    hint=f"add `{missing[0]}`, or leave `{name}` out",
+                    fields=(name, missing[0]),
+                )
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether experts are selected by a hash of the text's bytes."""
+        return self.experts is not None and self.experts.reads_text
+
+    def products_with(self, site: Site, code_width: int) -> float:
+        """Return the number of multiplications per position, with codes of a width."""
+        inward, found = self.adapter_rank + 1, site.dim * self.adapter_rank
+        if self.experts:
+            inward += self.expert_dim + self.gate_dim
+            found += site.dim * self.expert_dim
+            found += self.experts.products_of(self.expert_dim, self.gate_dim)
+        if self.edges:
+            found += site.dim * code_width
+            found += code_width * self.gate_dim * self.graph_gate
+            found += code_width * self.adapter_rank * self.graph_adapters
+        return self.iterations * (found + site.dim * inward)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoriesConfig(PartConfig):
+    """Codebooks that read the same stream in parallel, then iterations."""
+
+    kind: str = field(default="memories", init=False)
+    place: int = 0
+    """Number of the stage's blocks before the memories."""
+    codebook: BookConfig | None = None
+    """Codebook whose codes are the nodes of the graph."""
+    knowledge: BookConfig | None = None
+    """Second codebook, without a graph."""
+    iterated: IteratedConfig | None = None
+    """Iterated experts after the codebooks."""
+
+    def __post_init__(self) -> None:
+        """Check types, and that a graph has codes.
+
+        Raises:
+            ArbError: a value is invalid.
+        """
+        PartConfig.__post_init__(self)
+        if self.iterated and self.iterated.edges and not self.codebook:
+            raise ArbError(
+                "the graph needs the codes of the codebook, which is missing",
+                hint="add `graph=False`",
+                fields=("graph",),
+            )
+
+    @property
+    def codebooks(self) -> dict[str, BookConfig]:
+        """The existing codebooks by name."""
+        found = {"codebook": self.codebook, "knowledge": self.knowledge}
+        return {name: book for name, book in found.items() if book}
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether experts are selected by a hash of the text's bytes."""
+        return self.iterated is not None and self.iterated.reads_text
+
+    def products(self, site: Site, positions: float) -> float:
+        """Return the number of multiplications per position; see `PartConfig.products`."""
+        found = sum(book.products(site, positions) for book in self.codebooks.values())
+        if self.iterated:
+            width = self.codebook.width if self.codebook else 0
+            found += self.iterated.products_with(site, width)
+        return found

@@ -1,0 +1,98 @@
+"""A hashed memory of n-grams: the byte that follows each, and its strength, in two bytes an entry.
+
+An entry holds the prevailing next byte of the n-grams that are hashed to it. The same byte
+increments its strength, another one decrements it, and replaces the byte at zero: a majority vote
+over a stream. Source: R. Boyer and J. Moore, "MJRTY: A Fast Majority Vote Algorithm", 1981.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbcli.config.model import VOCABULARY
+from arbcli.config.site import Site
+from arbcli.families.graph.memgram_config import MemGramConfig
+from arbcli.model.initial import output_std
+from arbcli.model.layers.kinds import layers_for
+from arbcli.model.ngrams import ngram_ids
+from arbcli.model.step_memory import StepMemory
+
+ORDER = 6
+"""Length of the n-grams."""
+MOST = 127
+
+
+class MemGram(StepMemory):
+    """Embeds the remembered next byte of the last 6 bytes, weighted by its strength.
+
+    Buffers, one element for each entry:
+        symbol: int8, the byte minus 128.
+        strength: int8, 0..127; 0 marks an empty entry.
+    """
+
+    symbol: Tensor
+    strength: Tensor
+
+    def __init__(self, config: MemGramConfig, site: Site) -> None:
+        super().__init__(area="memgram")
+        for name in ("symbol", "strength"):
+            self.declare(name, torch.zeros(config.rows, dtype=torch.int8), "counters")
+        layers = layers_for(site)
+        self.table = layers.table(VOCABULARY, site.dim, site, area="memgram")
+        self.norm = layers.norm(site.dim, site)
+        std = output_std(site.dim, site.depth)
+        self.output = layers.linear(site.dim, site.dim, site, area="memgram", std=std)
+        self.forget()
+
+    def forget(self) -> None:
+        """Clear the statistics of a step that was aborted."""
+        self._seen: list[Tensor] = []
+
+    def forward(self, text: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        """Look up the remembered next bytes.
+
+        Args:
+            text: (B, history + T) int64 bytes, negative before the text.
+            length: T.
+            dtype: dtype of the result.
+
+        Returns:
+            (B, T, D), output to add to the stream.
+        """
+        entries = ngram_ids(text, len(self.symbol), (ORDER,))[..., 0]
+        if torch.is_grad_enabled() and text.shape[1] > 1:
+            seen = torch.stack((entries[:, :-1], text[:, 1:])).flatten(1)
+            self._seen.append(seen)
+        entries = entries[:, -length:].reshape(-1, 1)  # (B * T, 1)
+        known = entries.clamp(min=0)
+        strength = self.strength[known].float() / MOST * (entries >= 0)
+        symbols = torch.where(strength > 0, self.symbol[known].long() + 128, -1)
+        y = self.output(self.table(symbols, torch.ones_like(strength), dtype), self.norm)
+        # the strength is applied after the norm, which would cancel it
+        return (y * strength.sqrt().to(dtype)).view(len(text), length, -1)
+
+    def join(self, group: Any) -> None:
+        """Combine the n-grams of all processes, in the order of the micro-batches."""
+        self._seen = group.in_order(self._seen)
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Update the entries from the step's n-grams; for each entry only the last one counts."""
+        if not self._seen:
+            return
+        entries, symbols = torch.cat(self._seen, dim=1)
+        self.forget()
+        size = len(self.symbol)
+        index = torch.arange(len(entries), device=entries.device)
+        slots = torch.where(entries < 0, size, entries)
+        last = torch.full((size + 1,), -1, device=entries.device)
+        last = last.scatter_reduce_(0, slots, index, "amax")[:size]
+        new = (symbols[last.clamp(min=0)] - 128).to(torch.int8)
+        again, seen = (new == self.symbol) & (self.strength > 0), last >= 0
+        strength = self.strength.int()
+        taken = seen & ~again & (strength <= 1)
+        moved = torch.where(again, (strength + 1).clamp(max=MOST), strength - 1)
+        strength = torch.where(taken, 1, torch.where(seen, moved, strength))
+        self.symbol.copy_(torch.where(taken, new, self.symbol))
+        self.strength.copy_(strength)

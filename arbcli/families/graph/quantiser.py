@@ -1,0 +1,174 @@
+"""A vector quantiser: replaces each position by the nearest code of a codebook.
+
+    z = W_query norm(x), divided by its root-mean-square;   q = round(32 z) in int8
+    k = argmin over codes c of |q - c|**2;   y = W_output norm(c_k / 32)
+
+The gradient of c_k / 32 is passed to z (straight-through), and the mean of (z - c_k / 32)**2 is the
+commitment loss. Sources: A. van den Oord et al., "Neural Discrete Representation Learning",
+https://arxiv.org/abs/1711.00937; for the revival of dead codes P. Dhariwal et al., "Jukebox",
+https://arxiv.org/abs/2005.00341, section 3.
+
+Codes are not trained by gradients. After a step each selected code becomes the mean of the
+positions that selected it and of itself, with the weight of its earlier selections, at most
+`MEMORY`: a mean that turns into a moving average. It is rounded stochastically to int8, by bits
+that only depend on the code and the step. A pointer, the hand, passes over as many codes in a step
+as there are positions, and takes one life of each; selection restores all lives. A code without
+lives is replaced by the vector of a position.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbcli.config.site import Site
+from arbcli.families.graph.codebook import Found
+from arbcli.families.graph.config import QuantiserConfig
+from arbcli.families.graph.kernels.nearest_codes import nearest_codes
+from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
+from arbcli.model.initial import output_std
+from arbcli.model.layers.kinds import layers_for
+from arbcli.model.layers.norm import NORM_EPS
+from arbcli.model.ngrams import MIX
+from arbcli.model.step_memory import StepMemory
+
+UNIT = 32
+"""Integer value of 1 in codes."""
+MOST = 127
+MEMORY = 32
+"""Maximum weight of a code in its next mean, in selections."""
+
+
+class Quantiser(StepMemory):
+    """The nearest codes of the projected stream, projected back: see the module's docstring.
+
+    Buffers:
+        codes: (V, width) int8, in units of 1/32.
+        uses: (V, 1) int8, number of selections since the code was created, up to 127.
+        lives: (V, 1) int8, remaining lives.
+        hand: (1,) int32, index of the code that loses a life next.
+
+    Args:
+        config: configuration of the codes.
+        site: storage settings and width of the stage.
+        area: parameter group of the tensors.
+    """
+
+    codes: Tensor
+    uses: Tensor
+    lives: Tensor
+    hand: Tensor
+
+    def __init__(self, config: QuantiserConfig, site: Site, area: str) -> None:
+        super().__init__(area)
+        layers, self.config = layers_for(site), config
+        self.norm = layers.norm(site.dim, site)
+        self.query = layers.linear(config.width, site.dim, site, area=area)
+        self.declare("codes", torch.zeros(config.codes, config.width, dtype=torch.int8), "codes")
+        for name in ("uses", "lives"):
+            self.declare(name, torch.zeros(config.codes, 1, dtype=torch.int8), "counters")
+        self.declare("hand", torch.zeros(1, dtype=torch.int32), "counters")
+        self.sub_norm = layers.norm(config.width, site)
+        std = output_std(config.width, site.depth)
+        self.output = layers.linear(site.dim, config.width, site, area=area, std=std)
+        self.forget()
+
+    def forget(self) -> None:
+        """Clear the statistics of a step that was aborted."""
+        self._seen: list[Tensor] = []
+        self._chosen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Found:
+        """Quantise a stream, (B, T, D), and compute the commitment loss."""
+        z = self.query(x, self.norm).float()
+        z = z * torch.rsqrt(z.square().mean(dim=-1, keepdim=True) + NORM_EPS)
+        with torch.no_grad():
+            q = (z * UNIT).round_().clamp_(-MOST, MOST).to(torch.int8).flatten(0, -2)
+            chosen = nearest_codes(q, self.codes)
+            rows = self.codes[chosen].view(z.shape).float() / UNIT
+        cost = None
+        if torch.is_grad_enabled():
+            self._seen.append(q)
+            self._chosen.append(chosen)
+            cost = (z - rows).square().mean()
+        values = (rows + (z - z.detach())).to(x.dtype)
+        codes = chosen.view(x.shape[:-1])
+        sure = torch.ones(codes.shape, device=x.device)
+        return Found(self.output(values, self.sub_norm), codes, sure, cost)
+
+    def table(self, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """Sum weighted codes like `TernaryTable`; the codes get no gradient.
+
+        Args:
+            ids: (M, k) int64; negative ids are ignored.
+            weights: (M, k) float32; differentiable.
+            dtype: dtype of the result.
+
+        Returns:
+            (M, width) of `dtype`.
+        """
+        rows = gather_rows(self.codes, ids.flatten()).view(*ids.shape, -1).float()
+        return (rows * weights[..., None]).sum(dim=1).div(UNIT).to(dtype)
+
+    def join(self, group: Any) -> None:
+        """Combine the vectors and selections of all processes, in the order of micro-batches."""
+        self._seen, self._chosen = group.in_order(self._seen), group.in_order(self._chosen)
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Update the selected codes, and replace dead ones."""
+        if self._seen:
+            q, chosen = torch.cat(self._seen), torch.cat(self._chosen)
+            self._move_selected(q, chosen)
+            self._replace_dead(q)
+        self.forget()
+
+    def _move_selected(self, q: Tensor, chosen: Tensor) -> None:
+        """Set each selected code to the weighted mean of itself and its positions."""
+        order = chosen.argsort(stable=True)
+        ordered, number = chosen[order], len(self.codes)
+        begins = torch.ones_like(ordered, dtype=torch.bool)
+        begins[1:] = ordered[1:] != ordered[:-1]
+        place = begins.cumsum(0) - 1  # index of each position's code among the selected ones
+        rows = torch.full_like(ordered, number).scatter_(0, place, ordered)
+        count = torch.zeros(len(rows), 1, dtype=torch.int32, device=q.device)
+        count.index_add_(0, place, torch.ones_like(count))
+        total = torch.zeros(q.shape, dtype=torch.int32, device=q.device)
+        total.index_add_(0, place, q[order].int())
+        old, uses = gather_rows(self.codes, rows).int(), gather_rows(self.uses, rows).int()
+        weight = uses.clamp(max=MEMORY)
+        shares = (weight + count).clamp(min=1)
+        total += weight * old
+        total += _bits(rows, q.shape[1], self.hand) % shares
+        moved = total.div_(shares, rounding_mode="floor").clamp_(-MOST, MOST)
+        scatter_rows_(self.codes, rows, moved.to(torch.int8))
+        scatter_rows_(self.uses, rows, (uses + count).clamp(max=MOST).to(torch.int8))
+        lives = torch.full_like(rows, self.config.patience, dtype=torch.int8)
+        scatter_rows_(self.lives, rows, lives[:, None])
+
+    def _replace_dead(self, q: Tensor) -> None:
+        """Take one life of the next codes, and replace those without lives by vectors."""
+        number = len(self.codes)
+        size = min(len(q), number)
+        looked_at = (self.hand + torch.arange(size, device=q.device)) % number
+        lives = (gather_rows(self.lives, looked_at) - 1).clamp_(min=0)
+        dead = lives[:, 0] == 0
+        rows = torch.where(dead, looked_at, number)
+        scatter_rows_(self.codes, rows, q[:size])
+        scatter_rows_(self.uses, rows, torch.ones_like(lives))
+        lives = torch.where(dead[:, None], self.config.patience, lives).to(torch.int8)
+        scatter_rows_(self.lives, looked_at, lives)
+        self.hand.copy_((self.hand + size) % number)
+
+    def gauges(self) -> dict[str, float]:
+        """Return the share of codes with more than one use; synchronises with the device."""
+        name = {"codebook": "codes"}.get(self.area, self.area)
+        return {f"alive_{name}": float((self.uses > 1).float().mean())}
+
+
+def _bits(rows: Tensor, width: int, step: Tensor) -> Tensor:
+    """Hash row, column and step to 0..2**24-1: (R, width) int32."""
+    key = (rows[:, None] * width + torch.arange(width, device=rows.device)) * 2**20 + step
+    mixed = (key + 1) * MIX
+    mixed = (mixed ^ (mixed >> 29)) * MIX
+    return ((mixed >> 40) & 0xFFFFFF).int()

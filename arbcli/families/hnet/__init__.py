@@ -1,0 +1,1 @@
+"""H-Net: stages of learned chunks."""

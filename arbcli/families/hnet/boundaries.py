@@ -1,0 +1,41 @@
+"""Chunk boundaries of an H-Net model in a text."""
+
+import torch
+
+from arbcli.base.errors import ArbError
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.runtime.device import deterministic
+from arbcli.model.language_model import LanguageModel
+
+
+def check_chunks(model: LanguageModel) -> None:
+    """Check that a model has chunks.
+
+    Raises:
+        ArbError: it has none.
+    """
+    if not model.stages:
+        raise ArbError(
+            "this model reads bytes one by one, without chunks",
+            hint="train a preset with chunks, such as `hnet-tiny`",
+        )
+
+
+@torch.no_grad()
+def chunk_depths(model: LanguageModel, text: bytes, backend: str) -> list[int]:
+    """Return the number of stages that begin a chunk at each byte of a text.
+
+    The text is read as in generation, without a limit on the number of chunks.
+
+    Args:
+        model: a model with chunks.
+        text: at least one byte.
+        backend: kernel backend.
+    """
+    cache, depths = model.new_cache(len(text)), []
+    ids = torch.tensor(list(text), device=model.device)[None]
+    with deterministic(), use_backend(backend):
+        for part in ids.split(cache.window, dim=1):
+            model(part, cache)
+            depths += cache.depths().tolist()
+    return depths

@@ -1,0 +1,57 @@
+"""Chunking: boundaries and maximum number of chunks."""
+
+import math
+from dataclasses import dataclass, field
+
+from arbcli.base.errors import ArbError
+from arbcli.config.checks import check_choice
+from arbcli.config.parts.base import PartConfig
+from arbcli.config.site import Site
+
+BOUNDARIES = ("learned", "every", "space")
+"""Starts of chunks: learned by a router, every `length` positions, or after a space."""
+SPARE_SLOTS = 1.5
+"""Factor of the number of slots over the number of chunks of average length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkingConfig(PartConfig):
+    """Split of an outer stage's positions into chunks, the positions of the next stage."""
+
+    kind: str = field(default="chunking", init=False)
+    boundaries: str = "learned"
+    """Kind of boundaries, one of `BOUNDARIES`."""
+    length: int = 4
+    """Average number of positions per chunk, which is the target of a router."""
+
+    def __post_init__(self) -> None:
+        """Check types, sizes and names.
+
+        Raises:
+            ArbError: a value is invalid.
+        """
+        PartConfig.__post_init__(self)
+        check_choice("boundaries", self.boundaries, BOUNDARIES)
+        if self.length < 2:
+            raise ArbError(
+                f"`chunk_length` is {self.length}",
+                hint="use 2 or more",
+                fields=("chunk_length",),
+            )
+
+    def slots(self, positions: int) -> int:
+        """Return the maximum number of chunks in a window."""
+        # `length` does not affect boundaries at spaces, so these need spare slots, too
+        share = 1 if self.boundaries == "every" else SPARE_SLOTS
+        return math.ceil(positions * share / self.length)
+
+    def products_with(self, site: Site, inner: int, positions: float) -> float:
+        """Return the multiplications per window: router, residual, and projections in and out.
+
+        Args:
+            site: site of the outer stage.
+            inner: width of the next stage.
+            positions: number of positions in a window of the outer stage.
+        """
+        per_position = site.dim**2 * (3 if self.boundaries == "learned" else 1)
+        return positions * per_position + positions / self.length * 2 * site.dim * inner

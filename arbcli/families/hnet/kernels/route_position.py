@@ -1,0 +1,427 @@
+"""Routing of one position between the encoder and the decoder of a stage.
+
+`route_position_` decides whether a chunk begins at the position, stores the vectors that the next
+position is compared with, and adds the last chunk to the position's residual:
+
+    begins = position = 0, or, depending on the router,
+        learned:  p = (1 - cos(x' + q', n + k)) / 2 > 1/2,   n = x / sqrt(mean(x**2) + eps),
+                  x' and q' the n and the q of the position before
+        every:    `length` divides the position
+        space:    the previous byte is a space and this one is not
+    y = residual + mean
+
+If a chunk begins, the inner network computes its z, and `take_chunk_` updates the running mean:
+
+    mean = P z + (1 - P) mean,   P = p, clipped away from 0 and 1;   y = residual + mean
+
+Both kernels also increment positions. In a CUDA graph, the first also sets the condition of the
+following conditional node: whether a chunk begins.
+
+With several texts, each text has its own program. In a text that the step skips, no chunk begins
+and no buffer changes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.families.hnet.kernels.boundary_scores import TINY
+from arbcli.kernels.dice import Dice
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.arguments import FLOAT, INT32, INT64, Array, Number
+from arbcli.kernels.runtime.conditions import tell_condition
+from arbcli.kernels.runtime.inputs import placed
+from arbcli.kernels.runtime.operation import Case, Gate, Operation
+from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
+from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
+from arbcli.kernels.timed import Timed
+
+ROUTERS = ("learned", "every", "space")
+LEAST_SHARE = 1e-4
+"""P is clipped to this value and 1 minus this value."""
+_LEAST, _MOST = tl.constexpr(LEAST_SHARE), tl.constexpr(1 - LEAST_SHARE)
+
+
+@text_by_text(7)
+def route_position_reference(
+    router: str, x: Tensor, rows: Tensor, mean: Tensor, last: Tensor, byte: Tensor, ids: Tensor,
+    encoder: Tensor, decoder: Tensor, length: int, eps: float, handle: Tensor | None,
+    active: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Compute the results and buffers of `route_position_`, in float64.
+
+    p, a small difference of large numbers, is returned as 1 + p, and `begins` as a float.
+    """
+    width, position, goes = len(x), int(encoder), 1 if active is None else int(active)
+    before_last, p = last.double(), float(position == 0)
+    last = last.clone()
+    if router == "learned":
+        q, k = rows.double()[: 2 * width].split(width)
+        x = x.double()
+        n = x / (x.square().mean() + eps).sqrt()
+        u, v = last.double()[:width] + last.double()[width:], n + k
+        lengths = ((u * u).sum() + 1e-6).sqrt() * ((v * v).sum() + 1e-6).sqrt()
+        if position:
+            p = float((1 - (u * v).sum() / lengths) / 2)
+        last = torch.cat((n, q))
+    elif router == "every":
+        p = float(position % length == 0)
+    elif position:
+        before, now = (int(part) in (9, 10, 11, 12, 13, 32) for part in (byte, ids))
+        p = float(before and not now)
+    return (
+        torch.tensor([1 + p], device=x.device),
+        torch.tensor([int(p > 0.5) * goes], device=x.device),
+        rows.double()[-width:] + mean, last if goes else before_last,
+        ids.clone() if goes or router != "space" else byte.clone(), encoder + goes, encoder.clone(),
+    )  # fmt: skip
+
+
+def take_chunk_reference(
+    z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None,
+    begins: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Compute the buffers of `take_chunk_`, in float64."""
+    one = z.dim() == 1
+    share = p.double().clamp(1e-4, 1 - 1e-4)
+    found = share * z.double() + (1 - share) * mean
+    taken = torch.ones_like(p) if begins is None else begins[:, None]
+    y = torch.where(taken > 0, residual.double() + found, y.double())
+    mean = torch.where(taken > 0, found, mean.double())
+    if position is None:
+        return y, mean
+    return y, mean, position + (1 if one or begins is None else begins)
+
+
+@text_by_text(7)
+def _route_position_torch(
+    router: str, x: Tensor, rows: Tensor, mean: Tensor, last: Tensor, byte: Tensor, ids: Tensor,
+    encoder: Tensor, decoder: Tensor, length: int, eps: float, handle: Tensor | None = None,
+    active: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    width, is_first = len(x), (encoder == 0)[None]
+    goes = torch.ones_like(encoder) if active is None else active
+    if router == "learned":
+        q, k = rows[: 2 * width].split(width)
+        n = functional.rms_norm(x, x.shape, eps=eps)
+        u = last[:width].float() + last[width:].float()
+        v = n.float() + k.float()
+        length_u, length_v = ((part.square().sum() + 1e-6).sqrt() for part in (u, v))
+        p = (1 - (u * v / (length_u * length_v)).sum()) / 2
+        p = p[None].masked_fill(is_first, 1)
+        begins = p > 0.5
+        last.copy_(torch.where(goes > 0, torch.cat((n, q)), last))
+    else:
+        if router == "every":
+            begins = (encoder % length == 0)[None]
+        else:
+            before, now = ((part == 32) | ((part >= 9) & (part < 14)) for part in (byte, ids))
+            begins = is_first | (before & ~now).flatten()
+            byte.copy_(torch.where(goes > 0, ids.view_as(byte), byte))
+        p = begins.float()
+    decoder.copy_(encoder)
+    encoder += goes
+    y = (rows[-width:].float() + mean).to(rows.dtype)
+    return p, begins & (goes > 0), y
+
+
+def _take_chunk_torch(
+    z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None = None,
+    begins: Tensor | None = None,
+) -> None:  # fmt: skip
+    share = p.clamp(LEAST_SHARE, 1 - LEAST_SHARE)
+    taken = torch.ones_like(p) if begins is None else begins[:, None]
+    mean.copy_(torch.where(taken > 0, share * z.float() + (1 - share) * mean, mean))
+    y.copy_(torch.where(taken > 0, (residual.float() + mean).to(y.dtype), y))
+    if position is not None:
+        position += 1 if begins is None else begins
+
+
+@triton.jit
+def _is_space(byte):
+    return (byte == 32) | ((byte >= 9) & (byte < 14))
+
+
+@triton.jit
+def _inverse_length(u):
+    return 1 / tl.sqrt(tl.sum(u * u) + TINY)
+
+
+@triton.jit
+def _route_position_kernel(
+    x_ptr, rows_ptr, mean_ptr, last_ptr, byte_ptr, ids_ptr, encoder_ptr, decoder_ptr,
+    handle_ptr, active_ptr, p_ptr, begins_ptr, y_ptr,
+    D, LENGTH, eps,
+    LEARNED: tl.constexpr, EVERY: tl.constexpr, TELLS: tl.constexpr,
+    BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    d, text = tl.arange(0, BLOCK_D), tl.program_id(0)
+    mask = d < D
+    PARTS: tl.constexpr = 3 if LEARNED else 1
+    x_ptr, rows_ptr, mean_ptr = x_ptr + text * D, rows_ptr + text * PARTS * D, mean_ptr + text * D
+    last_ptr, y_ptr = last_ptr + text * 2 * D, y_ptr + text * D
+    # only the previous kernel, which computes the rows, may still be running
+    position = tl.load(encoder_ptr + text)
+    goes = 1
+    if active_ptr is not None:
+        goes = tl.load(active_ptr + text)
+    kept = d < D * goes
+    mean = tl.load(mean_ptr + d, mask=mask, other=0)
+    dtype = y_ptr.dtype.element_ty
+    if LEARNED:
+        x = tl.load(x_ptr + d, mask=mask, other=0).to(tl.float32)
+        x = (x * tl.rsqrt(tl.sum(x * x) / D + eps)).to(dtype)
+        u = tl.load(last_ptr + d, mask=mask, other=0).to(tl.float32)
+        u += tl.load(last_ptr + D + d, mask=mask, other=0).to(tl.float32)
+        wait_for_last(OVERLAP)
+        q = tl.load(rows_ptr + d, mask=mask, other=0)
+        v = tl.load(rows_ptr + D + d, mask=mask, other=0).to(tl.float32) + x.to(tl.float32)
+        residual = tl.load(rows_ptr + 2 * D + d, mask=mask, other=0).to(tl.float32)
+        cos = tl.sum(u * v) * (_inverse_length(u) * _inverse_length(v))
+        p = tl.where(position == 0, 1.0, (1 - cos) / 2)
+        tl.store(last_ptr + d, x, mask=kept)
+        tl.store(last_ptr + D + d, q, mask=kept)
+    else:
+        wait_for_last(OVERLAP)
+        residual = tl.load(rows_ptr + d, mask=mask, other=0).to(tl.float32)
+        if EVERY:
+            p = (position % LENGTH == 0).to(tl.float32)
+        else:
+            byte = tl.load(ids_ptr + text)
+            before = tl.load(byte_ptr + text)
+            begins = _is_space(before) & (_is_space(byte) == 0)
+            p = (begins | (position == 0)).to(tl.float32)
+            tl.debug_barrier()  # all threads read before any thread writes
+            tl.store(byte_ptr + text, tl.where(goes > 0, byte, before))
+    tl.store(y_ptr + d, (residual + mean).to(dtype), mask=mask)
+    tl.store(p_ptr + text, p)
+    tl.store(begins_ptr + text, (p * goes > 0.5).to(tl.uint8))
+    if TELLS:
+        tell_condition(handle_ptr, p > 0.5)
+    tl.debug_barrier()
+    tl.store(decoder_ptr + text, position)
+    tl.store(encoder_ptr + text, position + goes)
+
+
+@triton.jit
+def _take_chunk_kernel(
+    z_ptr, p_ptr, residual_ptr, mean_ptr, y_ptr, position_ptr, begins_ptr,
+    D, COUNTS: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    d, text = tl.arange(0, BLOCK_D), tl.program_id(0)
+    z_ptr, residual_ptr = z_ptr + text * D, residual_ptr + text * D
+    mean_ptr, y_ptr = mean_ptr + text * D, y_ptr + text * D
+    begins = 1
+    if begins_ptr is not None:
+        begins = tl.load(begins_ptr + text)
+    mask = d < D * begins
+    share = tl.minimum(tl.maximum(tl.load(p_ptr + text), _LEAST), _MOST)
+    mean = tl.load(mean_ptr + d, mask=mask, other=0)
+    residual = tl.load(residual_ptr + d, mask=mask, other=0).to(tl.float32)
+    wait_for_last(OVERLAP)
+    z = tl.load(z_ptr + d, mask=mask, other=0).to(tl.float32)
+    mean = share * z + (1 - share) * mean
+    tl.store(mean_ptr + d, mean, mask=mask)
+    tl.store(y_ptr + d, (residual + mean).to(y_ptr.dtype.element_ty), mask=mask)
+    if COUNTS:
+        position = tl.load(position_ptr + text)
+        tl.debug_barrier()
+        tl.store(position_ptr + text, position + begins)
+
+
+def _route_position_triton(
+    router: str, x: Tensor, rows: Tensor, mean: Tensor, last: Tensor, byte: Tensor, ids: Tensor,
+    encoder: Tensor, decoder: Tensor, length: int, eps: float, handle: Tensor | None = None,
+    active: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    width = x.shape[-1]
+    p = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+    begins = torch.empty_like(p, dtype=torch.bool)
+    y = torch.empty_like(x)
+    _route_position_kernel[(p.numel(),)](
+        x, rows, mean, last, byte, ids, encoder, decoder,
+        encoder if handle is None else handle, active, p, begins.view(torch.uint8), y,
+        width, length, eps,
+        LEARNED=router == "learned", EVERY=router == "every", TELLS=handle is not None,
+        **_blocks(width), **overlap_options(x),
+    )  # fmt: skip
+    return p, begins, y
+
+
+def _take_chunk_triton(
+    z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None = None,
+    begins: Tensor | None = None,
+) -> None:  # fmt: skip
+    width = z.shape[-1]
+    _take_chunk_kernel[(p.numel(),)](
+        z, p, residual, mean, y, mean if position is None else position, begins, width,
+        COUNTS=position is not None, **_blocks(width), **overlap_options(z),
+    )  # fmt: skip
+
+
+def _blocks(width: int) -> dict[str, int]:
+    """Choose few warps: each of their threads sets the condition."""
+    block_d = triton.next_power_of_2(width)
+    return {"BLOCK_D": block_d, "num_warps": min(8, max(1, block_d // 512))}
+
+
+def _draw(generator: torch.Generator, width: int, parts: int) -> tuple[Tensor, ...]:
+    """Draw x, rows, mean and last."""
+    sizes = (width, parts * width, width, 2 * width)
+    return tuple(torch.randn(size, generator=generator) for size in sizes)
+
+
+def _route_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    kinds = [(torch.float32, width) for width in (1, 33, 159)]
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
+        kinds += [(torch.float32, 1024), (torch.bfloat16, 512), (torch.bfloat16, 776)]
+    for dtype, width in kinds:
+        drawn = []
+        for router, position, before, byte in (
+            ("learned", 0, 0, 0), ("learned", 7, 0, 0), ("every", 12, 0, 0), ("every", 15, 0, 0),
+            ("space", 0, 0, 97), ("space", 3, 32, 97), ("space", 3, 32, 9), ("space", 3, 14, 97),
+            ("space", 3, 9, 8), ("space", 3, 13, 14), ("space", 3, 10, 97), ("space", 3, 11, 97),
+            ("space", 3, 12, 97),
+        ):  # fmt: skip
+            x, rows, mean, last = _draw(generator, width, 3 if router == "learned" else 1)
+            if router == "learned" and width > 1:  # similar enough for both outcomes
+                last[:width] += x * (position / 4)
+            reals = x.to(dtype), rows.to(dtype), mean, last.to(dtype)
+            byte_and_ids = torch.tensor([[before]]), torch.tensor([[byte]])
+            places = (torch.tensor(at, dtype=torch.int32) for at in (position, 99))
+            tensors = (part.to(device) for part in (*reals, *byte_and_ids, *places))
+            low = " bf16" if dtype == torch.bfloat16 else ""
+            inputs = (router, *tensors, 4, 0.1, None)
+            label = f"{router} {width} at {position}, {byte} after {before}{low}"
+            yield Case(label, inputs)
+            drawn.append(inputs)
+        for texts in (drawn[:2], drawn[2:4], drawn[4:]):
+            active = torch.tensor([n % 3 != 1 for n in range(len(texts))], dtype=torch.int32)
+            inputs = (*stacked_texts(texts), active.to(device))
+            label = f"{len(texts)} texts of {inputs[0]} {width}{low}"
+            yield Case(label, inputs)
+
+
+def _take_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    kinds = [(torch.float32, 1), (torch.float32, 33), (torch.float32, 159)]
+    if device.type == "cuda":
+        kinds += [(torch.bfloat16, 512), (torch.bfloat16, 776)]
+    for dtype, width in kinds:
+        drawn: list[tuple] = []
+        for p in (0.0, 0.7, 1.0):
+            z, residual, mean, y = torch.randn(4, width, generator=generator).unbind()
+            reals = z.to(dtype), torch.tensor([p]), residual.to(dtype), mean, y.to(dtype)
+            inputs = tuple(placed(part, device) for part in reals)
+            position = torch.tensor(5, dtype=torch.int32, device=device) if p else None
+            low = " bf16" if dtype == torch.bfloat16 else ""
+            yield Case(f"{width} {p}{low}", (*inputs, position))
+            drawn.append(inputs)
+        position, begins = torch.tensor([[5, 0, 7], [1, 0, 1]], dtype=torch.int32, device=device)
+        texts = (*stacked_texts(drawn), position, begins)
+        yield Case(f"three texts of {width}{low}", texts)
+
+
+_GATE = Gate(
+    relative=1e-5, peer_slack=0.1,
+    reason="float32 sums over a row; in bf16 one rounding, as torch has",
+)  # fmt: skip
+
+_INT = Array("*T", INT32, dense=True)
+_MEAN, _ELEMENT = Array("*T, D", FLOAT, dense=True), Array("*T", INT64, one=True)
+
+
+def _routed(inputs: tuple, found: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    router, _, _, _, last, byte, ids, encoder, decoder, *_ = inputs
+    p, begins, y = found
+    return 1 + p, begins.long(), y, last, byte if router == "space" else ids, encoder, decoder
+
+
+def _draw_route(dice: Dice, _group_size: int, m: int, n: int, k: int) -> tuple:
+    router = dice.pick(ROUTERS)
+    rows = dice.reals((3 if router == "learned" else 1) * k).contiguous()
+    x, last = dice.reals(k).contiguous(), dice.reals(2 * k).contiguous()
+    mean = dice.reals(k, dtype=torch.float32).contiguous()
+    byte, ids = (torch.tensor([[dice.below(48)]], device=dice.device) for _ in range(2))
+    places = dice.scalar(dice.pick((0, 1, m, 4 * n))), dice.scalar(7)
+    return router, x, rows, mean, last, byte, ids, *places, dice.pick((2, 4, 7)), 0.1, None
+
+
+def _zero(dice: Dice, *texts: int) -> Tensor:
+    return dice.integers(0, 0, *texts, 1, 1, dtype=torch.int64)
+
+
+route_position_ = Operation(
+    "route_position", _route_position_triton, _route_position_torch, route_position_reference,
+    _route_cases, _GATE,
+    {
+        "router": Number(ROUTERS, named=True),
+        "x": Array("*T, D", dense=True),
+        "rows": Array("*T, D * (3 if router == 'learned' else 1)", dense=True), "mean": _MEAN,
+        "last": Array("*T, 2 * D", dense=True), "byte": _ELEMENT, "ids": _ELEMENT,
+        "encoder": _INT, "decoder": _INT, "length": Number((2, 4, 7)), "eps": Number((0.1,)),
+        "handle": replace(_ELEMENT, optional=True), "active": replace(_INT, optional=True),
+    },
+    where=("len(T) < 2",), compared=_routed, draw=_draw_route, torch_is_peer=True,
+    timed=[
+        Timed(f"{'16 texts of ' * len(texts)}512 bf16", None if texts else _route_position_torch,
+              "torch, step by step", T=texts, D=512, router="learned", byte=_zero, ids=_zero,
+              encoder=0, decoder=0, length=4, eps=1e-6)
+        for texts in ((), (16,))
+    ],
+)  # fmt: skip
+"""Route one position, and increment the position.
+
+With several texts, all tensors and results have a leading batch dimension.
+
+Args:
+    router: one of `ROUTERS`.
+    x: (D,) float32 or bfloat16, contiguous: encoder output, not normalised.
+    rows: projections of the normalised x, like x: q, k and residual, (3 D,), for the `learned`
+        router; otherwise the residual, (D,).
+    mean: (D,) float32: running mean of chunks.
+    last: (2 D,) like x: n and q of the previous position; overwritten by `learned`.
+    byte: int64, one element: the previous byte; overwritten by `space`.
+    ids: int64, one element: the byte.
+    encoder: int32 scalar tensor: number of earlier positions; incremented.
+    decoder: int32 scalar tensor: set to the old value of `encoder`.
+    length: length of chunks, for `every`.
+    eps: added to the mean square.
+    handle: int64, one element on the GPU of x: handle of the conditional node to set; 0 for
+        none, as with several texts.
+    active: int32 like `encoder`: 0 for texts that the step skips; None skips none.
+
+Returns:
+    p, (1,) float32; begins, (1,) bool; and y = residual + mean, (D,) like x.
+"""
+take_chunk_ = Operation(
+    "take_chunk", _take_chunk_triton, _take_chunk_torch, take_chunk_reference, _take_cases, _GATE,
+    {
+        "z": Array("*T, D", dense=True), "p": Array("*T, 1", FLOAT, True, values=Dice.shares),
+        "residual": Array("*T, D", dense=True), "mean": _MEAN, "y": Array("*T, D", dense=True),
+        "position": Array("*T", INT32, True, optional=True, values=(0, 99)),
+        "begins": Array("*T", INT32, True, optional=True, values=(0, 1)),
+    },
+    where=("len(T) < 2", "begins is None or len(T) == 1"), sizes={"T": ("()", "(m,)")},
+    needs_rows=False, compared=("y", "mean", "position"), torch_is_peer=True,
+    timed=[Timed("512 bf16", _take_chunk_torch, "torch, step by step", T=(), D=512),
+           Timed("16 texts of 512 bf16", T=(16,), D=512, begins=1)],
+)  # fmt: skip
+"""Update the running mean with the inner network's output for a chunk at the last position.
+
+With several texts, all tensors have a leading batch dimension.
+
+Args:
+    z: (D,) float32 or bfloat16, contiguous: output of the inner network.
+    p: (1,) float32, from `route_position_`.
+    residual: (D,) like z.
+    mean: (D,) float32: running mean of chunks; overwritten.
+    y: (D,) like z: overwritten with residual + mean.
+    position: int32 scalar tensor, incremented, or None.
+    begins: (B,) int32, with several texts: 0 for texts in which no chunk begins, which do not
+        change; None if a chunk begins in every text.
+"""

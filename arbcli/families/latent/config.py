@@ -1,0 +1,50 @@
+"""Multi-head latent attention."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from arbcli.base.errors import ArbError
+from arbcli.config.parts.attention import check_heads
+from arbcli.config.parts.base import PartConfig
+from arbcli.config.site import Site
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttentionConfig(PartConfig):
+    """Self-attention whose keys and values are projections of a latent vector."""
+
+    kind: str = field(default="latent", init=False)
+    across: ClassVar[str | None] = "its attention has no mask of documents"
+    causal: ClassVar[str | None] = None
+    heads: int
+    latent: int
+    """Width of the latent vector of keys and values."""
+    rotary: int
+    """Width of the rotated part of a head."""
+    sub_norm: bool = True
+    """Whether a norm precedes the output projection."""
+
+    def check_at(self, site: Site) -> None:
+        """Check that the rotated part fits a head; see `PartConfig.check_at`."""
+        check_heads(self.heads, site)
+        width = self.head_width(site)
+        if self.rotary % 2 or self.rotary > width:
+            raise ArbError(
+                f"of {width} numbers of a head, {self.rotary} cannot be rotated",
+                hint="use a larger `dim`, or fewer `heads`",
+                fields=("dim", "heads"),
+            )
+
+    def head_width(self, site: Site) -> int:
+        """Width of a head."""
+        return site.dim // self.heads
+
+    def products(self, site: Site, positions: float) -> float:
+        """Return the number of multiplications per position; see `PartConfig.products`."""
+        down = site.dim * (site.dim + self.latent + self.rotary)
+        up = self.latent * (2 * site.dim - self.heads * self.rotary)
+        return down + up + site.dim**2 + 2 * site.dim * positions
+
+    def saved_width(self, site: Site) -> int:
+        """Return the widths of input, queries, keys, values and output."""
+        return 5 * site.dim

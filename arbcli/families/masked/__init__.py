@@ -1,0 +1,1 @@
+"""Masked and fill-in objectives."""

@@ -1,0 +1,50 @@
+"""Composite head for several kinds of bytes: text, sound and pictures."""
+
+from dataclasses import dataclass, field
+
+from arbcli.base.errors import ArbError
+from arbcli.config.parts.base import PartConfig
+from arbcli.config.site import Site
+
+KINDS = ("text", "sound", "picture")
+"""Kinds of bytes; each has a head."""
+BYTES = 256
+"""Number of symbols that a head predicts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompositeConfig(PartConfig):
+    """Weights of the losses of a head for each kind of bytes; their mixture predicts the next byte.
+
+    The loss of the mixture has weight 1.
+    """
+
+    kind: str = field(default="composite", init=False)
+    text: float = 0.1
+    """Weight of the loss of the head for text, 0 to 10."""
+    sound: float = 0.1
+    """Weight of the loss of the head for sounds, 0 to 10."""
+    picture: float = 0.1
+    """Weight of the loss of the head for pictures, 0 to 10."""
+
+    def __post_init__(self) -> None:
+        """Check types and bounds.
+
+        Raises:
+            ArbError: a value is invalid.
+        """
+        PartConfig.__post_init__(self)
+        for name in KINDS:
+            if not 0 <= getattr(self, name) <= 10:
+                raise ArbError(
+                    f"`{name}` is {getattr(self, name)}", hint="use 0 to 10", fields=(name,)
+                )
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Weights of the losses by their names."""
+        return {f"of_{name}": getattr(self, name) for name in KINDS}
+
+    def products(self, site: Site, positions: float) -> float:
+        """Return the number of multiplications per position; see `PartConfig.products`."""
+        return site.dim * len(KINDS) * (BYTES + 1)

@@ -1,0 +1,61 @@
+"""The composite head: one head each for text, sounds and pictures, mixed by a gate.
+
+    p(b | x) = sum over kinds k of g_k p_k(b);   p_k = softmax(H_k n(x)),   g = softmax(G n(x))
+
+The loss of the next byte is that of the mixture, so generation and evaluation need not know its
+kind. Training does: the mean cross-entropy of p_k over the bytes of kind k is the auxiliary loss
+`of_text`, `of_sound` or `of_picture`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from arbcli.config.site import Site
+from arbcli.families.media.config import BYTES, KINDS
+from arbcli.model.layers.kinds import linear_head
+
+
+class Heads(NamedTuple):
+    """Log-probabilities of the next byte for a stream, (B, T, D)."""
+
+    logits: Tensor
+    """(B, T, 256) in the dtype of the stream, log-probabilities of the mixture."""
+    each: Tensor
+    """(B, T, kinds, 256) float32, log-probabilities of each head."""
+
+
+class CompositeHead(nn.Module):
+    """Predicts the next byte by a mixture of heads."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        self.heads = linear_head(len(KINDS) * BYTES, site, area="head")
+        self.gate = linear_head(len(KINDS), site, area="head")
+
+    def forward(self, x: Tensor, norm: nn.Module) -> Heads:
+        """Compute log-probabilities from norm(x), with x (B, T, D)."""
+        each = self.heads(x, norm).unflatten(-1, (len(KINDS), BYTES)).float().log_softmax(dim=-1)
+        shares = self.gate(x, norm).float().log_softmax(dim=-1)
+        return Heads(torch.logsumexp(each + shares[..., None], dim=-2).to(x.dtype), each)
+
+    @staticmethod
+    def losses(each: Tensor, targets: Tensor, kinds: Tensor) -> dict[str, Tensor]:
+        """Compute the mean cross-entropy of each head over the bytes of its kind.
+
+        Args:
+            each: `Heads.each`.
+            targets: (B, T) int64 bytes.
+            kinds: (B, T) int64 indices into `KINDS`.
+
+        Returns:
+            Float32 scalars in nats per byte; 0 for kinds without bytes.
+        """
+        of_target = each.gather(-1, targets[..., None, None].expand(*each.shape[:-1], 1))[..., 0]
+        losses = {}
+        for number, name in enumerate(KINDS):
+            own = kinds == number
+            total = (-of_target[..., number] * own).sum()
+            losses[f"of_{name}"] = total / own.sum().clamp(min=1)
+        return losses

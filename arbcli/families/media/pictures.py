@@ -1,0 +1,193 @@
+"""Picture files to bytes and back: PNG, JPEG and WebP, read and written by Pillow."""
+
+import io
+import re
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arbcli.base.errors import ArbError, optional_module
+from arbcli.families.media.bounded import HEADER_BYTES, BoundedFile
+from arbcli.families.media.spans import PictureHeader
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+MOST_PIXELS = 2**26
+"""Maximum number of pixels, 8192 by 8192; of larger pictures only the header is read."""
+MOST_SIDE = 2**15
+SCALED = f"scale it down, to at most {MOST_SIDE:,} in each direction"
+"""Hint for a picture with too many pixels."""
+WIDEST_PIXEL = 8
+"""Bytes of a pixel that are read at most: four channels of 16 bits."""
+LIGHTER = "save its pixels alone: one frame, without metadata"
+"""Hint for a file whose metadata and other frames exceed the bound on bytes read."""
+FORMATS = ("PNG", "JPEG", "WEBP")
+WEBP = re.compile(
+    rb"RIFF.{4}WEBP(?:VP8X.{8}(?P<canvas>.{6})|VP8L.{4}/(?P<lossless>.{4})"
+    rb"|VP8 .{7}\x9d\x01\*(?P<lossy>.{4}))",
+    re.DOTALL,
+)
+"""Start of a WebP file, up to the size of its canvas or of its only picture."""
+LONGEST_WEBP_START = 30
+FORM = re.compile(r"(rgb|grey)(?::([1-9][0-9]{0,4})x([1-9][0-9]{0,4}))?")
+"""Syntax of `picture`: a mode and, for a common size, width and height."""
+PIL_MODES = {"rgb": "RGB", "grey": "L"}
+
+
+def check_form(form: str) -> None:
+    """Check that a form has the syntax of `FORM`.
+
+    Raises:
+        ArbError: it is none.
+    """
+    match = FORM.fullmatch(form)
+    if match is None or max(int(match[2] or 1), int(match[3] or 1)) > MOST_SIDE:
+        raise ArbError(
+            f"`picture` is `{form}`",
+            hint="use `rgb` or `grey`, or a size with it, as in `rgb:64x48`",
+            fields=("picture",),
+        )
+
+
+def picture_bytes(path: Path, form: str) -> Iterator[bytes]:
+    r"""Read a picture file as a header and rows of pixels, each row ended by `\n`.
+
+    A picture with an alpha channel is laid on white, one with an orientation is turned, and of one
+    with several frames the first is read. With a size, the picture is scaled to cover it, and what
+    stands out is cut off evenly.
+
+    Args:
+        path: path of a file that Pillow reads.
+        form: size and channels in the syntax of `FORM`.
+
+    Yields:
+        The header, then the rows.
+
+    Raises:
+        ArbError: Pillow is missing, or the file is damaged, or has more than `MOST_PIXELS`.
+    """
+    import numpy as np  # takes a tenth of a second, and help needs none
+
+    mode, width, height = FORM.fullmatch(form).groups()  # type: ignore[union-attr]
+    image_module, operations = _package("Image", path), _package("ImageOps", path)
+    with BoundedFile(path, HEADER_BYTES) as content, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its own, larger limit
+        try:
+            if size := webp_size(content):  # of which Pillow reads all at once
+                _allow(content, size, path)
+            image = image_module.open(content, formats=FORMATS)
+            if not size:
+                _allow(content, image.size, path)
+            if width:  # a JPEG is decoded at a fraction of its size where that is enough
+                image.draft(PIL_MODES[mode], (int(width), int(height)))
+            upright = operations.exif_transpose(image)
+            if "A" in upright.getbands() or "transparency" in upright.info:
+                upright = upright.convert("RGBA")
+                white = image_module.new("RGBA", upright.size, "white")
+                upright = image_module.alpha_composite(white, upright)
+            plain = upright.convert(PIL_MODES[mode])
+            if width:
+                plain = operations.fit(plain, (int(width), int(height)))
+            pixels = np.asarray(plain)
+        except image_module.DecompressionBombError:  # its header has more than twice Pillow's limit
+            raise ArbError(
+                f"`{path}` has too many pixels: at most {MOST_PIXELS:,} are read", hint=SCALED
+            ) from None
+        except (OSError, SyntaxError, ValueError) as error:
+            hint = "it is truncated or damaged, or not a PNG, JPEG or WebP"
+            raise ArbError(
+                f"`{path}` is not a readable picture: {content.cut_by or _reason(error)}",
+                hint=LIGHTER if content.cut_by else hint,
+            ) from None
+    yield PictureHeader(mode, pixels.shape[1], pixels.shape[0]).encode()
+    yield _rows(pixels)
+
+
+def _reason(error: Exception) -> str:
+    unknown = type(error).__name__ == "UnidentifiedImageError"
+    return "its format is unknown" if unknown else str(error).strip().rstrip(".")
+
+
+def webp_size(content: BoundedFile) -> tuple[int, int] | None:
+    """Read the width and height of a WebP picture from the start of a file, if it is one."""
+    match = WEBP.match(content.read(LONGEST_WEBP_START))
+    content.seek(0)
+    if match is None:
+        return None
+    found = int.from_bytes(match[match.lastgroup or ""], "little")
+    if match["lossy"]:
+        return found & 0x3FFF, found >> 16 & 0x3FFF
+    bits = 24 if match["canvas"] else 14
+    return (found & (1 << bits) - 1) + 1, (found >> bits & (1 << bits) - 1) + 1
+
+
+def _allow(content: BoundedFile, size: tuple[int, int], path: Path) -> None:
+    """Permit the decoder to read as many bytes as the pixels need, unless there are too many."""
+    _check(size, path)
+    content.allow(WIDEST_PIXEL * size[0] * size[1])
+
+
+def _check(size: tuple[int, int], path: Path) -> None:
+    if size[0] * size[1] > MOST_PIXELS or max(size) > MOST_SIDE:
+        raise ArbError(
+            f"`{path}` has {size[0]:,} x {size[1]:,} pixels, and at most {MOST_PIXELS:,} are read",
+            hint=SCALED,
+        )
+
+
+def _rows(pixels: "np.ndarray") -> bytes:
+    import numpy as np  # takes a tenth of a second, and help needs none
+
+    rows = pixels.reshape(len(pixels), -1)
+    ends = np.full((len(rows), 1), ord("\n"), np.uint8)
+    return np.concatenate([rows, ends], axis=1).tobytes()
+
+
+def decode_pixels(body: bytes, header: PictureHeader) -> "np.ndarray":
+    """Decode the body of a picture to (height, width) or (height, width, 3) uint8.
+
+    Rows that are missing are black; the byte that ends a row is not looked at.
+    """
+    import numpy as np  # takes a tenth of a second, and help needs none
+
+    rows = np.zeros((header.height, header.item_bytes), np.uint8)
+    given = np.frombuffer(body, np.uint8)[: rows.size]
+    rows.reshape(-1)[: len(given)] = given
+    shape = (header.height, header.width, 3) if header.mode == "rgb" else rows[:, :-1].shape
+    return rows[:, :-1].reshape(shape)
+
+
+def write_picture(path: Path, body: bytes, header: PictureHeader) -> None:
+    """Write a picture to a file, by the suffix of its name.
+
+    Raises:
+        ArbError: Pillow is missing, or the file cannot be written.
+    """
+    image = _package("Image", path).fromarray(decode_pixels(body, header))
+    try:
+        image.save(path)
+    except (OSError, ValueError) as error:
+        raise ArbError(f"cannot write `{path}`: {error}", hint="check its folder") from None
+
+
+def encoded_bytes(pixels: "np.ndarray") -> dict[str, int]:
+    """Count the bytes of a picture as PNG and as lossless WebP, each at its best level."""
+    image = import_module("PIL.Image").fromarray(pixels)
+    sizes = {}
+    ways: dict[str, dict[str, Any]] = {
+        "PNG": {"optimize": True},
+        "WebP": {"lossless": True, "quality": 100, "method": 6},
+    }
+    for name, how in ways.items():
+        file = io.BytesIO()
+        image.save(file, format=name, **how)
+        sizes[name] = len(file.getvalue())
+    return sizes
+
+
+def _package(name: str, path: Path) -> Any:
+    return optional_module(f"PIL.{name}", path, "Pillow", "'arb[media]'")

@@ -1,0 +1,1 @@
+"""Products in NVFP4."""

@@ -1,0 +1,220 @@
+"""Products of NVFP4 matrices from their codes and scales, on tensor cores that support them.
+
+    x ~ g * s * q,   y = g_a g_b * sum over k of (s_a q_a) (s_b q_b)
+
+with g, s, q and codes as in `round_nvfp4`. From compute capability 10 on, the hardware multiplies
+codes. On older GPUs the kernel decodes them first, because not every version of Triton does that.
+Source: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.families.nvfp4.kernels.round_nvfp4 import (
+    BLOCK,
+    encode_nvfp4,
+    number_of_code,
+    number_of_scale,
+    nvfp4_numbers,
+    round_nvfp4,
+)
+from arbcli.kernels.codec.decode_weight import decode_weight, decode_weight_triton
+from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.dice import Dice
+from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
+from arbcli.kernels.runtime.arguments import FLOAT, UINT8, Array, Number
+from arbcli.kernels.runtime.backend import capability, uses_triton
+from arbcli.kernels.runtime.inputs import dtype_name, real_dtypes
+from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+
+FIRST_CAPABILITY = (10, 0)
+"""First compute capability with NVFP4 products in hardware."""
+
+_BLOCK = tl.constexpr(BLOCK)
+
+
+def scaled_nvfp4_matmul_reference(
+    a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Compute `scaled_nvfp4_matmul` in float64."""
+    rows, columns = (
+        nvfp4_numbers(*part, torch.float64) for part in ((a, of_a), (b, of_b))
+    )  # (M, K), (N, K)
+    return rows @ columns.T * scale.double()
+
+
+def _scaled_nvfp4_matmul_torch(
+    a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    rows, columns = (nvfp4_numbers(*part, torch.float32) for part in ((a, of_a), (b, of_b)))
+    return (rows @ columns.T * scale).to(dtype)
+
+
+@triton.jit
+def _decoded(codes, bits, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Decode codes and scales to float32, [BLOCK_M, BLOCK_K]."""
+    codes = codes.to(tl.int32)
+    numbers = tl.join(number_of_code(codes & 15), number_of_code(codes >> 4))
+    numbers = tl.reshape(numbers, [BLOCK_M, BLOCK_K // _BLOCK, _BLOCK])
+    return tl.reshape(numbers * number_of_scale(bits, False)[:, :, None], [BLOCK_M, BLOCK_K])
+
+
+@triton.jit
+def _scaled_nvfp4_kernel(
+    a_ptr, of_a_ptr, b_ptr, of_b_ptr, scale_ptr, y_ptr,
+    M, N, K, B,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k, offs_b = tl.arange(0, BLOCK_K // 2), tl.arange(0, BLOCK_K // _BLOCK)
+    in_m, in_n = (m < M)[:, None], (n < N)[:, None]
+    y = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K // 2):  # K counts bytes, of two codes each
+        k = start + offs_k
+        a = tl.load(a_ptr + m[:, None] * K + k[None, :], mask=in_m & (k < K)[None, :], other=0)
+        b = tl.load(b_ptr + n[:, None] * K + k[None, :], mask=in_n & (k < K)[None, :], other=0)
+        at = start // (_BLOCK // 2) + offs_b
+        there = (at < B)[None, :]
+        s = tl.load(of_a_ptr + m[:, None] * B + at[None, :], mask=in_m & there, other=0)
+        t = tl.load(of_b_ptr + n[:, None] * B + at[None, :], mask=in_n & there, other=0)
+        if SCALED:
+            s, t = s.to(tl.float8e4nv, bitcast=True), t.to(tl.float8e4nv, bitcast=True)
+            y = tl.dot_scaled(a, s, "e2m1", tl.trans(b), t, "e2m1", y)
+        else:
+            rows = _decoded(a, s, BLOCK_M, BLOCK_K)
+            columns = _decoded(b, t, BLOCK_N, BLOCK_K)
+            y = tl.dot(rows, tl.trans(columns), y, input_precision=PRECISION)
+    y = y * tl.load(scale_ptr)
+    out = y_ptr + m[:, None] * N + n[None, :]
+    tl.store(out, y.to(y_ptr.dtype.element_ty), mask=in_m & (n < N)[None, :])
+
+
+def _scaled_nvfp4_matmul_triton(
+    a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    (rows, half), outputs = a.shape, len(b)
+    y = torch.empty(rows, outputs, dtype=dtype, device=a.device)
+    if y.numel():
+        scaled = capability(a) >= FIRST_CAPABILITY
+        tile = (128, 64, 64) if scaled else (16, 16, 128)  # larger tiles spill registers
+        grid = triton.cdiv(rows, tile[0]), triton.cdiv(outputs, tile[1])
+        _scaled_nvfp4_kernel[grid](
+            a, of_a, b, of_b, scale, y, rows, outputs, half, of_a.shape[1],
+            BLOCK_M=tile[0], BLOCK_N=tile[1], BLOCK_K=tile[2], SCALED=scaled,
+            PRECISION="ieee" if INTERPRETED else "tf32",  # six bits, exact in both dtypes
+            num_warps=8 if scaled else 4,
+        )  # fmt: skip
+    return y
+
+
+def nvfp4_matmul(
+    q: Tensor, scale: Tensor, packed: Packed, transposed: bool, dtype: torch.dtype
+) -> Tensor:
+    """Multiply NVFP4 activations by a packed matrix in bfloat16, accumulated in float32.
+
+    Args:
+        q: (M, K) float32 or bfloat16; (M, N) if `transposed`.
+        scale: (1,) float32, g; `q` and `scale` are results of `round_nvfp4`.
+        packed: w, N rows by K weights, quantised along the summed dimension. Trits are exact,
+            except for the fractions of their scales; groups of T16 are the blocks of NVFP4.
+        transposed: whether to compute q @ w, for a gradient.
+        dtype: dtype of the result.
+
+    Returns:
+        (M, N); (M, K) if `transposed`. NaN if `scale` is NaN.
+    """
+    weight = decode_weight(packed, q.dtype)
+    weight, of_weight = round_nvfp4(weight.T if transposed else weight)
+    return ((q @ weight.T).float() * (scale * of_weight)).to(dtype)
+
+
+def nvfp4_product(x: Tensor, packed: Packed, *, transposed: bool = False) -> Tensor:
+    """Multiply activations by a packed matrix, or a gradient by its transpose, in NVFP4.
+
+    Uses hardware that supports NVFP4; otherwise the same numbers are multiplied in bfloat16:
+        see `nvfp4_matmul`.
+
+    Args:
+        x: (M, K) float32 or bfloat16; (M, N) if `transposed`.
+        packed: N rows by K weights, both multiples of `MULTIPLE`.
+        transposed: whether to compute x @ w, for a gradient.
+
+    Returns:
+        (M, N) in the dtype of x; (M, K) if `transposed`.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    if not (uses_triton(x) and capability(x) >= FIRST_CAPABILITY):
+        return nvfp4_matmul(*round_nvfp4(x), packed, transposed, x.dtype)
+    weight = decode_weight_triton(packed, x.dtype)
+    a, of_a, first = encode_nvfp4(x)
+    b, of_b, second = encode_nvfp4(weight.T if transposed else weight)
+    return scaled_nvfp4_matmul(a, of_a, b, of_b, first * second, x.dtype)
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 1, 16), (3, 33, 48), (17, 5, 1311)]
+    if device.type == "cuda":
+        shapes += [(300, 260, 4096), (129, 1311, 776)]
+    for rows, outputs, inputs in shapes:
+        parts = []
+        for length in (rows, outputs):
+            x = torch.randn(length, inputs, generator=generator)
+            x *= torch.exp2(torch.randint(-6, 7, (length, 1), generator=generator))
+            parts.append(encode_nvfp4.torch(x.to(device)))
+        (a, of_a, first), (b, of_b, second) = parts
+        for dtype in real_dtypes(device):
+            label = f"{rows}x{outputs}x{inputs} {dtype_name(dtype)}"
+            yield Case(label, (a, of_a, b, of_b, first * second, dtype))
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    size = 4096
+    x = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    codes, scales, scale = encode_nvfp4.torch(x)
+    yield Timing(
+        f"{size}x{size}x{size}",
+        (codes, scales, codes, scales, scale * scale, torch.bfloat16),
+        peer=lambda: x @ x.T,
+        peer_name="cuBLAS bf16",
+        flops=2 * size**3,
+    )
+
+
+def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
+    sides = [encode_nvfp4.torch(dice.reals(rows, k)) for rows in (m, n)]
+    (a, of_a, first), (b, of_b, second) = sides
+    return a, of_a, b, of_b, first * second, dice.dtype
+
+
+scaled_nvfp4_matmul = Operation(
+    "scaled_nvfp4_matmul", _scaled_nvfp4_matmul_triton, _scaled_nvfp4_matmul_torch,
+    scaled_nvfp4_matmul_reference, _cases,
+    Gate(relative=4e-3, reason="float32 sums, rounded to bf16"),
+    {
+        "a": Array("M, 8 * B", UINT8, dense=True), "of_a": Array("M, B", UINT8, dense=True),
+        "b": Array("N, 8 * B", UINT8, dense=True), "of_b": Array("N, B", UINT8, dense=True),
+        "scale": Array("1", FLOAT, dense=True), "dtype": Number((torch.bfloat16, torch.float32)),
+    },
+    draw=_draw, needs_rows=True, timings=_timings,
+    not_verified=("products of hardware of compute capability 10 and more, which was not there",),
+)  # fmt: skip
+"""Compute a @ b.T for two matrices of NVFP4 codes, accumulated in float32.
+
+Args:
+    a: (M, 8 B) uint8 codes, contiguous, from `encode_nvfp4`.
+    of_a: (M, B) uint8: scales of a.
+    b: (N, 8 B) like a.
+    of_b: (N, B) like `of_a`: scales of b.
+    scale: (1,) float32: g_a g_b.
+    dtype: dtype of the result, bfloat16 or float32.
+
+Returns:
+    (M, N) in `dtype`.
+"""

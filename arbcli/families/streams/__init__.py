@@ -1,0 +1,1 @@
+"""Several residual streams, mixed by hyper-connections."""

@@ -1,0 +1,87 @@
+"""Bound on flips: only the trits with the most votes may flip in a step.
+
+A trit would flip if its votes, this gradient's counted, reach the threshold and it is not at that
+end of its range. These are ranked by |votes|, and equal ones by 16 random bits; the first `most`
+flip. Trits of the same rank as the first that is held are held too, so never more than `most` flip.
+"""
+
+import torch
+from torch import Tensor
+
+from arbcli.families.votes.kernels.cast_votes import GRADIENTS
+from arbcli.kernels.codec.packing import unpack_trits_reference, unpack_trits_torch
+from arbcli.kernels.runtime.arguments import INT8, INT32, UINT8, Array, Number, compiled_check
+from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.update.random_bits import random_bits, random_bits_reference
+
+
+def hold_flips_reference(
+    packed: Tensor, votes: Tensor, grad: Tensor, threshold: Tensor, key: Tensor, most: int
+) -> Tensor:
+    """Compute `hold_flips`, a trit at a time."""
+    rows, columns = votes.shape
+    old = unpack_trits_reference(packed, columns).tolist()
+    bits = (random_bits_reference(int(key), rows, columns) >> 16).tolist()
+    total = (votes.to(torch.int64) - torch.sign(grad).to(torch.int64)).clamp(-127, 127).tolist()
+    ranks = {}
+    for n in range(rows):
+        for k in range(columns):
+            up, down = total[n][k] >= int(threshold), total[n][k] <= -int(threshold)
+            if (up and old[n][k] < 1) or (down and old[n][k] > -1):
+                ranks[n, k] = (abs(total[n][k]), bits[n][k])
+    held = torch.zeros(rows, columns, dtype=torch.bool)
+    if len(ranks) > most:
+        highest_held = sorted(ranks.values(), reverse=True)[most]
+        for place, rank in ranks.items():
+            held[place] = rank <= highest_held
+    return held
+
+
+check = compiled_check(
+    "hold_flips",
+    {
+        "packed": Array("N, row_bytes(K)", UINT8), "votes": Array("N, K", INT8),
+        "grad": Array("N, K", GRADIENTS), "threshold": Array("", INT32),
+        "key": Array("", INT32), "most": Number(()),
+    },
+    ("most > 0",),
+)  # fmt: skip
+
+
+def hold_flips(
+    packed: Tensor, votes: Tensor, grad: Tensor, threshold: Tensor, key: Tensor, most: int
+) -> Tensor:
+    """Compute the mask of trits that a bound on flips holds back.
+
+    Args:
+        packed: (N, row_bytes(K)) uint8.
+        votes: (N, K) int8, before this gradient.
+        grad: (N, K) float32, bfloat16 or int8, dL/dw or its sign; only its sign is read.
+        threshold: int32 scalar tensor, 1..127.
+        key: int32 scalar tensor, from `stream_keys`.
+        most: maximum number of trits that may flip, 1 or more.
+
+    Returns:
+        (N, K) bool.
+
+    Raises:
+        ValueError: a dtype, a shape or the bound does not fit.
+    """
+    check(packed, votes, grad, threshold, key, most)
+    integer: TensorOptions = {"dtype": torch.int32, "device": votes.device}
+    columns = torch.arange(votes.shape[1], **integer)
+    rank = torch.empty(votes.shape, **integer)
+    for rows in row_chunks(votes, 1 << 18):
+        old = unpack_trits_torch(packed[rows], votes.shape[1])
+        total = (votes[rows].to(torch.int16) - torch.sign(grad[rows]).to(torch.int16)).clamp_(
+            -127, 127
+        )
+        flips = (total.abs() >= threshold) & (old * torch.sign(total) < 1)
+        index = torch.arange(rows.start, rows.stop, **integer)
+        bits = (random_bits(key, index, columns) >> 16) & 0xFFFF
+        rank[rows] = torch.where(flips, (total.abs().to(torch.int32) << 16) + bits, -1)
+    if most >= rank.numel():
+        return torch.zeros_like(rank, dtype=torch.bool)
+    highest_held = rank.flatten().topk(most + 1).values[-1]
+    return (rank >= 0) & (rank <= highest_held)

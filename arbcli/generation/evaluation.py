@@ -1,0 +1,289 @@
+"""Evaluation of a model on a whole text with sliding windows; each byte is predicted once.
+
+A window of T bytes predicts the T bytes after its first one. Windows begin a stride apart. Of each
+window after the first, only the predictions beyond the previous window count, which have at least
+T - stride bytes of context. The last window is moved back so that it is complete.
+
+For a masked model the result is the bound of `arbcli.families.masked.masking`. Bytes that two
+windows share are predicted in the later one from a random subset of the bytes before them, which is
+a bound, too.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from arbcli.base.errors import ArbError
+from arbcli.data.text import Text, entropy
+from arbcli.data.tokens import tokenised
+from arbcli.families.masked.masking import hide
+from arbcli.families.media.evaluation import KindLoss, MediaLosses
+from arbcli.generation.option_checks import check_masked_option, check_stride
+from arbcli.generation.tokens import check_vocabulary
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.runtime.device import deterministic, explained_out_of_memory
+from arbcli.model.language_model import LanguageModel
+
+DRAWS = 16
+"""Default number of random masks for each window."""
+SEED = 7
+"""Seed of the random masks."""
+NEAR = 1024
+"""Positions of the first bucket of `by_position`; each further bucket doubles the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfPositions:
+    """The mean loss over a range of positions in windows."""
+
+    first: int
+    last: int
+    nats_per_byte: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateReport:
+    """Result of an evaluation."""
+
+    checkpoint: str
+    text: str
+    """Name of the text, and its number of files."""
+    bytes: int
+    """Size of the text in bytes, all but the first of which are predicted."""
+    nats_per_byte: float
+    bits_per_byte: float
+    tokens: int | None
+    """Size of the text in tokens; None for a model of bytes."""
+    nats_per_token: float | None
+    entropy: float
+    """Order-0 entropy of the text in nats per byte."""
+    compression_ratio: float
+    """Size of the text relative to its code length under the model, with eight bits for the first
+    byte."""
+    context: int
+    """Length of a window in bytes."""
+    stride: int
+    """Distance between the starts of two windows in bytes."""
+    seconds: float
+    bytes_per_second: float
+    kv: str
+    """Storage format to which keys and values were rounded."""
+    draws: int | None
+    """Random masks for each window of a masked model, whose losses are a bound; else None."""
+    by_position: tuple["OfPositions", ...]
+    """Loss by the position in a window. It includes bytes that two windows predict, so that each
+    bucket covers nearly all of the text."""
+    by_kind: tuple[KindLoss, ...]
+    """Loss of text, sounds and pictures, if the text has any of the latter."""
+    device: str
+    backend: str
+
+
+def windows(num_bytes: int, context: int, stride: int) -> Iterator[tuple[int, int]]:
+    """Split a text into overlapping windows of min(context, num_bytes - 1) bytes.
+
+    Args:
+        num_bytes: size of the text, at least 2.
+        context: maximum length of a window.
+        stride: distance between the starts of two windows, 1 to `context`.
+
+    Yields:
+        (start, counted): `counted` last predictions of the window are not made by earlier ones.
+    """
+    length = min(context, num_bytes - 1)
+    done, last = 0, num_bytes - 1 - length
+    for start in itertools.chain(range(0, last, stride), [last]):
+        yield start, start + length - done
+        done = start + length
+
+
+@torch.no_grad()
+def mean_loss(
+    model: LanguageModel,
+    text: Text,
+    *,
+    stride: int,
+    batch: int,
+    progress: Callable[[int, float], None] = lambda *_: None,
+    sums: Tensor | None = None,
+    media: MediaLosses | None = None,
+    draws: int = DRAWS,
+) -> float:
+    """Compute the mean loss over all symbols of a text but the first, in nats per symbol.
+
+    Args:
+        model: the model to evaluate.
+        text: at least 2 symbols of the model's vocabulary.
+        stride: distance between the starts of two windows, 1 to `config.ctx`.
+        batch: windows in a forward pass.
+        progress: called after each batch with the number of predicted symbols and their mean loss.
+        sums: (T,) float64, to which the losses of each position are added; T is `config.ctx`, or
+            the number of predicted symbols if that is smaller.
+        media: accumulates the losses of sounds and pictures.
+        draws: random masks for each window of a masked model.
+    """
+    length = min(model.config.ctx, len(text) - 1)
+    index = torch.arange(length, device=model.device)
+    plan, total, done, first = windows(len(text), length, stride), 0.0, 0, 0
+    while part := list(itertools.islice(plan, batch)):
+        starts, counted = zip(*part, strict=True)
+        ids = text.window_batch(starts, length + 1).to(model.device).long()  # (B, T + 1)
+        if model.config.is_masked:
+            losses = _masked_losses(model, ids[:, 1:], range(first, first + len(ids)), draws)
+        else:
+            losses = model.position_losses(ids[:, :-1], ids[:, 1:])  # (B, T)
+        first += len(ids)
+        is_counted = index >= length - torch.tensor(counted, device=model.device)[:, None]
+        total += float(torch.where(is_counted, losses, 0).sum(dtype=torch.float64))
+        if media is not None:
+            media.add(starts, losses, is_counted)
+        if sums is not None:
+            sums += losses.sum(dim=0, dtype=torch.float64)
+        done += sum(counted)
+        progress(done, total / done)
+    return total / done
+
+
+def _masked_losses(model: LanguageModel, ids: Tensor, numbers: range, draws: int) -> Tensor:
+    """Average the terms of the bound over random masks: (B, T) float32.
+
+    The hidden shares of the masks of a window are evenly spaced.
+
+    Args:
+        model: a masked model.
+        ids: (B, T) int64.
+        numbers: indices of the windows in the text, which seed the masks.
+        draws: number of masks for each window.
+    """
+    pairs = [
+        hide(
+            row.expand(draws, -1),
+            model.config.vocabulary,
+            seed=SEED,
+            step=number,
+            numbers=range(draws),
+            of=draws,
+        )
+        for number, row in zip(numbers, ids, strict=True)
+    ]
+    masked, targets = (torch.stack(parts, dim=1) for parts in zip(*pairs, strict=True))
+    losses = torch.zeros(ids.shape, device=ids.device)
+    for draw in range(draws):
+        losses += model.position_losses(masked[draw], targets[draw]) / draws
+    return losses
+
+
+def _by_position(sums: Tensor, count: float) -> tuple[OfPositions, ...]:
+    """Average the sums of losses in buckets of positions.
+
+    Args:
+        sums: (T,) float64, sum of the losses of each position in nats.
+        count: number of windows, times the bytes per symbol.
+    """
+    found, first = [], 0
+    while first < len(sums):
+        end = min(len(sums), max(NEAR, 2 * first))
+        nats = float(sums[first:end].mean()) / count
+        found.append(OfPositions(first, end - 1, nats))
+        first = end
+    return tuple(found)
+
+
+def evaluate(
+    model: LanguageModel,
+    checkpoint: str,
+    text: Text,
+    description: str,
+    *,
+    stride: int | None,
+    batch: int,
+    backend: str,
+    kv: str | None = None,
+    draws: int | None = None,
+    progress: Callable[[int, int, float], None] = lambda *_: None,
+) -> EvaluateReport:
+    """Evaluate a model on a text.
+
+    Args:
+        model: the model to evaluate.
+        checkpoint: name of the checkpoint, for the report.
+        text: the text in bytes; a model with a tokenizer encodes it.
+        description: name of the text, for the report.
+        stride: distance between the starts of two windows: see `check_stride`.
+        batch: windows in a forward pass.
+        backend: kernel backend.
+        kv: format to which keys and values are rounded: see `LanguageModel.cached_as`.
+        draws: random masks for each window of a masked model; None is `DRAWS`.
+        progress: called after each batch with the predicted bytes, their total number, and their
+            mean loss in nats.
+
+    Raises:
+        ArbError: the text is too short, an option does not suit the model, or GPU memory is
+            exhausted.
+    """
+    context, is_masked = model.config.ctx, model.config.is_masked
+    check_masked_option(model.config, "--draws", draws)
+    draws = DRAWS if draws is None else draws
+    stride = check_stride(model.config, stride)
+    check_vocabulary(model.config, model.tokenizer, "")
+    if model.tokenizer is not None and text.source is text:
+        text = tokenised(text, model.tokenizer)
+    if len(text) < 2:
+        raise ArbError("a text of one byte has nothing to predict", hint="name a longer text")
+    started = time.perf_counter()
+    with (
+        deterministic(),
+        explained_out_of_memory("use a smaller `--batch`"),
+        use_backend(backend),
+        model.cached_as(kv),
+    ):
+        cache_dtype = model.cache_dtype
+        length = min(context, len(text) - 1)
+        each, last = text.symbol_bytes, len(text) - 1
+
+        def report_progress(done: int, loss: float) -> None:
+            progress(round(done * each), round(last * each), loss / each)
+
+        sums = torch.zeros(length, dtype=torch.float64, device=model.device)
+        media = MediaLosses(text, model.device) if text.source is text else None
+        nats = mean_loss(
+            model,
+            text,
+            stride=stride,
+            batch=batch,
+            progress=report_progress,
+            sums=sums,
+            media=media,
+            draws=draws,
+        )
+    seconds = time.perf_counter() - started
+    of_token, nats = nats, nats / text.symbol_bytes
+    bits = nats / math.log(2)
+    count = sum(1 for _ in windows(len(text), context, stride)) * text.symbol_bytes
+    size, of_tokens = len(text.source), model.tokenizer is not None
+    return EvaluateReport(
+        checkpoint=checkpoint,
+        text=description,
+        bytes=size,
+        nats_per_byte=nats,
+        bits_per_byte=bits,
+        tokens=len(text) if of_tokens else None,
+        nats_per_token=of_token if of_tokens else None,
+        entropy=entropy(text),
+        compression_ratio=8 * size / (8 + bits * (size - 1)),
+        context=context,
+        stride=stride,
+        seconds=seconds,
+        bytes_per_second=size / seconds,
+        kv=cache_dtype,
+        draws=draws if is_masked else None,
+        by_position=_by_position(sums, count),
+        by_kind=() if media is None else media.report(),
+        device=str(model.device),
+        backend=backend,
+    )

@@ -1,0 +1,297 @@
+"""Loading of trained models from runs and checkpoints."""
+
+import dataclasses
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from arbcli.base.errors import ArbError
+from arbcli.base.output import printable
+from arbcli.base.reading import check_schema, read_json
+from arbcli.base.run_files import CONFIG, checkpoint_path
+from arbcli.config.checks import check_choice
+from arbcli.config.model import Blocks, ModelConfig, StageConfig
+from arbcli.config.presets import config_from_dict
+from arbcli.generation.tokens import saved_tokenizer
+from arbcli.kernels.runtime.device import COMPUTE, check_room, default_compute, resolve_device
+from arbcli.model.build import build_model
+from arbcli.model.checkpoint import (
+    Accept,
+    Checkpoint,
+    check_layout,
+    latest_checkpoint,
+    load_checkpoint,
+)
+from arbcli.model.language_model import LanguageModel
+
+
+def load_model(
+    path: Path | str, *, device: str | None = None, compute: str | None = None
+) -> LanguageModel:
+    """Load a trained model, with a warning for each damaged checkpoint that is skipped.
+
+    Args:
+        path: a checkpoint, or a run directory, whose newest intact checkpoint is loaded.
+        device: device of the model; None is the GPU if there is one.
+        compute: dtype of activations; None is that of training.
+
+    Returns:
+        The model.
+
+    Raises:
+        ArbError: there is no checkpoint, or it is damaged.
+    """
+
+    def warn(message: str) -> None:
+        warnings.warn(printable(message), stacklevel=2)
+
+    model = load_named_model(Path(path), resolve_device(device), warn, compute)[0]
+    model.register_forward_pre_hook(_take_any_integers)
+    return model
+
+
+def _take_any_integers(model: LanguageModel, inputs: tuple) -> tuple:
+    """Convert ids of any integer dtype to int64, and check that they are a batch."""
+    ids, *others = inputs
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"expected bytes as integers, got {ids.dtype}")
+    if ids.ndim != 2:
+        raise ValueError(
+            f"expected bytes of shape (batch, length), got {tuple(ids.shape)}; for one text pass"
+            " `ids[None]`"
+        )
+    return ids.long(), *others
+
+
+def load_named_model(
+    path: Path, place: torch.device, note: Callable[[str], None], compute: str | None = None
+) -> tuple[LanguageModel, str]:
+    """Load a trained model, and return it with the path of its checkpoint.
+
+    Args:
+        path: a checkpoint, or a run directory, whose newest intact checkpoint is loaded.
+        place: device of the model.
+        note: called with a message for each checkpoint that is skipped.
+        compute: dtype of activations; None is that of training.
+
+    Raises:
+        ArbError: there is no checkpoint, or it is damaged.
+    """
+    if compute is not None:
+        check_choice("compute", compute, COMPUTE)
+    name, checkpoint = read_saved(path, note)
+    dtype = COMPUTE[compute or _trained_in(name, checkpoint, place)]
+    model = empty_model(checkpoint, place, dtype)
+    model.load_state_dict(checkpoint.tensors)
+    model.tokenizer = saved_tokenizer(name, checkpoint, model.config)
+    return model, str(name)
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """A trained model without training state, with its checkpoint."""
+
+    model: LanguageModel
+    """The model, on the CPU with float32 activations."""
+    checkpoint: Checkpoint
+    """The checkpoint, which shares its tensors with the model."""
+    path: Path
+    """Path of the checkpoint."""
+    compute: str
+    """Dtype of activations in training."""
+
+    @property
+    def origin(self) -> str:
+        """Digest of the training checkpoint, also if this one is an export of it."""
+        return self.checkpoint.data.get("origin", self.checkpoint.digest)
+
+
+def load_weights(path: Path, note: Callable[[str], None]) -> Weights:
+    """Load the weights of a trained model for export; training state is verified but not kept.
+
+    Args:
+        path: a checkpoint, or a run directory, whose newest intact checkpoint is loaded.
+        note: called with a message for each checkpoint that is skipped.
+
+    Raises:
+        ArbError: there is no checkpoint, or it is damaged.
+    """
+    name, checkpoint = read_saved(path, note, accept_weights)
+    model = empty_model(checkpoint, weights_only=True)
+    model.load_state_dict(checkpoint.tensors, assign=True)
+    compute = _trained_in(name, checkpoint, torch.device("cpu"))
+    return Weights(model, checkpoint, name, compute)
+
+
+def accept_weights(checkpoint: Checkpoint) -> set[str]:
+    """Check like `check_saved`, and select the tensors that are not training state."""
+    check_saved(checkpoint)
+    return set(empty_model(checkpoint, weights_only=True).state_dict())
+
+
+def is_export(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint only has weights, as `arb export --to safetensors` writes it."""
+    return "origin" in checkpoint.data
+
+
+def check_trainable(checkpoint: Checkpoint) -> None:
+    """Check that a checkpoint has training state.
+
+    Raises:
+        ArbError: it is an export, which only has weights.
+    """
+    if is_export(checkpoint):
+        raise ArbError(
+            "the file is an export without training state",
+            hint="name a checkpoint of the run that it was exported from",
+        )
+
+
+def empty_model(
+    checkpoint: Checkpoint,
+    place: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    weights_only: bool = False,
+) -> LanguageModel:
+    """Build the model of a checkpoint, with uninitialised weights.
+
+    Args:
+        checkpoint: checkpoint with the configuration.
+        place: device of the model; None is torch's `meta` device.
+        dtype: dtype of activations.
+        weights_only: whether to omit training state, as in an export.
+
+    Raises:
+        ArbError: this version does not support the configuration.
+    """
+    with place or torch.device("meta"):
+        model = build_model(saved_config(checkpoint), dtype)
+        if "wire" in checkpoint.data:
+            model.declare_wire()
+    if weights_only or is_export(checkpoint):
+        model.drop_training_state()
+    return model
+
+
+class SavedModel(NamedTuple):
+    """A checkpoint, and the path of its file."""
+
+    path: Path
+    checkpoint: Checkpoint
+
+
+def read_saved(path: Path, note: Callable[[str], None], accept: Accept | None = None) -> SavedModel:
+    """Read a checkpoint, or the newest intact one of a run.
+
+    Args:
+        path: a checkpoint or a run directory.
+        note: called with a message for each checkpoint that is skipped.
+        accept: check of the checkpoint before its tensors are read; None is `check_saved`.
+
+    Raises:
+        ArbError: there is no checkpoint, it is damaged, or its tensors do not match its model.
+    """
+    accept = accept or check_saved
+    if not path.is_dir():
+        return SavedModel(path, load_checkpoint(path, accept))
+    checkpoint = latest_checkpoint(path, note, accept)
+    return SavedModel(checkpoint_path(path, checkpoint.step), checkpoint)
+
+
+def saved_config(checkpoint: Checkpoint) -> ModelConfig:
+    """Return the model configuration of a checkpoint.
+
+    Raises:
+        ArbError: this version does not support the configuration.
+    """
+    try:
+        return config_from_dict(checkpoint.config)
+    except TypeError as error:
+        raise ArbError(
+            f"the model is of another version of arb: {error}",
+            hint="load it with the version that wrote it",
+        ) from None
+
+
+def _count_tensors(checkpoint: Checkpoint) -> int:
+    """Count the tensors of a checkpoint's model.
+
+    To save time, only one of each kind of block is built.
+    """
+    config = saved_config(checkpoint)
+    few = dataclasses.replace(config, stages=tuple(map(_with_few_blocks, config.stages)))
+    smallest = dataclasses.replace(checkpoint, config=dataclasses.asdict(few))
+    found = Counter(map(_block_of, empty_model(smallest).state_dict()))
+    total = found.pop(None)
+    for index, (stage, short) in enumerate(zip(config.stages, few.stages, strict=True)):
+        names = (f"stages.{index}.encoder", f"stages.{index}.decoder")
+        for name, blocks, distinct in zip(names, stage.lists, short.lists, strict=False):
+            prefix = name if stage.chunking else "blocks"
+            counts = {own: found[f"{prefix}.{at}"] for at, own in enumerate(distinct)}
+            total += sum(counts[block] for block in blocks)
+    return total
+
+
+def _with_few_blocks(stage: StageConfig) -> StageConfig:
+    """Return a stage that has each distinct block once."""
+
+    def few(blocks: Blocks) -> Blocks:
+        return tuple(dict.fromkeys(blocks))
+
+    memories = stage.memories and dataclasses.replace(stage.memories, place=0)
+    return dataclasses.replace(
+        stage,
+        blocks=few(stage.blocks),
+        before=few(stage.before),
+        after=few(stage.after),
+        memories=memories,
+    )
+
+
+def _block_of(name: str) -> str | None:
+    """Return the name of the block that a tensor belongs to; None for other tensors."""
+    found = re.match(r"(blocks|stages\.\d+\.(?:encoder|decoder))\.\d+", name)
+    return found[0] if found else None
+
+
+def check_saved(checkpoint: Checkpoint) -> None:
+    """Check that a checkpoint's tensors match its model and fit into memory: see `Accept`.
+
+    The check allocates no memory, as the model is built on the `meta` device.
+
+    Args:
+        checkpoint: the checkpoint; its tensors may be on `meta`.
+
+    Raises:
+        ArbError: the tensors do not match, or are too large.
+    """
+    tensors = checkpoint.tensors
+    if len(tensors) != (expected := _count_tensors(checkpoint)):
+        raise ArbError(
+            f"it has {len(tensors)} tensors, and the model of its configuration {expected}",
+            hint="the file was modified: use another one",
+        )
+    check_layout(tensors, empty_model(checkpoint).state_dict())
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    check_room(2 * size, "to read it, and make its model,", "use a machine with more memory")
+
+
+def _trained_in(file: Path, checkpoint: Checkpoint, place: torch.device) -> str:
+    """Return the dtype of activations in training, or the device's default without a run."""
+    path, hint = file.parent / CONFIG, "give `--compute`"
+    if is_export(checkpoint):  # exports have the dtype in their metadata
+        data = checkpoint.data
+        check_schema(data, {"compute": str}, f"`{file}`", hint)
+    elif not path.exists():
+        return default_compute(place)
+    else:
+        data = read_json(path, {"config": dict, "config.compute": str}, hint)["config"]
+    check_choice("compute", data["compute"], COMPUTE)
+    return data["compute"]

@@ -1,0 +1,91 @@
+"""Prompts from a JSON lines file, with an object or a string on each line."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from arbcli.base.errors import ArbError, quoted
+from arbcli.base.reading import is_of, parse_json
+from arbcli.generation.batch import Request
+from arbcli.generation.sampling import Sampling
+
+FIELDS = {
+    "prompt": str, "length": int, "temperature": float, "top_k": int, "top_p": float, "seed": int,
+}  # fmt: skip
+"""Fields of a line, and their types."""
+SHOWN_LENGTH = 40
+
+
+def read_prompts(
+    lines: Iterable[bytes], name: str, length: int, sampling: Sampling
+) -> list[Request]:
+    """Parse and validate prompts.
+
+    A line is an object such as `{"prompt": "It was"}` with optional `length`, `temperature`,
+    `top_k`, `top_p` and `seed`, or a string, which is the prompt. Empty lines are skipped. A line
+    without a seed uses the random stream of its index, from 0.
+
+    Args:
+        lines: lines of the file.
+        name: name of the file, for errors.
+        length: default number of bytes to generate.
+        sampling: default parameters of sampling.
+
+    Raises:
+        ArbError: a line is invalid, or there is no prompt.
+    """
+    requests: list[Request] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            requests.append(_request(_fields(line), len(requests), length, sampling))
+        except ArbError as error:
+            raise ArbError(f"line {number} of `{name}`: {error}", hint=error.hint) from error
+    if not requests:
+        raise ArbError(
+            f"there is no prompt in `{name}`", hint='write one JSON a line: {"prompt": "It was"}'
+        )
+    return requests
+
+
+def _fields(line: bytes) -> dict[str, Any]:
+    try:
+        value = parse_json(line)
+    except ValueError as error:
+        shown = line.decode(errors="replace").strip()
+        shown = shown if len(shown) <= SHOWN_LENGTH else f"{shown[:SHOWN_LENGTH]}..."
+        raise ArbError(
+            f"`{shown}` is not JSON", hint='write {"prompt": "It was"}, in UTF-8'
+        ) from error
+    if isinstance(value, str):
+        value = {"prompt": value}
+    if not isinstance(value, dict) or "prompt" not in value:
+        raise ArbError("there is no `prompt`", hint='write {"prompt": "It was"}')
+    for name, field in value.items():
+        if name not in FIELDS:
+            raise ArbError(f"no field is named `{name}`", hint=f"use some of: {quoted(FIELDS)}")
+        kind = FIELDS[name]
+        if not is_of(field, kind):
+            words = {str: "a string", int: "an integer", float: "a number"}
+            raise ArbError(
+                f"`{name}` is {json.dumps(field)[:SHOWN_LENGTH]}", hint=f"give {words[kind]}"
+            )
+    return value
+
+
+def _request(fields: dict[str, Any], index: int, length: int, sampling: Sampling) -> Request:
+    options = {
+        name: fields.get(name, getattr(sampling, name))
+        for name in ("temperature", "top_k", "top_p", "seed")
+    }
+    try:
+        prompt = fields["prompt"].encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise ArbError("`prompt` has an unpaired surrogate", hint="use valid Unicode") from error
+    return Request(
+        prompt=prompt,
+        length=fields.get("length", length),
+        sampling=Sampling(**options),
+        stream=0 if "seed" in fields else index,
+    )

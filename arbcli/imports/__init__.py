@@ -1,1 +1,0 @@
-"""Import of models of other programs: configurations, tensor names and weights."""

@@ -1,0 +1,188 @@
+"""Weight types of GGUF: plain numbers, or blocks of small integers with an fp16 scale.
+
+A block of a row holds d and the integers q: the weight is q * d. Of weights that are trits q is the
+trit and d the scale of its group, so that nothing is rounded. Of weights that are all digits q is z
+and d the scale over U. The product is what ours is before it is rounded to bf16, which llama.cpp
+does not do: it is off by at most 2**-8 of itself.
+
+    F32, BF16, F16  a number each
+    Q4_0            32 weights in 18 bytes: d, then byte j has q + 8 of weight j in its low half and
+                    of weight j + 16 in its high half
+    Q2_0            64 weights in 18 bytes: d, then byte j has q + 1 of weights 4 j to 4 j + 3, two
+                    bits each, the lowest first
+    Q8_0            32 weights in 34 bytes: d, then q of each, int8
+
+Source: ggml-common.h and ggml-quants.c of llama.cpp.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from arbcli.base.errors import ArbError
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """A type of GGUF tensors."""
+
+    name: str
+    number: int
+    """Identifier of the type in a file."""
+    block: int
+    """Number of weights per block."""
+    block_bytes: int
+    largest: int = 0
+    """Largest magnitude of stored integers."""
+    pack: Callable[[Tensor], Tensor] | None = None
+    """Converts (..., block) int8 integers to (..., bytes) uint8; None for plain numbers."""
+    unpack: Callable[[Tensor], Tensor] | None = None
+    """Inverse of `pack`."""
+    dtype: torch.dtype | None = None
+    """Dtype of a type of plain numbers; None for blocks."""
+
+    def num_bytes(self, num_weights: int) -> int:
+        """Count the bytes of whole blocks."""
+        return num_weights // self.block * self.block_bytes
+
+    def encode(self, integers: Tensor, scales: Tensor) -> Tensor:
+        """Write integers and their scales as blocks.
+
+        Args:
+            integers: (N, K) int8; K is a multiple of `block`.
+            scales: (N, K / block) float32, all of which fp16 holds.
+
+        Returns:
+            (N, bytes) uint8.
+        """
+        if self.pack is None:
+            raise ValueError(f"{self.name} has no blocks of integers")
+        packed = self.pack(integers.unflatten(1, (-1, self.block)))
+        d = scales.to(torch.float16).unsqueeze(-1).view(torch.uint8)
+        return torch.cat([d, packed], dim=2).flatten(1)
+
+    def decode(self, data: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Read the weights of a tensor's bytes, (bytes,) uint8: (N, K) float32."""
+        if self.dtype is not None:
+            return data.view(self.dtype).view(shape).to(torch.float32)
+        if self.unpack is None:
+            raise ValueError(f"{self.name} has no blocks of integers")
+        blocks = data.view(shape[0], -1, self.block_bytes)
+        d = blocks[..., :2].contiguous().view(torch.float16).to(torch.float32)
+        return (self.unpack(blocks[..., 2:]).to(torch.float32) * d).flatten(1)
+
+
+def _pack_halves(integers: Tensor) -> Tensor:
+    low, high = (integers + 8).view(torch.uint8).chunk(2, dim=-1)
+    return low | (high << 4)
+
+
+def _unpack_halves(packed: Tensor) -> Tensor:
+    return torch.cat([packed & 15, packed >> 4], dim=-1).view(torch.int8) - 8
+
+
+_SHIFTS = (0, 2, 4, 6)
+
+
+def _pack_quarters(integers: Tensor) -> Tensor:
+    parts = (integers + 1).view(torch.uint8).unflatten(-1, (-1, 4))
+    first, second, third, fourth = (parts[..., i] << shift for i, shift in enumerate(_SHIFTS))
+    return first | second | third | fourth
+
+
+def _unpack_quarters(packed: Tensor) -> Tensor:
+    parts = torch.stack([packed >> shift & 3 for shift in _SHIFTS], dim=-1)
+    return parts.flatten(-2).view(torch.int8) - 1
+
+
+def _pack_bytes(integers: Tensor) -> Tensor:
+    return integers.view(torch.uint8)
+
+
+def _unpack_bytes(packed: Tensor) -> Tensor:
+    return packed.contiguous().view(torch.int8)
+
+
+F32 = BlockType("F32", 0, 1, 4, dtype=torch.float32)
+F16 = BlockType("F16", 1, 1, 2, dtype=torch.float16)
+BF16 = BlockType("BF16", 30, 1, 2, dtype=torch.bfloat16)
+Q4_0 = BlockType("Q4_0", 2, 32, 18, 7, _pack_halves, _unpack_halves)
+Q2_0 = BlockType("Q2_0", 42, 64, 18, 1, _pack_quarters, _unpack_quarters)
+Q8_0 = BlockType("Q8_0", 8, 32, 34, 127, _pack_bytes, _unpack_bytes)
+TYPES = {kind.name.lower(): kind for kind in (F32, F16, BF16, Q8_0, Q4_0, Q2_0)}
+"""Types by their value of `--type`."""
+LEAST_NORMAL = 2.0**-14
+"""Scales below it lose digits in fp16. Those of Q8_0 may: a weight is off by 127 * 2**-25 at most,
+3.8e-6, where the largest of its group is below 0.008."""
+BY_NUMBER = {kind.number: kind for kind in TYPES.values()}
+
+
+def encode_numbers(name: str, weight: Tensor, kind: BlockType) -> Tensor:
+    """Write weights as plain numbers, (N, bytes) uint8.
+
+    Args:
+        name: name of the tensor, for errors.
+        weight: (N, K) float32.
+        kind: one of the plain types.
+
+    Raises:
+        ArbError: the type does not hold one of them.
+    """
+    numbers = weight.to(kind.dtype)
+    if not torch.equal(numbers.to(torch.float32), weight):
+        raise _not_held(name, kind)
+    return numbers.view(torch.uint8)
+
+
+def encode_digits(
+    name: str, digits: Tensor, scales: Tensor, group_size: int, kind: BlockType
+) -> Tensor:
+    """Write digits and the scales of their groups as blocks, (N, bytes) uint8.
+
+    The scale of a block without any weight but 0 is written as 0; those of Q8_0 are rounded where
+    they are below `LEAST_NORMAL`.
+
+    Args:
+        name: name of the tensor, for errors.
+        digits: (N, K) int8, trits or z.
+        scales: (N, ceil(K / group_size)) float32.
+        group_size: weights that share a scale.
+        kind: one of the types with blocks.
+
+    Raises:
+        ArbError: blocks do not fit the groups or the rows, or a digit or a scale is not held.
+    """
+    columns = digits.shape[1]
+    if group_size % kind.block or columns % kind.block:
+        raise ArbError(
+            f"`{name}` has rows of {columns} weights in groups of {group_size}, which are not"
+            f" the blocks of {kind.block} of {kind.name}",
+            hint="use `--type bf16`, which holds any weights",
+        )
+    digits = digits.contiguous()
+    lowest, highest = map(int, digits.aminmax())
+    if max(highest, -lowest) > kind.largest:
+        raise ArbError(
+            f"`{name}` has weights of more digits than {kind.name} holds",
+            hint="use `--type q8_0`, or `--type bf16`, which holds any weights",
+        )
+    of_blocks = scales.repeat_interleave(group_size // kind.block, dim=1)
+    of_blocks = of_blocks[:, : columns // kind.block]
+    words = digits.view(torch.int64).unflatten(1, (-1, kind.block // 8))  # eight at once
+    used = words.ne(0).any(dim=2)
+    of_blocks = torch.where(used, of_blocks, 0.0)
+    held = of_blocks.to(torch.float16).to(torch.float32)
+    if kind is Q8_0:
+        held = torch.where(of_blocks < LEAST_NORMAL, of_blocks, held)
+    if not torch.equal(held, of_blocks):
+        raise _not_held(name, kind)
+    return kind.encode(digits, of_blocks)
+
+
+def _not_held(name: str, kind: BlockType) -> ArbError:
+    return ArbError(
+        f"`{name}` has a scale that fp16 does not hold, so {kind.name} would round its weights",
+        hint="use `--type bf16`, which holds any weights",
+    )

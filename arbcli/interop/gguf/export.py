@@ -1,0 +1,300 @@
+"""Export to GGUF, the format of llama.cpp: models of dense blocks without sub-norms.
+
+llama.cpp turns the numbers 2 i and 2 i + 1 of a head of a Llama or a Mistral as a pair, and those
+of other models as ours are, i and i + d / 2. So rows of queries and keys of the former go in the
+order 0, d / 2, 1, d / 2 + 1 and so on. Angles scaled as Llama 3's are have a tensor of divisors.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbcli.base.errors import ArbError
+from arbcli.base.reading import read_json
+from arbcli.base.run_files import CONFIG
+from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.config.parts.rotary import RotaryConfig
+from arbcli.data.tokens import FILE
+from arbcli.generation.load import Weights
+from arbcli.interop.gguf.block_types import (
+    BF16,
+    F32,
+    Q2_0,
+    Q4_0,
+    Q8_0,
+    TYPES,
+    BlockType,
+    encode_digits,
+    encode_numbers,
+)
+from arbcli.interop.gguf.container import (
+    BOOL,
+    FLOAT32,
+    INT32,
+    STRING,
+    UINT32,
+    Entry,
+    GGUFFile,
+    write_gguf,
+)
+from arbcli.interop.gguf.tokens import NORMAL, token_keys
+from arbcli.interop.huggingface.companions import companions_of, tokenizer_of
+from arbcli.interop.huggingface.dense import (
+    ARCHITECTURES,
+    Architecture,
+    Part,
+    Source,
+    check_attention,
+    known_shape,
+    read,
+    shape_of,
+    sources,
+)
+from arbcli.kernels.codec.decode_digits import digits_torch
+from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packing import unpack_trits
+from arbcli.kernels.codec.scales import scales_torch
+from arbcli.model.checkpoint import write_file
+from arbcli.model.language_model import LanguageModel
+from arbcli.model.layers.rotary import rotary_rates
+from arbcli.model.packed import TernaryTensor
+
+END = 0
+"""The byte that ends a text: no text has it, and generation stops there."""
+ROTATED = re.compile(r"\.attn_[qk]\.")
+"""Pattern of the names of matrices and biases whose results are rotated."""
+OF_GROUP_SIZE = {32: Q4_0, 96: Q4_0, 64: Q2_0, 128: Q2_0}
+"""The smallest type that holds trits, by the weights that share a scale; for others BF16."""
+
+
+def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> BlockType:
+    """Write a model as one GGUF file.
+
+    Args:
+        path: path of the file.
+        weights: a model of dense blocks without sub-norms.
+        name: name of the model.
+        kind: type of the matrices, a name of `TYPES`; None is the smallest one that represents the
+            weights exactly.
+
+    Returns:
+        The type of the matrices.
+
+    Raises:
+        ArbError: GGUF cannot hold the model, or the file cannot be written.
+    """
+    model = weights.model
+    check_model(model)
+    companions = companions_of(weights.path.parent, model.config)
+    tokenizer = tokenizer_of(weights)
+    architecture = architecture_of(model.config, companions)
+    check_architecture(model.config, architecture)
+    if tokenizer:
+        tokens = token_keys(tokenizer, companions, model.config)
+    elif model.config.vocabulary == VOCABULARY:
+        tokens = _byte_tokens()
+    else:
+        raise ArbError(
+            f"`{weights.path.parent}` has no `{FILE}`, and GGUF holds a tokenizer",
+            hint="put that of the model there, or use `--to hf`",
+        )
+    chosen = TYPES[kind] if kind else smallest_type(model.config)
+    every = list(sources(model))
+    entries = [_entry(part, chosen) for source in every for part in source.parts]
+    keys = _keys(model.config, name, weights, architecture) | tokens
+    divisors = _divisors(model.config)
+    if divisors is not None:
+        entries.append(Entry("rope_freqs.weight", tuple(divisors.shape), F32))
+
+    def parts() -> Iterator[Tensor]:
+        for source in every:
+            yield from _encoded(source, chosen, _order(source, model.config, architecture))
+        if divisors is not None:
+            yield encode_numbers("rope_freqs.weight", divisors, F32)
+
+    write_file(path, lambda file: write_gguf(file, keys, entries, parts()))
+    return chosen
+
+
+def architecture_of(config: ModelConfig, companions: Path | None) -> Architecture:
+    """Return the architecture that a model was imported from, or an equivalent one."""
+    if companions is None:
+        return known_shape(config).architecture
+    return ARCHITECTURES[read_json(companions / CONFIG, {})["model_type"]]
+
+
+def check_architecture(config: ModelConfig, architecture: Architecture) -> None:
+    """Check that llama.cpp supports a model's settings in an architecture.
+
+    Raises:
+        ArbError: it is refused.
+    """
+    shape = known_shape(config)
+    scaling = shape.rotary.scaling
+    found = {
+        f"positions scaled as by `{scaling}`": scaling == "yarn"
+        or (scaling == "llama3" and architecture.gguf != "llama"),
+        "biases": architecture.gguf == "qwen3" and shape.bias,
+        f"heads of {shape.head_width} numbers": architecture.gguf == "qwen2"
+        and shape.heads * shape.head_width != shape.dim,
+    }
+    for what, there in found.items():
+        if there:
+            raise ArbError(
+                f"llama.cpp's {architecture.gguf} has no {what}",
+                hint="use `--to hf` or `--to safetensors`",
+            )
+
+
+def _divisors(config: ModelConfig) -> Tensor | None:
+    """Compute the divisor of each pair's angle, (d / 2,) float32; None if all are 1."""
+    rotary, width = known_shape(config).rotary, known_shape(config).head_width
+    if rotary.scaling != "llama3":
+        return None
+    plain = rotary_rates(width, RotaryConfig(base=rotary.base))
+    return (plain / rotary_rates(width, rotary)).to(torch.float32)
+
+
+def in_our_order(file: GGUFFile, name: str) -> Tensor:
+    """Read a tensor of a file, float32, with its rows in the order of `arb`."""
+    weight, kind = file.tensor(name), file.keys.get("general.architecture")
+    width = file.keys.get(f"{kind}.attention.key_length")
+    rotated = any(known.gguf == kind and known.interleaved for known in ARCHITECTURES.values())
+    if not (rotated and ROTATED.search(name) and width and len(weight) % width == 0):
+        return weight
+    return weight.unflatten(0, (-1, width // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _order(source: Source, config: ModelConfig, architecture: Architecture) -> dict[str, Tensor]:
+    """Return the row order of each tensor that is written in another order, int64 by name."""
+    if not architecture.interleaved:
+        return {}
+    width, found = known_shape(config).head_width, {}
+    for part in source.parts:
+        if ROTATED.search(part.gguf):
+            rows = torch.arange(part.shape[0]).view(-1, 2, width // 2)
+            found[part.gguf] = rows.transpose(1, 2).flatten()
+    return found
+
+
+def smallest_type(config: ModelConfig) -> BlockType:
+    """Choose the smallest type that represents the integers of a model's weights."""
+    of_trits = OF_GROUP_SIZE.get(config.group_size, BF16)
+    return of_trits if config.digits == "trit" or of_trits is BF16 else Q8_0
+
+
+def check_model(model: LanguageModel) -> None:
+    """Check that some architecture can represent the model.
+
+    Raises:
+        ArbError: it is refused.
+    """
+    check_attention(model.config)
+    shape = shape_of(model.config)
+    if shape is None:
+        raise ArbError(
+            "GGUF has no architecture with more than dense blocks of attention",
+            hint="use `--to safetensors`, or train one of tiny, small, base and 1b",
+        )
+    if shape.sub_norms:
+        raise ArbError(
+            "GGUF has no architecture with norms before the output projections",
+            hint="train with `--no-sub-norms`; or use `--to hf` or `--to safetensors`",
+        )
+
+
+def _entry(part: Part, kind: BlockType) -> Entry:
+    return Entry(part.gguf, part.shape, kind if len(part.shape) == 2 else F32)
+
+
+def _encoded(source: Source, kind: BlockType, orders: dict[str, Tensor]) -> Iterator[Tensor]:
+    """Write the parts of a tensor as the bytes of a type; those of a vector are float32."""
+    every = slice(None)
+    is_matrix = len(source.parts[0].shape) == 2
+    if not is_matrix or kind.dtype is not None:
+        for part, weight in read(source):
+            weight = weight[orders.get(part.gguf, every)]
+            yield encode_numbers(part.gguf, weight, kind if is_matrix else F32)
+        return
+    if not isinstance(source.tensor, TernaryTensor):
+        raise ValueError("a matrix of the model is not packed")
+    packed = source.tensor.packed
+    digits, scales = integers(packed), scales_torch(packed.exponent, packed.fraction) / packed.unit
+    for part in source.parts:
+        order = orders.get(part.gguf, every)
+        of_part = digits[part.rows][order], scales[part.rows][order]
+        yield encode_digits(part.gguf, *of_part, packed.group_size, kind)
+
+
+def integers(packed: Packed) -> Tensor:
+    """Return the integers of weights, (N, K) int8: trits, or z if they are all digits."""
+    if packed.remainder is None:
+        return unpack_trits(packed.trits, packed.in_features)
+    return (digits_torch(packed, torch.float32) * packed.unit).to(torch.int8)
+
+
+def _keys(
+    config: ModelConfig, name: str, weights: Weights, architecture: Architecture
+) -> dict[str, tuple[int, Any]]:
+    """Return the metadata of the model and its origin."""
+    shape = known_shape(config)
+    windows = [window for window in shape.windows if window]
+    ours: dict[str, tuple[int, Any]] = {
+        "context_length": (UINT32, min((config.ctx, *windows))),
+        "embedding_length": (UINT32, shape.dim),
+        "block_count": (UINT32, shape.layers),
+        "feed_forward_length": (UINT32, shape.ffn),
+        "attention.head_count": (UINT32, shape.heads),
+        "attention.head_count_kv": (UINT32, shape.kv_heads),
+        "attention.key_length": (UINT32, shape.head_width),
+        "attention.value_length": (UINT32, shape.head_width),
+        "attention.layer_norm_rms_epsilon": (FLOAT32, shape.norm_eps),
+        "rope.freq_base": (FLOAT32, shape.rotary.base),
+        "vocab_size": (UINT32, shape.vocabulary),
+    }
+    if architecture.interleaved:
+        ours["rope.dimension_count"] = (UINT32, shape.head_width)
+    if shape.rotary.scaling == "linear":
+        ours["rope.scaling.type"] = (STRING, "linear")
+        ours["rope.scaling.factor"] = (FLOAT32, shape.rotary.factor)
+    return {
+        "general.architecture": (STRING, architecture.gguf),
+        "general.name": (STRING, name),
+        "general.quantization_version": (UINT32, 2),
+        **{f"{architecture.gguf}.{key}": value for key, value in ours.items()},
+        "arb.step": (UINT32, weights.checkpoint.step),
+        "arb.origin": (STRING, weights.origin),
+    }
+
+
+def _byte_tokens() -> dict[str, tuple[int, Any]]:
+    """Return the metadata of a tokenizer of 256 bytes."""
+    return {
+        "tokenizer.ggml.model": (STRING, "gpt2"),
+        "tokenizer.ggml.pre": (STRING, "gpt-2"),
+        "tokenizer.ggml.tokens": (STRING, byte_symbols()),
+        "tokenizer.ggml.token_type": (INT32, [NORMAL] * VOCABULARY),
+        "tokenizer.ggml.merges": (STRING, []),
+        "tokenizer.ggml.bos_token_id": (UINT32, END),
+        "tokenizer.ggml.eos_token_id": (UINT32, END),
+        "tokenizer.ggml.add_bos_token": (BOOL, False),
+        "tokenizer.ggml.add_eos_token": (BOOL, False),
+    }
+
+
+def byte_symbols() -> list[str]:
+    """List the characters by which a byte-level BPE vocabulary writes the bytes 0 to 255.
+
+    Printable bytes stand for themselves, the others for the characters from 256 on.
+    Source: encoder.py of openai/gpt-2, `bytes_to_unicode`.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    symbols, others = [], 0
+    for byte in range(256):
+        symbols.append(chr(byte if byte in printable else 256 + others))
+        others += byte not in printable
+    return symbols

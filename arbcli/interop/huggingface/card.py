@@ -1,0 +1,72 @@
+"""Model card of a run: the configuration and the training."""
+
+import math
+from contextlib import suppress
+from pathlib import Path
+
+from arbcli.base.errors import ArbError
+from arbcli.base.reading import read_json
+from arbcli.base.run_files import CONFIG
+from arbcli.config.model import VOCABULARY
+from arbcli.generation.load import Weights
+from arbcli.interop.huggingface.dense import known_shape
+from arbcli.training.record import read_records
+
+TEXT = {"text": dict, "text.train_bytes": int, "text.val_bytes": int}
+"""Fields of the `config.json` of a run that a card shows."""
+USE = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+model = AutoModelForCausalLM.from_pretrained(FOLDER{trust})
+ids = tokenizer("import ", return_tensors="pt")
+print(tokenizer.decode(model.generate(**ids, max_new_tokens=200)[0]))
+```
+"""
+
+
+def model_card(weights: Weights, name: str) -> str:
+    """Write a card in Markdown, with the figures of the run if it lies next to the checkpoint."""
+    config, checkpoint = weights.model.config, weights.checkpoint
+    shape = known_shape(config)
+    number = weights.model.num_weights
+    of = "-1, 0 or +1" if config.digits == "trit" else "an integer of one byte"
+    keys = "" if shape.kv_heads == shape.heads else f" on {shape.kv_heads} of keys"
+    of_bytes = shape.vocabulary == VOCABULARY
+    rows = {
+        "weights": f"{number:,}, each {of} times a scale of {config.group_size}",
+        "shape": f"{shape.layers} blocks of width {shape.dim}, {shape.heads} heads{keys},"
+        f" MLP {shape.ffn}, context {shape.ctx} {'bytes' if of_bytes else 'tokens'}",
+        "tokens": "the 256 bytes; byte 0 ends a text"
+        if of_bytes
+        else f"{shape.vocabulary:,}, of `tokenizer.json`",
+        "norms before the output projections": "yes" if shape.sub_norms else "no",
+        "update rule": config.rule_text,
+        "steps": f"{checkpoint.step:,}",
+        "trained in": weights.compute,
+        "origin": f"checkpoint with the digest `{weights.origin}`",
+        **run_figures(weights.path.parent, checkpoint.step),
+    }
+    table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
+    use = USE.format(trust=", trust_remote_code=True" if shape.sub_norms else "")
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [arb, ternary]\n"
+        f"---\n\n# {name}\n\nA language model over {'bytes' if of_bytes else 'tokens'}, trained"
+        " by `arb` with packed trits and int8 as its whole state.\n\n"
+        f"| | |\n|---|---|\n{table}\n{use}"
+    )
+
+
+def run_figures(run: Path, step: int) -> dict[str, str]:
+    """Return the text and the losses of a run at a step; empty if there is no run."""
+    figures: dict[str, str] = {}
+    with suppress(ArbError):
+        text = read_json(run / CONFIG, TEXT)["text"]
+        figures["text"] = f"{text['train_bytes']:,} bytes, and {text['val_bytes']:,} held out"
+    with suppress(ArbError):
+        for record in read_records(run):
+            if record["step"] <= step and record.get("val_loss") is not None:
+                bits = record["val_loss"] / math.log(2)
+                loss = f"{record['val_loss']:.4f} nats = {bits:.4f} bits a byte"
+                figures["held-out loss"] = f"{loss}, after {record['step']:,} steps"
+    return figures

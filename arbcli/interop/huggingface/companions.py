@@ -1,0 +1,104 @@
+"""Companion files of a model: configuration, settings, chat template.
+
+A run stores unchanged copies in its folder `COMPANIONS`, and a run that begins with its weights
+copies them. The tokenizer is stored in the run itself, as in every run.
+"""
+
+from hashlib import sha256
+from pathlib import Path
+
+from arbcli.base.errors import ArbError, os_errors
+from arbcli.base.reading import read_small
+from arbcli.base.run_files import COMPANIONS, CONFIG
+from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.data.tokens import FILE
+from arbcli.generation.load import Weights
+from arbcli.generation.tokens import DIGEST
+from arbcli.interop.huggingface.config_json import read_folder_config
+from arbcli.interop.huggingface.dense import shape_of
+from arbcli.model.checkpoint import write_file
+
+GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
+NAMES = (
+    CONFIG, GENERATION, TEMPLATE, "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.json",
+)  # fmt: skip
+"""Names of companion files, which are copied if they exist."""
+LARGEST = 2**27
+"""Maximum size of a companion file in bytes."""
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy the companions of a folder, byte for byte.
+
+    Raises:
+        ArbError: one cannot be read or written, or is too large for what it says it is.
+    """
+    found = [name for name in NAMES if (source / name).exists()]
+    if not found:
+        return
+    with os_errors("make", target, "choose another `--out`"):
+        target.mkdir(parents=True, exist_ok=True)
+    for name in found:
+        write_companion(target / name, read_companion(source / name))
+
+
+def read_companion(path: Path) -> bytes:
+    """Read a file that comes with a model, of at most `LARGEST` bytes.
+
+    Raises:
+        ArbError: it cannot be read, or is too large for what its name says.
+    """
+    return read_small(path, LARGEST, "remove it, if it is not needed")
+
+
+def write_companion(path: Path, content: bytes) -> None:
+    """Write a file that comes with a model.
+
+    Raises:
+        ArbError: it cannot be written.
+    """
+    write_file(path, lambda file: file.write(content))
+
+
+def companions_of(run: Path, config: ModelConfig) -> Path | None:
+    """Return the folder of a run's companion files; None if it has none.
+
+    Raises:
+        ArbError: they belong to another model.
+    """
+    folder = run / COMPANIONS
+    if not (folder / CONFIG).exists():
+        return None
+    theirs = shape_of(read_folder_config(folder))
+    ours = shape_of(config)
+    if ours is None or theirs is None or theirs._replace(ctx=ours.ctx) != ours:
+        raise ArbError(
+            f"`{folder}` came with another model than the one of `{run}`",
+            hint="restore the folder that the import made",
+        )
+    return folder
+
+
+def tokenizer_of(weights: Weights) -> Path | None:
+    """Return the path of a model's `tokenizer.json`; None if it reads bytes or has none.
+
+    Raises:
+        ArbError: it is missing or has changed, and no other file has the tokens.
+    """
+    config, digest = weights.model.config, weights.checkpoint.data.get(DIGEST)
+    if digest is None and config.vocabulary == VOCABULARY:
+        return None
+    path = weights.path.with_name(FILE)
+    if not path.exists():
+        if digest is None and (weights.path.parent / COMPANIONS).exists():
+            return None
+        raise ArbError(
+            f"the model reads {config.vocabulary:,} tokens, and there is no `{path}`",
+            hint="put its own tokenizer there, or use `--to safetensors`",
+        )
+    if digest not in (None, sha256(read_companion(path)).hexdigest()):
+        raise ArbError(
+            f"`{path}` is not the tokenizer of `{weights.path}`", hint="restore it from a copy"
+        )
+    return path

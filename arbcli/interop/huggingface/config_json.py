@@ -1,0 +1,210 @@
+"""Conversion of a Transformers `config.json` to a `ModelConfig`.
+
+Every field has to be known: one that decides what is computed is read, one that says nothing of it
+is in `SILENT`, and one that would have to be obeyed is held to the value in `ONLY`. Any other field
+is refused by its name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from arbcli.base.errors import ArbError
+from arbcli.base.reading import is_of, read_json, shown
+from arbcli.base.run_files import CONFIG
+from arbcli.config.model import MOST_BLOCKS, BlockConfig, ModelConfig, StageConfig
+from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.config.parts.rotary import PLAIN, RotaryConfig
+from arbcli.config.short_forms import PART_RULES, with_part_rules
+
+HINT = "import a Llama, Mistral, Qwen 2 or Qwen 3, dense and not quantised"
+BIASES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False),
+          "qwen3": (False, False)}  # fmt: skip
+"""Whether queries, keys and values, and the output, have biases, by `model_type`."""
+WITH_CODE = "arb_byte_lm"
+"""A Qwen 3 with sub-norms, which `arb export --to hf` writes with code of ours."""
+SILENT = {
+    "_attn_implementation_autoset", "_from_model_config", "_name_or_path", "arb.origin", "arb.step",
+    "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id",
+    "initializer_range", "is_llama_config", "max_window_layers", "pad_token_id", "pretraining_tp",
+    "torch_dtype", "transformers.js_config", "transformers_version", "unsloth_fixed", "use_cache",
+}  # fmt: skip
+"""Fields that decide nothing about what a trained model computes."""
+ONLY: dict[str, Any] = {
+    "hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1.0,
+    "rope_interleaved": False, "use_mrope": False,
+}  # fmt: skip
+"""Fields that have this value, if they are there."""
+SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+"""`scaling` of rotary positions by `rope_type`."""
+FACTORS = {"factor": "factor", "original_max_position_embeddings": "original_ctx"}
+OF_ROPE = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": FACTORS | {"low_freq_factor": "low", "high_freq_factor": "high"},
+    "yarn": FACTORS | {"beta_slow": "low", "beta_fast": "high"},
+}
+"""Fields of ours by those of rotary positions, by `rope_type`."""
+
+
+class _Fields:
+    """Fields of a file, each of which is read once."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self._left = {name: value for name, value in values.items() if value is not None}
+        self.where = where
+
+    def take(self, name: str, kind: Any, otherwise: Any = ...) -> Any:
+        """Return a field of a type; it is required without `otherwise`."""
+        value = self._left.pop(name, otherwise)
+        if value is ...:
+            raise ArbError(f"{self.where} has no `{name}`", hint=HINT)
+        if value is not otherwise and not is_of(value, kind):
+            raise ArbError(f"{self.where} has no valid `{name}`: it is `{shown(value)}`", hint=HINT)
+        return value
+
+    def refused(self, name: str, value: Any) -> ArbError:
+        """Return the error of a value that is not supported."""
+        return ArbError(
+            f"{self.where}: `{name}` is `{shown(value)}`, which arb does not support", hint=HINT
+        )
+
+    def end(self) -> None:
+        """Raise an error for the first field that was not read."""
+        for name, value in sorted(self._left.items()):
+            raise ArbError(
+                f"{self.where}: `{name}`, which is `{shown(value)}`, is not a field that arb knows",
+                hint=HINT,
+            )
+
+
+def read_folder_config(folder: Path, **storage: Any) -> ModelConfig:
+    """Read the configuration of the model in a folder: see `read_config`.
+
+    Raises:
+        ArbError: it cannot be read, or `read_config` refuses it.
+    """
+    path = folder / CONFIG
+    return read_config(read_json(path, {}, HINT), f"`{path}`", **storage)
+
+
+def read_config(values: Mapping[str, Any], where: str, **storage: Any) -> ModelConfig:
+    """Convert the contents of a `config.json` to a model configuration.
+
+    Args:
+        values: contents of the file.
+        where: name of the file, for errors.
+        storage: fields of `ModelConfig` for the storage of weights, and rules of parts.
+
+    Raises:
+        ArbError: a field is missing, unknown, or has an unsupported value; the message has its
+            name.
+    """
+    fields = _Fields(values, where)
+    model_type = fields.take("model_type", str)
+    if model_type not in (*BIASES, WITH_CODE):
+        raise fields.refused("model_type", model_type)
+    with_code = model_type == WITH_CODE
+    if with_code:
+        fields.take("auto_map", dict)
+    for name, only in ONLY.items():
+        if (value := fields.take(name, object, only)) != only:
+            raise fields.refused(name, value)
+    ctx = fields.take("max_position_embeddings", int)
+    heads = fields.take("num_attention_heads", int)
+    layers = fields.take("num_hidden_layers", int)
+    if not 1 <= layers <= MOST_BLOCKS:
+        raise fields.refused("num_hidden_layers", layers)
+    biases = BIASES.get(model_type, (False, False))
+    if fields.take("attention_bias", bool, False):
+        if model_type not in ("llama", "qwen3"):
+            raise fields.refused("attention_bias", True)
+        biases = True, True
+    gains = model_type in ("qwen3", WITH_CODE)
+    mixer = AttentionConfig(
+        heads=heads,
+        kv_heads=fields.take("num_key_value_heads", int, heads if model_type == "llama" else ...),
+        head_width=fields.take("head_dim", int, ... if gains else None),
+        rotary=_rotary(fields, ctx),
+        query_key_norm="none" if not gains else "unit" if with_code else "gain",
+        bias=biases[0],
+        output_bias=biases[1],
+        sub_norm=with_code,
+    )
+    channel = MLPConfig(width=fields.take("intermediate_size", int), sub_norm=with_code)
+    blocks = tuple(
+        BlockConfig(mixer=_within(mixer, window, ctx), channel=channel)
+        for window in _windows(fields, model_type, layers)
+    )
+    rules = {name: storage.pop(name) for name in PART_RULES if name in storage}
+    config = ModelConfig(
+        ctx=ctx,
+        stages=(StageConfig(dim=fields.take("hidden_size", int), blocks=blocks),),
+        norm_gain=not with_code,
+        norm_eps=float(fields.take("rms_norm_eps", float)),
+        vocabulary=fields.take("vocab_size", int),
+        tied=fields.take("tie_word_embeddings", bool, False),
+        **storage,
+    )
+    for name in SILENT:
+        fields.take(name, object, None)
+    fields.end()
+    return with_part_rules(config, **rules)
+
+
+def _within(mixer: AttentionConfig, window: int | None, ctx: int) -> AttentionConfig:
+    return replace(mixer, window=window if window is not None and window < ctx else None)
+
+
+def _windows(fields: _Fields, model_type: str, layers: int) -> list[int | None]:
+    """Return the attention window of each layer; None is full attention."""
+    window = fields.take("sliding_window", int, None)
+    uses = fields.take("use_sliding_window", bool, model_type == "mistral")
+    if model_type == "llama" and window is not None:
+        raise fields.refused("sliding_window", window)
+    kinds = fields.take("layer_types", list[str], None)
+    if kinds is None:  # as an earlier Transformers wrote it
+        first = fields.take("max_window_layers", int, 0) if model_type.startswith("qwen") else 0
+        slides = [uses and index >= first for index in range(layers)]
+    else:
+        if len(kinds) != layers or not {*kinds} <= {"full_attention", "sliding_attention"}:
+            raise fields.refused("layer_types", kinds)
+        slides = [kind == "sliding_attention" for kind in kinds]
+    if window is None and any(slides) and model_type != "mistral":
+        raise fields.refused("sliding_window", None)
+    return [window if slide else None for slide in slides]
+
+
+def _rotary(fields: _Fields, ctx: int) -> RotaryConfig:
+    """Read the angles: of `rope_parameters`, or of `rope_theta` and `rope_scaling`."""
+    theta = fields.take("rope_theta", float, PLAIN.base)
+    old = fields.take("rope_scaling", dict, {})
+    about = dict(fields.take("rope_parameters", dict, old))
+    rope = _Fields(about, f"{fields.where}: `rope_parameters`")
+    kind = rope.take("type", str, "default")
+    kind = rope.take("rope_type", str, kind)
+    if kind not in SCALINGS:
+        raise rope.refused("rope_type", kind)
+    given = {}
+    for theirs, ours in OF_ROPE[kind].items():
+        number = int if ours == "original_ctx" else float
+        default = ctx if ours == "original_ctx" else ... if ours == "factor" else None
+        given[ours] = rope.take(theirs, number, default)
+    base = rope.take("rope_theta", float, theta)
+    if (share := rope.take("partial_rotary_factor", float, 1.0)) != 1:
+        raise rope.refused("partial_rotary_factor", share)
+    rope.end()
+    floats: dict[str, Any] = {name: v if name == "original_ctx" or v is None else float(v)
+              for name, v in given.items()}  # fmt: skip
+    return RotaryConfig(base=float(base), scaling=SCALINGS[kind], **floats)
+
+
+def rope_parameters(rotary: RotaryConfig) -> dict[str, Any]:
+    """Write the angles as `rope_parameters`."""
+    kind = next(theirs for theirs, ours in SCALINGS.items() if ours == rotary.scaling)
+    values = {theirs: getattr(rotary, ours) for theirs, ours in OF_ROPE[kind].items()}
+    if kind in ("llama3", "yarn"):
+        low, high = (name for name, ours in OF_ROPE[kind].items() if ours in ("low", "high"))
+        values[low], values[high] = rotary.bounds
+    return {"rope_type": kind, "rope_theta": rotary.base} | values

@@ -1,0 +1,259 @@
+"""A folder that Transformers loads: weights, tokenizer and a card, for a model of dense blocks."""
+
+import json
+import math
+import os
+import shutil
+from io import BufferedIOBase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbcli.base.errors import ArbError, os_errors
+from arbcli.base.reading import read_json
+from arbcli.base.run_files import CONFIG
+from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.data.tokens import FILE as TOKENIZER
+from arbcli.generation.load import Weights
+from arbcli.interop.gguf.block_types import BF16, F16, F32, BlockType, encode_numbers
+from arbcli.interop.gguf.container import Entry
+from arbcli.interop.gguf.export import END, byte_symbols
+from arbcli.interop.huggingface.card import model_card
+from arbcli.interop.huggingface.companions import (
+    GENERATION,
+    companions_of,
+    copy_companions,
+    read_companion,
+    tokenizer_of,
+    write_companion,
+)
+from arbcli.interop.huggingface.config_json import read_config, rope_parameters
+from arbcli.interop.huggingface.dense import check_attention, known_shape, read, shape_of, sources
+from arbcli.interop.huggingface.folder import WEIGHTS, WeightFolder, check_tensors
+from arbcli.model.checkpoint import write_file, write_json, write_text
+from arbcli.model.language_model import LanguageModel
+
+CODE = Path(__file__).with_name("modeling_arb.py")
+"""Module that Transformers runs for a model with sub-norms."""
+TYPES = {"bf16": BF16, "f32": F32}
+"""Types by their names in `--type`; bf16 represents every weight exactly."""
+NUMBERS = TYPES | {"f16": F16}
+"""Dtypes of the weights of a folder."""
+HINT = "name a folder of `arb export`, or of a model that `arb import` reads"
+_DTYPES = {"BF16": "bfloat16", "F32": "float32"}
+
+
+def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> BlockType:
+    """Write a model as a folder, whole or not at all.
+
+    Args:
+        path: path of the folder to create.
+        weights: a model of dense blocks.
+        name: name of the model.
+        kind: type of the weights, a name of `TYPES`; None is bf16.
+
+    Returns:
+        The type of the weights.
+
+    Raises:
+        ArbError: Transformers has no place for the model, or a file cannot be written.
+    """
+    config = weights.model.config
+    check_attention(config)
+    if shape_of(config) is None:
+        raise ArbError(
+            "Transformers has no model with more than dense blocks of attention",
+            hint="use `--to safetensors`, which arb reads",
+        )
+    companions = companions_of(weights.path.parent, config)
+    tokenizer_of(weights)
+    chosen = TYPES[kind or "bf16"]
+    part = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(part, ignore_errors=True)  # a killed process left it
+    try:
+        with os_errors("write", path, "check permissions and free space"):
+            part.mkdir()
+            _write_files(part, weights, name, chosen, companions)
+            os.replace(part, path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return chosen
+
+
+def _write_files(
+    folder: Path, weights: Weights, name: str, kind: BlockType, companions: Path | None
+) -> None:
+    config = weights.model.config
+    write_file(folder / WEIGHTS, lambda file: _write_weights(file, weights, kind))
+    if companions is None:
+        _write_companions(folder, config, kind)
+    else:
+        copy_companions(companions, folder)
+    if tokenizer := tokenizer_of(weights):
+        write_companion(folder / TOKENIZER, read_companion(tokenizer))
+    elif config.vocabulary == VOCABULARY:
+        write_json(folder / TOKENIZER, _tokenizer())
+    about = {"arb.step": weights.checkpoint.step, "arb.origin": weights.origin}
+    written = read_json(folder / CONFIG, {})
+    written.pop("torch_dtype", None)  # the name of an earlier Transformers
+    write_json(folder / CONFIG, written | about | {"dtype": _DTYPES[kind.name]})
+    write_text(folder / "README.md", model_card(weights, name))
+
+
+def _write_companions(folder: Path, config: ModelConfig, kind: BlockType) -> None:
+    """Write the tokenizer and the settings of a model that was not imported."""
+    of_bytes = config.vocabulary == VOCABULARY
+    ends = {"eos_token_id": END, "pad_token_id": END} if of_bytes else {}
+    write_json(folder / CONFIG, _config(config, kind) | ends)
+    write_json(folder / GENERATION, ends)
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": config.ctx,
+            "clean_up_tokenization_spaces": False,
+        },
+    )
+    if known_shape(config).sub_norms:
+        write_text(folder / CODE.name, CODE.read_text())
+
+
+def _write_weights(file: BufferedIOBase, weights: Weights, kind: BlockType) -> None:
+    """Write a safetensors file, one tensor at a time."""
+    every = list(sources(weights.model))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for source in every:
+        for part in source.parts:
+            begin, end = end, end + kind.num_bytes(math.prod(part.shape))
+            header[part.hugging_face] = {
+                "dtype": kind.name, "shape": list(part.shape), "data_offsets": [begin, end]
+            }  # fmt: skip
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for source in every:
+        for part, weight in read(source):
+            data = encode_numbers(part.hugging_face, weight, kind)
+            file.write(data.contiguous().view(-1).numpy().data)
+
+
+def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
+    """Return the content of `config.json`; if supported, attention is limited to `ctx` bytes."""
+    shape = known_shape(config)
+    architecture = shape.architecture
+    rope = rope_parameters(shape.rotary)
+    windows = [min(window or config.ctx, config.ctx) for window in shape.windows]
+    if len(set(windows)) > 1:
+        raise ArbError(
+            "the blocks have windows of several lengths, which Transformers does not support",
+            hint="use `--to safetensors`, which arb reads",
+        )
+    values = {
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
+        "attention_dropout": 0.0,
+        "dtype": _DTYPES[kind.name],
+        "head_dim": shape.head_width,
+        "hidden_act": "silu",
+        "hidden_size": shape.dim,
+        "initializer_range": 0.02,
+        "intermediate_size": shape.ffn,
+        "max_position_embeddings": config.ctx,
+        "num_attention_heads": shape.heads,
+        "num_hidden_layers": shape.layers,
+        "num_key_value_heads": shape.kv_heads,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_parameters": rope,
+        "rope_theta": shape.rotary.base,
+        "tie_word_embeddings": shape.tied,
+        "use_cache": True,
+        "vocab_size": shape.vocabulary,
+    }
+    if architecture.model_type == "llama":
+        if windows[0] < config.ctx:
+            raise ArbError(
+                "the Llama of Transformers, which has all biases, has no window",
+                hint="use `--to safetensors`, which arb reads",
+            )
+    else:
+        values["sliding_window"] = windows[0]
+    if architecture.model_type in ("qwen2", "qwen3"):
+        values |= {
+            "layer_types": ["sliding_attention"] * shape.layers,
+            "max_window_layers": 0,
+            "use_sliding_window": True,
+        }
+    if architecture.model_type in ("llama", "qwen3"):
+        values["attention_bias"] = shape.bias
+    if shape.sub_norms:
+        module = CODE.stem
+        values |= {
+            "architectures": ["ArbForCausalLM"],
+            "model_type": "arb_byte_lm",
+            "auto_map": {
+                "AutoConfig": f"{module}.ArbConfig",
+                "AutoModelForCausalLM": f"{module}.ArbForCausalLM",
+            },
+        }
+    return values
+
+
+class ModelFolder:
+    """A folder that is read; its tensors have the names of GGUF.
+
+    Raises:
+        ArbError: it is of no dense model, or a file is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.keys: dict[str, Any] = read_json(path / CONFIG, {}, HINT)
+        """Metadata of the model."""
+        try:
+            config = read_config(self.keys, f"`{path / CONFIG}`")
+            self._folder = WeightFolder(path)
+            with torch.device("meta"):
+                model = LanguageModel(config)
+            check_tensors(self._folder, model)
+        except ArbError as error:
+            raise ArbError(f"`{path}`: refused: {error}", hint=error.hint) from None
+        parts = [part for source in sources(model) for part in source.parts]
+        self._names = {part.gguf: part.hugging_face for part in parts}
+        self.entries: dict[str, Entry] = {}
+        """The tensors by name."""
+        for part in parts:
+            kind = NUMBERS[self._folder.tensors[part.hugging_face].dtype.lower()]
+            self.entries[part.gguf] = Entry(part.gguf, part.shape, kind)
+
+    def tensor(self, name: str) -> Tensor:
+        """Read a tensor: float32."""
+        return self._folder.read(self._names[name])
+
+
+def _tokenizer() -> dict[str, Any]:
+    """Describe a tokenizer whose tokens are the 256 bytes, in their order."""
+    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    bytewise["use_regex"] = False
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": bytewise,
+        "post_processor": None,
+        "decoder": bytewise,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {symbol: byte for byte, symbol in enumerate(byte_symbols())},
+            "merges": [],
+        },
+    }

@@ -1,0 +1,237 @@
+"""Import of a Transformers folder to a run with a checkpoint of integer weights."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arbcli.base.errors import ArbError
+from arbcli.base.reading import read_json
+from arbcli.base.run_files import COMPANIONS, CONFIG, checkpoints
+from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.data.tokens import FILE as TOKENIZER
+from arbcli.generation.tokens import DIGEST
+from arbcli.interop.huggingface.companions import copy_companions, read_companion, write_companion
+from arbcli.interop.huggingface.config_json import read_folder_config
+from arbcli.interop.huggingface.dense import Part, Source, known_shape, sources
+from arbcli.interop.huggingface.folder import WeightFolder, check_tensors
+from arbcli.interop.rounding import put
+from arbcli.kernels.runtime.device import check_room
+from arbcli.model.baselines import FloatWeight
+from arbcli.model.build import build_model
+from arbcli.model.checkpoint import Checkpoint, save_checkpoint
+from arbcli.model.language_model import LanguageModel
+from arbcli.model.packed import TernaryTensor
+
+OUTLIER = 8.0
+"""Root-mean-squares of a tensor from which on a weight is an outlier."""
+READ_AT_ONCE = 1 << 22
+"""Number of weights that are in float32 at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorReport:
+    """Rounding error of a tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    relative_error: float
+    """Root-mean-square of the differences, over that of the weights; 0 if these are zeros."""
+    largest: float
+    """Magnitude of the largest weight, in root-mean-squares."""
+    outliers: int
+    """Weights of at least `OUTLIER` root-mean-squares."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportReport:
+    """Report of an import: the folder, the model and the errors of its tensors."""
+
+    source: str
+    run: str
+    checkpoint: str
+    model_type: str
+    """`model_type` in `config.json`."""
+    vocabulary: int
+    ctx: int
+    num_weights: int
+    bytes: int
+    """Size of the checkpoint in bytes."""
+    relative_error: float
+    """Relative error of all matrices together."""
+    seconds: float
+    tensors: list[TensorReport]
+
+
+def import_folder(
+    source: Path,
+    run: Path,
+    *,
+    rule: str = "moment",
+    attention_rule: str | None = None,
+    mlp_rule: str | None = None,
+    scale_type: str = "T32",
+    direction: str | None = "orthogonal",
+    told: Callable[[str], None] = lambda name: None,
+) -> ImportReport:
+    """Read a folder for Transformers into a run, whose weights are all digits.
+
+    Weights are read a few rows at a time from files that are mapped; the state alone is whole.
+
+    Args:
+        source: the folder.
+        run: directory to create, without a checkpoint.
+        rule: one of `arbcli.model.rules.FADING`.
+        attention_rule: rule of attention; None is `rule`.
+        mlp_rule: rule of MLPs; None is `rule`.
+        scale_type: scale type of the weights.
+        direction: direction whose state is created.
+        told: called with the name of each tensor before it is read.
+
+    Raises:
+        ArbError: the folder is damaged or its model is not supported, or the run cannot be created.
+    """
+    started = time.perf_counter()
+    if checkpoints(run) or (run / CONFIG).exists():
+        raise ArbError(f"`{run}` already contains a run", hint="choose another `--out`")
+    storage = {"rule": rule, "scale_type": scale_type, "direction": direction}
+    rules = {"attention_rule": attention_rule, "mlp_rule": mlp_rule}
+    config = read_folder_config(source, **storage, **rules, digits="all")
+    values = read_json(source / CONFIG)
+    if known_shape(config).sub_norms:
+        raise ArbError(
+            f"`{source}` is an export of a model with sub-norms",
+            hint="load the checkpoint that it was exported from",
+        )
+    folder = WeightFolder(source)
+    with torch.device("meta"):
+        shapes = build_model(config, torch.float32)
+    check_tensors(folder, shapes)
+    size = sum(part.nbytes for part in shapes.buffers())
+    check_room(
+        size, f"the state of `{source}`", "use a machine with more memory, or `--rule nibble`"
+    )
+    model = build_model(config, torch.float32)
+    own_grid = "arb.origin" in values
+    reports, error, squares = [], 0.0, 0.0
+    for each in sources(model):
+        for found in _take(folder, each, own_grid, told):
+            reports.append(found.report)
+            if len(found.report.shape) == 2:
+                error, squares = error + found.error, squares + found.squares
+    copy_companions(source, run / COMPANIONS)
+    data: dict[str, Any] = {"imported": {"model_type": values["model_type"]}}
+    of_bytes = own_grid and config.vocabulary == VOCABULARY
+    if not of_bytes and (source / TOKENIZER).exists():
+        content = read_companion(source / TOKENIZER)
+        write_companion(run / TOKENIZER, content)
+        data[DIGEST] = sha256(content).hexdigest()
+    tensors = model.state_dict()
+    saved = Checkpoint(0, dataclasses.asdict(config), {}, data, tensors)
+    path = save_checkpoint(run, saved)
+    return ImportReport(
+        source=str(source),
+        run=str(run),
+        checkpoint=str(path),
+        model_type=values["model_type"],
+        vocabulary=config.vocabulary,
+        ctx=config.ctx,
+        num_weights=model.num_weights,
+        bytes=path.stat().st_size,
+        relative_error=math.sqrt(error / squares) if squares else 0.0,
+        seconds=time.perf_counter() - started,
+        tensors=reports,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A part that was rounded."""
+
+    report: TensorReport
+    error: float
+    """Sum of the squared differences."""
+    squares: float
+    """Sum of squares of the weights."""
+
+
+def _take(
+    folder: WeightFolder, source: Source, own_grid: bool, told: Callable[[str], None]
+) -> list[_Taken]:
+    """Round all parts of a tensor."""
+    tensor = source.tensor
+    assert isinstance(tensor, TernaryTensor), "a run has packed weights, and no ones"
+    for buffer in tensor.buffers():
+        buffer.zero_()
+    taken = [_take_part(folder, tensor, part, own_grid, told) for part in source.parts]
+    if tensor.direction is not None:
+        tensor.direction.start(tensor.state)
+    return taken
+
+
+def _take_part(
+    folder: WeightFolder,
+    tensor: TernaryTensor,
+    part: Part,
+    own_grid: bool,
+    told: Callable[[str], None],
+) -> _Taken:
+    told(part.hugging_face)
+    width = tensor.in_features
+    error = squares = largest = 0.0
+    for chunk in _chunks(part, width):
+        weight = folder.read(part.hugging_face, chunk).view(-1, width)
+        if not weight.isfinite().all():
+            raise ArbError(
+                f"`{folder.path}`: `{part.hugging_face}` has a weight that is not finite",
+                hint="get the model again: it is damaged, or its training failed",
+            )
+        rows = slice(part.rows.start + chunk.start, part.rows.start + chunk.stop)
+        apart = put(tensor, rows, weight, own_grid) - weight
+        error += float(apart.double().square_().sum())
+        squares += float(weight.double().square_().sum())
+        largest = max(largest, float(weight.abs().max()))
+    count = math.prod(part.shape)
+    size = math.sqrt(squares / count)
+    outliers = 0
+    if largest >= OUTLIER * size > 0:
+        for chunk in _chunks(part, width):
+            outliers += int((folder.read(part.hugging_face, chunk).abs() >= OUTLIER * size).sum())
+    report = TensorReport(
+        name=part.hugging_face,
+        shape=part.shape,
+        relative_error=math.sqrt(error / squares) if squares else 0.0,
+        largest=largest / size if size else 0.0,
+        outliers=outliers,
+    )
+    return _Taken(report, error, squares)
+
+
+def _chunks(part: Part, width: int) -> list[slice]:
+    """Cut the rows of a part into some of `READ_AT_ONCE` weights."""
+    rows, step = part.shape[0], max(1, READ_AT_ONCE // width)
+    return [slice(at, min(at + step, rows)) for at in range(0, rows, step)]
+
+
+def read_float(folder: WeightFolder, config: ModelConfig) -> LanguageModel:
+    """Read a folder into a float baseline, to compare with.
+
+    Args:
+        folder: its weights.
+        config: configuration of the baseline, with `weights` of `float`.
+    """
+    model = build_model(config, torch.float32)
+    check_tensors(folder, model)
+    with torch.no_grad():
+        for source in sources(model):
+            assert isinstance(source.tensor, FloatWeight)
+            for part in source.parts:
+                rows = source.tensor.latent[part.rows]
+                rows.copy_(folder.read(part.hugging_face).view_as(rows))
+    return model

@@ -1,1 +1,0 @@
-"""Dynamic chunking of a sequence: boundaries, gathering, smoothing and upsampling of chunks."""

@@ -1,1 +1,0 @@
-"""Operations along a sequence: a scan with decay, and a short convolution."""

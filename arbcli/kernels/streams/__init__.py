@@ -1,1 +1,0 @@
-"""Residual streams: the weights that mix them, and the mixing."""

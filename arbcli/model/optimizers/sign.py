@@ -1,0 +1,19 @@
+"""`sign`: the sign of each element of the gradient."""
+
+from torch import Tensor
+
+from arbcli.kernels.update.gradient_gains import GradientGains
+from arbcli.model.optimizers.base import Direction, Ingredients
+
+
+class Sign(Direction):
+    """The sign of every element."""
+
+    def ingredients(
+        self, values: Tensor, gains: GradientGains, share: Tensor | None
+    ) -> Ingredients:
+        """Return values without gains, of which kernels take the sign."""
+        return Ingredients(values, None, None)
+
+
+DIRECTION = Sign()

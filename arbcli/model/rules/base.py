@@ -1,0 +1,240 @@
+"""Interface of update rules: buffers, their initial values, and the step."""
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from torch import Tensor
+
+from arbcli.kernels.codec.packed import Packed, unit_of
+from arbcli.kernels.update.gradient_gains import GradientGains
+from arbcli.kernels.update.gradient_statistics import GradientStatistics
+from arbcli.kernels.update.step_scales import step_scales
+from arbcli.model.optimizers.base import Buffer, Ingredients, State
+from arbcli.model.rules.start import root_mean_square, share_of_nonzero
+
+STEP_CLIP = 4
+"""Maximum step of a weight, relative to the RMS of the direction."""
+STEP_OF_RADIX = 1 / 16
+"""Step of z for a direction of unit RMS at `lr` 1, in units of P."""
+SCALE_STEP = 4
+"""Step of a scale's level for a slope of unit RMS at `lr` 1."""
+
+MOMENT, TRIT, SCALE, ROW, COLUMN = range(5)
+"""Indices of the random streams of a matrix: one for each kind of stochastic rounding."""
+NUM_STREAMS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The gradient of a matrix with its statistics and direction, the input of a rule's step."""
+
+    values: Tensor
+    """(N, K) float32 or bfloat16; int8 signs for a rule that `reads_signs`."""
+    packed: Packed
+    """The weights, as views of the state."""
+    statistics: GradientStatistics
+    gains: GradientGains
+    direction: Ingredients | None
+    """The direction, of unit RMS; None for a rule without one."""
+
+    @property
+    def ingredients(self) -> Ingredients:
+        """The direction, for a rule that needs one.
+
+        Raises:
+            ValueError: the direction was not computed.
+        """
+        if self.direction is None:
+            raise ValueError("the rule needs a direction, and none was computed")
+        return self.direction
+
+
+@dataclass(frozen=True, slots=True)
+class StepControl:
+    """Parameters of a step of one matrix: scalar tensors on the device, and Python flags."""
+
+    step: Tensor
+    """Number of the step, from 0, int32."""
+    turn: Tensor
+    """Offset of the random bits of trits, int32; 0 unless the rule `turns_bits`."""
+    keys: tuple[Tensor, ...]
+    """Keys of the random streams, NUM_STREAMS int32 scalars."""
+    scale_gain: tuple[Tensor, Tensor]
+    """Factor of a slope in fixed point, int32 gain and shift."""
+    direct_gain: tuple[Tensor, Tensor]
+    """Factor of a direction, int32 gain and shift, when z steps after each gradient."""
+    whole_gain: tuple[Tensor, Tensor]
+    """Factor of a direction, int32 gain and shift, when z steps once for all gradients."""
+    step_size: Tensor
+    """Factor of the moment, int64 in units of 2**-32 of z."""
+    limit: Tensor
+    """Maximum step of z, int32 in units of 2**-16."""
+    flips: Tensor
+    """Counter of changed trits, int64; incremented by the step."""
+    squares: Tensor
+    """Sum of the squares of the moment, int64; accumulated by the step."""
+    share: Tensor | None
+    """Share of the rows that take part; None for all rows."""
+    first: bool
+    """Whether this is the first gradient of the step, before which the moment decays."""
+    last: bool
+    """Whether this is the last gradient of the step, after which the weights step."""
+    accumulation: int
+    """Number of gradients in a step."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether the weights step after each gradient, by its share of the step."""
+        return self.first and self.last
+
+
+class Rule(ABC):
+    """An update rule for integers z = T * P + A, with the trit T and remainder A as digits."""
+
+    name: str
+    """Name in `arbcli.model.rules.RULES`."""
+    averages_gradients: bool = False
+    """Whether the moment averages gradients rather than directions, for a direction that is taken
+    of the average: see `Direction.takes_average`."""
+    reads_all: bool = False
+    """Whether weights are z rather than T."""
+    kept: Fraction = Fraction(1)
+    """Share of the remainder that contributes to a weight; below 1 while weights fade."""
+    fade_growth: float = 1.0
+    """Factor by which the learning rate grows until weights have faded to T."""
+    radix: int
+    """P, the value of a trit in units of the remainder."""
+    remainder_max: int
+    """Maximum of abs(A) where abs(T) is 1; z is clipped to +-(P + this)."""
+    moment_range: float = 0.0
+    """Maximum of the moment, relative to the RMS of the direction; 0 without a moment."""
+    spread: float = 1.25
+    """Initial standard deviation of z in units of P: about 32 % of the trits are zero."""
+    share_a_byte: bool = False
+    """Whether remainder and moment share a byte, four bits each."""
+    has_fraction: bool = True
+    """Whether scales have a fraction of an octave."""
+    merges: bool = True
+    """Whether launches of the step's kernels may be merged, as only kernels read their results."""
+    turns_bits: bool = False
+    """Whether the random bits of trits are offset from step to step instead of drawn anew."""
+    steps_by_signs: bool = False
+    """Whether slopes of scales are computed from the signs of the gradient."""
+
+    @property
+    def reads_signs(self) -> bool:
+        """Whether a step only reads the signs of the gradient, and slopes computed from them."""
+        return False
+
+    @abstractmethod
+    def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:
+        """Declare the buffers stored next to trits and scales of a matrix, initially zero."""
+
+    def start(self, state: State, rows: slice, remainder: Tensor) -> None:
+        """Initialise the remainders of a slice of rows, (R, K) int8, if the rule keeps them."""
+        if "remainder" in state:
+            state["remainder"][rows] = remainder
+
+    @abstractmethod
+    def digits(self, state: State) -> dict[str, tuple[Tensor, int]]:
+        """Return the digits below the trit, (N, K) int8 by name, each with its largest magnitude.
+
+        The first one carries into the trit.
+        """
+
+    def read(self, packed: Packed, state: State) -> Packed:
+        """Add the remainder to trits and scales, if it is part of the weights."""
+        if not self.reads_all:
+            return packed
+        below = state["remainder"]
+        return packed._replace(
+            remainder=below,
+            radix=self.read_radix,
+            low=self.kept.numerator,
+            nibble=self.share_a_byte,
+        )
+
+    @property
+    def read_radix(self) -> int:
+        """Value of a trit in a weight: P, unless weights fade.
+
+        A fading weight interpolates between all digits and the trit, (1 - t) z / U + t T, with
+        1 - t = n / d the share `kept`. This equals (T * read_radix + n A) / (d U).
+        """
+        kept, parts = self.kept.as_integer_ratio()
+        return kept * self.radix + (parts - kept) * unit_of(self.radix)
+
+    @property
+    def fits_a_byte(self) -> bool:
+        """Whether the integer value of a weight fits in int8."""
+        return not self.reads_all or (self.kept == 1 and self.radix + self.remainder_max <= 127)
+
+    def faded(self, kept: Fraction) -> "Rule":
+        """Return a copy of the rule with the remainder's share set to `kept`."""
+        rule = copy.copy(self)
+        rule.kept = kept
+        return rule
+
+    def without_digits(self) -> "Rule":
+        """Return a copy of the rule for weights that are the trit."""
+        rule = copy.copy(self)
+        rule.reads_all = False
+        return rule
+
+    @property
+    def unit_std(self) -> float:
+        """Initial standard deviation of the weights, in units of their scale."""
+        if not self.reads_all:
+            return math.sqrt(share_of_nonzero(self.radix, self.spread))
+        largest = self.radix + self.remainder_max
+        return root_mean_square(self.spread * self.radix, largest) / unit_of(self.radix)
+
+    def move_scales(self, state: State, gradient: Gradient, control: StepControl) -> None:
+        """Step the scales along their negative slopes."""
+        slope = (gradient.statistics.slope, gradient.gains.slope)
+        key, ok = control.keys[SCALE], gradient.gains.ok
+        step_scales(state["exponent"], state["fraction"], *slope, key, *control.scale_gain, ok)
+
+    @abstractmethod
+    def step(self, state: State, gradient: Gradient, control: StepControl) -> None:
+        """Update the state of one matrix by a gradient, in place."""
+
+    def average(self, state: State, gradient: Gradient, control: StepControl) -> None:
+        """Step the scales, and blend the gradient or direction into the moment."""
+        raise NotImplementedError
+
+    def step_along(
+        self, state: State, direction: Ingredients, ok: Tensor, control: StepControl
+    ) -> None:
+        """Step weights along the direction of the moment, after the last gradient of a step.
+
+        Args:
+            state: state of the matrix, updated by `average`.
+            direction: direction of unit RMS.
+            ok: int32 scalar tensor; 0 skips the step.
+            control: as in `average`.
+        """
+        raise NotImplementedError
+
+
+def fixed_point_gains(factors: np.ndarray, bits: int = 12) -> tuple[np.ndarray, np.ndarray]:
+    """Return gains and shifts such that positive factors are gain / 2**shift, with `bits` bits.
+
+    Raises:
+        ValueError: a factor is too large.
+    """
+    mantissas, exponents = np.frexp(factors)
+    gains, shifts = np.rint(mantissas * (1 << bits)), bits - exponents
+    if shifts.min() < 0:
+        raise ValueError(f"a step of {factors.max()} times the direction overflows")
+    return np.where(shifts <= 31, gains, 0), np.minimum(shifts, 31)
+
+
+def fixed_point_gain(factor: float, bits: int = 12) -> tuple[int, int]:
+    """Return gain and shift of a single factor: see `fixed_point_gains`."""
+    gains, shifts = fixed_point_gains(np.array(factor), bits)
+    return int(gains), int(shifts)

@@ -1,0 +1,105 @@
+"""`moment`: an int8 remainder below the trit, and an int8 running mean.
+
+With the orthogonal direction it averages gradients g, as Muon does: m <- 0.9 m + 0.1 g / rms(g),
+then z <- z - lr * P / 16 * u(m). With other directions u it averages these: m <- 0.9 m + 0.1 u,
+then z <- z - lr * P / 16 * m / rms(m). All assignments round stochastically.
+"""
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.update.blend_moment import blend_moment, moment_max
+from arbcli.kernels.update.direction import UNIT
+from arbcli.kernels.update.step_trits import step_by_direction, step_by_moment
+from arbcli.model.rules.base import (
+    MOMENT,
+    TRIT,
+    Buffer,
+    Gradient,
+    Ingredients,
+    Rule,
+    State,
+    StepControl,
+    fixed_point_gain,
+)
+
+DECAY = 0.9
+
+
+class Moment(Rule):
+    """An int8 remainder and an int8 moment.
+
+    The moment averages gradients before it is orthogonalised, as the orthogonal factor of a single
+    gradient is mostly noise. An average of gradients of unit RMS has an RMS of about 0.2, so a
+    range of 0.5 clips few elements.
+    """
+
+    name, averages_gradients = "moment", True
+    radix, remainder_max, moment_range = 64, 127, 0.5
+
+    def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:
+        """Declare remainder and moment."""
+        return {
+            "remainder": Buffer((rows, columns), "remainder"),
+            "moment": Buffer((rows, columns), "moment"),
+        }
+
+    def digits(self, state: State) -> dict[str, tuple[Tensor, int]]:
+        """Return remainder and moment."""
+        return {
+            "remainder": (state["remainder"], self.remainder_max),
+            "moment": (state["moment"], moment_max(self.share_a_byte)),
+        }
+
+    def step(self, state: State, gradient: Gradient, control: StepControl) -> None:
+        """Blend the direction into the moment; after the last gradient, step along the moment."""
+        self.average(state, gradient, control)
+        if not control.last:
+            return
+        step_size, squares = control.step_size, control.squares
+        if control.share is not None:
+            squares = (squares / control.share).to(torch.int64)
+        if control.alone and control.accumulation > 1:
+            step_size = step_size // control.accumulation
+        step_by_moment(
+            state["trits"], state["remainder"], None if self.share_a_byte else state["moment"],
+            control.keys[TRIT], control.turn, step_size, squares, control.limit, gradient.gains.ok,
+            control.flips, self.radix, self.remainder_max,
+        )  # fmt: skip
+
+    def average(self, state: State, gradient: Gradient, control: StepControl) -> None:
+        """Step the scales, and blend the gradient or direction into the moment."""
+        self.move_scales(state, gradient, control)
+        moment = state["remainder"] if self.share_a_byte else state["moment"]
+        decay = round(DECAY * UNIT) if control.first else UNIT
+        blend_moment(
+            moment, *gradient.ingredients, control.keys[MOMENT], gradient.gains.ok, control.squares,
+            decay, *self._blend_gain(1 if control.alone else control.accumulation),
+            self.share_a_byte,
+        )  # fmt: skip
+
+    def step_along(
+        self, state: State, direction: Ingredients, ok: Tensor, control: StepControl
+    ) -> None:
+        """Step weights along the direction of the moment."""
+        gain = control.direct_gain if control.alone else control.whole_gain
+        step_by_direction(
+            state["trits"], state["remainder"], *direction, control.keys[TRIT], *gain,
+            control.limit, ok, control.flips, self.radix, self.remainder_max,
+        )  # fmt: skip
+
+    def _blend_gain(self, accumulation: int) -> tuple[int, int]:
+        """Return the fixed-point factor of a direction in the average."""
+        units = moment_max(self.share_a_byte) / self.moment_range  # int8 units of one rms
+        gain, shift = fixed_point_gain((1 - DECAY) * units / accumulation, bits=10)
+        return (gain, shift) if gain < 1024 else (gain >> 1, shift - 1)
+
+
+class MomentOfAllDigits(Moment):
+    """`Moment` for weights that are all digits of z, which fits in int8."""
+
+    reads_all, remainder_max = True, 63
+    spread, fade_growth = 1.0, 2.0
+
+
+RULE, ALL_DIGITS = Moment(), MomentOfAllDigits()

@@ -1,0 +1,588 @@
+"""The updater: steps each matrix in place as soon as its gradient is available, and frees it.
+
+Large matrices step immediately. Gradients of small ones are held, up to `HELD_BYTES`, and step
+together in merged launches, with the same results as one by one. So do small matrices of a stack,
+which share a gradient.
+
+From the direction on, which kernels compute in int32 fixed point, all arithmetic is on integers, so
+that all backends agree bitwise. The gradient is read in several passes. The only other tensor of a
+matrix's shape is the orthogonalised gradient.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from arbcli.base.errors import ArbError, quoted
+from arbcli.kernels.rows.weighted_rows import TouchedRows
+from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
+from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.merged import merge_launches
+from arbcli.kernels.update.direction import UNIT
+from arbcli.kernels.update.gradient_gains import GradientGains, gradient_gains
+from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
+from arbcli.kernels.update.random_bits import stream_keys
+from arbcli.kernels.update.sign_gradient import SignGradient
+from arbcli.kernels.update.step_trits import GOLDEN_TURN
+from arbcli.model.optimizers.base import Direction, Ingredients
+from arbcli.model.packed import TernaryTensor
+from arbcli.model.rules.base import (
+    COLUMN,
+    NUM_STREAMS,
+    ROW,
+    SCALE_STEP,
+    STEP_CLIP,
+    STEP_OF_RADIX,
+    TRIT,
+    Gradient,
+    State,
+    StepControl,
+    fixed_point_gains,
+)
+
+HELD_BYTES = 2**25
+"""Maximum size of held gradients."""
+ROW_CLIP = 2
+"""Maximum step of a weight in a row of a table, relative to the RMS of the direction. The most
+frequent rows dominate the direction, and oscillate with a larger limit."""
+
+
+class _StepSizes(NamedTuple):
+    """Fixed-point learning rates of slopes, directions and moments: see `StepControl`."""
+
+    scale_gain: tuple[Tensor, Tensor]
+    direct_gain: tuple[Tensor, Tensor]
+    whole_gain: tuple[Tensor, Tensor]
+    limit: Tensor
+    row_limit: Tensor
+    """Limit for rows of tables."""
+    step_size: Tensor
+
+
+class _Target(NamedTuple):
+    """A matrix to update by a gradient."""
+
+    tensor: TernaryTensor
+    """The tensor that contains the matrix."""
+    state: State
+    number: int
+    """Index of the matrix for keys and counters."""
+    refused: Tensor
+    """Counter of rejected gradients."""
+    first: bool
+    """Whether this is the first gradient of the step, before which the moment decays."""
+    last: bool
+    """Whether this is the last gradient of the step, after which the weights step."""
+    share: Tensor | None = None
+    """Share of rows with a gradient; None for all."""
+
+
+class _Averaged(NamedTuple):
+    """A matrix whose moment is updated, and whose weights have yet to step along it."""
+
+    tensor: TernaryTensor
+    direction: Direction
+    state: State
+    gains: GradientGains
+    control: StepControl
+
+
+def _pace(tensor: TernaryTensor) -> tuple[float, int]:
+    """Return the factor of a tensor's learning rate and P of its rule, which set step sizes."""
+    return tensor.lr_factor, tensor.rule.radix
+
+
+def _step_one(averaged: _Averaged, values: Tensor) -> None:
+    """Step a matrix along the direction computed from its moment, (N, K)."""
+    tensor, direction, state, gains, control = averaged
+    ingredients = direction.ingredients(values, gains, control.share)
+    tensor.rule.step_along(state, ingredients, gains.ok, control)
+
+
+def step_limits(step_sizes: np.ndarray) -> np.ndarray:
+    """Return the maximum steps of z in units of 2**-16, for steps with an RMS of `step_sizes`."""
+    return np.minimum(np.rint(STEP_CLIP * step_sizes * UNIT), 2**30)
+
+
+def loaded(numbers: Tensor, before: Tensor) -> Tensor:
+    """Copy the parameters of a step to the device, in place for captured steps.
+
+    Args:
+        numbers: parameters on the host.
+        before: parameters of the previous step on the device; overwritten if the shape is equal.
+
+    Returns:
+        The parameters on the device.
+    """
+    if before.shape != numbers.shape:
+        return numbers.to(before.device)
+    if before.device.type == "cuda":
+        return before.copy_(numbers.pin_memory(), non_blocking=True)
+    return before.copy_(numbers)
+
+
+class Updater:
+    """Steps the packed weights of a model in the backward, as the `sink` of its tensors.
+
+    `begin` sets the parameters of the next backward's updates. Seed, step and learning rate are
+    integers on the device, so that a captured step can be replayed with new values.
+
+    Args:
+        tensors: the packed tensors of the model, always in the same order.
+        seed: seed of the stochastic rounding, 0..2**31-1.
+        dtype: dtype of the Newton-Schulz products.
+        held_bytes: maximum size of held gradients; 0 steps each matrix immediately.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[TernaryTensor],
+        seed: int,
+        dtype: torch.dtype,
+        held_bytes: int = 0,
+    ) -> None:
+        self.tensors = [tensor for tensor in tensors if not tensor.frozen]
+        first = [0, *itertools.accumulate(tensor.matrices for tensor in self.tensors)]
+        self._num_matrices = first[-1]
+        self.dtype = dtype
+        self.device = self.tensors[0].trits.device
+        self._host_seed = torch.tensor(seed, dtype=torch.int32, device="cpu")
+        self.seed = self._host_seed.to(self.device)
+        self._index = {
+            id(tensor): index for tensor, index in zip(self.tensors, first[:-1], strict=True)
+        }
+        self.num_weights = sum(tensor.num_weights for tensor in self.tensors)
+        self._paces = sorted({_pace(tensor) for tensor in self.tensors})
+        self._lr_factors, self._radices = np.array(self._paces).T
+        self._parameters = torch.empty(0, dtype=torch.int64, device=self.device)
+        """Parameters of the step on the device, if `set_step` wrote them."""
+        first_keys = self._keys_of(range(1)).view(-1, NUM_STREAMS)
+        self._steady_keys = first_keys[:, TRIT].to(self.seed, copy=True)
+        self._no_turn = torch.zeros_like(self.seed)
+        # one counter for each matrix, so that merged launches do not conflict
+        counter: TensorOptions = {"dtype": torch.int64, "device": self.device}
+        self._flips, self._refused = (torch.zeros(self._num_matrices, **counter) for _ in range(2))
+        self._held_bytes = held_bytes
+        self._held: list[tuple[TernaryTensor, Tensor]] = []
+        self._unused = torch.zeros(self._num_matrices, **counter)
+        self._nonfinite_steps = torch.zeros((), **counter)
+        self._finding: frozenset[str] | None = None
+        """Areas whose slopes are being computed; None in normal updates."""
+        self._routed: frozenset[str] = frozenset()
+        """Areas whose scales are stepped by the computed slopes."""
+        self._slopes: dict[int, tuple[Tensor, Tensor]] = {}
+        """Computed slopes and their squares, by index of the matrix."""
+
+    takes_signs = True
+    """Whether gradients may be passed as signs, for rules that read no more."""
+    averages = True
+    """Each gradient is weighted by its share of the step: see `set_step`."""
+
+    def begin(self, step: int, lr: float, micro: int = 0, accumulation: int = 1) -> None:
+        """Prepare for the backward of one micro-batch: `set_step`, then `begin_micro`."""
+        self.set_step(step, lr, accumulation)
+        self.begin_micro(micro)
+
+    def set_step(self, step: int, lr: float, accumulation: int = 1) -> None:
+        """Write the parameters of a step to the device.
+
+        Args:
+            step: number of the step, from 0.
+            lr: learning rate.
+            accumulation: number of micro-batches. The moment decays before the first gradient and
+                averages all; weights step after the last. Scales, and weights without a moment,
+                step by a share after each gradient.
+        """
+        parameters = self.step_parameters(range(step, step + 1), [lr], accumulation)[0]
+        self._parameters = loaded(parameters, self._parameters)
+        self.begin_step(self._parameters, accumulation)
+
+    def begin_step(self, parameters: Tensor, accumulation: int) -> None:
+        """Begin a step: see `set_step`.
+
+        Args:
+            parameters: a row of `step_parameters` on the device, into which updates also write.
+            accumulation: number of micro-batches.
+        """
+        self._held.clear()  # gradients of a step that was aborted
+        self.accumulation = accumulation
+        self._control = parameters.view(accumulation, -1)
+
+    def step_parameters(self, steps: range, rates: list[float], accumulation: int) -> Tensor:
+        """Return the parameters of consecutive steps, in about the time of a single step.
+
+        Args:
+            steps: numbers of the steps.
+            rates: their learning rates.
+            accumulation: number of micro-batches in each.
+
+        Returns:
+            (steps, numbers) int64 on the host.
+        """
+        lrs = np.array(rates)[:, None] * self._lr_factors  # (steps, paces)
+        sizes = lrs * self._radices * STEP_OF_RADIX
+        factors = np.stack([lrs * SCALE_STEP / accumulation, sizes / accumulation, sizes])
+        gains = itertools.chain(*zip(*fixed_point_gains(factors), strict=True))
+        limits = step_limits(sizes)
+        others = np.stack([*gains, limits, limits * ROW_CLIP // STEP_CLIP], axis=-1)
+        ticks = range(steps.start * accumulation, steps.stop * accumulation)
+        updates = np.arange(ticks.start, ticks.stop).reshape(len(steps), accumulation)
+        begin, ends = self._num_matrices + 1, 8 * len(self._paces)
+        numbers = np.empty((*updates.shape, ends + 3), np.int32)
+        numbers[..., :ends] = others.reshape(len(steps), 1, ends)
+        numbers[..., ends] = np.array(steps)[:, None]
+        numbers[..., ends + 1] = np.array(steps)[:, None] * GOLDEN_TURN % UNIT
+        numbers[..., ends + 2] = updates * GOLDEN_TURN % UNIT
+        keys = self._keys_of(ticks).view(*updates.shape, -1)
+        end = begin + len(self._paces)
+        width = end + (ends + 4 + keys.shape[-1]) // 2
+        parameters = torch.zeros(*updates.shape, width, dtype=torch.int64, device="cpu")
+        moments = np.rint(sizes * 2**32).astype(np.int64)[:, None]
+        parameters[..., begin:end] = torch.from_numpy(moments)
+        # two numbers share an int64, so that the device only has to view them
+        narrow = parameters[..., end:].view(torch.int32)
+        narrow[..., : ends + 3] = torch.from_numpy(numbers)
+        narrow[..., ends + 3 :][..., : keys.shape[-1]] = keys
+        return parameters.flatten(1)
+
+    def _keys_of(self, ticks: range) -> Tensor:
+        """Return the keys of all matrices, (updates, matrices * NUM_STREAMS), on the host."""
+        numbers = torch.arange(ticks.start, ticks.stop, device="cpu").to(torch.int32)
+        return stream_keys(self._host_seed, numbers, self._num_matrices, NUM_STREAMS).flatten(1)
+
+    def begin_micro(self, micro: int) -> None:
+        """Prepare for the backward of micro-batch `micro`, from 0, on the device."""
+        self.step_held()
+        self.first, self.last = micro == 0, micro == self.accumulation - 1
+        matrices, paces = self._num_matrices, len(self._paces)
+        parts = self._control[micro].tensor_split([matrices, matrices + 1])
+        self._squares, nonfinite, control = parts
+        if micro == 0:  # set by the first of all gradients that is not finite
+            self._nonfinite = nonfinite[0]
+        integers = control[paces:].view(torch.int32)
+        ends = 8 * paces
+        self._step, self._turn, self._turn_alone = integers[ends : ends + 3].unbind()
+        keys = integers[ends + 3 :][: self._num_matrices * NUM_STREAMS]
+        self.keys = keys.view(self._num_matrices, NUM_STREAMS)
+        sizes = integers[:ends].view(paces, 8)
+        self._sizes = {
+            pace: _StepSizes(
+                scale_gain=(found[0], found[1]),
+                direct_gain=(found[2], found[3]),
+                whole_gain=(found[4], found[5]),
+                limit=found[6],
+                row_limit=found[7],
+                step_size=size,
+            )
+            for pace, size, found in zip(self._paces, control, sizes, strict=False)
+        }
+
+    def finish(self, of_all: Callable[[Tensor], Tensor] = lambda flag: flag) -> None:
+        """Finish a step: count it if one of its gradients was not finite.
+
+        Args:
+            of_all: maximum of an integer tensor over all processes.
+        """
+        self.step_held()
+        self._slopes.clear()
+        self._routed = frozenset()
+        self._nonfinite_steps += of_all(self._nonfinite)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        tensor: TernaryTensor,
+        grad: Tensor | SignGradient,
+        where: "range | TouchedRows | None" = None,
+    ) -> None:
+        """Update a tensor from its gradient, immediately or with others; bad ones are ignored.
+
+        Experts and rows of tables may have no gradient in a micro-batch. They step after each
+        gradient, by its share of the step, rather than after the last micro-batch.
+
+        Args:
+            tensor: one of the updater's tensors.
+            grad: (N, K) float32 or bfloat16, or signs for a rule that `reads_signs`. It is bad if
+                the sum of its squares is not in 2**-120 .. 2**120, as if it is not finite or zero.
+            where: range of stacked matrices that the gradient belongs to, with grad (n, N, K); or
+                the touched rows, so that only these decay and step, and RMS values are over them.
+                None is the complete tensor.
+        """
+        index = self._index[id(tensor)]
+        if self._finding is not None:
+            if tensor.area in self._finding:
+                self._keep_slopes(tensor, grad, index, where)
+        elif where is None and not isinstance(grad, SignGradient) and self._merges(tensor):
+            self._held.append((tensor, grad))
+            if sum(held.nbytes for _, held in self._held) >= self._held_bytes:
+                self.step_held()
+        elif where is None:
+            self._update_whole(tensor, grad)
+        elif isinstance(grad, SignGradient):
+            raise ValueError("signs are only supported for tensors with one matrix")
+        elif isinstance(where, range):
+            self._update_stack(tensor, grad, where)
+        else:
+            rows = tensor.gather(where.rows)
+            share = where.count.clamp(min=1) / len(where.rows)
+            target = _Target(tensor, rows, index, self._unused[index], True, True, share)
+            self._step_along(self._begin(target, grad))
+            tensor.scatter(where.rows, rows)
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether tables should not count uses, as while slopes are computed."""
+        return self._finding is not None
+
+    @contextmanager
+    def finding_slopes(self, areas: frozenset[str]) -> Iterator[None]:
+        """Only compute slopes of areas' scales from the gradients in the block.
+
+        The next gradients of these areas step scales by the computed slopes; scales without one do
+        not step.
+        """
+        self._finding, self._routed = areas, self._routed | areas
+        try:
+            yield
+        finally:
+            self._finding = None
+
+    def _keep_slopes(
+        self,
+        tensor: TernaryTensor,
+        grad: Tensor | SignGradient,
+        index: int,
+        where: "range | TouchedRows | None",
+    ) -> None:
+        if isinstance(grad, SignGradient):
+            self._slopes[index] = grad.statistics.slope, grad.statistics.slope_squares
+            return
+        if isinstance(where, range):
+            parts = [(index + n, tensor.matrix(n), grad[i]) for i, n in enumerate(where)]
+        else:
+            state = tensor.matrix(0) if where is None else tensor.gather(where.rows)
+            parts = [(index, state, grad)]
+        for number, state, values in parts:
+            packed, signs = tensor.packed_of(state), tensor.rule.steps_by_signs
+            found = gradient_statistics(values, packed, factored=False, signs=signs)
+            self._slopes[number] = found.slope, found.slope_squares
+
+    def _with_own_slope(
+        self, tensor: TernaryTensor, statistics: GradientStatistics, index: int
+    ) -> GradientStatistics:
+        """Replace the slopes of a routed matrix by the computed ones, or by zero."""
+        if tensor.area not in self._routed:
+            return statistics
+        if index in self._slopes:
+            slope, squares = self._slopes[index]
+        else:
+            slope, squares = map(torch.zeros_like, statistics[:2])
+        return statistics._replace(slope=slope, slope_squares=squares)
+
+    def _merges(self, tensor: TernaryTensor) -> bool:
+        """Return whether matrices of a tensor step in merged launches: small ones on a GPU."""
+        small = tensor.matrix_rows * tensor.in_features < LARGE_ELEMENTS
+        return small and tensor.rule.merges and self._held_bytes > 0 and uses_triton(tensor.trits)
+
+    @torch.no_grad()
+    def step_held(self) -> None:
+        """Update the tensors of all held gradients in merged launches."""
+        held, self._held = self._held, []
+        values = self._values_of(
+            [(None if each.averages_gradients else each.direction, grad) for each, grad in held]
+        )
+        averaged: list[_Averaged] = []
+
+        def begin(tensor: TernaryTensor, grad: Tensor, part: Tensor) -> None:
+            averaged.extend(self._begin_whole(tensor, grad, part))
+
+        self._run(
+            (
+                partial(begin, tensor, grad, part)
+                for (tensor, grad), part in zip(held, values, strict=True)
+            ),
+            merge=True,
+        )
+        held.clear()
+        self._step_along(averaged)
+
+    def _run(self, parts: Iterable[Callable[[], None]], *, merge: bool) -> None:
+        """Run functions that only launch kernels, one by one or with merged launches."""
+        parts = list(parts)
+        if merge and len(parts) > 1:
+            merge_launches(parts, self.device)
+        else:
+            for part in parts:
+                part()
+
+    def _step_along(self, averaged: list[_Averaged]) -> None:
+        """Step weights along the directions of their updated moments."""
+        moments = [each.tensor.rule.digits(each.state)["moment"][0] for each in averaged]
+        directions = [each.direction for each in averaged]
+        squares = [each.control.squares for each in averaged]
+        found = self._values_of(list(zip(directions, moments, strict=True)), squares)
+        pairs = zip(averaged, found, strict=True)
+        merge = all(self._merges(each.tensor) for each in averaged)
+        self._run((partial(_step_one, each, values) for each, values in pairs), merge=merge)
+
+    def _values_of(
+        self, pairs: list[tuple[Direction | None, Tensor]], squares: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Transform matrices by their directions; matrices without one are unchanged.
+
+        Args:
+            pairs: directions and matrices.
+            squares: sum of squares of each matrix, if they are moments.
+        """
+        values = [matrix for _, matrix in pairs]
+        for direction in dict.fromkeys(direction for direction, _ in pairs):
+            if direction is None:
+                continue
+            places = [i for i, (each, _) in enumerate(pairs) if each is direction]
+            sums = None if squares is None else [squares[i] for i in places]
+            found = direction.values_of([pairs[i][1] for i in places], self.dtype, sums)
+            for i, part in zip(places, found, strict=True):
+                values[i] = part
+        return values
+
+    def _update_whole(self, tensor: TernaryTensor, grad: Tensor | SignGradient) -> None:
+        """Update a tensor with one matrix."""
+        self._step_along(self._begin_whole(tensor, grad))
+
+    def _update_stack(self, tensor: TernaryTensor, grad: Tensor, where: range) -> None:
+        """Update a range of the matrices of a stack."""
+        index, direction, values = self._index[id(tensor)], tensor.direction, grad
+        if direction is not None and not tensor.averages_gradients:
+            values = direction.values(grad, self.dtype)
+        always = tensor.always_has_gradients
+        first, last = (self.first, self.last) if always else (True, True)
+        refused = self._refused if always else self._unused
+        averaged: list[_Averaged] = []
+
+        def begin(part: int, number: int) -> None:
+            state, at = tensor.matrix(number), index + number
+            target = _Target(tensor, state, at, refused[at], first, last)
+            averaged.extend(self._begin(target, grad[part], values[part]))
+
+        self._run((partial(begin, *each) for each in enumerate(where)), merge=self._merges(tensor))
+        self._step_along(averaged)
+
+    def _begin_whole(
+        self, tensor: TernaryTensor, grad: Tensor | SignGradient, values: Tensor | None = None
+    ) -> list[_Averaged]:
+        index = self._index[id(tensor)]
+        refused = self._refused[index]
+        target = _Target(tensor, tensor.matrix(0), index, refused, self.first, self.last)
+        return self._begin(target, grad, values)
+
+    def _begin(
+        self, target: _Target, grad: Tensor | SignGradient, values: Tensor | None = None
+    ) -> list[_Averaged]:
+        """Update a matrix, or only its moment if the direction is that of the moment.
+
+        Args:
+            target: the matrix.
+            grad: its gradient.
+            values: the gradient transformed by the direction, if it is known.
+
+        Returns:
+            The matrix, if its weights have yet to step: see `_step_along`.
+        """
+        tensor, state, index, refused, first, last, share = target
+        tensor.updates += 1
+        keys, rule, direction = self.keys[index].unbind(), tensor.rule, tensor.direction
+        turn = self._no_turn
+        if rule.turns_bits:  # offset for each step, or for each gradient that steps separately
+            turn = self._turn_alone if first and last else self._turn
+            keys = (*keys[:TRIT], self._steady_keys[index], *keys[TRIT + 1 :])
+        sizes = self._sizes[_pace(tensor)]
+        packed = tensor.packed_of(state)
+        averages = direction is not None and direction.averages
+        if isinstance(grad, SignGradient):
+            grad, statistics = grad
+        else:
+            statistics = gradient_statistics(
+                grad, packed, factored=averages, signs=rule.steps_by_signs
+            )
+        statistics = self._with_own_slope(tensor, statistics, index)
+        if share is not None:
+            statistics = statistics._replace(
+                slope_squares=statistics.slope_squares / share, columns=statistics.columns / share
+            )
+        running = state.get("row_statistic"), state.get("column_statistic")
+        counters = refused, self._nonfinite
+        gains = gradient_gains(statistics, *running, keys[ROW], keys[COLUMN], *counters)
+        ingredients = None
+        if direction is not None and tensor.averages_gradients:
+            unit = gains.unit if share is None else gains.unit * share.sqrt()
+            ingredients = Ingredients(grad, unit.expand(len(grad)), None)
+        elif direction is not None:
+            values = direction.values(grad, self.dtype) if values is None else values
+            ingredients = direction.ingredients(values, gains, share)
+        control = StepControl(
+            step=self._step,
+            turn=turn,
+            keys=keys,
+            scale_gain=sizes.scale_gain,
+            direct_gain=sizes.direct_gain,
+            whole_gain=sizes.whole_gain,
+            step_size=sizes.step_size,
+            limit=sizes.limit if share is None else sizes.row_limit,
+            flips=self._flips[index],
+            squares=self._squares[index],
+            share=share,
+            first=first,
+            last=last,
+            accumulation=self.accumulation,
+        )
+        gradient = Gradient(grad, packed, statistics, gains, ingredients)
+        if direction is None or not tensor.averages_gradients:
+            rule.step(state, gradient, control)
+            return []
+        rule.average(state, gradient, control)
+        return [_Averaged(tensor, direction, state, gains, control)] if last else []
+
+    def index_of(self, tensor: TernaryTensor) -> int:
+        """Return the index of a tensor's first matrix among all matrices."""
+        return self._index[id(tensor)]
+
+    @property
+    def flips(self) -> Tensor:
+        """Number of trits changed since the updater was built, an int64 scalar on the device."""
+        return self._flips.sum()
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """Number of steps with a gradient that was not finite; synchronises with the device."""
+        return int(self._nonfinite_steps)
+
+    def counters(self) -> dict[str, int]:
+        """Return counters of rejected gradients since the start; synchronises with the device.
+
+        Returns:
+            nonfinite_steps: see the property.
+            refused: number of gradients that were not finite or zero, and were ignored.
+        """
+        return {"nonfinite_steps": self.nonfinite_steps, "refused": int(self._refused.sum())}
+
+    def restore(self, counters: dict[str, int]) -> None:
+        """Restore the counters of a checkpoint.
+
+        Raises:
+            ArbError: the names of the counters differ.
+        """
+        if counters.keys() != self.counters().keys():
+            names = quoted(counters)
+            raise ArbError(
+                f"the checkpoint has different counters: {names or 'none'}",
+                hint="it is of another version of arb, or was modified: use another one",
+            )
+        self._nonfinite_steps.fill_(counters["nonfinite_steps"])
+        self._refused.zero_()
+        self._refused[0] = counters["refused"]

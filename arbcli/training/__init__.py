@@ -1,0 +1,1 @@
+"""Training: the step, the run, and the files of a run."""

@@ -1,0 +1,206 @@
+"""Read-only verification of a run's files, and a preview of a resume."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arbcli.base.errors import ArbError
+from arbcli.base.run_files import CONFIG, best_checkpoints, checkpoints, directory_of, step_of
+from arbcli.config.training import TrainConfig
+from arbcli.model.checkpoint import Accept, Checkpoint, DamagedError, load_checkpoint
+from arbcli.training.directory import (
+    accept_of,
+    can_begin_again,
+    open_texts_again,
+    read_facts,
+    run_config,
+)
+from arbcli.training.recent import FIELD
+from arbcli.training.record import METRICS, read_all_records, stays
+from arbcli.training.run import check_steps
+from arbcli.training.schedule import is_evaluated
+from arbcli.training.teacher import teacher_again
+from arbcli.training.trainer import text_digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The result of verifying a file of a run, its text or its teacher."""
+
+    name: str
+    state: str
+    """`ok`, `damaged`, `refused` (possibly intact, but unusable for this run) or `left over`."""
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """State of a run's files, and the effect of a resume."""
+
+    run: str
+    findings: tuple[Finding, ...]
+    resumes_at: int | None
+    """Step of the checkpoint that a resume loads; None if it would fail."""
+    stops: str | None
+    """Reason why a resume would fail."""
+    steps: int | None
+    """Total number of steps; with `--steps` the new number."""
+    steps_before: int | None
+    """Present total number of steps, if `--steps` would change it."""
+    drops_records: int
+    """Number of records that are replaced: those of later steps, and an extra one of a stop."""
+    evaluates_first: bool
+    """Whether a resume begins with an evaluation, as the record of its step is missing."""
+    sets_aside: tuple[str, ...]
+    """Checkpoints of later steps, renamed at the first save, or at once if `--steps` changes."""
+    removes: tuple[str, ...]
+    """Older checkpoints and temporary files, removed at the first save."""
+    passed: bool
+    """Whether no file is damaged or refused."""
+
+
+def check_run(path: Path, steps: int | None = None) -> CheckReport:
+    """Verify the contents of all files of a run, and predict the effect of a resume.
+
+    Args:
+        path: a run directory, or the checkpoint from which to resume.
+        steps: number of steps that the resume would set; None keeps the run's own.
+
+    Raises:
+        ArbError: there is no run.
+    """
+    run = directory_of(path)
+    findings: list[Finding] = []
+    facts: dict[str, Any] = {}
+    config, stops = None, None
+    try:
+        facts = read_facts(run)
+        config = run_config(run, facts)
+        began = f"{config.steps:,} steps, begun {facts['started'][:19]}"
+        findings.append(Finding(name=CONFIG, state="ok", detail=began))
+    except ArbError as error:
+        findings.append(Finding(name=CONFIG, state="refused", detail=str(error)))
+        stops = str(error)
+    if config is not None:
+        finding = _check_text(facts, config)
+        findings.append(finding)
+        stops = None if finding.state == "ok" else finding.detail
+        if config.teacher is not None:
+            finding = _check_teacher(facts, config)
+            findings.append(finding)
+            stops = stops or (None if finding.state == "ok" else finding.detail)
+    records, bad = read_all_records(run)
+    findings.append(_check_records(len(records), bad))
+    accepted = accept_of(run, facts, config) if config else lambda _: None
+    with_recent: set[int] = set()
+
+    def accept(checkpoint: Checkpoint) -> None:
+        accepted(checkpoint)
+        if FIELD in checkpoint.data:
+            with_recent.add(checkpoint.step)
+
+    verified = {file: _check_checkpoint(file, accept) for file in checkpoints(run)}
+    findings += [*verified.values(), *(_check_checkpoint(f, accept) for f in best_checkpoints(run))]
+    findings += _left_over(run)
+    resumes_at = None
+    if stops is None:
+        resumes_at, stops = _start(verified, path if path != run else None)
+        if not verified and can_begin_again(run, facts):
+            resumes_at, stops = 0, None
+    total = config.steps if config else None
+    changes = config is not None and steps not in (None, total)
+    if changes and steps is not None and resumes_at is not None:
+        try:
+            check_steps(run, resumes_at, steps)
+        except ArbError as error:
+            resumes_at, stops = None, str(error)
+    removes = [finding.name for finding in findings if finding.name.endswith(".tmp")]
+    sets_aside: list[str] = []
+    dropped, evaluates = 0, False
+    if config is not None and resumes_at is not None:
+        then = dataclasses.replace(config, steps=steps or config.steps)
+        has_recent = resumes_at in with_recent
+        kept = [record for record in records if stays(record, resumes_at, then, has_recent)]
+        dropped = len(records) - len(kept)
+        recorded = any(record["step"] == resumes_at for record in kept)
+        evaluates = is_evaluated(then, resumes_at) and not recorded
+        sets_aside = [file.name for file in verified if step_of(file) > resumes_at]
+        older = [file.name for file in verified if step_of(file) <= resumes_at]
+        if resumes_at < then.steps:  # else nothing is saved
+            removes += older[config.keep - 1 :]
+    return CheckReport(
+        run=str(run),
+        findings=tuple(findings),
+        resumes_at=resumes_at,
+        stops=stops,
+        steps=steps if changes else total,
+        steps_before=total if changes else None,
+        drops_records=dropped,
+        evaluates_first=evaluates,
+        sets_aside=tuple(sets_aside),
+        removes=tuple(removes),
+        passed=stops is None and all(f.state in ("ok", "left over") for f in findings),
+    )
+
+
+def _check_text(facts: dict[str, Any], config: TrainConfig) -> Finding:
+    try:
+        texts = open_texts_again(facts, config)
+        digest = text_digest(texts)
+    except ArbError as error:
+        return Finding(name="text", state="refused", detail=str(error))
+    if digest != facts["text"]["digest"]:
+        return Finding(name="text", state="refused", detail="it has changed since the run began")
+    size = f"{len(texts.train.source):,} + {len(texts.val.source):,} bytes"
+    return Finding(name="text", state="ok", detail=f"{texts.description}, {size}")
+
+
+def _check_teacher(facts: dict[str, Any], config: TrainConfig) -> Finding:
+    try:
+        teacher_again(facts, config)
+    except ArbError as error:
+        return Finding(name="teacher", state="refused", detail=str(error))
+    return Finding(name="teacher", state="ok", detail=f"{config.teacher}")
+
+
+def _check_records(good: int, bad: int) -> Finding:
+    state = "damaged" if bad else "ok"
+    detail = f"{good:,} records" + (f", and {bad:,} invalid lines" if bad else "")
+    return Finding(name=METRICS, state=state, detail=detail)
+
+
+def _check_checkpoint(path: Path, accept: Accept) -> Finding:
+    try:
+        found = load_checkpoint(path, accept)
+    except DamagedError as error:
+        return Finding(name=path.name, state="damaged", detail=str(error))
+    except ArbError as error:
+        return Finding(name=path.name, state="refused", detail=str(error))
+    size = sum(tensor.nbytes for tensor in found.tensors.values())
+    if found.step != step_of(path):
+        return Finding(name=path.name, state="damaged", detail=f"it belongs to step {found.step:,}")
+    return Finding(name=path.name, state="ok", detail=f"{size:,} bytes of state, as written")
+
+
+def _left_over(run: Path) -> Iterator[Finding]:
+    kinds = {
+        ".*.tmp": "temporary file of a killed process",
+        "*.aside*": "set aside by a resume; no longer read",
+    }
+    for pattern, what in kinds.items():
+        for path in sorted(run.glob(pattern)):
+            yield Finding(name=path.name, state="left over", detail=what)
+
+
+def _start(verified: dict[Path, Finding], named: Path | None) -> tuple[int | None, str | None]:
+    """Return the step of the checkpoint that a resume loads, or the reason why it fails."""
+    for path, finding in verified.items():
+        if named is not None and path.name != named.name:
+            continue
+        if finding.state == "ok":
+            return step_of(path), None
+        if finding.state == "refused" or named is not None:
+            return None, finding.detail
+    return None, "there is no checkpoint that can be used"

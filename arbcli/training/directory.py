@@ -1,0 +1,420 @@
+"""The directory of a run: its name, its `config.json`, and its texts."""
+
+import dataclasses
+import json
+import os
+import platform
+import re
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arbcli.base.errors import ArbError, os_errors, quoted
+from arbcli.base.reading import read_json
+from arbcli.base.run_files import CONFIG, RUNS, run_of
+from arbcli.config.checks import check_at_least
+from arbcli.config.initial import first_difference
+from arbcli.config.presets import config_from_dict
+from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
+from arbcli.data.chat_template import find_template
+from arbcli.data.chats import Chats, has_documents
+from arbcli.data.conversion import PLAIN, Conversion
+from arbcli.data.text import Text, Texts, entropy, open_texts
+from arbcli.data.tokens import FILE, Tokenizer, tokenised
+from arbcli.generation.load import check_saved
+from arbcli.generation.tokens import check_digest, check_vocabulary
+from arbcli.model.checkpoint import Accept, Checkpoint
+from arbcli.training.recent import check_recent
+from arbcli.training.record import read_records
+from arbcli.training.schedule import fade_stage
+from arbcli.training.trainer import text_digest
+from arbcli.version import __version__
+
+DATA = {"seed": "seed", "text": "digest", "tokenizer": "tokenizer", "wire": "wire"}
+"""Facts about the run in each checkpoint, by their keys in its `data`."""
+MOST_NAMED = 3
+"""Maximum number of fields that an error lists."""
+THREADS_OF_A_CPU = 4
+"""Maximum threads per processor with which a run is resumed; more would be too slow."""
+OTHER_OUT = "choose another `--out`"
+"""Hint about a directory that cannot be made."""
+
+
+def make_next_directory(config: TrainConfig, root: Path = RUNS) -> Path:
+    """Create the next free run directory, such as `runs/003-256x4-moment`.
+
+    Raises:
+        ArbError: it cannot be created.
+    """
+    kind = config.model.rule_text if config.model.weights == "ternary" else config.model.weights
+    while True:
+        with os_errors("make", root, OTHER_OUT):
+            names = os.listdir(root) if root.exists() else []
+        numbers = (re.match("[0-9]+(?=-)", name) for name in names)
+        number = max((int(found[0]) for found in numbers if found), default=0) + 1
+        run = root / f"{number:03d}-{config.model.dim}x{config.model.layers}-{kind}"
+        with os_errors("make", run, OTHER_OUT), suppress(FileExistsError):  # of another process
+            root.mkdir(parents=True, exist_ok=True)
+            run.mkdir()
+            return run
+
+
+def next_number(root: Path) -> int:
+    """Return the number of a new run: one more than the largest one in its folder."""
+    numbers = [0]
+    for path in root.glob(f"*/{CONFIG}"):
+        with suppress(ArbError):  # damaged
+            numbers.append(read_json(path, {"number": int | None}).get("number") or 0)
+    return max(numbers) + 1
+
+
+def make_directory(run: Path) -> Path:
+    """Create the directory of a new run, and return it.
+
+    Raises:
+        ArbError: it cannot be created.
+    """
+    with os_errors("make", run, OTHER_OUT):
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise ArbError(f"`{run}` is a file", hint=OTHER_OUT) from None
+    return run
+
+
+FACTS = {
+    "config": dict,
+    "digests": dict[str, str] | None,
+    "extended": list[dict] | None,
+    "init_digest": str | None,
+    "number": int | None,
+    "started": str,
+    "teacher_digest": str | None,
+    "text": dict,
+    "text.description": str,
+    "text.digest": str,
+    "text.entropy": float,
+    "text.paths": dict | None,
+    "text.paths.data": list[str],
+    "text.paths.val": list[str],
+    "text.split": str | None,
+    "text.tokenizer": str | None,
+    "text.train_bytes": int,
+    "text.val_bytes": int,
+    "threads": int | None,
+    "versions": dict[str, str] | None,
+}
+"""Schema of the fields of `config.json` that a resume reads; optional ones can be None."""
+
+
+def read_facts(run: Path) -> dict[str, Any]:
+    """Read the `config.json` of a run, without fields that are None.
+
+    Raises:
+        ArbError: it cannot be read, or a field is missing or has the wrong type.
+    """
+    found = read_json(run / CONFIG, FACTS)
+    facts = {name: value for name, value in found.items() if value is not None}
+    check_at_least("threads", facts.get("threads", 1))
+    return facts
+
+
+def field_digests(config: TrainConfig, written: dict[str, Any] | None = None) -> dict[str, str]:
+    """Hash each setting that a checkpoint depends on, so that errors can name changed ones.
+
+    Args:
+        config: configuration of a run.
+        written: the model in its `config.json`, which may lack fields of parts that are newer than
+            the run; these are not hashed. None is a new run.
+    """
+    model, values = asdict(config.model), config.decisive()
+    found = written or {}
+    values |= {
+        f"model.{name}": _without_newer(value, found.get(name)) for name, value in model.items()
+    }
+    return {name: sha256(json.dumps(value).encode()).hexdigest() for name, value in values.items()}
+
+
+def _without_newer(value: Any, written: Any) -> Any:
+    """Leave out fields in nested values that the same value in a file does not have."""
+    if isinstance(value, dict) and isinstance(written, dict):
+        return {
+            name: _without_newer(each, written[name])
+            for name, each in value.items()
+            if name in written
+        }
+    both_lists = isinstance(value, list | tuple) and isinstance(written, list)
+    if both_lists and len(value) == len(written):
+        return [*map(_without_newer, value, written)]
+    return value
+
+
+def check_same_run(
+    run: Path, facts: dict[str, Any], config: TrainConfig, checkpoint: Checkpoint
+) -> None:
+    """Check that a checkpoint was written with the settings of its run.
+
+    `config.json` is compared with its digests from the start of the run, and the checkpoint with
+    `config.json`. A checkpoint from before the number of steps was changed has the earlier number.
+
+    Raises:
+        ArbError: settings differ.
+    """
+    hint = "restore the files of the run, or start a new run with `--out`"
+    began = facts.get("digests", {})  # missing in runs of earlier versions
+    now = field_digests(config, facts["config"].get("model"))
+    if changed := [name for name in now if name in began and began[name] != now[name]]:
+        raise ArbError(
+            f"`{run / CONFIG}` was changed since the run began: {quoted(changed)}", hint=hint
+        )
+    made_with = _all_fields(checkpoint.config)
+    made_with |= {name: checkpoint.data.get(key) for name, key in DATA.items()}
+    expected = json.loads(json.dumps(asdict(config.model)))
+    expected |= {"seed": config.seed, "text": facts["text"]["digest"], "wire": config.wire}
+    expected |= {"tokenizer": facts["text"].get("tokenizer")}
+    settings = checkpoint.data.get("settings", {})  # missing in those of earlier versions
+    if not isinstance(settings, dict):
+        settings = {"settings": settings}
+    known = config.decisive() | {"init_from": facts.get("init_digest")}
+    known |= {"teacher": facts.get("teacher_digest")}
+    made_with |= settings
+    expected |= {name: known[name] for name in settings if name in known}
+    if made_with.get("steps") in _earlier_steps(facts, checkpoint.step):
+        expected["steps"] = made_with["steps"]
+    if config.model.digits == "fade":
+        steps = expected.get("steps", config.steps)
+        expected["digits"] = fade_stage(checkpoint.step, steps, config.fades)
+    found = [
+        first_difference(made_with.get(name, "missing"), expected.get(name, "missing"), name)
+        for name in sorted(made_with.keys() | expected.keys())
+    ]
+    differing = [
+        f"its `{name}` is {ours!s:.60}, not {theirs!s:.60}"
+        for name, ours, theirs in filter(None, found)
+    ]
+    if differing:
+        more = f", and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
+        raise ArbError(
+            f"the checkpoint of step {checkpoint.step} does not belong to `{run / CONFIG}`:"
+            f" {', '.join(differing[:MOST_NAMED])}{more}",
+            hint=hint,
+        )
+
+
+def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig) -> Accept:
+    """Return a check that a run can resume from a checkpoint.
+
+    Args:
+        run: directory of the run.
+        facts: contents of `config.json`.
+        config: the configuration in `facts`.
+    """
+
+    def accept(checkpoint: Checkpoint) -> None:
+        check_same_run(run, facts, config, checkpoint)
+        check_recent(checkpoint)
+        check_saved(checkpoint)
+
+    return accept
+
+
+def can_begin_again(run: Path, facts: dict[str, Any]) -> bool:
+    """Return whether a run has no state yet, so that it can restart from step 0.
+
+    The first checkpoint is saved before the first record. Runs with initial weights need these.
+    """
+    return "init_from" not in facts and not read_records(run)
+
+
+def _earlier_steps(facts: dict[str, Any], step: int) -> list[int]:
+    """Return earlier total numbers of steps, which were changed at `step` or later."""
+    found = []
+    for change in facts.get("extended", []):
+        with suppress(TypeError, KeyError):  # the file may have been edited
+            if step <= change["at"]:
+                found.append(change["from"])
+    return found
+
+
+def _all_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Convert a saved configuration to the fields of this version, if possible."""
+    try:
+        return json.loads(json.dumps(asdict(config_from_dict(config))))
+    except (TypeError, ArbError):
+        return config
+
+
+def _absolute(entries: tuple[str, ...]) -> list[str]:
+    return [os.path.abspath(os.path.expanduser(entry)) for entry in entries]
+
+
+def open_texts_again(facts: dict[str, Any], config: TrainConfig) -> Texts:
+    """Open the texts of a run at their absolute paths, or else relative to the current folder.
+
+    Raises:
+        ArbError: they are at neither place.
+    """
+    split = facts["text"].get("split", "files")  # the default of earlier versions
+    if paths := facts["text"].get("paths"):  # missing in runs of earlier versions
+        with suppress(ArbError):
+            return open_run_texts(config, paths, split)
+    return open_run_texts(config, split=split)
+
+
+def open_run_texts(
+    config: TrainConfig, paths: dict[str, list[str]] | None = None, split: str | None = None
+) -> Texts:
+    """Open the texts of a configuration.
+
+    Args:
+        config: configuration of the run.
+        paths: paths by the names `data` and `val`; None takes those of `config`.
+        split: split of several files, see `Texts.split`; None chooses.
+
+    Raises:
+        ArbError: files do not exist, or are not suitable.
+    """
+    data, val = (paths["data"], paths["val"]) if paths else (config.data, config.val)
+    documents = has_documents(config.field)
+    texts = open_texts(
+        data,
+        val,
+        seed=config.seed,
+        context=1 if documents else config.model.ctx,
+        conversion=PLAIN if documents else config.conversion,
+        split=split,
+    )
+    tokenizer = None if config.tokenizer is None else Tokenizer.read(config.tokenizer)
+    check_vocabulary(config.model, tokenizer, str(config.tokenizer))
+    if documents:
+        return _document_texts(texts, tokenizer, config)
+    return texts if tokenizer is None else _tokenised_texts(texts, tokenizer, config.model.ctx)
+
+
+def _tokenised_texts(texts: Texts, tokenizer: Tokenizer, context: int) -> Texts:
+    train, val = (tokenised(text, tokenizer) for text in (texts.train, texts.val))
+    for text, role in ((train, "training"), (val, "validation")):
+        if not text.windows(context + 1):
+            raise ArbError(
+                f"a context of {context:,} needs a {role} text of {context + 1:,} tokens or more,"
+                f" and this one has {len(text):,}",
+                hint="use a smaller `--ctx`, or more text for `--data` and `--val`",
+            )
+    return dataclasses.replace(texts, train=train, val=val, tokenizer=tokenizer)
+
+
+def _document_texts(texts: Texts, tokenizer: Tokenizer | None, config: TrainConfig) -> Texts:
+    field = config.field
+    if tokenizer is None or field is None:
+        raise ArbError(
+            f"`--field {field}` needs a tokenizer, as it has documents",
+            hint="add `--tokenizer tokenizer.json`",
+        )
+    config.model.check_documents()
+    template = find_template(str(config.tokenizer))
+    train, val = (
+        Chats(text, field, tokenizer, template, config.model.ctx)
+        for text in (texts.train, texts.val)
+    )
+    return dataclasses.replace(texts, train=train, val=val, tokenizer=tokenizer)
+
+
+def run_config(run: Path, facts: dict[str, Any]) -> TrainConfig:
+    """Return the configuration of a run, with the tokenizer in its directory.
+
+    Raises:
+        ArbError: the configuration is damaged or of an incompatible version, or the tokenizer is
+            missing or has changed.
+    """
+    config = train_config_from(facts)
+    if config.tokenizer is None:
+        return config
+    path = run / FILE
+    check_digest(Tokenizer.read(path), facts["text"].get("tokenizer"), path)
+    return dataclasses.replace(config, tokenizer=str(path))
+
+
+def run_conversion(path: Path, field: str | None = None) -> Conversion:
+    """Return how the run of a checkpoint converts text files; plain without `config.json`.
+
+    Args:
+        path: path of a run or checkpoint.
+        field: field of records, instead of the run's.
+    """
+    run = run_of(path)
+    if not (run / CONFIG).exists():
+        return Conversion(field)
+    return dataclasses.replace(train_config_from(read_facts(run)).conversion, field=field)
+
+
+def held_out_text(run: Path) -> tuple[Text, str]:
+    """Open the held-out text of a run.
+
+    Returns:
+        The text, and its description.
+
+    Raises:
+        ArbError: the text is missing or has changed.
+    """
+    if not (run / CONFIG).exists():
+        raise ArbError(f"`{run}` has no held-out text", hint="name a text with `--data`")
+    facts = read_facts(run)
+    config = run_config(run, facts)
+    if has_documents(config.field):
+        raise ArbError(
+            f"`{run}` was trained on documents, whose held-out loss is in its records",
+            hint="name a text with `--data`",
+        )
+    texts = open_texts_again(facts, config)
+    check_same_text(run, facts, text_digest(texts), "name another with `--data`")
+    return texts.val, f"held out of {texts.description}"
+
+
+def check_same_text(run: Path, facts: dict[str, Any], digest: str, otherwise: str) -> None:
+    """Check that the text of a run has not changed.
+
+    Args:
+        run: directory of the run.
+        facts: contents of `config.json`.
+        digest: digest of the present text.
+        otherwise: alternative to restoring the text, for the hint.
+
+    Raises:
+        ArbError: the digests differ.
+    """
+    if facts["text"]["digest"] != digest:
+        raise ArbError(
+            f"the text is not the one that `{run}` was trained on",
+            hint=f"restore it, or {otherwise}",
+        )
+
+
+def run_facts(run: Path | None, config: TrainConfig, texts: Texts) -> dict[str, Any]:
+    """Return the contents of a run's `config.json`; without a directory it has no number."""
+    return {
+        "config": train_config_dict(config),
+        "digests": field_digests(config),
+        "text": {
+            "description": texts.description,
+            "split": texts.split,
+            "digest": text_digest(texts),
+            "entropy": entropy(texts.val),
+            "paths": {name: _absolute(getattr(config, name)) for name in ("data", "val")},
+            "tokenizer": texts.tokenizer and texts.tokenizer.digest,
+            "train_bytes": len(texts.train.source),
+            "val_bytes": len(texts.val.source),
+        },
+        "threads": torch.get_num_threads(),
+        "number": None if run is None else next_number(run.parent),
+        "started": datetime.now(UTC).isoformat(timespec="microseconds"),
+        "versions": {
+            "arb": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+    }

@@ -1,0 +1,228 @@
+"""The training loop: steps, and evaluations, records, samples and checkpoints when they are due."""
+
+import math
+import signal as signals
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from arbcli.base.errors import ArbError
+from arbcli.base.signals import RememberedSignal
+from arbcli.kernels.runtime.compiling import counted_compiling
+from arbcli.training.observer import Observer
+from arbcli.training.profiling import StepTrace
+from arbcli.training.record import FirstStep, TrainReport
+from arbcli.training.recorder import Recorder, Resumed
+from arbcli.training.sample import sample_text
+from arbcli.training.saving import Saver
+from arbcli.training.schedule import is_evaluated, is_recorded
+from arbcli.training.trainer import Trainer
+
+MAX_NONFINITE_STEPS = 3
+
+
+class _Diverged(ArbError):
+    """Training has diverged, so that the state must not be saved."""
+
+
+class Loop:
+    """The training loop, from the trainer's step to the end or to a signal.
+
+    Args:
+        trainer: the trainer.
+        run: directory of the run; None saves nothing.
+        facts: contents of `config.json`.
+        observer: callbacks.
+        profile: number of steps to trace; None for no trace.
+        resumed: state of a resumed run; None for a new one.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        run: Path | None,
+        facts: dict[str, Any],
+        observer: Observer,
+        profile: int | None,
+        resumed: Resumed | None,
+    ) -> None:
+        self.trainer, self.run_path, self.facts, self.observer = trainer, run, facts, observer
+        self.config, self.group = trainer.config, trainer.group
+        self.stopped_by: signals.Signals | None = None
+        """The signal that ended the run, which any process may have received."""
+        self._save_is_due = False
+        """Whether the last checkpoint is too old; all processes agree."""
+        self.recorder = Recorder(trainer, run, resumed)
+        self.saver = Saver(trainer, run, facts, observer, resumed=resumed is not None)
+        self.first_step: FirstStep | None = None
+        """First step of this process; None before it."""
+        traced = profile if self.group.first else None
+        self.trace = StepTrace(run, trainer, traced, observer.noted) if run and traced else None
+
+    def run(self) -> TrainReport:
+        """Train to the end or to a signal, then evaluate, record, save and sample."""
+        trainer, config = self.trainer, self.config
+        self.observer.started(self.run_path, trainer, self.facts)
+        val_loss, sample = None, ""
+        with RememberedSignal() as signal, self._saved_after_an_error():
+            if self.saver.saved_step is None:
+                self._save()
+            elif self.recorder.recorded_step < trainer.step < config.steps:
+                self._report_step()  # the run was killed between saving and recording this step
+            self._keep_best()  # or between recording and keeping the best
+            with self.trace or nullcontext():
+                while trainer.step < config.steps and not self._is_stopped(signal):
+                    if self.first_step is None:
+                        self._train_first_step()
+                    else:
+                        self._train_step()
+                    if trainer.step < config.steps:
+                        self._after_step(trainer.step)
+            # the final save is last: a run that is killed before it repeats the same record
+            if not self._is_stopped(signal):
+                val_loss = self._evaluate() if is_evaluated(config, trainer.step) else None
+                self._record(val_loss)
+            elif trainer.step < config.steps:
+                self._save()
+                if self.recorder.recorded_step < trainer.step:
+                    self._record(None)
+            self._save()
+            self._keep_best()
+            if not self._is_stopped(signal):
+                sample = self._sample() if self.group.first else ""
+            self.group.agree(0)  # barrier before any process leaves
+        report = TrainReport(
+            run=None if self.run_path is None else str(self.run_path),
+            checkpoint=None if self.saver.newest is None else str(self.saver.newest),
+            steps=trainer.step,
+            val_loss=val_loss,
+            bits_per_byte=None if val_loss is None else val_loss / math.log(2),
+            entropy=self.facts["text"]["entropy"],
+            seconds=time.perf_counter() - self.recorder.started,
+            sample=sample,
+            stopped_by=self.stopped_by.name if self.stopped_by else None,
+            first_step=self.first_step,
+        )
+        self.observer.ended(report)
+        return report
+
+    def _is_stopped(self, signal: RememberedSignal) -> bool:
+        """Return whether any process was signalled to stop; also agree whether to save."""
+        due = self.group.first and self.saver.is_due
+        received, any_due = self.group.agree(signal.received or 0, due)
+        self._save_is_due = bool(any_due)
+        if received:
+            self.stopped_by = signals.Signals(received)
+        return bool(received)
+
+    @contextmanager
+    def _saved_after_an_error(self) -> Iterator[None]:
+        """Save a checkpoint if an error ends the run, unless training has diverged."""
+        try:
+            yield
+        except _Diverged:
+            raise
+        except Exception:
+            with suppress(Exception):  # report the original error
+                alone = self.group.size == 1  # other processes may be at another step, or lost
+                if alone and self.trainer.between_steps and not self.saver.is_saved:
+                    self._save()
+                    step = self.trainer.step
+                    self.observer.noted(f"step {step} is saved: continue with `--resume`")
+            raise
+
+    def _train_first_step(self) -> None:
+        """Run the first step and report its time; unlike others, it synchronises with the GPU."""
+        trainer, started = self.trainer, time.perf_counter()
+        with counted_compiling() as compiling:
+            loss = float(self._train_step())
+        self.first_step = FirstStep(
+            step=trainer.step,
+            loss=loss / trainer.texts.train.symbol_bytes,
+            seconds=time.perf_counter() - started,
+            kernels_compiled=compiling.compiled,
+            kernels_loaded=compiling.loaded,
+            compile_seconds=None if trainer.is_compiled else compiling.seconds,
+        )
+        self.observer.first_step(self.first_step)
+
+    def _train_step(self) -> Tensor:
+        """Run a step; return its loss in nats per symbol."""
+        loss = self.trainer.train_step()
+        self.recorder.step_done(loss)
+        self.observer.stepped(self.trainer.step)
+        if self.trace:
+            turns = self.trainer.step in self.trace.turns
+            with self.recorder.not_timed() if turns else nullcontext():
+                self.trace.step_done()
+        return loss
+
+    def _after_step(self, step: int) -> None:
+        """Save, evaluate, record and sample, as far as due after a step that is not the last."""
+        due = self._save_is_due if self.group.size > 1 else self.saver.is_due
+        if due or step % self.config.save_every == 0:
+            self._save()
+        self._report_step()
+
+    def _report_step(self) -> None:
+        """Evaluate, sample, record and keep the best checkpoint, as far as due."""
+        step, every = self.trainer.step, self.config.sample_every
+        if not is_recorded(self.config, step):
+            return
+        evaluating = is_evaluated(self.config, step)
+        shown = self.group.first and every is not None and step % every == 0
+        val_loss = self._evaluate() if evaluating else None
+        self._record(val_loss, self._sample_on_the_way() if shown else None)
+        if evaluating:
+            self._keep_best()
+
+    def _sample_on_the_way(self) -> str | None:
+        """Generate a sample, if it is text; running out of memory does not end the run."""
+        try:
+            return self._sample() or None
+        except ArbError as error:
+            self.observer.noted(f"no sample of step {self.trainer.step}: {error}")
+            return None
+
+    def _sample(self) -> str:
+        with self.recorder.not_timed():
+            return sample_text(self.trainer)
+
+    def _evaluate(self) -> float:
+        with self.recorder.not_timed():
+            return self.trainer.evaluate() / self.trainer.texts.val.symbol_bytes
+
+    def _save(self) -> None:
+        """Save a checkpoint, unless there is one of this step."""
+        if not self.saver.is_saved:
+            with self.recorder.not_timed():
+                self.saver.save(self.recorder.recent_as_json())
+
+    def _keep_best(self) -> None:
+        """Keep the checkpoint of this step as the best, if its held-out loss is the lowest."""
+        if self.saver.is_best():
+            self._save()
+            self.saver.keep_best()
+
+    def _record(self, val_loss: float | None, sample: str | None = None) -> None:
+        """Record the steps since the last record.
+
+        Raises:
+            ArbError: training has diverged.
+        """
+        record = self.recorder.record(val_loss, sample)
+        self.observer.recorded(record)
+        if record.nonfinite_steps >= MAX_NONFINITE_STEPS:
+            run = self.saver.run
+            intact = "" if run is None else f"the checkpoints in `{run}` are intact; "
+            raise _Diverged(
+                f"{record.nonfinite_steps} steps had gradients that are not finite; the last was"
+                f" before step {record.step}",
+                hint=f"{intact}try a smaller `--lr`",
+            )
+        if not math.isfinite(record.loss) and self.trainer.updater is None:
+            raise _Diverged(f"the loss is {record.loss}", hint="try a smaller `--lr`")

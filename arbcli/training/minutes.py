@@ -1,0 +1,65 @@
+"""Minutes of training to a number of steps, by timing a few of them."""
+
+import dataclasses
+import time
+
+from arbcli.base.errors import ArbError
+from arbcli.data.text import EVAL_BATCHES
+from arbcli.training.trainer import EAGER_STEPS, Trainer
+
+MOST_MINUTES = 60 * 24 * 366
+TIMED_STEPS = 20
+"""Maximum number of steps that are timed, and discarded."""
+TIMED_SHARE = 0.1
+"""Maximum share of the minutes for the timed steps."""
+TIMED_BATCHES = 4
+"""Number of batches of an evaluation that are timed."""
+
+
+def check_minutes(minutes: float | None) -> None:
+    """Check that minutes are a time.
+
+    Raises:
+        ArbError: they are out of range.
+    """
+    if minutes is not None and not 0 < minutes <= MOST_MINUTES:
+        raise ArbError(f"`--minutes` is {minutes}", hint=f"use a number up to {MOST_MINUTES:,}")
+
+
+def steps_in(minutes: float, trainer: Trainer, started: float) -> int:
+    """Return the number of steps that fit; collective, and the same in all processes.
+
+    The time for the timed steps and for evaluations is subtracted.
+
+    Args:
+        minutes: training time.
+        trainer: a trainer at step 0, which is then of no further use.
+        started: time before the trainer was built, by `time.perf_counter`.
+    """
+    config, most = trainer.config, minutes * 60
+    for _ in range(EAGER_STEPS + 1 if trainer.captures else 1):
+        loss = trainer.train_step()
+    float(loss)  # synchronises with the GPU
+    begun, done = time.perf_counter(), 0
+
+    def is_enough() -> bool:
+        return done > 0 and time.perf_counter() - started >= TIMED_SHARE * most
+
+    while done < TIMED_STEPS and not any(trainer.group.agree(is_enough())):
+        loss = trainer.train_step()
+        done += 1
+    float(loss)
+    ended = time.perf_counter()
+    if config.eval_interval:
+        trainer.evaluate(TIMED_BATCHES)
+    trainer.release_graph()
+    now = time.perf_counter()
+    step_seconds = (ended - begun) / done
+    evaluation_seconds = (now - ended) * EVAL_BATCHES / TIMED_BATCHES
+    left = most - (now - started)
+    steps = max(1, int(left / step_seconds))
+    for _ in range(3):  # the number of evaluations depends on the number of steps
+        interval = dataclasses.replace(config, steps=steps).eval_interval
+        evaluations = -(-steps // interval) if interval else 0
+        steps = max(1, int((left - evaluations * evaluation_seconds) / step_seconds))
+    return trainer.group.broadcast_object(steps)

@@ -1,0 +1,330 @@
+"""The process group of a run: ranks and collectives.
+
+NCCL transfers tensors on GPUs, and gloo those on CPUs. On a single machine both use the loopback
+interface. All reductions are over integers, so that their order does not matter.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Thread
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from arbcli.base.errors import ArbError, quoted
+from arbcli.training.parallel.launch import Place, this_process
+from arbcli.training.parallel.rendezvous import SAME, WAIT, meet, seconds_to_join, within
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+INTERFACES = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
+"""Environment variables that select the interface; `=` makes NCCL match the exact name."""
+CPU = torch.device("cpu")
+ABORT_SECONDS = 15
+
+
+class Group:
+    """The processes of a run; without arguments a group of one.
+
+    All methods are collective, except for properties: all processes call them in the same order.
+
+    Args:
+        rank: rank of this process; rank 0 writes files and prints.
+        size: number of processes.
+        device: device of transferred tensors.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, device: torch.device = CPU) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self.received = 0
+        """Bytes that all processes together have received from others in a step."""
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+
+    def remember(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Register a CUDA graph with collectives, to free it before the group is destroyed.
+
+        NCCL waits for such graphs when it is destroyed or aborted, possibly for ever.
+        """
+        self._graphs.add(graph)
+
+    def forget_graphs(self) -> None:
+        """Free the registered graphs."""
+        for graph in [*self._graphs]:
+            graph.reset()
+        self._graphs.clear()
+
+    @property
+    def first(self) -> bool:
+        """Whether this process has rank 0."""
+        return self.rank == 0
+
+    def local(self, number: int) -> range:
+        """Return the micro-batches of this process, out of `number`."""
+        each = number // self.size
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    def send_to_owners(self, sent: Tensor, sizes: Sequence[int]) -> "PendingTensor":
+        """Send each process its part, and receive this process's part from all (all-to-all).
+
+        Args:
+            sent: concatenated parts, bytes.
+            sizes: size of each process's part in bytes.
+
+        Returns:
+            The pending result, (processes, sizes[rank]) bytes.
+        """
+        if self.size == 1:
+            return PendingTensor(sent[None])
+        own = sizes[self.rank]
+        result = sent.new_empty(self.size * own)
+        with explained_loss():
+            work = dist.all_to_all_single(result, sent, [own] * self.size, [*sizes], async_op=True)
+        self.received += (self.size - 1) * sum(sizes)
+        return PendingTensor(result.view(self.size, own), work, sent)
+
+    def broadcast(self, tensor: Tensor, owner: int) -> "PendingTensor":
+        """Broadcast a tensor from its owner, in place and asynchronously."""
+        if self.size == 1:
+            return PendingTensor(tensor)
+        with explained_loss():
+            work = dist.broadcast(tensor, owner, async_op=True)
+        self.received += (self.size - 1) * tensor.nbytes
+        return PendingTensor(tensor, work)
+
+    def in_order(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Gather the tensors of all micro-batches, in the order of these.
+
+        Args:
+            tensors: one for each micro-batch of this process, all of the same shape.
+        """
+        if self.size == 1 or not tensors:
+            return tensors
+        own = torch.stack(tensors)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        with explained_loss():
+            dist.all_gather(found, own)
+        self.received += self.size * (self.size - 1) * own.nbytes
+        return [tensor for part in found for tensor in part]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum an integer tensor over all processes."""
+        return self._reduce(tensor, dist.ReduceOp.SUM)
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """Return the elementwise maximum of an integer tensor over all processes."""
+        return self._reduce(tensor, dist.ReduceOp.MAX)
+
+    def _reduce(self, tensor: Tensor, op: Any) -> Tensor:
+        if self.size == 1:
+            return tensor
+        result = tensor.clone()
+        with explained_loss():
+            dist.all_reduce(result, op)
+        self.received += 2 * (self.size - 1) * result.nbytes
+        return result
+
+    def agree(self, *numbers: int) -> list[int]:
+        """Return the maximum of each number over all processes, without a GPU."""
+        if self.size == 1:
+            return [*numbers]
+        found = torch.tensor(numbers, dtype=torch.int64, device=CPU)
+        with explained_loss():
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.tolist()
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Broadcast a picklable object from rank 0."""
+        if self.size == 1:
+            return value
+        values = [value]
+        with explained_loss():
+            dist.broadcast_object_list(values, 0, device=CPU)
+        return values[0]
+
+    def collect(self, value: Any) -> list[Any]:
+        """Gather picklable objects of all processes, in the order of ranks."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        with explained_loss():
+            dist.all_gather_object(found, value)
+        return found
+
+    def compare(self, values: dict[str, Any], what: str, hint: str = SAME) -> None:
+        """Check that values are equal in all processes.
+
+        Args:
+            values: values by name.
+            what: kind of the values, for the error.
+            hint: hint of the error.
+
+        Raises:
+            ArbError: in all processes, if one differs from rank 0.
+        """
+        found = self.collect(values)
+        for rank, other in enumerate(found):
+            names = [n for n in values.keys() | other.keys() if found[0].get(n) != other.get(n)]
+            if names:
+                listed = quoted(sorted(names)[:5])
+                raise ArbError(
+                    f"process {rank} has another {what} than process 0: {listed}",
+                    hint=hint,
+                )
+
+    def fetch(self, tensor: Tensor | None, like: Tensor, owner: int) -> Tensor | None:
+        """Send a tensor from its owner to rank 0.
+
+        Args:
+            tensor: the tensor in the owner.
+            like: a tensor of the same shape and dtype, on any device.
+            owner: rank of the owner.
+
+        Returns:
+            The tensor in rank 0, None elsewhere.
+        """
+        if owner == 0:
+            return tensor if self.first else None
+        with explained_loss():
+            if tensor is not None and self.rank == owner:
+                _exchange(dist.P2POp(dist.isend, tensor.contiguous(), 0))
+            elif self.first:
+                result = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+                _exchange(dist.P2POp(dist.irecv, result, owner))
+                return result
+        return None
+
+
+class PendingTensor:
+    """The pending result of an asynchronous collective.
+
+    Args:
+        tensor: the result.
+        work: handle of the collective; None if it is complete.
+        keep_alive: tensor to keep alive until then.
+    """
+
+    def __init__(self, tensor: Tensor, work: Any = None, keep_alive: Tensor | None = None) -> None:
+        self._tensor, self._work, self._keep_alive = tensor, work, keep_alive
+
+    def wait(self) -> Tensor:
+        """Wait for the result, on the current stream or on the host, and return it."""
+        if self._work is not None:
+            with explained_loss():
+                self._work.wait()
+            self._work = self._keep_alive = None
+        return self._tensor
+
+
+def _exchange(*operations: dist.P2POp) -> None:
+    """Run point-to-point operations as a batch, as NCCL warns about unbatched ones."""
+    for work in dist.batch_isend_irecv([*operations]):
+        work.wait()
+
+
+@contextmanager
+def explained_loss() -> Iterator[None]:
+    """Convert torch's error about a lost process to an `ArbError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
+        raise ArbError(
+            f"another process of the run is lost, or does not answer: {reason}",
+            hint="continue from the last checkpoint with `--resume`, with any number of processes",
+        ) from error
+
+
+def own_device(place: torch.device) -> torch.device:
+    """Return the device of this process; with several processes, each has its own GPU.
+
+    Raises:
+        ArbError: there are fewer GPUs than processes.
+    """
+    process = this_process()
+    if place.type != "cuda" or process.size == 1:
+        return place
+    index, available = process.local_rank, torch.cuda.device_count()
+    if index >= available:
+        raise ArbError(
+            f"process {index} of this machine has no GPU: there are {available}",
+            hint=f"start at most {available}, or use `--device cpu`",
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+@contextmanager
+def joined(device: torch.device, command: str) -> Iterator[Group]:
+    """Join the process group within the block; a single process is a group of one.
+
+    Args:
+        device: device of transferred tensors.
+        command: name of the command, which must be the same in all processes.
+
+    Raises:
+        ArbError: processes are missing, or run another command or version.
+    """
+    place = this_process()
+    if place.size == 1:
+        yield Group(device=device)
+        return
+    if place.one_machine:
+        os.environ |= INTERFACES
+    _connect(place, device, meet(place, command))
+    group = Group(place.rank, place.size, device)
+    try:
+        yield group
+    except BaseException:
+        group.forget_graphs()
+        _abort()
+        raise
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # running graphs cannot be freed
+    group.forget_graphs()
+    dist.destroy_process_group()
+
+
+def _connect(place: Place, device: torch.device, store: dist.Store) -> None:
+    """Initialise the process group after the rendezvous.
+
+    Raises:
+        ArbError: a process has ended, or does not answer.
+    """
+    on_gpus = device.type == "cuda"
+
+    def connect() -> None:
+        if on_gpus:
+            torch.cuda.set_device(device)  # it is a property of the thread
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if on_gpus else "gloo",
+            rank=place.rank,
+            world_size=place.size,
+            store=store,
+            device_id=device if on_gpus else None,
+        )
+
+    seconds = seconds_to_join()
+    try:
+        with explained_loss():
+            within(seconds, connect)
+    except TimeoutError:
+        raise ArbError(
+            f"another process of the run ended, or does not connect within {seconds} s",
+            hint=f"{SAME}, or set `{WAIT}` to wait longer",
+        ) from None
+
+
+def _abort() -> None:
+    """Abort all communication, without waiting for other processes.
+
+    It has a time limit, so that the original error is reported even if NCCL hangs.
+    """
+    if dist.group.WORLD is None:
+        return
+    thread = Thread(target=dist.group.WORLD.abort, daemon=True)
+    thread.start()
+    thread.join(ABORT_SECONDS)

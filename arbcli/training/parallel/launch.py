@@ -1,0 +1,163 @@
+"""Launch of a run's processes on this machine, and the rank of this process.
+
+The rendezvous is a file in a private folder. Processes are killed when the launcher ends.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from subprocess import Popen
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from arbcli.base.environment import number_in
+from arbcli.base.signals import RememberedSignal
+
+STORE = "ARB_STORE"
+"""Environment variable with the path of the rendezvous file of `launch`."""
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+MASTER = ("MASTER_ADDR", "MASTER_PORT")
+"""Environment variables of `torchrun`: ranks, and the address of the rendezvous."""
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+POLL_SECONDS = 0.05
+ASK_SECONDS, KILL_SECONDS = 2, 25
+"""Seconds after a failure until other processes get SIGTERM, and until they are killed."""
+PR_SET_PDEATHSIG = 1
+"""Option of Linux's prctl: signal to receive when the parent ends."""
+
+
+class Place(NamedTuple):
+    """The rank of this process; the defaults are those of a single process."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """Rank among the processes of this machine."""
+    one_machine: bool = True
+    """Whether all processes are on this machine."""
+
+
+class Failure(NamedTuple):
+    """The process that failed first."""
+
+    rank: int
+    code: int
+    """Exit code; the negative number of the signal that killed it."""
+
+
+def this_process(environment: Mapping[str, str] = os.environ) -> Place:
+    """Read the rank of this process from the environment of `launch` or `torchrun`.
+
+    Raises:
+        ArbError: a variable is not a number, or is out of range.
+    """
+    where = (STORE,) if STORE in environment else MASTER
+    if not all(name in environment for name in (*RANKS, *where)):
+        return Place()
+    if where == MASTER:
+        number_in(environment, "MASTER_PORT", 1, 65535)
+    size = number_in(environment, "WORLD_SIZE", 1)
+    rank = number_in(environment, "RANK", 0, size - 1)
+    local_rank = number_in(environment, "LOCAL_RANK", 0, size - 1)
+    one_machine = environment.get("LOCAL_WORLD_SIZE") == str(size)
+    one_machine |= environment.get("MASTER_ADDR") in LOCAL_HOSTS
+    return Place(rank, size, local_rank, one_machine)
+
+
+def launch(command: Sequence[str], number: int) -> Failure | None:
+    """Run a command in several processes of this machine, and wait for them.
+
+    The first stopping signal is forwarded to all processes, which end in their own time. A second
+    one kills them.
+
+    Args:
+        command: program and arguments.
+        number: number of processes.
+
+    Returns:
+        The first failure; None if there was none.
+
+    Raises:
+        Interrupted: a second signal was received.
+    """
+    processes: list[Popen] = []
+    with TemporaryDirectory(prefix="arb-") as folder, RememberedSignal() as stop:
+        shared = {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+        shared |= {STORE: str(Path(folder) / "store")}
+        try:
+            for rank in range(number):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(_start(command, shared | own))
+            return _first_failure(processes, stop)
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.wait()
+
+
+def is_said(message: str) -> bool:
+    """Return whether a process of the same `launch` has printed an error; mark it as printed."""
+    if STORE not in os.environ:
+        return False
+    name = sha256(message.encode(errors="backslashreplace")).hexdigest()
+    try:
+        Path(os.environ[STORE]).with_name(name).touch(exist_ok=False)
+    except FileExistsError:
+        return True
+    except OSError:  # full disk: better printed twice than never
+        return False
+    return False
+
+
+def _start(command: Sequence[str], variables: dict[str, str]) -> Popen:
+    """Start a process with additional environment variables, in its own session.
+
+    Signals of the terminal therefore only reach the launcher.
+    """
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | variables
+    first = None
+    if sys.platform == "linux":
+        first = partial(_end_with, os.getpid(), ctypes.CDLL(None).prctl)
+    return Popen(command, env=environment, start_new_session=True, preexec_fn=first)
+
+
+def _end_with(parent: int, prctl: Callable[[int, int], int]) -> None:
+    """Make the kernel kill this process when its parent ends, even by SIGKILL."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent ended before the call
+        os._exit(1)
+
+
+def _first_failure(processes: Sequence[Popen], stop: RememberedSignal) -> Failure | None:
+    """Wait until all processes have ended, or until `KILL_SECONDS` after a failure."""
+    running, failure = dict(enumerate(processes)), None
+    forwarded = asked = False
+    while running:
+        if stop.received and not forwarded:
+            forwarded = True
+            for process in running.values():
+                process.send_signal(stop.received)
+        ended = {rank: code for rank, each in running.items() if (code := each.poll()) is not None}
+        for rank in ended:
+            del running[rank]
+        if failure is None and any(ended.values()):
+            # negative codes first: a killed process causes the failures of others
+            code, rank = min((code, rank) for rank, code in ended.items() if code)
+            failure, failed_at = Failure(rank, code), time.monotonic()
+        if failure is not None:
+            seconds = time.monotonic() - failed_at
+            if seconds > KILL_SECONDS:
+                break
+            if seconds > ASK_SECONDS and not asked:
+                asked = True
+                for process in running.values():
+                    process.terminate()
+        time.sleep(POLL_SECONDS if running else 0)
+    return failure

@@ -1,0 +1,212 @@
+"""Sharding of tensors over processes (as in ZeRO), and the layout of their messages.
+
+The owner of a tensor sums its gradients, steps it, and broadcasts the result. Only the owner keeps
+buffers that only a step needs, such as remainder and moment. Tensors are assigned in the order of a
+backward, last to first, each to the process with the least work so far, which balances the load
+throughout the backward.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from arbcli.kernels.update.direction import UNIT
+from arbcli.kernels.update.hadamard import LARGEST_BLOCK
+from arbcli.kernels.update.last_bits import LARGEST_CHANGE
+from arbcli.kernels.update.quantise_gradient import LARGEST_OF_PLANES
+from arbcli.model.layers.table import TableWeight
+from arbcli.model.packed import TernaryTensor
+from arbcli.model.rules.base import STEP_OF_RADIX
+from arbcli.model.updater import step_limits
+
+BUCKET_WEIGHTS = 2**25
+"""Approximate number of weights in a bucket."""
+ALIGNMENT = 16
+"""Alignment of tensors in a message, in bytes."""
+ORTHOGONAL_COST = 1 / 100
+"""Cost of orthogonalisation per weight and row or column of the smaller side, relative to a pass
+over memory: thirty operations against twenty bytes."""
+
+
+DIGITS = ("trits", "remainder")
+"""Buffers that are encoded by the low bits of z."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Integer format of summed gradients in a message."""
+
+    dtype: torch.dtype
+    has_low: bool
+    """Whether four more bits are in a separate plane: see `quantise_gradient`."""
+    largest: int
+    """Maximum magnitude of a sum, so that further sums and the Hadamard transform fit."""
+
+    def sizes(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the sizes of a matrix and of its plane of low bits, in bytes."""
+        low = (rows + 1) // 2 * columns if self.has_low else 0
+        return rows * columns * self.dtype.itemsize, low
+
+
+SUMS = (
+    Sums(torch.int8, has_low=False, largest=127),
+    Sums(torch.int8, has_low=True, largest=LARGEST_OF_PLANES),
+    Sums(torch.int16, has_low=False, largest=32767),
+    Sums(torch.int32, has_low=False, largest=(2**31 - 1) // LARGEST_BLOCK),
+)
+"""Formats in the order of size."""
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A tensor in a bucket, or a range of its stacked matrices."""
+
+    tensor: TernaryTensor
+    matrices: range
+    owner: int
+    up: int
+    """Offset of its sums in the owner's part, in bytes."""
+    down: int
+    """Offset of its state in the owner's message, in bytes."""
+    by_bits: bool
+    """Whether trits and remainders are sent as low bits of z: see `uses_low_bits`."""
+
+    @property
+    def rows(self) -> slice:
+        """Its rows in the tensor."""
+        return self.tensor.rows_of(self.matrices)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows and columns."""
+        return self.rows.stop - self.rows.start, self.tensor.in_features
+
+    @property
+    def bits_shape(self) -> tuple[int, int]:
+        """Shape of the packed low bits: rows and bytes per row."""
+        rows, columns = self.shape
+        return (rows + 1) // 2, columns
+
+    def copied(self) -> list[Tensor]:
+        """Return the buffers that the owner sends unchanged, as views."""
+        parts = broadcast_buffers(self.tensor).items()
+        return [part[self.rows] for name, part in parts if not (self.by_bits and name in DIGITS)]
+
+
+@dataclass(eq=False, slots=True)
+class Bucket:
+    """Tensors whose gradients are reduced in one message."""
+
+    members: list[Member]
+    up_sizes: list[int]
+    """Size of each owner's part of the sums in bytes."""
+    down_sizes: list[int]
+    """Size of each owner's broadcast in bytes."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of all its tensors."""
+        return sum(member.shape[0] for member in self.members)
+
+
+def rounded_up(size: int) -> int:
+    """Round up to `ALIGNMENT`."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def broadcast_buffers(tensor: TernaryTensor) -> dict[str, Tensor]:
+    """Return the buffers that all processes need, which the owner broadcasts."""
+    names = ["trits", "exponent"]
+    if hasattr(tensor, "fraction"):
+        names.append("fraction")
+    # fading weights read the remainder at first, and vectors always
+    if tensor.reads_digits or tensor.packed.remainder is not None:
+        names.append("remainder")
+    if hasattr(tensor, "wire_exponent"):
+        names.append("wire_exponent")
+    return {name: getattr(tensor, name) for name in names}
+
+
+def uses_low_bits(tensor: TernaryTensor, lr: float) -> bool:
+    """Return whether the low four bits of z encode a step of a tensor.
+
+    This requires that all digits are read, and that no step changes z by more than
+    `LARGEST_CHANGE`. Rows of tables may have missed steps, and are sent unchanged.
+
+    Args:
+        tensor: the tensor.
+        lr: maximum learning rate.
+    """
+    rule = tensor.rule
+    if not tensor.reads_digits or isinstance(tensor, TableWeight):
+        return False
+    limit = step_limits(np.array(lr * tensor.lr_factor * rule.radix * STEP_OF_RADIX))
+    return bool(np.ceil(limit / UNIT) <= LARGEST_CHANGE)
+
+
+def owner_buffers(tensor: TernaryTensor) -> dict[str, Tensor]:
+    """Return the buffers that only the owner of a tensor needs."""
+    others = broadcast_buffers(tensor)
+    return {name: part for name, part in tensor.state.items() if name not in others}
+
+
+def cost(tensor: TernaryTensor) -> float:
+    """Estimate the cost of a tensor's step, in units of memory traffic for one weight."""
+    direction = tensor.direction
+    small = min(tensor.out_features // tensor.matrices, tensor.in_features)
+    orthogonal = direction is not None and type(direction).__name__ == "Orthogonal"
+    return tensor.num_weights * (1 + small * ORTHOGONAL_COST * orthogonal)
+
+
+def assign_owners(tensors: Iterable[TernaryTensor], size: int) -> dict[int, int]:
+    """Assign an owner to each tensor; return them by the `id` of the tensor."""
+    owners, loads = {}, [0.0] * size
+    for tensor in reversed([*tensors]):
+        owner = loads.index(min(loads))
+        owners[id(tensor)] = owner
+        loads[owner] += cost(tensor)
+    return owners
+
+
+def plan(
+    tensors: Iterable[TernaryTensor], owners: dict[int, int], size: int, sums: Sums, lr: float
+) -> list[Bucket]:
+    """Lay out the messages of a step.
+
+    Args:
+        tensors: tensors of the model, in its order.
+        owners: owner of each tensor, by its `id`.
+        size: number of processes.
+        sums: format of the sums.
+        lr: maximum learning rate.
+
+    Returns:
+        Buckets in the approximate order of a backward. Each table has its own bucket, as only
+        touched rows are sent. Stacked matrices are split into the ranges of their gradients.
+    """
+    buckets: list[Bucket] = []
+    weights = 0
+    for tensor in reversed([*tensors]):
+        alone, owner = isinstance(tensor, TableWeight), owners[id(tensor)]
+        by_bits = uses_low_bits(tensor, lr)
+        for matrices in tensor.gradient_ranges():
+            number = len(matrices) * (tensor.num_weights // tensor.matrices)
+            # starts a new bucket if more than half of the tensor would exceed the limit
+            if alone or not buckets or weights + number // 2 > BUCKET_WEIGHTS:
+                buckets.append(Bucket([], [0] * size, [0] * size))
+                weights = 0
+            bucket = buckets[-1]
+            up, down = bucket.up_sizes[owner], bucket.down_sizes[owner]
+            member = Member(tensor, matrices, owner, up, down, by_bits)
+            bucket.members.append(member)
+            parts = *sums.sizes(*member.shape), member.shape[0]
+            bucket.up_sizes[owner] += sum(map(rounded_up, parts))
+            bits = rounded_up(math.prod(member.bits_shape)) if by_bits else 0
+            copied = sum(rounded_up(part.nbytes) for part in member.copied())
+            bucket.down_sizes[owner] += bits + copied
+            weights = 2 * BUCKET_WEIGHTS if alone else weights + number
+    return buckets

@@ -1,0 +1,621 @@
+"""The updater for several processes: quantised gradients, reduced to the owners of tensors.
+
+Each micro-batch is quantised with the same scales and random bits in whichever process it runs. As
+integer sums do not depend on the order, results do not depend on the number of processes.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
+from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows, weighted_rows_grad
+from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.update.hadamard import block_of
+from arbcli.kernels.update.last_bits import last_bits, take_last_bits_
+from arbcli.kernels.update.quantise_gradient import (
+    LOWEST,
+    NONE,
+    NOT_FINITE,
+    fitting_exponents,
+    quantise_gradient,
+)
+from arbcli.kernels.update.random_bits import stream_keys
+from arbcli.kernels.update.sum_gradients import sum_gradients
+from arbcli.model.layers.table import TableWeight
+from arbcli.model.packed import TernaryTensor
+from arbcli.model.updater import Updater, loaded
+from arbcli.training.parallel.group import Group, PendingTensor
+from arbcli.training.parallel.owners import (
+    ALIGNMENT,
+    SUMS,
+    Bucket,
+    Member,
+    Sums,
+    assign_owners,
+    broadcast_buffers,
+    owner_buffers,
+    plan,
+    rounded_up,
+    uses_low_bits,
+)
+
+LARGEST = {"int8": 127, "int12": 2047, "int16": 32767}
+"""Maximum magnitude of a quantised gradient, by `wire`."""
+MOST_NARROWED = 4
+"""Up to this many micro-batches, gradients are narrowed so that their sum needs no more bits."""
+LARGEST_OF_ROWS = 127
+"""Maximum magnitude in the quantised gradient of a table's row."""
+WIRE_SEED = 0x5BD1E995
+"""XORed with the seed, so that quantisation uses other random bits than updates."""
+STEPS_OF_AN_OCTAVE = 16
+"""Steps in which an exponent falls by at most one. Maxima of rows vary from step to step, and
+clipping is worse than coarse rounding."""
+IN_FLIGHT = 1
+"""Number of buckets in flight during the backward."""
+
+
+def part_limit(wire: str, micro_batches: int) -> int:
+    """Return the maximum magnitude of a quantised gradient, given the number of micro-batches.
+
+    It does not depend on the number of processes.
+    """
+    return LARGEST[wire] // min(micro_batches, MOST_NARROWED)
+
+
+def sums_for(limit: int, local: int, micro_batches: int) -> Sums:
+    """Choose the smallest integer format in which sums do not overflow.
+
+    Args:
+        limit: maximum magnitude of a quantised gradient.
+        local: number of micro-batches that a process sums before sending.
+        micro_batches: number of micro-batches that an owner sums.
+
+    Raises:
+        ValueError: no format is large enough.
+    """
+    if limit * micro_batches <= SUMS[-1].largest:
+        return next(sums for sums in SUMS if limit * local <= sums.largest)
+    raise ValueError(f"{micro_batches} parts of {limit} are too many to add up")
+
+
+class SharedUpdater:
+    """Steps the weights of a model by the gradients of all processes, as the `sink` of its tensors.
+
+    Args:
+        tensors: the packed tensors of the model, always in the same order, after `declare_wire`.
+        seed: seed of the stochastic rounding, 0..2**31-1.
+        dtype: dtype of the Newton-Schulz products.
+        wire: integer format of gradients, one of `WIRES`.
+        micro_batches: number of micro-batches in a step, over all processes.
+        group: the processes of the run.
+        lr: maximum learning rate.
+    """
+
+    averages = True
+    """The scale of gradients does not matter: see `Updater.averages`."""
+    counts_rows = True
+    """The updater counts the uses of rows, once all processes have sent the touched ones."""
+
+    def __init__(
+        self,
+        tensors: Iterable[TernaryTensor],
+        seed: int,
+        dtype: torch.dtype,
+        wire: str,
+        micro_batches: int,
+        group: Group,
+        lr: float,
+    ) -> None:
+        self.updates = Updater(tensors, seed, dtype)
+        self.group, self.micro_batches, self.dtype = group, micro_batches, dtype
+        self.local = group.local(micro_batches)
+        self.limit = part_limit(wire, micro_batches)
+        self.sums = sums_for(self.limit, len(self.local), micro_batches)
+        self.tensors = self.updates.tensors
+        self.num_weights = self.updates.num_weights
+        self.device = self.updates.device
+        self._seed = self.updates.seed ^ WIRE_SEED
+        self._parameters = torch.empty(0, dtype=torch.int64, device=self.device)
+        self._fall = torch.zeros(1, dtype=torch.int8, device=self.device)
+        """1 in steps in which exponents may fall, else 0."""
+        self.owners = assign_owners(self.tensors, group.size)
+        """Rank of the owner by the `id` of a tensor."""
+        self._largest_lr = lr
+        self.buckets = plan(self.tensors, self.owners, group.size, self.sums, lr)
+        self._bucket_of = {
+            (id(member.tensor), member.matrices.start): (bucket, member)
+            for bucket in self.buckets
+            for member in bucket.members
+        }
+        self.received = 0
+        """Bytes that all processes together received from others in the last step."""
+        self._kept = {
+            id(tensor): {
+                name: (part.shape, part.dtype)
+                for name, part in (owner_buffers(tensor) | self._half_broadcast(tensor)).items()
+            }
+            for tensor in self.tensors
+        }
+        """Shapes and dtypes of the buffers that are only valid in the owner, by tensor and name."""
+        self._forget()
+
+    def _forget(self) -> None:
+        """Reset the state of a step."""
+        self._sent: dict[int, Tensor] = {}
+        self._written: set[Member] = set()
+        self._arrived: dict[int, int] = {}
+        self._payloads: dict[int, list[Tensor]] = {}
+        self._num_rows: dict[int, int] = {}
+        self._launched: set[int] = set()
+        self._up: deque[tuple[Bucket, PendingTensor]] = deque()
+        self._down: deque[tuple[Bucket, list[tuple[int, PendingTensor]]]] = deque()
+        self._measured: dict[int, Tensor] | None = None
+
+    def release(self) -> None:
+        """Free the buffers that only other owners need."""
+        for tensor in self.tensors:
+            if self.owners[id(tensor)] != self.group.rank:
+                for name, part in owner_buffers(tensor).items():
+                    setattr(tensor, name, part[:0].clone())
+
+    def _half_broadcast(self, tensor: TernaryTensor) -> dict[str, Tensor]:
+        """Return the buffer of which only four bits per byte are broadcast, if any."""
+        by_bits = uses_low_bits(tensor, self._largest_lr)
+        return {"remainder": tensor.remainder} if by_bits and tensor.rule.share_a_byte else {}
+
+    def common(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the state of a model that is replicated in all processes, by name."""
+        modules = _names(model)
+        own = self.layout(model)
+        found = {name: part for name, part in model.state_dict().items() if name not in own}
+        for tensor in self.tensors:
+            for name, part in self._half_broadcast(tensor).items():
+                found[f"{modules[id(tensor)]}.{name}"] = part & 15
+        return found
+
+    def layout(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the state that is only valid in owners, by name, as tensors on `meta`."""
+        modules = _names(model)
+        return {
+            f"{modules[key]}.{name}": torch.empty(shape, dtype=dtype, device="meta")
+            for key, own in self._kept.items()
+            for name, (shape, dtype) in own.items()
+        }
+
+    def gather(self, model: nn.Module) -> dict[str, Tensor]:
+        """Gather the state that is only valid in owners to rank 0.
+
+        Args:
+            model: the model.
+
+        Returns:
+            Tensors by their names in the state; in other processes only their own.
+        """
+        modules = _names(model)
+        layout, found = self.layout(model), {}
+        for tensor in self.tensors:
+            owner = self.owners[id(tensor)]
+            for own in self._kept[id(tensor)]:
+                name = f"{modules[id(tensor)]}.{own}"
+                part = self.group.fetch(getattr(tensor, own), layout[name], owner)
+                if part is not None:
+                    # a GPU may not have enough memory for all of them
+                    found[name] = part.cpu() if owner else part
+        return found
+
+    # a step
+
+    def set_step(self, step: int, lr: float, accumulation: int = 1) -> None:
+        """Write the parameters of a step to the device.
+
+        Args:
+            step: number of the step, from 0.
+            lr: learning rate.
+            accumulation: not used, as all micro-batches are summed first.
+
+        Raises:
+            ValueError: the learning rate exceeds the maximum.
+        """
+        parameters = self.step_parameters(range(step, step + 1), [lr], accumulation)[0]
+        self._parameters = loaded(parameters, self._parameters)
+        self.begin_step(self._parameters, accumulation)
+
+    def begin_step(self, parameters: Tensor, accumulation: int) -> None:
+        """Begin a step: see `Updater.begin_step`."""
+        ticks = (len(self.local) + 1) // 2
+        own, numbers, fall = parameters.split([len(parameters) - ticks - 1, ticks, 1])
+        self.updates.begin_step(own, 1)
+        self._ticks, self._fall = numbers.view(torch.int32), fall.view(torch.int8)[:1]
+
+    def step_parameters(self, steps: range, rates: list[float], accumulation: int) -> Tensor:
+        """Return the parameters of consecutive steps: see `Updater.step_parameters`.
+
+        Raises:
+            ValueError: a learning rate exceeds the maximum.
+        """
+        if max(rates) > self._largest_lr * (1 + 1e-6):  # tolerates rounding
+            raise ValueError(f"a learning rate of {max(rates)} is above {self._largest_lr}")
+        numbers = torch.arange(steps.start, steps.stop, device="cpu")[:, None]
+        local = torch.arange(self.local.start, self.local.stop, device="cpu")
+        size = (len(local) + 1) // 2 + 1
+        own = torch.zeros(len(steps), size, dtype=torch.int64, device="cpu")
+        own.view(torch.int32)[:, : len(local)] = numbers * self.micro_batches + local
+        falls = numbers % STEPS_OF_AN_OCTAVE == STEPS_OF_AN_OCTAVE - 1
+        own[:, -1:].view(torch.int8)[:, :1] = falls
+        return torch.cat([self.updates.step_parameters(steps, rates, 1), own], dim=1)
+
+    def begin_micro(self, micro: int) -> None:
+        """Prepare for the backward of the process's micro-batch `micro`, from 0."""
+        if micro == 0:
+            self._forget()
+            self.group.received = 0
+            self.updates.begin_micro(0)
+        self.last = micro == len(self.local) - 1
+        self.keys = stream_keys(self._seed, self._ticks[micro], len(self.updates.keys), 1)
+
+    @torch.no_grad()
+    def __call__(
+        self, tensor: TernaryTensor, grad: Tensor, where: "range | TouchedRows | None" = None
+    ) -> None:
+        """Quantise a gradient, and send the bucket once it is complete.
+
+        Args:
+            tensor: one of the updater's tensors.
+            grad: (N, K) float32 or bfloat16.
+            where: as in `Updater`.
+        """
+        if isinstance(where, TouchedRows):
+            if self._measured is None:
+                self._take_rows(tensor, grad, where)
+            return
+        first = where.start if where is not None else 0
+        grad = grad.reshape(-1, grad.shape[-1])
+        bucket, member = self._bucket_of[id(tensor), first]
+        if self._measured is not None:
+            self._measure(member, grad)
+            return
+        sums, low, fitting = self._own_sums(bucket, member)
+        quantise_gradient(
+            grad, tensor.wire_exponent[member.rows, 0], self._key(tensor, first), sums, low,
+            fitting, self.limit, block_of(tensor.in_features), member in self._written,
+        )  # fmt: skip
+        self._written.add(member)
+        if self.last:
+            arrived = self._arrived.get(id(bucket), 0) + len(grad)
+            self._arrived[id(bucket)] = arrived
+            if arrived == bucket.rows:
+                self._launch(bucket)
+
+    def finish(self) -> None:
+        """Finish a step: send remaining buckets, step owned tensors, and receive the others."""
+        for bucket in self.buckets:
+            if id(bucket) not in self._launched:
+                self._launch(bucket)
+        while self._up:
+            self._complete()
+        while self._down:
+            self._receive()
+        self.updates.finish(self.group.largest)
+        self._forget()
+        self.received = self.group.received
+
+    def _key(self, tensor: TernaryTensor, matrix: int) -> Tensor:
+        return self.keys[self.updates.index_of(tensor) + matrix, 0]
+
+    def _own_sums(self, bucket: Bucket, member: Member) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return the buffers of a tensor's sums in this process: see `_read_sums`."""
+        if id(bucket) not in self._sent:
+            like: TensorOptions = {"dtype": torch.uint8, "device": self.device}
+            self._sent[id(bucket)] = torch.empty(sum(bucket.up_sizes), **like)
+        begin = sum(bucket.up_sizes[: member.owner])
+        own = self._sent[id(bucket)][begin : begin + bucket.up_sizes[member.owner]]
+        sums, low, fitting = self._read_sums(own[None], member)
+        return sums[0], None if low is None else low[0], fitting[0]
+
+    def _read_sums(self, parts: Tensor, member: Member) -> tuple[Tensor, Tensor | None, Tensor]:
+        """View the sums of a tensor in messages of P processes, (P, bytes).
+
+        Returns:
+            Sums, (P, N, K); their low bits, (P, (N + 1) // 2, K) uint8, or None; and the exponents
+            that would have fitted, (P, N) int8.
+        """
+        rows, columns = member.shape
+        size, low_size = self.sums.sizes(rows, columns)
+        sums = parts[:, member.up : member.up + size].view(self.sums.dtype)
+        begin, low = member.up + rounded_up(size), None
+        if self.sums.has_low:
+            low = parts[:, begin : begin + low_size].unflatten(1, (-1, columns))
+            begin += rounded_up(low_size)
+        fitting = parts[:, begin : begin + rows].view(torch.int8)
+        return sums.unflatten(1, (rows, columns)), low, fitting
+
+    def _launch(self, bucket: Bucket) -> None:
+        """Send the sums of a bucket to the owners, with zeros for missing gradients."""
+        self._launched.add(id(bucket))
+        if self._is_table(bucket):
+            payloads = self._payloads.pop(id(bucket), None)
+            if payloads is None:
+                return
+            sizes = [0] * self.group.size
+            sent = torch.cat(payloads)
+            sizes[bucket.members[0].owner] = len(sent)
+        else:
+            if id(bucket) not in self._sent:
+                return
+            self._fill_missing(bucket)
+            sent, sizes = self._sent.pop(id(bucket)), bucket.up_sizes
+        self._up.append((bucket, self.group.send_to_owners(sent, sizes)))
+        while len(self._up) > IN_FLIGHT:
+            self._complete()
+
+    def _fill_missing(self, bucket: Bucket) -> None:
+        if self._arrived.get(id(bucket), 0) == bucket.rows:
+            return
+        for member in bucket.members:
+            if member not in self._written:
+                sums, low, fitting = self._own_sums(bucket, member)
+                sums.zero_()
+                if low is not None:
+                    low.zero_()
+                fitting.fill_(NONE)
+
+    def _complete(self) -> None:
+        """Step the owned tensors of a received bucket, and broadcast them."""
+        bucket, travelling = self._up.popleft()
+        parts = travelling.wait()
+        if self._is_table(bucket):
+            self._complete_rows(bucket, parts)
+            return
+        rank, broadcasts = self.group.rank, []
+        for member in bucket.members:
+            if member.owner == rank:
+                self._step(member, *self._read_sums(parts, member))
+        if self.group.size > 1:
+            for owner, size in enumerate(bucket.down_sizes):
+                if not size:
+                    continue
+                message = torch.empty(size, dtype=torch.uint8, device=self.device)
+                if owner == rank:
+                    self._copy(bucket, owner, message, into=True)
+                broadcasts.append((owner, self.group.broadcast(message, owner)))
+            self._down.append((bucket, broadcasts))
+            while len(self._down) > IN_FLIGHT:
+                self._receive()
+
+    def _step(self, member: Member, sums: Tensor, low: Tensor | None, fitting: Tensor) -> None:
+        """Step a tensor by the sums of all processes, and update its exponents."""
+        tensor, matrices = member.tensor, member.matrices
+        exponent = tensor.wire_exponent[member.rows, 0]
+        block = block_of(tensor.in_features)
+        grad = sum_gradients(sums, low, exponent, fitting, block, self.dtype)
+        if tensor.matrices == 1:
+            self.updates(tensor, grad)
+        else:
+            self.updates(tensor, grad.unflatten(0, (len(matrices), -1)), matrices)
+        exponent.copy_(next_exponents(exponent, fitting.amax(dim=0), self._fall))
+
+    def _copy(self, bucket: Bucket, owner: int, message: Tensor, *, into: bool) -> None:
+        """Copy an owner's state of a bucket into its message, or from it."""
+        parts, places = [], []
+        for member in bucket.members:
+            if member.owner == owner:
+                begin = member.down
+                if member.by_bits:
+                    size = math.prod(member.bits_shape)
+                    self._pass_bits(member, message[begin : begin + size], into=into)
+                    begin += rounded_up(size)
+                for part in member.copied():
+                    parts.append(part.view(torch.uint8).view(-1))
+                    places.append(message[begin : begin + part.nbytes])
+                    begin += rounded_up(part.nbytes)
+        torch._foreach_copy_(*((places, parts) if into else (parts, places)))  # in few launches
+
+    def _pass_bits(self, member: Member, place: Tensor, *, into: bool) -> None:
+        """Encode the low bits of z to a message, or decode them from it."""
+        tensor, rule = member.tensor, member.tensor.rule
+        trits, remainder = tensor.trits[member.rows], tensor.remainder[member.rows]
+        bits = place.view(member.bits_shape)
+        if into:
+            last_bits(trits, remainder, rule.radix, rule.share_a_byte, out=bits)
+        else:
+            take_last_bits_(trits, remainder, bits, rule.radix, rule.share_a_byte)
+
+    def _receive(self) -> None:
+        """Apply the broadcasts of a bucket's owners."""
+        bucket, broadcasts = self._down.popleft()
+        for owner, travelling in broadcasts:
+            message = travelling.wait()
+            if owner == self.group.rank:
+                continue
+            if self._is_table(bucket):
+                self._receive_rows(bucket, message)
+            else:
+                self._copy(bucket, owner, message, into=False)
+
+    # tables
+
+    def _is_table(self, bucket: Bucket) -> bool:
+        return not hasattr(bucket.members[0].tensor, "wire_exponent")
+
+    def _take_rows(self, tensor: TernaryTensor, grad: Tensor, touched: TouchedRows) -> None:
+        """Quantise the touched rows of a table, each with its own exponent."""
+        bucket, _ = self._bucket_of[id(tensor), 0]
+        exponent = fitting_exponents(grad.abs().amax(dim=1).float(), LARGEST_OF_ROWS)
+        sums = torch.empty(grad.shape, dtype=torch.int8, device=grad.device)
+        dividing = torch.where(exponent == NOT_FINITE, NONE, exponent)
+        fitting = torch.empty_like(exponent)
+        key = self._key(tensor, 0)
+        quantise_gradient(grad, dividing, key, sums, None, fitting, LARGEST_OF_ROWS, 1, False)
+        rows = touched.rows.to(torch.int32).view(torch.uint8)
+        parts = [rows, exponent.view(torch.uint8), sums.view(torch.uint8).flatten()]
+        padding = rows.new_zeros(-sum(map(len, parts)) % ALIGNMENT)
+        self._payloads.setdefault(id(bucket), []).append(torch.cat([*parts, padding]))
+        self._num_rows[id(bucket)] = len(grad)
+        if self.last:
+            self._launch(bucket)
+
+    def _complete_rows(self, bucket: Bucket, parts: Tensor) -> None:
+        """Sum the touched rows of all micro-batches, step them, and broadcast them.
+
+        Args:
+            bucket: the table's bucket.
+            parts: (P, bytes), messages of all processes, in the owner.
+        """
+        (member,) = bucket.members
+        tensor, number = member.tensor, self._num_rows[id(bucket)]
+        own = member.owner == self.group.rank
+        rows = self._step_rows(tensor, parts.view(self.micro_batches, -1), number) if own else None
+        if self.group.size == 1:
+            return
+        most = min(number * self.micro_batches, tensor.out_features)
+        message = torch.empty(self._rows_bytes(tensor, most), dtype=torch.uint8, device=self.device)
+        if rows is not None:
+            row_indices, places = self._places_of_rows(tensor, message, most)
+            row_indices.copy_(rows[:, None])
+            for part, place in places:
+                place.copy_(gather_rows(part, rows))
+        self._down.append((bucket, [(member.owner, self.group.broadcast(message, member.owner))]))
+        while len(self._down) > IN_FLIGHT:
+            self._receive()
+
+    def _step_rows(self, tensor: TernaryTensor, parts: Tensor, number: int) -> Tensor:
+        """Step the rows in messages, (micro-batches, bytes); return their indices."""
+        columns, ends = tensor.in_features, (4 * number, 5 * number)
+        ids = parts[:, : ends[0]].contiguous().view(torch.int32).flatten().to(torch.int64)
+        exponent = parts[:, ends[0] : ends[1]].contiguous().view(torch.int8).flatten()
+        sums = parts[:, ends[1] : ends[1] + number * columns].contiguous().view(torch.int8)
+        touched = touched_rows(ids, tensor.out_features)
+        weights = torch.exp2(exponent.float()).masked_fill_(exponent == NONE, 0)
+        weights.masked_fill_(exponent == NOT_FINITE, torch.inf)
+        tokens = torch.arange(len(ids), device=ids.device)
+        values = sums.view(-1, columns).to(self.dtype)  # which has all of an int8
+        grad = weighted_rows_grad(values, weights, tokens, touched, torch.float32)
+        self.updates(tensor, grad, touched)
+        if isinstance(tensor, TableWeight):
+            tensor.count_use(touched.rows)
+        return touched.rows
+
+    def _rows_bytes(self, tensor: TernaryTensor, number: int) -> int:
+        widths = (part.shape[1] for part in broadcast_buffers(tensor).values())
+        return rounded_up(4 * number) + sum(rounded_up(number * width) for width in widths)
+
+    def _places_of_rows(
+        self, tensor: TernaryTensor, message: Tensor, number: int
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Return views of a message of rows: their indices, and the rows of each buffer.
+
+        Returns:
+            Indices, (R, 1) int32; and each buffer with the view of its rows, (R, width).
+        """
+        begin, places = rounded_up(4 * number), []
+        for part in broadcast_buffers(tensor).values():
+            size = number * part.shape[1]
+            places.append((part, message[begin : begin + size].view(part.dtype).view(number, -1)))
+            begin += rounded_up(size)
+        return message[: 4 * number].view(torch.int32)[:, None], places
+
+    def _receive_rows(self, bucket: Bucket, message: Tensor) -> None:
+        """Apply the owner's broadcast of a table's touched rows."""
+        tensor = bucket.members[0].tensor
+        number = min(self._num_rows[id(bucket)] * self.micro_batches, tensor.out_features)
+        row_indices, places = self._places_of_rows(tensor, message, number)
+        rows = row_indices[:, 0].to(torch.int64)
+        for part, place in places:
+            scatter_rows_(part, rows, place)
+        if isinstance(tensor, TableWeight):
+            tensor.count_use(rows)
+
+    # before the first step
+
+    @property
+    def needs_measuring(self) -> bool:
+        """Whether no exponents are known yet; synchronises with the device."""
+        return all(bool((t.wire_exponent == NONE).all()) for t in self._measurable())
+
+    def _measurable(self) -> list[TernaryTensor]:
+        return [tensor for tensor in self.tensors if hasattr(tensor, "wire_exponent")]
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Only measure gradients in the block, and set the exponents afterwards."""
+        self._forget()
+        self._measured = {
+            id(tensor): torch.full_like(tensor.wire_exponent[:, 0], NONE)
+            for tensor in self._measurable()
+        }
+        yield
+        found = torch.cat([self._measured[id(tensor)] for tensor in self._measurable()])
+        found = self.group.largest(found).split([t.out_features for t in self._measurable()])
+        for tensor, fitting in zip(self._measurable(), found, strict=True):
+            exponent = tensor.wire_exponent[:, 0]
+            exponent.copy_(next_exponents(exponent, fitting, self._fall))
+        self._forget()
+
+    def _measure(self, member: Member, grad: Tensor) -> None:
+        """Update the exponents that would fit a gradient."""
+        if self._measured is None:
+            raise ValueError("nothing is being measured")
+        so_far = self._measured[id(member.tensor)][member.rows]
+        none, found = torch.full_like(so_far, NONE), torch.empty_like(so_far)
+        sums = torch.empty(grad.shape, dtype=torch.int16, device=self.device)
+        key = torch.zeros((), dtype=torch.int32, device=self.device)
+        block = block_of(member.tensor.in_features)
+        quantise_gradient(grad, none, key, sums, None, found, self.limit, block, False)
+        so_far.copy_(torch.maximum(so_far, found))
+
+    # what is counted
+
+    @property
+    def flips(self) -> Tensor:
+        """Number of trits changed in this process's tensors: see `Updater.flips`."""
+        return self.updates.flips
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """Number of steps, the same in all processes: see `Updater.nonfinite_steps`."""
+        return self.updates.nonfinite_steps
+
+    def counters(self) -> dict[str, int]:
+        """Return the counters of all processes: see `Updater.counters`."""
+        found = self.updates.counters()
+        refused = torch.tensor([found["refused"]], device=self.device)
+        return found | {"refused": int(self.group.sum(refused))}
+
+    def restore(self, counters: dict[str, int]) -> None:
+        """Restore the counters of a checkpoint.
+
+        Raises:
+            ArbError: the names of the counters differ.
+        """
+        self.updates.restore(counters if self.group.first else counters | {"refused": 0})
+
+    def bytes_a_weight(self) -> float:
+        """Return the mean number of bytes per weight that a process received in the last step."""
+        return self.received / self.group.size / self.num_weights
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """Return the names of all modules by their ids."""
+    return {id(part): name for name, part in model.named_modules()}
+
+
+def next_exponents(exponent: Tensor, fitting: Tensor, fall: Tensor) -> Tensor:
+    """Update exponents to those that would have fitted: up at once, down by at most `fall`.
+
+    Rows without a gradient so far take the maximum of their tensor.
+
+    Args:
+        exponent: (N,) int8, present exponents.
+        fitting: (N,) int8, fitting exponents of `quantise_gradient`, maximum over micro-batches.
+        fall: (1,) int8, 0 or 1.
+    """
+    down = (exponent.to(torch.int16) - fall).clamp(min=LOWEST).to(torch.int8)
+    moved = torch.where(exponent == NONE, fitting, torch.maximum(fitting, down))
+    found = (fitting != NONE) & (fitting != NOT_FINITE)
+    moved = torch.where(found, moved, exponent)
+    return torch.where(moved == NONE, moved.amax(), moved)

@@ -1,0 +1,85 @@
+"""Traces of training steps by torch's profiler, for https://ui.perfetto.dev."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from arbcli.training.trainer import EAGER_STEPS, Trainer
+
+DISCARDED = 1
+"""Traced steps that are discarded, as the profiler's first step is slow."""
+
+
+class StepTrace:
+    """Context manager that traces the first steady-state steps of a trainer.
+
+    Steps that compile or capture a CUDA graph are skipped, and so is one more.
+
+    Args:
+        run: directory of the trace.
+        trainer: the trainer.
+        steps: number of steps to trace.
+        tell: called with a message that has the path of the trace, or the reason for its absence.
+    """
+
+    def __init__(
+        self, run: Path, trainer: Trainer, steps: int, tell: Callable[[str], None]
+    ) -> None:
+        self.tell = tell
+        # the first replay of a graph is skipped too, as it still loads code
+        passed = EAGER_STEPS + 1 if trainer.captures else 1
+        first = trainer.step + passed + DISCARDED + 1
+        self.turns = (first - DISCARDED - 1, first - 1, first + steps - 1)
+        """Steps after which the profiler warms up, starts and writes, which takes time."""
+        self.path = run / f"trace-{first:06d}.json.gz"
+        self._left_out = passed + DISCARDED
+        on_gpu = trainer.device.type == "cuda"
+        self._wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+        self._profiler = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
+            schedule=schedule(wait=passed, warmup=DISCARDED, active=steps, repeat=1),
+            on_trace_ready=self._write,
+        )
+        self._done = False
+
+    def __enter__(self) -> "StepTrace":
+        self._profiler.start()
+        return self
+
+    def step_done(self) -> None:
+        """Count a step; the last traced one writes the trace."""
+        if not self._done:
+            self._left_out -= 1
+            self._profiler.step()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Write a partial trace, if the run ends within it."""
+        if not self._done:
+            self._profiler.stop()
+        if not self._done:
+            self.tell("no step was traced: the run ended during the warm-up of `--profile`")
+
+    def _write(self, profiler: profile) -> None:
+        if self._left_out >= 0:  # none was traced
+            return
+        self._done = True
+        unfinished = self.path.with_name(f".{self.path.name}.tmp.gz")
+        try:
+            profiler.export_chrome_trace(str(unfinished))
+            unfinished.replace(self.path)
+        except OSError as error:
+            self.tell(f"cannot write `{self.path}`: {error.strerror or error}; the run continues")
+            unfinished.unlink(missing_ok=True)
+        else:
+            self.tell(f"the trace is `{self.path}`: open it at https://ui.perfetto.dev")
+            kinds = {event.device_type for event in profiler.events()}
+            if self._wanted not in kinds:  # drivers may restrict profiling to administrators
+                self.tell("the trace has no GPU events: the driver does not permit profiling")

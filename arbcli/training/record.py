@@ -1,0 +1,234 @@
+"""Records of a run and their file `metrics.jsonl`, and the final report."""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arbcli.base.errors import os_errors
+from arbcli.base.reading import open_regular, parse_json, test_of
+from arbcli.config.training import TrainConfig
+from arbcli.model.checkpoint import write_file
+from arbcli.training.schedule import is_evaluated, is_recorded
+
+METRICS = "metrics.jsonl"
+"""File of a run's records in JSON lines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One line of `metrics.jsonl`."""
+
+    step: int
+    """Number of steps done."""
+    loss: float
+    """Mean training loss since the last record, in nats per byte."""
+    bits_per_byte: float
+    """`loss` in bits per byte."""
+    val_loss: float | None
+    """Held-out loss in nats per byte, if it was evaluated."""
+    token_loss: float | None
+    """`loss` in nats per token; None for a model of bytes."""
+    token_val_loss: float | None
+    """`val_loss` in nats per token."""
+    lr: float
+    """Learning rate of the last step."""
+    bytes_seen: int
+    """Bytes of text read by all steps so far, counting repetitions."""
+    seconds: float
+    """Time since the run began, including evaluations and saves, but not interruptions."""
+    bytes_per_second: float | None
+    """Training speed since the last record, without evaluations; None if no step was timed, as
+    after a resume at a step whose record is missing."""
+    mfu: float | None
+    """Model FLOPs utilisation relative to the GPU's bf16 peak; None if the peak is unknown. See
+    `model.operations`."""
+    flip_share: float | None
+    """Mean share of trits that a step changed, since the last record."""
+    state_bytes: int
+    """Persistent state: weights and the state of the rule or optimizer."""
+    peak_bytes: int
+    """Peak memory of the CUDA allocator, or of the process on a CPU."""
+    seconds_left: float | None
+    """Estimated remaining time; None if no step was timed."""
+    nonfinite_steps: int
+    """Number of steps so far with a gradient that was not finite."""
+    parts: dict[str, float]
+    """Auxiliary losses of the last step by name: see `LanguageModel.losses`."""
+    gauges: dict[str, float]
+    """Metrics of the model: see `LanguageModel.gauges`."""
+    sample: str | None
+    """Generated text, if a sample was due."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields, with None for numbers that are not finite, which JSON lacks."""
+        return {name: finite(getattr(self, name)) for name in _TYPES}
+
+
+def finite(value: Any) -> Any:
+    """Replace floats in a JSON value that are not finite by None."""
+    if isinstance(value, dict):
+        return {name: finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstStep:
+    """The first step of a process, in which kernels are compiled."""
+
+    step: int
+    """Number of the step: 1, unless the run was resumed."""
+    loss: float
+    """Loss before the update, in nats per byte."""
+    seconds: float
+    kernels_compiled: int
+    kernels_loaded: int
+    """Number of kernels that were loaded from the cache."""
+    compile_seconds: float | None
+    """Time for compiling and loading; None for a baseline under `torch.compile`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainReport:
+    """Report of a finished or interrupted run."""
+
+    run: str | None
+    """None for a run that was not saved."""
+    checkpoint: str | None
+    """Path of the last checkpoint; None for a run that was not saved, and for float baselines."""
+    steps: int
+    val_loss: float | None
+    """Held-out loss in nats per byte; None without a final evaluation."""
+    bits_per_byte: float | None
+    entropy: float
+    """Order-0 entropy of the held-out text in nats per byte."""
+    seconds: float = 0.0
+    sample: str = ""
+    """Generated text; empty if the run was stopped or already finished, or if its held-out text is
+    mostly sounds and pictures."""
+    stopped_by: str | None = None
+    """Name of the signal that ended the run early."""
+    first_step: FirstStep | None = None
+    """The first step of this process; None if it made no step."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields like `Record.as_json`."""
+        return finite(dataclasses.asdict(self))
+
+
+def append_record(run: Path, record: Record) -> None:
+    """Append a record to the file of a run.
+
+    Raises:
+        ArbError: it cannot be written.
+    """
+    path = run / METRICS
+    hint = f"free some space, then continue with `--resume {run}`"
+    with os_errors("write", path, hint), path.open("a") as file:
+        file.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
+
+
+_TYPES: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Record)}
+SCHEMA: dict[str, Any] = {
+    name: kind if name == "step" else kind | None for name, kind in _TYPES.items()
+} | {"parts": dict[str, float | None] | None, "gauges": dict[str, float | None] | None}
+"""JSON schema of a record; earlier versions lack fields, and None stands for NaN or infinity."""
+
+
+LONGEST_LINE = 2**20
+"""Maximum size of a record in bytes."""
+
+
+_TESTS = {name: test_of(kind) for name, kind in SCHEMA.items()}
+
+
+def _lines(run: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield the lines of a run's file of records, each with its record, or None if invalid."""
+    path = run / METRICS
+    if not os.path.lexists(path):
+        return
+    with open_regular(path) as file:
+        while line := file.readline(LONGEST_LINE):
+            yield line, _parsed(line)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """Parse a record; None if the line is truncated or invalid."""
+    try:
+        record = parse_json(line)
+    except ValueError:
+        return None
+    fits = type(record) is dict and all(test(record.get(name)) for name, test in _TESTS.items())
+    return {name: record[name] for name in SCHEMA if name in record} if fits else None
+
+
+def read_records(run: Path) -> list[dict[str, Any]]:
+    """Read the records of a run as dictionaries, without invalid lines.
+
+    Raises:
+        ArbError: the file cannot be read.
+    """
+    return read_all_records(run)[0]
+
+
+def read_all_records(run: Path) -> tuple[list[dict[str, Any]], int]:
+    """Read the records of a run, and count the invalid lines.
+
+    Raises:
+        ArbError: the file cannot be read.
+    """
+    found = [record for _, record in _lines(run)]
+    records = [record for record in found if record is not None]
+    return records, len(found) - len(records)
+
+
+def keep_records(run: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Remove the records of a run for which `keep` is false, and invalid lines.
+
+    Raises:
+        ArbError: the file cannot be read or written; it is unchanged then.
+    """
+    lines = [*_lines(run)]
+    kept = [line for line, record in lines if record is not None and keep(record)]
+    if len(kept) < len(lines) or not all(line.endswith(b"\n") for line in kept):
+        ended = [line.rstrip(b"\r\n") + b"\n" for line in kept]
+        write_file(run / METRICS, lambda file: file.writelines(ended))
+
+
+def best_step(run: Path) -> int | None:
+    """Return the step with the lowest held-out loss; None if the run was never evaluated."""
+    found = [
+        (record["val_loss"], record["step"])
+        for record in read_records(run)
+        if record.get("val_loss") is not None
+    ]
+    return min(found)[1] if found else None
+
+
+def seconds_until(run: Path, step: int) -> float:
+    """Return the training time up to a step by the records; 0 without one."""
+    records = (record for record in read_records(run) if record["step"] <= step)
+    return max((record.get("seconds") or 0.0 for record in records), default=0.0)
+
+
+def stays(record: dict[str, Any], step: int, config: TrainConfig, has_recent: bool) -> bool:
+    """Return whether a record is kept when the run resumes from the checkpoint of a step.
+
+    Later records are written again, and so is that of the step if its evaluation is missing. An
+    extra record of a stop is dropped, as its steps are included in the next one.
+
+    Args:
+        record: see `Record.as_json`.
+        step: step of the checkpoint.
+        config: configuration of the run.
+        has_recent: whether the checkpoint has losses of the last steps.
+    """
+    if record["step"] != step or record.get("val_loss") is not None:
+        return record["step"] <= step
+    return not is_evaluated(config, step) and (is_recorded(config, step) or not has_recent)

@@ -1,0 +1,43 @@
+"""A sample of text from the model of a run."""
+
+from contextlib import nullcontext
+
+import torch
+
+from arbcli.families.masked.holes import filled
+from arbcli.families.media.evaluation import is_mostly_media
+from arbcli.generation.generation import generate
+from arbcli.generation.sampling import Sampling
+from arbcli.generation.tokens import symbols_of
+from arbcli.training.trainer import Trainer
+
+SAMPLE_BYTES = 256
+SAMPLE_STEPS = 32
+"""Forward passes for a sample of a masked model."""
+PROMPT = b"\n"
+PROMPT_BYTES = 16
+"""Length of the prompt from the held-out text, if the tokenizer drops `PROMPT`."""
+
+
+def sample_text(trainer: Trainer) -> str:
+    """Generate a sample; it is empty if the held-out text is mostly sounds and pictures.
+
+    Raises:
+        ArbError: GPU memory is exhausted.
+    """
+    model, config = trainer.model, trainer.config
+    if trainer.texts.tokenizer is None and is_mostly_media(trainer.texts.val):
+        return ""
+    sampling, prompt = Sampling(seed=config.seed), PROMPT
+    if not symbols_of(model, prompt):  # the tokenizer drops it
+        prompt = trainer.texts.val.source.read(0, PROMPT_BYTES)
+    # large float baselines are compiled block by block, for training only; `set_stance` imports
+    # torch's compiler, which takes 2 s
+    compiled = trainer.is_compiled
+    with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        if config.model.is_masked:
+            length = min(SAMPLE_BYTES, config.model.ctx)
+            text = filled(model, length, SAMPLE_STEPS, sampling, backend=config.backend)
+        else:
+            text = generate(model, prompt, SAMPLE_BYTES, sampling, backend=config.backend)
+        return b"".join(text).decode(errors="replace")

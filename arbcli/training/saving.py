@@ -1,0 +1,139 @@
+"""The checkpoints of a running run."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from arbcli.base.errors import ArbError, quoted
+from arbcli.base.run_files import best_checkpoints, checkpoint_path, checkpoints, step_of
+from arbcli.data.text import Texts
+from arbcli.model.checkpoint import keep_best, save_checkpoint, set_aside
+from arbcli.training.observer import Observer
+from arbcli.training.recent import FIELD
+from arbcli.training.record import best_step
+from arbcli.training.trainer import Trainer, text_digest
+
+SAVE_SECONDS = 300
+"""Maximum age of the last checkpoint, whatever `save_every` is."""
+
+
+class Saver:
+    """Writes checkpoints, sets those of later steps aside, and keeps the best one.
+
+    Args:
+        trainer: the trainer.
+        run: directory of the run; None saves nothing.
+        facts: contents of `config.json`.
+        observer: receives notes.
+        resumed: whether the run continues from a checkpoint of the trainer's step.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        run: Path | None,
+        facts: dict[str, Any],
+        observer: Observer,
+        *,
+        resumed: bool,
+    ) -> None:
+        self._trainer, self._facts, self._observer = trainer, facts, observer
+        # float baselines have no checkpoints
+        self.run = run if trainer.updater is not None else None
+        """Directory of the checkpoints; None for no checkpoints."""
+        self.saved_step = trainer.step if resumed else None
+        """Step of the newest checkpoint; None if there is none."""
+        self._later = [] if run is None else later_checkpoints(run, trainer.step)
+        """Checkpoints of later steps, which are set aside at the first save."""
+        self._times = _times(trainer.texts)
+        """Sizes and modification times of the text's files at the last check."""
+        self._last_save = time.perf_counter()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the last checkpoint is older than `SAVE_SECONDS`, on this process's clock."""
+        return time.perf_counter() - self._last_save >= SAVE_SECONDS
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether there is a checkpoint of the trainer's step, or there are none at all."""
+        return self.run is None or self.saved_step == self._trainer.step
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest checkpoint, if there is one."""
+        if self.run is None or self.saved_step is None:
+            return None
+        return checkpoint_path(self.run, self.saved_step)
+
+    def save(self, recent: dict[str, Any]) -> None:
+        """Save the state of the trainer; collective.
+
+        Args:
+            recent: losses of the last steps: see `arbcli.training.recent`.
+
+        Raises:
+            ArbError: the text has changed, processes differ, or the file cannot be written.
+        """
+        assert self.run is not None
+        self._check_text()
+        self._trainer.check_agreement()
+        digests = self._facts["text"]["digest"], self._facts.get("init_digest")
+        checkpoint = self._trainer.checkpoint(*digests)
+        checkpoint.data[FIELD] = recent
+        aside: list[Path] = []
+        if self._trainer.group.first:
+            path = checkpoint_path(self.run, checkpoint.step)
+            if path in self._later:
+                aside = [set_aside(path, leave=True)]
+            save_checkpoint(self.run, checkpoint, self._trainer.config.keep)
+            aside += [set_aside(later) for later in self._later if later != path]
+        self.saved_step, self._last_save, self._later = checkpoint.step, time.perf_counter(), []
+        note_aside(aside, self._observer)
+
+    def is_best(self) -> bool:
+        """Return whether the held-out loss of this step is the lowest so far; collective."""
+        if self.run is None or not self._trainer.config.keep_best:
+            return False
+        # only the first process writes and reads records
+        group = self._trainer.group
+        return any(group.agree(group.first and best_step(self.run) == self._trainer.step))
+
+    def keep_best(self) -> None:
+        """Keep the newest checkpoint as the best one."""
+        if self.newest is not None and self._trainer.group.first:
+            keep_best(self.newest)
+
+    def _check_text(self) -> None:
+        """Check that the text has not changed since the run began.
+
+        Raises:
+            ArbError: in all processes, if a file was changed.
+        """
+        texts, same = self._trainer.texts, True
+        if self._trainer.group.first and (times := _times(texts)) != self._times:
+            same = text_digest(texts) == self._facts["text"]["digest"]
+            self._times = times if same else self._times
+        if not self._trainer.group.broadcast_object(same):
+            raise ArbError(
+                "the text was changed while the run read it",
+                hint=f"restore it, and continue with `--resume {self.run}`",
+            )
+
+
+def later_checkpoints(run: Path, step: int) -> list[Path]:
+    """Return the checkpoints of a run that are of later steps."""
+    saved = [*checkpoints(run), *best_checkpoints(run)]
+    return [path for path in saved if step_of(path) > step]
+
+
+def note_aside(aside: Sequence[Path], observer: Observer) -> None:
+    """Send a note about checkpoints that were set aside, if there are any."""
+    if aside:
+        observer.noted(f"checkpoints of later steps are set aside: {quoted(aside)}")
+
+
+def _times(texts: Texts) -> dict[Path, tuple[int, int]]:
+    """Return size and modification time of each file of both texts."""
+    return texts.train.times() | texts.val.times()

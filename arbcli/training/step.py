@@ -1,0 +1,109 @@
+"""The computation of one training step, shared by runs, CUDA graphs and the audit."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from arbcli.model.language_model import LanguageModel
+from arbcli.model.updater import Updater
+from arbcli.training.float_optimizer import FloatOptimizer
+from arbcli.training.parallel.group import Group
+from arbcli.training.parallel.shared_updater import SharedUpdater
+
+
+def minimised(parts: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
+    """Return the weighted sum of the terms of a loss; the text's, if present, has weight 1."""
+    others = [weights[name] * part for name, part in parts.items() if name != "text"]
+    return sum(others, parts["text"]) if "text" in parts else sum(others[1:], others[0])
+
+
+class TrainingStep:
+    """Forward, backward and updates of all micro-batches of a step.
+
+    It does not synchronise with the host, so that it can be captured as a CUDA graph. Values that
+    change between steps, such as batches and learning rates, are written to the device before: see
+    `Updater.set_step`.
+
+    Args:
+        model: the model to train.
+        updates: updater of packed weights, which steps in the backward, or a float optimizer, which
+            steps after it.
+        accumulation: number of micro-batches in a step, over all processes.
+        group: the processes that share the step.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        updates: Updater | SharedUpdater | FloatOptimizer,
+        accumulation: int,
+        group: Group,
+    ) -> None:
+        self.model, self.updates, self.accumulation = model, updates, accumulation
+        self.group = group
+        self.losses: Callable[..., dict[str, Tensor]] | None = None
+        """Replacement for the model's `losses`."""
+        self.scale_routes: dict[tuple[str, ...], frozenset[str]] = {}
+        """Areas whose scales are only stepped by certain losses, by the names of these."""
+        self._one: Tensor | None = None
+        """Gradient of the loss, which every step would fill anew."""
+
+    def __call__(
+        self,
+        micro_batches: Iterable[tuple[Tensor, ...]],
+        reached: Callable[[str], None] = lambda stage: None,
+    ) -> dict[str, Tensor]:
+        """Run the step.
+
+        Args:
+            micro_batches: arguments of `LanguageModel.losses` on the device, for this process.
+            reached: called at the end of each phase of a micro-batch: `forward`, then `backward`.
+
+        Returns:
+            The terms of the loss before the update, float32 scalars by name, averaged over
+            micro-batches.
+        """
+        totals: dict[str, Tensor] = {}
+        shares: dict[str, list[Tensor]] = {}
+        self.model.forget_uses()
+        local = self.accumulation // self.group.size
+        for micro, inputs in enumerate(micro_batches):
+            self.updates.begin_micro(micro)
+            for names, areas in self.scale_routes.items():
+                self._find_slopes(names, areas, inputs)
+            parts = (self.losses or self.model.losses)(*inputs)
+            reached("forward")
+            loss = minimised(parts, self.model.loss_weights)
+            if self._one is None:
+                self._one = torch.ones_like(loss)
+            (loss if self.updates.averages else loss / local).backward(self._one)
+            reached("backward")
+            for name, part in parts.items():
+                share = part.detach()
+                if self.accumulation > 1:
+                    share = share / self.accumulation
+                if self.group.size == 1:
+                    totals[name] = totals[name] + share if name in totals else share
+                else:
+                    shares.setdefault(name, []).append(share)
+        self.updates.finish()
+        self.model.join(self.group)
+        self.model.after_step()
+        for name, own in shares.items():
+            for share in self.group.in_order(own):
+                totals[name] = totals.get(name, 0) + share
+        return totals
+
+    def _find_slopes(
+        self, names: tuple[str, ...], areas: frozenset[str], inputs: tuple[Tensor, ...]
+    ) -> None:
+        """Compute the slopes of areas' scales from the given losses, without an update."""
+        if not isinstance(self.updates, Updater):
+            raise ValueError("slopes need packed weights, and a single process")
+        with self.updates.finding_slopes(areas):
+            parts = self.model.losses(*inputs)
+            chosen = {name: parts[name] for name in names if name in parts}
+            if chosen:
+                minimised(chosen, self.model.loss_weights).backward()
+        self.model.forget_uses()

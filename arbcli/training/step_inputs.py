@@ -1,0 +1,88 @@
+"""Inputs of steps on a GPU: windows, and parameters of updates, in a single copy per step."""
+
+import torch
+from torch import Tensor
+
+from arbcli.config.training import TrainConfig
+from arbcli.model.updater import Updater
+from arbcli.training.parallel.shared_updater import SharedUpdater
+from arbcli.training.schedule import learning_rate
+
+STEPS_AHEAD = 32
+"""Maximum number of steps whose parameters are computed together."""
+PINNED_BYTES = 2**20
+"""Maximum size of the windows that are pinned together, unless a single step has more."""
+
+
+class StepInputs:
+    """Copies the inputs of each step to the same memory of a GPU, where a graph reads them.
+
+    Args:
+        config: configuration of the run.
+        device: the GPU.
+        updater: updater whose parameters are copied with the windows; None for windows only.
+    """
+
+    def __init__(
+        self, config: TrainConfig, device: torch.device, updater: Updater | SharedUpdater | None
+    ) -> None:
+        self.updater, self._config, self._device = updater, config, device
+        self._pinned: dict[int, tuple[Tensor, Tensor]] = {}
+        """Inputs of the next steps in pinned memory, and the part of them that holds windows.
+
+        Each is copied once. torch's allocator reuses the memory when all copies from it have run.
+        """
+        self._on_device: Tensor | None = None
+        self._micro_batches: list[tuple[Tensor, ...]] = []
+
+    def load(self, step: int, batches: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+        """Begin a step: copy its micro-batches and parameters, without synchronisation.
+
+        Args:
+            step: number of the step.
+            batches: its micro-batches on the host, (B, T) int64 each; windows are read step by
+                step, so that a file is not missed before its windows are needed.
+
+        Returns:
+            The micro-batches on the GPU, in the same memory for every step.
+        """
+        parts = [part for each in batches for part in each]
+        if step not in self._pinned:
+            self._pin(step, parts)
+        inputs, windows = self._pinned.pop(step)
+        torch.stack(parts, out=windows)
+        if self._on_device is None:
+            self._on_device = inputs.to(self._device)
+            size = windows.numel()
+            by_micro_batch = self._on_device[:size].view(len(batches), -1, *windows.shape[1:])
+            self._micro_batches = [tuple(each) for each in by_micro_batch]
+            # `data`: updates write sums into it, which changes no window that is saved
+            self._parameters = self._on_device[size:].data
+        else:
+            self._on_device.copy_(inputs, non_blocking=True)
+        if self.updater:
+            self.updater.begin_step(self._parameters, self._config.accum)
+        return self._micro_batches
+
+    def _pin(self, step: int, parts: list[Tensor]) -> None:
+        """Allocate the inputs of the next steps, with the parameters of their updates.
+
+        Args:
+            step: number of the first step.
+            parts: tensors of its micro-batches.
+        """
+        config, size = self._config, sum(part.numel() for part in parts)
+        stop = step + max(1, min(STEPS_AHEAD, PINNED_BYTES // (8 * size)))
+        if step < config.steps:  # rates of later steps are never used, and may overflow
+            stop = min(stop, config.steps)
+        steps = range(step, stop)
+        parameters = torch.empty(len(steps), 0, dtype=torch.int64, device="cpu")
+        if self.updater:
+            rates = [learning_rate(config, each) for each in steps]
+            parameters = self.updater.step_parameters(steps, rates, config.accum)
+        # not pinned as a copy: the system would map the pages of a large tensor anew each time
+        shape, pin_memory = (len(steps), size + parameters.shape[1]), torch.cuda.is_available()
+        rows = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=pin_memory)
+        rows[:, size:] = parameters
+        windows = rows[:, :size].unflatten(1, (len(parts), *parts[0].shape))
+        self._pinned = dict(zip(steps, zip(rows, windows, strict=True), strict=True))

@@ -1,0 +1,488 @@
+"""The trainer: model, updates and texts of a run, without its files."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arbcli.base.errors import ArbError, quoted
+from arbcli.config.model import VOCABULARY
+from arbcli.config.training import TrainConfig
+from arbcli.data.text import (
+    EVAL_BATCHES,
+    EVAL_SEED,
+    Text,
+    Texts,
+    batch,
+    batch_starts,
+    digest,
+    evaluation_batches,
+)
+from arbcli.families.masked.filling import cut
+from arbcli.families.masked.masking import hide
+from arbcli.families.media.byte_kinds import ByteKinds
+from arbcli.generation.load import check_trainable
+from arbcli.generation.tokens import DIGEST
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.runtime.device import COMPUTE, capturing, set_compiler_determinism
+from arbcli.kernels.runtime.merged import TABLES
+from arbcli.model.build import build_model
+from arbcli.model.checkpoint import Checkpoint, check_layout, tensor_digest
+from arbcli.model.language_model import LanguageModel
+from arbcli.model.layers.streamed import StreamedTensor
+from arbcli.model.rules import stage_rule
+from arbcli.model.updater import HELD_BYTES, Updater
+from arbcli.training.compiled_twin import compile_twin, side_stream
+from arbcli.training.float_optimizer import FloatOptimizer
+from arbcli.training.parallel.group import Group
+from arbcli.training.parallel.replicas import Replicas
+from arbcli.training.parallel.shared_updater import SharedUpdater
+from arbcli.training.schedule import fade_growth, fade_stage, learning_rate
+from arbcli.training.step import TrainingStep, minimised
+from arbcli.training.step_inputs import StepInputs
+from arbcli.training.teacher import frozen_model
+
+EAGER_STEPS = 3
+"""Steps before the capture, in which kernels are compiled and libraries choose algorithms."""
+RELOAD = "continue from the last checkpoint with `--resume`; if it recurs, a GPU may be faulty"
+WIRE = ".wire_exponent"
+"""Suffix of the names of buffers that only runs with several processes have."""
+
+
+def check_shares(config: TrainConfig, size: int) -> None:
+    """Check that a run can be shared by `size` processes.
+
+    Raises:
+        ArbError: it cannot.
+    """
+    if config.accum % size:
+        raise ArbError(
+            f"{config.accum} micro-batches cannot be divided evenly among {size} processes",
+            hint=f"use an `accum` that is a multiple of {size}",
+            fields=("accum",),
+        )
+    if size > 1 and config.model.weights == "ternary" and config.wire is None:
+        raise ArbError(
+            "uncompressed gradients cannot be shared across processes",
+            hint="use one process, or start a run with `wire=int12`",
+            fields=("wire",),
+        )
+
+
+def check_areas(config: TrainConfig, model: LanguageModel) -> None:
+    """Check that the areas of `scale_losses` exist in the model.
+
+    Raises:
+        ArbError: an area does not exist.
+    """
+    known = dict.fromkeys(getattr(weight, "area", None) for weight in model.weights().values())
+    for area in itertools.chain(*config.scale_routes.values()):
+        if area not in known:
+            names = quoted(known)
+            raise ArbError(
+                f"`scale_losses` names `{area}`, which is not an area of the model",
+                hint=f"choose among: {names}",
+                fields=("scale_losses",),
+            )
+
+
+def text_digest(texts: Texts) -> str:
+    """Return the digest of both texts of a run."""
+    return f"{digest(texts.train)}-{digest(texts.val)}"
+
+
+class Trainer:
+    """Trains a model step by step.
+
+    Args:
+        config: configuration of the run.
+        texts: training and held-out text.
+        capture: whether to replay the step as a CUDA graph after a few steps, with the same kernels
+            and bits. Hooks on the model are not called in a replay. Float baselines are also
+            compiled, which changes their rounding.
+        group: the processes that share the run; None is a single process.
+        teacher: checkpoint of the teacher of `config`, from `read_teacher`.
+
+    Raises:
+        ArbError: the run cannot be shared by the processes.
+        ValueError: `config` has a teacher, and `teacher` is None.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        texts: Texts,
+        *,
+        capture: bool = False,
+        group: Group | None = None,
+        teacher: Checkpoint | None = None,
+    ) -> None:
+        if config.teacher is not None and teacher is None:
+            raise ValueError("the teacher must be read first: see `read_teacher`")
+        self.config, self.texts = config, texts
+        self.group = group or Group()
+        check_shares(config, self.group.size)
+        self.device = torch.device(config.device)
+        dtype = COMPUTE[config.compute]
+        with torch.device(self.device):
+            self.model = build_model(
+                config.model,
+                dtype,
+                recompute=config.recompute,
+                pack=config.pack,
+                fp8=config.compute == "fp8",
+                nvfp4=config.compute == "nvfp4",
+            )
+        self.model.tokenizer = texts.tokenizer
+        capture = compiled = capture and config.backend == "triton"
+        self.step = 0
+        self.between_steps = True
+        """Whether the state is consistent; False after an error within a step."""
+        self.loss_parts: dict[str, Tensor] = {}
+        """Terms of the last step's loss, float32 scalars by name."""
+        self.updater: Updater | SharedUpdater | None = None
+        self.shared: SharedUpdater | None = None
+        """The updater, if gradients are reduced as integers."""
+        self.optimizer: FloatOptimizer | None = None
+        with use_backend(config.backend):
+            self.model.initialise(config.seed)
+        if config.model.weights == "ternary":
+            tensors = self.model.packed_tensors().values()
+            if config.wire is None:
+                self.updater = Updater(tensors, config.seed, dtype, HELD_BYTES)
+            else:
+                self.model.declare_wire()
+                largest = config.lr * fade_growth(config)
+                self.updater = self.shared = SharedUpdater(
+                    tensors, config.seed, dtype, config.wire, config.accum, self.group, largest
+                )
+            if self.shared:
+                self.shared.release()
+            for tensor in tensors:
+                if isinstance(tensor, StreamedTensor):
+                    tensor.sink = self.updater
+            self._updates: Updater | SharedUpdater | FloatOptimizer = self.updater
+        else:
+            self.optimizer = FloatOptimizer(self.model, config.optimizer, compiled=compiled)
+            self._updates = self.optimizer
+        self._compute = TrainingStep(self.model, self._updates, config.accum, self.group)
+        self._compute.scale_routes = config.scale_routes
+        self.teacher_digest = teacher and teacher.digest
+        self.teacher = frozen_model(teacher, self.device, dtype) if teacher else None
+        if self.teacher:
+            self._compute.losses = partial(self.model.losses, teacher=self.teacher)
+        check_areas(config, self.model)
+        self._kinds: dict[Text, ByteKinds] = {}
+        """Kinds of the bytes of texts, for a composite head."""
+        self._local = self.group.local(config.accum)
+        if self.optimizer and self.group.size > 1:
+            capture = False
+            self._compute.losses = Replicas(self.model, len(self._local))
+        self._warm_up_stream: torch.cuda.Stream | None = None
+        self.is_compiled = compiled and self.optimizer is not None
+        """Whether `torch.compile` is used, as for float baselines on a GPU."""
+        if self.is_compiled:
+            set_compiler_determinism()
+            compile_twin(self.model)
+        if capture and self.optimizer:
+            self._warm_up_stream = torch.cuda.Stream(self.device)
+        self._capture_at = EAGER_STEPS if capture else None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._tables: Tensor | None = None
+        """Argument tables of the graph's merged launches."""
+        self._table_numbers = 0
+        """Number of integers in the tables of the last eager step."""
+        self._step_inputs: StepInputs | None = None
+        """Copies windows, and parameters of updates, to a GPU; None on other devices."""
+        if self.device.type == "cuda":
+            self._step_inputs = StepInputs(config, self.device, self.updater)
+        self._measured = False
+        """Whether the quantisation scales of gradients are known."""
+        self.digits = config.model.digits
+        """Form of the weights as in `ModelConfig`; while they fade, the stage of this step."""
+        self._fade()
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps are, or will be, captured as a CUDA graph."""
+        return self._capture_at is not None
+
+    @property
+    def num_weights(self) -> int:
+        """Number of weights including frozen norms, as `arb count-params` counts them.
+
+        For a float baseline, the number of parameters.
+        """
+        if self.updater:
+            return self.model.num_weights
+        return self.num_floats[0]
+
+    @property
+    def num_floats(self) -> tuple[int, int]:
+        """Numbers of elements of float parameters and of float buffers; 0 for ternary models."""
+        parameters, buffers = self.model.parameters(), self.model.buffers()
+        floats = (buffer for buffer in buffers if buffer.is_floating_point())
+        return sum(each.numel() for each in parameters), sum(each.numel() for each in floats)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return learning_rate(self.config, self.step)
+
+    def train_step(self, reached: Callable[[str], None] = lambda stage: None) -> Tensor:
+        """Run one step.
+
+        Args:
+            reached: called at the end of each phase, see `TrainingStep`, except in replays.
+
+        Returns:
+            The loss before the update, a float32 scalar in nats per symbol; reading it synchronises
+            with the GPU.
+        """
+        self._load_batches()
+        if self.shared and not self._measured:
+            self._measure()
+        if not (self._step_inputs and self._step_inputs.updater):
+            self._updates.set_step(self.step, self.lr, self.config.accum)
+        if self._graph is None and self._capture_at == self.step:
+            self._capture()
+        self.between_steps = False
+        with use_backend(self.config.backend):
+            if self._graph is not None:
+                self._graph.replay()
+                self.loss_parts = self._captured_parts
+            else:
+                before = TABLES.brought
+                with side_stream(self._warm_up_stream):
+                    self.loss_parts = self._compute(self._micro_batches, reached)
+                self._table_numbers = TABLES.brought - before
+            loss = self.loss_parts["text"].clone()  # replays overwrite the tensor
+        self.step += 1
+        self._fade()
+        self.between_steps = True
+        return loss
+
+    def fetch(self, micro: int, device: torch.device | str) -> tuple[Tensor, ...]:
+        """Sample a micro-batch of the next step, (B, T) int64: see `arbcli.data.text.batch`."""
+        drawn = batch(
+            self.texts.train,
+            seed=self.config.seed,
+            step=self.step,
+            micro=micro,
+            batch_size=self.config.batch,
+            context=self.config.model.ctx,
+            device=device,
+        )
+        if self.config.model.composite:
+            return self._with_kinds(drawn, self.texts.train, self.config.seed, self.step, micro)
+        # spreads the shares of hidden symbols evenly over each micro-batch
+        windows = self.config.accum * self.config.batch
+        numbers = range(micro, windows, self.config.accum)
+        return self._for_objective(drawn, self.config.seed, self.step, numbers, windows)
+
+    def _with_kinds(
+        self, drawn: tuple[Tensor, ...], text: Text, seed: int, step: int, micro: int
+    ) -> tuple[Tensor, Tensor]:
+        """Add 256 times the kinds of bytes to their targets, for a composite head."""
+        ids, targets = drawn
+        starts = batch_starts(text, seed, step, micro, *ids.shape)
+        if text not in self._kinds:
+            self._kinds[text] = ByteKinds(text)
+        kinds = self._kinds[text].windows([start + 1 for start in starts], ids.shape[1])
+        return ids, targets + VOCABULARY * kinds.to(targets.device)
+
+    def _for_objective(
+        self, drawn: tuple[Tensor, ...], seed: int, step: int, numbers: range, of: int
+    ) -> tuple[Tensor, ...]:
+        """Mask symbols or cut holes, if the objective needs it."""
+        model = self.config.model
+        if not model.fills:
+            return drawn
+        if not model.is_masked:
+            ids = torch.cat([drawn[0], drawn[1][:, -1:]], dim=1)
+            return cut(ids, model.vocabulary, seed=seed, step=step, numbers=numbers)
+        return hide(drawn[0], model.vocabulary, seed=seed, step=step, numbers=numbers, of=of)
+
+    def _load_batches(self) -> None:
+        """Load the micro-batches of this step; on a GPU into the buffers that a graph reads."""
+        batches = [self.fetch(micro, "cpu") for micro in self._local]
+        if self._step_inputs:
+            self._micro_batches = self._step_inputs.load(self.step, batches)
+        else:
+            self._micro_batches = [tuple(part.to(self.device) for part in each) for each in batches]
+
+    @property
+    def _packed_updater(self) -> Updater | SharedUpdater:
+        """The updater of packed weights.
+
+        Raises:
+            ValueError: the weights are floats.
+        """
+        if self.updater is None:
+            raise ValueError("float baselines have no updater")
+        return self.updater
+
+    def _measure(self) -> None:
+        """Measure the gradients of the first step, to choose their quantisation scales."""
+        shared = self.shared
+        if shared is not None and shared.needs_measuring:
+            with use_backend(self.config.backend), shared.measuring():
+                for inputs in self._micro_batches:
+                    self.model.forget_uses()
+                    losses = (self._compute.losses or self.model.losses)(*inputs)
+                    minimised(losses, self.model.loss_weights).backward()
+                self.model.forget_uses()
+        self._measured = True
+
+    def _capture(self) -> None:
+        """Capture a step as a CUDA graph; capturing changes no state."""
+        torch.cuda.empty_cache()  # the graph has a memory pool of its own
+        self._graph = torch.cuda.CUDAGraph()
+        self.group.remember(self._graph)
+        # NCCL's watchdog thread queries events during the capture
+        mode = "global" if self.group.size == 1 else "thread_local"
+        graph = capturing(self._graph, capture_error_mode=mode)
+        room = TABLES.captured(self._table_numbers, self.device)
+        with room as self._tables, use_backend(self.config.backend), graph:
+            self._captured_parts = self._compute(self._micro_batches)
+
+    def _fade(self) -> None:
+        """Switch the rules to the stage of this step, if weights fade."""
+        if self.config.model.digits != "fade":
+            return
+        stage = fade_stage(self.step, self.config.steps, self.config.fades)
+        if stage == self.digits:
+            return
+        self.digits = stage
+        for tensor in self._packed_updater.tensors:
+            tensor.rule = stage_rule(tensor.rule.name, stage)
+        if self._capture_at is not None:  # the graph reads weights in the form of the last stage
+            self.release_graph()
+            self._capture_at = self.step + EAGER_STEPS
+
+    def release_graph(self) -> None:
+        """Free the captured graph and its memory."""
+        if self._graph is not None:
+            torch.cuda.synchronize(self.device)  # a replay may be running
+            self.loss_parts = {name: part.clone() for name, part in self.loss_parts.items()}
+            self._captured_parts = {}
+            self._graph.reset()
+            self._graph = None
+            torch.cuda.empty_cache()  # eager steps cannot reuse the graph's pool
+
+    @torch.no_grad()
+    def evaluate(self, num_batches: int = EVAL_BATCHES) -> float:
+        """Compute the mean loss over fixed batches of the held-out text, in nats per symbol.
+
+        Processes share the batches, if these can be divided evenly.
+        """
+        group = self.group if num_batches % self.group.size == 0 else Group()
+        mine, losses = group.local(num_batches), []
+        with use_backend(self.config.backend):
+            batches = evaluation_batches(
+                self.texts.val,
+                num_batches=num_batches,
+                batch_size=self.config.batch,
+                context=self.config.model.ctx,
+                device=self.device,
+            )
+            windows = range(self.config.batch)
+            for number, drawn in itertools.islice(enumerate(batches), mine.start, mine.stop):
+                inputs = self._for_objective(drawn, EVAL_SEED, number, windows, len(windows))
+                if self.config.model.composite:
+                    inputs = self._with_kinds(drawn, self.texts.val, EVAL_SEED, number, 0)
+                losses.append(self.model.loss(*inputs))
+        return float(torch.stack(group.in_order(losses)).mean())
+
+    def state_bytes(self) -> int:
+        """Return the size of the persistent state in bytes."""
+        state = [*self.model.buffers(), *self.model.parameters()]
+        if self.optimizer:
+            state += self.optimizer.state_tensors()
+        return sum(tensor.nbytes for tensor in state)
+
+    def checkpoint(self, text_digest: str, init_digest: str | None = None) -> Checkpoint:
+        """Return a checkpoint of the complete state and its settings; collective.
+
+        Only the first process has all tensors.
+
+        Args:
+            text_digest: digest of both texts.
+            init_digest: digest of the initial checkpoint; None without one.
+        """
+        settings = self.config.decisive() | {"init_from": init_digest}
+        settings |= {"teacher": self.teacher_digest} if self.teacher else {}
+        seed = settings.pop("seed")
+        tensors, wire = self.model.state_dict(), {}
+        if self.shared:
+            wire = {"wire": self.config.wire}
+            tensors |= self.shared.gather(self.model)
+        return Checkpoint(
+            step=self.step,
+            config=dataclasses.asdict(self.config.model) | {"digits": self.digits},
+            counters=self._packed_updater.counters(),
+            data={
+                "digest": text_digest,
+                "seed": seed,
+                "position": self.step,
+                "settings": settings,
+            }
+            | ({DIGEST: self.texts.tokenizer.digest} if self.texts.tokenizer else {})
+            | wire,
+            tensors=tensors,
+        )
+
+    def check_agreement(self) -> None:
+        """Check that the replicated state is equal in all processes.
+
+        Raises:
+            ArbError: in all processes, if one differs.
+        """
+        if self.group.size > 1 and self.shared:
+            parts = self.shared.common(self.model)
+            found = {name: tensor_digest(name, part) for name, part in parts.items()}
+            self.group.compare(found, "state", RELOAD)
+
+    def wire_gauges(self) -> dict[str, float]:
+        """Return the communication volume of the last step; empty for a single process.
+
+        Returns:
+            wire: bytes per weight that a process received in the step.
+        """
+        if self.group.size == 1 or not (self.shared and self.shared.received):
+            return {}
+        return {"wire": self.shared.bytes_a_weight()}
+
+    def take_weights(self, checkpoint: Checkpoint) -> None:
+        """Load the state of a checkpoint, but start at step 0 with zero counters.
+
+        Raises:
+            ArbError: the checkpoint belongs to another model.
+        """
+        check_trainable(checkpoint)
+        tensors = dict(checkpoint.tensors)
+        if ("wire" in checkpoint.data) != (self.shared is not None):
+            tensors = {n: part for n, part in tensors.items() if not n.endswith(WIRE)}
+            tensors |= {n: part for n, part in self.model.state_dict().items() if n.endswith(WIRE)}
+        own = self.model.state_dict()
+        whole = self.shared.layout(self.model) if self.shared else {}
+        check_layout(tensors, own | whole)
+        self.model.load_state_dict({n: part[: len(own[n])] for n, part in tensors.items()})
+        self._measured = False
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint.
+
+        Raises:
+            ArbError: the checkpoint belongs to another model.
+        """
+        self.take_weights(checkpoint)
+        self._packed_updater.restore(checkpoint.counters)
+        self.step = checkpoint.step
+        self._fade()
+        if self._capture_at is not None:
+            self.release_graph()
+            self._capture_at = self.step + EAGER_STEPS

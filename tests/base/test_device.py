@@ -1,0 +1,283 @@
+"""The dtype of activations is one that the CPU multiplies by itself."""
+
+import gc
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from weakref import ref
+
+import pytest
+import torch
+
+from arbcli.base.errors import ArbError
+from arbcli.kernels.runtime import backend
+from arbcli.kernels.runtime import device as devices
+from arbcli.kernels.runtime.backend import check_backend, default_backend
+from arbcli.kernels.runtime.device import (
+    available_bytes,
+    capturing,
+    check_compute,
+    check_room,
+    default_compute,
+    deterministic,
+    emulates_nvfp4,
+    explained_out_of_memory,
+    multiplies_bf16,
+    peak_bytes,
+    peak_operations,
+    resolve_device,
+    set_compiler_determinism,
+)
+
+X86 = {"architecture": "x86_64", "avx2": True, "avx512_f": False, "avx512_bf16": False,
+       "avx512_fp16": False, "amx_tile": False, "amx_int8": False, "amx_bf16": False}  # fmt: skip
+ARM = {"architecture": "arm64", "neon": True, "fp16_arith": True, "bf16": False, "sve": False}
+CPUS = {
+    "AVX2": (X86, "fp32"),
+    "AVX-512 of 2017, where oneDNN emulates": (X86 | {"avx512_f": True}, "fp32"),
+    "AVX-512 and tiles of integers": (X86 | {"avx512_f": True, "amx_int8": True}, "fp32"),
+    "AVX-512 BF16": (X86 | {"avx512_f": True, "avx512_bf16": True}, "bf16"),
+    "AMX": (X86 | {"amx_tile": True, "amx_bf16": True}, "bf16"),
+    "Arm": (ARM, "fp32"),
+    "Arm with fp16 and SVE": (ARM | {"sve": True, "sve_bf16": False, "sve_max_length": 32}, "fp32"),
+    "Arm of v8.6": (ARM | {"bf16": True}, "bf16"),
+    "Arm with SVE and bf16": (ARM | {"sve": True, "sve_bf16": True}, "bf16"),
+    "unknown": ({"architecture": "riscv64"}, "fp32"),
+}
+
+
+@pytest.mark.parametrize("name", CPUS)
+def test_compute_is_the_native_dtype_of_the_cpu(name, monkeypatch):
+    capabilities, compute = CPUS[name]
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    assert default_compute(torch.device("cpu")) == compute
+    assert multiplies_bf16(capabilities) == (compute == "bf16")
+
+
+def test_compute_is_fp32_where_onednn_cannot_use_the_instructions(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: ARM | {"bf16": True})
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert default_compute(torch.device("cpu")) == "fp32"
+
+
+@pytest.mark.skipif("ONEDNN_MAX_CPU_ISA" in os.environ, reason="oneDNN may not use all of them")
+def test_compute_of_this_machine_follows_its_flags():
+    """Linux on x86 lists the same instructions in /proc/cpuinfo."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            flags = next((line.split() for line in file if line.startswith("flags")), None)
+    except OSError:
+        flags = None
+    if flags is None:
+        pytest.skip("no /proc/cpuinfo of an x86 CPU")
+    native = bool({"avx512_bf16", "amx_bf16"} & set(flags))
+    assert default_compute(torch.device("cpu")) == ("bf16" if native else "fp32")
+
+
+def test_torch_reports_every_deciding_capability():
+    known = torch.cpu.get_capabilities()
+    names = {"x86_64": devices.NATIVE_BF16[:2], "arm64": devices.NATIVE_BF16[2:3]}
+    assert set(names.get(known["architecture"], ())) <= set(known)
+
+
+def test_compute_of_a_gpu_is_bf16():
+    assert default_compute(torch.device("cuda")) == "bf16"
+
+
+@pytest.mark.parametrize(("platform", "expected"), [("linux", 1024 * 1000), ("darwin", 1000)])
+def test_peak_of_a_process_is_in_bytes(platform, expected, monkeypatch):
+    """Linux counts in KiB, macOS in bytes."""
+    resource = pytest.importorskip("resource")
+    usage = SimpleNamespace(ru_maxrss=1000)
+    monkeypatch.setattr(resource, "getrusage", lambda _: usage)
+    monkeypatch.setattr("arbcli.kernels.runtime.device.sys", SimpleNamespace(platform=platform))
+    assert peak_bytes(torch.device("cpu")) == expected
+
+
+NAMES = {
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA H200 NVL": 835.5e12,
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "NVIDIA Next": None,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peak_is_that_of_a_known_gpu_and_never_a_guess(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_operations(torch.device("cuda")) == NAMES[name]
+    assert peak_operations(torch.device("cpu")) is None
+
+
+def test_room_that_is_just_enough_is_enough():
+    check_room(2**30, "it", "do so", 2**30)
+    message = r"it needs at least 1.00 GiB of memory, and 0.50 GiB are free"
+    with pytest.raises(ArbError, match=message) as caught:
+        check_room(2**30, "it", "do so", 2**29)
+    assert caught.value.hint == "do so"
+    with pytest.raises(ArbError):
+        check_room(2**30, "it", "", 2**30 - 1)
+    with pytest.raises(ArbError):
+        check_room(1, "it", "", 0)
+
+
+WANTS = {
+    "GPU": (torch.OutOfMemoryError("CUDA out of memory"), "the GPU's memory is not enough"),
+    "Python": (MemoryError(), "this machine's memory is not enough"),
+    "torch": (
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        "this machine's memory is not enough",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WANTS)
+def test_lack_of_memory_is_an_error_with_a_hint(name):
+    error, message = WANTS[name]
+    with pytest.raises(ArbError, match=message) as caught, explained_out_of_memory("do so"):
+        raise error
+    assert caught.value.hint == "do so"
+    with pytest.raises(ArbError) as caught, explained_out_of_memory():
+        raise error
+    assert "`--batch`, `--ctx` or `--preset`" in caught.value.hint
+    with pytest.raises(RuntimeError, match="another"), explained_out_of_memory():
+        raise RuntimeError("another fault")
+
+
+def test_products_in_four_bits_are_emulated_on_gpus_before_blackwell(monkeypatch):
+    cuda = torch.device("cuda")
+    for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        assert emulates_nvfp4(cuda) == (capability[0] < 10)
+    assert emulates_nvfp4(torch.device("cpu"))
+
+
+def attention_of_cuda() -> list[bool]:
+    """Tell which kernels may run whose backward adds in any order."""
+    cuda = torch.backends.cuda
+    return [cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()]
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_determinism_is_an_error_where_it_cannot_be_and_ends(before):
+    torch.set_deterministic_debug_mode(before)
+    with deterministic():
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        assert attention_of_cuda() == [False, False]
+    assert attention_of_cuda() == [True, True]
+    assert torch.get_deterministic_debug_mode() == before
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+def test_compiler_has_the_determinism_of_torch(monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        torch, "use_deterministic_algorithms", lambda *mode, **how: told.append((*mode, how))
+    )
+    for mode in ("default", "warn", "error"):
+        torch.set_deterministic_debug_mode(mode)
+        set_compiler_determinism()
+    warn, error = {"warn_only": True}, {"warn_only": False}
+    assert told == [(False, error), (True, warn), (True, error)]
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [
+        ("4096", "1024", 3072),  # a container that may take less than the machine has
+        ("max", "1024", 7 * 1024),  # one without a limit
+        ("1048576", "0", 7 * 1024),
+        ("1024", "4096", 0),
+    ],
+)
+def test_memory_that_is_free_is_the_least_of_the_machine_and_its_container(
+    limit, used, expected, tmp_path, monkeypatch
+):
+    files = {"meminfo": "MemTotal: 9 kB\nMemAvailable: 7 kB\n", "limit": limit, "used": used}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    groups = [(tmp_path / "limit", tmp_path / "used"), (tmp_path / "none", tmp_path / "none")]
+    monkeypatch.setattr(devices, "CONTAINER_MEMORY", groups)
+    memory = tmp_path / "meminfo"
+    monkeypatch.setattr(devices, "Path", lambda p: memory if str(p) == "/proc/meminfo" else Path(p))
+    assert available_bytes() == expected
+    memory.unlink()
+    if limit == "max":  # nothing but the machine itself tells
+        sizes = {"SC_PHYS_PAGES": 5, "SC_PAGE_SIZE": 4096}
+        monkeypatch.setattr("os.sysconf", sizes.__getitem__)
+        assert available_bytes() == 5 * 4096
+    else:
+        assert available_bytes() == max(0, int(limit) - int(used))
+
+
+@pytest.mark.parametrize("name", ["mps", "mps:0"])
+def test_gpu_of_apple_is_taken_where_there_is_one(name, monkeypatch):
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    with pytest.raises(ArbError, match=f"there is no Apple GPU for `{name}`"):
+        resolve_device(name)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    assert resolve_device(name).type == "mps"
+    assert resolve_device(None).type != "mps"
+
+
+def test_gpu_of_apple_computes_in_float32_by_torch():
+    mps = torch.device("mps")
+    assert default_compute(mps) == "fp32"
+    assert default_backend(mps) == "torch"
+    check_compute("bf16", mps)
+    with pytest.raises(ArbError, match="not supported on Apple GPUs"):
+        check_compute("fp8", mps)
+    for name in ("native", "triton"):
+        with pytest.raises(ArbError, match="this run is on `mps`"):
+            check_backend(name, mps)
+
+
+def test_backend_that_there_is_not_is_refused():
+    with pytest.raises(ArbError, match="no backend is named `cuda`") as caught:
+        check_backend("cuda", torch.device("cpu"))
+    assert "`triton`, `native`, `torch`, `interpreter`" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "runs"),
+    [("3.6.0", "2.4.0", False), ("3.6.0", "2.3.5", True), ("3.7.1", "2.4.6", True)],
+)
+def test_triton_is_interpreted_with_a_numpy_that_it_works_with(triton, numpy, runs, monkeypatch):
+    monkeypatch.setattr(backend, "version", {"triton": triton, "numpy": numpy}.__getitem__)
+    monkeypatch.setattr(backend, "INTERPRETED", True)
+    monkeypatch.setattr(backend, "HAS_TRITON", True)
+    with nullcontext() if runs else pytest.raises(ArbError, match="NumPy"):
+        backend.check_backend("interpreter", torch.device("cpu"))
+
+
+class Cycle:
+    """An object that only the collector frees."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_a_graph_is_captured(collects, monkeypatch):
+    """One of it may be another graph, which must not be freed then."""
+    monkeypatch.setattr("torch.cuda.graph", lambda _, **how: nullcontext(how))
+    threshold = gc.get_threshold()
+    try:
+        gc.set_threshold(1, 1, 1)
+        if not collects:
+            gc.disable()
+        with capturing(None, pool=3):
+            garbage = ref(Cycle())
+            _ = [[] for _ in range(1000)]
+            assert garbage() is not None
+        assert gc.isenabled() == collects
+        _ = [[] for _ in range(1000)]
+        assert (garbage() is None) == collects
+    finally:
+        gc.set_threshold(*threshold)
+        gc.enable()

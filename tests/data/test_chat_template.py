@@ -1,0 +1,100 @@
+"""Chat templates write messages, and do nothing else whatever they try."""
+
+import json
+
+import pytest
+
+from arbcli.base.errors import ArbError
+from arbcli.data.chat_template import ChatTemplate, find_template
+
+pytest.importorskip("jinja2", reason="needs the package jinja2")
+
+CHATML = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m['content'] | trim }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HOSTILE = {
+    "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ cycler.__init__.__globals__.os.popen('touch HERE').read() }}",
+    "self": "{{ self.__init__.__globals__ }}",
+    "function": "{{ raise_exception.__globals__['__builtins__']['open']('HERE', 'w') }}",
+    "type": "{{ namespace.__init__.__globals__ }}", "file": "{% include '/etc/passwd' %}",
+    "import": "{% import 'os' as os %}", "change": "{{ messages.append(1) }}",
+    "long string": "{{ 'a' * 1000000000 }}", "long list": "{{ [messages] * 1000000000 }}",
+    "power": "{{ 7 ** 99999999 }}", "wide": "{{ '%9999999999d' % 3 }}",
+    "wide format": "{{ '{:9999999999}'.format(3) }}", "padded": "{{ 'a'.ljust(9999999999) }}",
+    "centred": "{{ 'a' | center(9999999999) }}",
+    "loop": "{% for i in range(10000000) %}{% endfor %}",
+    "loops": "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+    "refusal": "{{ raise_exception('no system message') }}", "syntax": "{% if %}",
+    "no tag": "{% exec 'ls' %}", "nothing": "{{ nothing.there }}",
+}  # fmt: skip
+
+
+def test_template_writes_messages_as_transformers_does():
+    template = ChatTemplate(CHATML, "it", {"bos_token": "<s>"})
+    messages = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "ho"}]
+    wanted = "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert template.render(messages[:1], asks=True) == wanted
+    assert template.render(messages) == f"{wanted}ho<|im_end|>\n"
+
+
+def test_marks_of_answers_are_left_out():
+    template = ChatTemplate("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "", {})
+    assert template.render([{"content": "yes"}]) == "yes!"
+
+
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_template_is_refused_in_one_line(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArbError) as caught:
+        ChatTemplate(source, "it", {}).render([{"role": "user", "content": "hi"}])
+    assert str(caught.value).startswith("`it` ")
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_makes_a_long_text_of_a_short_one_and_a_number():
+    """Whatever filters the installed Jinja has, and whatever methods strings have."""
+    filters = ChatTemplate("", "it", {})._template.environment.filters
+    calls = [f"'a\\nb' | {name}" for name in filters]
+    calls += [f"'a\\nb'.{name}" for name in dir(str) if name[0] != "_"]
+    assert len(calls) > 80
+    for call in calls:
+        try:
+            made = ChatTemplate("{{ " + call + "(1000000) }}", "it", {}).render([])
+        except ArbError:
+            continue
+        assert len(made) < 1000, call
+
+
+def test_template_is_found_wherever_transformers_writes_it(tmp_path):
+    file = tmp_path / "tokenizer.json"
+    assert find_template(file) is None
+    settings = tmp_path / "tokenizer_config.json"
+    several = [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "a"}]
+    settings.write_text(json.dumps({"chat_template": several, "eos_token": {"content": "</s>"}}))
+    found = find_template(file)
+    assert (found.source, found.tokens["eos_token"]) == ("a", "</s>")
+    (tmp_path / "chat_template.jinja").write_text("c")
+    assert find_template(file).source == "c"
+    (tmp_path / "hugging_face").mkdir()
+    (tmp_path / "hugging_face" / "chat_template.json").write_text('{"chat_template": "d"}')
+    assert find_template(file).source == "d"
+
+
+def test_same_text_as_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs the package transformers")
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    del transformers
+    source = (
+        "{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}"
+        "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}{% for m in messages %}"
+        "{{ '[' + m.role + '] ' }}{%- if loop.index0 > ns.last %}{{ '<think></think>' }}{% endif %}"
+        "{{ m.content.split('x')[-1].lstrip('\\n') }}{{ m | tojson }}{% if not loop.last %}"
+        "{% continue %}{% endif %}{{ eos_token }}\n    {% endfor %}"
+    )
+    messages = [{"role": "user", "content": "axb"}, {"role": "assistant", "content": "ü<c>"}]
+    wanted, _ = render_jinja_template([messages], chat_template=source, eos_token="</s>")
+    assert ChatTemplate(source, "it", {"eos_token": "</s>"}).render(messages) == wanted[0]

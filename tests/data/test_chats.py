@@ -1,0 +1,287 @@
+"""Chats as documents: what is learnt, how windows are filled, and that documents stay apart."""
+
+import dataclasses
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from arbcli.base.errors import ArbError
+from arbcli.base.run_files import COMPANIONS
+from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
+from arbcli.config.parts import AttentionConfig, MambaConfig, MLPConfig
+from arbcli.data.chat_template import ChatTemplate
+from arbcli.data.chats import NOT_LEARNT, Chats, has_documents, pack
+from arbcli.data.conversion import texts_folder
+from arbcli.data.text import Text, batch
+from arbcli.data.tokens import Tokenizer
+from arbcli.generation.conversation import Conversation
+from arbcli.model.build import build_model
+from tests.data.test_chat_template import CHATML
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+SPECIAL = {"bos_token": "", "eos_token": "<|im_end|>"}
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last and m.role == 'assistant' %}"
+    "<think>{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def chat(*contents: str) -> dict:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+    return {"messages": messages}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    package = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
+    pytest.importorskip("jinja2", reason="needs the package jinja2")
+    trained = package.Tokenizer(package.models.BPE())
+    trained.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = package.decoders.ByteLevel()
+    trainer = package.trainers.BpeTrainer(
+        vocab_size=270, special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False,
+        initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    trained.train_from_iterator(["how are you, I am fine"], trainer)
+    path = tmp_path_factory.mktemp("tokenizer")
+    trained.save(str(path / "tokenizer.json"))
+    (path / "chat_template.jinja").write_text(CHATML)
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    return path
+
+
+@pytest.fixture
+def tokenizer(folder) -> Tokenizer:
+    return Tokenizer.read(folder / "tokenizer.json")
+
+
+def write_records(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def chats(tmp_path, tokenizer, records, source=CHATML, context=64, field="messages"):
+    template = ChatTemplate(source, "it", SPECIAL)
+    text = Text([write_records(tmp_path / "chats.jsonl", records)])
+    return Chats(text, field, tokenizer, template, context)
+
+
+def documents_of(found: Chats) -> list[tuple[list[int], list[int]]]:
+    """List inputs and targets of every document."""
+    listed = []
+    for window in range(len(found.bins)):
+        ids, targets, numbers = (part[0] for part in found.packed_batch([window]))
+        for number in range(len(found.bins[window])):
+            here = numbers == number
+            listed.append((ids[here].tolist(), targets[here].tolist()))
+        assert targets[numbers == len(found.bins[window])].eq(NOT_LEARNT).all()
+    return listed
+
+
+def test_only_answers_and_their_ends_are_learnt(tmp_path, tokenizer):
+    found = chats(tmp_path, tokenizer, [chat("how are you", "fine", "you", "am fine too")])
+    ((ids, targets),) = documents_of(found)
+    whole = tokenizer.decode([*ids, targets[-1]])
+    assert whole == ChatTemplate(CHATML, "", SPECIAL).render(
+        chat("how are you", "fine", "you", "am fine too")["messages"]
+    )
+    learnt = [token for token in targets if token != NOT_LEARNT]
+    assert tokenizer.decode(learnt) == "fine<|im_end|>\nam fine too<|im_end|>\n"
+    assert found.learnt_bytes == len(b"fine<|im_end|>\nam fine too<|im_end|>\n")
+    assert ids[0] == tokenizer.special("<|im_start|>")  # one token, not ten of its text
+    # each target is the next input
+    pairs = zip(ids[1:], targets[:-1], strict=True)
+    assert all(target in (NOT_LEARNT, following) for following, target in pairs)
+
+
+def test_template_that_alters_earlier_answers_makes_a_document_of_each(tmp_path, tokenizer):
+    found = chats(tmp_path, tokenizer, [chat("a", "b", "c", "d")], THINKING)
+    learnt = [
+        tokenizer.decode([token for token in targets if token != NOT_LEARNT])
+        for _, targets in documents_of(found)
+    ]
+    assert sorted(learnt) == ["<think>b<|im_end|>", "<think>d<|im_end|>"]
+
+
+def test_questions_and_texts(tmp_path, tokenizer):
+    records = [{"prompt": "how", "completion": "fine", "more": 1}]
+    found = chats(tmp_path, tokenizer, records, field="prompt+completion")
+    ((_, targets),) = documents_of(found)
+    learnt = [token for token in targets if token != NOT_LEARNT]
+    assert tokenizer.decode(learnt) == "fine<|im_end|>\n"
+    text = chats(tmp_path, tokenizer, [{"text": "you are"}], field="+text")
+    ((ids, targets),) = documents_of(text)
+    assert tokenizer.decode([ids[0], *targets]) == "you are<|im_end|>"
+    assert has_documents("+text")
+    assert has_documents("messages")
+    assert not has_documents("text")
+
+
+def test_documents_are_kept_for_all_that_makes_them(tmp_path, tokenizer):
+    """One file of the cache for each field, tokenizer and template, and for its special tokens."""
+    records = [chat("how", "fine") | {"question": "how", "answer": "you are", "text": "I am"}]
+    other = json.loads(tokenizer.content)
+    other["added_tokens"][0]["lstrip"] = True  # does nothing here
+    other = Tokenizer(json.dumps(other).encode(), "other")
+    template = {"source": CHATML, "tokens": SPECIAL}
+    text = Text([write_records(tmp_path / "chats.jsonl", records)])
+    for reads, field, changed in (
+        (tokenizer, "messages", {}), (tokenizer, "question+answer", {}),
+        (tokenizer, "text+answer", {}), (tokenizer, "+text", {}), (tokenizer, "+answer", {}),
+        (other, "messages", {}), (tokenizer, "messages", {"source": "{# other #}" + CHATML}),
+        (tokenizer, "messages", {"tokens": SPECIAL | {"eos_token": "<|im_start|>"}}),
+    ):  # fmt: skip
+        given = template | changed
+        before = {*texts_folder().glob("*.sha256")}
+        for _ in range(2):
+            Chats(text, field, reads, ChatTemplate(given["source"], "it", given["tokens"]), 64)
+        assert len({*texts_folder().glob("*.sha256")} - before) == 1, (field, changed)
+
+
+@pytest.mark.parametrize(("says", "more"), [(None, set()), (5, {5}), ([5, 7], {5, 7})])
+def test_conversation_ends_where_its_model_says_and_remembers(
+    says, more, folder, tokenizer, tmp_path
+):
+    run = shutil.copytree(folder, tmp_path / "run")
+    (run / COMPANIONS).mkdir()
+    (run / COMPANIONS / "generation_config.json").write_text(json.dumps({"eos_token_id": says}))
+    model = SimpleNamespace(tokenizer=tokenizer)
+    conversation = Conversation(model, run / "step-000001.safetensors")
+    assert conversation.ends == {tokenizer.special("<|im_end|>"), *more}
+    conversation.ask(b"how are you")
+    conversation.answered(b"fine")
+    template = ChatTemplate(CHATML, "", SPECIAL)
+    wanted = template.render(chat("how are you", "fine", "you")["messages"], asks=True)
+    assert tokenizer.decode(conversation.ask(b"you")) == wanted
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        ([1], "it is not an object"),
+        ({"messages": "hi"}, "not a list of objects"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no message has the role"),
+        ({"messages": [{"content": "a"}]}, "no `role`"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "the `content` of a message"),
+        (chat("<|im_end|>", "b"), "is a special token"),
+        (chat("a", "\ud800"), "surrogates"),
+    ],
+)
+def test_damaged_record_is_refused_by_its_place(tmp_path, tokenizer, record, why):
+    with pytest.raises(ArbError, match=r"record at byte 0 of .*") as caught:
+        chats(tmp_path, tokenizer, [record])
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("room", [5, 17, 300])
+def test_windows_hold_every_document_once(room):
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(1, min(room, 9) + 1, (300,), generator=generator).tolist()
+    bins = pack(sizes, room)
+    assert sorted(index for some in bins for index in some) == list(range(300))
+    assert all(sum(sizes[index] for index in some) <= room for some in bins)
+    assert all(len(some) < 64 for some in bins)
+    assert len(bins) <= max(-(-300 // 63), sum(sizes) // room * 1.2 + 1)
+
+
+def test_long_document_is_cut(tmp_path, tokenizer):
+    found = chats(tmp_path, tokenizer, [chat("a", "how are you " * 9), chat("b", "c")], context=24)
+    assert found.cut == 1
+    assert sorted(len(ids) for ids, _ in documents_of(found))[-1] == 24
+    with pytest.raises(ArbError, match="no record has an answer that begins within 4 tokens"):
+        chats(tmp_path, tokenizer, [chat("how are you", "b")], context=4)
+
+
+def model_of(vocabulary: int = 270, **mixer):
+    block = BlockConfig(
+        mixer=AttentionConfig(heads=4, kv_heads=2, sub_norm=False, **mixer),
+        channel=MLPConfig(width=48, sub_norm=False),
+    )
+    stage = StageConfig(dim=32, blocks=(block,) * 2)
+    config = ModelConfig(ctx=40, stages=(stage,), vocabulary=vocabulary, digits="all")
+    model = build_model(config, torch.float32)
+    model.initialise(3)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "mixer"),
+    [
+        (270, {}),
+        (270, {"query_key_norm": "gain"}),
+        (270, {"window": 5}),
+        (270, {"sink": True, "window": 6}),
+        (5000, {"query_key_norm": "none", "bias": True}),
+    ],
+    ids=["unit", "gain", "window", "sink", "many symbols"],
+)
+def test_documents_of_a_window_know_nothing_of_each_other(vocabulary, mixer):
+    model = model_of(vocabulary, **mixer)
+    generator = torch.Generator().manual_seed(1)
+    sizes = [(9, 14, 10), (20, 13)]
+    ids = torch.randint(270, (2, 40), generator=generator)
+    targets = torch.randint(270, (2, 40), generator=generator)
+    targets[torch.rand(2, 40, generator=generator) < 0.5] = NOT_LEARNT
+    numbers, alone, learnt = torch.zeros(2, 40, dtype=torch.int64), 0.0, 0
+    for row, some in enumerate(sizes):
+        at = 0
+        for number, size in enumerate(some):
+            here = (slice(row, row + 1), slice(at, at + size))
+            numbers[here], at = number, at + size
+            losses = model.position_losses(ids[here], targets[here].clamp(min=0))
+            counts = targets[here] >= 0
+            alone, learnt = alone + float(losses[counts].sum().detach()), learnt + int(counts.sum())
+        numbers[row, at:], targets[row, at:] = len(some), NOT_LEARNT
+    packed = float(model.loss(ids, targets, numbers).detach())
+    assert packed == pytest.approx(alone / learnt, rel=1e-5)
+    # as one text they see each other, and their loss is another
+    assert packed != pytest.approx(float(model.loss(ids, targets, 0 * numbers).detach()), rel=1e-5)
+
+
+def test_parts_that_remember_are_refused():
+    config = model_of().config
+    mamba = BlockConfig(mixer=MambaConfig(heads=2), channel=MLPConfig(width=48))
+    stage = dataclasses.replace(config.stages[0], blocks=(mamba,))
+    config.check_documents()
+    with pytest.raises(ArbError, match="`mamba`, its state goes on"):
+        dataclasses.replace(config, stages=(stage,)).check_documents()
+
+
+def test_batches_follow_from_seed_and_step(tmp_path, tokenizer):
+    found = chats(tmp_path, tokenizer, [chat(f"{i}", f"{i}" * i) for i in range(30)], context=32)
+    given = {"seed": 0, "micro": 0, "batch_size": 3, "context": 32, "device": "cpu"}
+    first, again = (batch(found, step=5, **given) for _ in range(2))
+    assert all(map(torch.equal, first, again))
+    assert first[0].shape == (3, 32)
+    assert not torch.equal(first[0], batch(found, step=6, **given)[0])
+
+
+def test_command_trains_on_chats_and_resumes_to_the_same_bits(tmp_path, folder, arb_here):
+    records = [chat(f"how are you {i}", f"fine {i % 3}") for i in range(60)]
+    data = write_records(tmp_path / "chats.jsonl", records)
+    words = ["train", "--data", str(data), "--field", "messages", "--batch", "2", "--ctx", "48"]
+    words += ["--tokenizer", str(folder / "tokenizer.json"), "--dim", "32", "--layers", "1"]
+    words += ["--heads", "2", "--ffn", "48", "--device", "cpu", "--compute", "fp32", "--quiet"]
+    run = tmp_path / "whole"
+    done = arb_here(*words, "--steps", "4", "--out", str(run), "--save-every", "2")
+    assert done.returncode == 0, done.stderr
+    assert (run / "hugging_face" / "chat_template.jinja").read_text() == CHATML
+    wanted = (run / "step-000004.safetensors").read_bytes()
+    (run / "step-000004.safetensors").unlink()
+    assert arb_here("train", "--resume", str(run), "--quiet").returncode == 0
+    assert (run / "step-000004.safetensors").read_bytes() == wanted
+    ask = ["generate", "--checkpoint", str(run), "--chat", "--length", "5", "--device", "cpu"]
+    report = json.loads(arb_here(*ask, "--prompt", "you", "--json").stdout)
+    assert report["prompt"] == "<|im_start|>user\nyou<|im_end|>\n<|im_start|>assistant\n"
+    done = arb_here(*ask, "--prompt", "<|im_end|>")
+    assert done.returncode == 2
+    assert "contains the special token" in done.stderr
+    done = arb_here("evaluate", "--checkpoint", str(run))
+    assert "was trained on documents" in done.stderr

@@ -1,0 +1,229 @@
+"""Texts as tokens: cut, cached, trained on and evaluated, with losses by byte and by token."""
+
+import json
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from arbcli.base.errors import ArbError
+from arbcli.data import tokens
+from arbcli.data.text import Mixture, Text, open_texts
+from arbcli.data.tokens import Tokenizer, tokenised
+from arbcli.generation.tokens import bytes_of
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+WORDS = ["ternary", "weights", "learn", "to", "read", "größer", "Straße", "as", "tokens", "do"]
+SMALL = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "12"]
+SMALL += ["--batch", "2", "--steps", "3", "--device", "cpu", "--compute", "fp32"]
+
+
+def random_lines(seed: int, lines: int) -> str:
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.randint(len(WORDS), (lines, 7), generator=generator).tolist()
+    return "".join(" ".join(WORDS[pick] for pick in line) + ".\n" for line in picks)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory):
+    package = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
+    trained = package.Tokenizer(package.models.BPE())
+    trained.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = package.decoders.ByteLevel()
+    alphabet = package.pre_tokenizers.ByteLevel.alphabet()
+    trainer = package.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    trained.train_from_iterator([random_lines(0, 200)], trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    trained.save(str(path))
+    return path
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(random_lines(1, 60), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def tokenizer(tokenizer_file) -> Tokenizer:
+    return Tokenizer.read(tokenizer_file)
+
+
+def all_tokens(text: Text) -> list[int]:
+    return text.window_batch([0], len(text))[0].tolist()
+
+
+def test_text_without_lines_is_cut_between_characters(tmp_path, tokenizer, monkeypatch):
+    path = tmp_path / "long.txt"
+    path.write_text("ö" * 301, encoding="utf-8")
+    monkeypatch.setattr(tokens, "BLOCK_BYTES", 101)
+    assert tokenizer.decode(all_tokens(tokenised(Text([path]), tokenizer))) == "ö" * 301
+
+
+def test_tokens_are_made_once_for_each_text_and_tokenizer(text_file, tokenizer, monkeypatch):
+    first = tokenised(Text([text_file]), tokenizer)
+    monkeypatch.setattr(Tokenizer, "encode_all", lambda *_: pytest.fail("tokenised again"))
+    assert all_tokens(tokenised(Text([text_file]), tokenizer)) == all_tokens(first)
+    with pytest.raises(pytest.fail.Exception):  # another part of the file
+        tokenised(Text.of_parts([(text_file, 0, 100)]), tokenizer)
+    tokenizer.digest = "another"
+    with pytest.raises(pytest.fail.Exception):
+        tokenised(Text([text_file]), tokenizer)
+
+
+def test_mixture_of_tokens_keeps_its_weights_and_never_mixes_a_window(tmp_path, tokenizer):
+    files = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for index, file in enumerate(files):
+        file.write_text("ab"[index] * 300, encoding="utf-8")
+    both = Mixture([(Text([files[0]]), 3.0), (Text([files[1]]), 1.0)])
+    mixed = tokenised(both, tokenizer)
+    assert mixed.pieces == both.pieces == [(file, 0, 300) for file in files]
+    assert len(mixed) == sum(map(len, mixed.texts))
+    second = len(mixed.texts[0])  # where each text begins, and where the first one ends
+    ends = mixed.window_batch([0, second, second - 4, len(mixed) - 4], 4).tolist()
+    assert ["".join(sorted(set(tokenizer.decode(end)))) for end in ends] == ["a", "b", "a", "b"]
+    windows = mixed.window_batch(mixed.starts(b"key", 200, 4), 4).tolist()
+    kinds = ["".join(sorted(set(tokenizer.decode(window)))) for window in windows]
+    assert set(kinds) == {"a", "b"}
+    assert 0.65 < kinds.count("a") / 200 < 0.85
+
+
+def test_text_cannot_make_special_tokens(tokenizer):
+    special = tokenizer._tokenizer.token_to_id("<|end|>")
+    assert special not in tokenizer.encode(b"an <|end|> in text")
+    assert tokenizer.decode(tokenizer.encode(b"an <|end|> in text")) == "an <|end|> in text"
+    # nor once a template has written them, or has failed to
+    assert special in [token for token, _ in tokenizer.encode_marked("an <|end|>")]
+    assert special not in tokenizer.encode(b"an <|end|> in text")
+    with pytest.raises(TypeError):
+        tokenizer.encode_marked(7)
+    assert special not in tokenizer.encode(b"an <|end|> in text")
+
+
+def test_characters_come_as_soon_as_they_are_whole(tokenizer):
+    whole = "größer as Ω tokens 🙂 do"
+    found = tokenizer.encode(whole.encode())
+    parts = list(tokenizer.decoded(found[:2], [[token] for token in found[2:]]))
+    begun = tokenizer.decode(found[:2])
+    assert begun.encode() + b"".join(parts) == whole.encode()
+    assert len(parts) > 4
+    assert all("\ufffd" not in part.decode() for part in parts)
+    # nor is the rest of a character shown whose first half is the end of the prompt
+    model = SimpleNamespace(tokenizer=tokenizer)
+    for cut in range(len(found)):
+        parts = list(bytes_of(model, found[:cut], [[token] for token in found[cut:]]))
+        assert all("\ufffd" not in part.decode() for part in parts), cut
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"model": {"type": "none"}}'])
+def test_file_that_is_not_a_tokenizer_is_refused_in_one_line(content, tmp_path, tokenizer_file):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(ArbError, match="is not a tokenizer") as refused:
+        Tokenizer.read(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ArbError, match="package tokenizers"):
+        Tokenizer(b"{}", "tokenizer.json")
+
+
+def run_json(arb_here, *args: str) -> list[dict]:
+    done = arb_here(*args, "--json")
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_run_of_tokens_is_trained_evaluated_resumed_and_written(
+    text_file, tokenizer_file, tmp_path, arb_here
+):
+    run = tmp_path / "run"
+    text = ["--data", str(text_file), "--tokenizer", str(tokenizer_file)]
+    *_, last, _ = run_json(arb_here, "train", *SMALL, *text, "--quiet", "--out", str(run))
+    tokenizer = Tokenizer.read(tokenizer_file)
+    texts = open_texts([str(text_file)], None, seed=0, context=12)
+    val = tokenised(texts.val, tokenizer)
+    assert last["token_val_loss"] == pytest.approx(last["val_loss"] * val.symbol_bytes)
+    assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2))
+    assert abs(last["token_val_loss"] - math.log(tokenizer.size)) < 1
+    assert (run / "tokenizer.json").read_bytes() == tokenizer_file.read_bytes()
+    # the run has its own
+    saved = ["--checkpoint", str(run), "--device", "cpu"]
+    (found,) = run_json(arb_here, "evaluate", *saved, "--quiet")
+    assert found["tokens"] == len(val)
+    assert found["bytes"] == len(texts.val)
+    assert found["nats_per_byte"] == pytest.approx(found["nats_per_token"] / val.symbol_bytes)
+    (part,) = found["by_position"]  # of all positions, of which most count twice
+    assert part["nats_per_byte"] == pytest.approx(found["nats_per_byte"], rel=0.05)
+    (written,) = run_json(arb_here, "generate", *saved, "--prompt", "ternary", "--length", "9")
+    assert written["length"] == 9
+    assert arb_here("train", "--resume", str(run), "--steps", "4", "--quiet").returncode == 0
+    (run / "tokenizer.json").write_bytes(tokenizer_file.read_bytes() + b"\n")
+    for command in (["train", "--resume", str(run), "--steps", "9"], ["generate", *saved]):
+        done = arb_here(*command)
+        assert done.returncode == 2
+        assert "is not the tokenizer" in done.stderr
+    (run / "tokenizer.json").unlink()
+    done = arb_here("evaluate", *saved, "--data", str(text_file))
+    assert done.returncode == 2
+    assert "tokenizer.json" in done.stderr
+
+
+def test_tokenizer_of_words_that_makes_nothing_of_a_newline_ends_with_a_sample(
+    text_file, tmp_path, arb_here
+):
+    package = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
+    words = {word: index for index, word in enumerate([*WORDS, "?"])}
+    by_words = package.Tokenizer(package.models.WordLevel(words, unk_token="?"))
+    by_words.pre_tokenizer = package.pre_tokenizers.WhitespaceSplit()
+    path = tmp_path / "words.json"
+    by_words.save(str(path))
+    assert Tokenizer.read(path).encode(b"\n") == []
+    text = ["--data", str(text_file), "--tokenizer", str(path)]
+    done = arb_here("train", *SMALL, *text, "--no-save")
+    assert done.returncode == 0, done.stderr
+    sample = done.stderr.partition("\nsample\n")[2].split()
+    assert {*WORDS, "?"} & {*sample}
+
+
+def test_probe_measures_a_model_of_tokens(text_file, tokenizer_file, arb_here):
+    shape = [word for word in SMALL if word not in ("--steps", "3")]
+    text = ["--data", str(text_file), "--tokenizer", str(tokenizer_file)]
+    (report,) = run_json(arb_here, "probe-loss", *shape, *text, "--steps", "8")
+    size = Tokenizer.read(tokenizer_file).size
+    assert report["uniform_loss"] == pytest.approx(math.log(size))
+    assert report["acausal_logits"] == 0
+
+
+MODEL = (
+    "[model]\nctx = 12\nvocabulary = {}\n[model.block.a]\nmixer = {{ kind = 'attention',"
+    " heads = 2 }}\n[[model.stage]]\ndim = 16\nblocks = 'a'\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "with_tokenizer", "words", "said"),
+    [
+        (300, False, [], "--tokenizer"),
+        (200, True, [], "has tokens up to {last:,}, and the model's vocabulary has 200"),
+        (None, True, [*SMALL, "--ctx", "200"], "201 tokens or more"),
+    ],
+)
+def test_model_text_and_tokenizer_that_do_not_fit_are_refused(
+    vocabulary, with_tokenizer, words, said, text_file, tokenizer_file, tmp_path, arb_here
+):
+    if vocabulary:
+        (tmp_path / "model.toml").write_text(MODEL.format(vocabulary))
+        words = ["--model", str(tmp_path / "model.toml")]
+    words = [*words, *["--tokenizer", str(tokenizer_file)] * with_tokenizer]
+    done = arb_here("train", "--data", str(text_file), "--no-save", *words)
+    assert done.returncode == 2
+    assert said.format(last=Tokenizer.read(str(tokenizer_file)).size - 1) in done.stderr

@@ -1,0 +1,314 @@
+"""Whatever is read is bounded and held to a schema, and what is wrong is one line of one error."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from altered import WRITTEN, altered
+
+from arbcli.base import reading
+from arbcli.base.errors import ArbError
+from arbcli.base.reading import check_schema, is_of, open_regular, parse_json, read_json, read_small
+from arbcli.base.run_files import latest_run
+from arbcli.config.file import read_settings
+from arbcli.inspect.saved import compare, open_saved
+from arbcli.interop.exporting import export
+from arbcli.interop.gguf.container import GGUFFile
+from arbcli.training.check import check_run
+from arbcli.training.configure import new_config
+from arbcli.training.directory import read_facts
+from arbcli.training.observer import Observer
+from arbcli.training.record import LONGEST_LINE, METRICS, best_step, read_all_records, read_records
+from arbcli.training.run import resume_run, start_run
+
+SHAPE = {"dim": 32, "layers": 1, "heads": 2, "ffn": 64, "ctx": 16, "sub_norms": False}
+
+
+def no_regular_files(folder: Path) -> list[Path]:
+    os.mkfifo(folder / "fifo")
+    (folder / "loop").symlink_to("loop")
+    return [folder / "fifo", Path("/dev/zero"), folder, folder / "loop", folder / "missing"]
+
+
+def test_irregular_file_is_refused_and_not_waited_for(tmp_path):
+    for path in no_regular_files(tmp_path):
+        for read in (read_small, read_json, lambda path: open_saved(path, print), GGUFFile):
+            if path != tmp_path or read in (read_small, read_json, GGUFFile):
+                with pytest.raises(ArbError, match=r"cannot read|there is no"):
+                    read(path)
+        with pytest.raises(ArbError, match="cannot read"), open_regular(path):
+            pass
+
+
+def test_file_is_read_up_to_a_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "LARGEST_FILE", 10)
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 10)
+    assert read_small(path) == b"x" * 10
+    path.write_bytes(b"x" * 11)
+    with pytest.raises(ArbError, match="has more than 10 bytes"):
+        read_small(path)
+
+
+NO_JSON = {
+    b"": "Expecting value", b"{": "Expecting", b"\xff": "codec can't decode",
+    b"[" * 100_000: "nested too deeply", b"[0, " + b"[" * 64 + b"]" * 65: "nested too deeply",
+    b'{"a":' * 65 + b"1" + b"}" * 65: "nested too deeply",
+    b"9" * 5000: "has 5000 digits$", b'{"a": NaN}': "`NaN` is not a number",
+    b"-Infinity": "`-Infinity` is not a number", "{}".encode("utf-16"): "codec can't decode",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NO_JSON, ids=lambda text: repr(text[:9]))
+def test_invalid_json_is_refused_with_the_reason(text, tmp_path):
+    with pytest.raises(ValueError, match=NO_JSON[text]):
+        parse_json(text)
+    (tmp_path / "file").write_bytes(text)
+    with pytest.raises(ArbError, match="is not JSON: ") as told:
+        read_json(tmp_path / "file")
+    assert told.value.hint == "it was truncated or altered: restore it from a copy"
+
+
+def test_json_may_be_nested_as_deeply_as_any_of_ours():
+    assert parse_json(b"[" * 64 + b"]" * 64)
+    assert parse_json(b"5") == 5
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "fits"),
+    [
+        (1, float, True), (10**400, float, False), (float("nan"), float, False), (True, int, False),
+        (None, int | None, True), ([1, 2], list[int], True), ([1, None], list[int], False),
+        ({"a": 1.5}, dict[str, float], True), ({"a": "x"}, dict[str, float], False),
+        ((1, 2), tuple[int, int], True), ((1, 2, 3), tuple[int, int], False),
+        ((1, 2, 3), tuple[int, ...], True), ([1], tuple[int, ...], False), ({}, dict, True),
+    ],
+)  # fmt: skip
+def test_value_is_of_a_type_or_not(value, kind, fits):
+    assert is_of(value, kind) is fits
+
+
+def test_schema_names_the_wrong_field():
+    schema = {"text": dict | None, "text.size": int}
+    for good in ({}, {"text": None}, {"text": {"size": 3}}):
+        check_schema(good, schema, "`f`", "h")
+    for bad, said in (
+        ([], "`f` has `[]` in place of an object"),
+        ({"text": 3}, "`f` has no valid `text`: it is `3`"),
+        ({"text": {}}, "`f` has no valid `text.size`: it is missing"),
+        ({"text": {"size": ""}}, "`f` has no valid `text.size`: it is ``"),
+        ({"text": {"size": "x" * 99}}, f"`f` has no valid `text.size`: it is `{'x' * 60}...`"),
+    ):
+        with pytest.raises(ArbError) as told:
+            check_schema(bad, schema, "`f`", "h")
+        assert (str(told.value), told.value.hint) == (said, "h")
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory) -> Path:
+    """Start a run, and return its directory."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text.txt").write_bytes(b"ternary weights learn to read. " * 100)
+    config = new_config(
+        **SHAPE, batch=2, steps=3, data=[str(folder / "text.txt")], device="cpu",
+        eval_every=1, save_every=1, keep_best=True,
+    )  # fmt: skip
+    start_run(config, folder / "run", Observer())
+    return folder / "run"
+
+
+@pytest.fixture
+def run(finished_run, tmp_path) -> Path:
+    copy = tmp_path / "run"
+    copy.mkdir()
+    for path in finished_run.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    return copy
+
+
+BAD_LINES = (
+    b'{"step": 3, "lo', b"{", b"[1]", b"null", b'{"step": -Infinity, "val_loss": 0.1}',
+    b'{"step": 1' + b"0" * 400 + b', "val_loss": 1' + b"0" * 400 + b"}",
+    b'{"step": 1, "val_loss": -Infinity}', b'{"step": 1, "val_loss": 1' + b"0" * 400 + b"}",
+    b'{"step": 1e400}', b'{"step": "1"}', b'{"step": 1, "val_loss": "0"}', b"[" * 10**5,
+    b'{"step": ' + b"9" * 5000 + b"}", b"\xff", b"x" * (LONGEST_LINE + 5),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: repr(line[:40]))
+def test_torn_or_altered_line_of_records_is_left_out(line, run):
+    good = read_records(run)
+    with (run / METRICS).open("ab") as file:
+        file.write(line)
+    assert read_records(run) == good
+    assert read_all_records(run) == (good, 1 + (len(line) > LONGEST_LINE))
+    assert best_step(run) in (1, 2, 3)
+    notes: list[str] = []
+    report = open_saved(run, notes.append).report()
+    assert report.run["last_record"] == good[-1]
+    assert "torn or altered" in notes[-1]
+    check_run(run)
+    resume_run(run, Observer())
+
+
+@pytest.mark.parametrize("name", ["digests", "extended", "threads", "init_digest", "number"])
+@pytest.mark.parametrize("value", [None, "x", -1, [3], {"a": 1}])
+def test_value_of_config_that_cannot_be_is_refused_and_none_is_missing(name, value, run):
+    path = run / "config.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps(facts | {name: value}))
+    if value is None or (name, value) in (("init_digest", "x"), ("number", -1)):
+        assert read_facts(run).get(name) == value
+        assert check_run(run).passed is (name != "init_digest" or value is None)
+        return
+    with pytest.raises(ArbError, match=name):
+        read_facts(run)
+    assert not check_run(run).passed
+
+
+def test_threads_that_no_machine_has_are_not_believed(run):
+    """So many threads ended the process: `libgomp: Thread creation failed`."""
+    path = run / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"threads": 10**6}))
+    notes: list[str] = []
+    observer = Observer()
+    observer.noted = notes.append
+    resume_run(run, observer, steps=4)
+    assert any("began with 1,000,000 threads, too many for this machine" in n for n in notes)
+    assert (run / "step-000004.safetensors").exists()
+
+
+def test_run_that_was_started_last_is_found_with_the_clock_set_back(finished_run, tmp_path):
+    facts = json.loads((finished_run / "config.json").read_text())
+    for name, about in {
+        "old": {"started": "2031-01-01", "number": None},
+        "a": {"started": "2030-01-01", "number": 1},
+        "b": {"started": "2020-01-01", "number": 2},
+        "c": {"started": "2019-01-01", "number": 2},
+    }.items():
+        run = tmp_path / name
+        run.mkdir()
+        (run / "step-000003.safetensors").touch()
+        (run / "config.json").write_text(json.dumps(facts | about))
+    assert latest_run(tmp_path).name == "b"
+
+
+def test_later_run_has_a_higher_number(finished_run, tmp_path):
+    config = new_config(**SHAPE, batch=2, steps=1, data=[str(finished_run.parent / "text.txt")])
+    for number, name in enumerate(("b", "a", "c"), 1):
+        start_run(config, tmp_path / name, Observer())
+        assert read_facts(tmp_path / name)["number"] == number
+    (tmp_path / "c" / "config.json").write_text("{")  # damaged, and no concern of others
+    start_run(config, tmp_path / "d", Observer())
+    assert read_facts(tmp_path / "d")["number"] == 3
+
+
+SETTINGS = (
+    "lr = 1" + "0" * 400, "lr = -1" + "0" * 400, "final_lr = 1" + "0" * 400,
+    "steps = " + "9" * 5000,
+    "x = " + "[" * 1000 + "]" * 1000, "[" + ".".join("a" * 100) + "]", "steps = 1979-05-27",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("line", SETTINGS, ids=lambda line: line[:20])
+def test_settings_that_cannot_be_are_refused_in_a_line(line, tmp_path):
+    (tmp_path / "a.toml").write_text(line)
+    with pytest.raises(ArbError) as told:
+        read_settings(tmp_path / "a.toml")
+    assert "\n" not in str(told.value)
+    assert len(str(told.value)) < 400
+
+
+def test_matrix_with_an_unknown_name_is_shown(run, tmp_path):
+    path = tmp_path / "a.gguf"
+    export(run, "gguf", out=path)
+    data = path.read_bytes()
+    for old, new in ((b"blk.0.attn_q", b"blk.0.zttn_q"), (b"blk.0.attn_q", b"blk_0_attn_q")):
+        path.write_bytes(data.replace(old, new))
+        assert "other" in open_saved(path, print).report().trits
+
+
+def folder_with(run: Path, out: Path) -> tuple[dict, bytes]:
+    export(run, "hf", out=out)
+    weights = (out / "model.safetensors").read_bytes()
+    length = int.from_bytes(weights[:8], "little")
+    return json.loads(weights[8 : 8 + length]), weights[8 + length :]
+
+
+HEADERS = {
+    "list": lambda header: [], "null": lambda header: None, "deep": lambda header: [[header]],
+    "entry": lambda header: header | {"lm_head.weight": None},
+    **{
+        f"{key} {value}": lambda header, key=key, value=value: (
+            header | {"lm_head.weight": header["lm_head.weight"] | {key: value}}
+        )
+        for key, values in {
+            "dtype": (None, 3, "F64", []), "shape": (None, "x", [256], [256, "32"], [-1, 32]),
+            "data_offsets": (None, [0], [0, 1, 2], [-8, 16376], [0, 2**70], ["a", "b"]),
+        }.items()
+        for value in values
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_folder_with_a_damaged_header_is_refused(name, run, tmp_path):
+    header, data = folder_with(run, tmp_path / "hf")
+    changed = json.dumps(HEADERS[name](header)).encode()
+    content = len(changed).to_bytes(8, "little") + changed + data
+    (tmp_path / "hf" / "model.safetensors").write_bytes(content)
+    with pytest.raises(ArbError) as told:
+        open_saved(tmp_path / "hf", print)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("name", ["arb.step", "arb.origin", "hidden_size", "num_hidden_layers"])
+def test_folder_with_a_value_of_another_type_is_refused(name, run, tmp_path):
+    folder_with(run, tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: [1]}))
+    with pytest.raises(ArbError, match=r"has no valid `.*`: it is `\[1\]`"):
+        open_saved(tmp_path / "hf", print)
+
+
+def test_weights_that_are_not_finite_are_compared(run, tmp_path):
+    _, data = folder_with(run, tmp_path / "hf")
+    saved = open_saved(tmp_path / "hf", print)
+    path = tmp_path / "hf" / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[: -len(data)] + b"\x80\x7f" * (len(data) // 2))  # infinite in bf16
+    other = open_saved(tmp_path / "hf", print)
+    assert other.report().kind == "hf"
+    found = compare(open_saved(run, print), other)
+    assert found.tensors[0].largest is None
+    json.dumps(found.config, allow_nan=False)
+    assert saved.kind == "hf"
+
+
+def test_lock_that_is_a_fifo_is_not_waited_for(run):
+    (run / ".lock").unlink()
+    os.mkfifo(run / ".lock")
+    with pytest.raises(ArbError, match="cannot lock"):
+        resume_run(run, Observer())
+
+
+def test_checkpoint_under_the_name_of_another_step_is_passed_over(run):
+    (run / "step-000003.safetensors").rename(run / "step-000009.safetensors")
+    notes: list[str] = []
+    report = open_saved(run, notes.append).report()
+    assert report.step == 2
+    assert "it belongs to step 3; using the one before it" in notes[0]
+
+
+def test_path_with_a_byte_0_is_none(run):
+    path = run / "config.json"
+    facts = json.loads(path.read_text())
+    facts["text"]["paths"] = {"data": ["a\0b"], "val": []}
+    path.write_text(json.dumps(facts | {"config": facts["config"] | {"data": ["a\0b"]}}))
+    assert "nothing matches" in check_run(run).stops
+
+
+def test_altered_files_are_refused_and_read_as_they_were():
+    """`python tests/altered.py` writes it again: read a difference as a change."""
+    assert list(altered()) == WRITTEN.read_text(encoding="utf-8").splitlines()

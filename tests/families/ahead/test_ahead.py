@@ -1,0 +1,78 @@
+"""The head beyond the next byte: its equations, its losses, and that it leaves others alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from arbcli.base.errors import ArbError
+from arbcli.config.model import ModelConfig
+from arbcli.config.short_forms import dense
+from arbcli.families.ahead.config import AheadConfig
+from arbcli.inspect.memory import predict_parts
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.language_model import LanguageModel
+
+AHEAD = AheadConfig(positions=4, width=14, weight=0.3)
+
+
+def config(**changes) -> ModelConfig:
+    plain = dense(dim=24, layers=1, heads=2, ffn=16, ctx=11)
+    return replace(plain, **{"ahead": AHEAD} | changes)
+
+
+def text(seed: int = 0, length: int = 12) -> torch.Tensor:
+    return torch.randint(97, 123, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+def model(of: ModelConfig) -> LanguageModel:
+    lm = LanguageModel(of, torch.float32)
+    lm.initialise(0)
+    return lm
+
+
+def test_its_losses_together_count_by_their_weight():
+    lm = model(config())
+    assert sum(lm.loss_weights[name] for name in AHEAD.losses) == pytest.approx(0.3)
+    assert "next_2" not in model(config(ahead=None)).loss_weights
+
+
+def test_it_is_counted_by_itself():
+    of = config()
+    parts = {part.path: part for part in predict_parts(of).parts}
+    dim, width = of.dim, AHEAD.width
+    norms = 3 * dim + width
+    assert parts["ahead"].weights == dim * dim + 2 * 256 * dim + 3 * dim * width + norms
+    assert of.products() - config(ahead=None).products() == 11 * 3 * (
+        dim * dim + 256 * dim + 3 * dim * width
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (lambda: AheadConfig(positions=9, width=3), "`positions` is 9"),
+        (lambda: AheadConfig(positions=1, width=3), "`positions` is 1"),
+        (lambda: AheadConfig(positions=2, width=0), "width"),
+        (lambda: AheadConfig(positions=2, width=3, weight=0.0), "`weight` is 0.0"),
+        (lambda: AheadConfig(positions=2, width=3, weight=float("nan")), "`weight` is `nan`"),
+        (lambda: config(ctx=4), "in a context of 4"),
+        (lambda: config(vocabulary=300), "`ahead` reads bytes"),
+    ],
+)
+def test_other_numbers_are_refused(changes, message):
+    with pytest.raises(ArbError, match=message) as caught:
+        changes()
+    assert caught.value.hint
+
+
+@torch.no_grad()
+def test_positions_one_by_one_equal_all_at_once():
+    lm, ids = model(config()), text()
+    with use_backend("torch"):
+        x = torch.randn(2, 12, 24, generator=torch.Generator().manual_seed(3))
+        whole = lm.ahead(x, ids)
+        for t in range(12):
+            each = lm.ahead(x[:, t : t + 1], ids[:, t : t + 1])
+            for part, single in zip(whole, each, strict=True):
+                torch.testing.assert_close(part[:, t : t + 1], single)

@@ -1,0 +1,116 @@
+"""Bytes that may be taken back attend with the bits that they have one by one."""
+
+import pytest
+import torch
+
+from arbcli.families.ahead.kernels import attend_ahead as of_several
+from arbcli.families.ahead.kernels.attend_ahead import (
+    Kept,
+    attend_ahead,
+    attend_in_turn,
+    keep_accepted_,
+    table_of,
+)
+from arbcli.kernels.attention.attend_parts import attend_parts
+from arbcli.kernels.attention.decode_attention import decode_attention
+from arbcli.kernels.codec.packed import random_packed
+from arbcli.kernels.matmul.prepacked import prepack
+from arbcli.kernels.matmul.row_matmul import row_matmul
+from arbcli.kernels.runtime.backend import use_backend
+
+KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
+
+
+def drawn(rows, window, position, device, dtype=torch.bfloat16):
+    """Draw queries and so on of heads of 64, rings, room for new vectors, and a table."""
+    generator = torch.Generator().manual_seed(position)
+    sizes = (rows, 3, 2, 64), (2, window, 64), (2, window, 64)
+    parts = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
+    angle = torch.randn(position + rows, 32, generator=generator).to(device)
+    at = torch.tensor(position, dtype=torch.int32, device=device)
+    new = torch.zeros(2, rows, 2, 64, dtype=dtype, device=device)
+    return *parts, new, at, angle.cos(), angle.sin()
+
+
+@pytest.mark.parametrize(
+    ("backend", "each"), [(KERNELS, 1), (KERNELS, 3), (KERNELS, None), ("torch", None)]
+)
+@pytest.mark.parametrize(
+    ("rows", "window", "position", "most"),
+    [
+        (3, 20, 5, 16),
+        pytest.param(4, 8, 30, 16, marks=pytest.mark.slow),
+        (4, 240, 191, 16),
+        pytest.param(5, 300, 596, 1, marks=pytest.mark.slow),
+        pytest.param(8, 300, 252, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_each_byte_has_the_bits_that_it_has_alone(
+    rows, window, position, most, backend, each, monkeypatch, device
+):
+    """A product makes the average of a single byte, so products are compared."""
+    qkv, keys, values, new, at, *table = drawn(rows, window, position, device)
+    before, others = (keys.clone(), values.clone()), (*table, 1e-6, most)
+    weight = prepack(random_packed(40, 128, 32, torch.Generator()).to(device), gated=False)
+    if each is not None:
+        monkeypatch.setattr(of_several, "rows_of_program", lambda *_, **__: min(each, rows))
+    with use_backend(backend):
+        found = attend_ahead(qkv, keys, values, new, at, *others)
+        assert torch.equal(keys, before[0])
+        assert torch.equal(values, before[1])
+        for row in range(rows):
+            alone = attend_parts(qkv[row], *before, at + row, *others)
+            assert torch.equal(row_matmul(found[row : row + 1], weight), row_matmul(alone, weight))
+    slots = (position + torch.arange(rows, device=device)) % window
+    for ring, stored in zip(before, new, strict=True):
+        assert torch.equal(ring[:, slots].transpose(0, 1), stored)
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "several", "each"),
+    [
+        (4, 72, False, 1),
+        (8, 72, False, 2),
+        (4, 256, False, 2),
+        (8, 256, False, 4),
+        (8, 256, True, 2),
+        (3, 999, True, 2),
+    ],
+)
+def test_a_program_has_few_bytes_where_processors_are_idle(rows, parts, several, each):
+    assert of_several.rows_of_program(rows, parts, 132, several=several) == each
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_in_turn_has_the_same_bits_too(backend):
+    device = torch.device("cpu")
+    qkv, keys, values, new, at, *table = drawn(3, 6, 10, device, torch.float32)
+    before, semaphores = (keys.clone(), values.clone()), torch.zeros(2, dtype=torch.int32)
+    with use_backend(backend):
+        y = attend_in_turn(qkv, keys, values, new, at, *table, semaphores, 1e-6)
+        assert torch.equal(keys, before[0])
+        assert torch.equal(values, before[1])
+        with pytest.raises(ValueError, match="new"):
+            attend_in_turn(qkv, keys, values, new[:, 1:], at, *table, semaphores, 1e-6)
+        for row in range(3):
+            alone = decode_attention(qkv[row], *before, at + row, *table, semaphores, 1e-6)
+            assert torch.equal(y[row], alone)
+
+
+@pytest.mark.parametrize("backend", [KERNELS, "torch"])
+def test_rings_of_several_layers_are_stored_at_once(backend, device):
+    rings = []
+    for window in (7, 30):
+        _, keys, values, new, *_ = drawn(4, window, 9, device)
+        rings.append(Kept(keys, values, torch.randn_like(new)))
+    at, count = (torch.tensor(n, dtype=torch.int32, device=device) for n in (5, 3))
+    wanted = [(ring.keys.clone(), ring.values.clone()) for ring in rings]
+    for (keys, values), ring in zip(wanted, rings, strict=True):
+        for row in range(3):
+            slot = (5 + row) % keys.shape[1]
+            keys[:, slot], values[:, slot] = ring.new[0, row], ring.new[1, row]
+    with use_backend(backend):
+        keep_accepted_(table_of(rings), at, count)
+    for (keys, values), ring in zip(wanted, rings, strict=True):
+        assert torch.equal(ring.keys, keys)
+        assert torch.equal(ring.values, values)

@@ -1,0 +1,341 @@
+"""Models of compressed attention: entries, choices, cache, causality, what is learned."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from marks import mostly_slow
+
+from arbcli.base.errors import ArbError
+from arbcli.config.parts import AttentionConfig, CompressedAttentionConfig
+from arbcli.config.presets import PRESETS, preset
+from arbcli.families.compressed.kernels.choose_entries import choose_entries
+from arbcli.families.compressed.kernels.compressed_attention import Sight, compressed_attention
+from arbcli.inspect.memory import measure, predict
+from arbcli.model.build import build_model
+from arbcli.model.language_model import LanguageModel
+from arbcli.model.operations import forward_operations
+from arbcli.model.state import Rows
+from arbcli.model.updater import Updater
+from arbcli.verify import parity
+from arbcli.verify.subjects import Subject
+
+CTX = 24
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def model(small_compressed, **options) -> LanguageModel:
+    """Make a model whose scales differ.
+
+    With equal ones many sums of products are zero but for their rounding. What is chosen by them
+    depends on the order of additions, which processors do not share.
+    """
+    given = {key: value for key, value in small_compressed.items() if key != "batch"} | options
+    lm = build_model(preset(given.pop("preset"), **given | {"scale_type": "T4"}), torch.float32)
+    lm.initialise(0)
+    generator = torch.Generator().manual_seed(0)
+    for weight in lm.weights().values() if lm.config.weights == "ternary" else ():
+        if not weight.frozen:
+            fraction = torch.randint(0, 128, weight.fraction.shape, generator=generator)
+            weight.fraction.copy_(fraction)
+    return lm
+
+
+def text(rows: int = 2, length: int = CTX, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(97, 123, (rows, length), generator=generator)
+
+
+@torch.no_grad()
+def in_parts(lm, ids, lengths) -> torch.Tensor:
+    cache = lm.new_cache(ids.shape[1])
+    return torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
+
+
+PARTS = {
+    "bytes": [1] * CTX,
+    "all at once": [CTX],
+    "ragged": [5, 1, 6, 1, 2, 9],
+    "a prompt of two entries": [10, *[1] * 14],
+}
+
+
+MEANS_AND_GAINS = {"mean_ratio": 6, "key_gain": True}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_heads": 2}, {"weights": "ste"}, MEANS_AND_GAINS], ids=str
+)
+@pytest.mark.parametrize("name", PARTS)
+def test_cached_logits_equal_those_of_one_forward(name, options, small_compressed):
+    lm, ids = model(small_compressed, **options), text(1)
+    with torch.no_grad():
+        expected = lm(ids)
+    torch.testing.assert_close(in_parts(lm, ids, PARTS[name]), expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("kv", "options"),
+    mostly_slow(
+        [("int8", MEANS_AND_GAINS), ("fp8", {}), ("int8-mixed", {}),
+         ("fp8-queries", MEANS_AND_GAINS)],
+        lambda kv, _: "-" in kv,  # which round as those of one format do, and more
+    ),
+    ids=str,
+)  # fmt: skip
+def test_cache_in_eight_bits_gives_the_logits_of_one_forward(kv, options, small_compressed):
+    lm, ids = model(small_compressed, **options), text(1)
+    plain = lm.new_cache(CTX).nbytes
+    with lm.cached_as(kv), torch.no_grad():
+        expected = lm(ids)
+        torch.testing.assert_close(in_parts(lm, ids, PARTS["ragged"]), expected, **CLOSE)
+        for name, lengths in PARTS.items():
+            torch.testing.assert_close(in_parts(lm, ids, lengths), expected, **CLOSE, msg=name)
+        # an open block stays as it is, and half of each key turns
+        assert lm.new_cache(CTX).nbytes < (0.85 if "-" in kv else 0.75) * plain
+
+
+def test_queries_in_eight_bits_move_logits_by_the_error_of_their_type(small_compressed):
+    lm, ids = model(small_compressed), text(1)
+    errors = {}
+    with torch.no_grad():
+        exact = lm(ids)
+        for kv in ("int8-mixed", "int8-queries", "fp8-queries"):
+            with lm.cached_as(kv):
+                errors[kv] = float((lm(ids) - exact).norm() / exact.norm())
+                assert lm.cache_dtype == kv
+    assert 0 < errors["int8-mixed"] != errors["int8-queries"] < errors["fp8-queries"] < 0.1
+
+
+def test_text_beyond_the_context_is_read_alike_in_bytes_and_chunks(small_compressed):
+    lm, ids = model(small_compressed), text(1, 61)
+    in_bytes = in_parts(lm, ids, [1] * 61)
+    in_chunks = in_parts(lm, ids, [24, 7, 1, 17, 12])
+    torch.testing.assert_close(in_chunks, in_bytes, **CLOSE)
+
+
+def test_no_slot_is_written_twice_at_once(small_compressed, monkeypatch):
+    """Of two rows for a slot, a GPU keeps either."""
+    put, written = Rows.put, []
+
+    def noted(rows, slots, *args):
+        written.append(slots)
+        put(rows, slots, *args)
+
+    monkeypatch.setattr(Rows, "put", noted)
+    lm, ids = model(small_compressed), text(1, 61)
+    in_parts(lm, ids, [4, CTX, CTX, 9])
+    assert written
+    assert all(len(slots.unique()) == len(slots) for slots in written)
+
+
+def test_byte_is_seen_through_its_entry_once_that_is_complete(small_compressed):
+    """A window of one byte: between a byte and what its entry tells of it nobody knows it."""
+    lm, ids = model(small_compressed, layers=1, window=1, top_k=99, ratios=(6,)), text(1)
+    other = ids.clone()
+    other[0, 7] = 32  # of the entry of bytes 6 to 11
+    with torch.no_grad():
+        moved = (lm(other) != lm(ids)).any(dim=-1)[0].tolist()
+    assert moved == [place == 7 or place >= 11 for place in range(CTX)]
+
+
+def test_choice_of_all_entries_is_dense_attention_bit_by_bit(small_compressed):
+    chosen = model(small_compressed, top_k=8, ratios=(3,))
+    dense = model(small_compressed, indexed_ratio=2, ratios=(3,))
+    assert dense.blocks[0].attention.indexer is None
+    state = chosen.state_dict()
+    dense.load_state_dict({name: state[name] for name in dense.state_dict()})
+    few = model(small_compressed, top_k=7, ratios=(3,))
+    few.load_state_dict(state)
+    with torch.no_grad():
+        assert torch.equal(chosen(text()), dense(text()))
+        for lengths in PARTS.values():
+            found, wanted = (in_parts(lm, text(1), lengths) for lm in (chosen, dense))
+            assert torch.equal(found, wanted)
+        difference = (few(text()) - dense(text())).abs().amax(dim=(0, 2))
+    assert difference[-1] > 1e-3 > 1e-5 > difference[:-1].max()
+    losses, grads = zip(*(text_gradients(lm) for lm in (chosen, dense)), strict=True)
+    assert torch.equal(*losses)
+    assert all(torch.equal(grads[0][name], grad) for name, grad in grads[1].items())
+
+
+def text_gradients(lm) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Find the loss of a text, and its gradients by weight."""
+    found: dict[str, torch.Tensor] = {}
+    for name, weight in lm.weights().items():
+        weight.sink = lambda _tensor, grad, *_, name=name: found.update({name: grad})
+    lm.forget_uses()
+    loss = lm.losses(text(), text())["text"]
+    loss.backward()
+    return loss.detach(), found
+
+
+def test_indexer_of_eight_bits_chooses_by_rounded_numbers(small_compressed):
+    given = {key: value for key, value in small_compressed.items() if key != "batch"}
+    config = preset(given.pop("preset"), **given | {"dim": 48, "ffn": 48, "ratios": (3,)})
+    lm = build_model(config, torch.float32, fp8=True)
+    lm.initialise(0)
+    indexer = lm.blocks[0].attention.indexer
+    generator = torch.Generator().manual_seed(0)
+    q, keys = (torch.randn(size, generator=generator) for size in ((1, 40, 2, 8), (1, 40, 8)))
+    w = torch.ones(1, 40, 2)
+    rounded = [part.to(torch.float8_e4m3fn).float() for part in (q, keys)]
+    assert indexer.fp8
+    found = indexer.choose(q, w, keys, 1, 99)
+    assert torch.equal(found, choose_entries(rounded[0], w, rounded[1], 1, 99, 2))
+    assert not torch.equal(found, choose_entries(q, w, keys, 1, 99, 2))
+    indexer.fp8 = False
+    found = indexer.choose(q, w, keys, 1, 99, in_eight_bits=True)
+    assert torch.equal(found, choose_entries(q, w, rounded[1], 1, 99, 2))
+    assert lm(text(1)).isfinite().all()
+
+
+def test_indexer_reads_the_norm_with_its_gains(small_compressed):
+    given = {key: value for key, value in small_compressed.items() if key != "batch"}
+    lm = build_model(replace(preset(given.pop("preset"), **given), norm_gain=True), torch.float32)
+    lm.initialise(0)
+    (block, *_) = (block for block in lm.blocks if block.attention.indexer)
+    indexer, norm = block.attention.indexer, block.attention_norm
+    norm.weight.exponent += (torch.arange(norm.weight.exponent.numel()) % 3)[:, None]
+    x = torch.randn(1, 3, lm.config.main.dim, generator=torch.Generator().manual_seed(0))
+    angles = torch.ones(3, indexer.width // 2), torch.zeros(3, indexer.width // 2)
+    wanted = indexer.queries(norm(x), None, angles)
+    assert all(map(torch.equal, indexer.queries(x, norm, angles), wanted))
+    assert not torch.allclose(indexer.queries(x, None, angles)[1], wanted[1])
+
+
+def test_sink_without_entries_takes_all_weight():
+    x = torch.randn(1, 5, 2, 4)
+    recent, table = torch.randn(1, 5, 1, 4), torch.ones(5, 2)
+    given = (recent[:, :0], None, torch.full((2,), 60.0), table, 0 * table, Sight(3, 9, 1), 1e-6)
+    y, logs, _ = compressed_attention(x, recent, *given)
+    assert y.abs().max() < 1e-20
+    assert torch.allclose(logs, torch.tensor(60.0))
+
+
+def test_indexer_learns_from_the_divergence_and_nothing_else_does(small_compressed):
+    lm, ids = model(small_compressed), text()
+    seen: dict[str, float] = {}
+    for name, weight in lm.weights().items():
+        weight.sink = lambda _tensor, grad, *_, name=name: seen.update({name: float(grad.norm())})
+    found = {}
+    for part in ("text", "indexer"):
+        seen.clear()
+        lm.forget_uses()
+        lm.losses(ids, ids)[part].backward()
+        found[part] = {name for name, norm in seen.items() if norm > 0}
+    indexers = {name for name in lm.weights() if ".indexer." in name}
+    assert indexers
+    assert found["indexer"] == indexers
+    assert found["text"] == {n for n, w in lm.weights().items() if not w.frozen} - indexers
+
+
+@pytest.mark.parametrize("options", [{"mean_ratio": 3}, MEANS_AND_GAINS | {"kv_heads": 2}], ids=str)
+def test_option_agrees_with_its_reference(options, small_compressed, device):
+    config = model(small_compressed, **options).config
+    backend = "triton" if device.type == "cuda" else "torch"
+    about = (2, torch.float32, device, backend, ("blocks", "whole", "bits"))
+    results = [*parity._check("", "", Subject("", config, *about))]
+    assert not [result for result in results if not result.passed]
+
+
+def test_attention_of_a_preset_is_chosen_by_name():
+    long = PRESETS["arb-long"]
+    dense = preset("arb-long", attention="dense")
+    assert {type(block.mixer) for block in dense.main.blocks} == {AttentionConfig}
+    assert (dense.dim, dense.ctx) == (long.dim, long.ctx)
+    found = preset("base", attention="compressed", ctx=4096, top_k=64)
+    mixer = found.main.blocks[0].mixer
+    assert type(mixer) is CompressedAttentionConfig
+    assert (found.ctx, mixer.top_k, mixer.width(found.site())) == (4096, 64, 64)
+    assert preset("arb-long", attention="compressed") == long
+    assert {b.mixer for b in preset("arb-tiny", attention="none").main.blocks} == {None}
+    with pytest.raises(ArbError, match="no such part"):
+        preset("hnet-tiny", attention="compressed")
+    with pytest.raises(ArbError, match="`attention` is `latent`"):
+        preset("tiny", attention="latent")
+    assert 80e6 < predict(long).total.weights < 90e6
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kv_heads": 3}, "do not divide"), ({"head_width": 3}, "`head_width` is 3"),
+        ({"ratios": (4, 1)}, "`ratios`"), ({"rotary": 40}, "40 cannot be rotated"),
+        ({"index_width": 6}, "`index_width` is 6"),
+    ],
+)  # fmt: skip
+def test_shapes_that_do_not_fit_are_refused(options, said, small_compressed):
+    with pytest.raises(ArbError, match=said):
+        model(small_compressed, **options)
+
+
+def test_operations_grow_with_the_attended_positions():
+    """By hand: what a byte attends to, and the scores of an indexer."""
+    config = PRESETS["arb-long"]
+    more = preset("arb-long", top_k=138)
+    sparse = 6 * config.ctx * 2 * 12 * 128 * 10
+    assert forward_operations(more) - forward_operations(config) == 2 * sparse
+
+
+WIDE = {"heads": 128, "head_width": 512, "kv_heads": 1, "rotary": 64}
+
+
+def test_ten_bytes_give_two_entries_of_four():
+    sight = Sight(128, 4, 100)
+    assert list(sight.groups(10)) == [0, 1, 2]
+    lm = build_model(preset("tiny", attention="compressed", ctx=10, layers=1), torch.float32)
+    lm.initialise(0)
+    cache = lm.new_cache(10)
+    with torch.no_grad():
+        lm(text(1, 10), cache)
+    assert cache.main.blocks[0].choice[:2].tolist() == [0, 1]
+    assert (cache.main.blocks[0].entries.codes.norm(dim=(1, 2)) > 0).sum() == 2
+
+
+def test_128_heads_of_512_with_one_head_of_keys_are_predicted_and_step():
+    large = preset("arb-deep", dim=7168, experts=384, top_k_experts=6, **WIDE)
+    with torch.device("meta"):
+        weights = build_model(preset("arb-deep", dim=7168, layers=1, **WIDE)).weights()
+    assert weights["blocks.0.attention.output.weight"].trits.shape[0] == 7168
+    assert 1e11 < predict(large).total.weights < 2e11
+    small = preset(
+        "tiny", attention="compressed", dim=32, layers=1, ffn=32, ctx=8, ratios=(4,), top_k=1,
+        index_heads=1, index_width=8, direction="factored", **WIDE,
+    )  # fmt: skip
+    lm, ids = build_model(small, torch.float32), text(1, 8)
+    lm.initialise(0)
+    updater = Updater(lm.weights().values(), 0, torch.float32)
+    for weight in lm.weights().values():
+        weight.sink = updater
+    before = lm.blocks[0].attention.projection.weight.trits.clone()
+    with torch.no_grad():
+        whole = lm(ids)
+    torch.testing.assert_close(in_parts(lm, ids, [5, 1, 1, 1]), whole, **CLOSE)
+    updater.begin(0, 16.0)
+    sum(lm.losses(ids, ids).values()).backward()
+    updater.finish()
+    assert not torch.equal(lm.blocks[0].attention.projection.weight.trits, before)
+    assert measure(lm).state_bytes == predict(small).total.state_bytes
+
+
+def test_entry_of_means_is_the_mean_of_its_bytes(small_compressed):
+    lm = model(small_compressed, layers=1, mean_ratio=3, ratios=(3,), top_k=99)
+    layer = lm.blocks[0].attention
+    values = torch.randn(1, 2, 3, layer.kv)
+    with torch.no_grad():
+        found = layer.compress(values, torch.zeros_like(values))
+    mean = values.mean(dim=2).unflatten(-1, (layer.kv_heads, -1))
+    torch.testing.assert_close(found, torch.nn.functional.rms_norm(mean, mean.shape[-1:], eps=1e-6))
+    assert layer.projection.weight.out_features == layer.inner + 2 * layer.kv
+
+
+def test_gains_of_keys_are_of_both_kinds_of_keys(small_compressed):
+    lm, ids = model(small_compressed, key_gain=True, layers=1), text(1)
+    gain, before = lm.blocks[0].attention.key_gain.weight, lm(ids)
+    plain = model(small_compressed, layers=1)
+    assert set(lm.weights()) - set(plain.weights()) == {"blocks.0.attention.key_gain.weight"}
+    gain.initialise(0, 0)
+    plain.load_state_dict({name: lm.state_dict()[name] for name in plain.state_dict()})
+    of_ones = (lm(ids) - plain(ids)).abs().max()  # the first gains are one but for their scale
+    assert 10 * of_ones < (lm(ids) - before).abs().max()

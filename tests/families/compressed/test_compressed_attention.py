@@ -1,0 +1,154 @@
+"""Compressed attention: wide heads, choices, blocks, and what roundings to bf16 may be off by."""
+
+from functools import partial
+
+import pytest
+import torch
+from interpreter import barriers_where_needed
+from marks import needs_triton
+from torch import Tensor
+
+from arbcli.families.compressed.kernels.append_position import APPEND_POSITION
+from arbcli.families.compressed.kernels.choose_entries import choose_entries
+from arbcli.families.compressed.kernels.choose_next import choose_next_, index_of_byte
+from arbcli.families.compressed.kernels.compress_blocks import (
+    compress_blocks_backward,
+    rounded_block_gradients,
+)
+from arbcli.families.compressed.kernels.compressed_attention import (
+    Sight,
+    compressed_attention,
+    random_sight,
+    tiling,
+)
+from arbcli.families.compressed.kernels.compressed_attention_backward import (
+    compressed_attention_backward,
+    rounded_attention_gradients,
+)
+from arbcli.kernels.runtime._triton import HAS_TRITON
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.verify.compare import compare
+from arbcli.verify.kernels import copies
+
+
+def drawn(shape: tuple, length: int, dtype: torch.dtype, device: torch.device) -> tuple:
+    """Draw what the backward is given, of a text of one."""
+    generator = torch.Generator().manual_seed(0)
+    parts = random_sight(generator, Sight(5, 4, 99), 1, length, 0, shape)
+    parts = [part.to(device) if isinstance(part, Tensor) else part for part in parts]
+    inputs = (*(part.to(dtype) for part in parts[:3]), *parts[3:], 1e-6)
+    grad = torch.randn(inputs[0].shape, generator=generator).to(device, dtype)
+    y, logs, *_ = compressed_attention.torch(*inputs)
+    return grad, y, logs, *inputs
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+def test_wide_heads_are_shared_among_programs(device):
+    """The parts of a group add up: its shares, and what its entries are handed."""
+    given = drawn((9, 1, 264, 2), 6, torch.float32, device)
+    tile = tiling(given[3], given[4], given[6], given[10])
+    assert (tile.rows, tile.parts) == (16, 4)
+    for spec, inputs in ((compressed_attention, given[3:]), (compressed_attention_backward, given)):
+        for found, wanted in zip(spec.triton(*inputs), spec.torch(*inputs), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [5, 0])
+def test_gradients_in_bf16_may_be_off_by_their_roundings_alone(top_k):
+    given = drawn((4, 2, 32, top_k), 41, torch.bfloat16, torch.device("cpu"))
+    spec = compressed_attention_backward
+    peers, wanted = rounded_attention_gradients(*given), spec.reference(*given)
+    for peer, expected in zip(peers, wanted, strict=True):
+        assert compare(spec, "", peer, expected, peer).passed
+        assert not compare(spec, "", 1.02 * expected, expected, peer).passed
+    close = rounded_attention_gradients(*(
+        part.float() if isinstance(part, Tensor) and part.dtype == torch.bfloat16 else part
+        for part in given
+    ))  # fmt: skip
+    of_x, *others = (
+        compare(spec, "", *both).relative_error for both in zip(peers, close, strict=True)
+    )
+    assert 0.002 < of_x < 0.005
+    assert max(others) < 0.005
+
+
+@needs_triton
+@pytest.mark.parametrize("first", [1, 2, 3, 17, 18])
+def test_last_entry_that_a_tile_of_groups_sees_is_scored(first, device, monkeypatch):
+    """Each entry is better than those before it, so that every group takes its last one."""
+    groups, entries = 19, 40
+    q, w = torch.ones(1, groups, 1, 4, device=device), torch.ones(1, groups, 1, device=device)
+    k = torch.arange(1.0, entries + 1, device=device)[None, :, None].expand(1, -1, 4).contiguous()
+    # what is not written has no score
+    empty = partial(torch.full, fill_value=-2)
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: empty(size, **how))
+    with use_backend("triton" if device.type == "cuda" else "interpreter"):
+        chosen = choose_entries(q, w, k, first, 99, 1)
+    assert chosen[0, :, 0].tolist() == [*range(first - 1, first - 1 + groups)]
+
+
+BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_slots_that_are_not_filled_may_hold_no_numbers(backend, device):
+    for case in APPEND_POSITION.cases(device, 32):
+        inputs = [*copies(case.inputs)]
+        opened, position = inputs[3], inputs[5]
+        texts = position.dim() > 0
+        for each, at in zip(opened if texts else opened[None], position.reshape(-1), strict=True):
+            each[:, int(at) % each.shape[1] + 1 :] = torch.nan
+        with use_backend(backend):
+            wanted = APPEND_POSITION.run(backend)(*copies(case.inputs))
+            found = APPEND_POSITION.run(backend)(*inputs)
+        for got, expected in zip(found[:3], wanted[:3], strict=True):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_choice_among_equal_scores_is_that_of_the_reference(dtype):
+    generator = torch.Generator().manual_seed(0)
+    shape = (4, 32, 4097, 128, 4, 4096, 16383)  # the largest of those on a GPU
+    inputs = index_of_byte(generator, torch.device("cpu"), dtype, *shape)
+    wanted = choose_next_.reference(*copies(inputs))
+    with use_backend("torch"):
+        got = choose_next_.torch(*copies(inputs))
+    for result, expected in zip(got, wanted, strict=True):
+        found = compare(choose_next_, "", result, expected)
+        assert found.unequal == 0, found
+
+
+def test_drawn_scores_are_turned_and_normalised_by_different_numbers():
+    generator = torch.Generator().manual_seed(0)
+    query, _, _, _, _, cos, sin, *_ = index_of_byte(
+        generator, torch.device("cpu"), torch.float32, 8, 6, 5, 2, 4, 4, 19
+    )
+    assert query[:48].view(8, 6).square().mean(dim=1).unique().tolist() == [1, 13]
+    assert (cos.square() + sin.square() == 1).all()
+    assert 0 < cos.abs().mean() < 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="barriers are told by the interpreter alone")
+def test_threads_wait_for_the_new_key_and_for_all_scores():
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, 4, 9, 4, 4, 8, 31)  # whose byte completes an entry
+    inputs = index_of_byte(generator, torch.device("cpu"), torch.float32, *shape)
+    with use_backend("interpreter"), barriers_where_needed():
+        choose_next_.triton(*inputs)
+
+
+def test_a_peer_adds_up_rounded_gradients_of_gates():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 13, 36, generator=generator).bfloat16()
+    beta, angle = torch.randn(12, 4, generator=generator), torch.randn(13, 3, generator=generator)
+    grads = [torch.randn(2, count, 2, 6, generator=generator) for count in (13, 3)]
+    inputs = (*grads, x, beta, angle.cos(), angle.sin(), 2, 1e-6)
+    (grad_x, grad_beta), (same, exact) = (
+        run(*inputs) for run in (rounded_block_gradients, compress_blocks_backward.torch)
+    )
+    assert torch.equal(grad_x, same)
+    assert grad_beta.shape == beta.shape
+    of_second = grad_x[:, 1:12:4, 24:].float().sum(dim=(0, 1))
+    torch.testing.assert_close(grad_beta[:, 1], of_second)
+    error = (grad_beta - exact).norm() / exact.norm()
+    assert 1e-5 < error < 2**-8

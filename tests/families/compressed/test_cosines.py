@@ -1,0 +1,147 @@
+"""Attention to compressed positions against a softmax in float64: cosines, by width and length.
+
+Texts of up to 16,384 bytes are read whole on a GPU, and their last bytes on a CPU.
+"""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from arbcli.families.compressed.kernels.compressed_attention import (
+    Sight,
+    compressed_attention,
+    random_sight,
+)
+from arbcli.families.compressed.kernels.decode_compressed import decode_compressed
+from arbcli.kernels.attention.eight_bits import FORMATS, round_entries
+from arbcli.kernels.runtime.backend import use_backend
+
+WIDTHS = [64, 128, 512]
+DTYPES = {torch.float32: 0.999993, torch.bfloat16: 0.9999}
+KINDS = {"chosen": (4, 7), "all": (128, 0)}
+"""Bytes of an entry, and how many entries are chosen; 0 is all."""
+LONG = 16384
+SAMPLED = 64
+"""Queries of a text that are compared, at most."""
+
+
+def softmax_in_float64(inputs: tuple, places: torch.Tensor) -> torch.Tensor:
+    """Attend with the queries at some places, over a row of all keys each: (B, n, H, d)."""
+    x, recent, entries, chosen, sink, cos, sin, sight = inputs
+    x, recent, entries, sink = (part.double() for part in (x, recent, entries, sink))
+    (_, length, heads, width), number = x.shape, entries.shape[1]
+    lead = recent.shape[1] - length
+    turn = torch.complex(cos[places].double(), sin[places].double())[:, None]
+
+    def rotated(v: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        found = torch.complex(*v.chunk(2, dim=-1)) * by
+        return torch.cat((found.real, found.imag), dim=-1)
+
+    q = x[:, places]
+    q = rotated(q / (q.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt(), turn)
+    complete = ((sight.start + places + 1) // sight.ratio)[:, None]
+    slots = torch.arange(number, device=x.device)
+    seen = ((slots < complete) & (slots >= complete - sight.most))[None]
+    if chosen is not None:
+        picked = chosen[:, complete[:, 0] - sight.group(0)].long()  # (B, n, k)
+        marks = torch.zeros(*picked.shape[:2], number + 1, dtype=torch.bool, device=x.device)
+        seen = marks.scatter(2, picked % (number + 1), True)[..., :number]
+    age = lead + places[:, None] - torch.arange(recent.shape[1], device=x.device)
+    near = ((age >= 0) & (age < sight.window))[None].expand(len(x), -1, -1)
+    seen = torch.cat((seen.expand(len(x), -1, -1), near), dim=2)[:, :, None]
+    keys = torch.cat((entries, recent), dim=1)
+    keys = keys.repeat_interleave(heads // keys.shape[2], dim=2)  # (B, S, H, d)
+    scores = torch.einsum("bnhd,bshd->bnhs", q, keys) / width**0.5
+    scores = scores.masked_fill(~seen, -torch.inf)
+    scores = torch.cat((scores, sink[:, None].expand(*scores.shape[:3], 1)), dim=3)
+    weights = scores.softmax(dim=3)[..., :-1]
+    return rotated(torch.einsum("bnhs,bshd->bnhd", weights, keys), turn.conj())
+
+
+def drawn(width: int, length: int, kind: str, dtype: torch.dtype, start: int, device) -> tuple:
+    """Draw four heads and two of keys, after `start` bytes."""
+    m, top_k = KINDS[kind]
+    generator = torch.Generator().manual_seed(width + length)
+    sight = Sight(100, m, LONG // m, start)
+    kept = min(start, 99)
+    *parts, sight = random_sight(generator, sight, 1, length, kept, (4, 2, width, top_k))
+    real = [part.to(device, dtype) for part in parts[:3]]
+    rest = [None if part is None else part.to(device) for part in parts[3:]]
+    return *real, *rest, sight
+
+
+def cosine_of(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float(functional.cosine_similarity(got.double().flatten(), wanted.flatten(), 0))
+
+
+def check(width, length, kind, dtype, start, device) -> None:
+    inputs = drawn(width, length, kind, dtype, start, device)
+    places = torch.linspace(0, length - 1, min(length, SAMPLED), device=device).long()
+    got = compressed_attention(*inputs, 1e-6)[0][:, places]
+    assert cosine_of(got, softmax_in_float64(inputs, places)) >= DTYPES[dtype]
+    by_byte = functional.cosine_similarity(
+        got.double().flatten(2), softmax_in_float64(inputs, places).flatten(2), dim=2
+    )
+    assert by_byte.min() >= DTYPES[dtype] - 1e-4  # no byte is hidden by the others
+
+
+@pytest.mark.parametrize(
+    ("length", "start"), [(1, 0), (3, 0), (33, 0), (159, 0), (5, 1311), (3, LONG - 3)]
+)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_attention_is_close_to_float64(width, dtype, kind, length, start):
+    with use_backend("torch"):
+        check(width, length, kind, dtype, start, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_kernel_is_close_to_float64(width, kind, device):
+    """In float32, as the interpreter computes wrongly in bf16."""
+    check(width, 9, kind, torch.float32, LONG - 9, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [1, 33, 1311, 4099, LONG])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_kernel_is_close_to_float64_at_all_lengths(width, dtype, kind, length, device):
+    check(width, length, kind, dtype, 0, device)
+
+
+@pytest.mark.parametrize(("kv", "least"), [("int8", 0.9998), ("fp8", 0.998)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_eight_bits_are_close_to_unrounded_values(width, kind, kv, least):
+    """Normal vectors, whose mean is 0, are the hardest."""
+    inputs = drawn(width, 5, kind, torch.float32, LONG - 5, torch.device("cpu"))
+    places = torch.arange(5)
+    x, *vectors = inputs[:3]
+    rounded = (x, *(round_entries(part, FORMATS[kv]) for part in vectors), *inputs[3:])
+    with use_backend("torch"):
+        got = compressed_attention(*rounded, 1e-6)[0]
+    assert cosine_of(got, softmax_in_float64(inputs, places)) >= least
+    assert cosine_of(got, softmax_in_float64(rounded, places)) >= 0.99999
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_one_byte_at_the_end_is_close_to_float64(width, dtype, kind, device):
+    on_gpu = device.type == "cuda"
+    inputs = drawn(width, 1, kind, dtype, LONG - 1, device)
+    x, recent, entries, chosen, sink, cos, sin, sight = inputs
+    ring = torch.roll(recent[0], LONG % 100, 0).contiguous()  # where bytes are in it
+    slots = functional.pad(entries[0], (0, 0, 0, 0, 0, 1))
+    table = [part.expand(LONG, -1).contiguous() for part in (cos, sin)]
+    position = torch.tensor(LONG - 1, dtype=torch.int32, device=device)
+    semaphores = torch.zeros(4, dtype=torch.int32, device=device)
+    choice = None if chosen is None else chosen[0, -1].contiguous()
+    about = (sink, position, *table, semaphores, sight.ratio, sight.most, 1e-6)
+    with use_backend("triton" if on_gpu else "torch"):
+        got = decode_compressed(x[0, 0].contiguous(), ring, slots, choice, *about)
+    wanted = softmax_in_float64(inputs, torch.zeros(1, dtype=torch.int64, device=device))
+    assert cosine_of(got, wanted[0, 0]) >= DTYPES[dtype]

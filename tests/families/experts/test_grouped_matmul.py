@@ -1,0 +1,146 @@
+"""Products of a mixture of experts: every row by its expert's matrix, whatever lies around it."""
+
+import pytest
+import torch
+
+from arbcli.families.experts.kernels import grouped_matmul as module
+from arbcli.families.experts.kernels.grouped_matmul import (
+    grouped_grad_w,
+    grouped_matmul,
+)
+from arbcli.kernels.runtime.backend import compile_for, use_backend
+from arbcli.verify.compare import compare
+from arbcli.verify.kernels import copies
+
+KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
+
+each_backend = pytest.mark.parametrize("backend", [KERNEL_BACKEND, "torch"])
+
+
+def integers(*shape, device, seed=0):
+    """Draw small integers: their sums are exact in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-5, 6, shape, generator=generator).float().to(device)
+
+
+def bounds_of(*ends, device):
+    return torch.tensor(ends, device=device)
+
+
+@each_backend
+def test_calls_with_ranges_of_experts_fill_one_result(backend, device):
+    x, w = integers(90, 24, device=device), integers(5, 40, 24, device=device)
+    bounds = bounds_of(0, 9, 41, 41, 70, 90, device=device)
+    out = torch.full((90, 40), torch.nan, device=device)
+    with use_backend(backend):
+        whole = grouped_matmul(x, w, bounds)
+        for first, last in ((3, 5), (0, 1), (1, 3)):
+            part = grouped_matmul(x, w[first:last], bounds[first : last + 1], out)
+            assert part is out
+        assert torch.equal(out, whole)
+        grads = [grouped_grad_w(out, x, bounds[a : b + 1]) for a, b in ((0, 2), (2, 5))]
+        assert torch.equal(torch.cat(grads), grouped_grad_w(out, x, bounds))
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bits_of_a_row_apart_depend_on_no_other(backend, dtype, device):
+    """One row an expert has small tiles, and 130 have large ones, unless they are apart."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (
+        torch.randn(shape, generator=generator).to(device, dtype)
+        for shape in ((260, 160), (2, 24, 160))
+    )
+    rows = torch.tensor([129, 130], device=device)
+    with use_backend(backend):
+        many = grouped_matmul(x, w, bounds_of(0, 130, 260, device=device), apart=True)
+        few = grouped_matmul(x[rows], w, bounds_of(0, 1, 2, device=device), apart=True)
+    assert torch.equal(many[rows], few)
+
+
+@each_backend
+def test_result_may_be_a_view(backend, device):
+    x, w = integers(40, 16, device=device), integers(2, 9, 16, device=device)
+    wide = torch.zeros(40, 20, device=device)
+    bounds = bounds_of(0, 13, 40, device=device)
+    with use_backend(backend):
+        grouped_matmul(x, w, bounds, wide[:, 1::2][:, :9])
+        assert torch.equal(wide[:, 1:19:2], grouped_matmul(x, w, bounds))
+    assert not wide[:, ::2].any()
+
+
+def test_bounds_beyond_the_rows_harm_nothing_in_the_kernel(device):
+    x, w = integers(20, 8, device=device), integers(3, 5, 8, device=device)
+    memory = torch.zeros(60, 5, device=device)
+    with use_backend(KERNEL_BACKEND):
+        for ends in ((-30, 10, 20, 50), (0, 15, 5, 20), (30, 40, 50, 60)):
+            grouped_matmul(x, w, bounds_of(*ends, device=device), memory[20:40])
+            grouped_grad_w(x[:, :5], x, bounds_of(*ends, device=device))
+    assert not memory[:20].any()
+    assert not memory[40:].any()
+
+
+@pytest.mark.parametrize("spec", [grouped_matmul, grouped_grad_w], ids=lambda spec: spec.name)
+def test_copy_engine_loads_the_same(spec, device):
+    if device.type == "cuda":
+        pytest.skip("the GPU decides")
+    for case in spec.cases(device, 32):
+        with compile_for((9, 0)):
+            found = spec.triton(*copies(case.inputs))
+        result = compare(spec, case.label, found, spec.reference(*copies(case.inputs)))
+        assert result.passed, result
+
+
+@pytest.mark.parametrize("num_programs", [1, 3, 132])
+def test_any_number_of_programs_computes_the_same(num_programs, monkeypatch, device):
+    x, w = integers(70, 24, device=device), integers(3, 70, 24, device=device)
+    bounds = bounds_of(5, 40, 40, 64, device=device)
+    wanted = grouped_matmul.reference(x, w, bounds)
+    monkeypatch.setattr(module, "num_processors", lambda _: num_programs)
+    assert torch.equal(grouped_matmul.triton(x, w, bounds).double(), wanted)
+
+
+@pytest.mark.parametrize(
+    ("chooser", "tiling"),
+    [("_tiling", tiling) for tiling in (*module.HOPPER_TILES, *module.OTHER_TILES)]
+    + [("_grad_tiling", t) for t in (*module.HOPPER_GRAD_TILES, *module.OTHER_GRAD_TILES)],
+    ids=lambda value: value if isinstance(value, str) else f"{value[:3]}",
+)
+def test_every_tiling_computes_the_same(chooser, tiling, monkeypatch, device):
+    if device.type == "cuda":
+        pytest.skip("the tiles are for bf16, and float32 of their size is slow to compile")
+    x, grad_y = integers(300, 136, device=device), integers(300, 72, device=device)
+    w, bounds = integers(3, 72, 136, device=device), bounds_of(2, 150, 151, 299, device=device)
+    monkeypatch.setattr(module, chooser, lambda *_: tiling)
+    products = [(grouped_matmul, x, w), (grouped_matmul, grad_y, w.mT)]
+    for spec, *given in products if chooser == "_tiling" else [(grouped_grad_w, grad_y, x)]:
+        wanted = spec.reference(*given, bounds)
+        assert torch.equal(spec.triton(*given, bounds).double(), wanted)
+
+
+def test_tiles_are_chosen_by_rows_an_expert():
+    def chosen(slots, experts, dtype=torch.bfloat16):
+        x = torch.empty(slots, 1, dtype=dtype)
+        return module._tiling(x, experts), module._grad_tiling(x, experts)
+
+    with compile_for((9, 0)):
+        assert chosen(128, 64) == (module.HOPPER_TILES[0], module.HOPPER_GRAD_TILES[0])
+        assert chosen(4096, 64) == (module.HOPPER_TILES[1], module.HOPPER_GRAD_TILES[1])
+        assert chosen(16384, 40) == (module.HOPPER_TILES[2], module.HOPPER_GRAD_TILES[1])
+        assert chosen(16384, 40, torch.float32) == (module.FLOAT32_TILES,) * 2
+        assert module._tiling(torch.empty(16384, 1).bfloat16(), 40, True) == module.HOPPER_TILES[0]
+    with compile_for((8, 9)):
+        assert chosen(16384, 40) == (module.OTHER_TILES[2], module.OTHER_GRAD_TILES[1])
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device(device):
+    x, w = (torch.randn(s, device=device).bfloat16() for s in ((512, 64), (8, 96, 64)))
+    bounds = torch.arange(0, 513, 64, device=device)
+    try:
+        for _ in range(2):  # compiled before it is watched
+            grouped_matmul(x, w, bounds)
+            grouped_grad_w(x, x, bounds)
+            torch.cuda.set_sync_debug_mode("error")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

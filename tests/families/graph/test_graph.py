@@ -1,0 +1,204 @@
+"""Models with codebooks and iterated experts: equations, parts left out, cache, training."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from graph_parts import (
+    CLOSE,
+    assert_same,
+    decoded,
+    fill_memories,
+    graph_config,
+    model,
+    normal,
+    text,
+)
+from references import reference_logits
+from torch.nn.functional import cross_entropy
+
+from arbcli.config.parts import CompressedAttentionConfig
+from arbcli.config.presets import preset
+from arbcli.config.settings import plain_type
+from arbcli.config.short_forms import arguments
+from arbcli.model import decoding
+from arbcli.model.build import build_model
+from arbcli.model.language_model import LanguageModel
+from arbcli.model.rules import LR
+from arbcli.model.updater import Updater
+from arbcli.training.step import minimised
+from arbcli.verify.reference import reference_model
+
+PARTS = {
+    "attention": "blocks.0.attention", "sequencer": "sequencer", "codebook": "codebook",
+    "knowledge_codebook": "knowledge", "moe": "moe_graph.experts", "graph": "moe_graph.edges",
+    "router": "router", "memgram": "memgram",
+}  # fmt: skip
+"""By flag, where in the model a part is."""
+LEFT_OUT = [{flag: False} | ({"graph": False} if flag == "codebook" else {}) for flag in PARTS] + [
+    {"moe_gate": "softplus", "shared_expert": True},
+    {"moe_gate": "hash", "moe_clamp": True},
+    {"graph_gate": True, "graph_adapters": True},
+    {"code_search": "nearest"},
+    dict.fromkeys(PARTS, False),
+    {"moe": False, "graph": False},
+    {"sub_norms": False},
+]
+LENGTH = 21
+CHUNKS = {
+    "a byte at a time": [1] * LENGTH,
+    "a prompt, then bytes": [5, *[1] * 16],
+    "ragged chunks and bytes": [3, 1, 7, 2, 8],
+}
+
+
+def train(lm: LanguageModel, steps: int, ids=None, **options) -> list[float]:
+    """Train on one batch; return the loss before each step."""
+    ids = text(3, 9) if ids is None else ids
+    tensors = lm.weights().values()
+    updater = Updater(tensors, 0, torch.float32)
+    for tensor in tensors:
+        tensor.sink = updater
+    losses = []
+    for step in range(steps):
+        updater.begin(step, **{"lr": LR[lm.config.rule], **options})
+        parts = lm.losses(ids[:, :-1], ids[:, 1:])
+        minimised(parts, lm.loss_weights).backward()
+        updater.finish()
+        lm.after_step()
+        losses.append(parts["text"].item())
+    assert updater.counters()["nonfinite_steps"] == 0
+    return losses
+
+
+@pytest.mark.parametrize(("layers", "before"), [(1, 0), (2, 1), (3, 1), (4, 2)])
+def test_smaller_half_of_the_blocks_is_before_codebooks_and_experts(layers, before):
+    lm, order = model(layers=layers), []
+    for name in (*(f"blocks.{index}" for index in range(layers)), "codebook", "moe_graph"):
+        part = lm.get_submodule(name)
+        part.register_forward_hook(lambda *_, name=name: order.append(name))
+    with torch.no_grad():
+        lm(text(1))
+    blocks = [f"blocks.{index}" for index in range(layers)]
+    assert order == [*blocks[:before], "codebook", "moe_graph", *blocks[before:]]
+
+
+@pytest.mark.parametrize("options", LEFT_OUT, ids=str)
+def test_logits_and_gradients_equal_autograd(options):
+    lm = model(**options)
+    assert_same(lm, (text(2, 8),), lm, lambda w, ids: reference_logits(lm, ids, weights=w))
+
+
+@torch.no_grad()
+def read(lm: LanguageModel, ids, lengths, cache) -> torch.Tensor:
+    return torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
+
+
+@pytest.fixture(scope="module")
+def in_windows() -> tuple[LanguageModel, torch.Tensor, torch.Tensor]:
+    """Give a model, a text longer than its context, and the text's logits in sliding windows."""
+    lm, ids = model(), text(1, LENGTH)
+    with torch.no_grad():
+        return lm, ids, reference_logits(lm, ids, weights=decoded(lm))
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_cached_logits_equal_those_of_the_whole_text(name, in_windows):
+    lm, ids, expected = in_windows
+    cache = lm.new_cache(LENGTH)
+    torch.testing.assert_close(read(lm, ids, CHUNKS[name], cache).double(), expected, **CLOSE)
+
+
+def test_step_over_one_byte_is_taken():
+    lm = model()
+    train(lm, 2, text(3, 2))
+
+
+def assert_twin_agrees_with_the_reference(lm: LanguageModel, *others: str) -> None:
+    """Compare the losses of a baseline, `text`, `ponder` and others, and every gradient."""
+    ids = text(2, 9)
+    own = {
+        name: part.weight(torch.float32).detach().double().requires_grad_()
+        for name, part in lm.weights().items()
+    }
+    losses = lm.losses(ids[:, :-1], ids[:, 1:])
+    minimised(losses, lm.loss_weights).backward()
+    memories = dict(lm.named_buffers())
+    logits, besides = reference_model(own, lm.config, ids[:, :-1], memories=memories)
+    of_text = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    wanted = {"text": of_text} | besides
+    minimised(wanted, lm.loss_weights).backward()
+    assert losses.keys() == wanted.keys() == {"text", "ponder", *others}
+    for name, loss in losses.items():
+        torch.testing.assert_close(loss.double(), wanted[name], **CLOSE)
+    for name, part in lm.weights().items():
+        assert own[name].grad.any(), name
+        torch.testing.assert_close(part.latent.grad.double(), own[name].grad, **CLOSE, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("weights", "search"), [("float", "keys"), ("ste", "keys"), ("float", "nearest")]
+)
+def test_twin_agrees_with_the_reference_in_losses_and_every_gradient(weights, search):
+    options = {"graph_gate": True, "graph_adapters": True, "code_search": search}
+    others = ["commitment"] if search == "nearest" else []
+    assert_twin_agrees_with_the_reference(model(weights=weights, **options), *others)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_indexers_before_and_after_the_memories_learn(place):
+    config = graph_config(weights="float")
+    main = config.main
+    mixer = CompressedAttentionConfig(
+        heads=2, head_width=8, ratio=2, top_k=4, window=3, index_heads=2, index_width=8
+    )
+    blocks = tuple(replace(block, mixer=mixer) for block in main.blocks)
+    main = replace(main, blocks=blocks, memories=replace(main.memories, place=place))
+    lm = LanguageModel(replace(config, stages=(main,)), torch.float32)
+    lm.initialise(0)
+    fill_memories(lm)
+    assert_twin_agrees_with_the_reference(lm, "indexer")
+
+
+def test_router_with_even_scores_prefers_the_stream_of_the_blocks():
+    lm = model()
+    lm.router.scores.weight.fill(0)
+    streams = [normal(2, 3, 40, seed=seed) for seed in range(4)]
+    most = math.exp(3)
+    expected = (most * streams[0] + sum(streams[1:])) / (most + 3)
+    torch.testing.assert_close(lm.router(streams), expected)
+
+
+def test_every_switch_is_tested():
+    switches = {
+        name for name, one in arguments("graph").items() if plain_type(one.annotation) is bool
+    }
+    of_graph = {"graph_gate", "graph_adapters"}
+    assert switches == {*PARTS, *of_graph, "sub_norms", "shared_expert", "moe_clamp"}
+
+
+@pytest.mark.parametrize("attention", [True, False])
+def test_steps_by_kernels_give_the_logits_of_steps_by_parts(attention, small_graph, monkeypatch):
+    given = {k: v for k, v in small_graph.items() if k not in ("preset", "batch")}
+    lm = build_model(preset("arb-tiny", attention=attention, **given), torch.bfloat16)
+    lm.initialise(0)
+    lm.embedding.weight.exponent -= 4  # so what blocks add counts, and so do their norms
+    ids = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def read() -> torch.Tensor:
+        cache = lm.new_cache(20)  # a window of 16: the ring comes round
+        return torch.cat([lm(part, cache) for part in ids.split([7] + [1] * 13, dim=1)], dim=1)
+
+    with lm.prepared_weights():
+        monkeypatch.setattr(decoding, "fits_prepacked", lambda *_: False)
+        expected = read()
+        monkeypatch.setattr(decoding, "fits_prepacked", lambda x, _: x.shape[1] == 1)
+        got = read()
+        kept = [part for part in lm.modules() if getattr(part, "_decoded", None) is not None]
+        assert len(kept) == (2 if attention else 0)
+    assert all(part._decoded is None for part in kept)
+    # experts, codes and rows are chosen by what is rounded, so few positions may differ by more
+    error = (got.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    assert error.median() < 0.02

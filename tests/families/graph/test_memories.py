@@ -1,0 +1,196 @@
+"""Memories and windows of symbols: what is read, in which order, and what a step changes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from graph_parts import (
+    CLOSE,
+    assert_same,
+    fill_memories,
+    graph_config,
+    initialised,
+    normal,
+    reading,
+    site,
+    text,
+)
+from torch.nn import functional
+
+from arbcli.config.parts import MemGramConfig
+from arbcli.families.graph.codebook import best_pairs
+from arbcli.families.graph.memgram import MOST, ORDER, MemGram
+from arbcli.families.graph.sequencer import ORDERS, TextSequencer
+from arbcli.families.graph.sequencer_reference import ngram_row, ngrams, sequencer
+from arbcli.kernels.runtime.device import deterministic
+from arbcli.model.ngrams import HISTORY, ngram_ids
+from arbcli.model.parts.window import attend_in_window
+
+
+@pytest.mark.parametrize(("sizes", "top_k"), [((4, 8), 3), ((8, 8), 8), ((5, 1), 1), ((40, 30), 7)])
+def test_best_pairs_are_the_best_of_all(sizes, top_k):
+    left, right = (normal(9, size, seed=seed) for seed, size in enumerate(sizes))
+    scores, pairs = best_pairs(left, right, top_k)
+    every = (left[:, :, None] + right[:, None, :]).flatten(1)
+    expected = every.topk(top_k)
+    assert torch.equal(scores, expected.values)
+    assert torch.equal(pairs, expected.indices)
+
+
+LONG = 14
+
+
+def new_memgram(*, filled=True, rows=64) -> MemGram:
+    made = initialised(MemGram(MemGramConfig(rows=rows), site()))
+    if filled:
+        fill_memories(made)
+    return made
+
+
+def see(memory: MemGram, *texts: torch.Tensor) -> None:
+    """Take one step's texts in."""
+    for ids in texts:
+        memory(ids, ids.shape[1], torch.float32)
+    memory.after_step()
+
+
+def test_history_equals_the_whole_text():
+    tested, ids = new_memgram(), text(1, LONG)
+    whole = tested(ids, LONG, torch.float32)
+    torch.testing.assert_close(tested(ids[:, 3:], 4, torch.float32), whole[:, -4:], **CLOSE)
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+def test_steps_equal_a_dictionary(rows):
+    memory, slow = new_memgram(filled=False, rows=rows), {}
+    for index in range(40):
+        texts = text(2, LONG, seed=2 * index), text(3, 9, seed=2 * index + 1)
+        see(memory, *texts)
+        last = {}
+        for ids in texts:
+            for histories, row in ((ngrams(row, ORDER), row) for row in ids.tolist()):
+                for history, following in zip(histories, row[1:], strict=False):
+                    last[ngram_row(history, rows)] = following
+        last.pop(-1, None)
+        for entry, symbol in last.items():
+            held, strength = slow.get(entry, (None, 0))
+            if held == symbol:
+                slow[entry] = symbol, min(strength + 1, MOST)
+            elif strength > 1:
+                slow[entry] = held, strength - 1
+            else:
+                slow[entry] = symbol, 1
+        known = memory.strength.nonzero()[:, 0].tolist()
+        got = {i: (int(memory.symbol[i]) + 128, int(memory.strength[i])) for i in known}
+        assert got == slow, index
+    assert len({strength for _, strength in slow.values()}) > 1
+
+
+def test_empty_memory_adds_nothing():
+    assert new_memgram(filled=False)(text(2, LONG), LONG, torch.float32).eq(0).all()
+
+
+SEQUENCER = graph_config().beside[0]
+
+
+def new_sequencer() -> TextSequencer:
+    return initialised(TextSequencer(SEQUENCER, site()))
+
+
+def sequencer_reference(w, ids):
+    return torch.stack([sequencer(w, reading(SEQUENCER, ids=row)) for row in ids])
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65987, 2**20])
+def test_ngrams_are_hashed_as_python_integers_are(rows):
+    ids = torch.randint(0, 256, (3, 9), generator=torch.Generator().manual_seed(0))
+    ids[0, :4], ids[1] = torch.tensor([0, 255, 0, 255]), 0
+    found = ngram_ids(ids, rows, (2, 3, 4, 6))
+    for index, order in enumerate((2, 3, 4, 6)):
+        expected = [
+            [ngram_row(history, rows) for history in ngrams(row, order)] for row in ids.tolist()
+        ]
+        assert found[..., index].tolist() == expected
+
+
+def test_ngram_that_begins_before_the_text_has_no_row():
+    found = ngram_ids(text(1, 5), 64, ORDERS)[0]
+    assert (found < 0).tolist() == [[i + 1 < order for order in ORDERS] for i in range(5)]
+
+
+@pytest.mark.parametrize("rows", [4096, 16384, 65987])
+@pytest.mark.parametrize("order", [2, 3, 4, 6])
+def test_rows_of_a_text_spread(order, rows):
+    """The n-grams of a text hit nearly as many rows as so many random numbers would."""
+    source = Path(functional.__file__).read_bytes()[:200_000]
+    found = ngram_ids(torch.tensor([list(source)]), rows, (order,))[0, order - 1 :, 0]
+    distinct = len({source[i : i + order] for i in range(len(source) - order + 1)})
+    expected = rows * (1 - (1 - 1 / rows) ** distinct)
+    assert found.unique().numel() > 0.93 * expected
+
+
+def test_features_and_gradients_equal_autograd():
+    tested = new_sequencer()
+    assert_same(
+        tested, (text(),), lambda ids: tested(ids, ids.shape[1], torch.float32), sequencer_reference
+    )
+
+
+def test_history_of_a_sequencer_equals_the_whole_text():
+    tested, ids = new_sequencer(), text(1, 9)
+    whole = tested(ids, 9, torch.float32)
+    last = tested(ids[:, 6 - HISTORY :], 3, torch.float32)
+    torch.testing.assert_close(last, whole[:, 6:], **CLOSE)
+    padded = torch.cat((torch.full((1, HISTORY), -1), ids), dim=1)
+    torch.testing.assert_close(tested(padded, 9, torch.float32), whole, **CLOSE)
+
+
+def masked(q, k, v, window):
+    place = torch.arange(q.shape[2], device=q.device)
+    distance = place[:, None] - place
+    mask = (distance >= 0) & (distance < window)
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def compare(length, window, width, dtype, device, bound):
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 3, length, width)
+    q, k, v = (
+        torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)
+    )
+    twins = [part.detach().double().requires_grad_() for part in (q, k, v)]
+    grad = torch.randn(shape, generator=generator).to(device)
+    y, wanted = attend_in_window(q, k, v, window), masked(*twins, window)
+    y.backward(grad.to(dtype))
+    wanted.backward(grad.to(dtype).double())
+    pairs = [
+        (y, wanted),
+        *((part.grad, twin.grad) for part, twin in zip((q, k, v), twins, strict=True)),
+    ]
+    for got, expected in pairs:  # with a window of 1 the gradients of q and k are 0
+        size = expected.norm() or grad.norm()
+        assert (got.double() - expected).norm() <= bound * size
+
+
+@pytest.mark.parametrize(
+    ("length", "window"), [(2, 1), (7, 3), (12, 4), (33, 32), (50, 7)], ids=str
+)
+def test_pieces_equal_masked_attention(length, window, device):
+    compare(length, window, 6, torch.float32, device, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("length", "window"), [(7, 3), (130, 128), (1000, 64)], ids=str)
+def test_flash_attention_equals_masked_attention(length, window, device):
+    compare(length, window, 64, torch.bfloat16, device, 0.01)
+
+
+@pytest.mark.gpu
+def test_flash_attention_gives_the_same_gradients_twice(device):
+    q, k, v = (torch.randn(2, 4, 512, 64, device=device).bfloat16().requires_grad_() for _ in "qkv")
+    grads = []
+    with deterministic():
+        for _ in range(2):
+            y = attend_in_window(q, k, v, 64)
+            grads.append(torch.autograd.grad(y.float().square().sum(), (q, k, v)))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

@@ -1,0 +1,232 @@
+"""Models with chunks: boundaries, cache, causality, what it trains to and what it keeps."""
+
+import pytest
+import torch
+from marks import mostly_slow
+from references import reference_logits
+from torch.nn import functional
+
+from arbcli.base.errors import ArbError
+from arbcli.config.model import ModelConfig
+from arbcli.config.presets import preset
+from arbcli.families.hnet.boundaries import chunk_depths
+from arbcli.families.hnet.chunking import Routed, ratio_loss, share_of, spread
+from arbcli.families.hnet.kernels.find_chunks import find_chunks
+from arbcli.families.hnet.kernels.smooth_chunks import smooth_chunks
+from arbcli.generation.decoder import Decoder
+from arbcli.generation.sampling import Sampling
+from arbcli.model.language_model import LanguageModel
+from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.layers.norm import NORM_EPS
+
+SHAPE = {
+    "dim": 32, "layers": 1, "heads": 2, "ffn": 40, "ctx": 24, "outer_dim": (24,),
+    "outer_layers": (1,), "outer_heads": (2,), "outer_ffn": (36,), "chunk_length": (3,),
+    "window": 5,
+}  # fmt: skip
+TWO_STAGES = {
+    "outer_dim": (24, 28), "outer_layers": (1, 1), "outer_heads": (2, 2), "outer_ffn": (36, 36),
+    "chunk_length": (2, 2),
+}  # fmt: skip
+KINDS = {
+    "learned": {},
+    "every": {"boundaries": "every"},
+    "space": {"boundaries": "space"},
+    "two stages": TWO_STAGES,
+    "mamba": {"outer_blocks": "mamba", "states": 7},
+    "every, two stages": TWO_STAGES | {"boundaries": "every"},
+}
+"""Options by what says where chunks begin."""
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_other_kind = pytest.mark.parametrize(
+    "kind", mostly_slow(KINDS, lambda kind: kind in ("every", "two stages", "mamba"))
+)
+"""Where all take the same way through the stages, but for the part that says where chunks begin."""
+CLOSE = {"rtol": 1e-4, "atol": 5e-5}
+
+
+def config(kind: str = "learned", **options) -> ModelConfig:
+    return preset("hnet-tiny", **SHAPE | KINDS[kind] | options)
+
+
+def model(
+    kind: str = "learned", *, drawn: bool = True, recompute: bool = False, **options
+) -> LanguageModel:
+    """Make a model; `drawn` fills what is zero at the start, too."""
+    lm = LanguageModel(config(kind, **options), torch.float32, recompute=recompute)
+    if drawn and lm.config.weights == "ternary":
+        for tensor in lm.weights().values():
+            tensor.spread = 1.0
+    lm.initialise(0)
+    return lm
+
+
+def text(rows: int = 2, length: int = 24, seed: int = 0) -> torch.Tensor:
+    """Draw words of a few letters."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(97, 123, (rows, length), generator=generator)
+    return torch.where(torch.rand(rows, length, generator=generator) < 0.25, 32, ids)
+
+
+@torch.no_grad()
+def read(lm: LanguageModel, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    cache = lm.new_cache(ids.shape[1])
+    return torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
+
+
+@each_other_kind
+def test_text_longer_than_the_context_is_read_as_by_the_reference(kind):
+    lm, ids = model(kind, ctx=12), text(1, 31)
+    wanted = reference_logits(lm, ids, endless=True)
+    got = read(lm, ids, [4, *[1] * 9, 2, *[1] * 16])
+    torch.testing.assert_close(got.double(), wanted, **CLOSE)
+
+
+@each_other_kind
+def test_steps_in_fused_kernels_make_the_text_of_whole_forwards(kind, monkeypatch):
+    """Only products are fused here, in torch: what is around them is wired as on a GPU."""
+
+    def fused(self, x, *, normalise, gated=False, added=None, also=None, early=True):
+        # the kernel after it reads what was computed before it
+        assert not (early and any(self is layer for layer in awaited))
+        x = functional.rms_norm(x, x.shape[-1:], eps=NORM_EPS) if normalise else x
+        y = self(x) if also is None else torch.cat((self(x), also(x)), dim=-1)
+        if self is lm.head:
+            of_steps.append(y)
+        if gated:
+            gate, up = y.chunk(2, dim=-1)
+            y = functional.silu(gate) * up
+        return y if added is None else added + y
+
+    monkeypatch.setattr(TernaryLinear, "fused", fused)
+    monkeypatch.setattr("arbcli.model.decoding.fuses", lambda *_: True)
+    lm, prompt, of_steps = model(kind), bytes(text(1, 5)[0].tolist()), []
+    awaited = [stage.outward for stage in lm.stages]
+    awaited += [s.router.query_key if s.router else s.residual for s in lm.stages]
+    with lm.prepared_weights(), torch.no_grad():
+        decoder = Decoder(lm, 24, capture=False)
+        decoder.begin(prompt, Sampling(temperature=0))
+        made = prompt + b"".join(decoder.stream(6))
+        decoder.read(b"ab")  # what reads several bytes goes on where steps left off
+        made += b"ab" + b"".join(decoder.stream(11))
+        logits = lm(torch.tensor([list(made)]))
+    expected = bytes(logits[0].argmax(dim=1).tolist())
+    assert made[5:11] + made[13:] == expected[4:10] + expected[12:-1]
+    read = [*range(4, 10), *range(12, 23)]
+    torch.testing.assert_close(torch.cat(of_steps)[:, 0], logits[0, read], **CLOSE)
+
+
+@pytest.mark.gpu
+@each_kind
+def test_captured_phases_make_the_text_of_phases_one_by_one(kind, device, monkeypatch):
+    """As one graph with conditional nodes, and as graphs between which the host decides."""
+    with torch.device(device):
+        lm = LanguageModel(config(kind), torch.bfloat16)
+    for tensor in lm.weights().values():
+        tensor.spread = 1.0
+    lm.initialise(0)
+    texts = []
+    for capture, joined in ((False, False), (True, True), (True, False)):
+        if not joined:
+            monkeypatch.setattr("arbcli.families.hnet.stage.has_conditions", lambda _: False)
+        with lm.prepared_weights():
+            decoder = Decoder(lm, 200, capture=capture)
+            decoder.begin(b"the text ", Sampling(seed=2))
+            texts.append(b"".join(decoder.stream(180)))
+        monkeypatch.undo()
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_words_begin_after_spaces():
+    lm = model("space")
+    assert chunk_depths(lm, b"a bc  d\n\te ", "torch") == [1, 0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
+
+
+def test_chunks_of_fixed_length_begin_at_its_multiples():
+    lm = model("every, two stages")
+    assert chunk_depths(lm, b"abcdefghij", "torch") == [2, 0, 1, 0, 2, 0, 1, 0, 2, 0]
+    marks = lm.boundaries(text(1, 10))
+    assert [part[0].nonzero().flatten().tolist() for part in marks] == [[0, 2, 4, 6, 8], [0, 4, 8]]
+
+
+def test_new_model_has_an_identity_for_projections_and_no_residual():
+    lm, ids = model(drawn=False), text()
+    assert not lm.stages[0].router.query_key.weight.weight().any()
+    assert not lm.stages[0].residual.weight.weight().any()
+    same = torch.full((1, 6), 97)
+    x = torch.nn.functional.rms_norm(torch.randn(1, 1, 24), (24,)).expand(1, 6, 24)
+    routed = lm.stages[0].router(x)
+    torch.testing.assert_close(routed.p, torch.tensor([[1.0, 0, 0, 0, 0, 0]]), atol=1e-6, rtol=0)
+    assert lm(same).isfinite().all()
+    assert lm(ids).isfinite().all()
+
+
+def test_too_many_chunks_join_the_last_and_are_counted():
+    lm = model("space", chunk_length=(12,))  # 3 slots for 24 bytes
+    ids = torch.tensor([list(b"a b c d e f g h i j k l ")])
+    lm.losses(ids, ids)
+    assert lm.gauges() == {"chunk_length": 8.0, "joined": 9 / 12}
+    assert [part.sum().item() for part in lm.boundaries(ids)] == [3]
+
+
+@pytest.mark.parametrize(("window", "positions", "expected"), [
+    (5, 40, 5), (50, 40, 12), (50, 7, 7), (12, 12, 12), (13, 13, 12),
+])  # fmt: skip
+def test_as_much_is_read_at_once_as_every_part_has_room_for(window, positions, expected):
+    """Bytes in a window, and as many chunks as the main network has slots for: 12 of 24 bytes."""
+    cache = model(window=window).new_cache(positions)
+    assert cache.window == expected
+
+
+def test_ratio_loss_counts_positions_that_there_are():
+    """Inner stages have slots without a chunk, which are not positions."""
+    p = torch.rand(2, 9, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    valid = torch.arange(9) < torch.tensor([[7], [4]])
+    begins = (p > 0.5) & valid
+    loss = ratio_loss(Routed(p, begins), 3, valid)
+    there = Routed(p[valid][None], begins[valid][None])
+    wanted = ratio_loss(there, 3, None)
+    f, g = float(begins[valid].double().mean()), float(p.detach()[valid].double().mean())
+    assert loss.item() == pytest.approx(3 / 2 * (2 * f * g + (1 - f) * (1 - g)))
+    grads = [torch.autograd.grad(each, p)[0] for each in (loss, wanted)]
+    torch.testing.assert_close(*grads)
+    assert not grads[0][~valid].any()
+
+
+def test_one_number_is_for_every_stage():
+    outer = preset("hnet-two-stage", chunk_length=4).outer
+    assert [stage.chunking.length for stage in outer] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"chunk_length": (3, 3)},
+            "`chunk_length` has numbers for 2 stages, and `outer_dim`",
+        ),
+        ({"chunk_length": 1}, "`chunk_length` is 1"),
+        ({"boundaries": "words"}, "`boundaries` is `words`"),
+        ({"window": 0}, "`window` is 0"),
+        ({"outer_heads": 5}, "5 heads do not divide a width of 24"),
+        (TWO_STAGES | {"boundaries": "space"}, "chunks of chunks have no spaces"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_configuration_that_does_not_fit_is_refused(options, words):
+    with pytest.raises(ArbError, match=words):
+        config(**options)
+
+
+def test_share_that_was_clamped_passes_no_gradient_on():
+    """p of a chunk counts as 0.9999 at most in the smoothing; what is beyond that moves nothing."""
+    p = torch.tensor([[1.0, 0.3, 0.7, 0.2, 1.0, 0.4]], requires_grad=True)
+    chunks = find_chunks(torch.tensor([[1, 0, 1, 0, 1, 0]], dtype=torch.bool), 3)
+    z, residual = torch.randn(2, 1, 6, 8, generator=torch.Generator().manual_seed(0))
+    z = z[:, :3]
+    weigh = torch.randn(1, 6, 8, generator=torch.Generator().manual_seed(1))
+    (grad,) = torch.autograd.grad((spread(z, p, residual, chunks) * weigh).sum(), p)
+    s = smooth_chunks(z, share_of(p[:, ::2]).detach())
+    straight = (s[:, [0, 0, 1, 1, 2, 2]] * weigh).sum(dim=2)
+    assert torch.allclose(grad[0, [0, 4]], straight[0, [0, 4]])
+    assert not torch.allclose(grad[0, 2], straight[0, 2])

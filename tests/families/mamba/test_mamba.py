@@ -1,0 +1,88 @@
+"""A Mamba-2 block: where its numbers begin, what it copies, and its running sums."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from arbcli.config.model import BlockConfig, StageConfig
+from arbcli.config.parts import MambaConfig
+from arbcli.config.site import Site
+from arbcli.families.mamba import mixer as module
+from arbcli.families.mamba.mixer import mamba_values, running_sum
+from arbcli.model.packed import TernaryTensor
+from arbcli.model.stack import Block
+
+CONFIG = MambaConfig(heads=2, states=7)
+SITE = Site(dim=20, depth=1, ctx=64)
+
+
+def mamba_block(site=SITE) -> Block:
+    return Block(BlockConfig(mixer=CONFIG), StageConfig(dim=site.dim), site)
+
+
+def block(device) -> tuple[Block, dict[str, TernaryTensor]]:
+    with torch.device(device):
+        part = mamba_block()
+    tensors = {name: t for name, t in part.named_modules() if isinstance(t, TernaryTensor)}
+    for index, tensor in enumerate(tensors.values()):
+        tensor.initialise(0, index)
+    return part, tensors
+
+
+def normal(*shape, device, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+class Copies(TorchDispatchMode):
+    """List the operations that copy a tensor of some size."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.found = numel, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.name()
+        if name in ("aten::_to_copy", "aten::clone", "aten::copy_", "aten::cat"):
+            self.found += [name] * (result.numel() >= self.numel)
+        return result
+
+
+def test_taps_of_a_twin_begin_with_the_size_of_their_mean():
+    taps = mamba_block(replace(SITE, weights="float")).mamba.taps.weight
+    taps.initialise(0, 0)
+    assert taps.latent.std().item() == pytest.approx(0.5, rel=0.2)
+
+
+def test_forward_copies_only_the_gate(monkeypatch):
+    """Kernels that are stood in for make no copies, whatever plain torch does for them."""
+    part, _ = block("cpu")
+    x = normal(2, 17, 20, device="cpu").bfloat16()
+    monkeypatch.setattr(module, "_convolve", lambda x, taps: torch.zeros_like(x))
+    monkeypatch.setattr(module, "_scan", lambda q, k, v, g: v.new_zeros(v.shape, dtype=torch.float))
+    with Copies(2 * 17 * 40) as copies:
+        mixed = part.mamba(x, part.norm).added
+    assert mixed.dtype == torch.bfloat16
+    assert copies.found == ["aten::copy_"]
+
+
+def test_running_sums_run_both_ways(device):
+    x = normal(2, 150, 3, device=device)
+    torch.testing.assert_close(running_sum(x), x.cumsum(1), rtol=1e-5, atol=1e-5)
+    wanted = x.flip(1).cumsum(1).flip(1)
+    torch.testing.assert_close(running_sum(x, reverse=True), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 16])
+def test_heads_begin_with_different_steps_and_rates(heads):
+    rates, biases = mamba_values(heads)
+    assert len(set(rates)) == len(set(biases)) == heads
+    assert 0 not in (*rates, *biases)
+    steps = torch.nn.functional.softplus(torch.tensor(biases))
+    assert steps[0].item() == pytest.approx(1e-3)
+    if heads > 1:
+        assert steps[-1].item() == pytest.approx(0.1)
+        assert rates[-1] == pytest.approx(math.log(16))

@@ -1,0 +1,194 @@
+"""Holes that come after both of their sides: windows, losses, and the models that fill them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from arbcli.base.errors import ArbError
+from arbcli.config.presets import preset
+from arbcli.data.text import Text
+from arbcli.families.ahead.config import AheadConfig
+from arbcli.families.masked.filling import EXTRA, LEAD, cut, in_layout, led_in
+from arbcli.families.masked.holes import fill_in_order
+from arbcli.generation.generation import Sampling
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.build import build_model
+from arbcli.model.language_model import LanguageModel
+from arbcli.verify.reference import Reference
+from arbcli.verify.update_reference import reference_weight
+from benchmarks.holes import compare, filled_after_both, filled_loss, next_loss
+
+SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48}
+SUFFIX, PREFIX, MIDDLE = 256, 257, 258
+
+
+def fill_model(ctx: int = 16, **given) -> LanguageModel:
+    lm = build_model(preset("tiny", **SIZES, ctx=ctx, objective="fill", **given), torch.float32)
+    lm.initialise(0)
+    return lm
+
+
+def apart(row: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """Take a window apart to what is before, in and after its hole."""
+    places = [row.index(mark) for mark in (SUFFIX, PREFIX, MIDDLE)]
+    assert places[0] == 0
+    after, before, hole = row[3 : places[1]], row[places[1] + 1 : places[2]], row[places[2] + 1 :]
+    assert row[1] * 256 + row[2] == len(hole)
+    return before, hole, after
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 4), (0, 1, 0), (5, 300, 0)])
+def test_a_hole_comes_after_both_sides(sizes):
+    parts = torch.arange(sum(sizes)).remainder(251).split(sizes)
+    row = in_layout(parts[0], parts[1], parts[2], 256)
+    assert len(row) == sum(sizes) + EXTRA
+    assert apart(row.tolist()) == tuple(part.tolist() for part in parts)
+
+
+@pytest.mark.parametrize("sizes", [(LEAD + 3, 2, 4), (LEAD, 1, 0), (3, 5, 2), (0, 4, 1)])
+def test_the_end_of_the_text_before_a_hole_is_read_after_the_mark(sizes):
+    before, hole, after = torch.arange(sum(sizes)).split(sizes)
+    row = led_in(before, hole, after, 256)
+    assert len(row) == sum(sizes) + EXTRA
+    cut_at = max(0, sizes[0] - LEAD)
+    whole = [*range(sum(sizes))]
+    begin, end = whole[:cut_at], whole[cut_at : sizes[0] + sizes[1]]
+    assert apart(row.tolist()) == (begin, end, after.tolist())
+
+
+def test_every_other_window_has_a_hole_anywhere_and_of_any_length():
+    count, size = 2000, 60
+    ids = torch.arange(size + EXTRA).repeat(count, 1)
+    given, targets = cut(ids, 256, seed=3, step=4, numbers=range(count))
+    assert torch.equal(given[0::2], ids[0::2, :-1])
+    assert torch.equal(targets[0::2], ids[0::2, 1:])
+    lengths, begins = [], []
+    for row, learnt in zip(given[1::2].tolist(), targets[1::2].tolist(), strict=True):
+        whole = [*row, learnt[-1]]
+        before, hole, after = apart(whole)
+        assert [*before, *hole, *after] == [*range(size)]
+        wanted = [one if one < 256 and index > 2 else -1 for index, one in enumerate(whole)]
+        assert learnt == wanted[1:]
+        lengths.append(len(hole))
+        begins.append(len(before) / max(1, size - len(hole)))
+    # a length up to n has a share of ln(n + 1) / ln(61); four standard errors are 0.063
+    for most in (1, 7, 59):
+        share = sum(length <= most for length in lengths) / len(lengths)
+        assert abs(share - math.log(most + 1) / math.log(size + 1)) < 0.063
+    assert (min(lengths), max(lengths)) == (1, size)
+    assert abs(sum(begins) / len(begins) - 0.5) < 0.05
+    # a hole of one symbol of two is either of them; four standard errors are 0.127
+    given, _ = cut(ids[:800, : 2 + EXTRA], 256, seed=3, step=4, numbers=range(800))
+    lone = given[1::2][given[1::2, 2] == 1]
+    assert abs(float((lone[:, 4] == PREFIX).float().mean()) - 0.5) < 0.127
+
+
+def test_a_window_is_cut_alike_by_every_process():
+    ids = torch.arange(30).repeat(8, 1)
+    whole = cut(ids, 256, seed=3, step=1, numbers=range(8))
+    for number in range(8):
+        part = cut(ids[:1], 256, seed=3, step=1, numbers=[number])
+        assert all(torch.equal(one[0], of[number]) for one, of in zip(part, whole, strict=True))
+    for other in ({"seed": 4, "step": 1}, {"seed": 3, "step": 2}):
+        assert not torch.equal(cut(ids, 256, **other, numbers=range(8))[0], whole[0])
+
+
+@pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
+def test_twins_learn_text_alone(weights):
+    lm = fill_model(weights=weights)
+    ids, targets = cut(torch.arange(68).view(4, 17), 256, seed=0, step=0, numbers=range(4))
+    assert int((targets < 0).sum()) == 2 * (EXTRA - 1)
+    with torch.no_grad():
+        logs = lm(ids).double().log_softmax(dim=-1)
+    wanted = -logs[targets >= 0].gather(1, targets[targets >= 0][:, None]).mean()
+    assert float(lm.loss(ids, targets).detach()) == pytest.approx(float(wanted), rel=1e-5)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_losses_of_holes_equal_float64(right):
+    lm, hole = fill_model(ctx=24), slice(LEAD + 4, LEAD + 7)
+    ids = torch.randint(256, (3, LEAD + 11), generator=torch.Generator().manual_seed(1))
+    reference = Reference({n: reference_weight(w) for n, w in lm.weights().items()}, lm.config)
+    rows = []
+    for row in ids.tolist():
+        after = row[hole.stop :] if right else []
+        rows.append([SUFFIX, 0, LEAD + 3, *after, PREFIX, *row[:4], MIDDLE, *row[4 : hole.stop]])
+    logs = reference(torch.tensor(rows)[:, :-1])[0].log_softmax(dim=-1)[:, -3:]
+    wanted = -logs.gather(2, ids[:, hole, None])[..., 0].mean(dim=1)
+    with torch.no_grad():
+        found = filled_loss(lm, ids, hole, right=right)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=0)
+
+
+def test_losses_of_holes_are_compared_window_by_window(tmp_path):
+    (tmp_path / "text").write_bytes(bytes(range(32, 112)) * 9)
+    models = fill_model(ctx=24), build_model(preset("tiny", **SIZES, ctx=24), torch.float32)
+    models[1].initialise(1)
+    text, how = Text([tmp_path / "text"]), {"hole": 3, "windows": 5, "draws": 1}
+    with torch.no_grad():
+        found, alike = (compare(*models, text, batch=batch, **how) for batch in (5, 2))
+    for part, losses in found.items():
+        assert alike[part] == pytest.approx(losses, rel=1e-4, abs=1e-6)
+    apart, size = (len(text) - 19) // 5, 19
+    ids = text.window_batch([apart * number for number in range(5)], size).long()
+    place = slice(8, 11)
+    with torch.no_grad():
+        fill, peer = (
+            filled_loss(models[0], ids, place, right=True),
+            next_loss(models[1], ids, place),
+        )
+    assert found["nats_per_byte"]["fill"] == pytest.approx(float(fill.mean()), rel=1e-5)
+    more = (fill - peer).double()
+    assert found["excess"]["fill"] == pytest.approx(float(more.mean()), rel=1e-4)
+    wanted = float(more.std()) / 5**0.5
+    assert found["standard_error"]["fill"] == pytest.approx(wanted, rel=1e-4)
+    assert found["excess"].keys() == {"fill", "fill without the right side"}
+    assert found["right"].keys() == {"next", "fill"}
+    with torch.no_grad():
+        made = filled_after_both(models[0], ids, place)
+        rows = [filled_in_order(models[0], row, place) for row in ids]
+    assert made.tolist() == rows
+    same = (made == ids)[:, place].double().mean()
+    assert found["right"]["fill"] == pytest.approx(float(same))
+
+
+def filled_in_order(model, row, place):
+    """A row whose hole is filled as `arb generate --infill` does."""
+    parts = [row[: place.start].tolist(), row[place.stop :].tolist()]
+    with use_backend("torch"), model.prepared_weights():
+        return fill_in_order(
+            model, parts, place.stop - place.start, Sampling(temperature=0), "torch"
+        )
+
+
+def test_holes_are_filled_one_after_another():
+    lm, parts = fill_model(ctx=24), [[1, 2, 3], [4, 5, 7, 8], [6]]
+    text, length = list(parts[0]), 2
+    for part, lead in zip(parts[1:], (3, LEAD), strict=True):  # of texts of 3 and 9 symbols
+        begin, end = text[: len(text) - lead], text[len(text) - lead :]
+        given = [SUFFIX, 0, lead + length, *part, PREFIX, *begin, MIDDLE, *end]
+        for _ in range(length):
+            with torch.no_grad():
+                given.append(int(lm(torch.tensor([given]))[0, -1].argmax()))
+        text += [*given[-length:], *part]
+    greedy = Sampling(temperature=0)
+    assert fill_in_order(lm, parts, length, greedy, "torch") == text
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"ahead": AheadConfig(positions=2, width=8)}, "`ahead`, which does not support holes"),
+        ({"tied": True}, "`tied`, which does not support holes"),
+        ({"ctx": 7}, "`ctx` is 7"),
+        ({"vocabulary": 5, "ctx": 25}, "`ctx` is 25"),
+    ],
+)
+def test_settings_that_do_not_support_holes_are_refused(change, why):
+    with pytest.raises(ArbError, match=why) as refusal:
+        replace(preset("tiny", objective="fill"), **change)
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(ArbError, match="`experts`, which does not support holes"):
+        preset("tiny", objective="fill", experts=3, moe_gate="hash")

@@ -1,0 +1,514 @@
+"""Sounds and pictures: files to bytes and back, where they stand in a text, and what is refused."""
+
+import json
+import math
+import shutil
+import struct
+import zlib
+from itertools import pairwise
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from arbcli.base.errors import ArbError
+from arbcli.data.conversion import Conversion, plain_file
+from arbcli.data.text import Text, open_text
+from arbcli.families.media import bounded, pictures, sound
+from arbcli.families.media.evaluation import MediaLosses
+from arbcli.families.media.spans import (
+    HEADER,
+    LONGEST_HEADER,
+    PictureHeader,
+    SoundHeader,
+    find_spans,
+)
+from arbcli.kernels.runtime.device import deterministic
+from benchmarks import heard, media_text
+
+soundfile = pytest.importorskip("soundfile", reason="needs the extra `media`")
+Image = pytest.importorskip("PIL.Image", reason="needs the extra `media`")
+
+
+def tone(frames: int, channels: int = 1) -> np.ndarray:
+    """(frames, channels) int16 with the largest and the smallest sample in it."""
+    time = np.arange(frames)[:, None] * (1 + np.arange(channels))
+    samples = np.rint(20_000 * np.sin(0.2 * time)).astype(np.int16)
+    samples[:2] = [[32767], [-32768]]
+    return samples
+
+
+def gradient(height: int, width: int) -> np.ndarray:
+    """(height, width, 3) uint8."""
+    shades = np.arange(height * width * 3) * 7 % 256
+    return shades.reshape(height, width, 3).astype(np.uint8)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("suffix", [".wav", ".flac"])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_sound_of_16_bits_is_its_samples(suffix, channels, tmp_path):
+    samples = tone(70_000, channels)  # more than a block
+    soundfile.write(tmp_path / f"a{suffix}", samples, 8000, subtype="PCM_16")
+    content = plain_file(tmp_path / f"a{suffix}", Conversion(sound="pcm16")).read_bytes()
+    (span,) = find_spans(content)
+    assert span.header == SoundHeader("pcm16", 8000, channels, 70_000)
+    assert (span.start, span.stop) == (0, len(content))
+    coarse_first = (
+        int(sample + 32768).to_bytes(2, "big") for sample in samples[:9].astype(int).flat
+    )
+    assert content[span.body :].startswith(b"".join(coarse_first))
+    assert np.array_equal(sound.decode_samples(content[span.body :], span.header), samples)
+
+
+def test_mu_law_is_the_nearest_of_its_levels_on_the_curve(tmp_path):
+    header = SoundHeader("mulaw", 8000, 1, 256)
+    levels = sound.decode_samples(bytes(range(256)), header)[:, 0].astype(int)
+    assert np.all(np.diff(levels) > 0)
+    assert np.array_equal(levels, -levels[::-1])
+    assert levels[-1] == 32767
+    # each level is its own code, and a sample is at most one step of the curve from its level
+    assert sound.encode_samples(levels[:, None], "mulaw") == bytes(range(256))
+    samples = np.arange(-32768, 32768, 37)[:, None].astype(np.int16)
+    codes = np.frombuffer(sound.encode_samples(samples, "mulaw"), np.uint8)
+    assert np.all(np.diff(codes.astype(int)) >= 0)
+    error = np.abs(levels[codes] - samples[:, 0])
+    assert np.all(error <= 4 + np.abs(samples[:, 0].astype(int)) * math.log(256) / 250)
+
+
+@pytest.mark.parametrize("form", sound.FORMS)
+def test_sound_that_is_written_reads_back_as_the_same_bytes(form, tmp_path):
+    body = sound.encode_samples(tone(999, 2), form)
+    header = SoundHeader(form, 16_000, 2, 999)
+    sound.write_sound(tmp_path / "b.wav", body, header)
+    assert b"".join(sound.sound_bytes(tmp_path / "b.wav", form)) == header.encode() + body
+    # a frame that is cut off is dropped
+    assert len(sound.decode_samples(body[:-1], header)) == 998
+
+
+@pytest.mark.parametrize("form", ["rgb", "grey"])
+def test_picture_is_its_pixels_in_marked_rows(form, tmp_path):
+    pixels = gradient(5, 3) if form == "rgb" else gradient(5, 3)[:, :, 0]
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    content = b"".join(pictures.picture_bytes(tmp_path / "a.png", form))
+    (span,) = find_spans(content)
+    assert span.header == PictureHeader(form, 3, 5)
+    assert span.stop == len(content)
+    row = span.header.item_bytes
+    assert content[span.body + row - 1 :: row] == b"\n" * 5
+    assert np.array_equal(pictures.decode_pixels(content[span.body :], span.header), pixels)
+    pictures.write_picture(tmp_path / "b.png", content[span.body :], span.header)
+    assert b"".join(pictures.picture_bytes(tmp_path / "b.png", form)) == content
+    half = pictures.decode_pixels(content[span.body : span.body + 2 * row], span.header)
+    assert np.array_equal(half[:2], pixels[:2])
+    assert not half[2:].any()
+
+
+def test_pictures_are_scaled_turned_and_laid_on_white(tmp_path):
+    Image.fromarray(gradient(40, 20)).save(tmp_path / "a.jpg")
+    (span,) = find_spans(b"".join(pictures.picture_bytes(tmp_path / "a.jpg", "grey:8x6")))
+    assert span.header == PictureHeader("grey", 8, 6)
+    clear = Image.new("RGBA", (2, 1), (9, 9, 9, 0))
+    clear.save(tmp_path / "b.webp", lossless=True)
+    # without a channel for it, too: a number of the palette, a shade and a colour
+    for mode, transparency in (("P", 9), ("L", 9), ("RGB", (9, 9, 9))):
+        plain = Image.new(mode, (2, 1), transparency)
+        if mode == "P":
+            plain.putpalette(bytes(range(30)))
+        plain.save(tmp_path / f"{mode}.png", transparency=transparency)
+    for name in ("b.webp", "P.png", "L.png", "RGB.png"):
+        content = b"".join(pictures.picture_bytes(tmp_path / name, "rgb"))
+        assert content.endswith(b"\xff" * 6 + b"\n"), name
+    turned = Image.fromarray(gradient(2, 3))
+    about = Image.Exif()
+    about[274] = 6  # a quarter turn
+    turned.save(tmp_path / "c.png", exif=about)
+    (span,) = find_spans(b"".join(pictures.picture_bytes(tmp_path / "c.png", "rgb")))
+    assert span.header == PictureHeader("rgb", 2, 3)
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    check = struct.pack(">I", zlib.crc32(kind + content))
+    return struct.pack(">I", len(content)) + kind + content + check
+
+
+def png(width: int, height: int) -> bytes:
+    """A PNG whose header names a size, and that has few bytes."""
+    size = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + size + chunk(b"IDAT", zlib.compress(b"0" * 99))
+
+
+def damaged(tmp_path) -> dict[str, bytes]:
+    soundfile.write(tmp_path / "whole.wav", tone(4000), 8000)
+    soundfile.write(tmp_path / "whole.flac", tone(40_000), 8000)
+    Image.fromarray(gradient(60, 50)).save(tmp_path / "whole.png")
+    wav, flac, picture = (
+        (tmp_path / f"whole.{kind}").read_bytes() for kind in ("wav", "flac", "png")
+    )
+    soundfile.write(tmp_path / "many.wav", np.zeros((9, 3), np.int16), 8000)
+    return {
+        "cut.wav": wav[:3000], "no.flac": b"fLaC" + b"x" * 99, "cut.flac": flac[: len(flac) // 2],
+        "no.ogg": b"no", "many.wav": (tmp_path / "many.wav").read_bytes(),
+        "cut.png": picture[:-200], "no.png": b"no", "large.png": png(100_000, 100_000),
+        "wide.png": png(40_000, 2), "no.jpg": b"\xff\xd8\xff", "no.webp": b"RIFF\0\0\0\0WEBP",
+    }  # fmt: skip
+
+
+def test_damaged_and_oversized_files_are_one_line(tmp_path, cache):
+    for name, content in damaged(tmp_path).items():
+        path = tmp_path / name
+        path.write_bytes(content)
+        with pytest.raises(ArbError) as caught:
+            plain_file(path)
+        assert str(path) in str(caught.value), name
+        assert "\n" not in f"{caught.value}{caught.value.hint}", name
+        assert caught.value.hint, name
+        if name in ("large.png", "wide.png"):
+            assert caught.value.hint == pictures.SCALED
+    assert not list(cache.rglob("texts/*"))
+
+
+def endless(size: int) -> dict[str, bytes]:
+    """Starts of files of `size` bytes that make a decoder read on and on."""
+    header = png(60, 50)[:33]
+    rate = struct.pack(">Q", 8000 << 44 | 15 << 36 | 10**6)  # 16 bits a sample, a channel
+    info = b"fLaC\0\0\0\x22\x10\0\x10\0" + bytes(6) + rate + bytes(16)
+    riff = b"RIFF" + struct.pack("<I", size - 8)
+    canvas, vp8l = b"\x9f\x86\1" * 2, b"VP8L" + struct.pack("<I", size - 20)
+    return {
+        "remark.png": header + struct.pack(">I", size - 99) + b"tEXt",
+        "unknown.png": header + struct.pack(">I", size - 99) + b"abCd",
+        "profile.png": header + struct.pack(">I", size - 99) + b"iCCP",
+        "pixels.png": header + struct.pack(">I", size - 99) + b"IDAT",
+        "no.jpg": b"\xff\xd8\xff\xe0\xff", "canvas.webp": riff + b"WEBPVP8X" + bytes(8) + canvas,
+        "pixels.webp": riff + b"WEBP" + vp8l + b"/" + bytes(4),
+        "remark.flac": info + b"\1\xff\xff\xff", "frames.flac": info + b"\x81\0\0\0",
+        "no.flac": b"fLaC" + b"\xff" * 99, "text.flac": b"no", "text.ogg": b"no",
+        "no.ogg": b"OggS" + bytes(60), "riff.wav": riff + b"WAVE",
+        "remark.wav": riff + b"WAVELIST" + struct.pack("<I", size - 20),
+    }  # fmt: skip
+
+
+def test_no_more_than_a_bound_is_read_of_a_file_that_makes_decoders_read_on(
+    tmp_path, cache, monkeypatch
+):
+    size, reads = 2**28, list[int]()
+    most = bounded.HEADER_BYTES + pictures.WIDEST_PIXEL * 60 * 50
+    read = bounded.BoundedFile.read
+
+    def noted(self, size=-1):
+        content = read(self, size)
+        reads.append(len(content))
+        return content
+
+    monkeypatch.setattr(bounded.BoundedFile, "read", noted)
+    for name, start in endless(size).items():
+        path = tmp_path / name
+        with path.open("wb") as file:
+            file.write(start)
+            file.truncate(size)
+        reads.clear()
+        with pytest.raises(ArbError, match=str(path)) as caught:
+            plain_file(path)
+        assert "\n" not in f"{caught.value}{caught.value.hint}", name
+        assert sum(reads) <= most, (name, sum(reads))
+        assert len(reads) <= most // bounded.SMALLEST_READ, name
+    assert not list(cache.rglob("texts/*"))
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
+@pytest.mark.parametrize("lossless", [False, True])
+@pytest.mark.parametrize("more", [{}, {"exif": b"Exif\0\0MM\0*\0\0\0\x08\0\0"}])
+def test_size_of_webp_is_that_of_its_pixels(mode, lossless, more, tmp_path):
+    pixels = np.zeros((33, 70, len(mode)), np.uint8).squeeze()
+    Image.fromarray(pixels).save(tmp_path / "a.webp", lossless=lossless, **more)
+    with bounded.BoundedFile(tmp_path / "a.webp", bounded.HEADER_BYTES) as content:
+        assert pictures.webp_size(content) == (70, 33)
+        assert content.tell() == 0
+
+
+def test_large_picture_of_noise_is_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(pictures, "HEADER_BYTES", 2**22)
+    noise = np.random.default_rng(0).integers(0, 256, (1000, 1100, 4), dtype=np.uint8)
+    for name, how in (("a.png", {"compress_level": 0}), ("a.webp", {"lossless": 1, "method": 0})):
+        Image.fromarray(noise).save(tmp_path / name, **how)
+        assert (tmp_path / name).stat().st_size > pictures.HEADER_BYTES
+        (span,) = find_spans(b"".join(pictures.picture_bytes(tmp_path / name, "rgb")))
+        assert span.header == PictureHeader("rgb", 1100, 1000)
+
+
+def test_file_with_more_remarks_than_are_read_is_not_called_damaged(tmp_path, monkeypatch):
+    monkeypatch.setattr(pictures, "HEADER_BYTES", 2**22)
+    plain, picture = Image.new("L", (9, 9)), tmp_path / "a.jpg"
+    plain.save(picture)
+    content = picture.read_bytes()
+    remark = b"\xff\xfe\xff\xff" + bytes(2**16 - 3)
+    picture.write_bytes(content[:2] + remark * 65 + content[2:])
+    with pytest.raises(ArbError, match=f"{pictures.HEADER_BYTES:,} bytes") as caught:
+        list(pictures.picture_bytes(picture, "rgb"))
+    assert caught.value.hint == pictures.LIGHTER
+
+
+def test_bounded_file_is_a_file_until_its_bound(tmp_path):
+    (tmp_path / "a").write_bytes(bytes(range(200)))
+    with bounded.BoundedFile(tmp_path / "a", 150) as file:
+        assert file.read(100) == bytes(range(100))
+        assert file.seek(-5, 2) == 195
+        assert file.tell() == 195
+        assert (file.seek(-500, 1), file.seek(3)) == (0, 3)
+        assert not file.cut_by
+        assert file.read() == bytes(range(3, 53))
+        assert "150 bytes" in file.cut_by
+        assert file.read(1) == b""
+        file.allow(64)
+        assert file.read(1) == bytes([53])
+        assert file.read(1) == b""
+
+
+def test_folder_has_its_sounds_and_pictures_only_on_request(tmp_path):
+    soundfile.write(tmp_path / "a.wav", tone(40), 8000)
+    Image.fromarray(gradient(3, 3)).save(tmp_path / "b.png")
+    (tmp_path / "c.txt").write_text("text")
+    expected = {(None, None): 1, ("mulaw", None): 2, (None, "rgb"): 2, ("mulaw", "grey:2x2"): 3}
+    for (samples, pixels), files in expected.items():
+        text, _ = open_text([str(tmp_path)], Conversion(None, samples, pixels))
+        assert text.num_files == files
+    text, _ = open_text([str(tmp_path / "*.*")])  # as they were named
+    assert text.num_files == 3
+    # each form has a file of its own
+    both = {plain_file(tmp_path / "a.wav", Conversion(sound=form)) for form in sound.FORMS}
+    assert len(both) == 2
+
+
+def test_record_joins_text_sound_and_picture(tmp_path):
+    soundfile.write(tmp_path / "a.wav", tone(40), 8000)
+    Image.fromarray(gradient(3, 3)).save(tmp_path / "b.png")
+    (tmp_path / "r.jsonl").write_text(
+        '{"say": [{"text": "one "}, {"sound": "a.wav"}]}\n{"say": "two"}\n'
+        '{"say": [{"picture": "b.png"}, {"text": "three"}]}\n'
+    )
+    content = plain_file(tmp_path / "r.jsonl", Conversion("say", "pcm16", "grey")).read_bytes()
+    a, b = find_spans(content)
+    assert content[: a.start] == b"one "
+    assert content[a.stop : b.start] == b"\ntwo\n"
+    assert content[b.stop :] == b"three\n"
+    assert (a.header.form, b.header.mode) == ("pcm16", "grey")
+    for parts in ('{"smell": "x"}', '{"sound": "b.png"}', "3", '{"sound": "gone.wav"}',
+                  '{"text": "a", "sound": "a.wav"}'):  # fmt: skip
+        (tmp_path / "r.jsonl").write_text(f'{{"say": [{parts}]}}')
+        with pytest.raises(ArbError, match="line 1 of") as caught:
+            plain_file(tmp_path / "r.jsonl", Conversion("say"))
+        assert ("cannot read `gone.wav`" in str(caught.value)) == (parts == '{"sound": "gone.wav"}')
+
+
+def test_header_cannot_be_part_of_utf8_and_is_short():
+    longest = SoundHeader("mulaw", 9_999_999, 2, 2**32), PictureHeader("grey", 99_999, 99_999)
+    for header in longest:
+        assert HEADER.fullmatch(header.encode())
+        assert len(header.encode()) <= LONGEST_HEADER
+        with pytest.raises(UnicodeDecodeError):
+            header.encode().decode()
+
+
+@pytest.mark.parametrize("cuts", [(), (100,), (13, 60, 333)])
+def test_losses_are_summed_by_kind_of_byte(cuts, tmp_path, device):
+    """Every byte costs a number of its own, and the text is in several pieces of a file."""
+    samples, pixels = tone(50, 2), gradient(4, 5)
+    parts = [
+        b"text before ",
+        SoundHeader("pcm16", 8000, 2, 50).encode() + sound.encode_samples(samples, "pcm16"),
+        b" and between ",
+        PictureHeader("rgb", 5, 4).encode() + pictures._rows(pixels),
+        b" and after",
+    ]
+    path = tmp_path / "mixed"
+    path.write_bytes(b"".join(parts))
+    size = path.stat().st_size
+    edges = [0, *cuts, size]
+    pieces = [(path, start, stop) for start, stop in pairwise(edges)]
+    # every second piece is left out, so that sounds begin before and end after theirs
+    text = Text.of_parts(pieces[1::2] or pieces)
+    costs = torch.rand(len(text), generator=torch.Generator().manual_seed(0)).double()
+    losses = MediaLosses(text, device)
+    width = 7
+    for start in range(0, len(text) - 1, width):
+        taken = costs[start + 1 : start + 1 + width]
+        row = torch.zeros(1, width, dtype=torch.float64)
+        row[0, : len(taken)] = taken
+        is_counted = torch.arange(width)[None] < len(taken)
+        with deterministic():
+            losses.add([start], row.to(device), is_counted.to(device))
+    costs[0] = math.log(256)
+    kinds = [kind for part, kind in zip(parts, "tstpt", strict=True) for _ in part]
+    places = [i for _, start, stop in text.pieces for i in range(start, stop)]
+    begin, end = kinds.index("p"), len(kinds) - kinds[::-1].index("p")
+    whole = any(start <= begin and end <= stop for _, start, stop in text.pieces)
+    found = {kind.kind: kind for kind in losses.report()}
+    for letter, name in {"t": "text", "s": "sound", "p": "picture"}.items():
+        chosen = [
+            j for j, i in enumerate(places)
+            if kinds[i] == letter or (letter == "t" and kinds[i] == "p" and not whole)
+        ]  # fmt: skip
+        if not chosen or (letter == "p" and not whole):
+            assert name not in found
+            continue
+        assert found[name].bytes == len(chosen)
+        total = float(costs[chosen].sum())
+        assert found[name].nats_per_byte * len(chosen) == pytest.approx(total, rel=1e-12)
+    if not cuts:
+        assert found["sound"].units == 100
+        assert found["picture"].units == 20
+        per = 8 * sound.flac_bytes(samples, 8000) / 100
+        assert found["sound"].peer_bits_per_unit == {"FLAC": per}
+        assert found["picture"].peer_bits_per_unit.keys() == {"PNG", "WebP"}
+        bits = found["picture"].nats_per_byte * found["picture"].bytes / math.log(2) / 20
+        assert found["picture"].bits_per_unit == pytest.approx(bits)
+
+
+@pytest.mark.parametrize("name", ["flac_bytes", "encoded_bytes"])
+def test_bits_of_a_unit_are_computed_without_the_packages_of_other_formats(
+    name, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        f"arbcli.families.media.evaluation.{name}", mock.Mock(side_effect=ImportError)
+    )
+    path = tmp_path / "mixed"
+    speech = SoundHeader("mulaw", 8000, 1, 50).encode() + bytes(50)
+    path.write_bytes(speech + PictureHeader("grey", 5, 4).encode() + (b"abcde\n" * 4))
+    losses = MediaLosses(text := Text([path]), torch.device("cpu"))
+    losses.add([0], torch.ones(1, len(text) - 1), torch.ones(1, len(text) - 1, dtype=torch.bool))
+    kinds = {kind.kind: kind for kind in losses.report()}
+    without, other = ("sound", "picture")[:: 1 if name == "flac_bytes" else -1]
+    assert kinds[without].peer_bits_per_unit is None
+    assert kinds[other].peer_bits_per_unit
+    assert [kinds[kind].units for kind in ("sound", "picture")] == [50, 20]
+    assert kinds["picture"].bits_per_unit == pytest.approx(
+        kinds["picture"].bytes / 20 / math.log(2)
+    )
+
+
+def bits_of_records(kind: str, folder, form: str = "mulaw") -> dict[str, float]:
+    """Make a few records of a benchmark, and read what it wrote."""
+    about = "It was the best of times. It was the worst! Nobody knew why.\nA sentence is here?"
+    texts = media_text.sentences(about)
+    assert media_text.sentences(about + " It was the best of times.") == texts
+    held = list(media_text.records(kind, texts, form))
+    assert [one.sentence for one in held] == texts
+    report = media_text.write_held_out(folder, kind, held)
+    for name, turn in (("val", 0), ("val-others", 1)):
+        content = (folder / f"{kind}-{name}.txt").read_bytes()
+        spans = list(find_spans(content))
+        assert [content[span.body : span.stop] for span in spans] == [one.body for one in held]
+        before = [content[: span.start].rsplit(b"\n", 2)[-2].decode() for span in spans]
+        assert before == [held[(index + turn) % len(held)].sentence for index in range(len(held))]
+    assert report["units"] == sum(one.header.units for one in held)
+    return report["bits_per_unit"]
+
+
+def test_pages_of_a_benchmark_are_pictures_after_their_sentences(tmp_path):
+    bits = bits_of_records("pages", tmp_path)
+    assert bits.keys() == {"PNG", "WebP"}
+    assert 0.1 < bits["WebP"] < 8
+
+
+@pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="needs espeak-ng")
+def test_speech_of_a_benchmark_is_sounds_after_their_sentences(tmp_path):
+    bits = bits_of_records("speech", tmp_path)
+    assert bits["FLAC of codes"] < 8 < bits["FLAC"] < 16
+    assert 8 < bits_of_records("speech", tmp_path, "pcm16")["FLAC"] < 16
+
+
+def test_sentences_of_a_benchmark_are_cut_at_punctuation_and_bounded():
+    text = "Yes, said the man in the hall; no, a woman that came home so very late, and sang.  Why?"
+    found = media_text.sentences(text, 24)
+    assert sorted(found) == ["Why?", "Yes,", "and sang.", "no,"]
+
+
+def test_codes_are_stored_as_samples_of_eight_bits():
+    codes = np.random.default_rng(0).integers(0, 256, 4000, dtype=np.uint8).tobytes()
+    assert 4000 < media_text.flac_bytes_of_codes(codes) < 5000
+    assert media_text.flac_bytes_of_codes(bytes([128]) * 4000) < 200
+
+
+def test_no_training_text_has_the_held_out_text_of_a_benchmark(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("It was the best of times. It was the worst of times it said.")
+    (tmp_path / "b.txt").write_text("It was the best of times. Nobody had known why it was so.")
+    given = ["", "pages", *(str(tmp_path / name) for name in ("a.txt", "out")), "--held-out", "2"]
+    monkeypatch.setattr("sys.argv", [*given, "--val", str(tmp_path / "b.txt")])
+    media_text.main()
+    train, val = ((tmp_path / f"out/pages-{name}.txt").read_bytes() for name in ("train", "val"))
+    assert b"best" in val
+    assert b"Nobody" in val
+    assert b"worst" in train
+    assert b"best" not in train
+    with_peers = json.loads((tmp_path / "out/pages.json").read_text())
+    monkeypatch.setattr("sys.argv", [*given, "--val", str(tmp_path / "b.txt"), "--no-peers"])
+    media_text.main()
+    without = json.loads((tmp_path / "out/pages.json").read_text())
+    assert with_peers.pop("bits_per_unit")
+    assert with_peers == without
+    assert (tmp_path / "out/pages-val.txt").read_bytes() == val
+
+
+def test_words_of_a_benchmark_are_the_commonest():
+    text = "The the an Aardvark, house House; house o'clock " + "x" * 13
+    assert sorted(media_text.words(text)) == ["clock", "house", "the"]
+    assert media_text.words(text, 1) == ["house"]
+
+
+@pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="needs espeak-ng")
+def test_readings_of_a_word_differ(tmp_path):
+    readings = [
+        next(media_text.records("words", ["house"], "mulaw", 4000, 2, index))
+        for index in range(0, 5 * media_text.NEXT_READING, media_text.NEXT_READING)
+    ]
+    assert len({one.body for one in readings}) == 5
+    assert all(one.header.rate == 4000 for one in readings)
+    usual, faster = (
+        next(media_text.records("words", ["house"], slowest=slowest)) for slowest in (140, 280)
+    )
+    assert 1.5 < len(usual.body) / len(faster.body) < 3
+
+
+def test_sounds_are_cheaper_after_a_useful_text():
+    """A model that copies the text into the sound is what this looks like."""
+
+    def position_losses(ids, targets):
+        content = [bytes(row.tolist()) for row in ids]
+        own = [row.rindex(b"\n", 0, row.rindex(b"\xffsound")) - 1 for row in content]
+        letters = targets.new_tensor([row[place] for row, place in zip(content, own, strict=True)])
+        return (targets != letters[:, None]).float()
+
+    header = SoundHeader("mulaw", 4000, 1, 6).encode()
+    records = [f"{letter}{letter}\n".encode() + header + letter.encode() * 6 for letter in "abcdef"]
+    content = b"\n".join(records) + b"\n"
+    model = SimpleNamespace(
+        config=SimpleNamespace(ctx=60), device="cpu", position_losses=position_losses
+    )
+    found = heard.costs(model, content, 3)
+    assert found == [[0, 6, 6, 6]] * 6
+    told = heard.told(found, 36)
+    assert told["bits_per_sample"] == 0
+    assert told["after_others"] == pytest.approx(1 / math.log(2))
+    assert (told["own_is_likeliest"], told["by_chance"], told["standard_error"]) == (1, 0.25, 0)
+
+
+def test_resampling_removes_high_frequencies():
+    time = np.arange(22050) / 22050
+    wave = 9000 * np.sin(2 * np.pi * 440 * time) + 9000 * np.sin(2 * np.pi * 5000 * time)
+    wanted = 9000 * np.sin(2 * np.pi * 440 * np.arange(8000) / 8000)
+    found = media_text.resampled(wave.astype(np.int16), 8000)
+    assert np.abs(found - wanted).max() < 3
+
+
+def test_text_alone_has_no_kinds(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"plain \xff text")
+    assert MediaLosses(Text([tmp_path / "a.txt"]), torch.device("cpu")).report() == ()

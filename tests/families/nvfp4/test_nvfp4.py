@@ -1,0 +1,154 @@
+"""Products in four bits: codes by hand, what they lose, and trits, which lose of scales alone."""
+
+import pytest
+import torch
+
+from arbcli.config.presets import preset
+from arbcli.families.nvfp4.kernels import scaled_nvfp4
+from arbcli.families.nvfp4.kernels.round_nvfp4 import (
+    encode_nvfp4,
+    round_nvfp4,
+    round_nvfp4_reference,
+)
+from arbcli.families.nvfp4.kernels.scaled_nvfp4 import (
+    nvfp4_matmul,
+    nvfp4_product,
+    scaled_nvfp4_matmul,
+)
+from arbcli.kernels.codec.decode_digits import decode_digits_reference
+from arbcli.kernels.codec.packed import random_packed
+from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.layers.linear import TernaryLinear
+
+BACKENDS = ["torch", "triton" if torch.cuda.is_available() else "interpreter"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_by_hand(backend, device):
+    """The largest is 6, so g is 2**-8, s is 256, and numbers of a block are those of e2m1."""
+    row = [6, 5.1, 5, 3.6, 3.5, 2.6, 2.5, 1.8, 1.75, 1.3, 1.25, 0.8, 0.75, 0.3, 0.25, -5]
+    want = [6, 6, 4, 4, 4, 3, 2, 2, 2, 1.5, 1, 1, 1, 0.5, 0, -4]
+    with use_backend(backend):
+        y, g = round_nvfp4(torch.tensor([row], device=device))
+    assert g.item() == 2**-8
+    assert (y * g).tolist() == [want]
+
+
+def test_numbers_are_of_four_bits_and_eight():
+    x = torch.randn(64, 320, generator=torch.Generator().manual_seed(0))
+    y, g = round_nvfp4(x)
+    assert torch.equal(y.bfloat16().float(), y)
+    blocks = y.view(64, 20, 16).abs()
+    assert blocks.max() <= 6 * 448
+    for block in blocks.flatten(0, 1):
+        assert len(block.unique()) <= 8
+    assert 0.05 < (y * g - x).norm() / x.norm() < 0.12
+    assert g.log2() % 1 == 0
+
+
+def test_non_finite_row_has_nan_scales():
+    x = torch.ones(3, 16)
+    for bad in (torch.nan, torch.inf):
+        x[1, 3] = bad
+        assert round_nvfp4(x)[1].isnan().all()
+
+
+def test_trits_keep_their_signs_and_zeros():
+    layer = TernaryLinear(32, 48, preset("tiny", scale_type="T16").site(), area="mlp", std=0.1)
+    layer.weight.initialise(seed=0, index=0)
+    exact = layer.weight.weight(torch.float32)
+    y, g = round_nvfp4(exact)
+    assert torch.equal(y.sign(), exact.sign())
+    assert ((y * g - exact).abs() <= exact.abs() / 16).all()  # of a scale all but three bits
+    x = torch.randn(70, 48, generator=torch.Generator().manual_seed(1))
+    q, scale = round_nvfp4(x)
+    got = nvfp4_matmul(q, scale, layer.weight.packed, False, torch.float32)
+    assert (got - x @ exact.T).norm() < 0.15 * (x @ exact.T).norm()
+
+
+def test_layer_multiplies_both_ways_in_four_bits():
+    layer = TernaryLinear(32, 48, preset("tiny").site(), area="mlp", std=0.1)
+    layer.weight.initialise(seed=0, index=0)
+    layer.weight.nvfp4, exact = True, layer.weight.weight(torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    x, grad = (torch.randn(FUSED_ROWS + 1, n, generator=generator) for n in (48, 32))
+    y = layer(x.requires_grad_())
+    y.backward(grad)
+    for got, wanted in ((y, x @ exact.T), (x.grad, grad @ exact)):
+        assert 0.05 < (got - wanted).norm() / wanted.norm() < 0.2
+    few = layer(x[:3])  # a few rows are as exact as ever
+    assert (few - (x @ exact.T)[:3]).norm() < 1e-5 * few.norm()
+
+
+def matrices(*shapes: tuple[int, int]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_codes_by_hand(backend, device):
+    """The largest is 6, so g is 2**-8 and s is 256, whose bits in e4m3 are 0x78; then one block
+    of nothing but a number that rounds to zero."""
+    row = [6, 5.1, 5, 3.6, 2.5, 1.8, 1.3, 0.8, 0.3, 0.25, -0.25, -5, -0.75, 0, -6, 1, -0.0]
+    with use_backend(backend):
+        codes, scales, g = encode_nvfp4(torch.tensor([row], device=device))
+    assert g.item() == 2**-8
+    assert scales.tolist() == [[0x78, 0]]
+    low = [7, 6, 4, 3, 1, 0, 0xA, 0xF]  # 6, 5, 2.5, 1.3, 0.3, -0.25, -0.75 and -6
+    high = [7, 6, 4, 2, 0, 0xE, 0, 2]
+    assert codes[0, :8].tolist() == [a + 16 * b for a, b in zip(low, high, strict=True)]
+    assert codes[0, 8:].tolist() == [0] * 8
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_product_of_codes_is_that_of_rounded_matrices(backend, device):
+    first, second = (part.to(device) for part in matrices((5, 176), (7, 176)))
+    with use_backend(backend):
+        (a, of_a, g), (b, of_b, h) = encode_nvfp4(first), encode_nvfp4(second)
+        y = scaled_nvfp4_matmul(a, of_a, b, of_b, g * h, torch.float32)
+    (q, g), (w, h) = round_nvfp4(first), round_nvfp4(second)
+    torch.testing.assert_close(y, q @ w.T * (g * h), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_product_is_that_of_rounded_weights(transposed, backend, device):
+    packed = random_packed(32, 48, 16, torch.Generator().manual_seed(0), spread=4)
+    weight = decode_digits_reference(packed).float()
+    w, h = round_nvfp4_reference(weight.T if transposed else weight)
+    (x,) = matrices((5, 32 if transposed else 48))
+    q, g = round_nvfp4(x)
+    with use_backend(backend):
+        found = nvfp4_matmul(
+            q.to(device), g.to(device), packed.to(device), transposed, torch.float32
+        )
+    wanted = q.double() @ w.double().T * (g * h)
+    torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_hardware_of_such_products_is_taken_where_it_is(transposed, monkeypatch):
+    layer = TernaryLinear(32, 48, preset("tiny").site(), area="mlp", std=0.1)
+    layer.weight.initialise(seed=0, index=0)
+    (x,) = matrices((9, 32 if transposed else 48))
+    emulated = nvfp4_matmul(*round_nvfp4(x), layer.weight.packed, transposed, torch.float32)
+    assert torch.equal(nvfp4_product(x, layer.weight.packed, transposed=transposed), emulated)
+    asked = []
+
+    def encoded(part):
+        asked.append(tuple(part.shape))
+        return encode_nvfp4(part)
+
+    monkeypatch.setattr(scaled_nvfp4, "capability", lambda _: (10, 0))
+    monkeypatch.setattr(
+        scaled_nvfp4, "_scaled_nvfp4_matmul_triton", scaled_nvfp4._scaled_nvfp4_matmul_torch
+    )
+    monkeypatch.setattr(
+        scaled_nvfp4, "decode_weight_triton", lambda _, dtype: layer.weight.weight(dtype)
+    )
+    monkeypatch.setattr(scaled_nvfp4, "uses_triton", lambda _: True)
+    monkeypatch.setattr(scaled_nvfp4, "encode_nvfp4", encoded)
+    found = nvfp4_product(x, layer.weight.packed, transposed=transposed)
+    torch.testing.assert_close(found, emulated, rtol=1e-5, atol=1e-5)
+    assert asked == [tuple(x.shape), (48, 32) if transposed else (32, 48)]

@@ -1,0 +1,121 @@
+"""Hyper-connections: one stream is the plain block, and several are mixed without gain or loss."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from arbcli.config.presets import preset
+from arbcli.families.streams.kernels.stream_weights import stream_weights
+from arbcli.model.build import build_model
+from arbcli.model.language_model import LanguageModel
+from arbcli.model.stack import Block
+
+SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 9}
+IDS = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def model(dtype=torch.float32, **options) -> LanguageModel:
+    lm = build_model(preset("tiny", **SHAPE | options), dtype)
+    lm.initialise(0)
+    return lm
+
+
+def stirred(lm: LanguageModel) -> LanguageModel:
+    """Give the projections weights, which are zero at first."""
+    for index, (name, tensor) in enumerate(lm.weights().items()):
+        if name.endswith("projection.weight"):
+            tensor.spread, tensor.std = 1.0, 0.3
+            tensor.initialise(1, index)
+    return lm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_stream_without_mixing_is_the_plain_block_bit_by_bit(dtype, monkeypatch):
+    config = preset("tiny", **SHAPE)
+    stage, block = config.main, config.main.blocks[0]
+    plain = Block(block, stage, config.site())
+    streams = Block(block, replace(stage, streams=2), config.site())
+    for tensor in streams.modules():
+        if hasattr(tensor, "initialise"):
+            tensor.initialise(0, 0)
+    own = plain.state_dict()
+    plain.load_state_dict({name: streams.state_dict()[name] for name in own})
+    ones = torch.ones(2 * 5, 1), torch.ones(2 * 5, 1, 1), torch.ones(2 * 5, 1)
+    for connection in (streams.attention_streams, streams.mlp_streams):
+        monkeypatch.setattr(connection, "weights", lambda x: ones)
+    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = []
+    for block, given in ((plain, x.clone()), (streams, x.clone()[:, :, None])):
+        given.requires_grad_()
+        y = block(given).x
+        y.backward(torch.ones_like(y))
+        found.append((y.view(x.shape), given.grad.view(x.shape)))
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1])  # sums of another order
+
+
+@pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
+def test_streams_begin_as_a_single_stream(weights):
+    """The projection is zero, and c is 1, packed within half a percent."""
+    several, one = (model(streams=streams, weights=weights) for streams in (4, 1))
+    one.load_state_dict({name: several.state_dict()[name] for name in one.state_dict()})
+    with torch.no_grad():
+        bound = 0.03 if weights == "ternary" else 1e-3
+        torch.testing.assert_close(several(IDS), one(IDS), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("streams", [2, 4, 8])
+def test_branches_read_the_streams_in_turns(streams):
+    """The first attention reads stream 0, its MLP stream 1, and so on through the blocks."""
+    read = []
+    for block in model(streams=streams, layers=3).blocks:
+        for connection in (block.attention_streams, block.mlp_streams):
+            of_a = connection.bias().detach()[:streams]
+            assert (of_a > 0).sum() == 1
+            read.append(int(of_a.argmax()))
+    assert read == [branch % streams for branch in range(6)]
+
+
+@pytest.mark.parametrize("streams", [2, 4, 8])
+def test_rows_and_columns_sum_to_one(streams):
+    lm, seen = stirred(model(streams=streams)), []
+    connection = lm.blocks[1].mlp_streams
+    connection.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].flatten(0, 1)))
+    with torch.no_grad():
+        lm(IDS)
+        a, b, c = connection.weights(seen[0])
+    assert b.std() > 0.01
+    for dim in (1, 2):
+        assert (b.double().sum(dim) - 1).abs().max() < 1e-6
+    assert b.min() >= 0
+    assert 0 < a.min() < a.max() < 1
+    assert 0 < c.min() < c.max() < 2
+
+
+@pytest.mark.parametrize("far", [1.0, 4.0, 100.0])
+def test_sums_are_one_for_any_numbers(far):
+    raw = far * torch.randn(500, 24, generator=torch.Generator().manual_seed(1))
+    _, b, _ = stream_weights(raw, torch.zeros(24))
+    assert b.min() >= 0
+    for dim in (1, 2):
+        assert (b.double().sum(dim) - 1).abs().max() < 1e-6
+
+
+def test_no_number_stays_none():
+    raw = torch.zeros(2, 24)
+    raw[0, 9] = torch.nan
+    b = stream_weights(raw, torch.zeros(24))[1]
+    assert b[0].isnan().any()
+    assert b[1].isfinite().all()
+
+
+@pytest.mark.parametrize("lengths", [[1] * 9, [4, 1, 3, 1]], ids=str)
+def test_cached_logits_equal_those_of_the_whole_text(lengths):
+    lm = stirred(model(streams=4))
+    ids = IDS[:1]
+    with torch.no_grad(), lm.prepared_weights():
+        cache = lm.new_cache(9)
+        found = torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
+        # loops of a CPU round to 16 bits what a step multiplies
+        torch.testing.assert_close(found, lm(ids), rtol=1e-3, atol=1e-3)

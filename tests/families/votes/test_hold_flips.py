@@ -1,0 +1,94 @@
+"""The trits that a bound on flips holds back, against the definition of a rank."""
+
+import pytest
+import torch
+
+from arbcli.families.votes.kernels.cast_votes import cast_trit_votes
+from arbcli.families.votes.kernels.hold_flips import hold_flips, hold_flips_reference
+from arbcli.kernels.codec.packing import pack_trits, random_trits, unpack_trits
+
+
+def scalar(value: int, device=None) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.int32, device=device)
+
+
+def ballot(rows: int, columns: int, most_votes: int, device) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(rows * columns)
+    trits = random_trits(rows, columns, generator)
+    span = (-most_votes, most_votes + 1)
+    votes = torch.randint(*span, (rows, columns), generator=generator, dtype=torch.int8)
+    grad = torch.randn(rows, columns, generator=generator)
+    grad[:, ::7] = 0
+    return pack_trits(trits).to(device), votes.to(device), grad.to(device)
+
+
+@pytest.mark.parametrize("most", [1, 3, 40, 10**6])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 33), (5, 161), (1, 1311)])
+@pytest.mark.parametrize("threshold", [1, 3, 127])
+def test_held_trits_equal_the_reference(shape, threshold, most, device):
+    inputs = ballot(*shape, 127 if threshold == 127 else 4, device)
+    given = *inputs, scalar(threshold, device), scalar(-5, device), most
+    found = hold_flips(*given)
+    assert torch.equal(found.cpu(), hold_flips_reference(*(cpu(part) for part in given)))
+
+
+def cpu(part):
+    return part.cpu() if isinstance(part, torch.Tensor) else part
+
+
+def test_strided_matrix_equals_the_reference(device):
+    packed, votes, grad = ballot(10, 165, 4, device)
+    wide = torch.stack([votes, -votes], dim=2).flatten(1)
+    given = packed[::2], wide[::2, ::2], grad[::2], scalar(3, device), scalar(7, device), 20
+    found = hold_flips(*given)
+    assert found.any()
+    assert torch.equal(found.cpu(), hold_flips_reference(*(cpu(part) for part in given)))
+
+
+@pytest.mark.parametrize("most", [1, 10, 100])
+def test_no_more_flip_than_may_and_the_most_voted_do(most, device):
+    packed, votes, grad = ballot(33, 123, 9, device)
+    ok, threshold = scalar(1, device), scalar(3, device)
+    held = hold_flips(packed, votes, grad, threshold, scalar(1, device), most)
+    old = unpack_trits(packed, 123)
+    total = (votes.int() - torch.sign(grad).int()).abs()
+    flips = cast_trit_votes(packed, votes, grad, ok, threshold, held)
+    flipped = unpack_trits(packed, 123) != old
+    assert most - 1 <= flips == flipped.sum() <= most
+    assert total[flipped].min() >= total[held].max()
+    assert torch.equal(votes[held].int().abs(), total[held])  # which stay for the next gradient
+
+
+def test_trits_at_their_end_are_not_held_and_count_for_nothing(device):
+    packed = pack_trits(torch.ones(2, 33, dtype=torch.int8)).to(device)
+    votes = torch.full((2, 33), 5, dtype=torch.int8, device=device)
+    grad = -torch.ones(2, 33, device=device)
+    grad[1, :4] = 1
+    votes[1, :4] = -5
+    held = hold_flips(packed, votes, grad, scalar(3, device), scalar(0, device), 4)
+    assert not held.any()
+    held = hold_flips(packed, votes, grad, scalar(3, device), scalar(0, device), 3)
+    assert held.sum() == held[1, :4].sum() == 1
+
+
+def test_another_key_chooses_others_of_equal_votes(device):
+    packed = pack_trits(torch.zeros(9, 33, dtype=torch.int8)).to(device)
+    votes = torch.full((9, 33), 2, dtype=torch.int8, device=device)
+    grad = -torch.ones(9, 33, device=device)
+    first, second = (
+        hold_flips(packed, votes, grad, scalar(3, device), scalar(key, device), 30)
+        for key in (1, 2)
+    )
+    assert (~first).sum() == (~second).sum() == 30
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    "change", [{"most": 0}, {"votes": torch.zeros(3, 32)}, {"key": torch.tensor(1.5)}]
+)
+def test_wrong_inputs_are_refused(change):
+    packed, votes, grad = ballot(3, 33, 2, None)
+    given = {"packed": packed, "votes": votes, "grad": grad}
+    given |= {"threshold": scalar(3), "key": scalar(0), "most": 1} | change
+    with pytest.raises(ValueError, match=r"need|votes"):
+        hold_flips(**given)

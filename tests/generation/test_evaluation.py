@@ -1,0 +1,166 @@
+"""Every byte of a text but the first is counted exactly once, with the context it is promised."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from arbcli.base.errors import ArbError
+from arbcli.config.presets import preset
+from arbcli.data.text import Text, open_text
+from arbcli.generation import evaluation
+from arbcli.generation.evaluation import evaluate, mean_loss, windows
+from arbcli.model.build import build_model
+from arbcli.model.language_model import LanguageModel
+
+CTX = 12
+
+
+class Fake(nn.Module):
+    """Whose loss of a byte says which byte of the text it is: byte b costs about b nats."""
+
+    config = preset("tiny", dim=4, layers=1, heads=1, ffn=4, ctx=CTX)
+    device = torch.device("cpu")
+    compute_dtype, cache_format = torch.float32, LanguageModel.cache_format
+    tokenizer, scores_in_chunks = None, False
+    position_losses, _symbol_losses = LanguageModel.position_losses, LanguageModel._symbol_losses
+    cached_as, cache_dtype = LanguageModel.cached_as, LanguageModel.cache_dtype
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = []
+
+    def _hidden(self, ids, _seen):
+        return ids
+
+    def logits(self, ids):
+        return self(ids)
+
+    def forward(self, ids):
+        self.batches.append(tuple(ids.shape))
+        return -torch.arange(256.0).expand(*ids.shape, 256)
+
+
+def make_text(tmp_path, content: bytes) -> Text:
+    path = tmp_path / "text"
+    path.write_bytes(content)
+    return Text([path])
+
+
+@pytest.mark.parametrize("num_bytes", [2, 3, 11, 12, 13, 14, 24, 25, 37, 100])
+@pytest.mark.parametrize("stride", [1, 5, 6, 7, 11, 12])
+def test_windows_predict_every_byte_once(num_bytes, stride):
+    seen = []
+    length = min(CTX, num_bytes - 1)
+    for start, counted in windows(num_bytes, CTX, stride):
+        assert 0 <= start <= num_bytes - 1 - length
+        predicted = range(start + length + 1 - counted, start + length + 1)
+        if start:
+            assert predicted.start - start >= CTX - stride + 1
+        seen += predicted
+    assert seen == list(range(1, num_bytes))
+
+
+@pytest.mark.slow
+def test_evaluate_takes_a_graph(small_graph, tmp_path):
+    given = {k: v for k, v in small_graph.items() if k not in ("preset", "batch")}
+    model = build_model(preset("arb-tiny", **given), torch.float32)
+    model.initialise(0)
+    make_text(tmp_path, b"ternary weights. " * 8)
+    losses = [
+        evaluate(
+            model, "x", *open_text([str(tmp_path)]), stride=4, batch=batch, backend="torch"
+        ).nats_per_byte
+        for batch in (1, 7)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("num_bytes", [2, 12, 13, 14, 99, 256])
+@pytest.mark.parametrize(("stride", "batch"), [(1, 3), (6, 4), (7, 100), (12, 1)])
+def test_mean_loss_counts_every_byte_but_the_first_once(num_bytes, stride, batch, tmp_path):
+    """A byte that was left out or counted twice would move the sum by its own value."""
+    text, model, told = make_text(tmp_path, bytes(range(num_bytes))), Fake(), []
+    loss = mean_loss(
+        model, text, stride=stride, batch=batch, progress=lambda *news: told.append(news)
+    )
+    log_sum = float(torch.logsumexp(-torch.arange(256.0, dtype=torch.float64), 0))
+    expected = sum(range(1, num_bytes)) / (num_bytes - 1) + log_sum
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert told[-1] == (num_bytes - 1, loss)
+    assert max(rows for rows, _ in model.batches) <= batch
+
+
+def test_report_has_bits_ratio_and_entropy(tmp_path, monkeypatch):
+    make_text(tmp_path, bytes(64) + bytes(range(1, 3)) * 32)
+    clock = SimpleNamespace(perf_counter=iter([5.0, 7.5]).__next__)
+    monkeypatch.setattr(evaluation, "time", clock)
+    options = {"batch": 4, "backend": "torch", "stride": None}
+    report = evaluate(Fake(), "a run", *open_text([str(tmp_path / "text")]), **options)
+    assert (report.bytes, report.context, report.stride) == (128, CTX, CTX // 2)
+    assert report.bits_per_byte == pytest.approx(report.nats_per_byte / 0.6931472)
+    bits = 8 + 127 * report.bits_per_byte
+    assert report.compression_ratio == pytest.approx(128 * 8 / bits)
+    assert report.entropy == pytest.approx(1.0397208)
+    assert (report.seconds, report.bytes_per_second) == (2.5, 128 / 2.5)
+    assert (report.checkpoint, report.kv) == ("a run", "fp32")
+    assert report.text == open_text([str(tmp_path / "text")])[1] != "a run"
+
+
+@pytest.mark.parametrize(("near", "parts"), [
+    (1024, [(0, 11)]), (12, [(0, 11)]), (11, [(0, 10), (11, 11)]), (4, [(0, 3), (4, 7), (8, 11)]),
+    (3, [(0, 2), (3, 5), (6, 11)]),
+])  # fmt: skip
+def test_parts_of_windows_have_the_mean_loss_of_their_positions(near, parts, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "NEAR", near)
+    make_text(tmp_path, bytes(range(40)))
+    options = {"batch": 2, "backend": "torch", "stride": 7}
+    asked = mock.Mock(side_effect=evaluation.mean_loss)
+    monkeypatch.setattr(evaluation, "mean_loss", asked)
+    report = evaluate(Fake(), "", *open_text([str(tmp_path / "text")]), **options)
+    assert asked.call_args.kwargs["sums"].dtype == torch.float64  # of a text of any length
+    starts = [start for start, _ in windows(40, CTX, 7)]
+    assert len(starts) == 5
+    log_sum = float(torch.logsumexp(-torch.arange(256.0, dtype=torch.float64), 0))
+    assert [(part.first, part.last) for part in report.by_position] == parts
+    for part in report.by_position:
+        costs = [s + p + 1 for s in starts for p in range(part.first, part.last + 1)]
+        assert part.nats_per_byte == pytest.approx(sum(costs) / len(costs) + log_sum)
+
+
+def test_progress_is_in_bytes_for_all_symbols(tmp_path, monkeypatch):
+    monkeypatch.setattr(Text, "symbol_bytes", 2.5)
+    text, told = make_text(tmp_path, bytes(range(41))), []
+    about = {"stride": 6, "batch": 2, "backend": "torch"}
+    report = evaluate(Fake(), "", text, "", progress=lambda *news: told.append(news), **about)
+    assert told[-1] == (100, 100, report.nats_per_byte)
+
+
+@pytest.mark.parametrize(("content", "stride", "message"), [
+    (b"0123456789abcdef", 13, "`--stride` is 13"), (b"x", 6, "a text of one byte"),
+])  # fmt: skip
+def test_short_texts_and_long_strides_are_refused(content, stride, message, tmp_path):
+    make_text(tmp_path, content)
+    with pytest.raises(ArbError, match=message):
+        evaluate(
+            Fake(),
+            "",
+            *open_text([str(tmp_path / "text")]),
+            batch=4,
+            backend="torch",
+            stride=stride,
+        )
+
+
+def test_logits_are_compared_in_float32_whatever_computed_them(tmp_path):
+    class Coarse(Fake):
+        def forward(self, ids):
+            return (torch.arange(256.0).expand(*ids.shape, 256) / 100).bfloat16()
+
+    logits = Coarse()(torch.zeros(1, 1))[0, 0].double()
+    expected = float((torch.logsumexp(logits, 0) - logits[1:25]).mean())
+    found = mean_loss(Coarse(), make_text(tmp_path, bytes(range(25))), stride=6, batch=2)
+    assert found == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,326 @@
+"""Text from a model: the same as from plain forwards, and chosen as it was asked for."""
+
+import gc
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+from weakref import ref
+
+import pytest
+import torch
+from cells import Cell, wide
+
+from arbcli.base.errors import ArbError
+from arbcli.config.model import ModelConfig
+from arbcli.config.presets import PRESETS, preset
+from arbcli.generation import generation
+from arbcli.generation.decoder import Decoder
+from arbcli.generation.generation import Sampling, continue_text, generate
+from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.runtime.device import spare_bytes
+from arbcli.model.decoding import fused_logits, fuses
+from arbcli.model.flow import Flow
+from arbcli.model.language_model import LanguageModel
+from arbcli.model.layers import rotary
+
+GREEDY = Sampling(temperature=0)
+
+
+def model(device, weights="ternary", dtype=torch.float32, ctx=16) -> LanguageModel:
+    config = preset("tiny", dim=32, layers=2, heads=2, ffn=48, ctx=ctx, weights=weights)
+    with torch.device(device):
+        lm = LanguageModel(config, dtype)
+    lm.initialise(0)
+    return lm
+
+
+def continued(lm, prompt: bytes, length: int, sampling: Sampling | None = None) -> bytes:
+    return b"".join(generate(lm, prompt, length, sampling))
+
+
+@pytest.mark.parametrize("cell", [Cell("attention", "mlp", 1, p) for p in ("plain", "chunked")])
+@pytest.mark.parametrize("backend", [None, "torch"])
+def test_memory_of_a_text_is_freed_without_a_collector(cell, backend, device):
+    """A captured step, which has memory of its own, would else stay until garbage is collected."""
+    with torch.device(device):
+        lm = LanguageModel(wide(cell.model()), torch.float32)
+    lm.initialise(0)
+    gc.disable()
+    try:
+        with lm.prepared_weights():
+            decoder = Decoder(lm, 12, backend=backend)
+            decoder.begin(b"abc", GREEDY)
+            list(decoder.stream(3))
+        kept = ref(decoder), ref(decoder.cache)
+        del decoder
+        assert [part() for part in kept] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
+@pytest.mark.parametrize("prompt", [b"a", b"abc", b"twelve bytes"])
+def test_greedy_text_is_that_of_whole_forwards(prompt, weights, device):
+    lm = model(device, weights)
+    expected = prompt
+    for _ in range(16 - len(prompt)):
+        with torch.no_grad():
+            logits = lm(torch.tensor([list(expected)], device=device))
+        expected += bytes([int(logits[0, -1].argmax())])
+    assert prompt + continued(lm, prompt, 16 - len(prompt), GREEDY) == expected
+
+
+LONG = {
+    "narrow": {"window": 5, "layers": 3},
+    "key heads": {"key_heads": 1, "layers": 2},
+    "streams": {"streams": 2, "layers": 2},
+}
+
+
+@pytest.mark.parametrize("texts", [1, 2])
+@pytest.mark.parametrize("kv", [None, "int8"])
+@pytest.mark.parametrize("name", LONG)
+def test_prompt_of_any_length_is_read_in_bounded_time_with_the_bits_of_all_of_it(
+    name, kv, texts, device, monkeypatch
+):
+    """Symbols before the reach of the windows of attention are counted, but not read.
+
+    Of several texts the last slot has the prompt, and the others have none.
+    """
+    about = {"dim": 32, "heads": 2, "ffn": 40, "ctx": 8} | LONG[name]
+    window = about.pop("window", None)
+    config = preset("tiny", **about)
+    wide, *others = config.main.blocks
+    narrow = replace(wide, mixer=replace(wide.mixer, window=window))
+    config = replace(config, stages=(replace(config.main, blocks=(narrow, *others)),))
+    lm = LanguageModel(config, torch.float32).to(device)
+    lm.initialise(0)
+    text = bytes(n * n % 251 for n in range(150))
+    monkeypatch.setattr(rotary, "ROWS_AT_ONCE", 8)  # rows that are not asked for are zeros
+    read, found = [], []
+    lm.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].shape[1]))
+    known = config.reach
+    assert known == (window or 8) - 1 + (config.layers - 1) * 7
+    for reach in (known, None):
+        monkeypatch.setattr(ModelConfig, "reach", reach)
+        read.clear()
+        with lm.prepared_weights(), lm.cached_as(kv):
+            decoder, slot = Decoder(lm, 400, texts, capture=False, prompt=80), texts - 1
+            with pytest.raises(ValueError, match="prompt of 80 bytes was expected, got 79"):
+                decoder.begin(text[:79], slot=slot)
+            decoder.begin(text[:80], Sampling(seed=2), slot=slot)
+            progress = mock.Mock()
+            decoder.read(text[80:], slot, progress)
+            at_once, told = decoder.cache.window, [call.args for call in progress.mock_calls]
+            size = told[-1][1]
+            assert told == [
+                (min(stop, size), size) for stop in range(at_once, size + at_once, at_once)
+            ]
+            number = sum(read)
+            cache = decoder.cache if texts == 1 else decoder.cache.texts[slot]
+            parts = [part.clone() for part in cache.main.blocks[-1].tensors()]
+            decoder.step(9)
+            found.append((number, parts, decoder.end(slot, 9)()))
+    (few, parts, made), (every, whole, wanted) = found
+    assert every == len(text) - 1
+    assert few < 2 * (known + 2 * 8) < every
+    assert made == wanted
+    for part, expected in zip(parts, whole, strict=True):
+        assert torch.equal(part, expected)
+
+
+@pytest.mark.parametrize("name", [*PRESETS])
+def test_a_position_depends_on_no_more_than_a_model_says(name):
+    """Of models with other states than windows it is not known."""
+    config = PRESETS[name]
+    plain = name in ("tiny", "small", "base", "1b")
+    assert (config.reach is not None) == plain
+    if plain:
+        assert config.reach == config.layers * (config.ctx - 1)
+
+
+def test_text_ends_before_a_symbol_and_counts_so_many(device):
+    lm = model(device)
+    whole = continued(lm, b"abc", 12, GREEDY)
+    end = whole[5]
+    wanted = whole[: whole.index(end)]
+    assert b"".join(generate(lm, b"abc", 12, GREEDY, ends={end, -1})) == wanted
+    report = continue_text(lm, "it", b"abc", 12, GREEDY, backend=None, ends={end})
+    assert report.length == len(wanted)
+    assert report.text == wanted.decode(errors="replace")
+
+
+def test_seed_decides_the_text(device):
+    lm = model(device)
+    texts = [continued(lm, b"ab", 40, Sampling(seed=seed)) for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    assert len(texts[0]) == 40
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not native.available(), reason="there is no C compiler")
+def test_fused_head_normalises_the_stream():
+    """Greedy text would not tell: the likeliest byte stays whatever the size."""
+    lm = LanguageModel(preset("tiny", dim=64, layers=1, heads=2, ffn=64), torch.bfloat16)
+    lm.initialise(0)
+    x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with lm.prepared_weights(), use_backend("native"):
+        assert fuses(lm, x)
+        small, large = (fused_logits(lm, size * x).float() for size in (1, 8))
+        torch.testing.assert_close(small, lm.logits(Flow(x)).float(), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(large, small, rtol=0.02, atol=0.02)
+    assert small.std() > 0.1
+
+
+def test_no_more_bytes_than_the_text_has_room_for(device):
+    decoder = Decoder(model(device), 10)
+    decoder.begin(b"12345678")
+    with pytest.raises(ValueError, match="no room for 3 bytes after 8"):
+        next(decoder.stream(3))
+    with pytest.raises(ValueError, match="no room for 3 bytes after 8"):
+        decoder.read(b"abc")
+    decoder = Decoder(model(device), 10, 2)
+    for slot, prompt in enumerate((b"1234", b"12345678")):
+        decoder.begin(prompt, slot=slot)
+    with pytest.raises(ValueError, match="no room for 3 bytes after 8"):
+        decoder.step(3)
+    decoder.end(1, 0)
+    decoder.step(3)
+    assert decoder.lengths == {0: 7}
+
+
+@pytest.mark.parametrize("texts", [1, 2])
+def test_slot_without_a_text_is_refused(texts, device):
+    """It has none before its first prompt, after its end, and after a prompt that is refused."""
+    decoder, slot = Decoder(model(device), 10, texts), 0
+
+    def check() -> None:
+        for use in (
+            lambda: next(decoder.stream(3)),
+            lambda: decoder.read(b"abc", slot),
+            lambda: decoder.end(slot, 1),
+        ):
+            with pytest.raises(ValueError, match="no text has begun in slot 0"):
+                use()
+
+    check()
+    if texts > 1:
+        decoder.begin(b"abc", slot=1)
+    check()
+    decoder.begin(b"abc")
+    decoder.end(slot, 1)
+    check()
+    decoder.begin(b"abc")
+    with pytest.raises(ArbError, match="the prompt is empty"):
+        decoder.begin(b"")
+    check()
+    if texts > 1:
+        decoder.step(7)
+        assert decoder.cache.position.tolist() == [0, 9]
+
+
+def test_text_after_others_in_a_slot_is_that_of_a_new_decoder(device):
+    """Whatever the last text was, where it stopped, and how its bytes were sampled."""
+    lm, found = model(device), {}
+    ways = {b"a": Sampling(seed=2), b"twelve bytes": GREEDY, b"ab": Sampling(top_k=3, seed=4)}
+    for texts in (1, 2):
+        with lm.prepared_weights():
+            used = Decoder(lm, 40, texts)
+            for prompt, sampling in [*ways.items(), *reversed(ways.items())]:
+                new = Decoder(lm, 40, texts)
+                for decoder in (used, new):
+                    decoder.begin(prompt, sampling)
+                    room = 40 - len(prompt)
+                    made = b"".join(map(bytes, decoder.stream(room)))
+                    assert found.setdefault((texts, prompt), made) == made
+                used.begin(prompt, sampling)
+                next(used.stream(20))
+
+
+def test_number_of_texts_out_of_range_is_refused(device):
+    for texts in (0, 65):
+        with pytest.raises(ValueError, match=f"{texts} texts cannot be decoded at once"):
+            Decoder(model(device), 10, texts)
+
+
+def test_empty_prompt_is_refused(device):
+    with pytest.raises(ArbError, match="the prompt is empty"):
+        continued(model(device), b"", 3)
+
+
+BAD = [{"temperature": -1.0}, {"temperature": 1e-9}, {"temperature": float("nan")},
+       {"top_k": 0}, {"top_k": 2**20 + 1}, {"top_p": 0}, {"top_p": 1.5}, {"seed": -1}]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", BAD, ids=str)
+def test_sampling_out_of_range_is_refused(given):
+    with pytest.raises(ArbError, match=next(iter(given)).replace("_", "-")):
+        Sampling(**given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv", ["fp8", "int8"])
+def test_captured_step_in_eight_bits_gives_the_bits_of_an_eager_step(kv, device):
+    lm, found = model(device, dtype=torch.bfloat16, ctx=64), []
+    with lm.prepared_weights():
+        for capture in (False, True):
+            with lm.cached_as(kv):
+                decoder = Decoder(lm, 300, capture=capture)
+            decoder.begin(b"0123456789" * 5, GREEDY)
+            text = b"".join(decoder.stream(250))
+            rings = [part for b in decoder.cache.main.blocks for part in b.tensors()]
+            found.append((text, [part.view(torch.int8) for part in rings]))
+    (text, eager), (same, captured) = found
+    assert text == same
+    assert all(map(torch.equal, eager, captured))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_k=20, top_p=0.9, seed=4)], ids=str)
+def test_captured_step_gives_the_bits_of_an_eager_step(sampling, weights, device):
+    lm = model(device, weights, torch.bfloat16, ctx=64)
+    texts, rings = [], []
+    with lm.prepared_weights():
+        for capture in (False, True):
+            decoder = Decoder(lm, 300, capture=capture)
+            decoder.begin(b"0123456789" * 5, sampling)
+            texts.append(b"".join(decoder.stream(250)))
+            rings += [[part for b in decoder.cache.main.blocks for part in b.tensors()]]
+    assert texts[0] == texts[1]
+    assert all(torch.equal(*pair) for pair in zip(*rings, strict=True))
+
+
+def test_speed_excludes_the_prompt(monkeypatch):
+    """A clock that leaps a minute with the prompt, and a second with every byte."""
+    clock = SimpleNamespace(now=0.0)
+    clock.perf_counter = lambda: clock.now
+
+    def take(name: str, seconds: float) -> None:
+        function = getattr(Decoder, name)
+
+        def slow(self, *args):
+            clock.now += seconds
+            return function(self, *args)
+
+        monkeypatch.setattr(Decoder, name, slow)
+
+    take("read", 60)
+    take("step", 0.5)
+    monkeypatch.setattr(generation, "time", clock)
+    made: list[bytes] = []
+    report = continue_text(
+        model("cpu"), "a run", b"abcdef", 7, GREEDY, backend="torch", on_bytes=made.append
+    )
+    assert report.bytes_per_second == 2
+    assert (report.length, report.prompt) == (7, "abcdef")
+    assert b"".join(made).decode(errors="replace") == report.text
+
+
+@pytest.mark.parametrize(
+    ("free", "device", "spare"), [(1001, "cpu", 500), (None, "cpu", 0), (1001, "cuda", 0)]
+)
+def test_half_of_the_free_memory_may_be_taken_for_speed(free, device, spare, monkeypatch):
+    monkeypatch.setattr("arbcli.kernels.runtime.device.available_bytes", lambda: free)
+    assert spare_bytes(torch.device(device)) == spare

@@ -1,0 +1,199 @@
+"""A file for llama.cpp holds the same weights, and llama.cpp computes the same with it."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from arbcli.base.errors import ArbError
+from arbcli.base.run_files import CONFIG
+from arbcli.config.presets import preset
+from arbcli.generation.load import load_model, load_weights
+from arbcli.interop.gguf import export as gguf
+from arbcli.interop.gguf.container import GGUFFile
+from arbcli.interop.gguf.export import byte_symbols
+from arbcli.interop.gguf.tokens import _ends
+from arbcli.interop.huggingface.companions import GENERATION
+from arbcli.interop.huggingface.dense import known_shape, read, sources
+from arbcli.model.checkpoint import write_json
+from arbcli.model.language_model import LanguageModel
+
+TEXT = b"def main(self):\n    return 1\n"
+
+
+def write_gguf(saved, path, kind=None, **options):
+    weights = load_weights(saved(sub_norms=False, **options), print)
+    return weights, gguf.write_model(path, weights, "name", kind)
+
+
+def count_differences(path, model) -> int:
+    """Decode a file and count the weights in which it differs from a model."""
+    file = GGUFFile(path)
+    parts = (part for source in sources(model) for part in read(source))
+    return sum(int((file.tensor(part.gguf) != weight).sum()) for part, weight in parts)
+
+
+@pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
+def test_all_digits_are_off_by_the_rounding_alone(saved, tmp_path, rule):
+    path = tmp_path / "model.gguf"
+    weights, kind = write_gguf(saved, path, rule=rule, digits="all")
+    assert kind.name == "Q8_0"
+    file = GGUFFile(path)
+    for source in sources(weights.model):
+        for part, weight in read(source):
+            found = file.tensor(part.gguf)
+            assert torch.equal(found.bfloat16().float(), weight), part.gguf
+            assert ((found - weight).abs() <= 2**-8 * weight.abs()).all()
+    write_gguf(saved, path, "bf16", rule=rule, digits="all")
+    assert count_differences(path, weights.model) == 0
+
+
+def test_bytes_are_written_as_byte_level_tokenizers_write_them():
+    """Printable bytes stand for themselves; the others follow from 256 on, in their order."""
+    symbols = byte_symbols()
+    shown = [chr(b).isprintable() and not chr(b).isspace() for b in range(256)]
+    assert [len(symbol) for symbol in symbols] == [1] * 256
+    assert [symbol == chr(b) for b, symbol in enumerate(symbols)] == shown
+    others = [symbol for symbol, is_shown in zip(symbols, shown, strict=True) if not is_shown]
+    assert others == [chr(256 + place) for place in range(68)]
+    assert [symbols[b] for b in b" \n\x7f\xa0\xad"] == ["Ġ", "Ċ", "ġ", "ł", "Ń"]
+
+
+@pytest.mark.parametrize(("scale_type", "of_trits", "of_digits"), [
+    ("T4", "BF16", "BF16"), ("T16", "BF16", "BF16"), ("T32", "Q4_0", "Q8_0"),
+    ("T64", "Q2_0", "Q8_0"), ("T96", "Q4_0", "Q8_0"), ("T128", "Q2_0", "Q8_0"),
+])  # fmt: skip
+def test_smallest_type_is_that_of_groups_and_digits(scale_type, of_trits, of_digits):
+    for digits, name in (("trit", of_trits), ("all", of_digits)):
+        config = preset("tiny", scale_type=scale_type, digits=digits)
+        assert gguf.smallest_type(config).name == name
+
+
+def test_every_key_has_its_value(saved, tmp_path):
+    weights, _ = write_gguf(saved, tmp_path / "model.gguf", layers=3, ctx=48)
+    keys = GGUFFile(tmp_path / "model.gguf").keys
+    tokens = keys.pop("tokenizer.ggml.tokens")
+    assert [tokens.index(letter) for letter in "!~¡ÿĀ"] == [0x21, 0x7E, 0xA1, 0xFF, 0]
+    assert keys.pop("tokenizer.ggml.token_type") == [1] * 256
+    assert keys.pop("qwen3.attention.layer_norm_rms_epsilon") == pytest.approx(1e-6)
+    assert keys == {
+        "general.architecture": "qwen3", "general.name": "name", "general.quantization_version": 2,
+        "qwen3.context_length": 48, "qwen3.embedding_length": 64, "qwen3.block_count": 3,
+        "qwen3.feed_forward_length": 192, "qwen3.attention.head_count": 2,
+        "qwen3.attention.head_count_kv": 2, "qwen3.attention.key_length": 32,
+        "qwen3.attention.value_length": 32, "qwen3.rope.freq_base": 10000.0,
+        "qwen3.vocab_size": 256, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.merges": [], "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.add_eos_token": False, "arb.step": 7,
+        "arb.origin": weights.checkpoint.digest,
+    }  # fmt: skip
+
+
+def test_context_is_that_of_the_shortest_window(saved, tmp_path):
+    """llama.cpp attends to everything: within a window that is the same."""
+    weights, _ = write_gguf(saved, tmp_path / "model.gguf")
+    config = weights.model.config
+    wide, narrow = (
+        replace(block, mixer=replace(block.mixer, window=window))
+        for block, window in zip(config.main.blocks, (30, 20), strict=True)
+    )
+    config = replace(config, stages=(replace(config.main, blocks=(wide, narrow)),))
+    keys = gguf._keys(config, "", weights, known_shape(config).architecture)
+    assert keys["qwen3.context_length"][1] == 20
+
+
+def test_rows_of_queries_and_keys_are_turned_with_their_biases():
+    config = preset("tiny", sub_norms=False)
+    about = {"bias": True, "output_bias": True, "query_key_norm": "none"}
+    blocks = tuple(
+        replace(block, mixer=replace(block.mixer, **about)) for block in config.main.blocks
+    )
+    config = replace(config, stages=(replace(config.main, blocks=blocks),))
+    architecture = known_shape(config).architecture
+    assert architecture.interleaved
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    orders = [gguf._order(source, config, architecture) for source in sources(model)]
+    assert {name for order in orders for name in order} == {
+        f"blk.{index}.attn_{part}.{kind}"
+        for index in range(len(blocks)) for part in "qk" for kind in ("weight", "bias")
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("width", "message"), [(None, None), (16, "no heads of 16 numbers")])
+def test_heads_of_another_width_are_refused_where_llama_cpp_has_none(width, message):
+    config = preset("tiny", sub_norms=False)
+    block = config.main.blocks[0]
+    mixer = replace(block.mixer, head_width=width, bias=True, query_key_norm="none")
+    stage = replace(config.main, blocks=(replace(block, mixer=mixer),))
+    config = replace(config, stages=(stage,))
+    architecture = known_shape(config).architecture
+    assert architecture.gguf == "qwen2"
+    with pytest.raises(ArbError, match=message) if message else nullcontext():
+        gguf.check_architecture(config, architecture)
+
+
+def test_another_reader_finds_the_same(saved, tmp_path):
+    reading = pytest.importorskip("gguf", reason="needs the extra `export-test`")
+    write_gguf(saved, tmp_path / "model.gguf")
+    ours, theirs = GGUFFile(tmp_path / "model.gguf"), reading.GGUFReader(tmp_path / "model.gguf")
+    assert [tensor.name for tensor in theirs.tensors] == list(ours.entries)
+    for tensor in theirs.tensors:
+        read = reading.quants.dequantize(tensor.data, tensor.tensor_type)
+        assert torch.equal(torch.from_numpy(read.copy()), ours.tensor(tensor.name)), tensor.name
+
+
+@pytest.mark.parametrize(("kind", "scale_type", "bound"), [
+    ("f32", "T32", 1e-5), ("f32", "T6", 1e-5), ("bf16", "T32", 0.05), ("f16", "T32", 0.01),
+    ("q8_0", "T32", 0.1), ("q4_0", "T32", 0.1), ("q2_0", "T64", 0.1),
+])  # fmt: skip
+def test_llama_cpp_predicts_the_same(saved, tmp_path, kind, scale_type, bound):
+    pytest.importorskip("xllamacpp", reason="needs the extra `export-test`")
+    from benchmarks.llama_cpp import Llama
+
+    path = tmp_path / "model.gguf"
+    write_gguf(saved, path, kind, scale_type=scale_type)
+    model = load_model(tmp_path, device="cpu", compute="fp32")
+    with torch.no_grad():
+        ours = model(torch.tensor([list(TEXT)])).double().log_softmax(-1)[0]
+    llama = Llama(path, 64)
+    for length in (1, 2, len(TEXT)):
+        assert (llama.log_probabilities(TEXT[:length]) - ours[length - 1]).abs().max() < bound
+
+
+@pytest.mark.parametrize(("name", "options", "hint"), [
+    ("tiny", {}, "--no-sub-norms"),
+    ("arb-tiny", "graph", "--to safetensors"),
+    ("tiny", {"streams": 2, "sub_norms": False}, "--to safetensors"),
+])  # fmt: skip
+def test_model_that_gguf_cannot_hold_is_refused(saved, tmp_path, small_graph, name, options, hint):
+    drop = ("preset", "batch")
+    if options == "graph":
+        options = {key: value for key, value in small_graph.items() if key not in drop}
+    weights = load_weights(saved(name, **options), print)
+    with pytest.raises(ArbError, match="GGUF has no architecture") as caught:
+        gguf.write_model(tmp_path / "model.gguf", weights, "name", None)
+    assert hint in caught.value.hint
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_damaged_file_is_refused(saved, tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(saved, path)
+    whole = path.read_bytes()
+    tall = whole.replace((64).to_bytes(8, "little") * 2, (63).to_bytes(8, "little") * 2)
+    for data in (b"", whole[:3], whole[:40], whole[:3000], whole[:-60], b"x" + whole, tall):
+        path.write_bytes(data)
+        with pytest.raises(ArbError, match="refused"):
+            GGUFFile(path)
+
+
+def test_ends_of_texts_are_those_that_generation_has(tmp_path):
+    """It says by which tokens an answer ends; what it leaves out the model's own settings say."""
+    of_model = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    write_json(tmp_path / CONFIG, of_model)
+    assert _ends(tmp_path) == {"bos": 1, "eos": 2, "padding": 0}
+    write_json(tmp_path / GENERATION, {"eos_token_id": [7, 2], "bos_token_id": -1})
+    assert _ends(tmp_path) == {"bos": 1, "eos": 7, "padding": 0}

@@ -1,0 +1,178 @@
+"""A folder for Transformers: the same weights, and Transformers computes the same with them."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from arbcli.base.errors import ArbError
+from arbcli.generation.generation import Sampling, generate
+from arbcli.generation.load import load_model, load_weights
+from arbcli.interop.exporting import export
+from arbcli.interop.huggingface.dense import read, sources
+from arbcli.kernels.runtime.device import default_compute
+
+TEXT = "naïve Ā \0\x7f  x\n\n\ty'll"
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f32"])
+def test_folder_holds_the_same_weights(saved, tmp_path, kind):
+    checkpoint = saved()
+    report = export(checkpoint, "hf", out=tmp_path / "model", kind=kind)
+    assert report.type.lower() == kind
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    data = (tmp_path / "model" / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    assert length % 8 == 0  # so that numbers are aligned
+    assert json.loads(data[8 : 8 + length])["__metadata__"] == {"format": "pt"}
+    model = load_weights(checkpoint, print).model
+    expected = {part.hugging_face: w for s in sources(model) for part, w in read(s)}
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name].float(), weight), name
+    dtype = {"bf16": "bfloat16", "f32": "float32"}[kind]
+    assert {str(weight.dtype) for weight in found.values()} == {f"torch.{dtype}"}
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == dtype
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert report.origin in card
+    assert report.bytes > found["lm_head.weight"].nbytes
+
+
+def test_model_with_sub_norms_brings_its_code(saved, tmp_path):
+    for sub_norms in (True, False):
+        folder = tmp_path / f"{sub_norms}"
+        export(saved(sub_norms=sub_norms), "hf", out=folder)
+        config = json.loads((folder / "config.json").read_text())
+        assert ("auto_map" in config) == (folder / "modeling_arb.py").exists() == sub_norms
+        assert (config["model_type"] == "qwen3") != sub_norms
+
+
+CONFIG = {
+    "attention_bias": False, "attention_dropout": 0.0, "dtype": "bfloat16", "eos_token_id": 0,
+    "head_dim": 32, "hidden_act": "silu", "hidden_size": 64, "initializer_range": 0.02,
+    "intermediate_size": 192, "layer_types": ["sliding_attention"] * 3,
+    "max_position_embeddings": 48, "max_window_layers": 0, "num_attention_heads": 2,
+    "num_hidden_layers": 3, "num_key_value_heads": 2, "pad_token_id": 0, "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "rope_theta": 10000.0,
+    "sliding_window": 48, "tie_word_embeddings": False, "use_cache": True,
+    "use_sliding_window": True, "vocab_size": 256, "arb.step": 7,
+}  # fmt: skip
+"""Configuration that Transformers reads, of a model of three blocks with a context of 48 bytes."""
+KIND = {
+    False: {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    True: {"architectures": ["ArbForCausalLM"], "model_type": "arb_byte_lm",
+        "auto_map": {"AutoConfig": "modeling_arb.ArbConfig",
+        "AutoModelForCausalLM": "modeling_arb.ArbForCausalLM", }, },
+}  # fmt: skip
+"""And of which kind it is, without and with sub-norms."""
+
+
+@pytest.mark.parametrize("sub_norms", KIND)
+def test_every_file_describes_the_model(saved, tmp_path, sub_norms):
+    checkpoint = saved(sub_norms=sub_norms, layers=3, ctx=48)
+    report = export(checkpoint, "hf", out=tmp_path / "model")
+    about = KIND[sub_norms] | {"arb.origin": report.origin}
+    assert json.loads((tmp_path / "model" / "config.json").read_text()) == CONFIG | about
+    generation = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": 0, "pad_token_id": 0}
+    how = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    assert how == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 48,
+        "clean_up_tokenization_spaces": False,
+    }
+    tokenizer = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
+    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    assert tokenizer["pre_tokenizer"] == tokenizer["decoder"] == bytewise | {"use_regex": False}
+    assert sorted(tokenizer["model"]["vocab"].values()) == list(range(256))
+    assert tokenizer["model"]["merges"] == tokenizer["added_tokens"] == []
+    said = (tmp_path / "model" / "README.md").read_text()
+    rows = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", said, re.MULTILINE))
+    number = f"{report.num_weights:,}"
+    assert rows == {
+        "weights": f"{number}, each -1, 0 or +1 times a scale of 32",
+        "shape": "3 blocks of width 64, 2 heads, MLP 192, context 48 bytes",
+        "tokens": "the 256 bytes; byte 0 ends a text",
+        "norms before the output projections": "yes" if sub_norms else "no",
+        "update rule": "moment",
+        "steps": "7",
+        "trained in": default_compute(torch.device("cpu")),  # as no run says otherwise
+        "origin": f"checkpoint with the digest `{report.origin}`",
+    }
+    assert ("trust_remote_code=True" in said) == sub_norms
+    assert (report.step, report.format) == (7, "hf")
+    weights = load_weights(checkpoint, print).model.weights().values()
+    assert report.num_weights == sum(weight.num_weights for weight in weights)
+    assert report.bytes == sum(file.stat().st_size for file in (tmp_path / "model").iterdir())
+
+
+def test_card_has_the_figures_of_the_run(saved, tmp_path):
+    checkpoint = saved()
+    config = {"compute": "fp32"}
+    text = {"train_bytes": 1234567, "val_bytes": 89}
+    (tmp_path / "config.json").write_text(json.dumps({"config": config, "text": text}))
+    # the checkpoint is of step 7: what came later is of another model
+    records = [{"step": 5, "val_loss": 2.0}, {"step": 7, "val_loss": None}, {"step": 9}]
+    records += [{"step": 8, "val_loss": 1.0}, {"val_loss": 0.5}, [7]]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + "{")
+    export(checkpoint, "hf", out=tmp_path / "model")
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "1,234,567 bytes, and 89 held out" in card
+    assert "| trained in | fp32 |" in card
+    assert "2.0000 nats = 2.8854 bits a byte, after 5 steps" in card
+
+
+def test_card_has_the_loss_of_the_very_step(saved, tmp_path):
+    checkpoint = saved()
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 7, "val_loss": 1.5}))
+    export(checkpoint, "hf", out=tmp_path / "model")
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "1.5000 nats = 2.1640 bits a byte, after 7 steps" in card
+
+
+def test_export_of_all_digits_is_named_as_such(saved, tmp_path):
+    checkpoint = saved(digits="all")
+    export(checkpoint, "hf", out=tmp_path / "model")
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert ", each an integer of one byte times a scale of 32 |" in card
+    assert export(checkpoint, "safetensors", out=tmp_path / "weights").type == "all digits"
+
+
+def test_model_that_transformers_has_not_is_refused(saved, tmp_path, small_graph):
+    drop = ("preset", "batch")
+    graph = {key: value for key, value in small_graph.items() if key not in drop}
+    for name, options in (("arb-tiny", graph), ("tiny", {"streams": 2})):
+        with pytest.raises(ArbError, match="Transformers has no model"):
+            export(saved(name, **options), "hf", out=tmp_path / "model")
+        assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.slow  # transformers takes seconds to import
+@pytest.mark.parametrize("sub_norms", [False, True])
+def test_transformers_computes_the_same(saved, tmp_path, sub_norms):
+    transformers = pytest.importorskip("transformers", reason="needs the extra `export-test`")
+    checkpoint, folder = saved(sub_norms=sub_norms), tmp_path / "model"
+    export(checkpoint, "hf", out=folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer(TEXT)["input_ids"] == list(TEXT.encode())
+    assert tokenizer.decode(list(TEXT.encode())) == TEXT
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    if sub_norms:  # never loaded as a model without
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            load(folder, trust_remote_code=False)
+    ids = torch.tensor([list(range(32, 64))])
+    for compute, dtype, bound in (("fp32", torch.float32, 1e-5), ("bf16", torch.bfloat16, 0.05)):
+        theirs = load(folder, dtype=dtype, trust_remote_code=sub_norms)
+        ours = load_model(checkpoint, device="cpu", compute=compute)
+        with torch.no_grad():
+            wanted = ours(ids).float()
+            assert (theirs(ids).logits.float() - wanted).abs().max() < bound * wanted.abs().max()
+        if compute == "fp32":  # beyond the context, too
+            text = b"".join(generate(ours, b"import ", 60, Sampling(temperature=0)))
+            prompt = torch.tensor([list(b"import ")])
+            made = theirs.generate(prompt, max_new_tokens=60, do_sample=False, eos_token_id=None)
+            assert bytes(made[0, 7:].tolist()) == text
+            pipeline = transformers.pipeline("text-generation", model=theirs, tokenizer=tokenizer)
+            assert pipeline("import ", max_new_tokens=5)[0]["generated_text"].startswith("import ")

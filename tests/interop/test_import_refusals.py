@@ -1,0 +1,204 @@
+"""Folders and configurations of other makers: what is known of them, and what is refused."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from folders import plain_folder
+from safetensors.torch import save_file
+
+from arbcli.base.errors import ArbError
+from arbcli.config.file import read_model
+from arbcli.interop.huggingface.config_json import read_config
+from arbcli.interop.huggingface.dense import shape_of
+from arbcli.interop.importing import import_folder
+from arbcli.model.build import build_model
+
+
+def refused(folder, tmp_path) -> str:
+    with pytest.raises(ArbError) as caught:
+        import_folder(folder, tmp_path / "run")
+    assert caught.value.hint
+    assert not (tmp_path / "run").exists()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("model_type", "gpt2"), ("hidden_act", "gelu"), ("mlp_bias", True), ("quantization_config", {}),
+    ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}), ("sliding_window", 16),
+    ("rope_scaling", {"rope_type": "linear"}), ("auto_map", {"AutoConfig": "code.Config"}),
+    ("final_logit_softcapping", 30.0), ("hidden_size", "32"), ("num_hidden_layers", 10**9),
+    ("layer_types", ["full_attention"] * 2), ("partial_rotary_factor", 0.5),
+    ("rms_norm_eps", 0.5), ("rope_interleaved", True), ("no_rope_layers", [1]),
+    ("rope_parameters", {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5}),
+])  # fmt: skip
+def test_field_of_a_config_is_refused_by_its_name(tmp_path, field, value):
+    plain_folder(tmp_path / "model", **{field: value})
+    message = refused(tmp_path / "model", tmp_path)
+    wanted = {"rope_scaling": "rope_parameters", "rms_norm_eps": "norm_eps"}.get(field, field)
+    assert wanted in message
+
+
+@pytest.mark.parametrize(("kind", "name"), [
+    ("llama", "num_attention_heads"), ("mistral", "num_key_value_heads"),
+    ("qwen2", "num_key_value_heads"), ("qwen3", "num_key_value_heads"), ("qwen3", "head_dim"),
+])  # fmt: skip
+def test_missing_field_is_named(kind, name):
+    """Transformers would take a number of its own for it, such as 8 heads of keys."""
+    values = {"model_type": kind, "max_position_embeddings": 8, "num_hidden_layers": 1}
+    values |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 4)
+    with pytest.raises(ArbError, match=f"has no `{name}`"):
+        read_config({key: value for key, value in values.items() if key != name}, "it")
+
+
+def test_damaged_files_are_refused(tmp_path):
+    folder = tmp_path / "model"
+    weights = plain_folder(folder)
+    file, name = folder / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    whole = file.read_bytes()
+    size = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + size])
+
+    def with_header(**fields) -> bytes:
+        text = json.dumps(header | {name: header[name] | fields}).encode()
+        return len(text).to_bytes(8, "little") + text + whole[8 + size :]
+
+    begin, end = header[name]["data_offsets"]
+    for content, why in (
+        (b"", "truncated"), (whole[:-1], "truncated"), (whole + b"\0", "goes on"),
+        (b"\xff" * 8 + whole[8:], "truncated"), (whole[:8] + b"x" + whole[9:], "not JSON"),
+        (with_header(dtype="I8"), "is I8"), (with_header(shape=[48, 31]), name),
+        (with_header(shape=[32, 48]), r"\[32, 48\]"), (with_header(shape=[-48, -32]), name),
+        (with_header(data_offsets=[begin + 2, end + 2]), name),
+        (with_header(data_offsets=[0, end - begin]), "is at the bytes"),
+    ):  # fmt: skip
+        file.write_bytes(content)
+        with pytest.raises(ArbError, match=why):
+            import_folder(folder, tmp_path / "run")
+    for changed, why in (
+        ({name: torch.full((48, 32), torch.nan)}, "not finite"),
+        (
+            {"model.layers.1.mlp.up_proj.weight": weights[name].clone()},
+            "the architecture does not have",
+        ),
+    ):
+        save_file(weights | changed, file)
+        assert why in refused(folder, tmp_path)
+    save_file({key: w for key, w in weights.items() if key != name}, file)
+    assert f"has no `{name}`" in refused(folder, tmp_path)
+
+
+def test_shards_that_are_missing_or_outside_are_refused(tmp_path):
+    folder = tmp_path / "model"
+    weights = plain_folder(folder)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    index = folder / "model.safetensors.index.json"
+
+    def write(name: str, **others: str) -> None:
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, name) | others}))
+
+    write("model-00001-of-00001.safetensors")
+    assert import_folder(folder, tmp_path / "whole").num_weights > 0
+    write("model-00001-of-00001.safetensors", **{"lm_head.weight": "model-2.safetensors"})
+    assert "model-2.safetensors" in refused(folder, tmp_path)
+    write("model-00001-of-00001.safetensors", other="model-00001-of-00001.safetensors")
+    assert "has no `other`" in refused(folder, tmp_path)
+    save_file(weights, tmp_path / "outside.safetensors")
+    for name in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), "code.py"):
+        write(name)
+        assert "is not a safetensors file there" in refused(folder, tmp_path)
+
+
+def test_pickle_is_refused_and_not_run(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return open, (str(tmp_path / "ran"), "w")
+
+    folder = tmp_path / "model"
+    plain_folder(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+    assert "is a pickle" in refused(folder, tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_run_is_not_written_over(tmp_path):
+    plain_folder(tmp_path / "model")
+    import_folder(tmp_path / "model", tmp_path / "run")
+    with pytest.raises(ArbError, match="already contains a run"):
+        import_folder(tmp_path / "model", tmp_path / "run")
+
+
+COMMON = {
+    "hidden_act": "silu", "initializer_range": 0.02, "torch_dtype": "bfloat16", "use_cache": True,
+    "transformers_version": "4.43.0", "bos_token_id": 1, "eos_token_id": 2,
+    "tie_word_embeddings": False, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "hidden_size": 4096,
+}  # fmt: skip
+LLAMA3 = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "pretraining_tp": 1}
+MISTRAL = {
+    "model_type": "mistral", "rms_norm_eps": 1e-5, "num_key_value_heads": 8,
+    "intermediate_size": 14336, "max_position_embeddings": 32768,
+}  # fmt: skip
+QWEN = {"rms_norm_eps": 1e-6, "rope_theta": 1000000, "use_sliding_window": False}
+MODELS = {
+    "Llama-2-7b-hf": (6_738_415_616, LLAMA | {"_name_or_path": "meta-llama/Llama-2-7b-hf",
+        "intermediate_size": 11008, "max_position_embeddings": 4096, "num_key_value_heads": 32,
+        "rope_scaling": None, "vocab_size": 32000, }),
+    "Llama-3.1-8B": (8_030_261_248, LLAMA | {"attention_bias": False, "attention_dropout": 0.0,
+        "mlp_bias": False, "eos_token_id": [128001, 128008, 128009], "intermediate_size": 14336,
+        "max_position_embeddings": 131072, "num_key_value_heads": 8, "rope_scaling": LLAMA3,
+        "rope_theta": 500000.0, "vocab_size": 128256, }),
+    "SmolLM2-135M": (134_515_008, LLAMA | {"attention_bias": False, "attention_dropout": 0.0,
+        "mlp_bias": False, "hidden_size": 576, "intermediate_size": 1536, "is_llama_config": True,
+        "max_position_embeddings": 8192, "num_attention_heads": 9, "num_hidden_layers": 30,
+        "num_key_value_heads": 3, "rope_interleaved": False, "rope_scaling": None,
+        "rope_theta": 100000, "tie_word_embeddings": True, "vocab_size": 49152,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}, }),
+    "Qwen2.5-7B": (7_615_616_512, QWEN | {"model_type": "qwen2", "attention_dropout": 0.0,
+        "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072,
+        "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28,
+        "num_key_value_heads": 4, "sliding_window": 131072, "use_mrope": False,
+        "vocab_size": 152064, }),
+    "Qwen3-8B": (8_190_735_360, QWEN | {"model_type": "qwen3", "attention_bias": False,
+        "attention_dropout": 0.0, "head_dim": 128, "intermediate_size": 12288,
+        "max_position_embeddings": 40960, "max_window_layers": 36, "num_hidden_layers": 36,
+        "num_key_value_heads": 8, "rope_scaling": None, "sliding_window": None,
+        "vocab_size": 151936, }),
+    "Mistral-7B-v0.1": (7_241_732_096,
+        MISTRAL | {"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000, }),
+    "Mistral-7B-v0.3": (7_248_023_552, MISTRAL | {"attention_dropout": 0.0, "head_dim": 128,
+        "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768, }),
+}  # fmt: skip
+"""How many weights there are, and what `config.json` says besides `COMMON`."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_published_model_is_known(name):
+    number, about = MODELS[name]
+    config = read_config(COMMON | about, name, digits="all")
+    with torch.device("meta"):
+        model = build_model(config)
+    assert sum(weight.num_weights for weight in model.weights().values()) == number
+    shape = shape_of(config)
+    assert set(shape.windows) == ({4096} if name == "Mistral-7B-v0.1" else {None})
+    assert (shape.rotary.scaling == "llama3") == (name == "Llama-3.1-8B")
+    assert shape.rotary.base == about.get("rope_theta", 10000)
+
+
+def test_model_is_printed_as_a_file_without_its_weights(tmp_path, arb_here):
+    """So that its memory is known before it is fetched."""
+    _, about = MODELS["Qwen3-8B"]
+    (tmp_path / "config.json").write_text(json.dumps(COMMON | about))
+    done = arb_here("import", str(tmp_path), "--print-config", "--rule", "nibble")
+    (tmp_path / "model.toml").write_text(done.stdout)
+    about = {"digits": "all", "rule": "nibble", "direction": "orthogonal"}
+    config = read_model(tmp_path / "model.toml")
+    assert config == read_config(json.loads((tmp_path / "config.json").read_text()), "it", **about)

@@ -1,0 +1,126 @@
+"""The weights alone: a quarter of a byte each, and all that generating and evaluating need."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import arbcli
+from arbcli.base.errors import ArbError
+from arbcli.generation.generation import Sampling, generate
+from arbcli.generation.load import load_model
+from arbcli.interop.exporting import export
+from arbcli.model.checkpoint import load_checkpoint, write_checkpoint
+from arbcli.model.rules import FADED
+
+
+@pytest.mark.parametrize(
+    ("rule", "digits"),
+    [
+        ("moment", "trit"),
+        ("nibble", "trit"),
+        ("votes", "trit"),
+        ("moment", "all"),
+        ("nibble", "all"),
+    ],
+)
+def test_weights_alone_predict_the_same(saved, tmp_path, rule, digits):
+    checkpoint = saved(rule=rule, digits=digits)
+    path = tmp_path / "weights.safetensors"
+    report = export(checkpoint, "safetensors", out=path)
+    assert report.origin == load_checkpoint(checkpoint).digest
+    whole = load_model(checkpoint, device="cpu")
+    alone = arbcli.load(path, device="cpu")
+    ids = torch.arange(32).view(1, 32)
+    assert torch.equal(alone(ids), whole(ids))
+    text = [b"".join(generate(model, b"a", 6, Sampling())) for model in (whole, alone)]
+    assert text[0] == text[1]
+    assert {name.rpartition(".")[2] for name in alone.state_dict()} <= {
+        "trits", "exponent", "fraction", *(["remainder"] if digits == "all" else [])
+    }  # fmt: skip
+    assert (rule, digits) == ("nibble", "all") or path.stat().st_size < checkpoint.stat().st_size
+
+
+def test_export_of_an_export_is_the_same_file(saved, tmp_path):
+    first, second = tmp_path / "first.safetensors", tmp_path / "second.safetensors"
+    export(saved(), "safetensors", out=first)
+    export(first, "safetensors", out=second)
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_file_has_the_origin_of_its_checkpoint(saved, tmp_path):
+    source = load_checkpoint(saved())
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"compute": "fp32"}}))
+    export(tmp_path, "safetensors", out=tmp_path / "weights")
+    found = load_checkpoint(tmp_path / "weights")
+    assert (found.step, found.config, found.counters) == (7, source.config, {})
+    assert found.data == source.data | {"origin": source.digest, "compute": "fp32"}
+
+
+@pytest.mark.parametrize("of_run", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("safetensors", "{}-weights.safetensors"), ("hf", "{}-hf")]
+)
+def test_export_is_named_for_its_run_or_else_for_its_file(
+    of_run, kind, name, saved, tmp_path, monkeypatch
+):
+    path = saved()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    if of_run:
+        (tmp_path / "config.json").write_text(json.dumps({"config": {"compute": "fp32"}}))
+    report = export(path, kind)
+    assert report.path == name.format(tmp_path.name if of_run else "step-000007")
+    assert (tmp_path / "here" / report.path).exists()
+    assert report.checkpoint == str(path)
+    assert report.type == ("trits" if kind == "safetensors" else "BF16")
+    if of_run:  # wherever one stands
+        monkeypatch.chdir(tmp_path)
+        assert export(Path("."), kind).path == name.format(tmp_path.name)
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "way_out"),
+    [
+        ("safetensors", "bf16", "leave `--type` out"),
+        ("hf", "q4_0", "choose one of: `bf16`, `f32`"),
+        ("gguf", "q5_0", "choose one of: `f32`, `f16`, `bf16`, `q8_0`, `q4_0`, `q2_0`"),
+    ],
+)
+def test_type_that_a_form_has_not_is_refused_before_anything_is_read(form, kind, way_out):
+    with pytest.raises(ArbError, match=f"`--to {form}` has no type `{kind}`") as caught:
+        export(Path("nowhere"), form, kind=kind)
+    assert caught.value.hint == way_out
+
+
+def test_seconds_of_an_export_are_those_from_its_begin_to_its_end(saved, tmp_path, monkeypatch):
+    path = saved()
+    clock = SimpleNamespace(perf_counter=iter([5.0, 7.5]).__next__)
+    monkeypatch.setattr("arbcli.interop.exporting.time", clock)
+    assert export(path, "safetensors", out=tmp_path / "weights").seconds == 2.5
+
+
+@pytest.mark.parametrize("form", ["hf", "safetensors"])
+def test_run_whose_name_is_not_utf_8_is_exported(saved, tmp_path, form):
+    run = tmp_path / os.fsdecode(b"run \xff")
+    run.mkdir()
+    (run / "config.json").write_text('{"config": {"compute": "fp32"}}')
+    saved().rename(run / "step-000007.safetensors")
+    export(run, form, out=tmp_path / "made")
+    if form == "hf":
+        assert "# run ?\n" in (tmp_path / "made" / "README.md").read_text()
+
+
+def test_weights_in_the_middle_of_fading_are_not_exported(saved, tmp_path):
+    checkpoint = load_checkpoint(saved(digits="all"))
+    config = checkpoint.config | {"digits": next(iter(FADED))}
+    write_checkpoint(tmp_path / "middle", dataclasses.replace(checkpoint, config=config))
+    for form in ("hf", "safetensors"):
+        with pytest.raises(ArbError, match="are fading from all digits to the trit") as caught:
+            export(tmp_path / "middle", form, out=tmp_path / "made")
+        assert "the end of the run" in caught.value.hint
+    assert not (tmp_path / "made").exists()

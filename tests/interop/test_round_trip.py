@@ -1,0 +1,248 @@
+"""A Llama 3 and a Qwen 3 are imported, tuned, exported, and run elsewhere: the same greedy ids.
+
+Their tokenizers are trained here, and split text by the patterns of their kinds.
+"""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+import torch
+from folders import random_model
+from marks import mostly_slow
+
+from arbcli.base.errors import ArbError
+from arbcli.base.reading import read_json
+from arbcli.base.run_files import COMPANIONS
+from arbcli.data.chat_template import find_template
+from arbcli.data.chats import Chats
+from arbcli.data.text import Text
+from arbcli.data.tokens import Tokenizer
+from arbcli.generation.load import load_model
+from arbcli.generation.tokens import symbols_of
+from arbcli.interop.gguf.tokens import CONTROL, NORMAL, PATTERNS, UNUSED
+
+TEXT = "def main(self):\n    return 1234  # naïve text, that doesn't end\n\n" * 40
+PROMPT = "def main 1234 naïve\n  it's"
+NUM_IDS = 12
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+KINDS = {"Llama 3": "llama-bpe", "Qwen 3, tied": "qwen2"}
+"""Names that llama.cpp has for their rules of splitting."""
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    pytest.importorskip("tokenizers", reason="needs the extra `tokens`")
+    return pytest.importorskip("transformers", reason="needs the extra `export-test`")
+
+
+def make_tokenizer(transformers, rules: str):
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+    pattern = next(pattern for pattern, name in PATTERNS.items() if name == rules)
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, in_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    about = {"vocab_size": 290, "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(**about))
+    tokenizer.add_special_tokens(["<begin>", "<end>"])
+    if rules == "llama-bpe":
+        begin = [("<begin>", tokenizer.token_to_id("<begin>"))]
+        template = processors.TemplateProcessing(single="<begin> $A", special_tokens=begin)
+        in_bytes = processors.ByteLevel(trim_offsets=False)
+        tokenizer.post_processor = processors.Sequence([in_bytes, template])  # as Llama 3 has it
+    whole = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<begin>", eos_token="<end>"
+    )
+    whole.chat_template = TEMPLATE
+    return whole
+
+
+def greedy(logits, ids: list[int]) -> list[int]:
+    """Continue ids by the likeliest one, with a function from ids to scores of the next."""
+    made = []
+    for _ in range(NUM_IDS):
+        made.append(int(logits([*ids, *made]).argmax()))
+    return made
+
+
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, lambda kind: "tied" in kind))
+def test_tuned_model_has_the_same_logits_elsewhere(
+    transformers, kind, tmp_path, arb_here, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "folder"
+    tokenizer = make_tokenizer(transformers, KINDS[kind])
+    random_model(transformers, kind, bos_token_id=290, eos_token_id=291).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (tmp_path / "text").write_text(TEXT)
+    rules = ["--mlp-rule", "nibble"] if kind == "Qwen 3, tied" else []
+    for words in (
+        ["import", "folder", "--out", "run", *rules],
+        ["train", "--init-from", "run", "--data", "text", "--steps", "20", "--batch", "2", "--ctx",
+         "32", "--compute", "fp32", "--device", "cpu", "--out", "tuned", "--eval-every", "0"],
+        ["export", "tuned", "--to", "hf", "--out", "back"],
+        ["export", "tuned", "--to", "gguf", "--type", "f32", "--out", "back.gguf"],
+        ["import", "back", "--out", "again", *rules],
+    ):  # fmt: skip
+        done = arb_here(*words)
+        assert done.returncode == 0, done.stderr
+    ours = load_model(tmp_path / "tuned", device="cpu", compute="fp32")
+    before = load_model(tmp_path / "run", device="cpu", compute="fp32")
+    again = load_model(tmp_path / "again", device="cpu", compute="fp32")
+    back = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    ids = back(PROMPT)["input_ids"]
+    assert ids == tokenizer(PROMPT)["input_ids"]
+    assert back.chat_template == TEMPLATE
+    assert symbols_of(ours, PROMPT.encode()) == ids
+    assert len(ours.tokenizer.beginning) == (kind == "Llama 3")
+    wanted = greedy(lambda some: ours(torch.tensor([some]))[0, -1], ids)
+    assert wanted != greedy(lambda some: before(torch.tensor([some]))[0, -1], ids)
+    assert torch.equal(again(torch.tensor([ids])), ours(torch.tensor([ids])))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", dtype=torch.float32
+    )
+    assert (theirs.generation_config.bos_token_id, theirs.config.eos_token_id) == (290, 291)
+    made = theirs.generate(
+        torch.tensor([ids]), max_new_tokens=NUM_IDS, do_sample=False, eos_token_id=None
+    )
+    assert made[0, len(ids) :].tolist() == wanted
+    compared = arb_here("inspect", "tuned", "--diff", "back.gguf", "--json")
+    assert json.loads(compared.stdout)["equal"]  # whatever order rows have there
+    if find_spec("xllamacpp") is None:
+        pytest.skip("the rest needs the extra `export-test`")
+    from benchmarks.llama_cpp import Llama
+
+    llama = Llama(tmp_path / "back.gguf", 64)
+    assert greedy(llama.scores, ids) == wanted
+    assert llama.scores(PROMPT).equal(llama.scores(ids))  # its own tokens of the text
+
+
+def test_file_describes_the_tokens(transformers, tmp_path, arb_here, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    from arbcli.generation.load import load_weights
+    from arbcli.interop.gguf.block_types import F32
+    from arbcli.interop.gguf.container import GGUFFile
+    from arbcli.interop.gguf.tokens import token_keys
+
+    tokenizer = make_tokenizer(transformers, "llama-bpe")
+    model = random_model(transformers, "Llama 3", bos_token_id=290, eos_token_id=[291, 3])
+    model.save_pretrained(tmp_path / "folder")
+    tokenizer.save_pretrained(tmp_path / "folder")
+    assert arb_here("import", "folder", "--out", "run").returncode == 0
+    assert arb_here("export", "run", "--to", "gguf", "--out", "it.gguf").returncode == 0
+    file = GGUFFile(tmp_path / "it.gguf")
+    assert file.entries["rope_freqs.weight"].kind is F32
+    keys = file.keys
+    tokens = keys["tokenizer.ggml.tokens"]
+    assert len(tokens) == 320
+    assert [tokens[index] for index in (290, 291, 292, 319)] == [
+        "<begin>", "<end>", "[PAD292]", "[PAD319]"
+    ]  # fmt: skip
+    kinds = keys["tokenizer.ggml.token_type"]
+    assert kinds == [NORMAL] * 290 + [CONTROL] * 2 + [UNUSED] * 28
+    of_bpe = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    assert all(tokens[index] == text for text, index in of_bpe["vocab"].items())
+    assert keys["tokenizer.ggml.merges"] == [" ".join(pair) for pair in of_bpe["merges"]]
+    ends = [keys[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos")]
+    assert ends == [290, 291]
+    assert keys["tokenizer.ggml.add_bos_token"] is True
+    assert keys["tokenizer.chat_template"] == TEMPLATE
+    assert (keys["tokenizer.ggml.model"], keys["tokenizer.ggml.pre"]) == ("gpt2", "llama-bpe")
+
+    path, companions = tmp_path / "run" / "tokenizer.json", tmp_path / "run" / COMPANIONS
+    config = load_weights(tmp_path / "run", print).model.config
+    others = [each for each in companions.iterdir() if each.name != "config.json"]
+    for gone in (*([each] for each in others), others):  # each may be absent, and all
+        for each in gone:
+            each.rename(tmp_path / each.name)
+        keys = token_keys(path, companions, config)
+        has_template = (companions / "chat_template.jinja").exists()
+        assert ("tokenizer.chat_template" in keys) == has_template
+        for each in gone:
+            (tmp_path / each.name).rename(each)
+
+    known = read_json(path)
+    for changed, why in (
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "no rules"),
+        ({"model": known["model"] | {"type": "Unigram"}}, "not byte-level BPE"),
+        ({"model": known["model"] | {"byte_fallback": True}}, "not byte-level BPE"),
+        ({"model": known["model"] | {"vocab": {"a": 320}}}, "that the model lacks"),
+    ):
+        path.write_text(json.dumps(known | changed))
+        with pytest.raises(ArbError, match=why):
+            token_keys(path, None, config)
+
+
+def test_model_of_tokens_from_scratch_is_exported(transformers, tmp_path, arb_here, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = make_tokenizer(transformers, "qwen2")
+    tokenizer.save_pretrained(tmp_path / "folder")
+    (tmp_path / "text").write_text(TEXT)
+    model = "--preset tiny --layers 1 --dim 64 --heads 2 --ffn 96 --ctx 32 --no-sub-norms"
+    for words in (
+        f"train {model} --tokenizer folder/tokenizer.json --data text --steps 2 --batch 2"
+        " --compute fp32 --device cpu --weights int8 --out run --eval-every 0",
+        "export run --to hf --out back",
+        "export run --to gguf --type f32 --out back.gguf",
+    ):
+        done = arb_here(*words.split())
+        assert done.returncode == 0, done.stderr
+    ours = load_model(tmp_path / "run", device="cpu", compute="fp32")
+    back = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    ids = torch.tensor([back(PROMPT)["input_ids"]])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", dtype=torch.float32
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-4)
+    (tmp_path / "run" / "tokenizer.json").write_text("{}")
+    done = arb_here("export", "run", "--to", "hf", "--out", "other")
+    assert "is not the tokenizer of" in done.stderr
+
+
+@pytest.mark.slow
+def test_imported_model_is_tuned_on_chats(transformers, tmp_path, arb_here, monkeypatch):
+    pytest.importorskip("jinja2", reason="needs the extra `chat`")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, kind = tmp_path / "folder", "Qwen 3, tied"
+    tokenizer = make_tokenizer(transformers, KINDS[kind])
+    end = tokenizer.eos_token
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    random_model(transformers, kind, bos_token_id=290, eos_token_id=291).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    messages = [{"role": "user", "content": "main 1"}, {"role": "assistant", "content": "it's 2"}]
+    record = json.dumps({"messages": messages}) + "\n"
+    (tmp_path / "chats.jsonl").write_text(record * 20)
+    for words in (
+        ["import", "folder", "--out", "run"],
+        ["train", "--init-from", "run", "--data", "chats.jsonl", "--field", "messages", "--steps",
+         "2", "--batch", "2", "--ctx", "48", "--compute", "fp32", "--device", "cpu", "--out",
+         "tuned", "--eval-every", "0"],
+    ):  # fmt: skip
+        done = arb_here(*words)
+        assert done.returncode == 0, done.stderr
+    assert read_json(tmp_path / "tuned" / "config.json")["config"]["lr"] == 0.03
+
+    template = find_template(tmp_path / "tuned" / "tokenizer.json")
+    ours = Tokenizer.read(tmp_path / "tuned" / "tokenizer.json")
+    found = Chats(Text([tmp_path / "chats.jsonl"]), "messages", ours, template, 48)
+    ids, targets, numbers = (part[0] for part in found.packed_batch([0]))
+    theirs = tokenizer.apply_chat_template(messages, return_dict=False)
+    first = numbers == 0
+    assert [*ids[first].tolist(), int(targets[first][-1])] == theirs
+    learnt = [token for token in targets[first].tolist() if token >= 0]
+    assert tokenizer.decode(learnt) == f"it's 2{end}"
+    asked = ["generate", "--checkpoint", "tuned", "--chat", "--prompt", "main 1", "--json"]
+    report = json.loads(arb_here(*asked, "--length", "2", "--device", "cpu").stdout)
+    assert report["prompt"] == tokenizer.apply_chat_template(
+        messages[:1], tokenize=False, add_generation_prompt=True
+    )

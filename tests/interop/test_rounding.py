@@ -1,0 +1,151 @@
+"""Weights are rounded as the equations say, and weights of our own grid are read as they are."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from arbcli.config.presets import preset
+from arbcli.interop import importing as run
+from arbcli.interop.huggingface.dense import Part
+from arbcli.interop.rounding import Grid, put, round_reference, round_vector, round_weights
+from arbcli.kernels.codec.packing import unpack_trits
+from arbcli.model.language_model import LanguageModel
+from arbcli.model.rules import WITH_DIGITS
+
+MOMENT, NIBBLE = Grid(127, 64), Grid(21, 16)
+
+
+def drawn(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator) * 0.03
+
+
+def decoded(z: torch.Tensor, v: torch.Tensor, group: int, grid: Grid) -> torch.Tensor:
+    scale = torch.exp2(v / 128).bfloat16().float().repeat_interleave(group, dim=1)
+    return (z * scale[:, : z.shape[1]] / grid.unit).bfloat16().float()
+
+
+@pytest.mark.parametrize(
+    ("own_grid", "group", "columns", "grid"),
+    [(False, 32, 33, MOMENT), (True, 64, 159, NIBBLE), (False, 4, 3, NIBBLE), (True, 4, 3, MOMENT)],
+)
+def test_rounding_equals_reference(grid, group, columns, own_grid):
+    weight = drawn(3, columns)
+    weight[0, :group] = 0  # a group without a weight
+    weight[1, 1] = 3.0  # an outlier
+    weight[2, :2] = torch.tensor([1e-30, -1e9])
+    if own_grid:
+        weight[1:2] = decoded(*round_weights(weight[1:2], group, grid), group, grid)
+    found = round_weights(weight, group, grid, own_grid)
+    wanted = round_reference(weight, group, grid, own_grid)
+    assert torch.equal(found.z, wanted.z)
+    assert torch.equal(found.v, wanted.v)
+
+
+@pytest.mark.parametrize(("size", "scale"), [(1e-37, -96 * 128), (3e38, 32 * 128 - 1)])
+def test_scales_end_where_their_digits_do(size, scale):
+    """In eight bits the next exponent would be another one."""
+    weight = torch.tensor([[size, -size, size / 3, 0.0]])
+    assert round_weights(weight, 4, MOMENT).v.tolist() == [[scale]]
+
+
+@pytest.mark.parametrize("grid", [MOMENT, NIBBLE], ids=["moment", "nibble"])
+def test_largest_weight_has_nearly_the_last_level_and_no_other_scale_is_closer(grid):
+    weight = drawn(64, 64)
+    z, v = round_weights(weight, 32, grid)
+    tops = z.abs().view(64, 2, 32).amax(dim=2)
+    assert int(tops.min()) > 0.94 * grid.largest
+    error = (decoded(z, v, 32, grid) - weight).norm()
+    for step in (-1, 1):
+        scale = torch.exp2((v + step) / 128).bfloat16().float().repeat_interleave(32, dim=1)
+        other = (weight / scale * grid.unit).round().clamp(-grid.largest, grid.largest)
+        assert error < (decoded(other, v + step, 32, grid) - weight).norm()
+    blocks = weight.view(-1, 32)  # as Q8_0 does, with as many levels
+    steps = (blocks.abs().amax(dim=1, keepdim=True) / grid.largest).half().float()
+    assert error < 0.96 * ((blocks / steps).round() * steps - blocks).norm()
+
+
+@pytest.mark.parametrize("grid", [MOMENT, NIBBLE], ids=["moment", "nibble"])
+def test_own_grid_is_read_exactly(grid):
+    """Whatever level the largest weight of a group has; below L / 2 z may be doubled."""
+    generator = torch.Generator().manual_seed(2)
+    for most in (grid.largest, grid.largest // 2 + 1, grid.largest // 2, 5):
+        z = torch.randint(-most, most + 1, (20, 64), generator=generator)
+        z[:, ::32], z[:, 1::32] = most, most - 1  # of all but one z no two are multiples
+        v = torch.randint(-1500, 300, (20, 2), generator=generator)
+        weight = decoded(z, v, 32, grid)
+        found = round_weights(weight, 32, grid, True)
+        if 2 * most > grid.largest:
+            assert torch.equal(found.z, z.to(torch.int8))
+        assert torch.equal(decoded(found.z, found.v, 32, grid), weight)
+        again = round_weights(weight, 32, grid, True)
+        assert torch.equal(again.v, found.v)
+
+
+def test_rounding_again_changes_nothing():
+    weight = drawn(33, 96)
+    first = round_weights(weight, 32, MOMENT)
+    second = round_weights(decoded(*first, 32, MOMENT), 32, MOMENT, True)
+    assert torch.equal(first.z, second.z)
+    assert torch.equal(first.v, second.v)
+
+
+@pytest.mark.parametrize("grid", [MOMENT, NIBBLE], ids=["moment", "nibble"])
+def test_numbers_of_a_vector_keep_the_digits_of_bf16(grid):
+    numbers = drawn(500, 1).mul(40).bfloat16().float()
+    numbers[0] = 0
+    found = round_vector(numbers, grid)
+    assert torch.equal(decoded(*found, 1, grid), numbers)
+    assert int(found.z[0]) == 0
+    sizes = found.z[1:].abs()
+    assert int(sizes.min()) >= grid.largest / 2
+    more = drawn(500, 1, seed=3)
+    first = round_vector(more, grid)
+    assert float((decoded(*first, 1, grid) / more - 1).abs().max()) < 2**-8  # half a step of bf16
+    second = round_vector(decoded(*first, 1, grid), grid)
+    assert torch.equal(first.z, second.z)
+    assert torch.equal(first.v, second.v)
+
+
+@pytest.mark.parametrize("rule", WITH_DIGITS)
+def test_digits_are_those_that_a_step_leaves(rule):
+    """The trit is the sign of z where z is beyond half of what a trit is worth, else 0."""
+    lm = LanguageModel(preset("tiny", dim=64, layers=1, heads=2, ffn=64, digits="all", rule=rule))
+    tensor = max(lm.packed_tensors().values(), key=lambda each: each.num_weights)
+    put(tensor, slice(None), drawn(tensor.out_features, tensor.in_features), False)
+    trits = unpack_trits(tensor.trits, tensor.in_features).int()
+    below, half = tensor.rule.digits(tensor.state)["remainder"][0].int(), tensor.rule.radix // 2
+    z = trits * tensor.rule.radix + below
+    assert torch.equal(trits, z.sign() * (z.abs() > half))
+    assert {half, half + 1} <= set(z.abs().unique().tolist())
+
+
+def test_report_counts_weights_far_from_the_others():
+    """Of a part of some rows, that is read in pieces; sizes are in root-mean-squares."""
+    weight = torch.ones(8, 64)
+    weight[1, 3], weight[6, 60], weight[7, 1] = 300.0, -299.0, 20.0
+    lm = LanguageModel(preset("tiny", dim=64, layers=1, heads=2, ffn=64, digits="all"))
+    tensor = lm.head.weight
+    part = Part("ours", "theirs", slice(16, 24), (8, 64))
+    read = []
+
+    def pieces(name, rows):
+        read.append(rows)
+        return weight[rows]
+
+    told = mock.Mock()
+    folder = SimpleNamespace(path="a", read=pieces)
+    found = run._take_part(folder, tensor, part, False, told)
+    size = float(weight.square().mean().sqrt())
+    assert told.mock_calls == [mock.call("theirs")]
+    assert (found.report.name, found.report.shape) == ("theirs", (8, 64))
+    assert found.report.outliers == 2
+    assert found.report.largest == pytest.approx(300 / size)
+    assert found.squares == pytest.approx(float(weight.square().sum()))
+    decoded_rows = tensor.weight(torch.float32)[16:24]
+    assert found.error == pytest.approx(float((decoded_rows - weight).square().sum()), rel=1e-3)
+    assert found.report.relative_error == pytest.approx((found.error / found.squares) ** 0.5)
+    weight.fill_(1.0)
+    assert run._take_part(folder, tensor, part, False, told).report.outliers == 0

@@ -1,0 +1,208 @@
+"""Models of every kind go from Transformers to integers and back, and predict the same."""
+
+import copy
+import json
+
+import pytest
+import torch
+from folders import KINDS, random_model
+from marks import mostly_slow
+from torch import Tensor
+
+from arbcli.base.reading import read_json
+from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
+from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.config.parts.rotary import RotaryConfig
+from arbcli.generation.load import load_weights
+from arbcli.interop import importing, rounding
+from arbcli.interop.exporting import export
+from arbcli.interop.huggingface.config_json import read_config
+from arbcli.interop.huggingface.folder import WeightFolder
+from arbcli.interop.importing import import_folder, read_float
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    return pytest.importorskip("transformers", reason="needs the extra `export-test`")
+
+
+QUICK = ("Llama 3", "Qwen 2", "Qwen 3, tied", "Mistral")
+"""Kinds that have between them all that the others have, but for linear scaling."""
+
+
+def read(folder, **storage) -> ModelConfig:
+    return read_config(read_json(folder / "config.json"), "it", **storage)
+
+
+def in_q8_0(weight: Tensor) -> Tensor:
+    """Round as llama.cpp does: blocks of 32, whose largest has level 127, and an fp16 scale."""
+    blocks = weight.reshape(-1, 32)
+    step = blocks.abs().amax(dim=1, keepdim=True) / 127
+    return ((blocks / step).round() * step.half().float()).view_as(weight)
+
+
+def divergence(wanted: Tensor, found: Tensor) -> float:
+    wanted, found = wanted.double().log_softmax(-1), found.double().log_softmax(-1)
+    return float((wanted.exp() * (wanted - found)).sum(dim=-1).mean())
+
+
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, lambda kind: kind in QUICK))
+@torch.no_grad()
+def test_model_is_read_and_given_back(transformers, kind, tmp_path, monkeypatch):
+    theirs = random_model(transformers, kind)
+    folder, run, back = (tmp_path / name for name in ("folder", "run", "back"))
+    theirs.save_pretrained(folder, max_shard_size="100KB")
+    assert (folder / "model.safetensors.index.json").exists()
+    about = read_json(folder / "config.json") | {"torch_dtype": "float16"}  # as Transformers 4 did
+    (folder / "config.json").write_text(json.dumps(about))
+    ids = torch.randint(320, (2, 64), generator=torch.Generator().manual_seed(1))
+    twin = read_float(WeightFolder(folder), read(folder, weights="float"))
+    for length in (1, 17, 64):
+        wanted = theirs(ids[:, :length]).logits
+        torch.testing.assert_close(twin(ids[:, :length]), wanted, rtol=0, atol=1e-4)
+    assert wanted.std() > 0.3
+    places = torch.arange(64)
+    for there in (places < 17, places >= 47):  # 17 tokens, padded on the right or left
+        padded = theirs(ids, attention_mask=there.expand(2, -1).long()).logits[:, there]
+        torch.testing.assert_close(twin(ids[:, there]), padded, rtol=0, atol=1e-4)
+
+    report = import_folder(folder, run)
+    # of all matrices together
+    errors = {each.name: each.relative_error for each in report.tensors}
+    parts = {name: part for name, part in theirs.state_dict().items() if name in errors}
+    parts = {name: part.double().square().sum() for name, part in parts.items() if part.dim() == 2}
+    error = sum(errors[name] ** 2 * squares for name, squares in parts.items())
+    assert report.relative_error == pytest.approx(float(error / sum(parts.values())) ** 0.5)
+    assert 0.003 < report.relative_error < 0.006
+    ours = load_weights(run, print).model
+    logits, other = ours(ids), copy.deepcopy(theirs)
+    for weight in other.parameters():
+        if weight.dim() == 2:
+            weight.copy_(in_q8_0(weight))
+    assert divergence(wanted, logits) < 1.2 * divergence(wanted, other(ids).logits)
+
+    export(run, "hf", out=back)
+    says = {
+        name: value for name, value in read_json(back / "config.json").items() if "dtype" in name
+    }
+    assert says == {"dtype": "bfloat16"}
+    again = transformers.AutoModelForCausalLM.from_pretrained(back, dtype=torch.float32).eval()
+    assert type(again) is type(theirs)
+    torch.testing.assert_close(again(ids).logits, logits, rtol=0, atol=1e-4)
+    if kind == "Qwen 3, tied":  # some rows at a time, as of large ones
+        monkeypatch.setattr(importing, "READ_AT_ONCE", 4000)
+        monkeypatch.setattr(rounding, "IN_HAND", 2000)
+    report = import_folder(back, tmp_path / "again")
+    assert report.relative_error == 0
+    second = load_weights(tmp_path / "again", print).model.state_dict()
+    for name, part in ours.state_dict().items():
+        assert torch.equal(part, second[name]), name
+
+
+@torch.no_grad()
+def test_older_configuration_means_the_same(transformers, tmp_path):
+    """Transformers 4 wrote `rope_theta`, `rope_scaling` and `torch_dtype`."""
+    theirs = random_model(transformers, "Llama 3")
+    theirs.save_pretrained(tmp_path)
+    values = read_json(tmp_path / "config.json")
+    new = read_config(values, "it")
+    rope = values.pop("rope_parameters")
+    values["rope_theta"] = int(rope.pop("rope_theta"))
+    old = values | {"rope_scaling": rope | {"type": rope["rope_type"]}, "torch_dtype": "bfloat16"}
+    del old["head_dim"]
+    assert read_config(old, "it") == ModelConfig(
+        **{name: getattr(new, name) for name in new.__dataclass_fields__}
+        | {"stages": read_config(old, "it").stages}
+    )
+    mixer = read_config(old, "it").main.blocks[0].mixer
+    assert mixer.rotary == new.main.blocks[0].mixer.rotary
+    assert mixer.head_width is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("rule", "scale_type", "bound"), [("moment", "T64", 0.006), ("nibble", "T32", 0.035)]
+)
+def test_other_storage_is_as_close_as_its_levels(rule, scale_type, bound, transformers, tmp_path):
+    theirs = random_model(transformers, "Qwen 3")
+    theirs.save_pretrained(tmp_path / "folder")
+    report = import_folder(
+        tmp_path / "folder",
+        tmp_path / "run",
+        rule=rule,
+        scale_type=scale_type,
+        direction="factored",
+    )
+    assert 0.5 * bound < report.relative_error < bound
+    model = load_weights(tmp_path / "run", print).model
+    found, wanted = model(torch.arange(40)[None]), theirs(torch.arange(40)[None]).logits
+    assert (found - wanted).norm() < 4 * bound * wanted.norm()
+
+
+@torch.no_grad()
+def test_each_part_is_read_to_the_levels_of_its_rule_and_given_back(transformers, tmp_path):
+    """43 of `nibble`, and 255 of `moment`; an import of the export has the same integers."""
+    theirs = random_model(transformers, "Qwen 3")
+    theirs.save_pretrained(tmp_path / "folder")
+    rules = {"rule": "moment", "mlp_rule": "nibble"}
+    report = import_folder(tmp_path / "folder", tmp_path / "run", **rules)
+    for each in report.tensors:
+        if len(each.shape) == 2:
+            low, high = (0.015, 0.035) if ".mlp." in each.name else (0.002, 0.006)
+            assert low < each.relative_error < high, each.name
+    ours = load_weights(tmp_path / "run", print).model
+    assert ours.config.rules == ("moment", "nibble")
+    export(tmp_path / "run", "hf", out=tmp_path / "back")
+    again = import_folder(tmp_path / "back", tmp_path / "again", **rules)
+    assert again.relative_error == 0
+    second = load_weights(tmp_path / "again", print).model.state_dict()
+    for name, part in ours.state_dict().items():
+        assert torch.equal(part, second[name]), name
+    ids = torch.arange(40)[None]
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
+    torch.testing.assert_close(back.eval()(ids).logits, ours(ids), rtol=0, atol=1e-4)
+
+
+LLAMA3 = RotaryConfig(base=5e5, scaling="llama3", factor=8.0, low=1.0, high=4.0, original_ctx=16)
+OURS = {
+    "Qwen3ForCausalLM": ({"query_key_norm": "gain", "bias": True, "output_bias": True}, {}),
+    "MistralForCausalLM": ({"window": 9}, {"norm_eps": 1e-5, "tied": True}),
+    "LlamaForCausalLM": ({"bias": True, "output_bias": True, "rotary": LLAMA3}, {}),
+    "Qwen2ForCausalLM": (
+        {"head_width": 16, "bias": True, "rotary": RotaryConfig(scaling="linear", factor=2.0)},
+        {"norm_eps": 1e-5},
+    ),
+}
+"""Options of attention and model, by the class that computes the same."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", OURS)
+def test_exported_model_computes_the_same(kind, transformers, saved, tmp_path):
+    about, fields = OURS[kind]
+    about = {"kv_heads": 2, "head_width": 24, "query_key_norm": "none", "sub_norm": False} | about
+    mixer = AttentionConfig(heads=4, **about)
+    rule = "nibble" if kind == "MistralForCausalLM" else None  # which no format mentions
+    block = BlockConfig(mixer=mixer, channel=MLPConfig(width=96, sub_norm=False, rule=rule))
+    stages = (StageConfig(dim=64, blocks=(block,) * 2),)
+    config = ModelConfig(ctx=32, stages=stages, norm_gain=True, digits="all", **fields)
+    checkpoint = saved(config)
+    export(checkpoint, "hf", out=tmp_path / "back")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", dtype=torch.float32
+    ).eval()
+    assert type(theirs).__name__ == kind
+    ids = torch.randint(1, 256, (2, 32), generator=torch.Generator().manual_seed(1))
+    ours = load_weights(checkpoint, print).model(ids)
+    torch.testing.assert_close(theirs(ids).logits, ours, rtol=0, atol=1e-4)
+    assert read(tmp_path / "back", digits="all", mlp_rule=rule) == config
+    if kind == "Qwen3ForCausalLM":  # which has no biases in llama.cpp
+        return
+    pytest.importorskip("xllamacpp", reason="the rest needs the extra `export-test`")
+    from benchmarks.llama_cpp import Llama
+
+    export(checkpoint, "gguf", out=tmp_path / "back.gguf", kind="f32")
+    found = Llama(tmp_path / "back.gguf", 64).log_probabilities(bytes(ids[0, :8].tolist()))
+    torch.testing.assert_close(
+        found.double(), ours[0, 7].double().log_softmax(-1), rtol=0, atol=1e-4
+    )

@@ -1,0 +1,605 @@
+"""Checkpoints against a hostile disk: a file comes back to the last bit, or is refused by name."""
+
+import errno
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from arbcli.base.errors import ArbError
+from arbcli.base.run_files import best_checkpoints, checkpoints
+from arbcli.model import checkpoint as module
+from arbcli.model.checkpoint import (
+    Checkpoint,
+    check_layout,
+    keep_best,
+    latest_checkpoint,
+    load_checkpoint,
+    read_json,
+    run_lock,
+    save_checkpoint,
+    write_json,
+)
+
+
+def example(step: int = 200, size: int = 5, backwards: bool = False) -> Checkpoint:
+    """Make the same checkpoint in every process, its tensors in either order."""
+    generator = torch.Generator().manual_seed(step)
+
+    def draw(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator)
+
+    tensors = {
+        "head.trits": draw(0, 243, size, 7).to(torch.uint8),
+        "head.remainder": draw(-128, 128, size, 33).to(torch.int8),
+        "blocks.0.norm.trits": draw(0, 243, 1, 3).to(torch.uint8),
+        "blocks.0.octave": draw(-96, 32, 3).to(torch.int8),
+        "empty": torch.zeros(0, 4, dtype=torch.int8),
+        "one": torch.tensor(-128, dtype=torch.int8),
+        "edges.source": draw(-(2**31), 2**31, size, 2).to(torch.int32),
+        "edges.target": torch.tensor(-(2**31), dtype=torch.int32),
+    }
+    return Checkpoint(
+        step=step,
+        config={"preset": "tiny", "lr": 0.6, "note": "\u03c0", "ffn": None},
+        counters={"skipped": 3},
+        data={"digest": "ab12", "position": 2**40},
+        tensors={name: tensors[name] for name in sorted(tensors, reverse=backwards)},
+    )
+
+
+def run_elsewhere(function: Callable[[Path], None], directory: Path, **environment: str) -> None:
+    """Call a function of this file in a fresh Python, where it must not fail."""
+    script = f"""
+import sys
+from pathlib import Path
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}
+from {Path(__file__).stem} import {function.__name__} as main
+main(Path({str(directory)!r}))
+"""
+    command = [sys.executable, "-c", script]
+    environment = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def pack(header: dict | bytes, data: bytes = b"") -> bytes:
+    """Join a header, canonical unless given as bytes, and data."""
+    text = header if isinstance(header, bytes) else canonical(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def unpack(data: bytes) -> tuple[dict, bytes]:
+    """Split a file into its header and the data."""
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def reseal(header: dict, changes: dict[str, object]) -> dict:
+    """Change fields of the metadata and make the digest of the whole agree with them."""
+    metadata = json.loads(header["__metadata__"]["arb"]) | changes
+    del metadata["digest"]
+    metadata["digest"] = sha256(canonical(metadata).encode()).hexdigest()
+    return header | {"__metadata__": {"arb": canonical(metadata)}}
+
+
+def refusal(path: Path) -> str:
+    """Load a file that must be refused by its name and with a hint, and return why it is."""
+    with pytest.raises(ArbError) as caught:
+        load_checkpoint(path)
+    assert f"`{path}`" in str(caught.value)
+    assert caught.value.hint
+    return str(caught.value)
+
+
+def assert_same(loaded: Checkpoint, saved: Checkpoint) -> None:
+    for field in ("step", "config", "counters", "data"):
+        assert getattr(loaded, field) == getattr(saved, field)
+    assert loaded.tensors.keys() == saved.tensors.keys()
+    for name, tensor in saved.tensors.items():
+        assert loaded.tensors[name].dtype == tensor.dtype
+        assert torch.equal(loaded.tensors[name], tensor)
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    return save_checkpoint(tmp_path, example())
+
+
+@pytest.mark.parametrize("size", [1, 3, 33, 1311])
+def test_round_trip_is_exact(tmp_path, size):
+    original = example(size=size)
+    assert_same(load_checkpoint(save_checkpoint(tmp_path, original)), original)
+
+
+def test_save_reads_strides(tmp_path):
+    wide = torch.arange(-60, 60, dtype=torch.int8).view(10, 12)
+    views = {"transposed": wide.T, "offset": wide[1::3, 2:9:2], "source": wide.int()[:, ::5]}
+    loaded = load_checkpoint(save_checkpoint(tmp_path, replace(example(), tensors=views)))
+    assert torch.equal(loaded.tensors["transposed"], wide.T)
+    assert torch.equal(loaded.tensors["offset"], wide[1::3, 2:9:2])
+    assert torch.equal(loaded.tensors["source"], wide.int()[:, ::5])
+
+
+@pytest.mark.gpu
+def test_save_of_gpu_tensors_equals_save_of_cpu_tensors(tmp_path):
+    on_cpu = save_checkpoint(tmp_path, example()).read_bytes()
+    on_gpu = {name: tensor.cuda() for name, tensor in example().tensors.items()}
+    path = save_checkpoint(tmp_path, replace(example(), tensors=on_gpu))
+    assert path.read_bytes() == on_cpu
+    assert all(tensor.is_cpu for tensor in load_checkpoint(path).tensors.values())
+
+
+def test_loaded_tensors_own_their_memory(saved):
+    loaded = load_checkpoint(saved)
+    saved.write_bytes(bytes(saved.stat().st_size))  # in place, under any mapping of it
+    assert_same(loaded, example())
+    for tensor in loaded.tensors.values():
+        tensor.fill_(1)
+
+
+def test_safetensors_reads_the_file(saved):
+    tensors = load_file(saved)
+    assert tensors.keys() == example().tensors.keys()
+    assert all(torch.equal(tensors[name], t) for name, t in example().tensors.items())
+
+
+@pytest.mark.parametrize("in_hand", [1, 400, 10**6])
+def test_threads_give_results_in_order_and_hold_few_tensors(in_hand, monkeypatch):
+    monkeypatch.setattr(module, "IN_HAND", in_hand)
+    taken, done = 0, 0
+
+    def tensors():
+        nonlocal taken
+        for size in range(100, 0, -1):
+            taken += size
+            yield f"{size}", torch.zeros(size, dtype=torch.int8)
+            assert taken - done < in_hand + 100
+
+    for expected, size in zip(range(100, 0, -1), module._in_threads(_size, tensors()), strict=True):
+        assert size == expected
+        done += size
+
+
+def _size(name: str, tensor: torch.Tensor) -> int:
+    time.sleep(tensor.nbytes % 3 / 1000)
+    return int(name)
+
+
+@pytest.mark.parametrize("in_hand", [1, 400])
+def test_file_does_not_depend_on_memory_in_use(tmp_path, saved, monkeypatch, in_hand):
+    before = saved.read_bytes()
+    monkeypatch.setattr(module, "IN_HAND", in_hand)
+    assert save_checkpoint(tmp_path, example()).read_bytes() == before
+    assert_same(load_checkpoint(saved), example())
+
+
+def save_backwards(directory: Path) -> None:
+    save_checkpoint(directory, example(backwards=True))
+
+
+def test_file_is_a_function_of_the_state(tmp_path, saved):
+    """Neither the order of a dict, nor time, nor the process or its hash seed is in the file."""
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    elsewhere.mkdir()
+    save_backwards(here)
+    run_elsewhere(save_backwards, elsewhere, PYTHONHASHSEED="7")
+    assert (here / saved.name).read_bytes() == saved.read_bytes()
+    assert (elsewhere / saved.name).read_bytes() == saved.read_bytes()
+
+
+def test_save_keeps_the_newest_two(tmp_path):
+    for step in (5, 90, 900_000, 1_000_000):
+        save_checkpoint(tmp_path, example(step))
+    names = [path.name for path in checkpoints(tmp_path)]
+    assert names == ["step-1000000.safetensors", "step-900000.safetensors"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_save_keeps_itself_next_to_later_steps(tmp_path):
+    for step in (100, 200, 300, 150):
+        save_checkpoint(tmp_path, example(step), keep=4 if step > 150 else 1)
+    assert [load_checkpoint(path).step for path in checkpoints(tmp_path)] == [300, 200, 150]
+
+
+def test_save_removes_the_files_of_a_killed_save(tmp_path):
+    (tmp_path / ".step-000100.safetensors.tmp").write_bytes(b"half")
+    save_checkpoint(tmp_path, example())
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000200.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("head.weight", torch.zeros(3)),
+        ("head.index", torch.zeros(3, dtype=torch.int16)),
+        ("head.mask", torch.zeros(3, dtype=torch.bool)),
+        ("head.trits", torch.zeros(3, dtype=torch.int8)),
+        ("head.octave", torch.zeros(3, dtype=torch.uint8)),
+        ("head.octave", torch.zeros(3, dtype=torch.int32)),
+        ("edges.source", torch.zeros(3, dtype=torch.int8)),
+        ("edges.target", torch.zeros(3, dtype=torch.int64)),
+        ("head.trits", torch.tensor([0, 243], dtype=torch.uint8)),
+        ("__metadata__", torch.zeros(3, dtype=torch.int8)),
+        ("", torch.zeros(3, dtype=torch.int8)),
+    ],
+    ids=str,
+)
+def test_save_rejects_tensors_that_are_not_state(tmp_path, name, tensor):
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        save_checkpoint(tmp_path, replace(example(), tensors={name: tensor}))
+    assert not list(tmp_path.iterdir())
+
+
+def test_load_refuses_a_flipped_bit_in_any_byte(saved):
+    data = saved.read_bytes()
+    for place in range(len(data)):
+        altered = bytearray(data)
+        altered[place] ^= 1 << place % 8
+        saved.write_bytes(altered)
+        refusal(saved)
+
+
+def test_load_refuses_every_truncation(tmp_path):
+    data = save_checkpoint(tmp_path, example(size=1000)).read_bytes()
+    assert len(data) > 40_000
+    path = tmp_path / "short"
+    lengths = [*range(64), *range(4096, len(data), 4096), len(data) - 1]
+    for length in lengths:
+        path.write_bytes(data[:length])
+        assert "truncated" in refusal(path)
+
+
+def test_load_refuses_trailing_bytes(saved):
+    saved.write_bytes(saved.read_bytes() + b"\x00")
+    assert "1 bytes too many" in refusal(saved)
+
+
+def test_load_refuses_files_that_cannot_be_read(tmp_path, saved):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "locked").touch(mode=0)
+    assert "not a regular file" in refusal(tmp_path)
+    assert "not a regular file" in refusal(tmp_path / "pipe")
+    assert "No such file" in refusal(tmp_path / "missing")
+    assert "Not a directory" in refusal(saved / "below")
+    if os.geteuid():  # root reads everything
+        assert "Permission denied" in refusal(tmp_path / "locked")
+
+
+ILLEGAL = {
+    "head.trits": torch.tensor([[0, 242, 243]], dtype=torch.uint8),
+    "head.exponent": torch.tensor([[-96, 31, 32]], dtype=torch.int8),
+    "exponent": torch.tensor(-97, dtype=torch.int8),
+    "head.fraction": torch.tensor([[0, 127, -1]], dtype=torch.int8),
+}
+
+
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_load_refuses_illegal_bytes_with_a_correct_digest(name, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_is_legal", lambda name, tensor: True)
+        path = save_checkpoint(tmp_path, replace(example(), tensors={name: ILLEGAL[name]}))
+        load_checkpoint(path)
+    assert f"`{name}` has a byte that cannot be there" in refusal(path)
+
+
+def test_load_asks_to_upgrade_for_a_newer_format(saved):
+    header, data = unpack(saved.read_bytes())
+    saved.write_bytes(pack(reseal(header, {"format": 2}), data))
+    with pytest.raises(ArbError, match="written by a newer arb") as caught:
+        load_checkpoint(saved)
+    assert caught.value.hint == "upgrade arb"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": 0}, {"format": True}, {"format": "1"}, {"step": -1}, {"step": 1.0},
+        {"config": []}, {"counters": {"skipped": 0.5}}, {"counters": {"skipped": True}},
+        {"data": None}, {"config": {"lr": float("nan")}}, {"host": "here"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_load_refuses_sealed_nonsense(saved, changes):
+    header, data = unpack(saved.read_bytes())
+    saved.write_bytes(pack(reseal(header, changes), data))
+    assert "its metadata " in refusal(saved)
+
+
+def _tensors(header: dict, **changes: object) -> dict:
+    """Change what a header says of `head.remainder`, or remove it."""
+    entry = header["head.remainder"] | changes
+    return header | {"head.remainder": {k: v for k, v in entry.items() if v is not None}}
+
+
+LIES = {
+    "a second metadata key": lambda h: h | {"__metadata__": h["__metadata__"] | {"format": "pt"}},
+    "no metadata": lambda h: {k: v for k, v in h.items() if k != "__metadata__"},
+    "metadata is a list": lambda h: h | {"__metadata__": ["arb"]},
+    "arb is a dict": lambda h: h | {"__metadata__": {"arb": {}}},
+    "arb is not ASCII": lambda h: h | {"__metadata__": {"arb": "\ud800"}},
+    "a missing tensor": lambda h: {k: v for k, v in h.items() if k != "one"},
+    "an extra tensor": lambda h: h | {"more": h["one"]},
+    "an entry is a number": lambda h: h | {"one": 1},
+    "another dtype": lambda h: _tensors(h, dtype="F32"),
+    "a dtype is a list": lambda h: _tensors(h, dtype=[]),
+    "no dtype": lambda h: _tensors(h, dtype=None),
+    "another shape": lambda h: _tensors(h, shape=[33, 5]),
+    "a smaller shape": lambda h: _tensors(h, shape=[5, 32]),
+    "a huge shape": lambda h: _tensors(h, shape=[2**40], data_offsets=[27, 27 + 2**40]),
+    "a shape beyond int64": lambda h: _tensors(h, shape=[2**70]),
+    "an empty shape beyond int64": lambda h: _tensors(h, shape=[0, 2**40, 2**40]),
+    "a shape of many axes": lambda h: _tensors(h, shape=[1] * 10_000),
+    "a negative shape": lambda h: _tensors(h, shape=[-5, -33]),
+    "a boolean shape": lambda h: _tensors(h, shape=[True, 165]),
+    "a shape is a string": lambda h: _tensors(h, shape="5x33"),
+    "no shape": lambda h: _tensors(h, shape=None),
+    "overlapping offsets": lambda h: _tensors(h, data_offsets=[0, 165]),
+    "offsets beyond the file": lambda h: _tensors(h, data_offsets=[2**62, 2**62 + 165]),
+    "offsets reversed": lambda h: _tensors(h, data_offsets=[165, 0]),
+    "no offsets": lambda h: _tensors(h, data_offsets=None),
+    "a field more": lambda h: _tensors(h, host="here"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+def test_load_refuses_a_lying_header(saved, lie):
+    header, data = unpack(saved.read_bytes())
+    saved.write_bytes(pack(lie(header), data))
+    tracemalloc.start()
+    refusal(saved)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 4_000_000
+
+
+@pytest.mark.parametrize(
+    "inner", ['{"format":NaN}', '{"format":1,"format":1}', "[" * 5000, '{"a":' * 990 + "1"]
+)
+def test_load_refuses_metadata_that_is_not_json_of_ours(tmp_path, inner):
+    path = tmp_path / "step-000001.safetensors"
+    path.write_bytes(pack({"__metadata__": {"arb": inner}}))
+    refusal(path)
+
+
+@pytest.mark.parametrize("length", [2**22 + 1, 100_000_000, 2**63, 2**64 - 1])
+def test_load_refuses_a_huge_header_unread(tmp_path, length):
+    path = tmp_path / "step-000001.safetensors"
+    with path.open("wb") as file:
+        file.write(length.to_bytes(8, "little"))
+        file.truncate(200_000_000)  # sparse
+    tracemalloc.start()
+    assert "header cannot have" in refusal(path)
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+
+
+def test_hint_about_a_file_that_is_not_ours_does_not_advise_to_delete_it(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"a text that its owner needs")
+    with pytest.raises(ArbError) as caught:
+        load_checkpoint(tmp_path / "text.txt")
+    assert "it is not a checkpoint" in caught.value.hint
+    assert "delete" not in caught.value.hint
+
+
+def test_latest_is_of_the_step_that_its_name_says(tmp_path):
+    """A file that was renamed is of another step than a run would go on from."""
+    path, notes = save_checkpoint(tmp_path, example(100)), []
+    shutil.copy(path, path.with_name("step-000300.safetensors"))
+    assert latest_checkpoint(tmp_path, notes.append).step == 100
+    (note,) = notes
+    assert "step-000300.safetensors`: refused: it belongs to step 100; using the one before" in note
+
+
+def test_failed_copy_keeps_the_previous_best(tmp_path, monkeypatch):
+    first, second = (save_checkpoint(tmp_path, example(step)) for step in (100, 200))
+    best, whole = keep_best(first), first.read_bytes()
+
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(module.os, "link", refuse)
+    monkeypatch.setattr(module, "_copy", refuse)
+    with pytest.raises(ArbError, match="cannot write"):
+        keep_best(second)
+    assert best_checkpoints(tmp_path) == [best]
+    assert best.read_bytes() == whole
+
+
+def test_check_layout_accepts_the_same_layout(saved):
+    on_meta = {name: tensor.to("meta") for name, tensor in example().tensors.items()}
+    check_layout(load_checkpoint(saved).tensors, on_meta)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"a.octave": None}, "`a.octave` is torch.int8 [3] in the checkpoint and missing"),
+        ({"b.trits": (1,)}, "`b.trits` is missing in the checkpoint and torch.uint8 [1] in"),
+        ({"a.trits": (5, 2)}, "`a.trits` is torch.uint8 [2, 5] in the checkpoint and"),
+    ],
+    ids=["extra", "missing", "shape"],
+)
+def test_check_layout_names_the_first_difference(changes, message):
+    def build(shapes):
+        dtypes = {name: torch.uint8 if "trits" in name else torch.int8 for name in shapes}
+        return {n: torch.zeros(s, dtype=dtypes[n]) for n, s in shapes.items() if s is not None}
+
+    layout = {"z.octave": (2,), "a.octave": (3,), "a.trits": (2, 5)}
+    with pytest.raises(ArbError, match=re.escape(message)) as caught:
+        check_layout(build(layout), build(layout | changes | {"z.octave": (9,)}))
+    assert "preset" in caught.value.hint
+
+
+def test_full_disk_keeps_the_previous_file(tmp_path, full_disk):
+    save_checkpoint(tmp_path, example(100))
+    write_json(tmp_path / "config.json", {"seed": 1})
+    refused = r"cannot write `.*/step-000200\.safetensors`: File too lar"
+    with full_disk(20_000):
+        with pytest.raises(ArbError, match=refused):
+            save_checkpoint(tmp_path, example(200, size=100_000), keep=1)
+        with pytest.raises(ArbError, match=r"cannot write `.*/config\.json`: File too large"):
+            write_json(tmp_path / "config.json", {"seed": "2" * 30_000})
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "step-000100.safetensors"}
+    assert_same(latest_checkpoint(tmp_path, pytest.fail), example(100))
+    assert read_json(tmp_path / "config.json") == {"seed": 1}
+
+
+def test_save_where_a_directory_cannot_be_synced(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def refuse(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    assert_same(load_checkpoint(save_checkpoint(tmp_path, example())), example())
+
+
+def test_save_where_a_directory_cannot_be_opened(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "open", mock.Mock(side_effect=PermissionError))
+    assert_same(load_checkpoint(save_checkpoint(tmp_path, example())), example())
+
+
+def test_folder_named_like_a_checkpoint_is_none(tmp_path):
+    for step in (100, 300):
+        (tmp_path / f"step-000{step}.safetensors").mkdir()
+    path = save_checkpoint(tmp_path, example(), keep=1)
+    assert checkpoints(tmp_path) == [path]
+    assert latest_checkpoint(tmp_path, pytest.fail).step == 200
+
+
+def test_save_syncs_the_whole_file_then_renames_then_syncs_the_directory(tmp_path, monkeypatch):
+    events = []
+
+    def record_sync(descriptor):
+        status = os.fstat(descriptor)
+        events.append("directory" if stat.S_ISDIR(status.st_mode) else status.st_size)
+
+    def record_rename(source, target):
+        events.append("rename")
+        os.rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(Path, "replace", record_rename)
+    path = save_checkpoint(tmp_path, example())
+    assert events == [path.stat().st_size, "rename", "directory"]
+
+
+@pytest.mark.parametrize("name", ["missing", "file"])
+def test_save_where_there_is_no_directory_is_an_error(tmp_path, name):
+    (tmp_path / "file").touch()
+    with pytest.raises(ArbError, match="cannot write") as caught:
+        save_checkpoint(tmp_path / name, example())
+    assert "step-000200.safetensors" in str(caught.value)
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_file_set_aside_takes_a_free_name(leave, tmp_path):
+    path, names = tmp_path / "step-000100.safetensors", []
+    for content in ("first", "second", "third"):
+        path.unlink(missing_ok=True)
+        path.write_text(content)
+        names.append(module.set_aside(path, leave=leave))
+        assert path.exists() == leave
+    assert [name.name.removeprefix(path.name) for name in names] == [".aside", ".aside1", ".aside2"]
+    assert [name.read_text() for name in names] == ["first", "second", "third"]
+    assert checkpoints(tmp_path) == [path] * leave
+
+
+def test_run_lock_refuses_a_second_holder(tmp_path):
+    in_use = pytest.raises(ArbError, match="in use by another process")
+    with run_lock(tmp_path), in_use, run_lock(tmp_path):
+        pytest.fail("locked twice")
+    with run_lock(tmp_path):
+        pass
+
+
+def hold_the_lock(directory: Path, locked: Event) -> None:
+    with run_lock(directory):
+        locked.set()
+        time.sleep(60)
+
+
+def test_run_lock_is_released_by_sigkill(tmp_path):
+    forking = multiprocessing.get_context("fork")
+    locked = forking.Event()
+    holder = forking.Process(target=hold_the_lock, args=(tmp_path, locked))
+    holder.start()
+    try:
+        assert locked.wait(timeout=60)
+        with pytest.raises(ArbError, match="in use by another process"), run_lock(tmp_path):
+            pytest.fail("locked twice")
+    finally:
+        holder.kill()
+    holder.join()
+    with run_lock(tmp_path):
+        pass
+
+
+def test_run_lock_passes_errors_of_its_body(tmp_path):
+    with pytest.raises(FileNotFoundError), run_lock(tmp_path):
+        raise FileNotFoundError
+
+
+def test_run_lock_needs_a_directory(tmp_path):
+    with pytest.raises(ArbError, match="cannot lock"), run_lock(tmp_path / "missing"):
+        pytest.fail("locked nothing")
+
+
+def test_run_lock_warns_where_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "fcntl", None)
+    with pytest.warns(UserWarning, match="is not locked"), run_lock(tmp_path):
+        pass
+
+
+def test_write_json_is_sorted_and_read_back(tmp_path):
+    path = tmp_path / "config.json"
+    write_json(path, {"b": [1, 2.5, None], "a": "\u03c0"})
+    assert path.read_text().startswith('{\n  "a": "\\u03c0",\n  "b": [\n')
+    assert read_json(path) == {"a": "\u03c0", "b": [1, 2.5, None]}
+
+
+RANGES = {
+    "exponent": (-96, 31), "fraction": (0, 127), "score": (0, 127), "strength": (0, 127),
+    "usage": (0, 127), "remainder": (-128, 127), "moment": (-128, 127),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_state_is_legal_up_to_its_limits_and_no_further(name):
+    least, most = RANGES[name]
+    for value in range(-128, 128):
+        tensor = torch.full((2, 3), value, dtype=torch.int8)
+        tensor[0, 1] = least
+        assert module._is_legal(f"a.{name}", tensor) == (least <= value <= most)
+    assert module._is_legal(f"a.{name}", tensor[:0])
+
+
+def test_numbers_of_a_long_run_are_saved_and_read(tmp_path, saved):
+    long = replace(load_checkpoint(saved), step=2**40, counters={"refused": 2**50})
+    found = load_checkpoint(save_checkpoint(tmp_path, long))
+    assert (found.step, found.counters) == (2**40, {"refused": 2**50})

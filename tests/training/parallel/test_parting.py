@@ -1,0 +1,176 @@
+"""How processes part, and which ones are refused before anything is written."""
+
+import dataclasses
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from processes import environment, in_processes
+
+from arbcli.base.errors import ArbError
+from arbcli.generation.load import read_saved
+from arbcli.training import run as runs
+from arbcli.training.configure import new_config
+from arbcli.training.observer import Observer
+from arbcli.training.parallel import group as group_module
+from arbcli.training.parallel.group import joined
+from arbcli.training.run import resume_run, start_run
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """List what happens in a group of imagined processes."""
+    happened = []
+    imagined = SimpleNamespace(
+        init_process_group=lambda **about: happened.append("joined"),
+        destroy_process_group=lambda: happened.append("parted"),
+        group=SimpleNamespace(WORLD=SimpleNamespace(abort=lambda: happened.append("aborted"))),
+    )
+    monkeypatch.setattr(group_module, "dist", imagined)
+    monkeypatch.setattr(group_module, "meet", lambda *_: None)
+    with mock.patch.dict(os.environ, environment(0, 2, 1)):
+        yield happened
+
+
+class Graph:
+    def __init__(self, happened):
+        self.reset = lambda: happened.append("freed")
+
+
+@pytest.mark.parametrize(("error", "end"), [(False, "parted"), (True, "aborted")])
+def test_captured_step_is_freed_before_processes_part(error, end, order):
+    graph = Graph(order)
+    expected = pytest.raises(RuntimeError) if error else nullcontext()
+    with expected, joined(torch.device("cpu"), "train") as group:
+        group.remember(graph)
+        if error:
+            raise RuntimeError("any")
+    group.forget_graphs()  # there is none any more
+    assert order == ["joined", "freed", end]
+
+
+@pytest.mark.parametrize(
+    ("about", "bound"), [({"LOCAL_WORLD_SIZE": "2"}, True), ({"LOCAL_WORLD_SIZE": "1"}, False)]
+)
+def test_processes_of_one_machine_use_its_loopback_interface(about, bound, order, monkeypatch):
+    """On several machines the interface is the user's choice."""
+    chosen = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "eth7"}
+    for name, value in ({"MASTER_ADDR": "10.0.0.1"} | about | chosen).items():
+        monkeypatch.setenv(name, value)
+    with joined(torch.device("cpu"), "train"):
+        found = {name: os.environ[name] for name in chosen}
+    assert found == (group_module.INTERFACES if bound else chosen)
+    assert group_module.INTERFACES.keys() == chosen.keys()
+
+
+def test_captured_step_without_references_is_forgotten(order):
+    with joined(torch.device("cpu"), "train") as group:
+        group.remember(Graph(order))
+    assert order == ["joined", "parted"]
+
+
+def test_end_that_hangs_does_not_hide_the_error(order, monkeypatch):
+    never = Event()
+    monkeypatch.setattr(group_module, "ABORT_SECONDS", 0.01)
+    monkeypatch.setattr(group_module.dist.group.WORLD, "abort", never.wait)
+    with pytest.raises(RuntimeError, match="first"), joined(torch.device("cpu"), "train"):
+        raise RuntimeError("first")
+    never.set()
+
+
+ABOUT = {
+    "dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2, "accum": 2, "steps": 2,
+    "wire": "int12", "device": "cpu", "compute": "fp32",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    text = folder / "text.txt"
+    text.write_bytes(b"ternary weights learn to read. " * 100)
+    start_run(new_config(**ABOUT, data=(str(text),)), folder / "run", Observer())
+    return folder / "run"
+
+
+@pytest.fixture
+def config(run):
+    return new_config(**ABOUT, data=(str(run.with_name("text.txt")),))
+
+
+def resumed_with_other_steps(rank, run, config):
+    resume_run(run, Observer(), steps=5 + rank)
+
+
+def resumed_and_started(rank, run, config):
+    if rank:
+        resume_run(run, Observer())
+    else:
+        start_run(config, run.with_name("other"), Observer())
+
+
+def started_for_other_minutes(rank, run, config):
+    start_run(config, run.with_name("other"), Observer(), minutes=1 + rank)
+
+
+def started_with_other_weights(rank, run, config):
+    initial = read_saved(run, print) if rank else None
+    start_run(config, run.with_name("other"), Observer(), initial=initial)
+
+
+def started_with_another_rate(rank, run, config):
+    start_run(dataclasses.replace(config, lr=0.1 + rank), run.with_name("other"), Observer())
+
+
+def refusal(rank, ask, run, config):
+    """Return what a process is told; one that is not refused stops before it trains."""
+    trains = mock.patch.object(runs, "_build", side_effect=ArbError("it trains"))
+    with trains, pytest.raises(ArbError) as found:
+        ask(rank, run, config)
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (resumed_with_other_steps, "setting than process 0: `steps`"),
+        (resumed_and_started, "command than process 0: `train --resume`, and not `train`"),
+        (started_for_other_minutes, "setting than process 0: `minutes`"),
+        (started_with_other_weights, "setting than process 0: `init_from`"),
+        (started_with_another_rate, "setting than process 0: `lr`"),
+    ],
+)
+def test_processes_with_different_options_are_refused(ask, message, run, config):
+    before = {path: path.read_bytes() for path in run.iterdir()}
+    told = in_processes(2, refusal, ask, run, config, join=False)
+    assert told == [f"process 1 has another {message}"] * 2
+    assert {path: path.read_bytes() for path in run.iterdir()} == before
+    assert not run.with_name("other").exists()
+
+
+def trains_while_one_changes_the_text(rank, config, out):
+    """Each process returns what it is told, whichever of them saw that something is wrong."""
+
+    def stepped(step):
+        if rank == 0 and step == 1:
+            text = Path(config.data[0])
+            text.write_bytes(text.read_bytes()[::-1])
+
+    observer = Observer()
+    observer.stepped = stepped
+    with pytest.raises(ArbError) as found:
+        start_run(config, out, observer)
+    return str(found.value)
+
+
+def test_all_processes_end_if_the_text_was_changed(run, config, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(run.with_name("text.txt").read_bytes())
+    config = dataclasses.replace(config, data=(str(text),), save_every=1)
+    told = in_processes(2, trains_while_one_changes_the_text, config, tmp_path / "run", join=False)
+    assert told == ["the text was changed while the run read it"] * 2

@@ -1,0 +1,171 @@
+"""Where processes meet: some come, some do not, and some are about to do something else."""
+
+import os
+import shutil
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event, Timer
+from unittest import mock
+
+import pytest
+from network import listening_addresses
+from processes import environment, in_processes
+
+import arbcli
+from arbcli.base.errors import ArbError
+from arbcli.base.signals import Interrupted, RaisedSignal
+from arbcli.training.parallel import rendezvous
+from arbcli.training.parallel.group import CPU, joined
+from arbcli.training.parallel.launch import STORE, Place
+from arbcli.training.parallel.rendezvous import WAIT, meet, program, source_digest
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture(params=["file", "address"])
+def place(request, tmp_path):
+    """Say in the environment where processes meet: threads of this one."""
+    where = environment(0, 1, free_port())
+    if request.param == "file":
+        where = {STORE: str(tmp_path / "store")}
+    with mock.patch.dict(os.environ, where | {WAIT: "20"}):
+        yield request.param
+
+
+def outcomes(commands: dict[int, str], size: int) -> list[str]:
+    """Have processes meet, by rank; return what each was told."""
+    stores = []
+
+    def come(rank: int) -> str:
+        try:
+            stores.append(meet(Place(rank, size, rank), commands[rank]))  # held until all are told
+        except ArbError as error:
+            return f"{error}; {error.hint}"
+        return "met"
+
+    with ThreadPoolExecutor(size) as threads:
+        return [*threads.map(come, commands)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_of_one_program_meet(size, place):
+    assert outcomes(dict.fromkeys(range(size), "train"), size) == ["met"] * size
+
+
+@pytest.mark.parametrize(
+    "name", ["command", "version of arb", "version of torch", "digest of arb's sources"]
+)
+def test_process_of_another_program_is_refused_by_all(name, place, monkeypatch):
+    same = program("train")
+    monkeypatch.setattr(rendezvous, "program", lambda command: same | {name: command})
+    monkeypatch.setattr(rendezvous, "READ_SECONDS", 30)  # only until all have read it
+    began = time.monotonic()
+    told = outcomes({0: "a", 1: "a", 2: "b"}, 3)
+    assert time.monotonic() - began < 30
+    expected = f"process 2 has another {name} than process 0: `b`, and not `a`; start all of them"
+    assert len(told) == 3
+    assert all(text.startswith(expected) for text in told)
+
+
+def test_process_that_never_comes_is_named_by_all(place, monkeypatch):
+    monkeypatch.setenv(WAIT, "1")
+    told = outcomes({0: "train", 2: "train"}, 4)
+    assert len(told) == 2
+    expected = "of 4 processes these did not join within 1 s: 1, 3; start all of them together, or"
+    assert all(text.startswith(f"{expected} set `{WAIT}`") for text in told)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_port_of_another_program_is_refused_by_all(taken, monkeypatch):
+    """That program takes connections, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if not taken:
+            server.close()
+        monkeypatch.setenv(WAIT, "1")
+        with mock.patch.dict(os.environ, environment(0, 2, port)):
+            told = outcomes({0: "train", 1: "train"} if taken else {1: "train"}, 2)
+    if taken:
+        assert told.pop(0).startswith(
+            f"process 0 cannot listen at `127.0.0.1:{port}`: Address already in use; set `MASTER_"
+        )
+    assert told[0].startswith(f"process 0 does not answer at the rendezvous `127.0.0.1:{port}`")
+
+
+def connected(rank: int) -> str:
+    """Join the others; process 1 ends once all have met."""
+    with mock.patch.dict(os.environ, {WAIT: "2"}):
+        if rank == 1:
+            meet(Place(1, 2, 1), "train")
+            return "left"
+        with pytest.raises(ArbError) as found, joined(CPU, "train"):
+            pass
+        return f"{found.value}; {found.value.hint}"
+
+
+def test_process_that_ends_once_all_have_met_is_missed_in_time():
+    began = time.monotonic()
+    waited, left = in_processes(2, connected, join=False)
+    assert left == "left"
+    assert waited.startswith("another process of the run ended, or does not connect within 2 s; st")
+    assert time.monotonic() - began < 30
+
+
+def test_signal_ends_a_process_that_waits_for_others():
+    timer = Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
+    with RaisedSignal():
+        timer.start()
+        with pytest.raises(Interrupted):
+            rendezvous.within(60, Event().wait)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("MASTER_PORT", "x"), ("MASTER_PORT", "65536"), (WAIT, "0")]
+)
+def test_bad_number_in_the_environment_is_refused(name, value, monkeypatch):
+    with mock.patch.dict(os.environ, environment(0, 2, 1) | {name: value}):
+        assert outcomes({0: "train"}, 2)[0].startswith(
+            f"the environment variable `{name}` is `{value}`"
+        )
+
+
+def test_store_listens_where_processes_meet_alone():
+    before = listening_addresses([os.getpid()])
+    with mock.patch.dict(os.environ, environment(0, 2, free_port())):
+        store, holds = rendezvous._open_store(Place(0, 2, 0), 20)
+    assert holds
+    found = listening_addresses([os.getpid()])
+    assert {str(address) for address, _ in found - before} == {"127.0.0.1"}
+    del store
+
+
+def test_store_of_torchrun_is_taken_as_it_is(place, monkeypatch):
+    with mock.patch.dict(os.environ, environment(0, 2, free_port())):
+        held, _ = rendezvous._open_store(Place(0, 2, 0), 20)
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        store, holds = rendezvous._open_store(Place(0, 2, 0), 20)
+        store.set("a", "b")
+        assert held.get("a") == b"b"
+    assert not holds
+
+
+def test_every_source_is_in_the_digest(tmp_path):
+    package = tmp_path / "package"
+    ours = Path(arbcli.__file__).parent
+    shutil.copytree(ours, package, ignore=shutil.ignore_patterns("__pycache__"))
+    assert source_digest(package) == source_digest()
+    assert program("train")["digest of arb's sources"] == source_digest()[:16]
+    seen = {source_digest()}
+    for name in ("__init__.py", "rules/moment.py", "kernels/runtime/native.c"):
+        path = package / name
+        path.write_bytes(path.read_bytes().swapcase())
+        assert source_digest(package) not in seen
+        seen.add(source_digest(package))
+    (package / "cli.py").rename(package / "clj.py")
+    assert source_digest(package) not in seen

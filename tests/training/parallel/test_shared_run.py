@@ -1,0 +1,317 @@
+"""A run in several processes: the same bits as in one, whatever their number."""
+
+import dataclasses
+
+import pytest
+import torch
+from marks import mostly_slow
+from processes import in_processes
+
+from arbcli.base.errors import ArbError
+from arbcli.config.presets import preset
+from arbcli.data.text import open_texts
+from arbcli.families.experts import weight as expert_weight
+from arbcli.kernels.update.random_bits import stream_keys
+from arbcli.model.checkpoint import tensor_digest
+from arbcli.model.packed import StateModule
+from arbcli.training.configure import new_config
+from arbcli.training.parallel import owners
+from arbcli.training.parallel.group import Group
+from arbcli.training.parallel.shared_updater import WIRE_SEED
+from arbcli.training.recent import RecentSteps
+from arbcli.training.schedule import fade_growth, learning_rate
+from arbcli.training.trainer import Trainer
+
+SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2}
+ABOUT = {"accum": 4, "steps": 9, "seed": 3, "wire": "int12", "device": "cpu", "compute": "fp32"}
+DECIDED = {"lr": 0.5} | ABOUT
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(b"".join(b"line %d of a text to learn. " % (i * i) for i in range(900)))
+    return open_texts((str(path),), (), seed=3, context=32)
+
+
+def trained(group, texts, given, steps, checkpoint=None):
+    """Train; return digests of the state by name, the losses, and what was counted."""
+    trainer = Trainer(new_config(**(DECIDED | given)), texts, group=group)
+    if checkpoint is not None:
+        trainer.restore(checkpoint)
+    recent = RecentSteps(group, {})
+    for _ in range(steps):
+        recent.add(trainer.train_step(), trainer.updater.flips)
+        recent.last(1)
+    trainer.check_agreement()
+    saved, figures = trainer.checkpoint("text"), recent.as_json()
+    losses = [*figures["losses"], trainer.evaluate(num_batches=4)]
+    digests = {n: tensor_digest(n, part) for n, part in saved.tensors.items()}
+    return digests, losses, (saved.counters, figures["flips"]), trainer.shared.bytes_a_weight()
+
+
+def assert_the_same(texts, given, sizes, steps=2):
+    digests, losses, counted, wire = trained(Group(), texts, given, steps)
+    assert wire == 0
+    for size in sizes:
+        found = in_processes(size, trained, texts, given, steps)
+        assert {name for name in digests if digests[name] != found[0][0][name]} == set()
+        assert all(each[1:3] == (losses, counted) for each in found)
+        assert 0 < found[0][3] <= 1.5
+    return digests
+
+
+def test_two_and_four_processes_give_the_bits_of_a_single_process(texts):
+    assert_the_same(texts, SMALL, (2, 4))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rule": "nibble", "digits": "all"},
+        pytest.param({"rule": "nibble", "direction": "factored"}, marks=pytest.mark.slow),
+        pytest.param({"rule": "carry", "direction": "sign"}, marks=pytest.mark.slow),
+        pytest.param({"rule": "carry", "digits": "all", "lr": 0.25}, marks=pytest.mark.slow),
+        {"direction": "factored", "digits": "all", "lr": 0.35},
+        pytest.param({"direction": "sign", "recompute": True}, marks=pytest.mark.slow),
+        pytest.param({"rule": "votes"}, marks=pytest.mark.slow),
+        {"mlp_rule": "nibble", "digits": "fade", "steps": 5},
+        pytest.param({"mlp_rule": "nibble", "attention_rule": "carry"}, marks=pytest.mark.slow),
+        {"accum": 8, "tscale": "T6"},  # sums of 16 bits in one process, and of 12 in two
+        pytest.param({"wire": "int8"}, marks=pytest.mark.slow),
+        pytest.param({"wire": "int16"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_every_rule_gives_the_bits_of_one_process(given, texts):
+    scale = {"scale_type": given["tscale"]} if "tscale" in given else {}
+    given = {name: value for name, value in given.items() if name != "tscale"}
+    assert_the_same(texts, SMALL | given | scale, (2,))
+
+
+def test_every_buffer_that_a_step_changes_is_sent(texts, small_graph, monkeypatch):
+    """All kinds of state move, and are the same in both processes and in one.
+
+    Gradients of experts come one at a time here, each in a message of its own.
+    """
+    monkeypatch.setattr(expert_weight, "WEIGHTS_AT_ONCE", 1)
+    monkeypatch.setattr(owners, "BUCKET_WEIGHTS", 1)
+    given = small_graph | {"memgram": True, "batch": 2, "accum": 2, "direction": "factored"}
+    after = assert_the_same(texts, given, (2,), steps=1)
+    trainer = Trainer(new_config(**(DECIDED | given)), texts)
+    model = trainer.model
+    stacks = [tensor for tensor in trainer.shared.tensors if tensor.matrices > 1]
+    members = [m.tensor for bucket in trainer.shared.buckets for m in bucket.members]
+    assert [sum(m is stack for m in members) for stack in stacks] == [s.matrices for s in stacks]
+    assert stacks
+    before = {name: tensor_digest(name, part) for name, part in model.state_dict().items()}
+    moved = {name for name in after if before[name] != after[name]}
+    modules = {name: part for name, part in model.named_modules() if isinstance(part, StateModule)}
+    kinds = {
+        f"{name}.{buffer}": kind
+        for name, part in modules.items()
+        for buffer, kind in part.kinds.items()
+    }
+    assert {kinds[name] for name in moved} == set(kinds.values())
+    for name, part in modules.items():
+        if part in stacks:  # they come in a way of their own
+            assert {f"{name}.remainder", f"{name}.moment", f"{name}.fraction"} <= moved, name
+
+
+@pytest.mark.parametrize("tied", mostly_slow([False, True], bool))
+def test_embedding_and_head_of_many_symbols_give_the_bits_of_one_process(tied, texts):
+    model = preset("tiny", dim=16, layers=1, heads=2, ffn=24, ctx=12, direction="factored")
+    model = dataclasses.replace(model, vocabulary=5003, tied=tied)  # two chunks, not alike
+    assert_the_same(texts, {"preset": model, "batch": 2}, (2,))
+
+
+def test_gradients_are_sent_off_while_the_backward_of_the_last_micro_batch_goes_on(
+    texts, monkeypatch
+):
+    monkeypatch.setattr(owners, "BUCKET_WEIGHTS", 3000)
+    shape = SMALL | {"layers": 2, "accum": 2}
+    trainer, sent = Trainer(new_config(**(DECIDED | shape)), texts), []
+    trainer.train_step()  # as the first one measures gradients besides
+    shared, launch = trainer.shared, trainer.shared._launch
+    monkeypatch.setattr(
+        shared, "_launch", lambda b: (sent.append((b, shared._arrived.get(id(b)))), launch(b))
+    )
+    numbers = []
+    trainer.train_step(lambda stage: numbers.append((stage, len(sent))))
+    assert len(shared.buckets) > 3
+    assert numbers == [
+        ("forward", 0), ("backward", 0), ("forward", 0), ("backward", len(shared.buckets)),
+    ]  # fmt: skip
+    assert all(rows == bucket.rows for bucket, rows in sent)
+
+
+@pytest.mark.parametrize(("lr", "by_bits"), [(0.4375, True), (0.45, False)])
+def test_digits_have_four_bits_where_no_step_is_too_large(lr, by_bits, texts):
+    given = DECIDED | SMALL | {"digits": "all", "lr": lr}
+    shared = Trainer(new_config(**given), texts).shared
+    members = [m for bucket in shared.buckets for m in bucket.members if m.tensor.lr_factor == 1]
+    assert members
+    assert {m.by_bits for m in members} == {by_bits}
+    with pytest.raises(ValueError, match="is above"):
+        shared.set_step(0, lr * 1.01)
+
+
+def kept_bytes(group, texts):
+    trainer = Trainer(new_config(**(DECIDED | SMALL)), texts, group=group)
+    trainer.train_step()
+    parts = [part for tensor in trainer.shared.tensors for part in tensor.state.values()]
+    assert all(part.numel() or not part.untyped_storage().nbytes() for part in parts)
+    return trainer.state_bytes()
+
+
+def test_state_is_shared_out_and_a_run_goes_on_with_another_number(texts):
+    alone = Trainer(new_config(**(DECIDED | SMALL)), texts)
+    alone.train_step()
+    checkpoint = alone.checkpoint("text")
+    digests, losses, *_ = trained(Group(), texts, SMALL, 2, checkpoint)
+    found = in_processes(2, trained, texts, SMALL, 2, checkpoint)
+    assert (found[0][0], found[0][1]) == (digests, losses)
+
+
+def test_only_owners_keep_the_state_of_a_step(texts):
+    alone = kept_bytes(Group(), texts)
+    shares = in_processes(2, kept_bytes, texts)
+    told = sum(shares) - alone  # what both have
+    assert told < 0.35 * alone
+    assert max(shares) < 0.75 * alone
+
+
+def differing(group, texts):
+    values = {"steps": 3, "lr": group.rank}
+    with pytest.raises(ArbError, match="process 1 has another setting than process 0: `lr`"):
+        group.compare(values, "setting")
+    trainer = Trainer(new_config(**(DECIDED | SMALL)), texts, group=group)
+    trainer.check_agreement()
+    if group.rank:
+        trainer.model.head.weight.trits[0, 0] ^= 1
+    with pytest.raises(ArbError, match="process 1 has another state than process 0: `head"):
+        trainer.check_agreement()
+    return group.agree(group.rank, 5), group.broadcast_object(group.rank)
+
+
+def test_processes_that_differ_are_refused(texts):
+    assert in_processes(2, differing, texts) == [([1, 5], 0)] * 2
+
+
+def test_batches_that_cannot_be_dealt_out_are_refused(texts):
+    config = new_config(**(DECIDED | SMALL))
+    with pytest.raises(ArbError, match="4 micro-batches cannot be divided evenly among 3"):
+        Trainer(config, texts, group=Group(0, 3))
+    with pytest.raises(ArbError, match="cannot be shared across processes"):
+        Trainer(dataclasses.replace(config, wire=None), texts, group=Group(0, 2))
+
+
+@pytest.mark.parametrize("owner", [1])
+def test_non_finite_gradient_is_counted_once_by_any_number_of_processes(owner, texts):
+    """The first process writes down what it counts, also of others' tensors."""
+
+    def step(group):
+        trainer = Trainer(new_config(**(DECIDED | SMALL)), texts, group=group)
+        trainer.train_step()
+        model, sink = trainer.model, trainer.shared
+        bad = (model.head if owner == 0 else model.blocks[0].mlp.output).weight
+        if group.rank == group.size - 1:  # in the last micro-batch
+
+            def spoil(tensor, grad, where=None):
+                wrong = tensor is bad and sink.last
+                sink(tensor, grad.fill_(torch.nan) if wrong else grad, where)
+
+            bad.sink = spoil
+        trainer.train_step()
+        saved, owned = trainer.checkpoint("text"), sink.owners[id(bad)]
+        digests = {n: tensor_digest(n, part) for n, part in saved.tensors.items()}
+        sink.restore(saved.counters)  # as a run does that goes on
+        return digests, (saved.counters, sink.counters()), owned
+
+    digests, counters, _ = step(Group())
+    assert counters == ({"nonfinite_steps": 1, "refused": 1},) * 2
+    if not torch.cuda.is_available():  # else processes are not forked, and know no inner function
+        first, second = in_processes(2, step)
+        assert first == (digests, counters, owner)
+        assert second[1] == counters
+
+
+@pytest.mark.parametrize("wire", ["int8", "int12"])  # sums of one part, and of two
+def test_tensor_without_a_gradient_in_a_step_does_not_change(wire, texts):
+    """Others of its message step, and of its exponents nothing is known."""
+    trainer = Trainer(new_config(**(DECIDED | SMALL | {"wire": wire})), texts)
+    trainer.train_step()
+    mlp = trainer.model.blocks[0].mlp
+    before = [
+        {name: part.clone() for name, part in matrix.weight.named_buffers()}
+        for matrix in (mlp.output, mlp.gate_up)
+    ]
+    mlp.output.weight.sink = None
+    trainer.train_step()
+    moved = [
+        {name for name, part in matrix.weight.named_buffers() if not torch.equal(part, old[name])}
+        for matrix, old in zip((mlp.output, mlp.gate_up), before, strict=True)
+    ]
+    assert moved[0] == set() < {"trits", "remainder", "moment"} <= moved[1]
+    assert "wire_exponent" in before[0]
+    assert trainer.updater.counters() == {"nonfinite_steps": 0, "refused": 1}
+
+
+def test_exponents_of_the_wire_fall_in_one_step_of_sixteen(texts, monkeypatch):
+    """Those that were too large; and `test_group.py` has what a fall is."""
+    trainer = Trainer(new_config(**(DECIDED | SMALL | {"steps": 40})), texts)
+    weight = trainer.model.blocks[0].mlp.output.weight
+    fell = []
+    for step in (14, 15, 16):
+        weight.wire_exponent.fill_(60)
+        trainer.step = step
+        trainer.train_step()
+        fell.append((60 - weight.wire_exponent).unique().tolist())
+    assert fell == [[0], [1], [0]]
+
+
+@pytest.mark.parametrize(("accum", "size"), [(4, 1), (4, 2), (3, 1), (3, 3)])
+def test_gradients_of_each_micro_batch_of_a_run_are_rounded_by_keys_of_their_own(
+    accum, size, texts
+):
+    config, found = new_config(**(DECIDED | SMALL | {"accum": accum})), []
+    shared = Trainer(config, texts).shared
+    for step in range(2, 5):
+        for rank in range(size):
+            shared.local = range(rank * accum // size, (rank + 1) * accum // size)
+            shared.set_step(step, config.lr)
+            for micro in range(len(shared.local)):
+                shared.begin_micro(micro)
+                found.append(shared.keys)
+    wire = torch.tensor(config.seed ^ WIRE_SEED, dtype=torch.int32)
+    ticks = torch.arange(2 * accum, 5 * accum, dtype=torch.int32)
+    assert torch.equal(torch.stack(found), stream_keys(wire, ticks, len(found[0]), 1))
+
+
+@pytest.mark.parametrize("rule", ["moment", "nibble"])
+@pytest.mark.parametrize("digits", ["trit", "all", "fade"])
+def test_no_step_of_a_run_is_beyond_the_largest_rate(rule, digits, texts):
+    """How digits travel is chosen by it: the rate grows while weights fade."""
+    given = {"rule": rule, "digits": digits, "schedule": "constant", "warmup": 0, "steps": 10}
+    config = new_config(**(DECIDED | SMALL | given))
+    shared = Trainer(config, texts).shared
+    rates = [learning_rate(config, step) for step in range(config.steps)]
+    for step, rate in enumerate(rates):
+        shared.set_step(step, rate)
+    assert max(rates) == pytest.approx(config.lr * fade_growth(config))
+    with pytest.raises(ValueError, match="is above"):
+        shared.set_step(0, 1.01 * max(rates))
+
+
+def twin_losses(group, texts):
+    given = SMALL | ABOUT | {"wire": None, "weights": "float"}
+    trainer = Trainer(new_config(**given), texts, group=group)
+    losses = [float(trainer.train_step()) for _ in range(3)]
+    return [*losses, trainer.evaluate(num_batches=4)]
+
+
+def test_twin_learns_the_same_in_two_processes(texts):
+    alone = twin_losses(Group(), texts)
+    found = in_processes(2, twin_losses, texts)
+    assert found[0] == found[1]
+    assert found[0] == pytest.approx(alone, abs=1e-5)

@@ -1,0 +1,180 @@
+"""A run is verified file by file, nothing of it changes, and a resume does what was predicted."""
+
+import json
+import os
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from arbcli.base.errors import ArbError
+from arbcli.cli import app
+from arbcli.model.checkpoint import load_checkpoint
+from arbcli.training.check import check_run
+from arbcli.training.configure import new_config
+from arbcli.training.observer import Observer
+from arbcli.training.run import resume_run, start_run
+
+SMALL = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch):
+    monkeypatch.setattr("arbcli.training.schedule.LOG_EVERY", 1)
+
+
+class Stop(Observer):
+    def recorded(self, record):
+        if record.step == 3:
+            raise KeyError
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """Leave a run of four steps that an error ended after three, and all of its checkpoints."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"ternary weights learn to read. " * 100)
+    config = new_config(**SMALL, data=[str(text)], steps=4, save_every=1, eval_every=2, keep=9)
+    with pytest.raises(KeyError):
+        start_run(config, tmp_path / "run", Stop())
+    return tmp_path / "run"
+
+
+def contents(run: Path) -> dict[str, str]:
+    return {path.name: sha256(path.read_bytes()).hexdigest() for path in run.iterdir()}
+
+
+def states(report) -> dict[str, str]:
+    return {finding.name: finding.state for finding in report.findings}
+
+
+def test_whole_run_passes_and_nothing_of_it_changes(run):
+    before = contents(run)
+    report = check_run(run)
+    assert report.passed
+    assert contents(run) == before
+    assert (report.resumes_at, report.steps, report.drops_records) == (3, 4, 0)
+    assert (report.steps_before, report.removes, report.sets_aside) == (None, (), ())
+    assert set(states(report).values()) == {"ok"}
+    said = {finding.name: finding.detail for finding in report.findings}
+    begun = json.loads((run / "config.json").read_text())["started"]
+    assert said["config.json"] == f"4 steps, begun {begun[: len('2026-01-31T12:00:00')]}"
+    assert said["metrics.jsonl"] == "3 records"
+    assert {"config.json", "metrics.jsonl", "text", "step-000003.safetensors"} <= states(
+        report
+    ).keys()
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_damage_is_found_and_a_resume_does_as_predicted(run):
+    flip(run / "step-000003.safetensors")
+    (run / ".step-000009.safetensors.tmp").write_bytes(b"half")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("no record\nnor this\n")
+    report = check_run(run)
+    assert not report.passed
+    said = {finding.name: finding.detail for finding in report.findings}
+    texts = f"{run.parent / 'text.txt'} (1 file), 2,790 + 310 bytes"
+    assert said["text"] == texts
+    assert said["metrics.jsonl"] == "3 records, and 2 invalid lines"
+    tensors = load_checkpoint(run / "step-000002.safetensors").tensors.values()
+    size = sum(tensor.nbytes for tensor in tensors)
+    assert said["step-000002.safetensors"] == f"{size:,} bytes of state, as written"
+    assert "was altered" in said["step-000003.safetensors"]
+    assert said[".step-000009.safetensors.tmp"] == "temporary file of a killed process"
+    found = states(report)
+    assert found["step-000003.safetensors"] == found["metrics.jsonl"] == "damaged"
+    assert found[".step-000009.safetensors.tmp"] == "left over"
+    assert (report.resumes_at, report.drops_records) == (2, 1)
+    assert report.sets_aside == ("step-000003.safetensors",)
+    assert report.removes == (".step-000009.safetensors.tmp",)
+    assert resume_run(run, Observer()).steps == 4
+    there = contents(run)
+    assert "step-000003.safetensors.aside" in there
+    assert not set(report.removes) & there.keys()
+
+
+def test_check_reads_the_named_checkpoint(run):
+    report = check_run(run / "step-000001.safetensors")
+    assert (report.resumes_at, report.drops_records) == (1, 2)
+    assert report.sets_aside == ("step-000003.safetensors", "step-000002.safetensors")
+    assert report.passed
+
+
+def test_older_checkpoints_that_would_be_deleted_are_named(run):
+    config = json.loads((run / "config.json").read_text())
+    config["config"]["keep"] = 2
+    (run / "config.json").write_text(json.dumps(config))
+    report = check_run(run / "step-000002.safetensors")
+    assert report.removes == tuple(f"step-00000{step}.safetensors" for step in (1, 0))
+    report = check_run(run)
+    assert report.removes == tuple(f"step-00000{step}.safetensors" for step in (2, 1, 0))
+    resume_run(run, Observer())
+    assert not set(report.removes) & contents(run).keys()
+
+
+def test_best_checkpoint_and_those_set_aside_are_looked_at(run):
+    best, aside = run / "best-000002.safetensors", run / "step-000003.safetensors.aside"
+    for copy in (best, aside):
+        copy.write_bytes((run / "step-000002.safetensors").read_bytes())
+    report = check_run(run)
+    found = states(report)
+    assert (found[best.name], found[aside.name]) == ("ok", "left over")
+    assert report.passed
+    flip(best)
+    report = check_run(run)
+    assert states(report)[best.name] == "damaged"
+    # which a resume does not need
+    assert (report.passed, report.resumes_at) == (False, 3)
+
+
+CHANGES = {
+    "text": lambda run: (run.parent / "text.txt").write_bytes(b"Another text. " * 300),
+    "no text": lambda run: (run.parent / "text.txt").unlink(),
+    "config": lambda run: (run / "config.json").write_text("{}"),
+    "no checkpoint": lambda run: [path.unlink() for path in run.glob("*.safetensors")],
+    "all damaged": lambda run: [flip(path) for path in run.glob("*.safetensors")],
+    "another run's": lambda run: os.rename(
+        run / "step-000002.safetensors", run / "step-000008.safetensors"
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_faulty_run_does_not_pass(change, run):
+    CHANGES[change](run)
+    report = check_run(run)
+    assert not report.passed
+    if change != "another run's":
+        assert report.resumes_at is None
+        assert report.stops
+        with pytest.raises(ArbError):
+            resume_run(run, Observer())
+
+
+def test_command_reports_it_and_so_does_a_dry_run(run):
+    before = contents(run)
+    done = CliRunner().invoke(app, ["check", str(run)], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert "goes on at step 3, 1 steps to the end" in done.stdout
+    dry = CliRunner().invoke(app, ["train", "--resume", str(run), "--dry-run", "--json"])
+    assert json.loads(dry.stdout)["resumes_at"] == 3
+    dry_run_of = ["train", "--resume", str(run / "step-000002.safetensors"), "--dry-run", "--steps"]
+    longer = CliRunner().invoke(app, [*dry_run_of, "9"], env={"COLUMNS": "200"})
+    assert "goes on at step 2, 7 steps to the end" in longer.stdout
+    assert "has 9 steps then, and their schedule, instead of 4" in longer.stdout
+    assert "sets aside at once: step-000003.safetensors" in longer.stdout
+    shorter = CliRunner().invoke(app, [*dry_run_of, "2"], env={"COLUMNS": "200"})
+    assert shorter.exit_code == 1
+    assert "would not start: the run has done 2 steps" in shorter.stdout
+    assert contents(run) == before
+    flip(run / "step-000003.safetensors")
+    assert CliRunner().invoke(app, ["check", str(run)]).exit_code == 1
+    assert isinstance(CliRunner().invoke(app, ["check", "nowhere"]).exception, ArbError)
+    assert isinstance(CliRunner().invoke(app, ["train", "--dry-run"]).exception, ArbError)

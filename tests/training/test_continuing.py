@@ -1,0 +1,251 @@
+"""Runs that go on further than they were to, begin with saved weights, or keep their best."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from arbcli.base.errors import ArbError
+from arbcli.base.run_files import checkpoints
+from arbcli.config.training import train_config_from
+from arbcli.generation.load import load_model, read_saved, saved_config
+from arbcli.interop.exporting import export
+from arbcli.kernels.runtime.backend import default_backend
+from arbcli.model.checkpoint import load_checkpoint, save_checkpoint, write_json
+from arbcli.training import directory
+from arbcli.training import run as running
+from arbcli.training.check import check_run
+from arbcli.training.configure import new_config
+from arbcli.training.directory import read_facts
+from arbcli.training.observer import Observer
+from arbcli.training.recorder import Resumed
+from arbcli.training.run import resume_run, start_run
+
+SMALL = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch):
+    monkeypatch.setattr("arbcli.training.schedule.LOG_EVERY", 1)
+
+
+def records(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+class Noting(Observer):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def noted(self, message: str) -> None:
+        self.notes.append(message)
+
+
+def test_extended_run_reports_the_change_of_its_rate(text, tmp_path):
+    run, observer = tmp_path / "run", Noting()
+    start_run(new_config(**SMALL, data=[text], steps=2, warmup=0), run, Observer())
+    report = resume_run(run, observer, steps=4)
+    assert report.steps == 4
+    assert [record["step"] for record in records(run)] == [1, 2, 3, 4]
+    (note,) = observer.notes
+    assert note == (
+        "4 steps instead of 2: the `cosine` schedule changes at step 2, where the learning"
+        " rate is 0.3675 instead of 0.035"
+    )
+    assert records(run)[2]["lr"] == pytest.approx(0.3675)
+    facts = read_facts(run)
+    assert facts["config"]["steps"] == 4
+    assert facts["extended"] == [{"at": 2, "from": 2, "to": 4}]
+    again = Noting()
+    assert resume_run(run, again, steps=4).steps == 4  # as many as it has
+    (note,) = again.notes
+    assert note.startswith("the run is finished: all 4 steps are done")
+    with pytest.raises(ArbError, match="has done 4 steps"):
+        resume_run(run, Observer(), steps=3)
+
+
+def test_malformed_step_counts_of_a_run_are_passed_over():
+    """Those that a checkpoint of the step may still have are found."""
+    wrong = [None, {"at": "2", "from": 5}, {"from": 6}, {"at": 9}]
+    changes = [{"at": 2, "from": 3}, *wrong, {"at": 4, "from": 7}]
+    assert directory._earlier_steps({"extended": changes}, 2) == [3, 7]
+    assert directory._earlier_steps({"extended": changes}, 3) == [7]
+    assert directory._earlier_steps({}, 0) == []
+
+
+def test_extended_run_takes_its_own_older_checkpoints(text, tmp_path):
+    run = tmp_path / "run"
+    start_run(new_config(**SMALL, data=[text], steps=2, save_every=1, keep=9), run, Observer())
+    with mock.patch("arbcli.training.run._run"):  # as if ended before it saved anything
+        resume_run(run, Observer(), steps=4)
+    assert check_run(run).resumes_at == 2
+    assert check_run(run).passed
+    with mock.patch("arbcli.training.run.seconds_until", return_value=50.0) as asked:
+        assert resume_run(run / "step-000001.safetensors", Observer()).steps == 4
+    assert asked.mock_calls == [mock.call(run, 1)]  # the run's, whatever was named
+
+
+def test_run_extended_from_an_earlier_step_never_mixes_both_schedules(text, tmp_path):
+    run, observer = tmp_path / "run", Noting()
+    start_run(new_config(**SMALL, data=[text], steps=2, save_every=1, keep=9), run, Observer())
+    shutil.copytree(run, tmp_path / "whole")
+    back = "step-000001.safetensors"
+    with mock.patch("arbcli.training.run._run"):  # as if ended before it saved anything
+        resume_run(run / back, observer, steps=4)
+    late = run / "step-000002.safetensors"
+    assert f"`{late}.aside`" in observer.notes[-1]
+    assert check_run(run).resumes_at == 1
+    shutil.copy(f"{late}.aside", late)
+    with pytest.raises(ArbError, match="its `steps` is 2, not 4"):
+        resume_run(run, Observer())
+    late.unlink()
+    resume_run(run, Observer())
+    resume_run(tmp_path / "whole" / back, Observer(), steps=4)
+    a, b = (path / "step-000004.safetensors" for path in (run, tmp_path / "whole"))
+    assert a.read_bytes() == b.read_bytes()
+
+
+def test_run_of_a_gpu_continues_on_the_requested_device(text, tmp_path, monkeypatch):
+    """A run on another device does not use the backend of the first."""
+    run = tmp_path / "run"
+    start_run(new_config(**SMALL, data=[text], steps=1), run, Observer())
+    facts = read_facts(run)
+    facts["config"] |= {"device": "cuda", "backend": "triton"}
+    write_json(run / "config.json", facts)
+    (run / "step-000001.safetensors").unlink()
+    places = []
+
+    class Started(Observer):
+        def started(self, run, trainer, facts):
+            places.append((trainer.config.device, trainer.config.backend))
+            raise KeyError
+
+    for backend in (None, "torch"):
+        with pytest.raises(KeyError):
+            resume_run(run, Started(), device="cpu", backend=backend)
+    own = default_backend(torch.device("cpu"))
+    assert places == [("cpu", own), ("cpu", "torch")]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ArbError, match="there is no CUDA device"):
+        resume_run(run, Started())
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+def test_run_killed_before_its_first_save_begins_again(steps, text, tmp_path, monkeypatch):
+    config = new_config(**SMALL, data=[text], steps=2)
+    with monkeypatch.context() as patch:
+        patch.setattr("arbcli.training.saving.save_checkpoint", mock.Mock(side_effect=SystemExit))
+        with pytest.raises(SystemExit):
+            start_run(config, tmp_path / "a", Observer())
+    assert not checkpoints(tmp_path / "a")
+    assert check_run(tmp_path / "a").resumes_at == 0
+    resume_run(tmp_path / "a", Observer(), steps=steps)
+    start_run(dataclasses.replace(config, steps=steps or 2), tmp_path / "b", Observer())
+    a, b = (checkpoints(tmp_path / name)[0] for name in "ab")
+    assert a.name == b.name
+    assert a.read_bytes() == b.read_bytes()
+
+
+def test_steps_are_traced_however_a_run_begins(text, tmp_path, monkeypatch):
+    looped, run = mock.Mock(), tmp_path / "run"
+    monkeypatch.setattr(running, "_run", looped)
+    start_run(new_config(**SMALL, data=[text], steps=2), run, Observer(), profile=3)
+    resume_run(run, Observer(), profile=5)  # from the beginning, as nothing was saved
+    trainer = looped.call_args.args[0]
+    save_checkpoint(run, trainer.checkpoint(read_facts(run)["text"]["digest"]))
+    resume_run(run, Observer(), profile=7)
+    found = [(call.args[4], call.args[5:]) for call in looped.call_args_list]
+    assert found == [(3, ()), (5, ()), (7, (Resumed({}, 0.0),))]
+
+
+def test_run_whose_checkpoints_are_gone_does_not_begin_again(text, tmp_path):
+    start_run(new_config(**SMALL, data=[text], steps=2), tmp_path / "a", Observer())
+    for path in checkpoints(tmp_path / "a"):
+        path.unlink()
+    with pytest.raises(ArbError, match="there is no checkpoint"):
+        resume_run(tmp_path / "a", Observer())
+    assert len(records(tmp_path / "a")) == 2
+
+
+def test_run_begins_with_saved_weights(text, tmp_path):
+    start_run(new_config(**SMALL, data=[text], steps=2), tmp_path / "a", Observer())
+    other = tmp_path / "other.txt"
+    other.write_bytes(b"Other words, of another kind. " * 100)
+    initial = read_saved(tmp_path / "a", pytest.fail)
+    sizes = {"ctx": 12, "batch": 2, "device": "cpu", "steps": 1, "lr": 0.25, "seed": 3}
+    config = new_config(preset=saved_config(initial.checkpoint), data=[str(other)], **sizes)
+    start_run(config, tmp_path / "b", Observer(), initial=initial)
+    first = load_checkpoint(tmp_path / "b" / "step-000000.safetensors")
+    assert first.step == 0
+    assert first.tensors.keys() == initial.checkpoint.tensors.keys()
+    assert all(torch.equal(first.tensors[n], t) for n, t in initial.checkpoint.tensors.items())
+    assert read_facts(tmp_path / "b")["init_from"].endswith("a/step-000002.safetensors")
+    assert load_model(tmp_path / "b").config.ctx == 12
+    assert resume_run(tmp_path / "b", Observer()).steps == 1
+
+
+def test_saved_weights_of_all_digits_fade_from_the_first_step_unless_it_is_said(text, tmp_path):
+    sizes = SMALL | {"rule": "moment"}
+    for digits in ("all", "fade"):
+        config = new_config(**sizes | {"digits": digits}, data=[text], steps=1)
+        start_run(config, tmp_path / digits, Observer())
+    assert train_config_from(read_facts(tmp_path / "fade")).fade_from is None
+    initial = read_saved(tmp_path / "all", pytest.fail)
+    for given, wanted in (
+        ((None, None), (0.0, 0.1)),
+        ((None, 0.25), (0.0, 0.25)),
+        ((0.4, None), (0.4, 0.9)),
+        ((0.2, 0.3), (0.2, 0.3)),
+    ):
+        fades = dict(zip(("fade_from", "fade_to"), given, strict=True))
+        fading = new_config(**sizes | {"digits": "fade"} | fades, data=[text], steps=1)
+        run = tmp_path / f"{given}"
+        start_run(fading, run, Observer(), initial=initial)
+        assert train_config_from(read_facts(run)).fades == wanted
+
+
+def test_weights_of_another_model_or_alone_are_refused(text, tmp_path):
+    start_run(new_config(**SMALL, data=[text], steps=1), tmp_path / "a", Observer())
+    initial = read_saved(tmp_path / "a", pytest.fail)
+    changes = {
+        "ffn": (32, "width"),
+        "sub_norms": (False, "sub_norm"),
+        "digits": ("all", "digits=all"),
+    }
+    for name, (value, said) in changes.items():
+        other = new_config(**SMALL | {name: value}, data=[text], steps=1)
+        with pytest.raises(ArbError, match=f"`{said}`"):
+            start_run(other, tmp_path / "b", Observer(), initial=initial)
+    export(tmp_path / "a", "safetensors", out=tmp_path / "weights.safetensors")
+    alone = read_saved(tmp_path / "weights.safetensors", pytest.fail)
+    config = new_config(**SMALL, data=[text], steps=1)
+    with pytest.raises(ArbError, match="without training state"):
+        start_run(config, tmp_path / "b", Observer(), initial=alone)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("losses", [[3.0, 1.0, 2.0], [3.0, 2.0, 1.0], [1.0, float("nan"), 1.0]])
+def test_newest_and_best_are_kept(losses, text, tmp_path, monkeypatch):
+    found = iter(losses)
+    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: next(found))
+    options = {"steps": 3, "eval_every": 1, "save_every": 1, "keep": 1, "keep_best": True}
+    start_run(new_config(**SMALL, data=[text], **options), tmp_path / "run", Observer())
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000003.safetensors"]
+    (best,) = (tmp_path / "run").glob("best-*")
+    assert load_checkpoint(best).step == 1 + losses.index(min(losses))
+    assert load_model(best).config.dim == 16
+
+
+def test_best_of_a_future_that_is_given_up_is_set_aside(text, tmp_path):
+    run, observer = tmp_path / "run", Noting()
+    options = {"steps": 3, "eval_every": 1, "save_every": 1, "keep": 9, "keep_best": True}
+    start_run(new_config(**SMALL, data=[text], **options), run, Observer())
+    (best,) = run.glob("best-*")
+    back = run / "step-000000.safetensors"
+    resume_run(back, observer)
+    assert list(run.glob("best-*.safetensors")) == [best]
+    assert (run / f"{best.name}.aside").exists()

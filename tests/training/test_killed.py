@@ -1,0 +1,379 @@
+"""A run that is killed, stopped or ended by an error leaves the files of one that never was.
+
+What a SIGKILL leaves is the directory as it is at that moment. So a run is watched, its directory
+is copied whenever it changes, and a run goes on from each copy. That run is watched too, until no
+state of the directory is new: after that any number of kills, at any times, is covered.
+"""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from marks import mostly_slow
+
+from arbcli.base.errors import ArbError
+from arbcli.base.run_files import checkpoints
+from arbcli.config.training import TrainConfig
+from arbcli.model.checkpoint import load_checkpoint, save_checkpoint
+from arbcli.training import loop, recorder, schedule
+from arbcli.training.check import check_run
+from arbcli.training.configure import new_config
+from arbcli.training.observer import Observer
+from arbcli.training.recent import FIELD
+from arbcli.training.record import METRICS
+from arbcli.training.run import resume_run, start_run
+from arbcli.training.trainer import Trainer
+
+TINY = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2}
+STEPS = 7
+PLAN = {"steps": STEPS, "eval_every": 3, "save_every": 2, "sample_every": 5, "keep": 1}
+RECORDED = [3, 4, 5, 6, 7]
+BEST = 6
+"""Step with the lowest held-out loss: it is saved, then evaluated. Step 3 is evaluated first."""
+TIMINGS = ("seconds", "bytes_per_second", "seconds_left", "mfu", "peak_bytes")
+"""Fields of a record that differ from run to run."""
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch):
+    evaluate = Trainer.evaluate
+    monkeypatch.setattr(schedule, "LOG_EVERY", 4)
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: evaluate(self) - (self.step == BEST))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(b"ternary weights learn to read. " * 100)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def config(text) -> Callable[..., TrainConfig]:
+    def make(**options) -> TrainConfig:
+        return new_config(**{"data": [text], "device": "cpu", **TINY, **PLAN, **options})
+
+    return make
+
+
+def records(run: Path) -> list[dict]:
+    """Read the records of a run, without what differs from run to run."""
+    lines = (run / METRICS).read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMINGS} for line in lines]
+
+
+def contents(run: Path) -> tuple[dict[str, bytes], list[dict]]:
+    """Read the last and the best checkpoint of a run, and its records."""
+    files = [*checkpoints(run)[:1], *run.glob("best-*.safetensors")]
+    return {path.name: path.read_bytes() for path in files}, records(run)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Callable[[TrainConfig], tuple]:
+    """Return the contents of an uninterrupted run, which is run once."""
+    made: dict[str, tuple] = {}
+
+    def contents_of(options: TrainConfig) -> tuple:
+        if repr(options) not in made:
+            run = tmp_path_factory.mktemp("whole") / "run"
+            start_run(options, run, Observer())
+            made[repr(options)] = contents(run)
+        return made[repr(options)]
+
+    return contents_of
+
+
+def state(run: Path) -> str:
+    """Hash the names and contents of a directory, without what differs from run to run."""
+    digest = sha256()
+    for path in sorted(run.iterdir()):
+        content = path.read_bytes()
+        if "config.json" in path.name:
+            content = b""
+        elif METRICS in path.name:
+            lines = content.decode().splitlines(keepends=True)
+            steps = [json.loads(line)["step"] for line in lines if line.endswith("}\n")]
+            content = repr((steps, [line[-1] for line in lines])).encode()
+        digest.update(f"{path.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+class Watch:
+    """Copies the directory of a run at each of its states that is new.
+
+    Args:
+        run: the directory.
+        copies: where to put copies; a number is their name.
+        seen: the states that have a copy.
+    """
+
+    def __init__(self, run: Path, copies: Path, seen: set[str]) -> None:
+        self.run, self.copies, self.seen = run, copies, seen
+
+    def look(self, torn: str = "") -> None:
+        """Copy the directory, with part of a record after the others, if that is new."""
+        if not self.run.exists():
+            return
+        copy = self.copies / str(len(self.seen))
+        shutil.copytree(self.run, copy)
+        if torn:
+            with (copy / METRICS).open("a") as file:
+                file.write(torn)
+        found = state(copy)
+        if found in self.seen:
+            shutil.rmtree(copy)
+        self.seen.add(found)
+
+    def around(self, work: Callable) -> Callable:
+        """Look before and after."""
+
+        def watched(*args, **kwargs):
+            self.look()
+            result = work(*args, **kwargs)
+            self.look()
+            return result
+
+        return watched
+
+    def plant(self, patch: pytest.MonkeyPatch) -> None:
+        """Look around all that changes a directory: writes, renames, links and removals."""
+        for owner, name in (
+            (os, "fsync"), (os, "link"), (os, "ftruncate"), (Path, "replace"), (Path, "rename"),
+            (Path, "unlink"), (Path, "mkdir"),
+        ):  # fmt: skip
+            patch.setattr(owner, name, self.around(getattr(owner, name)))
+        append = recorder.append_record
+
+        def torn(run, record):
+            line = json.dumps(record.as_json())
+            self.look(line[:50])
+            self.look(line)  # without its newline
+            append(run, record)
+            self.look()
+
+        patch.setattr(recorder, "append_record", torn)
+
+
+def go_on(config: TrainConfig, run: Path, observer: Observer | None = None) -> None:
+    """Resume a run, or start it if it was killed before there was anything to resume."""
+    if (run / "config.json").exists():
+        resume_run(run, observer or Observer())
+    else:
+        start_run(config, run, observer or Observer())
+
+
+@pytest.mark.parametrize(
+    "any_number",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["one kill", "any number"],
+)
+def test_killed_run_ends_with_the_files_and_records_of_a_whole_run(any_number, config, tmp_path):
+    whole, copies, seen = tmp_path / "whole", tmp_path / "copies", set()
+    copies.mkdir()
+    options = config(keep_best=True)
+    with pytest.MonkeyPatch.context() as patch:
+        Watch(whole, copies, seen).plant(patch)
+        start_run(options, whole, Observer())
+    expected = contents(whole)
+    assert expected[0].keys() == {f"best-{BEST:06d}.safetensors", f"step-{STEPS:06d}.safetensors"}
+    assert [record["step"] for record in expected[1]] == RECORDED
+    first, number = len(seen), 0
+    while number < (len(seen) if any_number else first):
+        run = copies / str(number)
+        with pytest.MonkeyPatch.context() as patch:
+            if any_number:
+                Watch(run, copies, seen).plant(patch)
+            go_on(options, run)
+        assert contents(run) == expected, f"state {number}"
+        assert not [*run.glob(".*.tmp")]
+        shutil.rmtree(run)
+        number += 1
+    assert first > 25
+    assert (number > first) == any_number
+
+
+def killed_before_record(config: TrainConfig, run: Path, step: int) -> None:
+    """Leave a run that was killed once a step was saved, and before its record was written."""
+
+    def kill(self, *_):
+        if self.trainer.step == step:
+            raise KeyboardInterrupt
+        record(self, *_)
+
+    record = loop.Loop._record
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Loop, "_record", kill)
+        with pytest.raises(KeyboardInterrupt):
+            start_run(config, run, Observer())
+    assert checkpoints(run)[0].name == f"step-{step:06d}.safetensors"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    mostly_slow(["small_hnet", "small_graph", "small_compressed"], lambda k: k == "small_hnet"),
+)
+def test_record_after_a_resume_has_the_parts_and_gauges_of_its_step(
+    kind, config, uninterrupted, tmp_path, request
+):
+    options = config(**request.getfixturevalue(kind))
+    run = tmp_path / "run"
+    killed_before_record(options, run, 6)
+    resume_run(run, Observer())
+    assert contents(run) == uninterrupted(options)
+    assert records(run)[-1]["parts"]
+
+
+@pytest.mark.parametrize(
+    "step", mostly_slow(range(1, STEPS + 1), lambda step: step in (1, 4, STEPS))
+)
+def test_stopped_run_ends_with_the_files_and_records_of_a_whole_run(
+    step, config, uninterrupted, tmp_path, monkeypatch
+):
+    options = config(keep_best=True, accum=2, rule="nibble")
+    expected = uninterrupted(options)
+    run, train_step = tmp_path / "run", Trainer.train_step
+    stops = iter([step])
+
+    def stopped(trainer):
+        loss = train_step(trainer)
+        if trainer.step == step and next(stops, None):
+            signal.raise_signal(signal.SIGTERM)
+        return loss
+
+    monkeypatch.setattr(Trainer, "train_step", stopped)
+    report = start_run(options, run, Observer())
+    assert (report.stopped_by, report.steps, report.val_loss) == ("SIGTERM", step, None)
+    assert [record["step"] for record in records(run)][-1:] == ([step] if step < STEPS else [6])
+    predicted = check_run(run)
+    assert (predicted.drops_records, predicted.evaluates_first) == (step in (1, 2), step == STEPS)
+    resume_run(run, Observer())
+    assert contents(run) == expected
+
+
+@pytest.mark.parametrize("step", [3, 6, STEPS])
+def test_evaluation_that_failed_is_done_first_by_the_resume(
+    step, config, uninterrupted, tmp_path, monkeypatch
+):
+    options = config(keep_best=True)
+    run, evaluate = tmp_path / "run", Trainer.evaluate
+
+    def failing(trainer):
+        if trainer.step == step:
+            raise ArbError("the GPU's memory is not enough")
+        return evaluate(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "evaluate", failing)
+        with pytest.raises(ArbError, match="not enough"):
+            start_run(options, run, Observer())
+    report = check_run(run)
+    assert (report.resumes_at, report.evaluates_first) == (step, True)
+    told = []
+    observer = Observer()
+    observer.recorded = told.append
+    resume_run(run, observer)
+    assert contents(run) == uninterrupted(options)
+    assert told[0].step == step
+    assert (told[0].bytes_per_second, told[0].seconds_left) == (None, None)
+
+
+def test_record_without_the_evaluation_of_its_step_is_written_again(config, tmp_path):
+    run = tmp_path / "run"
+    start_run(config(), run, Observer())
+    expected = contents(run)
+    *others, last = (run / METRICS).read_text().splitlines()
+    unevaluated = json.dumps(json.loads(last) | {"val_loss": None})
+    (run / METRICS).write_text("\n".join([*others, unevaluated, ""]))
+    predicted = check_run(run)
+    assert (predicted.drops_records, predicted.evaluates_first) == (1, True)
+    resume_run(run, Observer())
+    assert contents(run) == expected
+
+
+def test_last_checkpoint_is_kept_as_the_best_where_a_kill_came_before(config, tmp_path):
+    run = tmp_path / "run"
+    start_run(config(keep_best=True, eval_every=STEPS), run, Observer())
+    expected = contents(run)
+    assert len(expected[0]) == 2
+    (run / f"best-{STEPS:06d}.safetensors").unlink()
+    resume_run(run, Observer())
+    assert contents(run) == expected
+
+
+def test_run_without_records_goes_on_with_those_from_its_checkpoint_on(
+    config, uninterrupted, tmp_path
+):
+    options, run = config(), tmp_path / "run"
+    killed_before_record(options, run, 6)
+    (run / METRICS).unlink()
+    resume_run(run, Observer())
+    assert records(run) == uninterrupted(options)[1][-2:]
+
+
+def test_checkpoint_of_an_earlier_version_has_no_recent_losses(config, uninterrupted, tmp_path):
+    """The evaluation is done; the mean loss of its record is null, and the next one is right."""
+    options, run = config(), tmp_path / "run"
+    killed_before_record(options, run, 6)
+    saved = load_checkpoint(checkpoints(run)[0])
+    del saved.data[FIELD]
+    save_checkpoint(run, saved)
+    resume_run(run, Observer())
+    _, expected = uninterrupted(options)
+    unknown = dict.fromkeys(("loss", "bits_per_byte", "flip_share"))
+    assert records(run) == [*expected[:-2], expected[-2] | unknown, expected[-1]]
+
+
+def test_stop_of_an_earlier_version_keeps_its_record(config, tmp_path):
+    """Its checkpoint cannot tell the losses that the record has."""
+    run = tmp_path / "run"
+
+    class Stop(Observer):
+        def recorded(self, record):
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "LOG_EVERY", 2)
+        start_run(config(), run, Stop())
+    saved = load_checkpoint(checkpoints(run)[0])
+    assert saved.step == 2
+    del saved.data[FIELD]
+    save_checkpoint(run, saved)
+    assert check_run(run).drops_records == 0
+    resume_run(run, Observer())
+    assert [record["step"] for record in records(run)] == [2, *RECORDED]
+
+
+@pytest.fixture(scope="module")
+def killed(config, tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("killed") / "run"
+    killed_before_record(config(), run, 6)
+    return run
+
+
+@pytest.mark.parametrize(
+    "recent",
+    [
+        None, 5, {}, {"losses": [1.0]}, {"flips": [1, "1"]}, {"flips": [1, -1]},
+        {"flips": [1, 2**63]}, {"losses": "1"}, {"losses": [1.0, 10**400]}, {"parts": []},
+        {"gauges": {"joined": "all"}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_figures_of_steps_that_cannot_be_are_refused(recent, killed, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(killed, run)
+    saved = load_checkpoint(checkpoints(run)[0])
+    whole = {"losses": [1.0, None], "flips": [1, 2], "parts": {}, "gauges": {}}
+    saved.data[FIELD] = whole | recent if isinstance(recent, dict) and recent else recent
+    save_checkpoint(run, saved)
+    if recent is None:
+        assert check_run(run).passed
+        return
+    with pytest.raises(ArbError, match=f"has no valid `{FIELD}") as refused:
+        resume_run(run, Observer())
+    assert check_run(run).stops == str(refused.value)

@@ -1,0 +1,273 @@
+"""Every two settings of a run that change what is executed, together: trained, resumed, or refused.
+
+A row is a run with one value of each setting. The rows cover every pair of values that is not
+refused; pairs that are, are in `REFUSED`.
+"""
+
+import dataclasses
+import itertools
+import math
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+from processes import in_processes
+
+from arbcli.base.errors import ArbError
+from arbcli.config.training import TrainConfig
+from arbcli.data.text import open_texts
+from arbcli.inspect.memory import predict
+from arbcli.inspect.ranks import share_out
+from arbcli.kernels.runtime import native
+from arbcli.model import updater
+from arbcli.model.checkpoint import load_checkpoint, save_checkpoint, tensor_digest
+from arbcli.model.layers import symbols
+from arbcli.training.configure import new_config
+from arbcli.training.parallel.group import Group
+from arbcli.training.trainer import Trainer, check_shares
+
+Row = tuple[tuple[str, str], ...]
+"""Settings, each with the name of a value; those that are left out have their first one."""
+
+BASE = {
+    "dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 13, "batch": 5, "steps": 5, "warmup": 1,
+    "seed": 3, "device": "cpu", "backend": "torch", "compute": "fp32",
+}  # fmt: skip
+"""65 positions: more than products of few rows take."""
+MIDDLE = 3
+"""The step that is resumed at, where fading weights have faded in part."""
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "model": {"dense": {}, "streams": {"streams": 2}, "experts": {"experts": 3,
+        "moe_gate": "softplus", "shared_expert": True, "moe_clamp": True}, "grouped": {"heads": 4,
+        "key_heads": 2}, "compressed": {"attention": "compressed", "window": 5, "ratios": (3, 6),
+        "indexed_ratio": 3, "top_k": 2, "index_heads": 2, "index_width": 8, },
+        "chunks": {"preset": "hnet-tiny", "outer_dim": (24, 32), "outer_layers": 1,
+        "outer_heads": 2, "outer_ffn": 40, "chunk_length": (3, 2), "window": 8, },
+        "mamba": {"preset": "hnet-tiny", "outer_dim": 24, "outer_layers": 1, "outer_heads": 2,
+        "outer_ffn": 40, "chunk_length": 3, "window": 8, "outer_blocks": "mamba", "states": 8, },
+        "graph": {"preset": "arb-tiny", "latent": 16, "rotary": 4, "ngram_rows": 200,
+        "ngram_dim": 8, "key_dim": 8, "codes": (8, 8), "code_dim": 16, "knowledge": (16, 8),
+        "knowledge_dim": 8, "knowledge_heads": 2, "experts": 4, "expert_dim": 20, "expert_ffn": 24,
+        "gate_dim": 8, "adapter_rank": 4, "edges": (32, 2), "head_ffn": 24, "memory_rows": 256,
+        "max_moe_iters": 2, "moe": True, "graph": True, "memgram": True, }, },
+    "weights": {"moment": {}, "nibble": {"rule": "nibble"}, "carry": {"rule": "carry"},
+        "votes": {"rule": "votes"},
+        "votes mended": {"rule": "votes", "votes_fixes": ("threshold", "order", "start", "bound")},
+        "float": {"weights": "float"}, "float by Muon": {"weights": "float", "optimizer": "muon"},
+        "straight-through": {"weights": "ste"}, },
+    "digits": {"trit": {}, "all": {"digits": "all"}, "fade": {"digits": "fade"}},
+    "direction": {"usual": {}, "orthogonal": {"direction": "orthogonal"},
+        "factored": {"direction": "factored"}, "sign": {"direction": "sign"}, },
+    "micro-batches": {"1": {}, "2": {"accum": 2}, "3": {"accum": 3}},
+    "wire": {"none": {}, "int8": {"wire": "int8"}, "int12": {"wire": "int12"},
+        "int16": {"wire": "int16"}},
+    "processes": {"1": {}, "2": {}},
+    "compute": {name: {"compute": name} for name in ("fp32", "bf16", "fp8", "nvfp4")},
+    "kept": {"activations": {}, "inputs": {"recompute": True},
+        "packed": {"pack": True}},
+    "scales": {"by the loss": {}, "routed": {"scale_losses": ("attention=text",)}},
+    "groups": {"T32": {}, "T6": {"scale_type": "T6"}},
+    "symbols": {"bytes": {}, "tied": {}, "in chunks": {}},
+    "objective": {"next": {}, "masked": {"objective": "masked"}, "fill": {"objective": "fill"}},
+    "backend": {"torch": {}, "native": {"backend": "native"}},
+}  # fmt: skip
+"""By name of a setting: its values, and what each is given to a run as; first the usual one."""
+VOCABULARY = {"tied": 300, "in chunks": 301}
+AT_ONCE = 160
+"""Symbols of a chunk here."""
+
+TWINS = ("float", "float by Muon", "straight-through")
+VOTES = ("votes", "votes mended")
+REFUSED = (
+    ("model", ("graph",), "symbols", ("tied", "in chunks"), "reads bytes"),
+    ("weights", ("carry",), "digits", ("fade",), "does not fade"),
+    ("weights", VOTES, "digits", ("all", "fade"), "stores no digits below"),
+    ("weights", TWINS, "digits", ("all", "fade"), "stores no digits below"),
+    ("weights", VOTES, "direction", ("orthogonal", "factored", "sign"), "takes no direction"),
+    ("weights", TWINS, "direction", ("factored", "sign"), "trained by AdamW or Muon"),
+    ("weights", TWINS, "wire", ("int8", "int12", "int16"), "are not rounded"),
+    ("weights", TWINS, "compute", ("fp8", "nvfp4"), "products of a float baseline are in bf16"),
+    ("weights", TWINS, "kept", ("packed",), "does not pack gates"),
+    ("compute", ("fp32",), "kept", ("packed",), "gates in fp32"),
+    ("model", ("experts",), "kept", ("packed",), "has a gated MLP"),
+    ("weights", TWINS, "scales", ("routed",), "which has no scales"),
+    ("weights", ("votes mended",), "scales", ("routed",), "the fix `order` of votes"),
+    ("micro-batches", ("2", "3"), "scales", ("routed",), "several batches per step"),
+    ("wire", ("int8", "int12", "int16"), "scales", ("routed",), "does not combine with `wire`"),
+    ("micro-batches", ("1", "3"), "processes", ("2",), "cannot be divided evenly"),
+    ("processes", ("2",), "scales", ("routed",), "cannot be divided evenly"),
+    ("objective", ("masked",), "model", ("compressed",), "entries are of positions before"),
+    ("objective", ("masked",), "model", ("chunks",), "one ends where the next begins"),
+    ("objective", ("masked",), "model", ("mamba",), "goes from left to right"),
+    ("objective", ("masked",), "model", ("graph",), "reads what is before a position"),
+    ("objective", ("masked",), "symbols", ("tied",), "no row for the symbol of a hidden byte"),
+    ("objective", ("fill",), "model", ("graph",), "does not support holes"),
+    ("objective", ("fill",), "symbols", ("tied",), "does not support holes"),
+)
+"""Pairs of values that cannot be, and what is said of them."""
+QUICK_ROWS = 9
+"""That `make test` runs; they have most of the pairs."""
+
+
+def refused_pairs() -> dict[frozenset, str]:
+    """List each pair of `REFUSED`, with the words of its refusal."""
+    return {
+        frozenset({(one, x), (other, y)}): words
+        for one, of_one, other, of_other, words in REFUSED
+        for x, y in itertools.product(of_one, of_other)
+    }
+
+
+def fits(chosen: dict[str, str], refused: dict[frozenset, str]) -> bool:
+    """Return whether values of some settings can be together."""
+    if any(frozenset(pair) in refused for pair in itertools.combinations(chosen.items(), 2)):
+        return False
+    # several processes step ternary weights by what travelled
+    ternary = chosen.get("weights", TWINS[0]) not in TWINS
+    return not (ternary and chosen.get("processes") == "2" and chosen.get("wire") == "none")
+
+
+@cache
+def rows() -> list[Row]:
+    """Make rows until every pair that can be has one: each the best of a few drawn greedily."""
+    refused, dice, made = refused_pairs(), random.Random(0), []
+    waiting = {
+        frozenset({(one, x), (other, y)}): None
+        for one, other in itertools.combinations(SETTINGS, 2)
+        for x, y in itertools.product(SETTINGS[one], SETTINGS[other])
+        if fits({one: x, other: y}, refused)
+    }
+    while waiting:
+        best: dict[str, str] = {}
+        found: list[frozenset] = []
+        for _ in range(8):
+            chosen, settings = dict(next(iter(waiting))), [*SETTINGS]
+            dice.shuffle(settings)
+            for setting in settings:
+                if setting in chosen:
+                    continue
+                able = [v for v in SETTINGS[setting] if fits(chosen | {setting: v}, refused)]
+                news = {
+                    value: sum(
+                        frozenset({(setting, value), pair}) in waiting for pair in chosen.items()
+                    )
+                    for value in able
+                }
+                chosen[setting] = max(able, key=news.__getitem__)
+            new = [
+                pair
+                for pair in map(frozenset, itertools.combinations(chosen.items(), 2))
+                if pair in waiting
+            ]
+            if len(new) > len(found):
+                best, found = chosen, new
+        for pair in found:
+            del waiting[pair]
+        made.append(tuple((setting, best[setting]) for setting in SETTINGS))
+    return made
+
+
+def config_of(row: Row) -> TrainConfig:
+    """Configure the run of a row.
+
+    Raises:
+        ArbError: its values do not fit each other.
+    """
+    given, chosen = dict(BASE), dict(row)
+    for setting, value in row:
+        given |= SETTINGS[setting][value]
+    if given["backend"] == "native" and not native.available():
+        given["backend"] = "torch"
+    config = new_config(**given)
+    check_shares(config, int(chosen.get("processes", "1")))
+    if (kind := chosen.get("symbols", "bytes")) != "bytes":
+        tied = kind == "tied"
+        model = dataclasses.replace(config.model, vocabulary=VOCABULARY[kind], tied=tied)
+        config = dataclasses.replace(config, model=model)
+    return config
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(b"".join(b"line %d of a text to learn. " % (i * i) for i in range(900)))
+    return open_texts((str(path),), (), seed=3, context=64)
+
+
+def trained(group: Group, config: TrainConfig, texts, steps: int, saved=None):
+    """Train; return the losses, of steps and of an evaluation, and digests of what is saved."""
+    trainer = Trainer(config, texts, group=group)
+    if saved is not None:
+        trainer.restore(load_checkpoint(saved))
+    losses = [float(trainer.train_step()) for _ in range(steps)]
+    losses.append(trainer.evaluate(num_batches=2))
+    if trainer.updater is None:
+        return losses, {}
+    checkpoint = trainer.checkpoint("of a text")
+    digests = {name: tensor_digest(name, part) for name, part in checkpoint.tensors.items()}
+    return losses, digests | checkpoint.counters
+
+
+def check_ternary(config: TrainConfig, processes: int, texts, folder, monkeypatch) -> None:
+    whole = Trainer(config, texts)
+    expected = predict(config.model).total.state_bytes
+    if config.wire is not None:
+        expected = share_out(config, 1)[0].state_bytes
+    assert whole.state_bytes() == expected
+    losses = [whole.train_step() for _ in range(MIDDLE)]
+    assert all(map(math.isfinite, losses))
+    saved = save_checkpoint(folder, whole.checkpoint("of a text"))
+    losses = [float(whole.train_step()) for _ in range(config.steps - MIDDLE)]
+    losses.append(whole.evaluate(num_batches=2))
+    assert all(map(math.isfinite, losses))
+    last = whole.checkpoint("of a text")
+    digests = {name: tensor_digest(name, part) for name, part in last.tensors.items()}
+    goes_on = (config, texts, config.steps - MIDDLE, saved)
+    if processes == 1:
+        # gradients wait for others, as on a GPU, and step one by one all the same
+        monkeypatch.setattr(updater, "uses_triton", lambda tensor: True)
+        monkeypatch.setattr(updater, "merge_launches", lambda parts, _: [part() for part in parts])
+        found = [trained(Group(), *goes_on)]
+    else:
+        found = in_processes(processes, trained, *goes_on)
+    assert all(again == losses for again, _ in found)
+    assert found[0][1] == digests | last.counters
+
+
+def check_twin(config: TrainConfig, processes: int, texts) -> None:
+    losses, _ = trained(Group(), config, texts, MIDDLE)
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < losses[0]
+    if processes == 1:
+        assert trained(Group(), config, texts, MIDDLE)[0] == losses
+    else:
+        for again, _ in in_processes(processes, trained, config, texts, MIDDLE):
+            assert again == pytest.approx(losses, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=[pytest.mark.slow] * (index >= QUICK_ROWS), id=f"row{index}")
+        for index, row in enumerate(rows())
+    ],
+)
+def test_row_trains_goes_on_to_the_bit_and_has_the_state_that_is_predicted(
+    row, texts, tmp_path, monkeypatch
+):
+    if dict(row)["symbols"] == "in chunks":
+        monkeypatch.setattr(symbols, "MOST_AT_ONCE", AT_ONCE)
+    config, processes = config_of(row), int(dict(row)["processes"])
+    if config.model.weights == "ternary":
+        check_ternary(config, processes, texts, tmp_path, monkeypatch)
+    else:
+        check_twin(config, processes, texts)
+
+
+def test_pairs_without_a_row_are_refused_in_a_line():
+    for pair, words in refused_pairs().items():
+        with pytest.raises(ArbError) as refusal:
+            config_of(tuple(pair))
+        assert words in str(refusal.value)
+        assert "\n" not in str(refusal.value)

@@ -1,0 +1,247 @@
+"""The noise of a run: no two updates share any, and it averages out to the exact steps."""
+
+import itertools
+
+import pytest
+import torch
+
+from arbcli.config.presets import preset
+from arbcli.data.text import open_texts
+from arbcli.kernels.codec.packing import unpack_trits
+from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime.backend import use_backend
+from arbcli.kernels.update import (
+    blend_moment,
+    gradient_gains,
+    quantise_gradient,
+    step_scales,
+    step_trits,
+)
+from arbcli.kernels.update.random_bits import random_bits, stream_keys
+from arbcli.model import packed
+from arbcli.model import updater as updater_module
+from arbcli.model.packed import TernaryTensor
+from arbcli.model.rules import find_rule
+from arbcli.model.updater import Updater
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import Trainer
+
+NATIVE = pytest.mark.skipif(not native.available(), reason=native.why_not())
+BACKENDS = ("torch", pytest.param("native", marks=NATIVE), pytest.param("interpreter", id="triton"))
+
+
+@pytest.fixture
+def used_keys(monkeypatch) -> list[tuple[str, int]]:
+    """Note every key that anything draws from, and what for."""
+    used = []
+
+    def spy(module, name, purpose):
+        draw = getattr(module, name)
+
+        def noted(keys, *args):
+            used.extend((purpose, key) for key in keys.flatten().tolist())
+            return draw(keys, *args)
+
+        monkeypatch.setattr(module, name, noted)
+
+    spy(step_scales, "random_bits", "scales")
+    spy(gradient_gains, "random_bits", "statistics")
+    spy(blend_moment, "random_halves", "moment")
+    spy(step_trits, "random_halves", "weights")
+    spy(packed, "random_bits", "start")
+    spy(quantise_gradient, "random_halves", "wire")
+    return used
+
+
+def purposes(used: list[tuple[str, int]]) -> dict[str, int]:
+    return {name: sum(name == other for other, _ in used) for name in dict(used)}
+
+
+@pytest.mark.parametrize("shape", ["dense", "graph"])
+def test_no_two_draws_of_a_run_have_one_key(shape, used_keys, tmp_path, small_graph):
+    """Neither of steps, of micro-batches, of tensors, of matrices in one, nor of purposes."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"no two draws of a run have one key. " * 30)
+    dense = {"dim": 16, "layers": 2, "heads": 2, "ffn": 24, "ctx": 8, "batch": 2}
+    options = (small_graph if shape == "graph" else dense) | {"accum": 2, "direction": "factored"}
+    config = new_config(data=[str(path)], device="cpu", backend="torch", steps=3, **options)
+    trainer = Trainer(config, open_texts(config.data, None, seed=0, context=config.model.ctx))
+    tensors = [tensor for tensor in trainer.model.weights().values() if not tensor.frozen]
+    assert purposes(used_keys) == {"start": len(tensors)}
+    steps = 3 if shape == "dense" else 1
+    for _ in range(steps):
+        trainer.train_step()
+    counts = purposes(used_keys)
+    if shape == "dense":  # each micro-batch updates each tensor once, its trits in the last
+        assert counts == {
+            "start": len(tensors),
+            "statistics": 3 * 2 * len(tensors) * 2,
+            "scales": 3 * 2 * len(tensors),
+            "moment": 3 * 2 * len(tensors),
+            "weights": 3 * len(tensors),
+        }
+    else:  # tables step by the rows that are read, and experts by the tokens that chose them
+        matrices = sum(tensor.matrices for tensor in tensors)
+        assert matrices > len(tensors)
+        assert counts["scales"] > 2 * len(tensors)
+    keys = [key for _, key in used_keys]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("shape", ["dense", "graph"])
+def test_gradients_on_the_wire_share_no_key_with_updates(shape, used_keys, tmp_path, small_graph):
+    """Each part is rounded by noise of its own, and none of it rounds the step that follows."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"gradients on the wire share no key. " * 30)
+    dense = {"dim": 16, "layers": 2, "heads": 2, "ffn": 24, "ctx": 8, "batch": 2}
+    options = (small_graph if shape == "graph" else dense) | {"accum": 2, "wire": "int8"}
+    about = {"device": "cpu", "backend": "torch", "compute": "fp32"}
+    config = new_config(data=[str(path)], steps=2, **about, **options)
+    trainer = Trainer(config, open_texts(config.data, None, seed=0, context=config.model.ctx))
+    tensors = len(trainer.shared.tensors)
+    steps = 2 if shape == "dense" else 1
+    for _ in range(steps):
+        trainer.train_step()
+    # a look at how large gradients are makes zeros of them, which no noise rounds
+    used = [pair for pair in used_keys if pair != ("wire", 0)]
+    counts = purposes(used)
+    if shape == "dense":  # what all micro-batches made is stepped by once
+        assert counts == {
+            "start": tensors, "wire": 2 * 2 * tensors, "scales": 2 * tensors,
+            "moment": 2 * tensors, "weights": 2 * tensors,
+        }  # fmt: skip
+    assert counts["wire"] > tensors
+    keys = [key for _, key in used]
+    assert len(set(keys)) == len(keys)
+
+
+def test_runs_of_two_seeds_share_no_key(used_keys, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"runs of two seeds share no key. " * 30)
+    options = {"dim": 16, "layers": 1, "heads": 2, "ffn": 24, "ctx": 8, "batch": 2}
+    keys = []
+    for seed in (0, 1):
+        about = {"device": "cpu", "backend": "torch", "seed": seed}
+        config = new_config(data=[str(path)], steps=2, **about, **options)
+        Trainer(config, open_texts(config.data, None, seed=0, context=8)).train_step()
+        keys.append({key for _, key in used_keys})
+        used_keys.clear()
+    assert len(keys[0]) == len(keys[1]) > 20
+    assert not keys[0] & keys[1]
+
+
+def neighbouring_keys() -> dict[str, torch.Tensor]:
+    """Keys that a weak derivation would make alike, by what differs, from (5, 3) of two ticks."""
+    word = lambda value: torch.tensor(value, dtype=torch.int32)  # noqa: E731
+    first, second = (stream_keys(word(0), word(tick), 5, 5) for tick in (100, 101))
+    other = stream_keys(word(1), word(100), 5, 5)
+    keys = {"itself": first[2, 2], "step": second[2, 2], "seed": other[2, 2]}
+    keys |= {f"stream {i}": first[2, i] for i in (0, 1, 3, 4)}
+    return keys | {f"tensor {i}": first[i, 2] for i in (0, 1, 3, 4)}
+
+
+def test_streams_are_uncorrelated():
+    """Of two keys, neither the same elements nor shifted, scaled or inverted ones are alike."""
+    size = 192
+    index = torch.arange(size, dtype=torch.int32)
+    noise = {}
+    for name, key in neighbouring_keys().items():
+        words = random_bits(key, index, index)
+        halves = torch.stack([words & 0xFFFF, words >> 16 & 0xFFFF]).double()
+        noise[name] = (halves / 2**16 - 0.5) * 12**0.5  # of unit variance
+    error = 1 / size  # of a correlation of size**2 independent pairs
+    for a, b in itertools.combinations_with_replacement(noise, 2):
+        for low, high in ((0, 0), (0, 1), (1, 1)):
+            for shift in ((0, 0), (0, 1), (1, 0)):
+                if a == b and low == high and shift == (0, 0):
+                    continue
+                moved = noise[b][high].roll(shift, dims=(0, 1))
+                found = (noise[a][low] * moved).mean().item()
+                assert abs(found) < 5.5 * error, (a, b, low, high, shift)
+
+
+def test_streams_share_no_rows_of_noise():
+    """A row's words depend on key ^ row alone: keys that differ in low bits share their rows."""
+    rows = {int(key) >> 12 for key in neighbouring_keys().values()}
+    assert len(rows) == len(neighbouring_keys())
+
+
+STEPS = 4
+"""Few, as each takes the interpreter a while."""
+
+
+def constant_run(rule: str, backend: str, monkeypatch) -> TernaryTensor:
+    """Step weights of one along a gradient of ones."""
+    find = updater_module.gradient_statistics
+
+    def on_torch(*args, **kwargs):
+        with use_backend("torch"):
+            return find(*args, **kwargs)
+
+    monkeypatch.setattr(updater_module, "gradient_statistics", on_torch)
+    tensor = TernaryTensor(8, 160, preset("tiny", rule=rule, direction="sign").site(), area="mlp")
+    updater = Updater([tensor], seed=3, dtype=torch.float32)
+    tensor.fill(1)
+    with use_backend(backend):
+        for step in range(STEPS):
+            updater.begin(step, LR)
+            updater(tensor, torch.ones(8, 160))
+    return tensor
+
+
+def digits_of(tensor: TernaryTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Read z and v, and the moment where there is one, as float64."""
+    digits = tensor.rule.digits(tensor.state)
+    z = unpack_trits(tensor.trits, 160).double() * RADIX[tensor.rule] + digits["remainder"][0]
+    v = tensor.exponent.double() * 128 + tensor.fraction
+    return z, v, digits["moment"][0].double() if "moment" in digits else None
+
+
+LR = 0.15
+RADIX = {find_rule("moment"): 64, find_rule("nibble"): 14, find_rule("carry"): 32}
+
+
+def assert_near(found: torch.Tensor, mean: float, deviation: float | None = None) -> None:
+    """Check the mean, and the spread if it is known, within five standard errors of each."""
+    error = (deviation or found.std().item()) / found.numel() ** 0.5
+    assert error > 0
+    assert abs(found.mean().item() - mean) < 5 * error
+    if deviation:
+        assert abs(found.std().item() / deviation - 1) < 5 / (2 * found.numel()) ** 0.5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sub_unit_steps_add_up_to_exact_steps(backend, monkeypatch):
+    """With noise of its own at every step and element, not only the mean but the spread is right.
+
+    A step of p units, 0 < p < 1, is one of 0 or 1: STEPS of them have the mean STEPS p, and the
+    variance STEPS p (1 - p) if they are independent; the same noise at each has STEPS times that.
+    """
+    z, v, _ = digits_of(constant_run("carry", backend, monkeypatch))
+    p = LR * 32 / 16
+    assert_near(32 - z, STEPS * p, (STEPS * p * (1 - p)) ** 0.5)
+    p = LR * 4
+    assert_near(-v, STEPS * p, (STEPS * p * (1 - p)) ** 0.5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_turned_bits_round_steps_of_one_size_more_evenly(backend, monkeypatch):
+    """Independent ones would give the number of units STEPS p (1 - p)."""
+    z, _, _ = digits_of(constant_run("nibble", backend, monkeypatch))
+    p = LR * 14 / 16
+    assert (14 - z).var().item() < 0.7 * STEPS * p * (1 - p)
+
+
+@pytest.mark.parametrize(
+    ("rule", "backend"),
+    [("moment", "torch"), ("nibble", "torch"), pytest.param("moment", "interpreter", id="triton")],
+)
+def test_moment_and_its_steps_are_exact_on_average(rule, backend, monkeypatch):
+    """The moment is the running mean of the direction; a step is by it over its own size."""
+    z, _, moment = digits_of(constant_run(rule, backend, monkeypatch))
+    radix, unit = {"moment": (64, 127 / 0.5), "nibble": (14, 7 / 0.6)}[rule]
+    assert_near(moment, unit * (1 - 0.9**STEPS))
+    # the mean of a moment is a little below its root-mean-square, which rounding makes larger
+    moved, step = radix - z, STEPS * LR * radix / 16
+    error = 5 * moved.std().item() / z.numel() ** 0.5
+    assert 0.95 * step - error < moved.mean().item() < step + error

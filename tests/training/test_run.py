@@ -1,0 +1,840 @@
+"""Runs: stopped and resumed equals never stopped, and nothing that was saved is ever lost."""
+
+import copy
+import dataclasses
+import gzip
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from marks import mostly_slow
+from torch.autograd import DeviceType
+
+from arbcli import load
+from arbcli.base.errors import ArbError
+from arbcli.base.run_files import checkpoints
+from arbcli.config.training import TrainConfig, train_config_from
+from arbcli.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, write_json
+from arbcli.model.operations import step_operations
+from arbcli.training import run as run_module
+from arbcli.training import schedule
+from arbcli.training.check import check_run
+from arbcli.training.configure import new_config
+from arbcli.training.directory import (
+    accept_of,
+    field_digests,
+    make_directory,
+    make_next_directory,
+    read_facts,
+)
+from arbcli.training.minutes import steps_in
+from arbcli.training.observer import Observer
+from arbcli.training.parallel.group import Group
+from arbcli.training.profiling import StepTrace
+from arbcli.training.record import Record, append_record, keep_records
+from arbcli.training.run import resume_run, start_run
+from arbcli.training.saving import SAVE_SECONDS
+from arbcli.training.schedule import learning_rate
+from arbcli.training.trainer import Trainer
+
+SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4}
+SMALL_ARGS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+
+
+WORDS = [b"ternary ", b"weights ", b"learn ", b"to ", b"read. "]
+ORDER = torch.randint(0, 5, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
+TEXT = b"".join(WORDS[i] for i in ORDER)
+
+
+@pytest.fixture
+def text(tmp_path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_bytes(TEXT)
+    return str(path)
+
+
+def config(text: str, device, **options):
+    given = SMALL | {"data": [text], "steps": 12, "save_every": 5, "eval_every": 6} | options
+    return new_config(device=str(device), **given)
+
+
+class StopAt(Observer):
+    """Sends this process a signal once a record of `step` is written."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def recorded(self, record):
+        if record.step >= self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def final(run: Path, step: int = 12) -> bytes:
+    return (run / f"step-{step:06d}.safetensors").read_bytes()
+
+
+def test_hangup_saves_like_a_termination(text, tmp_path, device, monkeypatch):
+    monkeypatch.setattr("arbcli.training.schedule.LOG_EVERY", 1)
+    observer = Observer()
+    # a terminal that is closed sends it more than once
+    observer.recorded = lambda record: [signal.raise_signal(signal.SIGHUP) for _ in range(2)]
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as under `nohup`
+    try:
+        report = start_run(config(text, device), tmp_path / "run", observer)
+        assert report.stopped_by == "SIGHUP"
+        assert report.val_loss is None  # nobody waits for an evaluation
+        assert report.checkpoint == str(tmp_path / "run" / "step-000001.safetensors")
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
+
+
+def read_unmeasured(path: Path) -> list[dict]:
+    """Read the records of a run without times and memory."""
+    measured = {"seconds", "bytes_per_second", "seconds_left", "peak_bytes", "mfu"}
+    records = (json.loads(line) for line in (path / "metrics.jsonl").open())
+    return [{k: v for k, v in record.items() if k not in measured} for record in records]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"log_every": 1, "eval_every": 0}, [*range(1, 13)]),
+        ({"log_every": 5, "eval_every": 0}, [5, 10, 12]),
+        ({"log_every": 100, "eval_every": 0}, [12]),
+        ({"eval_every": 0}, [10, 12]),
+        ({"log_every": 5, "eval_every": 6}, [5, 6, 10, 12]),
+    ],
+)
+def test_records_come_as_often_as_requested(options, steps, text, tmp_path, device):
+    run = tmp_path / "run"
+    settings = config(text, device, batch=1, **options)
+    report = start_run(settings, run, Observer())
+    records = read_unmeasured(run)
+    assert [record["step"] for record in records] == steps
+    rates = [learning_rate(settings, step - 1) for step in steps]
+    assert [record["lr"] for record in records] == rates
+    evaluated = [record["step"] for record in records if record["val_loss"] is not None]
+    assert evaluated == ([6, 12] if options["eval_every"] else [])
+    assert (report.val_loss is None) == (report.bits_per_byte is None) == (not evaluated)
+
+
+def test_long_interval_of_records_survives_a_stop(text, tmp_path, device):
+    """Its record averages more steps than a checkpoint holds by default."""
+    run, notes = tmp_path / "run", []
+    options = {"batch": 1, "log_every": 12, "eval_every": 0, "save_every": 11, "steps": 13}
+    start_run(config(text, device, **options), run, Observer())
+    before = read_unmeasured(run)
+    assert [record["step"] for record in before] == [12, 13]
+    each, losses = Observer(), []
+    each.recorded = lambda record: losses.append(record.loss)
+    start_run(config(text, device, **options | {"log_every": 1}), None, each, save=False)
+    assert before[0]["loss"] == pytest.approx(sum(losses[:12]) / 12, rel=1e-12)
+    resume_run(run / "step-000011.safetensors", Observer())
+    assert read_unmeasured(run) == before
+    observer = Observer()
+    observer.noted = notes.append
+    assert resume_run(run, observer).val_loss is None
+    assert notes[0].startswith("the run is finished: all 13 steps are done; `--resume")
+
+
+@pytest.mark.parametrize("weights", ["ternary", "float"])
+def test_unsaved_run_is_the_same_run_and_leaves_nothing(
+    weights, text, tmp_path, device, monkeypatch
+):
+    folder, notes, ends = tmp_path / "here", [], []
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    settings = config(text, device, batch=1, weights=weights, log_every=1, save_every=1)
+    saved = start_run(settings, tmp_path / "run", Observer())
+    observer = Observer()
+    observer.recorded = lambda record: notes.append(record.loss)
+    observer.started = lambda run, trainer, facts: ends.append((run, facts["number"]))
+    report = start_run(settings, None, observer, save=False)
+    assert notes == [record["loss"] for record in read_unmeasured(tmp_path / "run")]
+    assert ends == [(None, None)]
+    assert (report.run, report.checkpoint) == (None, None)
+    assert (report.val_loss, report.sample) == (saved.val_loss, saved.sample)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("given", [{"run": Path("run")}, {"run": None, "profile": 3}])
+def test_unsaved_run_takes_no_place_for_files(given, text, device):
+    with pytest.raises(ValueError, match="no directory and no trace"):
+        start_run(config(text, device), observer=Observer(), save=False, **given)
+
+
+def test_first_step_reports_compiled_and_loaded_kernels(text, tmp_path, device, monkeypatch):
+    counted = SimpleNamespace(compiled=3, loaded=5, seconds=1.5)
+    monkeypatch.setattr("arbcli.training.loop.counted_compiling", lambda: nullcontext(counted))
+    first = start_run(config(text, device), tmp_path / "run", StopAt(1)).first_step
+    assert (first.kernels_compiled, first.kernels_loaded, first.compile_seconds) == (3, 5, 1.5)
+
+
+def test_run_goes_on_with_the_threads_that_it_began_with(text, tmp_path, device, monkeypatch):
+    monkeypatch.setattr("arbcli.training.schedule.LOG_EVERY", 1)
+    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: 1.0)
+    begun, notes, seen = tmp_path / "run", [], []
+    start_run(config(text, device, steps=2, batch=1), begun, StopAt(1))
+    facts = read_facts(begun)
+    assert facts["threads"] == 1
+    write_json(begun / "config.json", facts | {"threads": 2})
+    observer = Observer()
+    observer.noted = notes.append
+    observer.recorded = lambda record: seen.append(torch.get_num_threads())
+    resume_run(begun, observer)
+    assert set(seen) == {2}
+    assert torch.get_num_threads() == 1
+    if device.type == "cpu":
+        assert any("computing with 2 threads" in note for note in notes)
+    for number in (0, "2"):
+        write_json(begun / "config.json", facts | {"threads": number})
+        with pytest.raises(ArbError, match="threads"):
+            resume_run(begun, Observer())
+
+
+def test_run_in_the_folder_of_its_own_text_is_resumed(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in range(3):
+        Path(f"{number}.txt").write_bytes(Path(text).read_bytes())
+    start_run(config(".", "cpu", steps=2), Path("runs/1"), Observer())
+    assert resume_run(Path("runs/1"), Observer(), steps=3).steps == 3
+
+
+def test_text_that_is_overwritten_while_it_is_read_is_noticed(text, tmp_path, monkeypatch):
+    """Nothing that was trained on it is saved; a change of the time alone is none."""
+    path = Path(tmp_path, "copy.txt")
+    path.write_bytes(Path(text).read_bytes())
+    begun, size = tmp_path / "run", path.stat().st_size
+    observer, seen = Observer(), []
+
+    def stepped(step, *_):
+        seen.append(step)
+        if step == 2:
+            os.utime(path, ns=(1, 1))
+        if step == 4:
+            with path.open("r+b") as file:
+                file.write(b"?" * (size // 2))
+
+    monkeypatch.setattr(
+        "arbcli.training.loop.Loop._report_step", lambda self: stepped(self.trainer.step)
+    )
+    with pytest.raises(ArbError, match="the text was changed while the run read it") as told:
+        start_run(config(str(path), "cpu", steps=8, save_every=1), begun, observer)
+    assert f"--resume {begun}" in told.value.hint
+    assert seen[-1] == 4
+    names = [found.name for found in checkpoints(begun)]
+    assert names == ["step-000004.safetensors", "step-000003.safetensors"]
+
+
+def test_error_between_steps_is_raised_after_a_save(text, tmp_path, device, monkeypatch):
+    monkeypatch.setattr("arbcli.training.schedule.LOG_EVERY", 3)
+    observer = Observer()
+    observer.recorded = lambda record: 1 / 0
+    observer.noted = (notes := []).append
+    with pytest.raises(ZeroDivisionError):
+        start_run(config(text, device), tmp_path / "run", observer)
+    assert notes == ["step 3 is saved: continue with `--resume`"]
+    assert load_checkpoint(checkpoints(tmp_path / "run")[0]).step == 3
+
+
+def test_error_within_a_step_saves_no_half_of_it(text, tmp_path, device, monkeypatch):
+    from arbcli.training.step import TrainingStep
+
+    def torn(self, *_):
+        raise RuntimeError
+
+    monkeypatch.setattr(TrainingStep, "__call__", torn)
+    with pytest.raises(RuntimeError):
+        start_run(config(text, device), tmp_path / "run", Observer())
+    assert load_checkpoint(*checkpoints(tmp_path / "run")).step == 0
+
+
+def test_run_is_saved_at_the_start_and_by_time(text, tmp_path, device, monkeypatch):
+    saved = []
+
+    def note(run, checkpoint, keep):
+        saved.append(checkpoint.step)
+
+    monkeypatch.setattr("arbcli.training.saving.save_checkpoint", note)
+    start_run(config(text, device, steps=3, save_every=500), tmp_path / "a", Observer())
+    assert saved == [0, 3]
+    observer, passed, apart = Observer(), [0], SAVE_SECONDS * 3 // 5
+    monkeypatch.setattr(observer, "stepped", lambda step: passed.append(apart * step))
+    clock = SimpleNamespace(perf_counter=lambda: passed[-1])
+    monkeypatch.setattr("arbcli.training.saving.time", clock)
+    start_run(config(text, device, steps=7, save_every=500), tmp_path / "b", observer)
+    assert saved == [0, 3, 0, 2, 4, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("steps", "given", "interval"),
+    [(12, None, 50), (400, None, 100), (10**5, None, 500), (12, 6, 6), (10**5, 700, 700)],
+)
+def test_held_out_text_is_evaluated_a_handful_of_times(steps, given, interval):
+    options = {} if given is None else {"eval_every": given}
+    assert new_config(device="cpu", steps=steps, **options).eval_interval == interval
+
+
+def test_samples_and_a_trace_change_nothing_of_a_run(text, tmp_path, device, monkeypatch):
+    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: 1.0)
+    start_run(config(text, device), tmp_path / "plain", Observer())
+    run, notes, observer = tmp_path / "run", [], Observer()
+    observer.noted = notes.append
+    start_run(config(text, device, sample_every=5), run, observer, profile=2)
+    assert final(run) == final(tmp_path / "plain")
+    records = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    assert [record["step"] for record in records if record["sample"]] == [5, 10]
+    first = 3 if device.type == "cpu" else 6
+    path = run / f"trace-{first:06d}.json.gz"
+    assert notes == [f"the trace is `{path}`: open it at https://ui.perfetto.dev"]
+    with gzip.open(path) as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    steps = sorted(name for name in names if name and name.startswith("ProfilerStep"))
+    assert steps == [f"ProfilerStep#{first + n - 1}" for n in range(2)]
+    assert [found.name for found in run.glob("*trace*")] == [path.name]
+
+
+def test_samples_compile_nothing(text, tmp_path, monkeypatch):
+    """As blocks of a large baseline are compiled: their forward pass makes the text, too."""
+    always = property(lambda _: True, lambda *_: None)
+    monkeypatch.setattr("arbcli.training.trainer.Trainer.is_compiled", always, raising=False)
+    monkeypatch.setattr("arbcli.training.trainer.compile_twin", lambda _: None)
+    compiled = []
+
+    def generate(*_, **__):
+        compiled_sum = torch.compile(torch.sum, backend=lambda graph, _: compiled.append(graph))
+        return [b"%d" % int(compiled_sum(torch.ones(3)))]
+
+    monkeypatch.setattr("arbcli.training.sample.generate", generate)
+    report = start_run(config(text, "cpu", steps=1), tmp_path / "run", Observer())
+    assert (report.sample, compiled) == ("3", [])
+
+
+def test_sample_without_memory_is_reported_and_the_run_continues(text, tmp_path, monkeypatch):
+    asked = iter([ArbError("the GPU's memory is not enough"), None, None])
+
+    def sample(self):
+        if (error := next(asked)) is not None:
+            raise error
+        return "text"
+
+    monkeypatch.setattr("arbcli.training.loop.Loop._sample", sample)
+    observer = Observer()
+    observer.noted, observer.recorded = mock.Mock(), mock.Mock()
+    start_run(config(text, "cpu", steps=3, sample_every=1), tmp_path / "run", observer)
+    observer.noted.assert_called_once_with("no sample of step 1: the GPU's memory is not enough")
+    samples = [call.args[0].sample for call in observer.recorded.call_args_list]
+    assert samples == [None, "text", None]
+
+
+def test_run_that_ends_before_a_step_is_traced_is_reported(text, tmp_path):
+    observer = Observer()
+    observer.noted = mock.Mock()
+    start_run(config(text, "cpu", steps=2), tmp_path / "run", observer, profile=3)
+    observer.noted.assert_called_once()
+    assert "no step was traced" in observer.noted.call_args.args[0]
+    assert not list((tmp_path / "run").glob("*trace*"))
+
+
+def test_utilisation_is_operations_over_the_peak_of_the_gpu(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("arbcli.training.recorder.peak_operations", lambda device: 1e9)
+    told = []
+    observer = Observer()
+    observer.recorded = told.append
+    options = config(text, "cpu", steps=2)
+    start_run(options, tmp_path / "run", observer)
+    (record,) = told
+    of_byte = step_operations(options.model) / options.model.ctx
+    assert record.mfu == pytest.approx(record.bytes_per_second * of_byte / 1e9)
+
+
+def test_run_of_a_graph_is_loaded_as_it_was_trained(text, tmp_path, device, small_graph):
+    options = config(text, device, **small_graph, steps=3)
+    report = start_run(options, tmp_path / "run", Observer())
+    assert train_config_from(json.loads((tmp_path / "run" / "config.json").read_text())) == options
+    lm = load(tmp_path / "run", device=str(device))
+    assert lm.config == options.model
+    saved = load_checkpoint(Path(report.checkpoint)).tensors
+    for name, tensor in lm.state_dict().items():
+        assert torch.equal(tensor.cpu(), saved[name])
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert set(records[-1]["parts"]) == {"ponder"}
+    gauges = {"alive_codes", "alive_knowledge", "fullest_expert", "edges"}
+    assert set(records[-1]["gauges"]) == gauges
+    assert resume_run(tmp_path / "run", Observer()).val_loss == report.val_loss
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory) -> Path:
+    """Train a small run to its end, and leave its text next to it."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "text.txt").write_bytes(TEXT)
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    start_run(config(str(folder / "text.txt"), place), folder / "run", Observer())
+    return folder / "run"
+
+
+@pytest.fixture
+def finished(finished_run, tmp_path) -> Path:
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
+
+
+def test_two_runs_end_in_the_same_file(text, finished, tmp_path, device):
+    start_run(config(text, device), tmp_path / "b", Observer())
+    assert final(finished) == final(tmp_path / "b")
+
+
+def test_checkpoint_holds_integers_only(finished_run):
+    from safetensors.torch import load_file
+
+    dtypes = {tensor.dtype for tensor in load_file(*checkpoints(finished_run)[:1]).values()}
+    assert dtypes == {torch.uint8, torch.int8}
+
+
+def test_default_learning_rate_is_of_the_rule_at_every_width():
+    def lr(**given) -> float:
+        return new_config(device="cpu", **given).lr
+
+    assert lr() == lr(preset="arb-tiny") == 0.7
+    assert lr(rule="nibble") == 0.4
+    assert lr(preset="arb-3b") == 0.4  # its rule is nibble
+    assert lr(preset="arb-3b", rule="moment") == 0.7
+    assert lr(preset="arb-3b", lr=0.3) == 0.3
+    assert (lr(weights="float"), lr(weights="ste")) == (1e-3, 3e-3)
+    assert {lr(weights=twin, optimizer="muon") for twin in ("float", "ste")} == {3e-3}
+
+
+@pytest.mark.parametrize("minutes", [float("inf"), float("nan"), -1.0])
+def test_minutes_that_are_not_a_time_are_refused(minutes, text, tmp_path):
+    with pytest.raises(ArbError, match="`--minutes` is"):
+        start_run(config(text, "cpu"), tmp_path / "run", Observer(), minutes=minutes)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't")])
+def test_memory_of_a_cpu_that_is_not_enough_is_explained(error, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("arbcli.training.run.Trainer", mock.Mock(side_effect=error))
+    with pytest.raises(ArbError, match="machine's memory is not enough"):
+        start_run(config(text, "cpu"), tmp_path / "run", Observer())
+
+
+def test_non_finite_number_is_null_in_a_record(tmp_path):
+    values = dict.fromkeys(Record.__dataclass_fields__, 0.0) | {"loss": float("nan")}
+    append_record(tmp_path, Record(**values | {"gauges": {}, "parts": {"ponder": float("inf")}}))
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (line["loss"], line["parts"], line["lr"]) == (None, {"ponder": None}, 0.0)
+
+
+@pytest.mark.parametrize("damage", [b"\xff\n", b"5\n", b"[]\n", b'{"step": 9', b"[" * 10**5])
+def test_records_are_cut_whole_or_not_at_all(damage, tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    before = b'{"step": 1}\n{"step": 2}\n' + damage
+    path.write_bytes(before)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", mock.Mock(side_effect=OSError(28, "No space left")))
+        with pytest.raises(ArbError, match="No space left"):
+            keep_records(tmp_path, lambda record: record["step"] <= 1)
+    assert path.read_bytes() == before
+    keep_records(tmp_path, lambda record: record["step"] <= 1)
+    assert path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_next_directory_is_never_another_run_s(tmp_path, monkeypatch):
+    options, root = new_config(device="cpu"), tmp_path / "runs"
+    assert make_next_directory(options, root).name == "001-256x4-moment"
+    seen = iter([[], ["001-"]])
+    monkeypatch.setattr(os, "listdir", lambda _: next(seen))
+    assert make_next_directory(options, root).name == "002-256x4-moment"  # another was faster
+    monkeypatch.undo()
+    for number in (999, 1000):
+        (root / f"{number}-x").mkdir()
+    assert make_next_directory(options, root).name == "1001-256x4-moment"
+
+
+def test_directory_of_a_run_is_made_with_those_above_it(tmp_path):
+    run = tmp_path / "of" / "today" / "run"
+    for _ in range(2):  # one that is there already, and empty, will do
+        make_directory(run)
+    assert run.is_dir()
+
+
+def test_two_starts_in_one_directory_cannot_overwrite_each_other(text, tmp_path, device):
+    run = tmp_path / "run"
+
+    def lock(directory):
+        (run / "config.json").write_text("of another start, which has ended")
+        return nullcontext()
+
+    with mock.patch("arbcli.training.run.run_lock", lock), pytest.raises(ArbError, match="already"):
+        start_run(config(text, device), run, Observer())
+    assert (run / "config.json").read_text().startswith("of another")
+
+
+def test_resume_of_a_finished_run_says_so_without_its_text_or_a_model(
+    text, tmp_path, device, monkeypatch
+):
+    first = start_run(config(text, device), tmp_path / "run", Observer())
+    Path(text).unlink()
+    monkeypatch.setattr(run_module, "Trainer", mock.Mock(side_effect=AssertionError))
+    observer = Observer()
+    observer.noted = mock.Mock()
+    again = resume_run(tmp_path / "run", observer)
+    assert again == dataclasses.replace(first, seconds=0.0, sample="", first_step=None)
+    (said,) = observer.noted.call_args.args
+    assert said == (
+        f"the run is finished: all 12 steps are done, held-out loss {first.val_loss:.4f} nats a"
+        f" byte; `--resume {tmp_path / 'run'} --steps N` continues it to step N"
+    )
+
+
+def test_resume_refuses_another_text(text, tmp_path, device, monkeypatch):
+    monkeypatch.setattr("arbcli.training.schedule.LOG_EVERY", 1)
+    start_run(config(text, device), tmp_path / "run", StopAt(1))
+    Path(text).write_bytes(Path(text).read_bytes().replace(b"learn", b"adore"))
+    with pytest.raises(ArbError, match="the text is not the one"):
+        resume_run(tmp_path / "run", Observer())
+
+
+@pytest.fixture
+def started(text, tmp_path, monkeypatch) -> Path:
+    """Stop a run after its first step."""
+    monkeypatch.setattr("arbcli.training.schedule.LOG_EVERY", 1)
+    start_run(config(text, "cpu", steps=11), tmp_path / "run", StopAt(0))
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("lr", 0.5), ("steps", 13), ("warmup", 3), ("model.stages", 1)]
+)
+def test_resume_refuses_a_configuration_that_was_changed(field, value, started):
+    facts = json.loads((started / "config.json").read_text())
+    if field == "model.stages":
+        facts["config"]["model"]["stages"][0]["blocks"][0]["mixer"]["heads"] = value
+    else:
+        facts["config"][field] = value
+    (started / "config.json").write_text(json.dumps(facts))
+    with pytest.raises(ArbError, match=f"was changed since the run began: `{field}`"):
+        resume_run(started, Observer())
+
+
+def test_runs_from_before_a_part_had_a_rule_of_its_own_continue(started):
+    facts = json.loads((started / "config.json").read_text())
+    model = facts["config"]["model"]
+    for part in model["stages"][0]["blocks"][0].values():
+        del part["rule"]
+    stages = dataclasses.asdict(train_config_from(facts).model)["stages"]
+    for part in stages[0]["blocks"][0].values():
+        del part["rule"]
+    of_earlier_version = json.dumps(stages).encode()
+    facts["digests"]["model.stages"] = hashlib.sha256(of_earlier_version).hexdigest()
+    write_json(started / "config.json", facts)
+    model["stages"][0]["blocks"][0]["channel"]["rule"] = "nibble"
+    changed = started.with_name("changed")
+    shutil.copytree(started, changed)
+    write_json(changed / "config.json", facts)
+    with pytest.raises(ArbError, match=r"was changed since the run began: `model\.stages`"):
+        resume_run(changed, Observer())
+    assert resume_run(started, Observer()).steps == 11
+
+
+FREE = {
+    "data", "val", "field", "sound", "picture",  # the text itself is compared, wherever it lies
+    "save_every", "eval_every", "log_every", "sample_every", "keep", "keep_best", "recompute",
+    "device", "backend",
+    "wire", "tokenizer", "teacher",  # a checkpoint says them, or their digests, and is compared
+}  # fmt: skip
+"""Settings that change no bit of a checkpoint, that a resume may change, or that are seen besides.
+"""
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(TrainConfig)])
+def test_change_of_any_other_setting_is_seen_by_its_name(field):
+    given = config("text.txt", "cpu", steps=11)
+    other = {
+        "model": dataclasses.replace(given.model, ctx=7), "data": ("a",), "val": ("b",),
+        "schedule": "wsd", "optimizer": "adamw", "compute": "other", "field": "c",
+        "device": "cuda", "backend": "triton", "scale_losses": ("a",),
+    }.get(field)  # fmt: skip
+    if other is None:
+        before = getattr(given, field)
+        other = not before if type(before) is bool else (before or 0) + 1
+    changed = copy.copy(given)
+    object.__setattr__(changed, field, other)  # whether or not it could be run
+    before, now = field_digests(given), field_digests(changed)
+    assert before.keys() == now.keys()
+    seen = {name for name in now if before[name] != now[name]}
+    assert seen == (set() if field in FREE else {"model.ctx" if field == "model" else field})
+
+
+def test_checkpoint_of_another_run_is_refused_by_field(started):
+    saved = load_checkpoint(checkpoints(started)[0])
+    facts = read_facts(started)
+    config = train_config_from(facts)
+    accept = accept_of(started, facts, config)
+    accept(saved)
+    settings = saved.data["settings"]
+    assert {*settings, "seed"} == {*config.decisive(), "seed", "init_from"}
+    others = [(saved.config, "heads", "heads", 1), (saved.config, "ctx", "ctx", 8)]
+    others += [(saved.config, "direction", "direction", "sign")]
+    others += [
+        (saved.data, name, field, 3) for name, field in (("seed", "seed"), ("digest", "text"))
+    ]
+    others += [(settings, name, name, 3) for name in (*settings, "of a newer version")]
+    others += [(saved.data, "settings", "settings", [3])]
+    for place, name, field, value in others:
+        before = dict(place)
+        place[name] = value
+        named = re.escape(f" its `{field}` is {value}, not")
+        with pytest.raises(ArbError, match=f"does not belong to .*{named}"):
+            accept(saved)
+        place.clear()
+        place.update(before)
+    names = config.decisive().keys() - {"scale_losses"}
+    saved.data["settings"] = settings | dict.fromkeys(names, 7)
+    with pytest.raises(ArbError, match=r"its `accum` is 7, not 1, its `batch` .*, and 10 more"):
+        accept(saved)
+
+
+def test_resume_refuses_a_checkpoint_that_was_copied_from_another_run(started, text, tmp_path):
+    others = config(text, "cpu", steps=11, lr=0.5, schedule="linear")
+    start_run(others, tmp_path / "other", StopAt(0))
+    copied = "step-000001.safetensors"
+    shutil.copy(tmp_path / "other" / copied, started / copied)
+    named = r"its `lr` is 0.5, not 0.7, its `schedule` is linear, not cosine"
+    for path in (started, started / copied):
+        with pytest.raises(ArbError, match=named):
+            resume_run(path, Observer())
+    report = check_run(started)
+    assert not report.passed
+    assert re.search(named, report.stops)
+    assert {f.name: f.state for f in report.findings}[copied] == "refused"
+
+
+def test_checkpoint_of_an_earlier_version_goes_on_as_before(text, tmp_path):
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    start_run(config(text, "cpu", save_every=10), whole, Observer())
+    shutil.copytree(whole, run)
+    (run / "step-000012.safetensors").unlink()
+    saved = load_checkpoint(run / "step-000010.safetensors")
+    del saved.data["settings"]
+    save_checkpoint(run, saved)
+    assert check_run(run).resumes_at == 10
+    resume_run(run, Observer())
+    assert final(run) == final(whole)
+
+
+def test_resume_stops_at_a_checkpoint_that_may_be_whole(finished):
+    run = finished
+    newest = run / "step-000099.safetensors"
+    newest.symlink_to(newest)  # as unreadable as a file can be, for root too
+    with pytest.raises(ArbError, match=f"cannot read `{newest}`"):
+        resume_run(run, Observer())
+    newest.unlink()
+    newer = final(run).replace(b'\\"format\\":1', b'\\"format\\":2')
+    newest.write_bytes(newer)
+    with pytest.raises(ArbError, match="newer arb"):
+        resume_run(run, Observer())
+    assert newest.read_bytes() == newer
+
+
+def test_train_refuses_a_directory_that_holds_a_run(text, finished, device):
+    before = final(finished)
+    with pytest.raises(ArbError, match="already contains a run"):
+        start_run(config(text, device), finished, Observer())
+    assert final(finished) == before
+
+
+def test_train_stops_after_three_steps_without_finite_gradients(
+    text, tmp_path, device, monkeypatch
+):
+    monkeypatch.setattr("arbcli.training.schedule.LOG_EVERY", 1)
+
+    loss_of = Trainer.train_step
+
+    def poisoned(self):
+        if self.step >= 5:
+            self._graph = self._capture_at = None  # a replayed step would not see the poison
+            self.model.losses = lambda *given: {
+                name: part * float("nan")
+                for name, part in type(self.model).losses(self.model, *given).items()
+            }
+        return loss_of(self)
+
+    monkeypatch.setattr(Trainer, "train_step", poisoned)
+    with pytest.raises(ArbError, match="3 steps had gradients that are not finite"):
+        start_run(config(text, device), tmp_path / "run", Observer())
+    kept = load_checkpoint(checkpoints(tmp_path / "run")[0])
+    assert kept.step == 5
+    assert kept.counters["nonfinite_steps"] == 0
+
+
+def test_twin_stops_where_its_loss_is_not_finite_and_does_not_resume(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(schedule, "LOG_EVERY", 1)
+    monkeypatch.setattr(
+        "arbcli.training.trainer.Trainer.train_step",
+        lambda trainer: setattr(trainer, "step", trainer.step + 1) or torch.tensor(torch.nan),
+    )
+    with pytest.raises(ArbError, match="the loss is nan") as caught:
+        start_run(config(text, "cpu", weights="float"), tmp_path / "run", Observer())
+    assert "smaller `--lr`" in caught.value.hint
+    with pytest.raises(ArbError, match="float baselines have no checkpoints") as caught:
+        resume_run(tmp_path / "run", Observer())
+    assert "`--out`" in caught.value.hint
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_run_in_four_bits_says_whether_they_are_emulated(emulated, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "emulates_nvfp4", lambda device: emulated)
+    monkeypatch.setattr(run_module, "_run", lambda trainer, *_, **__: trainer)
+    notes, observer = [], Observer()
+    observer.noted = notes.append
+    trainer = start_run(config(text, "cpu", compute="nvfp4"), tmp_path / "run", observer)
+    save_checkpoint(
+        tmp_path / "run", trainer.checkpoint(read_facts(tmp_path / "run")["text"]["digest"])
+    )
+    resume_run(tmp_path / "run", observer)
+    assert notes == [run_module.EMULATED] * 2 * emulated
+
+
+def test_trace_that_cannot_be_written_or_has_no_gpu_is_reported(tmp_path):
+    told, trainer = [], SimpleNamespace(captures=False, step=4, device=torch.device("cpu"))
+
+    def written(path):
+        Path(path).touch()
+        if full:
+            raise OSError(28, "No space left on device")
+
+    event = SimpleNamespace(device_type=DeviceType.CPU)
+    profiler = SimpleNamespace(export_chrome_trace=written, events=lambda: [event])
+    for full, wanted, words in (
+        (True, DeviceType.CPU, ["cannot write"]),
+        (False, DeviceType.CPU, ["https://ui.perfetto.dev"]),
+        (False, DeviceType.CUDA, ["https://ui.perfetto.dev", "no GPU events"]),
+    ):
+        trace = StepTrace(tmp_path, trainer, 1, told.append)
+        trace._left_out, trace._wanted = -1, wanted
+        trace._write(profiler)
+        assert len(told) == len(words)
+        assert all(word in line for word, line in zip(words, told, strict=True))
+        assert [*tmp_path.iterdir()] == ([] if full else [trace.path])
+        told.clear()
+
+
+def test_load_gives_the_model_that_was_trained(finished_run, device):
+    lm = load(finished_run, device=str(device))
+    saved = load_checkpoint(checkpoints(finished_run)[0])
+    for name, tensor in lm.state_dict().items():
+        assert torch.equal(tensor.cpu(), saved.tensors[name])
+    with torch.no_grad():
+        assert lm(torch.zeros(1, 4, dtype=torch.int64, device=device)).shape == (1, 4, 256)
+
+
+def test_load_warns_of_a_checkpoint_that_it_passes_over(started):
+    newest = started / "step-000009.safetensors"
+    newest.write_bytes(b"")
+    with pytest.warns(UserWarning, match=f"`{newest}`: refused: .*; using the one before it"):
+        load(started, device="cpu")
+
+
+def test_load_refuses_a_checkpoint_of_another_shape(finished_run, tmp_path):
+    path = checkpoints(finished_run)[0]
+    saved = load_checkpoint(path)
+    fields = {name: getattr(saved, name) for name in ("step", "counters", "data", "tensors")}
+    (stage,) = saved.config["stages"]
+    blocks = [block | {"channel": block["channel"] | {"width": 64}} for block in stage["blocks"]]
+    wider = saved.config | {"stages": [stage | {"blocks": blocks}]}
+    save_checkpoint(tmp_path, Checkpoint(config=wider, **fields))
+    with pytest.raises(ArbError, match=r"mlp\.gate_up"):
+        load(tmp_path / path.name)
+
+
+@pytest.mark.parametrize("minutes", [0.02])
+def test_minutes_become_a_recorded_number_of_steps(minutes, text, tmp_path, device):
+    report = start_run(
+        config(text, device, steps=10**6), tmp_path / "run", Observer(), minutes=minutes
+    )
+    facts = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert report.steps == facts["config"]["steps"] < 10**5
+
+
+@pytest.mark.parametrize(("minutes", "of_building"), [(0.3, 2.0), (10, 5.0), (10, 0.0)])
+def test_minutes_count_everything(minutes, of_building, text, monkeypatch):
+    """The trial is a tenth at most, and it, the building and evaluations come off the minutes."""
+    clock, of_step, of_batch = [0.0], 0.5, 0.125
+
+    def pass_time(seconds):
+        clock[0] += seconds
+        return torch.tensor(1.0)
+
+    settings = config(text, "cpu", eval_every=None)
+    trainer = SimpleNamespace(
+        captures=False,
+        config=settings,
+        group=Group(),
+        release_graph=lambda: None,
+        train_step=lambda: pass_time(of_step),
+        evaluate=lambda batches: pass_time(batches * of_batch),
+    )
+    monkeypatch.setattr(
+        "arbcli.training.minutes.time", SimpleNamespace(perf_counter=lambda: clock[0])
+    )
+    pass_time(of_building)
+    steps = steps_in(minutes, trainer, 0.0)
+    evaluations = -(-steps // dataclasses.replace(settings, steps=steps).eval_interval)
+    whole = clock[0] + steps * of_step + evaluations * 40 * of_batch
+    assert 0.95 * minutes * 60 <= whole <= minutes * 60
+    assert clock[0] - of_building <= 0.1 * minutes * 60 + 3 * of_step
+
+
+def arb(*args: str, **options) -> subprocess.Popen:
+    command = [sys.executable, "-m", "arbcli", *args]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    mostly_slow([(signal.SIGINT, 130), (signal.SIGTERM, 143)], lambda *_: False),
+)
+def test_signal_saves_and_exits_with_its_code(number, code, text, tmp_path):
+    run = tmp_path / "run"
+    args = ["train", "--data", text, *SMALL_ARGS, "--steps", "100000", "--out", str(run)]
+    with arb(*args, "--device", "cpu") as process:
+        while not (run / "metrics.jsonl").exists():
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "continue with: arb train --resume" in stderr
+    step = load_checkpoint(checkpoints(run)[0]).step
+    records = (run / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(records[-1])["step"] == step
+
+
+def test_first_step_is_reported_with_the_loss_before_it(text, tmp_path, device):
+    run, firsts = tmp_path / "run", []
+    observer = StopAt(2)
+    observer.first_step = firsts.append
+    report = start_run(config(text, device, log_every=1), run, observer)
+    assert firsts == [report.first_step]
+    (first,) = firsts
+    assert (first.step, first.loss) == (1, read_unmeasured(run)[0]["loss"])
+    assert first.seconds >= first.compile_seconds >= 0
+    first = resume_run(run, Observer()).first_step
+    assert (first.step, first.loss) == (3, read_unmeasured(run)[2]["loss"])
+    assert resume_run(run, Observer()).first_step is None
