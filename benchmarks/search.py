@@ -30,17 +30,15 @@ from typing import Any
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
-from arbcli.config.parts import (
-    AttentionConfig,
-    CompressedAttentionConfig,
-    ExpertsConfig,
-    MambaConfig,
-    MLPConfig,
-    PartConfig,
-)
+from arbcli.config.parts.attention import AttentionConfig
+from arbcli.config.parts.base import PartConfig
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.presets import preset
 from arbcli.data.text import open_texts
+from arbcli.families.compressed.config import CompressedAttentionConfig
+from arbcli.families.experts.config import ExpertsConfig
 from arbcli.families.hnet.config import ChunkingConfig
+from arbcli.families.mamba.config import MambaConfig
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.rules import DIGITS
 from arbcli.training.configure import new_config

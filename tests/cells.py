@@ -9,18 +9,16 @@ import pytest
 
 from arbcli.config import parts
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
-from arbcli.config.parts import (
-    AttentionConfig,
-    CompressedAttentionConfig,
-    ExpertsConfig,
-    LatentAttentionConfig,
-    MambaConfig,
-    MLPConfig,
-    PartConfig,
-)
+from arbcli.config.parts.attention import AttentionConfig
+from arbcli.config.parts.base import PartConfig
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.families.ahead.config import AheadConfig
+from arbcli.families.compressed.config import CompressedAttentionConfig
+from arbcli.families.experts.config import ExpertsConfig
 from arbcli.families.hnet.config import ChunkingConfig
+from arbcli.families.latent.config import LatentAttentionConfig
+from arbcli.families.mamba.config import MambaConfig
 
 PARTS: dict[str, PartConfig] = {
     "attention": AttentionConfig(heads=2, window=5),

@@ -5,7 +5,7 @@ import math
 import torch
 
 from arbcli.config.model import ModelConfig
-from arbcli.config.parts import PartConfig
+from arbcli.config.parts.base import PartConfig
 from arbcli.config.presets import preset
 from arbcli.config.site import Site
 from arbcli.model.language_model import LanguageModel

@@ -13,9 +13,10 @@ import typer.main
 
 from arbcli.cli import app
 from arbcli.commands._options import fill_options, repeat_options
+from arbcli.config.kinds import BESIDE, CHANNELS, MIXERS
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.model_file import model_from_toml, model_lines, to_toml
-from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
+from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.families.ahead.config import AheadConfig
 from arbcli.families.graph.config import (

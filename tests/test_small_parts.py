@@ -14,14 +14,12 @@ from arbcli.base import environment
 from arbcli.base.run_files import COMPANIONS
 from arbcli.commands import evaluate, import_model
 from arbcli.config.model import StageConfig
-from arbcli.config.parts import (
-    CompressedAttentionConfig,
-    ExpertsConfig,
-    MambaConfig,
-    PartConfig,
-)
+from arbcli.config.parts.base import PartConfig
 from arbcli.config.presets import preset
 from arbcli.data.chat_template import TEMPLATE, ChatTemplate, keep_template
+from arbcli.families.compressed.config import CompressedAttentionConfig
+from arbcli.families.experts.config import ExpertsConfig
+from arbcli.families.mamba.config import MambaConfig
 from arbcli.inspect.parts import _stream, _words
 from arbcli.inspect.saved import open_saved
 from arbcli.interop.huggingface.dense import shape_of

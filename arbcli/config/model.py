@@ -13,8 +13,8 @@ from typing import Annotated
 from arbcli.base.environment import TWINS
 from arbcli.base.errors import ArbError
 from arbcli.config.checks import check_at_least, check_at_most, check_choice, check_fields
-from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
-from arbcli.config.parts.base import every_part
+from arbcli.config.kinds import BESIDE, CHANNELS, MIXERS
+from arbcli.config.parts.base import PartConfig, every_part
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.settings import PRESETS_OWN, Setting
 from arbcli.config.site import NORM_EPS, SCALE_TYPES, Site

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, get_args, get_origin
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.reading import shown
 from arbcli.config.checks import check_choice
+from arbcli.config.kinds import BESIDE, BOOKS, CHANNELS, MIXERS
 from arbcli.config.model import MOST_BLOCKS, ModelConfig
-from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, PartConfig
+from arbcli.config.parts.base import PartConfig
 from arbcli.config.settings import plain_type
 from arbcli.config.short_forms import (
     FAMILIES,
@@ -21,7 +22,6 @@ from arbcli.config.short_forms import (
     assemble,
     with_part_rules,
 )
-from arbcli.families.graph.config import BOOKS
 from arbcli.model.rules import DIRECTION, RULES
 
 ATTENTIONS = ("dense", "compressed")

@@ -25,28 +25,25 @@ from arbcli.config.model import (
     ModelConfig,
     StageConfig,
 )
-from arbcli.config.parts import (
-    AttentionConfig,
-    CompressedAttentionConfig,
-    ExpertsConfig,
-    LatentAttentionConfig,
-    MambaConfig,
-    MemGramConfig,
-    MLPConfig,
-    PartConfig,
-    SequencerConfig,
-)
+from arbcli.config.parts.attention import AttentionConfig
+from arbcli.config.parts.base import PartConfig
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.settings import GRAPH, HNET, PRESETS_OWN, Setting, plain_type, settings_of
-from arbcli.families.experts.config import GATES
+from arbcli.families.compressed.config import CompressedAttentionConfig
+from arbcli.families.experts.config import GATES, ExpertsConfig
 from arbcli.families.graph.config import (
     CODE_SEARCHES,
     BookConfig,
     CodebookConfig,
     IteratedConfig,
+    MemGramConfig,
     MemoriesConfig,
     QuantiserConfig,
+    SequencerConfig,
 )
 from arbcli.families.hnet.config import BOUNDARIES, ChunkingConfig
+from arbcli.families.latent.config import LatentAttentionConfig
+from arbcli.families.mamba.config import MambaConfig
 from arbcli.model.rules import WITH_DIGITS
 
 OUTER_BLOCKS = ("attention", "mamba")

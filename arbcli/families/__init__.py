@@ -1,1 +1,33 @@
-"""Families of models, one folder each, imported when a configuration names one."""
+"""Families of models, one folder each, imported when a configuration names one of their kinds.
+
+A family's folder has `config.py`, with a configuration for each kind of part, and the modules,
+kernels, references, presets and settings of these parts. The core finds a family by this table
+alone; to add a family, write its folder and add a line.
+"""
+
+from typing import NamedTuple
+
+
+class Family(NamedTuple):
+    """Kinds of parts that a family has, by their place in a model."""
+
+    mixers: tuple[str, ...] = ()
+    """Token mixers of blocks."""
+    channels: tuple[str, ...] = ()
+    """Channel mixers of blocks."""
+    beside: tuple[str, ...] = ()
+    """Parts whose outputs are added to the embedding."""
+    books: tuple[str, ...] = ()
+    """Codebooks of memories between blocks."""
+
+
+FAMILIES = {
+    "compressed": Family(mixers=("compressed",)),
+    "experts": Family(channels=("experts",)),
+    "graph": Family(beside=("sequencer", "memgram"), books=("codebook", "quantiser")),
+    "latent": Family(mixers=("latent",)),
+    "mamba": Family(mixers=("mamba",)),
+}
+"""Families by the name of their folder."""
+RULES = {"votes": "votes"}
+"""Families that have an update rule, by the name of the rule."""

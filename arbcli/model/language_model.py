@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from arbcli.config.kinds import BESIDE
 from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.families.ahead.head import Ahead
 from arbcli.families.graph.codebook import Codebook
@@ -29,7 +30,7 @@ from arbcli.model.layers.loss import divergence
 from arbcli.model.layers.symbols import Predictions, in_chunks
 from arbcli.model.packed_model import PackedModel
 from arbcli.model.parts.mlp import MLP
-from arbcli.model.registry import BESIDE, build_book
+from arbcli.model.registry import build_part
 from arbcli.model.stack import Stack
 from arbcli.model.state import Track
 
@@ -70,10 +71,9 @@ class LanguageModel(PackedModel):
         self.cross_entropy = parts.cross_entropy
         # initialisation and random bits depend on the order of modules: never change it
         self.embedding = symbol_embedding(config)
-        beside = {BESIDE[type(part)][0]: part for part in config.beside}
-        for name, kind in BESIDE.values():
-            part = beside.get(name)
-            setattr(self, name, kind(part, part.own_site(outermost)) if part else None)
+        beside = {part.kind: part for part in config.beside}
+        for name in BESIDE:
+            setattr(self, name, build_part(beside[name], outermost) if name in beside else None)
         self.stages: Any  # a `ModuleList` of `Stage`
         if config.outer:
             self.stages = nn.ModuleList(Stage(config, index) for index in range(len(config.outer)))
@@ -82,7 +82,7 @@ class LanguageModel(PackedModel):
         self.blocks = Stack(main.blocks, main, site)
         books, between = (memories.codebooks, memories.own_site(site)) if memories else ({}, site)
         for name in ("codebook", "knowledge"):
-            setattr(self, name, build_book(books[name], between, name) if name in books else None)
+            setattr(self, name, build_part(books[name], between, name) if name in books else None)
         self.moe_graph = None
         if memories and memories.iterated:
             width = memories.codebook.width if memories.codebook else None
@@ -278,7 +278,7 @@ class LanguageModel(PackedModel):
     def embed(self, text: Tensor, length: int) -> Tensor:
         """Embed the last T symbols of (B, history + T), with all added parts: (B, T, D)."""
         x = self.embedding(text[:, -length:], self.compute_dtype)
-        for name, _ in BESIDE.values():
+        for name in BESIDE:
             part = getattr(self, name)
             if part is not None:
                 x = x + part(text, length, self.compute_dtype)

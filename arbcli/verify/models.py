@@ -8,20 +8,18 @@ from typing import Any
 import torch
 
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
-from arbcli.config.parts import (
-    AttentionConfig,
-    CompressedAttentionConfig,
-    ExpertsConfig,
-    LatentAttentionConfig,
-    MambaConfig,
-    MLPConfig,
-)
+from arbcli.config.parts.attention import AttentionConfig
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.config.presets import PRESETS, preset
 from arbcli.config.short_forms import compressed, dense, graph, hnet
 from arbcli.families.ahead.config import AheadConfig
+from arbcli.families.compressed.config import CompressedAttentionConfig
+from arbcli.families.experts.config import ExpertsConfig
 from arbcli.families.experts.weight import ExpertWeight
 from arbcli.families.hnet.config import ChunkingConfig
+from arbcli.families.latent.config import LatentAttentionConfig
+from arbcli.families.mamba.config import MambaConfig
 from arbcli.families.media.config import CompositeConfig
 from arbcli.model.build import build_model
 from arbcli.model.layers.linear import LinearWeight

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from arbcli.config.model import BlockConfig, Blocks, ModelConfig
-from arbcli.config.parts import PartConfig
+from arbcli.config.parts.base import PartConfig
 from arbcli.families.ahead.reference import ahead
 from arbcli.families.compressed.reference import compressed_attention
 from arbcli.families.experts.reference import experts

@@ -7,7 +7,6 @@ import pytest
 
 from arbcli.base.errors import ArbError
 from arbcli.config.initial import FREE, KEPT, check_initial, digits_after
-from arbcli.config.parts import CompressedAttentionConfig, ExpertsConfig
 from arbcli.config.presets import PRESETS, SHORT_FORMS, config_from_dict, preset
 from arbcli.config.short_forms import ARGUMENTS
 from arbcli.config.site import Site
@@ -16,6 +15,8 @@ from arbcli.config.training import (
     TrainConfig,
     train_config_from,
 )
+from arbcli.families.compressed.config import CompressedAttentionConfig
+from arbcli.families.experts.config import ExpertsConfig
 from arbcli.kernels.runtime.device import COMPUTE
 from arbcli.model.rules import STAGES
 

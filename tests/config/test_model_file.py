@@ -11,10 +11,11 @@ import pytest
 
 from arbcli.base.errors import ArbError
 from arbcli.config.file import read_settings
+from arbcli.config.kinds import BESIDE, CHANNELS, MIXERS
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.model_file import model_from_toml, model_lines
-from arbcli.config.parts import BESIDE, CHANNELS, MIXERS, MLPConfig
 from arbcli.config.parts.attention import QUERY_KEY_NORMS
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import SCALINGS
 from arbcli.config.presets import PRESETS, from_fields
 from arbcli.families.compressed.config import POOLINGS

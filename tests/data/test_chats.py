@@ -11,12 +11,14 @@ import torch
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import COMPANIONS
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
-from arbcli.config.parts import AttentionConfig, MambaConfig, MLPConfig
+from arbcli.config.parts.attention import AttentionConfig
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.data.chat_template import ChatTemplate
 from arbcli.data.chats import NOT_LEARNT, Chats, has_documents, pack
 from arbcli.data.conversion import texts_folder
 from arbcli.data.text import Text, batch
 from arbcli.data.tokens import Tokenizer
+from arbcli.families.mamba.config import MambaConfig
 from arbcli.generation.conversation import Conversation
 from arbcli.model.build import build_model
 from tests.data.test_chat_template import CHATML

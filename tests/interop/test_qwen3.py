@@ -10,7 +10,8 @@ from torch import Tensor
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
-from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.config.parts.attention import AttentionConfig
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.generation.load import load_model
 from arbcli.inspect.saved import open_saved

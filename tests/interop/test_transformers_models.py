@@ -11,7 +11,8 @@ from torch import Tensor
 
 from arbcli.base.reading import read_json
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
-from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.config.parts.attention import AttentionConfig
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.generation.load import load_weights
 from arbcli.interop import importing, rounding

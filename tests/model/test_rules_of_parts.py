@@ -10,7 +10,7 @@ from graph_parts import graph_config
 from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.model_file import model_from_toml, model_lines
-from arbcli.config.parts import AttentionConfig
+from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.base import every_part, without_rules
 from arbcli.config.presets import assembled, config_from_dict, preset
 from arbcli.families.ahead.config import AheadConfig

@@ -11,7 +11,8 @@ from references import decoded, dense_gradients
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import CONFIG, checkpoint_path
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
-from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.config.parts.attention import AttentionConfig
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.data.text import open_texts
 from arbcli.generation.load import saved_config
 from arbcli.inspect.audit import audit

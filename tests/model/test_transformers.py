@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
-from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.config.parts.attention import AttentionConfig
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.model.build import build_model
 

@@ -8,7 +8,8 @@ from references import decoded, dense_gradients
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
-from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.config.parts.attention import AttentionConfig
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.presets import PRESETS
 from arbcli.inspect.memory import predict_parts
 from arbcli.kernels.runtime.backend import use_backend

@@ -7,7 +7,8 @@ import torch
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
-from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.config.parts.attention import AttentionConfig
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.presets import preset
 from arbcli.model.build import build_model
 from arbcli.model.packed import TernaryTensor

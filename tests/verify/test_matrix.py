@@ -7,7 +7,7 @@ import torch
 from cells import CELLS, CHANNELS, FEW, MIXERS, QUICK, Cell, each_cell, pairs, without
 
 from arbcli.config.model import ModelConfig, StageConfig
-from arbcli.config.parts import MLPConfig
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.families.hnet.config import ChunkingConfig
 from arbcli.verify import parity
 from arbcli.verify.reference import Reference

@@ -9,15 +9,18 @@ from cells import CHANNELS, MIXERS, PARTS
 from marks import mostly_slow
 
 from arbcli.config.model import BlockConfig, Blocks, ModelConfig, StageConfig
-from arbcli.config.parts import ExpertsConfig, MemGramConfig, MLPConfig, PartConfig, SequencerConfig
+from arbcli.config.parts.base import PartConfig
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.families.ahead.config import AheadConfig
-from arbcli.families.experts.config import GATES
+from arbcli.families.experts.config import GATES, ExpertsConfig
 from arbcli.families.graph.config import (
     BookConfig,
     CodebookConfig,
     IteratedConfig,
+    MemGramConfig,
     MemoriesConfig,
     QuantiserConfig,
+    SequencerConfig,
 )
 from arbcli.families.hnet.config import BOUNDARIES, ChunkingConfig
 from arbcli.verify import parity

@@ -54,6 +54,8 @@ def check_even_width(name: str, value: int | None) -> None:
 class AttentionConfig(PartConfig):
     """Self-attention with rotary position embedding."""
 
+    module: ClassVar[str] = "arbcli.model.parts.attention:Attention"
+    reference: ClassVar[str] = "arbcli.verify.parts.attention:attention"
     kind: str = field(default="attention", init=False)
     across: ClassVar[str | None] = None
     causal: ClassVar[str | None] = None

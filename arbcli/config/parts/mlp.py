@@ -11,6 +11,8 @@ from arbcli.config.site import Site
 class MLPConfig(PartConfig):
     """A gated MLP with SiLU."""
 
+    module: ClassVar[str] = "arbcli.model.parts.mlp:MLP"
+    reference: ClassVar[str] = "arbcli.verify.parts.mlp:mlp"
     kind: str = field(default="mlp", init=False)
     across: ClassVar[str | None] = None
     causal: ClassVar[str | None] = None

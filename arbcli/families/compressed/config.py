@@ -18,6 +18,8 @@ POOLINGS = ("softmax", "mean")
 class CompressedAttentionConfig(PartConfig):
     """Causal self-attention to the last positions, and to compressed entries of earlier ones."""
 
+    module: ClassVar[str] = "arbcli.families.compressed.attention:CompressedAttention"
+    reference: ClassVar[str] = "arbcli.families.compressed.reference:compressed_attention"
     kind: str = field(default="compressed", init=False)
     across: ClassVar[str | None] = "an entry may hold positions of two documents"
     causal: ClassVar[str | None] = "its entries are of positions before the one that reads them"

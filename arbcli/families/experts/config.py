@@ -16,6 +16,8 @@ GATES = ("softmax", "softplus", "hash")
 class ExpertsConfig(PartConfig):
     """Gated MLPs, of which each position uses `top_k`."""
 
+    module: ClassVar[str] = "arbcli.families.experts.mixture:Experts"
+    reference: ClassVar[str] = "arbcli.families.experts.reference:experts"
     kind: str = field(default="experts", init=False)
     across: ClassVar[str | None] = None
     causal: ClassVar[str | None] = None

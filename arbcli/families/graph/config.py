@@ -1,9 +1,12 @@
-"""Memories between two blocks: codebooks, and iterated experts with a graph of codes.
+"""N-grams beside the embedding, and memories between two blocks.
+
+Memories are codebooks, and iterated experts with a graph of codes.
 
 A codebook is a table with product keys, or a vector quantiser.
 """
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from arbcli.base.errors import ArbError
 from arbcli.config.checks import check_at_most
@@ -20,6 +23,7 @@ CODE_SEARCHES = ("keys", "nearest")
 class CodebookConfig(PartConfig):
     """A table whose rows are found by product keys."""
 
+    module: ClassVar[str] = "arbcli.families.graph.codebook:Codebook"
     kind: str = field(default="codebook", init=False)
     halves: tuple[int, int]
     """Numbers of half keys; each pair of them has a row of the table."""
@@ -61,6 +65,7 @@ class CodebookConfig(PartConfig):
 class QuantiserConfig(PartConfig):
     """A vector quantiser, which replaces each position by its nearest code."""
 
+    module: ClassVar[str] = "arbcli.families.graph.quantiser:Quantiser"
     kind: str = field(default="quantiser", init=False)
     codes: int
     width: int
@@ -89,8 +94,6 @@ class QuantiserConfig(PartConfig):
 
 
 BookConfig = CodebookConfig | QuantiserConfig
-BOOKS: dict[str, type[PartConfig]] = {"codebook": CodebookConfig, "quantiser": QuantiserConfig}
-"""Configurations of codebooks by kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,3 +197,34 @@ class MemoriesConfig(PartConfig):
             width = self.codebook.width if self.codebook else 0
             found += self.iterated.products_with(site, width)
         return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequencerConfig(PartConfig):
+    """Table of hashed n-grams of 2, 3 and 4 bytes."""
+
+    module: ClassVar[str] = "arbcli.families.graph.sequencer:TextSequencer"
+    reference: ClassVar[str] = "arbcli.families.graph.sequencer_reference:sequencer"
+    kind: str = field(default="sequencer", init=False)
+    rows: int
+    width: int
+    """Width of a row."""
+
+    def products(self, site: Site, positions: float) -> float:
+        """Return the number of multiplications per position; see `PartConfig.products`."""
+        return site.dim * self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemGramConfig(PartConfig):
+    """A memory of n-grams of 6 bytes."""
+
+    module: ClassVar[str] = "arbcli.families.graph.memgram:MemGram"
+    reference: ClassVar[str] = "arbcli.families.graph.memgram_reference:memgram"
+    kind: str = field(default="memgram", init=False)
+    rows: int = 65536
+    """Number of entries."""
+
+    def products(self, site: Site, positions: float) -> float:
+        """Return the number of multiplications per position; see `PartConfig.products`."""
+        return site.dim**2

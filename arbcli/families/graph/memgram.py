@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arbcli.config.model import VOCABULARY
 from arbcli.config.site import Site
-from arbcli.families.graph.memgram_config import MemGramConfig
+from arbcli.families.graph.config import MemGramConfig
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.ngrams import ngram_ids

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from arbcli.config.site import Site
-from arbcli.families.graph.sequencer_config import SequencerConfig
+from arbcli.families.graph.config import SequencerConfig
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.ngrams import ngram_ids
 

@@ -13,6 +13,8 @@ from arbcli.config.site import Site
 class LatentAttentionConfig(PartConfig):
     """Self-attention whose keys and values are projections of a latent vector."""
 
+    module: ClassVar[str] = "arbcli.families.latent.attention:LatentAttention"
+    reference: ClassVar[str] = "arbcli.families.latent.reference:latent_attention"
     kind: str = field(default="latent", init=False)
     across: ClassVar[str | None] = "its attention has no mask of documents"
     causal: ClassVar[str | None] = None

@@ -15,6 +15,8 @@ EXPAND = 2
 class MambaConfig(PartConfig):
     """Mamba-2 with `EXPAND * heads` heads, each with a state."""
 
+    module: ClassVar[str] = "arbcli.families.mamba.mixer:Mamba"
+    reference: ClassVar[str] = "arbcli.families.mamba.reference:mamba"
     kind: str = field(default="mamba", init=False)
     across: ClassVar[str | None] = "its state goes on from one document to the next"
     causal: ClassVar[str | None] = "its state goes from left to right"

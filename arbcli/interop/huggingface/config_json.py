@@ -14,7 +14,8 @@ from arbcli.base.errors import ArbError
 from arbcli.base.reading import is_of, read_json, shown
 from arbcli.base.run_files import CONFIG
 from arbcli.config.model import MOST_BLOCKS, BlockConfig, ModelConfig, StageConfig
-from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.config.parts.attention import AttentionConfig
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.short_forms import PART_RULES, with_part_rules
 

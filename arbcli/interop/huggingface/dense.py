@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig
-from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.config.parts.attention import AttentionConfig
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.language_model import LanguageModel

@@ -7,13 +7,16 @@ which can be read without importing torch.
 from fractions import Fraction
 from functools import cache
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
+
+from arbcli.families import RULES as FAMILY_RULES
 
 if TYPE_CHECKING:
     from arbcli.model.rules.base import Rule
 
-RULES = ("moment", "nibble", "carry", "votes")
-"""Names of the rules; each is a module of this package that defines `RULE`."""
+RULES = ("moment", "nibble", "carry", *FAMILY_RULES)
+"""Names of the rules; each is a module of this package, or of a family, that defines `RULE`."""
 
 DIGITS = ("trit", "all", "fade")
 """Forms of a weight z = T * P + A: `trit` is T, `all` is z, `fade` begins as z and ends as T."""
@@ -64,6 +67,12 @@ VOTES_FIXES = ("threshold", "order", "start", "bound")
 """Optional changes of the rule `votes` relative to the reference system: see its module."""
 
 
+def _module(name: str) -> ModuleType:
+    family = FAMILY_RULES.get(name)
+    place = f"arbcli.families.{family}.rule" if family else f"arbcli.model.rules.{name}"
+    return import_module(place)
+
+
 @cache
 def find_rule(name: str, digits: str = "trit", votes_fixes: tuple[str, ...] = ()) -> "Rule":
     """Load a rule by its name.
@@ -73,7 +82,7 @@ def find_rule(name: str, digits: str = "trit", votes_fixes: tuple[str, ...] = ()
         digits: form of the weights: one of `DIGITS`, with `fade` as `all`, or a stage of `FADED`.
         votes_fixes: names of `VOTES_FIXES`, for the rule `votes`.
     """
-    module = import_module(f"arbcli.model.rules.{name}")
+    module = _module(name)
     if votes_fixes:
         return module.Votes(votes_fixes)
     if digits == "trit":
@@ -90,4 +99,4 @@ def stage_rule(name: str, stage: str) -> "Rule":
     """
     if stage != "trit":
         return find_rule(name, stage)
-    return import_module(f"arbcli.model.rules.{name}").ALL_DIGITS.without_digits()
+    return _module(name).ALL_DIGITS.without_digits()

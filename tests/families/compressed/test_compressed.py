@@ -7,8 +7,9 @@ import torch
 from marks import mostly_slow
 
 from arbcli.base.errors import ArbError
-from arbcli.config.parts import AttentionConfig, CompressedAttentionConfig
+from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.presets import PRESETS, preset
+from arbcli.families.compressed.config import CompressedAttentionConfig
 from arbcli.families.compressed.kernels.choose_entries import choose_entries
 from arbcli.families.compressed.kernels.compressed_attention import Sight, compressed_attention
 from arbcli.inspect.memory import measure, predict

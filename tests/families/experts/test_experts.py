@@ -19,9 +19,9 @@ from graph_parts import (
 from torch import nn
 
 from arbcli.base.errors import ArbError
-from arbcli.config.parts import ExpertsConfig
 from arbcli.config.presets import preset
 from arbcli.families.experts import weight as expert_weight
+from arbcli.families.experts.config import ExpertsConfig
 from arbcli.families.experts.hashed import hashed_experts
 from arbcli.families.experts.mixture import Experts, Gate, root_softplus
 from arbcli.families.experts.reference import experts

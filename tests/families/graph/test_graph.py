@@ -18,10 +18,10 @@ from graph_parts import (
 from references import reference_logits
 from torch.nn.functional import cross_entropy
 
-from arbcli.config.parts import CompressedAttentionConfig
 from arbcli.config.presets import preset
 from arbcli.config.settings import plain_type
 from arbcli.config.short_forms import arguments
+from arbcli.families.compressed.config import CompressedAttentionConfig
 from arbcli.model import decoding
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel

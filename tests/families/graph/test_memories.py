@@ -17,8 +17,8 @@ from graph_parts import (
 )
 from torch.nn import functional
 
-from arbcli.config.parts import MemGramConfig
 from arbcli.families.graph.codebook import best_pairs
+from arbcli.families.graph.config import MemGramConfig
 from arbcli.families.graph.memgram import MOST, ORDER, MemGram
 from arbcli.families.graph.sequencer import ORDERS, TextSequencer
 from arbcli.families.graph.sequencer_reference import ngram_row, ngrams, sequencer

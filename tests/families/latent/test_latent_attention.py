@@ -8,8 +8,8 @@ from graph_parts import CLOSE, assert_same, decoded, initialised, normal, readin
 from torch import nn
 from torch.nn import functional
 
-from arbcli.config.parts import LatentAttentionConfig
 from arbcli.families.latent.attention import LatentAttention
+from arbcli.families.latent.config import LatentAttentionConfig
 from arbcli.families.latent.reference import latent_attention
 from arbcli.kernels.attention.eight_bits import FORMATS, CacheFormat
 from arbcli.model.layers.norm import TernaryRMSNorm

@@ -8,9 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arbcli.config.model import BlockConfig, StageConfig
-from arbcli.config.parts import MambaConfig
 from arbcli.config.site import Site
 from arbcli.families.mamba import mixer as module
+from arbcli.families.mamba.config import MambaConfig
 from arbcli.families.mamba.mixer import mamba_values, running_sum
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.stack import Block

@@ -11,10 +11,12 @@ import torch
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
-from arbcli.config.parts import AttentionConfig, LatentAttentionConfig, MLPConfig
+from arbcli.config.parts.attention import AttentionConfig
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.presets import preset
 from arbcli.data.text import Text, open_texts
 from arbcli.families.ahead.config import AheadConfig
+from arbcli.families.latent.config import LatentAttentionConfig
 from arbcli.families.masked.holes import fill
 from arbcli.families.masked.masking import hide
 from arbcli.generation import evaluation

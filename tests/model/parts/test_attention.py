@@ -6,7 +6,8 @@ from marks import mostly_slow
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
-from arbcli.config.parts import AttentionConfig, MLPConfig
+from arbcli.config.parts.attention import AttentionConfig
+from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.inspect.memory import predict
 from arbcli.model.build import build_model
