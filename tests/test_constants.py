@@ -8,6 +8,7 @@ import pytest
 import torch
 from constants import WRITTEN, constants
 
+from arbcli.config.presets import preset
 from arbcli.families.experts import mixture as experts
 from arbcli.families.graph import edges, memgram, moe_graph, router, sequencer
 from arbcli.families.latent import attention as latent_attention
@@ -80,8 +81,14 @@ def test_rules_are_pinned():
 
 
 def test_weights_of_the_losses_are_pinned():
-    weights = {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0, "teacher": 1.0, "commitment": 0.25}
-    assert weights == language_model.LOSS_WEIGHTS
+    assert language_model.TEACHER_WEIGHT == 1
+    for name, weights in (
+        ("tiny", {}), ("hnet-tiny", {"ratio": 0.3}), ("arb-long", {"indexer": 1.0}),
+        ("arb-3b", {"ponder": 0.01}),
+    ):  # fmt: skip
+        assert preset(name).loss_weights == weights
+    nearest = preset("arb-tiny", code_search="nearest")
+    assert nearest.loss_weights == {"commitment": 0.25}
 
 
 ROW_BYTES = {1: 1, 5: 1, 6: 2, 33: 7, 155: 31, 156: 32, 160: 32, 161: 33, 165: 33, 166: 34,

@@ -54,7 +54,7 @@ def default(field: dataclasses.Field) -> str:
 
 @pytest.mark.parametrize("kind", [*MIXERS, *CHANNELS, *BESIDE, *OTHERS])
 def test_page_lists_the_fields_of_a_part_with_their_defaults(kind):
-    config = (MIXERS | CHANNELS | BESIDE | OTHERS)[kind]
+    config = ({**MIXERS, **CHANNELS, **BESIDE} | OTHERS)[kind]
     rows = re.findall(rf"^\| `{kind}` \| `(\w+)` \| (\S+) \| \S.* \|$", PAGE, re.MULTILINE)
     common = {field.name for field in dataclasses.fields(PartConfig)}
     fields = [field for field in dataclasses.fields(config) if field.init]

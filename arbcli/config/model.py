@@ -540,6 +540,12 @@ class ModelConfig:
         return (*dict.fromkeys((self.rule, *filter(None, own))),)
 
     @property
+    def loss_weights(self) -> dict[str, float]:
+        """Weights of the auxiliary losses of all parts in the training loss, by name."""
+        parts = every_part((self.stages, self.beside, *self._heads))
+        return {name: weight for part in parts for name, weight in part.loss_weights.items()}
+
+    @property
     def rule_text(self) -> str:
         """The rules as text, such as `moment+nibble`."""
         return "+".join(self.rules)

@@ -29,5 +29,15 @@ FAMILIES = {
     "mamba": Family(mixers=("mamba",)),
 }
 """Families by the name of their folder."""
+BETWEEN = "arbcli.families.graph.memories:Memories"
+"""Class of what runs between blocks of the innermost stage."""
+RESIDUAL = "arbcli.families.streams.hyper_connection"
+"""Module of stages with several residual streams."""
+SPECULATION = "arbcli.families.ahead.speculation"
+"""Module of speculative decoding."""
+SPECULATIVE_ATTENTION = "arbcli.families.ahead.kernels.attend_ahead"
+"""Module of attention from positions that are not accepted yet."""
+FOUR_BIT_PRODUCTS = "arbcli.families.nvfp4.products"
+"""Module of products in four bits."""
 RULES = {"votes": "votes"}
 """Families that have an update rule, by the name of the rule."""

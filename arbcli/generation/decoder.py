@@ -15,15 +15,15 @@ have another order.
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import VOCABULARY
-from arbcli.families.ahead.config import AheadConfig
-from arbcli.families.ahead.speculation import Checks, can_check
+from arbcli.families import SPECULATION
 from arbcli.generation.option_checks import check_ahead
 from arbcli.generation.sampling import Sampling
 from arbcli.generation.step_graph import StepGraph
@@ -38,6 +38,9 @@ from arbcli.kernels.update.random_bits import stream_key
 from arbcli.model.cache import BatchCache, Cache
 from arbcli.model.decoding import Phase, step_phases
 from arbcli.model.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from arbcli.families.ahead.speculation import Checks
 
 WARM_UP_STEPS = 3
 """Steps before the capture, in which kernels are compiled and libraries choose algorithms."""
@@ -310,7 +313,7 @@ class Decoder:
                 yield fetched.popleft()()
         yield from (fetch() for fetch in fetched)
 
-    def _stream_checked(self, checks: Checks, length: int) -> Generator[Sequence[int], None, int]:
+    def _stream_checked(self, checks: "Checks", length: int) -> Generator[Sequence[int], None, int]:
         """Generate bytes by speculative steps, as long as the text has room for a complete one.
 
         Returns:
@@ -349,13 +352,14 @@ class Decoder:
         if not 0 < length <= self._text.shape[-1] - count:
             raise ValueError(f"no room for {count} bytes after {length}")
 
-    def _new_checks(self, ahead: int) -> Checks | None:
+    def _new_checks(self, ahead: int) -> "Checks | None":
         """Create the speculative steps, if `ahead` is above 1 and the text is long enough."""
         model, size = self.model, min(ahead, self.cache.window, self._text.shape[-1] - 1)
         if ahead == 1:
             return None
-        if not 1 <= ahead <= AheadConfig.MOST:
-            raise ArbError(f"`--ahead` is {ahead}", hint=f"use 1 to {AheadConfig.MOST}")
+        speculation = import_module(SPECULATION)
+        if not 1 <= ahead <= speculation.MOST_AHEAD:
+            raise ArbError(f"`--ahead` is {ahead}", hint=f"use 1 to {speculation.MOST_AHEAD}")
         if len(self._caches) > 1:
             raise ArbError("`--ahead` is for a single text", hint="leave it out, or give one text")
         check_ahead(model.config, ahead)
@@ -365,12 +369,12 @@ class Decoder:
                     f"`--ahead` does not work with a cache in {model.cache_dtype}",
                     hint="leave `--kv` or `--ahead` out",
                 )
-            if not can_check(model):
+            if not speculation.can_check(model):
                 raise ArbError(
                     "this model does not support `--ahead`",
                     hint="leave `--ahead` out; docs/models.md says which models can",
                 )
-            return Checks(model, self.cache, size) if size > 1 else None
+            return speculation.Checks(model, self.cache, size) if size > 1 else None
 
     def _compute(self, phase: Phase) -> None:
         """Run a phase of a step; the last phase samples the next symbols.

@@ -519,7 +519,9 @@ def _chunks(model: LanguageModel, ids: Tensor) -> ChunkReport | None:
     """Return statistics of a model's chunks in (B, T) bytes; None without chunks."""
     if not model.stages:
         return None
-    stages = torch.stack(model.boundaries(ids)).cpu()  # (stages, B, T)
+    from arbcli.families.hnet.boundaries import chunk_starts
+
+    stages = torch.stack(chunk_starts(model, ids)).cpu()  # (stages, B, T)
     places = torch.nonzero(functional.pad(stages[0], (0, 1), value=True).flatten()).flatten()
     lengths = places.diff()  # a window ends with one place more, which is not a byte of it
     ends = torch.tensor([place % (ids.shape[1] + 1) == ids.shape[1] for place in places.tolist()])

@@ -6,7 +6,6 @@ Each layer has the interface of its packed counterpart in `arbcli.model.layers`.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +13,8 @@ from torch.nn import functional
 
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.site import Site
-from arbcli.families.experts.kernels.grouped_matmul import grouped_grad_w, grouped_matmul
-from arbcli.families.streams.kernels.mix_streams import mix_streams_torch
 from arbcli.kernels.attention.rotation import rotate
 from arbcli.model.initial import head_std, projection_std
-from arbcli.model.layers.compiled import KeepsInputs, operator
 from arbcli.model.layers.norm import NORM_EPS, clamp_halves
 from arbcli.model.layers.rotary import rotary_table
 from arbcli.model.layers.table import SPARSE_SPREAD
@@ -239,49 +235,6 @@ class FloatClampedGate(FloatGate):
         return super().forward(clamp_halves(gate_up))
 
 
-class FloatExpertWeight(FloatWeight):
-    """Float matrices of all experts, stacked by rows; the counterpart of `ExpertWeight`."""
-
-    def __init__(
-        self,
-        experts: int,
-        out_features: int,
-        in_features: int,
-        site: Site,
-        *,
-        area: str,
-        std: float | None = None,
-    ) -> None:
-        rows = experts * out_features
-        super().__init__(rows, in_features, site, std=std or projection_std(in_features))
-        self.experts = experts
-
-    def multiply(self, x: Tensor, bounds: Tensor, before: nn.Module | None) -> Tensor:
-        """Multiply the slots of each expert, (S, K), by its matrix: (S, N).
-
-        Uses torch's grouped product in bf16 on a GPU, and `grouped_matmul` elsewhere.
-        """
-        x = before(x) if before else x
-        w = self.weight(x.dtype).unflatten(0, (self.experts, -1))
-        if x.is_cuda and x.dtype == torch.bfloat16:
-            return torch._grouped_mm(x, w.transpose(1, 2), offs=bounds[1:].to(torch.int32))
-        return _grouped_product(x, w, bounds)
-
-
-class _GroupedProduct(KeepsInputs):
-    @staticmethod
-    def forward(x: Tensor, w: Tensor, bounds: Tensor) -> Tensor:
-        return grouped_matmul(x, w, bounds)
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, bounds = ctx.saved_tensors
-        return grouped_matmul(grad_y, w.mT, bounds), grouped_grad_w(grad_y, x, bounds), None
-
-
-_grouped_product = operator(_GroupedProduct, lambda x, w, bounds: x.new_empty(len(x), w.shape[1]))
-
-
 class FloatRotaryAngles(nn.Module):
     """The table of rotary angles: see `rotary_table`.
 
@@ -344,13 +297,6 @@ class FloatTurnedHeads(FloatRotaryAngles):
             return rotate(y, *angles).to(x.dtype)
 
         return rotated(q, 0), rotated(k, 1), v
-
-
-def mix_streams(
-    x: Tensor, weights: Tensor, added: Tensor | None = None, gains: Tensor | None = None
-) -> Tensor:
-    """Mix residual streams in plain torch: see `arbcli.families.streams.kernels.mix_streams`."""
-    return mix_streams_torch(x, weights, added, gains)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

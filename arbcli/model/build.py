@@ -4,12 +4,10 @@ import torch
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig, gates_to_pack
-from arbcli.families.compressed.attention import Indexer
-from arbcli.families.experts.weight import ExpertWeight
 from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers.linear import LinearWeight
 from arbcli.model.layers.norm import TernaryGate
+from arbcli.model.low_precision import LowPrecision
 from arbcli.model.stack import Stack
 
 
@@ -41,25 +39,16 @@ def build_model(
         for stack in model.modules():
             if isinstance(stack, Stack):
                 _pack_gates(stack)
-    if fp8 or nvfp4:
-        weights = [
-            weight
-            for weight in model.weights().values()
-            if isinstance(weight, (LinearWeight, ExpertWeight)) and _fits(weight, nvfp4)
-        ]
-        if not weights:
+    for number_format, is_chosen in (("fp8", fp8), ("nvfp4", nvfp4)):
+        if not is_chosen:
+            continue
+        parts = [part for part in model.modules() if isinstance(part, LowPrecision)]
+        if sum(part.multiply_in(number_format) for part in parts) == 0:
             raise ArbError(
-                f"`--compute {'fp8' if fp8 else 'nvfp4'}` multiplies matrices whose sizes are"
-                f" multiples of {MULTIPLE}, and this model has none",
+                f"`--compute {number_format}` multiplies matrices whose sizes are multiples of"
+                f" {MULTIPLE}, and this model has none",
                 hint="choose other sizes, or use `--compute bf16`",
             )
-        for weight in weights:
-            weight.nvfp4 = nvfp4
-            if isinstance(weight, LinearWeight):
-                weight.fp8 = fp8
-        for part in model.modules():
-            if isinstance(part, Indexer):
-                part.fp8 = fp8
     return model
 
 
@@ -68,12 +57,3 @@ def _pack_gates(stack: Stack) -> None:
         gate = stack[index].get_submodule("mlp.sub_norm")
         assert isinstance(gate, TernaryGate), "float baselines do not pack gates"
         gate.packs = True
-
-
-def _fits(weight: LinearWeight | ExpertWeight, nvfp4: bool) -> bool:
-    """Return whether a weight can be multiplied in FP8, or in NVFP4."""
-    if isinstance(weight, ExpertWeight):
-        rows, allowed = weight.expert_rows, nvfp4
-    else:
-        rows, allowed = weight.out_features, weight.in_eight_bits
-    return allowed and rows % MULTIPLE == 0 and weight.in_features % MULTIPLE == 0

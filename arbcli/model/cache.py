@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from arbcli.base.errors import ArbError
-from arbcli.families.ahead.kernels.attend_ahead import Kept
+from arbcli.kernels.attention.kept import Kept
 from arbcli.model.mark import Mark, Written
 from arbcli.model.ngrams import HISTORY
 from arbcli.model.state import StateSpec, Track

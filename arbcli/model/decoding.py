@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.families.hnet.stage import pass_one
 from arbcli.kernels.matmul.swizzled import fits_prepacked
 from arbcli.model.cache import BatchCache, Cache
 from arbcli.model.flow import Flow, Reading, each_text
+from arbcli.model.stack import pass_one
 
 if TYPE_CHECKING:
     from arbcli.model.language_model import LanguageModel

@@ -12,18 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from arbcli.base.lazy import imported
 from arbcli.config.kinds import BESIDE
-from arbcli.config.model import VOCABULARY, ModelConfig
-from arbcli.families.ahead.head import Ahead
-from arbcli.families.graph.codebook import Codebook
-from arbcli.families.graph.moe_graph import MoEGraph
-from arbcli.families.graph.quantiser import Quantiser
-from arbcli.families.graph.router import Router
-from arbcli.families.hnet.stage import Chunked, Stage
-from arbcli.families.media.head import CompositeHead
+from arbcli.config.model import ModelConfig
+from arbcli.families import BETWEEN
 from arbcli.model.cache import BatchCache, Cache
 from arbcli.model.decoding import forward_with_cache
-from arbcli.model.flow import Documents, Flow, Losses, Reading, merge, rows_of
+from arbcli.model.flow import Documents, Flow, Reading
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
 from arbcli.model.layers.linear import TernaryLinear, decode_in_groups
 from arbcli.model.layers.loss import divergence
@@ -33,13 +28,10 @@ from arbcli.model.parts.mlp import MLP
 from arbcli.model.registry import build_part
 from arbcli.model.stack import Stack
 from arbcli.model.state import Track
+from arbcli.model.step_memory import JoinedStatistics
 
-LOSS_WEIGHTS = {"ponder": 0.01, "ratio": 0.3, "indexer": 1.0, "teacher": 1.0, "commitment": 0.25}
-"""Weights of the auxiliary losses, relative to the loss of the text.
-
-H-Net uses 0.03 for `ratio`; with ten times that, chunks keep their target length. The weight of
-`indexer` is arbitrary, as the indexers' parameters have no other loss.
-"""
+TEACHER_WEIGHT = 1.0
+"""Weight of the divergence from a teacher in the training loss."""
 
 
 class LanguageModel(PackedModel):
@@ -51,8 +43,6 @@ class LanguageModel(PackedModel):
         recompute: whether to use activation checkpointing, which only saves the inputs of blocks.
     """
 
-    codebook: Codebook | Quantiser | None
-    knowledge: Codebook | Quantiser | None
     tokenizer: Any = None
     """The `arbcli.data.tokens.Tokenizer`; None for a model of bytes, or if it is unknown."""
 
@@ -74,31 +64,30 @@ class LanguageModel(PackedModel):
         beside = {part.kind: part for part in config.beside}
         for name in BESIDE:
             setattr(self, name, build_part(beside[name], outermost) if name in beside else None)
-        self.stages: Any  # a `ModuleList` of `Stage`
+        self.stages: Any  # a `ModuleList` of outer stages
         if config.outer:
-            self.stages = nn.ModuleList(Stage(config, index) for index in range(len(config.outer)))
+            outer = enumerate(config.chunkings)
+            self.stages = nn.ModuleList(
+                imported(chunking.module)(config, index) for index, chunking in outer
+            )
         else:
             self.stages = ()
         self.blocks = Stack(main.blocks, main, site)
-        books, between = (memories.codebooks, memories.own_site(site)) if memories else ({}, site)
-        for name in ("codebook", "knowledge"):
-            setattr(self, name, build_part(books[name], between, name) if name in books else None)
-        self.moe_graph = None
-        if memories and memories.iterated:
-            width = memories.codebook.width if memories.codebook else None
-            own_site = memories.iterated.own_site(between)
-            self.moe_graph = MoEGraph(memories.iterated, own_site, width)
-        self.router = Router(2 + len(books), site) if main.router else None
+        self._between: tuple[nn.Module, ...] = ()  # whose children are those of the model
+        if memories or main.router:
+            between = imported(BETWEEN)(memories, site, main.router)
+            self._between = (between,)
+            for name, module in between.named_children():
+                self.add_module(name, module)
         if config.head:
             self.byte_norm = stream_norm(outermost)
             self.byte_mlp = MLP(config.head, config.head.own_site(outermost), area="head")
         self.norm = stream_norm(outermost)
         if config.composite:
-            self.head: Any = CompositeHead(config.composite.own_site(outermost))
+            self.head: Any = build_part(config.composite, outermost)
         else:
             self.head = symbol_head(config, self.embedding)
-        ahead = config.ahead
-        self.ahead = Ahead(ahead, ahead.own_site(outermost)) if ahead else None
+        self.ahead = build_part(config.ahead, outermost) if config.ahead else None
         if memories is None:
             decodes_whole = isinstance(self.head, TernaryLinear) and not self.scores_in_chunks
             follows = decodes_whole and not self.ahead and not config.outer
@@ -106,7 +95,6 @@ class LanguageModel(PackedModel):
             decode_in_groups(self.blocks.weights_of_blocks(), head, across=not recompute)
             for stack in [stack for each in self.stages for stack in (each.encoder, each.decoder)]:
                 decode_in_groups(stack.weights_of_blocks(), None, across=not recompute)
-        self._counts: Tensor | None = None
         self._with_gauges: list[Any] | None = None
         """Parts with `gauges`; None before they are first read."""
 
@@ -119,7 +107,7 @@ class LanguageModel(PackedModel):
         """
         if cache is not None:
             return forward_with_cache(self, ids, cache)
-        return self.logits(self._hidden(ids, []))
+        return self.logits(self._hidden(ids))
 
     def new_cache(
         self,
@@ -163,54 +151,34 @@ class LanguageModel(PackedModel):
         Returns:
             Float32 scalars by name:
             `text`, the cross-entropy in nats per symbol, or the bound of a masked model;
-            `ponder`, see `Iterated.ponder_cost`;
-            `ratio`, the sum over the stages with learned boundaries;
-            `indexer`, the mean over the blocks with an indexer;
-            `commitment`, the mean over quantisers, see `Found.cost`;
-            `of_text`, `of_sound` and `of_picture`, see `CompositeHead`;
-            `next_2` and so on, see `Ahead`;
+            the auxiliary losses of parts, each the mean over the parts that have it, and those of
+            heads;
             `teacher`, the mean divergence from the teacher's predictions in nats per symbol.
         """
-        seen: list[Chunked] = []
-        flow = self._hidden(ids, seen, documents)
-        if seen and torch.is_grad_enabled():
-            self._counts = torch.stack([stage.counts for stage in seen])
+        flow = self._hidden(ids, documents)
         if self.config.composite:
-            losses = self._composite_losses(flow, targets)
+            before_head = self._before_head(flow)
+            losses = self.head.next_losses(before_head, self.norm, targets, self.cross_entropy)
         elif self.config.is_masked:
             losses = {"text": self._masked_losses(flow, targets).mean()}
         elif self.config.fills or documents is not None:
             losses = {"text": self._mean_loss(flow, targets)}
         else:
             losses = {"text": self._text_loss(flow, targets)}
-        for name in ("ponder", "indexer", "commitment"):
-            if found := flow.losses.get(name):
-                losses[name] = cast(Tensor, sum(found)) / len(found) if len(found) > 1 else found[0]
-        ratios = [stage.ratio for stage in seen if stage.ratio is not None]
+        for name, terms in flow.losses.items():
+            losses[name] = cast(Tensor, sum(terms)) / len(terms) if len(terms) > 1 else terms[0]
         if self.ahead:
             losses |= self.ahead.losses(flow.total(), ids)
         if teacher is not None:
             apart = self._divergences(flow, teacher, ids, documents)
             learnt = torch.ones_like(targets) if documents is None else targets >= 0
             losses["teacher"] = (apart * learnt).sum() / learnt.sum().clamp(min=1)
-        return losses | ({"ratio": cast(Tensor, sum(ratios))} if ratios else {})
+        return losses
 
     @property
     def loss_weights(self) -> dict[str, float]:
         """Weight of each term of `losses`; that of the text is 1."""
-        ahead = self.config.ahead
-        if self.config.composite:
-            return LOSS_WEIGHTS | self.config.composite.loss_weights
-        if ahead is None:
-            return LOSS_WEIGHTS
-        return LOSS_WEIGHTS | dict.fromkeys(ahead.losses, ahead.weight / len(ahead.losses))
-
-    def _composite_losses(self, flow: Flow, targets: Tensor) -> dict[str, Tensor]:
-        """Compute the loss of the next byte, and of each head over the bytes of its kind."""
-        kinds, targets = targets // VOCABULARY, targets % VOCABULARY
-        logits, each = self.head(self._before_head(flow), self.norm)
-        of_text = self.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return {"text": of_text} | self.head.losses(each, targets, kinds)
+        return self.config.loss_weights | {"teacher": TEACHER_WEIGHT}
 
     def _text_loss(self, flow: Flow, targets: Tensor) -> Tensor:
         if self.scores_in_chunks:
@@ -258,7 +226,7 @@ class LanguageModel(PackedModel):
     ) -> Tensor:
         """Compute the KL divergence from the teacher's predictions, (B, T) float32, in nats."""
         with torch.no_grad():
-            known = teacher._hidden(ids, [], documents)
+            known = teacher._hidden(ids, documents)
             if self.scores_in_chunks:
                 theirs = teacher.head.predictions(teacher._before_head(known), teacher.norm)
             else:
@@ -273,7 +241,7 @@ class LanguageModel(PackedModel):
         For a masked model these are the terms of its bound, with ids and targets from `hide`.
         """
         of_symbols = self._masked_losses if self.config.is_masked else self._symbol_losses
-        return of_symbols(self._hidden(ids, []), targets)
+        return of_symbols(self._hidden(ids), targets)
 
     def embed(self, text: Tensor, length: int) -> Tensor:
         """Embed the last T symbols of (B, history + T), with all added parts: (B, T, D)."""
@@ -288,25 +256,23 @@ class LanguageModel(PackedModel):
         """Return the inputs of the last T symbols other than the stream, from (B, history + T)."""
         return Reading.of_text(text, length) if self.config.reads_text else Reading()
 
-    def _hidden(self, ids: Tensor, seen: list[Chunked], documents: Tensor | None = None) -> Flow:
-        """Compute the stream before the head; the chunks of each stage are appended to `seen`."""
+    def _hidden(self, ids: Tensor, documents: Tensor | None = None) -> Flow:
+        """Compute the stream before the head."""
         length = ids.shape[1]
         x, reading = self.embed(ids, length), self.reading(ids, length)
         if documents is not None:
             reading = reading._replace(documents=Documents.of(documents))
-        return self._run_stages(0, x, ids, seen, reading)
+        return self._run_stages(0, x, ids, reading)
 
-    def _run_stages(
-        self, index: int, x: Tensor, ids: Tensor, seen: list[Chunked], reading: Reading
-    ) -> Flow:
+    def _run_stages(self, index: int, x: Tensor, ids: Tensor, reading: Reading) -> Flow:
         """Run the stream through stage `index` and all inner ones, down to the blocks."""
         if index == len(self.stages):
             return self.run_innermost(x, reading)
 
         def inner(x: Tensor, inside: Reading) -> Flow:
-            return self._run_stages(index + 1, x, ids, seen, inside)
+            return self._run_stages(index + 1, x, ids, inside)
 
-        return self.stages[index](x, ids, reading, inner, seen, recompute=self.recompute)
+        return self.stages[index](x, ids, reading, inner, recompute=self.recompute)
 
     def run_innermost(
         self, x: Tensor, reading: Reading, track: Track | None = None, *, fused: bool = False
@@ -325,74 +291,18 @@ class LanguageModel(PackedModel):
                 return Flow(self.blocks.step(x, track, reading, span))
             return self.blocks(x, reading, track, recompute=self.recompute, span=span)
 
-        memories, taps = self.config.main.memories, [x]
-        if memories is None:
-            flow = run(x, slice(None))
-        else:
-            before = run(x, slice(0, memories.place))
-            remember = self._run_memories_by_text if track and track.each else self._run_memories
-            x, losses = remember(before.total(), taps, reading)
-            flow = run(x, slice(memories.place, None))
-            flow = flow._replace(losses=merge(before.losses, losses, flow.losses))
-        if self.router:
-            route = self._route_by_text if track and track.each else self.router
-            flow = Flow(route([flow.total(), *taps]), None, flow.losses)
-        return flow
-
-    def _run_memories(
-        self, x: Tensor, taps: list[Tensor], reading: Reading
-    ) -> tuple[Tensor, Losses]:
-        """Add the outputs of codebooks and graph to the stream; append the former to `taps`."""
-        found = [book(x) for book in (self.codebook, self.knowledge) if book]
-        taps += [each.y for each in found]
-        for each in found:
-            x = x + each.y
-        costs = [each.cost for each in found if each.cost is not None]
-        losses = {"commitment": costs} if costs else {}
-        if self.moe_graph is None:
-            return x, losses
-        first = found[0] if self.codebook else None
-        iterated = self.moe_graph(x, self.codebook, first, reading)
-        # only training needs the cost
-        ponder = {"ponder": [iterated.ponder_cost()]} if torch.is_grad_enabled() else {}
-        return iterated.x, losses | ponder
-
-    def _run_memories_by_text(
-        self, x: Tensor, taps: list[Tensor], reading: Reading
-    ) -> tuple[Tensor, Losses]:
-        """Run `_run_memories` for one position of each text of a batch, separately."""
-        found = []
-        for text, row in enumerate(rows_of(x)):
-            own: list[Tensor] = []
-            found.append((self._run_memories(row, own, reading.of(text))[0], *own))
-        x, *books = (torch.cat(parts) for parts in zip(*found, strict=True))
-        taps += books
-        return x, {}
-
-    def _route_by_text(self, streams: list[Tensor]) -> Tensor:
-        """Run the router for one position of each text of a batch, separately."""
-        assert self.router is not None
-        route, rows = self.router, zip(*map(rows_of, streams), strict=True)
-        return torch.cat([route([*row]) for row in rows])
+        if not self._between:
+            return run(x, slice(None))
+        (between,) = self._between
+        return between(run, x, reading, by_text=bool(track and track.each))
 
     def logits(self, flow: Flow) -> Tensor:
         """Compute logits from the stream."""
-        if self.config.composite:
-            return self.head(self._before_head(flow), self.norm).logits
-        if self.config.head:
+        if self.config.head or self.config.composite:
             return self.head(self._before_head(flow), self.norm)
         if flow.added is None:
             return self.head(flow.x, self.norm)
         return self.head(flow.x, self.norm, flow.added)[0]
-
-    def boundaries(self, ids: Tensor) -> list[Tensor]:
-        """Return the chunk boundaries of (B, T) bytes: for each stage a (B, T) bool mask."""
-        seen: list[Chunked] = []
-        with torch.no_grad():
-            self._hidden(ids, seen)
-        # empty slots mark the first byte, which always begins a chunk
-        marks = torch.zeros_like(ids, dtype=torch.bool)
-        return [marks.scatter(1, stage.first.clamp(min=0), True) for stage in seen]
 
     def stacks(self) -> list[Stack]:
         """Return the stacks of blocks, outermost first."""
@@ -410,31 +320,21 @@ class LanguageModel(PackedModel):
         Args:
             group: the `arbcli.training.parallel.group.Group` of the run.
         """
-        if self._counts is not None:  # the last micro-batch, which one process has computed
-            self._counts = group.in_order([self._counts])[-1]
-        for part in self._memories():
-            part.join(group)
+        for part in self.modules():
+            if isinstance(part, JoinedStatistics):
+                part.join(group)
 
     def gauges(self) -> dict[str, float]:
         """Return metrics for the log; synchronises with the device.
 
         Returns:
-            `gauges` of all parts, the maximum if several have the same name, and for stages
-            chunk_length: mean length of a chunk in bytes; chunk_length_2 and so on, in positions of
-                the stage around.
-            joined: share of the boundaries without a slot, whose chunks were merged.
+            `gauges` of all parts; the maximum if several have the same name.
         """
-        found: dict[str, float] = {}
+        gauges: dict[str, float] = {}
         if self._with_gauges is None:
             others = [part for part in self.modules() if part is not self]
             self._with_gauges = [part for part in others if hasattr(part, "gauges")]
         for part in self._with_gauges:
             for name, value in part.gauges().items():
-                found[name] = max(value, found.get(name, value))
-        if self._counts is None:
-            return found
-        joined, begun = 0, 0
-        for index, (positions, chunks, overflow) in enumerate(self._counts.tolist()):
-            found[f"chunk_length_{index + 1}" if index else "chunk_length"] = positions / chunks
-            joined, begun = joined + overflow, begun + chunks + overflow
-        return found | {"joined": joined / begun}
+                gauges[name] = max(value, gauges.get(name, value))
+        return gauges

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -10,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from arbcli.config.model import BlockConfig, Blocks, StageConfig
 from arbcli.config.site import Site
-from arbcli.families.streams.hyper_connection import HyperConnection
-from arbcli.families.streams.layers import average_streams, spread_streams
+from arbcli.families import RESIDUAL
 from arbcli.model.flow import Flow, Losses, Reading, each_text, merge, rows_of
 from arbcli.model.layers.kinds import stream_norm
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
@@ -20,6 +20,9 @@ from arbcli.model.layers.streamed import recompute_contexts
 from arbcli.model.parts.base import Part
 from arbcli.model.registry import build_part
 from arbcli.model.state import Clock, State, StateSpec, Track
+
+if TYPE_CHECKING:
+    from arbcli.families.streams.hyper_connection import HyperConnection
 
 recomputed = partial(
     checkpoint, use_reentrant=False, preserve_rng_state=False, determinism_check="none",
@@ -33,7 +36,7 @@ class Branch(NamedTuple):
 
     part: Part
     norm: nn.Module
-    connection: HyperConnection | None
+    connection: "HyperConnection | None"
 
 
 class Block(nn.Module):
@@ -56,7 +59,10 @@ class Block(nn.Module):
             self.add_module(part.norm_name or f"{part.name}_norm", norms[-1])
             self.add_module(part.name, part)
         for number, part in enumerate(parts, first):
-            connection = HyperConnection(site, streams, number % streams) if streams > 1 else None
+            connection = None
+            if streams > 1:
+                residual = import_module(RESIDUAL)
+                connection = residual.HyperConnection(site, streams, number % streams)
             connections.append(connection)
             if connection:
                 self.add_module(f"{part.name}_streams", connection)
@@ -219,7 +225,7 @@ class Stack(nn.ModuleList):
             rows = [self(row, read.of(text), own, span=span) for text, (row, own) in texts]
             return Flow(torch.cat([flow.total() for flow in rows]))
         if self.streams > 1:
-            x = spread_streams(x, self.streams)
+            x = import_module(RESIDUAL).spread_streams(x, self.streams)
             if any(map(is_compiled, self)):
                 x = x.contiguous()  # other strides would compile the block again
         added: Tensor | None = None
@@ -236,20 +242,29 @@ class Stack(nn.ModuleList):
             x, added = flow.x, flow.added
             losses.append(flow.losses)
         if self.streams > 1:
-            x = average_streams(x)
+            x = import_module(RESIDUAL).average_streams(x)
         return Flow(x, added, merge(*losses))
 
     def step(
         self, x: Tensor, track: Track, reading: Reading | None = None, span: slice = slice(None)
     ) -> Tensor:
         """Run positions of a text, or one of each text, through the blocks: see `Block.step`."""
-        if self.streams > 1:
-            x = spread_streams(x, self.streams)
+        residual = import_module(RESIDUAL) if self.streams > 1 else None
+        if residual:
+            x = residual.spread_streams(x, self.streams)
         for block, state in zip([*self][span], track.blocks[span], strict=True):
             x = block.step(x, state, reading)
-        return each_text(average_streams, x) if self.streams > 1 else x
+        return each_text(residual.average_streams, x) if residual else x
 
     def new_track(self, ctx: int, texts: StateSpec) -> Track:
         """Create the decoding states of a text, or of a batch of texts: see `Clock`."""
         clock = Clock(ctx, texts)
         return Track(clock, [block.new_state(clock) for block in self])
+
+
+def pass_one(stack: Stack, x: Tensor, track: Track, reading: Reading, *, fused: bool) -> Tensor:
+    """Run one position of each text through a stack; the caller counts it."""
+    with track.clock.reading_uncounted():
+        if fused:
+            return stack.step(x, track, reading)
+        return stack(x, reading, track).total()

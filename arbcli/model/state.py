@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from arbcli.families.ahead.kernels.attend_ahead import Kept
 from arbcli.kernels.attention.decode_attention import count_on_
 from arbcli.kernels.attention.eight_bits import (
     CacheFormat,
@@ -24,6 +23,7 @@ from arbcli.kernels.attention.eight_bits import (
     quantise_entries,
     round_entries,
 )
+from arbcli.kernels.attention.kept import Kept
 from arbcli.model.flow import rows_of
 from arbcli.model.mark import Mark, Written
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from arbcli.families.ahead.kernels.attend_ahead import Kept, keep_accepted_, table_of
+from arbcli.families.ahead.kernels.attend_ahead import keep_accepted_, table_of
 from arbcli.families.compressed.kernels.append_position import append_position_, in_eight_bits
 from arbcli.families.compressed.kernels.decode_compressed import decode_compressed
 from arbcli.kernels.attention.attend_parts import attend_parts
 from arbcli.kernels.attention.decode_attention import decode_attention
+from arbcli.kernels.attention.kept import Kept
 from arbcli.kernels.codec.decode_e4m3 import decode_e4m3
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.dice import Dice

@@ -10,7 +10,6 @@ from arbcli.base.errors import ArbError
 from arbcli.data.text import open_texts
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.build import build_model
-from arbcli.model.language_model import LOSS_WEIGHTS
 from arbcli.model.rules import RULES
 from arbcli.training import step_inputs
 from arbcli.training.configure import new_config
@@ -285,8 +284,9 @@ def test_limits_of_eight_bits_are_explained(given, message):
 
 def test_other_parts_of_a_loss_count_by_their_weights():
     parts = {"text": torch.tensor(2.0), "ponder": torch.tensor(3.0)}
-    assert float(minimised(parts, LOSS_WEIGHTS)) == pytest.approx(2.03)
-    assert float(minimised({"text": parts["text"]}, LOSS_WEIGHTS)) == 2
+    weights = {"ponder": 0.01, "ratio": 0.3}
+    assert float(minimised(parts, weights)) == pytest.approx(2.03)
+    assert float(minimised({"text": parts["text"]}, weights)) == 2
 
 
 @pytest.mark.parametrize("weights", ["ternary", "ste"])

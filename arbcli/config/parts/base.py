@@ -27,6 +27,11 @@ class PartConfig:
     """Reason why the part cannot be bidirectional; None if it can."""
 
     @property
+    def loss_weights(self) -> dict[str, float]:
+        """Weights of the part's auxiliary losses in the training loss, by name."""
+        return {}
+
+    @property
     def reads_text(self) -> bool:
         """Whether the part also reads the bytes of the text."""
         return False

@@ -18,6 +18,7 @@ class AheadConfig(PartConfig):
     LEAST: ClassVar[int] = 2
     MOST: ClassVar[int] = 8
 
+    module: ClassVar[str] = "arbcli.families.ahead.head:Ahead"
     kind: str = field(default="ahead", init=False)
     positions: int
     """Number of bytes predicted at a position, including the byte of the model's main head."""
@@ -50,6 +51,11 @@ class AheadConfig(PartConfig):
     def losses(self) -> tuple[str, ...]:
         """Names of the head's losses, beginning with the second next byte."""
         return tuple(f"next_{number}" for number in range(2, self.positions + 1))
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Weights of the losses by their names."""
+        return dict.fromkeys(self.losses, self.weight / len(self.losses))
 
     def check_at(self, site: Site) -> None:
         """Check that a window is longer than the prediction.

@@ -60,6 +60,7 @@ from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.layers.rotary import Angles, for_heads, rotary_table, rows_at
+from arbcli.model.low_precision import LowPrecision
 from arbcli.model.parts.base import CachedAttention
 from arbcli.model.state import Clock
 
@@ -154,7 +155,7 @@ def choose_entries(q: Tensor, w: Tensor, k: Tensor, first: int, most: int, top_k
     return choose_by_scores(q, w, k, first, most, top_k)
 
 
-class Indexer(nn.Module):
+class Indexer(nn.Module, LowPrecision):
     """Scores entries for each group of bytes, to select those it attends to.
 
     Args:
@@ -175,6 +176,11 @@ class Indexer(nn.Module):
         self.key = parts.linear(
             self.width, config.kv_heads * config.width(site), site, area="indexer"
         )
+
+    def multiply_in(self, number_format: str) -> bool:
+        """Score in FP8: see `LowPrecision`; an indexer has no matrix of its own."""
+        self.fp8 = number_format == "fp8"
+        return False
 
     def table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the angles of `length` positions, by which half of a head is rotated."""
@@ -408,6 +414,11 @@ class CompressedAttention(CachedAttention):
             # bytes before the first complete entry select none
             chosen = functional.pad(chosen, (0, 0, 1, 0), value=-1)
         return (q, w, k), chosen
+
+    def multiply_in(self, number_format: str) -> bool:
+        """Score in FP8: see `LowPrecision`; an indexer has no matrix of its own."""
+        self.fp8 = number_format == "fp8"
+        return False
 
     def table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the angles of `length` positions."""

@@ -68,6 +68,11 @@ class CompressedAttentionConfig(PartConfig):
                 fields=("index_width",),
             )
 
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Weight of the indexer's loss: arbitrary, as its parameters have no other loss."""
+        return {} if self.top_k is None else {"indexer": 1.0}
+
     def check_at(self, site: Site) -> None:
         """Check the width of heads; see `PartConfig.check_at`."""
         if self.head_width is None:

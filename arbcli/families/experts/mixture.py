@@ -26,8 +26,10 @@ from torch.nn import functional
 
 from arbcli.config.site import Site
 from arbcli.families.experts.config import ExpertsConfig
+from arbcli.families.experts.float_weight import FloatExpertWeight
 from arbcli.families.experts.hashed import hashed_experts
 from arbcli.families.experts.kernels.expert_combine import expert_combine, expert_combine_backward
+from arbcli.families.experts.weight import ExpertWeight
 from arbcli.kernels.norm.rms_norm import FEW_ROWS
 from arbcli.model.flow import Flow, Reading, each_text
 from arbcli.model.initial import output_std
@@ -261,13 +263,14 @@ class Experts(Part):
         area: str = "experts",
     ) -> None:
         super().__init__()
-        parts, width, number = layers_for(site), dim or site.dim, config.experts
+        expert_weight = ExpertWeight if site.weights == "ternary" else FloatExpertWeight
+        width, number = dim or site.dim, config.experts
         # outputs into the residual stream have a small initial scale
         std = output_std(config.width, site.depth) if dim is None else None
         self.gate = Gate(config, query or site.dim, site, area)
-        self.gate_up = parts.expert_weight(number, 2 * config.width, width, site, area=area)
+        self.gate_up = expert_weight(number, 2 * config.width, width, site, area=area)
         self.sub_norm = _gate_and_norm(config, site)
-        self.down = parts.expert_weight(number, width, config.width, site, area=area, std=std)
+        self.down = expert_weight(number, width, config.width, site, area=area, std=std)
         self.shared = None
         if config.shared:
             self.shared = SharedExpert(config, width, site, area=area, std=std)

@@ -1,5 +1,6 @@
 """Weights of experts, multiplied in a grouped matrix product."""
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -7,24 +8,25 @@ from torch import Tensor
 from torch.autograd import Function
 
 from arbcli.config.site import Site
+from arbcli.families import FOUR_BIT_PRODUCTS
 from arbcli.families.experts.kernels.grouped_matmul import (
     MOST_EXPERTS,
     grouped_grad_w,
     grouped_matmul,
 )
-from arbcli.families.nvfp4.kernels.round_nvfp4 import round_nvfp4, round_stack_nvfp4
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.streamed import GradientSink, StreamedTensor
+from arbcli.model.low_precision import LowPrecision, fits
 
 WEIGHTS_AT_ONCE = 2**25
 """Maximum number of weights that are decoded, or whose gradient is computed, at once."""
 
 
-class ExpertWeight(StreamedTensor):
+class ExpertWeight(StreamedTensor, LowPrecision):
     """The matrices of all experts, stacked by rows and stepped separately."""
 
     nvfp4 = False
@@ -50,6 +52,11 @@ class ExpertWeight(StreamedTensor):
         )
         self.expert_rows = out_features
 
+    def multiply_in(self, number_format: str) -> bool:
+        """Multiply in NVFP4 if the shapes fit: see `LowPrecision`."""
+        self.nvfp4 = number_format == "nvfp4" and fits(self.expert_rows, self.in_features)
+        return self.nvfp4
+
     def multiply(self, x: Tensor, bounds: Tensor, before: TernaryRMSNorm | None) -> Tensor:
         """Multiply the slots of each expert by its matrix; differentiable.
 
@@ -74,7 +81,7 @@ class ExpertWeight(StreamedTensor):
         y = x.new_empty(len(x), width)  # each slot has an expert, so all rows are written
         in_four_bits, scales = self.nvfp4 and len(x) > FUSED_ROWS, []
         if in_four_bits:
-            x, of_x = round_nvfp4(x)
+            x, of_x = import_module(FOUR_BIT_PRODUCTS).round_nvfp4(x)
         for experts_range in self.gradient_ranges():
             rows = slice(
                 experts_range.start * self.expert_rows, experts_range.stop * self.expert_rows
@@ -84,7 +91,7 @@ class ExpertWeight(StreamedTensor):
             )
             w = w.transpose(1, 2) if transposed else w
             if in_four_bits:
-                w, of_w = round_stack_nvfp4(w)
+                w, of_w = import_module(FOUR_BIT_PRODUCTS).round_stack_nvfp4(w)
                 scales.append(of_x * of_w)
             grouped_matmul(x, w, bounds[experts_range.start : experts_range.stop + 1], y, apart)
         if in_four_bits:

@@ -74,6 +74,11 @@ class QuantiserConfig(PartConfig):
     """Number of passes of the clock hand, 1 to 127, after which an unused code is replaced."""
 
     @property
+    def loss_weights(self) -> dict[str, float]:
+        """Weight of the commitment loss."""
+        return {"commitment": 0.25}
+
+    @property
     def rows(self) -> int:
         """Number of codes."""
         return self.codes
@@ -131,6 +136,11 @@ class IteratedConfig(PartConfig):
                     hint=f"add `{missing[0]}`, or leave `{name}` out",
                     fields=(name, missing[0]),
                 )
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Weight of the ponder cost."""
+        return {"ponder": 0.01}
 
     @property
     def reads_text(self) -> bool:

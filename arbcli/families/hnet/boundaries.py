@@ -1,6 +1,7 @@
 """Chunk boundaries of an H-Net model in a text."""
 
 import torch
+from torch import Tensor
 
 from arbcli.base.errors import ArbError
 from arbcli.kernels.runtime.backend import use_backend
@@ -19,6 +20,22 @@ def check_chunks(model: LanguageModel) -> None:
             "this model reads bytes one by one, without chunks",
             hint="train a preset with chunks, such as `hnet-tiny`",
         )
+
+
+@torch.no_grad()
+def chunk_starts(model: LanguageModel, ids: Tensor) -> list[Tensor]:
+    """Return the chunk boundaries of (B, T) bytes: for each stage a (B, T) bool mask."""
+    recorded: list[Tensor] = []
+    for stage in model.stages:
+        stage.recorded = recorded
+    try:
+        model(ids)
+    finally:
+        for stage in model.stages:
+            stage.recorded = None
+    # empty slots mark the first byte, which always begins a chunk
+    marks = torch.zeros_like(ids, dtype=torch.bool)
+    return [marks.scatter(1, first.clamp(min=0), True) for first in recorded]
 
 
 @torch.no_grad()

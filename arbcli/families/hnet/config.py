@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from arbcli.base.errors import ArbError
 from arbcli.config.checks import check_choice
@@ -18,6 +19,7 @@ SPARE_SLOTS = 1.5
 class ChunkingConfig(PartConfig):
     """Split of an outer stage's positions into chunks, the positions of the next stage."""
 
+    module: ClassVar[str] = "arbcli.families.hnet.stage:Stage"
     kind: str = field(default="chunking", init=False)
     boundaries: str = "learned"
     """Kind of boundaries, one of `BOUNDARIES`."""
@@ -38,6 +40,14 @@ class ChunkingConfig(PartConfig):
                 hint="use 2 or more",
                 fields=("chunk_length",),
             )
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Weight of the ratio loss.
+
+        H-Net uses 0.03; with ten times that, chunks keep their target length.
+        """
+        return {"ratio": 0.3}
 
     def slots(self, positions: int) -> int:
         """Return the maximum number of chunks in a window."""

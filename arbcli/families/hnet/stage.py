@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,28 +32,24 @@ from arbcli.model.flow import Flow, Reading, each_text, merge, project
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.mark import Written
-from arbcli.model.stack import Stack
+from arbcli.model.stack import Stack, pass_one
 from arbcli.model.state import Clock, State, StateSpec, Track
+from arbcli.model.step_memory import JoinedStatistics
 
 
-class Chunked(NamedTuple):
-    """The chunks of a batch in a stage."""
-
-    ratio: Tensor | None
-    """Ratio loss of the stage; None if boundaries are not learned."""
-    counts: Tensor
-    """(3,) int64: positions, chunks, and boundaries that found no slot."""
-    first: Tensor
-    """(B, C) int64, index of the first byte of each chunk; -1 for an empty slot."""
-
-
-class Stage(nn.Module):
+class Stage(nn.Module, JoinedStatistics):
     """An outer stage, which wraps an inner network.
 
     Args:
         config: configuration of the model.
         index: index of the stage, outermost first.
     """
+
+    counts: Tensor | None = None
+    """(3,) int64 of the last training batch: positions, chunks, boundaries that found no slot."""
+    recorded: list[Tensor] | None = None
+    """List that forwards append (B, C) int64 to: index of the first byte of each chunk, -1 for an
+    empty slot; None for no list."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
@@ -76,7 +72,6 @@ class Stage(nn.Module):
         ids: Tensor,
         reading: Reading,
         inner: Callable[[Tensor, Reading], Flow],
-        seen: list[Chunked],
         *,
         recompute: bool = False,
     ) -> Flow:
@@ -87,7 +82,6 @@ class Stage(nn.Module):
             ids: (B, bytes) int64, the text.
             reading: additional inputs.
             inner: the inner network, on chunks.
-            seen: output list, to which the chunks of this stage and of inner stages are appended.
             recompute: whether to use activation checkpointing.
         """
         before = self.encoder(x, reading, recompute=recompute)
@@ -107,12 +101,37 @@ class Stage(nn.Module):
             chunks.overflow.sum(),
         )
         ratio = ratio_loss(routed, self.chunking.length, valid) if self.router else None
-        seen.append(Chunked(ratio, torch.stack(counts), inside.places))
+        if torch.is_grad_enabled():
+            self.counts = torch.stack(counts)
+        if self.recorded is not None:
+            self.recorded.append(inside.places)
         within = inner(self.inward(take_chunks(x, chunks)), inside)
         z, _ = project(self.outward, within.x, self.outward_norm, within.added)
         x = spread(z, routed.p, self.residual(x), chunks)
         after = self.decoder(x, reading, recompute=recompute)
-        return after._replace(losses=merge(before.losses, within.losses, after.losses))
+        losses = merge(before.losses, within.losses, after.losses)
+        if ratio is not None:
+            losses["ratio"] = [sum(losses.get("ratio", ()), ratio)]
+        return after._replace(losses=losses)
+
+    def join(self, group: Any) -> None:
+        """Take the counts of the last micro-batch, which one process has computed."""
+        if self.counts is not None:
+            self.counts = group.in_order([self.counts])[-1]
+
+    def gauges(self) -> dict[str, float]:
+        """Return metrics of the chunks of the last training batch.
+
+        Returns:
+            chunk_length: mean length of a chunk in bytes; chunk_length_2 and so on, in positions of
+                the stage around.
+            joined: share of the boundaries without a slot, whose chunks were merged.
+        """
+        if self.counts is None:
+            return {}
+        positions, chunks, overflow = self.counts.tolist()
+        name = f"chunk_length_{self.index + 1}" if self.index else "chunk_length"
+        return {name: positions / chunks, "joined": overflow / (chunks + overflow)}
 
     def _route(self, x: Tensor, ids: Tensor) -> Routed:
         if self.router:
@@ -215,14 +234,6 @@ class Stage(nn.Module):
         if past.encoder.each:  # a mark reads the count; for a single text the next step sets it
             past.decoder.clock.count()
         return x
-
-
-def pass_one(stack: Stack, x: Tensor, track: Track, reading: Reading, *, fused: bool) -> Tensor:
-    """Run one position of each text through a stack; the caller counts it."""
-    with track.clock.reading_uncounted():
-        if fused:
-            return stack.step(x, track, reading)
-        return stack(x, reading, track).total()
 
 
 class StageState(State):

@@ -1,6 +1,7 @@
 """Composite head for several kinds of bytes: text, sound and pictures."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from arbcli.base.errors import ArbError
 from arbcli.config.parts.base import PartConfig
@@ -19,6 +20,7 @@ class CompositeConfig(PartConfig):
     The loss of the mixture has weight 1.
     """
 
+    module: ClassVar[str] = "arbcli.families.media.head:CompositeHead"
     kind: str = field(default="composite", init=False)
     text: float = 0.1
     """Weight of the loss of the head for text, 0 to 10."""

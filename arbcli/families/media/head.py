@@ -7,13 +7,14 @@ kind. Training does: the mean cross-entropy of p_k over the bytes of kind k is t
 `of_text`, `of_sound` or `of_picture`.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from arbcli.config.site import Site
-from arbcli.families.media.config import BYTES, KINDS
+from arbcli.families.media.config import BYTES, KINDS, CompositeConfig
 from arbcli.model.layers.kinds import linear_head
 
 
@@ -29,16 +30,36 @@ class Heads(NamedTuple):
 class CompositeHead(nn.Module):
     """Predicts the next byte by a mixture of heads."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, _config: CompositeConfig, site: Site) -> None:
         super().__init__()
         self.heads = linear_head(len(KINDS) * BYTES, site, area="head")
         self.gate = linear_head(len(KINDS), site, area="head")
 
-    def forward(self, x: Tensor, norm: nn.Module) -> Heads:
-        """Compute log-probabilities from norm(x), with x (B, T, D)."""
+    def forward(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """Compute log-probabilities of the mixture from norm(x), (B, T, D): (B, T, 256)."""
+        return self.predictions(x, norm).logits
+
+    def predictions(self, x: Tensor, norm: nn.Module) -> Heads:
+        """Compute log-probabilities of the mixture and of each head from norm(x)."""
         each = self.heads(x, norm).unflatten(-1, (len(KINDS), BYTES)).float().log_softmax(dim=-1)
         shares = self.gate(x, norm).float().log_softmax(dim=-1)
         return Heads(torch.logsumexp(each + shares[..., None], dim=-2).to(x.dtype), each)
+
+    def next_losses(
+        self, x: Tensor, norm: nn.Module, targets: Tensor, cross_entropy: Callable
+    ) -> dict[str, Tensor]:
+        """Compute the loss of the next byte, and of each head over the bytes of its kind.
+
+        Args:
+            x: (B, T, D), the stream.
+            norm: norm before the heads.
+            targets: (B, T) int64 bytes, with 256 added for each number of a kind.
+            cross_entropy: mean cross-entropy of (N, 256) logits and (N,) targets.
+        """
+        kinds, targets = targets // BYTES, targets % BYTES
+        logits, each = self.predictions(x, norm)
+        of_text = cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return {"text": of_text} | self.losses(each, targets, kinds)
 
     @staticmethod
     def losses(each: Tensor, targets: Tensor, kinds: Tensor) -> dict[str, Tensor]:

@@ -24,6 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.config.site import Site
+from arbcli.families.streams.layers import average_streams as average_streams
+from arbcli.families.streams.layers import functions_for
+from arbcli.families.streams.layers import spread_streams as spread_streams
 from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS
 from arbcli.model.layers.kinds import layers_for
 
@@ -54,13 +57,13 @@ class HyperConnection(nn.Module):
 
     def __init__(self, site: Site, streams: int, read: int) -> None:
         super().__init__()
-        self.parts = layers_for(site)
-        width = streams * site.dim
-        self.norm = self.parts.norm(width, site)
-        self.projection = self.parts.linear(
+        layers, width = layers_for(site), streams * site.dim
+        self.stream_weights, self.mix_streams = functions_for(site)
+        self.norm = layers.norm(width, site)
+        self.projection = layers.linear(
             streams * (streams + 2), width, site, area="streams", spread=0.0, in_eight_bits=False
         )
-        self.bias = self.parts.vector(first_biases(streams, read), site, area="streams")
+        self.bias = layers.vector(first_biases(streams, read), site, area="streams")
 
     def forward(
         self, x: Tensor, branch: Callable[[Tensor], Tensor], *, fused: bool = False
@@ -77,18 +80,18 @@ class HyperConnection(nn.Module):
         rows = x.reshape(-1, streams, dim)
         weigh = self.step_weights if fused else self.weights
         read, keep, write = weigh(rows)
-        found = branch(self.parts.mix_streams(rows, read[:, None]).view(batch, length, dim))
-        return self.parts.mix_streams(rows, keep, found.reshape(-1, dim), write).view(x.shape)
+        found = branch(self.mix_streams(rows, read[:, None]).view(batch, length, dim))
+        return self.mix_streams(rows, keep, found.reshape(-1, dim), write).view(x.shape)
 
     def weights(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute a, B and c, (M, n), (M, n, n) and (M, n) float32, from streams (M, n, D)."""
         raw = self.projection(x.flatten(1), self.norm)
-        return self.parts.stream_weights(raw, self.bias())
+        return self.stream_weights(raw, self.bias())
 
     def step_weights(self, x: Tensor) -> tuple[Tensor, ...]:
         """Compute the weights of a decoding step with a fused product: see `weights`."""
         raw, number = self.projection.fused(x.flatten(1), normalise=True), len(x)
         if number > 1:  # pads to a fixed number of positions, so that bits do not depend on it
             raw = functional.pad(raw, (0, 0, 0, max(0, MOST_TEXTS - number)))
-        weights = self.parts.stream_weights(raw, self.bias.prepared())
+        weights = self.stream_weights(raw, self.bias.prepared())
         return tuple(part[:number] for part in weights)

@@ -1,14 +1,19 @@
 """Differentiable mixing of residual streams."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from arbcli.config.site import Site
 from arbcli.families.streams.kernels.mix_streams import mix_streams as mix
-from arbcli.families.streams.kernels.mix_streams import mix_streams_backward
+from arbcli.families.streams.kernels.mix_streams import mix_streams_backward, mix_streams_torch
 from arbcli.families.streams.kernels.stream_weights import stream_weights as make_weights
-from arbcli.families.streams.kernels.stream_weights import stream_weights_backward
+from arbcli.families.streams.kernels.stream_weights import (
+    stream_weights_backward,
+    stream_weights_torch,
+)
 from arbcli.model.layers.compiled import KeepsInputs, operator
 
 
@@ -50,6 +55,19 @@ def mix_streams(
 ) -> Tensor:
     """Mix streams: see `arbcli.families.streams.kernels.mix_streams`."""
     return _mix_streams(x, weights, added, gains)
+
+
+def functions_for(site: Site) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
+    """Return `stream_weights` and `mix_streams`; those of float baselines are in plain torch."""
+    if site.weights == "ternary":
+        return stream_weights, mix_streams
+    return stream_weights_torch, _mix_streams_of_floats
+
+
+def _mix_streams_of_floats(
+    x: Tensor, weights: Tensor, added: Tensor | None = None, gains: Tensor | None = None
+) -> Tensor:
+    return mix_streams_torch(x, weights, added, gains)
 
 
 def spread_streams(x: Tensor, streams: int) -> Tensor:

@@ -9,9 +9,6 @@ from torch import Tensor, nn
 from arbcli.config.model import ModelConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.config.site import Site
-from arbcli.families.experts.weight import ExpertWeight
-from arbcli.families.streams.kernels.stream_weights import stream_weights_torch
-from arbcli.families.streams.layers import mix_streams, stream_weights
 from arbcli.model import baselines
 from arbcli.model.initial import head_std
 from arbcli.model.layers.embedding import TernaryEmbedding
@@ -44,10 +41,7 @@ class Layers(NamedTuple):
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     vector: Callable[..., Any]
     taps: Callable[..., Any]
-    stream_weights: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    mix_streams: Callable[..., Tensor]
     clamped_gate: Callable[..., Any]
-    expert_weight: Callable[..., Any]
     table: Callable[..., Any]
 
 
@@ -57,7 +51,7 @@ def layers_for(site: Site) -> Layers:
         return Layers(
             TernaryLinear, TernaryEmbedding, TernaryRMSNorm, GainedRMSNorm, TernaryGate,
             _rotary_norm, _turned_heads, cross_entropy, TernaryVector, TernaryTaps,
-            stream_weights, mix_streams, ClampedGate, ExpertWeight, TernaryTable,
+            ClampedGate, TernaryTable,
         )  # fmt: skip
     return Layers(
         baselines.FloatLinear,
@@ -70,10 +64,7 @@ def layers_for(site: Site) -> Layers:
         baselines.cross_entropy,
         baselines.FloatVector,
         baselines.FloatTaps,
-        stream_weights_torch,
-        baselines.mix_streams,
         baselines.FloatClampedGate,
-        baselines.FloatExpertWeight,
         baselines.FloatTable,
     )
 

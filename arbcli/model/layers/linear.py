@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from arbcli.config.site import Site
-from arbcli.families.nvfp4.kernels.scaled_nvfp4 import nvfp4_product
+from arbcli.families import FOUR_BIT_PRODUCTS
 from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.decode_e4m3 import largest_exponents
 from arbcli.kernels.codec.decode_weights import decode_weights_triton
@@ -40,10 +41,11 @@ from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import anchor, operator
 from arbcli.model.layers.norm import NORM_EPS, PackedGates, TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.streamed import GradientSink, StreamedTensor
+from arbcli.model.low_precision import LowPrecision, fits
 from arbcli.model.widths import inner_lr_factor
 
 
-class LinearWeight(StreamedTensor):
+class LinearWeight(StreamedTensor, LowPrecision):
     """The weight of a `TernaryLinear`."""
 
     fp8 = False
@@ -68,6 +70,12 @@ class LinearWeight(StreamedTensor):
     _largest: tuple[tuple[int, ...] | None, Tensor | None] = None, None
     """Version, and the largest exponents that the forward computed for it."""
 
+    def multiply_in(self, number_format: str) -> bool:
+        """Multiply in FP8 or NVFP4 if the shapes fit: see `LowPrecision`."""
+        chosen = self.in_eight_bits and fits(self.out_features, self.in_features)
+        self.fp8, self.nvfp4 = (chosen and name == number_format for name in ("fp8", "nvfp4"))
+        return chosen
+
     def multiply_sum(
         self, x: Tensor, added: Tensor, before: "TernaryRMSNorm"
     ) -> tuple[Tensor, Tensor]:
@@ -88,7 +96,7 @@ class LinearWeight(StreamedTensor):
             return self._multiply_rounded(*rounded, x.dtype)
         x = before(x) if before else x
         if self._in_nvfp4(x):
-            return nvfp4_product(x, self.packed)
+            return import_module(FOUR_BIT_PRODUCTS).nvfp4_product(x, self.packed)
         return self._multiply(x)
 
     def _multiply(self, x: Tensor) -> Tensor:
@@ -122,7 +130,8 @@ class LinearWeight(StreamedTensor):
                 q, scale, self.packed, transposed=True, dtype=grad_y.dtype, largest=known
             )
         if self._in_nvfp4(grad_y):
-            return nvfp4_product(grad_y, self.packed, transposed=True)
+            products = import_module(FOUR_BIT_PRODUCTS)
+            return products.nvfp4_product(grad_y, self.packed, transposed=True)
         if self.decodes_ahead and uses_triton(grad_y):
             return grad_y @ self._dense(grad_y.dtype, self.needed_before)
         return ternary_matmul_grad_x(grad_y, self.packed)

@@ -30,6 +30,7 @@ keys and values, including its own, whether it is read alone or with others.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import ClassVar
 
 import torch
@@ -39,13 +40,14 @@ from torch.nn import functional
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.site import Site
-from arbcli.families.ahead.kernels.attend_ahead import Kept, attend_ahead, attend_in_turn
+from arbcli.families import SPECULATIVE_ATTENTION
 from arbcli.kernels.attention.attend_parts import (
     AttentionParts,
     attend_parts,
     fits_parts,
 )
 from arbcli.kernels.attention.decode_attention import decode_attention
+from arbcli.kernels.attention.kept import Kept
 from arbcli.model.flow import Documents, Flow, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.attend import (
@@ -378,11 +380,14 @@ class Ring(State):
         Returns:
             (1, M, heads * d).
         """
+        speculative = import_module(SPECULATIVE_ATTENTION)
         new, position, (cos, sin) = self.new_of(qkv.shape[1]), self.clock.position, self.table
         rings = qkv[0], self.keys.codes, self.values.codes, new
         if in_parts and self.leaves_parts(qkv):
-            return attend_ahead(*rings, position, cos, sin, NORM_EPS)[None]
-        y = attend_in_turn(*rings, position, cos, sin, self.semaphores, NORM_EPS, self.short)
+            return speculative.attend_ahead(*rings, position, cos, sin, NORM_EPS)[None]
+        y = speculative.attend_in_turn(
+            *rings, position, cos, sin, self.semaphores, NORM_EPS, self.short
+        )
         return y.flatten(1)[None]
 
     def new_of(self, positions: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch.nn import functional
 from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
-from arbcli.families.hnet.boundaries import chunk_depths
+from arbcli.families.hnet.boundaries import chunk_depths, chunk_starts
 from arbcli.families.hnet.chunking import Routed, ratio_loss, share_of, spread
 from arbcli.families.hnet.kernels.find_chunks import find_chunks
 from arbcli.families.hnet.kernels.smooth_chunks import smooth_chunks
@@ -145,7 +145,7 @@ def test_words_begin_after_spaces():
 def test_chunks_of_fixed_length_begin_at_its_multiples():
     lm = model("every, two stages")
     assert chunk_depths(lm, b"abcdefghij", "torch") == [2, 0, 1, 0, 2, 0, 1, 0, 2, 0]
-    marks = lm.boundaries(text(1, 10))
+    marks = chunk_starts(lm, text(1, 10))
     assert [part[0].nonzero().flatten().tolist() for part in marks] == [[0, 2, 4, 6, 8], [0, 4, 8]]
 
 
@@ -166,7 +166,7 @@ def test_too_many_chunks_join_the_last_and_are_counted():
     ids = torch.tensor([list(b"a b c d e f g h i j k l ")])
     lm.losses(ids, ids)
     assert lm.gauges() == {"chunk_length": 8.0, "joined": 9 / 12}
-    assert [part.sum().item() for part in lm.boundaries(ids)] == [3]
+    assert [part.sum().item() for part in chunk_starts(lm, ids)] == [3]
 
 
 @pytest.mark.parametrize(("window", "positions", "expected"), [

@@ -46,6 +46,7 @@ from arbcli.kernels.attention.attend_parts import (
     write_sums,
 )
 from arbcli.kernels.attention.decode_attention import PLACE, decode_attention
+from arbcli.kernels.attention.kept import Kept
 from arbcli.kernels.codec.warp_products import HAS_PTX, round_pair, unpair_four
 from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
@@ -472,16 +473,6 @@ _check_turn = compiled_check(
     {**{name: Array(of, dense=True) for name, of in zip(_NAMES, _BYTES, strict=True)}, **_PLACE},
     _FIT,
 )
-
-
-class Kept(NamedTuple):
-    """Rings of one attention layer, and the new vectors that may be stored in them."""
-
-    keys: Tensor
-    """(heads, W, d)."""
-    values: Tensor
-    new: Tensor
-    """(2, M, heads, d)."""
 
 
 def keep_accepted_reference(

@@ -1,0 +1,111 @@
+"""Memories between two blocks of the innermost stage, and the router after its last block.
+
+Codebooks read the same stream in parallel, and their outputs are added to it. Iterated experts with
+a graph of codes follow. The router mixes the stage's output with its input and the codebooks'.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from arbcli.config.site import Site
+from arbcli.families.graph.codebook import Codebook
+from arbcli.families.graph.config import MemoriesConfig
+from arbcli.families.graph.moe_graph import MoEGraph
+from arbcli.families.graph.quantiser import Quantiser
+from arbcli.families.graph.router import Router
+from arbcli.model.flow import Flow, Losses, Reading, merge, rows_of
+from arbcli.model.registry import build_part
+
+
+class Memories(nn.Module):
+    """Codebooks, iterated experts and a router around the blocks of a stage.
+
+    Args:
+        config: the memories; None for a router alone.
+        site: storage settings and width of the stage.
+        router: whether there is a router.
+    """
+
+    codebook: Codebook | Quantiser | None
+    knowledge: Codebook | Quantiser | None
+
+    def __init__(self, config: MemoriesConfig | None, site: Site, router: bool) -> None:
+        super().__init__()
+        self.config = config
+        books, between = (config.codebooks, config.own_site(site)) if config else ({}, site)
+        for name in ("codebook", "knowledge"):
+            book = build_part(books[name], between, name) if name in books else None
+            self.register_module(name, book)
+        self.moe_graph = None
+        if config and config.iterated:
+            width = config.codebook.width if config.codebook else None
+            own_site = config.iterated.own_site(between)
+            self.moe_graph = MoEGraph(config.iterated, own_site, width)
+        self.router = Router(2 + len(books), site) if router else None
+
+    def forward(
+        self,
+        run: Callable[[Tensor, slice], Flow],
+        x: Tensor,
+        reading: Reading,
+        *,
+        by_text: bool = False,
+    ) -> Flow:
+        """Run the blocks of the stage, with the memories between them.
+
+        Args:
+            run: runs the stream (B, T, D) through a slice of the blocks.
+            x: the stream.
+            reading: additional inputs.
+            by_text: whether x has one position of each text of a batch, (B, 1, D), which are
+                computed separately.
+        """
+        taps = [x]
+        if self.config is None:
+            flow = run(x, slice(None))
+        else:
+            before = run(x, slice(0, self.config.place))
+            remember = self._remember_by_text if by_text else self._remember
+            x, losses = remember(before.total(), taps, reading)
+            flow = run(x, slice(self.config.place, None))
+            flow = flow._replace(losses=merge(before.losses, losses, flow.losses))
+        if self.router:
+            route = self._route_by_text if by_text else self.router
+            flow = Flow(route([flow.total(), *taps]), None, flow.losses)
+        return flow
+
+    def _remember(self, x: Tensor, taps: list[Tensor], reading: Reading) -> tuple[Tensor, Losses]:
+        """Add the outputs of codebooks and graph to the stream; append the former to `taps`."""
+        found = [book(x) for book in (self.codebook, self.knowledge) if book]
+        taps += [each.y for each in found]
+        for each in found:
+            x = x + each.y
+        costs = [each.cost for each in found if each.cost is not None]
+        losses = {"commitment": costs} if costs else {}
+        if self.moe_graph is None:
+            return x, losses
+        first = found[0] if self.codebook else None
+        iterated = self.moe_graph(x, self.codebook, first, reading)
+        # only training needs the cost
+        ponder = {"ponder": [iterated.ponder_cost()]} if torch.is_grad_enabled() else {}
+        return iterated.x, losses | ponder
+
+    def _remember_by_text(
+        self, x: Tensor, taps: list[Tensor], reading: Reading
+    ) -> tuple[Tensor, Losses]:
+        """Run `_remember` for one position of each text of a batch, separately."""
+        found = []
+        for text, row in enumerate(rows_of(x)):
+            outputs: list[Tensor] = []
+            found.append((self._remember(row, outputs, reading.of(text))[0], *outputs))
+        x, *books = (torch.cat(parts) for parts in zip(*found, strict=True))
+        taps += books
+        return x, {}
+
+    def _route_by_text(self, streams: list[Tensor]) -> Tensor:
+        """Run the router for one position of each text of a batch, separately."""
+        assert self.router is not None
+        route, rows = self.router, zip(*map(rows_of, streams), strict=True)
+        return torch.cat([route([*row]) for row in rows])
