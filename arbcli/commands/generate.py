@@ -40,8 +40,8 @@ from arbcli.commands._outputs import check_file
 from arbcli.commands._prompts import PromptProgress, read_lines, read_prompt
 from arbcli.commands._saved import config_in_header
 from arbcli.data.chat_template import template_of
+from arbcli.families import MEDIA, medium_of
 from arbcli.families.media.continuing import Completion, write_first
-from arbcli.families.media.kinds import SUFFIXES_OF, medium_of
 from arbcli.generation.option_checks import check_ahead, check_fills, check_masked_option
 
 LENGTH = 512
@@ -195,7 +195,7 @@ def generate(
     }  # fmt: skip
     _check_combinations(given)
     if out is not None:
-        check_file(out, "--out", tuple(chain(*SUFFIXES_OF.values())))
+        check_file(out, "--out", tuple(chain(*MEDIA.values())))
     checkpoint = find_run(one_path(run, checkpoint), loads=True)
     if prompt_file is not None:
         check_regular(prompt_file)
@@ -232,7 +232,7 @@ def generate(
         chat(model, length or LENGTH, sampling, backend, kv, conversation)
         return
     if prompt_file is not None:
-        kinds = [kind for kind in SUFFIXES_OF if raw or (out and medium_of(out.name) == kind)]
+        kinds = [kind for kind in MEDIA if raw or (out and medium_of(out.name) == kind)]
         start, length = read_prompt(prompt_file, checkpoint, model, keep, length, kinds)
     elif prompt == "-":
         start = sys.stdin.buffer.read()

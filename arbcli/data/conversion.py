@@ -22,9 +22,9 @@ from typing import Any
 from arbcli.base.caches import cache_folder, is_cached, write_cached
 from arbcli.base.environment import number_in
 from arbcli.base.errors import ArbError, optional_module
+from arbcli.base.lazy import imported
 from arbcli.base.reading import unreadable
-from arbcli.families.media import pictures, sound
-from arbcli.families.media.kinds import SUFFIXES_OF, medium_of
+from arbcli.families import MEDIA, medium_of
 
 COMPRESSED = (".gz", ".zst")
 BLOCK_BYTES = 2**20
@@ -179,9 +179,11 @@ def _blocks(path: Path, name: str, conversion: Conversion) -> Iterator[bytes]:
 
 def _medium(path: Path, conversion: Conversion) -> Iterator[bytes]:
     """Yield the bytes of a sound or a picture."""
-    if path.name.lower().endswith(sound.SUFFIXES):
-        return sound.sound_bytes(path, conversion.sound or sound.FORMS[0])
-    return pictures.picture_bytes(path, conversion.picture or "rgb")
+    if medium_of(path.name) == "sound":
+        form = conversion.sound or "mulaw"
+        return imported("arbcli.families.media.sound:sound_bytes")(path, form)
+    form = conversion.picture or "rgb"
+    return imported("arbcli.families.media.pictures:picture_bytes")(path, form)
 
 
 def _unpacked(path: Path) -> Iterator[bytes]:
@@ -268,10 +270,10 @@ def _text_of(line: bytes, number: int, path: Path, conversion: Conversion) -> It
             yield part.encode(errors="surrogatepass")
             continue
         file = path.parent / part
-        if not file.name.lower().endswith(SUFFIXES_OF[kind]):
+        if not file.name.lower().endswith(MEDIA[kind]):
             raise ArbError(
                 f"line {number} of `{path}`: `{part}` is not a {kind}",
-                hint=f"name a file that ends in {', '.join(SUFFIXES_OF[kind])}",
+                hint=f"name a file that ends in {', '.join(MEDIA[kind])}",
             )
         try:
             yield from _medium(file, conversion)
@@ -285,7 +287,7 @@ def _text_of(line: bytes, number: int, path: Path, conversion: Conversion) -> It
 
 def _part(part: Any) -> tuple[str, Any]:
     """Return the kind (`text`, `sound` or `picture`) and the value of a part of a record."""
-    if not isinstance(part, dict) or len(part) != 1 or not {"text", *SUFFIXES_OF} & part.keys():
+    if not isinstance(part, dict) or len(part) != 1 or not {"text", *MEDIA} & part.keys():
         raise TypeError("a part needs exactly one of `text`, `sound` and `picture`")
     return next(iter(part.items()))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.reading import shown, unreadable
 from arbcli.data.conversion import Conversion, may_have_records
-from arbcli.families.media.kinds import medium_of
+from arbcli.families import medium_of
 
 PACKED = (".gz", ".zst", ".parquet")
 """Suffixes of files that are unpacked: they are binary, but their contents may be text."""

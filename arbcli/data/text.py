@@ -58,6 +58,10 @@ class _Piece(NamedTuple):
     stop: int
 
 
+SEARCHED_BYTES = 2**20
+"""Number of bytes that a search for a byte reads at once."""
+
+
 class Text:
     """A sequence of files as one stream of bytes.
 
@@ -147,6 +151,11 @@ class Text:
 
     packs = False
     """Whether windows are packed with documents: see `arbcli.data.chats`."""
+
+    def contains(self, byte: bytes) -> bool:
+        """Return whether the text has a byte."""
+        offsets = range(0, len(self), SEARCHED_BYTES)
+        return any(byte in self.read(offset, SEARCHED_BYTES) for offset in offsets)
 
     def windows(self, length: int) -> int:
         """Return the number of windows of `length` bytes."""

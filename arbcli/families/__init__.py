@@ -29,6 +29,17 @@ FAMILIES = {
     "mamba": Family(mixers=("mamba",)),
 }
 """Families by the name of their folder."""
+OBJECTIVES = {
+    "masked": "arbcli.families.masked.masking",
+    "fill": "arbcli.families.masked.filling",
+}
+"""Modules of objectives other than the next symbol; each has `training_windows`."""
+MEDIA = {"sound": (".wav", ".flac", ".ogg"), "picture": (".png", ".jpg", ".jpeg", ".webp")}
+"""Suffixes of the files of each medium that `arbcli.families.media` reads."""
+BYTE_KINDS = "arbcli.families.media.byte_kinds:ByteKinds"
+"""Class of the kinds of a text's bytes, for heads of several kinds."""
+MEDIA_MARK = b"\xff"
+"""First byte of the header of a sound or a picture; text in UTF-8 never has it."""
 BETWEEN = "arbcli.families.graph.memories:Memories"
 """Class of what runs between blocks of the innermost stage."""
 RESIDUAL = "arbcli.families.streams.hyper_connection"
@@ -41,3 +52,8 @@ FOUR_BIT_PRODUCTS = "arbcli.families.nvfp4.products"
 """Module of products in four bits."""
 RULES = {"votes": "votes"}
 """Families that have an update rule, by the name of the rule."""
+
+
+def medium_of(name: str) -> str | None:
+    """Return `sound` or `picture` by the suffix of a file's name; None for other files."""
+    return next((kind for kind, ends in MEDIA.items() if name.lower().endswith(ends)), None)

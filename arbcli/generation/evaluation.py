@@ -14,20 +14,24 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from arbcli.base.errors import ArbError
+from arbcli.base.lazy import imported
 from arbcli.data.text import Text, entropy
 from arbcli.data.tokens import tokenised
-from arbcli.families.masked.masking import hide
-from arbcli.families.media.evaluation import KindLoss, MediaLosses
+from arbcli.families import MEDIA_MARK
 from arbcli.generation.option_checks import check_masked_option, check_stride
 from arbcli.generation.tokens import check_vocabulary
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import deterministic, explained_out_of_memory
 from arbcli.model.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from arbcli.families.media.evaluation import KindLoss, MediaLosses
 
 DRAWS = 16
 """Default number of random masks for each window."""
@@ -78,7 +82,7 @@ class EvaluateReport:
     by_position: tuple["OfPositions", ...]
     """Loss by the position in a window. It includes bytes that two windows predict, so that each
     bucket covers nearly all of the text."""
-    by_kind: tuple[KindLoss, ...]
+    by_kind: tuple["KindLoss", ...]
     """Loss of text, sounds and pictures, if the text has any of the latter."""
     device: str
     backend: str
@@ -111,7 +115,7 @@ def mean_loss(
     batch: int,
     progress: Callable[[int, float], None] = lambda *_: None,
     sums: Tensor | None = None,
-    media: MediaLosses | None = None,
+    media: "MediaLosses | None" = None,
     draws: int = DRAWS,
 ) -> float:
     """Compute the mean loss over all symbols of a text but the first, in nats per symbol.
@@ -161,7 +165,7 @@ def _masked_losses(model: LanguageModel, ids: Tensor, numbers: range, draws: int
         draws: number of masks for each window.
     """
     pairs = [
-        hide(
+        imported("arbcli.families.masked.masking:hide")(
             row.expand(draws, -1),
             model.config.vocabulary,
             seed=SEED,
@@ -250,7 +254,9 @@ def evaluate(
             progress(round(done * each), round(last * each), loss / each)
 
         sums = torch.zeros(length, dtype=torch.float64, device=model.device)
-        media = MediaLosses(text, model.device) if text.source is text else None
+        media: MediaLosses | None = None
+        if text.source is text and text.contains(MEDIA_MARK):
+            media = imported("arbcli.families.media.evaluation:MediaLosses")(text, model.device)
         nats = mean_loss(
             model,
             text,

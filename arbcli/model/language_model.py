@@ -6,6 +6,7 @@ bytes -> embedding, n-grams -> [encoder -> chunks ->] blocks, memories [-> decod
 configuration omits are None.
 """
 
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional
 from arbcli.base.lazy import imported
 from arbcli.config.kinds import BESIDE
 from arbcli.config.model import ModelConfig
-from arbcli.families import BETWEEN
+from arbcli.families import BETWEEN, OBJECTIVES
 from arbcli.model.cache import BatchCache, Cache
 from arbcli.model.decoding import forward_with_cache
 from arbcli.model.flow import Documents, Flow, Reading
@@ -197,8 +198,7 @@ class LanguageModel(PackedModel):
         The cross-entropy of each of a window's k hidden symbols is weighted by T / k; the loss of
         visible symbols is 0.
         """
-        hidden = targets >= 0
-        weights = targets.shape[1] / hidden.sum(dim=1, keepdim=True)
+        weights = import_module(OBJECTIVES["masked"]).bound_weights(targets)
         return self._symbol_losses(flow, targets) * weights
 
     def _symbol_losses(self, flow: Flow, targets: Tensor) -> Tensor:

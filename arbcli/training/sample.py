@@ -4,8 +4,8 @@ from contextlib import nullcontext
 
 import torch
 
-from arbcli.families.masked.holes import filled
-from arbcli.families.media.evaluation import is_mostly_media
+from arbcli.base.lazy import imported
+from arbcli.families import MEDIA_MARK
 from arbcli.generation.generation import generate
 from arbcli.generation.sampling import Sampling
 from arbcli.generation.tokens import symbols_of
@@ -26,7 +26,9 @@ def sample_text(trainer: Trainer) -> str:
         ArbError: GPU memory is exhausted.
     """
     model, config = trainer.model, trainer.config
-    if trainer.texts.tokenizer is None and is_mostly_media(trainer.texts.val):
+    val = trainer.texts.val
+    may_have_media = trainer.texts.tokenizer is None and val.contains(MEDIA_MARK)
+    if may_have_media and imported("arbcli.families.media.evaluation:is_mostly_media")(val):
         return ""
     sampling, prompt = Sampling(seed=config.seed), PROMPT
     if not symbols_of(model, prompt):  # the tokenizer drops it
@@ -37,6 +39,7 @@ def sample_text(trainer: Trainer) -> str:
     with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
         if config.model.is_masked:
             length = min(SAMPLE_BYTES, config.model.ctx)
+            filled = imported("arbcli.families.masked.holes:filled")
             text = filled(model, length, SAMPLE_STEPS, sampling, backend=config.backend)
         else:
             text = generate(model, prompt, SAMPLE_BYTES, sampling, backend=config.backend)

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from arbcli.base.lazy import imported
 from arbcli.data.text import FAR_NATS, Text, Texts, entropy
-from arbcli.families.media.spans import HEADER
+from arbcli.families import MEDIA_MARK
 
 LOOKED_AT_BYTES = 2**13
 """Bytes at the beginning of each file that are checked."""
@@ -36,11 +37,18 @@ def _beginning(file: Path) -> bytes:
         return source.read(LOOKED_AT_BYTES)
 
 
+def _has_media(content: bytes) -> bool:
+    """Return whether content has the header of a sound or a picture."""
+    if MEDIA_MARK not in content:
+        return False
+    return imported("arbcli.families.media.spans:HEADER").search(content) is not None
+
+
 def _binary_files(text: Text) -> list[Path]:
     found, begin = [], 0
     for file, size in list(zip(text.files, text.sizes, strict=True))[:MOST_FILES]:
         beginning = text.read(begin, min(size, LOOKED_AT_BYTES))
-        if b"\0" in beginning and not any(map(HEADER.search, (beginning, _beginning(file)))):
+        if b"\0" in beginning and not _has_media(beginning + _beginning(file)):
             found.append(file)
         begin += size
     return found

@@ -4,11 +4,14 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from arbcli.base.errors import ArbError, quoted
+from arbcli.base.lazy import imported
 from arbcli.config.model import VOCABULARY
 from arbcli.config.training import TrainConfig
 from arbcli.data.text import (
@@ -21,9 +24,7 @@ from arbcli.data.text import (
     digest,
     evaluation_batches,
 )
-from arbcli.families.masked.filling import cut
-from arbcli.families.masked.masking import hide
-from arbcli.families.media.byte_kinds import ByteKinds
+from arbcli.families import BYTE_KINDS, OBJECTIVES
 from arbcli.generation.load import check_trainable
 from arbcli.generation.tokens import DIGEST
 from arbcli.kernels.runtime.backend import use_backend
@@ -175,7 +176,7 @@ class Trainer:
         if self.teacher:
             self._compute.losses = partial(self.model.losses, teacher=self.teacher)
         check_areas(config, self.model)
-        self._kinds: dict[Text, ByteKinds] = {}
+        self._kinds: dict[Text, Any] = {}
         """Kinds of the bytes of texts, for a composite head."""
         self._local = self.group.local(config.accum)
         if self.optimizer and self.group.size > 1:
@@ -290,7 +291,7 @@ class Trainer:
         ids, targets = drawn
         starts = batch_starts(text, seed, step, micro, *ids.shape)
         if text not in self._kinds:
-            self._kinds[text] = ByteKinds(text)
+            self._kinds[text] = imported(BYTE_KINDS)(text)
         kinds = self._kinds[text].windows([start + 1 for start in starts], ids.shape[1])
         return ids, targets + VOCABULARY * kinds.to(targets.device)
 
@@ -298,13 +299,11 @@ class Trainer:
         self, drawn: tuple[Tensor, ...], seed: int, step: int, numbers: range, of: int
     ) -> tuple[Tensor, ...]:
         """Mask symbols or cut holes, if the objective needs it."""
-        model = self.config.model
-        if not model.fills:
+        module = OBJECTIVES.get(self.config.model.objective)
+        if module is None:
             return drawn
-        if not model.is_masked:
-            ids = torch.cat([drawn[0], drawn[1][:, -1:]], dim=1)
-            return cut(ids, model.vocabulary, seed=seed, step=step, numbers=numbers)
-        return hide(drawn[0], model.vocabulary, seed=seed, step=step, numbers=numbers, of=of)
+        prepare = import_module(module).training_windows
+        return prepare(drawn, self.config.model, seed=seed, step=step, numbers=numbers, of=of)
 
     def _load_batches(self) -> None:
         """Load the micro-batches of this step; on a GPU into the buffers that a graph reads."""

@@ -17,7 +17,7 @@ from hashlib import shake_256
 import torch
 from torch import Tensor
 
-from arbcli.config.model import FILL_SYMBOLS
+from arbcli.config.model import FILL_SYMBOLS, ModelConfig
 
 EXTRA = FILL_SYMBOLS + 2
 """Number of symbols that the layout adds to a window."""
@@ -58,6 +58,29 @@ def led_in(before: Tensor, hole: Tensor, after: Tensor, vocabulary: int) -> Tens
     """
     begin = max(0, len(before) - LEAD)
     return in_layout(before[:begin], torch.cat([before[begin:], hole]), after, vocabulary)
+
+
+def training_windows(
+    drawn: tuple[Tensor, ...],
+    model: ModelConfig,
+    *,
+    seed: int,
+    step: int,
+    numbers: Sequence[int],
+    of: int,
+) -> tuple[Tensor, Tensor]:
+    """Move holes of windows to their ends: see `cut`.
+
+    Args:
+        drawn: windows, and their next symbols, (B, T) int64 each.
+        model: configuration of the model.
+        seed: see `cut`, also for the other arguments.
+        step: number of the draw.
+        numbers: numbers of the windows.
+        of: not used.
+    """
+    ids = torch.cat([drawn[0], drawn[1][:, -1:]], dim=1)
+    return cut(ids, model.vocabulary, seed=seed, step=step, numbers=numbers)
 
 
 def cut(

@@ -22,8 +22,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from arbcli.config.model import ModelConfig
+
 GOLDEN = (5**0.5 - 1) / 2
 """Golden ratio conjugate: its first n multiples modulo 1 are spread evenly, for any n."""
+
+
+def training_windows(
+    drawn: tuple[Tensor, ...],
+    model: ModelConfig,
+    *,
+    seed: int,
+    step: int,
+    numbers: Sequence[int],
+    of: int,
+) -> tuple[Tensor, Tensor]:
+    """Hide symbols of windows of a text: see `hide`.
+
+    Args:
+        drawn: windows, and their next symbols, (B, T) int64 each.
+        model: configuration of the model.
+        seed: see `hide`, also for the other arguments.
+        step: number of the draw.
+        numbers: numbers of the windows.
+        of: number of windows among which shares are spread.
+    """
+    return hide(drawn[0], model.vocabulary, seed=seed, step=step, numbers=numbers, of=of)
+
+
+def bound_weights(targets: Tensor) -> Tensor:
+    """Return the weight of each of a window's k hidden symbols in the bound, T / k: (B, 1)."""
+    hidden = targets >= 0
+    return targets.shape[1] / hidden.sum(dim=1, keepdim=True)
 
 
 def hide(

@@ -5,8 +5,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from arbcli.base.errors import ArbError
+from arbcli.families import MEDIA, medium_of
 from arbcli.families.media import pictures, sound
-from arbcli.families.media.kinds import SUFFIXES_OF, medium_of
 from arbcli.families.media.spans import LONGEST_HEADER, SoundHeader, find_spans
 
 KEPT = 0.5
@@ -14,7 +14,7 @@ KEPT = 0.5
 
 
 def prompt_and_length(
-    content: bytes, keep: float | None, length: int | None, kinds: Collection[str] = SUFFIXES_OF
+    content: bytes, keep: float | None, length: int | None, kinds: Collection[str] = MEDIA
 ) -> tuple[bytes, int | None]:
     """Cut a file's bytes to the prompt, and find how many bytes complete it.
 
@@ -47,7 +47,7 @@ def prompt_and_length(
     if kinds and header.kind not in kinds:
         raise ArbError(
             f"the prompt is a {header.kind}, and `--out` is a {' or '.join(kinds)}",
-            hint=f"choose a name that ends in {', '.join(SUFFIXES_OF[header.kind])}",
+            hint=f"choose a name that ends in {', '.join(MEDIA[header.kind])}",
         )
     if not kinds:
         raise ArbError(

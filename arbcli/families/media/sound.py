@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbcli.base.errors import ArbError, optional_module
+from arbcli.families import MEDIA
 from arbcli.families.media.bounded import HEADER_BYTES, BoundedFile
 from arbcli.families.media.spans import MOST_CHANNELS, SoundHeader
 
 if TYPE_CHECKING:
     import numpy as np
 
-SUFFIXES = (".wav", ".flac", ".ogg")
+SUFFIXES = MEDIA["sound"]
 FORMS = ("mulaw", "pcm16")
 """Choices of `sound`: eight bits a sample on a logarithmic scale, or sixteen."""
 BLOCK_FRAMES = 2**16
