@@ -154,8 +154,9 @@ class Text:
 
     def contains(self, byte: bytes) -> bool:
         """Return whether the text has a byte."""
-        offsets = range(0, len(self), SEARCHED_BYTES)
-        return any(byte in self.read(offset, SEARCHED_BYTES) for offset in offsets)
+        size = len(self)
+        offsets = range(0, size, SEARCHED_BYTES)
+        return any(byte in self.read(o, min(SEARCHED_BYTES, size - o)) for o in offsets)
 
     def windows(self, length: int) -> int:
         """Return the number of windows of `length` bytes."""
