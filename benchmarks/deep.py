@@ -22,10 +22,8 @@ from torch.nn import functional
 
 from arbcli.data.text import open_texts
 from arbcli.families.compressed import state as compressed_state
-from arbcli.families.compressed.kernels.decode_compressed import (
-    decode_compressed,
-    decode_compressed_reference,
-)
+from arbcli.families.compressed.kernels.decode_compressed import decode_compressed
+from arbcli.families.compressed.verify.decode_compressed import decode_compressed_reference
 from arbcli.generation.decoder import Decoder
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.probe import examine

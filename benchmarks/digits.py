@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_digits import with_remainders
-from arbcli.kernels.codec.packed import random_packed
-from arbcli.kernels.matmul.digits_matmul import digits_matmul, prepack_digits, random_digits
+from arbcli.kernels.matmul.digits_matmul import digits_matmul, prepack_digits
 from arbcli.kernels.matmul.prepacked import prepack
 from arbcli.kernels.matmul.prepacked_rows import prepacked_rows
 from arbcli.kernels.matmul.row_matmul import row_matmul
 from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
 from arbcli.kernels.runtime.overlap import overlapping
+from arbcli.verify.kernels.codec.decode_digits import with_remainders
+from arbcli.verify.kernels.codec.packed import random_packed
+from arbcli.verify.kernels.matmul.digits_matmul import random_digits
 from arbcli.verify.timing import Stopwatch, measure_roofline, median_ratio, time_calls
 from benchmarks import results
 

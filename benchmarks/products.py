@@ -19,7 +19,7 @@ from torch import Tensor
 
 from arbcli.config.presets import preset
 from arbcli.kernels.codec.decode_weight import decode_weight
-from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
 from arbcli.kernels.matmul.prepacked import prepack
 from arbcli.kernels.matmul.prepacked_rows import prepacked_rows
@@ -29,6 +29,7 @@ from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_
 from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.updater import Updater
+from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.timing import Stopwatch, measure_roofline, median_ratio, time_calls
 from benchmarks import results
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from arbcli.kernels.runtime.operation import Operation
-from arbcli.verify.kernels import copies
+from arbcli.verify.check_kernels import copies
 
 
 class Graph(TorchDispatchMode):

@@ -523,8 +523,8 @@ def unnoticed_changes(
     """Yield drawn changes of the reference of a kernel that none of its cases detects."""
     import torch
 
+    from arbcli.verify.check_kernels import copies
     from arbcli.verify.compare import as_tuple, compare
-    from arbcli.verify.kernels import copies
 
     def differs(case: Any, wanted: tuple) -> bool:
         try:
@@ -571,7 +571,7 @@ def unnoticed_changes(
 def try_cases(each: int, names: list[str]) -> None:
     """Print the changes of references that no case tells, of the named kernels or of all."""
     begin(ROOT)
-    from arbcli.verify.kernels import KERNELS
+    from arbcli.verify.check_kernels import KERNELS
 
     for spec in KERNELS:
         for mutant in unnoticed_changes(spec, each) if not names or spec.name in names else ():

@@ -37,7 +37,7 @@ from typing import Any
 
 import pytest
 
-from arbcli.verify.kernels import find_kernels
+from arbcli.verify.check_kernels import find_kernels
 
 Place = Callable[[], list]
 """Finds functions and kernels."""

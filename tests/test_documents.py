@@ -29,9 +29,9 @@ from arbcli.families.hnet.config import ChunkingConfig
 from arbcli.families.media.config import CompositeConfig
 from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS
 from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
-from arbcli.kernels.names import kernel_files
-from arbcli.kernels.registry import BY_NAME, KERNELS
+from arbcli.kernels.sources import kernel_files
 from arbcli.model.build import build_model
+from arbcli.verify.registry import BY_NAME, KERNELS
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "models.md").read_text()

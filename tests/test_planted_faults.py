@@ -48,8 +48,8 @@ from arbcli.model.flow import Documents
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.stack import Block
 from arbcli.verify import models, parity
+from arbcli.verify.check_kernels import KERNELS, copies, find_kernels, peers_of
 from arbcli.verify.compare import as_tuple, compare, poisoned
-from arbcli.verify.kernels import KERNELS, copies, find_kernels, peers_of
 from arbcli.verify.models import RAGGED
 from arbcli.verify.sample import is_long
 from arbcli.verify.strength import PLANTED

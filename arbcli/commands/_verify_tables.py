@@ -83,7 +83,7 @@ def ledger_tables(found: "Ledger") -> "Group":
 
 def emit_gates(*, as_json: bool) -> None:
     """Print each kernel with its tolerance and the reason for it."""
-    from arbcli.verify.kernels import KERNELS
+    from arbcli.verify.check_kernels import KERNELS
 
     if as_json:
         emit_json({spec.name: asdict(spec.gate) for spec in KERNELS})

@@ -17,7 +17,7 @@ from arbcli.base.signals import Interrupted, exit_code
 from arbcli.commands._options import Device, Json, ScaleType, Seed, VerifiedBackend
 from arbcli.commands._outputs import check_folder
 from arbcli.commands._verify_tables import emit_gates, ledger_tables
-from arbcli.kernels.names import TARGETS, check_kernel_names, check_targets
+from arbcli.verify.names import TARGETS, check_kernel_names, check_targets
 
 
 def verify_kernels(

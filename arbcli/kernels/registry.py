@@ -1,23 +1,24 @@
-"""Registry of all operations, for `arb verify-kernels`, tests and timings.
+"""Registry of all operations, whose modules are found by their source and need no entry here."""
 
-Modules that declare an operation are found by their source, and need no entry here.
-"""
-
+import re
+from functools import cache
 from importlib import import_module
 
-from arbcli.kernels.names import sources_of_kernels
 from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.sources import kernel_files, module_of
+
+DECLARATION = re.compile(r'\bOperation\(\s*"(\w+)"')
+"""Pattern of the declaration of an operation."""
 
 
-def _find() -> dict[str, Operation]:
+@cache
+def all_operations() -> dict[str, Operation]:
     """Import the modules that declare operations; return operations by name, in source order."""
-    found: dict[str, Operation] = {}
-    for module_name, names in sources_of_kernels():
-        module = import_module(module_name)
-        declared = {op.name: op for op in vars(module).values() if isinstance(op, Operation)}
-        found |= {name: declared[name] for name in names}
-    return found
-
-
-BY_NAME = _find()
-KERNELS = tuple(BY_NAME.values())
+    operations: dict[str, Operation] = {}
+    for path in kernel_files():
+        names = DECLARATION.findall(path.read_text("utf-8"))
+        if names:
+            module = import_module(module_of(path))
+            declared = {op.name: op for op in vars(module).values() if isinstance(op, Operation)}
+            operations |= {name: declared[name] for name in names}
+    return operations

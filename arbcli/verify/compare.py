@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.verify.verification import Verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class CaseResult:
 
 
 def compare(
-    spec: Operation, label: str, got: Tensor, expected: Tensor, peer: Tensor | None = None
+    spec: Verification, label: str, got: Tensor, expected: Tensor, peer: Tensor | None = None
 ) -> CaseResult:
     """Compare one result with the reference by the gate of its kernel."""
     size = expected.numel()

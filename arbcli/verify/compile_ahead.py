@@ -17,16 +17,16 @@ import torch
 
 from arbcli.base.errors import ArbError
 from arbcli.inspect.trace import without_memory
-from arbcli.kernels.dice import ShapeDice
-from arbcli.kernels.names import check_targets
 from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED
 from arbcli.kernels.runtime.backend import compile_for
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.verify.case_generator import ShapeGenerator
+from arbcli.verify.check_kernels import find_kernels
 from arbcli.verify.fuzz import real_cases
-from arbcli.verify.kernels import find_kernels
 from arbcli.verify.models import matrix_shapes
+from arbcli.verify.names import check_targets
 from arbcli.verify.sample import OF_VALUES
 from arbcli.verify.variants import Launch, Variant, recorded_launches, variant_of
+from arbcli.verify.verification import Verification
 from arbcli.verify.workers import JobDone, Workers
 
 
@@ -201,7 +201,7 @@ FEW_WEIGHTS = 1 << 19
 """Maximum size of the presets' matrices for which kernels of `OF_VALUES` are drawn."""
 
 
-def _variants(spec: Operation, group_size: int) -> list[Variant]:
+def _variants(spec: Verification, group_size: int) -> list[Variant]:
     """List the specialisations that the launcher of an operation requests."""
     found: dict[str, Variant] = {}
     may_spill = False
@@ -227,7 +227,7 @@ def _variants(spec: Operation, group_size: int) -> list[Variant]:
             may_spill = case.label.removesuffix(" bf16") not in labels
             spec.triton(*case.inputs)
         may_spill = True
-        for case in real_cases(spec.name, gpu, group_size, shapes, dice=ShapeDice):
+        for case in real_cases(spec.name, gpu, group_size, shapes, rng=ShapeGenerator):
             spec.triton(*case.inputs)
     return [*found.values()]
 

@@ -1,7 +1,7 @@
 """Draw cases of a kernel: random ones, and the matrices of real models.
 
 Every drawing makes one case for a matrix of N outputs by K inputs and M rows of activations, from
-dice that also decide strides, offsets, types and states. Loaded dice leave those plain.
+a generator that also decides strides, offsets, types and states. A plain one leaves those plain.
 """
 
 from collections import Counter
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.dice import Dice
-from arbcli.kernels.registry import BY_NAME
 from arbcli.kernels.runtime.inputs import dtype_name
-from arbcli.kernels.runtime.operation import Case, Operation
+from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.registry import BY_NAME
+from arbcli.verify.verification import Case, Verification
 
 TILES = (16, 32, 64, 128, 160, 256, 320)
 """Boundaries of tiles, planes and blocks of weights."""
@@ -30,13 +30,13 @@ def fuzz_cases(
 ) -> Iterator[Case]:
     """Draw one random case of a kernel from each seed."""
     for seed in seeds:
-        dice = Dice(seed, device)
-        m, n, k = dice.near(ROW_TILES), dice.near(TILES), dice.near(TILES)
+        rng = CaseGenerator(seed, device)
+        m, n, k = rng.near(ROW_TILES), rng.near(TILES), rng.near(TILES)
         if m * n < 64 or n * k < 64:  # so few sums can cancel to any relative error
             m, n, k = m + 64, n + 64, k + 5
-        case = _case(name, f"seed {seed}: ", dice, group_size, m, n, k)
+        case = _case(name, f"seed {seed}: ", rng, group_size, m, n, k)
         # two rows of some matrix at a time, or about half of one
-        chunk = dice.pick((None, 1, n * k // 2, m * k // 2))
+        chunk = rng.pick((None, 1, n * k // 2, m * k // 2))
         label = case.label if chunk is None else f"{case.label} by {chunk}"
         yield replace(case, label=label, chunk_elements=chunk)
 
@@ -134,7 +134,7 @@ def real_cases(
     shapes: Iterable[tuple[int, int]],
     rows: int | None = None,
     turn: int | None = None,
-    dice: type[Dice] = Dice,
+    rng: type[CaseGenerator] = CaseGenerator,
     wanted: Callable[[str], bool] = lambda label: True,
 ) -> Iterator[Case]:
     """Draw a case of a kernel for every matrix (N, K) of a model, in each dtype.
@@ -150,7 +150,7 @@ def real_cases(
         rows: number of rows of activations, one of `real_rows`; None is all of them.
         turn: None draws all cases. Otherwise each matrix has one number of rows and one dtype,
             which alternate; six consecutive turns cover all cases.
-        dice: random source.
+        rng: random source.
         wanted: called with the label of a case without its dtype; returns whether to draw it.
     """
     seen, choices = set(), real_rows(name)
@@ -164,7 +164,7 @@ def real_cases(
                     continue
                 if not wanted(_size(name, m, n, k)):
                     break
-                case = _case(name, "", dice(0, device, dtype), group_size, m, n, k)
+                case = _case(name, "", rng(0, device, dtype), group_size, m, n, k)
                 form = _form(case.inputs)
                 if form not in seen:
                     seen.add(form)
@@ -180,16 +180,18 @@ def _form(value: Any) -> Any:
     return tuple(map(_form, value)) if isinstance(value, tuple) else repr(value)
 
 
-def real_reference(spec: Operation) -> Callable:
+def real_reference(spec: Verification) -> Callable:
     """Return the reference for large cases, as others compute one weight at a time."""
     return spec.large_reference or (spec.torch if spec.gate.exact else spec.reference)
 
 
-def _case(name: str, prefix: str, dice: Dice, group_size: int, m: int, n: int, k: int) -> Case:
+def _case(
+    name: str, prefix: str, rng: CaseGenerator, group_size: int, m: int, n: int, k: int
+) -> Case:
     spec = BY_NAME[name]
-    inputs = spec.drawn(dice, group_size, m, n, k)
+    inputs = spec.drawn(rng, group_size, m, n, k)
     size = _size(name, m, n, k)
-    low = dice.dtype == torch.bfloat16
+    low = rng.dtype == torch.bfloat16
     label = f"{prefix}{size} bf16" if low and any(map(_is_real, inputs)) else f"{prefix}{size}"
     return Case(label, inputs)
 

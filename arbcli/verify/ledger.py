@@ -13,9 +13,9 @@ import torch
 
 from arbcli.base.errors import ArbError, os_errors
 from arbcli.model.checkpoint import read_json, write_json
+from arbcli.verify.check_kernels import METHODS, KernelResult
 from arbcli.verify.compare import worst
 from arbcli.verify.compile_ahead import PARKED_BYTES, CompileResult
-from arbcli.verify.kernels import METHODS, KernelResult
 from arbcli.verify.parity import CHECKS
 from arbcli.verify.strength import Strength, find_strength, strength_text
 from arbcli.verify.subjects import ParityResult

@@ -25,7 +25,7 @@ import torch
 from arbcli.base.caches import cache_folder, read_cached, remove_cached, write_cached
 from arbcli.base.errors import ArbError
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.verify.verification import Verification
 from arbcli.verify.workers import JobDone, Workers, name_of
 
 PACKAGE = Path(__file__).parents[1]
@@ -46,11 +46,11 @@ def memory_folder() -> Path:
 
 
 @cache
-def kernel_sources(spec: Operation, *, drawn: bool = False) -> frozenset[Path] | None:
+def kernel_sources(spec: Verification, *, drawn: bool = False) -> frozenset[Path] | None:
     """List the files that a result of a kernel follows from.
 
     Args:
-        spec: operation of the kernel.
+        spec: verification of the kernel.
         drawn: whether its cases are drawn by `arbcli.verify.fuzz`.
 
     Returns:
@@ -59,7 +59,7 @@ def kernel_sources(spec: Operation, *, drawn: bool = False) -> frozenset[Path] |
     modules = [
         name
         for name, module in [*sys.modules.items()]
-        if name.startswith("arbcli.kernels.")
+        if name.startswith("arbcli.verify.kernels.")
         and any(value is spec for value in vars(module).values())
     ]
     if not modules:
@@ -68,7 +68,8 @@ def kernel_sources(spec: Operation, *, drawn: bool = False) -> frozenset[Path] |
     found: set[Path] = set()
     for name in modules:
         found |= _imported(PACKAGE.joinpath(*name.split(".")[1:]).with_suffix(".py"))
-    return frozenset(found) | _sources_in("kernels/runtime") | _sources_in("verify")
+    verifier = _sources_in("verify") - _sources_in("verify/kernels")
+    return frozenset(found) | _sources_in("kernels/runtime") | verifier
 
 
 def all_sources() -> frozenset[Path]:

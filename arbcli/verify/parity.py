@@ -21,7 +21,7 @@ from arbcli.families.compressed import attention as compressed_attention
 from arbcli.families.experts import mixture as experts
 from arbcli.families.graph import codebook, moe_graph, quantiser
 from arbcli.families.hnet import chunking
-from arbcli.families.votes.kernels.cast_votes import (
+from arbcli.families.votes.verify.cast_votes import (
     cast_scale_votes_reference,
     cast_trit_votes_reference,
 )
@@ -30,8 +30,6 @@ from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.runtime.backend import compile_for, gpu_of, use_backend
 from arbcli.kernels.runtime.device import deterministic
-from arbcli.kernels.runtime.operation import EXACT, Gate
-from arbcli.kernels.update.gradient_statistics import gradient_statistics_reference
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.rotary import rotary_table
@@ -40,6 +38,7 @@ from arbcli.model.packed import GradientSink, TernaryTensor
 from arbcli.model.rules import find_rule
 from arbcli.model.updater import Updater
 from arbcli.verify.compare import poisoned
+from arbcli.verify.kernels.update.gradient_statistics import gradient_statistics_reference
 from arbcli.verify.memory import Memory, all_sources
 from arbcli.verify.models import FULL_SIZE, RAGGED
 from arbcli.verify.parts.base import Choices, rotary_angles
@@ -61,6 +60,7 @@ from arbcli.verify.update_reference import (
     unit_gradient,
 )
 from arbcli.verify.variants import compiled_share, general_launches
+from arbcli.verify.verification import EXACT, Gate
 from arbcli.verify.workers import JobDone, Workers
 
 CHECKS = {

@@ -13,13 +13,8 @@ from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import HAS_TRITON
 from arbcli.kernels.runtime.device import resolve_device
+from arbcli.verify.check_kernels import Checks, KernelResult, begin_kernels, find_kernels
 from arbcli.verify.compile_ahead import CompileResult, compile_kernels, find_targets
-from arbcli.verify.kernels import (
-    Checks,
-    KernelResult,
-    begin_kernels,
-    find_kernels,
-)
 from arbcli.verify.ledger import Ledger, new_ledger, verdict
 from arbcli.verify.memory import Memory, describe_machine
 from arbcli.verify.models import LONGEST, SHORTEST, matrix_shapes

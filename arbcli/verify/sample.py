@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from arbcli.config.site import SCALE_TYPES
-from arbcli.kernels.registry import KERNELS
-from arbcli.kernels.runtime.operation import Operation
+from arbcli.verify.registry import KERNELS
 from arbcli.verify.variants import Launch, Variant, recorded_launches, variant_of
+from arbcli.verify.verification import Verification
 
 DEFAULT_SCALE_TYPE = "T32"
 """The one in which each matrix of a model is multiplied in every way; in others in one each."""
@@ -75,7 +75,7 @@ TELLING = {
 """Cases that a GPU runs by their labels: each finds a planted fault that others may not."""
 
 
-def sampled_scale_types(spec: Operation, scale_types: Iterable[str]) -> tuple[str, ...]:
+def sampled_scale_types(spec: Verification, scale_types: Iterable[str]) -> tuple[str, ...]:
     """Choose the scale types in which a kernel runs in Triton.
 
     They are `ALWAYS`, and one of each further path that the kernel declares, by turns of kernels.
@@ -112,10 +112,10 @@ class CompiledSample:
     compiled runs too, and so does one real matrix of each order of magnitude.
 
     Args:
-        spec: operation of the kernel.
+        spec: verification of the kernel.
     """
 
-    def __init__(self, spec: Operation) -> None:
+    def __init__(self, spec: Verification) -> None:
         self._telling = TELLING.get(spec.name)
         self._others = {other.triton.__module__ for other in KERNELS} - {spec.triton.__module__}
         self._offers: dict[tuple[Hashable, str], _Offer] = {}

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from arbcli.verify.kernels import KernelResult
+from arbcli.verify.check_kernels import KernelResult
 from arbcli.verify.subjects import ParityResult
 
 PLANTED = Path(__file__).with_name("planted.json")

@@ -12,7 +12,6 @@ from arbcli.families.masked.filling import cut
 from arbcli.families.masked.masking import hide
 from arbcli.families.media.config import KINDS
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.kernels.runtime.operation import Gate
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.vector import VectorWeight
@@ -21,6 +20,7 @@ from arbcli.model.rules import DIRECTION, RULES, WITH_DIGITS
 from arbcli.verify.compare import errors
 from arbcli.verify.models import FULL_SIZE, MODELS, RAGGED, fitting_dtypes, has_mamba, shortened
 from arbcli.verify.sample import ALWAYS, IN_TRITON
+from arbcli.verify.verification import Gate
 
 INTERPRETED = ("graph", "hnet", "compressed")
 """Those of `FEW_MODELS` that take 10 s each in the interpreter."""

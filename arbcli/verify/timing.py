@@ -27,9 +27,9 @@ from arbcli.base.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime.device import capturing
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.operation import Timing
+from arbcli.verify.check_kernels import KernelResult, find_kernels
 from arbcli.verify.compare import as_tuple
-from arbcli.verify.kernels import KernelResult, find_kernels
+from arbcli.verify.verification import Timing
 
 WARM_UPS = 3
 """Warm-up calls before a capture, and warm-up turns."""
@@ -223,7 +223,7 @@ def time_kernels(
         else:
             progress(f"timing  {name}")
             for timing in spec.timings(stopwatch.device, group_size):
-                run = timing.run or spec.launch[0]
+                run = timing.run or spec.operation.triton
                 timings.append(_time(name, run, timing, stopwatch, roofline))
     return TimingReport(roofline, tuple(timings), not_timed)
 

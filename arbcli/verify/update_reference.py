@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_digits import decode_digits_reference, decode_digits_torch
-from arbcli.kernels.codec.packing import unpack_trits_reference, unpack_trits_torch
-from arbcli.kernels.update.gradient_gains import statistic_value_reference
+from arbcli.kernels.codec.decode_digits import decode_digits_torch
+from arbcli.kernels.codec.packing import unpack_trits_torch
 from arbcli.model.packed import TernaryTensor
+from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference
+from arbcli.verify.kernels.codec.packing import unpack_trits_reference
+from arbcli.verify.kernels.update.gradient_gains import statistic_value_reference
 
 SLOW_WEIGHTS = 1 << 17
 """Larger matrices are decoded by the torch backend, not a weight at a time."""

@@ -47,8 +47,8 @@ from arbcli.kernels.runtime import native
 from arbcli.training.check import CheckReport
 from arbcli.training.record import FirstStep, Record, TrainReport
 from arbcli.verify import run as verifying
+from arbcli.verify.check_kernels import KernelResult
 from arbcli.verify.compile_ahead import CompileResult
-from arbcli.verify.kernels import KernelResult
 from arbcli.verify.ledger import Failure, Ledger, ledger_page
 from arbcli.verify.run import VerifyRequest
 from arbcli.verify.subjects import ParityResult

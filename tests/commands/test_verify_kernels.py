@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from arbcli.base.signals import Interrupted
 from arbcli.cli import app
-from arbcli.kernels.codec.packing import pack_trits
-from arbcli.verify import kernels as verify
-from arbcli.verify.kernels import KERNELS
+from arbcli.verify import check_kernels as verify
+from arbcli.verify.check_kernels import KERNELS
+from arbcli.verify.kernels.codec.packing import pack_trits_verification
 from arbcli.verify.run import verdict
 
 BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
@@ -43,9 +43,9 @@ def nothing_remembered(cache, monkeypatch):
 @pytest.fixture
 def wrong_kernel(monkeypatch):
     def off_by_one(trits):
-        return pack_trits.triton(trits) + 1
+        return pack_trits_verification.triton(trits) + 1
 
-    monkeypatch.setattr(verify, "KERNELS", (replace(pack_trits, triton=off_by_one),))
+    monkeypatch.setattr(verify, "KERNELS", (replace(pack_trits_verification, triton=off_by_one),))
 
 
 def test_json_is_one_object_with_pinned_fields():

@@ -8,11 +8,11 @@ import torch
 from marks import needs_triton
 
 from arbcli.kernels.codec.decode_weight import _by_block
-from arbcli.kernels.codec.packed import random_packed
-from arbcli.kernels.names import kernel_files
-from arbcli.kernels.registry import KERNELS
 from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
+from arbcli.kernels.sources import kernel_files
+from arbcli.verify.kernels.codec.packed import random_packed
+from arbcli.verify.registry import KERNELS
 
 WIDE = {
     "attend_ahead": ("qkv", "cos", "sin"),

@@ -17,18 +17,18 @@ from syntax import parsed, walk
 
 from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.dice import Dice
-from arbcli.kernels.names import kernel_files
 from arbcli.kernels.norm.rms_norm import WHOLE_ROW
-from arbcli.kernels.registry import BY_NAME
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.arguments import Array, Number
 from arbcli.kernels.runtime.backend import chunks_of, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
-from arbcli.verify import kernels as verify
+from arbcli.kernels.sources import kernel_files
+from arbcli.verify import check_kernels as verify
+from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.check_kernels import KERNELS, Checks, compare, copies, peers_of
 from arbcli.verify.compare import as_tuple, poisoned
 from arbcli.verify.fuzz import _form
-from arbcli.verify.kernels import KERNELS, Checks, compare, copies, peers_of
+from arbcli.verify.registry import BY_NAME
 from arbcli.verify.sample import LONG_CASES, OF_VALUES, is_long
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
@@ -247,12 +247,12 @@ def test_sample_is_drawn_without_a_gpu(spec, emulated_gpu, monkeypatch):
     # of numbers that nobody reads there are millions
     monkeypatch.setattr(torch, "randn", lambda *size, generator, **how: torch.zeros(*size, **how))
     part = verify._Part(spec.name, "T32", 32, "cuda", ("triton",), Checks(), 0, "cases")
-    with verify._without_gpu(spec, part) as dice:
-        cases = [*verify._cases(spec, part, lambda _: True, dice)]
+    with verify._without_gpu(spec, part) as rng:
+        cases = [*verify._cases(spec, part, lambda _: True, rng)]
         assert cases
         assert_forms_are_those_of_a_cpu(spec, cases)
         size = (70, 96) if spec.name in OF_VALUES else (11264, 12288)
-        spec.drawn(dice(0, emulated_gpu, torch.float32), 32, 3, *size)
+        spec.drawn(rng(0, emulated_gpu, torch.float32), 32, 3, *size)
 
 
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
@@ -260,9 +260,9 @@ def test_inputs_have_one_form_with_memory_and_without(spec, emulated_gpu):
     """So that a real matrix that was chosen without is the one that runs."""
     part = verify._Part(spec.name, "T32", 32, "cuda", ("triton",), Checks(), 0, "real")
     for dtype in (torch.float32, torch.bfloat16):
-        here = spec.drawn(Dice(0, torch.device("cpu"), dtype), 32, 3, 64, 96)
-        with verify._without_gpu(spec, part) as dice:
-            assert _form(spec.drawn(dice(0, emulated_gpu, dtype), 32, 3, 64, 96)) == _form(here)
+        here = spec.drawn(CaseGenerator(0, torch.device("cpu"), dtype), 32, 3, 64, 96)
+        with verify._without_gpu(spec, part) as rng:
+            assert _form(spec.drawn(rng(0, emulated_gpu, dtype), 32, 3, 64, 96)) == _form(here)
 
 
 def test_cases_ask_their_device_and_no_tensor():
@@ -307,8 +307,8 @@ def test_programs_of_a_large_matrix_take_larger_or_several_tiles(
     """No case of a test is of the size from which on that is so."""
     monkeypatch.setattr("arbcli.kernels.runtime.backend.LARGE_ELEMENTS", 1)
     (spec,) = (spec for spec in KERNELS if spec.name == name)
-    dice = Dice(1, device, torch.float32)
-    inputs = BY_NAME[name].drawn(dice, SCALE_TYPES["T32"], 1, rows, columns)
+    rng = CaseGenerator(1, device, torch.float32)
+    inputs = BY_NAME[name].drawn(rng, SCALE_TYPES["T32"], 1, rows, columns)
     assert_triton_agrees(spec, name, inputs)
 
 
@@ -328,8 +328,8 @@ SEVERAL_TILES = {
 )
 def test_kernel_writes_every_tile_of_several(name, sizes, device):
     (spec,) = (spec for spec in KERNELS if spec.name == name)
-    dice = Dice(1, device, torch.float32)
-    inputs = BY_NAME[name].drawn(dice, SCALE_TYPES["T32"], *sizes)
+    rng = CaseGenerator(1, device, torch.float32)
+    inputs = BY_NAME[name].drawn(rng, SCALE_TYPES["T32"], *sizes)
     assert_triton_agrees(spec, name, inputs)
 
 
@@ -439,10 +439,10 @@ def by_columns(value):
 
 
 def inputs_to_lay_out(spec, device) -> tuple:
-    dice = Dice(
+    rng = CaseGenerator(
         40, device, torch.float32
     )  # a seed that shows a moment, and steps that change octaves
-    inputs = spec.drawn(dice, SCALE_TYPES["T6"], 5, 7, 37)
+    inputs = spec.drawn(rng, SCALE_TYPES["T6"], 5, 7, 37)
     return inputs
 
 
@@ -530,11 +530,11 @@ def all_digits(value, device):
 
 def inputs_to_lay_anywhere(spec, scale_type: str, device) -> tuple:
     # seeds that show every input, several sequences and several experts
-    dice = Dice(0 if "grouped" in spec.name else 30, device, torch.float32)
+    rng = CaseGenerator(0 if "grouped" in spec.name else 30, device, torch.float32)
     sizes = (7 if spec.one_layout else 5, 7, 37)  # several texts
     if scale_type == "T32":
         sizes = 2, 3, 197  # a block of planes and some
-    return spec.drawn(dice, SCALE_TYPES[scale_type], *sizes)
+    return spec.drawn(rng, SCALE_TYPES[scale_type], *sizes)
 
 
 def places_that_are_dense(spec, inputs):
@@ -646,8 +646,8 @@ def test_backend_of_a_cpu_in_bfloat16_is_off_by_its_rounding_only(name, backend)
     """Against float64, with no peer: one rounding to bfloat16 is 1.7e-3, and float32 is 1e-7."""
     (spec,) = (spec for spec in KERNELS if spec.name == name)
     for seed, (m, n, k) in enumerate(((7, 33, 165), (16, 64, 64), (33, 31, 200))):
-        dice = Dice(seed, torch.device("cpu"), torch.bfloat16)
-        inputs = BY_NAME[name].drawn(dice, SCALE_TYPES["T6"], m, n, k)
+        rng = CaseGenerator(seed, torch.device("cpu"), torch.bfloat16)
+        inputs = BY_NAME[name].drawn(rng, SCALE_TYPES["T6"], m, n, k)
         dtypes = {value.dtype for value in inputs if isinstance(value, torch.Tensor)}
         assert torch.bfloat16 in dtypes
         wanted = as_tuple(spec.reference(*copies(inputs)))

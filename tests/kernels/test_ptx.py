@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from arbcli.kernels.attention.attend_parts import AttentionParts
-from arbcli.kernels.codec.decode_digits import decode_digits_reference
-from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.matmul import prepacked, prepacked_rows, row_by_row, row_matmul
 from arbcli.kernels.matmul.few_rows import few_rows
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.verify.check_kernels import KERNELS, copies, find_kernels, peers_of
 from arbcli.verify.compare import as_tuple, compare
-from arbcli.verify.kernels import KERNELS, copies, find_kernels, peers_of
+from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference
+from arbcli.verify.kernels.codec.packed import random_packed
+from arbcli.verify.kernels.matmul.prepacked import prepacked_reference
 
 pytest.importorskip("triton")
 from ptx import emulated
@@ -80,7 +81,7 @@ def row_error(
     with emulated(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_matmul, "tiling_of", lambda *_: row_matmul.Tiling(*tiling))
         y = row_matmul.ROW_MATMUL.triton(x, *inputs)
-    return error(y, prepacked.prepacked_reference(row, *inputs))
+    return error(y, prepacked_reference(row, *inputs))
 
 
 def rows_error(rows: int, out_features: int, in_features: int, gated: bool, tiling: tuple) -> float:
@@ -92,7 +93,7 @@ def rows_error(rows: int, out_features: int, in_features: int, gated: bool, tili
     with emulated(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepacked_rows, "_tiling", lambda *_: prepacked_rows.Tiling(*tiling))
         y = prepacked_rows.PREPACKED_ROWS.triton(*inputs)
-    return error(y, prepacked.prepacked_reference(*inputs))
+    return error(y, prepacked_reference(*inputs))
 
 
 @pytest.mark.parametrize(

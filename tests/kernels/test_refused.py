@@ -12,21 +12,20 @@ import torch
 from torch import Tensor
 
 from arbcli.families.ahead.kernels.attend_ahead import keep_accepted_, table_of
-from arbcli.families.compressed.kernels.append_position import append_position_, in_eight_bits
+from arbcli.families.compressed.kernels.append_position import append_position_
 from arbcli.families.compressed.kernels.decode_compressed import decode_compressed
+from arbcli.families.compressed.verify.append_position import in_eight_bits
 from arbcli.kernels.attention.attend_parts import attend_parts
 from arbcli.kernels.attention.decode_attention import decode_attention
 from arbcli.kernels.attention.kept import Kept
 from arbcli.kernels.codec.decode_e4m3 import decode_e4m3
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.digits_matmul import PrepackedDigits, digits_matmul, prepack_digits
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
 from arbcli.kernels.matmul.prepacked import Prepacked, prepack
 from arbcli.kernels.matmul.prepacked_rows import prepacked_rows
 from arbcli.kernels.matmul.row_by_row import row_by_row
 from arbcli.kernels.matmul.row_matmul import row_matmul
-from arbcli.kernels.registry import BY_NAME, KERNELS
 from arbcli.kernels.rows.weighted_rows import TouchedRows, weighted_rows_grad
 from arbcli.kernels.runtime.arguments import REAL, Argument, Array, Matrix, Number, names_in
 from arbcli.kernels.runtime.backend import use_backend
@@ -35,7 +34,9 @@ from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.gradient_gains import gradient_gains
 from arbcli.kernels.update.gradient_statistics import GradientStatistics
 from arbcli.kernels.update.last_bits import last_bits
-from arbcli.verify.kernels import copies
+from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.check_kernels import copies
+from arbcli.verify.registry import BY_NAME, KERNELS
 
 OTHER_TYPE = {
     torch.int64: torch.int32, torch.int32: torch.int64, torch.int16: torch.int64,
@@ -114,7 +115,7 @@ def declared(name: str, inputs: list) -> str:
     named = Counter(
         found for kind in given for size in kind.dims for found in names_in(size.strip("*"))
     )
-    of_types = " ".join(spec.where)
+    of_types = " ".join(spec.operation.where)
     reals = sum(isinstance(kind, Array) and kind.dtypes == REAL for kind in given)
     return " ".join(
         letters_of(kind, x, named, reals, f"{key}.dtype" in of_types) or "."
@@ -169,8 +170,8 @@ def flat(inputs: tuple) -> list:
 
 
 def drawn(name: str) -> list:
-    dice = Dice(SEEDS.get(name, 0), torch.device("cpu"), torch.float32)
-    return flat(BY_NAME[name].drawn(dice, 32, 5, 7, 37))
+    rng = CaseGenerator(SEEDS.get(name, 0), torch.device("cpu"), torch.float32)
+    return flat(BY_NAME[name].drawn(rng, 32, 5, 7, 37))
 
 
 def run(name: str, inputs: Iterable, backend: str = "torch") -> None:
@@ -213,7 +214,7 @@ def zeros(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def matrix(rows: int, columns: int) -> Packed:
-    return Dice(0, torch.device("cpu"), torch.float32).packed(rows, columns, 32)
+    return CaseGenerator(0, torch.device("cpu"), torch.float32).packed(rows, columns, 32)
 
 
 BOOL, HALF, INT8, INT64 = torch.bool, torch.bfloat16, torch.int8, torch.int64
@@ -310,7 +311,7 @@ def test_largest_exponents_are_int8_side_by_side():
 def test_parts_of_attention_that_do_not_belong_together_are_not_multiplied():
     with use_backend("torch"):
         parts = attend_parts(*drawn("attend_parts"))
-    packed = Dice(0, torch.device("cpu"), torch.float32).packed(7, 384, 32, 8, "trit")
+    packed = CaseGenerator(0, torch.device("cpu"), torch.float32).packed(7, 384, 32, 8, "trit")
     weight = prepack(packed)
     row_matmul(parts, weight)
     for name, letters in (("values", "t+-l01"), ("totals", "tb+-l0"), ("position", "t+")):
@@ -322,6 +323,8 @@ def test_parts_of_attention_that_do_not_belong_together_are_not_multiplied():
 
 def test_matrix_that_has_no_digits_in_planes_is_not_prepacked():
     for group_size, gated, digits in ((6, False, "all"), (32, False, "trit"), (32, True, "all")):
-        packed = Dice(0, torch.device("cpu"), torch.float32).packed(7, 40, group_size, 8, digits)
+        packed = CaseGenerator(0, torch.device("cpu"), torch.float32).packed(
+            7, 40, group_size, 8, digits
+        )
         with pytest.raises(ValueError, match="packed weights: need"):
             prepack_digits(packed, gated)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from syntax import children, parsed, walk
 
-from arbcli.kernels.names import kernel_files
+from arbcli.kernels.sources import kernel_files
 
 FILES = kernel_files()
 OF_A_ROW = {"k", "offs_b", "offs_g", "block", "j", "kv", "h", "g"}

@@ -11,13 +11,13 @@ import pytest
 import torch
 from marks import needs_triton
 
-from arbcli.kernels.dice import Dice
-from arbcli.kernels.registry import KERNELS
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
+from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.check_kernels import copies
 from arbcli.verify.compare import as_tuple
-from arbcli.verify.kernels import copies
+from arbcli.verify.registry import KERNELS
 
 CPU, HALF = torch.device("cpu"), torch.float16
 SIZES = 32, 8, 33, 165
@@ -44,7 +44,7 @@ def test_results_have_the_same_types_and_shapes_on_every_backend(dtype):
             unfused.add(kernel.fn.__name__)
 
     for spec in KERNELS:
-        inputs = spec.drawn(Dice(0, CPU, dtype), *SIZES)
+        inputs = spec.drawn(CaseGenerator(0, CPU, dtype), *SIZES)
         with use_backend("torch"):
             wanted = forms(spec.torch(*copies(inputs)))
         with use_backend("interpreter"), replaced_launches(launch):
@@ -68,7 +68,7 @@ def test_results_in_float32_of_bfloat16_have_more_than_its_bits():
         if "dtype" in inspect.signature(spec.torch).parameters and spec.name not in COPIES
     }  # fmt: skip
     for spec in asked:
-        inputs = spec.drawn(Dice(0, CPU, torch.bfloat16), *SIZES)
+        inputs = spec.drawn(CaseGenerator(0, CPU, torch.bfloat16), *SIZES)
         wide = [torch.float32 if isinstance(x, torch.dtype) else x for x in copies(inputs)]
         more = {} if torch.float32 in wide else {"dtype": torch.float32}
         with use_backend("torch"):
@@ -106,7 +106,7 @@ def in_type(value, dtype):
 def halves(spec) -> list:
     """Draw inputs that float16 holds."""
     for seed in range(20):
-        inputs = spec.drawn(Dice(seed, CPU, torch.bfloat16), *SIZES)
+        inputs = spec.drawn(CaseGenerator(seed, CPU, torch.bfloat16), *SIZES)
         found = [in_type(x, HALF) for x in inputs]
         if all(x.isfinite().all() for x in found if getattr(x, "dtype", None) is HALF):
             return found
@@ -116,7 +116,7 @@ def halves(spec) -> list:
 @pytest.fixture
 def unchecked() -> Iterator[None]:
     """Let operations that launchers call take float16, too."""
-    checks = [(spec, spec.check) for spec in KERNELS]
+    checks = [(spec, spec.operation.check) for spec in KERNELS]
     for spec in KERNELS:
         object.__setattr__(spec, "check", lambda *_: None)
     yield

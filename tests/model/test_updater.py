@@ -13,7 +13,7 @@ from arbcli.inspect.audit import LiveTensors
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.kernels.update.newton_schulz import gram, gram_polynomial
+from arbcli.kernels.update.newton_schulz import gram
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.kernels.update.step_scales import step_scales
 from arbcli.kernels.update.step_trits import GOLDEN_TURN, step_by_direction
@@ -27,6 +27,7 @@ from arbcli.model.packed import TernaryTensor
 from arbcli.model.rules import DIRECTION, RULES, moment
 from arbcli.model.rules.base import NUM_STREAMS, STEP_OF_RADIX, fixed_point_gain
 from arbcli.model.updater import ROW_CLIP, Updater
+from arbcli.verify.kernels.update.newton_schulz import gram_polynomial_verification
 
 COMBINATIONS = [
     (rule, direction)
@@ -705,7 +706,7 @@ def test_stacks_with_equally_many_rows_share_polynomials(dtype, device, monkeypa
 
     def polynomial(a, *coefficients):
         numbers.append(len(a))
-        return torch.stack([gram_polynomial.torch(part, *coefficients) for part in a])
+        return torch.stack([gram_polynomial_verification.torch(part, *coefficients) for part in a])
 
     monkeypatch.setattr(orthogonal, "gram_polynomial", polynomial)
     for together in (True, False):

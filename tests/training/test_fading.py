@@ -15,7 +15,6 @@ from arbcli.data.text import open_texts
 from arbcli.generation.generation import Sampling, generate
 from arbcli.generation.load import load_model, saved_config
 from arbcli.interop.exporting import export
-from arbcli.kernels.codec.decode_digits import digits_reference, scales_reference
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.checkpoint import load_checkpoint
 from arbcli.model.rules import FADED, FADING, STAGES, find_rule, stage_rule
@@ -25,6 +24,7 @@ from arbcli.training.observer import Observer
 from arbcli.training.run import resume_run, start_run
 from arbcli.training.schedule import fade_share, fade_stage, learning_rate
 from arbcli.training.trainer import EAGER_STEPS, Trainer
+from arbcli.verify.kernels.codec.decode_digits import digits_reference, scales_reference
 
 FADES = (FADE_FROM, FADE_FROM + FADING_SHARE)
 SMALL = {

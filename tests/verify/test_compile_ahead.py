@@ -9,8 +9,8 @@ from marks import needs_triton
 from arbcli.base.errors import ArbError
 from arbcli.kernels.runtime.backend import compile_for
 from arbcli.verify import compile_ahead
+from arbcli.verify.check_kernels import find_kernels
 from arbcli.verify.compile_ahead import TARGETS, compile_kernels, find_excess, find_targets
-from arbcli.verify.kernels import find_kernels
 from arbcli.verify.variants import Launch, variant_of
 
 

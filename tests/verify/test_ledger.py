@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from arbcli.base.errors import ArbError
-from arbcli.kernels.codec.packing import pack_trits
-from arbcli.verify import kernels as verify
+from arbcli.verify import check_kernels as verify
 from arbcli.verify import ledger as ledgers
+from arbcli.verify.check_kernels import Checks, verify_kernels
 from arbcli.verify.compile_ahead import CompileResult
-from arbcli.verify.kernels import Checks, verify_kernels
+from arbcli.verify.kernels.codec.packing import pack_trits_verification
 from arbcli.verify.ledger import (
     compare_ledgers,
     ledger_page,
@@ -52,7 +52,7 @@ def make(names=("pack_trits", "rms_norm"), checks=None, compiled=(COMPILED,), ti
 
 
 def off_by_one(trits):
-    return pack_trits.torch(trits) + 1
+    return pack_trits_verification.torch(trits) + 1
 
 
 def test_every_row_of_a_table_is_as_wide_as_its_head():
@@ -81,7 +81,7 @@ def test_written_ledger_is_strict_json_and_compares_equal(tmp_path):
 
 def test_comparison_shows_changes(tmp_path, monkeypatch):
     data, _ = write_ledger(make(), tmp_path)
-    monkeypatch.setattr(verify, "KERNELS", (replace(pack_trits, torch=off_by_one),))
+    monkeypatch.setattr(verify, "KERNELS", (replace(pack_trits_verification, torch=off_by_one),))
     changes = compare_ledgers(
         read_ledger(data), make([], compiled=(replace(COMPILED, registers=41),))
     )

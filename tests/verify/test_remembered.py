@@ -16,10 +16,10 @@ import torch
 import arbcli
 from arbcli.base import caches as cached_files
 from arbcli.base.caches import write_cached
-from arbcli.kernels.matmul.ternary_matmul import ternary_matmul
-from arbcli.kernels.update.step_scales import step_scales
 from arbcli.verify import memory as memories
-from arbcli.verify.kernels import Checks, KernelResult, verify_kernels
+from arbcli.verify.check_kernels import Checks, KernelResult, verify_kernels
+from arbcli.verify.kernels.matmul.ternary_matmul import ternary_matmul_verification
+from arbcli.verify.kernels.update.step_scales import step_scales_verification
 from arbcli.verify.memory import Memory, all_sources, describe_machine, kernel_sources
 from arbcli.verify.subjects import ParityResult
 from arbcli.verify.workers import Workers
@@ -220,16 +220,18 @@ def test_known_results_start_no_calls_ahead(source):
 
 def test_results_of_a_kernel_depend_on_its_imports_and_on_the_verifier():
     package = Path(arbcli.__file__).parent
-    found = {str(path.relative_to(package)) for path in kernel_sources(ternary_matmul)}
+    found = {str(path.relative_to(package)) for path in kernel_sources(ternary_matmul_verification)}
     assert found >= {
         "kernels/matmul/ternary_matmul.py", "kernels/matmul/few_rows.py", "verify/compare.py",
         "kernels/codec/decode_digits.py", "kernels/codec/packing.py", "kernels/runtime/native.c",
         "kernels/runtime/native.py", "verify/fuzz.py", "verify/kernels.py",
     }  # fmt: skip
     assert found.isdisjoint({"kernels/update/step_scales.py", "model/build.py", "cli.py"})
-    assert kernel_sources(ternary_matmul) < kernel_sources(ternary_matmul, drawn=True)
-    assert kernel_sources(ternary_matmul, drawn=True) < all_sources()
-    assert kernel_sources(replace(step_scales, triton=print)) is None
+    assert kernel_sources(ternary_matmul_verification) < kernel_sources(
+        ternary_matmul_verification, drawn=True
+    )
+    assert kernel_sources(ternary_matmul_verification, drawn=True) < all_sources()
+    assert kernel_sources(replace(step_scales_verification, triton=print)) is None
 
 
 def test_random_cases_are_not_remembered(folder):

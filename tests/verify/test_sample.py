@@ -15,17 +15,17 @@ from syntax import parsed, walk
 import arbcli
 from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.names import kernel_files, sources_of_kernels
-from arbcli.kernels.registry import BY_NAME
-from arbcli.kernels.runtime.operation import Case
-from arbcli.verify import kernels as verify
+from arbcli.kernels.sources import kernel_files
+from arbcli.verify import check_kernels as verify
 from arbcli.verify import parity, variants
 from arbcli.verify import sample as sample_module
-from arbcli.verify.kernels import KERNELS, Checks, _parts, find_kernels
+from arbcli.verify.check_kernels import KERNELS, Checks, _parts, find_kernels
 from arbcli.verify.models import (
     FULL_SIZE,
     MODELS,
 )
+from arbcli.verify.names import sources_of_kernels
+from arbcli.verify.registry import BY_NAME
 from arbcli.verify.sample import (
     ALWAYS,
     LONG_CASES,
@@ -45,6 +45,7 @@ from arbcli.verify.subjects import (
     sampled_subjects,
 )
 from arbcli.verify.variants import Launch
+from arbcli.verify.verification import Case
 
 CPU = torch.device("cpu")
 WITH_SCALES = [spec for spec in KERNELS if spec.uses_scales]

@@ -10,12 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from arbcli.base.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import pack_trits, unpack_trits
-from arbcli.kernels.runtime.operation import Timing
-from arbcli.verify import kernels as verify
+from arbcli.verify import check_kernels as verify
 from arbcli.verify import timing
+from arbcli.verify.check_kernels import KERNELS, verify_kernels
 from arbcli.verify.compare import as_tuple
-from arbcli.verify.kernels import KERNELS, verify_kernels
+from arbcli.verify.kernels.codec.packing import pack_trits_verification, unpack_trits_verification
 from arbcli.verify.timing import (
     Roofline,
     Stopwatch,
@@ -25,6 +24,7 @@ from arbcli.verify.timing import (
     time_calls,
     time_kernels,
 )
+from arbcli.verify.verification import Timing
 
 CPU = torch.device("cpu")
 NOT_TIMED = ("attend_ahead", "accept_ahead", "keep_accepted", "repeat_ahead", "propose_byte")
@@ -86,7 +86,7 @@ def test_result_counts_the_bytes_that_must_move(monkeypatch, known_roofline):
 
     inputs = (torch.zeros(2500, dtype=torch.int32), None, 1)
     timings = [Timing("2500", inputs, add, peer=print, peer_name="other", flops=10**6)]
-    spec = replace(pack_trits, timings=lambda *_: timings)
+    spec = replace(pack_trits_verification, timings=lambda *_: timings)
     monkeypatch.setattr(verify, "KERNELS", (spec,))
     report = time_kernels(results("pack_trits"), FakeStopwatch([4.0, 2.0, 3.0], [6.0, 6.0, 6.0]), 6)
     (found,) = report.timings
@@ -101,7 +101,9 @@ def test_result_counts_the_bytes_that_must_move(monkeypatch, known_roofline):
 
 def test_launch_that_returns_nothing_counts_its_inputs_alone(monkeypatch, known_roofline):
     inputs = (torch.zeros(3), torch.zeros(5, dtype=torch.int8))
-    spec = replace(pack_trits, timings=lambda *_: [Timing("a", inputs, run=lambda *_: None)])
+    spec = replace(
+        pack_trits_verification, timings=lambda *_: [Timing("a", inputs, run=lambda *_: None)]
+    )
     monkeypatch.setattr(verify, "KERNELS", (spec,))
     (result,) = time_kernels(results("pack_trits"), FakeStopwatch([1.0]), 6).timings
     assert result.moved_bytes == 3 * 4 + 5
@@ -113,7 +115,9 @@ def test_every_kernel_declares_whether_it_is_timed(spec):
 
 
 def test_kernel_without_peer_has_no_ratio(monkeypatch, known_roofline):
-    spec = replace(pack_trits, timings=lambda *_: [Timing("5", (torch.zeros(5),), torch.neg)])
+    spec = replace(
+        pack_trits_verification, timings=lambda *_: [Timing("5", (torch.zeros(5),), torch.neg)]
+    )
     monkeypatch.setattr(verify, "KERNELS", (spec,))
     (found,) = time_kernels(results("pack_trits"), FakeStopwatch([4.0]), 6).timings
     assert (found.peer, found.peer_us, found.ratio) == (None, None, None)
@@ -123,7 +127,10 @@ def test_kernel_that_failed_is_not_timed(monkeypatch, known_roofline):
     def never(*_):
         raise AssertionError("timed")
 
-    specs = [replace(pack_trits, timings=never), replace(unpack_trits, timings=lambda *_: [])]
+    specs = [
+        replace(pack_trits_verification, timings=never),
+        replace(unpack_trits_verification, timings=lambda *_: []),
+    ]
     monkeypatch.setattr(verify, "KERNELS", tuple(specs))
     right, wrong = results("pack_trits", "unpack_trits"), results("pack_trits", passed=False)
     for found in ([*right, *wrong], [*wrong, *right]):  # of several scale types any may fail
@@ -180,7 +187,7 @@ def test_kernel_is_timed_on_inputs_like_its_cases(spec):
     for item in timings:
         if spec.timed:
             with FakeTensorMode(allow_non_fake_inputs=True):
-                spec.check(*item.inputs)
+                spec.operation.check(*item.inputs)
         for value, allowed in zip(item.inputs, known, strict=False):
             assert description(value) in allowed, item.label
 

@@ -20,22 +20,22 @@ from typer.testing import CliRunner
 from arbcli import cli
 from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import pack_trits
-from arbcli.kernels.dice import Dice
-from arbcli.kernels.registry import BY_NAME, KERNELS
 from arbcli.kernels.runtime.backend import chunk_elements
-from arbcli.kernels.runtime.operation import Case
-from arbcli.verify import kernels as verify_module
+from arbcli.verify import check_kernels as verify_module
 from arbcli.verify import run as stages
 from arbcli.verify import workers as workers_module
+from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.check_kernels import Checks, verify_kernels
 from arbcli.verify.compare import poisoned
 from arbcli.verify.compile_ahead import CompileResult
 from arbcli.verify.fuzz import TILES, Drawn, Tally, fuzz_cases
-from arbcli.verify.kernels import Checks, verify_kernels
+from arbcli.verify.kernels.codec.packing import pack_trits_verification
 from arbcli.verify.ledger import ledger_page, new_ledger
 from arbcli.verify.parity import CHECKS, _rotary
+from arbcli.verify.registry import BY_NAME, KERNELS
 from arbcli.verify.run import VerifyRequest, verify
 from arbcli.verify.strength import find_strength
+from arbcli.verify.verification import Case
 from arbcli.verify.workers import Workers
 
 CPU = torch.device("cpu")
@@ -45,13 +45,13 @@ COMPILED = CompileResult("pack_trits", "sm_90", 2, 40, 0, 1024, passed=True, err
 
 
 def off_by_one(trits):
-    return pack_trits.torch(trits) + 1
+    return pack_trits_verification.torch(trits) + 1
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Leave one kernel, no other processes, and stages that find that all is well."""
-    monkeypatch.setattr(verify_module, "KERNELS", (pack_trits,))
+    monkeypatch.setattr(verify_module, "KERNELS", (pack_trits_verification,))
     monkeypatch.setattr(stages, "_num_workers", lambda _: 1)
     monkeypatch.setattr(stages, "describe_machine", lambda _: None)  # nothing is remembered
     monkeypatch.setattr(stages, "begin_parity", lambda *_, **__: lambda: (PARITY,))
@@ -64,7 +64,7 @@ WHOLE = VerifyRequest(backend="torch", device="cpu", targets="sm_90")
 
 
 def break_kernel(patch):
-    patch.setattr(verify_module, "KERNELS", (replace(pack_trits, torch=off_by_one),))
+    patch.setattr(verify_module, "KERNELS", (replace(pack_trits_verification, torch=off_by_one),))
 
 
 def break_parity(patch):
@@ -164,7 +164,7 @@ def test_shares_of_cases_are_all_of_them_however_they_end(monkeypatch):
     """On a GPU the cases of a kernel are dealt out; each is checked once, and all are told of."""
     places = {"triton": [("cases", (share, 4)) for share in range(4)], "torch": [("cases", (0, 1))]}
     for backend, wanted in places.items():
-        found = verify_module._shares(pack_trits, (backend, "torch"), Checks(), None)
+        found = verify_module._shares(pack_trits_verification, (backend, "torch"), Checks(), None)
         assert list(found) == wanted
     monkeypatch.setattr(verify_module, "_shares", lambda *_: iter(places["triton"]))
     end_in_order(monkeypatch, [2, 0, 3, 1])
@@ -352,7 +352,7 @@ def test_random_cases_are_all_that_they_can_be(name):
 
 
 def test_random_sizes_are_on_both_sides_of_every_boundary():
-    sizes = {Dice(seed, CPU).near(TILES) for seed in range(600)}
+    sizes = {CaseGenerator(seed, CPU).near(TILES) for seed in range(600)}
     assert sizes == {1, 2, 3, 5} | {tile + by for tile in TILES for by in (-1, 0, 1)}
 
 
@@ -383,7 +383,7 @@ LOADED = {
 
 @pytest.mark.parametrize("what", LOADED)
 def test_random_cases_that_were_never_drawn_are_listed(what, monkeypatch):
-    monkeypatch.setattr(Dice, *LOADED[what])
+    monkeypatch.setattr(CaseGenerator, *LOADED[what])
     request = VerifyRequest(names=("step_scales",), fuzz=12, seed=1, backend="torch", device="cpu")
     found = verify(request)
     begin = f"random cases, {what}: none was drawn of step_scales"
@@ -397,9 +397,9 @@ def test_torch_backend_works_on_random_cases_in_the_parts_that_were_drawn(monkey
 
     def noted(trits):
         seen.append(chunk_elements(-1))
-        return pack_trits.torch(trits)
+        return pack_trits_verification.torch(trits)
 
-    monkeypatch.setattr(verify_module, "KERNELS", (replace(pack_trits, torch=noted),))
+    monkeypatch.setattr(verify_module, "KERNELS", (replace(pack_trits_verification, torch=noted),))
     verify_kernels([], {"T32": 32}, CPU, ["torch"], Checks(fuzz=9))
     cases = fuzz_cases("pack_trits", CPU, 32, range(9))
     assert seen == [-1 if case.chunk_elements is None else case.chunk_elements for case in cases]
@@ -419,9 +419,9 @@ def test_verifier_poisons_memory_by_itself(fuzz, plain_memory, monkeypatch):
 
     def lazy(trits):
         seen.append(torch.empty(4).isnan().all().item())
-        return torch.empty_like(pack_trits.torch(trits))
+        return torch.empty_like(pack_trits_verification.torch(trits))
 
-    monkeypatch.setattr(verify_module, "KERNELS", (replace(pack_trits, torch=lazy),))
+    monkeypatch.setattr(verify_module, "KERNELS", (replace(pack_trits_verification, torch=lazy),))
     report = verify_kernels([], {"T32": 32}, CPU, ["torch"], Checks(fuzz=fuzz))
     assert seen
     assert all(seen)
@@ -457,11 +457,13 @@ def test_every_case_is_run_on_every_backend(monkeypatch):
 
     def counted(trits):
         runs.append(trits.shape)
-        return pack_trits.torch(trits)
+        return pack_trits_verification.torch(trits)
 
-    monkeypatch.setattr(verify_module, "KERNELS", (replace(pack_trits, torch=counted),))
+    monkeypatch.setattr(
+        verify_module, "KERNELS", (replace(pack_trits_verification, torch=counted),)
+    )
     (result,) = verify_kernels([], {"T32": 32}, CPU, ["torch"]).kernels
-    assert len(runs) == len(result.shapes) == len([*pack_trits.cases(CPU, 32)])
+    assert len(runs) == len(result.shapes) == len([*pack_trits_verification.cases(CPU, 32)])
     assert result.outputs == len(runs)
 
 

@@ -13,17 +13,17 @@ import torch
 
 from arbcli.base.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import pack_trits
-from arbcli.kernels.names import kernel_names
-from arbcli.kernels.norm.rms_norm import rms_norm
-from arbcli.kernels.registry import BY_NAME
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime.operation import Gate
-from arbcli.verify import kernels as verify
+from arbcli.verify import check_kernels as verify
 from arbcli.verify import run as verification
+from arbcli.verify.check_kernels import KERNELS, Checks, copies, find_kernels, verify_kernels
 from arbcli.verify.compare import compare, errors, worst
 from arbcli.verify.fuzz import fuzz_cases, real_cases
-from arbcli.verify.kernels import KERNELS, Checks, copies, find_kernels, verify_kernels
+from arbcli.verify.kernels.codec.packing import pack_trits_verification
+from arbcli.verify.kernels.norm.rms_norm import rms_norm_verification
+from arbcli.verify.names import kernel_names
+from arbcli.verify.registry import BY_NAME
+from arbcli.verify.verification import Gate
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 T6 = {"T6": 6}
@@ -38,11 +38,13 @@ def verify_planted(monkeypatch, spec, device, **checks):
 
 
 def off_by_one(trits):
-    return pack_trits.triton(trits) + 1
+    return pack_trits_verification.triton(trits) + 1
 
 
 def test_wrong_kernel_fails_with_its_cases(monkeypatch, device):
-    report = verify_planted(monkeypatch, replace(pack_trits, triton=off_by_one), device)
+    report = verify_planted(
+        monkeypatch, replace(pack_trits_verification, triton=off_by_one), device
+    )
     (result,) = report.kernels
     assert not report.passed
     assert result.unequal == result.elements > 0
@@ -53,21 +55,23 @@ def test_kernel_that_raises_fails_its_cases_only(monkeypatch, device):
     def picky(trits):
         if trits.shape == (3, 33):
             raise RuntimeError("no\nsuch shape")
-        return pack_trits.triton(trits)
+        return pack_trits_verification.triton(trits)
 
-    (result,) = verify_planted(monkeypatch, replace(pack_trits, triton=picky), device).kernels
+    (result,) = verify_planted(
+        monkeypatch, replace(pack_trits_verification, triton=picky), device
+    ).kernels
     (failure,) = result.failures
     assert (failure.label, failure.error) == ("3x33", "RuntimeError: no")
 
 
 def test_integers_of_another_type_are_not_equal():
     values = torch.tensor([1, 2], dtype=torch.int8)
-    assert not compare(pack_trits, "", values.int(), values).passed
+    assert not compare(pack_trits_verification, "", values.int(), values).passed
 
 
 def test_nan_fails_a_tolerance():
     wanted = torch.ones(3)
-    found = compare(rms_norm, "", torch.tensor([1.0, torch.nan, 1.0]), wanted)
+    found = compare(rms_norm_verification, "", torch.tensor([1.0, torch.nan, 1.0]), wanted)
     assert not found.passed
     assert found.max_error is None
     assert found.unwritten == 1
@@ -82,7 +86,7 @@ def test_counts_of_unequal_elements_are_for_exact_gates_only(device):
 def test_kernels_are_given_the_strides_and_the_memory_of_their_cases():
     """A copy that is contiguous would be another case than the one that is told of."""
     base = torch.arange(70, dtype=torch.float32).view(7, 10)
-    packed = pack_trits.torch(torch.ones(4, 12, dtype=torch.int8))
+    packed = pack_trits_verification.torch(torch.ones(4, 12, dtype=torch.int8))
     about = Packed(packed[1::2], *torch.ones(2, 2, 4, dtype=torch.int8)[:, :, ::2], 12, 6)
     inputs = base[1::2, 2::3], base.T[3:], base[2:3].expand(5, -1), about, 3
     found = copies(inputs)
@@ -156,12 +160,12 @@ def assert_same(inputs, others):
 
 def test_kernels_are_found_by_name():
     assert find_kernels([]) == list(KERNELS)
-    assert find_kernels(["pack_trits"]) == [pack_trits]
+    assert find_kernels(["pack_trits"]) == [pack_trits_verification]
     assert sorted(kernel_names()) == sorted(spec.name for spec in KERNELS)
 
 
 def close(relative: float, peer_slack: float = 0.0):
-    return replace(rms_norm, gate=Gate(relative=relative, peer_slack=peer_slack))
+    return replace(rms_norm_verification, gate=Gate(relative=relative, peer_slack=peer_slack))
 
 
 @pytest.mark.parametrize(("error", "passed"), [(1.05e-3, True), (1.15e-3, False)])
@@ -214,16 +218,16 @@ def test_errors_are_relative_to_the_reference(relative, passed):
 
 
 def test_figures_of_a_kernel_are_those_of_its_worst_case(device):
-    shape = next(case.inputs[0].shape for case in rms_norm.cases(device, 6))
+    shape = next(case.inputs[0].shape for case in rms_norm_verification.cases(device, 6))
 
     def wrong_once(*inputs):
-        y = rms_norm.torch(*inputs)
+        y = rms_norm_verification.torch(*inputs)
         return -y if inputs[0].shape == shape else y
 
     report = verify_kernels(["rms_norm"], T6, device, ["torch"])
     assert report.kernels[0].cosine > 0.999
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify, "KERNELS", (replace(rms_norm, torch=wrong_once),))
+        patch.setattr(verify, "KERNELS", (replace(rms_norm_verification, torch=wrong_once),))
         (result,) = verify_kernels([], T6, device, ["torch"]).kernels
     assert result.cosine < -0.999
     assert result.max_error > 0.1

@@ -12,20 +12,15 @@ gradient: seven products instead of five, and no matrix of the size of p is stor
 Source: T. Dao, "FlashAttention-2", https://arxiv.org/abs/2307.08691, algorithm 2.
 """
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.rotary_norm import unpack_qkv
-from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array
 from arbcli.kernels.runtime.backend import capability
 from arbcli.kernels.runtime.descriptors import described
-from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Operation
 
 LOG2_E = 1.4426950408889634
 HOPPER = (9, 0)
@@ -34,25 +29,6 @@ MOST_TOGETHER, WIDEST_TOGETHER = 4, 64
 """Maximum blocks of queries, and width of a head, for which one launch has all programs."""
 REGISTERS = 168
 """Registers of a thread for such a width, for three programs on a processor."""
-
-
-def causal_attention_backward_reference(
-    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, _y: Tensor, _logs: Tensor
-) -> tuple[Tensor, ...]:
-    """Compute the reference result of `causal_attention_backward`: autograd in float64."""
-    inputs = [part.detach().double().requires_grad_() for part in (q, k, v)]
-    with torch.enable_grad():
-        y, _ = causal_attention_float64(*inputs)
-        return torch.autograd.grad(y, inputs, grad_y.double())
-
-
-def causal_attention_float64(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attend in float64; return the result and the log-sum-exp of each query."""
-    q, k, v = (part.double() for part in (q, k, v))
-    length = q.shape[2]
-    later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    scores = (q @ k.mT / q.shape[3] ** 0.5).masked_fill(later, -torch.inf)
-    return scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)
 
 
 def _causal_attention_backward_torch(
@@ -381,83 +357,16 @@ def flash_attention_backward(
     )
 
 
-def random_attention(
-    generator: torch.Generator, shape: tuple[int, int, int, int], dtype: torch.dtype
-) -> tuple[Tensor, ...]:
-    """Draw a gradient, normalised queries and keys, and values; compute y and its log-sum-exps."""
-    grad_y, q, k, v = (torch.randn(shape, generator=generator) for _ in range(4))
-    q, k = (torch.nn.functional.rms_norm(part, shape[-1:]) for part in (q, k))
-    parts = [part.to(dtype) for part in (grad_y, q, k, v)]
-    y, logs = causal_attention_float64(*parts[1:])
-    return *parts, y.to(dtype), logs.float()
-
-
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    for shape in ((1, 1, 2, 16), (1, 1, 40, 32), (1, 1, 70, 16), (2, 3, 18, 16)):
-        inputs = random_attention(generator, shape, torch.float32)
-        inputs = tuple(part.to(device) for part in inputs)
-        yield Case("x".join(map(str, shape)), inputs)
-    apart = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in inputs[:5]]
-    yield Case("2x3x18x16 positions before heads", (*apart, inputs[5]))
-    if device.type == "cuda":
-        for shape in ((2, 3, 200, 64), (1, 2, 1024, 128), (3, 5, 130, 128)):
-            inputs = random_attention(generator, shape, torch.bfloat16)
-            inputs = tuple(part.to(device) for part in inputs)
-            yield Case(f"{'x'.join(map(str, shape))} bf16", inputs)
-
-
-def rounded_causal_gradients(
-    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients in float64, with p and e rounded to bfloat16 as in products."""
-    dtype, scale = q.dtype, q.shape[3] ** -0.5
-    g, q, k, v, y = (part.double() for part in (grad_y, q, k, v, y))
-    p = torch.exp(q @ k.mT * scale - logs.double()[..., None]).tril()
-    e = p * (g @ v.mT - (g * y).sum(dim=-1, keepdim=True))
-    p, e = (part.to(dtype).double() for part in (p, e))
-    return (e @ k * scale).to(dtype), (e.mT @ q * scale).to(dtype), (p.mT @ g).to(dtype)
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    for batch, heads, length, width in ((8, 16, 2048, 128), (16, 12, 1024, 64)):
-        draw: TensorOptions = {"device": device, "dtype": torch.bfloat16}
-        grad_y, q, k, v = torch.randn(4, batch, length, heads, width, **draw).transpose(2, 3)
-        y, logs, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
-        inputs = (grad_y, q, k, v, y, logs)
-        yield Timing(
-            f"{batch}x{heads}x{length}x{width} bf16",
-            inputs,
-            run=_causal_attention_backward_triton,
-            peer=partial(flash_attention_backward, *inputs),
-            peer_name="torch's flash attention",
-            flops=5 * batch * heads * length**2 * width,
-        )
-
-
-def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    about = dice.seeded()
-    length = 2 + min(m, dice.pick((1, 40, 150)))
-    shape = dice.pick((1, 2)), dice.pick((1, 3)), length, dice.pick((16, 32, 64))
-    *parts, logs = random_attention(about, shape, dice.dtype)
-    return *(dice.view(part.to(dice.device)) for part in parts), logs.to(dice.device)
-
-
 _HEADS = Array("B, H, T, D")
 
 causal_attention_backward = Operation(
     "causal_attention_backward", _causal_attention_backward_triton,
-    _causal_attention_backward_torch, causal_attention_backward_reference, _cases,
-    Gate(
-        relative=2e-5, peer_slack=0.2,
-        reason="float32 sums; in bf16 the peer rounds what products take, and nothing else",
-    ),
+    _causal_attention_backward_torch,
     {
         **dict.fromkeys(("grad_y", "q", "k", "v", "y"), _HEADS),
         "logs": Array("B, H, T", FLOAT, dense=True),
     },
-    where=("16 <= D <= 128 and D & (D - 1) == 0",), draw=_draw, needs_rows=True,
-    peer=rounded_causal_gradients, timings=_timings,
+    where=("16 <= D <= 128 and D & (D - 1) == 0",),
 )  # fmt: skip
 """Compute the gradients of causal attention with scores divided by sqrt(d).
 

@@ -28,9 +28,6 @@ same result as in a prompt. The power of two of a key multiplies its score, that
 weight, so codes are only converted.
 """
 
-from collections.abc import Iterator
-from functools import partial
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -38,26 +35,22 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.attention.eight_bits import (
-    FORMATS,
     ROOM,
     decode_entries,
-    decode_entries_reference,
     numbers_of,
     quantise_entries,
     quantise_entry,
-    round_entries_reference,
     scale_of_entry,
 )
-from arbcli.kernels.attention.rotation import rotate, rotate_reference
-from arbcli.kernels.dice import Dice
+from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT8, INT32, Arguments, Array, Number
 from arbcli.kernels.runtime.backend import uses_native
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
+from arbcli.kernels.runtime.texts import text_by_text
 
 SHARED = (4, 5)
 """Arguments of `decode_attention` that are the same for all texts."""
@@ -71,44 +64,6 @@ MAX_PARTS = 32
 """Number of partial sums that are added at a time."""
 SLOTS_OF_TEXTS, SPAN_OF_TEXTS = 64, 512
 """Maximum slots per block and per program, if several texts fill the GPU."""
-
-
-@text_by_text(3, *SHARED)
-def decode_attention_reference(
-    qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    semaphores: Tensor, eps: float, one_program: bool = False, exponents: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute the result, the rings and the `semaphores` of `decode_attention`, in float64.
-
-    Keys and values are decoded.
-    """
-    p, slot, x = int(position), int(position) % keys.shape[1], qkv.to(torch.float64)
-    q, k = rotated_reference(x, cos[p], sin[p], eps)
-    if exponents is None:
-        keys, values = keys.to(torch.float64), values.to(torch.float64)
-        keys[:, slot], values[:, slot] = k, x[2]
-    else:
-        q, k = (part.to(qkv.dtype).to(torch.float64) for part in (q, k))
-        stored = keys.dtype
-        keys, values = map(decode_entries_reference, (keys, values), exponents)
-        keys[:, slot], values[:, slot] = (round_entries_reference(new, stored) for new in (k, x[2]))
-    return attend_reference(q, keys, values, p), keys, values, torch.zeros_like(semaphores)
-
-
-def rotated_reference(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """Rotate and normalise the query and the key of one byte, in float64."""
-    root = (qkv[:2].square().mean(-1, True) + eps).sqrt()
-    return rotate_reference(qkv[:2], cos, sin) / root
-
-
-def attend_reference(q: Tensor, keys: Tensor, values: Tensor, position: int) -> Tensor:
-    """Attend to a ring that includes the byte at `position`, in float64."""
-    seen = min(position + 1, keys.shape[1])
-    y = torch.empty_like(q)
-    for head in range(len(q)):
-        weight = torch.exp(keys[head, :seen] @ q[head] / q.shape[-1] ** 0.5)
-        y[head] = weight / weight.sum() @ values[head, :seen]
-    return y
 
 
 def rotated_torch(qkv: Tensor, position: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
@@ -452,167 +407,6 @@ def count_on_(position: Tensor, length: int) -> None:
         position += length
 
 
-SHAPES = ((1, 1, 2, 0), (1, 3, 10, 1), (2, 7, 66, 30), (3, 65, 16, 64), (2, 100, 64, 17),
-          (1, 200, 128, 1000), (2, 130, 8, 128), (1, 2100, 4, 2099))  # fmt: skip
-"""(heads, W, d, position): rings that are empty, filling, just full and overwritten."""
-SHORT = ((1, 33, 10, 20), (3, 65, 16, 64), (2, 100, 6, 130))
-"""Rings that fit in one program."""
-LARGE = ((6, 256, 64, 300), (16, 2048, 128, 2047), (16, 2048, 128, 77), (4, 5000, 96, 4999))
-
-
-OF_TEXTS = ((1, 1, 1, 2, (0,)), (3, 2, 70, 10, (0, 69, 200)), (2, 3, 100, 64, (199, 5)),
-            (4, 1, 40, 16, (31, 32, 40, 79)), (3, 1, 1100, 2, (5, 1090, 1400)))  # fmt: skip
-"""(texts, heads, W, d, positions)."""
-LARGE_OF_TEXTS = ((16, 16, 2048, 128, tuple(range(0, 2400, 150))), (2, 6, 256, 64, (300, 7)))
-
-
-def _byte_of(
-    sizes: tuple, position: int | tuple[int, ...], device: torch.device, dtype: torch.dtype,
-    generator: torch.Generator,
-) -> tuple:  # fmt: skip
-    """Draw the inputs of one byte, or of one byte per text, with their rings; the eps is last."""
-    parts = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
-    *_, heads, width = sizes[0]
-    place = torch.tensor(position, dtype=torch.int32, device=device)
-    rows = max(position) + 1 if isinstance(position, tuple) else position + 2
-    angle = 7 * torch.randn(rows, width // 2, generator=generator).to(device)
-    semaphores = torch.zeros(*place.shape, heads, dtype=torch.int32, device=device)
-    return (*parts, place, angle.cos(), angle.sin(), semaphores, 0.1)
-
-
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(*shape, torch.float32, False) for shape in SHAPES]
-    shapes += [(*shape, torch.float32, True) for shape in SHORT]
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        both = (torch.float32, torch.bfloat16)
-        shapes += [(*shape, dtype, False) for shape in LARGE for dtype in both]
-        shapes += [(8, 128, 64, 500, dtype, True) for dtype in both]
-    for heads, window, width, position, dtype, one_program in shapes:
-        low = dtype == torch.bfloat16
-        label = (
-            f"{heads}x{window}x{width} at {position}{' bf16' * low}{' one program' * one_program}"
-        )
-        sizes = ((3, heads, width), (heads, window, width), (heads, window, width))
-        inputs = _byte_of(sizes, position, device, dtype, generator)
-        yield Case(label, (*inputs, one_program))
-    yield from _cases_of_texts(device)
-
-
-def _cases_of_texts(device: torch.device) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(*shape, torch.float32) for shape in OF_TEXTS]
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        both = (torch.float32, torch.bfloat16)
-        shapes += [(*shape, dtype) for shape in LARGE_OF_TEXTS for dtype in both]
-    for texts, heads, window, width, positions, dtype in shapes:
-        low, ring = dtype == torch.bfloat16, (texts, heads, window, width)
-        sizes = ((texts, 3, heads, width), ring, ring)
-        inputs = _byte_of(sizes, positions, device, dtype, generator)
-        label = f"{texts} texts of {heads}x{window}x{width}{' bf16' * low}"
-        yield Case(label, inputs)
-
-
-SMALL_8BIT = (*SHAPES[:-1], (1, 40, 512, 33))
-LARGE_8BIT = (*LARGE, (1, 300, 512, 299), (4, 16384, 64, 16383), (2, 16384, 128, 40000))
-
-
-def _cases_8bit(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(*shape, torch.float32) for shape in SMALL_8BIT]
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        large = (torch.float32, torch.bfloat16)
-        shapes += [(*shape, dtype) for shape in LARGE_8BIT for dtype in large]
-    for heads, window, width, position, dtype in shapes:
-        qkv = torch.randn(3, heads, width, generator=generator).to(device, dtype)
-        if width == 10:
-            qkv[2, :, 3] = 3.99  # rounds up to the next octave, beyond int8 codes
-        rings = [torch.randn(heads, window, width, generator=generator) for _ in range(2)]
-        rings[1] *= torch.exp2(torch.randint(-9, 9, (heads, window, 1), generator=generator))
-        angle = 7 * torch.randn(position + 1, width // 2, generator=generator).to(device)
-        place = torch.tensor(position, dtype=torch.int32, device=device)
-        semaphores = torch.zeros(heads, dtype=torch.int32, device=device)
-        for name, stored in FORMATS.items():
-            quantised = [quantise_entries(ring.to(device), stored) for ring in rings]
-            (keys, values), exponents = zip(*quantised, strict=True)
-            label = f"{name} {heads}x{window}x{width} at {position}"
-            label += " next octave" if width == 10 else ""
-            label += " bf16" if dtype == torch.bfloat16 else ""
-            ring, table = (qkv, keys, values, place), (angle.cos(), angle.sin())
-            inputs = (*ring, *table, semaphores, 0.1, False, torch.stack(exponents))
-            yield Case(label, inputs)
-            if position in (17, 300):  # one text is at its first position
-                begins = (torch.roll(qkv, 1, 1), keys, values, torch.zeros_like(place))
-                texts = [inputs, (*begins, *inputs[4:]), inputs]
-                yield Case(f"3 texts of {label}", stacked_texts(texts, *SHARED))
-
-
-def _with_state(inputs: tuple, y: Tensor) -> tuple[Tensor, ...]:
-    """Return the result, the semaphores and the decoded rings."""
-    _, keys, values, *_, semaphores, _, _, exponents = inputs
-    rings = zip((keys, values), exponents.unbind(-3), strict=True)
-    return y, *(decode_entries(*ring, torch.float32) for ring in rings), semaphores
-
-
-def _timed(device: torch.device, heads: int, window: int, width: int, *texts: int) -> tuple:
-    """Draw the inputs of one byte, or of one byte per text, at the end of full bf16 rings."""
-    ring, place = (*texts, heads, window, width), window - 1
-    sizes = ((*texts, 3, heads, width), ring, ring)
-    at = (place,) * texts[0] if texts else place
-    return _byte_of(sizes, at, device, torch.bfloat16, torch.Generator().manual_seed(0))
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    attend = functional.scaled_dot_product_attention
-    for texts in ((), (16,)):
-        inputs = _timed(device, 16, 2048, 128, *texts)
-        q, *rings = (
-            part if texts else part[None] for part in (inputs[0][..., 0, :, :], *inputs[1:3])
-        )
-        yield Timing(
-            f"{'16 texts of ' if texts else ''}16x2048x128 bf16", inputs,
-            run=_decode_attention_triton, peer=partial(attend, q[:, :, None], *rings),
-            peer_name="torch's attention alone",
-        )  # fmt: skip
-
-
-def _timings_8bit(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    for shape in ((16, 2048, 128), (16, 16384, 64)):
-        plain = _timed(device, *shape)
-        for name, stored in FORMATS.items():
-            codes, exponents = quantise_entries(torch.stack(plain[1:3]), stored)
-            inputs = (plain[0], *codes.unbind(), *plain[3:], False, exponents)
-            label = f"{name} {'x'.join(map(str, shape))}"
-            yield Timing(
-                label, inputs, run=_decode_attention_triton,
-                peer=partial(decode_attention, *plain), peer_name="the ring in bf16",
-            )  # fmt: skip
-            if shape[1] < 16384:
-                texts = stacked_texts([inputs] * 16, *SHARED)
-                yield Timing(f"16 texts of {label}", texts, run=_decode_attention_triton)
-
-
-def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    texts = (1 + dice.below(4),) if dice.chance(0.4) else ()
-    heads, half = 1 + dice.below(4), 1 + min(k, 64)
-    qkv, keys, values = (
-        dice.reals(prod(shape[:-1]), shape[-1]).contiguous().view(shape)
-        for shape in ((*texts, 3, heads, 2 * half), *(((*texts, heads, n, 2 * half),) * 2))
-    )
-    position = dice.integers(0, 3 * n - 1, *texts, dtype=torch.int32).contiguous()
-    angle = dice.reals(3 * n, half, dtype=torch.float32).contiguous()
-    semaphores = torch.zeros(*texts, heads, dtype=torch.int32, device=dice.device)
-    return qkv, keys, values, position, angle.cos(), angle.sin(), semaphores, 0.1
-
-
-def _draw_8bit(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    qkv, keys, values, *rest = _draw(dice, group_size, m, n, k)
-    stored = dice.pick((*FORMATS.values(),))
-    values = values * torch.exp2(dice.integers(-9, 9, *values.shape[:-1])[..., None].float())
-    (keys, of_keys), (values, of_values) = (quantise_entries(x, stored) for x in (keys, values))
-    return qkv, keys, values, *rest, False, torch.stack((of_keys, of_values), dim=-3)
-
-
 PLACE: Arguments = {
     "position": Array("*T", INT32, dense=True),
     "cos": Array("P, D // 2", FLOAT, dense=True),
@@ -625,33 +419,21 @@ _ARGUMENTS: Arguments = {
     "values": Array("*T, H, W, D", dense=True),
     **PLACE,
     "semaphores": Array("*T, H", INT32, dense=True),
-    "eps": Number(()),
-    "one_program": Number(()),
+    "eps": Number(),
+    "one_program": Number(),
 }
 _CODES = Array("*T, H, W, D", tuple(ROOM), dense=True)
 _WHERE = ("len(T) < 2", "D % 2 == 0", "W > 0", "W * D < 2**31")
 
 DECODE_ATTENTION = Operation(
-    "decode_attention", _decode_attention_triton, _decode_attention_torch,
-    decode_attention_reference, _cases,
-    Gate(
-        relative=1e-5, peer_slack=0.1,
-        reason="float32 sums of up to 5000 values; in bf16 no worse than torch's attention by 10 %",
-    ),
-    _ARGUMENTS, where=_WHERE, compared=("keys", "values", "semaphores"), draw=_draw,
-    needs_rows=False, torch_is_peer=True, timings=_timings, native=_decode_attention_native,
+    "decode_attention", _decode_attention_triton, _decode_attention_torch, _ARGUMENTS,
+    native=_decode_attention_native, where=_WHERE,
 )  # fmt: skip
 DECODE_ATTENTION_8BIT = Operation(
     "decode_attention_8bit", _decode_attention_triton, _decode_attention_torch,
-    decode_attention_reference, _cases_8bit,
-    Gate(
-        relative=3e-3,
-        reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is",
-    ),
     {
         **_ARGUMENTS, "keys": _CODES, "values": _CODES,
         "exponents": Array("*T, 2, H, W", INT8, dense=True),
     },
-    where=(*_WHERE, "keys.dtype == values.dtype"), compared=_with_state, draw=_draw_8bit,
-    needs_rows=False, timings=_timings_8bit,
+    where=(*_WHERE, "keys.dtype == values.dtype"),
 )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.kernels.matmul.quantise_rows import E4M3, largest_of_rows, round_e4m3_reference, to_e4m3
+from arbcli.kernels.matmul.quantise_rows import E4M3, largest_of_rows, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 
 FORMATS = {"fp8": E4M3, "int8": torch.int8}
@@ -57,20 +57,6 @@ class CacheFormat(NamedTuple):
     def round_queries(self, q: Tensor, rotated: int) -> Tensor:
         """Round queries, (..., d), if the format rounds them; `rotated` elements are rotary."""
         return self.round(q, rotated=rotated)[0] if self.queries else q
-
-
-def decode_entries_reference(codes: Tensor, exponents: Tensor) -> Tensor:
-    """Compute the reference result of `decode_entries`, in float64."""
-    return torch.ldexp(codes.double(), exponents[..., None].int() + 1 - ROOM[codes.dtype])
-
-
-def round_entries_reference(x: Tensor, stored: torch.dtype) -> Tensor:
-    """Compute `round_entries` for float64 entries, (..., d)."""
-    octave = torch.frexp(x.abs().amax(-1, True)).exponent - 1
-    scale = torch.exp2((octave.clamp(min=-119) - ROOM[stored]).double())
-    if stored == E4M3:
-        return round_e4m3_reference(x / scale).double() * scale
-    return torch.round(x / scale).clamp(max=127) * scale
 
 
 def quantise_entries(x: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor]:

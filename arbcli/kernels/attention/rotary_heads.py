@@ -12,56 +12,23 @@ heads, or key heads. A program sums over its rows, and torch over programs, in a
 `rotary_norm` does this in place for equal numbers of query and key heads, without gains.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from arbcli.kernels.attention.rotary_norm import rotary_tile
-from arbcli.kernels.attention.rotation import normalise_reference, rotate, rotate_reference
-from arbcli.kernels.dice import Dice
+from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing, cases_of
-from arbcli.kernels.timed import Timed
+from arbcli.kernels.runtime.operation import Operation
 
 TILES = 8
 """Tiles of rows per program when gradients of gains are summed."""
 
 
-def rotary_heads_reference(
-    qkv: Tensor, gains: Tensor | None, cos: Tensor, sin: Tensor, kv: int, eps: float | None
-) -> Tensor:
-    """Compute the reference result of `rotary_heads`, in float64."""
-    x = qkv[:, :, : qkv.shape[2] - kv].to(torch.float64)
-    z = x if eps is None else normalise_reference(x, eps)
-    if gains is not None:
-        of_keys = torch.arange(x.shape[2], device=x.device) >= x.shape[2] - kv
-        z = z * gains.to(torch.float64)[of_keys.long()]
-    return rotate_reference(z, cos[:, None], sin[:, None])
-
-
-def rotary_heads_backward_reference(
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, qkv: Tensor, gains: Tensor | None,
-    cos: Tensor, sin: Tensor, eps: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `rotary_heads_backward` by autograd through the reference."""
-    grads = (grad_q, grad_k, grad_v)
-    grad_q, grad_k, grad_v = (grad.transpose(1, 2).to(torch.float64) for grad in grads)
-    kv = grad_k.shape[2]
-    x = qkv.detach().to(torch.float64).requires_grad_()
-    g = None if gains is None else gains.detach().to(torch.float64).requires_grad_()
-    with torch.enable_grad():
-        y = rotary_heads_reference(x, g, cos, sin, kv, eps)
-        sources = (x,) if g is None else (x, g)
-        found = torch.autograd.grad(y, sources, torch.cat((grad_q, grad_k), dim=2))
-    found[0][:, :, -kv:] = grad_v
-    return found[0], _no_gains(qkv) if g is None else found[1]
-
-
-def _no_gains(qkv: Tensor) -> Tensor:
+def no_gains(qkv: Tensor) -> Tensor:
+    """Return (0, d) float32, the gradients of gains that there are not."""
     return torch.empty(0, qkv.shape[3], device=qkv.device)
 
 
@@ -92,7 +59,7 @@ def _rotary_heads_backward_torch(
     cos: Tensor, sin: Tensor, eps: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     grad_qkv, kv = torch.empty_like(qkv), grad_k.shape[1]
-    grad_gains = _no_gains(qkv) if gains is None else torch.zeros_like(gains)
+    grad_gains = no_gains(qkv) if gains is None else torch.zeros_like(gains)
     for some in row_chunks(qkv.flatten(1)):
         xs, results = _parts(qkv[some], kv), _parts(grad_qkv[some], kv)
         for part, grad in enumerate((grad_q, grad_k)):
@@ -248,109 +215,19 @@ def _rotary_heads_backward_triton(
             cos if sums is None else sums, batch * length, length, heads, kv, eps or 0.0, *strides,
             NORMAL=eps is not None, GAINS=gains is not None, TILES=tiles, **tile,
         )  # fmt: skip
-    return grad_qkv, _no_gains(qkv) if sums is None else sums.sum(dim=1)
-
-
-SHAPES = (
-    (1, 1, 1, 1, 2, "gains"), (2, 3, 4, 1, 10, "gains"), (1, 5, 3, 3, 66, "gains"),
-    (3, 7, 6, 2, 64, "gains"), (2, 7, 2, 2, 64, "norm"), (1, 2, 5, 1, 128, "turn"),
-    (1, 70, 5, 3, 16, "gains"), (0, 3, 2, 1, 8, "gains"),
-)  # fmt: skip
-"""(B, T, heads, kv, d), and the operations: gains and norm, norm, or rotation alone."""
-
-
-def _inputs(
-    device: torch.device,
-) -> Iterator[
-    tuple[str, torch.Generator, Tensor, Tensor | None, Tensor, Tensor, int, float | None]
-]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(*shape, torch.float32) for shape in SHAPES]
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        shapes += [
-            (3, 5, 4, 2, 66, "gains", torch.bfloat16),
-            (4, 256, 6, 6, 64, "gains", torch.bfloat16),
-            (2, 300, 8, 2, 128, "turn", torch.bfloat16),
-        ]
-    for batch, length, heads, kv, width, done, dtype in shapes:
-        qkv = torch.randn(batch, length, heads + 2 * kv, width, generator=generator)
-        gains = torch.randn(2, width, generator=generator) if done == "gains" else None
-        angle = 7 * torch.randn(length, width // 2, generator=generator)
-        label = f"{batch}x{length}x{heads}+{kv}x{width} {done}"
-        label += " bf16" if dtype == torch.bfloat16 else ""
-        yield (
-            label,
-            generator,
-            qkv.to(device, dtype),
-            None if gains is None else gains.to(device),
-            angle.cos().to(device),
-            angle.sin().to(device),
-            kv,
-            None if done == "turn" else 0.1,
-        )
-
-
-def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, generator, qkv, gains, cos, sin, kv, eps in _inputs(device):
-        batch, length, heads, width = qkv.shape
-        q, k, v = (
-            torch.randn(batch, length, count, width, generator=generator).to(qkv).transpose(1, 2)
-            for count in (heads - 2 * kv, kv, kv)
-        )
-        inputs = (q, k.contiguous(), v, qkv, gains, cos, sin, eps)
-        yield Case(label, inputs)
-
-
-def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    (timing,) = rotary_heads.draw_timings(device, group_size)
-    qkv, gains, *table, _, eps = timing.inputs
-    grads = (part.transpose(1, 2) for part in torch.randn_like(qkv).split((16, 8, 8), dim=2))
-    yield Timing(timing.label, (*grads, qkv, gains, *table, eps))
-
-
-_GATE = Gate(
-    relative=1e-5, peer_slack=0.1, rounded=True,
-    reason="float32 sums of squares, and over all heads; in bf16 no worse than one rounding",
-)  # fmt: skip
-
-
-def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    batch, heads, kv, half = (
-        1 + dice.below(3), 1 + dice.below(4), 1 + dice.below(3), 2 + min(k, 64)
-    )  # fmt: skip
-    angle = dice.reals(m, half, dtype=torch.float32).contiguous()
-    qkv = dice.reals(batch * m * (heads + 2 * kv), 2 * half).contiguous()
-    gains = None
-    if dice.below(3) != 1:
-        gains = dice.reals(2, 2 * half, dtype=torch.float32).contiguous()
-    eps = None if gains is None and dice.below(2) else 0.1
-    qkv = qkv.view(batch, m, heads + 2 * kv, 2 * half)
-    return qkv, gains, angle.cos(), angle.sin(), kv, eps
-
-
-def _draw_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    qkv, gains, cos, sin, kv, eps = _draw(dice, group_size, m, n, k)
-    batch, length, heads, width = qkv.shape
-    grads = [
-        dice.reals(batch * count * length, width).reshape(batch, count, length, width)
-        for count in (heads - 2 * kv, kv, kv)
-    ]
-    return *grads, qkv, gains, cos, sin, eps
+    return grad_qkv, no_gains(qkv) if sums is None else sums.sum(dim=1)
 
 
 _GAINS = Array("2, D", FLOAT, dense=True, optional=True)
 _TABLE = Array("T, D // 2", FLOAT, dense=True)
-_EPS = Number((), optional=True)
+_EPS = Number(optional=True)
 rotary_heads = Operation(
-    "rotary_heads", _rotary_heads_triton, _rotary_heads_torch, rotary_heads_reference,
-    cases_of(_inputs, lambda _, *inputs: inputs), _GATE,
+    "rotary_heads", _rotary_heads_triton, _rotary_heads_torch,
     {
         "qkv": Array("B, T, H, D", dense=True), "gains": _GAINS, "cos": _TABLE, "sin": _TABLE,
-        "kv": Number(()), "eps": _EPS,
+        "kv": Number(), "eps": _EPS,
     },
-    where=("D % 2 == 0", "0 < 2 * kv < H", "gains is None or eps is not None"), draw=_draw,
-    needs_rows=True,
-    timed=[Timed("8x2048x16+8x128 bf16", B=8, T=2048, H=32, D=128, gains=FLOAT[0], kv=8, eps=1e-6)],
+    where=("D % 2 == 0", "0 < 2 * kv < H", "gains is None or eps is not None"),
 )  # fmt: skip
 """Normalise, scale and rotate queries and keys.
 
@@ -369,14 +246,12 @@ Returns:
 """
 rotary_heads_backward = Operation(
     "rotary_heads_backward", _rotary_heads_backward_triton, _rotary_heads_backward_torch,
-    rotary_heads_backward_reference, _backward_cases, _GATE,
     {
         "grad_q": Array("B, Q, T, D"), "grad_k": Array("B, KV, T, D"),
         "grad_v": Array("B, KV, T, D"), "qkv": Array("B, T, Q + 2 * KV, D", dense=True),
         "gains": _GAINS, "cos": _TABLE, "sin": _TABLE, "eps": _EPS,
     },
-    where=("D % 2 == 0", "gains is None or eps is not None"), draw=_draw_backward,
-    needs_rows=True, timings=_backward_timings,
+    where=("D % 2 == 0", "gains is None or eps is not None"),
 )  # fmt: skip
 """Compute the gradients of the inputs of `rotary_heads`.
 

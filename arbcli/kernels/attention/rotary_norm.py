@@ -7,53 +7,20 @@ r * (gy - y * mean(y * gy)), rotated by -t. Source of the angles: J. Su et al., 
 https://arxiv.org/abs/2104.09864, eq. 34.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from arbcli.kernels.attention.rotation import normalise_reference, rotate_reference
-from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing, cases_of
-from arbcli.kernels.timed import Timed
+from arbcli.kernels.runtime.operation import Operation
 
 
 def unpack_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """View (B, T, 3, heads, d) as queries, keys and values, (B, heads, T, d) each."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
     return q, k, v
-
-
-def _rotary_norm_float64(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """Rotate and normalise queries and keys, and copy values: (B, T, 3, heads, d) float64."""
-    qkv = qkv.to(torch.float64)
-    rotated = rotate_reference(qkv, cos[:, None, None], sin[:, None, None])
-    normal = normalise_reference(rotated, eps)
-    return torch.cat([normal[:, :, :2], qkv[:, :, 2:]], dim=2)
-
-
-def rotary_norm_reference(
-    qkv: Tensor, cos: Tensor, sin: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Compute the result of `rotary_norm_` and its `qkv`, in float64."""
-    squares = qkv[:, :, :2].to(torch.float64).square().mean(dim=-1)
-    return _rotary_norm_float64(qkv, cos, sin, eps), (squares + eps) ** -0.5
-
-
-def rotary_norm_backward_reference(
-    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor
-) -> Tensor:
-    """Compute `rotary_norm_backward` in float64, rotating by -t."""
-    grads = (part.transpose(1, 2).double() for part in (grad_q, grad_k, grad_v))
-    grad = torch.stack((*grads,), dim=2)
-    y, grad_y = qkv[:, :, :2].to(torch.float64), grad[:, :, :2]
-    grad_y = (grad_y - y * (y * grad_y).mean(dim=-1, keepdim=True)) * r.double()[..., None]
-    rotated = rotate_reference(grad_y, cos[:, None, None], -sin[:, None, None])
-    return torch.cat([rotated, grad[:, :, 2:]], dim=2)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -226,86 +193,13 @@ def _rotary_norm_backward_triton(
     return grad_qkv
 
 
-SHAPES = ((1, 1, 1, 2), (2, 3, 1, 10), (1, 5, 3, 66), (2, 7, 2, 64), (1, 2, 5, 128))
-"""(B, T, heads, d)."""
-
-
-def _inputs(device: torch.device) -> Iterator[tuple[str, torch.Generator, Tensor, Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(*shape, torch.float32) for shape in (*SHAPES, (0, 3, 2, 8))]
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        shapes += [(3, 5, 2, 66, torch.bfloat16), (4, 256, 6, 64, torch.bfloat16)]
-    for batch, length, heads, width, dtype in shapes:
-        qkv = torch.randn(batch, length, 3, heads, width, generator=generator)
-        angle = 7 * torch.randn(length, width // 2, generator=generator)
-        label = f"{batch}x{length}x{heads}x{width}"
-        label += " bf16" if dtype == torch.bfloat16 else ""
-        yield (
-            label,
-            generator,
-            qkv.to(device, dtype),
-            angle.cos().to(device),
-            angle.sin().to(device),
-        )
-
-
-def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, generator, qkv, cos, sin in _inputs(device):
-        r = _rotary_norm_torch(qkv, cos, sin, 0.1)
-        batch, length, _, heads, width = qkv.shape
-        grads = [
-            torch.randn(batch, length, heads, width, generator=generator).to(qkv).transpose(1, 2)
-            for _ in range(3)
-        ]
-        grads[1] = grads[1].contiguous()
-        yield Case(label, (*grads, qkv, r, cos, sin))
-
-
-def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    (timing,) = rotary_norm_.draw_timings(device, group_size)
-    qkv, *table, _ = timing.inputs
-    r = torch.rand(*qkv.shape[:2], 2, qkv.shape[3], device=device)
-    yield Timing(timing.label, (*unpack_qkv(torch.randn_like(qkv)), qkv, r, *table))
-
-
-_GATE = Gate(
-    relative=1e-5, peer_slack=0.1, rounded=True,
-    reason="float32 sums of at most 128 squares; in bf16 no worse than one rounding",
-)  # fmt: skip
-
-
-def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    batch, heads, half = 1 + dice.below(3), 1 + dice.below(4), 2 + min(k, 64)
-    angle = dice.reals(m, half, dtype=torch.float32)
-    qkv = dice.reals(batch * m * 3 * heads, 2 * half).contiguous()
-    angle = angle.contiguous()
-    return qkv.view(batch, m, 3, heads, 2 * half), angle.cos(), angle.sin(), 0.1
-
-
-def _draw_backward(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    qkv, cos, sin, eps = _draw(dice, group_size, m, n, k)
-    r = rotary_norm_.torch(qkv, cos, sin, eps)[1]
-    batch, length, _, heads, width = qkv.shape
-    rows = [dice.reals(batch * heads * length, width) for _ in range(3)]
-    grads = [grad.reshape(batch, heads, length, width) for grad in rows]
-    return *grads, qkv, r, cos, sin
-
-
 _QKV, _TABLE = Array("B, T, 3, H, D", dense=True), Array("T, D // 2", FLOAT, dense=True)
 _GRAD = Array("B, H, T, D")
 
-
-def _with_qkv(inputs: tuple, r: Tensor) -> tuple[Tensor, Tensor]:
-    return inputs[0], r
-
-
 rotary_norm_ = Operation(
-    "rotary_norm", _rotary_norm_triton, _rotary_norm_torch, rotary_norm_reference,
-    cases_of(_inputs, lambda _, *inputs: (*inputs, 0.1)), _GATE,
-    {"qkv": _QKV, "cos": _TABLE, "sin": _TABLE, "eps": Number(())},
-    where=("D % 2 == 0",), compared=_with_qkv, draw=_draw, needs_rows=True,
-    timed=[Timed("8x2048x16x128 bf16", B=8, T=2048, H=16, D=128, eps=1e-6)],
-    native=_rotary_norm_native,
+    "rotary_norm", _rotary_norm_triton, _rotary_norm_torch,
+    {"qkv": _QKV, "cos": _TABLE, "sin": _TABLE, "eps": Number()}, native=_rotary_norm_native,
+    where=("D % 2 == 0",),
 )  # fmt: skip
 """Rotate and normalise the queries and keys of `qkv` in place; values do not change.
 
@@ -320,13 +214,11 @@ Returns:
 """
 rotary_norm_backward = Operation(
     "rotary_norm_backward", _rotary_norm_backward_triton, _rotary_norm_backward_torch,
-    rotary_norm_backward_reference, _backward_cases, _GATE,
     {
         "grad_q": _GRAD, "grad_k": _GRAD, "grad_v": _GRAD, "qkv": _QKV,
         "r": Array("B, T, 2, H", FLOAT, dense=True), "cos": _TABLE, "sin": _TABLE,
     },
-    where=("D % 2 == 0",), draw=_draw_backward, needs_rows=True,
-    timings=_backward_timings, native=_rotary_norm_backward_native,
+    native=_rotary_norm_backward_native, where=("D % 2 == 0",),
 )  # fmt: skip
 """Compute the gradient of the input of `rotary_norm_`.
 

@@ -16,48 +16,25 @@ Reason: a trit times an e4m3 number is that number, its negative or 0. So three 
     Only short blocks, and groups that do not contain whole planes, are stored one byte at a time.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_digits import (
-    add_remainder,
-    decode_digits_reference,
-    decode_digits_torch,
-    round_weight,
-    with_remainders,
-)
+from arbcli.kernels.codec.decode_digits import add_remainder, decode_digits_torch, round_weight
 from arbcli.kernels.codec.layout import BLOCK
-from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import byte_tiles, digit_of, in_planes, plane_offsets
+from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packing import byte_tiles, digit_of, plane_offsets
 from arbcli.kernels.codec.scales import load_scale, scale_of
 from arbcli.kernels.codec.warp_products import first_digits, take_digits
-from arbcli.kernels.matmul.quantise_rows import (
-    E4M3,
-    LARGEST_OCTAVE,
-    in_float32,
-    round_e4m3_reference,
-    to_e4m3,
-)
+from arbcli.kernels.matmul.quantise_rows import E4M3, LARGEST_OCTAVE, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT8, Array, Matrix, Number, never
+from arbcli.kernels.runtime.arguments import INT8, Array, Matrix, Number
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.kernels.runtime.operation import MATRIX, Case, Operation, Timing
+from arbcli.kernels.runtime.operation import Operation
 
 MOST_PARTS = 128
 """Maximum number of programs that search for the largest exponent."""
 PART = 8192
 """Exponents that a program reads at a time."""
-
-
-def decode_e4m3_reference(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Compute `decode_e4m3`, with q in float32."""
-    weight = decode_digits_reference(packed).double()
-    weight = weight.T if transposed else weight
-    octave = packed.exponent.max().double() - (7 if packed.remainder is None else 6)
-    scale = torch.exp2(octave).expand(1, len(weight)).to(torch.float32)
-    return round_e4m3_reference(weight * torch.exp2(-octave)), scale
 
 
 def _decode_e4m3_torch(
@@ -336,50 +313,14 @@ def largest_exponents(packed: Packed) -> Tensor:
     return packed.exponent.amax()[None]
 
 
-def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    for rows, in_features in ((1, 1), (3, 33), (65, 43), (2, 165), (12, 328), (4, 651)):
-        packed = random_packed(rows, in_features, group_size, generator, spread=9).to(device)
-        for transposed in (False, True):
-            label = f"{rows}x{in_features}{' transposed' * transposed}"
-            yield Case(label, (packed, transposed))
-    packed = packed.rows(slice(None, None, 2))
-    yield Case("2x651 strided", (packed, True))
-    yield Case("whole octaves", (packed._replace(fraction=None), False))
-    tall = random_packed(33, 7, group_size, generator, spread=9).to(device)
-    for name, all_digits in with_remainders(tall, generator):
-        yield Case(f"33x7 {name}", (all_digits, False))
-    for name, all_digits in with_remainders(packed, generator):
-        for transposed in (False, True):
-            yield Case(f"2x651 {name}{' transposed' * transposed}", (all_digits, transposed))
-    for end in (-96, 31):
-        ends = packed._replace(exponent=torch.full_like(packed.exponent, end))
-        yield Case(f"E = {end}", (ends, False))
-
-
-def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    generator = torch.Generator(device)
-    packed = random_packed(*MATRIX, group_size, generator, spread=8)
-    for transposed in (False, True):
-        label = f"11264x2048{' transposed' * transposed}"
-        yield Timing(label, (packed, transposed), run=_decode_e4m3_triton)
-    _, (name, all_digits) = with_remainders(packed, generator)
-    for transposed in (False, True):
-        label = f"11264x2048 {name}{' transposed' * transposed}"
-        yield Timing(label, (all_digits, transposed), run=_decode_e4m3_triton)
-
-
-LARGEST = Array("L", INT8, dense=True, optional=True, values=never)
+LARGEST = Array("L", INT8, dense=True, optional=True)
 """Result of `largest_exponents`; random cases omit it."""
 
 decode_e4m3 = Operation(
-    "decode_e4m3", _decode_e4m3_triton, _decode_e4m3_torch, decode_e4m3_reference, _cases,
-    arguments={
-        "packed": Matrix(spread=12), "transposed": Number((False, True)), "largest": LARGEST
+    "decode_e4m3", _decode_e4m3_triton, _decode_e4m3_torch,
+    {
+        "packed": Matrix(), "transposed": Number(), "largest": LARGEST
     },
-    compared=in_float32,
-    scale_path=lambda group_size: (in_planes(group_size), BLOCK % group_size == 0),
-    timings=_timings,
 )  # fmt: skip
 """Decode a packed matrix to e4m3.
 

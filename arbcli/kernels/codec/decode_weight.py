@@ -19,21 +19,15 @@ Reason: one instruction multiplies two trits by their scale, which gives the sto
     a time.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import (
     decode_digits,
-    decode_digits_native,
-    decode_digits_reference,
-    decode_digits_torch,
     decode_digits_triton,
-    in_rounded_float32,
 )
-from arbcli.kernels.codec.layout import BLOCK, LARGEST_BYTE, PLANE
-from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.codec.layout import BLOCK, PLANE
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import in_planes, positions_in_block, trit_at
 from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.codec.warp_products import (
@@ -49,9 +43,8 @@ from arbcli.kernels.codec.warp_products import (
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Matrix, Number
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS
-from arbcli.kernels.runtime.operation import Case, Operation
+from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.shared_memory import allocate, read_four, wait_for_warp, write_four
-from arbcli.kernels.timed import Timed
 
 ABREAST, COLUMN_ROWS = 4, 16
 """Blocks of one row among the eight that a warp decodes at once; rows per program by columns."""
@@ -235,40 +228,9 @@ def decode_weight_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
     return weight
 
 
-def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    for rows, in_features in (
-        (1, 1),
-        (3, 33),
-        (33, 123),
-        (2, 165),
-        (11, 328),
-        (9, 1000),
-        (1, 2720),
-        (2, 1311),
-    ):
-        packed = random_packed(rows, in_features, group_size, generator).to(device)
-        yield Case(f"{rows}x{in_features}", (packed,))
-    yield Case("2x1311 whole octaves", (packed._replace(fraction=None),))
-    packed = random_packed(6, 165, group_size, generator).to(device).rows(slice(1, None, 2))
-    yield Case("3x165 strided", (packed,))
-    assert packed.fraction is not None
-    apart = torch.stack([packed.fraction, packed.fraction], dim=2)[:, :, 0]
-    yield Case("3x165 fraction strided", (packed._replace(fraction=apart),))
-    zeros = torch.full_like(packed.trits, LARGEST_BYTE // 2)
-    yield Case("3x165 zeros", (packed._replace(trits=zeros),))
-
-
 decode_weight = Operation(
-    "decode_weight", in_rounded_float32(decode_weight_triton),
-    in_rounded_float32(decode_digits_torch), decode_digits_reference, _cases,
-    arguments={"packed": Matrix(spread=127), "dtype": Number(())},
-    launch=(decode_weight_triton, decode_digits, decode_digits), scale_path=in_planes,
-    timed=[
-        Timed(f"{n}x{k}", N=n, K=k, dtype=torch.bfloat16) for n, k in ((8192, 8192), (2048, 5632))
-    ],
-    native=in_rounded_float32(decode_digits_native),
-)  # fmt: skip
+    "decode_weight", decode_weight_triton, decode_digits, {"packed": Matrix(), "dtype": Number()}
+)
 """Decode a packed matrix to its weights.
 
 Args:

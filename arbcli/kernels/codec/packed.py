@@ -2,13 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.layout import LARGEST_BYTE, row_bytes
 from arbcli.kernels.runtime.arguments import INT8, UINT8, Array, Number, compiled_check
 
 OCTAVE = 128
@@ -138,9 +136,9 @@ _check_parts = compiled_check(
     "packed matrix",
     {
         "trits": Array("N, row_bytes(in_features)", UINT8), "exponent": _DIGITS,
-        "fraction": replace(_DIGITS, optional=True), "in_features": Number(()),
-        "group_size": Number(()), "remainder": Array("N, in_features", INT8, optional=True),
-        "radix": Number(()), "low": Number(()), "nibble": Number(()),
+        "fraction": replace(_DIGITS, optional=True), "in_features": Number(),
+        "group_size": Number(), "remainder": Array("N, in_features", INT8, optional=True),
+        "radix": Number(), "low": Number(), "nibble": Number(),
     },
 )  # fmt: skip
 
@@ -153,16 +151,3 @@ def unit_of(radix: int) -> int:
 def num_groups(in_features: int, group_size: int) -> int:
     """Count the groups of a row of `in_features` weights; the last one may be short."""
     return -(-in_features // group_size)
-
-
-def random_packed(
-    rows: int, in_features: int, group_size: int, generator: torch.Generator, spread: int = 127
-) -> Packed:
-    """Draw packed trits, E and F on the generator's device; E is within `spread` of -1."""
-    draw = partial(torch.randint, generator=generator, device=generator.device)
-    trits = draw(0, LARGEST_BYTE + 1, (rows, row_bytes(in_features)), dtype=torch.uint8)
-    shape = (rows, num_groups(in_features, group_size))
-    low, high = max(LOWEST_EXPONENT, -1 - spread), min(HIGHEST_EXPONENT, spread - 1)
-    exponent = draw(low, high + 1, shape, dtype=torch.int8)
-    fraction = draw(0, OCTAVE, shape, dtype=torch.int8)
-    return Packed(trits, exponent, fraction, in_features, group_size)

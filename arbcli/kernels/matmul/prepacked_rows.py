@@ -27,31 +27,24 @@ with at most two blocks of columns keeps its x in registers for all tiles. The s
 are the diagonal of the product of x with itself.
 """
 
-from functools import partial
 from typing import NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.warp_products import HAS_PTX, add_products, multiply_pairs
-from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.prepacked import (
     CODE_BYTES,
     PIECE_BYTES,
     PREPACKED_ARGUMENTS,
     Prepacked,
-    draw_prepacked,
-    prepacked_cases,
-    prepacked_in_float64,
     prepacked_native,
-    prepacked_reference,
-    prepacked_timings,
     prepacked_torch,
 )
 from arbcli.kernels.matmul.swizzled import few_rows_fit, store_both
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors
-from arbcli.kernels.runtime.operation import MATRIX, Gate, Operation
+from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import (
     commit,
@@ -385,29 +378,7 @@ def prepacked_rows(
     return PREPACKED_ROWS(x, *weight, eps, added, dtype or x.dtype)
 
 
-SHAPES = (
-    (1, 1, 8, 32, False, 0.1, False), (9, 34, 328, 32, True, 1e-6, True),
-    (5, 20, 168, 96, False, 1e-6, False), (3, 20, 1512, 32, False, None, True),
-    (2, 180, 8, 32, False, None, False), (33, 18, 40, 32, False, 1e-6, True),
-    (2, 20, 2600, 32, False, 1e-6, True),
-)  # fmt: skip
-"""(M, rows, K, G, gated, eps, with `added`)."""
-
-
-def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    return draw_prepacked(dice, group_size, 1 + (m - 1) % MOST_TEXTS, n, k)
-
-
 PREPACKED_ROWS = Operation(
-    "prepacked_rows", _prepacked_rows_triton, prepacked_torch, prepacked_reference,
-    partial(prepacked_cases, SHAPES),
-    Gate(
-        relative=1e-3, peer_slack=0.1,
-        reason="float32 sums of up to 2600 products, added up by the matrix units; in bf16 one"
-        " rounding, as torch's float32 has",
-    ),
-    PREPACKED_ARGUMENTS, where=few_rows_fit(MOST_TEXTS), draw=_draw, needs_rows=False,
-    large_reference=prepacked_in_float64, torch_is_peer=True,
-    timings=partial(prepacked_timings, [(m, *MATRIX, True) for m in (4, 16, 64)]),
-    native=prepacked_native,
+    "prepacked_rows", _prepacked_rows_triton, prepacked_torch, PREPACKED_ARGUMENTS,
+    native=prepacked_native, where=few_rows_fit(MOST_TEXTS),
 )  # fmt: skip

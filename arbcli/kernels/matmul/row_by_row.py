@@ -21,26 +21,19 @@ time, by all warps. A task is the part of a row, with its squares, that one warp
 rounds. So the number of warps may differ, while each sum has the same order.
 """
 
-from functools import partial
 from typing import NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.warp_products import HAS_PTX, add_byte_products, unpair
-from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul import row_matmul as of_row
 from arbcli.kernels.matmul.prepacked import (
     BLOCK,
     PIECE_BYTES,
     PREPACKED_ARGUMENTS,
     Prepacked,
-    draw_prepacked,
-    prepacked_cases,
-    prepacked_in_float64,
     prepacked_native,
-    prepacked_reference,
-    prepacked_timings,
     prepacked_torch,
 )
 from arbcli.kernels.matmul.row_matmul import (
@@ -495,26 +488,7 @@ def row_by_row(
     return ROW_BY_ROW.chosen(x)(x, *inputs, early)
 
 
-SHAPES = (
-    (2, 34, 1000, 32, True, 1e-6, True), (4, 17, 328, 96, False, 1e-6, True),
-    (8, 90, 136, 32, True, None, False), (5, 20, 1288, 32, False, 1e-6, False),
-    (1, 1, 8, 32, False, 0.1, False),
-)  # fmt: skip
-"""(M, rows, K, G, gated, eps, with `added`)."""
-TIMED = tuple((4, *shape[1:]) for shape in of_row.TIMED)
-
-
-def _draw_rows(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    rows = 1 + (m - 1) % MOST_ROWS
-    x, *rest = draw_prepacked(dice, group_size, rows, n, min(k, MOST_COLUMNS))
-    return (8 * x).round(), *rest
-
-
 ROW_BY_ROW = Operation(
-    "row_by_row", _row_by_row_triton, _row_by_row_torch, prepacked_reference,
-    partial(prepacked_cases, SHAPES), of_row.ROW_MATMUL.gate, PREPACKED_ARGUMENTS,
-    where=(*few_rows_fit(MOST_ROWS), f"in_features <= {MOST_COLUMNS}"), draw=_draw_rows,
-    needs_rows=True, large_reference=prepacked_in_float64, peer=of_row.ROW_MATMUL.torch,
-    timings=partial(prepacked_timings, TIMED),
-    native=_row_by_row_native,
+    "row_by_row", _row_by_row_triton, _row_by_row_torch, PREPACKED_ARGUMENTS,
+    native=_row_by_row_native, where=(*few_rows_fit(MOST_ROWS), f"in_features <= {MOST_COLUMNS}"),
 )  # fmt: skip

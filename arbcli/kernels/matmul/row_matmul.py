@@ -29,7 +29,6 @@ before they wait for the kernel that computes x, then round x to shared memory. 
 128. Steps are summed in their order.
 """
 
-from functools import partial
 from typing import NamedTuple, no_type_check
 
 import torch
@@ -43,24 +42,18 @@ from arbcli.kernels.codec.warp_products import (
     unpair,
     unpair_four,
 )
-from arbcli.kernels.dice import Dice
 from arbcli.kernels.matmul.prepacked import (
     BLOCK,
     PIECE_BYTES,
     PREPACKED_ARGUMENTS,
     Prepacked,
-    draw_prepacked,
-    prepacked_cases,
-    prepacked_in_float64,
     prepacked_native,
-    prepacked_reference,
-    prepacked_timings,
     prepacked_torch,
 )
 from arbcli.kernels.matmul.swizzled import few_rows_fit
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors, uses_triton
-from arbcli.kernels.runtime.operation import MATRIX, Gate, Operation
+from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import (
     memory_of,
@@ -606,34 +599,7 @@ def row_matmul(
     return ROW_MATMUL.chosen(row)(x, *inputs)
 
 
-SHAPES = (
-    (1, 1, 8, 32, False, 0.1, False), (1, 34, 1000, 32, True, 1e-6, True),
-    (1, 17, 328, 96, False, 1e-6, True), (1, 90, 648, 32, False, None, True),
-    (1, 66, 136, 32, True, None, False), (1, 20, 3288, 32, False, 1e-6, False),
-    (1, 94, 512, 64, True, 1e-6, True),
-)  # fmt: skip
-"""(M, rows, K, G, gated, eps, with `added`)."""
-TIMED = ((1, 6144, 2048, False), (1, 2048, 2048, False), (1, *MATRIX, True), (1, 2048, 5632, False))
-"""(M, rows, K, gated)."""
-
-
-def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    x, *rest = draw_prepacked(dice, group_size, 1, n, min(k, MOST_COLUMNS))
-    # integers, exact in 15 bits: with few results, rounding errors could dominate
-    return (8 * x).round(), *rest
-
-
 ROW_MATMUL = Operation(
-    "row_matmul", _row_matmul_triton, _row_matmul_torch, prepacked_reference,
-    partial(prepacked_cases, SHAPES),
-    Gate(
-        relative=1e-3, peer_slack=0.1,
-        reason="x is rounded to 15 bits, 32 elements with one power of two: errors of up to 2**-14"
-        " of the largest of them, some 1e-4 of the norm of a product and 3e-4 after a gate; then"
-        " float32 sums; in bf16 one rounding, as torch's float32 has",
-    ),
-    PREPACKED_ARGUMENTS, where=(*few_rows_fit(1), f"in_features <= {MOST_COLUMNS}"), draw=_draw,
-    needs_rows=False, large_reference=prepacked_in_float64, torch_is_peer=True,
-    timings=partial(prepacked_timings, TIMED),
-    native=_row_matmul_native,
+    "row_matmul", _row_matmul_triton, _row_matmul_torch, PREPACKED_ARGUMENTS,
+    native=_row_matmul_native, where=(*few_rows_fit(1), f"in_features <= {MOST_COLUMNS}"),
 )  # fmt: skip

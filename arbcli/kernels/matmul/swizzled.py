@@ -30,10 +30,9 @@ ROWS = 16
 MOST_ROWS = 8
 """Largest M: the rows of x of one instruction."""
 
-
 check_trits = compiled_check(
     "packed weights",
-    {"packed": Matrix("N, K, G"), "gated": Number(())},
+    {"packed": Matrix("N, K, G"), "gated": Number()},
     ("packed.remainder is None", f"G % {PLANE} == 0", "not gated or N % 2 == 0"),
 )
 """Check that a matrix can be prepacked: trits, groups of whole planes, even N if gated."""
@@ -130,9 +129,9 @@ def few_rows_of(pieces: Arguments) -> Arguments:
     return {
         "x": Array("M, in_features", SOME_REAL, dense=True),
         **pieces,
-        **dict.fromkeys(("out_features", "in_features", "gated", "eps"), Number(())),
+        **dict.fromkeys(("out_features", "in_features", "gated", "eps"), Number()),
         "added": Array("M, out_features", SOME_REAL, optional=True),
-        "dtype": Number(()),
+        "dtype": Number(),
     }
 
 
@@ -151,21 +150,6 @@ def tiles_by(block: int) -> str:
     return f"-(-out_features // ({ROWS} // (1 + gated))), -(-in_features // {block})"
 
 
-def tiles_reference(
-    x: Tensor, weight: Tensor, out_features: int, gated: bool, eps: float | None,
-    added: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Normalise rows, multiply, gate and add in float64, with a decoded (T, 2, 8, K) matrix."""
-    x = x.double()
-    if eps is not None:
-        x = x / ((x * x).sum(1, keepdim=True) / x.shape[1] + eps) ** 0.5
-    y = torch.einsum("thrk,mk->mthr", weight, x)
-    if gated:
-        y = y[:, :, 0] / (1 + torch.exp(-y[:, :, 0])) * y[:, :, 1]
-    y = y.flatten(1)[:, :out_features]
-    return y if added is None else added.double() + y
-
-
 def tiles_torch(
     x: Tensor, weight: Tensor, out_features: int, gated: bool, eps: float | None,
     added: Tensor | None, dtype: torch.dtype,
@@ -179,12 +163,3 @@ def tiles_torch(
         y = functional.silu(y[:, :, 0]) * y[:, :, 1]
     y = y.flatten(1)[:, :out_features]
     return (y if added is None else added + y).to(dtype)
-
-
-def with_torch(x: Tensor, weight: Tensor, gated: bool, added: Tensor) -> Tensor:
-    """Compute the same from dense weights, one torch operation at a time."""
-    y = functional.linear(functional.rms_norm(x, x.shape[1:], eps=1e-6), weight)
-    if gated:
-        gate, up = y.chunk(2, dim=1)
-        y = functional.silu(gate) * up
-    return added + y

@@ -7,46 +7,21 @@ them again for every tile of x would cost more. Weights that are all digits are 
 first.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_digits import (
-    decode_digits,
-    decode_digits_reference,
-    decode_large,
-    with_remainders,
-)
-from arbcli.kernels.codec.decode_weight import decode_weight, decode_weight_triton
-from arbcli.kernels.codec.layout import PLANE
-from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import digit_of, in_planes, plane_offsets
+from arbcli.kernels.codec.decode_digits import decode_digits
+from arbcli.kernels.codec.decode_weight import decode_weight_triton
+from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packing import digit_of, plane_offsets
 from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.matmul.few_rows import few_rows, fits_few_rows
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Array, Matrix, Number
-from arbcli.kernels.runtime.inputs import dtype_name, real_dtypes
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Operation
 
 FUSED_ROWS = 64
 """Largest M for which the matrix is not decoded first."""
-
-
-def ternary_matmul_reference(
-    x: Tensor, packed: Packed, dtype: torch.dtype | None = None, *,
-    decode: Callable = decode_digits_reference,
-) -> Tensor:  # fmt: skip
-    """Compute the reference result of `ternary_matmul`, in float64."""
-    return x.double() @ decode(packed).double().T
-
-
-def ternary_matmul_grad_x_reference(
-    grad_y: Tensor, packed: Packed, *, decode: Callable = decode_digits_reference
-) -> Tensor:
-    """Compute the reference result of `ternary_matmul_grad_x`, in float64."""
-    return grad_y.double() @ decode(packed).double()
 
 
 def _ternary_matmul_torch(x: Tensor, packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
@@ -120,108 +95,9 @@ def _ternary_matmul_grad_x_triton(grad_y: Tensor, packed: Packed) -> Tensor:
     return grad_y @ decode_weight_triton(packed, grad_y.dtype)
 
 
-SHAPES = (
-    (1, 1, 1), (3, 33, 123), (33, 17, 165), (5, 131, 33), (2, 5, 1311), (FUSED_ROWS + 1, 33, 96)
-)  # fmt: skip
-"""(M, N, K); for the last one the matrix is decoded first."""
-
-
-def _inputs(
-    device: torch.device, group_size: int, columns: str
-) -> Iterator[tuple[str, Tensor, Packed]]:
-    """Draw (label, activations, matrix); `columns` selects N or K columns of activations."""
-    generator = torch.Generator().manual_seed(0)
-    for rows, out_features, in_features in SHAPES:
-        width = {"N": out_features, "K": in_features}[columns]
-        source = torch.randn(rows, 2 * width, generator=generator).to(device)
-        packed = random_packed(out_features, in_features, group_size, generator, spread=8)
-        packed = packed.to(device)
-        for dtype in real_dtypes(device):
-            label = f"{rows}x{out_features}x{in_features} {dtype_name(dtype)}"
-            yield label, source[:, :width].to(dtype), packed
-    for name, all_digits in with_remainders(packed, generator):
-        yield f"{label} {name}", source[:, :width].to(dtype), all_digits
-    yield label + " strided", source.to(dtype)[:, ::2], packed
-    few = source[:3, ::2].to(dtype)
-    yield label + " whole octaves", few, packed._replace(fraction=None)
-    yield label + " empty", source[:0, ::2].to(dtype), packed
-    yield label + " zeros", few, packed._replace(trits=torch.full_like(packed.trits, 121))
-    for end in (-96, 31):
-        exponent = torch.full_like(packed.exponent, end)
-        yield f"{label} E = {end}", few, packed._replace(exponent=exponent)
-
-
-FEW_ROWS_SHAPES = ((1, 1, 1), (3, 33, 123), (8, 16, 640), (9, 17, 805), (3, 2, 5280), (2, 3, 5480))
-"""(M, N, K) for `few_rows`: ragged sizes, one tile, one more, two rounds of its warps."""
-
-
-def _forward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    for label, x, packed in _inputs(device, group_size, "K"):
-        yield Case(label, (x, packed, x.dtype))
-    if in_planes(group_size):
-        yield from _few_rows_cases(device, group_size)
-
-
-def _few_rows_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    """Draw bf16 activations for float32 results, whose tolerance is finer than for bf16."""
-    generator = torch.Generator().manual_seed(1)
-    for rows, out_features, in_features in FEW_ROWS_SHAPES:
-        x = torch.randn(rows, in_features, generator=generator)
-        x *= 2.0 ** torch.randint(-12, 13, x.shape, generator=generator)
-        packed = random_packed(out_features, in_features, group_size, generator, spread=8)
-        x, packed = x.to(device, torch.bfloat16), packed.to(device)
-        label = f"{rows}x{out_features}x{in_features} bfloat16 to float32"
-        yield Case(label, (x, packed, torch.float32))
-    # views with unaligned rows of w, and digits that cannot be loaded as words
-    assert packed.fraction is not None
-    views = packed._replace(
-        trits=packed.trits.repeat(1, 2)[:, 3 : 3 + packed.trits.shape[1]],
-        exponent=packed.exponent.repeat(1, 2)[:, : packed.num_groups],
-        fraction=packed.fraction.repeat(1, 2)[:, 1 : 1 + packed.num_groups],
-    )
-    yield Case(label + " views", (x, views, torch.float32))
-    zeros = views._replace(trits=torch.full_like(packed.trits, 121), fraction=None)
-    yield Case(label + " zeros", (x, zeros, torch.float32))
-
-
-def _grad_x_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    for label, grad_y, packed in _inputs(device, group_size, "N"):
-        yield Case(label, (grad_y, packed))
-
-
-TIMED = (*((m, size) for size in (8192, 16384) for m in (1, 8, 64)), (4096, 8192), (8192, 8192))
-"""(M, N = K): few rows, bound by memory, and many rows, bound by compute."""
-
-
-def _timings(grad_x: bool, device: torch.device, group_size: int) -> Iterator[Timing]:
-    generator = torch.Generator(device)
-    for rows, size in TIMED:
-        packed = random_packed(size, size, group_size, generator, spread=8)
-        source = torch.randn(rows, size, generator=generator, device=device, dtype=torch.bfloat16)
-        # the same values, as their many zeros save power and so speed up the GPU
-        dense = decode_weight(packed)
-        yield Timing(
-            f"{rows}x{size}x{size}",
-            (source, packed) if grad_x else (source, packed, source.dtype),
-            peer=partial(torch.matmul, source, dense if grad_x else dense.T),
-            peer_name="cuBLAS bf16",
-            flops=2 * rows * size * size,
-        )
-
-
-GATE = Gate(
-    relative=1e-5, peer_slack=0.1,
-    reason="float32 sums of up to 1311 products; in bf16 no worse than torch's product by 10 %",
-)  # fmt: skip
-
-
 ternary_matmul = Operation(
-    "ternary_matmul", _ternary_matmul_triton, _ternary_matmul_torch, ternary_matmul_reference,
-    _forward_cases, GATE,
-    {"x": Array("M, K"), "packed": Matrix(), "dtype": Number(())},
-    large_reference=partial(ternary_matmul_reference, decode=decode_large), torch_is_peer=True,
-    scale_path=lambda group_size: (in_planes(group_size), group_size == PLANE),
-    timings=partial(_timings, False),
+    "ternary_matmul", _ternary_matmul_triton, _ternary_matmul_torch,
+    {"x": Array("M, K"), "packed": Matrix(), "dtype": Number()},
 )  # fmt: skip
 """Multiply activations by a packed matrix.
 
@@ -237,11 +113,7 @@ Returns:
 """
 ternary_matmul_grad_x = Operation(
     "ternary_matmul_grad_x", _ternary_matmul_grad_x_triton, _ternary_matmul_grad_x_torch,
-    ternary_matmul_grad_x_reference, _grad_x_cases, GATE,
     {"grad_y": Array("M, N"), "packed": Matrix()},
-    large_reference=partial(ternary_matmul_grad_x_reference, decode=decode_large),
-    torch_is_peer=True, scale_path=in_planes,
-    timings=partial(_timings, True),
 )  # fmt: skip
 """Compute the gradient of x of `ternary_matmul`.
 

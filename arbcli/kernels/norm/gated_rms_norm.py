@@ -5,28 +5,14 @@ the norm: grad_up = grad_h * silu(gate) and grad_gate = grad_h * up * s * (1 + g
 Without weights, weights are ones; without an eps there is no norm, and y = h.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import in_planes
-from arbcli.kernels.dice import Dice
-from arbcli.kernels.norm.pack_gates import (
-    load_packed,
-    pack_gates_torch,
-    unpack_gates,
-    unpack_gates_reference,
-)
+from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.norm.pack_gates import load_packed, unpack_gates
 from arbcli.kernels.norm.rms_norm import (
-    EPS,
-    ROW_SIZES,
-    TIMED_EPS,
     dense_rows,
-    gradient_and_output,
     load_rows,
     load_weight,
     norm_backward_native,
@@ -34,46 +20,18 @@ from arbcli.kernels.norm.rms_norm import (
     norm_native,
     norm_weight,
     norm_weight_torch,
-    rms_norm_in_its_dtype,
-    rms_norm_reference,
     store_rows,
     tiling,
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import UINT8, Arguments, Array, Matrix, Number
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
-from arbcli.kernels.timed import Timed
+from arbcli.kernels.runtime.operation import Operation
 
 WHOLE_BACKWARD = 2048
 """Largest row, in columns, for which a backward program keeps all six matrices in registers."""
 WIDE_BACKWARD = {"WHOLE": False, "BLOCK_M": 1, "BLOCK_D": 2048, "num_warps": 16}
 """Tile of wider rows, small enough that the second pass reads them from cache."""
-
-
-def gated_rms_norm_reference(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
-    """Compute the reference result of `gated_rms_norm`, in float64."""
-    gate, up = gate_up.to(torch.float64).chunk(2, dim=-1)
-    product = gate / (1 + torch.exp(-gate)) * up
-    return product if eps is None else rms_norm_reference(product, weight, eps)
-
-
-def gated_rms_norm_backward_reference(
-    grad_y: Tensor, gate_up: Tensor, weight: Packed | None, eps: float | None,
-    _overwrite: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the reference result of `gated_rms_norm_backward`: autograd through the reference."""
-    inputs = grad_y.double(), gate_up.double(), weight, eps
-    return gradient_and_output(gated_rms_norm_reference, *inputs)
-
-
-def packed_gates_backward_reference(
-    grad_y: Tensor, codes: Tensor, bases: Tensor, weight: Packed | None, eps: float | None,
-    _overwrite: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the reference result of `packed_gates_backward`, in float64."""
-    gate_up = unpack_gates_reference(codes, bases)
-    return gated_rms_norm_backward_reference(grad_y, gate_up, weight, eps)
 
 
 def _gated_rms_norm_torch(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
@@ -316,120 +274,16 @@ def _backward_tiling(
     return tiling(rows, width, elements, WHOLE_BACKWARD)
 
 
-def gated_rms_norm_in_its_dtype(
-    gate_up: Tensor, weight: Packed | None, eps: float | None
-) -> Tensor:
-    """Compute with torch operations, each rounded, as the peer for bf16."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    product = functional.silu(gate) * up
-    return product if eps is None else rms_norm_in_its_dtype(product, weight, eps)
-
-
-def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-
-    def case(
-        label: str, shape: tuple[int, ...], view: Callable[[Tensor], Tensor] = lambda x: x,
-        dtype: torch.dtype = torch.float32, eps: float | None = 1e-6, ones: bool = False,
-    ) -> Case:  # fmt: skip
-        gate_up = view((3 * torch.randn(shape, generator=generator)).to(device, dtype))
-        drawn = random_packed(1, gate_up.shape[-1] // 2, group_size, generator, spread=2)
-        weight = None if ones or eps is None else drawn.to(device)
-        return Case(label, (gate_up, weight, eps))
-
-    yield case("5x1", (5, 2), eps=0.1)  # with a small eps the gradient cancels
-    for rows, width in ((7, 33), (3, 123), (9, 1311), (2, 4096), (1, 8209)):
-        # wide rows take seconds in the interpreter
-        if width <= 4096 or device.type == "cuda" or group_size == 6:
-            yield case(f"{rows}x{width}", (rows, 2 * width))
-    yield case("3x123 no norm", (3, 246), eps=None)
-    yield case("7x33 ones", (7, 66), ones=True)
-    yield case("2x2100 ones", (2, 4200), ones=True)
-    yield case("2x3x165", (2, 3, 330))
-    yield case("3x165 strided", (6, 661), lambda x: x[1::2, 1::2])
-    yield case("4x20 transposed", (40, 4), lambda x: x.T)
-    yield case("3x40 saturated", (3, 80), lambda x: 40 * x)
-    yield case("0x40 empty", (0, 80))
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        for shape in ((5, 33), (4096, 2048), (1025, 5632)):
-            label = f"{shape[0]}x{shape[1]} bf16"
-            wide = shape[0], 2 * shape[1]
-            yield case(label, wide, dtype=torch.bfloat16)
-            yield case(f"{label} ones", wide, dtype=torch.bfloat16, ones=True)
-        yield case("300x704 bf16 no norm", (300, 1408), dtype=torch.bfloat16, eps=None)
-
-
-def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(1)
-    for case in _cases(device, group_size):
-        gate_up = case.inputs[0]
-        shape = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-        grad_y = torch.randn(shape, generator=generator).to(device, gate_up.dtype)
-        yield Case(case.label, (grad_y, *case.inputs))
-        if "x123" in case.label or "2100" in case.label or "2048" in case.label:
-            yield Case(f"{case.label} overwritten", (grad_y, *case.inputs, True))
-
-
-def _packed_backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(2)
-    for case in _cases(device, group_size):
-        gate_up, weight, eps = case.inputs
-        if gate_up.dim() > 2 or (device.type != "cuda" and gate_up.numel() >= 16000):
-            continue
-        shape = len(gate_up), gate_up.shape[1] // 2
-        grad_y = torch.randn(shape, generator=generator).to(device, gate_up.dtype)
-        inputs = grad_y, *pack_gates_torch(gate_up), weight, eps
-        yield Case(case.label, inputs)
-        if "x123" in case.label or "2100" in case.label or "2048" in case.label:
-            yield Case(f"{case.label} overwritten", (*inputs, True))
-
-
-def _draw_packed(dice: Dice, group_size: int, m: int, _n: int, k: int) -> tuple:
-    """Draw a case of `packed_gates_backward`; of random codes few numbers would decide all sums."""
-    grad_y, gate_up = dice.reals(m, k), 3 * dice.reals(m, 2 * k)
-    eps = dice.pick((1e-6 if k > 4 else 0.1, None))
-    weight = None if eps is None or dice.chance(0.3) else dice.packed(1, k, group_size, 2)
-    return grad_y, *pack_gates_torch(gate_up), weight, eps, dice.chance(0.5)
-
-
-def _packed_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    grad_y, gate, up = torch.randn(3, 16384, 5632, device=device, dtype=torch.bfloat16)
-    packed = pack_gates_torch(torch.cat((gate, up), dim=1))
-    yield Timing("16384x5632 bf16", (grad_y, *packed, None, TIMED_EPS))
-
-
-def _packed_backward_in_its_dtype(
-    grad_y: Tensor, codes: Tensor, bases: Tensor, *others: Any
-) -> tuple[Tensor, Tensor]:
-    gate_up = unpack_gates(codes, bases).to(grad_y.dtype)
-    return backward_in_its_dtype(grad_y, gate_up, *others)
-
-
-def backward_in_its_dtype(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Compute with torch operations, in the dtype of `gate_up`, out of place."""
-    return gradient_and_output(gated_rms_norm_in_its_dtype, *inputs[:4])
-
-
-_GATE = Gate(
-    relative=1e-5, peer_slack=0.1,
-    reason="float32 sums of up to 8192 squares; in bf16 one rounding, where torch has several",
-)  # fmt: skip
-
 GATED_ARGUMENTS: Arguments = {
     "gate_up": Array("*B, W"),
-    "weight": Matrix("1, W // 2", optional=True, spread=2),
-    "eps": Number((*EPS.drawn, *EPS.drawn, None)),
+    "weight": Matrix("1, W // 2", optional=True),
+    "eps": Number(),
 }
 GATED_WHERE = ("W % 2 == 0", "weight is None or eps is not None")
-GATED_SIZES = ROW_SIZES | {"W": "2 * k"}
-
-
-_TIMED = [Timed("16384x5632 bf16", B=(16384,), W=2 * 5632, eps=TIMED_EPS)]
 
 gated_rms_norm = Operation(
-    "gated_rms_norm", _gated_rms_norm_triton, _gated_rms_norm_torch, gated_rms_norm_reference,
-    _cases, _GATE, GATED_ARGUMENTS, where=GATED_WHERE, sizes=GATED_SIZES, scale_path=in_planes,
-    peer=gated_rms_norm_in_its_dtype, timed=_TIMED, native=_gated_rms_norm_native,
+    "gated_rms_norm", _gated_rms_norm_triton, _gated_rms_norm_torch, GATED_ARGUMENTS,
+    native=_gated_rms_norm_native, where=GATED_WHERE,
 )  # fmt: skip
 """Multiply silu of the first half of every row by the second half, and apply RMS norm.
 
@@ -443,10 +297,8 @@ Returns:
 """
 gated_rms_norm_backward = Operation(
     "gated_rms_norm_backward", _gated_rms_norm_backward_triton, _gated_rms_norm_backward_torch,
-    gated_rms_norm_backward_reference, _backward_cases, _GATE,
-    {"grad_y": Array("*B, W // 2"), **GATED_ARGUMENTS, "overwrite": Number((False, True))},
-    where=GATED_WHERE, sizes=GATED_SIZES, scale_path=in_planes,
-    peer=backward_in_its_dtype, timed=_TIMED, native=_gated_rms_norm_backward_native,
+    {"grad_y": Array("*B, W // 2"), **GATED_ARGUMENTS, "overwrite": Number()},
+    native=_gated_rms_norm_backward_native, where=GATED_WHERE,
 )  # fmt: skip
 """Compute the gradient of `gate_up` in `gated_rms_norm`, and recompute its result.
 
@@ -459,18 +311,15 @@ Returns:
 """
 packed_gates_backward = Operation(
     "packed_gates_backward", _packed_gates_backward_triton, _packed_gates_backward_torch,
-    packed_gates_backward_reference, _packed_backward_cases, _GATE,
     {
         "grad_y": Array("M, D"),
         "codes": Array("M, 3 * D", UINT8, dense=True),
         "bases": Array("M, 2", UINT8, dense=True),
-        "weight": Matrix("1, D", optional=True, spread=2),
-        "eps": Number((*EPS.drawn, *EPS.drawn, None)),
-        "overwrite": Number((False, True)),
+        "weight": Matrix("1, D", optional=True),
+        "eps": Number(),
+        "overwrite": Number(),
     },
-    where=("D > 0", "weight is None or eps is not None"), scale_path=in_planes,
-    draw=_draw_packed, needs_rows=True, peer=_packed_backward_in_its_dtype,
-    timings=_packed_timings,
+    where=("D > 0", "weight is None or eps is not None"),
 )  # fmt: skip
 """Compute `gated_rms_norm_backward` from the codes and bases of `pack_gates`.
 

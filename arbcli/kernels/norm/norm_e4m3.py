@@ -4,44 +4,29 @@ The norm is first rounded to the dtype of x, as if it were stored, so the bits a
 separate kernels. The torch backend, and rows too wide for registers, run the two separately.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.matmul.quantise_rows import (
-    E4M3,
-    has_e4m3,
-    quantise_rows,
-    quantise_rows_reference,
-    store_e4m3,
-)
-from arbcli.kernels.norm.gated_rms_norm import (
-    GATED_ARGUMENTS,
-    GATED_WHERE,
-    gated_rms_norm,
-    gated_rms_norm_reference,
-    sigmoid,
-)
+from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, quantise_rows, store_e4m3
+from arbcli.kernels.norm.gated_rms_norm import GATED_ARGUMENTS, GATED_WHERE, gated_rms_norm, sigmoid
 from arbcli.kernels.norm.rms_norm import (
     WHOLE_ROW,
     add_rms_norm,
-    add_rms_norm_reference,
     dense_rows,
     load_rows,
     load_weight,
     norm_weight,
     rms_norm,
-    rms_norm_reference,
     store_rows,
     tiling,
 )
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Array
-from arbcli.kernels.runtime.operation import Case, Gate, MakeCases, MakeTimings, Operation, Timing
+from arbcli.kernels.runtime.operation import Operation
 
 
 def in_turn(norm: Callable, round_rows: Callable) -> Callable[..., Any]:
@@ -129,48 +114,11 @@ def _gated_rms_norm_e4m3_triton(
     return _launch(gate_up, gate_up[:, width:], gate_up, weight, eps, gated=True)
 
 
-def _cases_of(spec: Operation) -> MakeCases:
-    """Take the cases of a norm that are matrices, without wide ones, slow in the interpreter."""
-
-    def cases(device: torch.device, group_size: int) -> Iterator[Case]:
-        for case in spec.cases(device, group_size):
-            x = case.inputs[0]
-            if x.dim() == 2 and (device.type == "cuda" or x.numel() < 8192):
-                yield Case(case.label, case.inputs)
-
-    return cases
-
-
-def _timings_of(spec: Operation, run: Callable) -> MakeTimings:
-    """Use the timings of a norm, with the separate norm and quantisation as the peer."""
-
-    def timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-        for timing in spec.draw_timings(device, group_size):
-            peer = partial(in_turn(spec.triton, quantise_rows), *timing.inputs)
-            yield Timing(timing.label, timing.inputs, run=run, peer=peer, peer_name="apart")
-
-    return timings
-
-
-def _as_product(_inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return q * scale, which a different rounding of a tie changes little."""
-    *before, q, scale = found
-    return *before, q.float() * scale
-
-
-def _rounded_reference(y: Tensor) -> tuple[Tensor, ...]:
-    return _as_product((), quantise_rows_reference(y))
-
-
-_GATE = Gate(relative=3e-3, reason="where a sum's last bit decides, rounding differs")
-
 _X = Array("M, D")
 
 rms_norm_e4m3 = Operation(
     "rms_norm_e4m3", _rms_norm_e4m3_triton, in_turn(rms_norm, quantise_rows),
-    in_turn(rms_norm_reference, _rounded_reference), _cases_of(rms_norm), _GATE,
-    {**rms_norm.arguments, "x": _X}, where=("D > 0",), uses_scales=False, compared=_as_product,
-    timings=_timings_of(rms_norm, _rms_norm_e4m3_triton),
+    {**rms_norm.arguments, "x": _X}, where=("D > 0",),
 )  # fmt: skip
 """Compute `rms_norm` of the rows of `x`, and quantise them with `quantise_rows`.
 
@@ -184,9 +132,7 @@ Returns:
 """
 add_rms_norm_e4m3 = Operation(
     "add_rms_norm_e4m3", _add_rms_norm_e4m3_triton, in_turn(add_rms_norm, quantise_rows),
-    in_turn(add_rms_norm_reference, _rounded_reference), _cases_of(add_rms_norm), _GATE,
-    {**add_rms_norm.arguments, "x": _X, "added": _X}, where=("D > 0",), uses_scales=False,
-    compared=_as_product, timings=_timings_of(add_rms_norm, _add_rms_norm_e4m3_triton),
+    {**add_rms_norm.arguments, "x": _X, "added": _X}, where=("D > 0",),
 )  # fmt: skip
 """Compute x + added as in `add_rms_norm`, and `rms_norm_e4m3` of the sum.
 
@@ -195,9 +141,6 @@ Returns:
 """
 gated_rms_norm_e4m3 = Operation(
     "gated_rms_norm_e4m3", _gated_rms_norm_e4m3_triton, in_turn(gated_rms_norm, quantise_rows),
-    in_turn(gated_rms_norm_reference, _rounded_reference), _cases_of(gated_rms_norm), _GATE,
     {**GATED_ARGUMENTS, "gate_up": Array("M, W")}, where=("W > 0", *GATED_WHERE),
-    sizes={"W": "2 * k"}, uses_scales=False, compared=_as_product,
-    timings=_timings_of(gated_rms_norm, _gated_rms_norm_e4m3_triton),
 )  # fmt: skip
 """Compute `gated_rms_norm` of (M, 2 D) `gate_up`, and quantise its rows to e4m3."""

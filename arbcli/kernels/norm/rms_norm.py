@@ -9,23 +9,21 @@ add another gradient of x, such as that of a residual stream, to grad_x before r
 Rows are kept in registers; wider rows are read twice, in blocks.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
 
-from arbcli.kernels.codec.decode_digits import decode_digits_reference, decode_digits_torch
+from arbcli.kernels.codec.decode_digits import decode_digits_torch
 from arbcli.kernels.codec.decode_weight import decode_weight_triton
-from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import in_planes
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Array, Matrix, Number
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Operation
 
 FEW_ROWS = 8
 """Number of rows, as in generation, up to which more threads share a row."""
@@ -33,21 +31,6 @@ WHOLE_ROW = 8192
 """Largest row that a program keeps in registers, in columns."""
 Weight = Packed | Tensor | None
 """One packed row of frozen weights; or gains, (D,) float32: see `gained_rms_norm`; None is ones."""
-
-
-def rms_norm_reference(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
-    """Compute the reference result of `rms_norm`, in float64."""
-    x = x.to(torch.float64)
-    y = x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps)
-    return y if weight is None else y * decode_digits_reference(weight)[0].to(torch.float64)
-
-
-def add_rms_norm_reference(
-    x: Tensor, added: Tensor, weight: Packed | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Compute `add_rms_norm`: the sum rounded as in torch, then float64."""
-    total = x + added
-    return total, rms_norm_reference(total, weight, eps)
 
 
 def of_sum(norm: Callable) -> Callable[..., Any]:
@@ -58,25 +41,6 @@ def of_sum(norm: Callable) -> Callable[..., Any]:
         return total, norm(total, weight, eps)
 
     return run
-
-
-def rms_norm_backward_reference(
-    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, other_grad: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute `rms_norm_backward` by autograd through the reference, in float64."""
-    grads = grad_y.double(), x.double()
-    grad_x, y = gradient_and_output(rms_norm_reference, *grads, weight, eps)
-    return grad_x if other_grad is None else grad_x + other_grad.double(), y
-
-
-def gradient_and_output(
-    norm: Callable, grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float | None
-) -> tuple[Tensor, Tensor]:
-    """Differentiate norm(x, weight, eps) by autograd; return the gradient of x, and the output."""
-    x = x.detach().requires_grad_()
-    with torch.enable_grad():
-        y = norm(x, weight, eps)
-        return torch.autograd.grad(y, x, grad_y)[0], y.detach()
 
 
 def _rms_norm_torch(x: Tensor, weight: Weight, eps: float) -> Tensor:
@@ -378,127 +342,12 @@ def _rms_norm_backward_triton(
     return grad_x, y
 
 
-def rms_norm_in_its_dtype(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
-    """Compute with torch operations in the dtype of `x`, as the peer for bf16."""
-    decoded = None if weight is None else decode_digits_torch(weight, x.dtype)[0]
-    return torch_rms_norm(x, x.shape[-1:], decoded, eps)
-
-
-def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-
-    def case(
-        label: str, shape: tuple[int, ...], view: Callable[[Tensor], Tensor] = lambda x: x,
-        dtype: torch.dtype = torch.float32, eps: float = 1e-6, ones: bool = False,
-    ) -> Case:  # fmt: skip
-        x = view((3 * torch.randn(shape, generator=generator)).to(device, dtype))
-        weight = random_packed(1, x.shape[-1], group_size, generator, spread=2).to(device)
-        return Case(label, (x, None if ones else weight, eps))
-
-    for rows in (5, 9):
-        # with a small eps the gradient cancels
-        yield case(f"{rows}x1", (rows, 1), eps=0.1)
-    for rows, width in ((7, 33), (3, 123), (9, 1311), (2, 4096)):
-        yield case(f"{rows}x{width}", (rows, width))
-    # wide rows, and many rows, take seconds in the interpreter
-    if device.type == "cuda" or group_size == 6:
-        wide = WHOLE_ROW + 5
-        for ones in (False, True):  # an eps large enough to matter
-            yield case(f"1x{wide}{' ones' * ones}", (1, wide), eps=0.1, ones=ones)
-    if device.type == "cuda" or group_size == 32:
-        yield case("261x5", (261, 5))
-    yield case("2x3x165", (2, 3, 165))
-    yield case("3x165 strided", (6, 331), lambda x: x[1::2, 1::2])
-    yield case("4x40 transposed", (40, 4), lambda x: x.T)
-    yield case("9x165 ones", (9, 165), ones=True)
-    yield case("0x40 empty", (0, 40))
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        for shape in ((5, 33), (4096, 768), (2048, 2048), (1025, 5632)):
-            label = f"{shape[0]}x{shape[1]} bf16"
-            yield case(label, shape, dtype=torch.bfloat16)
-            yield case(f"{label} ones", shape, dtype=torch.bfloat16, ones=True)
-
-
-def _add_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    for case in _backward_cases(device, group_size):
-        added, x, *norm = case.inputs
-        yield Case(case.label, (x, added, *norm))
-
-
-def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(1)
-    for case in _cases(device, group_size):
-        x = case.inputs[0]
-        grad_y = torch.empty_like(x).copy_(torch.randn(x.shape, generator=generator))
-        yield Case(case.label, (grad_y, *case.inputs))
-
-
-def _backward_added_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(2)
-    for case in _backward_cases(device, group_size):
-        yield case
-        x = case.inputs[1]
-        if "x165" in case.label or "bf16 ones" in case.label or x.shape[-1] > WHOLE_ROW:
-            other_grad = torch.empty_like(x).copy_(torch.randn(x.shape, generator=generator))
-            yield Case(f"{case.label} added", (*case.inputs, other_grad))
-
-
-def backward_in_its_dtype(
-    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, other_grad: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute gradient and sum with torch operations, in the dtype of `x`."""
-    grad_x, y = gradient_and_output(rms_norm_in_its_dtype, grad_y, x, weight, eps)
-    return grad_x if other_grad is None else grad_x + other_grad, y
-
-
-TIMED_EPS = 1e-6
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    x, _, weight = _timed_inputs(device)
-    peer = partial(torch_rms_norm, x, weight.shape, weight, TIMED_EPS)
-    yield Timing("16384x2048 bf16", (x, None, TIMED_EPS), peer=peer)
-
-
-def _add_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    x, added, weight = _timed_inputs(device)
-    x, added = x[:1], added[:1]
-
-    def peer() -> Tensor:
-        return torch_rms_norm(x + added, weight.shape, weight, TIMED_EPS)
-
-    yield Timing("1x2048 bf16", (x, added, None, TIMED_EPS), peer=peer)
-
-
-def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    x, grad_y, weight = _timed_inputs(device)
-    _, r = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, TIMED_EPS)
-    # the operation that autograd calls for torch's `rms_norm`, for the gradient of x only
-    inputs = (grad_y, x, weight.shape, r, weight, [True, False])
-    peer = partial(torch.ops.aten._fused_rms_norm_backward, *inputs)
-    yield Timing("16384x2048 bf16", (grad_y, x, None, TIMED_EPS), peer=peer)
-
-
-def _timed_inputs(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw (x, grad_y, weights of ones for torch); a model's own norms have none."""
-    x, grad_y = torch.randn(2, 16384, 2048, device=device, dtype=torch.bfloat16)
-    return x, grad_y, x.new_ones(2048)
-
-
-_GATE = Gate(
-    relative=1e-5, peer_slack=0.1,
-    reason="float32 sums of up to 8197 squares; in bf16 one rounding, as torch has",
-)  # fmt: skip
-
-ROWS, NORM_WEIGHT = Array("*B, D"), Matrix("1, D", optional=True, spread=2)
-EPS = Number(("1e-6 if k > 4 else 0.1",))
-"""Larger eps of narrow norms, whose gradient would otherwise cancel."""
-ROW_SIZES = {"B": "(m,)"}
+ROWS, NORM_WEIGHT = Array("*B, D"), Matrix("1, D", optional=True)
 
 rms_norm = Operation(
-    "rms_norm", _rms_norm_triton, _rms_norm_torch, rms_norm_reference, _cases, _GATE,
-    {"x": ROWS, "weight": NORM_WEIGHT, "eps": EPS}, sizes=ROW_SIZES, scale_path=in_planes,
-    peer=rms_norm_in_its_dtype, timings=_timings, native=_rms_norm_native,
+    "rms_norm", _rms_norm_triton, _rms_norm_torch,
+    {"x": ROWS, "weight": NORM_WEIGHT, "eps": Number()},
+    native=_rms_norm_native,
 )  # fmt: skip
 """Normalise the rows of `x` by their root mean square and multiply them by ternary weights.
 
@@ -511,9 +360,8 @@ Returns:
     (..., D) in the dtype of `x`, contiguous; computed in float32 and rounded once.
 """
 add_rms_norm = Operation(
-    "add_rms_norm", _add_rms_norm_triton, of_sum(_rms_norm_torch), add_rms_norm_reference,
-    _add_cases, _GATE, {"x": ROWS, "added": ROWS, "weight": NORM_WEIGHT, "eps": EPS},
-    sizes=ROW_SIZES, scale_path=in_planes, peer=of_sum(rms_norm_in_its_dtype), timings=_add_timings,
+    "add_rms_norm", _add_rms_norm_triton, of_sum(_rms_norm_torch),
+    {"x": ROWS, "added": ROWS, "weight": NORM_WEIGHT, "eps": Number()},
     native=of_sum(_rms_norm_native),
 )  # fmt: skip
 """Compute `rms_norm` of x + added.
@@ -525,10 +373,8 @@ Returns:
 """
 rms_norm_backward = Operation(
     "rms_norm_backward", _rms_norm_backward_triton, _rms_norm_backward_torch,
-    rms_norm_backward_reference, _backward_added_cases, _GATE,
-    {"grad_y": ROWS, "x": ROWS, "weight": NORM_WEIGHT, "eps": EPS,
+    {"grad_y": ROWS, "x": ROWS, "weight": NORM_WEIGHT, "eps": Number(),
      "other_grad": Array("*B, D", optional=True)},
-    sizes=ROW_SIZES, scale_path=in_planes, peer=backward_in_its_dtype, timings=_backward_timings,
     native=_rms_norm_backward_native,
 )  # fmt: skip
 """Compute the gradient of x in `rms_norm`, and recompute its result.

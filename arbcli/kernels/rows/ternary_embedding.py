@@ -4,9 +4,6 @@ Only the requested rows are decoded. The tokens of an id are summed without atom
 that depends only on the ids, so the gradient is bitwise deterministic.
 """
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding, embedding_bag
@@ -14,40 +11,24 @@ from torch.nn.functional import embedding, embedding_bag
 from arbcli.kernels.codec.decode_digits import (
     add_remainder,
     decode_digits,
-    decode_digits_reference,
-    in_rounded_float32,
     native_arguments,
     round_weight,
-    with_remainders,
 )
-from arbcli.kernels.codec.decode_weight import decode_weight, decode_weight_triton
+from arbcli.kernels.codec.decode_weight import decode_weight_triton
 from arbcli.kernels.codec.layout import PLANE
-from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import byte_tiles, digit_of, in_planes, plane_offsets
+from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packing import byte_tiles, digit_of, plane_offsets
 from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT64, Array, Matrix, Number
-from arbcli.kernels.runtime.inputs import placed
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 MOST_DECODED = 4096
 """Maximum rows of a table that is decoded as a whole, if it has fewer rows than lookups."""
 MOST_COUNTED = 1024
 """Maximum rows of a table for which each row scans all ids; larger tables use a sort."""
-
-
-def embedding_rows_reference(ids: Tensor, packed: Packed) -> Tensor:
-    """Compute `embedding_rows` by decoding the whole table."""
-    table = decode_digits_reference(packed)
-    return torch.stack([table[v] for v in ids.tolist()]) if len(ids) else table[:0]
-
-
-def embedding_grad_reference(grad_y: Tensor, ids: Tensor, num_embeddings: int) -> Tensor:
-    """Compute the reference result of `embedding_grad`, in float64."""
-    grad = grad_y.new_zeros(num_embeddings, grad_y.shape[1], dtype=torch.float64)
-    return grad.index_add_(0, ids, grad_y.double())
 
 
 def decodes_whole(ids: Tensor, packed: Packed) -> bool:
@@ -229,73 +210,13 @@ def _segments_triton(ids: Tensor, num_embeddings: int) -> tuple[Tensor, Tensor]:
     return order, bounds
 
 
-def _ids_cases(generator: torch.Generator) -> Iterator[tuple[str, Tensor, int]]:
-    """Draw (label, ids, number of embeddings) with awkward ids."""
-    yield "duplicates", torch.randint(0, 7, (40,), generator=generator), 11
-    yield "one id", torch.full((150,), 3), 5
-    yield "last id", torch.tensor([6, 0, 6]), 7
-    yield "one row", torch.tensor([0]), 1
-    few = torch.cat((torch.tensor([100, 2, 2]), torch.randint(0, 101, (72,), generator=generator)))
-    yield "more rows than ids", few, 101
-    yield "strided ids", torch.randint(0, 9, (66,), generator=generator)[::2], 9
-    yield "no ids", torch.zeros(0, dtype=torch.int64), 4
-
-
-def _rows_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    dims = (33, 123, 165, 1, 5, 323, 40)
-    for dim, (label, ids, rows) in zip(dims, _ids_cases(generator), strict=True):
-        packed = random_packed(rows, dim, group_size, generator).to(device)
-        yield Case(f"{len(ids)} of {rows}x{dim} {label}", (placed(ids, device), packed))
-    packed = random_packed(14, 70, group_size, generator).to(device)
-    ids = torch.tensor([6, 1, 6], device=device)
-    yield Case("3 of 14x70 whole octaves", (ids, packed._replace(fraction=None)))
-    yield Case("3 of 7x70 strided table", (ids, packed.rows(slice(None, None, 2))))
-    for name, all_digits in with_remainders(packed, generator):
-        yield Case(f"3 of 14x70 {name}", (ids, all_digits))
-
-
-def _grad_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(1)
-    dims = (33, 3, 64, 1, 31, 65, 40)
-    for dim, (label, ids, rows) in zip(dims, _ids_cases(generator), strict=True):
-        grad_y = torch.randn(len(ids), dim, generator=generator).to(device)
-        yield Case(f"{len(ids)}x{dim} to {rows} {label}", (grad_y, placed(ids, device), rows))
-    grad_y = torch.randn(35, 40, generator=generator).to(device).T[::2]
-    ids = torch.randint(0, 6, (20,), generator=generator).to(device)
-    yield Case("20x35 to 6 strided", (grad_y, ids, 6))
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        grad_y = torch.randn(8192, 768, generator=generator).to(device, torch.bfloat16)
-        ids = torch.randn(8192, generator=generator).mul(20).add(128).clamp(0, 255).long()
-        yield Case("8192x768 to 256 bf16", (grad_y, ids.to(device), 256))
-
-
-def _rows_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    ids = torch.randint(256, (16384,), device=device)
-    packed = random_packed(256, 2048, group_size, torch.Generator(device))
-    yield Timing(
-        "16384 of 256x2048 bf16", (ids, packed), peer=partial(embedding, ids, decode_weight(packed))
-    )
-
-
-def _grad_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    ids = torch.randn(16384, device=device).mul(20).add(128).clamp(0, 255).long()
-    grad_y = torch.randn(16384, 2048, device=device, dtype=torch.bfloat16)
-    # the operation that autograd calls for torch's `embedding`; its sums are rounded to bf16
-    peer = partial(torch.ops.aten.embedding_dense_backward, grad_y, ids, 256, -1, False)
-    yield Timing("16384x2048 to 256 bf16", (grad_y, ids, 256), peer=peer)
-
-
 embedding_rows = Operation(
-    "embedding_rows", in_rounded_float32(_embedding_rows_triton),
-    in_rounded_float32(_embedding_rows_torch), embedding_rows_reference, _rows_cases,
-    arguments={
-        "ids": Array("M", INT64, values=(0, "V - 1")), "packed": Matrix("V, D", spread=127),
-        "dtype": Number(()),
+    "embedding_rows", _embedding_rows_triton, _embedding_rows_torch,
+    {
+        "ids": Array("M", INT64), "packed": Matrix("V, D"),
+        "dtype": Number(),
     },
-    launch=(_embedding_rows_triton, _embedding_rows_torch, _embedding_rows_native),
-    sizes={"V": "n"}, scale_path=in_planes, timings=_rows_timings,
-    native=in_rounded_float32(_embedding_rows_native),
+    native=_embedding_rows_native,
 )  # fmt: skip
 """Decode the rows `ids` of a packed table.
 
@@ -309,16 +230,12 @@ Returns:
     (M, D) in `dtype`; exact, and bitwise equal on every backend.
 """
 
-
 embedding_grad = Operation(
-    "embedding_grad", _embedding_grad_triton, _embedding_grad_torch, embedding_grad_reference,
-    _grad_cases,
-    Gate(relative=1e-6, reason="float32 sums of up to thousands of tokens"),
+    "embedding_grad", _embedding_grad_triton, _embedding_grad_torch,
     {
-        "grad_y": Array("M, D"), "ids": Array("M", INT64, values=(0, "n - 1")),
-        "num_embeddings": Number(("n",)),
+        "grad_y": Array("M, D"), "ids": Array("M", INT64),
+        "num_embeddings": Number(),
     },
-    timings=_grad_timings,
 )  # fmt: skip
 """Sum the gradients of the tokens of each id.
 

@@ -44,9 +44,6 @@ class Array:
     any strides are allowed."""
     optional: bool = False
     """Whether None is allowed."""
-    values: tuple[str | int, str | int] | Callable[..., Any] | None = None
-    """Values in random cases: a range of numbers or sizes, or a function of (dice, *shape); None
-    draws normal numbers, or the full range of an integer dtype."""
     one: bool = False
     """Whether the tensor has one element, or one per text, in any number of dimensions."""
 
@@ -62,10 +59,6 @@ class Matrix:
 
     sizes: str = "N, K"
     optional: bool = False
-    spread: int = 8
-    """Maximum distance of drawn exponents from -1."""
-    digits: str = "any"
-    """Kind of weights to draw, as in `Dice.packed`."""
 
     @property
     def dims(self) -> list[str]:
@@ -77,20 +70,13 @@ class Matrix:
 class Number:
     """Declaration of a host number or string."""
 
-    drawn: tuple[Any, ...]
-    """Options in random cases; a string is a literal or an expression of sizes. Without any, the
-    argument, a last one, is omitted."""
-    named: bool = False
-    """Whether only these values are allowed."""
+    allowed: tuple[Any, ...] = ()
+    """The only allowed values; () allows all."""
     optional: bool = False
 
 
 Argument = Array | Matrix | Number
 Arguments = Mapping[str, Argument]
-
-
-def never(*_: Any) -> None:
-    """Omit an argument, a last one, from random cases."""
 
 
 def evaluate(expression: Any, known: Mapping[str, Any]) -> Any:
@@ -150,9 +136,9 @@ def _lines_of(name: str, kind: Argument, known: set[str], space: dict[str, Any])
     """Generate the check of an argument, and add the sizes that it binds."""
     refuse = f"_refuse(_operation, {name!r}, {name}, _arguments, locals())"
     if isinstance(kind, Number):
-        if not kind.named:
+        if not kind.allowed:
             return []
-        space[f"_{name}"] = kind.drawn
+        space[f"_{name}"] = kind.allowed
         return [
             f"if {name} not in _{name}: _refuse(_operation, {name!r}, {name}, _arguments, {{}})"
         ]
@@ -241,7 +227,7 @@ def _refuse(
 
 def _needed(kind: Argument, given: Any, known: dict[str, Any]) -> tuple[str, str]:
     if isinstance(kind, Number):
-        return f"one of {kind.drawn}", repr(given)
+        return f"one of {kind.allowed}", repr(given)
     sizes = {n for size in kind.dims for n in names_in(size.strip("*"))} & known.keys()
     values = ", ".join(f"{n} = {_plain(known[n])}" for n in sorted(sizes))
     need = f"of shape ({kind.sizes}{',' if len(kind.dims) == 1 else ''})"

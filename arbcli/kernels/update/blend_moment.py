@@ -7,32 +7,26 @@ uniform in 0..65535, which is unbiased exactly. In a nibble m is the high half o
 low half is the remainder.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT8, INT32, INT64, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program
-from arbcli.kernels.runtime.operation import Case, Operation
-from arbcli.kernels.timed import OF_MATRIX, Timed
+from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.direction import (
     DIRECTION,
     GAINS_BELONG,
     MOST_REGISTERS,
     OK,
-    draw_gains,
     fixed_point,
-    fixed_point_reference,
     fixed_point_torch,
     load_gain,
     native_arguments,
     registers_of,
 )
-from arbcli.kernels.update.random_bits import random_halves, random_halves_reference, random_words
+from arbcli.kernels.update.random_bits import random_halves, random_words
 
 DIRECTION_LIMIT = 1 << 21
 """|u| saturates here, at 32 times its root-mean-square, so that u * gain fits int32."""
@@ -45,25 +39,6 @@ PAIRS = 2
 def moment_max(nibble: bool) -> int:
     """Return the largest magnitude of a moment, in int8 or a nibble."""
     return 7 if nibble else 127
-
-
-def blend_moment_reference(
-    moment: Tensor, values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None,
-    key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: int, shift: int, nibble: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the reference result of `blend_moment` in `moment` and in `squares`, in int64."""
-    if not ok:
-        return moment, squares
-    state = moment.to(torch.int64)
-    old = torch.div(state, 16, rounding_mode="floor") if nibble else state
-    u = fixed_point_reference(values, row_gain, column_gain, 2**21)
-    blended = old * decay + torch.div(u * gain, 2**shift, rounding_mode="floor")
-    random = random_halves_reference(int(key), *moment.shape).to(moment.device)
-    new = torch.div(blended + random, 2**16, rounding_mode="floor")
-    largest = 7 if nibble else 127
-    new = new.clamp(-largest, largest)
-    total = squares + (new * new).sum()
-    return (new * 16 + state % 16 if nibble else new).to(torch.int8), total
 
 
 def _blend_moment_torch(
@@ -169,72 +144,15 @@ def _blend_moment_triton(
         )  # fmt: skip
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-
-    def scalar(value: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.tensor(value, dtype=dtype, device=device)
-
-    for nibble in (False, True):
-        name = " nibble" if nibble else ""
-        largest = moment_max(nibble)
-        for rows, columns in ((1, 1), (3, 33), (2, 521), (17, 259)):
-            moment = torch.randint(-largest, largest + 1, (rows, columns), generator=generator)
-            if nibble:
-                remainder = torch.randint(0, 16, (rows, columns), generator=generator)
-                moment = moment * 16 + remainder
-            moment = moment.to(torch.int8).to(device)
-            values = torch.randn(rows, columns, generator=generator).to(device)
-            gains = [torch.rand(n, generator=generator).to(device) * 400 for n in values.shape]
-            shape = f"{rows}x{columns}{name}"
-            control = (58982, 813, 7, nibble)
-            scalars = (scalar(-123456789), scalar(1), scalar(7, torch.int64), *control)
-            yield Case(shape, (moment, values, *gains, *scalars))
-        yield Case(f"{shape} rows only", (moment, values, gains[0], None, *scalars))
-        yield Case(f"{shape} sign", (moment, values, None, None, *scalars))
-        huge = values.sign() * 1e30
-        yield Case(f"{shape} saturated", (moment, huge, *gains, *scalars))
-        halves = torch.randint(-9, 10, values.shape, generator=generator).to(device) / 2
-        one = torch.ones(1, device=device).expand(rows)
-        yield Case(f"{shape} halfway", (moment, halves, one, None, *scalars))
-        yield Case(f"{shape} zero direction", (moment, values * 0, *gains, *scalars))
-        yield Case(f"{shape} refused", (moment, values, *gains, scalar(7), scalar(0), *scalars[2:]))
-        undecayed = (scalar(7), scalar(1), scalar(0, torch.int64), 65536, 597, 9, nibble)
-        yield Case(f"{shape} no decay", (moment, values, *gains, *undecayed))
-    strided = (moment[1::3, ::3], values.T.contiguous().T[1::3, ::3], gains[0][1::3])
-    yield Case("6x87 strided", (*strided, gains[1][:87].contiguous(), *scalars))
-
-
-def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    nibble = dice.below(2) == 1
-    largest = moment_max(nibble)
-    moment = dice.integers(-largest, largest, n, k)
-    if nibble:
-        moment = dice.view(moment * 16 + dice.integers(0, 15, n, k))
-    gains = draw_gains(dice, n, k, dice.pick((2.0**14, 2.0**16, 2.0**22)))
-    squares = torch.tensor(dice.below(1000), device=dice.device)
-    return (
-        moment, dice.reals(n, k), *gains, dice.key(), dice.scalar(not dice.chance(0.1)), squares,
-        dice.pick((0, 58982, 65536)), dice.below(1024), 4 + dice.below(12), nibble,
-    )  # fmt: skip
-
-
 blend_moment = Operation(
-    "blend_moment", _blend_moment_triton, _blend_moment_torch, blend_moment_reference, _cases,
-    arguments={
+    "blend_moment", _blend_moment_triton, _blend_moment_torch,
+    {
         "moment": Array("N, K", INT8), **DIRECTION, "key": Array("", INT32), "ok": OK,
-        "squares": Array("", INT64), "decay": Number(()), "gain": Number(()),
-        "shift": Number(()), "nibble": Number(()),
+        "squares": Array("", INT64), "decay": Number(), "gain": Number(),
+        "shift": Number(), "nibble": Number(),
     },
-    where=(GAINS_BELONG, f"0 <= decay <= {1 << 16}", f"0 <= gain < {1 << 10}"),  # in int32
-    compared=("moment", "squares"), draw=_draw, needs_rows=False,
-    timed=[
-        Timed(f"11264x2048 bf16{' nibble' * nibble}", **OF_MATRIX, moment=(-112, 112),
-              row_gain=2.0**8, column_gain=2.0**8, squares=0, decay=58982, gain=813, shift=7,
-              nibble=nibble)
-        for nibble in (False, True)
-    ],
     native=_blend_moment_native,
+    where=(GAINS_BELONG, f"0 <= decay <= {1 << 16}", f"0 <= gain < {1 << 10}"),
 )  # fmt: skip
 """Blend a direction into the moment, in place.
 

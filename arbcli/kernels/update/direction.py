@@ -10,7 +10,6 @@ operation, so u is the same integer on every backend. Kernels that compute it ar
 import torch
 from torch import Tensor
 
-from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT32, Array
@@ -25,25 +24,6 @@ FEW_REGISTERS, MOST_REGISTERS = 128, 255
 def registers_of(matrix: Tensor) -> int:
     """Return how many registers a thread may have: few for small matrices, for more programs."""
     return tiles_of_a_program(matrix, FEW_REGISTERS, MOST_REGISTERS)
-
-
-def fixed_point_reference(
-    values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None, limit: int
-) -> Tensor:
-    """Compute u as int64.
-
-    Args:
-        values: (N, K).
-        row_gain: (N,) float32; None takes the sign of the values.
-        column_gain: (K,) float32; None is ones.
-        limit: largest magnitude of u before it is rounded.
-    """
-    if row_gain is None:
-        return torch.sign(values).to(torch.int64) * 2**16
-    u = values.to(torch.float32) * row_gain[:, None]
-    if column_gain is not None:
-        u = u * column_gain[None, :]
-    return torch.round(u.clamp(-limit, limit)).to(torch.int64)
 
 
 def fixed_point_torch(
@@ -94,12 +74,6 @@ def fixed_point(values, row_gain, column_gain, LIMIT: tl.constexpr, HAS_ROWS: tl
     return tl.where(values > 0, 65536, tl.where(values < 0, -65536, 0))
 
 
-def draw_gains(dice: Dice, n: int, k: int, size: float) -> tuple:
-    """Draw gains of rows and of columns, of the rows only, or none."""
-    rows, columns = (dice.reals(length, dtype=torch.float32).exp() for length in (n, k))
-    return dice.pick(((rows * size, columns), (rows * size, None), (None, None)))
-
-
 DIRECTION = {
     "values": Array("N, K"),
     "row_gain": Array("N", FLOAT, optional=True),
@@ -107,5 +81,5 @@ DIRECTION = {
 }
 """Arguments of a direction: values, and gains of rows and columns; without gains, signs."""
 GAINS_BELONG = "column_gain is None or row_gain is not None"
-OK = Array("", INT32, values=Dice.ok)
+OK = Array("", INT32)
 """Flag that enables the step of a matrix."""

@@ -6,24 +6,14 @@ and columns. Sums come in parts, one for each tile, so that adding them up in or
 bits every time.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_digits import (
-    add_remainder,
-    digits_large,
-    digits_reference,
-    digits_torch,
-    native_arguments,
-    scales_reference,
-    with_remainders,
-)
+from arbcli.kernels.codec.decode_digits import add_remainder, digits_torch, native_arguments
 from arbcli.kernels.codec.layout import BLOCK, PLANE
-from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import first_digit, take_trit, trit_at, trit_positions
 from arbcli.kernels.codec.scales import load_scale, scale_of, scales_torch
 from arbcli.kernels.runtime import native
@@ -31,8 +21,7 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Array, Matrix, Number
 from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.operation import Case, Gate, Operation
-from arbcli.kernels.timed import OF_MATRIX, Timed
+from arbcli.kernels.runtime.operation import Operation
 
 TILE = 128
 """Columns of a tile: as many whole groups as fit, and at least one."""
@@ -55,20 +44,6 @@ class GradientStatistics(NamedTuple):
     """(Q, N) float32, squares of each row; (0, N) unless asked for."""
     columns: Tensor
     """(P, K) float32, squares of each column; (0, K) unless asked for."""
-
-
-def gradient_statistics_reference(
-    grad: Tensor, packed: Packed, factored: bool, signs: bool, *,
-    digits: Callable = digits_reference,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute the reference result of `gradient_statistics`, in float64 and in one part each."""
-    grad = grad.double()
-    weight = digits(packed).double() * scales_reference(packed).to(torch.bfloat16).double()
-    products = (torch.sign(grad) if signs else grad) * weight
-    of_groups = [group.sum(1) for group in products.split(packed.group_size, dim=1)]
-    slope, squares = torch.stack(of_groups, dim=1), grad * grad
-    rows, columns = (squares.sum(dim) * factored for dim in (1, 0))
-    return slope, (slope * slope).sum(), squares.sum(), rows, columns
 
 
 def _gradient_statistics_torch(
@@ -327,11 +302,6 @@ def _read_groups(
         tl.store(squares_ptr, tl.sum(of_columns))
 
 
-def _scale_path(group_size: int) -> tuple[bool, bool]:
-    """Return whether groups are planes, and whether their lanes are all of them."""
-    return group_size == PLANE, group_size & (group_size - 1) == 0
-
-
 def _gradient_statistics_triton(
     grad: Tensor, packed: Packed, factored: bool = False, signs: bool = False
 ) -> GradientStatistics:
@@ -362,57 +332,13 @@ def _gradient_statistics_triton(
     return GradientStatistics(*found)
 
 
-def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-
-    def case(
-        label: str, rows: int, columns: int, view: Callable[[Tensor], Tensor] = lambda x: x,
-        *flags: bool,
-    ) -> Case:  # fmt: skip
-        grad = view(torch.randn(rows, columns, generator=generator).to(device))
-        rows, columns = grad.shape
-        packed = random_packed(rows, columns, group_size, generator, spread=8).to(device)
-        return Case(label, (grad, packed, *(flags or (True, False))))
-
-    for rows, columns in ((1, 1), (3, 33), (33, 123), (2, 1311)):
-        yield case(f"{rows}x{columns}", rows, columns)
-    grad, packed, *flags = case("", 2, 165).inputs
-    yield Case("2x165 whole octaves", (grad, packed._replace(fraction=None), *flags))
-    yield case("9x40 not factored", 9, 40, lambda x: x, False, False)
-    yield case("9x40 signs", 9, 40, lambda x: x * (x > -1), False, True)
-    yield case("5x43 strided", 10, 86, lambda x: x[::2, ::2])
-    yield case("65x7 transposed", 7, 65, lambda x: x.T)
-    yield case("5x7 zeros", 5, 7, torch.zeros_like)
-    grad, packed, *flags = case("", 3, 333).inputs
-    for name, all_digits in with_remainders(packed, generator):
-        yield Case(f"3x333 {name}", (grad, all_digits, *flags))
-    if device.type == "cuda":  # the interpreter's bf16 is wrong, and slow
-        yield case("2049x2080 bf16", 2049, 2080, lambda x: x.bfloat16())
-
-
-def _in_one_part(_inputs: tuple, found: GradientStatistics) -> tuple[Tensor, ...]:
-    """Sum the parts, in float64."""
-    slope, *sums, rows, columns = found
-    sums = [part.double().sum() for part in sums]
-    return slope, *sums, *(part.double().sum(0) for part in (rows, columns))
-
-
 gradient_statistics = Operation(
     "gradient_statistics", _gradient_statistics_triton, _gradient_statistics_torch,
-    gradient_statistics_reference, _cases,
-    # the square of a slope counts its error twice
-    Gate(relative=4e-6, reason="float32 sums of products that cancel in part"),
     {
-        "grad": Array("N, K"), "packed": Matrix(), "factored": Number((False, True)),
-        "signs": Number((False, False, False, True)),
+        "grad": Array("N, K"), "packed": Matrix(), "factored": Number(),
+        "signs": Number(),
     },
-    where=("N > 0 and K > 0",), compared=_in_one_part,
-    large_reference=partial(gradient_statistics_reference, digits=digits_large),
-    scale_path=_scale_path,
-    timed=[
-        Timed(f"11264x2048 bf16{' factored' * factored}", **OF_MATRIX, factored=factored)
-        for factored in (False, True)
-    ], native=_gradient_statistics_native,
+    native=_gradient_statistics_native, where=("N > 0 and K > 0",),
 )  # fmt: skip
 """Sum gradient times weight over every group, and the squares of the gradient, in one pass.
 

@@ -12,7 +12,6 @@ product and LAPACK take 2.0, and 37 for 93 of 1024 by 1024.
 """
 
 from array import array
-from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -27,19 +26,6 @@ LEAST_TRACE = torch.finfo(torch.float32).tiny
 LEAST_NORM = 1e-30
 NATIVE_ROWS = 1024
 """Largest n of the native loop; larger matrices do not stay in a processor's cache."""
-
-
-def gram_inverses_reference(x: Tensor, shifts: Sequence[float], weights: Sequence[float]) -> Tensor:
-    """Compute the reference result of `gram_inverses`, in float64, from singular values."""
-    left, values, _ = torch.linalg.svd(x.double())
-    squares = torch.zeros(x.shape[:-1], dtype=torch.float64)
-    squares[..., : values.shape[-1]] = values**2
-    size = squares.norm(dim=-1, keepdim=True)
-    squares = squares / size
-    factors = weights[0] + sum(
-        weight / (squares + shift) for shift, weight in zip(shifts, weights[1:], strict=True)
-    )
-    return (left * (factors / size.sqrt())[..., None, :]) @ left.mT
 
 
 def _gram_inverses_torch(
@@ -82,7 +68,7 @@ def _table(numbers: tuple[float, ...]) -> Tensor:
 
 _check = compiled_check(
     "gram_inverses",
-    {"x": Array("*B, N, M", FLOAT), "shifts": Number(()), "weights": Number(())},
+    {"x": Array("*B, N, M", FLOAT), "shifts": Number(), "weights": Number()},
     ("len(B) < 2", "len(weights) == len(shifts) + 1"),
 )
 

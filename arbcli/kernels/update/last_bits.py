@@ -8,7 +8,6 @@ The result is the encoded z if that is within -8..7 of the previous one. Four bi
 trit with its remainder of eight, and no less exact.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,51 +17,18 @@ from torch import Tensor
 from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packing import (
     digit_of,
-    pack_trits_reference,
     pack_trits_torch,
     place,
     plane_offsets,
-    unpack_trits_reference,
     unpack_trits_torch,
 )
-from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT8, UINT8, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.operation import Case, Operation
-from arbcli.kernels.timed import OF_MATRIX, Timed
-from arbcli.kernels.update.step_trits import draw_weights
+from arbcli.kernels.runtime.operation import Operation
 
 LARGEST_CHANGE = 7
 """Largest change of z, in either direction, that four bits encode."""
-
-
-def last_bits_reference(trits: Tensor, remainder: Tensor, radix: int, nibble: bool) -> Tensor:
-    """Compute the reference result of `last_bits`, in int64."""
-    bits = _z_reference(trits, remainder, radix, nibble) % 16
-    if len(bits) % 2:
-        bits = torch.cat([bits, torch.zeros_like(bits[:1])])
-    return (bits[::2] + 16 * bits[1::2]).to(torch.uint8)
-
-
-def take_last_bits_reference(
-    trits: Tensor, remainder: Tensor, bits: Tensor, radix: int, nibble: bool
-) -> tuple[Tensor, Tensor]:
-    """Compute the reference result of `take_last_bits_` in `trits` and `remainder`, in int64."""
-    z = _z_reference(trits, remainder, radix, nibble)
-    told = torch.stack([bits.long() % 16, bits.long() // 16], dim=1).flatten(0, 1)[: len(z)]
-    z += (told - z + 8) % 16 - 8
-    new = torch.sign(z) * (z.abs() > radix // 2)
-    low = z - new * radix
-    if nibble:
-        low = torch.div(remainder.long(), 16, rounding_mode="floor") * 16 + low % 16
-    return pack_trits_reference(new.to(torch.int8)), low.to(torch.int8)
-
-
-def _z_reference(trits: Tensor, remainder: Tensor, radix: int, nibble: bool) -> Tensor:
-    low = remainder.long()
-    low = (low % 16 + 8) % 16 - 8 if nibble else low
-    return unpack_trits_reference(trits, remainder.shape[1]).long() * radix + low
 
 
 def _last_bits_torch(
@@ -202,66 +168,13 @@ def _take_last_bits_triton(
     _launch(_take_last_bits_kernel, trits, remainder, bits, radix, nibble)
 
 
-SHAPES = ((1, 1), (3, 33), (33, 165), (2, 1311), (4, 160))
-
-
-def _state(
-    shape: tuple[int, int], radix: int, nibble: bool, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Draw packed trits and remainders over the full range of z."""
-    largest = radix + (7 if nibble else 63)
-    z = torch.randint(-largest, largest + 1, shape, generator=generator)
-    trits = torch.sign(z) * (z.abs() > radix // 2)
-    low = z - trits * radix
-    if nibble:
-        low = 16 * torch.randint(-7, 8, shape, generator=generator) + low % 16
-    return pack_trits_reference(trits.to(torch.int8)), low.to(torch.int8)
-
-
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    for shape in SHAPES:
-        for radix, nibble in ((64, False), (14, True)):
-            state = [part.to(device) for part in _state(shape, radix, nibble, generator)]
-            name = f"{shape[0]}x{shape[1]} {'nibble' if nibble else 'moment'}"
-            yield Case(name, (*state, radix, nibble))
-    packed, low = (part.to(device) for part in _state((6, 165), 64, False, generator))
-    wide = low.repeat_interleave(2, dim=1)
-    yield Case("3x165 strided", (packed[::2], wide[::2, ::2], 64, False))
-
-
-def _take_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(1)
-    for case in _cases(device, group_size):
-        trits, remainder, radix, nibble = case.inputs
-        shape = ((len(trits) + 1) // 2, remainder.shape[1])
-        bits = torch.randint(256, shape, generator=generator).to(torch.uint8).to(device)
-        yield Case(case.label, (trits, remainder, bits, radix, nibble))
-
-
-def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    nibble = dice.below(2) == 1
-    radix = 14 if nibble else 64
-    packed, remainder = draw_weights(dice, n, k, radix, 7 if nibble else 63)
-    if nibble:
-        remainder = dice.view(dice.integers(-7, 7, n, k) * 16 + remainder % 16)
-    return packed, remainder, radix, nibble
-
-
 _STATE = {"trits": Array("N, row_bytes(K)", UINT8), "remainder": Array("N, K", INT8)}
 _BITS = Array("(N + 1) // 2, K", UINT8, dense="rows")
-
-_TIMED: dict[str, Any] = {
-    **OF_MATRIX, "trits": (0, 242), "remainder": (-31, 31), "radix": 64,
-    "nibble": False,
-}  # fmt: skip
 last_bits = Operation(
-    "last_bits", _last_bits_triton, _last_bits_torch, last_bits_reference, _cases,
-    arguments={
-        **_STATE, "radix": Number(()), "nibble": Number(()), "out": replace(_BITS, optional=True)
+    "last_bits", _last_bits_triton, _last_bits_torch,
+    {
+        **_STATE, "radix": Number(), "nibble": Number(), "out": replace(_BITS, optional=True)
     },
-    draw=_draw, needs_rows=False,
-    timed=[Timed("11264x2048", **_TIMED)],
 )  # fmt: skip
 """Compute the last four bits of z.
 
@@ -277,19 +190,9 @@ Returns:
     there is none.
 """
 
-
-def _draw_taken(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    *state, radix, nibble = _draw(dice, group_size, m, n, k)
-    bits = dice.integers(0, 255, (n + 1) // 2, k, dtype=torch.uint8).contiguous()
-    return *state, bits, radix, nibble
-
-
 take_last_bits_ = Operation(
-    "take_last_bits", _take_last_bits_triton, _take_last_bits_torch, take_last_bits_reference,
-    _take_cases,
-    arguments={**_STATE, "bits": _BITS, "radix": Number(()), "nibble": Number(())},
-    compared=("trits", "remainder"), draw=_draw_taken, needs_rows=False,
-    timed=[Timed("11264x2048", **_TIMED)],
+    "take_last_bits", _take_last_bits_triton, _take_last_bits_torch,
+    {**_STATE, "bits": _BITS, "radix": Number(), "nibble": Number()},
 )  # fmt: skip
 """Update z from its last four bits, in place.
 

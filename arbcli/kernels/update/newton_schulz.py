@@ -39,20 +39,16 @@ Shapes alone decide what runs. An H200 took, in bfloat16 and microseconds, again
                       8192        933 against 1666     many tiles; 1405 if they are shared
 """
 
-from collections.abc import Iterator
-from functools import partial
 from typing import NamedTuple, no_type_check
 
 import torch
 from torch import Tensor
 
-from arbcli.kernels.dice import Dice
-from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
+from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Array, Number
 from arbcli.kernels.runtime.backend import capability, num_processors, uses_triton
 from arbcli.kernels.runtime.descriptors import described
-from arbcli.kernels.runtime.inputs import normals
-from arbcli.kernels.runtime.operation import MATRIX, Case, Gate, Operation, Timing
+from arbcli.kernels.runtime.operation import Operation
 
 HOPPER = (9, 0)
 """Compute capability of the H100 and H200, which the kernel is tuned for."""
@@ -89,18 +85,6 @@ OTHER_TILES = Tiling(block=32, block_k=32, num_warps=8, num_stages=2)
 """Tiling for float32, and for all other GPUs."""
 MANY = 8
 """Tiles a processor from which on they are not shared."""
-
-
-def gram_reference(x: Tensor) -> Tensor:
-    """Compute the reference result of `gram`, in float64."""
-    return torch.einsum("...ik,...jk->...ij", x.double(), x.double())
-
-
-def gram_polynomial_reference(a: Tensor, alpha: float, beta: float, gamma: float) -> Tensor:
-    """Compute the reference result of `gram_polynomial`, in float64."""
-    a = a.double()
-    square = torch.einsum("...ik,...kj->...ij", a, a)
-    return alpha * torch.eye(a.shape[-1], device=a.device) + beta * a + gamma * square
 
 
 def _gram_torch(x: Tensor) -> Tensor:
@@ -315,20 +299,22 @@ def with_aligned_rows(matrices: int, n: int, k: int, like: Tensor) -> Tensor:
     return torch.empty(matrices, n, width, dtype=like.dtype, device=like.device)[:, :, :k]
 
 
-def _gram_triton(x: Tensor) -> Tensor:
+def gram_triton(x: Tensor) -> Tensor:
+    """Compute `gram` with the Triton kernel, in every shape."""
     return _symmetric(x, False, 0.0, 0.0, 1.0)
 
 
-def _gram_polynomial_triton(a: Tensor, alpha: float, beta: float, gamma: float) -> Tensor:
+def gram_polynomial_triton(a: Tensor, alpha: float, beta: float, gamma: float) -> Tensor:
+    """Compute `gram_polynomial` with the Triton kernel, in every shape."""
     return _symmetric(a, True, alpha, beta, gamma)
 
 
 def _faster_gram(x: Tensor) -> Tensor:
-    return _gram_triton(x) if _pays(x, False) else _gram_torch(x)
+    return gram_triton(x) if _pays(x, False) else _gram_torch(x)
 
 
 def _faster_gram_polynomial(a: Tensor, alpha: float, beta: float, gamma: float) -> Tensor:
-    run = _gram_polynomial_triton if _pays(a, True) else _gram_polynomial_torch
+    run = gram_polynomial_triton if _pays(a, True) else _gram_polynomial_torch
     return run(a, alpha, beta, gamma)
 
 
@@ -354,86 +340,7 @@ def shares_polynomial(stack: Tensor) -> bool:
     return stack.shape[-2] <= MOST_SHARED and _pays(stack, True) and not _pays(stack, False)
 
 
-def _gram_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    draw = normals(generator, device)
-    for n, m in ((1, 1), (1, 33), (33, 17), (64, 64), (70, 123), (131, 40), (257, 65)):
-        yield Case(f"{n}x{m}", (draw(n, m),))
-    yield Case("3 of 37x50", (draw(3, 37, 50),))
-    yield Case("40x96 transposed", (draw(96, 40).T,))
-    yield Case("2 of 36x70 transposed", (draw(2, 70, 36).mT,))
-    yield Case("35x41 strided", (draw(105, 83)[::3, 1::2],))
-    yield Case("40x64 a row for all", (draw(1, 64).expand(40, 64),))
-    yield Case("5x0 nothing to sum", (draw(5, 0),))
-    yield Case("0x5 empty", (draw(0, 5),))
-    yield Case("40x50 zeros", (draw(40, 50) * 0,))
-    if not INTERPRETED:  # Hopper's large tiles, few and many for as many processors as a CPU has
-        yield Case("776x8", (draw(776, 8),))
-        yield Case("1160x8 transposed", (draw(8, 1160).T,))
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        few = ((33, 17), (384, 1024), (768, 2048), (3, 640, 321))
-        for shape in (*few, (1544, 1000), (2048, 5632), (8, 2048, 64)):
-            x = draw(*shape).bfloat16()
-            label = " of ".join(["x".join(map(str, shape[-2:])), *map(str, shape[:-2])])
-            yield Case(f"{label} bf16", (x,))
-        x = draw(2048, 640).bfloat16()
-        yield Case("640x2048 bf16 transposed", (x.T,))
-
-
-def _polynomial_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    for case in _gram_cases(device, group_size):
-        (x,) = case.inputs
-        if x.numel():
-            a = gram_reference(x / torch.linalg.matrix_norm(x, dim=(-2, -1), keepdim=True))
-            a = a.nan_to_num().to(x.dtype)
-            a = a.mT if "transposed" in case.label else a
-            yield Case(case.label, (a, 3.4445, -4.775, 2.0315))
-    a = a[:70, :70].float()
-    yield Case(f"{len(a)}x{len(a)} square alone", (a, 0.0, 0.0, 1.0))
-
-
-_GATE = Gate(
-    relative=1e-5, peer_slack=0.1,
-    reason="float32 sums; in bf16 no worse than torch's product by 10 %",
-)  # fmt: skip
-
-
-def _gram_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    for n, m in ((768, 768), (768, 2048), (2048, 5632), MATRIX[::-1]):
-        x = torch.randn(n, m, device=device, dtype=torch.bfloat16)
-        peer = partial(_gram_torch, x)
-        yield Timing(f"{n}x{m} bf16", (x,), _gram_triton, peer, "cuBLAS", flops=2 * n * n * m)
-
-
-def _polynomial_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    for n in (768, 2048):
-        x = torch.randn(n, n, device=device, dtype=torch.bfloat16)
-        inputs = (((x + x.mT) / (4 * n) ** 0.5), 3.4445, -4.775, 2.0315)
-        peer = partial(_gram_polynomial_torch, *inputs)
-        yield Timing(
-            f"{n}x{n} bf16", inputs, _gram_polynomial_triton, peer, "cuBLAS", flops=2 * n**3
-        )
-
-
-def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    stack = (1 + dice.below(3),) if dice.chance(0.3) else ()
-    return (dice.reals(*stack, min(n, k), max(n, k)),)
-
-
-def _draw_symmetric(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    (x,) = _draw(dice, group_size, m, n, k)
-    x = x.float() / max(n, k) ** 0.5
-    a = x @ x.mT
-    return dice.view(((a + a.mT) / 4).to(dice.dtype)), 3.4445, -4.775, 2.0315
-
-
-gram = Operation(
-    "gram", _gram_triton, _gram_torch, gram_reference, _gram_cases, _GATE,
-    {"x": Array("*B, N, K")}, where=("len(B) < 2",),
-    launch=(_faster_gram, _gram_torch, _gram_torch), draw=_draw, needs_rows=False,
-    torch_is_peer=True, timings=_gram_timings,
-    not_verified=("kernels of the matrix library, which computes the other shapes",),
-)  # fmt: skip
+gram = Operation("gram", _faster_gram, _gram_torch, {"x": Array("*B, N, K")}, where=("len(B) < 2",))
 """Multiply a matrix by its own transpose: a[i, j] = sum over k of x[i, k] * x[j, k].
 
 On Hopper GPUs the kernel computes those bfloat16 matrices that it is faster on, by shape (see
@@ -447,12 +354,9 @@ Returns:
     symmetric; the library's to rounding.
 """
 gram_polynomial = Operation(
-    "gram_polynomial", _gram_polynomial_triton, _gram_polynomial_torch, gram_polynomial_reference,
-    _polynomial_cases, _GATE,
-    {"a": Array("*B, N, N"), "alpha": Number(()), "beta": Number(()), "gamma": Number(())},
+    "gram_polynomial", _faster_gram_polynomial, _gram_polynomial_torch,
+    {"a": Array("*B, N, N"), "alpha": Number(), "beta": Number(), "gamma": Number()},
     where=("len(B) < 2",),
-    launch=(_faster_gram_polynomial, _gram_polynomial_torch, _gram_polynomial_torch),
-    draw=_draw_symmetric, needs_rows=False, torch_is_peer=True, timings=_polynomial_timings,
 )  # fmt: skip
 """Evaluate alpha I + beta a + gamma a @ a for a symmetric matrix.
 

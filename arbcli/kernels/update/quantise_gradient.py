@@ -17,29 +17,15 @@ e = floor(log2 |y|) + 1 - bits, so that |y| / 2**e is below 2**bits, where `limi
 A row of zeros has `NONE`, and one that is not finite `NOT_FINITE`.
 """
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT8, INT32, UINT8, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.inputs import placed
-from arbcli.kernels.runtime.operation import Case, Operation
-from arbcli.kernels.timed import OF_MATRIX, Timed
-from arbcli.kernels.update.hadamard import (
-    BLOCK_FITS,
-    LARGEST_BLOCK,
-    block_of,
-    column_signs,
-    mix_blocks,
-    mixed,
-    mixed_reference,
-)
-from arbcli.kernels.update.random_bits import random_halves, random_halves_reference, random_words
+from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.update.hadamard import BLOCK_FITS, column_signs, mix_blocks, mixed
+from arbcli.kernels.update.random_bits import random_halves, random_words
 
 NONE = -128
 """The exponent of a row that has had no gradient; its quotients are 0."""
@@ -49,43 +35,6 @@ LOWEST, HIGHEST = -100, 100
 """Range of exponents of rows."""
 LARGEST_OF_PLANES = 2047
 """Largest magnitude of twelve-bit sums."""
-
-
-def quantise_gradient_reference(
-    grad: Tensor, exponent: Tensor, key: Tensor, sums: Tensor, low: Tensor | None, fitting: Tensor,
-    limit: int, block: int, add: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute the reference result of `quantise_gradient` (`sums`, `low`, `fitting`)."""
-    values = mixed_reference(grad.float(), block).double() if block > 1 else grad.double()
-    e = exponent.long()[:, None]
-    size = torch.where(values.abs() < torch.inf, values.abs(), 0) * torch.exp2(-e.double())
-    size = torch.where(e == -128, 0, size.clamp(max=limit))
-    parts = torch.floor(size * 65536).long()  # exact: below 2**53
-    random = random_halves_reference(int(key), *grad.shape).to(grad.device)
-    q = torch.sign(values).nan_to_num(0).long() * ((parts + random) // 65536).clamp(max=limit)
-    found = []
-    for row in values.abs():
-        largest = float(row.max()) if bool(torch.isfinite(row).all()) else float("inf")
-        fits = torch.frexp(torch.tensor(largest, dtype=torch.float64)).exponent.item()
-        normal = 2.0**-126 <= largest < float("inf")
-        octave = min(max(fits - limit.bit_length(), -100), 100) if normal else -128
-        found.append(127 if largest == float("inf") else octave)
-    new = torch.tensor(found, dtype=torch.int8, device=fitting.device)
-    exponents = torch.maximum(fitting, new) if add else new
-    if low is None:
-        return (sums.long() + q if add else q).to(sums.dtype), exponents
-    total = together_reference(sums, low) + q if add else q
-    bits = torch.cat([total, total.new_zeros(len(total) % 2, total.shape[1])]) % 16
-    high = torch.div(total, 16, rounding_mode="floor").to(torch.int8)
-    return high, (bits[::2] + 16 * bits[1::2]).to(torch.uint8), exponents
-
-
-def together_reference(sums: Tensor, low: Tensor | None) -> Tensor:
-    """Combine the planes of sums, in int64: (..., N, K)."""
-    if low is None:
-        return sums.long()
-    bits = torch.stack([low.long() % 16, low.long() // 16], dim=-2)
-    return 16 * sums.long() + bits.flatten(-3, -2)[..., : sums.shape[-2], :]
 
 
 def fitting_exponents(largest: Tensor, limit: int) -> Tensor:
@@ -250,93 +199,21 @@ def _quantise_gradient_triton(
         )  # fmt: skip
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-
-    def case(
-        label: str, grad: Tensor, limit: int, add: bool, dtype: torch.dtype = torch.int8,
-        low: bool = False, block: int | None = None,
-    ) -> Case:  # fmt: skip
-        rows, columns = grad.shape
-        exponent = torch.randint(-8, 2, (rows,), generator=generator).to(torch.int8)
-        exponent[::5] = NONE
-        sums = torch.randint(-90, 90, grad.shape, generator=generator).to(dtype)
-        pairs = None
-        if low:
-            pairs = torch.randint(256, ((rows + 1) // 2, columns), generator=generator)
-            if rows % 2:
-                pairs[-1] &= 15
-            pairs = pairs.to(torch.uint8)
-        fitting = torch.randint(-9, 0, (rows,), generator=generator).to(torch.int8)
-        key = torch.tensor(-987654321, dtype=torch.int32)
-        found = (grad, exponent, key, sums, pairs, fitting)
-        tensors = (None if part is None else placed(part, device) for part in found)
-        return Case(label, (*tensors, limit, block or block_of(columns), add))
-
-    def draw(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=generator)
-
-    for rows, columns in ((1, 1), (3, 33), (33, 1), (17, 523)):
-        yield case(f"{rows}x{columns}", draw(rows, columns), 127, False)
-        yield case(f"{rows}x{columns} added", draw(rows, columns), 31, True)
-    for rows, columns in ((3, 2), (5, 48), (9, 40), (4, 640)):
-        yield case(f"{rows}x{columns} in blocks", draw(rows, columns), 127, False)
-        twelve = partial(case, dtype=torch.int8, low=True)
-        yield twelve(f"{rows}x{columns} twelve bits", draw(rows, columns), 2047, False)
-        yield twelve(f"{rows}x{columns} twelve bits added", draw(rows, columns), 511, True)
-    yield case("9x40 int16 added", draw(9, 40), 63, True, torch.int16)
-    yield case("9x40 fifteen bits", draw(9, 40), 32767, False, torch.int16)
-    yield case("9x40 int32 added", draw(9, 40), 31, True, torch.int32)
-    yield case("9x64 not mixed", draw(9, 64), 31, True, block=1)
-    yield case("6x20 strided", draw(12, 60)[::2, ::3], 127, False)
-    yield case("5x43 transposed", draw(43, 5).T, 127, True, torch.int16)
-    yield case("5x7 zeros", torch.zeros(5, 7), 127, True)
-    yield case("6x9 clipped", draw(6, 9) * 1e30, 31, False)
-    yield case("6x9 tiny", draw(6, 9) * 1e-33, 127, False)
-    wrong = draw(7, 12)
-    wrong[1, 3], wrong[2, 0], wrong[3, 11] = torch.nan, torch.inf, -torch.inf
-    yield case("7x12 not finite", wrong, 127, False)
-    yield case("7x12 not finite, not mixed", wrong, 127, False, block=1)
-    halves = torch.arange(-64, 64).float()[None].expand(7, 128) / 16
-    yield case("7x128 halfway", halves, 15, False, block=1)
-
-
-def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    dtype = dice.pick((torch.int8, torch.int16, torch.int32))
-    sums = torch.full((n, k), dice.below(99), dtype=dtype, device=dice.device)
-    exponent, fitting = (dice.integers(-9, 1, n).contiguous() for _ in range(2))
-    if dice.chance(0.2):
-        exponent[:: 1 + dice.below(4)] = NONE
-    low, room = None, 29  # in sums of int8
-    if dtype == torch.int8 and dice.chance(0.5):
-        low, room = dice.integers(0, 15, (n + 1) // 2, k).contiguous().view(torch.uint8), 450
-    block = block_of(k) if dice.chance(0.9) else 1
-    share = 1 + dice.below(room)
-    return dice.reals(n, k), exponent, dice.key(), sums, low, fitting, share, block, True
-
-
 SUMS = (torch.int8, torch.int16, torch.int32)
 _MOST = f"torch.iinfo(sums.dtype).max if low is None else {LARGEST_OF_PLANES}"
 _VECTOR = Array("N", INT8, dense=True)
 
 quantise_gradient = Operation(
     "quantise_gradient", _quantise_gradient_triton, _quantise_gradient_torch,
-    quantise_gradient_reference, _cases,
-    arguments={
+    {
         "grad": Array("N, K"), "exponent": _VECTOR, "key": Array("", INT32),
         "sums": Array("N, K", SUMS, dense="rows"),
         "low": Array("(N + 1) // 2, K", UINT8, dense="rows", optional=True), "fitting": _VECTOR,
-        "limit": Number(()), "block": Number(()), "add": Number(()),
+        "limit": Number(), "block": Number(), "add": Number(),
     },
     where=(
         "low is None or sums.dtype == torch.int8", f"0 < limit <= min(32767, {_MOST})", BLOCK_FITS
     ),
-    compared=("sums", "low", "fitting"), draw=_draw, needs_rows=False,
-    timed=[
-        Timed(f"11264x2048 bf16, {bits} bits{' added' * add}", **OF_MATRIX, exponent=-4,
-              sums=0, low=low, fitting=-4, limit=limit, block=LARGEST_BLOCK, add=add)
-        for add in (False, True) for bits, limit, low in ((8, 31, None), (12, 511, 0))
-    ],
 )  # fmt: skip
 """Quantise a gradient, and add it to integers or write it over them, in place.
 

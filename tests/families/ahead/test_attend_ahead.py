@@ -13,10 +13,10 @@ from arbcli.families.ahead.kernels.attend_ahead import (
 )
 from arbcli.kernels.attention.attend_parts import attend_parts
 from arbcli.kernels.attention.decode_attention import decode_attention
-from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.matmul.prepacked import prepack
 from arbcli.kernels.matmul.row_matmul import row_matmul
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.verify.kernels.codec.packed import random_packed
 
 KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
 

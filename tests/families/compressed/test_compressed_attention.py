@@ -8,27 +8,30 @@ from interpreter import barriers_where_needed
 from marks import needs_triton
 from torch import Tensor
 
-from arbcli.families.compressed.kernels.append_position import APPEND_POSITION
 from arbcli.families.compressed.kernels.choose_entries import choose_entries
-from arbcli.families.compressed.kernels.choose_next import choose_next_, index_of_byte
-from arbcli.families.compressed.kernels.compress_blocks import (
-    compress_blocks_backward,
-    rounded_block_gradients,
-)
+from arbcli.families.compressed.kernels.compress_blocks import compress_blocks_backward
 from arbcli.families.compressed.kernels.compressed_attention import (
     Sight,
     compressed_attention,
-    random_sight,
     tiling,
 )
 from arbcli.families.compressed.kernels.compressed_attention_backward import (
     compressed_attention_backward,
+)
+from arbcli.families.compressed.verify.append_position import append_position_verification
+from arbcli.families.compressed.verify.choose_next import choose_next_verification, index_of_byte
+from arbcli.families.compressed.verify.compress_blocks import rounded_block_gradients
+from arbcli.families.compressed.verify.compressed_attention import (
+    compressed_attention_verification,
+    random_sight,
+)
+from arbcli.families.compressed.verify.compressed_attention_backward import (
     rounded_attention_gradients,
 )
 from arbcli.kernels.runtime._triton import HAS_TRITON
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.verify.check_kernels import copies
 from arbcli.verify.compare import compare
-from arbcli.verify.kernels import copies
 
 
 def drawn(shape: tuple, length: int, dtype: torch.dtype, device: torch.device) -> tuple:
@@ -38,7 +41,7 @@ def drawn(shape: tuple, length: int, dtype: torch.dtype, device: torch.device) -
     parts = [part.to(device) if isinstance(part, Tensor) else part for part in parts]
     inputs = (*(part.to(dtype) for part in parts[:3]), *parts[3:], 1e-6)
     grad = torch.randn(inputs[0].shape, generator=generator).to(device, dtype)
-    y, logs, *_ = compressed_attention.torch(*inputs)
+    y, logs, *_ = compressed_attention_verification.torch(*inputs)
     return grad, y, logs, *inputs
 
 
@@ -92,15 +95,15 @@ BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_slots_that_are_not_filled_may_hold_no_numbers(backend, device):
-    for case in APPEND_POSITION.cases(device, 32):
+    for case in append_position_verification.cases(device, 32):
         inputs = [*copies(case.inputs)]
         opened, position = inputs[3], inputs[5]
         texts = position.dim() > 0
         for each, at in zip(opened if texts else opened[None], position.reshape(-1), strict=True):
             each[:, int(at) % each.shape[1] + 1 :] = torch.nan
         with use_backend(backend):
-            wanted = APPEND_POSITION.run(backend)(*copies(case.inputs))
-            found = APPEND_POSITION.run(backend)(*inputs)
+            wanted = append_position_verification.run(backend)(*copies(case.inputs))
+            found = append_position_verification.run(backend)(*inputs)
         for got, expected in zip(found[:3], wanted[:3], strict=True):
             assert torch.equal(got, expected)
 
@@ -110,11 +113,11 @@ def test_a_long_choice_among_equal_scores_is_that_of_the_reference(dtype):
     generator = torch.Generator().manual_seed(0)
     shape = (4, 32, 4097, 128, 4, 4096, 16383)  # the largest of those on a GPU
     inputs = index_of_byte(generator, torch.device("cpu"), dtype, *shape)
-    wanted = choose_next_.reference(*copies(inputs))
+    wanted = choose_next_verification.reference(*copies(inputs))
     with use_backend("torch"):
-        got = choose_next_.torch(*copies(inputs))
+        got = choose_next_verification.torch(*copies(inputs))
     for result, expected in zip(got, wanted, strict=True):
-        found = compare(choose_next_, "", result, expected)
+        found = compare(choose_next_verification, "", result, expected)
         assert found.unequal == 0, found
 
 
@@ -134,7 +137,7 @@ def test_threads_wait_for_the_new_key_and_for_all_scores():
     shape = (3, 4, 9, 4, 4, 8, 31)  # whose byte completes an entry
     inputs = index_of_byte(generator, torch.device("cpu"), torch.float32, *shape)
     with use_backend("interpreter"), barriers_where_needed():
-        choose_next_.triton(*inputs)
+        choose_next_verification.triton(*inputs)
 
 
 def test_a_peer_adds_up_rounded_gradients_of_gates():

@@ -7,12 +7,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from arbcli.families.compressed.kernels.compressed_attention import (
-    Sight,
-    compressed_attention,
-    random_sight,
-)
+from arbcli.families.compressed.kernels.compressed_attention import Sight, compressed_attention
 from arbcli.families.compressed.kernels.decode_compressed import decode_compressed
+from arbcli.families.compressed.verify.compressed_attention import random_sight
 from arbcli.kernels.attention.eight_bits import FORMATS, round_entries
 from arbcli.kernels.runtime.backend import use_backend
 

@@ -8,9 +8,13 @@ from arbcli.families.experts.kernels.grouped_matmul import (
     grouped_grad_w,
     grouped_matmul,
 )
+from arbcli.families.experts.verify.grouped_matmul import (
+    grouped_grad_w_verification,
+    grouped_matmul_verification,
+)
 from arbcli.kernels.runtime.backend import compile_for, use_backend
+from arbcli.verify.check_kernels import copies
 from arbcli.verify.compare import compare
-from arbcli.verify.kernels import copies
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 
@@ -80,7 +84,9 @@ def test_bounds_beyond_the_rows_harm_nothing_in_the_kernel(device):
     assert not memory[40:].any()
 
 
-@pytest.mark.parametrize("spec", [grouped_matmul, grouped_grad_w], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec", [grouped_matmul_verification, grouped_grad_w_verification], ids=lambda spec: spec.name
+)
 def test_copy_engine_loads_the_same(spec, device):
     if device.type == "cuda":
         pytest.skip("the GPU decides")
@@ -95,7 +101,7 @@ def test_copy_engine_loads_the_same(spec, device):
 def test_any_number_of_programs_computes_the_same(num_programs, monkeypatch, device):
     x, w = integers(70, 24, device=device), integers(3, 70, 24, device=device)
     bounds = bounds_of(5, 40, 40, 64, device=device)
-    wanted = grouped_matmul.reference(x, w, bounds)
+    wanted = grouped_matmul_verification.reference(x, w, bounds)
     monkeypatch.setattr(module, "num_processors", lambda _: num_programs)
     assert torch.equal(grouped_matmul.triton(x, w, bounds).double(), wanted)
 

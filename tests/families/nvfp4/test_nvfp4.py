@@ -5,21 +5,18 @@ import torch
 
 from arbcli.config.presets import preset
 from arbcli.families.nvfp4.kernels import scaled_nvfp4
-from arbcli.families.nvfp4.kernels.round_nvfp4 import (
-    encode_nvfp4,
-    round_nvfp4,
-    round_nvfp4_reference,
-)
+from arbcli.families.nvfp4.kernels.round_nvfp4 import encode_nvfp4, round_nvfp4
 from arbcli.families.nvfp4.kernels.scaled_nvfp4 import (
     nvfp4_matmul,
     nvfp4_product,
     scaled_nvfp4_matmul,
 )
-from arbcli.kernels.codec.decode_digits import decode_digits_reference
-from arbcli.kernels.codec.packed import random_packed
+from arbcli.families.nvfp4.verify.round_nvfp4 import round_nvfp4_reference
 from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.layers.linear import TernaryLinear
+from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference
+from arbcli.verify.kernels.codec.packed import random_packed
 
 BACKENDS = ["torch", "triton" if torch.cuda.is_available() else "interpreter"]
 

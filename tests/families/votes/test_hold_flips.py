@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from arbcli.families.votes.kernels.cast_votes import cast_trit_votes
-from arbcli.families.votes.kernels.hold_flips import hold_flips, hold_flips_reference
-from arbcli.kernels.codec.packing import pack_trits, random_trits, unpack_trits
+from arbcli.families.votes.kernels.hold_flips import hold_flips
+from arbcli.families.votes.verify.hold_flips import hold_flips_reference
+from arbcli.kernels.codec.packing import pack_trits, unpack_trits
+from arbcli.verify.kernels.codec.packing import random_trits
 
 
 def scalar(value: int, device=None) -> torch.Tensor:

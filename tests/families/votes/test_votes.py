@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from arbcli.config.presets import preset
-from arbcli.families.votes.kernels.cast_votes import (
+from arbcli.families.votes.rule import FIRST_VOTES
+from arbcli.families.votes.verify.cast_votes import (
     cast_scale_votes_reference,
     cast_trit_votes_reference,
 )
-from arbcli.families.votes.rule import FIRST_VOTES
 from arbcli.kernels.codec.packing import unpack_trits
-from arbcli.kernels.update.gradient_statistics import gradient_statistics_reference
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.rules import VOTES_FIXES
 from arbcli.model.updater import Updater
+from arbcli.verify.kernels.update.gradient_statistics import gradient_statistics_reference
 
 SHAPE = 33, 123
 

@@ -11,11 +11,11 @@ from arbcli.kernels.attention.attend_parts import (
     attend_parts,
     sharing,
 )
-from arbcli.kernels.attention.decode_attention import decode_attention_reference
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.overlap import overlapping
+from arbcli.verify.check_kernels import copies
 from arbcli.verify.compare import errors, poisoned
-from arbcli.verify.kernels import copies
+from arbcli.verify.kernels.attention.decode_attention import decode_attention_reference
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
 

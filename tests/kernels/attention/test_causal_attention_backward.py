@@ -8,11 +8,13 @@ import torch
 from arbcli.kernels.attention.causal_attention_backward import (
     causal_attention_backward,
     flash_attention_backward,
-    random_attention,
-    rounded_causal_gradients,
 )
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import deterministic
+from arbcli.verify.kernels.attention.causal_attention_backward import (
+    random_attention,
+    rounded_causal_gradients,
+)
 
 
 def random(*shape, dtype=torch.float32, device="cpu"):

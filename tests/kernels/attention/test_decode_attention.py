@@ -5,16 +5,18 @@ import torch
 
 from arbcli.kernels.attention import decode_attention as module
 from arbcli.kernels.attention.decode_attention import (
-    DECODE_ATTENTION,
-    DECODE_ATTENTION_8BIT,
     decode_attention,
 )
 from arbcli.kernels.attention.eight_bits import FORMATS, quantise_entries, round_entries
-from arbcli.kernels.dice import Dice
-from arbcli.kernels.registry import BY_NAME
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.check_kernels import copies
 from arbcli.verify.compare import as_tuple, compare
-from arbcli.verify.kernels import copies
+from arbcli.verify.kernels.attention.decode_attention import (
+    decode_attention_8bit_verification,
+    decode_attention_verification,
+)
+from arbcli.verify.registry import BY_NAME
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
 
@@ -38,7 +40,7 @@ def test_every_code_is_read_back_exactly(stored):
 def test_kernel_keeps_a_number_just_below_a_power_of_two_within_a_byte():
     """It rounds to 128, and no random case has any."""
     spec = BY_NAME["append_position_8bit"]
-    drawn = spec.drawn(Dice(0, torch.device("cpu"), torch.float32), 32, 5, 7, 37)
+    drawn = spec.drawn(CaseGenerator(0, torch.device("cpu"), torch.float32), 32, 5, 7, 37)
     of_name = dict(zip(spec.arguments, drawn, strict=False))  # the last are a pair
     assert of_name["recent"].dtype == torch.int8
     for name, value in (("new", 1), ("cos", 1), ("sin", 0)):
@@ -130,7 +132,11 @@ def test_only_the_bytes_in_the_window_matter(stored, backend, device):
         assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("spec", [DECODE_ATTENTION, DECODE_ATTENTION_8BIT], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "spec",
+    [decode_attention_verification, decode_attention_8bit_verification],
+    ids=lambda s: s.name,
+)
 def test_programs_that_have_several_blocks(spec, device, monkeypatch):
     """As in a ring of 16,384 slots; a program's blocks end before, at and after a slot."""
     monkeypatch.setattr(module, "PROGRAMS", 4)

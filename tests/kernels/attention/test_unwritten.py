@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from arbcli.kernels.attention.attend_parts import AttentionParts
-from arbcli.kernels.registry import BY_NAME
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.verify.check_kernels import copies
 from arbcli.verify.compare import as_tuple
-from arbcli.verify.kernels import copies
+from arbcli.verify.registry import BY_NAME
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 KERNELS = "triton" if torch.cuda.is_available() else "interpreter"

@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from arbcli.kernels.codec import decode_e4m3
-from arbcli.kernels.codec.decode_digits import decode_digits_reference
-from arbcli.kernels.codec.decode_weight import decode_weight, decode_weight_triton
+from arbcli.kernels.codec.decode_weight import decode_weight_triton
 from arbcli.kernels.codec.layout import row_bytes
-from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import illegal_bytes, pack_trits, unpack_trits
 from arbcli.kernels.codec.scales import scales_torch
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.verify.kernels import copies
+from arbcli.verify.check_kernels import copies
+from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference
+from arbcli.verify.kernels.codec.decode_weight import decode_weight_verification
+from arbcli.verify.kernels.codec.packed import random_packed
 
 
 @pytest.mark.parametrize("byte", range(256))
@@ -64,9 +66,9 @@ def test_every_scale_is_the_same_in_the_kernel(device):
     exponent, fraction = (digits.to(device) for digits in every_v())
     trits = torch.ones(128, 128 * 4, dtype=torch.int8, device=device)
     inputs = (Packed(pack_trits(trits), exponent, fraction, 128 * 4, 4),)
-    expected = decode_weight.reference(*copies(inputs))
-    assert torch.equal(decode_weight.triton(*copies(inputs)), expected)
-    assert torch.equal(decode_weight.torch(*copies(inputs)), expected)
+    expected = decode_weight_verification.reference(*copies(inputs))
+    assert torch.equal(decode_weight_verification.triton(*copies(inputs)), expected)
+    assert torch.equal(decode_weight_verification.torch(*copies(inputs)), expected)
     assert math.isclose(float(expected[-1, -1]), 2 ** (31 + 127 / 128), rel_tol=0.004)
 
 

@@ -6,13 +6,18 @@ import pytest
 import torch
 from marks import mostly_slow
 
-from arbcli.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.kernels.codec.decode_weight import decode_weight
-from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul import few_rows as module
 from arbcli.kernels.matmul.few_rows import few_rows, fits_few_rows
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
-from arbcli.kernels.matmul.quantise_rows import E4M3, quantise_rows, round_e4m3_reference
+from arbcli.kernels.matmul.quantise_rows import E4M3, quantise_rows
+from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference
+from arbcli.verify.kernels.codec.packed import random_packed
+from arbcli.verify.kernels.matmul.quantise_rows import (
+    quantise_rows_verification,
+    round_e4m3_reference,
+)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +115,9 @@ def test_non_finite_row_gives_nan(device):
 
 
 @pytest.mark.parametrize(
-    "run", [quantise_rows.triton, quantise_rows.torch], ids=["triton", "torch"]
+    "run",
+    [quantise_rows_verification.triton, quantise_rows_verification.torch],
+    ids=["triton", "torch"],
 )
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize(("width", "place"), [(40, 7), (2100, 7), (2100, 1500), (2100, 2099)])

@@ -7,30 +7,19 @@ import torch
 from marks import mostly_slow
 
 from arbcli.kernels.attention.attend_parts import AttentionParts
-from arbcli.kernels.codec.decode_digits import (
-    decode_digits_reference,
-    digits_reference,
-    scales_reference,
-)
-from arbcli.kernels.codec.packed import Packed, random_packed
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul import digits_matmul as digits
 from arbcli.kernels.matmul import prepacked
 from arbcli.kernels.matmul import prepacked_rows as module
 from arbcli.kernels.matmul import row_by_row as of_rows
 from arbcli.kernels.matmul import row_matmul as of_row
 from arbcli.kernels.matmul.digits_matmul import (
-    DIGITS_MATMUL,
     digits_matmul,
     in_lanes,
     prepack_digits,
     prepack_in_lanes,
-    random_digits,
 )
-from arbcli.kernels.matmul.prepacked import (
-    decode_prepacked,
-    prepack,
-    prepacked_reference,
-)
+from arbcli.kernels.matmul.prepacked import decode_prepacked, prepack
 from arbcli.kernels.matmul.prepacked_rows import (
     MOST_TEXTS,
     PREPACKED_ROWS,
@@ -42,6 +31,14 @@ from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, Tiling, row_matmul
 from arbcli.kernels.matmul.swizzled import fits_prepacked
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.verify.kernels.codec.decode_digits import (
+    decode_digits_reference,
+    digits_reference,
+    scales_reference,
+)
+from arbcli.verify.kernels.codec.packed import random_packed
+from arbcli.verify.kernels.matmul.digits_matmul import digits_matmul_verification, random_digits
+from arbcli.verify.kernels.matmul.prepacked import prepacked_reference
 
 compiled = pytest.mark.skipif(not native.available(), reason=native.why_not())
 KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
@@ -84,7 +81,7 @@ def test_a_gated_matrix_is_prepacked_by_halves(digits, device):
     make, reference = (
         (prepack, prepacked_reference)
         if digits == "trit"
-        else (prepack_digits, DIGITS_MATMUL.reference)
+        else (prepack_digits, digits_matmul_verification.reference)
     )
     weight, halves = make(packed, gated=True), unrounded(packed)
     x = torch.randn(2, 328, generator=torch.Generator().manual_seed(1)).to(device)
@@ -214,7 +211,7 @@ def test_a_row_has_the_same_bits_among_any_others_in_loops(dtype, digits):
             assert torch.equal(multiply(x[rows], weight, 1e-6, added[rows]), every[rows])
     if digits == "all":
         weight = prepack_digits(random_digits(22, 168, 32, generator.manual_seed(0)), True)
-    reference = prepacked_reference if digits == "trit" else DIGITS_MATMUL.reference
+    reference = prepacked_reference if digits == "trit" else digits_matmul_verification.reference
     other = reference(x, *weight, 1e-6, added, torch.float32)
     error = (every.double() - other).norm() / other.norm()
     assert error < (5e-5 if dtype == torch.float32 else 5e-3)  # activations of 16 bits, and bf16

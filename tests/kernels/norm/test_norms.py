@@ -6,9 +6,7 @@ import pytest
 import torch
 from marks import mostly_slow
 
-from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import pack_trits_reference
-from arbcli.kernels.matmul.quantise_rows import quantise_rows
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.norm import rms_norm as module
 from arbcli.kernels.norm.gated_rms_norm import gated_rms_norm, gated_rms_norm_backward
 from arbcli.kernels.norm.norm_e4m3 import add_rms_norm_e4m3, gated_rms_norm_e4m3, rms_norm_e4m3
@@ -21,6 +19,9 @@ from arbcli.kernels.norm.rms_norm import (
 )
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.verify.compare import as_tuple
+from arbcli.verify.kernels.codec.packed import random_packed
+from arbcli.verify.kernels.codec.packing import pack_trits_reference
+from arbcli.verify.kernels.matmul.quantise_rows import quantise_rows_verification
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 
@@ -126,6 +127,6 @@ def test_bits_are_those_of_norm_and_rounding(rows, width, backend, device):
         with use_backend(backend):
             *total, q, scale = run(*sources, weight, 1e-6)
             *expected, y = as_tuple(getattr(spec, kind)(*sources, weight, 1e-6))
-            expected += getattr(quantise_rows, kind)(y)
+            expected += getattr(quantise_rows_verification, kind)(y)
         for part, other in zip((*total, q.float(), scale), expected, strict=True):
             assert torch.equal(part, other)

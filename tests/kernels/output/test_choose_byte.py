@@ -4,8 +4,9 @@ import pytest
 import torch
 from marks import mostly_slow
 
-from arbcli.kernels.output.choose_byte import choose_byte_, choose_byte_reference
+from arbcli.kernels.output.choose_byte import choose_byte_
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.verify.kernels.output.choose_byte import choose_byte_reference
 
 
 def chosen(logits: torch.Tensor, *how, count: int = 3000) -> torch.Tensor:

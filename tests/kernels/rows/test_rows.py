@@ -5,19 +5,23 @@ import torch
 from torch.nn.functional import embedding_bag
 
 from arbcli.families.experts.kernels.expert_combine import expert_combine, expert_combine_backward
-from arbcli.kernels.codec.decode_digits import decode_digits_reference
-from arbcli.kernels.codec.packed import Packed, random_packed
-from arbcli.kernels.codec.packing import pack_trits_reference
+from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.rows.table_rows import scatter_rows_
 from arbcli.kernels.rows.ternary_embedding import embedding_rows
 from arbcli.kernels.rows.weighted_rows import (
-    WEIGHTED_ROWS_GRAD,
     touched_rows,
     weighted_rows,
     weighted_rows_grad,
     weighted_rows_grad_weights,
 )
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference
+from arbcli.verify.kernels.codec.packed import random_packed
+from arbcli.verify.kernels.codec.packing import pack_trits_reference
+from arbcli.verify.kernels.rows.weighted_rows import (
+    weighted_rows_grad_verification,
+    weighted_rows_verification,
+)
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 
@@ -140,13 +144,15 @@ def test_nothing_is_as_large_as_the_table_or_its_slots(monkeypatch, device):
             return made[-1]
 
         monkeypatch.setattr(torch, name, recorded)
-    inputs = next(c.inputs for c in weighted_rows.cases(device, 32) if "duplicates" in c.label)
+    inputs = next(
+        c.inputs for c in weighted_rows_verification.cases(device, 32) if "duplicates" in c.label
+    )
     made.clear()
-    weighted_rows.triton(*inputs)
+    weighted_rows_verification.triton(*inputs)
     assert sum(t.numel() for t in made) == inputs[0].shape[0] * 64
-    grad_inputs = next(iter(WEIGHTED_ROWS_GRAD.cases(device, 32))).inputs
+    grad_inputs = next(iter(weighted_rows_grad_verification.cases(device, 32))).inputs
     made.clear()
-    WEIGHTED_ROWS_GRAD.triton(*grad_inputs)
+    weighted_rows_grad_verification.triton(*grad_inputs)
     assert [tuple(t.shape) for t in made] == [(len(grad_inputs[-1]) - 1, 64)]
 
 

@@ -14,7 +14,6 @@ from arbcli.config.presets import preset
 from arbcli.generation.decoder import Decoder
 from arbcli.generation.sampling import Sampling
 from arbcli.kernels.attention.decode_attention import count_on_
-from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.matmul.digits_matmul import prepack_digits
 from arbcli.kernels.matmul.prepacked import prepack
 from arbcli.kernels.matmul.prepacked_rows import prepacked_rows
@@ -31,9 +30,10 @@ from arbcli.kernels.runtime.merged import (
     merge_launches,
 )
 from arbcli.kernels.runtime.overlap import overlap_options, overlapping, wait_for_last
-from arbcli.kernels.update.blend_moment import blend_moment
-from arbcli.kernels.update.step_scales import step_scales
 from arbcli.model.language_model import LanguageModel
+from arbcli.verify.kernels.codec.packed import random_packed
+from arbcli.verify.kernels.update.blend_moment import blend_moment_verification
+from arbcli.verify.kernels.update.step_scales import step_scales_verification
 
 compiler = pytest.importorskip("triton").compiler
 
@@ -133,7 +133,9 @@ def copies(spec, device, only=lambda case: True):
         yield [[x.clone() if torch.is_tensor(x) else x for x in inputs] for inputs in cases]
 
 
-@pytest.mark.parametrize("spec", [step_scales, blend_moment], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec", [step_scales_verification, blend_moment_verification], ids=lambda spec: spec.name
+)
 def test_merged_launches_give_the_same_bits(spec, device):
     apart, together = copies(spec, device)
     with use_backend("triton" if device.type == "cuda" else "interpreter"):
@@ -148,20 +150,20 @@ def test_merged_launches_give_the_same_bits(spec, device):
 
 def test_equal_kernels_are_launched_once(device):
     launched = []
-    (inputs, *_), _ = copies(step_scales, device)
+    (inputs, *_), _ = copies(step_scales_verification, device)
     with replaced_launches(lambda kernel, grid, *_, **__: launched.append(grid)):
-        parts = [lambda: step_scales.triton(*inputs)] * 7
+        parts = [lambda: step_scales_verification.triton(*inputs)] * 7
         merge_launches(parts, device)
     assert [grid[1:] for grid in launched] == [(7,)]
 
 
 def test_launches_of_two_kinds_run_as_one_with_the_same_bits(device):
-    apart, together = copies(blend_moment, device)
+    apart, together = copies(blend_moment_verification, device)
     launched = []
-    parts = [partial(blend_moment.triton, *inputs) for inputs in together]
+    parts = [partial(blend_moment_verification.triton, *inputs) for inputs in together]
     with use_backend("triton" if device.type == "cuda" else "interpreter"):
         for inputs in apart:
-            blend_moment.triton(*inputs)
+            blend_moment_verification.triton(*inputs)
         merge_launches(parts, device)
         with replaced_launches(lambda kernel, *_, **__: launched.append(kernel.__name__)):
             merge_launches(parts, device)

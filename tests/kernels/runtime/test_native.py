@@ -15,12 +15,12 @@ import torch
 
 from arbcli.base.errors import ArbError
 from arbcli.kernels.codec.decode_digits import decode_digits_native, decode_digits_torch
-from arbcli.kernels.dice import Dice
-from arbcli.kernels.registry import BY_NAME, KERNELS
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import check_backend, default_backend, use_backend, uses_native
+from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.check_kernels import copies, verify_kernels
 from arbcli.verify.compare import as_tuple, compare, poisoned
-from arbcli.verify.kernels import copies, verify_kernels
+from arbcli.verify.registry import BY_NAME, KERNELS
 
 CPU = torch.device("cpu")
 compiled = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -121,7 +121,7 @@ def test_a_cache_that_cannot_be_written_does_no_harm(one_loop, monkeypatch):
 @pytest.mark.parametrize("spec", [s for s in KERNELS if s.native], ids=lambda spec: spec.name)
 def test_bits_do_not_depend_on_the_number_of_threads(spec, monkeypatch):
     monkeypatch.setattr(native, "LEAST_ELEMENTS", 0)
-    inputs = spec.drawn(Dice(1, CPU, torch.float32), 32, 67, 131, 161)
+    inputs = spec.drawn(CaseGenerator(1, CPU, torch.float32), 32, 67, 131, 161)
     found = []
     for threads in (1, 3, 99):  # the last are more than there is room for
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -139,7 +139,7 @@ def test_every_thread_has_room_of_its_own_for_a_row(name, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     given, call = [], native.call
     monkeypatch.setattr(native, "call", lambda *args: [given.append(args), call(*args)][1])
-    inputs = BY_NAME[name].drawn(Dice(1, CPU, torch.float32), 32, 1, 131, 161)
+    inputs = BY_NAME[name].drawn(CaseGenerator(1, CPU, torch.float32), 32, 1, 131, 161)
     assert len(inputs[0]) == 1
     with use_backend("native"), poisoned():
         BY_NAME[name].native(*copies(inputs))
@@ -155,7 +155,7 @@ def compiled_now() -> dict[str, tuple]:
     found = {}
     for spec in KERNELS:
         if spec.native:
-            inputs = spec.drawn(Dice(1, CPU, torch.float32), 32, 67, 131, 161)
+            inputs = spec.drawn(CaseGenerator(1, CPU, torch.float32), 32, 67, 131, 161)
             with use_backend("native"):
                 found[spec.name] = as_tuple(spec.native(*inputs))
     return found
@@ -228,7 +228,7 @@ def test_level_that_this_cpu_does_not_have_is_refused(level, afresh, monkeypatch
 def test_eps_of_zero_is_a_norm_all_the_same(name):
     """No eps is what says that there is no norm."""
     (spec,) = (spec for spec in KERNELS if spec.name == name)
-    inputs = BY_NAME[name].drawn(Dice(2, CPU, torch.float32), 32, 5, 7, 37)
+    inputs = BY_NAME[name].drawn(CaseGenerator(2, CPU, torch.float32), 32, 5, 7, 37)
     inputs = tuple(0.0 if isinstance(part, float) else part for part in inputs)
     assert 0.0 in [part for part in inputs if isinstance(part, float)]
     found = as_tuple(spec.native(*copies(inputs)))
@@ -240,7 +240,7 @@ def test_eps_of_zero_is_a_norm_all_the_same(name):
 @pytest.mark.parametrize("digits", ["trit", "all"])
 def test_weights_are_decoded_to_bfloat16_as_torch_decodes_them(digits):
     """Cases are decoded to float32, which holds the same numbers."""
-    packed = Dice(1, CPU, torch.float32).packed(9, 165, 6, spread=90, digits=digits)
+    packed = CaseGenerator(1, CPU, torch.float32).packed(9, 165, 6, spread=90, digits=digits)
     wanted = decode_digits_torch(packed, torch.bfloat16)
     assert torch.equal(decode_digits_native(packed, torch.bfloat16), wanted)
 

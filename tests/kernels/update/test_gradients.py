@@ -5,18 +5,16 @@ import math
 import pytest
 import torch
 
-from arbcli.kernels.codec.packed import random_packed
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.kernels.update.gradient_gains import (
-    UNSET,
+from arbcli.kernels.update.gradient_gains import UNSET, gradient_gains, statistic_value
+from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
+from arbcli.verify.kernels.codec.packed import random_packed
+from arbcli.verify.kernels.update.gradient_gains import (
     averaged_digits,
-    gradient_gains,
     gradient_gains_reference,
-    statistic_value,
     statistic_value_reference,
 )
-from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 STEP = 2 ** (1 / 128)

@@ -9,21 +9,23 @@ from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.update import gram_inverses as module
 from arbcli.kernels.update import newton_schulz
-from arbcli.kernels.update.gram_inverses import gram_inverses, gram_inverses_reference
-from arbcli.kernels.update.newton_schulz import (
-    HOPPER,
-    gram,
-    gram_polynomial,
-    gram_polynomial_reference,
-    gram_reference,
-    has_aligned_rows,
-)
+from arbcli.kernels.update.gram_inverses import gram_inverses
+from arbcli.kernels.update.newton_schulz import HOPPER, gram, gram_polynomial, has_aligned_rows
 from arbcli.model.optimizers.orthogonal import POLAR_WEIGHTS, SHIFTS
 from arbcli.verify.compare import compare, poisoned
+from arbcli.verify.kernels.update.gram_inverses import gram_inverses_reference
+from arbcli.verify.kernels.update.newton_schulz import (
+    gram_polynomial_reference,
+    gram_polynomial_verification,
+    gram_reference,
+    gram_verification,
+)
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
-each_spec = pytest.mark.parametrize("spec", [gram, gram_polynomial], ids=lambda spec: spec.name)
+each_spec = pytest.mark.parametrize(
+    "spec", [gram_verification, gram_polynomial_verification], ids=lambda spec: spec.name
+)
 
 
 def randn(*shape, device, seed=0):
@@ -49,11 +51,16 @@ def test_steps_are_shared_among_any_number_of_programs_or_not(shape, programs, m
     else:
         monkeypatch.setattr(newton_schulz, "MANY", 0)
     x = randn(*shape, device=device)
-    found = compare(gram, "", gram.triton(x), gram_reference(x))
+    found = compare(gram_verification, "", gram_verification.triton(x), gram_reference(x))
     assert found.passed, found
     a = gram_reference(x / 160).float()
     expected = gram_polynomial_reference(a, *COEFFICIENTS)
-    found = compare(gram_polynomial, "", gram_polynomial.triton(a, *COEFFICIENTS), expected)
+    found = compare(
+        gram_polynomial_verification,
+        "",
+        gram_polynomial_verification.triton(a, *COEFFICIENTS),
+        expected,
+    )
     assert found.passed, found
 
 
@@ -64,7 +71,7 @@ def test_no_part_is_ready_at_first(device):
         ready.append(args[kernel.arg_names.index("ready_ptr")])
 
     with poisoned(), replaced_launches(record):
-        gram.triton(torch.ones(70, 160, device=device))
+        gram_verification.triton(torch.ones(70, 160, device=device))
     assert len(ready) == 1
     assert not ready[0].any()
 
@@ -73,7 +80,7 @@ def test_no_part_is_ready_at_first(device):
 def test_every_tile_of_the_triangle_is_computed(tiles, device):
     rows = tiles * newton_schulz.OTHER_TILES.block
     x = torch.arange(rows, device=device).remainder(29).float()[:, None] - 7
-    assert torch.equal(gram.triton(x), x * x.T)
+    assert torch.equal(gram_verification.triton(x), x * x.T)
 
 
 @pytest.mark.parametrize(
@@ -118,11 +125,17 @@ def test_tiles_are_chosen_by_shape(shape, tiling, shared, monkeypatch):
 def test_public_products_in_bf16_are_as_close_as_the_library(rows, device):
     x = randn(rows, 5120, device=device).bfloat16() / 72
     a = gram(x)
-    found = compare(gram, "gram", a, gram_reference(x), x @ x.T)
+    found = compare(gram_verification, "gram", a, gram_reference(x), x @ x.T)
     assert found.passed, found
     p = gram_polynomial(a, *COEFFICIENTS)
     expected = gram_polynomial_reference(a, *COEFFICIENTS)
-    found = compare(gram_polynomial, "", p, expected, gram_polynomial.torch(a, *COEFFICIENTS))
+    found = compare(
+        gram_polynomial_verification,
+        "",
+        p,
+        expected,
+        gram_polynomial_verification.torch(a, *COEFFICIENTS),
+    )
     assert found.passed, found
 
 

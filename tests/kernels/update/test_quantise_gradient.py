@@ -4,15 +4,10 @@ import pytest
 import torch
 
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.kernels.update.hadamard import (
-    block_of,
-    hadamard_matrix,
-    mixed,
-    mixed_back,
-    signs_reference,
-)
+from arbcli.kernels.update.hadamard import block_of, mixed, mixed_back
 from arbcli.kernels.update.quantise_gradient import NONE, fitting_exponents, quantise_gradient
 from arbcli.kernels.update.sum_gradients import sum_gradients
+from arbcli.verify.kernels.update.hadamard import hadamard_matrix, signs_reference
 
 
 def quantised(grad, exponent, key, limit=127, sums=None, fitting=None):

@@ -4,14 +4,9 @@ import pytest
 import torch
 
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.kernels.update.random_bits import (
-    random_bits,
-    random_bits_reference,
-    random_halves,
-    random_halves_reference,
-    stream_keys,
-)
+from arbcli.kernels.update.random_bits import random_bits, random_halves, stream_keys
 from arbcli.kernels.update.step_scales import step_scales
+from arbcli.verify.kernels.update.random_bits import random_bits_reference, random_halves_reference
 
 
 def unsigned(words: torch.Tensor) -> torch.Tensor:

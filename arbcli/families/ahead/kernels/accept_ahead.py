@@ -6,39 +6,16 @@ accepted, and each following one if all samples before it equal their proposals.
 bytes are those of decoding one byte at a time.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT32, INT64, Array
-from arbcli.kernels.runtime.operation import EXACT, Case, Operation
+from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 MOST_AHEAD = 8
 """Maximum number of bytes per check."""
-
-
-def accept_ahead_reference(
-    ids: Tensor,
-    chosen: Tensor,
-    rows: Tensor,
-    last: Tensor,
-    position: Tensor,
-    places: Tensor,
-    accepted: Tensor,
-) -> tuple[Tensor, ...]:
-    """Compute the buffers of `accept_ahead_` with Python integers."""
-    proposed, found, count = ids.tolist(), chosen.tolist(), 1
-    while count < len(found) and proposed[count] == found[count - 1]:
-        count += 1
-    ids = ids.clone()
-    ids[0] = found[count - 1]
-    first = int(position)
-    after = torch.tensor([first + count + k for k in range(len(found))]).to(places)
-    kept = torch.tensor([first, count]).to(accepted)
-    return ids, rows[count - 1].clone(), after[0], after, kept
 
 
 def _accept_ahead_torch(
@@ -88,44 +65,18 @@ def _accept_ahead_triton(
     )  # fmt: skip
 
 
-def _acceptances(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    for size, wrong, width in (
-        (2, 1, 5),
-        (2, 9, 5),
-        (5, 3, 64),
-        (8, 9, 1100),
-        (8, 1, 1),
-        (1, 9, 3),
-    ):
-        chosen = torch.randint(256, (size,), generator=generator)
-        ids = torch.cat([torch.tensor([7]), chosen[:-1]])
-        if wrong < size:
-            ids[wrong] = (ids[wrong] + 1) % 256
-        inputs = (
-            ids, chosen, torch.randn(size, width, generator=generator), torch.zeros(width),
-            torch.tensor(40, dtype=torch.int32), torch.zeros(size, dtype=torch.int32),
-            torch.zeros(2, dtype=torch.int32),
-        )  # fmt: skip
-        label = f"{size} rows of {width}, {wrong if wrong < size else 'none'} is another"
-        yield Case(label, tuple(part.to(device) for part in inputs))
-
-
 accept_ahead_ = Operation(
-    "accept_ahead", _accept_ahead_triton, _accept_ahead_torch, accept_ahead_reference,
-    _acceptances, EXACT,
+    "accept_ahead", _accept_ahead_triton, _accept_ahead_torch,
     {
-        "ids": Array("M", INT64, dense=True, values=(0, 1)),
-        "chosen": Array("M", INT64, dense=True, values=(0, 1)),
+        "ids": Array("M", INT64, dense=True),
+        "chosen": Array("M", INT64, dense=True),
         "rows": Array("M, D", dense=True),
         "last": Array("D", dense=True),
-        "position": Array("", INT32, values=(0, 1000)),
+        "position": Array("", INT32),
         "places": Array("M", INT32, dense=True),
         "accepted": Array("2", INT32, dense=True),
     },
     where=(f"1 <= M <= {MOST_AHEAD}",),
-    sizes={"M": f"min(m + 1, {MOST_AHEAD})", "D": "k + 1"},
-    compared=("ids", "last", "position", "places", "accepted"),
 )  # fmt: skip
 """Accept the bytes that equal their proposals, and the first one that differs, in place.
 

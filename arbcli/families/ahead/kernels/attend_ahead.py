@@ -21,7 +21,7 @@ of each byte, all of which it loads at once. For a single byte the next product 
 here each of its programs would have to read all parts of all bytes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple, no_type_check
 
 import torch
@@ -35,7 +35,6 @@ from arbcli.kernels.attention.attend_parts import (
     WIDTHS,
     add_span,
     attend_parts,
-    attend_parts_reference,
     load_span,
     products,
     rotated_angles,
@@ -48,12 +47,10 @@ from arbcli.kernels.attention.attend_parts import (
 from arbcli.kernels.attention.decode_attention import PLACE, decode_attention
 from arbcli.kernels.attention.kept import Kept
 from arbcli.kernels.codec.warp_products import HAS_PTX, round_pair, unpair_four
-from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import BF16, INT32, Arguments, Array, Number, compiled_check
 from arbcli.kernels.runtime.backend import num_processors, uses_triton
-from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.operation import EXACT, Case, Gate, Operation
+from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.shared_memory import memory_of, read_four, write_four
 from arbcli.kernels.runtime.threads import load_new, load_where, warp_number
@@ -95,32 +92,6 @@ def _in_turn(
         stored.copy_(ring[:, slots].transpose(0, 1))
         ring.index_copy_(1, slots, old)
     return found
-
-
-def attend_ahead_reference(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    new: Tensor,
-    position: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    most: int = MOST_PARTS,
-) -> tuple[Tensor, ...]:
-    """Compute the result of `attend_ahead`, its new keys and values, and the rings, in float64."""
-    before, found, stored = (keys, values), [], []
-    for row, of_row in enumerate(qkv):
-        at = int(position) + row
-        place = torch.tensor(at)
-        average, total, keys, values = attend_parts_reference(
-            of_row, keys, values, place, cos, sin, eps, most
-        )
-        shares = (total / total.sum(0))[..., None]  # (S, heads, 1)
-        found.append((shares * average.unflatten(1, (total.shape[1], -1))).sum(0).flatten())
-        slot = at % keys.shape[1]
-        stored.append(torch.stack([keys[:, slot], values[:, slot]]))
-    return torch.stack(found), torch.stack(stored, dim=1), *before
 
 
 def _attend_ahead_torch(
@@ -475,18 +446,6 @@ _check_turn = compiled_check(
 )
 
 
-def keep_accepted_reference(
-    keys: Tensor, values: Tensor, new: Tensor, position: Tensor, accepted: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute one pair of rings after `keep_accepted_`, one vector at a time."""
-    keys, values = keys.clone(), values.clone()
-    for row in range(int(accepted)):
-        for head in range(len(keys)):
-            slot = (int(position) + row) % keys.shape[1]
-            keys[head, slot], values[head, slot] = new[0, row, head], new[1, row, head]
-    return keys, values
-
-
 def _keep_accepted_torch(rings: list[Kept], position: Tensor, accepted: Tensor) -> None:
     for keys, values, new in rings:
         rows = new.shape[1]
@@ -573,58 +532,13 @@ def keep_accepted_(table: Table, position: Tensor, accepted: Tensor) -> None:
         _keep_accepted_torch(table.rings, position, accepted)
 
 
-SHAPES = ((3, 2, 7, 64, 0, 16), (4, 1, 99, 128, 94, 16), (8, 1, 100, 128, 95, 16),
-          (2, 2, 200, 64, 450, 16), (5, 1, 5, 128, 7, 1), (3, 2, 300, 64, 598, 1))  # fmt: skip
-"""(M, heads, W, d, position, maximum number of parts)."""
-LARGE = ((4, 16, 2048, 128, 2046, 16), (8, 16, 2048, 128, 5000, 16), (4, 12, 1024, 64, 100, 16))
-
-
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    for rows, heads, window, width, position, most in (
-        *SHAPES, *(LARGE if device.type == "cuda" else ()),
-    ):  # fmt: skip
-        sizes = (rows, 3, heads, width), (heads, window, width), (heads, window, width)
-        parts = [torch.randn(size, generator=generator).bfloat16().to(device) for size in sizes]
-        angle = 7 * torch.randn(position + rows, width // 2, generator=generator).to(device)
-        at = torch.tensor(position, dtype=torch.int32, device=device)
-        parts.append(torch.zeros(2, rows, heads, width, dtype=torch.bfloat16, device=device))
-        label = f"{rows} rows of {heads}x{window}x{width} at {position} in {most} or fewer"
-        yield Case(label, (*parts, at, angle.cos(), angle.sin(), 0.1, most))
-
-
-def _with_rings(inputs: tuple, found: Tensor) -> tuple[Tensor, ...]:
-    """Return the result, the new keys and values, and the rings, which must not change."""
-    _, keys, values, new, *_ = inputs
-    return found, new, keys, values
-
-
-def _draw_ahead(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    rows, heads, width = 2 + m % (MOST_AHEAD - 1), 1 + dice.below(3), WIDTHS[k % 2]
-    slots, position, half = max(n, rows), dice.below(3 * n), torch.bfloat16
-    qkv = dice.reals(rows * 3 * heads, width, dtype=half).contiguous().view(rows, 3, heads, width)
-    rings = [dice.reals(heads * slots, width, dtype=half).contiguous() for _ in range(2)]
-    angle = dice.reals(position + rows, width // 2, dtype=torch.float32).contiguous()
-    return (
-        qkv, *(ring.clone().view(heads, slots, width) for ring in rings),
-        torch.zeros(2, rows, heads, width, device=dice.device, dtype=half), dice.scalar(position),
-        angle.cos(), angle.sin(), 0.1, dice.pick((1, 3, MOST_PARTS)),
-    )  # fmt: skip
-
-
 attend_ahead = Operation(
-    "attend_ahead", _attend_ahead_triton, _attend_ahead_torch, attend_ahead_reference, _cases,
-    Gate(
-        exact=False,
-        relative=4e-3,
-        reason="as of `attend_parts`; then the average of rounded parts is rounded to bf16 again",
-    ),
+    "attend_ahead", _attend_ahead_triton, _attend_ahead_torch,
     {
         **{name: Array(of, BF16, dense=True) for name, of in zip(_NAMES, _BYTES, strict=True)},
-        **_PLACE, "eps": Number(()), "most": Number(()),
+        **_PLACE, "eps": Number(), "most": Number(),
     },
     where=(*_FIT, "M > 1", f"D in {WIDTHS}", ALIGNED),
-    compared=_with_rings, draw=_draw_ahead, needs_rows=False,
 )  # fmt: skip
 """Attend from several new bytes; each head is computed in parts and averaged.
 
@@ -647,17 +561,6 @@ Raises:
 """
 
 
-def _kept_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    for heads, window, width, position in ((2, 5, 6, 0), (3, 9, 64, 7), (1, 40, 1100, 79)):
-        for accepted in (1, 3, 4):
-            sizes = (heads, window, width), (heads, window, width), (2, 4, heads, width)
-            parts = [torch.randn(size, generator=generator).to(device) for size in sizes]
-            place: TensorOptions = {"dtype": torch.int32, "device": device}
-            at, count = torch.tensor(position, **place), torch.tensor(accepted, **place)
-            yield Case(f"{accepted} of 4 in {heads}x{window}x{width}", (*parts, at, count))
-
-
 def _in_one_pair(run: Callable[[Table, Tensor, Tensor], None]) -> Callable:
     """Wrap an implementation so that it takes one pair of rings and returns it."""
 
@@ -670,26 +573,13 @@ def _in_one_pair(run: Callable[[Table, Tensor, Tensor], None]) -> Callable:
     return in_one_pair
 
 
-def _draw_kept(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    rows, heads, width = 1 + m % MOST_AHEAD, 1 + dice.below(3), 1 + k
-    slots = max(n, rows)
-    rings = [dice.reals(heads * slots, width).contiguous() for _ in range(2)]
-    new = dice.reals(2 * rows * heads, width).contiguous().view(2, rows, heads, width)
-    return (
-        *(ring.view(heads, slots, width) for ring in rings), new, dice.scalar(dice.below(3 * n)),
-        dice.scalar(1 + dice.below(rows)),
-    )  # fmt: skip
-
-
 _RING, _COUNT = Array("H, W, D", dense=True), Array("", INT32)
 
 KEEP_ACCEPTED = Operation(
     "keep_accepted", _in_one_pair(_keep_accepted_triton),
     _in_one_pair(lambda table, *given: _keep_accepted_torch(table.rings, *given)),
-    keep_accepted_reference, _kept_cases, EXACT,
     {
         "keys": _RING, "values": _RING, "new": Array("2, M, H, D", dense=True),
         "position": _COUNT, "accepted": _COUNT,
     },
-    draw=_draw_kept, needs_rows=False,
 )  # fmt: skip

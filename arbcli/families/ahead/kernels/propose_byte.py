@@ -4,40 +4,17 @@ The logit of the repeated byte is increased in proportion to the number of equal
 another byte is proposed, the repetition ends, and later proposals have no increase.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from arbcli.kernels.output.choose_byte import (
-    CHOICES,
-    MAX_SYMBOLS,
-    choice_torch,
-    choose_byte_reference,
-    choose_symbol,
-)
+from arbcli.kernels.output.choose_byte import MAX_SYMBOLS, choice_torch, choose_symbol
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT32, INT64, Array, Number
-from arbcli.kernels.runtime.operation import EXACT, Case, Operation
+from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 NONE = tl.constexpr(-1)
 """Value that stands for no repeated byte."""
-
-
-def propose_byte_reference(
-    byte: Tensor, repeated: Tensor, equal: Tensor, logits: Tensor, position: Tensor, key: Tensor,
-    each: float, temperature: float, top_k: int, top_p: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the reference result of `propose_byte_` in `byte` and `repeated`."""
-    logits, favoured, repeated = logits.clone(), int(repeated[0]), repeated.clone()
-    if favoured != NONE.value:
-        logits[favoured] += each * int(equal)
-    text = torch.zeros(int(position) + 1, dtype=torch.uint8)
-    byte, _ = choose_byte_reference(byte, text, logits, position, key, temperature, top_k, top_p)
-    if int(byte) != favoured:
-        repeated[1] = NONE.value
-    return byte, repeated
 
 
 def _propose_byte_torch(
@@ -83,41 +60,21 @@ def _propose_byte_triton(
     )  # fmt: skip
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    random = 3 * torch.randn(256, generator=generator)
-    kinds = {"random": random, "33 symbols": random[:33].clone(), "all equal": torch.zeros(256)}
-    for number, (kind, logits) in enumerate(kinds.items()):
-        for favoured, equal in ((-1, 9), (7, 0), (7, 3), (32, 16)):
-            for choice in CHOICES[:5]:
-                numbers = (equal, 3 + number, -(7**number) - int(100 * choice[0]))
-                counts = (torch.tensor(each, dtype=torch.int32) for each in numbers)
-                count, position, key = (part.to(device) for part in counts)
-                byte, repeated = torch.tensor([300]), torch.tensor([favoured, 9])
-                inputs = (part.to(device) for part in (byte, repeated))
-                label = f"{kind}, {favoured} after {equal}, {choice}"
-                how = (count, logits.to(device), position, key, 0.5, *choice)
-                yield Case(label, (*inputs, *how))
-
-
 propose_byte_ = Operation(
-    "propose_byte", _propose_byte_triton, _propose_byte_torch, propose_byte_reference, _cases,
-    EXACT,
+    "propose_byte", _propose_byte_triton, _propose_byte_torch,
     {
         "byte": Array("1", INT64, dense=True),
-        "repeated": Array("2", INT64, dense=True, values=(-1, "V - 1")),
-        "equal": Array("", INT32, values=(0, 16)),
-        "logits": Array("V", dense=True, values=lambda dice, *shape: 4 * dice.reals(*shape)),
-        "position": Array("", INT32, values=(0, 9)),
+        "repeated": Array("2", INT64, dense=True),
+        "equal": Array("", INT32),
+        "logits": Array("V", dense=True),
+        "position": Array("", INT32),
         "key": Array("", INT32),
-        "each": Number((0.0, 0.25, 1.0)),
-        "temperature": Number((0.0, 0.5, 1.0, 2.0)),
-        "top_k": Number(("1", "(V + 1) // 2", "V")),
-        "top_p": Number((1.0, 0.9, 0.3)),
+        "each": Number(),
+        "temperature": Number(),
+        "top_k": Number(),
+        "top_p": Number(),
     },
     where=(f"1 <= V <= {MAX_SYMBOLS}",),
-    sizes={"V": f"min(k + 1, {MAX_SYMBOLS})"},
-    compared=("byte", "repeated"),
 )  # fmt: skip
 """Sample a proposal as `choose_byte_` does, with a bonus for the repeated byte, in place.
 

@@ -5,38 +5,19 @@ equals the end of the text, up to `MOST_EQUAL` bytes; ties go to the latest posi
 after it are the proposals. If the text ends before M bytes, the proposals repeat from the start.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from arbcli.families.ahead.kernels.accept_ahead import MOST_AHEAD
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT32, INT64, UINT8, Array
-from arbcli.kernels.runtime.operation import EXACT, Case, Operation
+from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 
 MOST_EQUAL = tl.constexpr(16)
 """Maximum number of bytes that are compared per position."""
 SPAN = tl.constexpr(4096)
 """Number of positions before the last byte that are searched."""
-
-
-def repeat_ahead_reference(
-    repeated: Tensor, equal: Tensor, text: Tensor, position: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute the buffers of `repeat_ahead_`, one position at a time."""
-    known, most = bytes(text[: int(position) + 1].tolist()), MOST_EQUAL.value
-    best, longest = len(known) - 1, 0
-    for end in range(max(1, len(known) - SPAN.value), len(known)):
-        length = 0
-        while length < min(most, end) and known[end - 1 - length] == known[-1 - length]:
-            length += 1
-        if length >= longest:
-            best, longest = end, length
-    followed = known[best:]
-    found = [followed[i % len(followed)] for i in range(len(repeated))]
-    return torch.tensor(found).to(repeated), torch.tensor(longest).to(equal)
 
 
 def _repeat_ahead_torch(repeated: Tensor, equal: Tensor, text: Tensor, position: Tensor) -> None:
@@ -83,39 +64,15 @@ def _repeat_ahead_triton(repeated: Tensor, equal: Tensor, text: Tensor, position
     )  # fmt: skip
 
 
-TEXTS = (b"a", b"ab", b"aaaa", b"abcdabcdab", b"xyz_1 xyz_2 xyz_1 xyz_", b"no two alike",
-         b"0123456789abcdefghi, 3456789abcdefghi; 0123456789abcdefghi")  # fmt: skip
-"""The last text has two positions with more equal bytes than are compared."""
-
-
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    long = torch.randint(3, (2 * SPAN.value,), generator=generator)
-    kinds = {text.decode(): torch.tensor([*text]) for text in TEXTS} | {"three symbols": long}
-    for label, apart in (("as far", SPAN.value), ("just too far", SPAN.value + 1)):
-        ends = 255 - torch.arange(30)  # other bytes increase, so at most one byte is equal
-        kinds[f"a place {label}"] = torch.cat([ends, torch.arange(apart - 30) % 251, ends])
-    for label, text in kinds.items():
-        for size in (1, 3, 8):
-            position = torch.tensor(len(text) - 1, dtype=torch.int32)
-            room = torch.cat([text, torch.full((9,), 7)]).to(torch.uint8)
-            repeated, equal = torch.arange(300, 300 + size), torch.tensor(-1, dtype=torch.int32)
-            inputs = (part.to(device) for part in (repeated, equal, room, position))
-            yield Case(f"{label}, {size} bytes", (*inputs,))
-
-
 repeat_ahead_ = Operation(
-    "repeat_ahead", _repeat_ahead_triton, _repeat_ahead_torch, repeat_ahead_reference, _cases,
-    EXACT,
+    "repeat_ahead", _repeat_ahead_triton, _repeat_ahead_torch,
     {
         "repeated": Array("M", INT64, dense=True),
         "equal": Array("", INT32),
-        "text": Array("P", UINT8, dense=True, values=(0, 2)),
-        "position": Array("", INT32, values=(0, "P - 1")),
+        "text": Array("P", UINT8, dense=True),
+        "position": Array("", INT32),
     },
     where=(f"1 <= M <= {MOST_AHEAD}", "P > 0"),
-    sizes={"M": f"min(m + 1, {MOST_AHEAD})", "P": "n + k"},
-    compared=("repeated", "equal"),
 )  # fmt: skip
 """Copy the bytes after the longest earlier occurrence of the text's last bytes, in place.
 

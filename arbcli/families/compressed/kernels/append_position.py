@@ -12,73 +12,21 @@ Ring and entries may be stored in eight bits, as codes with an exponent each: se
 several texts, each text has its own programs.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.attention.decode_attention import PLACE
-from arbcli.kernels.attention.eight_bits import (
-    FORMATS,
-    ROOM,
-    decode_entries,
-    decode_entries_reference,
-    quantise_entries,
-    quantise_halves,
-    round_entries_reference,
-)
-from arbcli.kernels.attention.rotation import normalise_reference, rotate, rotate_reference
-from arbcli.kernels.dice import Dice
+from arbcli.kernels.attention.eight_bits import ROOM, quantise_entries, quantise_halves
+from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT8, Arguments, Array, Number
-from arbcli.kernels.runtime.inputs import normals
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
-from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
-from arbcli.kernels.timed import Timed
+from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.texts import text_by_text
 
 SHARED = (4, 6, 7)
 """Arguments of `append_position_` that are the same for all texts."""
-
-
-@text_by_text(5, *SHARED)
-def append_position_reference(
-    new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, beta: Tensor, position: Tensor,
-    cos: Tensor, sin: Tensor, eps: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute the result and the buffers of `append_position_`, in float64."""
-    p, m = int(position), opened.shape[1]
-    new, recent, entries, opened = (part.double() for part in (new, recent, entries, opened))
-    begin = p // m * m
-    normal = normalise_reference(new[0], eps)
-    recent[p % len(recent)] = rotate_reference(normal, cos[p], sin[p])
-    opened[:, p % m] = new[1:].flatten(1)
-    share = torch.exp(opened[1] + beta.double().T)[: p % m + 1]
-    mixed = (share * opened[0, : p % m + 1]).sum(dim=0) / share.sum(dim=0)
-    still = normalise_reference(mixed.view(new[0].shape), eps)
-    entries[p // m % len(entries)] = rotate_reference(still, cos[begin], sin[begin])
-    return still, recent, entries, opened
-
-
-@text_by_text(5, *SHARED)
-def append_position_8bit_reference(
-    new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, beta: Tensor, position: Tensor,
-    cos: Tensor, sin: Tensor, eps: float, exponents: tuple[Tensor, Tensor],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute the values that `append_position_` stores in eight bits, in float64."""
-    numbers = [
-        decode_entries_reference(*part) for part in zip((recent, entries), exponents, strict=True)
-    ]
-    before = [part.clone() for part in numbers]
-    still, *after, opened = append_position_reference(
-        new, numbers[0], numbers[1], opened, beta, position, cos, sin, eps
-    )
-    for old, found in zip(before, after, strict=True):
-        changed = (old != found).any(dim=-1)
-        x = found[changed].to(new.dtype).double()
-        found[changed] = round_entries_reference(x, recent.dtype)
-    return still, *after, opened
 
 
 @text_by_text(5, *SHARED)
@@ -280,71 +228,6 @@ def append_position_(
     return APPEND_POSITION.chosen(new)(*inputs, exponents)
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(1, 4, 3, 2, 4, 0), (2, 6, 5, 3, 3, 7), (1, 10, 4, 9, 7, 41), (3, 2, 2, 4, 4, 19)]
-    dtypes = [torch.float32]
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        shapes += [(1, 128, 128, 4097, 4, 16383), (1, 128, 128, 129, 128, 1000)]
-        shapes += [(2, 512, 128, 33, 128, 4095)]
-        dtypes += [torch.bfloat16]
-    for kv, width, window, slots, m, position in shapes:
-        normal = normals(generator)
-        buffers = normal(3, kv, width), normal(window, kv, width), normal(slots, kv, width)
-        parts = (*buffers, normal(2, m, kv * width))
-        angle = (7 * normal(position + 1, width // 2)).to(device)
-        place = torch.tensor(position, dtype=torch.int32, device=device)
-        beta = normal(kv * width, m).to(device)
-        for dtype in dtypes:
-            label = f"{kv}x{width} at {position}, {m} of an entry, {slots} slots"
-            label += " bf16" if dtype == torch.bfloat16 else ""
-            given = tuple(part.to(device, dtype) for part in parts)
-            rest = (beta, place, angle.cos(), angle.sin(), 0.1)
-            inputs = (*given, *rest)
-            yield Case(label, inputs)
-            if kv == 2:  # one text of the batch is at its first position
-                begins = (-given[0], *inputs[1:5], torch.zeros_like(place), *inputs[6:])
-                texts = stacked_texts([inputs, begins, inputs], *SHARED)
-                yield Case(f"3 texts of {label}", texts)
-
-
-def _with_numbers(inputs: tuple, still: Tensor) -> tuple[Tensor, ...]:
-    """Return the result and the contents of the buffers, decoded to floats."""
-    _, recent, entries, opened, *_, exponents = inputs
-    rows = zip((recent, entries), exponents, strict=True)
-    return still, *(decode_entries(*row, torch.float32) for row in rows), opened
-
-
-def in_eight_bits(inputs: tuple, stored: torch.dtype) -> tuple:
-    """Quantise the inputs of `append_position_` to codes and exponents."""
-    quantised = [quantise_entries(part, stored) for part in inputs[1:3]]
-    codes, exponents = zip(*quantised, strict=True)
-    return inputs[0], *codes, *inputs[3:], exponents
-
-
-def _cases_8bit(device: torch.device, group_size: int) -> Iterator[Case]:
-    for case in _cases(device, group_size):
-        for name, stored in FORMATS.items():
-            yield Case(f"{case.label} {name}", in_eight_bits(case.inputs, stored))
-
-
-def _timings_8bit(device: torch.device, group_size: int) -> Iterator[Timing]:
-    for timing in APPEND_POSITION.draw_timings(device, group_size):
-        for name, stored in FORMATS.items():
-            inputs = in_eight_bits(timing.inputs, stored)
-            yield Timing(f"{timing.label} {name}", inputs, run=_append_position_triton)
-
-
-def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    kv, half, ratio = dice.pick((1, 2)), 1 + min(k, 64), 2 + dice.below(9)
-    position, slots = dice.below(60), 1 + dice.below(8)
-    sizes = (3, kv, 2 * half), (1 + dice.below(7), kv, 2 * half), (slots, kv, 2 * half)
-    buffers = (dice.reals(*size).contiguous() for size in (*sizes, (2, ratio, kv * 2 * half)))
-    angle = dice.reals(position + 1, half, dtype=torch.float32).contiguous()
-    beta = dice.reals(kv * 2 * half, ratio, dtype=torch.float32).contiguous()
-    return *buffers, beta, dice.scalar(position), angle.cos(), angle.sin(), 0.1
-
-
 _ARGUMENTS: Arguments = {
     "new": Array("*T, 3, G, D", dense=True),
     "recent": Array("*T, W, G, D", dense=True),
@@ -352,40 +235,21 @@ _ARGUMENTS: Arguments = {
     "opened": Array("*T, 2, M, G * D", dense=True),
     "beta": Array("G * D, M", FLOAT, dense=True),
     **PLACE,
-    "eps": Number(()),
+    "eps": Number(),
 }
-_CODES = tuple(ROOM)
+CODES = tuple(ROOM)
 _WHERE = ("len(T) < 2", "D % 2 == 0", "M > 0 and W > 0 and E > 0")
 
 APPEND_POSITION = Operation(
-    "append_position", _append_position_triton, _append_position_torch, append_position_reference,
-    _cases,
-    Gate(
-        relative=1e-5, peer_slack=0.1,
-        reason="float32 sums over a block; in bf16 no worse than torch by 10 %",
-    ),
-    _ARGUMENTS, where=_WHERE, compared=("recent", "entries", "opened"), draw=_draw,
-    needs_rows=False, torch_is_peer=True,
-    timed=[
-        Timed(f"{'16 texts of ' * len(texts)}128 wide, {m} of an entry", T=texts, G=1, D=128, W=128,
-              E=slots, M=m, P=16384, position=16000, eps=1e-6)
-        for slots, m in ((4097, 4), (129, 128)) for texts in ((), (16,))
-    ],
-)  # fmt: skip
+    "append_position", _append_position_triton, _append_position_torch, _ARGUMENTS, where=_WHERE
+)
 APPEND_POSITION_8BIT = Operation(
     "append_position_8bit", _append_position_triton, _append_position_torch,
-    append_position_8bit_reference, _cases_8bit,
-    Gate(
-        relative=1e-2,
-        reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is",
-    ),
     {
-        **_ARGUMENTS, "recent": Array("*T, W, G, D", _CODES, dense=True),
-        "entries": Array("*T, E, G, D", _CODES, dense=True),
+        **_ARGUMENTS, "recent": Array("*T, W, G, D", CODES, dense=True),
+        "entries": Array("*T, E, G, D", CODES, dense=True),
         "of_recent": Array("*T, W, G", INT8, dense=True),
         "of_entries": Array("*T, E, G", INT8, dense=True),
     },
-    where=(*_WHERE, "recent.dtype == entries.dtype"), compared=_with_numbers,
-    draw=lambda dice, *sizes: in_eight_bits(_draw(dice, *sizes), dice.pick(_CODES)),
-    needs_rows=False, timings=_timings_8bit,
+    where=(*_WHERE, "recent.dtype == entries.dtype"),
 )  # fmt: skip

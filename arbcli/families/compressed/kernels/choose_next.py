@@ -14,59 +14,21 @@ queries and keys are rounded to the dtype of the queries, so scores are computed
 Keys may be stored in e4m3: they are normalised and need no scale. Each text has one program.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.attention.decode_attention import PLACE
 from arbcli.kernels.attention.eight_bits import numbers_of
-from arbcli.kernels.attention.rotation import normalise_reference, rotate, rotate_reference
-from arbcli.kernels.dice import Dice
-from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, round_e4m3_reference, to_e4m3
+from arbcli.kernels.attention.rotation import rotate
+from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT32, REAL, Array, Number
-from arbcli.kernels.runtime.operation import Case, Gate, Operation
-from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
-from arbcli.kernels.timed import Timed
+from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.texts import text_by_text
 
 SHARED = (5, 6)
 """Arguments of `choose_next_` that are the same for all texts."""
-
-
-@text_by_text(4, *SHARED)
-def choose_next_reference(
-    query: Tensor, key: Tensor, keys: Tensor, choice: Tensor, position: Tensor, cos: Tensor,
-    sin: Tensor, m: int, most: int, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `choice` and `keys` after `choose_next_`, in float64.
-
-    Only the queries, and the key for their scores, are rounded to the dtype of the queries.
-    """
-    p, (slots, width), dtype = int(position), keys.shape, query.dtype
-    in_eight_bits = keys.dtype == E4M3
-    heads = len(query) // (width + 1)
-    query, key, keys = (part.double() for part in (query, key, keys))
-
-    def rotated(x: Tensor, place: int) -> Tensor:
-        return rotate_reference(normalise_reference(x, eps), cos[place], sin[place])
-
-    new = rotated(key, p // m * m)
-    keys[p // m % slots] = round_e4m3_reference(new.to(dtype).double()) if in_eight_bits else new
-    complete = (p + 1) // m
-    choice = torch.full_like(choice, -1) if complete == 0 else choice.clone()
-    if (p + 1) % m == 0:
-        q, w = rotated(query[: heads * width].view(heads, width), p), query[heads * width :]
-        seen = range(max(0, complete - most), complete)
-        q, stored = (part.to(dtype).double() for part in (q, keys))
-        dots = stored[[j % slots for j in seen]] @ q.T  # (entries, h)
-        scores = (dots.clamp(min=0) * w).sum(dim=1).tolist()
-        best = sorted(zip(scores, seen, strict=True), reverse=True)[: len(choice)]
-        choice.fill_(-1)
-        for place, j in enumerate(sorted(j for _, j in best)):
-            choice[place] = j
-    return choice, keys
 
 
 @text_by_text(4, *SHARED)
@@ -211,106 +173,18 @@ def _choose_next_triton(
     )  # fmt: skip
 
 
-def _with_state(inputs: tuple, _found: None) -> tuple[Tensor, Tensor]:
-    """Return the modified buffers."""
-    _, _, keys, choice, *_ = inputs
-    return choice, keys.float() if keys.dtype == E4M3 else keys
-
-
-_QUARTERS = (1.0, 0.0, -1.0, 0.0), (0.0, 1.0, 0.0, -1.0)
-"""Cosines and sines of multiples of 90 degrees."""
-
-
-def index_of_byte(
-    generator: torch.Generator, device: torch.device, dtype: torch.dtype, heads: int, width: int,
-    slots: int, size: int, m: int, most: int, position: int,
-) -> tuple:  # fmt: skip
-    """Draw inputs of `choose_next_` whose scores are often equal, and exact in every dtype.
-
-    So the selection does not depend on rounding or on the order of sums. Queries and the new key
-    contain ones, or alternate ones and fives; with an eps of 3 the norm divides these by 2 or 4.
-    Rotations are by multiples of 90 degrees.
-    """
-
-    def integers(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high + 1, shape, generator=generator)
-
-    vectors = 1 - 2 * integers(0, 1, heads + 1, width)
-    vectors[:, ::2] *= 1 + 4 * integers(0, 1, heads + 1, 1)
-    weights, keys = integers(-3, 3, heads), integers(-3, 3, slots, width)
-    query = torch.cat((vectors[1:].flatten(), weights))
-    choice = torch.arange(size, dtype=torch.int32, device=device)
-    quarter = integers(0, 3, position + 1, width // 2)
-    cos, sin = (torch.tensor(of, device=device)[quarter.to(device)] for of in _QUARTERS)
-    place = torch.tensor(position, dtype=torch.int32, device=device)
-    given = (part.to(device, dtype) for part in (query, vectors[0], keys))
-    return (*given, choice, place, cos, sin, m, most, 3.0)
-
-
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    # (heads, width, slots, k, m, most, position)
-    shapes = [
-        (1, 4, 5, 2, 3, 4, 0), (2, 8, 5, 2, 3, 4, 2), (2, 8, 5, 3, 3, 4, 29),
-        (3, 4, 9, 4, 4, 8, 30), (4, 32, 40, 7, 4, 39, 119), (2, 6, 20, 30, 2, 99, 37),
-        (1, 4, 1, 1, 4, 3, 1), (3, 4, 9, 8, 4, 8, 43),
-    ]  # fmt: skip
-    dtypes = [torch.float32]
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        shapes += [(4, 32, 4097, 128, 4, 4096, 16383), (4, 32, 4097, 128, 4, 4096, 17003)]
-        dtypes += [torch.bfloat16]
-    for heads, width, slots, size, m, most, position in shapes:
-        for dtype in dtypes:
-            label = f"{heads}x{width} at {position}, {size} of {slots} slots"
-            label += " bf16" if dtype == torch.bfloat16 else ""
-            inputs = index_of_byte(
-                generator, device, dtype, heads, width, slots, size, m, most, position
-            )
-            yield Case(label, inputs)
-            if size < slots:  # all scores are equal: the last entries are selected
-                still = inputs[0].clone()
-                still[-heads:] = 0
-                yield Case(f"{label}, equal", (still, *inputs[1:]))
-            yield Case(f"{label}, keys in e4m3", (*inputs[:2], inputs[2].to(E4M3), *inputs[3:]))
-            if heads in (2, 4):  # an empty text, and one of a single byte
-                places = (position, 0, max(0, position - 1))
-                texts = [
-                    (*inputs[:4], torch.full_like(inputs[4], place), *inputs[5:])
-                    for place in places
-                ]
-                yield Case(f"3 texts of {label}", stacked_texts(texts, *SHARED))
-
-
-def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    ratio, most, size = 2 + dice.below(4), 1 + dice.below(60), 1 + dice.below(9)
-    return index_of_byte(
-        dice.seeded(), dice.device, dice.dtype, dice.pick((1, 3)), 2 * (1 + min(k, 19)),
-        most + 1, size, ratio, most, dice.below(3 * most * ratio),
-    )  # fmt: skip
-
-
 choose_next_ = Operation(
-    "choose_next", _choose_next_triton, _choose_next_torch, choose_next_reference, _cases,
-    Gate(
-        relative=1e-6,
-        reason="choices and drawn keys are exact; a square root may err in its last bit",
-    ),
+    "choose_next", _choose_next_triton, _choose_next_torch,
     {
         "query": Array("*T, Q", dense=True), "key": Array("*T, D", dense=True),
         "keys": Array("*T, E, D", (*REAL, E4M3), dense=True),
         "choice": Array("*T, K", INT32, dense=True), **PLACE,
-        "m": Number(()), "most": Number(()), "eps": Number(()),
+        "m": Number(), "most": Number(), "eps": Number(),
     },
     where=(
         "len(T) < 2", "E > 0", "D % 2 == 0", "Q % (D + 1) == 0",
         "keys.dtype in (query.dtype, torch.float8_e4m3fn)",
     ),
-    compared=_with_state, draw=_draw, needs_rows=False,
-    timed=[
-        Timed(f"{'16 texts of ' * len(texts)}128 of 4096 at {position}", T=texts, Q=132, D=32,
-              E=4097, K=128, P=16384, position=position, m=4, most=4096, eps=1e-6)
-        for position in (16383, 16382) for texts in ((), (16,))
-    ],
 )  # fmt: skip
 """Store the open entry's key, and update the selection if the byte completes the entry.
 

@@ -20,20 +20,17 @@ Sources: DeepSeek-AI, "DeepSeek-V3.2-Exp", 2025, for the selection; OpenAI, gpt-
 """
 
 from collections.abc import Iterator
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.attention.rotation import normalise_reference, rotate, rotate_reference
-from arbcli.kernels.dice import Dice
+from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT32, Arguments, Array, Number
 from arbcli.kernels.runtime.backend import chunk_elements
-from arbcli.kernels.runtime.inputs import normals
-from arbcli.kernels.runtime.operation import Gate, Operation, Timing, cases_of
+from arbcli.kernels.runtime.operation import Operation
 
 
 class Sight(NamedTuple):
@@ -55,41 +52,6 @@ class Sight(NamedTuple):
     def groups(self, length: int) -> range:
         """Return the range of groups of `length` queries."""
         return range(self.group(0), self.group(length - 1) + 1)
-
-
-def compressed_attention_reference(
-    x: Tensor, recent: Tensor, entries: Tensor, chosen: Tensor | None, sink: Tensor, cos: Tensor,
-    sin: Tensor, sight: Sight, eps: float,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Compute `compressed_attention` in float64, one byte at a time."""
-    x, recent, entries, sink = (part.double() for part in (x, recent, entries, sink))
-    (batch, length, heads, width), lead = x.shape, recent.shape[1] - x.shape[1]
-    owner = [head // (heads // recent.shape[2]) for head in range(heads)]
-    rows, logs, shares = [], [], None
-    if chosen is not None:
-        shares = torch.zeros(chosen.shape, dtype=torch.float64, device=x.device)
-        picked = chosen.tolist()
-    for b in range(batch):
-        for t in range(length):
-            complete = (sight.start + t + 1) // sight.ratio
-            if chosen is None:
-                seen = list(range(max(0, complete - sight.most), complete))
-            else:
-                group = complete - (sight.start + 1) // sight.ratio
-                seen = [j for j in picked[b][group] if j >= 0]
-            last = lead + t + 1
-            q = rotate_reference(normalise_reference(x[b, t], eps), cos[t], sin[t])  # (H, d)
-            near = recent[b, max(0, last - sight.window) : last]
-            keys = torch.cat((entries[b, seen], near))[:, owner]  # (n, H, d)
-            weights = ((keys * q).sum(dim=-1) / width**0.5).exp()
-            total = weights.sum(dim=0) + sink.exp()
-            y = (weights[..., None] / total[:, None] * keys).sum(dim=0)
-            rows.append(rotate_reference(y, cos[t], -sin[t]))
-            logs.append(total.log())
-            if shares is not None:
-                shares[b, group, : len(seen)] += (weights / total)[: len(seen)].sum(dim=1).detach()
-    shape = batch, length, heads
-    return torch.stack(rows).view(*shape, width), torch.stack(logs).view(shape), shares
 
 
 class Part(NamedTuple):
@@ -412,136 +374,6 @@ def num_warps(x: Tensor, tile: Tiling) -> int:
     return 8 if large else 4
 
 
-def random_sight(
-    generator: torch.Generator, sight: Sight, batch: int, length: int, kept: int, shape: tuple
-) -> tuple:
-    """Draw the inputs of `compressed_attention` without its eps.
-
-    Args:
-        generator: a generator of the CPU.
-        sight: positions and entries that a byte sees.
-        batch: B.
-        length: T.
-        kept: number of bytes before the first query.
-        shape: heads, key heads, head width, and number of selected entries; 0 selects all.
-    """
-    heads, kv, width, top_k = shape
-    normal = normals(generator)
-    entries = (sight.start + length) // sight.ratio
-    x, angle = normal(batch, length, heads, width), 7 * normal(length, width // 2)
-    vectors = [
-        functional.rms_norm(normal(batch, number, kv, width), (width,))
-        for number in (length + kept, entries)
-    ]
-    chosen = None
-    if top_k:
-        groups = sight.groups(length)
-        complete = torch.arange(groups.start, groups.stop)[:, None]
-        scores = torch.rand(batch, len(groups), entries, generator=generator)
-        places = torch.arange(entries)
-        unseen = (places >= complete) | (places < complete - sight.most)
-        order = scores.masked_fill(unseen, -1).sort(-1, descending=True)
-        size = min(top_k, entries)
-        found = torch.where(order.values < 0, entries, order.indices)[..., :size].sort(-1).values
-        chosen = torch.where(found == entries, -1, found).int()
-    return x, *vectors, chosen, normal(heads), angle.cos(), angle.sin(), sight
-
-
-SMALL = (
-    (Sight(5, 4, 99), 2, 13, 0, (4, 2, 6, 2)), (Sight(5, 3, 99), 1, 13, 0, (4, 1, 10, 0)),
-    (Sight(5, 4, 2, 9), 1, 7, 4, (2, 1, 66, 2)), (Sight(5, 4, 2, 9), 2, 7, 4, (2, 1, 4, 0)),
-    (Sight(5, 4, 2), 1, 3, 0, (2, 1, 4, 2)), (Sight(9, 4, 99), 1, 41, 0, (12, 1, 64, 5)),
-    (Sight(40, 4, 99, 30), 1, 41, 19, (12, 1, 64, 0)), (Sight(3, 9, 1), 1, 1, 0, (1, 1, 2, 0)),
-    (Sight(4, 6, 3, 21), 1, 25, 3, (6, 3, 8, 3)), (Sight(3, 4, 99), 1, 9, 0, (72, 1, 4, 2)),
-    (Sight(3, 4, 99), 1, 9, 0, (72, 1, 4, 0)),
-)  # fmt: skip
-"""(sight, B, T, earlier bytes, shape): ragged sizes, cached bytes, fewer entries than k."""
-LARGE = (
-    (Sight(128, 4, 4096), 1, 390, 0, (12, 1, 128, 64)),
-    (Sight(128, 128, 9), 1, 390, 0, (12, 1, 128, 0)),
-    (Sight(64, 4, 4096), 1, 260, 0, (8, 2, 64, 16)),
-    (Sight(100, 4, 99), 1, 150, 0, (4, 1, 512, 20)),
-    (Sight(128, 4, 4096, 16001), 1, 90, 127, (12, 1, 128, 128)),
-    (Sight(20, 4, 99), 1, 50, 0, (12, 1, 512, 5)), (Sight(20, 4, 99), 1, 50, 0, (128, 1, 512, 5)),
-    (Sight(20, 8, 99), 1, 50, 0, (128, 1, 512, 0)), (Sight(20, 4, 99), 1, 50, 0, (64, 1, 128, 5)),
-)  # fmt: skip
-
-
-def draw_cases(device: torch.device) -> Iterator[tuple[str, tuple]]:
-    """Draw labels and inputs, with the eps."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(*shape, torch.float32) for shape in SMALL]
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        both = (torch.float32, torch.bfloat16)
-        shapes += [(*shape, dtype) for shape in LARGE for dtype in both]
-    for sight, batch, length, kept, shape, dtype in shapes:
-        x, recent, entries, *drawn = random_sight(generator, sight, batch, length, kept, shape)
-        vectors = (part.to(device, dtype) for part in (x, recent, entries))
-        rest = (part.to(device) if isinstance(part, Tensor) else part for part in drawn)
-        seen = f"{shape[3]} of {entries.shape[1]}" if shape[3] else f"all {entries.shape[1]}"
-        label = f"{batch}x{length} after {sight.start}, {shape[0]}/{shape[1]}x{shape[2]}, "
-        label += f"{seen} entries of {sight.ratio}, last {sight.window}"
-        label += " bf16" if dtype == torch.bfloat16 else ""
-        yield label, (*vectors, *rest, 1e-6)
-
-
-def draw_timed(device: torch.device) -> Iterator[tuple[str, tuple]]:
-    """Draw labels and inputs for 16,384 bytes."""
-    for sight, top_k in ((Sight(128, 4, 4096), 128), (Sight(128, 128, 128), 0)):
-        generator = torch.Generator().manual_seed(0)
-        x, *vectors = random_sight(generator, sight, 1, 16384, 0, (12, 1, 128, top_k))
-        real = [part.to(device, torch.bfloat16) for part in (x, *vectors[:2])]
-        rest = [part.to(device) if isinstance(part, Tensor) else part for part in vectors[2:]]
-        yield f"16384 bytes, entries of {sight.ratio} bf16", (*real, *rest, 1e-6)
-
-
-def _those_there_are(_inputs: tuple, found: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    return tuple(part for part in found if part is not None)
-
-
-def _reference(*inputs: Any) -> tuple[Tensor, ...]:
-    return _those_there_are(inputs, compressed_attention_reference(*inputs))
-
-
-def _dense_attention(x: Tensor) -> Tensor:
-    """Compute dense attention to all bytes, with the same number of products per byte."""
-    q = x.view(*x.shape[:2], -1, 64)[:, :, :12].transpose(1, 2)
-    return functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    for label, inputs in draw_timed(device):
-        yield Timing(
-            label, inputs,
-            peer=partial(_dense_attention, inputs[0]),
-            peer_name="torch's attention to all bytes, 12 heads of 64",
-        )  # fmt: skip
-
-
-GATE = Gate(
-    relative=1e-5, peer_slack=0.5,
-    reason="float32 sums; in bf16 weights are rounded before products, which torch's are not",
-)  # fmt: skip
-
-
-def draw_attention(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    """Draw the inputs of `compressed_attention`."""
-    ratio, length = 2 + dice.below(5), 1 + min(m, dice.pick((1, 5, 60)))
-    kept, window = dice.pick((0, 3)), dice.pick((1, 4, 200))
-    start = kept + dice.below(9) if kept else 0
-    sight = Sight(window, ratio, dice.pick((2, 10**4)), start)
-    kv, width = dice.pick((1, 2)), 2 * min(1 + k, dice.pick((1, 9, 32)))
-    shape = (kv * dice.pick((1, 3, 8)), kv, width, dice.pick((0, 1, 5, 40)))
-    about = dice.seeded()
-    x, recent, entries, *rest = random_sight(about, sight, dice.pick((1, 2)), length, kept, shape)
-    vectors = (dice.view(part.to(dice.device, dice.dtype)) for part in (x, recent, entries))
-    return (*vectors, *(_on(dice.device, part) for part in rest), 1e-6)
-
-
-def _on(device: torch.device, value: Any) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
-
-
 _VECTORS = Array("B, T, H, D")
 ATTENTION: Arguments = {
     "x": _VECTORS,
@@ -551,8 +383,8 @@ ATTENTION: Arguments = {
     "sink": Array("H", FLOAT),
     "cos": Array("T, D // 2", FLOAT),
     "sin": Array("T, D // 2", FLOAT),
-    "sight": Number(()),
-    "eps": Number(()),
+    "sight": Number(),
+    "eps": Number(),
 }
 ATTENTION_WHERE = (
     "D % 2 == 0",
@@ -563,10 +395,8 @@ ATTENTION_WHERE = (
 )
 
 compressed_attention = Operation(
-    "compressed_attention", _compressed_attention_triton, _compressed_attention_torch,
-    _reference, cases_of(draw_cases), GATE, ATTENTION,
-    where=ATTENTION_WHERE, compared=_those_there_are, draw=draw_attention, needs_rows=True,
-    torch_is_peer=True, timings=_timings,
+    "compressed_attention", _compressed_attention_triton, _compressed_attention_torch, ATTENTION,
+    where=ATTENTION_WHERE,
 )  # fmt: skip
 """Attend with queries at consecutive positions from `sight.start` on.
 

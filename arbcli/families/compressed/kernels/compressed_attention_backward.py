@@ -10,8 +10,6 @@ bitwise deterministic: a program loops over the bytes that see its block of vect
 entries, each group computes its own sums, and `sum_choices` adds them.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -21,12 +19,7 @@ from arbcli.families.compressed.kernels.compressed_attention import (
     Sight,
     attend_part,
     block_n,
-    compressed_attention,
-    compressed_attention_reference,
     dense_rows,
-    draw_attention,
-    draw_cases,
-    draw_timed,
     groups_of_part,
     load_queries,
     load_vectors,
@@ -37,30 +30,9 @@ from arbcli.families.compressed.kernels.compressed_attention import (
     tiling,
 )
 from arbcli.families.compressed.kernels.sum_choices import sum_choices
-from arbcli.kernels.attention.rotation import rotate_reference
-from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array
-from arbcli.kernels.runtime.operation import Case, Gate, Operation, Timing
-
-
-def compressed_attention_backward_reference(
-    grad_y: Tensor, _y: Tensor, _logs: Tensor, x: Tensor, recent: Tensor, entries: Tensor,
-    chosen: Tensor | None, sink: Tensor, cos: Tensor, sin: Tensor, sight: Sight, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute `compressed_attention_backward` by autograd through the reference."""
-    leaves = [part.double().requires_grad_() for part in (x, recent, entries, sink)]
-    x, recent, entries, sink = leaves
-    with torch.enable_grad():
-        y, *_ = compressed_attention_reference(
-            x, recent, entries, chosen, sink, cos, sin, sight, eps
-        )
-    found = torch.autograd.grad(y, leaves, grad_y.double(), allow_unused=True)
-    grad_x, grad_recent, grad_entries, grad_sink = (
-        torch.zeros_like(leaf) if grad is None else grad
-        for leaf, grad in zip(leaves, found, strict=True)
-    )
-    return grad_x, grad_recent, grad_entries, grad_sink
+from arbcli.kernels.runtime.operation import Operation
 
 
 def _compressed_attention_backward_torch(
@@ -86,58 +58,6 @@ def _compressed_attention_backward_torch(
         grad_entries += grads[2]
         grad_sink += grads[3]
     return grad_x, grad_recent, grad_entries, grad_sink
-
-
-def rounded_attention_gradients(
-    grad_y: Tensor, y: Tensor, logs: Tensor, x: Tensor, recent: Tensor, entries: Tensor,
-    chosen: Tensor | None, sink: Tensor, cos: Tensor, sin: Tensor, sight: Sight, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients in float64, with the kernels' roundings to the dtype of x.
-
-    q, do, p and ds are rounded to bfloat16 for products, and so is each group's sum of a selected
-    entry. Each rounding alone gives an error of 1e-3 to 2e-3, all together 3e-3 to 4e-3.
-    """
-    dtype, (length, heads, width), near = x.dtype, x.shape[1:], recent.shape[1]
-    cos, sin = cos[:, None], sin[:, None]
-
-    def rounded(part: Tensor) -> Tensor:
-        return part.to(dtype).double()
-
-    grad_y, y, x, recent, entries = (part.double() for part in (grad_y, y, x, recent, entries))
-    of_kv = heads // recent.shape[2]
-    vectors = torch.cat((recent, entries), dim=1).repeat_interleave(of_kv, dim=2)
-    place = torch.arange(length, device=x.device)[:, None]
-    ago = place + near - length - torch.arange(near, device=x.device)
-    complete = (sight.start + place + 1) // sight.ratio
-    j = torch.arange(entries.shape[1] + 1, device=x.device)  # the last row stands for -1
-    far = ((j < complete) & (j >= complete - sight.most)).expand(len(x), -1, -1)
-    if chosen is not None:
-        mine = chosen[:, (complete - complete[0])[:, 0]].long()  # (B, T, k)
-        far = torch.zeros_like(far).scatter(2, mine.where(mine >= 0, j[-1]), True)
-    in_window = ((ago >= 0) & (ago < sight.window)).expand(len(x), -1, -1)
-    seen = torch.cat((in_window, far[..., :-1]), dim=2)[:, :, None]
-
-    r = (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
-    q, do = (rounded(rotate_reference(part, cos, sin)) for part in (x * r, grad_y))
-    s, dp = (torch.einsum("bthd,bjhd->bthj", part, vectors) for part in (q, do))
-    p = torch.where(seen, (s * width**-0.5 - logs[..., None]).exp(), 0)
-    delta = (grad_y * y).sum(dim=-1)
-    p, ds = rounded(p), rounded(p * (dp - delta[..., None]) * width**-0.5)
-
-    def of_vectors(queries: Tensor) -> Tensor:
-        found = torch.einsum("bthj,bthd->bjhd", p[:, queries], do[:, queries])
-        found += torch.einsum("bthj,bthd->bjhd", ds[:, queries], q[:, queries])
-        return found.unflatten(2, (-1, of_kv)).sum(dim=3)
-
-    grad_recent, grad_entries = of_vectors(place[:, 0]).tensor_split([near], dim=1)
-    if chosen is not None:
-        groups = [place[complete == g] for g in complete.unique()]
-        of_groups = [rounded(of_vectors(group)[:, near:]) for group in groups]
-        grad_entries = torch.stack(of_groups).sum(0)
-    grad_q = rotate_reference(torch.einsum("bthj,bjhd->bthd", ds, vectors), cos, -sin)
-    grad_x = (grad_q - x * r * (grad_q * x * r).mean(dim=-1, keepdim=True)) * r
-    grad_sink = -((sink - logs).exp() * delta).sum(dim=(0, 1))
-    return grad_x.to(dtype), grad_recent, grad_entries, grad_sink
 
 
 @triton.jit
@@ -405,46 +325,14 @@ def _compressed_attention_backward_triton(
     return grad_x, grad_recent, grad_entries, grad_sink
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(1)
-    for label, inputs in draw_cases(device):
-        x = inputs[0]
-        grad = torch.randn(x.shape, generator=generator).to(device, x.dtype)
-        y, logs, *_ = compressed_attention.torch(*inputs)
-        yield Case(label, (grad, y, logs, *inputs))
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    for label, inputs in draw_timed(device):
-        y, logs, _ = compressed_attention(*inputs)
-        yield Timing(
-            label,
-            (torch.randn_like(y), y, logs, *inputs),
-            run=_compressed_attention_backward_triton,
-        )
-
-
-GATE = Gate(
-    relative=1e-5, peer_slack=0.5,
-    reason="float32 sums; in bf16 the peer rounds what products take and groups keep, else nothing",
-)  # fmt: skip
-
-
-def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    inputs = draw_attention(dice, group_size, m, n, k)
-    y, logs, *_ = compressed_attention.torch(*inputs)
-    return dice.reals(*y.shape), y, logs, *inputs
-
-
 compressed_attention_backward = Operation(
     "compressed_attention_backward", _compressed_attention_backward_triton,
-    _compressed_attention_backward_torch, compressed_attention_backward_reference, _cases, GATE,
+    _compressed_attention_backward_torch,
     {
         "grad_y": Array("B, T, H, D"), "y": Array("B, T, H, D"), "logs": Array("B, T, H", FLOAT),
         **ATTENTION,
     },
-    where=ATTENTION_WHERE, draw=_draw, needs_rows=True, peer=rounded_attention_gradients,
-    timings=_timings,
+    where=ATTENTION_WHERE,
 )  # fmt: skip
 """Propagate a gradient back through `compressed_attention`.
 

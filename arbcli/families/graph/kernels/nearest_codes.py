@@ -8,18 +8,14 @@ vectors, and multiplies bytes; the torch backend converts all codes to floats. O
 with VNNI the loop takes 17 ms for one vector and 131,072 codes of width 1,024, and torch 256 ms.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT8, Array
 from arbcli.kernels.runtime.backend import num_processors
-from arbcli.kernels.runtime.operation import Case, Operation
-from arbcli.kernels.timed import Timed
+from arbcli.kernels.runtime.operation import Operation
 
 MOST_WIDTH = 2**15
 """Maximum width of vectors: 3 * 128**2 times it is below 2**31."""
@@ -28,15 +24,6 @@ EXACT_IN_FLOAT32 = 1024
 CHUNK_ELEMENTS = 2**22
 """Products that the torch backend computes at a time."""
 INDEX_BITS = 32
-
-
-def nearest_codes_reference(q: Tensor, codes: Tensor) -> Tensor:
-    """Compute the reference result of `nearest_codes`, one vector at a time."""
-    table, found = codes.to(torch.int64), []
-    for row in q.to(torch.int64):
-        apart = ((table - row) ** 2).sum(dim=1).tolist()
-        found.append(apart.index(min(apart)))
-    return torch.tensor(found, dtype=torch.int64, device=q.device)
 
 
 def _best(scores: Tensor, places: Tensor) -> Tensor:
@@ -140,50 +127,10 @@ def _nearest_codes_triton(q: Tensor, codes: Tensor) -> Tensor:
     return _best(scores.T, places.T)
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [
-        (1, 1, 1),
-        (3, 7, 33),
-        (70, 150, 65),
-        (17, 300, 8),
-        (0, 3, 5),
-        (5, 40, 1031),
-        (1300, 300, 3),
-    ]
-    if device.type == "cuda":
-        shapes += [(500, 5000, 1024), (129, 70001, 64)]
-    for rows, number, width in shapes:
-        q, codes = (
-            torch.randint(-127, 128, (n, width), generator=generator, dtype=torch.int8)
-            for n in (rows, number)
-        )
-        half = number // 2
-        codes[number - half :] = codes[:half].clone()  # each nearest code occurs twice
-        yield Case(f"{rows} of {number}x{width}", (q.to(device), codes.to(device)))
-    few = torch.randint(-1, 2, (40, 3), generator=generator, dtype=torch.int8).to(device)
-    yield Case("many at one distance", (few, few.flip(0).contiguous()))
-    largest = torch.tensor([[-128], [127]], dtype=torch.int8).expand(2, 2048).contiguous()
-    yield Case("largest numbers", (largest.to(device), largest.flip(0).contiguous().to(device)))
-
-
-def _draw(dice: Dice, _group_size: int, m: int, n: int, k: int) -> tuple:
-    width, most = 1 + min(k, 300), dice.pick((2, 127))
-    q, codes = (
-        dice.integers(-most, most, rows, width).contiguous() for rows in (m, 1 + min(n, 2000))
-    )
-    return q, codes
-
-
 nearest_codes = Operation(
-    "nearest_codes", _nearest_codes_triton, _nearest_codes_torch, nearest_codes_reference, _cases,
-    arguments={"q": Array("M, D", INT8, dense=True), "codes": Array("V, D", INT8, dense=True)},
-    where=("V > 0", f"0 < D <= {MOST_WIDTH}", "V < 2**31"), draw=_draw, needs_rows=True,
-    timed=[
-        Timed(f"{rows} of {number}x{width}", M=rows, V=number, D=width)
-        for rows, number, width in ((4096, 131072, 1024), (4096, 5_000_000, 64))
-    ],
-    native=_nearest_codes_native,
+    "nearest_codes", _nearest_codes_triton, _nearest_codes_torch,
+    {"q": Array("M, D", INT8, dense=True), "codes": Array("V, D", INT8, dense=True)},
+    native=_nearest_codes_native, where=("V > 0", f"0 < D <= {MOST_WIDTH}", "V < 2**31"),
 )  # fmt: skip
 """Return the nearest code of each vector by the sum of squared differences.
 

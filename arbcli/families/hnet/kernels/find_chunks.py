@@ -6,19 +6,16 @@ A boundary b[t] starts the next chunk. The last of C slots takes all further chu
 not depend on the text and the host never waits for the device.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import BOOL, Array, Number
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.operation import Case, Operation
-from arbcli.kernels.timed import Timed
+from arbcli.kernels.runtime.operation import Operation
 
 
 class Chunks(NamedTuple):
@@ -32,25 +29,6 @@ class Chunks(NamedTuple):
     """(B, T) int64: slot of the chunk that starts at a position; -1 if none does."""
     overflow: Tensor
     """(B,) int64: number of boundaries without a chunk, because all slots were used."""
-
-
-def find_chunks_reference(boundaries: Tensor, capacity: int) -> Chunks:
-    """Compute `find_chunks`, one position at a time."""
-    batch, length = boundaries.shape
-    like: TensorOptions = {"dtype": torch.int64, "device": boundaries.device}
-    first = torch.full((batch, capacity), -1, **like)
-    owner, slot = torch.zeros(batch, length, **like), torch.full((batch, length), -1, **like)
-    overflow = torch.zeros(batch, **like)
-    for row, marks in enumerate(boundaries.tolist()):
-        found = 0
-        for t, mark in enumerate(marks):
-            if (mark or t == 0) and found < capacity:
-                first[row, found], slot[row, t] = t, found
-                found += 1
-            elif mark:
-                overflow[row] += 1
-            owner[row, t] = found - 1
-    return Chunks(first, owner, slot, overflow)
 
 
 def _find_chunks_torch(boundaries: Tensor, capacity: int) -> Chunks:
@@ -107,40 +85,13 @@ def _find_chunks_triton(boundaries: Tensor, capacity: int) -> Chunks:
     return chunks
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(batch: int, length: int, share: float) -> Tensor:
-        return (torch.rand(batch, length, generator=generator) < share).to(device)
-
-    for batch, length, capacity, share in (
-        (1, 1, 1, 0.5), (2, 33, 9, 0.25), (3, 159, 31, 0.3), (1, 1311, 400, 0.25),
-    ):  # fmt: skip
-        yield Case(f"{batch}x{length} in {capacity}", (draw(batch, length, share), capacity))
-    yield Case("2x40 in 40 all begin", (draw(2, 40, 2.0), 40))
-    yield Case("2x40 in 7 none begins", (draw(2, 40, -1.0), 7))
-    yield Case("2x300 in 3 far too many", (draw(2, 300, 0.9), 3))
-    yield Case("5x31 in 300 more slots than positions", (draw(5, 31, 0.5), 300))
-    yield Case("7x20 in 6 strided", (draw(40, 14, 0.4).T[::2, ::2], 6))
-    yield Case("0x5 in 2 empty", (draw(0, 5, 0.5), 2))
-    yield Case("2x0 in 2 empty", (draw(2, 0, 0.5), 2))
-
-
-def draw_boundaries(dice: Dice, batch: int, length: int) -> Tensor:
-    """Draw boundaries of low or high density."""
-    share = dice.pick((0.05, 0.25, 0.9))
-    values = torch.rand(batch, length, generator=dice.generator, device=dice.device)
-    return dice.view(values < share)
-
-
 find_chunks = Operation(
-    "find_chunks", _find_chunks_triton, _find_chunks_torch, find_chunks_reference, _cases,
-    arguments={
-        "boundaries": Array("B, T", BOOL, values=draw_boundaries),
-        "capacity": Number((1, 7, "k", "2 * k")),
+    "find_chunks", _find_chunks_triton, _find_chunks_torch,
+    {
+        "boundaries": Array("B, T", BOOL),
+        "capacity": Number(),
     },
-    where=("capacity > 0",), sizes={"B": "m", "T": "k"},
-    timed=[Timed("32x4096 in 1536", _find_chunks_torch, B=32, T=4096, capacity=1536)],
+    where=("capacity > 0",),
 )  # fmt: skip
 """Assign the positions of sequences to chunks.
 

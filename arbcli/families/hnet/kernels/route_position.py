@@ -21,7 +21,6 @@ With several texts, each text has its own program. In a text that the step skips
 and no buffer changes.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -29,71 +28,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.families.hnet.kernels.boundary_scores import TINY
-from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT32, INT64, Array, Number
 from arbcli.kernels.runtime.conditions import tell_condition
-from arbcli.kernels.runtime.inputs import placed
-from arbcli.kernels.runtime.operation import Case, Gate, Operation
+from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
-from arbcli.kernels.timed import Timed
+from arbcli.kernels.runtime.texts import text_by_text
 
 ROUTERS = ("learned", "every", "space")
 LEAST_SHARE = 1e-4
 """P is clipped to this value and 1 minus this value."""
 _LEAST, _MOST = tl.constexpr(LEAST_SHARE), tl.constexpr(1 - LEAST_SHARE)
-
-
-@text_by_text(7)
-def route_position_reference(
-    router: str, x: Tensor, rows: Tensor, mean: Tensor, last: Tensor, byte: Tensor, ids: Tensor,
-    encoder: Tensor, decoder: Tensor, length: int, eps: float, handle: Tensor | None,
-    active: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute the results and buffers of `route_position_`, in float64.
-
-    p, a small difference of large numbers, is returned as 1 + p, and `begins` as a float.
-    """
-    width, position, goes = len(x), int(encoder), 1 if active is None else int(active)
-    before_last, p = last.double(), float(position == 0)
-    last = last.clone()
-    if router == "learned":
-        q, k = rows.double()[: 2 * width].split(width)
-        x = x.double()
-        n = x / (x.square().mean() + eps).sqrt()
-        u, v = last.double()[:width] + last.double()[width:], n + k
-        lengths = ((u * u).sum() + 1e-6).sqrt() * ((v * v).sum() + 1e-6).sqrt()
-        if position:
-            p = float((1 - (u * v).sum() / lengths) / 2)
-        last = torch.cat((n, q))
-    elif router == "every":
-        p = float(position % length == 0)
-    elif position:
-        before, now = (int(part) in (9, 10, 11, 12, 13, 32) for part in (byte, ids))
-        p = float(before and not now)
-    return (
-        torch.tensor([1 + p], device=x.device),
-        torch.tensor([int(p > 0.5) * goes], device=x.device),
-        rows.double()[-width:] + mean, last if goes else before_last,
-        ids.clone() if goes or router != "space" else byte.clone(), encoder + goes, encoder.clone(),
-    )  # fmt: skip
-
-
-def take_chunk_reference(
-    z: Tensor, p: Tensor, residual: Tensor, mean: Tensor, y: Tensor, position: Tensor | None,
-    begins: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute the buffers of `take_chunk_`, in float64."""
-    one = z.dim() == 1
-    share = p.double().clamp(1e-4, 1 - 1e-4)
-    found = share * z.double() + (1 - share) * mean
-    taken = torch.ones_like(p) if begins is None else begins[:, None]
-    y = torch.where(taken > 0, residual.double() + found, y.double())
-    mean = torch.where(taken > 0, found, mean.double())
-    if position is None:
-        return y, mean
-    return y, mean, position + (1 if one or begins is None else begins)
 
 
 @text_by_text(7)
@@ -268,111 +213,20 @@ def _blocks(width: int) -> dict[str, int]:
     return {"BLOCK_D": block_d, "num_warps": min(8, max(1, block_d // 512))}
 
 
-def _draw(generator: torch.Generator, width: int, parts: int) -> tuple[Tensor, ...]:
-    """Draw x, rows, mean and last."""
-    sizes = (width, parts * width, width, 2 * width)
-    return tuple(torch.randn(size, generator=generator) for size in sizes)
-
-
-def _route_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    kinds = [(torch.float32, width) for width in (1, 33, 159)]
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        kinds += [(torch.float32, 1024), (torch.bfloat16, 512), (torch.bfloat16, 776)]
-    for dtype, width in kinds:
-        drawn = []
-        for router, position, before, byte in (
-            ("learned", 0, 0, 0), ("learned", 7, 0, 0), ("every", 12, 0, 0), ("every", 15, 0, 0),
-            ("space", 0, 0, 97), ("space", 3, 32, 97), ("space", 3, 32, 9), ("space", 3, 14, 97),
-            ("space", 3, 9, 8), ("space", 3, 13, 14), ("space", 3, 10, 97), ("space", 3, 11, 97),
-            ("space", 3, 12, 97),
-        ):  # fmt: skip
-            x, rows, mean, last = _draw(generator, width, 3 if router == "learned" else 1)
-            if router == "learned" and width > 1:  # similar enough for both outcomes
-                last[:width] += x * (position / 4)
-            reals = x.to(dtype), rows.to(dtype), mean, last.to(dtype)
-            byte_and_ids = torch.tensor([[before]]), torch.tensor([[byte]])
-            places = (torch.tensor(at, dtype=torch.int32) for at in (position, 99))
-            tensors = (part.to(device) for part in (*reals, *byte_and_ids, *places))
-            low = " bf16" if dtype == torch.bfloat16 else ""
-            inputs = (router, *tensors, 4, 0.1, None)
-            label = f"{router} {width} at {position}, {byte} after {before}{low}"
-            yield Case(label, inputs)
-            drawn.append(inputs)
-        for texts in (drawn[:2], drawn[2:4], drawn[4:]):
-            active = torch.tensor([n % 3 != 1 for n in range(len(texts))], dtype=torch.int32)
-            inputs = (*stacked_texts(texts), active.to(device))
-            label = f"{len(texts)} texts of {inputs[0]} {width}{low}"
-            yield Case(label, inputs)
-
-
-def _take_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    kinds = [(torch.float32, 1), (torch.float32, 33), (torch.float32, 159)]
-    if device.type == "cuda":
-        kinds += [(torch.bfloat16, 512), (torch.bfloat16, 776)]
-    for dtype, width in kinds:
-        drawn: list[tuple] = []
-        for p in (0.0, 0.7, 1.0):
-            z, residual, mean, y = torch.randn(4, width, generator=generator).unbind()
-            reals = z.to(dtype), torch.tensor([p]), residual.to(dtype), mean, y.to(dtype)
-            inputs = tuple(placed(part, device) for part in reals)
-            position = torch.tensor(5, dtype=torch.int32, device=device) if p else None
-            low = " bf16" if dtype == torch.bfloat16 else ""
-            yield Case(f"{width} {p}{low}", (*inputs, position))
-            drawn.append(inputs)
-        position, begins = torch.tensor([[5, 0, 7], [1, 0, 1]], dtype=torch.int32, device=device)
-        texts = (*stacked_texts(drawn), position, begins)
-        yield Case(f"three texts of {width}{low}", texts)
-
-
-_GATE = Gate(
-    relative=1e-5, peer_slack=0.1,
-    reason="float32 sums over a row; in bf16 one rounding, as torch has",
-)  # fmt: skip
-
 _INT = Array("*T", INT32, dense=True)
 _MEAN, _ELEMENT = Array("*T, D", FLOAT, dense=True), Array("*T", INT64, one=True)
 
-
-def _routed(inputs: tuple, found: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    router, _, _, _, last, byte, ids, encoder, decoder, *_ = inputs
-    p, begins, y = found
-    return 1 + p, begins.long(), y, last, byte if router == "space" else ids, encoder, decoder
-
-
-def _draw_route(dice: Dice, _group_size: int, m: int, n: int, k: int) -> tuple:
-    router = dice.pick(ROUTERS)
-    rows = dice.reals((3 if router == "learned" else 1) * k).contiguous()
-    x, last = dice.reals(k).contiguous(), dice.reals(2 * k).contiguous()
-    mean = dice.reals(k, dtype=torch.float32).contiguous()
-    byte, ids = (torch.tensor([[dice.below(48)]], device=dice.device) for _ in range(2))
-    places = dice.scalar(dice.pick((0, 1, m, 4 * n))), dice.scalar(7)
-    return router, x, rows, mean, last, byte, ids, *places, dice.pick((2, 4, 7)), 0.1, None
-
-
-def _zero(dice: Dice, *texts: int) -> Tensor:
-    return dice.integers(0, 0, *texts, 1, 1, dtype=torch.int64)
-
-
 route_position_ = Operation(
-    "route_position", _route_position_triton, _route_position_torch, route_position_reference,
-    _route_cases, _GATE,
+    "route_position", _route_position_triton, _route_position_torch,
     {
-        "router": Number(ROUTERS, named=True),
+        "router": Number(allowed=ROUTERS),
         "x": Array("*T, D", dense=True),
         "rows": Array("*T, D * (3 if router == 'learned' else 1)", dense=True), "mean": _MEAN,
         "last": Array("*T, 2 * D", dense=True), "byte": _ELEMENT, "ids": _ELEMENT,
-        "encoder": _INT, "decoder": _INT, "length": Number((2, 4, 7)), "eps": Number((0.1,)),
+        "encoder": _INT, "decoder": _INT, "length": Number(), "eps": Number(),
         "handle": replace(_ELEMENT, optional=True), "active": replace(_INT, optional=True),
     },
-    where=("len(T) < 2",), compared=_routed, draw=_draw_route, torch_is_peer=True,
-    timed=[
-        Timed(f"{'16 texts of ' * len(texts)}512 bf16", None if texts else _route_position_torch,
-              "torch, step by step", T=texts, D=512, router="learned", byte=_zero, ids=_zero,
-              encoder=0, decoder=0, length=4, eps=1e-6)
-        for texts in ((), (16,))
-    ],
+    where=("len(T) < 2",),
 )  # fmt: skip
 """Route one position, and increment the position.
 
@@ -399,17 +253,14 @@ Returns:
     p, (1,) float32; begins, (1,) bool; and y = residual + mean, (D,) like x.
 """
 take_chunk_ = Operation(
-    "take_chunk", _take_chunk_triton, _take_chunk_torch, take_chunk_reference, _take_cases, _GATE,
+    "take_chunk", _take_chunk_triton, _take_chunk_torch,
     {
-        "z": Array("*T, D", dense=True), "p": Array("*T, 1", FLOAT, True, values=Dice.shares),
+        "z": Array("*T, D", dense=True), "p": Array("*T, 1", FLOAT, True),
         "residual": Array("*T, D", dense=True), "mean": _MEAN, "y": Array("*T, D", dense=True),
-        "position": Array("*T", INT32, True, optional=True, values=(0, 99)),
-        "begins": Array("*T", INT32, True, optional=True, values=(0, 1)),
+        "position": Array("*T", INT32, True, optional=True),
+        "begins": Array("*T", INT32, True, optional=True),
     },
-    where=("len(T) < 2", "begins is None or len(T) == 1"), sizes={"T": ("()", "(m,)")},
-    needs_rows=False, compared=("y", "mean", "position"), torch_is_peer=True,
-    timed=[Timed("512 bf16", _take_chunk_torch, "torch, step by step", T=(), D=512),
-           Timed("16 texts of 512 bf16", T=(16,), D=512, begins=1)],
+    where=("len(T) < 2", "begins is None or len(T) == 1"),
 )  # fmt: skip
 """Update the running mean with the inner network's output for a chunk at the last position.
 

@@ -13,21 +13,17 @@ normalised, no score exceeds `scale` times the width of a head, and no maximum i
 Source: DeepSeek-AI, "DeepSeek-V2", https://arxiv.org/abs/2405.04434, section 2.1.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.attention.decode_attention import PLACE
-from arbcli.kernels.attention.rotation import rotate, rotate_reference
-from arbcli.kernels.dice import Dice
+from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
-from arbcli.kernels.runtime.operation import Case, Gate, Operation
+from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
-from arbcli.kernels.timed import Timed
+from arbcli.kernels.runtime.texts import text_by_text
 
 SHARED = (1, 6, 7)
 """Arguments of `decode_latent` that are the same for all texts."""
@@ -35,36 +31,6 @@ SHARED = (1, 6, 7)
 TILE = 8192
 """Elements of weights, or of latents, that a program loads at a time."""
 WARPS = 8
-
-
-@text_by_text(5, *SHARED)
-def decode_latent_reference(
-    row: Tensor, up: Tensor, latent: Tensor, rotated: Tensor, lengths: Tensor, position: Tensor,
-    cos: Tensor, sin: Tensor, scale: float, eps: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute the result and the rings of `decode_latent` in float64, one head at a time."""
-    dtype, p, (window, size), heads = row.dtype, int(position), latent.shape, lengths.shape[1]
-    rotary, dim = rotated.shape[1], len(row) - size - rotated.shape[1]
-    width, slot = dim // heads, p % window
-    row, up, latent, rotated, lengths = (x.double() for x in (row, up, latent, rotated, lengths))
-
-    def turn(x: Tensor) -> Tensor:
-        rotated = rotate_reference(x, cos[p], sin[p])
-        return rotated.to(dtype).double()  # rounded like stored values
-
-    latent[slot], rotated[slot] = row[dim : dim + size], turn(row[dim + size :])
-    n = latent / (latent.square().mean(1, keepdim=True) + eps).sqrt()
-    seen, y = min(p + 1, window), torch.empty(heads, width, dtype=torch.float64, device=row.device)
-    for head in range(heads):
-        q = row[head * width : (head + 1) * width]
-        q = torch.cat([q[: width - rotary], turn(q[width - rotary :])])
-        q = q / (q.square().mean() + eps).sqrt()
-        w = up[head * (2 * width - rotary) : (head + 1) * (2 * width - rotary)]
-        keys = torch.cat([n @ w[: width - rotary].T, rotated], dim=1)
-        lengths[slot, head] = 1 / (keys[slot].square().mean() + eps).sqrt()
-        score = keys[:seen] @ q * lengths[:seen, head] * scale
-        y[head] = torch.softmax(score, 0) @ n[:seen] @ w[width - rotary :].T
-    return y, latent, rotated, lengths
 
 
 @text_by_text(5, *SHARED)
@@ -207,76 +173,20 @@ def _decode_latent_triton(
     return y
 
 
-SHAPES = ((1, 2, 3, 2, 1, 0), (2, 10, 24, 4, 7, 3), (3, 16, 40, 8, 33, 32), (2, 24, 16, 24, 40, 99),
-          (1, 70, 130, 6, 70, 71))  # fmt: skip
-"""(heads, d, L, R, W, position): rings that are empty, filling, just full and overwritten."""
-LARGE = ((20, 128, 512, 32, 64, 300), (4, 64, 128, 32, 256, 200))
-
-
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(*shape, torch.float32) for shape in SHAPES]
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        shapes += [(*shape, dtype) for shape in LARGE for dtype in (torch.float32, torch.bfloat16)]
-    for heads, width, size, rotary, window, position, dtype in shapes:
-        low = dtype == torch.bfloat16
-        up = heads * (2 * width - rotary)
-        sizes = ((heads * width + size + rotary,), (up, size), (window, size), (window, rotary))
-        parts = [torch.randn(shape, generator=generator).to(device, dtype) for shape in sizes]
-        parts[1] *= size**-0.5  # keys about as long as queries: exp of no score overflows
-        lengths = torch.rand(window, heads, generator=generator).to(device)
-        angle = 7 * torch.randn(position + 2, rotary // 2, generator=generator).to(device)
-        place = torch.tensor(position, dtype=torch.int32, device=device)
-        inputs = (*parts, lengths, place, angle.cos(), angle.sin(), 2 * width**-0.5, 0.1)
-        label = f"{heads}x{width}x{size}x{rotary} at {position} of {window}{' bf16' if low else ''}"
-        yield Case(label, inputs)
-        if window in (33, 64):  # one text is at its first position
-            begins = (-parts[0], *inputs[1:5], torch.zeros_like(place), *inputs[6:])
-            texts = stacked_texts([inputs, begins, inputs], *SHARED)
-            yield Case(f"3 texts of {label}", texts)
-
-
-def _draw_rings(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    heads, half, still = 1 + dice.below(3), 1 + min(k // 8, 20), dice.below(40)
-    width, size, position = 2 * half + still, 1 + min(k, 300), dice.below(3 * n)
-    angle = dice.reals(position + 1, half, dtype=torch.float32).contiguous()
-    shapes = ((1, heads * width + size + 2 * half), (heads * (width + still), size),
-              (n, size), (n, 2 * half))  # fmt: skip
-    row, *others = (dice.reals(*shape).contiguous() for shape in shapes)
-    others[0] *= size**-0.5  # keys about as long as queries: exp of no score overflows
-    lengths = dice.reals(n, heads, dtype=torch.float32).abs().clamp(max=2).contiguous()
-    return (
-        row[0], *others, lengths, dice.scalar(position), angle.cos(), angle.sin(),
-        width**-0.5, 0.1,
-    )  # fmt: skip
-
-
 decode_latent = Operation(
-    "decode_latent", _decode_latent_triton, _decode_latent_torch, decode_latent_reference, _cases,
-    Gate(
-        relative=1e-5, peer_slack=0.1,
-        reason="float32 sums of up to 512 products; in bf16 no worse than torch's by 10 %",
-    ),
+    "decode_latent", _decode_latent_triton, _decode_latent_torch,
     {
         "row": Array("*T, Q", dense=True),
         "up": Array("2 * (Q - L - R) - H * R, L", dense=True),
         "latent": Array("*T, W, L", dense=True), "rotated": Array("*T, W, R", dense=True),
         "lengths": Array("*T, W, H", FLOAT, dense=True), **PLACE,
         "cos": Array("P, R // 2", FLOAT, dense=True), "sin": Array("P, R // 2", FLOAT, dense=True),
-        "scale": Number(()), "eps": Number(()),
+        "scale": Number(), "eps": Number(),
     },
     where=(
         "len(T) < 2", "W > 0 and H > 0", "R % 2 == 0 and R > 0",
         "(Q - L - R) % H == 0 and R * H <= Q - L - R",
     ),
-    compared=("latent", "rotated", "lengths"), draw=_draw_rings, needs_rows=False,
-    torch_is_peer=True,
-    timed=[
-        Timed(f"{'16 texts of ' * len(texts)}20x128x512 of 64 bf16",
-              None if texts else _decode_latent_torch, "torch, step by step", T=texts, H=20, L=512,
-              R=32, Q=20 * 128 + 512 + 32, W=64, P=64, position=63, scale=2 * 128**-0.5, eps=1e-6)
-        for texts in ((), (16,))
-    ],
 )  # fmt: skip
 """Store one new position in the rings, and attend to the rings.
 

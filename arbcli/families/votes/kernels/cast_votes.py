@@ -6,8 +6,6 @@ end of its range. A trit that is held back does not move and keeps its votes. Sc
 votes by the sign of their slope and move by an octave; votes beyond the threshold are kept.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -16,53 +14,19 @@ from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT
 from arbcli.kernels.codec.packing import (
     byte_tiles,
     digit_of,
-    pack_trits_reference,
     pack_trits_torch,
     place,
     plane_offsets,
-    random_trits,
-    unpack_trits_reference,
     unpack_trits_torch,
 )
-from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import BOOL, FLOAT, INT8, INT32, UINT8, Array
-from arbcli.kernels.runtime.operation import Case, Operation
-from arbcli.kernels.timed import OF_MATRIX, Timed
+from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.direction import OK
 
 SCALE_THRESHOLD = 4
 GRADIENTS = (torch.float32, torch.bfloat16, torch.int8)
 """Dtypes of gradients whose signs are read."""
-
-
-def cast_trit_votes_reference(
-    packed: Tensor, votes: Tensor, grad: Tensor, ok: Tensor, threshold: Tensor,
-    held: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute what `cast_trit_votes` returns, and leaves in `packed` and `votes`."""
-    if not ok:
-        return torch.zeros((), dtype=torch.int64, device=packed.device), packed, votes
-    old = unpack_trits_reference(packed, votes.shape[1]).to(torch.int64)
-    total = (votes.to(torch.int64) - torch.sign(grad).to(torch.int64)).clamp(-127, 127)
-    moved = total.abs() >= int(threshold)
-    if held is not None:
-        moved = moved & ~held
-    new = torch.where(moved, old + torch.sign(total), old).clamp(-1, 1)
-    total = torch.where(moved, 0, total)
-    return (new != old).sum(), pack_trits_reference(new.to(torch.int8)), total.to(torch.int8)
-
-
-def cast_scale_votes_reference(
-    exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute the reference result of `cast_scale_votes` in `exponent` and `votes`."""
-    if not ok:
-        return exponent, votes
-    total = votes.to(torch.int64) - torch.sign(slope).to(torch.int64)
-    octaves = (total >= 4).to(torch.int64) - (total <= -4).to(torch.int64)
-    new = (exponent.to(torch.int64) + octaves).clamp(-96, 31)
-    return new.to(torch.int8), (total - 4 * octaves).to(torch.int8)
 
 
 def _cast_trit_votes_torch(
@@ -189,74 +153,13 @@ def _cast_scale_votes_triton(exponent: Tensor, votes: Tensor, slope: Tensor, ok:
         )  # fmt: skip
 
 
-def _scalar(value: int, device: torch.device) -> Tensor:
-    return torch.tensor(value, dtype=torch.int32, device=device)
-
-
-def _trit_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    usual = _scalar(1, device), _scalar(3, device)
-    for rows, columns in ((1, 1), (3, 33), (33, 165), (2, 1311)):
-        packed = pack_trits_reference(random_trits(rows, columns, generator)).to(device)
-        votes = torch.randint(-2, 3, (rows, columns), generator=generator, dtype=torch.int8)
-        grad = torch.randn(rows, columns, generator=generator)
-        grad[:, ::7] = 0
-        inputs = (packed, votes.to(device), grad.to(device))
-        yield Case(f"{rows}x{columns}", (*inputs, *usual))
-    yield Case("2x1311 refused", (*inputs, _scalar(0, device), usual[1]))
-    yield Case("2x1311 at 2 votes", (*inputs, usual[0], _scalar(2, device)))
-    signs = torch.sign(inputs[2]).to(torch.int8)
-    yield Case("2x1311 signs", (*inputs[:2], signs, *usual))
-    held = torch.rand(inputs[1].shape, generator=generator).to(device) < 0.5
-    yield Case("2x1311 held", (*inputs, *usual, held))
-    saturated = torch.full_like(inputs[1], 127)
-    yield Case("2x1311 saturated", (packed, saturated, -inputs[2].abs(), *usual))
-    kept = (usual[0], _scalar(200, device))  # both branches occur
-    yield Case("2x1311 saturated and kept", (packed, saturated, -inputs[2].abs(), *kept))
-    yield Case("2x1311 saturated below and kept", (packed, -saturated, inputs[2].abs(), *kept))
-    packed = pack_trits_reference(random_trits(6, 165, generator)).to(device)
-    votes = torch.randint(-2, 3, (6, 330), generator=generator, dtype=torch.int8).to(device)
-    grad = torch.randn(165, 3, generator=generator).to(device)
-    held = torch.rand(165, 6, generator=generator).to(device) < 0.5
-    strided = (packed[::2], votes[::2, ::2], grad.T, *usual, held.T[::2])
-    yield Case("3x165 strided", strided)
-
-
-def _scale_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    for shape in ((1, 1), (3, 33), (33, 41)):
-        exponent = torch.randint(-96, 32, shape, generator=generator, dtype=torch.int8).to(device)
-        votes = torch.randint(-3, 4, shape, generator=generator, dtype=torch.int8).to(device)
-        slope = torch.randn(shape, generator=generator).to(device)
-        slope[:, ::5] = 0
-        yield Case(f"{shape[0]}x{shape[1]}", (exponent, votes, slope, _scalar(1, device)))
-    for end in (-96, 31):
-        ends = torch.full_like(exponent, end)
-        yield Case(f"33x41 E = {end}", (ends, votes, slope, _scalar(1, device)))
-    yield Case("33x41 refused", (exponent, votes, slope, _scalar(0, device)))
-    strided = (exponent[::3, ::2], votes[::3, ::2], slope[1::3, ::2], _scalar(1, device))
-    yield Case("11x21 strided", strided)
-
-
-def _draw_trits(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    votes = dice.integers(-127, 127, n, k) if dice.chance(0.2) else dice.integers(-2, 2, n, k)
-    grad = torch.relu(dice.reals(n, k)) - torch.relu(dice.reals(n, k))  # a quarter is 0
-    scalars = dice.scalar(not dice.chance(0.1)), dice.scalar(dice.pick((1, 3, 7, 127)))
-    held = dice.integers(0, 1, n, k).bool() if dice.chance(0.3) else None
-    return dice.trits(n, k), votes, dice.view(grad), *scalars, held
-
-
 cast_trit_votes = Operation(
-    "cast_trit_votes", _cast_trit_votes_triton, _cast_trit_votes_torch, cast_trit_votes_reference,
-    _trit_cases,
-    arguments={
+    "cast_trit_votes", _cast_trit_votes_triton, _cast_trit_votes_torch,
+    {
         "packed": Array("N, row_bytes(K)", UINT8), "votes": Array("N, K", INT8),
         "grad": Array("N, K", GRADIENTS), "ok": OK, "threshold": Array("", INT32),
         "held": Array("N, K", BOOL, optional=True),
     },
-    compared=("packed", "votes"), draw=_draw_trits, needs_rows=False,
-    timed=[Timed("11264x2048 bf16", **OF_MATRIX, packed=(0, 242), votes=(-2, 2),
-                 grad=torch.bfloat16, threshold=3)],
 )  # fmt: skip
 """Add votes to every trit of a matrix, and move those whose votes reach a threshold, in place.
 
@@ -273,12 +176,10 @@ Returns:
 """
 cast_scale_votes = Operation(
     "cast_scale_votes", _cast_scale_votes_triton, _cast_scale_votes_torch,
-    cast_scale_votes_reference, _scale_cases,
-    arguments={
-        "exponent": Array("N, G", INT8, values=(-96, 31)),
-        "votes": Array("N, G", INT8, values=(-3, 3)), "slope": Array("N, G", FLOAT), "ok": OK,
+    {
+        "exponent": Array("N, G", INT8),
+        "votes": Array("N, G", INT8), "slope": Array("N, G", FLOAT), "ok": OK,
     },
-    compared=("exponent", "votes"), sizes={"G": "k"}, timed=[Timed("11264x64", N=11264, G=64)],
 )  # fmt: skip
 """Add votes to every scale of a matrix, and move those that reach 4 by an octave, in place.
 

@@ -9,41 +9,18 @@ import torch
 from torch import Tensor
 
 from arbcli.families.votes.kernels.cast_votes import GRADIENTS
-from arbcli.kernels.codec.packing import unpack_trits_reference, unpack_trits_torch
+from arbcli.kernels.codec.packing import unpack_trits_torch
 from arbcli.kernels.runtime.arguments import INT8, INT32, UINT8, Array, Number, compiled_check
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.update.random_bits import random_bits, random_bits_reference
-
-
-def hold_flips_reference(
-    packed: Tensor, votes: Tensor, grad: Tensor, threshold: Tensor, key: Tensor, most: int
-) -> Tensor:
-    """Compute `hold_flips`, a trit at a time."""
-    rows, columns = votes.shape
-    old = unpack_trits_reference(packed, columns).tolist()
-    bits = (random_bits_reference(int(key), rows, columns) >> 16).tolist()
-    total = (votes.to(torch.int64) - torch.sign(grad).to(torch.int64)).clamp(-127, 127).tolist()
-    ranks = {}
-    for n in range(rows):
-        for k in range(columns):
-            up, down = total[n][k] >= int(threshold), total[n][k] <= -int(threshold)
-            if (up and old[n][k] < 1) or (down and old[n][k] > -1):
-                ranks[n, k] = (abs(total[n][k]), bits[n][k])
-    held = torch.zeros(rows, columns, dtype=torch.bool)
-    if len(ranks) > most:
-        highest_held = sorted(ranks.values(), reverse=True)[most]
-        for place, rank in ranks.items():
-            held[place] = rank <= highest_held
-    return held
-
+from arbcli.kernels.update.random_bits import random_bits
 
 check = compiled_check(
     "hold_flips",
     {
         "packed": Array("N, row_bytes(K)", UINT8), "votes": Array("N, K", INT8),
         "grad": Array("N, K", GRADIENTS), "threshold": Array("", INT32),
-        "key": Array("", INT32), "most": Number(()),
+        "key": Array("", INT32), "most": Number(),
     },
     ("most > 0",),
 )  # fmt: skip

@@ -1,23 +1,24 @@
 """Timings of an operation with inputs drawn from the declaration of its arguments."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime.arguments import Argument, Arguments, Array, Number, evaluate
-from arbcli.kernels.runtime.operation import MATRIX, Timing, draw_argument
+from arbcli.verify.case_generator import CaseGenerator, draw_argument
+from arbcli.verify.verification import Timing
 
+MATRIX = (11264, 2048)
+"""(N, K) that kernels are timed on: the largest matrix of a model of 1.2 billion weights."""
 OF_MATRIX: dict[str, Any] = {"N": MATRIX[0], "K": MATRIX[1]}
 """Sizes of the largest matrix that is timed."""
 
 
-class FirstDice(Dice):
-    """Dice that always choose the first option; only the elements of tensors are random."""
+class FirstOptions(CaseGenerator):
+    """Generator that always picks the first option; only the elements of tensors are random."""
 
     def below(self, limit: int) -> int:
         """Return 0."""
@@ -35,7 +36,8 @@ class Timed:
         peer_name: name of the peer.
         flops: multiplications and additions of a bf16 product, computed from sizes.
         given: sizes and arguments. A number fills a tensor, two numbers are the range of its
-            integers, a dtype is that of its values, and a function of dice and shape returns it.
+            integers, a dtype is that of its values, and a function of a generator and the shape
+            returns it.
     """
 
     def __init__(
@@ -45,15 +47,22 @@ class Timed:
         self.label, self.peer, self.peer_name = label, peer, peer_name
         self.flops, self.given = flops, given
 
-    def draw(self, arguments: Arguments, device: torch.device, group_size: int) -> Timing:
+    def draw(
+        self, arguments: Arguments, values: Mapping[str, Any], device: torch.device, group_size: int
+    ) -> Timing:
         """Draw the inputs."""
-        dice = FirstDice(0, device, torch.bfloat16)
-        inputs = [self._draw(name, kind, dice, group_size) for name, kind in arguments.items()]
+        rng = FirstOptions(0, device, torch.bfloat16)
+        inputs = [
+            self._draw(name, kind, values.get(name), rng, group_size)
+            for name, kind in arguments.items()
+        ]
         peer = None if self.peer is None else partial(self.peer, *inputs)
         flops = evaluate(self.flops, self.given)
         return Timing(self.label, tuple(inputs), None, peer, self.peer_name, flops)
 
-    def _draw(self, name: str, kind: Argument, dice: Dice, group_size: int) -> Any:
+    def _draw(
+        self, name: str, kind: Argument, values: Any, rng: CaseGenerator, group_size: int
+    ) -> Any:
         value = self.given.get(name)
         if isinstance(kind, Number):
             if name in self.given:
@@ -62,12 +71,12 @@ class Timed:
             return None
         elif isinstance(kind, Array) and value is not None:
             if isinstance(value, torch.dtype):
-                value = partial(Dice.reals, dtype=value)
+                value = partial(CaseGenerator.reals, dtype=value)
             elif not isinstance(value, tuple) and not callable(value):
                 value = partial(_filled, value=value, dtype=kind.dtypes[0])
-            kind = replace(kind, values=value)
-        return draw_argument(kind, dice, group_size, self.given)
+            values = value
+        return draw_argument(kind, values, rng, group_size, self.given)
 
 
-def _filled(dice: Dice, *shape: int, value: float, dtype: torch.dtype) -> Tensor:
-    return torch.full(shape, value, dtype=dtype, device=dice.device)
+def _filled(rng: CaseGenerator, *shape: int, value: float, dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, value, dtype=dtype, device=rng.device)

@@ -6,9 +6,10 @@ from functools import cache
 from pathlib import Path
 
 from arbcli.base.errors import ArbError, quoted
+from arbcli.kernels.sources import module_of
 
-SPEC = re.compile(r'\bOperation\(\s*"(\w+)"')
-"""Pattern of the declaration of an operation in the source of a kernel."""
+DECLARATION = re.compile(r"^(\w+)_verification = Verification\(", re.MULTILINE)
+"""Pattern of the declaration of how the operation of a name is verified."""
 
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
@@ -26,23 +27,19 @@ def check_targets(names: str) -> list[str]:
     return chosen
 
 
-def kernel_files() -> list[Path]:
-    """List the source files of the core's kernels, then those of the families' kernels."""
-    package = Path(__file__).parents[1]
-    core, families = (package / "kernels").rglob("*.py"), package.glob("families/*/kernels/*.py")
-    return [*sorted(core), *sorted(families)]
-
-
 @cache
 def sources_of_kernels() -> list[tuple[str, list[str]]]:
-    """List the modules that declare kernels, with the kernels' names."""
-    root = Path(__file__).parents[2]
-    declared = {path: SPEC.findall(path.read_text("utf-8")) for path in kernel_files()}
-    return [
-        (".".join(path.relative_to(root).with_suffix("").parts), names)
-        for path, names in declared.items()
-        if names
+    """List the modules that verify operations, core first, with the operations' names."""
+    package = Path(__file__).parents[1]
+    core, families = (
+        package.glob("verify/kernels/*/*.py"),
+        package.glob("families/*/verify/*.py"),
+    )
+    sources = [
+        (module_of(path), DECLARATION.findall(path.read_text("utf-8")))
+        for path in (*sorted(core), *sorted(families))
     ]
+    return [(module, names) for module, names in sources if names]
 
 
 def kernel_names() -> tuple[str, ...]:

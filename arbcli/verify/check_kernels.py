@@ -14,9 +14,6 @@ from torch import Tensor
 
 from arbcli.inspect.trace import on_host, without_memory
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.dice import Dice, ShapeDice
-from arbcli.kernels.names import check_kernel_names
-from arbcli.kernels.registry import KERNELS
 from arbcli.kernels.runtime.backend import (
     check_backend,
     chunks_of,
@@ -24,7 +21,7 @@ from arbcli.kernels.runtime.backend import (
     gpu_of,
     use_backend,
 )
-from arbcli.kernels.runtime.operation import Case, Operation
+from arbcli.verify.case_generator import CaseGenerator, ShapeGenerator
 from arbcli.verify.compare import CaseResult, as_tuple, compare, poisoned, worst
 from arbcli.verify.fuzz import (
     Drawn,
@@ -35,6 +32,8 @@ from arbcli.verify.fuzz import (
     real_rows,
 )
 from arbcli.verify.memory import Memory, kernel_sources
+from arbcli.verify.names import check_kernel_names
+from arbcli.verify.registry import KERNELS
 from arbcli.verify.sample import (
     ALWAYS,
     DEFAULT_SCALE_TYPE,
@@ -46,6 +45,7 @@ from arbcli.verify.sample import (
     sampled_scale_types,
 )
 from arbcli.verify.variants import compile_launch
+from arbcli.verify.verification import Case, Verification
 from arbcli.verify.workers import JobDone, Workers, name_of
 
 METHODS = {
@@ -203,7 +203,7 @@ def begin_kernels(
     return report
 
 
-def find_kernels(names: Iterable[str]) -> list[Operation]:
+def find_kernels(names: Iterable[str]) -> list[Verification]:
     """Return kernels by name; without names, all kernels.
 
     Raises:
@@ -236,7 +236,7 @@ class _Part:
 
 
 def _parts(
-    chosen: Iterable[Operation],
+    chosen: Iterable[Verification],
     group_sizes: Mapping[str, int],
     device: torch.device,
     backends: tuple[str, ...],
@@ -303,30 +303,30 @@ def _compile_share(kernel: str, index: int, *parts: _Part) -> None:
     """Compile a share of a kernel's variants for its sample of cases."""
     (spec,) = find_kernels([kernel])
     # checks will tell what is wrong
-    with suppress(Exception), _without_gpu(spec, parts[0]) as dice:
-        for launch in _compiled_sample(spec, parts, dice).launches()[index::SHARES]:
+    with suppress(Exception), _without_gpu(spec, parts[0]) as rng:
+        for launch in _compiled_sample(spec, parts, rng).launches()[index::SHARES]:
             compile_launch(launch)
 
 
 @contextmanager
-def _without_gpu(spec: Operation, part: _Part) -> Iterator[type[Dice]]:
+def _without_gpu(spec: Verification, part: _Part) -> Iterator[type[CaseGenerator]]:
     """Choose samples on the host, as processes that share a GPU would wait for each other."""
     device = torch.device(part.device)
     if device.type != "cuda":
-        yield Dice
+        yield CaseGenerator
         return
     place = on_host if spec.name in OF_VALUES else without_memory
     with compile_for(*gpu_of(device)), place(device):
-        yield ShapeDice
+        yield ShapeGenerator
 
 
 def _compiled_sample(
-    spec: Operation, parts: Iterable[_Part], dice: type[Dice] = Dice
+    spec: Verification, parts: Iterable[_Part], rng: type[CaseGenerator] = CaseGenerator
 ) -> CompiledSample:
     """Choose cases of a kernel for a GPU by the variants that they compile."""
     sample = CompiledSample(spec)
     for part in parts:
-        for case in _cases(spec, part, partial(sample.may_take, part), dice):
+        for case in _cases(spec, part, partial(sample.may_take, part), rng):
             with use_backend("triton"):
                 run = partial(_run_on_copies, spec.triton, case)
                 sample.offer(part, case.label, run, fixed=part.kind == "cases")
@@ -341,7 +341,7 @@ def _sources(job: tuple) -> frozenset[Path] | None:
 
 
 def _shares(
-    spec: Operation, backends: tuple[str, ...], checks: Checks, turn: int | None
+    spec: Verification, backends: tuple[str, ...], checks: Checks, turn: int | None
 ) -> Iterable[tuple]:
     """Divide the checks of a kernel: yield the last fields of each part."""
     if checks.fuzz:
@@ -425,12 +425,14 @@ def _verify_parts(_kernel: str, _scale_type: str | None, *parts: _Part) -> list[
     """Check a kernel on some of its cases."""
     (spec,), sample = find_kernels([parts[0].kernel]), None
     if parts[0].checks.sampled and "triton" in parts[0].backends and parts[0].kind != "fuzz":
-        with _without_gpu(spec, parts[0]) as dice:
-            sample = _compiled_sample(spec, parts, dice)
+        with _without_gpu(spec, parts[0]) as rng:
+            sample = _compiled_sample(spec, parts, rng)
     return [result for part in parts for result in _verify_part(spec, part, sample)]
 
 
-def _verify_part(spec: Operation, part: _Part, sample: CompiledSample | None) -> list[KernelResult]:
+def _verify_part(
+    spec: Verification, part: _Part, sample: CompiledSample | None
+) -> list[KernelResult]:
     device, backends, reference = torch.device(part.device), part.backends, spec.reference
     if "torch" in backends and spec.native is None:  # it would be the same once more
         backends = tuple(backend for backend in backends if backend != "native")
@@ -445,10 +447,10 @@ def _verify_part(spec: Operation, part: _Part, sample: CompiledSample | None) ->
 
 
 def _cases(
-    spec: Operation,
+    spec: Verification,
     part: _Part,
     wanted: Callable[[str], bool] = lambda _: True,
-    dice: type[Dice] = Dice,
+    rng: type[CaseGenerator] = CaseGenerator,
 ) -> Iterable[Case]:
     """Draw the cases of a part; of real matrices only the wanted ones."""
     device, size, checks = torch.device(part.device), part.group_size, part.checks
@@ -459,12 +461,12 @@ def _cases(
         first, step = part.share
         return islice(spec.cases(device, size), first, None, step)
     return real_cases(
-        spec.name, device, size, checks.real_shapes, part.rows, part.turn, dice, wanted
+        spec.name, device, size, checks.real_shapes, part.rows, part.turn, rng, wanted
     )
 
 
 def _verify(
-    spec: Operation,
+    spec: Verification,
     part: _Part,
     device: torch.device,
     cases: Iterable[Case],
@@ -523,7 +525,9 @@ def _verify(
     ]
 
 
-def _expected(spec: Operation, part: _Part, case: Case, reference: Callable) -> tuple[Tensor, ...]:
+def _expected(
+    spec: Verification, part: _Part, case: Case, reference: Callable
+) -> tuple[Tensor, ...]:
     """Compute the results of the reference.
 
     Processes that share a GPU wait for one another at each of its many small operations. So it runs
@@ -563,7 +567,7 @@ def _moved(inputs: tuple, device: torch.device) -> tuple:
 
 
 def _is_chosen(
-    spec: Operation,
+    spec: Verification,
     part: _Part,
     case: Case,
     backend: str,
@@ -584,7 +588,7 @@ def _is_chosen(
 
 
 def _run_case(
-    spec: Operation,
+    spec: Verification,
     case: Case,
     backend: str,
     device: torch.device,
@@ -611,7 +615,7 @@ def _run_case(
     ]
 
 
-def peers_of(spec: Operation, case: Case, number: int) -> tuple[Tensor | None, ...]:
+def peers_of(spec: Verification, case: Case, number: int) -> tuple[Tensor | None, ...]:
     """Compute the results of the peer, whose errors excuse those of bf16 inputs."""
     low = any(isinstance(x, Tensor) and x.dtype == torch.bfloat16 for x in case.inputs)
     return as_tuple(spec.peer(*copies(case.inputs))) if low and spec.peer else (None,) * number

@@ -1,8 +1,4 @@
-"""Verification of merged launches: the scale steps of several matrices in one launch.
-
-`runtime/merged.py` reads the arguments of each matrix from a table. Any kernel can test this; that
-of `step_scales` has pointers, strides and sizes, and integer results.
-"""
+"""Verification of `arbcli.kernels.update.merged_steps`."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -11,10 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from arbcli.kernels.dice import Dice
 from arbcli.kernels.runtime.merged import merge_launches
-from arbcli.kernels.runtime.operation import Case, Operation, Timing
-from arbcli.kernels.update.step_scales import step_scales
+from arbcli.kernels.runtime.operation import Operation
+from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.kernels.update.step_scales import step_scales_verification
+from arbcli.verify.verification import Case, Timing, Verification
 
 NUM_INPUTS = 8
 """Number of inputs of `step_scales`."""
@@ -34,32 +31,33 @@ def _one_by_one(run: Callable) -> Callable:
 
 
 def _merged_steps_triton(*inputs: Tensor) -> tuple[Tensor, ...]:
-    runs = [partial(step_scales.triton, *part) for part in _parts(inputs)]
+    runs = [partial(step_scales_verification.triton, *part) for part in _parts(inputs)]
     merge_launches(runs, inputs[0].device)
     return tuple(itertools.chain(*(part[:2] for part in _parts(inputs))))
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     """Take cases of `step_scales` together: three and all of them, some refused or strided."""
-    cases = list(step_scales.cases(device, group_size))
+    cases = list(step_scales_verification.cases(device, group_size))
     for label, some in (("3 matrices", cases[:3]), (f"{len(cases)} matrices", cases)):
         yield Case(label, tuple(itertools.chain(*(case.inputs for case in some))))
 
 
 def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    (timing,) = step_scales.draw_timings(device, group_size)
+    (timing,) = step_scales_verification.draw_timings(device, group_size)
     rows = (slice(begin, begin + 256) for begin in range(0, 16 * 256, 256))
     inputs = [(*(x[some] for x in timing.inputs[:3]), *timing.inputs[3:]) for some in rows]
     yield Timing("16 of 256x64", tuple(itertools.chain(*inputs)))
 
 
-def _draw(dice: Dice, group_size: int, m: int, n: int, k: int) -> tuple:
-    shapes = [(n, k), *((1 + dice.below(n), 1 + dice.below(k)) for _ in range(dice.below(4)))]
-    matrices = (step_scales.drawn(dice, group_size, m, *shape) for shape in shapes)
+def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
+    shapes = [(n, k), *((1 + rng.below(n), 1 + rng.below(k)) for _ in range(rng.below(4)))]
+    matrices = (step_scales_verification.drawn(rng, group_size, m, *shape) for shape in shapes)
     return tuple(part for inputs in matrices for part in inputs)
 
 
-MERGED_STEPS = Operation(
-    "merged_steps", _merged_steps_triton, _one_by_one(step_scales.torch),
-    _one_by_one(step_scales.reference), _cases, draw=_draw, needs_rows=False, timings=_timings,
+merged_steps_verification = Verification(
+    Operation("merged_steps", _merged_steps_triton, _one_by_one(step_scales_verification.torch)),
+    _one_by_one(step_scales_verification.reference), _cases, draw=_draw, needs_rows=False,
+    timings=_timings,
 )  # fmt: skip

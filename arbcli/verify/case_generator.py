@@ -1,9 +1,10 @@
 """Random generator for the verification cases of operations.
 
-`Dice` also draws strides, offsets, dtypes and states. Loaded dice use defaults for these.
+A `CaseGenerator` also draws strides, offsets, dtypes and states. A plain one uses defaults for
+these.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ from torch import Tensor
 
 from arbcli.kernels.codec.packed import OCTAVE, Packed, num_groups
 from arbcli.kernels.codec.packing import pack_trits_torch
+from arbcli.kernels.runtime.arguments import Argument, Matrix, Number, evaluate
 from arbcli.kernels.runtime.inputs import real_dtypes
 
 SMALL_SIZES = (1, 2, 3, 5)
 
 
-class Dice:
+class CaseGenerator:
     """Random numbers and tensors of one case, from one seed.
 
     Args:
@@ -47,7 +49,7 @@ class Dice:
         return self.pick(boundaries) - 1 + self.below(3)
 
     def chance(self, share: float) -> bool:
-        """Return True with a given probability; never with loaded dice."""
+        """Return True with a given probability; never with a plain generator."""
         return not self.plain and self.below(1000) < 1000 * share
 
     def seeded(self) -> torch.Generator:
@@ -128,9 +130,56 @@ class Dice:
         return view.copy_(values)
 
 
-class ShapeDice(Dice):
-    """Dice that draw on the CPU, for tensors without memory (see `without_memory`)."""
+class ShapeGenerator(CaseGenerator):
+    """Generator that draws on the CPU, for tensors without memory (see `without_memory`)."""
 
     def __init__(self, seed: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
         super().__init__(seed, torch.device("cpu"), dtype)
         self.device = device
+
+
+def never(*_: Any) -> None:
+    """Omit an argument, a last one, from random cases."""
+
+
+def draw_argument(
+    kind: Argument, values: Any, rng: CaseGenerator, group_size: int, sizes: Mapping[str, Any]
+) -> Any:
+    """Draw an argument.
+
+    Args:
+        kind: its declaration.
+        values: what is drawn. Of an array a range of numbers or expressions of sizes, or a function
+            of (generator, *shape); None draws normal numbers, or the full range of an integer
+            dtype. Of a packed matrix keyword arguments of `CaseGenerator.packed`. Of a number its
+            options, of which strings are expressions of sizes.
+        rng: generator of the case.
+        group_size: of packed matrices.
+        sizes: sizes by name.
+    """
+    if isinstance(kind, Number):
+        return rng.pick(kind.allowed) if kind.allowed else evaluate(rng.pick(values), sizes)
+    if kind.optional and rng.chance(0.3):
+        return None
+    shape: list[int] = []
+    for size in kind.dims:
+        shape += sizes[size[1:]] if size.startswith("*") else [evaluate(size, sizes)]
+    if isinstance(kind, Matrix):
+        return rng.packed(*shape[:2], group_size, **(values or {}))
+    dtype = kind.dtypes[0]
+    if dtype != torch.float32:
+        dtype = rng.pick(kind.dtypes)
+    if callable(values):
+        drawn = values(rng, *shape)
+    elif torch.bfloat16 in kind.dtypes:
+        drawn = rng.reals(*shape)
+    elif dtype == torch.float32:
+        drawn = rng.reals(*shape, dtype=dtype)
+    elif dtype == torch.bool:
+        drawn = rng.view(rng.integers(0, 1, *shape).bool())
+    else:
+        limits = torch.iinfo(min(dtype, torch.int32, key=lambda kind: kind.itemsize))
+        low, high = values or (limits.min, limits.max)
+        low, high = evaluate(low, sizes), evaluate(high, sizes)
+        drawn = rng.integers(low, high, *shape, dtype=dtype)
+    return drawn.contiguous() if kind.dense is True else drawn

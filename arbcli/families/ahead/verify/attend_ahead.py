@@ -1,0 +1,135 @@
+"""Verification of `arbcli.families.ahead.kernels.attend_ahead`."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.families.ahead.kernels.attend_ahead import (
+    KEEP_ACCEPTED,
+    MOST_AHEAD,
+    attend_ahead,
+)
+from arbcli.kernels.attention.attend_parts import (
+    MOST_PARTS,
+    WIDTHS,
+)
+from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.kernels.attention.attend_parts import attend_parts_reference
+from arbcli.verify.verification import Case, Gate, Verification
+
+
+def attend_ahead_reference(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    new: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    most: int = MOST_PARTS,
+) -> tuple[Tensor, ...]:
+    """Compute the result of `attend_ahead`, its new keys and values, and the rings, in float64."""
+    before, found, stored = (keys, values), [], []
+    for row, of_row in enumerate(qkv):
+        at = int(position) + row
+        place = torch.tensor(at)
+        average, total, keys, values = attend_parts_reference(
+            of_row, keys, values, place, cos, sin, eps, most
+        )
+        shares = (total / total.sum(0))[..., None]  # (S, heads, 1)
+        found.append((shares * average.unflatten(1, (total.shape[1], -1))).sum(0).flatten())
+        slot = at % keys.shape[1]
+        stored.append(torch.stack([keys[:, slot], values[:, slot]]))
+    return torch.stack(found), torch.stack(stored, dim=1), *before
+
+
+def keep_accepted_reference(
+    keys: Tensor, values: Tensor, new: Tensor, position: Tensor, accepted: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute one pair of rings after `keep_accepted_`, one vector at a time."""
+    keys, values = keys.clone(), values.clone()
+    for row in range(int(accepted)):
+        for head in range(len(keys)):
+            slot = (int(position) + row) % keys.shape[1]
+            keys[head, slot], values[head, slot] = new[0, row, head], new[1, row, head]
+    return keys, values
+
+
+SHAPES = ((3, 2, 7, 64, 0, 16), (4, 1, 99, 128, 94, 16), (8, 1, 100, 128, 95, 16),
+          (2, 2, 200, 64, 450, 16), (5, 1, 5, 128, 7, 1), (3, 2, 300, 64, 598, 1))  # fmt: skip
+"""(M, heads, W, d, position, maximum number of parts)."""
+LARGE = ((4, 16, 2048, 128, 2046, 16), (8, 16, 2048, 128, 5000, 16), (4, 12, 1024, 64, 100, 16))
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for rows, heads, window, width, position, most in (
+        *SHAPES, *(LARGE if device.type == "cuda" else ()),
+    ):  # fmt: skip
+        sizes = (rows, 3, heads, width), (heads, window, width), (heads, window, width)
+        parts = [torch.randn(size, generator=generator).bfloat16().to(device) for size in sizes]
+        angle = 7 * torch.randn(position + rows, width // 2, generator=generator).to(device)
+        at = torch.tensor(position, dtype=torch.int32, device=device)
+        parts.append(torch.zeros(2, rows, heads, width, dtype=torch.bfloat16, device=device))
+        label = f"{rows} rows of {heads}x{window}x{width} at {position} in {most} or fewer"
+        yield Case(label, (*parts, at, angle.cos(), angle.sin(), 0.1, most))
+
+
+def _with_rings(inputs: tuple, found: Tensor) -> tuple[Tensor, ...]:
+    """Return the result, the new keys and values, and the rings, which must not change."""
+    _, keys, values, new, *_ = inputs
+    return found, new, keys, values
+
+
+def _draw_ahead(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
+    rows, heads, width = 2 + m % (MOST_AHEAD - 1), 1 + rng.below(3), WIDTHS[k % 2]
+    slots, position, half = max(n, rows), rng.below(3 * n), torch.bfloat16
+    qkv = rng.reals(rows * 3 * heads, width, dtype=half).contiguous().view(rows, 3, heads, width)
+    rings = [rng.reals(heads * slots, width, dtype=half).contiguous() for _ in range(2)]
+    angle = rng.reals(position + rows, width // 2, dtype=torch.float32).contiguous()
+    return (
+        qkv, *(ring.clone().view(heads, slots, width) for ring in rings),
+        torch.zeros(2, rows, heads, width, device=rng.device, dtype=half), rng.scalar(position),
+        angle.cos(), angle.sin(), 0.1, rng.pick((1, 3, MOST_PARTS)),
+    )  # fmt: skip
+
+
+attend_ahead_verification = Verification(
+    attend_ahead, attend_ahead_reference, _cases,
+    Gate(
+        exact=False,
+        relative=4e-3,
+        reason="as of `attend_parts`; then the average of rounded parts is rounded to bf16 again",
+    ),
+    compared=_with_rings, draw=_draw_ahead, needs_rows=False,
+)  # fmt: skip
+
+
+def _kept_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for heads, window, width, position in ((2, 5, 6, 0), (3, 9, 64, 7), (1, 40, 1100, 79)):
+        for accepted in (1, 3, 4):
+            sizes = (heads, window, width), (heads, window, width), (2, 4, heads, width)
+            parts = [torch.randn(size, generator=generator).to(device) for size in sizes]
+            place: TensorOptions = {"dtype": torch.int32, "device": device}
+            at, count = torch.tensor(position, **place), torch.tensor(accepted, **place)
+            yield Case(f"{accepted} of 4 in {heads}x{window}x{width}", (*parts, at, count))
+
+
+def _draw_kept(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
+    rows, heads, width = 1 + m % MOST_AHEAD, 1 + rng.below(3), 1 + k
+    slots = max(n, rows)
+    rings = [rng.reals(heads * slots, width).contiguous() for _ in range(2)]
+    new = rng.reals(2 * rows * heads, width).contiguous().view(2, rows, heads, width)
+    return (
+        *(ring.view(heads, slots, width) for ring in rings), new, rng.scalar(rng.below(3 * n)),
+        rng.scalar(1 + rng.below(rows)),
+    )  # fmt: skip
+
+
+keep_accepted_verification = Verification(
+    KEEP_ACCEPTED, keep_accepted_reference, _kept_cases, draw=_draw_kept, needs_rows=False
+)

@@ -1,0 +1,58 @@
+"""Verification of `arbcli.families.ahead.kernels.propose_byte`."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.families.ahead.kernels.propose_byte import (
+    NONE,
+    propose_byte_,
+)
+from arbcli.kernels.output.choose_byte import MAX_SYMBOLS
+from arbcli.verify.kernels.output.choose_byte import CHOICES, choose_byte_reference
+from arbcli.verify.verification import Case, Verification
+
+
+def propose_byte_reference(
+    byte: Tensor, repeated: Tensor, equal: Tensor, logits: Tensor, position: Tensor, key: Tensor,
+    each: float, temperature: float, top_k: int, top_p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute the reference result of `propose_byte_` in `byte` and `repeated`."""
+    logits, favoured, repeated = logits.clone(), int(repeated[0]), repeated.clone()
+    if favoured != NONE.value:
+        logits[favoured] += each * int(equal)
+    text = torch.zeros(int(position) + 1, dtype=torch.uint8)
+    byte, _ = choose_byte_reference(byte, text, logits, position, key, temperature, top_k, top_p)
+    if int(byte) != favoured:
+        repeated[1] = NONE.value
+    return byte, repeated
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    random = 3 * torch.randn(256, generator=generator)
+    kinds = {"random": random, "33 symbols": random[:33].clone(), "all equal": torch.zeros(256)}
+    for number, (kind, logits) in enumerate(kinds.items()):
+        for favoured, equal in ((-1, 9), (7, 0), (7, 3), (32, 16)):
+            for choice in CHOICES[:5]:
+                numbers = (equal, 3 + number, -(7**number) - int(100 * choice[0]))
+                counts = (torch.tensor(each, dtype=torch.int32) for each in numbers)
+                count, position, key = (part.to(device) for part in counts)
+                byte, repeated = torch.tensor([300]), torch.tensor([favoured, 9])
+                inputs = (part.to(device) for part in (byte, repeated))
+                label = f"{kind}, {favoured} after {equal}, {choice}"
+                how = (count, logits.to(device), position, key, 0.5, *choice)
+                yield Case(label, (*inputs, *how))
+
+
+propose_byte_verification = Verification(
+    propose_byte_, propose_byte_reference, _cases, compared=("byte", "repeated"),
+    sizes={"V": f"min(k + 1, {MAX_SYMBOLS})"},
+    values={
+        "repeated": (-1, "V - 1"), "equal": (0, 16),
+        "logits": lambda rng, *shape: 4 * rng.reals(*shape), "position": (0, 9),
+        "each": (0.0, 0.25, 1.0), "temperature": (0.0, 0.5, 1.0, 2.0),
+        "top_k": ("1", "(V + 1) // 2", "V"), "top_p": (1.0, 0.9, 0.3),
+    },
+)  # fmt: skip

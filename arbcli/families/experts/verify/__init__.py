@@ -1,0 +1,1 @@
+"""References and cases of the kernels of the family `experts`."""

@@ -1,0 +1,81 @@
+"""Verification of `arbcli.families.nvfp4.kernels.round_nvfp4`."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.families.nvfp4.kernels.round_nvfp4 import (
+    NUMBERS,
+    encode_nvfp4,
+    nvfp4_numbers,
+    round_nvfp4,
+)
+from arbcli.kernels.matmul.quantise_rows import E4M3
+from arbcli.kernels.runtime.inputs import normals, placed
+from arbcli.verify.kernels.matmul.quantise_rows import draw_of_any_size, round_e4m3_reference
+from arbcli.verify.timed import Timed
+from arbcli.verify.verification import Case, Verification
+
+
+def encode_nvfp4_reference(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `encode_nvfp4` in float64, 16 columns at a time."""
+    largest = x.double().abs().max() if x.numel() else x.new_zeros((), dtype=torch.float64)
+    octave = max(int(torch.frexp(largest).exponent) - 1, -116) if largest > 0 else -116
+    values, blocks = x.double() / 2.0 ** (octave - 10), -(-x.shape[1] // 16)
+    codes = torch.zeros(len(x), 16 * blocks, dtype=torch.int64, device=x.device)
+    scales = torch.zeros(len(x), blocks, dtype=torch.uint8, device=x.device)
+    numbers = torch.tensor(NUMBERS, dtype=torch.float64, device=x.device)
+    for block in range(blocks):
+        part = values[:, 16 * block : 16 * block + 16]
+        sixth = (part.abs().amax(dim=1, keepdim=True).float() * (1 / 6)).clamp(max=448)
+        s = round_e4m3_reference(sixth.double()).double()
+        distance = (part.abs()[..., None] - s[..., None] * numbers).abs()
+        nearest = distance.amin(dim=-1, keepdim=True)
+        even = torch.arange(8, device=x.device) % 2 == 0
+        code = (2 * (distance == nearest) + even).argmax(dim=-1) * (s > 0)
+        code += 8 * ((part < 0) & (code > 0))
+        codes[:, 16 * block : 16 * block + part.shape[1]] = code
+        scales[:, block] = s[:, 0].to(E4M3).view(torch.uint8)
+    both = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+    return both, scales, torch.tensor([2.0 ** (octave - 10)], device=x.device)
+
+
+def round_nvfp4_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `round_nvfp4` in float64, by decoding codes."""
+    codes, scales, g = encode_nvfp4_reference(x)
+    return nvfp4_numbers(codes, scales, torch.float64)[:, : x.shape[1]].to(x.dtype), g
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def case(label: str, x: Tensor) -> Case:
+        return Case(label, (placed(x, device),))
+
+    normal = normals(generator)
+    for shape in ((1, 1), (3, 33), (65, 160), (2, 1311)):
+        yield case("x".join(map(str, shape)), normal(*shape))
+    yield case("5x64 of all sizes", normal(5, 64) * torch.exp2(12 * normal(5, 64)))
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, -2.5, -5, 0, 1, 2, 3, 4])
+    yield case("4x16 ties", torch.stack([ties * scale for scale in (1, 2, 0.5, 448 / 256)]))
+    trits = torch.randint(-1, 2, (7, 48), generator=generator).float()
+    yield case("7x48 trits", trits * 0.0371)
+    yield case("7x48 small and large", torch.cat((normal(3, 48), 1e-4 * normal(4, 48))))
+    yield case("3x20 strided", normal(40, 6).T[::2, ::2])
+    yield case("2x32 zeros", torch.zeros(2, 32))
+    yield case("3x20 the smallest", normal(3, 20) * 2.0**-120)
+    yield case("0x32 empty", torch.zeros(0, 32))
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
+        yield case("1311x776 bf16", normal(1311, 776).bfloat16())
+
+
+_TIMED = [Timed("16384x2048 bf16", M=16384, D=2048)]
+round_nvfp4_verification = Verification(
+    round_nvfp4, round_nvfp4_reference, _cases, torch_is_peer=True, timed=_TIMED,
+    values={"x": draw_of_any_size},
+)  # fmt: skip
+encode_nvfp4_verification = Verification(
+    encode_nvfp4, encode_nvfp4_reference, _cases, torch_is_peer=True, timed=_TIMED,
+    values={"x": draw_of_any_size},
+)  # fmt: skip

@@ -1,0 +1,71 @@
+"""Verification of `arbcli.families.nvfp4.kernels.scaled_nvfp4`."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.families.nvfp4.kernels.round_nvfp4 import (
+    encode_nvfp4,
+    nvfp4_numbers,
+)
+from arbcli.families.nvfp4.kernels.scaled_nvfp4 import (
+    scaled_nvfp4_matmul,
+)
+from arbcli.kernels.runtime.inputs import dtype_name, real_dtypes
+from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.verification import Case, Gate, Timing, Verification
+
+
+def scaled_nvfp4_matmul_reference(
+    a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Compute `scaled_nvfp4_matmul` in float64."""
+    rows, columns = (
+        nvfp4_numbers(*part, torch.float64) for part in ((a, of_a), (b, of_b))
+    )  # (M, K), (N, K)
+    return rows @ columns.T * scale.double()
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 1, 16), (3, 33, 48), (17, 5, 1311)]
+    if device.type == "cuda":
+        shapes += [(300, 260, 4096), (129, 1311, 776)]
+    for rows, outputs, inputs in shapes:
+        parts = []
+        for length in (rows, outputs):
+            x = torch.randn(length, inputs, generator=generator)
+            x *= torch.exp2(torch.randint(-6, 7, (length, 1), generator=generator))
+            parts.append(encode_nvfp4.torch(x.to(device)))
+        (a, of_a, first), (b, of_b, second) = parts
+        for dtype in real_dtypes(device):
+            label = f"{rows}x{outputs}x{inputs} {dtype_name(dtype)}"
+            yield Case(label, (a, of_a, b, of_b, first * second, dtype))
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    size = 4096
+    x = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+    codes, scales, scale = encode_nvfp4.torch(x)
+    yield Timing(
+        f"{size}x{size}x{size}",
+        (codes, scales, codes, scales, scale * scale, torch.bfloat16),
+        peer=lambda: x @ x.T,
+        peer_name="cuBLAS bf16",
+        flops=2 * size**3,
+    )
+
+
+def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
+    sides = [encode_nvfp4.torch(rng.reals(rows, k)) for rows in (m, n)]
+    (a, of_a, first), (b, of_b, second) = sides
+    return a, of_a, b, of_b, first * second, rng.dtype
+
+
+scaled_nvfp4_matmul_verification = Verification(
+    scaled_nvfp4_matmul, scaled_nvfp4_matmul_reference, _cases,
+    Gate(relative=4e-3, reason="float32 sums, rounded to bf16"), draw=_draw, needs_rows=True,
+    timings=_timings,
+    not_verified=("products of hardware of compute capability 10 and more, which was not there",),
+)  # fmt: skip

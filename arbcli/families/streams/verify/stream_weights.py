@@ -1,0 +1,100 @@
+"""Verification of `arbcli.families.streams.kernels.stream_weights`."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arbcli.families.streams.kernels.stream_weights import (
+    ROUNDS,
+    STREAMS,
+    count_streams,
+    stream_weights,
+    stream_weights_backward,
+    stream_weights_torch,
+)
+from arbcli.kernels.runtime.inputs import normals
+from arbcli.verify.timed import Timed
+from arbcli.verify.verification import Drawn, Gate, Verification, cases_of
+
+
+def stream_weights_reference(
+    raw: Tensor, bias: Tensor, rounds: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the reference result of `stream_weights`, one position at a time, in float64."""
+    n = count_streams(raw.shape[1])
+    if not len(raw):
+        none = raw.new_zeros(0, n, dtype=torch.float64)
+        return none, none.new_zeros(0, n, n), none.clone()
+    return torch.vmap(partial(_of_one, n=n, rounds=rounds))(raw.double() + bias.double())
+
+
+def _of_one(z: Tensor, n: int, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+    a, c = 1 / (1 + torch.exp(-z[:n])), 2 / (1 + torch.exp(2 - z[n : 2 * n]))
+    p = torch.exp(z[2 * n :].view(n, n).clamp(-16, 16))
+    for _ in range(rounds):
+        p = torch.stack([row / row.sum() for row in p])
+        p = torch.stack([column / column.sum() for column in p.T]).T
+    p = torch.stack([row / row.sum().clamp(min=1) for row in p])
+    of_rows, of_columns = ((1 - p.sum(dim)).clamp(min=0) for dim in (1, 0))
+    return a, p + torch.outer(of_rows, of_columns) / (of_rows.sum() + 2**-21), c
+
+
+def stream_weights_backward_reference(
+    grad_a: Tensor, grad_b: Tensor, grad_c: Tensor, raw: Tensor, bias: Tensor, rounds: int
+) -> Tensor:
+    """Compute the reference result of `stream_weights_backward`, by autograd in float64."""
+    raw = raw.double().requires_grad_()
+    found = stream_weights_reference(raw, bias, rounds)
+    if not len(raw):
+        return torch.zeros_like(raw)
+    weighted = zip(found, (grad_a, grad_b, grad_c), strict=True)
+    total = torch.stack([(w * g).sum() for w, g in weighted]).sum()
+    return torch.autograd.grad(total, raw)[0]
+
+
+def _draw(device: torch.device) -> Iterator[Drawn]:
+    """Draw inputs of `stream_weights`, and gradients of a, B and c; rounds take long."""
+    generator = torch.Generator().manual_seed(0)
+    normal = normals(generator, device)
+
+    def case(label: str, raw: Tensor, bias: Tensor | None = None, rounds: int = 5) -> Drawn:
+        length, numbers = raw.shape
+        n = count_streams(numbers)
+        grads = normal(length, n), normal(length, n, n), normal(length, n)
+        bias = normal(numbers) if bias is None else bias
+        return f"{label}, {rounds} rounds", (raw, bias, rounds), grads
+
+    for length, n in ((1, 1), (3, 2), (33, 4), (9, 8)):
+        yield case(f"{length} of {n}", normal(length, n * (n + 2)))
+    near = torch.cat((torch.zeros(8), 4 * torch.eye(4).flatten() - 2)).to(device)
+    yield case("7 of 4 near the identity", normal(7, 24), near, ROUNDS)
+    yield case("31 of 4 far from even", 6 * normal(31, 24), torch.zeros(24, device=device), 3)
+    yield case("5 of 4 beyond the limit", 30 * normal(5, 24), rounds=4)
+    yield case("5 of 4 strided", normal(48, 10).T[::2, ::2], rounds=1)
+    yield case("0 of 4 empty", normal(0, 24))
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
+        yield case("1311 of 4 bf16", normal(1311, 24).bfloat16(), rounds=ROUNDS)
+        yield case("1311 of 4 far from even", 6 * normal(1311, 24), rounds=ROUNDS)
+
+
+_GATE = Gate(
+    relative=1e-4,
+    reason="where sums are 1 but for a rounding, float32 cannot tell which rows are above",
+)
+
+stream_weights_verification = Verification(
+    stream_weights, stream_weights_reference, cases_of(_draw), _GATE,
+    sizes={"S": STREAMS, "W": "S * (S + 2)"},
+    timed=[Timed("16384 of 4 bf16", stream_weights_torch, M=16384, W=24, rounds=ROUNDS)],
+    values={"rounds": (1, 3, 7)},
+)  # fmt: skip
+stream_weights_backward_verification = Verification(
+    stream_weights_backward, stream_weights_backward_reference,
+    cases_of(_draw, lambda inputs, grads: (*grads, *inputs)), _GATE, sizes={"S": STREAMS},
+    timed=[
+        Timed("16384 of 4 bf16", stream_weights_backward.torch, M=16384, S=4, rounds=ROUNDS)
+    ],
+    values={"rounds": (1, 3, 7)},
+)  # fmt: skip

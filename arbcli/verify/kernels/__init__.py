@@ -1,0 +1,1 @@
+"""How each operation of `arbcli.kernels` is verified, in files of the same names."""

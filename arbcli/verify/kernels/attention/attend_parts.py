@@ -1,0 +1,121 @@
+"""Verification of `arbcli.kernels.attention.attend_parts`."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.attention.attend_parts import (
+    MOST_PARTS,
+    WIDTHS,
+    AttentionParts,
+    attend_parts,
+    sharing,
+)
+from arbcli.kernels.attention.decode_attention import decode_attention
+from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.kernels.attention.decode_attention import rotated_reference
+from arbcli.verify.verification import Case, Gate, Timing, Verification
+
+
+def attend_parts_reference(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    most: int = MOST_PARTS,
+) -> tuple[Tensor, ...]:
+    """Compute the values, totals and ring of `attend_parts`, in float64.
+
+    Query and key are rounded to bf16. Parts that the kernel does not write are 0.
+    """
+    p, (heads, window, width) = int(position), keys.shape
+    parts, _, span = sharing(window, width, most)
+    x, keys, values = (part.to(torch.float64) for part in (qkv, keys, values))
+    q, k = rotated_reference(x, cos[p], sin[p], eps).to(qkv.dtype).to(torch.float64)
+    keys[:, p % window], values[:, p % window] = k, x[2]
+    averages = torch.zeros(parts, heads, width, dtype=torch.float64, device=qkv.device)
+    totals = averages.new_zeros(parts, heads)
+    seen = torch.arange(min(p + 1, window), device=qkv.device)
+    for part in range(parts):
+        slots = seen[seen // span % parts == part]
+        for head in range(heads if len(slots) else 0):
+            weight = torch.exp(keys[head, slots] @ q[head] / width**0.5)
+            totals[part, head] = weight.sum()
+            averages[part, head] = weight @ values[head, slots] / weight.sum()
+    return averages.flatten(1), totals, keys, values
+
+
+SHAPES = ((2, 7, 64, 0, 16), (1, 40, 128, 30, 16), (1, 100, 128, 99, 16), (2, 200, 64, 450, 16),
+          (1, 5, 128, 7, 1), (1, 210, 128, 201, 2), (2, 300, 64, 550, 1))  # fmt: skip
+"""(heads, W, d, position, most parts): rings that are empty, filling, just full and overwritten; of
+one span, of two, and of more than there are parts."""
+LARGE = ((16, 737, 128, 176), (16, 2048, 128, 2047), (16, 2048, 128, 5000), (6, 8192, 64, 8191),
+         (4, 50000, 64, 49999), (2, 16384, 128, 40000))  # fmt: skip
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [*SHAPES]
+    if device.type == "cuda":
+        shapes += [(*shape, MOST_PARTS) for shape in LARGE]
+    for heads, window, width, position, most in shapes:
+        sizes = ((3, heads, width), (heads, window, width), (heads, window, width))
+        parts = [torch.randn(size, generator=generator).bfloat16().to(device) for size in sizes]
+        angle = 7 * torch.randn(position + 2, width // 2, generator=generator).to(device)
+        at = torch.tensor(position, dtype=torch.int32, device=device)
+        label = f"{heads}x{window}x{width} at {position} in {most} or fewer"
+        yield Case(label, (*parts, at, angle.cos(), angle.sin(), 0.1, most))
+
+
+def _with_state(inputs: tuple, found: AttentionParts) -> tuple[Tensor, ...]:
+    """Return the result and the rings; parts that are not written are zeros."""
+    _, keys, values, position, *_ = inputs
+    used = torch.arange(len(found.totals), device=keys.device)[:, None] * found.span <= position
+    sums, totals = (torch.where(used, part, 0) for part in found[:2])
+    return sums, totals, keys, values
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    half: TensorOptions = {"device": device, "dtype": torch.bfloat16}
+    for heads, window, width, position in ((16, 737, 128, 176), (16, 2048, 128, 2047)):
+        qkv = torch.randn(3, heads, width, **half)
+        keys, values = torch.randn(2, heads, window, width, **half).unbind()
+        place = torch.tensor(position, dtype=torch.int32, device=device)
+        cos, sin = torch.rand(2, window, width // 2, device=device).unbind()
+        semaphores = torch.zeros(heads, dtype=torch.int32, device=device)
+        yield Timing(
+            f"{heads}x{window}x{width} at {position}",
+            (qkv, keys, values, place, cos, sin, 1e-6, MOST_PARTS),
+            run=attend_parts.triton,
+            peer=partial(decode_attention, qkv, keys, values, place, cos, sin, semaphores, 1e-6),
+            peer_name="decode_attention, which adds the parts up",
+        )
+
+
+def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
+    heads, width, position = 1 + rng.below(3), WIDTHS[k % 2], rng.below(3 * n)
+    qkv = rng.reals(3 * heads, width, dtype=torch.bfloat16).contiguous().view(3, heads, width)
+    rings = [rng.reals(heads * n, width, dtype=torch.bfloat16).contiguous() for _ in range(2)]
+    angle = rng.reals(position + 1, width // 2, dtype=torch.float32).contiguous()
+    return (
+        # a ring begins at a multiple of 16 bytes
+        qkv, *(ring.clone().view(heads, n, width) for ring in rings), rng.scalar(position),
+        angle.cos(), angle.sin(), 0.1, rng.pick((1, 3, MOST_PARTS)),
+    )  # fmt: skip
+
+
+attend_parts_verification = Verification(
+    attend_parts, attend_parts_reference, _cases,
+    Gate(
+        relative=2.5e-3,
+        reason="parts are rounded to bf16 once; where query and key are rounded otherwise than in"
+        " float64, in the last bit, weights differ by less",
+    ),
+    compared=_with_state, draw=_draw, needs_rows=False, timings=_timings,
+)  # fmt: skip

@@ -1,0 +1,106 @@
+"""Verification of `arbcli.kernels.attention.causal_attention_backward`."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.attention.causal_attention_backward import (
+    causal_attention_backward,
+    flash_attention_backward,
+)
+from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.verification import Case, Gate, Timing, Verification
+
+
+def causal_attention_backward_reference(
+    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, _y: Tensor, _logs: Tensor
+) -> tuple[Tensor, ...]:
+    """Compute the reference result of `causal_attention_backward`: autograd in float64."""
+    inputs = [part.detach().double().requires_grad_() for part in (q, k, v)]
+    with torch.enable_grad():
+        y, _ = causal_attention_float64(*inputs)
+        return torch.autograd.grad(y, inputs, grad_y.double())
+
+
+def causal_attention_float64(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attend in float64; return the result and the log-sum-exp of each query."""
+    q, k, v = (part.double() for part in (q, k, v))
+    length = q.shape[2]
+    later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.mT / q.shape[3] ** 0.5).masked_fill(later, -torch.inf)
+    return scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)
+
+
+def random_attention(
+    generator: torch.Generator, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Draw a gradient, normalised queries and keys, and values; compute y and its log-sum-exps."""
+    grad_y, q, k, v = (torch.randn(shape, generator=generator) for _ in range(4))
+    q, k = (torch.nn.functional.rms_norm(part, shape[-1:]) for part in (q, k))
+    parts = [part.to(dtype) for part in (grad_y, q, k, v)]
+    y, logs = causal_attention_float64(*parts[1:])
+    return *parts, y.to(dtype), logs.float()
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((1, 1, 2, 16), (1, 1, 40, 32), (1, 1, 70, 16), (2, 3, 18, 16)):
+        inputs = random_attention(generator, shape, torch.float32)
+        inputs = tuple(part.to(device) for part in inputs)
+        yield Case("x".join(map(str, shape)), inputs)
+    apart = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in inputs[:5]]
+    yield Case("2x3x18x16 positions before heads", (*apart, inputs[5]))
+    if device.type == "cuda":
+        for shape in ((2, 3, 200, 64), (1, 2, 1024, 128), (3, 5, 130, 128)):
+            inputs = random_attention(generator, shape, torch.bfloat16)
+            inputs = tuple(part.to(device) for part in inputs)
+            yield Case(f"{'x'.join(map(str, shape))} bf16", inputs)
+
+
+def rounded_causal_gradients(
+    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients in float64, with p and e rounded to bfloat16 as in products."""
+    dtype, scale = q.dtype, q.shape[3] ** -0.5
+    g, q, k, v, y = (part.double() for part in (grad_y, q, k, v, y))
+    p = torch.exp(q @ k.mT * scale - logs.double()[..., None]).tril()
+    e = p * (g @ v.mT - (g * y).sum(dim=-1, keepdim=True))
+    p, e = (part.to(dtype).double() for part in (p, e))
+    return (e @ k * scale).to(dtype), (e.mT @ q * scale).to(dtype), (p.mT @ g).to(dtype)
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    for batch, heads, length, width in ((8, 16, 2048, 128), (16, 12, 1024, 64)):
+        draw: TensorOptions = {"device": device, "dtype": torch.bfloat16}
+        grad_y, q, k, v = torch.randn(4, batch, length, heads, width, **draw).transpose(2, 3)
+        y, logs, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+        inputs = (grad_y, q, k, v, y, logs)
+        yield Timing(
+            f"{batch}x{heads}x{length}x{width} bf16",
+            inputs,
+            run=causal_attention_backward.triton,
+            peer=partial(flash_attention_backward, *inputs),
+            peer_name="torch's flash attention",
+            flops=5 * batch * heads * length**2 * width,
+        )
+
+
+def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
+    about = rng.seeded()
+    length = 2 + min(m, rng.pick((1, 40, 150)))
+    shape = rng.pick((1, 2)), rng.pick((1, 3)), length, rng.pick((16, 32, 64))
+    *parts, logs = random_attention(about, shape, rng.dtype)
+    return *(rng.view(part.to(rng.device)) for part in parts), logs.to(rng.device)
+
+
+causal_attention_backward_verification = Verification(
+    causal_attention_backward, causal_attention_backward_reference, _cases,
+    Gate(
+        relative=2e-5, peer_slack=0.2,
+        reason="float32 sums; in bf16 the peer rounds what products take, and nothing else",
+    ),
+    draw=_draw, peer=rounded_causal_gradients, needs_rows=True, timings=_timings,
+)  # fmt: skip

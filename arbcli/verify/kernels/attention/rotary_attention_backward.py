@@ -1,0 +1,114 @@
+"""Verification of `arbcli.kernels.attention.rotary_attention_backward`."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.attention.causal_attention_backward import (
+    causal_attention_backward,
+)
+from arbcli.kernels.attention.rotary_attention_backward import (
+    rotary_attention_backward,
+)
+from arbcli.kernels.attention.rotary_norm import rotary_norm_backward, unpack_qkv
+from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.kernels.attention.causal_attention_backward import (
+    causal_attention_backward_reference,
+    causal_attention_float64,
+    rounded_causal_gradients,
+)
+from arbcli.verify.kernels.attention.rotary_norm import (
+    rotary_norm_backward_reference,
+    rotary_norm_verification,
+)
+from arbcli.verify.verification import Case, Gate, Timing, Verification
+
+EPS = 1e-6
+
+
+def rotary_attention_backward_reference(
+    grad_y: Tensor, qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor, y: Tensor, logs: Tensor
+) -> Tensor:
+    """Compute `rotary_attention_backward` by both references, in float64."""
+    q, k, v = causal_attention_backward_reference(grad_y, *unpack_qkv(qkv), y, logs)
+    return rotary_norm_backward_reference(q, k, v, qkv, r, cos, sin)
+
+
+def rounded_gradient(
+    grad_y: Tensor, qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor, y: Tensor, logs: Tensor
+) -> Tensor:
+    """Compute the gradient in float64, with p, e and the gradients of queries and keys rounded."""
+    grads = rounded_causal_gradients(grad_y, *unpack_qkv(qkv), y, logs)
+    return rotary_norm_backward_reference(*grads, qkv, r, cos, sin).to(qkv.dtype)
+
+
+def _random(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> tuple:
+    """Draw inputs for (B, T, heads, d): the saved tensors of the forward pass, and a gradient."""
+    batch, length, heads, width = shape
+    qkv = torch.randn(batch, length, 3, heads, width, generator=generator).to(dtype)
+    angle = 7 * torch.randn(length, width // 2, generator=generator)
+    cos, sin = angle.cos(), angle.sin()
+    qkv, r = rotary_norm_verification.torch(qkv, cos, sin, EPS)
+    y, logs = causal_attention_float64(*unpack_qkv(qkv))
+    grad_y = torch.randn(batch, length, heads, width, generator=generator).to(dtype)
+    return grad_y.transpose(1, 2), qkv, r, cos, sin, y.to(dtype), logs.float()
+
+
+def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 2, 1, 16, torch.float32), (1, 40, 1, 32, torch.float32)]
+    shapes += [(2, 18, 3, 16, torch.float32), (1, 0, 2, 16, torch.float32)]
+    shapes += [(1, 70, 1, 16, torch.float32)]
+    if device.type == "cuda":
+        shapes += [(2, 200, 3, 64, torch.bfloat16), (1, 1024, 2, 128, torch.bfloat16)]
+        shapes += [(3, 130, 5, 128, torch.bfloat16)]
+    for *shape, dtype in shapes:
+        inputs = _random(generator, tuple(shape), dtype)
+        label = "x".join(map(str, shape)) + (" bf16" if dtype == torch.bfloat16 else "")
+        yield Case(label, tuple(part.to(device) for part in inputs))
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    for batch, heads, length, width in ((8, 16, 2048, 128), (16, 12, 1024, 64)):
+        qkv = torch.randn(batch, length, 3, heads, width, device=device, dtype=torch.bfloat16)
+        angle = torch.randn(length, width // 2, device=device)
+        table = angle.cos(), angle.sin()
+        rotate = rotary_norm_verification.run("triton" if device.type == "cuda" else "torch")
+        qkv, r = rotate(qkv, *table, EPS)
+        q, k, v = unpack_qkv(qkv)
+        y, logs, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+        grad_y = torch.randn_like(y)
+
+        def both(inputs: tuple) -> Tensor:
+            grad_y, qkv, r, cos, sin, y, logs = inputs
+            grads = causal_attention_backward.triton(grad_y, *unpack_qkv(qkv), y, logs)
+            return rotary_norm_backward.triton(*grads, qkv, r, cos, sin)
+
+        inputs = (grad_y, qkv, r, *table, y, logs)
+        yield Timing(
+            f"{batch}x{heads}x{length}x{width} bf16",
+            inputs,
+            peer=partial(both, inputs),
+            peer_name="one after the other",
+            flops=5 * batch * heads * length**2 * width,
+        )
+
+
+def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
+    length = 2 + min(m, rng.pick((1, 40, 150)))
+    shape = rng.pick((1, 2)), length, rng.pick((1, 3)), rng.pick((16, 32, 64))
+    grad_y, qkv, r, cos, sin, y, logs = _random(rng.seeded(), shape, rng.dtype)
+    grad_y, y = (rng.view(part.to(rng.device)) for part in (grad_y, y))
+    return grad_y, *(part.to(rng.device) for part in (qkv, r, cos, sin)), y, logs.to(rng.device)
+
+
+rotary_attention_backward_verification = Verification(
+    rotary_attention_backward, rotary_attention_backward_reference, _cases,
+    Gate(
+        relative=2e-5, peer_slack=0.2,
+        reason="float32 sums; in bf16 the peer rounds what products take and what they give",
+    ),
+    draw=_draw, peer=rounded_gradient, needs_rows=True, timings=_timings,
+)  # fmt: skip

@@ -1,0 +1,145 @@
+"""Verification of `arbcli.kernels.attention.rotary_heads`."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.attention.rotary_heads import (
+    no_gains,
+    rotary_heads,
+    rotary_heads_backward,
+)
+from arbcli.kernels.runtime.arguments import FLOAT
+from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.kernels.attention.rotation import normalise_reference, rotate_reference
+from arbcli.verify.timed import Timed
+from arbcli.verify.verification import Case, Gate, Timing, Verification, cases_of
+
+
+def rotary_heads_reference(
+    qkv: Tensor, gains: Tensor | None, cos: Tensor, sin: Tensor, kv: int, eps: float | None
+) -> Tensor:
+    """Compute the reference result of `rotary_heads`, in float64."""
+    x = qkv[:, :, : qkv.shape[2] - kv].to(torch.float64)
+    z = x if eps is None else normalise_reference(x, eps)
+    if gains is not None:
+        of_keys = torch.arange(x.shape[2], device=x.device) >= x.shape[2] - kv
+        z = z * gains.to(torch.float64)[of_keys.long()]
+    return rotate_reference(z, cos[:, None], sin[:, None])
+
+
+def rotary_heads_backward_reference(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, qkv: Tensor, gains: Tensor | None,
+    cos: Tensor, sin: Tensor, eps: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute `rotary_heads_backward` by autograd through the reference."""
+    grads = (grad_q, grad_k, grad_v)
+    grad_q, grad_k, grad_v = (grad.transpose(1, 2).to(torch.float64) for grad in grads)
+    kv = grad_k.shape[2]
+    x = qkv.detach().to(torch.float64).requires_grad_()
+    g = None if gains is None else gains.detach().to(torch.float64).requires_grad_()
+    with torch.enable_grad():
+        y = rotary_heads_reference(x, g, cos, sin, kv, eps)
+        sources = (x,) if g is None else (x, g)
+        found = torch.autograd.grad(y, sources, torch.cat((grad_q, grad_k), dim=2))
+    found[0][:, :, -kv:] = grad_v
+    return found[0], no_gains(qkv) if g is None else found[1]
+
+
+SHAPES = (
+    (1, 1, 1, 1, 2, "gains"), (2, 3, 4, 1, 10, "gains"), (1, 5, 3, 3, 66, "gains"),
+    (3, 7, 6, 2, 64, "gains"), (2, 7, 2, 2, 64, "norm"), (1, 2, 5, 1, 128, "turn"),
+    (1, 70, 5, 3, 16, "gains"), (0, 3, 2, 1, 8, "gains"),
+)  # fmt: skip
+"""(B, T, heads, kv, d), and the operations: gains and norm, norm, or rotation alone."""
+
+
+def _inputs(
+    device: torch.device,
+) -> Iterator[
+    tuple[str, torch.Generator, Tensor, Tensor | None, Tensor, Tensor, int, float | None]
+]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(*shape, torch.float32) for shape in SHAPES]
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
+        shapes += [
+            (3, 5, 4, 2, 66, "gains", torch.bfloat16),
+            (4, 256, 6, 6, 64, "gains", torch.bfloat16),
+            (2, 300, 8, 2, 128, "turn", torch.bfloat16),
+        ]
+    for batch, length, heads, kv, width, done, dtype in shapes:
+        qkv = torch.randn(batch, length, heads + 2 * kv, width, generator=generator)
+        gains = torch.randn(2, width, generator=generator) if done == "gains" else None
+        angle = 7 * torch.randn(length, width // 2, generator=generator)
+        label = f"{batch}x{length}x{heads}+{kv}x{width} {done}"
+        label += " bf16" if dtype == torch.bfloat16 else ""
+        yield (
+            label,
+            generator,
+            qkv.to(device, dtype),
+            None if gains is None else gains.to(device),
+            angle.cos().to(device),
+            angle.sin().to(device),
+            kv,
+            None if done == "turn" else 0.1,
+        )
+
+
+def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, generator, qkv, gains, cos, sin, kv, eps in _inputs(device):
+        batch, length, heads, width = qkv.shape
+        q, k, v = (
+            torch.randn(batch, length, count, width, generator=generator).to(qkv).transpose(1, 2)
+            for count in (heads - 2 * kv, kv, kv)
+        )
+        inputs = (q, k.contiguous(), v, qkv, gains, cos, sin, eps)
+        yield Case(label, inputs)
+
+
+def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    (timing,) = rotary_heads_verification.draw_timings(device, group_size)
+    qkv, gains, *table, _, eps = timing.inputs
+    grads = (part.transpose(1, 2) for part in torch.randn_like(qkv).split((16, 8, 8), dim=2))
+    yield Timing(timing.label, (*grads, qkv, gains, *table, eps))
+
+
+_GATE = Gate(
+    relative=1e-5, peer_slack=0.1, rounded=True,
+    reason="float32 sums of squares, and over all heads; in bf16 no worse than one rounding",
+)  # fmt: skip
+
+
+def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
+    batch, heads, kv, half = (
+        1 + rng.below(3), 1 + rng.below(4), 1 + rng.below(3), 2 + min(k, 64)
+    )  # fmt: skip
+    angle = rng.reals(m, half, dtype=torch.float32).contiguous()
+    qkv = rng.reals(batch * m * (heads + 2 * kv), 2 * half).contiguous()
+    gains = None
+    if rng.below(3) != 1:
+        gains = rng.reals(2, 2 * half, dtype=torch.float32).contiguous()
+    eps = None if gains is None and rng.below(2) else 0.1
+    qkv = qkv.view(batch, m, heads + 2 * kv, 2 * half)
+    return qkv, gains, angle.cos(), angle.sin(), kv, eps
+
+
+def _draw_backward(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
+    qkv, gains, cos, sin, kv, eps = _draw(rng, group_size, m, n, k)
+    batch, length, heads, width = qkv.shape
+    grads = [
+        rng.reals(batch * count * length, width).reshape(batch, count, length, width)
+        for count in (heads - 2 * kv, kv, kv)
+    ]
+    return *grads, qkv, gains, cos, sin, eps
+
+
+rotary_heads_verification = Verification(
+    rotary_heads, rotary_heads_reference, cases_of(_inputs, lambda _, *inputs: inputs), _GATE,
+    draw=_draw, needs_rows=True,
+    timed=[Timed("8x2048x16+8x128 bf16", B=8, T=2048, H=32, D=128, gains=FLOAT[0], kv=8, eps=1e-6)],
+)  # fmt: skip
+rotary_heads_backward_verification = Verification(
+    rotary_heads_backward, rotary_heads_backward_reference, _backward_cases, _GATE,
+    draw=_draw_backward, needs_rows=True, timings=_backward_timings,
+)  # fmt: skip

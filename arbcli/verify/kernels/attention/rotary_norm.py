@@ -1,0 +1,124 @@
+"""Verification of `arbcli.kernels.attention.rotary_norm`."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.attention.rotary_norm import (
+    rotary_norm_,
+    rotary_norm_backward,
+    unpack_qkv,
+)
+from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.kernels.attention.rotation import normalise_reference, rotate_reference
+from arbcli.verify.timed import Timed
+from arbcli.verify.verification import Case, Gate, Timing, Verification, cases_of
+
+
+def _rotary_norm_float64(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    """Rotate and normalise queries and keys, and copy values: (B, T, 3, heads, d) float64."""
+    qkv = qkv.to(torch.float64)
+    rotated = rotate_reference(qkv, cos[:, None, None], sin[:, None, None])
+    normal = normalise_reference(rotated, eps)
+    return torch.cat([normal[:, :, :2], qkv[:, :, 2:]], dim=2)
+
+
+def rotary_norm_reference(
+    qkv: Tensor, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Compute the result of `rotary_norm_` and its `qkv`, in float64."""
+    squares = qkv[:, :, :2].to(torch.float64).square().mean(dim=-1)
+    return _rotary_norm_float64(qkv, cos, sin, eps), (squares + eps) ** -0.5
+
+
+def rotary_norm_backward_reference(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, qkv: Tensor, r: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """Compute `rotary_norm_backward` in float64, rotating by -t."""
+    grads = (part.transpose(1, 2).double() for part in (grad_q, grad_k, grad_v))
+    grad = torch.stack((*grads,), dim=2)
+    y, grad_y = qkv[:, :, :2].to(torch.float64), grad[:, :, :2]
+    grad_y = (grad_y - y * (y * grad_y).mean(dim=-1, keepdim=True)) * r.double()[..., None]
+    rotated = rotate_reference(grad_y, cos[:, None, None], -sin[:, None, None])
+    return torch.cat([rotated, grad[:, :, 2:]], dim=2)
+
+
+SHAPES = ((1, 1, 1, 2), (2, 3, 1, 10), (1, 5, 3, 66), (2, 7, 2, 64), (1, 2, 5, 128))
+"""(B, T, heads, d)."""
+
+
+def _inputs(device: torch.device) -> Iterator[tuple[str, torch.Generator, Tensor, Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(*shape, torch.float32) for shape in (*SHAPES, (0, 3, 2, 8))]
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
+        shapes += [(3, 5, 2, 66, torch.bfloat16), (4, 256, 6, 64, torch.bfloat16)]
+    for batch, length, heads, width, dtype in shapes:
+        qkv = torch.randn(batch, length, 3, heads, width, generator=generator)
+        angle = 7 * torch.randn(length, width // 2, generator=generator)
+        label = f"{batch}x{length}x{heads}x{width}"
+        label += " bf16" if dtype == torch.bfloat16 else ""
+        yield (
+            label,
+            generator,
+            qkv.to(device, dtype),
+            angle.cos().to(device),
+            angle.sin().to(device),
+        )
+
+
+def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    for label, generator, qkv, cos, sin in _inputs(device):
+        r = rotary_norm_.torch(qkv, cos, sin, 0.1)
+        batch, length, _, heads, width = qkv.shape
+        grads = [
+            torch.randn(batch, length, heads, width, generator=generator).to(qkv).transpose(1, 2)
+            for _ in range(3)
+        ]
+        grads[1] = grads[1].contiguous()
+        yield Case(label, (*grads, qkv, r, cos, sin))
+
+
+def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    (timing,) = rotary_norm_verification.draw_timings(device, group_size)
+    qkv, *table, _ = timing.inputs
+    r = torch.rand(*qkv.shape[:2], 2, qkv.shape[3], device=device)
+    yield Timing(timing.label, (*unpack_qkv(torch.randn_like(qkv)), qkv, r, *table))
+
+
+_GATE = Gate(
+    relative=1e-5, peer_slack=0.1, rounded=True,
+    reason="float32 sums of at most 128 squares; in bf16 no worse than one rounding",
+)  # fmt: skip
+
+
+def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
+    batch, heads, half = 1 + rng.below(3), 1 + rng.below(4), 2 + min(k, 64)
+    angle = rng.reals(m, half, dtype=torch.float32)
+    qkv = rng.reals(batch * m * 3 * heads, 2 * half).contiguous()
+    angle = angle.contiguous()
+    return qkv.view(batch, m, 3, heads, 2 * half), angle.cos(), angle.sin(), 0.1
+
+
+def _draw_backward(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
+    qkv, cos, sin, eps = _draw(rng, group_size, m, n, k)
+    r = rotary_norm_verification.torch(qkv, cos, sin, eps)[1]
+    batch, length, _, heads, width = qkv.shape
+    rows = [rng.reals(batch * heads * length, width) for _ in range(3)]
+    grads = [grad.reshape(batch, heads, length, width) for grad in rows]
+    return *grads, qkv, r, cos, sin
+
+
+def _with_qkv(inputs: tuple, r: Tensor) -> tuple[Tensor, Tensor]:
+    return inputs[0], r
+
+
+rotary_norm_verification = Verification(
+    rotary_norm_, rotary_norm_reference, cases_of(_inputs, lambda _, *inputs: (*inputs, 0.1)),
+    _GATE, compared=_with_qkv, draw=_draw, needs_rows=True,
+    timed=[Timed("8x2048x16x128 bf16", B=8, T=2048, H=16, D=128, eps=1e-6)],
+)  # fmt: skip
+rotary_norm_backward_verification = Verification(
+    rotary_norm_backward, rotary_norm_backward_reference, _backward_cases, _GATE,
+    draw=_draw_backward, needs_rows=True, timings=_backward_timings,
+)  # fmt: skip

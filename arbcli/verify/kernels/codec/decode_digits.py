@@ -1,0 +1,133 @@
+"""Verification of `arbcli.kernels.codec.decode_digits`."""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from typing import ParamSpec
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.codec.decode_digits import (
+    DECODE_DIGITS,
+    decode_digits_native,
+    decode_digits_torch,
+    decode_digits_triton,
+    digits_torch,
+)
+from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packing import in_planes
+from arbcli.verify.kernels.codec.packed import random_packed
+from arbcli.verify.kernels.codec.packing import unpack_trits_reference
+from arbcli.verify.verification import Case, Timing, Verification
+
+P = ParamSpec("P")
+
+
+def digits_reference(packed: Packed) -> Tensor:
+    """Compute T, or z / U if the weights are all digits, in float64."""
+    trits = unpack_trits_reference(packed.trits, packed.in_features).double()
+    if packed.remainder is None:
+        return trits
+    low = packed.remainder.to(torch.int64)
+    low = (low % 16 + 8) % 16 - 8 if packed.nibble else low
+    z = trits * packed.radix + low * packed.low
+    return z / 2 ** math.ceil(math.log2(packed.radix))
+
+
+def scales_reference(packed: Packed) -> Tensor:
+    """Compute the scale of each weight, in float64, without rounding."""
+    v = packed.exponent.to(torch.float64) * 128
+    if packed.fraction is not None:
+        v = v + packed.fraction.to(torch.float64)
+    scale = torch.exp2(v / 128).repeat_interleave(packed.group_size, dim=1)
+    return scale[:, : packed.in_features]
+
+
+def decode_digits_reference(packed: Packed) -> Tensor:
+    """Decode in float64, with scales and weights rounded to bf16."""
+    scale = scales_reference(packed).to(torch.bfloat16).double()
+    return (digits_reference(packed) * scale).to(torch.bfloat16)
+
+
+def with_remainders(packed: Packed, generator: torch.Generator) -> Iterator[tuple[str, Packed]]:
+    """Add remainders of any int8 value to a packed matrix, whose weights are then all digits.
+
+    Yields:
+        A label and the matrix: with remainders of eight bits, then of four.
+    """
+    shape = (packed.out_features, packed.in_features)
+    draw = partial(torch.randint, generator=generator, device=generator.device, dtype=torch.int8)
+    for radix, bits in ((64, 8), (14, 4)):
+        low = draw(-128, 128, shape).to(packed.trits.device)
+        digits = packed._replace(remainder=low, radix=radix, nibble=bits == 4)
+        yield f"all digits of {bits} bits", digits
+
+
+def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for rows, in_features in ((1, 1), (3, 33), (33, 123), (2, 165), (9, 1000)):
+        packed = random_packed(rows, in_features, group_size, generator, spread=90).to(device)
+        for name, all_digits in with_remainders(packed, generator):
+            yield Case(f"{rows}x{in_features} {name}", (all_digits,))
+    packed = all_digits
+    yield Case("9x1000 whole octaves", (packed._replace(fraction=None),))
+    yield Case("5x1000 strided", (packed.rows(slice(None, None, 2)),))
+    yield Case("9x1000 five sixteenths of the remainder", (packed._replace(radix=246, low=5),))
+    packed = packed._replace(radix=1024, low=13, nibble=False)
+    yield Case("9x1000 thirteen sixteenths of eight bits", (packed,))
+    assert packed.remainder is not None
+    apart = torch.stack([packed.remainder, packed.remainder], dim=2)[:, :, 0]
+    yield Case("9x1000 remainder strided", (packed._replace(remainder=apart),))
+
+
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    generator = torch.Generator(device)
+    packed = random_packed(8192, 8192, group_size, generator)
+    for name, all_digits in with_remainders(packed, generator):
+        yield Timing(f"8192x8192 {name}", (all_digits,), run=decode_digits_triton)
+
+
+def in_float32(run: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Wrap an implementation with `dtype` fixed to float32."""
+
+    @wraps(run)
+    def as_float32(*inputs: P.args, **named: P.kwargs) -> Tensor:
+        named["dtype"] = torch.float32
+        return run(*inputs, **named)
+
+    return as_float32
+
+
+def digits_large(packed: Packed) -> Tensor:
+    """Compute the digits of a matrix that is too large for the reference."""
+    return digits_torch(packed, torch.float32)
+
+
+def decode_large(packed: Packed) -> Tensor:
+    """Decode a matrix that is too large for the reference, to float32."""
+    return decode_digits_torch(packed, torch.float32)
+
+
+def in_rounded_float32(decode: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Wrap an implementation to decode to float32, rounded to bf16 for the comparison.
+
+    Triton's interpreter rounds bf16 wrongly; float32 holds the same values.
+    """
+    decode = in_float32(decode)
+
+    @wraps(decode)
+    def run(*inputs: P.args, **named: P.kwargs) -> Tensor:
+        weight = decode(*inputs, **named)
+        rounded = weight.to(torch.bfloat16)
+        # a value that is not exact in bf16 becomes NaN, which fails every comparison
+        return torch.where(rounded.float() == weight, rounded, torch.nan)
+
+    return run
+
+
+decode_digits_verification = Verification(
+    DECODE_DIGITS, decode_digits_reference, _cases, triton=in_rounded_float32(decode_digits_triton),
+    torch=in_rounded_float32(decode_digits_torch), native=in_rounded_float32(decode_digits_native),
+    scale_path=in_planes, timings=_timings, values={"packed": {"spread": 90, "digits": "all"}},
+)  # fmt: skip

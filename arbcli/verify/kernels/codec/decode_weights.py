@@ -1,0 +1,68 @@
+"""Verification of `arbcli.kernels.codec.decode_weights`."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.codec.decode_digits import decode_digits_torch
+from arbcli.kernels.codec.decode_weight import decode_weight_triton
+from arbcli.kernels.codec.decode_weights import decode_weights_triton
+from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.runtime.operation import Operation
+from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.kernels.codec.decode_digits import in_rounded_float32
+from arbcli.verify.kernels.codec.decode_weight import decode_weight_verification
+from arbcli.verify.kernels.codec.packed import random_packed
+from arbcli.verify.verification import Case, Timing, Verification
+
+
+def _one_by_one(decode: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    def of_all(*matrices: Packed) -> tuple[Tensor, ...]:
+        return tuple(map(decode, matrices))
+
+    return of_all
+
+
+def _in_one_launch(*matrices: Packed) -> tuple[Tensor, ...]:
+    found = iter(decode_weights_triton([*matrices], torch.float32))
+
+    def next_one(matrix: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
+        return next(found)
+
+    return tuple(map(in_rounded_float32(next_one), matrices))
+
+
+def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    """Take matrices of `decode_weight` together: their sizes, strides and scales differ."""
+    alone = {
+        case.label: case.inputs[0] for case in decode_weight_verification.cases(device, group_size)
+    }
+    yield Case("2 matrices", (alone["2x165"], alone["3x165 strided"]))
+    labels = ("1x1", "3x33", "9x1000", "11x328", "1x2720", "3x165 fraction strided")
+    some = [alone[label] for label in labels]
+    yield Case("7 matrices", (*some, some[1]._replace(fraction=None)))
+
+
+def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+    """Time the matrices of a block of `tiny`, next to a launch for each."""
+    generator = torch.Generator(device)
+    shapes = ((768, 256), (256, 256), (1408, 256), (256, 704))
+    matrices = tuple(random_packed(*shape, group_size, generator) for shape in shapes)
+    peer = partial(_one_by_one(decode_weight_triton), *matrices)
+    yield Timing("4 of 256", matrices, lambda *all: decode_weights_triton([*all]), peer, "apart")
+
+
+def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
+    shapes = [(n, k), *((1 + rng.below(n), 1 + rng.below(k)) for _ in range(rng.below(4)))]
+    return tuple(rng.packed(*shape, group_size, 127, "trit") for shape in shapes)
+
+
+decode_weights_verification = Verification(
+    Operation(
+        "decode_weights", _in_one_launch, _one_by_one(in_rounded_float32(decode_digits_torch))
+    ),
+    _one_by_one(decode_weight_verification.reference), _cases, draw=_draw, needs_rows=False,
+    uses_scales=True, scale_path=decode_weight_verification.scale_path, timings=_timings,
+)  # fmt: skip

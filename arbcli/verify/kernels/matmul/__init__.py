@@ -1,0 +1,1 @@
+"""Verification of the operations in `arbcli.kernels.matmul`."""

@@ -1,0 +1,47 @@
+"""Verification of `arbcli.kernels.matmul.row_matmul`."""
+
+from functools import partial
+
+from arbcli.kernels.matmul.row_matmul import (
+    MOST_COLUMNS,
+    ROW_MATMUL,
+)
+from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.kernels.matmul.prepacked import (
+    draw_prepacked,
+    prepacked_cases,
+    prepacked_in_float64,
+    prepacked_reference,
+    prepacked_timings,
+)
+from arbcli.verify.timed import MATRIX
+from arbcli.verify.verification import Gate, Verification
+
+SHAPES = (
+    (1, 1, 8, 32, False, 0.1, False), (1, 34, 1000, 32, True, 1e-6, True),
+    (1, 17, 328, 96, False, 1e-6, True), (1, 90, 648, 32, False, None, True),
+    (1, 66, 136, 32, True, None, False), (1, 20, 3288, 32, False, 1e-6, False),
+    (1, 94, 512, 64, True, 1e-6, True),
+)  # fmt: skip
+"""(M, rows, K, G, gated, eps, with `added`)."""
+TIMED = ((1, 6144, 2048, False), (1, 2048, 2048, False), (1, *MATRIX, True), (1, 2048, 5632, False))
+"""(M, rows, K, gated)."""
+
+
+def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
+    x, *rest = draw_prepacked(rng, group_size, 1, n, min(k, MOST_COLUMNS))
+    # integers, exact in 15 bits: with few results, rounding errors could dominate
+    return (8 * x).round(), *rest
+
+
+row_matmul_verification = Verification(
+    ROW_MATMUL, prepacked_reference, partial(prepacked_cases, SHAPES),
+    Gate(
+        relative=1e-3, peer_slack=0.1,
+        reason="x is rounded to 15 bits, 32 elements with one power of two: errors of up to 2**-14"
+        " of the largest of them, some 1e-4 of the norm of a product and 3e-4 after a gate; then"
+        " float32 sums; in bf16 one rounding, as torch's float32 has",
+    ),
+    draw=_draw, large_reference=prepacked_in_float64, torch_is_peer=True, needs_rows=False,
+    timings=partial(prepacked_timings, TIMED),
+)  # fmt: skip

@@ -1,0 +1,82 @@
+"""Verification of `arbcli.kernels.norm.norm_e4m3`."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.matmul.quantise_rows import quantise_rows
+from arbcli.kernels.norm.norm_e4m3 import (
+    add_rms_norm_e4m3,
+    gated_rms_norm_e4m3,
+    in_turn,
+    rms_norm_e4m3,
+)
+from arbcli.verify.kernels.matmul.quantise_rows import quantise_rows_reference
+from arbcli.verify.kernels.norm.gated_rms_norm import (
+    GATED_VALUES,
+    gated_rms_norm_reference,
+    gated_rms_norm_verification,
+)
+from arbcli.verify.kernels.norm.rms_norm import (
+    NORM_VALUES,
+    add_rms_norm_reference,
+    add_rms_norm_verification,
+    rms_norm_reference,
+    rms_norm_verification,
+)
+from arbcli.verify.verification import Case, Gate, MakeCases, MakeTimings, Timing, Verification
+
+
+def _cases_of(spec: Verification) -> MakeCases:
+    """Take the cases of a norm that are matrices, without wide ones, slow in the interpreter."""
+
+    def cases(device: torch.device, group_size: int) -> Iterator[Case]:
+        for case in spec.cases(device, group_size):
+            x = case.inputs[0]
+            if x.dim() == 2 and (device.type == "cuda" or x.numel() < 8192):
+                yield Case(case.label, case.inputs)
+
+    return cases
+
+
+def _timings_of(spec: Verification, run: Callable) -> MakeTimings:
+    """Use the timings of a norm, with the separate norm and quantisation as the peer."""
+
+    def timings(device: torch.device, group_size: int) -> Iterator[Timing]:
+        for timing in spec.draw_timings(device, group_size):
+            peer = partial(in_turn(spec.triton, quantise_rows), *timing.inputs)
+            yield Timing(timing.label, timing.inputs, run=run, peer=peer, peer_name="apart")
+
+    return timings
+
+
+def _as_product(_inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return q * scale, which a different rounding of a tie changes little."""
+    *before, q, scale = found
+    return *before, q.float() * scale
+
+
+def _rounded_reference(y: Tensor) -> tuple[Tensor, ...]:
+    return _as_product((), quantise_rows_reference(y))
+
+
+_GATE = Gate(relative=3e-3, reason="where a sum's last bit decides, rounding differs")
+
+rms_norm_e4m3_verification = Verification(
+    rms_norm_e4m3, in_turn(rms_norm_reference, _rounded_reference),
+    _cases_of(rms_norm_verification), _GATE, compared=_as_product, uses_scales=False,
+    timings=_timings_of(rms_norm_verification, rms_norm_e4m3.triton), values=NORM_VALUES,
+)  # fmt: skip
+add_rms_norm_e4m3_verification = Verification(
+    add_rms_norm_e4m3, in_turn(add_rms_norm_reference, _rounded_reference),
+    _cases_of(add_rms_norm_verification), _GATE, compared=_as_product, uses_scales=False,
+    timings=_timings_of(add_rms_norm_verification, add_rms_norm_e4m3.triton), values=NORM_VALUES,
+)  # fmt: skip
+gated_rms_norm_e4m3_verification = Verification(
+    gated_rms_norm_e4m3, in_turn(gated_rms_norm_reference, _rounded_reference),
+    _cases_of(gated_rms_norm_verification), _GATE, compared=_as_product, sizes={"W": "2 * k"},
+    uses_scales=False, timings=_timings_of(gated_rms_norm_verification, gated_rms_norm_e4m3.triton),
+    values=GATED_VALUES,
+)  # fmt: skip

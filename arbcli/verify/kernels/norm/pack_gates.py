@@ -1,0 +1,93 @@
+"""Verification of `arbcli.kernels.norm.pack_gates`."""
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.norm.pack_gates import (
+    pack_gates,
+    pack_gates_torch,
+)
+from arbcli.verify.timed import Timed
+from arbcli.verify.verification import Case, Verification
+
+
+def pack_gates_reference(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `pack_gates` one number at a time."""
+    width = gate_up.shape[1] // 2
+    halves = [
+        (half.to(torch.bfloat16).view(torch.int16).int() & 0xFFFF).tolist()
+        for half in gate_up.cpu().split(width, dim=1)
+    ]
+    codes, bases = [], []
+    for rows in zip(*halves, strict=True):
+        of_row = [max(max(bits >> 7 & 255 for bits in row) - 15, 0) for row in rows]
+        code = [
+            [max((bits & 0x7FFF) - 128 * base, 0) for bits in row]
+            for row, base in zip(rows, of_row, strict=True)
+        ]
+        low = [
+            bits >> 15 << 7 | number & 127
+            for row, numbers in zip(rows, code, strict=True)
+            for bits, number in zip(row, numbers, strict=True)
+        ]
+        codes.append(low + [gate >> 7 | up >> 7 << 4 for gate, up in zip(*code, strict=True)])
+        bases.append(of_row)
+    found = (
+        torch.tensor(numbers, dtype=torch.uint8).view(len(gate_up), columns)
+        for numbers, columns in ((codes, 3 * width), (bases, 2))
+    )
+    of_codes, of_bases = (part.to(gate_up.device) for part in found)
+    return of_codes, of_bases
+
+
+def unpack_gates_reference(codes: Tensor, bases: Tensor) -> Tensor:
+    """Compute the numbers that codes and bases stand for, (M, 2 D) float64."""
+    width = codes.shape[1] // 3
+    numbers = torch.empty(len(codes), 2 * width, dtype=torch.float64)
+    for row, of_row, (base, base_up) in zip(numbers, codes.tolist(), bases.tolist(), strict=True):
+        low, low_up, high = of_row[:width], of_row[width : 2 * width], of_row[2 * width :]
+        gate = [_number(some, more % 16 + base) for some, more in zip(low, high, strict=True)]
+        up = [_number(some, more // 16 + base_up) for some, more in zip(low_up, high, strict=True)]
+        row[:] = torch.tensor(gate + up, dtype=torch.float64)
+    return numbers.to(codes.device)
+
+
+@cache
+def _number(low: int, exponent: int) -> float:
+    """Return the bfloat16 number with this biased exponent, and sign and mantissa of `low`."""
+    digits = low % 128 + (128 if exponent else 0)
+    size = digits * 2.0 ** (max(exponent, 1) - 134)
+    return -size if low > 127 else size
+
+
+def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def case(label: str, rows: int, width: int, octaves: int = 1) -> Case:
+        x = torch.randn(rows, 2 * width, generator=generator)
+        apart = torch.randint(1 - octaves, 1, x.shape, generator=generator)
+        return Case(f"{rows}x{width}{label}", ((x * 2.0**apart).to(device),))
+
+    for rows, width in ((1, 1), (3, 33), (5, 128), (2, 2300), (9, 257)):
+        yield case("", rows, width)
+    yield case(" apart", 4, 150, octaves=40)
+    everything = torch.arange(2**16).to(torch.int16).view(torch.bfloat16)
+    everything = everything.view(2, 64, 512).transpose(0, 1).reshape(64, 1024)  # of both signs
+    yield Case("64x512 all", (everything[everything.isfinite().all(dim=1)].float().to(device),))
+    yield Case("3x40 zeros", (torch.zeros(3, 80).to(device),))
+    wide = torch.randn(6, 661, generator=generator)
+    yield Case("3x165 strided", (wide.to(device)[1::2, 1::2],))
+    if device.type == "cuda":
+        yield Case("64x512 all bf16", (everything.to(device),))
+        some = torch.randn(1000, 2 * 5632, generator=generator).to(device, torch.bfloat16)
+        yield Case("1000x5632 bf16", (some,))
+
+
+pack_gates_verification = Verification(
+    pack_gates, pack_gates_reference, _cases, sizes={"W": "2 * k"},
+    large_reference=pack_gates_torch,
+    timed=[Timed("16384x5632 bf16", lambda x: x.clone(), "copy", M=16384, W=2 * 5632)],
+)  # fmt: skip

@@ -1,0 +1,222 @@
+"""Verification of `arbcli.kernels.update.step_trits`."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.codec.packing import pack_trits_torch
+from arbcli.kernels.update.step_trits import (
+    step_by_direction,
+    step_by_moment,
+)
+from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.kernels.codec.packing import (
+    pack_trits_reference,
+    random_trits,
+    unpack_trits_reference,
+)
+from arbcli.verify.kernels.update.direction import draw_gains, fixed_point_reference
+from arbcli.verify.kernels.update.random_bits import random_halves_reference
+from arbcli.verify.timed import OF_MATRIX, Timed
+from arbcli.verify.verification import Case, Verification
+
+
+def step_by_moment_reference(
+    packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor,
+    step_size: Tensor, squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int,
+    remainder_max: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the reference result of `step_by_moment` (`packed`, `remainder`, `flips`)."""
+    nibble = moment is None
+    u = (remainder if moment is None else moment).to(torch.int64)
+    u = torch.div(u, 16 if nibble else 1, rounding_mode="floor")
+    gain = 0.0
+    if ok:  # in float32, whose rounding the gain is defined with
+        size, total, number = (
+            torch.tensor(x, dtype=torch.float32)
+            for x in (int(step_size) / 2**16, int(squares), remainder.numel())
+        )
+        root = torch.tensor(math.sqrt(total / number), dtype=torch.float32)
+        gain = float((size / root).clamp(max=2**23) + 0.5) // 1
+    step = u * int(gain)
+    return _step_reference(
+        packed, remainder, step, key, limit, ok, flips, radix, remainder_max, nibble, int(turn)
+    )
+
+
+def step_by_direction_reference(
+    packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
+    column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
+    flips: Tensor, radix: int, remainder_max: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the reference result of `step_by_direction` (`packed`, `remainder`, `flips`)."""
+    u = fixed_point_reference(values, row_gain, column_gain, 2**18)
+    step = torch.div(u * gain.to(torch.int64), 2 ** int(shift), rounding_mode="floor")
+    return _step_reference(
+        packed, remainder, step, key, limit, ok, flips, radix, remainder_max, False
+    )
+
+
+def _step_reference(
+    packed: Tensor, remainder: Tensor, step: Tensor, key: Tensor, limit: Tensor, ok: Tensor,
+    flips: Tensor, radix: int, remainder_max: int, nibble: bool, turn: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if not ok:
+        return packed, remainder, flips
+    trits = unpack_trits_reference(packed, remainder.shape[1]).to(torch.int64)
+    state = remainder.to(torch.int64)
+    low = (state % 16 + 8) % 16 - 8 if nibble else state
+    step = step.clamp(-int(limit), int(limit))
+    random = random_halves_reference(int(key), *remainder.shape).to(packed.device)
+    random = (random + turn) % 2**16
+    z = (trits * radix + low) * 2**16 - step + random
+    z = torch.div(z, 2**16, rounding_mode="floor")
+    z = z.clamp(-radix - remainder_max, radix + remainder_max)
+    new = torch.sign(z) * (z.abs() > radix // 2)
+    low = z - new * radix
+    if nibble:
+        low = torch.div(state, 16, rounding_mode="floor") * 16 + low % 16
+    packed = pack_trits_reference(new.to(torch.int8))
+    return packed, low.to(torch.int8), flips + (new != trits).sum()
+
+
+SHAPES = ((1, 1), (3, 33), (33, 165), (2, 1311))
+
+
+def _scalar(value: int, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)
+
+
+def _state(
+    shape: tuple[int, int], radix: int, largest: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Draw packed trits and remainders over the full range of z."""
+    low, high = -radix - largest, radix + largest + 1
+    z = torch.randint(low, high, shape, generator=generator)
+    trits = torch.sign(z) * (z.abs() > radix // 2)
+    return pack_trits_reference(trits.to(torch.int8)), (z - trits * radix).to(torch.int8)
+
+
+def _moment_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def control(key: int, step: float, shape: tuple[int, int], largest: int, ok: int = 1) -> tuple:
+        squares = shape[0] * shape[1] * largest**2 // 9
+        wide = [_scalar(x, device, torch.int64) for x in (round(step * 2**32), squares)]
+        return (
+            _scalar(key, device), _scalar(key * 7 % 2**16, device), *wide,
+            _scalar(4 * 2 * 2**16, device), _scalar(ok, device), _scalar(11, device, torch.int64),
+        )  # fmt: skip
+
+    for shape in SHAPES:
+        name = f"{shape[0]}x{shape[1]}"
+        state = [x.to(device) for x in _state(shape, 32, 127, generator)]
+        moment = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8).to(device)
+        inputs = (*state, moment, *control(987654321, 2.0, shape, 127), 32, 127)
+        yield Case(f"{name} moment", inputs)
+        packed, remainder = _state(shape, 8, 7, generator)
+        digits = torch.randint(-7, 8, shape, generator=generator) * 16 + remainder % 16
+        nibble = (packed.to(device), digits.to(torch.int8).to(device), None)
+        yield Case(f"{name} nibble", (*nibble, *control(77, 1.3, shape, 7), 8, 7))
+    yield Case(f"{name} refused", (*inputs[:3], *control(5, 2.0, shape, 127, 0), 32, 127))
+    for step in (1e-4, 1e4):
+        tilted = (*inputs[:3], *control(5, step, shape, 127), 32, 127)
+        yield Case(f"{name} step {step:g}", tilted)
+    still = (*inputs[:2], torch.zeros_like(moment), *control(5, 2.0, shape, 0), 32, 127)
+    yield Case(f"{name} no moment", still)
+    packed = pack_trits_reference(random_trits(6, 165, generator)).to(device)
+    low = torch.randint(-15, 16, (6, 330), generator=generator, dtype=torch.int8).to(device)
+    strided = (packed[::2], low[::2, ::2], low.T.contiguous().T[::2, 1::2])
+    yield Case("3x165 strided", (*strided, *control(5, 2.0, (3, 165), 15), 32, 127))
+
+
+def _direction_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def control(ok: int = 1) -> tuple:
+        values = (-5, 3000, 10, 4 * 2 * 2**16, ok)
+        return (*(_scalar(x, device) for x in values), _scalar(-3, device, torch.int64), 32, 127)
+
+    for shape in SHAPES:
+        state = [x.to(device) for x in _state(shape, 32, 127, generator)]
+        values = torch.randn(shape, generator=generator).to(device)
+        gains = [torch.rand(n, generator=generator).to(device) * 600 for n in shape]
+        yield Case(f"{shape[0]}x{shape[1]}", (*state, values, *gains, *control()))
+    yield Case("2x1311 rows only", (*state, values, gains[0], None, *control()))
+    yield Case("2x1311 sign", (*state, values, None, None, *control()))
+    yield Case("2x1311 refused", (*state, values, *gains, *control(0)))
+    for sign in (1, -1):
+        huge = torch.full_like(values, sign * 1e30)
+        yield Case(f"2x1311 saturated {sign:+}", (*state, huge, *gains, *control()))
+    packed = pack_trits_reference(random_trits(6, 165, generator)).to(device)
+    low = torch.randint(-15, 16, (6, 330), generator=generator, dtype=torch.int8).to(device)
+    values = torch.randn(165, 6, generator=generator).to(device)
+    gain = 500 * torch.rand(165, generator=generator).to(device)
+    strided = (packed[::2], low[::2, ::2], values.T[::2], gain[:6:2], gain)
+    yield Case("3x165 strided", (*strided, *control()))
+
+
+def draw_weights(
+    rng: CaseGenerator, n: int, k: int, radix: int, largest: int
+) -> tuple[Tensor, Tensor]:
+    """Draw trits and remainders over the full range of z."""
+    z = rng.integers(-radix - largest, radix + largest, n, k, dtype=torch.int32)
+    trits = torch.sign(z) * (z.abs() > radix // 2)
+    packed = rng.view(pack_trits_torch(trits.to(torch.int8)))
+    return packed, rng.view((z - radix * trits).to(torch.int8))
+
+
+def _draw_by_moment(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
+    nibble = rng.below(2) == 1
+    radix, largest = (8, 7) if nibble else (32, 127)
+    packed, remainder = draw_weights(rng, n, k, radix, largest)
+    moment = None if nibble else rng.integers(-127, 127, n, k)
+    if nibble:
+        remainder = rng.view(rng.integers(-7, 7, n, k) * 16 + remainder % 16)
+    step_size, squares, flips = (
+        torch.tensor(value, device=rng.device)
+        for value in (rng.below(2**36), rng.below(n * k * largest**2), rng.below(1000))
+    )
+    limit = rng.scalar(rng.pick((2**14, 2**19, 2**23)))
+    return (
+        packed, remainder, moment, rng.key(), rng.scalar(rng.below(2**16)), step_size, squares,
+        limit,
+        rng.scalar(not rng.chance(0.1)), flips, radix, largest,
+    )  # fmt: skip
+
+
+def _draw_by_direction(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
+    gains = draw_gains(rng, n, k, rng.pick((2.0**14, 2.0**16, 2.0**19)))
+    limit = rng.pick((2**14, 2**19, 2**23))
+    control = map(rng.scalar, (rng.below(2**12), 6 + rng.below(8), limit))
+    return (
+        *draw_weights(rng, n, k, 32, 127), rng.reals(n, k), *gains, rng.key(), *control,
+        rng.scalar(not rng.chance(0.1)), torch.tensor(rng.below(1000), device=rng.device),
+        32, 127,
+    )  # fmt: skip
+
+
+_TIMED: dict[str, Any] = {
+    **OF_MATRIX, "packed": (0, 242), "remainder": (-15, 15), "limit": 2**19,
+    "flips": 0,
+}  # fmt: skip
+step_by_moment_verification = Verification(
+    step_by_moment, step_by_moment_reference, _moment_cases,
+    compared=("packed", "remainder", "flips"), draw=_draw_by_moment, needs_rows=False,
+    timed=[
+        Timed(f"11264x2048 {name}", **_TIMED, moment=moment, turn=40503, step_size=2**33,
+              squares=500 * 11264 * 2048, radix=radix, remainder_max=largest)
+        for name, moment, radix, largest in (("moment", (-40, 40), 32, 127), ("nibble", None, 8, 7))
+    ],
+    values={"ok": CaseGenerator.ok},
+)  # fmt: skip
+step_by_direction_verification = Verification(
+    step_by_direction, step_by_direction_reference, _direction_cases,
+    compared=("packed", "remainder", "flips"), draw=_draw_by_direction, needs_rows=False,
+    timed=[Timed("11264x2048 bf16", **_TIMED, row_gain=2.0**8, column_gain=2.0**8, gain=3000,
+                 shift=10, radix=32, remainder_max=127)],
+    values={"ok": CaseGenerator.ok},
+)  # fmt: skip
