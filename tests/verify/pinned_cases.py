@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.update import newton_schulz
 from arbcli.verify.check_kernels import KERNELS
 from arbcli.verify.compare import poisoned
+from arbcli.verify.kernels.update import newton_schulz
 from arbcli.verify.models import MODELS
 from arbcli.verify.subjects import Subject
 

@@ -246,7 +246,10 @@ def test_launchers_are_known_by_the_module_that_declares_their_operation():
     for module, names in sources_of_kernels():
         found |= {n: m for n in names if (m := BY_NAME[n].triton.__module__) != module}
     shared = ("gained_rms_norm", "add_gained_rms_norm")
-    assert found == dict.fromkeys(shared, "arbcli.kernels.norm.rms_norm")
+    merged = {"decode_weights": "codec.decode_weights", "merged_steps": "update.merged_steps"}
+    assert found == dict.fromkeys(shared, "arbcli.kernels.norm.rms_norm") | {
+        name: f"arbcli.verify.kernels.{module}" for name, module in merged.items()
+    }
 
 
 @pytest.mark.parametrize("name", TELLING)

@@ -17,6 +17,8 @@ from arbcli.kernels.norm.rms_norm import (
     load_rows,
     rms_norm,
     rms_norm_backward,
+    rms_norm_backward_native,
+    rms_norm_native,
     store_gradient,
     store_rows,
     tiling,
@@ -47,8 +49,8 @@ def _gradient_of_gain(grad_y: Tensor, xhat: Tensor) -> Tensor:
 def _gained_rms_norm_backward_native(
     grad_y: Tensor, x: Tensor, weight: Tensor, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_x, y = rms_norm_backward.run("native")(grad_y, x, weight, eps, other_grad)
-    xhat = rms_norm.run("native")(x.to(torch.float32), None, eps)
+    grad_x, y = rms_norm_backward_native(grad_y, x, weight, eps, other_grad)
+    xhat = rms_norm_native(x.to(torch.float32), None, eps)
     return grad_x, y, _gradient_of_gain(grad_y, xhat)
 
 

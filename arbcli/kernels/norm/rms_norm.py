@@ -66,13 +66,15 @@ def _rms_norm_backward_torch(
     return grad_x if other_grad is None else grad_x.add_(other_grad), y
 
 
-def _rms_norm_native(x: Tensor, weight: Weight, eps: float) -> Tensor:
+def rms_norm_native(x: Tensor, weight: Weight, eps: float) -> Tensor:
+    """Compute `rms_norm` with the native loop."""
     return norm_native(x, weight, eps, gated=False)
 
 
-def _rms_norm_backward_native(
+def rms_norm_backward_native(
     grad_y: Tensor, x: Tensor, weight: Weight, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    """Compute `rms_norm_backward` with the native loop."""
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _, y = norm_backward_native(grad_y, x, weight, eps, gated=False, grad_x=grad_x)
     return grad_x if other_grad is None else grad_x.add_(other_grad), y
@@ -347,7 +349,7 @@ ROWS, NORM_WEIGHT = Array("*B, D"), Matrix("1, D", optional=True)
 rms_norm = Operation(
     "rms_norm", _rms_norm_triton, _rms_norm_torch,
     {"x": ROWS, "weight": NORM_WEIGHT, "eps": Number()},
-    native=_rms_norm_native,
+    native=rms_norm_native,
 )  # fmt: skip
 """Normalise the rows of `x` by their root mean square and multiply them by ternary weights.
 
@@ -362,7 +364,7 @@ Returns:
 add_rms_norm = Operation(
     "add_rms_norm", _add_rms_norm_triton, of_sum(_rms_norm_torch),
     {"x": ROWS, "added": ROWS, "weight": NORM_WEIGHT, "eps": Number()},
-    native=of_sum(_rms_norm_native),
+    native=of_sum(rms_norm_native),
 )  # fmt: skip
 """Compute `rms_norm` of x + added.
 
@@ -375,7 +377,7 @@ rms_norm_backward = Operation(
     "rms_norm_backward", _rms_norm_backward_triton, _rms_norm_backward_torch,
     {"grad_y": ROWS, "x": ROWS, "weight": NORM_WEIGHT, "eps": Number(),
      "other_grad": Array("*B, D", optional=True)},
-    native=_rms_norm_backward_native,
+    native=rms_norm_backward_native,
 )  # fmt: skip
 """Compute the gradient of x in `rms_norm`, and recompute its result.
 

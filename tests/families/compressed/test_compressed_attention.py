@@ -10,14 +10,7 @@ from torch import Tensor
 
 from arbcli.families.compressed.kernels.choose_entries import choose_entries
 from arbcli.families.compressed.kernels.compress_blocks import compress_blocks_backward
-from arbcli.families.compressed.kernels.compressed_attention import (
-    Sight,
-    compressed_attention,
-    tiling,
-)
-from arbcli.families.compressed.kernels.compressed_attention_backward import (
-    compressed_attention_backward,
-)
+from arbcli.families.compressed.kernels.compressed_attention import Sight, tiling
 from arbcli.families.compressed.verify.append_position import append_position_verification
 from arbcli.families.compressed.verify.choose_next import choose_next_verification, index_of_byte
 from arbcli.families.compressed.verify.compress_blocks import rounded_block_gradients
@@ -26,6 +19,7 @@ from arbcli.families.compressed.verify.compressed_attention import (
     random_sight,
 )
 from arbcli.families.compressed.verify.compressed_attention_backward import (
+    compressed_attention_backward_verification,
     rounded_attention_gradients,
 )
 from arbcli.kernels.runtime._triton import HAS_TRITON
@@ -51,7 +45,10 @@ def test_wide_heads_are_shared_among_programs(device):
     given = drawn((9, 1, 264, 2), 6, torch.float32, device)
     tile = tiling(given[3], given[4], given[6], given[10])
     assert (tile.rows, tile.parts) == (16, 4)
-    for spec, inputs in ((compressed_attention, given[3:]), (compressed_attention_backward, given)):
+    for spec, inputs in (
+        (compressed_attention_verification, given[3:]),
+        (compressed_attention_backward_verification, given),
+    ):
         for found, wanted in zip(spec.triton(*inputs), spec.torch(*inputs), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
@@ -59,7 +56,7 @@ def test_wide_heads_are_shared_among_programs(device):
 @pytest.mark.parametrize("top_k", [5, 0])
 def test_gradients_in_bf16_may_be_off_by_their_roundings_alone(top_k):
     given = drawn((4, 2, 32, top_k), 41, torch.bfloat16, torch.device("cpu"))
-    spec = compressed_attention_backward
+    spec = compressed_attention_backward_verification
     peers, wanted = rounded_attention_gradients(*given), spec.reference(*given)
     for peer, expected in zip(peers, wanted, strict=True):
         assert compare(spec, "", peer, expected, peer).passed

@@ -118,8 +118,10 @@ def test_every_tiling_computes_the_same(chooser, tiling, monkeypatch, device):
     x, grad_y = integers(300, 136, device=device), integers(300, 72, device=device)
     w, bounds = integers(3, 72, 136, device=device), bounds_of(2, 150, 151, 299, device=device)
     monkeypatch.setattr(module, chooser, lambda *_: tiling)
-    products = [(grouped_matmul, x, w), (grouped_matmul, grad_y, w.mT)]
-    for spec, *given in products if chooser == "_tiling" else [(grouped_grad_w, grad_y, x)]:
+    products = [(grouped_matmul_verification, x, w), (grouped_matmul_verification, grad_y, w.mT)]
+    for spec, *given in (
+        products if chooser == "_tiling" else [(grouped_grad_w_verification, grad_y, x)]
+    ):
         wanted = spec.reference(*given, bounds)
         assert torch.equal(spec.triton(*given, bounds).double(), wanted)
 

@@ -38,7 +38,7 @@ def compare(name: str, inputs: tuple, backend: str) -> None:
     found = []
     for rubbish in (0.0, torch.nan):
         with use_backend(backend):
-            result = BY_NAME[name](*with_rubbish(name, inputs, rubbish))
+            result = BY_NAME[name].operation(*with_rubbish(name, inputs, rubbish))
         # parts that no byte reaches have nothing in them
         whole = result.average() if isinstance(result, AttentionParts) else as_tuple(result)[0]
         found.append(whole)
