@@ -29,6 +29,9 @@ PARTS = (
     ast.Attribute, ast.operator, ast.unaryop, ast.expr_context,
 )  # fmt: skip
 
+OF_KERNELS = ("kernels/", "verify/kernels/")
+"""Modules of kernels and of their verification."""
+
 
 def constants() -> str:
     """List them, a line each: where it is, its name and its value as it is written."""
@@ -39,14 +42,14 @@ def constants() -> str:
     lines = [
         f"{place}: {line}"
         for place, tree in trees.items()
-        if not place.startswith("kernels/")
+        if not place.startswith(OF_KERNELS)
         for line in _found(tree.body, "")
     ]
     lines += [f"{name}: {dataclasses.asdict(shape)}" for name, shape in PRESETS.items()]
     lines += _leading_nowhere(trees)
     calls = seams.calls_in(trees)
     found = [*seams.left_out(calls), *seams.exchanged(calls), *seams.never_read(trees)]
-    lines += [line for line in found if not line.startswith("kernels/")]
+    lines += [line for line in found if not line.startswith(OF_KERNELS)]
     unlike = seams.unlike_others(calls)
     lines += [line for line in unlike if not line.startswith(("kernels/", "verify/"))]
     lines += seams.lacking(trees)
@@ -121,7 +124,7 @@ def _leading_nowhere(trees: dict[str, ast.Module]) -> Iterator[str]:
                     if not given[name].has(each.arg, number):
                         yield f"{where}({each.arg}) is given by no caller"
             read = {n.id for n in walk(function) if isinstance(n, ast.Name)}
-            if not place.startswith("kernels/") and _computes(function):
+            if not place.startswith(OF_KERNELS) and _computes(function):
                 for each in (*ordered, *about.kwonlyargs):
                     if each.arg not in read and not each.arg.startswith("_"):
                         yield f"{where}({each.arg}) is not read"

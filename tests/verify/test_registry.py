@@ -1,0 +1,56 @@
+"""Every operation is verified once, by a layer that no kernel needs."""
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import arbcli.kernels
+import arbcli.verify.kernels
+from arbcli.kernels.registry import DECLARATION, all_operations
+from arbcli.verify.names import sources_of_kernels
+from arbcli.verify.registry import BY_NAME
+
+KERNELS, VERIFICATIONS = (
+    Path(package.__file__).parent for package in (arbcli.kernels, arbcli.verify.kernels)
+)
+OF_OTHERS = {"decode_weights", "merged_steps"}
+"""Operations that launch kernels of others, which only their verification declares."""
+
+
+def test_every_operation_has_one_verification():
+    counts = Counter(id(verification.operation) for verification in BY_NAME.values())
+    assert {name: counts[id(op)] for name, op in all_operations().items()} == dict.fromkeys(
+        BY_NAME.keys() - OF_OTHERS, 1
+    )
+    assert set(counts.values()) == {1}
+
+
+def test_files_of_verifications_are_named_like_those_of_operations():
+    declared = {
+        name: path.relative_to(KERNELS)
+        for path in KERNELS.rglob("*.py")
+        for name in DECLARATION.findall(path.read_text("utf-8"))
+    }
+    verified = {name: path for path, names in sources_of_kernels() for name in names}
+    assert {name: path for name, path in verified.items() if name not in OF_OTHERS} == declared
+    verifying = {path.relative_to(VERIFICATIONS) for path in VERIFICATIONS.rglob("*.py")}
+    kernels = {path.relative_to(KERNELS) for path in KERNELS.rglob("*.py")}
+    assert verifying - kernels == {Path("update/merged_steps.py")}
+
+
+def test_kernels_load_neither_verification_nor_references():
+    code = (
+        "import sys\n"
+        "from pkgutil import walk_packages\n"
+        "import arbcli.kernels\n"
+        "for module in walk_packages(arbcli.kernels.__path__, 'arbcli.kernels.'):\n"
+        "    __import__(module.name)\n"
+        "loaded = {name: vars(module) for name, module in sys.modules.items()}\n"
+        "ours = {name for name in loaded if name.startswith('arbcli.')}\n"
+        "assert 'arbcli.kernels.norm.rms_norm' in ours\n"
+        "above = {name for name in ours if name.startswith('arbcli.verify')}\n"
+        "above |= {f'{m}.{n}' for m in ours for n in loaded[m] if n.endswith('_reference')}\n"
+        "assert not above, above\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
