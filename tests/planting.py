@@ -67,50 +67,6 @@ def rewrite(old: str, new: str, only: int | None = None) -> Change:
     return change
 
 
-def change_constant(old: object, new: object) -> Change:
-    """Change a number or a string."""
-    return rewrite(repr(old), repr(new))
-
-
-def swap_arguments(function: str, first: int, second: int) -> Change:
-    """Exchange two arguments of the calls of a function, by their places."""
-    letters = [*"abcdefgh"[: max(first, second) + 1]]
-    old = f"{function}({', '.join(letters)}, ...)"
-    letters[first], letters[second] = letters[second], letters[first]
-    return rewrite(old, f"{function}({', '.join(letters)}, ...)")
-
-
-def drop_call(function: str) -> Change:
-    """Leave a call of a function out: its first argument is the result."""
-    return rewrite(f"{function}(a, ...)", "a")
-
-
-def drop_addition(value: str) -> Change:
-    """Leave a term of a sum out."""
-    return rewrite(f"a + {value}", "a")
-
-
-def drop_condition(value: str) -> Change:
-    """Leave a condition out that is joined to others by `&`, before or after."""
-    return _either(rewrite(f"a & {value}", "a"), rewrite(f"{value} & a", "a"))
-
-
-def overwrite_sum(value: str) -> Change:
-    """Forget what was summed before each term."""
-    return rewrite(f"a += {value}", f"a = {value}")
-
-
-def ignore_stride(only: int) -> Change:
-    """Replace a stride by 1, in the `only`-th product with one in the order of the source."""
-
-    def change(tree: ast.AST) -> int:
-        ignorer = _StrideIgnorer(only)
-        ignorer.visit(tree)
-        return ignorer.changed
-
-    return change
-
-
 def skip_check(message: str) -> Change:
     """Let what a check refuses with a message that has these words pass: `require(True, ...)`."""
 
@@ -128,10 +84,6 @@ def skip_check(message: str) -> Change:
     return change
 
 
-def _either(*changes: Change) -> Change:
-    return lambda tree: sum(change(tree) for change in changes)
-
-
 class _Rewriter(ast.NodeTransformer):
     def __init__(self, pattern: ast.AST, instead: ast.AST, only: int | None) -> None:
         self.pattern, self.instead, self.only = pattern, instead, only
@@ -146,22 +98,6 @@ class _Rewriter(ast.NodeTransformer):
                 self.changed += 1
                 return filled
         return self.generic_visit(node)
-
-
-class _StrideIgnorer(ast.NodeTransformer):
-    def __init__(self, only: int) -> None:
-        self.only, self.met, self.changed = only, 0, 0
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        self.generic_visit(node)
-        name = getattr(node.right, "id", getattr(node.right, "attr", ""))
-        if not (isinstance(node.op, ast.Mult) and name.startswith("stride")):
-            return node
-        self.met += 1
-        if self.met - 1 != self.only:
-            return node
-        self.changed += 1
-        return node.left
 
 
 def _letter(node: object) -> str | None:
@@ -377,8 +313,6 @@ class Fault:
     name: str
     plant: Planter
     caught_by: str
-    slow: bool = False
-    """Whether it takes long to find: others of its kind are chosen for `make test`."""
 
     @contextmanager
     def planted(self, folder: Path) -> Iterator[None]:

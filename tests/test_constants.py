@@ -6,7 +6,6 @@ So each is written a second time here. To change one is to change the format, or
 
 import pytest
 import torch
-from constants import WRITTEN, constants
 
 from arbcli.config.presets import preset
 from arbcli.families.experts import mixture as experts
@@ -118,8 +117,3 @@ def test_gain_of_a_moment_is_the_step_over_its_root_mean_square(step_size, squar
     """In units of 2**-16, rounded to the nearest; it stops at 2**23."""
     arguments = (torch.tensor(value, dtype=torch.int64) for value in (step_size * 2**32, squares))
     assert step_trits.moment_gain(*arguments, num_weights=4) == int(gain + 0.5)
-
-
-def test_nothing_that_is_written_down_has_changed_unnoticed():
-    """`python tests/constants.py` writes the list again: what differs is to be read as a change."""
-    assert constants().splitlines() == WRITTEN.read_text(encoding="utf-8").splitlines()

@@ -1,8 +1,8 @@
 """Every class of mistake, planted once on purpose in kernels, updates, models, checkpoints: caught.
 
 The author of a check of `arb verify-kernels` wants to know that it would notice, also after it is
-made cheaper. `KINDS` says which classes of mistakes there are, `FAULTS` has at least one of each,
-and for every kernel one that its cases notice. How faults are planted is told in `planting`.
+made cheaper. `KINDS` says which classes of mistakes there are. `FAULTS` has one of each, one for
+every kernel that its cases notice, and one for every check of a model. `planting` says how.
 """
 
 from collections.abc import Callable
@@ -14,30 +14,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from marks import mostly_slow
 from planting import (
     Change,
     Fault,
-    change_constant,
-    drop_addition,
-    drop_call,
-    drop_condition,
     edit,
-    ignore_stride,
     in_room,
     launched,
     method,
     of_kernel,
-    overwrite_sum,
     rewrite,
     set_constant,
     skip_check,
-    swap_arguments,
 )
 
 from arbcli.base.errors import ArbError
 from arbcli.config.site import SCALE_TYPES
-from arbcli.families.graph.edges import Edges
 from arbcli.families.streams.hyper_connection import HyperConnection
 from arbcli.kernels.runtime._triton import HAS_TRITON
 from arbcli.kernels.runtime.backend import use_backend
@@ -45,14 +36,12 @@ from arbcli.kernels.runtime.device import deterministic
 from arbcli.model import checkpoint
 from arbcli.model.build import build_model
 from arbcli.model.flow import Documents
-from arbcli.model.language_model import LanguageModel
 from arbcli.model.stack import Block
 from arbcli.verify import models, parity
 from arbcli.verify.check_kernels import KERNELS, copies, find_kernels, peers_of
 from arbcli.verify.compare import as_tuple, compare, poisoned
 from arbcli.verify.models import RAGGED
 from arbcli.verify.sample import is_long
-from arbcli.verify.strength import PLANTED
 from arbcli.verify.subjects import Subject, several_rules
 
 pytestmark = [
@@ -109,24 +98,22 @@ KINDS = {
 
 def kernel(
     kind: str, name: str, of: str, change: Change, *,
-    scale: str = "", place=of_kernel, slow: bool = False,
+    scale: str = "", place=of_kernel,
 ) -> Fault:  # fmt: skip
     """Plant a fault in what a kernel's spec reaches, which its cases must notice.
 
     With the scales that test_every_kernel.py finds nothing with: T6, in which groups straddle
     everything, T32 for norms; or with those that are named.
     """
-    return Fault(kind, name, edit(place(of), change), f"{of} {scale}".strip(), slow)
+    return Fault(kind, name, edit(place(of), change), f"{of} {scale}".strip())
 
 
 torch_backend = partial(of_kernel, backend="torch")
 
 
-def module(
-    kind: str, name: str, room: str, change: Change, caught_by: str, *, slow: bool = False
-) -> Fault:
+def module(kind: str, name: str, room: str, change: Change, caught_by: str) -> Fault:
     """Plant a fault in a room of `arbcli`."""
-    return Fault(kind, name, edit(in_room(room), change), caught_by, slow)
+    return Fault(kind, name, edit(in_room(room), change), caught_by)
 
 
 FAULTS = [
@@ -154,17 +141,8 @@ FAULTS = [
         rewrite("b * 160 + w * d + j", "b * 160 + 32 * d + j")),
     kernel("layout", "even digits taken with both bits flipped", "gradient_statistics",
         rewrite("a ^ 0x40000000", "a ^ 0xC0000000"), scale="T32"),
-    kernel("layout", "fifth digit read as the fourth", "gradient_statistics",
-        rewrite("2**32 // 3 ** (d + 1)", "2**32 // 3 ** (min(d, 3) + 1)")),
-    kernel("layout", "words of a row taken twice", "decode_weight",
-        rewrite("shift_pair(l[3 * i], h, s, p)", "shift_pair(l[3 * i + 1], h, s, p)"), scale="T32",
-        slow=True),
     kernel("sign", "four bits of remainder read as unsigned", "decode_digits",
         rewrite("(a << 28) >> 28", "a & 15")),
-    kernel("rounding", "weights of all digits cut off, not rounded", "decode_digits",
-        rewrite("(a + 0x7FFF + ((a >> 16) & 1)) & -0x10000", "a & -0x10000")),
-    kernel("missing term", "slopes of all digits by the trit alone", "gradient_statistics",
-        rewrite("t * a + l.to(tl.float32) * b", "t * a")),
     kernel("octave", "all digits in e4m3 an octave too large", "decode_e4m3",
         rewrite("_load_largest(a, b) - 6", "_load_largest(a, b) - 7")),
     kernel("layout", "both rows of a thread by the first one's scale", "digits_matmul",
@@ -173,41 +151,30 @@ FAULTS = [
         rewrite("tl.where(m > b, f + a, p)", "tl.where(m >= b, f + a, p)")),
     kernel("missing term", "rows of zeros counted like others", "unit_rows",
         rewrite("tl.rsqrt(s * h)", "tl.rsqrt(s)")),
-    kernel("stride", "column stride ignored", "pack_trits", ignore_stride(1), place=launched),
+    kernel("stride", "column stride ignored", "pack_trits",
+        rewrite("a * stride_tk", "a"), place=launched),
     kernel("cut short", "last byte of a row not stored", "pack_trits",
         rewrite("tl.store(p, v, mask=m & (o < n)[None, :])",
         "tl.store(p, v, mask=m & (o < n - 1)[None, :])"), place=launched),
     kernel("octave", "octave of every scale off by one", "decode_weight",
         rewrite("(e - 1) << 23", "(e - 2) << 23")),
-    kernel("stride", "fraction read with the strides of the exponent", "decode_weight",
-        rewrite("n * stride_fn + g * stride_fg", "n * stride_en + g * stride_eg")),
     kernel("group", "short group given its neighbour's scale by torch", "ternary_matmul_grad_x",
         rewrite("w *= s[:, g]", "w *= s[:, g - 1]"), place=torch_backend),
     # products
     kernel("cut short", "last plane of bytes left out", "ternary_matmul",
         rewrite("range(0, b, 32)", "range(0, b - 1, 32)")),
-    kernel("group", "group size taken to be 32", "ternary_matmul",
-        rewrite("k[:, None] // GROUP", "k[:, None] // 32")),
     kernel("alignment", "rows begin on a whole word", "ternary_matmul",
         rewrite("s + (8 * a,)", "s + (0 * a,)"), scale="T32"),
-    kernel("neighbour", "scale of the neighbouring thread's block", "ternary_matmul",
-        rewrite("from_lane(s[5 * i + d], l, p)", "from_lane(s[5 * i + d], l ^ 1, p)"), scale="T32",
-        slow=True),
-    kernel("partial sum", "second round reads the blocks of the first", "ternary_matmul",
-        rewrite("x += 320 * s", "x += 0 * s"), scale="T32", slow=True),
-    kernel("wrong place", "upper eight of sixteen rows stored twice", "ternary_matmul",
-        rewrite("n + 8 * (i // 2)", "n"), scale="T32", slow=True),
     # experts
     kernel("neighbour", "rows of an expert begin where the block before them does",
         "grouped_matmul", rewrite("a + (b - c) * BLOCK_M", "b * BLOCK_M")),
-    kernel("cut short", "rows after all experts not zeroed", "grouped_matmul",
-        rewrite("o < E + 2", "o < E + 1"), slow=True),
     kernel("too far", "rows of the next expert summed", "grouped_grad_w",
         rewrite("a + tl.arange(0, BLOCK_R) < l", "a + tl.arange(0, BLOCK_R) < S")),
     kernel("neighbour", "gate of the slot before", "expert_combine",
         rewrite("g + m * stride_gm + j * stride_gj", "g + m * stride_gm + (j // 2) * stride_gj")),
     kernel("partial sum", "gradient of a gate from the last columns alone",
-        "expert_combine_backward", overwrite_sum("g * tl.load(v, ...).to(tl.float32)")),
+        "expert_combine_backward", rewrite("a += g * tl.load(v, ...).to(tl.float32)",
+        "a = g * tl.load(v, ...).to(tl.float32)")),
     # streams
     kernel("cut short", "one round less", "stream_weights",
         rewrite("_several_rounds(_begin(z), r)", "_several_rounds(_begin(z), r - 1)")),
@@ -218,9 +185,10 @@ FAULTS = [
     kernel("missing term", "gains of streams left out", "mix_streams",
         rewrite("tl.load(c)[:, None] * f[None, :]", "f[None, :]")),
     kernel("partial sum", "gradients of mixing of the last stream and columns alone",
-        "mix_streams_backward", overwrite_sum("tl.where(q, 1.0, 0.0)[None, :] * x[:, None]")),
+        "mix_streams_backward", rewrite("a += tl.where(q, 1.0, 0.0)[None, :] * x[:, None]",
+        "a = tl.where(q, 1.0, 0.0)[None, :] * x[:, None]")),
     # norms
-    kernel("missing term", "eps forgotten", "rms_norm", drop_addition("eps")),
+    kernel("missing term", "eps forgotten", "rms_norm", rewrite("a + eps", "a")),
     kernel("missing term", "added rows not added", "add_rms_norm",
         rewrite("x += load_rows(a, ...)", "x += 0 * load_rows(a, ...)")),
     kernel("gradient", "gradient of the root-mean-square forgotten", "rms_norm_backward",
@@ -231,36 +199,21 @@ FAULTS = [
         rewrite("x += load_rows(a, ...)", "x += 0 * load_rows(a, ...)")),
     kernel("partial sum", "gradient of gains of the last tile alone", "gained_rms_norm_backward",
         rewrite("s += g * x", "s = g * x"), place=launched),
-    kernel("missing term", "gradient next to the norm not added", "rms_norm_backward",
-        rewrite("v += load_rows(a, ...)", "v += 0 * load_rows(a, ...)")),
     kernel("neighbour", "programs of a merged launch take another matrix's arguments",
         "merged_steps", rewrite("t + tl.program_id(1) * WIDTH", "t + 0 * WIDTH")),
     kernel("neighbour", "a merged launch gives all parts of its second kind the first one's",
         "decode_weights", rewrite("(p - q) * SECOND_WIDTH", "0 * SECOND_WIDTH"), scale="T32"),
-    kernel("cut short", "last program of every part of a merged launch left out", "merged_steps",
-        rewrite("tl.program_id(0) >= tl.load(r)", "tl.program_id(0) >= tl.load(r) - 1")),
-    kernel("neighbour", "matrices decoded in one launch are another's", "decode_weights",
-        rewrite("t + tl.program_id(1) * WIDTH", "t + 0 * WIDTH")),
     kernel("wrong function", "sigmoid in place of silu", "gated_rms_norm",
         rewrite("g * sigmoid(g) * u", "sigmoid(g) * u")),
     kernel("exchange", "gradient of up given to the gate", "gated_rms_norm_backward",
         rewrite("store_rows(p, g * u * s, ...)", "store_rows(p, g * g * s, ...)")),
     kernel("layout", "exponents of packed gates in the half of up", "pack_gates",
         rewrite("(c >> 7) | ((u >> 3) & 240)", "(u >> 7) | ((c >> 3) & 240)")),
-    kernel("octave", "bases of packed gates an octave too large", "pack_gates",
-        rewrite("(s >> 7) - 15", "(s >> 7) - 14")),
-    kernel("exchange", "gate packed as up", "pack_gates",
-        rewrite("_store_packed(c, g, u, ...)", "_store_packed(c, u, g, ...)")),
     kernel("sign", "packed gates without their signs", "packed_gates_backward",
         rewrite("(s << 16) | ((l & 128) << 24)", "s << 16")),
     # generation
     kernel("correction", "what codes are more than trits not taken back", "row_matmul",
         rewrite("(a[0] << 8) + (a[1] - b[i])", "(a[0] << 8) + a[1]")),
-    kernel("exchange", "a gate that multiplies itself", "row_matmul",
-        rewrite("y / (1 + tl.exp(-y)) * across(y, 8, PTX)", "y / (1 + tl.exp(-y)) * y"), slow=True),
-    kernel("neighbour", "columns given to the neighbouring block", "row_matmul",
-        rewrite("r // 2 == c if ABREAST == 4 else r < 2",
-        "r // 2 == c ^ 1 if ABREAST == 4 else r < 2")),
     kernel("neighbour", "rows of a text exchanged in pairs", "row_by_row",
         rewrite("tl.minimum(r // 2, ROWS - 1)", "tl.minimum(r // 2 ^ 1, ROWS - 1)")),
     kernel("missing term", "bytes before one that may be taken back not seen", "attend_ahead",
@@ -268,8 +221,6 @@ FAULTS = [
     kernel("position", "parts of the first of several bytes averaged for all", "attend_ahead",
         rewrite("tl.cdiv(tl.load(position_ptr) + row + 1, span)",
         "tl.cdiv(tl.load(position_ptr) + 1, span)")),
-    kernel("exchange", "bytes ahead with their key for their own value", "attend_ahead",
-        rewrite("at + 4 * WIDTH * M", "at + 2 * WIDTH * M")),
     kernel("too far", "one byte more kept than was accepted", "keep_accepted",
         rewrite("r < tl.load(accepted_ptr)", "r <= tl.load(accepted_ptr)")),
     kernel("position", "bytes of a check chosen by the numbers of the first", "choose_byte",
@@ -282,68 +233,26 @@ FAULTS = [
         rewrite("tl.store(p, NONE, mask=c != f)", "tl.store(p, NONE, mask=c != c)")),
     kernel("diagonal", "squares of the neighbouring row", "prepacked_rows",
         rewrite("write_where(t, s, c == r // 2, p)", "write_where(t, s, c == (r // 2 ^ 1), p)")),
-    kernel("group", "row r + 8 with the scale of row r", "prepacked_rows",
-        rewrite("scales[2 * half + plane // 2]", "scales[plane // 2]")),
     kernel("stack", "every text has the place of the first", "decode_attention",
         rewrite("tl.load(position_ptr + t)", "tl.load(position_ptr)")),
-    kernel("left over", "a key stored by no program but the first", "decode_attention",
-        rewrite("s // n == p", "s // BLOCK_S == p")),
     kernel("position", "the new compressed position not seen", "decode_latent",
         rewrite("tl.where(i[:, None], c[None, :], x)", "tl.where(i[:, None], 0 * c[None, :], x)")),
-    kernel("missing term", "scores without what is rotated", "decode_latent",
-        rewrite("tl.sum(a * u_0[None, :] + b * u_1[None, :], axis=1)",
-        "tl.sum(a * u_0[None, :], axis=1)")),
     kernel("stack", "every text has the random numbers of the first", "choose_bytes",
         rewrite("tl.load(key_ptr + r)", "tl.load(key_ptr)")),
-    kernel("position", "new key not seen", "decode_attention",
-        rewrite("tl.where(m, tl.exp(a), 0)", "0.0 * tl.where(m, tl.exp(a), 0)", only=1)),
-    kernel("too far", "stale slots attended to", "decode_attention",
-        rewrite("tl.where((o < e) & (o != s), tl.exp(a), 0)",
-        "tl.where((o < W) & (o != s), tl.exp(a), 0)")),
-    kernel("position", "oldest slot kept", "decode_attention", rewrite("p % W", "(p + 1) % W")),
-    kernel("left over", "semaphores not given back", "decode_attention",
-        rewrite("tl.store(p, 0)", "tl.store(p, 1)")),
     kernel("neighbour", "an element rotated with another one than its partner", "attend_parts",
         rewrite("across(w, LANES // 2, PTX)", "across(w, LANES // 4, PTX)")),
-    kernel("too far", "slots that nobody has written attended to", "attend_parts",
-        rewrite("tl.where((s < e) & (s != n), tl.exp(a), 0.0)",
-        "tl.where(s != n, tl.exp(a), 0.0)")),
-    kernel("partial sum", "a slot's total without those of the others of a warp", "attend_parts",
-        rewrite("sum_across((t,), LANES, 32, PTX)", "(t,)")),
-    kernel("neighbour", "a program's first span looked at again", "attend_parts",
-        rewrite("m + (s - f)", "m + 0 * (s - f)")),
     kernel("missing term", "scales of keys in eight bits forgotten", "decode_attention_8bit",
         rewrite("scale_of_entry(a, E4M3) * scale", "scale")),
-    kernel("neighbour", "scales of the positions before", "decode_attention_8bit",
-        rewrite("tl.load(exponents_ptr + a, ...)",
-        "tl.load(exponents_ptr + tl.maximum(a - 1, 0), ...)")),
     kernel("wrong place", "scale of a new value stored over its key's", "decode_attention_8bit",
         rewrite("tl.cast(HEADS, tl.int64) * W", "tl.cast(HEADS, tl.int64) * 0")),
-    kernel("saturation", "128 stored as -128", "decode_attention_8bit",
-        rewrite("tl.minimum(i, 127).to(tl.int8)", "i.to(tl.int8)")),
     # compressed attention
     kernel("layout", "second half of a value taken for its first", "compressed_attention",
         rewrite("tl.dot(p, k1, y1, input_precision=PRECISION)",
         "tl.dot(p, k2, y1, input_precision=PRECISION)")),
-    kernel("stride", "stride of heads taken for that of positions", "compressed_attention",
-        rewrite("a.to(tl.int64) * b + c * d", "a.to(tl.int64) * d + c * d")),
     kernel("causality", "entry seen a byte before it is complete", "compressed_attention",
         rewrite("(START + a + 1) // RATIO", "(START + a + 2) // RATIO")),
-    kernel("position", "window of a byte too many", "compressed_attention",
-        rewrite("(a >= 0) & (a < WINDOW)", "(a >= 0) & (a <= WINDOW)")),
-    kernel("missing term", "sink forgotten", "compressed_attention",
-        rewrite("tl.exp(tl.load(sink_ptr + h, ...))", "0.0")),
-    kernel("sign", "what was found rotated on, not back", "compressed_attention",
-        rewrite("(y2 * c - y1 * s)", "(y2 * c + y1 * s)")),
-    kernel("too far", "entries beyond the most seen", "compressed_attention",
-        rewrite("(j[None, :] < c) & (j[None, :] >= d)", "j[None, :] < c")),
     kernel("gradient", "weights take nothing from each other", "compressed_attention_backward",
         rewrite("p * (a - b[:, None]) * c", "p * a * c")),
-    kernel("gradient", "length of a query not undone", "compressed_attention_backward",
-        rewrite("((a - x1 * b) * r).to(c)", "(a * r).to(c)")),
-    kernel("layout", "second half of a vector's gradient taken for its first",
-        "compressed_attention_backward",
-        rewrite("tl.store(p, dk1, mask=m)", "tl.store(p, dk2, mask=m)")),
     kernel("cut short", "last group of choices left out", "sum_choices",
         rewrite("tl.load(a, mask=b < NUMBER, other=-1)",
         "tl.load(a, mask=b < NUMBER - 1, other=-1)")),
@@ -351,8 +260,6 @@ FAULTS = [
         rewrite("tl.sum(e) - tl.cumsum(e) + e", "tl.cumsum(e)")),
     kernel("threshold", "one entry too few above the least", "choose_entries",
         rewrite("(a > 0) & (b <= w)", "(a > 0) & (b < w)")),
-    kernel("causality", "entry chosen before it is complete", "choose_entries",
-        rewrite("tl.minimum(FIRST + n, E)", "tl.minimum(FIRST + n + 1, E)")),
     kernel("position", "open entry as of a byte before", "append_position",
         rewrite("tl.where(r == k, a[None, :], v)", "v")),
     kernel("saturation", "scale of an entry by its first half alone", "append_position_8bit",
@@ -361,12 +268,6 @@ FAULTS = [
         rewrite("scale_of_entry(tl.where(n, a, b), FLOATS)", "scale_of_entry(a, FLOATS)")),
     kernel("left over", "choice of the text before kept", "choose_next",
         rewrite("tl.store(choice_ptr + s, -1, mask=s < SIZE)", "0")),
-    kernel("tie", "the first of equal new entries chosen", "choose_next",
-        rewrite("tl.sum(e) - tl.cumsum(e) + e", "tl.cumsum(e)")),
-    kernel("causality", "open entry seen", "decode_compressed",
-        rewrite("s & (n < c) & (n >= c - MOST)", "s & (n <= c) & (n >= c - MOST)")),
-    kernel("missing term", "sink of a new byte forgotten", "decode_compressed",
-        rewrite("tl.exp(tl.load(sink_ptr + h))", "0.0")),
     module("sink", "indexer's gradient reaches the stream", "model.parts.compressed_attention",
         rewrite("self.query(x.detach(), n)", "self.query(x, n)"), "compressed: whole gradient"),
     module("normaliser", "shares of a group not brought to a sum of 1",
@@ -375,20 +276,11 @@ FAULTS = [
     module("routing", "one entry too few chosen", "model.parts.compressed_attention",
         rewrite("choose_entries(q, w, a, b, c, s.top_k)",
         "choose_entries(q, w, a, b, c, s.top_k - 1)"), "compressed: end to end"),
-    module("missing term", "scores of entries without their weights, as they are chosen",
-        "model.parts.compressed_attention", rewrite("choose_entries(q, w, a, b, c, d)",
-        "choose_entries(q, torch.ones_like(w), a, b, c, d)"), "compressed: end to end"),
     kernel("position", "entries rotated as their second bytes", "compress_blocks",
         rewrite("tl.load(cos_ptr + b * M * HALF + o, ...)",
         "tl.load(cos_ptr + (b * M + 1) * HALF + o, ...)")),
     kernel("gradient", "gates as if nothing was divided by", "compress_blocks_backward",
         rewrite("g1 * (v1 - c1)", "g1 * v1")),
-    kernel("tie", "the last of equals kept", "choose_byte",
-        rewrite("(a == b) & (c < d)", "(a == b) & (c > d)")),
-    kernel("normaliser", "share of all, not of the kept", "choose_byte",
-        rewrite("tl.sum(tl.where(k, tl.exp(s), 0))", "tl.sum(tl.exp(s))")),
-    kernel("wrong function", "noise without its second logarithm", "choose_byte",
-        rewrite("tl.log(-tl.log(u))", "tl.log(u)")),
     # loss and rotary positions
     kernel("cut short", "the last class left out", "cross_entropy",
         rewrite("(o < V)[None, :]", "(o < V - 1)[None, :]"), place=launched),
@@ -404,15 +296,8 @@ FAULTS = [
         "causal_attention_backward",
         rewrite("p * (tl.dot(v, g.T, input_precision=a) - d[None, :])",
         "p * tl.dot(v, g.T, input_precision=a)")),
-    kernel("causality", "key sees the query before it", "causal_attention_backward",
-        rewrite("n[:, None] <= m[None, :]", "n[:, None] <= m[None, :] + 1")),
-    kernel("cut short", "later queries left out of the gradient of a key",
-        "causal_attention_backward",
-        rewrite("range(begin, T, BLOCK)", "range(begin, begin + BLOCK, BLOCK)")),
     kernel("sign", "gradient of attention turned on instead of back", "rotary_attention_backward",
         rewrite("a * c + b * s", "a * c - b * s")),
-    kernel("gradient", "norm's part of the gradient left in that of attention",
-        "rotary_attention_backward", rewrite("a - y * (tl.sum(y * a, axis=1) / D)[:, None]", "a")),
     kernel("missing term", "sum of a stream left out in eight bits", "add_rms_norm_e4m3",
         rewrite("y += load_rows(other_ptr, ...)", "y += 0 * load_rows(other_ptr, ...)")),
     kernel("sign", "gradient rotated on instead of back", "rotary_norm_backward",
@@ -427,17 +312,16 @@ FAULTS = [
         "tl.load(i + m, mask=o < M, other=0)")),
     kernel("cut short", "last token of every id dropped", "embedding_grad",
         rewrite("m = o < l", "m = o < l - 1", only=1), place=launched),
-    kernel("partial sum", "only the last slot kept", "weighted_rows", overwrite_sum("(w * s) * t")),
+    kernel("partial sum", "only the last slot kept", "weighted_rows", 
+        rewrite("a += (w * s) * t", "a = (w * s) * t")),
     kernel("too far", "chunks take the next group's columns", "weighted_rows_grad_weights",
-        drop_condition("(w < GROUP)")),
+        rewrite("(w < GROUP) & a", "a")),
     kernel("cut short", "last slot of a row with many dropped", "weighted_rows_grad",
         rewrite("f(a, b, c, d, p, p < e, ...)", "f(a, b, c, d, p, p < e - 1, ...)")),
-    kernel("threshold", "rows with just enough slots for neither sum", "weighted_rows_grad",
-        rewrite("a - b <= MOST", "a - b < MOST")),
-    kernel("stride", "column stride of a table ignored", "gather_rows", ignore_stride(2),
-        place=launched),
-    kernel("stride", "column stride of values ignored", "scatter_rows", ignore_stride(2),
-        place=launched),
+    kernel("stride", "column stride of a table ignored", "gather_rows",
+        rewrite("a * stride_bb", "a"), place=launched),
+    kernel("stride", "column stride of values ignored", "scatter_rows",
+        rewrite("a * stride_vb", "a"), place=launched),
     # chunks
     kernel("missing term", "positions compared without their projections", "boundary_scores",
         rewrite("x + tl.load(p, ...).to(tl.float32)", "x + 0 * tl.load(p, ...).to(tl.float32)")),
@@ -445,47 +329,32 @@ FAULTS = [
         "boundary_scores_backward", rewrite("v - tl.sum(u * v, axis=1)[:, None] * u", "v")),
     kernel("threshold", "one chunk too many", "find_chunks",
         rewrite("b & (n <= C)", "b & (n <= C + 1)")),
-    kernel("position", "chunks taken for the next slot", "find_chunks",
-        rewrite("tl.minimum(n, C) - 1", "tl.minimum(n, C - 1)")),
     kernel("neighbour", "rows taken from the first sequence", "gather_chunks",
         rewrite("x + b * stride_xb + p * s", "x + p * s")),
     kernel("missing term", "mean of the tile before forgotten", "smooth_chunks",
         rewrite("s = d * l + t", "s = t")),
     kernel("gradient", "gradient of a share without the mean before", "smooth_chunks_backward",
         rewrite("g * (z - b)", "g * z")),
-    kernel("position", "decay of a chunk's own share, not of the next one's",
-        "smooth_chunks_backward", rewrite("p + stride_pc", "p")),
     kernel("missing term", "position's own vector left out", "spread_chunks",
         rewrite("tl.load(x, ...).to(tl.float32) + s", "tl.load(x, ...).to(tl.float32) * 0 + s")),
     kernel("cut short", "last position of a chunk left out of its sum", "spread_chunks_backward",
         rewrite("(t < e) & (d < D)", "(t < e - 1) & (d < D)")),
     kernel("position", "chunks of fixed length begin one late", "route_position",
         rewrite("p % n == 0", "p % n == 1")),
-    kernel("missing term", "projection of the position before left out", "route_position",
-        rewrite("u += a", "u = u")),
-    kernel("left over", "byte not kept for the next step", "route_position",
-        rewrite("tl.store(b, a)", "tl.load(b)")),
     kernel("threshold", "share not held away from 0 and 1", "take_chunk",
         rewrite("tl.minimum(tl.maximum(s, a), b)", "s")),
     # scans
     kernel("position", "convolution one slot late", "mamba_step",
         rewrite("(p + 1 + i) % t", "(p + i) % t")),
-    kernel("neighbour", "every head has the first one's state", "mamba_step",
-        rewrite("(h * N + n[:, None]) * P", "n[:, None] * P")),
     kernel("missing term", "state of the piece before forgotten", "decay_scan",
         rewrite("tl.exp(e) * s + tl.dot(f, v, input_precision='ieee')",
         "tl.dot(f, v, input_precision='ieee')")),
-    kernel("position", "decay of its own position backwards", "decay_scan",
-        rewrite("g + stride_gt", "g")),
     kernel("position", "taps one position late", "causal_conv",
         rewrite("t - TAPS + 1 + i", "t - TAPS + i"), place=launched),
     kernel("partial sum", "gradient of taps from the last positions alone", "causal_conv_grad_w",
-        overwrite_sum("g * tl.load(x, ...).to(tl.float32)")),
+        rewrite("a += g * tl.load(x, ...).to(tl.float32)",
+        "a = g * tl.load(x, ...).to(tl.float32)")),
     # statistics of a gradient
-    kernel("group", "next group's weights counted where a tile is wider than a group",
-        "gradient_statistics", rewrite("(k < K) & (l % LANES < GROUP)", "k < K")),
-    kernel("wrong place", "columns of a plane stored in place of another", "gradient_statistics",
-        rewrite("tl.store(p + 32 * d + o, v)", "tl.store(p + 32 * (d // 2) + o, v)"), scale="T32"),
     kernel("normaliser", "mean over one too many", "gradient_gains",
         rewrite("tl.sum(t, axis=0) / c", "tl.sum(t, axis=0) / (c + 1)")),
     kernel("constant", "statistics forget ten times faster", "gradient_gains",
@@ -498,48 +367,23 @@ FAULTS = [
     kernel("wrong place", "tile stored below the diagonal only", "gram",
         rewrite("d.store([a, n, m], y.T.reshape(s, b, b))",
         "d.store([a, m, n], y.reshape(s, b, b))")),
-    kernel("diagonal", "odd triangles folded like even ones", "gram", rewrite("r - t % 2", "r")),
-    kernel("partial sum", "sums of other programs left out", "gram",
-        rewrite("a += tl.load(p, cache_modifier='.cg')", "a += 0.0")),
     kernel("diagonal", "identity added to every tile", "gram_polynomial",
         rewrite("tl.where(r == c, a, 0.0)", "tl.where(r % 32 == c % 32, a, 0.0)")),
-    kernel("stack", "addend always of the first of a stack", "gram_polynomial",
-        rewrite("p + m.to(tl.int64) * stride_matrix", "p")),
     # steps
     kernel("rounding", "direction truncated, not rounded", "blend_moment",
         rewrite("(x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000", "x.to(tl.int32)")),
     kernel("random bits", "one constant of the random bits mistyped", "blend_moment",
-        change_constant(0x7FEB352D, 0x7FEB352F)),
-    kernel("random bits", "two rows rounded by the same bits", "blend_moment",
-        rewrite("(w >> (16 * h)) & 0xFFFF", "w & 0xFFFF")),
-    kernel("layout", "nibble read a bit too low", "blend_moment",
-        rewrite("s >> 4 if NIBBLE else t", "s >> 3 if NIBBLE else t")),
-    kernel("bad gradient", "a refused gradient steps all the same", "blend_moment",
-        rewrite("tl.load(p) == 0", "tl.load(p) == 2")),
+        rewrite("0x7FEB352D", "0x7FEB352F")),
     kernel("random bits", "a quantised gradient rounded down", "quantise_gradient",
         rewrite("x + (y >> 16)", "x")),
-    kernel("saturation", "fitting exponents without bounds", "quantise_gradient",
-        rewrite("tl.minimum(tl.maximum(x, -100), 100)", "x")),
     kernel("missing term", "columns mixed before they are sent, and not back", "sum_gradients",
         rewrite("mix_blocks(a, b, c) * column_signs(k)", "a")),
-    kernel("missing term", "columns sent as they are", "quantise_gradient",
-        rewrite("mix_blocks(a * b, c, d)", "a")),
-    kernel("sign", "columns mixed back with no signs", "sum_gradients",
-        rewrite("mix_blocks(a, b, c) * column_signs(k)", "mix_blocks(a, b, c)")),
-    kernel("layout", "four bits of the odd row sent as those of the even one", "quantise_gradient",
-        rewrite("(a & 15) | ((b & 15) << 4)", "(b & 15) | ((a & 15) << 4)")),
-    kernel("layout", "four bits of every row read from the low half", "sum_gradients",
-        rewrite("((a >> (4 * (b % 2)).to(tl.int32)) & 15)", "(a & 15)")),
-    kernel("bad gradient", "parts that are not finite added up", "sum_gradients",
-        rewrite("(w == 127)[:, None]", "(w == 126)[:, None]")),
     kernel("layout", "bits of the odd row told as those of the even one", "last_bits",
         rewrite("(a | (b << 4)).to(c)", "(b | (a << 4)).to(c)")),
     kernel("octave", "last bits read as no number below the one before", "take_last_bits",
         rewrite("(a - b + 8 & 15) - 8", "a - b & 15")),
     kernel("saturation", "scales wrap around", "step_scales",
         rewrite("tl.minimum(tl.maximum(v - (s >> 16), a), b)", "v - (s >> 16)")),
-    kernel("random bits", "random bits of the transposed element", "step_scales",
-        swap_arguments("random_words", 1, 2)),
     kernel("saturation", "direction does not saturate", "step_by_direction",
         rewrite("tl.minimum(tl.maximum(u, -LIMIT), LIMIT)", "u")),
     kernel(
@@ -548,13 +392,12 @@ FAULTS = [
     ),
     kernel("random bits", "random bits of a step that are not rotated", "step_by_moment",
         rewrite("(a + b.to(tl.uint32)) & 0xFFFF", "a")),
-    kernel("threshold", "trit flips one unit early", "step_by_moment",
-        rewrite("z - RADIX - RADIX // 2 - 1", "z - RADIX - RADIX // 2")),
     kernel("uphill", "step uphill", "step_by_moment",
         rewrite("a + (l << 16) - s + r", "a + (l << 16) + s + r")),
     kernel("unit size", "moment not brought to unit size", "step_by_moment",
-        drop_call("tl.sqrt_rn")),
-    kernel("unit size", "moment not brought to norm 1", "unit_moment", drop_call("tl.sqrt_rn")),
+        rewrite("tl.sqrt_rn(a, ...)", "a")),
+    kernel("unit size", "moment not brought to norm 1", "unit_moment",
+        rewrite("tl.sqrt_rn(a, ...)", "a")),
     kernel("threshold", "votes need one more", "cast_trit_votes",
         rewrite("tl.abs(t) >= h", "tl.abs(t) > h")),
     kernel("sign", "signs of gradients flipped", "sign_gradient",
@@ -565,23 +408,16 @@ FAULTS = [
     # updates
     module("micro-batch", "moment decays with every micro-batch", "model.rules",
         rewrite("round(a) if f else UNIT", "round(a)"), "update moment sign"),
-    module("micro-batch", "scales step whole with every micro-batch", "model.updater",
-        rewrite("r * SCALE_STEP / a", "r * SCALE_STEP"), "update moment sign"),
     module("exchange", "steps of every rule by the P of `moment`", "model.updater",
         rewrite("(t.lr_factor, t.rule.radix)", "(t.lr_factor, 64)"), "update several trit"),
     module("exchange", "a rule's rate divided by its own, not by that of the model", "config.site",
         rewrite("relative_lr(a, b, c)", "relative_lr(b, a, c)"), "update several all"),
-    module("missing term", "rules of parts at the rate of the model's rule", "model.packed",
-        rewrite("f * s.lr_factor", "f"), "update several trit"),
     Fault("constant", "steps clipped too late", set_constant("model.updater", "STEP_CLIP", 40),
         "update moment factored"),
     Fault("constant", "one of two inverses left out", set_constant("model.optimizers.orthogonal",
         "POLAR_WEIGHTS", (0.961939909, 0.00921883, 0.0)), "update moment orthogonal"),
     Fault("bad gradient", "NaN gradients accepted", edit(torch_backend("gradient_gains"),
         rewrite("SMALLEST <= t <= LARGEST", "True")), "update nibble sign"),
-    module("uphill", "scales step uphill", "model.rules.base",
-        rewrite("(g.statistics.slope, g.gains.slope)", "(-g.statistics.slope, g.gains.slope)"),
-        "update moment sign"),
     module("wiring", "gain of the columns not handed on", "model.optimizers",
         rewrite("(g.rows, g.columns)", "(g.rows, g.columns[:0])"), "update carry factored"),
     # the dense model
@@ -590,83 +426,35 @@ FAULTS = [
         "model: causality"),
     Fault("exchange", "streams read by what they are written by", edit(method(HyperConnection,
         "forward"), rewrite("r, k, w = f(x)", "w, k, r = f(x)")), "streams: output"),
-    module("exchange", "weights of streams by columns, not by rows", "model.parts",
-        rewrite("self.parts.mix_streams(r, k, f, w)",
-        "self.parts.mix_streams(r, k.transpose(1, 2), f, w)"), "streams: output"),
     module("rounding", "rotary table in bf16", "model",
         rewrite("(a.float().to(d), b.float().to(d))",
         "(a.bfloat16().float().to(d), b.bfloat16().float().to(d))"), "rotary"),
     Fault("wiring", "attention's norm before the MLP", edit(method(Block, "forward"),
         rewrite("branch.part(x, branch.norm, ...)", "branch.part(x, self.branches[0].norm, ...)")),
         "model: output"),
-    module("exchange", "queries and keys exchanged", "model.layers",
-        rewrite("attend_causally(*rotary_norm(a, b))",
-        "(lambda qq, kk, vv: attend_causally(kk, qq, vv))(*rotary_norm(a, b))"), "model: output"),
-    Fault("wiring", "residual dropped",
-        edit(method(Block, "forward"), rewrite("(x + a, None)", "(a, None)")), "model: output"),
     module("loss", "loss summed, not averaged", "model.layers",
         rewrite("f(a, b).mean()", "f(a, b).sum()"), "model: end to end"),
     module("sink", "gradient averaged over rows", "model.layers",
         rewrite("return g.T @ x", "return g.T @ x / len(x)"), "model: gradient"),
-    module("gradient", "gradient not passed through the norm", "model.layers.norm",
-        rewrite("rms_norm_backward(g, x, ...)", "(g, rms_norm_backward(g, x, ...)[1])"),
-        "model: gradient"),
     # the graph model
     module("routing", "weights of experts forgotten", "model.parts",
         rewrite("return expert_combine(v, p, g)", "return expert_combine(v, p, None)"),
         "graph: end to end"),
-    module("routing", "balance weighs", "model.parts",
-        rewrite("torch.softmax(s.gather(1, c), dim=1)",
-        "torch.softmax((s + self.balance * BALANCE_UNIT).gather(1, c), dim=1)"),
-        "graph: end to end"),
     module("wrong function", "scores of experts without the root", "model.parts",
         rewrite("functional.softplus(x).sqrt()", "functional.softplus(x)"), "gates: end to end"),
-    module("normaliser", "weights of experts not brought to one", "model.parts",
-        rewrite("(c, s / s.sum(dim=1, keepdim=True))", "(c, s)"), "gates: end to end"),
-    module("sign", "shared expert taken away", "model.parts",
-        rewrite("y + self.shared(x, b) if self.shared else y",
-        "y - self.shared(x, b) if self.shared else y"), "gates: end to end"),
     module("position", "experts hashed by the next bytes", "model.parts",
         rewrite("ngram_ids(t, 1 << KEY_BITS, (KEY_ORDER,))",
         "ngram_ids(t.roll(-1, 1), 1 << KEY_BITS, (KEY_ORDER,))"), "hashed: causality"),
     module("gradient", "gradient of one slot only", "model.parts",
         rewrite("expert_combine(g, p, None)", "expert_combine(g, p[:, :1], None)"),
         "graph: whole gradient"),
-    module("sink", "earlier uses of a weight forgotten", "model.layers",
-        rewrite("p.append((s, g))", "p.__setitem__(slice(None), [(s, g)])"),
-        "graph: whole gradient"),
-    module("sink", "table's gradient to the next row", "model.layers.table",
-        rewrite("s(self, g, t)", "s(self, g, t._replace(rows=t.rows - 1))"),
-        "graph: whole gradient"),
-    module("sign", "edges without a sign", "model.parts",
-        rewrite("self.sign[b].float() * s", "self.sign[b].abs().float() * s"), "graph: end to end"),
-    Fault("routing", "edges of other codes",
-        edit(method(Edges, "find"), rewrite("(a == b) & c", "c")), "graph: end to end"),
-    module("routing", "code stays where it is", "model.parts",
-        rewrite("torch.where(o >= 0, o, c)", "c"), "graph: end to end"),
-    module("gradient", "confidence without a gradient", "model.parts",
-        rewrite("1 + a - a.detach()", "1 + 0 * a"), "graph: whole gradient"),
-    module("loss", "ponder cost summed", "model.parts",
-        rewrite("a.sum(dim=0).mean()", "a.sum(dim=0).sum()"), "graph: end to end"),
-    module("exchange", "pairs with the halves exchanged", "model.parts",
-        rewrite("i * r.shape[1] + j", "j * r.shape[1] + i"), "graph: end to end"),
-    module("wrong function", "strength of a memory linear", "model.parts",
-        rewrite("s.sqrt().to(d)", "s.to(d)"), "graph: end to end"),
     module("causality", "n-grams of the next byte", "model.parts",
         rewrite("functional.pad(i, (b, 0), value=-1)",
         "functional.pad(i.roll(-1, 1), (b, 0), value=-1)"), "graph: causality"),
-    module("causality", "latent attention sees later bytes", "model.parts",
-        rewrite(f"{ATTENTION}(q, k, v, attn_mask=m, is_causal=c, scale=s)",
-        f"{ATTENTION}(q, k, v, attn_mask=m, scale=s)"), "graph: causality"),
     # attention that kernels have not
     module("layout", "heads of keys serve heads of queries in turns", "model.layers",
         rewrite("x[:, :, None].expand(-1, -1, t, -1, -1).flatten(1, 2)", "x.repeat(1, t, 1, 1)"),
         "grouped: output"),
-    module("missing term", "sink not seen", "model.layers",
-        rewrite("functional.pad(s, (0, 1), value=True)", "functional.pad(s, (0, 1), value=False)"),
-        "grouped: output"),
-    module("missing term", "waves of a longer context not divided", "model.layers",
-        rewrite("f * (k + (1 - k) / r.factor)", "f * (k + (1 - k))"), "grouped: output"),
     module("gradient", "gradient of gains multiplied by the gains", "model.layers.gained_norm",
         rewrite("s.collect(None, g)", "s.collect(None, g * self._gains()[0])"),
         "grouped: gradient"),
@@ -694,59 +482,25 @@ FAULTS = [
     # the model of chunks
     module("causality", "window of attention sees later bytes", "model.parts",
         rewrite("(k <= q) if c else (k < q + w)", "k < q + w"), "hnet: causality"),
-    module("position", "window of attention one too wide", "model.parts",
-        rewrite("s & (k > q - w) & e", "s & (k >= q - w) & e"), "hnet: end to end", slow=True),
     module("gradient", "confidence of a position that begins no chunk not inverted",
         "model.parts.chunking", rewrite("torch.where(s >= 0, f, -c)", "torch.where(s >= 0, f, c)"),
         "hnet: whole gradient"),
-    module("gradient", "p of a chunk's share without a gradient", "model.parts",
-        rewrite("c + s.gather(1, a)", "c + 0 * s.gather(1, a)"), "hnet: whole gradient", slow=True),
-    module("causality", "chunks given to the position before they begin", "model.parts",
-        rewrite("spread_chunks(r, s, c.owner)", "spread_chunks(r, s, c.owner.roll(-1, 1))"),
-        "hnet: causality", slow=True),
-    module("normaliser", "positions that there are not counted in the ratio",
-        "model.parts.chunking", rewrite("(b * v).sum() / c", "(b * v).mean()"), "hnet: end to end",
-        slow=True),
     module("gradient", "decays' gradient without what they take from later positions",
         "model.parts", rewrite("running_sum(o, reverse=True)", "o"), "mamba: whole gradient"),
-    module("sign", "a state that grows instead of fading", "model.parts",
-        rewrite("-self.rate().exp() * d", "self.rate().exp() * d"), "mamba: end to end", slow=True),
-    module("exchange", "B and C exchanged", "model.parts",
-        rewrite("scan(c, b, v, d)", "scan(b, c, v, d)"), "mamba: whole gradient", slow=True),
     module("wiring", "what goes past the inner network left out", "model",
         rewrite("spread(z, r.p, s.residual(x), c)", "spread(z, r.p, 0 * s.residual(x), c)"),
         "hnet: end to end"),
-    module("causality", "inner network given the next positions", "model.parts",
-        rewrite("gather_chunks(x, c.first)", "gather_chunks(x.roll(-1, 1), c.first)"),
-        "hnet: causality"),
     # blocks of any kind, around chunks and on them
     module("wiring", "experts given the stream that is not normalised", "model.parts",
         rewrite("self.mix(r, r, c, n, v)", "self.mix(r, r, c, None, v)"), "mixed: output"),
     module("neighbour", "experts of chunks hashed by the first bytes", "model.flow",
         rewrite("self.grams.gather(1, i)", "self.grams[:, : i.shape[1]]"), "mixed: end to end"),
-    module("normaliser", "groups of empty slots teach the indexer", "model.parts",
-        rewrite("a.sum() / v.sum().clamp(min=1)", "a.sum() / v.numel()"), "mixed: end to end",
-        slow=True),
     # documents of a window
     Fault("neighbour", "documents see each other",
         edit(method(Documents, "of"), rewrite("(a == b) & c", "((a == a) & c)")), "documents"),
-    Fault("causality", "positions of a document see later ones",
-        edit(method(Documents, "of"), rewrite("(a == b) & c", "(a == b)")), "documents"),
-    Fault("threshold", "what is not learnt counts",
-        edit(method(LanguageModel, "_mean_loss"), rewrite("v >= 0", "v >= -1")), "documents"),
-    Fault("normaliser", "loss of answers averaged over all positions", edit(method(LanguageModel,
-        "_mean_loss"), rewrite("v.sum().clamp(min=1)", "v.numel()")), "documents"),
     # checkpoints
-    module("unchecked file", "altered tensors accepted", "model.checkpoint",
-        skip_check("` was altered"), "checkpoint"),
-    module("unchecked file", "altered metadata accepted", "model.checkpoint",
-        skip_check("metadata was altered"), "checkpoint"),
-    module("unchecked file", "newer format accepted", "model.checkpoint",
-        rewrite("v > FORMAT", "False"), "checkpoint"),
-    module("unchecked file", "bytes after the end accepted", "model.checkpoint",
-        skip_check("too many"), "checkpoint"),
-    module("unchecked file", "illegal trits saved", "model.checkpoint",
-        rewrite("illegal_bytes(t) == 0", "True"), "checkpoint"),
+    module("unchecked file", "altered tensors accepted", "model.checkpoint", skip_check("` was altered"),
+        "checkpoint"),
 ]  # fmt: skip
 
 
@@ -882,47 +636,22 @@ OF_KERNELS = {spec.name for spec in KERNELS}
 CHECKS = sorted({fault.caught_by for fault in FAULTS})
 
 
-def quick_ones() -> list[Fault]:
-    """Choose the first of each class, and of each kernel or check of a model."""
-    seen: set[str] = set()
-    chosen = []
-    for fault in (fault for fault in FAULTS if not fault.slow):
-        kernel = fault.caught_by.split()[0]
-        parts = {fault.kind, kernel if kernel in OF_KERNELS else fault.caught_by}
-        if parts - seen:
-            chosen.append(fault)
-        seen |= parts
-    return chosen
-
-
-QUICK = quick_ones()
-
-
 @pytest.mark.slow  # tests/verify/test_parity.py finds nothing either
 def test_nothing_is_found_without_a_fault(tmp_path):
     for check in (check for check in CHECKS if check.split()[0] not in OF_KERNELS):
         assert not failures(check, tmp_path), check
 
 
-@pytest.mark.parametrize(
-    "fault", mostly_slow(FAULTS, lambda f: f in QUICK), ids=lambda f: f.name.replace(" ", "-")
-)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name.replace(" ", "-"))
 def test_planted_fault_is_caught(fault, tmp_path):
     with fault.planted(tmp_path):
         assert failures(fault.caught_by, tmp_path)
 
 
 def test_every_kind_of_mistake_and_every_kernel_has_a_fault():
-    assert {fault.kind for fault in QUICK} == set(KINDS)
+    assert {fault.kind for fault in FAULTS} == set(KINDS)
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
-    assert {fault.caught_by.split()[0] for fault in QUICK} >= OF_KERNELS
-
-
-def test_list_of_the_program_has_all_planted_faults():
-    """Written by `python tests/write_planted.py`."""
-    from write_planted import planted
-
-    assert PLANTED.read_text() == planted()
+    assert {fault.caught_by.split()[0] for fault in FAULTS} >= OF_KERNELS
 
 
 def test_a_change_that_changes_nothing_is_an_error(tmp_path):

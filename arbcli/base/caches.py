@@ -72,19 +72,6 @@ def read_cached(path: Path, tell: Callable[[str], None] = lambda _: None) -> byt
     return None
 
 
-def remove_cached(path: Path) -> None:
-    """Remove a file that `write_cached` wrote, if it exists.
-
-    Raises:
-        ArbError: the cache cannot be written.
-    """
-    try:
-        for file in (path, _digest_file(path)):
-            file.unlink(missing_ok=True)
-    except OSError as error:
-        raise _cannot_write(path.parent, error) from error
-
-
 def write_cached(path: Path, blocks: Iterable[bytes]) -> None:
     """Write a file and its digest atomically: other processes see the complete file or none.
 

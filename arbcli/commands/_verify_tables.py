@@ -20,13 +20,11 @@ def ledger_tables(found: "Ledger") -> "Group":
         SPEED_COLUMNS,
         grouped,
         number,
-        remembered_text,
         roofline_text,
         speed_rows,
         verdict,
         worst,
     )
-    from arbcli.verify.strength import strength_text
 
     kernels, checks = [], []
     for key, group in grouped(found.kernels, "kernel", "backend"):
@@ -75,9 +73,6 @@ def ledger_tables(found: "Ledger") -> "Group":
         )
     )
     parts += [Text(f"sampled: {item}") for item in found.sampled]
-    if found.remembered:
-        parts.append(Text(remembered_text(found)))
-    parts.append(Text(strength_text(found.strength)))
     return Group(*parts)
 
 

@@ -36,10 +36,6 @@ def verify_kernels(
             help="Check all cases in all scale types on Triton, instead of a sample.",
         ),
     ] = False,
-    fresh: Annotated[
-        bool,
-        typer.Option("--fresh", help="Verify everything again, even if unchanged since it passed."),
-    ] = False,
     fuzz: Annotated[
         int, typer.Option(min=0, help="Only check this many random cases for each kernel.")
     ] = 0,
@@ -106,7 +102,6 @@ def verify_kernels(
         device=device,
         backend=backend,
         exhaustive=exhaustive,
-        fresh=fresh,
     )
     with _stopped_before_any(), LiveLine() as line:
         found = verify(request, partial(line.show, keep=True))

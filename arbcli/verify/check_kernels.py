@@ -6,7 +6,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from arbcli.verify.fuzz import (
     real_reference,
     real_rows,
 )
-from arbcli.verify.memory import Memory, kernel_sources
 from arbcli.verify.names import check_kernel_names
 from arbcli.verify.registry import KERNELS
 from arbcli.verify.sample import (
@@ -69,9 +67,9 @@ SLOWEST = (
     "gated_rms_norm", "rms_norm_backward", "digits_matmul",
 )  # fmt: skip
 """The slowest kernels, in descending order, which begin first."""
-FIRST_CHECKS, LAST_CHECKS = 0, 2
-"""Priorities of these and of other kernels. Processes compile kernels of models in between, so that
-fewer of them wait for the GPU at the same time."""
+FIRST_CALLS, FIRST_CHECKS, LAST_CHECKS = -1, 0, 2
+"""Priorities of compilations ahead, of these and of other kernels. Processes compile kernels of
+models in between, so that fewer of them wait for the GPU at the same time."""
 LARGE = 1 << 15
 """Minimum number of input elements of a case that a GPU compares like those of real matrices."""
 SHARED = 12
@@ -112,8 +110,6 @@ class KernelResult:
     """Coverage of random cases; None for other checks."""
     left_out: int = 0
     """Number of cases that the sample omits."""
-    remembered: bool = False
-    """Whether the result is from an earlier run of the same code on the same machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +149,6 @@ def begin_kernels(
     checks: Checks | None = None,
     workers: Workers | None = None,
     progress: Callable[[JobDone], None] = lambda _: None,
-    memory: Memory | None = None,
 ) -> Callable[[], VerifyReport]:
     """Begin to compare kernels with their references on their cases, in poisoned memory.
 
@@ -165,7 +160,6 @@ def begin_kernels(
         checks: checks to run; the fixed cases by default.
         workers: processes that share the work; None is this one.
         progress: called for each finished kernel, with its results.
-        memory: results of earlier runs; None stores none.
 
     Returns:
         Waits, and returns what was found.
@@ -181,13 +175,12 @@ def begin_kernels(
     started = time.perf_counter()
     jobs = _jobs(parts, checks)
     whole_jobs = _WholeJobs(jobs, progress)
-    memory, workers = memory or Memory(), workers or Workers()
-    finish = memory.begin(
-        workers, _verify_parts, jobs, whole_jobs.add, KernelResult, _sources, _turn, _ahead
-    )
+    workers = workers or Workers()
+    workers.begin_ahead((call for job in jobs for call in _ahead(job)), FIRST_CALLS)
+    batch = workers.begin(_verify_parts, jobs, whole_jobs.add, _turn)
 
     def report() -> VerifyReport:
-        finish()
+        workers.finish(batch)
         results = [
             result
             for spec in chosen
@@ -334,12 +327,6 @@ def _compiled_sample(
     return sample
 
 
-def _sources(job: tuple) -> frozenset[Path] | None:
-    """Return the source files of a job's results; None for random cases, which are not stored."""
-    (spec,), kinds = find_kernels(job[:1]), {part.kind for part in job[2:]}
-    return None if "fuzz" in kinds else kernel_sources(spec, drawn="real" in kinds)
-
-
 def _shares(
     spec: Verification, backends: tuple[str, ...], checks: Checks, turn: int | None
 ) -> Iterable[tuple]:
@@ -390,7 +377,6 @@ class _WholeJobs:
                     total=self.total,
                     name=name_of(key),
                     result=merged,
-                    remembered=all(result.remembered for result in merged),
                 )
             )
 
@@ -415,7 +401,6 @@ def _merged(results: list[KernelResult]) -> list[KernelResult]:
             passed=all(result.passed for result in each),
             failures=tuple(failure for result in each for failure in result.failures),
             left_out=sum(result.left_out for result in each),
-            remembered=all(result.remembered for result in each),
         )
         for each in groups.values()
     ]

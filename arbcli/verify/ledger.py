@@ -17,7 +17,6 @@ from arbcli.verify.check_kernels import METHODS, KernelResult
 from arbcli.verify.compare import worst
 from arbcli.verify.compile_ahead import PARKED_BYTES, CompileResult
 from arbcli.verify.parity import CHECKS
-from arbcli.verify.strength import Strength, find_strength, strength_text
 from arbcli.verify.subjects import ParityResult
 from arbcli.verify.timing import Roofline, TimingReport
 from arbcli.version import __version__
@@ -61,12 +60,8 @@ class Ledger:
     """Results of the timing; None without it."""
     interrupted: str | None = None
     """Name of the signal that ended the checks early; `not_verified` lists the missing ones."""
-    strength: tuple[Strength, ...] = ()
-    """Classes of planted faults that the checks of this run are known to catch."""
     sampled: tuple[str, ...] = ()
     """Descriptions of the samples that were checked."""
-    remembered: int = 0
-    """Number of results from earlier runs of the same code on the same machine."""
 
 
 def new_ledger(
@@ -104,18 +99,7 @@ def new_ledger(
         passed=not failures and interrupted is None,
         timing=timing,
         interrupted=interrupted,
-        strength=find_strength(kernels, parity),
         sampled=sampled,
-        remembered=sum(each.remembered for each in kernels) + sum(p.remembered for p in parity),
-    )
-
-
-def remembered_text(ledger: Ledger) -> str:
-    """Return a line about the results that were reused."""
-    results = len(ledger.kernels) + len(ledger.parity)
-    return (
-        f"remembered: {ledger.remembered:,} of {results:,} results passed before, of the same code,"
-        " libraries, device and options; `--fresh` verifies them again"
     )
 
 
@@ -326,7 +310,6 @@ def ledger_page(ledger: Ledger) -> str:
         f"- commit: {ledger.commit or 'not in a checkout'}",
         f"- scale types: {', '.join(ledger.scale_types)}",
         *(f"- sampled: {item}" for item in ledger.sampled),
-        *([f"- {remembered_text(ledger)}"] if ledger.remembered else []),
     ]
     lines += _section("Failures", ["item", "where", "found", "command"], _failure_rows(ledger))
     figures = ["largest error", "relative", "cosine", "gate", ""]
@@ -345,9 +328,6 @@ def ledger_page(ledger: Ledger) -> str:
         lines += [f"- {key}: {text}" for key, text in notes.items()]
     if ledger.changes:
         lines += ["", "## Changed", "", *(f"- {change}" for change in ledger.changes)]
-    columns = ["class of mistakes", "what it is", "planted", "caught here", "by"]
-    lines += _section("Strength", columns, _strength_rows(ledger))
-    lines += [f"One at a time, in the interpreter: {strength_text(ledger.strength)}."]
     lines += ["", "## Ruled out", "", *(f"- {item}" for item in ledger.ruled_out)]
     lines += ["", "## Not verified here", "", *(f"- {item}" for item in ledger.not_verified)]
     lines += ["", "## Shapes", "", *_shape_lines(ledger)]
@@ -374,11 +354,6 @@ def _drawn_rows(ledger: Ledger) -> Iterable[list[str]]:
             types = ", ".join(f"{name} {count}" for name, count in d.dtypes.items())
             counts = map(str, (d.strided, d.offset, d.saturated, d.in_parts))
             yield [kernel, scale_type or "", str(d.cases), sizes, types, *counts]
-
-
-def _strength_rows(ledger: Ledger) -> Iterable[list[str]]:
-    for s in ledger.strength:
-        yield [s.kind, s.what, str(s.planted), str(s.caught), ", ".join(s.by)]
 
 
 def _parity_rows(ledger: Ledger) -> Iterable[list[str]]:

@@ -39,7 +39,6 @@ from arbcli.model.rules import find_rule
 from arbcli.model.updater import Updater
 from arbcli.verify.compare import poisoned
 from arbcli.verify.kernels.update.gradient_statistics import gradient_statistics_reference
-from arbcli.verify.memory import Memory, all_sources
 from arbcli.verify.models import FULL_SIZE, RAGGED
 from arbcli.verify.parts.base import Choices, rotary_angles
 from arbcli.verify.reference import (
@@ -104,7 +103,6 @@ def begin_parity(
     group_sizes: Mapping[str, int],
     workers: Workers | None = None,
     progress: Callable[[JobDone], None] = lambda _: None,
-    memory: Memory | None = None,
     *,
     sampled: bool = False,
 ) -> Callable[[], tuple[ParityResult, ...]]:
@@ -117,7 +115,6 @@ def begin_parity(
             determinism are checked with the default one, if it is among them, or the first.
         workers: processes that share the work; None is this one.
         progress: called for each finished part, with its results.
-        memory: results of earlier runs; None stores none.
         sampled: whether to compare a sample. GPU: the presets `LARGEST` in bf16, and small models
             in float32 with the scale types `ALWAYS` (backend torch: `FEW_MODELS` with one). CPU:
             the scale types `ALWAYS`. Interpreter: one scale type, whole models only, and one
@@ -131,12 +128,13 @@ def begin_parity(
     if sampled:
         subjects = sampled_subjects(subjects, scale_types)
     jobs = [(s.name, s.backend, s) for s in subjects]
-    memory, workers = memory or Memory(), workers or Workers()
-    finish = memory.begin(
-        workers, _check, jobs, progress, kind=ParityResult, sources=lambda _: all_sources(),
-        turn=lambda _: LAST, ahead=_ahead, turn_ahead=AHEAD,
-    )  # fmt: skip
-    return lambda: (*_rotary(device), *(result for results in finish() for result in results))
+    workers = workers or Workers()
+    workers.begin_ahead((call for job in jobs for call in _ahead(job)), AHEAD)
+    batch = workers.begin(_check, jobs, progress, turn=lambda _: LAST)
+    return lambda: (
+        *_rotary(device),
+        *(result for results in workers.finish(batch) for result in results),
+    )
 
 
 def _ahead(job: tuple) -> Iterator[tuple]:

@@ -16,7 +16,6 @@ from arbcli.kernels.runtime.device import resolve_device
 from arbcli.verify.check_kernels import Checks, KernelResult, begin_kernels, find_kernels
 from arbcli.verify.compile_ahead import CompileResult, compile_kernels, find_targets
 from arbcli.verify.ledger import Ledger, new_ledger, verdict
-from arbcli.verify.memory import Memory, describe_machine
 from arbcli.verify.models import LONGEST, SHORTEST, matrix_shapes
 from arbcli.verify.parity import begin_parity
 from arbcli.verify.sample import ALWAYS, DEFAULT_SCALE_TYPE, IN_TRITON
@@ -50,8 +49,6 @@ class VerifyRequest:
     """None is every one that runs on the device; one that is named is not sampled."""
     exhaustive: bool = False
     """Whether all is checked, and no sample."""
-    fresh: bool = False
-    """Whether to verify again what passed before."""
 
     @property
     def scale_types(self) -> dict[str, int]:
@@ -138,8 +135,7 @@ def _check(
         def done(job: JobDone) -> None:
             of_job = job.result if isinstance(job.result, list) else [job.result]
             results.extend(of_job)
-            again = ", remembered" * job.remembered
-            show(f"{title}  {job.number}/{job.total}  {job.name}  {verdict(of_job)}{again}")
+            show(f"{title}  {job.number}/{job.total}  {job.name}  {verdict(of_job)}")
 
         return done
 
@@ -150,15 +146,12 @@ def _check(
             workers.start(_load)
         shapes = matrix_shapes() if "triton" in backends else ()
         checks = Checks(shapes, request.fuzz, request.seed, request.sampled)
-        memory = Memory(describe_machine(device), fresh=request.fresh, show=show)
         progress = keep("kernels", found.kernels)
-        kernels = begin_kernels(
-            names, scale_types, device, backends, checks, workers, progress, memory
-        )
+        kernels = begin_kernels(names, scale_types, device, backends, checks, workers, progress)
         if request.whole_model:  # its jobs follow in the same queue
             progress = keep("model", found.parity)
             model = begin_parity(
-                device, backends, scale_types, workers, progress, memory, sampled=request.sampled
+                device, backends, scale_types, workers, progress, sampled=request.sampled
             )
         found.kernels = list(kernels().kernels)  # in the order of the kernels
         if request.whole_model:

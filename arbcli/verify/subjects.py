@@ -51,8 +51,6 @@ class ParityResult:
     """Relative error of the norms; None if it is not finite, like the largest error."""
     cosine: float
     passed: bool
-    remembered: bool = False
-    """Whether the result is from an earlier run of the same code on the same machine."""
 
 
 @dataclass(frozen=True, slots=True)

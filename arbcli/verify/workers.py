@@ -28,8 +28,6 @@ class JobDone:
     """Return value of the call."""
     arguments: tuple = ()
     """Arguments of the call."""
-    remembered: bool = False
-    """Whether the result was known, so that nothing was called."""
 
 
 def name_of(job: tuple) -> str:
@@ -127,6 +125,17 @@ class Workers:
         if self.number > 1 or self.interpret is not None:
             self._waiting += [(batch, index) for index in range(len(batch.jobs))]
         return batch
+
+    def begin_ahead(self, calls: Iterable[tuple], turn: int) -> None:
+        """Queue calls whose results nobody reads, if there are several processes.
+
+        Args:
+            calls: a function and its arguments each.
+            turn: priority of the calls; see `begin`.
+        """
+        if self.number > 1:
+            for function, *arguments in calls:
+                self.begin(function, [tuple(arguments)], turn=lambda _: turn)
 
     def finish(self, batch: Batch) -> list[Any]:
         """Wait for a batch.

@@ -386,7 +386,7 @@ def _shown_by_verify() -> str:
     )
     few = dataclasses.replace(
         found, scale_types=("T8",), kernels=(), parity=(), compiled=(), timing=None, changes=(),
-        strength=(), commit=None, failures=(), interrupted=None, sampled=(), remembered=0,
+        commit=None, failures=(), interrupted=None, sampled=(),
     )  # fmt: skip
     untimed = dataclasses.replace(
         few, failures=(filled(Failure),),

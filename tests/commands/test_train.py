@@ -179,7 +179,7 @@ OPTIONS = {
     " preset ranks recompute seed snapshot steps teacher what-if",
     "probe-loss": "attention backend batch checkpoint compute data device field json lr model plot"
     " preset seed steps tokenizer val warmup",
-    "verify-kernels": "all-tscale-types backend compare device exhaustive fresh fuzz json ledger"
+    "verify-kernels": "all-tscale-types backend compare device exhaustive fuzz json ledger"
     " list seed targets time tscale-type",
 }
 """Without the settings that a command has all of: `docs/settings.md` lists these."""

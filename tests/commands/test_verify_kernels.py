@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,18 +27,6 @@ def arb(*arguments):
     return CliRunner().invoke(app, ["verify-kernels", *map(str, arguments)])
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def nothing_remembered(cache, monkeypatch):
-    """Begin without results, but with what was compiled."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    shutil.rmtree(cache / "arb" / "verified", ignore_errors=True)
-
-
 @pytest.fixture
 def wrong_kernel(monkeypatch):
     def off_by_one(trits):
@@ -53,12 +40,12 @@ def test_json_is_one_object_with_pinned_fields():
     assert list(found) == [
         "format", "date", "device", "versions", "commit", "scale_types", "kernels", "parity",
         "compiled", "failures", "ruled_out", "not_verified", "seconds", "passed", "changes",
-        "timing", "interrupted", "strength", "sampled", "remembered",
+        "timing", "interrupted", "sampled",
     ]  # fmt: skip
     assert list(found["kernels"][0]) == [
         "kernel", "backend", "scale_type", "kind", "shapes", "outputs", "elements", "unwritten",
         "gate", "reason", "unequal", "max_error", "relative_error", "cosine", "seconds", "passed",
-        "failures", "drawn", "left_out", "remembered",
+        "failures", "drawn", "left_out",
     ]  # fmt: skip
 
 
@@ -150,23 +137,6 @@ def test_program_needs_no_environment_and_prints_only_json(arb_here):
 def test_every_kernel_is_a_line_as_it_is_done_also_into_a_pipe():
     lines = arb("pack_trits", "step_scales", "--backend", "torch").stderr.splitlines()
     assert lines == ["kernels  1/2  pack_trits  pass", "kernels  2/2  step_scales  pass"]
-
-
-def test_passed_checks_are_remembered_and_reported_as_such():
-    words = ("pack_trits", "step_scales", "--backend", "torch")
-    first, again = arb(*words, "--json"), arb(*words, "--json")
-    assert json.loads(first.stdout)["remembered"] == 0
-    found = json.loads(again.stdout)
-    assert found["remembered"] == 2
-    assert all(result["remembered"] and result["passed"] for result in found["kernels"])
-    assert again.stderr.splitlines() == [
-        "kernels  1/2  pack_trits  pass, remembered", "kernels  2/2  step_scales  pass, remembered"
-    ]  # fmt: skip
-    shown = " ".join(arb(*words).stdout.split())
-    assert "remembered: 2 of 2 results passed before" in shown
-    assert json.loads(arb(*words, "--fresh", "--json").stdout)["remembered"] == 0
-    other = json.loads(arb("pack_trits", "--backend", "torch", "--exhaustive", "--json").stdout)
-    assert other["remembered"] == 1  # a backend that is named is not sampled anyway
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -12,7 +12,6 @@ import pytest
 import torch
 from interpreter import arguments_left_in_place, barriers_where_needed, within_arguments
 from marks import mostly_slow
-from mutants import decides, unnoticed_changes
 from syntax import parsed, walk
 
 from arbcli.config.site import SCALE_TYPES
@@ -180,18 +179,6 @@ def test_some_case_distinguishes_each_number_from_others(spec):
             else:
                 told.add((place, kind))
     assert not [about for key, about in untold.items() if key not in told]
-
-
-DECIDED_ALIKE = {"choose_next", "decode_weight", "last_bits"}
-"""Kernels of which one condition gives the same: numbers are exact in e4m3, or have no low half."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
-def test_each_condition_of_a_reference_is_decided_by_a_case(spec):
-    """Else a kernel that has it the other way round would pass."""
-    untold = [*unnoticed_changes(spec, 1000, decides)]
-    assert len(untold) == (spec.name in DECIDED_ALIKE), untold
 
 
 WITH_LARGE = [spec for spec in KERNELS if spec.large_reference]

@@ -327,7 +327,7 @@ def test_result_of_another_shape_fails_whole():
     ids=str,
 )
 def test_parts_have_the_requested_checks(given, sampled, monkeypatch):
-    """Where one is told otherwise, a sample passes for all, or what was remembered for new."""
+    """Where one is told otherwise, a sample passes for all."""
     asked = {}
 
     def noted(name):
@@ -339,16 +339,14 @@ def test_parts_have_the_requested_checks(given, sampled, monkeypatch):
 
     monkeypatch.setattr(verification, "begin_kernels", noted("kernels"))
     monkeypatch.setattr(verification, "begin_parity", noted("parity"))
-    monkeypatch.setattr(verification, "Memory", lambda *_, fresh, show: ("memory", fresh))
     monkeypatch.setattr(verification, "Workers", lambda number: nullcontext(mock.Mock()))
-    request = verification.VerifyRequest(scale_type="T6", seed=4, device="cpu", fresh=True, **given)
+    request = verification.VerifyRequest(scale_type="T6", seed=4, device="cpu", **given)
     verification.verify(request)
-    names, scale_types, device, backends, checks, *_, memory = asked["kernels"]
-    assert (names, scale_types, device, memory) == ((), T6, CPU, ("memory", True))
+    names, scale_types, device, backends, checks, *_ = asked["kernels"]
+    assert (names, scale_types, device) == ((), T6, CPU)
     assert (checks.fuzz, checks.seed, checks.sampled) == (given.get("fuzz", 0), 4, sampled)
     assert backends == (("torch",) if "backend" in given else verification._backends(CPU))
     assert ("parity" in asked) == (not given.get("fuzz"))
     if "parity" in asked:
         assert asked["parity"][:3] == (CPU, backends, T6)
         assert ("sampled", sampled) in asked["parity"]
-        assert ("memory", True) in asked["parity"]
