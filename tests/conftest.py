@@ -30,7 +30,7 @@ if hasattr(signal, "SIGHUP"):  # ignored under nohup
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     if find_spec("triton"):
-        from interpreter import quicken
+        from apparatus.interpreter import quicken
 
         quicken()
 

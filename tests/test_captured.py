@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from apparatus.graphs import Graph, recorded_graphs
 from cells import Cell, wide
-from graphs import Graph, recorded_graphs
 
 from arbcli.config.presets import preset
 from arbcli.data.text import open_texts

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from planting import (
+from apparatus.planting import (
     Change,
     Fault,
     edit,

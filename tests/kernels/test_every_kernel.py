@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from interpreter import arguments_left_in_place, barriers_where_needed, within_arguments
+from apparatus.interpreter import arguments_left_in_place, barriers_where_needed, within_arguments
 from marks import mostly_slow
 from syntax import parsed, walk
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from interpreter import barriers_where_needed
+from apparatus.interpreter import barriers_where_needed
 from marks import needs_triton
 from torch import Tensor
 

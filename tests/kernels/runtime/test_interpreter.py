@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from interpreter import ARRAYS, BITWISE, LOGICAL, OPERATORS
+from apparatus.interpreter import ARRAYS, BITWISE, LOGICAL, OPERATORS
 from marks import needs_triton
 
 pytestmark = [

@@ -1,6 +1,6 @@
 """Several processes that share one selection of tests; a script.
 
-    python tests/shared.py PROCESSES RESULTS [arguments of pytest]
+    python tests/apparatus/shared.py PROCESSES RESULTS [arguments of pytest]
 
 Most tests of a GPU wait for a host that compiles, so many of them share one. RESULTS is a file of
 JSON lines, one for each test, written as it ends: a run that is cut off has those of its tests that
