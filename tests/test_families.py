@@ -118,9 +118,8 @@ def test_experts_step_by_muon_one_by_one():
         assert float((weight * step).sum()) < 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_kind_of_block_is_compiled_once(family):
-    model = FamilyModel(small(family))
+def test_each_kind_of_block_is_compiled_once():
+    model = FamilyModel(small("experts"))
     graphs = CompileCounterWithBackend("aot_eager")
     loss = model.compile_regions(fullgraph=True, dynamic=False, backend=graphs)
     ids = torch.arange(128).view(2, 64) * 7 % 256
@@ -130,5 +129,5 @@ def test_each_kind_of_block_is_compiled_once(family):
     assert all(
         weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters()
     )
-    # blocks that begin a stack, later ones, then embedding, chunks and loss
-    assert graphs.frame_count == {"hnet-base": 8, "arb-long": 4, "experts": 4}[family]
+    # blocks that begin a stack, later ones, then embedding and loss
+    assert graphs.frame_count == 4

@@ -78,8 +78,7 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("texts", [1, 2])
-@pytest.mark.parametrize("kv", [None, "int8"])
+@pytest.mark.parametrize(("texts", "kv"), [(1, None), (2, "int8")])
 @pytest.mark.parametrize("name", LONG)
 def test_prompt_of_any_length_is_read_in_bounded_time_with_the_bits_of_all_of_it(
     name, kv, texts, device, monkeypatch

@@ -102,7 +102,7 @@ OF_EIGHT_BITS = {"small_graph": {"expert_dim": 32}, "small_hnet": {"outer_dim": 
     mostly_slow(
         product(SIZES, CHANGES),
         lambda family, name: (
-            name in (("accum", "rules of parts") if family == "dense" else ("recompute",))
+            name in {"dense": ("accum", "fp8"), "small_graph": ("recompute",)}.get(family, ())
         ),
     ),
 )
@@ -125,9 +125,8 @@ def test_predicted_peak_of_other_heads_and_objectives_equals_the_measured_peak(c
     assert predict_peak(config).peak_bytes == measured_peak(config)
 
 
-@pytest.mark.parametrize("compute", ["bf16", "fp8"])
-def test_predicted_peak_of_packed_gates_equals_the_measured_peak(compute):
-    config = config_of({"pack": True, "layers": 4, "dim": 64, "ffn": 208, "compute": compute})
+def test_predicted_peak_of_packed_gates_equals_the_measured_peak():
+    config = config_of({"pack": True, "layers": 4, "dim": 64, "ffn": 208})
     assert predict_peak(config).peak_bytes == measured_peak(config)
 
 
@@ -223,9 +222,8 @@ def test_predicted_peak_leaves_no_trace(monkeypatch):
     assert {name: function() for name, function in functions.items()} == before
 
 
-@pytest.mark.parametrize("layers", [4, 5])
-def test_initialising_like_tensors_once_changes_no_prediction(layers, monkeypatch):
-    model = preset("tiny", dim=256, layers=layers, ffn=1024, ctx=8)
+def test_initialising_like_tensors_once_changes_no_prediction(monkeypatch):
+    model = preset("tiny", dim=256, layers=5, ffn=1024, ctx=8)
     config = TrainConfig(model=model, batch=1, device="cuda", backend="triton")
     found = predict_peak(config)
     monkeypatch.setattr(peak, "_initialising_once", nullcontext)

@@ -79,8 +79,8 @@ def test_cached_logits_equal_those_of_one_forward(name, device, monkeypatch):
     check_parts(name, "torch", device, monkeypatch)
 
 
-@pytest.mark.parametrize("storage", [{}, {"digits": "all", "mlp_rule": "nibble"}], ids=str)
-def test_kernels_give_the_logits_of_one_forward(storage, device, monkeypatch):
+def test_kernels_give_the_logits_of_one_forward(device, monkeypatch):
+    storage = {"digits": "all", "mlp_rule": "nibble"}
     check_parts("ragged chunks and bytes", KERNELS, device, monkeypatch, **storage)
 
 

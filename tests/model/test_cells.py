@@ -4,12 +4,9 @@ import torch
 from cells import AHEAD, CELLS, FEW, Cell, each_cell
 
 from arbcli.data.text import open_texts
-from arbcli.inspect.peak import predict_peak
-from arbcli.inspect.trace import LiveTensors
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers.rotary import fresh_tables
 from arbcli.training.configure import new_config
 from arbcli.training.trainer import Trainer
 
@@ -101,17 +98,6 @@ def test_cell_reads_a_text_in_pieces_as_it_does_at_once(cell):
             cache = lm.new_cache(length)
             got = torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
             torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-4)
-
-
-@each_cell([*CELLS, AHEAD], quick=FEW[-1:])
-def test_predicted_peak_of_a_cell_equals_the_measured_peak(cell, tmp_path):
-    tensors = LiveTensors(CPU)
-    with deterministic(), fresh_tables(), tensors:
-        learner = trainer(cell, tmp_path)
-        tensors.settle()
-        for _ in range(2):
-            learner.train_step()
-    assert predict_peak(learner.config).peak_bytes == tensors.peak
 
 
 def test_text_that_is_one_window_gives_the_same_batch_in_every_step(tmp_path):

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from marks import mostly_slow
 
 from arbcli.config.presets import preset
 from arbcli.inspect.audit import LiveTensors
@@ -285,8 +284,10 @@ def test_non_finite_gradient_is_not_an_error_on_a_cpu():
     assert not near_polar(torch.full((3, 5), torch.nan)).isfinite().any()
 
 
-@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
-@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize(
+    ("spectrum", "transposed"),
+    [(spectrum, number % 2 == 0) for number, spectrum in enumerate(SPECTRA)],
+)
 def test_composed_steps_in_bf16_lose_no_more_than_single_steps(
     spectrum, transposed, device, monkeypatch
 ):
@@ -573,14 +574,8 @@ SEVERAL = "moment nibble carry"
 
 @pytest.mark.parametrize(
     ("rule", "direction", "digits"),
-    mostly_slow(
-        [*((*each, "trit") for each in COMBINATIONS),
-         *((rule, "orthogonal", "all") for rule in ("moment", SEVERAL))],
-        lambda *of: (
-            of in (("moment", "factored", "trit"), ("votes", None, "trit")) or of[2] == "all"
-        ),
-    ),
-)  # fmt: skip
+    [("moment", "factored", "trit"), ("votes", None, "trit"), (SEVERAL, "orthogonal", "all")],
+)
 def test_gradients_that_are_held_give_the_same_bits(rule, direction, digits, device):
     """Of every rule, `votes` too, which waits for nothing, and in two micro-batches of a step."""
     states = []
@@ -614,10 +609,10 @@ def test_held_gradients_of_an_aborted_step_are_dropped(device):
     assert all(torch.equal(part, before[name]) for name, part in state(tensor).items())
 
 
-@pytest.mark.parametrize("parts", [[range(3)], [range(2), range(2, 3)]], ids=["together", "parts"])
 @pytest.mark.parametrize(
-    ("rule", "direction"),
-    mostly_slow(COMBINATIONS, lambda *of: of in (("moment", "factored"), ("votes", None))),
+    ("rule", "direction", "parts"),
+    [("moment", "factored", [range(2), range(2, 3)]), ("votes", None, [range(3)])],
+    ids=["moment in parts", "votes together"],
 )
 def test_small_matrices_of_a_stack_step_together_with_the_same_bits(
     rule, direction, parts, device, monkeypatch

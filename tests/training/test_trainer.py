@@ -41,8 +41,7 @@ def test_scales_of_an_area_move_by_the_losses_that_are_named(text, small_graph):
 
 
 @pytest.mark.parametrize(
-    ("losses", "rule"),
-    [("text+ponder", "moment"), ("ponder+text+ponder", "moment"), ("text+ponder", "votes")],
+    ("losses", "rule"), [("ponder+text+ponder", "moment"), ("text+ponder", "votes")]
 )
 def test_scales_that_all_losses_move_take_the_steps_of_before(losses, rule, text, small_graph):
     routes = [f"moe_graph={losses}", f"codebook={losses}", f"mlp={losses}"]

@@ -129,14 +129,7 @@ SLOW = {
 )
 def test_random_cases_pass(spec, device):
     backends = [KERNEL_BACKEND, "torch"]
-    report = verify_kernels([spec.name], T6, device, backends, Checks(fuzz=2, seed=11))
-    assert report.passed, report.kernels
-
-
-@pytest.mark.slow  # it passes two above
-@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
-def test_torch_backend_passes_many_random_cases(spec, device):
-    report = verify_kernels([spec.name], {"T16": 16}, device, ["torch"], Checks(fuzz=25))
+    report = verify_kernels([spec.name], T6, device, backends, Checks(fuzz=1, seed=11))
     assert report.passed, report.kernels
 
 

@@ -178,10 +178,9 @@ def test_every_switch_is_tested():
     assert switches == {*PARTS, *of_graph, "sub_norms", "shared_expert", "moe_clamp"}
 
 
-@pytest.mark.parametrize("attention", [True, False])
-def test_steps_by_kernels_give_the_logits_of_steps_by_parts(attention, small_graph, monkeypatch):
+def test_steps_by_kernels_give_the_logits_of_steps_by_parts(small_graph, monkeypatch):
     given = {k: v for k, v in small_graph.items() if k not in ("preset", "batch")}
-    lm = build_model(preset("arb-tiny", attention=attention, **given), torch.bfloat16)
+    lm = build_model(preset("arb-tiny", **given), torch.bfloat16)
     lm.initialise(0)
     lm.embedding.weight.exponent -= 4  # so what blocks add counts, and so do their norms
     ids = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(0))
@@ -197,7 +196,7 @@ def test_steps_by_kernels_give_the_logits_of_steps_by_parts(attention, small_gra
         monkeypatch.setattr(decoding, "fits_prepacked", lambda x, _: x.shape[1] == 1)
         got = read()
         kept = [part for part in lm.modules() if getattr(part, "_decoded", None) is not None]
-        assert len(kept) == (2 if attention else 0)
+        assert len(kept) == 2
     assert all(part._decoded is None for part in kept)
     # experts, codes and rows are chosen by what is rounded, so few positions may differ by more
     error = (got.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)

@@ -33,7 +33,7 @@ SHAPES = {
         "output_bias": True, "sink": True, "window": WINDOW,
         "rotary": RotaryConfig(scaling="yarn", **LONGER, share=0.5), },
 }  # fmt: skip
-QUICK = ("fewer heads of keys", "one head of keys, in a window", "interpolated", "yarn", "biases")
+QUICK = ("one head of keys, in a window", "interpolated")
 """Of which references are computed each time; `all` has the others."""
 KERNELS = ("plain", "wide heads", "half of a head", "interpolated", "llama3")
 """Shapes that kernels have."""
