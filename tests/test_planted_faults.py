@@ -499,8 +499,8 @@ FAULTS = [
     Fault("neighbour", "documents see each other",
         edit(method(Documents, "of"), rewrite("(a == b) & c", "((a == a) & c)")), "documents"),
     # checkpoints
-    module("unchecked file", "altered tensors accepted", "model.checkpoint", skip_check("` was altered"),
-        "checkpoint"),
+    module("unchecked file", "altered tensors accepted", "model.checkpoint",
+        skip_check("` was altered"), "checkpoint"),
 ]  # fmt: skip
 
 

@@ -64,6 +64,7 @@ def rewrite(old: str, new: str, only: int | None = None) -> Change:
         rewriter.visit(tree)
         return rewriter.changed
 
+    change.pattern = pattern  # tells which functions need no look
     return change
 
 
@@ -269,7 +270,7 @@ def edit(place: Place, change: Change) -> Planter:
             if hasattr(found, "cache_clear"):
                 found.cache_clear()
                 stack.callback(found.cache_clear)
-            if plain not in changed:
+            if plain not in changed and _may_fit(change, plain.__code__):
                 tree = ast.parse(_source(plain.__code__))
                 if change(tree):
                     changed[plain] = found, ast.unparse(ast.fix_missing_locations(tree))
@@ -288,6 +289,22 @@ def edit(place: Place, change: Change) -> Planter:
 @cache
 def _source(code: CodeType) -> str:
     return textwrap.dedent(inspect.getsource(code))
+
+
+@cache
+def _nodes(code: CodeType) -> dict[type, list[ast.AST]]:
+    """Group the nodes of a function, which is parsed once, by their kind."""
+    groups: dict[type, list[ast.AST]] = {}
+    for node in ast.walk(ast.parse(_source(code))):
+        groups.setdefault(type(node), []).append(node)
+    return groups
+
+
+def _may_fit(change: Change, code: CodeType) -> bool:
+    """Whether a pattern of a change is in a function: most functions of a place have none."""
+    pattern = getattr(change, "pattern", None)
+    nodes = _nodes(code).get(type(pattern), ())
+    return pattern is None or any(_matches(pattern, node, {}) for node in nodes)
 
 
 def set_constant(room: str, name: str, value: object) -> Planter:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from itertools import count
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,11 +21,8 @@ from arbcli.kernels.runtime.arguments import Array, Number
 from arbcli.kernels.runtime.backend import chunks_of, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.sources import kernel_files
-from arbcli.verify import check_kernels as verify
-from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.check_kernels import KERNELS, Checks, compare, copies, peers_of
+from arbcli.verify.check_kernels import KERNELS, compare, copies, peers_of
 from arbcli.verify.compare import as_tuple, poisoned
-from arbcli.verify.fuzz import _form
 from arbcli.verify.registry import BY_NAME
 from arbcli.verify.sample import LONG_CASES, is_long
 
@@ -200,30 +196,6 @@ def test_reference_of_large_cases_is_the_reference(spec):
             size = max(wanted.double().nan_to_num(0).abs().flatten().tolist(), default=0)
             close = {"rtol": 1e-9, "atol": 1e-9 * size}
             torch.testing.assert_close(got.double(), wanted.double(), **close, equal_nan=True)
-
-
-@pytest.fixture
-def emulated_gpu(monkeypatch):
-    """Let a GPU be seen that does nothing: whatever is asked of it fails."""
-    about = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
-
-    def synchronize(device):
-        assert torch.device(device).type == "cuda"  # as torch asks
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    return torch.device("cuda")
-
-
-@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
-def test_inputs_have_one_form_with_memory_and_without(spec, emulated_gpu):
-    """So that a real matrix that was chosen without is the one that runs."""
-    part = verify._Part(spec.name, "T32", 32, "cuda", ("triton",), Checks(), 0, "real")
-    for dtype in (torch.float32, torch.bfloat16):
-        here = spec.drawn(CaseGenerator(0, torch.device("cpu"), dtype), 32, 3, 64, 96)
-        with verify._without_gpu(spec, part) as rng:
-            assert _form(spec.drawn(rng(0, emulated_gpu, dtype), 32, 3, 64, 96)) == _form(here)
 
 
 def test_cases_ask_their_device_and_no_tensor():
