@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from arbcli.config import parts
+from arbcli.config import kinds
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.base import PartConfig
@@ -34,8 +34,8 @@ PARTS: dict[str, PartConfig] = {
 """Configurations by kind; `grouped` is `attention` of a shape without kernels."""
 PLAIN = ("grouped",)
 """Of these, mixers of plain operations between kernels, which a compiler differentiates itself."""
-MIXERS = [name for name, part in PARTS.items() if part.kind in parts.MIXERS]
-CHANNELS = [name for name, part in PARTS.items() if part.kind in parts.CHANNELS]
+MIXERS = [name for name, part in PARTS.items() if part.kind in kinds.MIXERS]
+CHANNELS = [name for name, part in PARTS.items() if part.kind in kinds.CHANNELS]
 
 
 class Cell(NamedTuple):

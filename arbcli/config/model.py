@@ -59,9 +59,9 @@ class BlockConfig:
     """
 
     mixer: PartConfig | None = None
-    """Token mixer, one of `arbcli.config.parts.MIXERS`."""
+    """Token mixer, one of `arbcli.config.kinds.MIXERS`."""
     channel: PartConfig | None = None
-    """Channel mixer, one of `arbcli.config.parts.CHANNELS`."""
+    """Channel mixer, one of `arbcli.config.kinds.CHANNELS`."""
 
     def __post_init__(self) -> None:
         """Check that the block has a part.
@@ -188,7 +188,7 @@ class ModelConfig:
     stages: tuple[StageConfig, ...]
     """Stages, the outermost first; all but the last have `chunking`."""
     beside: tuple[PartConfig, ...] = ()
-    """Parts whose outputs are added to the embedding, of `arbcli.config.parts.BESIDE`."""
+    """Parts whose outputs are added to the embedding, of `arbcli.config.kinds.BESIDE`."""
     head: MLPConfig | None = None
     """Gated MLP before the linear head; None for no MLP."""
     ahead: AheadConfig | None = None

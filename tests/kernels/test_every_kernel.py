@@ -21,6 +21,7 @@ from arbcli.kernels.runtime.arguments import Array, Number
 from arbcli.kernels.runtime.backend import chunks_of, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.sources import kernel_files
+from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.check_kernels import KERNELS, compare, copies, peers_of
 from arbcli.verify.compare import as_tuple, poisoned
 from arbcli.verify.registry import BY_NAME
