@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from arbcli.base.reading import read_json
 from arbcli.base.run_files import CONFIG
 from arbcli.config.model import ModelConfig
 from arbcli.config.training import train_config_from
@@ -25,7 +26,6 @@ from arbcli.generation.generation import Sampling, generate
 from arbcli.generation.load import load_model
 from arbcli.interop.exporting import export
 from arbcli.interop.gguf.export import smallest_type
-from arbcli.model.checkpoint import read_json
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
 from arbcli.training.directory import open_texts_again

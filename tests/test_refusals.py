@@ -227,8 +227,9 @@ def test_export_that_cannot_be_written_leaves_nothing(saved, tmp_path, monkeypat
         export(path, "hf", out=tmp_path / "model")
     assert not [path for path in tmp_path.iterdir() if "model" in path.name]
     monkeypatch.undo()
-    (tmp_path / ".model.tmp").mkdir()  # a killed process left it
-    (tmp_path / ".model.tmp" / "other").touch()
+    left = tmp_path / ".model.0123abcd.tmp"  # by a killed process
+    left.mkdir()
+    (left / "other").touch()
     export(path, "hf", out=tmp_path / "model")
     assert "other" not in [path.name for path in tmp_path.rglob("*")]
 

@@ -269,7 +269,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "template that is kept nowhere": (
         lambda _: keep_template(
             text("x", "there/chat_template.jinja").with_name("tokenizer.json"), text("", "file")),
-        "cannot write to `file/"),
+        "cannot make `file/hugging_face`"),
 }  # fmt: skip
 
 

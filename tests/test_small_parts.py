@@ -1,6 +1,7 @@
 """Small parts that commands call: what each says or counts, in all of its cases."""
 
 import ctypes
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,13 @@ import pytest
 from graph_parts import graph_config
 
 from arbcli.base import environment
+from arbcli.base.errors import ArbError
 from arbcli.base.run_files import COMPANIONS
 from arbcli.commands import evaluate, import_model
 from arbcli.config.model import StageConfig
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.presets import preset
-from arbcli.data.chat_template import TEMPLATE, ChatTemplate, keep_template
+from arbcli.data.chat_template import SETTINGS, SPECIAL, TEMPLATE, ChatTemplate, keep_template
 from arbcli.families.compressed.config import CompressedAttentionConfig
 from arbcli.families.experts.config import ExpertsConfig
 from arbcli.families.mamba.config import MambaConfig
@@ -116,16 +118,28 @@ def test_teacher_reads_the_tokens_of_the_student(monkeypatch):
     assert checked.mock_calls == [mock.call("read tokens.json", "a digest", Path("tokens.json"))]
 
 
-def test_template_of_a_run_is_kept_and_an_existing_template_stays(tmp_path):
+def test_template_of_a_run_is_that_of_its_tokenizer(tmp_path):
+    """Also where an earlier run left another, or a kill left half of its settings."""
     source, run = tmp_path / "source", tmp_path / "run"
     for folder in (source, run):
         folder.mkdir()
-    (source / TEMPLATE).write_text("{{ 2 * 3 % 4 }}")
-    for text in ("one", "two"):
-        keep_template(source / "tokenizer.json", run)
-        kept = run / COMPANIONS / TEMPLATE
-        assert kept.read_text() == "{{ 2 * 3 % 4 }}"
+    kept = run / COMPANIONS
+    for text, left, settings in (
+        ("one", "", {}),
+        ("two", "{", {}),
+        ("three", '{"eos_token": "<a>", "model_max_length": 9}', {"model_max_length": 9}),
+    ):
         (source / TEMPLATE).write_text(text)
+        (source / SETTINGS).write_text(json.dumps({"eos_token": f"<{text}>"}))
+        if left:
+            (kept / SETTINGS).write_text(left)
+        keep_template(source / "tokenizer.json", run)
+        assert (kept / TEMPLATE).read_text() == text
+        tokens = dict.fromkeys(SPECIAL, "") | {"eos_token": f"<{text}>"}
+        assert json.loads((kept / SETTINGS).read_text()) == settings | tokens
+    (source / TEMPLATE).unlink()
+    with pytest.raises(ArbError, match="has a chat template, and there is none next to"):
+        keep_template(source / "tokenizer.json", run)
     assert ChatTemplate("{{ 2 * 3 % 4 }}", "a", {}).render([]) == "2"
 
 

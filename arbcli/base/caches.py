@@ -13,6 +13,7 @@ from hashlib import file_digest, sha256
 from io import BufferedReader
 from pathlib import Path
 
+from arbcli.base.atomic_files import replace_file, sweep
 from arbcli.base.errors import ArbError
 
 _HINT = "free some space there, or set `XDG_CACHE_HOME` to a folder that you own"
@@ -93,8 +94,11 @@ def write_cached(path: Path, blocks: Iterable[bytes]) -> None:
     try:
         for folder in dict.fromkeys((cache_folder(), path.parent)):
             _make_own(folder)
-        _replace(path, hashed())
-        _replace(_digest_file(path), [digest.hexdigest().encode()])
+        sweep(path.parent)
+        # only this user may write it, whatever the umask is: see `_is_own`
+        replace_file(path, lambda file: file.writelines(hashed()), 0o600)
+        hexadecimal = digest.hexdigest().encode()
+        replace_file(_digest_file(path), lambda file: file.write(hexadecimal), 0o600)
     except OSError as error:
         raise _cannot_write(path.parent, error) from error
 
@@ -141,19 +145,3 @@ def _make_own(folder: Path) -> None:
         raise PermissionError("it is a link of another user")
     if not _is_own(folder.stat()):
         folder.chmod(0o700)  # raises PermissionError if another user owns the folder
-
-
-def _replace(path: Path, blocks: Iterable[bytes]) -> None:
-    """Write a file under a unique temporary name, flush it to disk, and rename it."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            for block in blocks:
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise

@@ -7,10 +7,12 @@ Python objects, with bounded loops and output.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from arbcli.base.errors import ArbError, optional_module, os_errors
+from arbcli.base.atomic_files import make_folder, write_json, write_text
+from arbcli.base.errors import ArbError, optional_module
 from arbcli.base.reading import read_json, read_small, shown
 from arbcli.base.run_files import COMPANIONS
 from arbcli.data.tokens import FILE
@@ -161,19 +163,58 @@ def _reason(error: BaseException) -> str:
     return shown(" ".join(str(error).split()) or type(error).__name__)
 
 
+def template_digest(template: ChatTemplate | None) -> str:
+    """Return the SHA-256 of a template and its special tokens; empty without a template."""
+    if template is None:
+        return ""
+    return sha256(json.dumps([template.source, template.tokens]).encode()).hexdigest()
+
+
 def keep_template(tokenizer: Path | str, run: Path) -> None:
-    """Copy the template and the texts of special tokens into a run without a template.
+    """Copy the template and the texts of special tokens into a run, unless it has the same.
+
+    Other settings of the tokenizer in the run are kept. What an earlier run left is replaced.
 
     Raises:
-        ArbError: a file is damaged, or cannot be written.
+        ArbError: a file is damaged, or cannot be written; or the run has a template, and there is
+            none next to the tokenizer.
     """
     template, folder = find_template(tokenizer), run / COMPANIONS
-    if template is None or find_template(run / FILE) is not None:
+    settings: dict[str, Any] = {}
+    try:
+        kept = template_digest(find_template(run / FILE))
+        if (folder / SETTINGS).exists():
+            settings = read_json(folder / SETTINGS, {})
+    except ArbError:  # damaged
+        kept = None
+    if kept == template_digest(template):
         return
-    with os_errors("write to", folder, "choose another `--out`"):
-        folder.mkdir(exist_ok=True)
-        (folder / TEMPLATE).write_bytes(template.source.encode())
-        (folder / SETTINGS).write_text(json.dumps(template.tokens))
+    if template is None:
+        raise ArbError(
+            f"`{run}` has a chat template, and there is none next to `{tokenizer}`",
+            hint="put the template next to the tokenizer, or choose another `--out`",
+        )
+    make_folder(folder)
+    write_text(folder / TEMPLATE, template.source)
+    write_json(folder / SETTINGS, settings | template.tokens)
+
+
+def check_template(template: ChatTemplate | None, digest: str | None, run: Path) -> None:
+    """Check that a template is the one that a run was trained with.
+
+    Args:
+        template: the template in the run.
+        digest: its `template_digest` at the start; None for runs of earlier versions.
+        run: directory of the run.
+
+    Raises:
+        ArbError: the digests differ.
+    """
+    if digest not in (None, template_digest(template)):
+        raise ArbError(
+            f"the chat template of `{run}` or its special tokens are not those of its start",
+            hint=f"restore `{TEMPLATE}` and `{SETTINGS}` in `{run / COMPANIONS}`",
+        )
 
 
 def find_template(tokenizer: Path | str) -> ChatTemplate | None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from arbcli.base.errors import ArbError
 from arbcli.base.reading import parse_json, unreadable
-from arbcli.data.chat_template import ChatTemplate, Message, is_table
+from arbcli.data.chat_template import ChatTemplate, Message, is_table, template_digest
 from arbcli.data.conversion import RECORD_BYTES, converted
 from arbcli.data.text import Mixture, Text
 from arbcli.data.tokens import Tokenizer
@@ -85,6 +85,7 @@ class Chats(Text):
                 hint="put the model's `chat_template.jinja` there, or use `--field +FIELD`",
             )
         self._source, self.context = source, context
+        self.template_digest = template_digest(template)
         reader = _Reader(field, tokenizer, template)
         parts = [np.fromfile(_tokenised(piece, reader), np.int32) for piece in source.pieces]
         self._flat = np.concatenate(parts) if parts else np.zeros(0, np.int32)

@@ -6,6 +6,7 @@ when it dies. The same count names the largest tensors at the peak, on both.
 """
 
 import dataclasses
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from arbcli.base.errors import os_errors
+from arbcli.base.atomic_files import write_file
 from arbcli.config.training import TrainConfig
 from arbcli.data.text import open_texts
 from arbcli.inspect.budget import budget_bytes
@@ -321,7 +322,9 @@ def _recorded(snapshot: Path | None) -> Iterator[None]:
         yield
     finally:
         try:
-            with os_errors("write", snapshot, "choose another `--snapshot`"):
-                torch.cuda.memory._dump_snapshot(str(snapshot))
+            events = torch.cuda.memory._snapshot()
+            write_file(
+                snapshot, lambda file: pickle.dump(events, file), "choose another `--snapshot`"
+            )
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)

@@ -6,7 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arbcli.base.errors import ArbError, os_errors
+from arbcli.base.atomic_files import write_file
+from arbcli.base.errors import ArbError
 from arbcli.base.reading import read_json
 from arbcli.base.run_files import CONFIG
 from arbcli.config.presets import config_from_dict
@@ -193,5 +194,5 @@ def _number(value: float | None) -> float:
 
 
 def _save(figure: "Figure", png: Path) -> None:
-    with os_errors("write", png, "choose another `--plot`"):
-        figure.savefig(png, format=png.suffix.removeprefix(".").lower())
+    form = png.suffix.removeprefix(".").lower()
+    write_file(png, lambda file: figure.savefig(file, format=form), "choose another `--plot`")

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from arbcli.base.atomic_files import make_folder
 from arbcli.loggers import base
 
 
@@ -15,6 +16,7 @@ class Logger(base.Logger):
 
     def open(self, run: Path, step: int, facts: dict[str, Any]) -> None:
         """Create the writer; events of later steps from an earlier process are purged."""
+        make_folder(run / "tensorboard")
         self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
         settings = "".join(f"    {k}: {v}\n" for k, v in base.flat_settings(facts).items())
         self._writer.add_text("settings", settings, step)

@@ -6,6 +6,7 @@ from typing import Any
 
 import wandb
 
+from arbcli.base.atomic_files import make_folder
 from arbcli.loggers import base
 
 
@@ -16,6 +17,7 @@ class Logger(base.Logger):
 
     def open(self, run: Path, step: int, facts: dict[str, Any]) -> None:
         """Create a run, or continue the same run after a resume."""
+        make_folder(run / "wandb")
         began = f"{run.resolve()} {facts.get('started')}"
         self._run = wandb.init(
             project=base.PROJECT,

@@ -1,4 +1,4 @@
-"""Checkpoints and other files of a run, written atomically.
+"""Checkpoints of a run, written atomically.
 
 `step-000200.safetensors` is a safetensors file whose bytes only depend on the state and the
 settings of the run:
@@ -43,9 +43,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbcli.base.atomic_files import WRITE_HINT, open_to_append, replace_file, write_file
 from arbcli.base.errors import ArbError, os_errors
-from arbcli.base.reading import READ_HINT, without_blocking
-from arbcli.base.reading import read_json as read_json  # what `write_json` wrote
+from arbcli.base.reading import READ_HINT
 from arbcli.base.run_files import (
     best_checkpoints,
     checkpoint_path,
@@ -84,7 +84,6 @@ _RANGES = {
 }
 """Ranges by the last part of a name; all others have the range of their dtype."""
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_WRITE_HINT = "check permissions and free space; whatever was saved before is intact"
 _REFUSED_HINT = "it is not a checkpoint of arb, or was truncated or altered: name another"
 
 
@@ -134,14 +133,9 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> P
     if checkpoint.step < 0 or keep < 1:
         raise ValueError(f"cannot save step {checkpoint.step} and keep {keep}")
     path = checkpoint_path(directory, checkpoint.step)
-    with os_errors("write", path, _WRITE_HINT):
-        for stale in directory.glob(".step-*.tmp"):  # left by a killed process
-            stale.unlink()
     write_checkpoint(path, checkpoint)
-    with os_errors("write", path, _WRITE_HINT):
-        older = [old for old in checkpoints(directory) if step_of(old) < checkpoint.step]
-        for old in older[keep - 1 :]:
-            old.unlink()
+    older = [old for old in checkpoints(directory) if step_of(old) < checkpoint.step]
+    remove_files(older[keep - 1 :])
     return path
 
 
@@ -263,9 +257,8 @@ def set_aside(path: Path, *, leave: bool = False) -> Path:
     Raises:
         ArbError: it cannot be renamed.
     """
-    names = (path.with_name(f"{path.name}.aside{n or ''}") for n in itertools.count())
-    aside = next(name for name in names if not name.exists())
-    with os_errors("rename", path, _WRITE_HINT):
+    aside = _aside(path)
+    with os_errors("rename", path, WRITE_HINT):
         if leave:
             with suppress(OSError):  # the file system may lack hard links
                 os.link(path, aside)
@@ -274,23 +267,61 @@ def set_aside(path: Path, *, leave: bool = False) -> Path:
     return aside
 
 
+def copy_aside(path: Path) -> Path:
+    """Copy a file to a name with the suffix `.aside`, before its content is replaced.
+
+    Returns:
+        The name of the copy: see `set_aside`.
+
+    Raises:
+        ArbError: it cannot be copied.
+    """
+    aside = _aside(path)
+    write_file(aside, lambda file: _copy(path, file))
+    return aside
+
+
+def _aside(path: Path) -> Path:
+    names = (path.with_name(f"{path.name}.aside{n or ''}") for n in itertools.count())
+    return next(name for name in names if not os.path.lexists(name))
+
+
 def keep_best(path: Path) -> Path:
     """Link a checkpoint as `best-000200.safetensors`, and remove the previous best one.
 
     Raises:
         ArbError: it cannot be linked; the previous one is intact.
     """
+    best = link_best(path)
+    remove_files(other for other in best_checkpoints(path.parent) if other != best)
+    return best
+
+
+def link_best(path: Path) -> Path:
+    """Link a checkpoint as `best-000200.safetensors`, next to other best ones.
+
+    Raises:
+        ArbError: it cannot be linked.
+    """
     best = path.with_name(f"best-{step_of(path):06d}.safetensors")
-    with os_errors("write", best, _WRITE_HINT):
+    with os_errors("write", best, WRITE_HINT):
         if not best.exists():
             try:
                 os.link(path, best)
             except OSError:  # the file system lacks hard links
-                _write_whole(best, lambda file: _copy(path, file))
-        for other in best_checkpoints(path.parent):
-            if other != best:
-                other.unlink()
+                replace_file(best, lambda file: _copy(path, file))
     return best
+
+
+def remove_files(paths: Iterable[Path]) -> None:
+    """Remove files, such as checkpoints that are not to be kept.
+
+    Raises:
+        ArbError: one cannot be removed.
+    """
+    for path in paths:
+        with os_errors("remove", path, "check permissions"):
+            path.unlink()
 
 
 def _copy(path: Path, file: BufferedIOBase) -> None:
@@ -320,38 +351,6 @@ def check_layout(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
             )
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON atomically, with sorted keys and without NaN.
-
-    Raises:
-        ArbError: it cannot be written; an existing file is intact.
-    """
-    write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write text atomically.
-
-    Raises:
-        ArbError: it cannot be written; an existing file is intact.
-    """
-    write_file(path, lambda file: file.write(text.encode()))
-
-
-def write_file(path: Path, write: Callable[[BufferedIOBase], object]) -> None:
-    """Write a file atomically.
-
-    Args:
-        path: path of the file.
-        write: writes the contents to an open file.
-
-    Raises:
-        ArbError: it cannot be written; an existing file is intact.
-    """
-    with os_errors("write", path, _WRITE_HINT):
-        _write_whole(path, write)
-
-
 @contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
     """Hold an exclusive lock on a run; it is released when the process ends.
@@ -367,7 +366,7 @@ def run_lock(directory: Path) -> Iterator[None]:
         return
     with ExitStack() as stack:
         with os_errors("lock", directory, "use a directory that exists, is yours and has locks"):
-            file = stack.enter_context(open(directory / ".lock", "ab", opener=without_blocking))
+            file = stack.enter_context(open_to_append(directory / ".lock"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -550,24 +549,3 @@ def _parse_object(text: bytes, what: str) -> dict[str, Any]:
         canonical = False
     _require(canonical and isinstance(value, dict), f"its {what} is not canonical JSON")
     return value
-
-
-def _write_whole(path: Path, write: Callable[[BufferedIOBase], object]) -> None:
-    """Write to a temporary file next to `path`, sync it, and rename it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if hasattr(os, "O_DIRECTORY"):  # elsewhere a directory cannot be synced
-        with suppress(OSError):  # not supported by some network file systems
-            descriptor = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)

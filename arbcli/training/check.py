@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from arbcli.base.atomic_files import TEMPORARY
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import CONFIG, best_checkpoints, checkpoints, directory_of, step_of
 from arbcli.config.training import TrainConfig
@@ -13,6 +14,7 @@ from arbcli.model.checkpoint import Accept, Checkpoint, DamagedError, load_check
 from arbcli.training.directory import (
     accept_of,
     can_begin_again,
+    initial_again,
     open_texts_again,
     read_facts,
     run_config,
@@ -20,6 +22,7 @@ from arbcli.training.directory import (
 from arbcli.training.recent import FIELD
 from arbcli.training.record import METRICS, read_all_records, stays
 from arbcli.training.run import check_steps
+from arbcli.training.saving import surplus
 from arbcli.training.schedule import is_evaluated
 from arbcli.training.teacher import teacher_again
 from arbcli.training.trainer import text_digest
@@ -56,7 +59,8 @@ class CheckReport:
     sets_aside: tuple[str, ...]
     """Checkpoints of later steps, renamed at the first save, or at once if `--steps` changes."""
     removes: tuple[str, ...]
-    """Older checkpoints and temporary files, removed at the first save."""
+    """Temporary files, and checkpoints beyond those to keep: removed at once, or at the first save
+    if checkpoints are set aside."""
     passed: bool
     """Whether no file is damaged or refused."""
 
@@ -107,8 +111,8 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
     resumes_at = None
     if stops is None:
         resumes_at, stops = _start(verified, path if path != run else None)
-        if not verified and can_begin_again(run, facts):
-            resumes_at, stops = 0, None
+        if not verified and can_begin_again(run):
+            resumes_at, stops = _start_again(facts)
     total = config.steps if config else None
     changes = config is not None and steps not in (None, total)
     if changes and steps is not None and resumes_at is not None:
@@ -127,9 +131,11 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
         recorded = any(record["step"] == resumes_at for record in kept)
         evaluates = is_evaluated(then, resumes_at) and not recorded
         sets_aside = [file.name for file in verified if step_of(file) > resumes_at]
-        older = [file.name for file in verified if step_of(file) <= resumes_at]
+        left = {file.name for file in surplus(run, config, resumes_at, kept)}
         if resumes_at < then.steps:  # else nothing is saved
-            removes += older[config.keep - 1 :]
+            older = [file.name for file in verified if step_of(file) <= resumes_at]
+            left |= {*older[config.keep - 1 :]}
+        removes += sorted(left, reverse=True)
     return CheckReport(
         run=str(run),
         findings=tuple(findings),
@@ -186,12 +192,21 @@ def _check_checkpoint(path: Path, accept: Accept) -> Finding:
 
 def _left_over(run: Path) -> Iterator[Finding]:
     kinds = {
-        ".*.tmp": "temporary file of a killed process",
+        f".*.{TEMPORARY}": "temporary file of a killed process",
         "*.aside*": "set aside by a resume; no longer read",
     }
     for pattern, what in kinds.items():
         for path in sorted(run.glob(pattern)):
             yield Finding(name=path.name, state="left over", detail=what)
+
+
+def _start_again(facts: dict[str, Any]) -> tuple[int | None, str | None]:
+    """Return step 0, or the reason why a run without a checkpoint cannot begin again."""
+    try:
+        initial_again(facts)
+    except ArbError as error:
+        return None, str(error)
+    return 0, None
 
 
 def _start(verified: dict[Path, Finding], named: Path | None) -> tuple[int | None, str | None]:

@@ -21,12 +21,12 @@ from arbcli.config.checks import check_at_least
 from arbcli.config.initial import first_difference
 from arbcli.config.presets import config_from_dict
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
-from arbcli.data.chat_template import find_template
+from arbcli.data.chat_template import check_template, find_template
 from arbcli.data.chats import Chats, has_documents
 from arbcli.data.conversion import PLAIN, Conversion
 from arbcli.data.text import Text, Texts, entropy, open_texts
 from arbcli.data.tokens import FILE, Tokenizer, tokenised
-from arbcli.generation.load import check_saved
+from arbcli.generation.load import SavedModel, check_saved, read_saved
 from arbcli.generation.tokens import check_digest, check_vocabulary
 from arbcli.model.checkpoint import Accept, Checkpoint
 from arbcli.training.recent import check_recent
@@ -92,6 +92,7 @@ FACTS = {
     "digests": dict[str, str] | None,
     "extended": list[dict] | None,
     "init_digest": str | None,
+    "init_from": str | None,
     "number": int | None,
     "started": str,
     "teacher_digest": str | None,
@@ -103,6 +104,7 @@ FACTS = {
     "text.paths.data": list[str],
     "text.paths.val": list[str],
     "text.split": str | None,
+    "text.template": str | None,
     "text.tokenizer": str | None,
     "text.train_bytes": int,
     "text.val_bytes": int,
@@ -223,12 +225,29 @@ def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig) -> Accept:
     return accept
 
 
-def can_begin_again(run: Path, facts: dict[str, Any]) -> bool:
+def can_begin_again(run: Path) -> bool:
     """Return whether a run has no state yet, so that it can restart from step 0.
 
-    The first checkpoint is saved before the first record. Runs with initial weights need these.
+    The first checkpoint is saved before the first record.
     """
-    return "init_from" not in facts and not read_records(run)
+    return not read_records(run)
+
+
+def initial_again(facts: dict[str, Any]) -> SavedModel | None:
+    """Read the weights from which a run begins again; None if it draws them.
+
+    Raises:
+        ArbError: they are missing or have changed.
+    """
+    if "init_from" not in facts:
+        return None
+    saved = read_saved(Path(facts["init_from"]), lambda _: None)
+    if saved.checkpoint.digest != facts.get("init_digest"):
+        raise ArbError(
+            f"`{saved.path}` does not have the weights that the run began with",
+            hint="restore it, or start a new run with another `--out`",
+        )
+    return saved
 
 
 def _earlier_steps(facts: dict[str, Any], step: int) -> list[int]:
@@ -336,6 +355,8 @@ def run_config(run: Path, facts: dict[str, Any]) -> TrainConfig:
         return config
     path = run / FILE
     check_digest(Tokenizer.read(path), facts["text"].get("tokenizer"), path)
+    if has_documents(config.field):
+        check_template(find_template(path), facts["text"].get("template"), run)
     return dataclasses.replace(config, tokenizer=str(path))
 
 
@@ -405,6 +426,7 @@ def run_facts(run: Path | None, config: TrainConfig, texts: Texts) -> dict[str, 
             "digest": text_digest(texts),
             "entropy": entropy(texts.val),
             "paths": {name: _absolute(getattr(config, name)) for name in ("data", "val")},
+            "template": texts.train.template_digest if isinstance(texts.train, Chats) else None,
             "tokenizer": texts.tokenizer and texts.tokenizer.digest,
             "train_bytes": len(texts.train.source),
             "val_bytes": len(texts.val.source),

@@ -15,7 +15,7 @@ from arbcli.base.signals import RememberedSignal
 from arbcli.kernels.runtime.compiling import counted_compiling
 from arbcli.training.observer import Observer
 from arbcli.training.profiling import StepTrace
-from arbcli.training.record import FirstStep, TrainReport
+from arbcli.training.record import FirstStep, RunRecords, TrainReport
 from arbcli.training.recorder import Recorder, Resumed
 from arbcli.training.sample import sample_text
 from arbcli.training.saving import Saver
@@ -56,8 +56,9 @@ class Loop:
         """The signal that ended the run, which any process may have received."""
         self._save_is_due = False
         """Whether the last checkpoint is too old; all processes agree."""
-        self.recorder = Recorder(trainer, run, resumed)
-        self.saver = Saver(trainer, run, facts, observer, resumed=resumed is not None)
+        records = resumed.records if resumed else RunRecords(run if self.group.first else None)
+        self.recorder = Recorder(trainer, records, resumed)
+        self.saver = Saver(trainer, run, facts, observer, records, resumed=resumed is not None)
         self.first_step: FirstStep | None = None
         """First step of this process; None before it."""
         traced = profile if self.group.first else None

@@ -1,5 +1,7 @@
 """Traces of training steps by torch's profiler, for https://ui.perfetto.dev."""
 
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -7,6 +9,7 @@ from types import TracebackType
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from arbcli.base.atomic_files import replace_file
 from arbcli.training.trainer import EAGER_STEPS, Trainer
 
 DISCARDED = 1
@@ -71,13 +74,14 @@ class StepTrace:
         if self._left_out >= 0:  # none was traced
             return
         self._done = True
-        unfinished = self.path.with_name(f".{self.path.name}.tmp.gz")
         try:
-            profiler.export_chrome_trace(str(unfinished))
-            unfinished.replace(self.path)
+            with tempfile.TemporaryDirectory() as folder:
+                trace = Path(folder, self.path.name)
+                profiler.export_chrome_trace(str(trace))  # takes no open file
+                with trace.open("rb") as source:
+                    replace_file(self.path, lambda file: shutil.copyfileobj(source, file))
         except OSError as error:
             self.tell(f"cannot write `{self.path}`: {error.strerror or error}; the run continues")
-            unfinished.unlink(missing_ok=True)
         else:
             self.tell(f"the trace is `{self.path}`: open it at https://ui.perfetto.dev")
             kinds = {event.device_type for event in profiler.events()}

@@ -4,15 +4,15 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from arbcli.base.atomic_files import open_to_append, write_file
 from arbcli.base.errors import os_errors
 from arbcli.base.reading import open_regular, parse_json, test_of
 from arbcli.config.training import TrainConfig
-from arbcli.model.checkpoint import write_file
 from arbcli.training.schedule import is_evaluated, is_recorded
 
 METRICS = "metrics.jsonl"
@@ -128,10 +128,18 @@ def append_record(run: Path, record: Record) -> None:
     Raises:
         ArbError: it cannot be written.
     """
+    _append_line(run, _line_of(record))
+
+
+def _append_line(run: Path, line: bytes) -> None:
     path = run / METRICS
     hint = f"free some space, then continue with `--resume {run}`"
-    with os_errors("write", path, hint), path.open("a") as file:
-        file.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
+    with os_errors("write", path, hint), open_to_append(path) as file:
+        file.write(line)
+
+
+def _line_of(record: Record) -> bytes:
+    return json.dumps(record.as_json(), allow_nan=False).encode() + b"\n"
 
 
 _TYPES: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Record)}
@@ -194,21 +202,112 @@ def keep_records(run: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     Raises:
         ArbError: the file cannot be read or written; it is unchanged then.
     """
-    lines = [*_lines(run)]
-    kept = [line for line, record in lines if record is not None and keep(record)]
-    if len(kept) < len(lines) or not all(line.endswith(b"\n") for line in kept):
-        ended = [line.rstrip(b"\r\n") + b"\n" for line in kept]
-        write_file(run / METRICS, lambda file: file.writelines(ended))
+    lines = [line for line, _ in _lines(run)]
+    if (kept := _kept_lines(run, keep)) != lines:
+        write_file(run / METRICS, lambda file: file.writelines(kept))
 
 
-def best_step(run: Path) -> int | None:
-    """Return the step with the lowest held-out loss; None if the run was never evaluated."""
-    found = [
+def _kept_lines(run: Path, keep: Callable[[dict[str, Any]], bool]) -> list[bytes]:
+    """Return the valid lines for whose records `keep` is true, each with its newline."""
+    return [
+        line.rstrip(b"\r\n") + b"\n"
+        for line, record in _lines(run)
+        if record is not None and keep(record)
+    ]
+
+
+def best_step(records: Iterable[dict[str, Any]]) -> int | None:
+    """Return the step with the lowest held-out loss; None if none was evaluated."""
+    losses = [
         (record["val_loss"], record["step"])
-        for record in read_records(run)
+        for record in records
         if record.get("val_loss") is not None
     ]
-    return min(found)[1] if found else None
+    return min(losses)[1] if losses else None
+
+
+class RunRecords:
+    """The records of a run that is training.
+
+    A run that resumes from a checkpoint before its newest one replaces the later records. Until the
+    first checkpoint of the new branch is saved and the later ones are set aside, a kill leaves the
+    run at its newest checkpoint, so the file keeps the records of the old branch until then, and
+    those of the new one are in memory.
+
+    Args:
+        run: directory of the run; None reads and writes no file.
+        keep: whether a record precedes the step of the resume; None is a new run.
+        branches: whether the run has checkpoints of later steps.
+
+    Raises:
+        ArbError: the file cannot be read or written.
+    """
+
+    def __init__(
+        self,
+        run: Path | None,
+        keep: Callable[[dict[str, Any]], bool] | None = None,
+        *,
+        branches: bool = False,
+    ) -> None:
+        self._run = run
+        self._branch: list[bytes] | None = None
+        """Lines of the new branch, while the file has those of the old one."""
+        self._held: Record | None = None
+        if run is not None and keep is not None:
+            if branches:
+                self._branch = _kept_lines(run, keep)
+            else:
+                keep_records(run, keep)
+
+    def append(self, record: Record, *, hold: bool = False) -> None:
+        """Append a record.
+
+        Args:
+            record: the record.
+            hold: keep it in memory until `release`, which adds gauges.
+
+        Raises:
+            ArbError: it cannot be written.
+        """
+        if self._run is None:
+            return
+        if hold:
+            self._held = record
+        elif self._branch is not None:
+            self._branch.append(_line_of(record))
+        else:
+            _append_line(self._run, _line_of(record))
+
+    def release(self, gauges: dict[str, float]) -> None:
+        """Append the record that is held, if there is one, with more gauges."""
+        if self._held is not None:
+            record, self._held = self._held, None
+            self.append(dataclasses.replace(record, gauges=record.gauges | gauges))
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all records of the branch."""
+        if self._branch is not None:
+            records = [record for line in self._branch if (record := _parsed(line)) is not None]
+        else:
+            records = [] if self._run is None else read_records(self._run)
+        return [*records, *([self._held.as_json()] if self._held else [])]
+
+    def join(self) -> None:
+        """Write the new branch, whose checkpoint is saved, before the later records of the old."""
+        if self._run is not None and self._branch is not None:
+            last = max((record["step"] for record in self.read()), default=0)
+            self._write(self._branch + _kept_lines(self._run, lambda old: old["step"] > last))
+
+    def settle(self) -> None:
+        """Drop the records of the old branch, whose checkpoints are set aside."""
+        if self._run is not None and self._branch is not None:
+            self._write(self._branch)
+            self._branch = None
+
+    def _write(self, lines: list[bytes]) -> None:
+        assert self._run is not None
+        write_file(self._run / METRICS, lambda file: file.writelines(lines))
 
 
 def seconds_until(run: Path, step: int) -> float:

@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from arbcli.kernels.runtime.device import peak_bytes, peak_operations
 from arbcli.model.operations import step_operations
 from arbcli.training.recent import KEPT_STEPS, RecentSteps, as_numbers
-from arbcli.training.record import Record, append_record, finite, read_records
+from arbcli.training.record import Record, RunRecords, finite
 from arbcli.training.schedule import last_due_record, learning_rate
 from arbcli.training.trainer import Trainer
 
@@ -24,6 +23,8 @@ class Resumed(NamedTuple):
     """Losses of the last steps in the checkpoint, see `recent.SCHEMA`; may be empty."""
     seconds: float
     """Training time so far."""
+    records: RunRecords
+    """Records up to the checkpoint; without a file except in the first process."""
 
 
 class Recorder:
@@ -31,12 +32,13 @@ class Recorder:
 
     Args:
         trainer: the trainer.
-        run: directory of the run; None writes no file.
+        records: records of the run.
         resumed: state of a resumed run; None for a new one.
     """
 
-    def __init__(self, trainer: Trainer, run: Path | None, resumed: Resumed | None) -> None:
-        self._trainer, self._run, self._resumed = trainer, run, resumed or Resumed({}, 0.0)
+    def __init__(self, trainer: Trainer, records: RunRecords, resumed: Resumed | None) -> None:
+        self._trainer, self._records = trainer, records
+        self._resumed = resumed or Resumed({}, 0.0, records)
         self._resumed_step = trainer.step if resumed else None
         kept = max(KEPT_STEPS, trainer.config.log_every or 0)
         self._recent = RecentSteps(trainer.group, self._resumed.recent, kept)
@@ -53,9 +55,7 @@ class Recorder:
 
     def _find_recorded(self) -> int:
         """Return the step of the last record, or of the last one that was due if it is missing."""
-        found = 0
-        if self._trainer.group.first and self._run is not None:
-            found = max((record["step"] for record in read_records(self._run)), default=0)
+        found = max((record["step"] for record in self._records.read()), default=0)
         due = last_due_record(self._trainer.config, self._trainer.step)
         return self._trainer.group.broadcast_object(max(found, due))
 
@@ -64,6 +64,7 @@ class Recorder:
         updater, self._last_loss = self._trainer.updater, loss
         self._recent.add(loss, updater.flips if updater else None)
         self._timed_steps += 1
+        self._records.release(self._trainer.wire_gauges())
 
     @contextmanager
     def not_timed(self) -> Iterator[None]:
@@ -143,6 +144,8 @@ class Recorder:
         )
         self.recorded_step, self._timed_steps = trainer.step, 0
         self._last_record, self._paused = now, 0.0
-        if trainer.group.first and self._run is not None:
-            append_record(self._run, record)
+        # only a step measures its traffic, which is the same in each; no checkpoint can hold it, as
+        # the bytes of a checkpoint are the same for any number of processes
+        to_come = trainer.has_traffic and not trainer.wire_gauges()
+        self._records.append(record, hold=to_come and trainer.step < config.steps)
         return record

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from arbcli.base.atomic_files import sweep, write_file, write_json
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import (
     COMPANIONS,
@@ -28,7 +29,7 @@ from arbcli.config.training import (
     train_config_from,
 )
 from arbcli.data.chat_template import keep_template
-from arbcli.data.chats import has_documents
+from arbcli.data.chats import Chats, has_documents
 from arbcli.data.text import Texts
 from arbcli.data.tokens import FILE
 from arbcli.generation.load import SavedModel, check_trainable, saved_config
@@ -44,13 +45,12 @@ from arbcli.kernels.runtime.device import (
     resolve_device,
 )
 from arbcli.model.checkpoint import (
+    copy_aside,
     keep_best,
     latest_checkpoint,
     load_checkpoint,
     run_lock,
     set_aside,
-    write_file,
-    write_json,
 )
 from arbcli.training.directory import (
     THREADS_OF_A_CPU,
@@ -58,6 +58,7 @@ from arbcli.training.directory import (
     can_begin_again,
     check_same_text,
     field_digests,
+    initial_again,
     make_directory,
     make_next_directory,
     open_run_texts,
@@ -72,15 +73,16 @@ from arbcli.training.observer import Observer
 from arbcli.training.parallel.group import Group, joined, own_device
 from arbcli.training.recent import FIELD
 from arbcli.training.record import (
+    METRICS,
+    RunRecords,
     TrainReport,
     best_step,
-    keep_records,
     read_records,
     seconds_until,
     stays,
 )
 from arbcli.training.recorder import Resumed
-from arbcli.training.saving import later_checkpoints, note_aside
+from arbcli.training.saving import later_checkpoints, note_aside, sweep_run
 from arbcli.training.schedule import is_evaluated, learning_rate
 from arbcli.training.teacher import read_teacher, teacher_again
 from arbcli.training.text_warnings import text_warnings
@@ -158,6 +160,7 @@ def start_run(
         with _locked(run, group), deterministic():
             if group.first and save:
                 check_free(run)  # the lock keeps other processes from starting a run here
+                sweep(run)
             if minutes is not None:
                 started = time.perf_counter()
                 timed = _build(config, texts, group, teacher)
@@ -238,7 +241,7 @@ def resume_run(
             group.compare({"steps": steps or config.steps}, "setting")
             accept = accept_of(run, facts, config)
             checkpoint = None
-            if path == run and not checkpoints(run) and can_begin_again(run, facts):
+            if path == run and not checkpoints(run) and can_begin_again(run):
                 observer.noted("the run has no checkpoint yet: starting again from step 0")
             else:
                 latest = path == run
@@ -263,14 +266,24 @@ def resume_run(
             trainer = _build(config, texts, group, teacher)
             del teacher  # it may be large
             if checkpoint is None:
+                if initial := initial_again(facts):
+                    trainer.take_weights(initial.checkpoint)
+                    del initial  # it may be large
                 return _run(trainer, run, facts, observer, profile)
             trainer.restore(checkpoint)
             saved, seconds = checkpoint.data.get(FIELD) or {}, 0.0
             del checkpoint  # it may be large
+            records = RunRecords(None)
             if group.first:
                 seconds = seconds_until(run, done)
-                keep_records(run, lambda record: stays(record, done, config, bool(saved)))
-            return _run(trainer, run, facts, observer, profile, Resumed(saved, seconds))
+                records = RunRecords(
+                    run,
+                    lambda record: stays(record, done, config, bool(saved)),
+                    branches=bool(later_checkpoints(run, done)),
+                )
+                sweep_run(run, config, done, records.read())
+            resumed = Resumed(saved, seconds, records)
+            return _run(trainer, run, facts, observer, profile, resumed)
 
 
 def _finished_report(
@@ -286,8 +299,11 @@ def _finished_report(
         return None
     (val_loss,) = found
     saved = checkpoint_path(run, config.steps)
-    if group.first and config.keep_best and best_step(run) == config.steps:
-        keep_best(saved)  # in case the run was killed before it did so
+    if group.first:  # the run may have been killed before it did so
+        records = read_records(run)
+        if config.keep_best and best_step(records) == config.steps:
+            keep_best(saved)
+        sweep_run(run, config, config.steps, records)
     held_out = "" if val_loss is None else f", held-out loss {val_loss:.4f} nats a byte"
     observer.noted(
         f"the run is finished: all {config.steps:,} steps are done{held_out};"
@@ -327,6 +343,7 @@ def shared_settings(config: TrainConfig, texts: Texts) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     return field_digests(config) | {
         "text": text_digest(texts),
+        "template": texts.train.template_digest if isinstance(texts.train, Chats) else None,
         "tokenizer": texts.tokenizer and texts.tokenizer.digest,
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "backend": config.backend,
@@ -370,9 +387,10 @@ def _extended(
         f"{steps:,} steps instead of {config.steps:,}: the `{config.schedule}` schedule changes at"
         f" step {done:,}, where the learning rate is {rates[1]:.4g} instead of {rates[0]:.4g}"
     )
-    # a later resume must not load a checkpoint of the old schedule
-    if group.first:
-        note_aside([set_aside(path) for path in later_checkpoints(run, done)], observer)
+    # a later resume must not load a checkpoint of the old schedule, whose records go with it
+    if group.first and (later := later_checkpoints(run, done)):
+        aside = [copy_aside(run / METRICS)] if (run / METRICS).exists() else []
+        note_aside([*aside, *map(set_aside, later)], observer)
     changes = [*facts.get("extended", []), {"at": done, "from": config.steps, "to": steps}]
     recorded = train_config_dict(dataclasses.replace(train_config_from(facts), steps=steps))
     facts |= {"config": recorded, "digests": field_digests(longer), "extended": changes}

@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from arbcli.base.atomic_files import sweep
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.run_files import best_checkpoints, checkpoint_path, checkpoints, step_of
+from arbcli.config.training import TrainConfig
 from arbcli.data.text import Texts
-from arbcli.model.checkpoint import keep_best, save_checkpoint, set_aside
+from arbcli.model.checkpoint import keep_best, link_best, remove_files, save_checkpoint, set_aside
 from arbcli.training.observer import Observer
 from arbcli.training.recent import FIELD
-from arbcli.training.record import best_step
+from arbcli.training.record import RunRecords, best_step
 from arbcli.training.trainer import Trainer, text_digest
 
 SAVE_SECONDS = 300
@@ -26,6 +28,7 @@ class Saver:
         run: directory of the run; None saves nothing.
         facts: contents of `config.json`.
         observer: receives notes.
+        records: records of the run.
         resumed: whether the run continues from a checkpoint of the trainer's step.
     """
 
@@ -35,10 +38,12 @@ class Saver:
         run: Path | None,
         facts: dict[str, Any],
         observer: Observer,
+        records: RunRecords,
         *,
         resumed: bool,
     ) -> None:
         self._trainer, self._facts, self._observer = trainer, facts, observer
+        self._records = records
         # float baselines have no checkpoints
         self.run = run if trainer.updater is not None else None
         """Directory of the checkpoints; None for no checkpoints."""
@@ -84,11 +89,16 @@ class Saver:
         checkpoint.data[FIELD] = recent
         aside: list[Path] = []
         if self._trainer.group.first:
+            # a kill leaves the old branch with its records, or the new one with its own
             path = checkpoint_path(self.run, checkpoint.step)
+            if self._later:
+                self._link_best()
             if path in self._later:
                 aside = [set_aside(path, leave=True)]
             save_checkpoint(self.run, checkpoint, self._trainer.config.keep)
+            self._records.join()
             aside += [set_aside(later) for later in self._later if later != path]
+            self._records.settle()
         self.saved_step, self._last_save, self._later = checkpoint.step, time.perf_counter(), []
         note_aside(aside, self._observer)
 
@@ -97,13 +107,20 @@ class Saver:
         if self.run is None or not self._trainer.config.keep_best:
             return False
         # only the first process writes and reads records
-        group = self._trainer.group
-        return any(group.agree(group.first and best_step(self.run) == self._trainer.step))
+        is_best = best_step(self._records.read()) == self._trainer.step
+        return any(self._trainer.group.agree(is_best))
 
     def keep_best(self) -> None:
-        """Keep the newest checkpoint as the best one."""
-        if self.newest is not None and self._trainer.group.first:
+        """Keep the newest checkpoint as the best one, once later checkpoints are set aside."""
+        if self.newest is not None and self._trainer.group.first and not self._later:
             keep_best(self.newest)
+
+    def _link_best(self) -> None:
+        """Keep the best checkpoint of the new branch, next to that of the old one."""
+        assert self.run is not None
+        best = best_step(self._records.read()) if self._trainer.config.keep_best else None
+        if best is not None and (path := checkpoint_path(self.run, best)).exists():
+            link_best(path)
 
     def _check_text(self) -> None:
         """Check that the text has not changed since the run began.
@@ -120,6 +137,34 @@ class Saver:
                 "the text was changed while the run read it",
                 hint=f"restore it, and continue with `--resume {self.run}`",
             )
+
+
+def surplus(
+    run: Path, config: TrainConfig, step: int, records: Sequence[dict[str, Any]]
+) -> list[Path]:
+    """Return the checkpoints that a run at a step does not keep, which a killed process left.
+
+    Args:
+        run: directory of the run.
+        config: configuration of the run.
+        step: step from which it continues; while there are later checkpoints, all are kept.
+        records: records up to this step.
+    """
+    if later_checkpoints(run, step):
+        return []
+    paths, best = checkpoints(run)[config.keep :], best_step(records)
+    kept = [path for path in best_checkpoints(run) if step_of(path) == best]
+    return paths + [path for path in best_checkpoints(run) if kept and path not in kept]
+
+
+def sweep_run(run: Path, config: TrainConfig, step: int, records: Sequence[dict[str, Any]]) -> None:
+    """Remove what a killed process left: temporary files, and checkpoints as `surplus` lists them.
+
+    Raises:
+        ArbError: a checkpoint cannot be removed.
+    """
+    sweep(run)
+    remove_files(surplus(run, config, step, records))
 
 
 def later_checkpoints(run: Path, step: int) -> list[Path]:

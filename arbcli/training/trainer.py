@@ -445,13 +445,18 @@ class Trainer:
             found = {name: tensor_digest(name, part) for name, part in parts.items()}
             self.group.compare(found, "state", RELOAD)
 
+    @property
+    def has_traffic(self) -> bool:
+        """Whether the processes of the run exchange gradients as integers."""
+        return self.group.size > 1 and self.shared is not None
+
     def wire_gauges(self) -> dict[str, float]:
         """Return the communication volume of the last step; empty for a single process.
 
         Returns:
             wire: bytes per weight that a process received in the step.
         """
-        if self.group.size == 1 or not (self.shared and self.shared.received):
+        if not self.has_traffic or self.shared is None or not self.shared.received:
             return {}
         return {"wire": self.shared.bytes_a_weight()}
 

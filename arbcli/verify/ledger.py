@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from arbcli.base.atomic_files import write_json, write_text
 from arbcli.base.errors import ArbError, os_errors
-from arbcli.model.checkpoint import read_json, write_json
+from arbcli.base.reading import read_json
 from arbcli.verify.check_kernels import METHODS, KernelResult
 from arbcli.verify.compare import worst
 from arbcli.verify.compile_ahead import PARKED_BYTES, CompileResult
@@ -223,7 +224,7 @@ def write_ledger(ledger: Ledger, directory: Path) -> list[Path]:
     data, page = (directory / name for name in FILES)
     with os_errors("write", directory, "choose another `--ledger`"):
         directory.mkdir(parents=True, exist_ok=True)
-        page.write_text(ledger_page(ledger), encoding="utf-8")
+    write_text(page, ledger_page(ledger))
     write_json(data, dataclasses.asdict(ledger))
     return [data, page]
 

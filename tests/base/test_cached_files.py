@@ -155,7 +155,7 @@ def test_file_is_on_the_disk_before_it_has_its_name(path, monkeypatch):
     # it is renamed within a folder: another file system would refuse
     monkeypatch.setattr(tempfile, "tempdir", str(path / "elsewhere"))
     write_cached(path, [CONTENT])
-    assert done == ["fsync", "replace"] * 2
+    assert done == ["fsync", "replace", "fsync"] * 2
 
 
 def test_processes_of_one_number_write_together(path):

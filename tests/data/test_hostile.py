@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import latest_run
 from arbcli.config.checks import LARGEST, LARGEST_OF
@@ -20,7 +21,7 @@ from arbcli.config.presets import config_from_dict
 from arbcli.data.text import open_texts
 from arbcli.generation.load import load_model
 from arbcli.model.build import build_model
-from arbcli.model.checkpoint import save_checkpoint, write_json
+from arbcli.model.checkpoint import save_checkpoint
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
 from arbcli.training.run import resume_run, start_run

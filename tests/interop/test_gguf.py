@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import CONFIG
 from arbcli.config.presets import preset
@@ -16,7 +17,6 @@ from arbcli.interop.gguf.export import byte_symbols
 from arbcli.interop.gguf.tokens import _ends
 from arbcli.interop.huggingface.companions import GENERATION
 from arbcli.interop.huggingface.dense import known_shape, read, sources
-from arbcli.model.checkpoint import write_json
 from arbcli.model.language_model import LanguageModel
 
 TEXT = b"def main(self):\n    return 1\n"

@@ -16,13 +16,14 @@ from dataclasses import replace
 from hashlib import sha256
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError
+from arbcli.base.reading import read_json
 from arbcli.base.run_files import best_checkpoints, checkpoints
 from arbcli.model import checkpoint as module
 from arbcli.model.checkpoint import (
@@ -31,10 +32,8 @@ from arbcli.model.checkpoint import (
     keep_best,
     latest_checkpoint,
     load_checkpoint,
-    read_json,
     run_lock,
     save_checkpoint,
-    write_json,
 )
 
 
@@ -225,7 +224,7 @@ def test_save_keeps_itself_next_to_later_steps(tmp_path):
 
 
 def test_save_removes_the_files_of_a_killed_save(tmp_path):
-    (tmp_path / ".step-000100.safetensors.tmp").write_bytes(b"half")
+    (tmp_path / ".step-000200.safetensors.0123abcd.tmp").write_bytes(b"half")
     save_checkpoint(tmp_path, example())
     assert [path.name for path in tmp_path.iterdir()] == ["step-000200.safetensors"]
 
@@ -480,7 +479,14 @@ def test_save_where_a_directory_cannot_be_synced(tmp_path, monkeypatch):
 
 
 def test_save_where_a_directory_cannot_be_opened(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "open", mock.Mock(side_effect=PermissionError))
+    open_file = os.open
+
+    def refuse(path, flags, *mode):
+        if path == tmp_path:
+            raise PermissionError
+        return open_file(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refuse)
     assert_same(load_checkpoint(save_checkpoint(tmp_path, example())), example())
 
 

@@ -74,7 +74,7 @@ def flip(path: Path) -> None:
 
 def test_damage_is_found_and_a_resume_does_as_predicted(run):
     flip(run / "step-000003.safetensors")
-    (run / ".step-000009.safetensors.tmp").write_bytes(b"half")
+    (run / ".step-000009.safetensors.0123abcd.tmp").write_bytes(b"half")
     with (run / "metrics.jsonl").open("a") as file:
         file.write("no record\nnor this\n")
     report = check_run(run)
@@ -87,13 +87,13 @@ def test_damage_is_found_and_a_resume_does_as_predicted(run):
     size = sum(tensor.nbytes for tensor in tensors)
     assert said["step-000002.safetensors"] == f"{size:,} bytes of state, as written"
     assert "was altered" in said["step-000003.safetensors"]
-    assert said[".step-000009.safetensors.tmp"] == "temporary file of a killed process"
+    assert said[".step-000009.safetensors.0123abcd.tmp"] == "temporary file of a killed process"
     found = states(report)
     assert found["step-000003.safetensors"] == found["metrics.jsonl"] == "damaged"
-    assert found[".step-000009.safetensors.tmp"] == "left over"
+    assert found[".step-000009.safetensors.0123abcd.tmp"] == "left over"
     assert (report.resumes_at, report.drops_records) == (2, 1)
     assert report.sets_aside == ("step-000003.safetensors",)
-    assert report.removes == (".step-000009.safetensors.tmp",)
+    assert report.removes == (".step-000009.safetensors.0123abcd.tmp",)
     assert resume_run(run, Observer()).steps == 4
     there = contents(run)
     assert "step-000003.safetensors.aside" in there

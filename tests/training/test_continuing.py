@@ -9,13 +9,14 @@ from unittest import mock
 import pytest
 import torch
 
+from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import checkpoints
 from arbcli.config.training import train_config_from
 from arbcli.generation.load import load_model, read_saved, saved_config
 from arbcli.interop.exporting import export
 from arbcli.kernels.runtime.backend import default_backend
-from arbcli.model.checkpoint import load_checkpoint, save_checkpoint, write_json
+from arbcli.model.checkpoint import load_checkpoint, save_checkpoint
 from arbcli.training import directory
 from arbcli.training import run as running
 from arbcli.training.check import check_run
@@ -158,8 +159,8 @@ def test_steps_are_traced_however_a_run_begins(text, tmp_path, monkeypatch):
     trainer = looped.call_args.args[0]
     save_checkpoint(run, trainer.checkpoint(read_facts(run)["text"]["digest"]))
     resume_run(run, Observer(), profile=7)
-    found = [(call.args[4], call.args[5:]) for call in looped.call_args_list]
-    assert found == [(3, ()), (5, ()), (7, (Resumed({}, 0.0),))]
+    traced = [(call.args[4], call.args[5:]) for call in looped.call_args_list]
+    assert traced == [(3, ()), (5, ()), (7, (Resumed({}, 0.0, mock.ANY),))]
 
 
 def test_run_whose_checkpoints_are_gone_does_not_begin_again(text, tmp_path):

@@ -7,6 +7,7 @@ state of the directory is new: after that any number of kills, at any times, is 
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -14,13 +15,17 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from killing import write_tokenizer
 from marks import mostly_slow
 
 from arbcli.base.errors import ArbError
-from arbcli.base.run_files import checkpoints
+from arbcli.base.run_files import COMPANIONS, checkpoints
 from arbcli.config.training import TrainConfig
+from arbcli.data.chat_template import SETTINGS, TEMPLATE
+from arbcli.generation.load import SavedModel, read_saved
 from arbcli.model.checkpoint import load_checkpoint, save_checkpoint
-from arbcli.training import loop, recorder, schedule
+from arbcli.training import loop, record, schedule
+from arbcli.training import run as running
 from arbcli.training.check import check_run
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
@@ -91,7 +96,7 @@ def uninterrupted(tmp_path_factory) -> Callable[[TrainConfig], tuple]:
 def state(run: Path) -> str:
     """Hash the names and contents of a directory, without what differs from run to run."""
     digest = sha256()
-    for path in sorted(run.iterdir()):
+    for path in sorted(path for path in run.rglob("*") if path.is_file()):
         content = path.read_bytes()
         if "config.json" in path.name:
             content = b""
@@ -99,7 +104,8 @@ def state(run: Path) -> str:
             lines = content.decode().splitlines(keepends=True)
             steps = [json.loads(line)["step"] for line in lines if line.endswith("}\n")]
             content = repr((steps, [line[-1] for line in lines])).encode()
-        digest.update(f"{path.name} {len(content)} ".encode() + content)
+        name = re.sub(r"\.[0-9a-f]{8}\.tmp$", ".tmp", path.name)
+        digest.update(f"{name} {len(content)} ".encode() + content)
     return digest.hexdigest()
 
 
@@ -147,24 +153,23 @@ class Watch:
             (Path, "unlink"), (Path, "mkdir"),
         ):  # fmt: skip
             patch.setattr(owner, name, self.around(getattr(owner, name)))
-        append = recorder.append_record
+        append = record._append_line
 
-        def torn(run, record):
-            line = json.dumps(record.as_json())
-            self.look(line[:50])
-            self.look(line)  # without its newline
-            append(run, record)
+        def torn(run, line):
+            self.look(line[:50].decode())
+            self.look(line[:-1].decode())  # without its newline
+            append(run, line)
             self.look()
 
-        patch.setattr(recorder, "append_record", torn)
+        patch.setattr(record, "_append_line", torn)
 
 
-def go_on(config: TrainConfig, run: Path, observer: Observer | None = None) -> None:
+def go_on(config: TrainConfig, run: Path, initial: SavedModel | None = None) -> None:
     """Resume a run, or start it if it was killed before there was anything to resume."""
     if (run / "config.json").exists():
-        resume_run(run, observer or Observer())
+        resume_run(run, Observer())
     else:
-        start_run(config, run, observer or Observer())
+        start_run(config, run, Observer(), initial=initial)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +200,119 @@ def test_killed_run_ends_with_the_files_and_records_of_a_whole_run(any_number, c
         number += 1
     assert first > 25
     assert (number > first) == any_number
+
+
+def test_run_that_goes_back_and_is_killed_keeps_its_records_and_best(config, tmp_path):
+    """Whether it is killed before the first save of the new branch, or within it."""
+    whole, copies = tmp_path / "whole", tmp_path / "copies"
+    copies.mkdir()
+    start_run(config(keep_best=True, keep=9), whole, Observer())
+    expected = contents(whole)
+    back, seen = tmp_path / "back", set()
+    shutil.copytree(whole, back)
+    with pytest.MonkeyPatch.context() as patch:
+        Watch(back, copies, seen).plant(patch)
+        resume_run(back / "step-000004.safetensors", Observer())
+    assert contents(back) == expected
+    for number in range(len(seen)):
+        run = copies / str(number)
+        go_on(config(), run)
+        assert contents(run) == expected, f"state {number}"
+        assert not [*run.glob(".*.tmp")]
+    assert len(seen) > 9
+
+
+def write_chats(folder: Path) -> dict[str, object]:
+    """Write chats, and a tokenizer with a template; return the options that name them."""
+    pytest.importorskip("tokenizers", reason="needs the package tokenizers")
+    pytest.importorskip("jinja2", reason="needs the package jinja2")
+    write_tokenizer(folder / "tokenizer.json", ("<end>",))
+    (folder / TEMPLATE).write_text(
+        "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{% endif %}"
+    )
+    (folder / SETTINGS).write_text('{"eos_token": "<end>"}')
+    messages = [{"role": role, "content": role * 2} for role in ("user", "assistant")]
+    chats = [
+        json.dumps({"messages": messages + messages[:1] * (n % 9) + messages}) for n in range(40)
+    ]
+    (folder / "chats.jsonl").write_text("\n".join(chats))
+    return {
+        "data": [str(folder / "chats.jsonl")], "field": "messages", "ctx": 64, "batch": 1,
+        "tokenizer": str(folder / "tokenizer.json"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["chats", "weights"])
+def test_start_that_is_killed_ends_with_the_files_of_a_whole_run(kind, config, tmp_path, own_cache):
+    """With the template that it began with, and from the weights that it began with."""
+    options, initial, seen = {"steps": 2, "eval_every": 0, "save_every": 9}, None, set()
+    whole, copies, left = (tmp_path / name for name in ("whole", "copies", "left"))
+    copies.mkdir()
+    if kind == "chats":
+        options |= write_chats(tmp_path)
+        for name, content in ((TEMPLATE, "{{ messages }}"), (SETTINGS, '{"eos_token": "e"}')):
+            (left / COMPANIONS).mkdir(parents=True, exist_ok=True)  # of an earlier run
+            (left / COMPANIONS / name).write_text(content)
+    else:
+        start_run(config(**options | {"seed": 5}), tmp_path / "other", Observer())
+        initial = read_saved(tmp_path / "other", pytest.fail)
+    start_run(config(**options), whole, Observer(), initial=initial)
+    expected = contents(whole)
+    with pytest.MonkeyPatch.context() as patch:
+        Watch(left, copies, seen).plant(patch)
+        start_run(config(**options), left, Observer(), initial=initial)
+    assert contents(left) == expected
+    for number in range(len(seen)):
+        go_on(config(**options), copies / str(number), initial)
+        assert contents(copies / str(number)) == expected, f"state {number}"
+    assert len(seen) > 4
+
+
+def test_run_whose_template_or_first_weights_have_changed_is_refused(config, tmp_path, own_cache):
+    run = tmp_path / "run"
+    start_run(config(steps=1, **write_chats(tmp_path)), run, Observer())
+    (run / COMPANIONS / SETTINGS).write_text('{"eos_token": "<other>"}')
+    with pytest.raises(ArbError, match=r"the chat template of .* are not those of its start"):
+        resume_run(run, Observer(), steps=2)
+    other, later = tmp_path / "other", tmp_path / "later"
+    start_run(config(steps=1), other, Observer())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "_run", lambda *_: None)  # killed before it saves
+        start_run(config(), later, Observer(), initial=read_saved(other, pytest.fail))
+    assert check_run(later).resumes_at == 0
+    shutil.copy(other / "step-000000.safetensors", other / "step-000001.safetensors")
+    with pytest.raises(ArbError, match="does not have the weights that the run began with"):
+        resume_run(later, Observer())
+    assert check_run(later).stops
+
+
+def test_run_that_goes_back_to_more_steps_sets_its_records_aside(config, tmp_path):
+    run = tmp_path / "run"
+    start_run(config(keep=9), run, Observer())
+    old = (run / METRICS).read_bytes()
+    resume_run(run / "step-000004.safetensors", Observer(), steps=STEPS + 1)
+    assert (run / f"{METRICS}.aside").read_bytes() == old
+    assert [record["step"] for record in records(run)][-1] == STEPS + 1
+
+
+def test_checkpoints_and_temporary_files_that_a_killed_run_left_are_removed(config, tmp_path):
+    run = tmp_path / "run"
+    start_run(config(keep=9, keep_best=True), run, Observer())
+    shutil.copy(run / "step-000004.safetensors", run / "best-000004.safetensors")
+    (run / ".config.json.0123abcd.tmp").write_text("{")
+    facts = json.loads((run / "config.json").read_text())
+    facts["config"]["keep"] = 2
+    (run / "config.json").write_text(json.dumps(facts))
+    left = {path.name for path in run.iterdir()}
+    predicted = check_run(run)
+    resume_run(run, Observer())
+    kept = {path.name for path in run.iterdir()}
+    assert left - kept == set(predicted.removes)
+    assert kept == {
+        ".lock", "config.json", METRICS, f"best-{BEST:06d}.safetensors",
+        "step-000006.safetensors", "step-000007.safetensors",
+    }  # fmt: skip
 
 
 def killed_before_record(config: TrainConfig, run: Path, step: int) -> None:

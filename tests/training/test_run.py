@@ -23,10 +23,11 @@ from marks import mostly_slow
 from torch.autograd import DeviceType
 
 from arbcli import load
+from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import checkpoints
 from arbcli.config.training import TrainConfig, train_config_from
-from arbcli.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, write_json
+from arbcli.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from arbcli.model.operations import step_operations
 from arbcli.training import run as run_module
 from arbcli.training import schedule

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbcli.base.atomic_files import write_file
 from arbcli.base.errors import ArbError
 from arbcli.base.reading import read_json
 from arbcli.base.run_files import CONFIG
@@ -58,7 +59,6 @@ from arbcli.kernels.codec.decode_digits import digits_torch
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.codec.scales import scales_torch
-from arbcli.model.checkpoint import write_file
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.rotary import rotary_rates
 from arbcli.model.packed import TernaryTensor

@@ -7,7 +7,8 @@ copies them. The tokenizer is stored in the run itself, as in every run.
 from hashlib import sha256
 from pathlib import Path
 
-from arbcli.base.errors import ArbError, os_errors
+from arbcli.base.atomic_files import make_folder, write_file
+from arbcli.base.errors import ArbError
 from arbcli.base.reading import read_small
 from arbcli.base.run_files import COMPANIONS, CONFIG
 from arbcli.config.model import VOCABULARY, ModelConfig
@@ -16,7 +17,6 @@ from arbcli.generation.load import Weights
 from arbcli.generation.tokens import DIGEST
 from arbcli.interop.huggingface.config_json import read_folder_config
 from arbcli.interop.huggingface.dense import shape_of
-from arbcli.model.checkpoint import write_file
 
 GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
 NAMES = (
@@ -37,8 +37,7 @@ def copy_companions(source: Path, target: Path) -> None:
     found = [name for name in NAMES if (source / name).exists()]
     if not found:
         return
-    with os_errors("make", target, "choose another `--out`"):
-        target.mkdir(parents=True, exist_ok=True)
+    make_folder(target)
     for name in found:
         write_companion(target / name, read_companion(source / name))
 

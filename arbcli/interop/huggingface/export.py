@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import shutil
 from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbcli.base.atomic_files import new_folder, write_file, write_json, write_text
 from arbcli.base.errors import ArbError, os_errors
 from arbcli.base.reading import read_json
 from arbcli.base.run_files import CONFIG
@@ -32,7 +31,6 @@ from arbcli.interop.huggingface.companions import (
 from arbcli.interop.huggingface.config_json import read_config, rope_parameters
 from arbcli.interop.huggingface.dense import check_attention, known_shape, read, shape_of, sources
 from arbcli.interop.huggingface.folder import WEIGHTS, WeightFolder, check_tensors
-from arbcli.model.checkpoint import write_file, write_json, write_text
 from arbcli.model.language_model import LanguageModel
 
 CODE = Path(__file__).with_name("modeling_arb.py")
@@ -70,15 +68,8 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> B
     companions = companions_of(weights.path.parent, config)
     tokenizer_of(weights)
     chosen = TYPES[kind or "bf16"]
-    part = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(part, ignore_errors=True)  # a killed process left it
-    try:
-        with os_errors("write", path, "check permissions and free space"):
-            part.mkdir()
-            _write_files(part, weights, name, chosen, companions)
-            os.replace(part, path)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    with os_errors("write", path, "check permissions and free space"), new_folder(path) as part:
+        _write_files(part, weights, name, chosen, companions)
     return chosen
 
 

@@ -1,0 +1,228 @@
+"""Files are written completely or not at all, and never through a link that somebody else made."""
+
+import ast
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from syntax import parsed, walk
+
+from arbcli import atomic_files
+from arbcli.base.atomic_files import make_folder, new_folder, open_to_append, sweep, write_file
+from arbcli.base.errors import ArbError
+from arbcli.interop.exporting import export
+from arbcli.model.checkpoint import run_lock
+from arbcli.training.configure import new_config
+from arbcli.training.observer import Observer
+from arbcli.training.profiling import StepTrace
+from arbcli.training.record import METRICS, append_record
+from arbcli.training.run import resume_run, start_run
+
+PACKAGE = Path(atomic_files.__file__).parent
+TINY = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu"}
+PLAN = {"steps": 4, "save_every": 1, "eval_every": 1, "keep": 9, "keep_best": True}
+PRECIOUS = b"precious"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "text.txt").write_bytes(b"ternary weights learn to read. " * 100)
+    config = new_config(**TINY, **PLAN, data=[str(folder / "text.txt")])
+    start_run(config, folder / "run", Observer())
+    return folder / "run"
+
+
+@pytest.fixture
+def home(tmp_path) -> Path:
+    """Make a folder outside of the run, with a file that links lead to."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    (folder / "precious").write_bytes(PRECIOUS)
+    return folder
+
+
+def assert_untouched(home: Path) -> None:
+    assert {path.name: path.read_bytes() for path in home.iterdir()} == {"precious": PRECIOUS}
+
+
+@pytest.mark.parametrize("target", ["precious", "missing"])
+@pytest.mark.parametrize("name", [METRICS, ".lock"])
+@pytest.mark.parametrize("start", ["step-000002.safetensors", "step-000003.safetensors"])
+def test_nothing_is_written_through_links_in_a_run(start, name, target, finished, home, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    for late in run.glob("*-000004*"):
+        late.unlink()
+    (run / name).unlink()
+    (run / name).symlink_to(home / target)
+    with suppress(ArbError):  # it is replaced, or else refused
+        resume_run(run / start, Observer())
+    assert_untouched(home)
+
+
+def test_links_at_the_names_of_checkpoints_are_replaced(finished, home, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    names = [path.name for path in run.iterdir() if path.name > "step-000002.z"]
+    names += [f"best-{step:06d}.safetensors" for step in range(1, 6)]
+    names += ["step-000005.safetensors", "step-000004.safetensors.aside"]
+    for name in names:
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(home / "missing")
+    resume_run(run / "step-000002.safetensors", Observer(), steps=5)
+    assert_untouched(home)
+    assert not [path for path in run.glob("step-*[0-9].safetensors") if path.is_symlink()]
+
+
+def test_temporary_file_is_never_one_that_exists(home, tmp_path, monkeypatch):
+    """Even if its name could be guessed."""
+    monkeypatch.setattr(atomic_files.secrets, "token_hex", lambda _: "guessed!")
+    path = tmp_path / "config.json"
+    (tmp_path / ".config.json.guessed!.tmp").symlink_to(home / "precious")
+    with pytest.raises(ArbError, match=r"cannot write .*: File exists"):
+        write_file(path, lambda file: file.write(b"new"))
+    (tmp_path / ".folder.guessed!.tmp").symlink_to(home)
+    with pytest.raises(FileExistsError), new_folder(tmp_path / "folder"):
+        pytest.fail("it is not to be entered")
+    assert_untouched(home)
+
+
+def test_link_at_the_name_of_an_output_is_replaced(home, tmp_path):
+    path = tmp_path / "plot.png"
+    path.symlink_to(home / "precious")
+    write_file(path, lambda file: file.write(b"new"))
+    assert (path.is_symlink(), path.read_bytes()) == (False, b"new")
+    assert_untouched(home)
+
+
+def test_device_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "device")
+    with pytest.raises(ArbError, match="device`: it is not a regular file"):
+        write_file(tmp_path / "device", lambda file: file.write(b"new"))
+    assert (tmp_path / "device").is_fifo()
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hf"])
+def test_export_into_a_folder_with_links_writes_nothing_through_them(
+    form, finished, home, tmp_path
+):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    for name in (".model.tmp", ".model.0123abcd.tmp"):
+        (shared / name).symlink_to(home if form == "hf" else home / "precious")
+    export(finished, form, out=shared / "model")
+    assert (shared / "model").exists()
+    assert_untouched(home)
+
+
+def test_folder_of_a_run_that_is_a_link_is_refused(home, tmp_path):
+    (tmp_path / "hugging_face").symlink_to(home)
+    with pytest.raises(ArbError, match="hugging_face` is a link"):
+        make_folder(tmp_path / "hugging_face")
+    make_folder(tmp_path / "other" / "hugging_face")
+    make_folder(tmp_path / "other" / "hugging_face")
+
+
+def test_trace_is_written_to_no_link(home, tmp_path):
+    trainer = type("Trainer", (), {"captures": False, "step": 0, "device": torch.device("cpu")})
+    trace = StepTrace(tmp_path, trainer, 1, lambda _: None)
+    trace._left_out = -1
+    trace.path.symlink_to(home / "precious")
+    profiler = type("Profiler", (), {"events": list})
+    profiler.export_chrome_trace = lambda path: Path(path).write_bytes(b"trace")
+    trace._write(profiler)
+    assert trace.path.read_bytes() == b"trace"
+    assert_untouched(home)
+
+
+def test_temporary_files_of_living_processes_stay(tmp_path):
+    """They are locked; those of killed processes are not, and are removed."""
+    file, folder = tmp_path / ".a.txt.0123abcd.tmp", tmp_path / ".b.0123abcd.tmp"
+    others = [tmp_path / ".c.tmp", tmp_path / "d.0123abcd.tmp"]
+
+    def look(_) -> None:
+        (living,) = tmp_path.glob(".living.*")
+        file.touch()
+        folder.mkdir()
+        (folder / "part").touch()
+        sweep(tmp_path)
+        assert {*tmp_path.iterdir()} == {living, *others}
+
+    for other in others:
+        other.touch()
+    write_file(tmp_path / "living", look)
+    with new_folder(tmp_path / "living folder") as living:
+        sweep(tmp_path)
+        assert living.is_dir()
+    assert (tmp_path / "living folder").is_dir()
+
+
+def test_file_that_is_written_again_removes_its_own_temporary_files_only(tmp_path):
+    for name in ("a*", "a1"):
+        (tmp_path / f".{name}.0123abcd.tmp").touch()
+    write_file(tmp_path / "a*", lambda file: file.write(b"new"))
+    assert {path.name for path in tmp_path.iterdir()} == {"a*", ".a1.0123abcd.tmp"}
+
+
+@pytest.mark.parametrize("target", ["precious", "missing"])
+def test_lock_and_records_of_a_run_are_appended_to_regular_files_only(target, home, tmp_path):
+    (tmp_path / METRICS).symlink_to(home / target)
+    with pytest.raises(ArbError, match=r"metrics\.jsonl` is a link"):
+        append_record(tmp_path, SimpleNamespace(as_json=dict))
+    (tmp_path / ".lock").symlink_to(home / target)
+    with pytest.raises(ArbError, match="lock` is a link"), run_lock(tmp_path):
+        pytest.fail("it is not locked")
+    assert_untouched(home)
+    with pytest.raises(OSError, match="not a regular file"):
+        open_to_append(Path(os.devnull))
+
+
+WRITERS = {"rename", "write_bytes", "write_text", "touch", "mkstemp", "savefig", "link", "symlink"}
+"""Methods and functions that write files or names."""
+ELSEWHERE = {
+    ("checkpoint.py", "link"): "a checkpoint under another name, which must not exist",
+    ("checkpoint.py", "rename"): "a checkpoint under another name, which must not exist",
+    ("inspect/plots.py", "savefig"): "to a file of `write_file`",
+    ("kernels/runtime/native.py", "write_bytes"): "in a temporary folder of this process",
+    ("kernels/runtime/compile_once.py", "open"): "in a temporary folder of these processes",
+    ("verify/compile_ahead.py", "NamedTemporaryFile"): "read by another program",
+    ("output.py", "open"): "the null device",
+    ("output.py", "write_bytes"): "standard output",
+    ("train/parallel/launch.py", "touch"): "in a temporary folder of these processes",
+}
+"""The calls outside of `atomic_files` that write, by file and function, and why they may."""
+
+
+def writes(call: ast.Call) -> str | None:
+    """Return the name of the function if a call writes a file."""
+    called = call.func
+    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    if name in WRITERS:
+        return name if isinstance(called, ast.Attribute) else None
+    if name == "NamedTemporaryFile":
+        return name
+    if name in ("open", "fdopen"):
+        words = [part.value for part in call.args if isinstance(part, ast.Constant)]
+        modes = [word for word in words if isinstance(word, str) and set(word) <= set("rwaxbt+")]
+        flags = "O_WRONLY" in ast.unparse(call) or "O_RDWR" in ast.unparse(call)
+        return name if flags or any(set(mode) & set("wax+") for mode in modes) else None
+    if name == "replace" and isinstance(called, ast.Attribute):
+        paths = ("os", "path", "temporary", "part", "unfinished")
+        return name if ast.unparse(called.value).rpartition(".")[2] in paths else None
+    return None
+
+
+def test_no_other_module_writes_files():
+    seen = {
+        (path.relative_to(PACKAGE).as_posix(), name)
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "atomic_files.py"
+        for node in walk(parsed(path))
+        if isinstance(node, ast.Call) and (name := writes(node))
+    }
+    assert seen == ELSEWHERE.keys()
