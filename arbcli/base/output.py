@@ -16,6 +16,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TextIO
@@ -182,6 +183,30 @@ def emit_json(value: dict[str, Any]) -> None:
     """
     _stdout.write(json.dumps(value, allow_nan=False) + "\n")
     _stdout.flush()
+
+
+@contextlib.contextmanager
+def held_stderr() -> Iterator[None]:
+    """Hold what the block writes to the standard error, and drop it if the block raises.
+
+    A library in Rust writes several lines about a panic, before it raises the exception that is
+    reported. Python's streams are not redirected, but the file descriptor is.
+    """
+    try:
+        before = os.dup(2)
+    except OSError:  # closed
+        yield
+        return
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+        held.seek(0)
+        with contextlib.suppress(OSError):
+            os.write(2, held.read())
 
 
 def write_bytes(data: bytes) -> None:

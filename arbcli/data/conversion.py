@@ -11,7 +11,6 @@ import gzip
 import itertools
 import json
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass
 from hashlib import sha256
@@ -21,7 +20,7 @@ from typing import Any
 
 from arbcli.base.caches import cache_folder, is_cached, write_cached
 from arbcli.base.environment import number_in
-from arbcli.base.errors import ArbError, optional_module
+from arbcli.base.errors import ArbError, library_errors, optional_module
 from arbcli.base.lazy import imported
 from arbcli.base.reading import unreadable
 from arbcli.families import MEDIA, medium_of
@@ -190,16 +189,11 @@ def _unpacked(path: Path) -> Iterator[bytes]:
     """Yield the decompressed bytes of a file, by its last suffix."""
     suffix = path.suffix.lower()
     zstandard = _package("zstandard", path) if suffix == ".zst" else None
-    broken = zstandard.ZstdError if zstandard else (EOFError, zlib.error, gzip.BadGzipFile)
-    try:
-        with gzip.open(path) if suffix == ".gz" else path.open("rb") as file:
-            blocks = iter(lambda: file.read(BLOCK_BYTES), b"")
-            yield from _frames(blocks, zstandard.ZstdDecompressor()) if zstandard else blocks
-    except broken as error:
-        raise ArbError(
-            f"`{path}` cannot be unpacked: {error}",
-            hint="it is truncated or damaged: fetch it again",
-        ) from None
+    hint = "it is truncated or damaged: fetch it again"
+    damaged = library_errors(f"`{path}` cannot be unpacked", hint, (gzip.BadGzipFile,))
+    with damaged, gzip.open(path) if suffix == ".gz" else path.open("rb") as file:
+        blocks = iter(lambda: file.read(BLOCK_BYTES), b"")
+        yield from _frames(blocks, zstandard.ZstdDecompressor()) if zstandard else blocks
 
 
 def _frames(blocks: Iterator[bytes], decompressor: Any) -> Iterator[bytes]:
@@ -298,7 +292,7 @@ def _column(path: Path, field: str) -> Iterator[bytes]:
     no_text = ArbError(
         f"the column `{field}` of `{path}` has no text", hint="name another with `--field`"
     )
-    try:
+    with library_errors(f"`{path}` cannot be read", "it is truncated or damaged: fetch it again"):
         schema = parquet.read_schema(path)
         if field not in schema.names:
             raise ArbError(
@@ -316,10 +310,6 @@ def _column(path: Path, field: str) -> Iterator[bytes]:
                         yield (text.encode() if isinstance(text, str) else text) + b"\n"
                     elif text is not None:
                         raise no_text
-    except arrow.ArrowException as error:
-        raise ArbError(
-            f"`{path}` cannot be read: {error}", hint="it is truncated or damaged: fetch it again"
-        ) from None
 
 
 def _value(value: Any, path: Path, field: str) -> Any:

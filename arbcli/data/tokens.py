@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from arbcli.base.errors import ArbError, optional_module
+from arbcli.base.errors import ArbError, library_errors, optional_module
+from arbcli.base.output import held_stderr
 from arbcli.base.reading import read_small
 from arbcli.data.conversion import converted
 from arbcli.data.text import Mixture, Text
@@ -37,6 +38,7 @@ LONGEST_LINE = 2**16
 """Number of bytes at the end of a block that are searched for the end of a line."""
 VERSION = 1
 """Version of the tokenised files in the cache; changed if blocks are cut or tokenised otherwise."""
+OTHER_TOKENIZER = "name a `tokenizer.json` of the package tokenizers that can encode the text"
 HALF = "\ufffd"
 """Replacement character, which stands for an invalid or incomplete UTF-8 sequence."""
 
@@ -56,23 +58,18 @@ class Tokenizer:
 
     def __init__(self, content: bytes, name: str) -> None:
         package = optional_module("tokenizers", name, "tokenizers", "'arb[tokens]'")
-        try:
-            self._tokenizer = package.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the package raises this class
-            raise ArbError(
-                f"`{name}` is not a tokenizer: {str(error).strip()[:200]}",
-                hint="name a `tokenizer.json` of the package tokenizers",
-            ) from None
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        self._tokenizer.encode_special_tokens = True
-        self.content = content
+        self.content, self.name = content, name
         self.digest = sha256(content).hexdigest()
-        known = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        self.size = max(known, default=-1) + 1
-        """Size of the vocabulary: one more than the largest token."""
-        self.beginning = self._find_beginning()
-        """Tokens before a prompt, such as Llama 3's `<|begin_of_text|>`."""
+        with held_stderr(), library_errors(f"`{name}` is not a tokenizer", OTHER_TOKENIZER):
+            self._tokenizer = package.Tokenizer.from_str(content.decode())
+            self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
+            self._tokenizer.encode_special_tokens = True
+            known = self._tokenizer.get_vocab(with_added_tokens=True).values()
+            self.size = max(known, default=-1) + 1
+            """Size of the vocabulary: one more than the largest token."""
+            self.beginning = self._find_beginning()
+            """Tokens before a prompt, such as Llama 3's `<|begin_of_text|>`."""
         if self.size < 2:
             raise ArbError(f"`{name}` has fewer than two tokens", hint="name another tokenizer")
 
@@ -112,7 +109,8 @@ class Tokenizer:
         """
         self._tokenizer.encode_special_tokens = False
         try:
-            found = self._tokenizer.encode(text, add_special_tokens=False)
+            with library_errors(f"`{self.name}` cannot encode a text", OTHER_TOKENIZER):
+                found = self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
         return [(token, start) for token, (start, _) in zip(found.ids, found.offsets, strict=True)]
@@ -127,14 +125,20 @@ class Tokenizer:
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: Iterable[bytes]) -> list[list[int]]:
-        """Encode several texts in parallel: see `encode`."""
+        """Encode several texts in parallel: see `encode`.
+
+        Raises:
+            ArbError: a text has something that the tokenizer cannot encode.
+        """
         decoded = [text.decode(errors="replace") for text in texts]
-        found = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
+        with library_errors(f"`{self.name}` cannot encode a text", OTHER_TOKENIZER):
+            found = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
         return [each.ids for each in found]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode tokens, including special ones; tokens that do not exist are skipped."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        with library_errors(f"`{self.name}` cannot decode tokens", OTHER_TOKENIZER):
+            return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def decoded(self, prompt: Sequence[int], parts: Iterable[Sequence[int]]) -> Iterator[bytes]:
         """Decode a stream of tokens to UTF-8, yielded as soon as characters are complete.

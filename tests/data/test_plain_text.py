@@ -227,7 +227,12 @@ def test_rows_without_a_text_are_left_out(tmp_path, monkeypatch):
         with pytest.raises(ArbError, match=message):
             read(path, field)
     parquet.ParquetFile.side_effect = arrow.ArrowException("cut")
-    with pytest.raises(ArbError, match="cannot be read: 'cut'"):
+    for error in (arrow.ArrowException("cut"), UnicodeDecodeError("utf-8", b"", 0, 1, "cut")):
+        parquet.ParquetFile.side_effect = error
+        with pytest.raises(ArbError, match=r"cannot be read: .*cut"):
+            read(path, "id")
+    parquet.ParquetFile.side_effect = arrow.ArrowException("two\nlines")
+    with pytest.raises(ArbError, match=r"cannot be read: [^\n]*lines"):
         read(path, "id")
 
 

@@ -130,6 +130,46 @@ def test_file_that_is_not_a_tokenizer_is_refused_in_one_line(content, tmp_path, 
     assert "\n" not in str(refused.value)
 
 
+ADDED = {
+    "id": 9, "content": "<s>", "special": True, "single_word": False, "lstrip": False,
+    "rstrip": False, "normalized": False,
+}  # fmt: skip
+BAD_TOKENIZERS = {
+    "panic of a step": (
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "is not a tokenizer: chunk size"),
+    "panic of a post-processor": (
+        {"post_processor": {
+            "type": "TemplateProcessing", "pair": [], "special_tokens": {},
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
+                       {"Sequence": {"id": "A", "type_id": 0}}],
+        }}, "is not a tokenizer: no entry found for key"),
+    "unknown word": (
+        {"model": {"type": "WordPiece", "vocab": {"a": 0, "b": 1}, "unk_token": "[UNK]",
+                   "continuing_subword_prefix": "##", "max_input_chars_per_word": 9}},
+        "cannot encode a text: WordPiece error: Missing [UNK]"),
+    "unknown character": (
+        {"model": {"type": "Unigram", "vocab": [["a", -1.0], ["b", -1.0]]}},
+        "cannot encode a text: Encountered an unknown token"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_TOKENIZERS)
+def test_whatever_the_package_raises_is_one_line_and_nothing_else_is_written(name, tmp_path, capfd):
+    pytest.importorskip("tokenizers", reason="needs the package tokenizers")
+    parts, message = BAD_TOKENIZERS[name]
+    none = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
+    whole = {"version": "1.0", "added_tokens": [ADDED], "model": model, **dict.fromkeys(none)}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(whole | parts))
+    for use in (lambda found: found.encode(b"xyz"), lambda found: found.encode_marked("xyz")):
+        with pytest.raises(ArbError) as refused:
+            use(Tokenizer.read(path))
+        assert f"`{path}` {message}" in str(refused.value)
+        assert "\n" not in str(refused.value)
+    assert capfd.readouterr().err == ""
+
+
 def test_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ArbError, match="package tokenizers"):

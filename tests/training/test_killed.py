@@ -24,7 +24,7 @@ from arbcli.config.training import TrainConfig
 from arbcli.data.chat_template import SETTINGS, TEMPLATE
 from arbcli.generation.load import SavedModel, read_saved
 from arbcli.model.checkpoint import load_checkpoint, save_checkpoint
-from arbcli.training import loop, record, schedule
+from arbcli.training import loop, record, sample, schedule
 from arbcli.training import run as running
 from arbcli.training.check import check_run
 from arbcli.training.configure import new_config
@@ -48,6 +48,7 @@ TIMINGS = ("seconds", "bytes_per_second", "seconds_left", "mfu", "peak_bytes")
 def short_runs(monkeypatch):
     evaluate = Trainer.evaluate
     monkeypatch.setattr(schedule, "LOG_EVERY", 4)
+    monkeypatch.setattr(sample, "SAMPLE_BYTES", 1)
     monkeypatch.setattr(Trainer, "evaluate", lambda self: evaluate(self) - (self.step == BEST))
 
 
@@ -275,13 +276,14 @@ def test_run_whose_template_or_first_weights_have_changed_is_refused(config, tmp
     (run / COMPANIONS / SETTINGS).write_text('{"eos_token": "<other>"}')
     with pytest.raises(ArbError, match=r"the chat template of .* are not those of its start"):
         resume_run(run, Observer(), steps=2)
-    other, later = tmp_path / "other", tmp_path / "later"
+    other, whole, later = (tmp_path / name for name in ("other", "whole", "later"))
     start_run(config(steps=1), other, Observer())
+    start_run(config(steps=2, save_every=1), whole, Observer())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "_run", lambda *_: None)  # killed before it saves
         start_run(config(), later, Observer(), initial=read_saved(other, pytest.fail))
     assert check_run(later).resumes_at == 0
-    shutil.copy(other / "step-000000.safetensors", other / "step-000001.safetensors")
+    shutil.copy(whole / "step-000002.safetensors", other / "step-000001.safetensors")
     with pytest.raises(ArbError, match="does not have the weights that the run began with"):
         resume_run(later, Observer())
     assert check_run(later).stops
@@ -344,6 +346,26 @@ def test_record_after_a_resume_has_the_parts_and_gauges_of_its_step(
     resume_run(run, Observer())
     assert contents(run) == uninterrupted(options)
     assert records(run)[-1]["parts"]
+
+
+def test_record_after_a_resume_has_the_traffic_of_its_next_step(config, tmp_path, monkeypatch):
+    """As that of every step; no checkpoint can hold it, which is the same for any processes."""
+    train_step, steps = Trainer.train_step, set()
+
+    def counted(trainer):
+        steps.add(id(trainer))
+        return train_step(trainer)
+
+    monkeypatch.setattr(Trainer, "has_traffic", True)
+    monkeypatch.setattr(Trainer, "train_step", counted)
+    monkeypatch.setattr(Trainer, "wire_gauges", lambda t: {"wire": 0.5} if id(t) in steps else {})
+    options, run, whole = config(keep_best=True), tmp_path / "run", tmp_path / "whole"
+    start_run(options, whole, Observer())
+    killed_before_record(options, run, 6)
+    steps.clear()
+    resume_run(run, Observer())
+    assert contents(run) == contents(whole)
+    assert {record["gauges"]["wire"] for record in records(run)} == {0.5}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arbcli.base.errors import ArbError, optional_module
+from arbcli.base.errors import ArbError, library_errors, one_line, optional_module
 from arbcli.families import MEDIA
 from arbcli.families.media.bounded import HEADER_BYTES, BoundedFile
 from arbcli.families.media.spans import PictureHeader
@@ -26,6 +26,7 @@ WIDEST_PIXEL = 8
 """Bytes of a pixel that are read at most: four channels of 16 bits."""
 LIGHTER = "save its pixels alone: one frame, without metadata"
 """Hint for a file whose metadata and other frames exceed the bound on bytes read."""
+DAMAGED = "it is truncated or damaged, or not a PNG, JPEG or WebP"
 FORMATS = ("PNG", "JPEG", "WEBP")
 WEBP = re.compile(
     rb"RIFF.{4}WEBP(?:VP8X.{8}(?P<canvas>.{6})|VP8L.{4}/(?P<lossless>.{4})"
@@ -75,7 +76,8 @@ def picture_bytes(path: Path, form: str) -> Iterator[bytes]:
 
     mode, width, height = FORM.fullmatch(form).groups()  # type: ignore[union-attr]
     image_module, operations = _package("Image", path), _package("ImageOps", path)
-    with BoundedFile(path, HEADER_BYTES) as content, warnings.catch_warnings():
+    damaged = library_errors(f"`{path}` is not a readable picture", DAMAGED)
+    with BoundedFile(path, HEADER_BYTES) as content, damaged, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its own, larger limit
         try:
             if size := webp_size(content):  # of which Pillow reads all at once
@@ -99,10 +101,9 @@ def picture_bytes(path: Path, form: str) -> Iterator[bytes]:
                 f"`{path}` has too many pixels: at most {MOST_PIXELS:,} are read", hint=SCALED
             ) from None
         except (OSError, SyntaxError, ValueError) as error:
-            hint = "it is truncated or damaged, or not a PNG, JPEG or WebP"
             raise ArbError(
                 f"`{path}` is not a readable picture: {content.cut_by or _reason(error)}",
-                hint=LIGHTER if content.cut_by else hint,
+                hint=LIGHTER if content.cut_by else DAMAGED,
             ) from None
     yield PictureHeader(mode, pixels.shape[1], pixels.shape[0]).encode()
     yield _rows(pixels)
@@ -110,7 +111,7 @@ def picture_bytes(path: Path, form: str) -> Iterator[bytes]:
 
 def _reason(error: Exception) -> str:
     unknown = type(error).__name__ == "UnidentifiedImageError"
-    return "its format is unknown" if unknown else str(error).strip().rstrip(".")
+    return "its format is unknown" if unknown else one_line(error).rstrip(".")
 
 
 def webp_size(content: BoundedFile) -> tuple[int, int] | None:

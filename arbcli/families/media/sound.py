@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arbcli.base.errors import ArbError, optional_module
+from arbcli.base.errors import ArbError, library_errors, optional_module
 from arbcli.families import MEDIA
 from arbcli.families.media.bounded import HEADER_BYTES, BoundedFile
 from arbcli.families.media.spans import MOST_CHANNELS, SoundHeader
@@ -25,6 +25,7 @@ WIDEST_SAMPLE = 8
 """Bytes of a sample that are read at most: those of a float of 64 bits."""
 STREAMED = 2**31
 """Bytes of data from which on a WAV header says that its writer did not know them."""
+DAMAGED = "it is truncated or damaged, or of a format that libsndfile does not read"
 MU = 255
 PEAK = 32767
 """Largest sample of 16 bits."""
@@ -47,7 +48,8 @@ def sound_bytes(path: Path, form: str) -> Iterator[bytes]:
         ArbError: the package is missing, or the file is damaged, empty, or has too many channels.
     """
     soundfile = _package(path)
-    with BoundedFile(path, HEADER_BYTES) as content:
+    damaged = library_errors(f"`{path}` is not a readable sound", DAMAGED)
+    with BoundedFile(path, HEADER_BYTES) as content, damaged:
         try:
             yield from _blocks(soundfile, content, path, form)
         except soundfile.SoundFileError as error:
@@ -97,7 +99,7 @@ def _too_heavy(path: Path, content: BoundedFile) -> ArbError:
 def _damaged(path: Path, why: str) -> ArbError:
     return ArbError(
         f"`{path}` is not a readable sound: {why.strip().rstrip('.')}",
-        hint="it is truncated or damaged, or of a format that libsndfile does not read",
+        hint=DAMAGED,
     )
 
 
