@@ -19,7 +19,7 @@ from arbcli.model.checkpoint import run_lock
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
 from arbcli.training.profiling import StepTrace
-from arbcli.training.record import METRICS, append_record
+from arbcli.training.record import METRICS, RunRecords
 from arbcli.training.run import resume_run, start_run
 
 PACKAGE = Path(atomic_files.__file__).parent
@@ -173,7 +173,7 @@ def test_file_that_is_written_again_removes_its_own_temporary_files_only(tmp_pat
 def test_lock_and_records_of_a_run_are_appended_to_regular_files_only(target, home, tmp_path):
     (tmp_path / METRICS).symlink_to(home / target)
     with pytest.raises(ArbError, match=r"metrics\.jsonl` is a link"):
-        append_record(tmp_path, SimpleNamespace(as_json=dict))
+        RunRecords(tmp_path).append(SimpleNamespace(as_json=dict))
     (tmp_path / ".lock").symlink_to(home / target)
     with pytest.raises(ArbError, match="lock` is a link"), run_lock(tmp_path):
         pytest.fail("it is not locked")

@@ -40,7 +40,7 @@ from arbcli.model.checkpoint import keep_best, load_checkpoint, save_checkpoint
 from arbcli.model.rules.base import fixed_point_gain
 from arbcli.model.updater import Updater
 from arbcli.training.directory import make_directory
-from arbcli.training.record import append_record, keep_records
+from arbcli.training.record import RunRecords, keep_records
 
 PLACE = {"device": "cpu", "backend": "torch", "compute": "fp32"}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -349,7 +349,7 @@ def test_records_that_cannot_be_written_or_read_are_explained(tmp_path):
     record = SimpleNamespace(as_json=lambda: {"step": 1})
     path = str(tmp_path / "metrics.jsonl")
     with pytest.raises(ArbError) as caught:
-        append_record(tmp_path, record)
+        RunRecords(tmp_path).append(record)
     assert str(caught.value).startswith(f"cannot write `{path}`: Is a directory")
     assert f"`--resume {tmp_path}`" in caught.value.hint
     with pytest.raises(ArbError) as caught:

@@ -122,15 +122,6 @@ class TrainReport:
         return finite(dataclasses.asdict(self))
 
 
-def append_record(run: Path, record: Record) -> None:
-    """Append a record to the file of a run.
-
-    Raises:
-        ArbError: it cannot be written.
-    """
-    _append_line(run, _line_of(record))
-
-
 def _append_line(run: Path, line: bytes) -> None:
     path = run / METRICS
     hint = f"free some space, then continue with `--resume {run}`"

@@ -44,7 +44,7 @@ from arbcli.training.minutes import steps_in
 from arbcli.training.observer import Observer
 from arbcli.training.parallel.group import Group
 from arbcli.training.profiling import StepTrace
-from arbcli.training.record import Record, append_record, keep_records
+from arbcli.training.record import Record, RunRecords, keep_records
 from arbcli.training.run import resume_run, start_run
 from arbcli.training.saving import SAVE_SECONDS
 from arbcli.training.schedule import learning_rate
@@ -433,8 +433,9 @@ def test_memory_of_a_cpu_that_is_not_enough_is_explained(error, text, tmp_path, 
 
 
 def test_non_finite_number_is_null_in_a_record(tmp_path):
-    values = dict.fromkeys(Record.__dataclass_fields__, 0.0) | {"loss": float("nan")}
-    append_record(tmp_path, Record(**values | {"gauges": {}, "parts": {"ponder": float("inf")}}))
+    values = dict.fromkeys(Record.__dataclass_fields__, 0.0)
+    values |= {"loss": float("nan"), "gauges": {}, "parts": {"ponder": float("inf")}}
+    RunRecords(tmp_path).append(Record(**values))
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert (line["loss"], line["parts"], line["lr"]) == (None, {"ponder": None}, 0.0)
 
