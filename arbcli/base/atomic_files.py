@@ -14,7 +14,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedIOBase
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,7 +51,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_file(
-    path: Path, write: Callable[[BufferedIOBase], object], hint: str = WRITE_HINT
+    path: Path, write: Callable[[BufferedWriter], object], hint: str = WRITE_HINT
 ) -> None:
     """Write a file atomically.
 
@@ -70,7 +70,7 @@ def write_file(
         replace_file(path, write)
 
 
-def replace_file(path: Path, write: Callable[[BufferedIOBase], object], mode: int = 0o666) -> None:
+def replace_file(path: Path, write: Callable[[BufferedWriter], object], mode: int = 0o666) -> None:
     """Write a file atomically, like `write_file`, and pass on errors of the operating system.
 
     Args:
