@@ -22,7 +22,7 @@ from arbcli.training.profiling import StepTrace
 from arbcli.training.record import METRICS, RunRecords
 from arbcli.training.run import resume_run, start_run
 
-PACKAGE = Path(atomic_files.__file__).parent
+PACKAGE = Path(atomic_files.__file__).parents[1]
 TINY = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu"}
 PLAN = {"steps": 4, "save_every": 1, "eval_every": 1, "keep": 9, "keep_best": True}
 PRECIOUS = b"precious"
@@ -185,15 +185,15 @@ def test_lock_and_records_of_a_run_are_appended_to_regular_files_only(target, ho
 WRITERS = {"rename", "write_bytes", "write_text", "touch", "mkstemp", "savefig", "link", "symlink"}
 """Methods and functions that write files or names."""
 ELSEWHERE = {
-    ("checkpoint.py", "link"): "a checkpoint under another name, which must not exist",
-    ("checkpoint.py", "rename"): "a checkpoint under another name, which must not exist",
+    ("model/checkpoint.py", "link"): "a checkpoint under another name, which must not exist",
+    ("model/checkpoint.py", "rename"): "a checkpoint under another name, which must not exist",
     ("inspect/plots.py", "savefig"): "to a file of `write_file`",
     ("kernels/runtime/native.py", "write_bytes"): "in a temporary folder of this process",
     ("kernels/runtime/compile_once.py", "open"): "in a temporary folder of these processes",
     ("verify/compile_ahead.py", "NamedTemporaryFile"): "read by another program",
-    ("output.py", "open"): "the null device",
-    ("output.py", "write_bytes"): "standard output",
-    ("train/parallel/launch.py", "touch"): "in a temporary folder of these processes",
+    ("base/output.py", "open"): "the null device",
+    ("base/output.py", "write_bytes"): "standard output",
+    ("training/parallel/launch.py", "touch"): "in a temporary folder of these processes",
 }
 """The calls outside of `atomic_files` that write, by file and function, and why they may."""
 
