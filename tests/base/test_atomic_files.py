@@ -11,7 +11,7 @@ import pytest
 import torch
 from syntax import parsed, walk
 
-from arbcli import atomic_files
+from arbcli.base import atomic_files
 from arbcli.base.atomic_files import make_folder, new_folder, open_to_append, sweep, write_file
 from arbcli.base.errors import ArbError
 from arbcli.interop.exporting import export
