@@ -1,15 +1,16 @@
-"""Run tests as CPUs with fewer instructions do, and with sums in another order.
+"""Run tests as CPUs with fewer instructions do, and with noise in the last bits of floats.
 
     python tests/portable.py [PYTEST ARGUMENTS]
 
-pytest runs once for every level that this CPU has, and once with the plugin `shaken`. Without
-arguments it runs a selection: CPU kernels against their references, and the tests that once failed
-on another CPU.
+pytest runs once for every level that this CPU has, and once with the plugin `noise`, whose seed is
+the day's. Without arguments it runs selections: at every level CPU kernels against their references
+and the tests that once failed on another CPU, and with noise the tests of models.
 """
 
 import os
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 from arbcli.kernels.runtime import native
@@ -39,6 +40,8 @@ SENSITIVE = (
     "tests/families/compressed/test_compressed.py::test_cached_logits_equal_those_of_one_forward",
     "tests/families/graph/test_memories.py",
 )
+FLOATS = ("tests/model", "tests/generation", "tests/training", "-m", "not slow")
+"""Tests of floats, behind which there may be a choice."""
 
 
 def main() -> int:
@@ -50,8 +53,9 @@ def main() -> int:
         settings = {name: value for name, value in settings if value} | {native.LEVEL: level}
         if run(level, given or [*SENSITIVE, *KERNELS], **settings):
             failed.append(level)
-    if run("shaken", ["-p", "shaken", *(given or SENSITIVE)], PYTHONPATH=str(ROOT / "tests")):
-        failed.append("shaken")
+    noise = ["-p", "noise", "--noise-seed", f"{date.today():%Y%m%d}"]
+    if run(" ".join(noise[1:]), [*noise, *(given or FLOATS)], PYTHONPATH=str(ROOT / "tests")):
+        failed.append(" ".join(noise[1:]))
     say(f"failed: {', '.join(failed)}" if failed else "passed at every level")
     return bool(failed)
 

@@ -3,35 +3,80 @@
 import portable
 import pytest
 import torch
-from shaken import Shaken
+from noise import noisy
 
 from arbcli.kernels.runtime import native
 
+PRODUCTS = {
+    "mm": lambda x, w: x @ w,
+    "addmm": lambda x, w: torch.addmm(torch.ones(9, dtype=x.dtype), x, w),
+    "bmm": lambda x, w: torch.bmm(x[None], w[None])[0],
+    "mv": lambda x, w: x @ w[:, 0],
+}
+SUMS = {
+    "sum": lambda x, w: (x[:, :, None] * w).sum(dim=1),
+    "mean": lambda x, w: (x[:, :, None] * w).mean(1),
+    "cumsum": lambda x, w: (x[:, :, None] * w).cumsum(1)[:, -1],
+}
+FUNCTIONS = {
+    "tanh": lambda x, _: (x / 100).tanh(),
+    "softmax": lambda x, _: (x / 100).softmax(-1),
+}
 
-@pytest.mark.parametrize(
-    "product",
-    [
-        lambda x, w: x @ w,
-        lambda x, w: torch.addmm(torch.ones(9), x, w),
-        lambda x, w: torch.bmm(x[None], w[None])[0],
-        lambda x, w: (x[:, :, None] * w).sum(dim=1),
-        lambda x, w: (x[:, :, None] * w).mean(1),
-    ],
-    ids=["mm", "addmm", "bmm", "sum", "mean"],
-)
-def test_products_of_other_shapes_differ_in_their_last_bits(product):
+
+def factors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(shape, generator=generator) for shape in ((5, 300), (300, 9)))
-    plain = product(x, w)
-    with Shaken():
-        whole, again, part = product(x, w), product(x, w), product(x[1:], w)
-    assert torch.equal(whole, again)
-    assert not torch.equal(whole[1:], part)
-    torch.testing.assert_close(whole, plain, rtol=1e-5, atol=1e-4)
-    x, w = x.sign(), w.sign()
-    plain = product(x, w)
-    with Shaken():
-        assert product(x, w).sub(plain).abs().max() < 1e-6  # sums of integers stay what they are
+    return x.to(dtype), w.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", PRODUCTS | SUMS | FUNCTIONS)
+def test_noise_moves_the_last_bits_by_its_seed(name, dtype):
+    (x, w), compute = factors(dtype), (PRODUCTS | SUMS | FUNCTIONS)[name]
+    plain, eps = compute(x, w), torch.finfo(dtype).eps
+    with noisy(1):
+        first, again = compute(x, w), compute(x, w)
+    with noisy(2):
+        second = compute(x, w)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, plain)
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(first, plain, rtol=20 * eps, atol=500 * eps)
+    assert torch.equal(compute(x, w), plain)
+
+
+@pytest.mark.parametrize("name", PRODUCTS | SUMS)
+def test_noise_is_in_what_some_order_rounds_and_of_the_shapes_of_products(name):
+    (x, w), compute = factors(), (PRODUCTS | SUMS)[name]
+    single = torch.zeros_like(x).index_fill_(1, torch.tensor([7]), 1 / 3)
+    exact = (x.sign(), w.sign()), (0.375 * x.sign(), w.sign() / 64), (single, w.sign())
+    plain = [compute(*pair) for pair in exact]
+    with noisy(1):
+        assert torch.equal(compute(x, w)[1:], compute(x[1:], w)) == (name in SUMS)
+        assert all(map(torch.equal, [compute(*pair) for pair in exact], plain))
+
+
+def test_noise_of_half_precision_is_that_before_its_rounding():
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(300, 300, generator=generator).bfloat16() for _ in range(2))
+    plain = x @ w
+    with noisy(1):
+        moved = (x @ w != plain).float().mean()
+    assert 1e-5 < moved < 2e-3  # 2**-22 moves about one of 2**13 roundings to 2**-8
+
+
+def test_four_seeds_find_a_choice_between_equal_sums_in_another_order():
+    def choose(x: torch.Tensor) -> int:
+        return int(torch.stack([x, x.flip(0)]).sum(dim=1).argmax())
+
+    texts = torch.randn(30, 300, generator=torch.Generator().manual_seed(0))
+    plain, moved = [choose(terms) for terms in texts], set()
+    for seed in range(1, 5):
+        with noisy(seed):
+            noised = [choose(terms) for terms in texts]
+        moved |= {i for i, pair in enumerate(zip(plain, noised, strict=True)) if len({*pair}) > 1}
+    assert len(moved) >= 27
 
 
 def test_levels_are_those_that_the_loops_can_be_compiled_for():

@@ -131,7 +131,9 @@ def test_gradients_equal_those_of_autograd(backend, seed, device):
         (grad, dense.grad),
         (of_rows[count:], torch.zeros_like(dense)[: len(of_rows) - count]),
     ):
-        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+        # terms are as large as the largest results, and may cancel in the smallest
+        atol = 2**-20 * float(wanted.abs().max()) if wanted.numel() else 0
+        torch.testing.assert_close(got.double(), wanted, rtol=0, atol=atol)
 
 
 def test_nothing_is_as_large_as_the_table_or_its_slots(monkeypatch, device):
