@@ -141,11 +141,6 @@ def test_packed_gates_take_three_quarters_on_a_gpu():
     assert kept.saved_bytes - packed.saved_bytes == 3 * rows * (512 - 2)
 
 
-def test_predicted_peak_of_a_vector_quantiser_equals_the_measured_peak(small_graph):
-    config = config_of({"ctx": 33, "code_search": "nearest"}, small_graph)
-    assert predict_peak(config).peak_bytes == measured_peak(config)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("recompute", "compute"), product((False, True), ("bf16", "fp32")))
 def test_predicted_peak_of_attention_without_kernels_equals_the_measured_peak(recompute, compute):

@@ -17,7 +17,6 @@ from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.norm.rms_norm import WHOLE_ROW
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime.arguments import Array, Number
 from arbcli.kernels.runtime.backend import chunks_of, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.sources import kernel_files
@@ -121,61 +120,6 @@ def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
         for whole, parts in zip(*found, strict=True):
             # as close as is asked for, though a peer would allow for more
             assert compare(spec, case.label, parts, whole, None).passed, case.label
-
-
-NOT_OF_RESULTS = {"one_program", "apart", "overwrite", "in_features", "out_features", "transposed"}
-"""Numbers that choose tiles and layouts, or that follow from the shapes."""
-ALIKE = {
-    ("last_bits", "nibble"), ("choose_byte", "top_k"), ("propose_byte", "top_k"),
-    ("attend_ahead", "most"),
-}  # fmt: skip
-"""Of which another gives the same: bits of a product of 16, what 0 is not allowed of, averages."""
-
-
-def changes_of(value: object) -> list:
-    if isinstance(value, bool):
-        return [not value]
-    if isinstance(value, int):
-        return [value + 1, value - 1]
-    if isinstance(value, torch.Tensor):
-        return [torch.ones_like(value)] if value.is_floating_point() and not value.dim() else []
-    return [4 * value] if isinstance(value, float) else []
-
-
-@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
-def test_some_case_distinguishes_each_number_from_others(spec):
-    """Else an implementation that ignores it, or takes another, would pass.
-
-    What may be changed to is up to an operation: of a number that cannot, nothing is asked.
-    """
-    kinds = [*spec.arguments.items()]
-    of_one = [kind for _, kind in kinds if isinstance(kind, Array) and not kind.sizes]
-    numbers = {n for n, (_, kind) in enumerate(kinds) if isinstance(kind, Number) or kind in of_one}
-    left_out = {name for name, _ in kinds if name in NOT_OF_RESULTS or (spec.name, name) in ALIKE}
-    numbers -= {n for n, (name, _) in enumerate(kinds) if name in left_out}
-    untold: dict[tuple, str] = {}
-    told = set()
-    for case in spec.cases(torch.device("cpu"), 6) if numbers else ():
-        given = enumerate(case.inputs)
-        others = [
-            (n, kind, o) for n, v in given if n in numbers for kind, o in enumerate(changes_of(v))
-        ]
-        others = [other for other in others if other[:2] not in told]
-        if others:
-            wanted = as_tuple(spec.reference(*copies(case.inputs)))
-        for place, kind, other in others:
-            inputs = [*copies(case.inputs)]
-            inputs[place] = other
-            try:
-                found = as_tuple(spec.reference(*inputs))
-            except (ValueError, RuntimeError, TypeError, IndexError):
-                continue
-            pairs = [(a, b) for a, b in zip(found, wanted, strict=True) if a is not b]
-            if all(compare(spec, case.label, a, b).passed for a, b in pairs):
-                untold[place, kind] = f"{kinds[place][0]} of {other}"
-            else:
-                told.add((place, kind))
-    assert not [about for key, about in untold.items() if key not in told]
 
 
 WITH_LARGE = [spec for spec in KERNELS if spec.large_reference]

@@ -27,7 +27,7 @@ def test_every_kind_of_part_has_cells():
     assert len(QUICK) < len(CELLS) / 3
 
 
-@each_cell()
+@each_cell(quick=FEW)
 def test_cell_agrees_with_the_reference(cell, device):
     tested = subject(cell, device)
     results = parity._check("", "", tested)
@@ -66,7 +66,7 @@ def test_reference_without_a_part_of_the_cell_disagrees(cell, device):
 
 
 @pytest.mark.slow
-@each_cell([cell for cell in CELLS if cell.mixer != "mamba"])
+@each_cell([cell for cell in CELLS if cell.mixer != "mamba"], quick=FEW)
 def test_cell_agrees_with_the_reference_in_bf16(cell, device):
     """Outputs do; gradients that are small differences of large numbers only have the direction."""
     tested = replace(subject(cell, device), dtype=torch.bfloat16)
