@@ -165,7 +165,7 @@ def draw_argument(
     for size in kind.dims:
         shape += sizes[size[1:]] if size.startswith("*") else [evaluate(size, sizes)]
     if isinstance(kind, Matrix):
-        return rng.packed(*shape[:2], group_size, **(values or {}))
+        return rng.packed(shape[0], shape[1], group_size, **(values or {}))
     dtype = kind.dtypes[0]
     if dtype != torch.float32:
         dtype = rng.pick(kind.dtypes)

@@ -167,8 +167,8 @@ class Verification:
         kinds = [*self.arguments.values()]
         native = self.native or self.operation.native
         derived: dict[str, Any] = {
-            "triton": self.triton or self.operation.triton,
-            "torch": self.torch or self.operation.torch,
+            "triton": self.operation.triton if self.triton is None else self.triton,
+            "torch": self.operation.torch if self.torch is None else self.torch,
             "native": native,
         }
         if self.uses_scales is None:

@@ -44,9 +44,10 @@ def _embedding_rows_torch(
     return decode_digits(packed.rows(ids), dtype)
 
 
-def _embedding_rows_native(
+def embedding_rows_native(
     ids: Tensor, packed: Packed, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
+    """Compute `embedding_rows` with the native loop."""
     y = torch.empty(len(ids), packed.in_features, dtype=dtype, device=ids.device)
     outside = native.call(
         "look_up", *native_arguments(packed), ids, ids.stride(0), packed.out_features, y,
@@ -216,7 +217,7 @@ embedding_rows = Operation(
         "ids": Array("M", INT64), "packed": Matrix("V, D"),
         "dtype": Number(),
     },
-    native=_embedding_rows_native,
+    native=embedding_rows_native,
 )  # fmt: skip
 """Decode the rows `ids` of a packed table.
 

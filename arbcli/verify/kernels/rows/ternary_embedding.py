@@ -13,6 +13,7 @@ from arbcli.kernels.codec.packing import in_planes
 from arbcli.kernels.rows.ternary_embedding import (
     embedding_grad,
     embedding_rows,
+    embedding_rows_native,
 )
 from arbcli.kernels.runtime.inputs import placed
 from arbcli.verify.kernels.codec.decode_digits import (
@@ -97,7 +98,7 @@ embedding_rows_verification = Verification(
     embedding_rows, embedding_rows_reference, _rows_cases,
     triton=in_rounded_float32(embedding_rows.triton),
     torch=in_rounded_float32(embedding_rows.torch),
-    native=in_rounded_float32(embedding_rows.native), sizes={"V": "n"}, scale_path=in_planes,
+    native=in_rounded_float32(embedding_rows_native), sizes={"V": "n"}, scale_path=in_planes,
     timings=_rows_timings, values={"ids": (0, "V - 1"), "packed": {"spread": 127}},
 )  # fmt: skip
 
