@@ -30,6 +30,8 @@ file, and `arb train --print-config` prints all settings of a run as such a file
 
 - `--preset`, `--model` and `--attention` choose a whole model or a kind of block:
   [commands.md](commands.md#arb-train).
+- `--set FIELD=VALUE` sets any of them, and any field of a part: `--set lr=0.5`,
+  `--set attention.window=64`. `--help` lists the common options, `--help-all` all of them.
 - A file may also name a field by its option, with `_` for `-`. `config.json` and `--print-config`
   have the fields `digits` and `direction` for the values of `--weights` and `--optimizer`.
 

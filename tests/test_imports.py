@@ -133,3 +133,24 @@ def test_package_trains_without_triton_and_loads_no_compiler():
         "assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules), 'take two seconds'\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_configurations_of_the_core_import_no_family():
+    code = (
+        "import dataclasses, sys\n"
+        "from arbcli.config.file import settings_text\n"
+        "from arbcli.config.presets import PRESETS, config_from_dict, preset\n"
+        "from arbcli.config.training import train_config, train_config_dict, train_config_from\n"
+        "place = {'device': 'cpu', 'backend': 'torch', 'compute': 'fp32'}\n"
+        "given = place | {'ctx': 16, 'steps': 3, 'weights': 'int8', 'optimizer': 'sign'}\n"
+        "config = train_config('tiny', **given)\n"
+        "assert train_config_from({'config': train_config_dict(config)}) == config\n"
+        "assert config_from_dict(dataclasses.asdict(config.model)) == config.model\n"
+        "assert settings_text(config) and 'hnet-base' in PRESETS\n"
+        "found = lambda: {name for name in sys.modules if name.startswith('arbcli.families.')}\n"
+        "assert not found(), found()\n"
+        "preset('tiny', experts=3, mlp_rule='nibble')\n"
+        "assert 'arbcli.families.experts.config' in found()\n"
+        "assert 'arbcli.families.hnet' not in found()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

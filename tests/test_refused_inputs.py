@@ -16,12 +16,13 @@ from arbcli.base import run_files
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import COMPANIONS
 from arbcli.commands import _options, _prompts, audit_memory, import_model
+from arbcli.config.fields import from_fields
 from arbcli.config.file import read_settings
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.model_file import model_from_toml
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.presets import from_fields, preset
+from arbcli.config.presets import preset
 from arbcli.config.short_forms import assemble
 from arbcli.config.training import train_config
 from arbcli.data import chat_template, tokens

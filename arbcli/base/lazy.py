@@ -1,7 +1,10 @@
-"""Classes and functions that are named in words and imported on first use."""
+"""Classes, functions and entries of mappings that are imported on first use."""
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
+
+V = TypeVar("V")
 
 
 def imported(name: str) -> Any:
@@ -12,3 +15,62 @@ def imported(name: str) -> Any:
     """
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
+
+
+class LoadedMapping(Mapping[str, V]):
+    """A mapping whose names are known, and whose values are loaded when they are looked up.
+
+    Args:
+        names: the names, in order.
+        load: returns the value of a name; called once for each.
+    """
+
+    def __init__(self, names: Iterable[str], load: Callable[[str], V]) -> None:
+        self.names = tuple(names)
+        self.load = load
+        self.loaded: dict[str, V] = {}
+
+    def __getitem__(self, name: str) -> V:
+        """Return the value of a name, loaded if this is the first time."""
+        if name not in self:
+            raise KeyError(name)
+        if name not in self.loaded:
+            self.loaded[name] = self.load(name)
+        return self.loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        """Return the number of names."""
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether there is such a name; loads nothing."""
+        return name in self.names
+
+
+class ExtendedMapping(Mapping[str, V]):
+    """A mapping whose extension is only loaded for names that its first entries lack.
+
+    Args:
+        first: entries that are looked up first.
+        extend: returns further entries; called for names that are not in `first`, and to iterate.
+    """
+
+    def __init__(self, first: Mapping[str, V], extend: Callable[[], Mapping[str, V]]) -> None:
+        self.first = first
+        self.extend = extend
+
+    def __getitem__(self, name: str) -> V:
+        """Return the value of a name, and load the extension if the first entries lack it."""
+        return self.first[name] if name in self.first else self.extend()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over all names, those of the first entries first."""
+        return iter(dict.fromkeys((*self.first, *self.extend())))
+
+    def __len__(self) -> int:
+        """Return the number of names."""
+        return len({*self.first, *self.extend()})

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import typer
 from typer.core import TyperCommand
 
 from arbcli.config.settings import GROUPS
@@ -12,6 +13,8 @@ from arbcli.config.settings import GROUPS
 _RANGE = re.compile(r"(?:\s*\[|; )[^\[\];]*\bx[<>]=?[^\[\];]*(\]?)")
 _TYPE = re.compile(r" (<.+>|[A-Z][A-Z ]*)$")
 """The type that Typer prints after an option, in its present and earlier formats."""
+ALL = "arbcli.all_options"
+"""Key of the context's `meta` that is set for the complete page."""
 TYPES = {"int": "N", "float": "X", "path": "PATH", "list": "PATH"}
 """Placeholders by the first letters of Typer's type; all other types are NAME."""
 
@@ -21,15 +24,30 @@ def summary(command: Callable) -> str:
     return re.split(r": `|[;.]", (inspect.getdoc(command) or "").splitlines()[0])[0] + "."
 
 
+def show_all(context: typer.Context, wanted: bool | None) -> None:
+    """Print the help page with all options and complete texts, and exit."""
+    if wanted:
+        context.meta[ALL] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
 class Command(TyperCommand):
-    """A command whose help page groups its options under headings."""
+    """A command whose help page groups its options under headings.
+
+    If the function of the command has `rare_options`, names of parameters, the page leaves them out
+    and shows the first sentence of the others; `show_all` prints the complete page.
+    """
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options, group by group."""
         groups: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *GROUPS)}
+        rare = () if ctx.meta.get(ALL) else getattr(self.callback, "rare_options", ())
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
-            if record is not None:
+            if record is not None and param.name not in rare:
+                if rare:
+                    record = record[0], _first_sentence(record[1])
                 title = getattr(param, "rich_help_panel", None) or "Options"
                 row = (_with_readable_type(param, record[0]), _without_range(record[1]))
                 groups[title].append(row)
@@ -37,6 +55,13 @@ class Command(TyperCommand):
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
+
+
+def _first_sentence(text: str) -> str:
+    """Return the first sentence of a help text, and its default."""
+    text, bracket, default = text.partition(" [")
+    sentence = re.split(r"(?<=\.)\s|;", text)[0].rstrip(".")
+    return f"{sentence}.{bracket}{default}"
 
 
 def _without_range(text: str) -> str:

@@ -24,23 +24,28 @@ from arbcli.base.environment import (
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.output import note
 from arbcli.base.reading import check_regular
+from arbcli.commands._help import show_all
 from arbcli.commands._saved import check_is_model
 from arbcli.config.checks import check_choice, check_setting
-from arbcli.config.file import read_model
-from arbcli.config.presets import ATTENTIONS, GRAPH_ATTENTIONS, check_preset
+from arbcli.config.file import read_assignments, read_model
+from arbcli.config.presets import ATTENTIONS, check_preset
 from arbcli.config.settings import MODEL, OUTPUT, RUN, Setting, replaced
 from arbcli.config.short_forms import MODEL_SETTINGS
 from arbcli.config.training import BACKENDS, SETTINGS, spelled_out, train_config, words_of
 from arbcli.data.chats import has_documents
 from arbcli.data.files import check_named, check_weights
+from arbcli.families.graph.presets import ATTENTIONS as GRAPH_ATTENTIONS
 from arbcli.model.rules import FADING
+
+BY_HAND_NAMES = {"model_file": "--model", "fields": "--set"}
+"""Options that set no field of their own name."""
 
 
 def option_of(field: str) -> str:
     """Return the option that sets a field, with its negation after a `/` if it has one."""
     if field in SETTINGS:
         return SETTINGS[field].option
-    return "--model" if field == "model_file" else f"--{field.replace('_', '-')}"
+    return BY_HAND_NAMES.get(field, f"--{field.replace('_', '-')}")
 
 
 def quoted_options(fields: Iterable[str]) -> str:
@@ -85,7 +90,17 @@ def _with_value(field: str, value: str) -> str:
 
 def given_options(**values: Any) -> dict[str, Any]:
     """Return the options that were given (not None), by the fields that they set."""
-    return spelled_out({field: value for field, value in values.items() if value is not None})
+    values = {field: value for field, value in values.items() if value is not None}
+    assigned, fields = read_assignments(values.pop("assignments", ()))
+    settings = spelled_out(values)
+    for name, value in spelled_out(assigned).items():
+        if name in ("device", "backend") or settings.get(name, value) != value:
+            raise ArbError(
+                f"`--set {name}` does not combine with {quoted_options([name])}",
+                hint=f"give {quoted_options([name])} alone",
+            )
+        settings[name] = value
+    return settings | ({"fields": fields} if fields else {})
 
 
 def with_model_file(settings: dict[str, Any]) -> dict[str, Any]:
@@ -407,11 +422,12 @@ BY_HAND = {
         typer.Option(
             "--preset",
             metavar="PRESET",
-            help="Kind and size of the model. Dense blocks: tiny, small, base or 1b. Compressed"
-            " attention: arb-long; with experts and four residual streams: arb-deep-small or"
-            " arb-deep. N-grams, codebooks, experts and a graph: arb-tiny or arb-3b. Dynamic"
-            " chunks: hnet-tiny, hnet-small, hnet-base or hnet-two-stage; chunks of 32 bytes:"
-            " hnet-every or hnet-long, of 128: hnet-code. [default: tiny]",
+            help="Kind and size of the model, such as small, arb-long or hnet-base. Dense blocks:"
+            " tiny, small, base or 1b. Compressed attention: arb-long; with experts and four"
+            " residual streams: arb-deep-small or arb-deep. N-grams, codebooks, experts and a"
+            " graph: arb-tiny or arb-3b. Dynamic chunks: hnet-tiny, hnet-small, hnet-base or"
+            " hnet-two-stage; chunks of 32 bytes: hnet-every or hnet-long, of 128: hnet-code."
+            " [default: tiny]",
             callback=_check_preset,
             rich_help_panel=MODEL,
         ),
@@ -424,6 +440,23 @@ BY_HAND = {
             help="TOML file that defines the model, as --print-config writes it, instead of a"
             " preset. Only --ctx and options for the storage of weights can be combined with it.",
             rich_help_panel=MODEL,
+        ),
+    ],
+    "assignments": Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="Set any setting, or a field of the model by path: bound=10. Repeat it for"
+            " several. A field is set in all parts that have it: attention.window=64 in those of"
+            " one kind, stages.0.contribution=0.5 in the outermost stage.",
+            rich_help_panel=MODEL,
+        ),
+    ],
+    "help_all": Annotated[
+        bool | None,
+        typer.Option(
+            "--help-all", is_eager=True, callback=show_all, help="Show all options and exit."
         ),
     ],
     "attention": Annotated[
@@ -441,17 +474,21 @@ BY_HAND = {
 """Options of a model that set more than one field."""
 
 
-def takes_settings(*names: str) -> Callable[[Callable], Callable]:
+def takes_settings(*names: str, rare: Collection[str] = ()) -> Callable[[Callable], Callable]:
     """Return a decorator that gives a command one option for each setting.
 
     The command receives their values in its `**settings`.
 
     Args:
         names: settings of a run to add; those of a model are always added, but for `weights`.
+        rare: parameters of the command that only the complete help page shows, besides settings
+            that are not common.
     """
     sharing: dict[str, list[str]] = {}
     for name in (*(name for name in MODEL_SETTINGS if name != "weights"), *names):
         sharing.setdefault(SETTINGS[name].option, []).append(name)
+    rare = {"attention", *rare}
+    rare |= {f[0] for f in sharing.values() if not any(SETTINGS[n].setting.common for n in f)}
     options = BY_HAND | {fields[0]: option_for(*fields) for fields in sharing.values()}
 
     def add(command: Callable) -> Callable:
@@ -464,6 +501,7 @@ def takes_settings(*names: str) -> Callable[[Callable], Callable]:
             if name not in own_names
         ]
         result: Any = command
+        result.rare_options = frozenset(rare)
         result.__signature__ = signature.replace(parameters=[*own, *added])
         return command
 

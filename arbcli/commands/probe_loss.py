@@ -66,6 +66,7 @@ def probe_loss(
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
     settings = given_options(**settings, warmup=warmup)
+    steps = settings.pop("steps", steps)  # of `--set`
     path = None if run is None and checkpoint is None else one_path(run, checkpoint)
     if path is None:
         settings = with_model_file(settings)

@@ -32,7 +32,7 @@ from arbcli.commands._processes import start_processes, this_process
 from arbcli.commands._run_display import RunDisplay
 from arbcli.commands.check import print_check
 from arbcli.config.file import read_settings, settings_text
-from arbcli.config.initial import KEPT
+from arbcli.config.initial import is_kept
 from arbcli.config.settings import OPTIMISATION, OUTPUT, RUN
 from arbcli.config.training import RUN_SETTINGS, train_config_dict, trains_ternary
 from arbcli.loggers import LOGGERS, check_logger, find_logger
@@ -49,7 +49,7 @@ def _check_loggers(names: list[str] | None) -> list[str] | None:
     return names
 
 
-@takes_settings(*RUN_SETTINGS, "weights")
+@takes_settings(*RUN_SETTINGS, "weights", rare=("pin", "profile", "force", "dry_run", "backend"))
 def train(
     minutes: Annotated[
         float | None,
@@ -360,6 +360,9 @@ def _refuse_outputs(settings: dict[str, Any]) -> None:
 
 
 def _refuse_model_settings(settings: dict[str, Any]) -> None:
-    kept = {*KEPT, "preset", "model_file"}
-    kept -= {"weights"} if settings.get("weights") == "ternary" else set()
-    refuse_kept([name for name in settings if name in kept], "start without `--init-from`")
+    kept = [
+        name for name in settings if name in ("preset", "model_file", "fields") or is_kept(name)
+    ]
+    if settings.get("weights") == "ternary":
+        kept.remove("weights")
+    refuse_kept(kept, "start without `--init-from`")

@@ -6,7 +6,8 @@ in `fields`, which a command line replaces by options.
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.reading import is_of, shown
@@ -79,6 +80,29 @@ def check_type(field: str, value: Any, kind: Any) -> None:
             hint="restore the file that holds it",
             fields=(field,),
         )
+
+
+def as_type(value: Any, kind: Any, where: str) -> Any:
+    """Convert a value of a file to a type: lists to tuples, and integers to floats.
+
+    Args:
+        value: the value.
+        kind: type of the field.
+        where: name of the field, in backquotes, for the error.
+
+    Raises:
+        ArbError: it has another type.
+    """
+    choices = get_args(kind) if get_origin(kind) is UnionType else (kind,)
+    for choice in choices:
+        if get_origin(choice) is tuple and isinstance(value, list):
+            element = get_args(choice)[0]
+            if all(type(part) is element for part in value):
+                return tuple(value)
+        if is_of(value, choice):
+            return float(value) if choice is float else value
+    names = " or ".join(getattr(c, "__name__", str(c)) for c in choices if c is not type(None))
+    raise ArbError(f"{where} is `{shown(value)}`", hint=f"it takes a value of type {names}")
 
 
 def check_sizes(config: Any) -> None:

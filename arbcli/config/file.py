@@ -12,13 +12,14 @@ arguments of the preset's short form, or a complete model: see `arbcli.config.mo
 """
 
 import dataclasses
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from arbcli.base.errors import ArbError, quoted
-from arbcli.base.reading import is_of, read_json, read_toml, shown
+from arbcli.base.reading import read_json, read_toml, shown
+from arbcli.config.checks import as_type
 from arbcli.config.model import ModelConfig
 from arbcli.config.model_file import model_from_toml, model_lines, to_toml
 from arbcli.config.presets import config_from_dict
@@ -66,14 +67,14 @@ def read_settings(path: Path) -> dict[str, Any]:
         if not isinstance(settings["preset"], str):
             found = shown(settings["preset"])
             raise ArbError(f"`preset` of `{path}` is `{found}`", hint="name a preset in quotes")
-    of_models = {name: plain_type(one.annotation) for name, one in ARGUMENTS.items()}
-    for table, types, where in ((values, TOP, ""), (model, of_models, "model.")):
+    for table, known, where in ((values, TOP, ""), (model, ARGUMENTS, "model.")):
         for spelling, value in table.items():
             name = field_of(spelling)
-            if name not in types:
-                raise _unknown(path, where, name, types, of_models)
+            if name not in known:
+                raise _unknown(path, where, name, known)
             if value is not None:  # JSON has null where nothing was given
-                settings[spelling] = _checked(path, where + name, value, types[name])
+                kind = TOP[name] if known is TOP else plain_type(ARGUMENTS[name].annotation)
+                settings[spelling] = as_type(value, kind, f"`{where}{name}` in `{path}`")
     if settings.get("optimizer") == OPTIMIZERS["ternary"][0]:  # follows from the weights
         del settings["optimizer"]
     return spelled_out(settings)
@@ -120,10 +121,8 @@ def settings_text(config: TrainConfig) -> str:
     return "\n".join([*lines, "", *model_lines(config.model)]) + "\n"
 
 
-def _unknown(
-    path: Path, where: str, name: str, known: Iterable[str], of_models: Iterable[str]
-) -> ArbError:
-    if not where and name in of_models:
+def _unknown(path: Path, where: str, name: str, known: Iterable[str]) -> ArbError:
+    if not where and name in ARGUMENTS:
         return ArbError(
             f"`{name}` in `{path}` is a setting of the model", hint="write it below `[model]`"
         )
@@ -137,21 +136,33 @@ def _unknown(
     )
 
 
-def _checked(path: Path, name: str, value: Any, wanted: Any) -> Any:
-    """Convert a value to the type of its setting: lists to tuples, and integers to floats.
+def read_assignments(texts: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read assignments of the form FIELD=VALUE, with the value as TOML or a plain word.
+
+    Returns:
+        Settings by name, and fields of the model by path, for `with_fields`.
 
     Raises:
-        ArbError: it has the wrong type.
+        ArbError: a text assigns nothing, assigns twice, or a setting has the wrong type.
     """
-    choices = get_args(wanted) if get_origin(wanted) is UnionType else (wanted,)
-    for choice in choices:
-        if get_origin(choice) is tuple and isinstance(value, list):
-            element = get_args(choice)[0]
-            if all(type(part) is element for part in value):
-                return tuple(value)
-        if is_of(value, choice):
-            return float(value) if choice is float else value
-    names = " or ".join(getattr(c, "__name__", str(c)) for c in choices if c is not type(None))
-    raise ArbError(
-        f"`{name}` in `{path}` is `{shown(value)}`", hint=f"it takes a value of type {names}"
-    )
+    settings: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
+    for text in texts:
+        path, equals, word = text.partition("=")
+        path = path.strip().removeprefix("model.")
+        if not path or not equals:
+            raise ArbError(f"`{shown(text)}` sets nothing", hint="write it as FIELD=VALUE")
+        try:
+            value = tomllib.loads(f"value = {word}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = word.strip()
+        name = field_of(path.replace("-", "_"))
+        known = name in TOP or name in ARGUMENTS
+        if (name if known else path) in (settings if known else fields):
+            raise ArbError(f"`{shown(path)}` is set twice", hint="set it once")
+        if known:
+            kind = TOP[name] if name in TOP else plain_type(ARGUMENTS[name].annotation)
+            settings[name] = as_type(value, kind, f"`{name}`")
+        else:
+            fields[path] = value
+    return settings, fields

@@ -10,8 +10,11 @@ from arbcli.model.rules import DIGITS, FADED
 
 FREE = ("ctx", "digits")
 """Settings of a model that may differ from the saved model; `digits` only as in `digits_after`."""
-KEPT = frozenset(ARGUMENTS) - frozenset(FREE)
-"""Settings of a model that must be those of the saved model."""
+
+
+def is_kept(name: str) -> bool:
+    """Return whether a setting of a model must be that of the saved model."""
+    return name in ARGUMENTS and name not in FREE
 
 
 def check_initial(model: ModelConfig, saved: ModelConfig) -> None:

@@ -8,25 +8,28 @@ and `after`, which decode them. The last stage is the innermost, and has `blocks
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from arbcli.base.environment import TWINS
 from arbcli.base.errors import ArbError
 from arbcli.config.checks import check_at_least, check_at_most, check_choice, check_fields
-from arbcli.config.kinds import BESIDE, CHANNELS, MIXERS
-from arbcli.config.parts.base import PartConfig, every_part
+from arbcli.config.kinds import (
+    AHEAD,
+    BESIDE,
+    CHANNELS,
+    CHUNKING,
+    COMPOSITE,
+    MEMORIES,
+    MIXERS,
+    Kinds,
+)
+from arbcli.config.parts.base import BetweenConfig, PartConfig, SplitConfig, every_part
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.settings import PRESETS_OWN, Setting
-from arbcli.config.site import NORM_EPS, SCALE_TYPES, Site
-from arbcli.families.ahead.config import AheadConfig
-from arbcli.families.graph.config import MemoriesConfig
-from arbcli.families.hnet.config import ChunkingConfig
-from arbcli.families.media.config import CompositeConfig
+from arbcli.config.site import NORM_EPS, SCALE_TYPES, VOCABULARY, Site
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import DIGITS, DIRECTION, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS
 
-VOCABULARY = 256
-"""Vocabulary size of models that read bytes."""
 WEIGHTS = ("ternary", *TWINS)
 OBJECTIVES = ("next", "masked", "fill")
 FILL_SYMBOLS = 3
@@ -47,8 +50,18 @@ EPS_KINDS = ("attention", "mlp")
 """Kinds of parts whose norms support any `norm_eps`."""
 Context = Annotated[
     int,
-    Setting("Context length in bytes or tokens.", least=1, most=MOST, default=PRESETS_OWN),
+    Setting(
+        "Context length in bytes or tokens.", least=1, most=MOST, default=PRESETS_OWN, common=True
+    ),
 ]
+
+
+def _check_kinds(config: Any, **slots: Kinds) -> None:
+    """Check that the parts in some fields are of the kinds of these slots."""
+    for name, known in slots.items():
+        part = getattr(config, name)
+        if part is not None:
+            check_choice(name, part.kind, known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +83,7 @@ class BlockConfig:
             ArbError: it has none, or one of the wrong kind.
         """
         check_fields(self)
-        for name, known in (("mixer", MIXERS), ("channel", CHANNELS)):
-            part = getattr(self, name)
-            if part is not None:
-                check_choice(name, part.kind, known)
+        _check_kinds(self, mixer=MIXERS, channel=CHANNELS)
         if not self.parts:
             raise ArbError(
                 "a block has neither mixer nor channel mixer", hint="leave the block out"
@@ -116,9 +126,9 @@ class StageConfig:
     """Encoder blocks of an outer stage."""
     after: Blocks = ()
     """Decoder blocks of an outer stage."""
-    chunking: ChunkingConfig | None = None
+    chunking: SplitConfig | None = None
     """Chunking of an outer stage."""
-    memories: MemoriesConfig | None = None
+    memories: BetweenConfig | None = None
     """Memories of the innermost stage, between two of its blocks."""
     router: bool = False
     """Whether the output is mixed with the stage's input and each codebook's output."""
@@ -130,6 +140,7 @@ class StageConfig:
             ArbError: a value is invalid.
         """
         check_fields(self)
+        _check_kinds(self, chunking=CHUNKING, memories=MEMORIES)
         check_at_least("dim", self.dim)
         check_at_most("dim", self.dim, MOST)
         check_choice("streams", self.streams, STREAMS)
@@ -191,9 +202,9 @@ class ModelConfig:
     """Parts whose outputs are added to the embedding, of `arbcli.config.kinds.BESIDE`."""
     head: MLPConfig | None = None
     """Gated MLP before the linear head; None for no MLP."""
-    ahead: AheadConfig | None = None
+    ahead: PartConfig | None = None
     """Second head, which predicts bytes after the next one; None for no such head."""
-    composite: CompositeConfig | None = None
+    composite: PartConfig | None = None
     """Heads for text, sounds and pictures that replace the linear head; None keeps it."""
     scale_type: Annotated[
         str,
@@ -210,6 +221,7 @@ class ModelConfig:
             "Update rule, which determines the state stored in addition to the trits.",
             choices=RULES,
             default=PRESETS_OWN,
+            common=True,
         ),
     ] = "moment"
     digits: Annotated[
@@ -227,6 +239,7 @@ class ModelConfig:
                 "anneal": {"weights": "ternary", "digits": "fade"},
             },
             default="ternary",
+            common=True,
         ),
     ] = "trit"
     """Digits of the weights; a checkpoint from the middle of a run with `fade` has one of
@@ -253,6 +266,7 @@ class ModelConfig:
                 "sign": {"direction": "sign"},
             },
             default="depends on preset and rule, mostly muon",
+            common=True,
         ),
     ] = "orthogonal"
     weights: Annotated[
@@ -292,6 +306,7 @@ class ModelConfig:
             ArbError: a value is invalid.
         """
         check_fields(self)
+        _check_kinds(self, ahead=AHEAD, composite=COMPOSITE)
         check_at_least("vocabulary", self.vocabulary, 2)
         check_at_most("vocabulary", self.vocabulary, MOST)
         self._check_storage()
@@ -317,12 +332,6 @@ class ModelConfig:
                     f" {'chunking and nothing inside' if inner else 'no chunking'}",
                     hint="give `chunking` to all stages but the last",
                 )
-            if index and stage.chunking and stage.chunking.boundaries == "space":
-                raise ArbError(
-                    "`boundaries` is `space`, and chunks of chunks have no spaces",
-                    hint="use one stage, or `learned` or `every`",
-                    fields=("boundaries",),
-                )
         if self.outer and (self.main.memories or self.main.router):
             raise ArbError(
                 "codebooks, iterated experts and the router read bytes, and not chunks of them",
@@ -340,8 +349,10 @@ class ModelConfig:
             self._check_masked()
         if self.objective == "fill":
             self._check_fill()
-        if self.composite:
-            self._check_composite()
+        for part in self.chunkings:
+            part.check_model(self)
+        for _, part in self.sited_parts():
+            part.check_model(self)
 
     def check_documents(self) -> None:
         """Check that the model can process packed documents independently.
@@ -426,13 +437,11 @@ class ModelConfig:
             )
 
     def _check_tokens(self) -> None:
-        spaces = any(chunking.boundaries == "space" for chunking in self.chunkings)
         kinds = [part.kind for _, part in self.sited_parts() if part.reads_text]
         kinds += [part.kind for part in (*self.beside, self.ahead) if part]
-        if spaces or kinds:
-            name = kinds[0] if kinds else "boundaries=space"
+        if kinds:
             raise ArbError(
-                f"`vocabulary` is {self.vocabulary:,}, and `{name}` reads bytes",
+                f"`vocabulary` is {self.vocabulary:,}, and `{kinds[0]}` reads bytes",
                 hint=f"leave it out, or use the vocabulary of bytes, {VOCABULARY}",
                 fields=("vocabulary",),
             )
@@ -456,25 +465,6 @@ class ModelConfig:
                 hint="use a preset of dense blocks, such as `base`, or `objective=next`",
                 fields=("objective",),
             )
-
-    def _check_composite(self) -> None:
-        """Check that no other head is configured, and that the model predicts next bytes.
-
-        Raises:
-            ArbError: a setting cannot be combined with a composite head.
-        """
-        for name, is_there in (
-            ("ahead", self.ahead is not None),
-            ("tied", self.tied),
-            ("vocabulary", self.vocabulary != VOCABULARY),
-            ("objective", self.fills),
-        ):
-            if is_there:
-                raise ArbError(
-                    f"a composite head does not combine with `{name}`",
-                    hint=f"leave `{name}` or `composite` out",
-                    fields=(name,),
-                )
 
     def _check_fill(self) -> None:
         """Check that no part reads marks as bytes, and that the length of a hole fits two symbols.
@@ -561,7 +551,7 @@ class ModelConfig:
         return SCALE_TYPES[self.scale_type]
 
     @property
-    def chunkings(self) -> tuple[ChunkingConfig, ...]:
+    def chunkings(self) -> tuple[SplitConfig, ...]:
         """The chunking of each outer stage."""
         return tuple(stage.chunking for stage in self.outer if stage.chunking)
 
@@ -673,7 +663,7 @@ class ModelConfig:
         site, taps = self.site(index), 1
         if stage.memories:
             found += stage.memories.products(site, positions)
-            taps += len(stage.memories.codebooks)
+            taps += stage.memories.outputs
         if stage.router:
             found += stage.dim * (taps + 1)
         found *= positions

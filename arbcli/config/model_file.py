@@ -34,8 +34,8 @@ from typing import Any
 
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.reading import shown
+from arbcli.config.fields import NONE, from_fields
 from arbcli.config.model import LISTS, MOST_BLOCKS, BlockConfig, Blocks, ModelConfig, StageConfig
-from arbcli.config.presets import NONE, from_fields
 from arbcli.model.rules import DIRECTION, RULES
 
 MOST_STAGES = 64

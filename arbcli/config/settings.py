@@ -48,6 +48,8 @@ class Setting:
     """Description of the default, if it is not the declared value."""
     option: str | None = None
     """Name of the option without dashes; None derives it from the field's name."""
+    common: bool = False
+    """Whether the option is on the short help page."""
     negatable: bool = True
     """Whether a boolean field has a `--no-` option."""
     metavar: str | None = None

@@ -6,6 +6,8 @@ from arbcli.model.rules import relative_lr
 
 SCALE_TYPES = {f"T{size}": size for size in (4, 6, 8, 16, 32, 64, 96, 128)}
 """Group size by scale type: the number of weights of a row that share a scale."""
+VOCABULARY = 256
+"""Vocabulary size of models that read bytes."""
 NORM_EPS = 1e-6
 """Default epsilon of norms, which is added to the mean square."""
 

@@ -3,17 +3,26 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Annotated, Any
 
 from arbcli.base.errors import ArbError, quoted
+from arbcli.base.lazy import ExtendedMapping
 from arbcli.config.checks import check_choice, check_fields
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import assembled, config_from_dict
-from arbcli.config.settings import OPTIMISATION, RUN, TEXT, Setting, decisive, settings_of
+from arbcli.config.settings import (
+    OPTIMISATION,
+    RUN,
+    TEXT,
+    Declared,
+    Setting,
+    decisive,
+    settings_of,
+)
 from arbcli.config.short_forms import ARGUMENTS, MODEL_SETTINGS, PART_RULES
 from arbcli.data.conversion import Conversion
-from arbcli.families.media import pictures
-from arbcli.families.media.sound import FORMS as SOUND_FORMS
+from arbcli.families import FAMILIES, SOUND_FORMS
 from arbcli.model.rules import FADED, LR, LR_OF_DIGITS, LR_OF_FADING
 
 EVAL_EVERY = (50, 500)
@@ -22,7 +31,7 @@ LONGEST_LOG = 1000
 """Maximum number of steps between records; a checkpoint has the loss of each of them."""
 MOST = 2**31 - 1
 """Maximum of counts."""
-LOSSES = ("text", "ponder", "ratio", "indexer")
+LOSSES = ("text", *(loss for family in FAMILIES.values() for loss in family.losses))
 """Parts of a loss: see `LanguageModel.losses`."""
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 """Choices of `schedule`."""
@@ -65,6 +74,7 @@ class TrainConfig:
             TEXT,
             default="Python's standard library",
             metavar="PATH",
+            common=True,
         ),
     ] = ()
     val: Annotated[
@@ -74,6 +84,7 @@ class TrainConfig:
             TEXT,
             default="the last tenth of one file, or a tenth of the files",
             metavar="PATH",
+            common=True,
         ),
     ] = ()
     field: Annotated[
@@ -83,6 +94,7 @@ class TrainConfig:
             " names of two fields as QUESTION+ANSWER.",
             TEXT,
             metavar="FIELD",
+            common=True,
         ),
     ] = None
     sound: Annotated[
@@ -109,13 +121,30 @@ class TrainConfig:
             "A tokenizer.json. The model then reads its tokens instead of bytes.",
             TEXT,
             metavar="FILE",
+            common=True,
         ),
     ] = None
     steps: Annotated[
-        int, Setting("Training steps.", OPTIMISATION, least=1, most=MOST, decisive=True)
+        int,
+        Setting(
+            "Training steps.",
+            OPTIMISATION,
+            least=1,
+            most=MOST,
+            decisive=True,
+            common=True,
+        ),
     ] = 400
     batch: Annotated[
-        int, Setting("Windows in a batch.", OPTIMISATION, least=1, most=MOST, decisive=True)
+        int,
+        Setting(
+            "Windows in a batch.",
+            OPTIMISATION,
+            least=1,
+            most=MOST,
+            decisive=True,
+            common=True,
+        ),
     ] = 16
     accum: Annotated[
         int,
@@ -125,11 +154,18 @@ class TrainConfig:
             least=1,
             most=MOST,
             decisive=True,
+            common=True,
         ),
     ] = 1
     lr: Annotated[
         float,
-        Setting("Learning rate.", OPTIMISATION, default="depends on the rule", decisive=True),
+        Setting(
+            "Learning rate.",
+            OPTIMISATION,
+            default="depends on the rule",
+            decisive=True,
+            common=True,
+        ),
     ] = 1.0
     warmup: Annotated[
         int,
@@ -139,6 +175,7 @@ class TrainConfig:
             least=0,
             most=MOST,
             decisive=True,
+            common=True,
         ),
     ] = 100
     schedule: Annotated[
@@ -149,6 +186,7 @@ class TrainConfig:
             OPTIMISATION,
             choices=SCHEDULES,
             decisive=True,
+            common=True,
         ),
     ] = "cosine"
     final_lr: Annotated[
@@ -180,7 +218,16 @@ class TrainConfig:
         ),
     ] = None
     seed: Annotated[
-        int, Setting("Random seed.", RUN, least=0, most=MOST, metavar="N", decisive=True)
+        int,
+        Setting(
+            "Random seed.",
+            RUN,
+            least=0,
+            most=MOST,
+            metavar="N",
+            decisive=True,
+            common=True,
+        ),
     ] = 0
     save_every: Annotated[
         int,
@@ -189,6 +236,7 @@ class TrainConfig:
             RUN,
             least=1,
             most=MOST,
+            common=True,
         ),
     ] = 500
     eval_every: Annotated[
@@ -198,6 +246,7 @@ class TrainConfig:
             RUN,
             least=0,
             default=f"a quarter of the run, {EVAL_EVERY[0]} to {EVAL_EVERY[1]}",
+            common=True,
         ),
     ] = None
     log_every: Annotated[
@@ -244,6 +293,7 @@ class TrainConfig:
             "Recompute activations in the backward pass, to save memory.",
             OPTIMISATION,
             negatable=False,
+            common=True,
         ),
     ] = False
     pack: Annotated[
@@ -276,11 +326,18 @@ class TrainConfig:
             choices=COMPUTES,
             default="bf16 where it is fast",
             decisive=True,
+            common=True,
         ),
     ] = "bf16"
     device: Annotated[
         str,
-        Setting("Device.", RUN, metavar="cpu|cuda|mps", default="cuda if there is one"),
+        Setting(
+            "Device.",
+            RUN,
+            metavar="cpu|cuda|mps",
+            default="cuda if there is one",
+            common=True,
+        ),
     ] = "cpu"
     backend: Annotated[
         str,
@@ -415,7 +472,7 @@ class TrainConfig:
     def _check_media(self) -> None:
         """Check the formats of sounds and pictures, which need a model of bytes."""
         if self.picture is not None:
-            pictures.check_form(self.picture)
+            import_module("arbcli.families.media.pictures").check_form(self.picture)
         given = [name for name in ("sound", "picture") if getattr(self, name) is not None]
         if given and self.tokenizer is not None:
             raise ArbError(
@@ -487,23 +544,37 @@ class TrainConfig:
 
 RUN_SETTINGS = settings_of(TrainConfig)
 """Settings of a run without those of its model, by the name of the field."""
-SETTINGS = MODEL_SETTINGS | RUN_SETTINGS
+CORE_SETTINGS = {**MODEL_SETTINGS.first, **RUN_SETTINGS}
+"""Settings of the core, by the name of the field."""
+SETTINGS = ExtendedMapping(CORE_SETTINGS, MODEL_SETTINGS.extend)
+"""Settings of a run and of all models, by the name of the field."""
+FIELDS = tuple(field.name for field in dataclasses.fields(TrainConfig))
+"""Fields of a run's configuration."""
 
 
-OF_OPTIONS = {
-    one.option.partition("/")[0][2:].replace("-", "_"): name for name, one in SETTINGS.items()
-}
-"""Names of settings by the names of their options, with `_` for `-`."""
+def _names(settings: Mapping[str, Declared], arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of fields and arguments by themselves, and by their options in words."""
+    options = {
+        one.option.partition("/")[0][2:].replace("-", "_"): name for name, one in settings.items()
+    }
+    return options | {name: name for name in arguments}
+
+
+NAMES = ExtendedMapping(
+    _names(CORE_SETTINGS, ARGUMENTS.first) | {name: name for name in (*FIELDS, "preset")},
+    lambda: _names(MODEL_SETTINGS.extend(), ARGUMENTS.extend()),
+)
+"""Names of fields and arguments by each of their spellings."""
 
 
 def field_of(name: str) -> str:
     """Return the name of the field or argument for its name or the name of its option."""
-    return name if name in ARGUMENTS else OF_OPTIONS.get(name, name)
+    return NAMES.get(name, name)
 
 
 def words_of(option: str) -> dict[str, Mapping[str, str]]:
     """Return the words of an option, with the fields that each sets."""
-    shared = (one.setting.words for one in SETTINGS.values() if one.option == option)
+    shared = (one.setting.words for one in CORE_SETTINGS.values() if one.option == option)
     return {word: fields for words in shared for word, fields in words.items()}
 
 
@@ -517,7 +588,7 @@ def spelled_out(given: dict[str, Any]) -> dict[str, Any]:
     sources: dict[str, str] = {}
     for spelling, value in given.items():
         name = field_of(spelling)
-        known = SETTINGS.get(name)
+        known = CORE_SETTINGS.get(name)  # settings of families have no words
         fields: Mapping[str, Any] = {name: value}
         if known is not None and value not in (*known.setting.choices, *known.setting.also):
             words = words_of(known.option)
@@ -545,7 +616,13 @@ def trains_ternary(preset: str | ModelConfig, weights: str | None) -> bool:
 
 
 def train_config(
-    preset: str | ModelConfig, *, device: str, backend: str, compute: str, **given: Any
+    preset: str | ModelConfig,
+    *,
+    device: str,
+    backend: str,
+    compute: str,
+    fields: Mapping[str, Any] | None = None,
+    **given: Any,
 ) -> TrainConfig:
     """Build a configuration from settings, with defaults for all others.
 
@@ -554,13 +631,14 @@ def train_config(
         device: name of the device in torch.
         backend: backend of the kernels.
         compute: one of `COMPUTES`.
+        fields: further fields of the model by path: see `arbcli.config.fields.with_fields`.
         given: fields of `TrainConfig` and arguments of the preset's short form.
 
     Raises:
         ArbError: settings are invalid or contradict each other.
     """
     given = spelled_out(given)
-    shape = {name: given.pop(name) for name in list(given) if name in ARGUMENTS}
+    shape = {n: given.pop(n) for n in [*given] if n not in FIELDS and n in ARGUMENTS}
     ternary = trains_ternary(preset, shape.get("weights"))
     if ternary and given.get("optimizer") == "muon":  # a word for both kinds of weights
         direction = shape.get("direction")
@@ -575,7 +653,7 @@ def train_config(
     if not ternary and shape.get("direction") == "orthogonal":
         given.setdefault("optimizer", "muon")
         del shape["direction"]
-    model = assembled(preset, **shape)
+    model = assembled(preset, fields=fields, **shape)
     if ternary and "optimizer" in given:
         raise ArbError(
             f"`optimizer={given['optimizer']}` only works with float weights",

@@ -1,33 +1,64 @@
 """Families of models, one folder each, imported when a configuration names one of their kinds.
 
-A family's folder has `config.py`, with a configuration for each kind of part, and the modules,
-kernels, references, presets and settings of these parts. The core finds a family by this table
-alone; to add a family, write its folder and add a line.
+A family's folder has `config.py`, with a configuration for each kind of part, `presets.py` with its
+presets and options, and the modules, kernels and references of these parts. The core finds a family
+by these tables alone; to add a family, write its folder and add a line.
 """
 
 from typing import NamedTuple
 
 
 class Family(NamedTuple):
-    """Kinds of parts that a family has, by their place in a model."""
+    """Names that a family has in configurations, which are known without importing it."""
 
     mixers: tuple[str, ...] = ()
-    """Token mixers of blocks."""
+    """Kinds of token mixers of blocks."""
     channels: tuple[str, ...] = ()
-    """Channel mixers of blocks."""
+    """Kinds of channel mixers of blocks."""
     beside: tuple[str, ...] = ()
-    """Parts whose outputs are added to the embedding."""
+    """Kinds of parts whose outputs are added to the embedding."""
     books: tuple[str, ...] = ()
-    """Codebooks of memories between blocks."""
+    """Kinds of codebooks of memories."""
+    chunking: tuple[str, ...] = ()
+    """Kinds of parts that split an outer stage into chunks."""
+    memories: tuple[str, ...] = ()
+    """Kinds of parts between two blocks."""
+    ahead: tuple[str, ...] = ()
+    """Kinds of second heads, for later bytes."""
+    composite: tuple[str, ...] = ()
+    """Kinds of heads that replace the linear head."""
+    form: str | None = None
+    """Short form of models: `FORM` of `presets.py`, see `arbcli.config.short_forms`."""
+    presets: tuple[str, ...] = ()
+    """Presets of the form: `PRESETS` of `presets.py`."""
+    modifies: bool = False
+    """Whether `MODIFIER` of `presets.py` changes models of other forms."""
+    losses: tuple[str, ...] = ()
+    """Parts of the loss besides that of the text."""
 
 
 FAMILIES = {
-    "compressed": Family(mixers=("compressed",)),
-    "experts": Family(channels=("experts",)),
-    "graph": Family(beside=("sequencer", "memgram"), books=("codebook", "quantiser")),
+    "ahead": Family(ahead=("ahead",)),
+    "compressed": Family(
+        mixers=("compressed",), form="compressed", losses=("indexer",),
+        presets=("arb-long", "arb-deep-small", "arb-deep"),
+    ),
+    "experts": Family(channels=("experts",), modifies=True),
+    "graph": Family(
+        beside=("sequencer", "memgram"), books=("codebook", "quantiser"), memories=("memories",),
+        form="graph", presets=("arb-tiny", "arb-3b"), losses=("ponder",),
+    ),
+    "hnet": Family(
+        chunking=("chunking",), form="hnet", losses=("ratio",),
+        presets=(
+            "hnet-tiny", "hnet-small", "hnet-base", "hnet-every", "hnet-long", "hnet-code",
+            "hnet-two-stage",
+        ),
+    ),
     "latent": Family(mixers=("latent",)),
     "mamba": Family(mixers=("mamba",)),
-}
+    "media": Family(composite=("composite",)),
+}  # fmt: skip
 """Families by the name of their folder."""
 OBJECTIVES = {
     "masked": "arbcli.families.masked.masking",
@@ -36,6 +67,8 @@ OBJECTIVES = {
 """Modules of objectives other than the next symbol; each has `training_windows`."""
 MEDIA = {"sound": (".wav", ".flac", ".ogg"), "picture": (".png", ".jpg", ".jpeg", ".webp")}
 """Suffixes of the files of each medium that `arbcli.families.media` reads."""
+SOUND_FORMS = ("mulaw", "pcm16")
+"""Formats of the bytes of sounds: eight bits a sample on a logarithmic scale, or sixteen."""
 BYTE_KINDS = "arbcli.families.media.byte_kinds:ByteKinds"
 """Class of the kinds of a text's bytes, for heads of several kinds."""
 MEDIA_MARK = b"\xff"

@@ -12,12 +12,15 @@ from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import RotaryConfig
 from arbcli.config.presets import PRESETS, preset
-from arbcli.config.short_forms import compressed, dense, graph, hnet
+from arbcli.config.short_forms import dense
 from arbcli.families.ahead.config import AheadConfig
 from arbcli.families.compressed.config import CompressedAttentionConfig
+from arbcli.families.compressed.presets import compressed
 from arbcli.families.experts.config import ExpertsConfig
 from arbcli.families.experts.weight import ExpertWeight
+from arbcli.families.graph.presets import graph
 from arbcli.families.hnet.config import ChunkingConfig
+from arbcli.families.hnet.presets import hnet
 from arbcli.families.latent.config import LatentAttentionConfig
 from arbcli.families.mamba.config import MambaConfig
 from arbcli.families.media.config import CompositeConfig

@@ -100,7 +100,7 @@ MISTAKES = {
     "train --gpus 2 --device cpu": "`--accum` is 1, which 2 processes",
     "train --gpus 3 --accum 4 --device cpu":
         "`--accum` is 4, which 3 processes cannot share evenly",
-    "train --stepz 3": "No such option: --stepz (Possible options: --seed, --steps, --streams)\n"
+    "train --stepz 3": "No such option: --stepz (Possible options: --set, --steps, --streams)\n"
         "hint: `arb train --help` lists what there is\n",
     "--quick": "No such option: --quick\nhint: `arb --help` lists what there is\n",
     "generate --checkpoint nofile": "there is no run at `nofile`",

@@ -20,6 +20,7 @@ from arbcli.commands._help import Command
 from arbcli.commands._options import (
     fill_options,
     find_run,
+    given_options,
     in_options,
     rename_options,
     repeat_options,
@@ -134,20 +135,60 @@ COMMANDS = typer.main.get_command(app).commands
 
 def test_every_option_of_train_has_a_heading_that_pages_know():
     headings = {option.rich_help_panel for option in COMMANDS["train"].params}
-    assert headings == {*GROUPS}
+    assert headings == {*GROUPS, None}  # the last of `--help-all`
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_page_of_help_fits_80_columns(command):
     page, short = (CliRunner().invoke(app, [*command.split(), f]).stdout for f in ("--help", "-h"))
     assert page == short
-    assert max(map(len, page.splitlines())) <= 80
-    assert ".  [" not in page
-    assert page.isascii()
+    whole = CliRunner().invoke(app, [*command.split(), "--help-all"]).stdout
+    for text in (page, whole):
+        assert max(map(len, text.splitlines()), default=0) <= 80
+        assert ".  [" not in text
+        assert text.isascii()
+
+
+def test_page_of_train_has_the_common_options_and_the_complete_page_all():
+    page, whole = (
+        CliRunner().invoke(app, ["train", option]).stdout for option in ("--help", "--help-all")
+    )
+    listed = [{*re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE)} for text in (page, whole)]
+    assert len(page.splitlines()) <= 90
+    assert 25 <= len(listed[0]) <= 40
+    known = {option.opts[0] for option in COMMANDS["train"].params}
+    assert listed[1] >= known - {"--help"} > listed[0] - {"--help"}
+    assert "Dynamic chunks: hnet-" in whole
+    assert "Dynamic chunks: hnet-" not in page
+
+
+@pytest.mark.parametrize(("assigned", "found"), [
+    ("steps=7", {"steps": 7}),
+    ("reduce-dtype=int8", {"wire": "int8"}),
+    ("weights=int8", {"weights": "ternary", "digits": "all"}),
+    ("model.lr=1", {"lr": 1.0}),
+    ("data=['a', 'b']", {"data": ("a", "b")}),
+    ("model.bound=10", {"fields": {"bound": 10}}),
+    ("attention.rule=nibble", {"fields": {"attention.rule": "nibble"}}),
+])  # fmt: skip
+def test_assignment_sets_a_setting_or_a_field(assigned, found):
+    assert given_options(assignments=[assigned]) == found
+
+
+@pytest.mark.parametrize(("given", "says"), [
+    (["steps"], "`steps` sets nothing"),
+    (["steps=a"], "`steps` is `a`"),
+    (["steps=3", "steps=4"], "`steps` is set twice"),
+    (["steps=3"], "`--set steps` does not combine with `--steps`"),
+    (["device=cpu"], "`--set device` does not combine with `--device`"),
+])  # fmt: skip
+def test_assignment_that_contradicts_or_sets_nothing_is_refused(given, says):
+    with pytest.raises(ArbError, match=says):
+        given_options(assignments=given, steps=5 if given == ["steps=3"] else None)
 
 
 def test_page_of_help_has_groups_and_types_in_words():
-    page = CliRunner().invoke(app, ["train", "--help"], terminal_width=120).stdout
+    page = CliRunner().invoke(app, ["train", "--help-all"], terminal_width=120).stdout
     for title in GROUPS:
         assert f"\n{title}:\n" in page
     for words in ("--steps N ", "--lr X ", "--data PATH ", "--preset PRESET ", "--plot PATH ",
@@ -200,7 +241,7 @@ CHOSEN = {
 OTHERS = {
     "minutes", "config_file", "print_config", "out", "resume", "init_from", "plot", "log", "force",
     "dry_run", "quiet", "as_json", "budget", "what_if", "snapshot", "checkpoint", "gpus", "profile",
-    "ranks", "help", "model_file", "no_save", "floats", "pin", "run",
+    "ranks", "help", "model_file", "no_save", "floats", "pin", "run", "assignments", "help_all",
 }  # fmt: skip
 """Options that set no field of a configuration."""
 
@@ -319,7 +360,12 @@ def test_option_that_knows_its_words_refuses_no_word_as_it_does_another():
             return False
         return False
 
-    options = [o for command in COMMANDS.values() for o in command.params if o.callback]
+    options = [
+        o
+        for command in COMMANDS.values()
+        for o in command.params
+        if o.callback and o.name != "help_all"
+    ]
     knowing = [option for option in options if refuses(option, "no such word")]
     assert len(knowing) > 60
     assert [option.name for option in knowing if not refuses(option, "")] == []

@@ -203,11 +203,12 @@ def test_shell_completes_commands_and_options(words, found, monkeypatch, capsys)
 def test_no_option_comes_or_goes_unnoticed(command):
     known = typer.main.get_command(app).commands[command].params
     options = {option.opts[0] for option in known if option.opts[0].startswith("--")}
-    common = RUN_SETTINGS | MODEL_SETTINGS if command == "train" else MODEL_SETTINGS
+    common = {**MODEL_SETTINGS, **(RUN_SETTINGS if command == "train" else {})}
     if command in ("train", "count-params", "audit-memory", "probe-loss"):
         of_settings = {one.option.partition("/")[0] for one in common.values()}
         assert of_settings <= options
-        options -= of_settings
+        assert {"--set", "--help-all"} <= options
+        options -= of_settings | {"--set", "--help-all"}
     assert options == {f"--{name}" for name in OPTIONS[command].split()}
 
 

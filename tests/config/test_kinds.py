@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from arbcli.base.errors import ArbError
-from arbcli.config.initial import FREE, KEPT, check_initial, digits_after
+from arbcli.config.initial import FREE, check_initial, digits_after, is_kept
 from arbcli.config.presets import PRESETS, SHORT_FORMS, config_from_dict, preset
 from arbcli.config.short_forms import ARGUMENTS
 from arbcli.config.site import Site
@@ -83,7 +83,7 @@ def test_half_of_a_compressed_head_is_turned_and_an_even_part_of_it(width, rotat
     assert (config.rotated(site), config.width(site)) == (rotated, width)
 
 
-WITH_BLOCKS = [name for name, short in SHORT_FORMS.items() if short.family != "graph"]
+WITH_BLOCKS = [name for name, short in SHORT_FORMS.items() if short.form != "graph"]
 
 
 @pytest.mark.parametrize("name", WITH_BLOCKS)
@@ -131,8 +131,8 @@ def test_first_blocks_choose_experts_by_a_hash():
 
 @pytest.mark.parametrize("name", SHORT_FORMS)
 def test_fields_that_were_saved_before_are_read_with_the_same_meaning(name):
-    family, values = SHORT_FORMS[name]
-    for saved in (dict(values), values | {"kind": family}):
+    form, values = SHORT_FORMS[name]
+    for saved in (dict(values), values | {"kind": form}):
         assert config_from_dict(saved) == preset(name)
 
 
@@ -170,7 +170,7 @@ def test_every_setting_that_differs_is_refused_by_its_name(field):
 
 
 def test_every_option_of_a_model_is_kept_or_free():
-    assert set(ARGUMENTS) - KEPT == set(FREE)
+    assert {name for name in ARGUMENTS if not is_kept(name)} == set(FREE)
 
 
 def test_model_of_other_stages_is_refused():

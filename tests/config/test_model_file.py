@@ -10,6 +10,7 @@ from typing import get_args, get_origin
 import pytest
 
 from arbcli.base.errors import ArbError
+from arbcli.config.fields import from_fields
 from arbcli.config.file import read_settings
 from arbcli.config.kinds import BESIDE, CHANNELS, MIXERS
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
@@ -17,7 +18,7 @@ from arbcli.config.model_file import model_from_toml, model_lines
 from arbcli.config.parts.attention import QUERY_KEY_NORMS
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import SCALINGS
-from arbcli.config.presets import PRESETS, from_fields
+from arbcli.config.presets import PRESETS
 from arbcli.families.compressed.config import POOLINGS
 from arbcli.families.experts.config import GATES
 from arbcli.families.graph.config import MemoriesConfig

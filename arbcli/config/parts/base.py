@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from arbcli.config.checks import check_choice, check_fields, check_sizes
 from arbcli.config.site import Site
 from arbcli.model.rules import RULES
+
+if TYPE_CHECKING:
+    from arbcli.config.model import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,13 @@ class PartConfig:
             ArbError: it is not.
         """
 
+    def check_model(self, config: "ModelConfig") -> None:
+        """Check that the part can be combined with the rest of the model.
+
+        Raises:
+            ArbError: it cannot.
+        """
+
     def products(self, site: Site, positions: float) -> float:
         """Return the number of multiplications in matrix products per position.
 
@@ -74,6 +84,48 @@ class PartConfig:
     def saved_width(self, site: Site) -> int:
         """Return a lower bound of the activations per position that a training step stores."""
         return site.dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitConfig(PartConfig):
+    """Configuration of a part that splits an outer stage into chunks, positions of the next one."""
+
+    @property
+    def boundaries(self) -> str:
+        """Kind of boundaries: how the starts of chunks are found."""
+        raise NotImplementedError
+
+    @property
+    def length(self) -> int:
+        """Average number of positions per chunk."""
+        raise NotImplementedError
+
+    def slots(self, positions: int) -> int:
+        """Return the maximum number of chunks in a window."""
+        raise NotImplementedError
+
+    def products_with(self, site: Site, inner: int, positions: float) -> float:
+        """Return the multiplications per window.
+
+        Args:
+            site: site of the outer stage.
+            inner: width of the next stage.
+            positions: number of positions in a window of the outer stage.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BetweenConfig(PartConfig):
+    """Configuration of a part between two blocks of the innermost stage."""
+
+    place: int = 0
+    """Number of the stage's blocks before the part."""
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs that the stage's router mixes."""
+        return 0
 
 
 def every_part(config: Any) -> Iterator[PartConfig]:

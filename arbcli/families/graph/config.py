@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from arbcli.base.errors import ArbError
 from arbcli.config.checks import check_at_most
-from arbcli.config.parts.base import PartConfig
+from arbcli.config.parts.base import BetweenConfig, PartConfig
 from arbcli.config.site import Site
 from arbcli.families.experts.config import ExpertsConfig
 
@@ -162,12 +162,10 @@ class IteratedConfig(PartConfig):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoriesConfig(PartConfig):
+class MemoriesConfig(BetweenConfig):
     """Codebooks that read the same stream in parallel, then iterations."""
 
     kind: str = field(default="memories", init=False)
-    place: int = 0
-    """Number of the stage's blocks before the memories."""
     codebook: BookConfig | None = None
     """Codebook whose codes are the nodes of the graph."""
     knowledge: BookConfig | None = None
@@ -194,6 +192,11 @@ class MemoriesConfig(PartConfig):
         """The existing codebooks by name."""
         found = {"codebook": self.codebook, "knowledge": self.knowledge}
         return {name: book for name, book in found.items() if book}
+
+    @property
+    def outputs(self) -> int:
+        """Number of codebooks, whose outputs the stage's router mixes."""
+        return len(self.codebooks)
 
     @property
     def reads_text(self) -> bool:

@@ -2,12 +2,15 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from arbcli.base.errors import ArbError
 from arbcli.config.checks import check_choice
-from arbcli.config.parts.base import PartConfig
-from arbcli.config.site import Site
+from arbcli.config.parts.base import PartConfig, SplitConfig
+from arbcli.config.site import VOCABULARY, Site
+
+if TYPE_CHECKING:
+    from arbcli.config.model import ModelConfig
 
 BOUNDARIES = ("learned", "every", "space")
 """Starts of chunks: learned by a router, every `length` positions, or after a space."""
@@ -16,7 +19,7 @@ SPARE_SLOTS = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkingConfig(PartConfig):
+class ChunkingConfig(SplitConfig):
     """Split of an outer stage's positions into chunks, the positions of the next stage."""
 
     module: ClassVar[str] = "arbcli.families.hnet.stage:Stage"
@@ -39,6 +42,27 @@ class ChunkingConfig(PartConfig):
                 f"`chunk_length` is {self.length}",
                 hint="use 2 or more",
                 fields=("chunk_length",),
+            )
+
+    def check_model(self, config: "ModelConfig") -> None:
+        """Check that chunks that begin after spaces are chunks of bytes.
+
+        Raises:
+            ArbError: they are chunks of chunks or of tokens.
+        """
+        if self.boundaries != "space":
+            return
+        if any(chunking is self for chunking in config.chunkings[1:]):
+            raise ArbError(
+                "`boundaries` is `space`, and chunks of chunks have no spaces",
+                hint="use one stage, or `learned` or `every`",
+                fields=("boundaries",),
+            )
+        if config.vocabulary != VOCABULARY:
+            raise ArbError(
+                f"`vocabulary` is {config.vocabulary:,}, and `boundaries=space` reads bytes",
+                hint=f"leave it out, or use the vocabulary of bytes, {VOCABULARY}",
+                fields=("vocabulary", "boundaries"),
             )
 
     @property

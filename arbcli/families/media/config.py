@@ -1,11 +1,14 @@
 """Composite head for several kinds of bytes: text, sound and pictures."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from arbcli.base.errors import ArbError
 from arbcli.config.parts.base import PartConfig
-from arbcli.config.site import Site
+from arbcli.config.site import VOCABULARY, Site
+
+if TYPE_CHECKING:
+    from arbcli.config.model import ModelConfig
 
 KINDS = ("text", "sound", "picture")
 """Kinds of bytes; each has a head."""
@@ -46,6 +49,25 @@ class CompositeConfig(PartConfig):
     def loss_weights(self) -> dict[str, float]:
         """Weights of the losses by their names."""
         return {f"of_{name}": getattr(self, name) for name in KINDS}
+
+    def check_model(self, config: "ModelConfig") -> None:
+        """Check that there is no other head, and that the model predicts next bytes.
+
+        Raises:
+            ArbError: a setting cannot be combined with a composite head.
+        """
+        for name, is_there in (
+            ("ahead", config.ahead is not None),
+            ("tied", config.tied),
+            ("vocabulary", config.vocabulary != VOCABULARY),
+            ("objective", config.fills),
+        ):
+            if is_there:
+                raise ArbError(
+                    f"a composite head does not combine with `{name}`",
+                    hint=f"leave `{name}` or `composite` out",
+                    fields=(name,),
+                )
 
     def products(self, site: Site, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbcli.base.errors import ArbError, library_errors, optional_module
-from arbcli.families import MEDIA
+from arbcli.families import MEDIA, SOUND_FORMS
 from arbcli.families.media.bounded import HEADER_BYTES, BoundedFile
 from arbcli.families.media.spans import MOST_CHANNELS, SoundHeader
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 SUFFIXES = MEDIA["sound"]
-FORMS = ("mulaw", "pcm16")
+FORMS = SOUND_FORMS
 """Choices of `sound`: eight bits a sample on a logarithmic scale, or sixteen."""
 BLOCK_FRAMES = 2**16
 MOST_FRAMES = 2**32

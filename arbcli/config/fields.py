@@ -1,0 +1,174 @@
+"""Configurations from plain values of files, and changes of their fields by path."""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
+
+from arbcli.base.errors import ArbError, quoted
+from arbcli.base.reading import shown
+from arbcli.config.checks import as_type
+from arbcli.config.kinds import SLOTS, Kinds
+from arbcli.config.model import MOST_BLOCKS, ModelConfig
+from arbcli.config.settings import plain_type
+
+NONE = "none"
+"""None in files, as TOML has no null."""
+
+
+def from_fields(kind: type, values: Any, where: str) -> Any:
+    """Build a dataclass from a dictionary, recursively.
+
+    Args:
+        kind: the dataclass.
+        values: values by field; instances of the field's class are used unchanged.
+        where: path of the dictionary in its file, for errors.
+
+    Raises:
+        TypeError: a field is missing or unknown, or has a value in place of a dictionary.
+        ArbError: a value is invalid; the message has its path.
+    """
+    if not isinstance(values, dict):
+        raise TypeError(f"`{where}` is `{shown(values)}`, not an object")
+    every = {field.name: field for field in dataclasses.fields(kind)}
+    known = {name: field for name, field in every.items() if field.init}
+    fields = dict(values)
+    if "kind" in every and fields.pop("kind", every["kind"].default) != every["kind"].default:
+        raise TypeError(f"`{where}` is not of the kind `{every['kind'].default}`")
+    if unknown := [name for name in fields if name not in known]:
+        raise TypeError(f"`{where}` has no field `{shown(unknown[0])}`")
+    needed = [name for name, field in known.items() if field.default is dataclasses.MISSING]
+    if missing := [name for name in needed if name not in fields]:
+        raise TypeError(f"`{where}` has no `{missing[0]}`")
+    built = {
+        name: _value(plain_type(known[name].type), value, SLOTS.get(name), f"{where}.{name}")
+        for name, value in fields.items()
+    }
+    try:
+        return kind(**built)
+    except ArbError as error:
+        raise _at(error, known, where) from None
+
+
+def _at(error: ArbError, known: Iterable[str], where: str) -> ArbError:
+    """Replace the names of fields in an error by their paths in a file."""
+    text = str(error)
+    for name in error.fields:
+        if name in known:
+            text = re.sub(rf"`{name}(?=[`=])", f"`{where}.{name}", text, count=1)
+    if text == str(error):
+        text = f"`{where}`: {text}"
+    return ArbError(text, hint=error.hint)
+
+
+def _value(kind: Any, value: Any, union: Kinds | None, where: str) -> Any:
+    """Convert a value of a file to the type of its field."""
+    if value is None or (value == NONE and NoneType in get_args(kind)):
+        return None
+    if union is not None and not isinstance(value, list | tuple):
+        if len(union) == 1:  # the only kind is not named by older files
+            return from_fields(union[union.names[0]], value, where)
+        name = value.get("kind", union.usual) if isinstance(value, dict) else None
+        if not isinstance(name, str) or name not in union:
+            raise TypeError(
+                f"`{where}` is of the kind `{shown(name)}`, which is none of: {quoted(union)}"
+            )
+        return from_fields(union[name], value, where)
+    kinds = get_args(kind) if get_origin(kind) is UnionType else (kind,)
+    for one in kinds:
+        if get_origin(one) is tuple and isinstance(value, list | tuple):
+            if len(value) > MOST_BLOCKS:
+                raise TypeError(f"`{where}` has {len(value):,} entries, more than {MOST_BLOCKS:,}")
+            element = get_args(one)[0]
+            return tuple(
+                _value(element, part, union, f"{where}[{index}]")
+                for index, part in enumerate(value)
+            )
+        if isinstance(one, type) and is_dataclass(one) and not isinstance(value, one):
+            return from_fields(one, value, where)
+    return value
+
+
+def with_fields(config: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
+    """Return a model with other values of some fields, in every part that has them.
+
+    Args:
+        config: configuration of the model.
+        fields: values by path: a field, after any of the fields, indices and kinds on the way to
+            it, in order. `attention.window` is that of all parts of the kind `attention`, and
+            `stages.0.contribution` that of the outermost stage.
+
+    Raises:
+        ArbError: no part has a field, or a value is invalid.
+    """
+    paths = {path: tuple(path.split(".")) for path in fields}
+    changes: Counter[str] = Counter()
+    try:
+        changed = _changed(config, {path: paths[path] for path in fields}, fields, changes)
+    except TypeError as error:
+        raise ArbError(str(error), hint="see docs/models.md for the fields of a model") from None
+    except ArbError as error:  # its fields need not have options
+        raise ArbError(str(error), hint=error.hint) from None
+    if missing := [path for path in fields if not changes[path]]:
+        raise ArbError(
+            f"no setting is named `{shown(missing[0])}`, and no part of the model has such a field",
+            hint="see docs/models.md for the fields of a model, as in `attention.window`",
+        )
+    return changed
+
+
+def _changed(
+    node: Any, paths: dict[str, tuple[str, ...]], values: Mapping[str, Any], changes: Counter[str]
+) -> Any:
+    """Return a node of a configuration with changed fields.
+
+    Args:
+        node: a configuration; other values are returned as they are.
+        paths: names that are left of each path.
+        values: values by path.
+        changes: number of fields that were changed, by path; updated.
+    """
+    if not is_dataclass(node) or isinstance(node, type):
+        return node
+    paths = _without(paths, getattr(node, "kind", None))
+    given: dict[str, Any] = {}
+    for field in dataclasses.fields(node):
+        if not field.init:
+            continue
+        old = getattr(node, field.name)
+        inner = _without(paths, field.name)
+        if isinstance(old, tuple):
+            below = (_at_index(inner, index) for index in range(len(old)))
+            pairs = zip(old, below, strict=True)
+            new: Any = tuple(_changed(each, left, values, changes) for each, left in pairs)
+        else:
+            new = _changed(old, inner, values, changes)
+        for path, names in paths.items():
+            if names == (field.name,):
+                kind = plain_type(field.type)
+                new = _value(kind, values[path], SLOTS.get(field.name), path)
+                new = as_type(new, kind, f"`{path}`")
+                changes[path] += 1
+        if new != old or type(new) is not type(old):
+            given[field.name] = new
+    return dataclasses.replace(node, **given) if given else node
+
+
+def _at_index(paths: dict[str, tuple[str, ...]], index: int) -> dict[str, tuple[str, ...]]:
+    """Return the paths for an entry of a tuple: without its index, or without any."""
+    return {
+        path: names[1:] if names[0] == str(index) else names
+        for path, names in paths.items()
+        if names[0] == str(index) or not names[0].isdigit()
+    }
+
+
+def _without(paths: dict[str, tuple[str, ...]], name: str | None) -> dict[str, tuple[str, ...]]:
+    """Remove a name from the beginning of the paths that begin with it and go on."""
+    return {
+        path: names[1:] if len(names) > 1 and names[0] == name else names
+        for path, names in paths.items()
+    }

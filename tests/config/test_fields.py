@@ -1,0 +1,79 @@
+"""Fields of a model that are set by their path."""
+
+from dataclasses import replace
+
+import pytest
+
+from arbcli.base.errors import ArbError
+from arbcli.config.fields import with_fields
+from arbcli.config.model import ModelConfig
+from arbcli.config.presets import assembled, preset
+from arbcli.config.training import train_config
+
+HNET = preset("hnet-tiny")
+
+
+def values(config: ModelConfig, name: str) -> list:
+    """List a field of the mixers of the outer and of the innermost stage."""
+    blocks = (config.stages[0].before[0], config.stages[0].after[0], *config.main.blocks)
+    return [getattr(block.mixer, name) for block in blocks]
+
+
+@pytest.mark.parametrize(("path", "heads"), [
+    ("heads", [2] * 5),
+    ("attention.heads", [2] * 5),
+    ("mixer.heads", [2] * 5),
+    ("stages.0.heads", [2, 2, 4, 4, 4]),
+    ("stages.0.before.attention.heads", [2, 4, 4, 4, 4]),
+    ("blocks.1.heads", [4, 4, 4, 2, 4]),
+    ("stages.1.blocks.2.mixer.heads", [4, 4, 4, 4, 2]),
+])  # fmt: skip
+def test_field_is_set_in_the_parts_on_its_path(path, heads):
+    assert values(HNET, "heads") == [4] * 5
+    changed = with_fields(HNET, {path: 2})
+    assert values(changed, "heads") == heads
+    assert values(changed, "rule") == values(HNET, "rule")
+
+
+def test_fields_that_need_each_other_are_set_together():
+    changed = with_fields(preset("tiny"), {"kv_heads": 3, "attention.heads": 6, "head_width": 32})
+    assert {(b.mixer.heads, b.mixer.kv_heads, b.mixer.head_width) for b in changed.main.blocks} == {
+        (6, 3, 32)
+    }
+
+
+def test_part_is_set_by_a_table_and_removed_by_none():
+    changed = with_fields(HNET, {"channel": {"kind": "experts", "experts": 3, "width": 8}})
+    assert changed.main.blocks[0].channel.experts == 3
+    assert with_fields(changed, {"blocks.0.channel": "none"}).main.blocks[0].channel is None
+
+
+def test_integer_of_a_number_is_one_and_the_model_has_fields_too():
+    changed = with_fields(HNET, {"bound": 10, "norm_gain": True})
+    assert [type(stage.bound) for stage in changed.stages] == [float, float]
+    stages = tuple(replace(stage, bound=10.0) for stage in HNET.stages)
+    assert changed == replace(HNET, stages=stages, norm_gain=True)
+
+
+def test_library_takes_fields():
+    place = {"device": "cpu", "backend": "torch", "compute": "fp32"}
+    config = train_config("tiny", fields={"contribution": 0.5}, layers=2, **place)
+    assert config.model == assembled("tiny", layers=2, fields={"contribution": 0.5})
+    assert config.model.main.contribution == 0.5
+
+
+@pytest.mark.parametrize(("path", "value", "says"), [
+    ("bird", 1, "no setting is named `bird`"),
+    ("stages.2.heads", 1, "no setting is named `stages.2.heads`"),
+    ("mlp.heads", 1, "no setting is named `mlp.heads`"),
+    ("kind", "mlp", "no setting is named `kind`"),
+    ("contribution", 2.0, "`contribution` is 2.0"),
+    ("bound", "a", "`bound` is `a`"),
+    ("blocks", 3, "`blocks` is `3`"),
+    ("mixer", 3, "`mixer` is of the kind `None`"),
+    ("mixer.query_key_norm", "bird", "`query_key_norm` is `bird`"),
+])  # fmt: skip
+def test_field_that_no_part_has_or_a_wrong_value_is_refused(path, value, says):
+    with pytest.raises(ArbError, match=says) as caught:
+        with_fields(preset("tiny"), {path: value})
+    assert caught.value.hint
