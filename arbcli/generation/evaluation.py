@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from arbcli.kernels.runtime.device import deterministic, explained_out_of_memory
 from arbcli.model.language_model import LanguageModel
 
 if TYPE_CHECKING:
-    from arbcli.families.media.evaluation import KindLoss, MediaLosses
+    from arbcli.families.media.evaluation import MediaLosses
 
 DRAWS = 16
 """Default number of random masks for each window."""
@@ -82,8 +82,9 @@ class EvaluateReport:
     by_position: tuple["OfPositions", ...]
     """Loss by the position in a window. It includes bytes that two windows predict, so that each
     bucket covers nearly all of the text."""
-    by_kind: tuple["KindLoss", ...]
-    """Loss of text, sounds and pictures, if the text has any of the latter."""
+    by_kind: tuple[Any, ...]
+    """Loss of text, sounds and pictures, if the text has any of the latter: see
+    `arbcli.families.media.evaluation.KindLoss`."""
     device: str
     backend: str
 
