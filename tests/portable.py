@@ -41,7 +41,7 @@ SENSITIVE = (
     "tests/families/graph/test_memories.py",
 )
 FLOATS = ("tests/model", "tests/generation", "tests/training", "-m", "not slow")
-"""Tests of floats, behind which there may be a choice."""
+"""Tests of floats on which a choice may depend."""
 
 
 def main() -> int:

@@ -298,7 +298,9 @@ class LanguageModel(PackedModel):
 
     def logits(self, flow: Flow) -> Tensor:
         """Compute logits from the stream."""
-        if self.config.head or self.config.composite:
+        if self.config.composite:
+            return self.head(self._before_head(flow), self.norm).logits
+        if self.config.head:
             return self.head(self._before_head(flow), self.norm)
         if flow.added is None:
             return self.head(flow.x, self.norm)

@@ -1,4 +1,4 @@
-"""N-grams beside the embedding, and memories between two blocks.
+"""N-grams next to the embedding, and memories between two blocks.
 
 Memories are codebooks, and iterated experts with a graph of codes.
 

@@ -35,12 +35,8 @@ class CompositeHead(nn.Module):
         self.heads = linear_head(len(KINDS) * BYTES, site, area="head")
         self.gate = linear_head(len(KINDS), site, area="head")
 
-    def forward(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """Compute log-probabilities of the mixture from norm(x), (B, T, D): (B, T, 256)."""
-        return self.predictions(x, norm).logits
-
-    def predictions(self, x: Tensor, norm: nn.Module) -> Heads:
-        """Compute log-probabilities of the mixture and of each head from norm(x)."""
+    def forward(self, x: Tensor, norm: nn.Module) -> Heads:
+        """Compute log-probabilities from norm(x), with x (B, T, D)."""
         each = self.heads(x, norm).unflatten(-1, (len(KINDS), BYTES)).float().log_softmax(dim=-1)
         shares = self.gate(x, norm).float().log_softmax(dim=-1)
         return Heads(torch.logsumexp(each + shares[..., None], dim=-2).to(x.dtype), each)
@@ -57,7 +53,7 @@ class CompositeHead(nn.Module):
             cross_entropy: mean cross-entropy of (N, 256) logits and (N,) targets.
         """
         kinds, targets = targets // BYTES, targets % BYTES
-        logits, each = self.predictions(x, norm)
+        logits, each = self(x, norm)
         of_text = cross_entropy(logits.flatten(0, 1), targets.flatten())
         return {"text": of_text} | self.losses(each, targets, kinds)
 
