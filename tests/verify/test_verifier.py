@@ -328,7 +328,7 @@ LOADED = {
     "saturated": ("chance", lambda self, share: share not in (0.15, 0.1) and self.below(2) == 1),
     "in parts": ("pick", lambda self, choices: choices[-1 if None not in choices else 0]),
 }
-"""Dice that never show something: which method of theirs is another."""
+"""Generators that never draw something: which of their methods is another."""
 
 
 @pytest.mark.parametrize("what", LOADED)
