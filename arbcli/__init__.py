@@ -227,8 +227,10 @@ def evaluate(
     from arbcli.data.conversion import Conversion
     from arbcli.data.text import open_text
     from arbcli.generation import evaluation
+    from arbcli.generation.option_checks import check_plain_field
     from arbcli.kernels.runtime.backend import default_backend
 
+    check_plain_field(field)
     backend = default_backend(model.device)
     text, name = open_text(data, Conversion(field))
     return evaluation.evaluate(

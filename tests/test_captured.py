@@ -117,8 +117,13 @@ def test_no_step_outside_a_graph_sets_a_condition(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "given", [{"accum": 2, "digits": "fade", "fade_from": 0.4}, {"wire": "int12"}], ids=str
-)
+    "given",
+    [
+        {"accum": 2, "digits": "fade", "fade_from": 0.4}, {"wire": "int12"},
+        {"accum": 2, "objective": "fill"}, {"accum": 3, "objective": "fill", "wire": "int12"},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_captured_steps_of_a_run_have_the_bits_of_eager_steps(given, tmp_path, monkeypatch):
     path = tmp_path / "text"
     path.write_bytes(b"".join(b"line %d of a text. " % (n * n) for n in range(300)))

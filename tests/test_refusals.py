@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from syntax import parsed, walk
@@ -37,7 +38,7 @@ from arbcli.kernels.runtime.device import (
 from arbcli.model import checkpoint as checkpoints
 from arbcli.model.build import build_model
 from arbcli.model.checkpoint import keep_best, load_checkpoint, save_checkpoint
-from arbcli.model.rules.base import fixed_point_gain
+from arbcli.model.rules.base import fixed_point_gains
 from arbcli.model.updater import Updater
 from arbcli.training.directory import make_directory
 from arbcli.training.record import RunRecords, keep_records
@@ -340,8 +341,8 @@ def test_table_that_cannot_be_read_is_refused(name, field, message, tmp_path, mo
 
 def test_gain_that_a_step_cannot_have_is_refused():
     with pytest.raises(ValueError, match=r"a step of 8192\.0 times the direction overflows"):
-        fixed_point_gain(8192.0)
-    assert fixed_point_gain(2047.5) == (4095, 1)
+        fixed_point_gains(np.array([8192.0]))
+    assert [*map(int, fixed_point_gains(np.array(2047.5)))] == [4095, 1]
 
 
 def test_records_that_cannot_be_written_or_read_are_explained(tmp_path):

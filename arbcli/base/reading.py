@@ -117,13 +117,13 @@ def read_toml(path: Path, hint: str) -> dict[str, Any]:
 
 
 def parse_json(content: bytes) -> Any:
-    """Parse JSON.
+    """Parse JSON, which may begin with a byte order mark.
 
     Raises:
         ValueError: `content` is not JSON in UTF-8, or is nested too deeply.
     """
     try:
-        value = json.loads(content.decode(), parse_constant=_refuse_constant)
+        value = json.loads(content.decode("utf-8-sig"), parse_constant=_refuse_constant)
         few = content.count(b"[") + content.count(b"{") <= MOST_NESTED
         return value if few else _flat_enough(value)
     except (ValueError, RecursionError) as error:

@@ -26,18 +26,23 @@ class Continued:
     """A text to which input and output are appended; input gets no newline after it.
 
     Args:
-        context: number of last bytes of the text that the model reads.
+        model: the model, which reads the last symbols of the text that its context has room for.
     """
 
-    ends: Collection[int] = ()
+    ends: Collection[int] | None = None
 
-    def __init__(self, context: int) -> None:
-        self._context, self._text = context, b""
+    def __init__(self, model: "LanguageModel") -> None:
+        self._model, self._text = model, b""
 
-    def ask(self, line: bytes) -> bytes:
+    def ask(self, line: bytes) -> bytes | list[int]:
         """Append a line of input after a newline; return the prompt for the model."""
+        from arbcli.generation.tokens import symbols_of
+
         self._text += (b"\n" if line and self._text else b"") + line
-        return (self._text or b"\n")[-self._context :]
+        context, text = self._model.config.ctx, self._text or b"\n"
+        if self._model.tokenizer is None:
+            return text[-context:]
+        return [*symbols_of(self._model, text)][-context:]
 
     def answered(self, made: bytes) -> None:
         """Append the model's output."""
@@ -64,7 +69,7 @@ def chat(
     """
     from arbcli.generation.generation import generate
 
-    text = conversation or Continued(model.config.ctx)
+    text = conversation or Continued(model)
 
     with suppress(ImportError):  # on Windows
         import readline  # noqa: F401  # gives `input` line editing and history

@@ -26,7 +26,7 @@ from arbcli.commands._options import (
 from arbcli.commands._saved import config_in_header
 from arbcli.data.files import check_named
 from arbcli.data.text import open_text
-from arbcli.generation.option_checks import check_masked_option, check_stride
+from arbcli.generation.option_checks import check_masked_option, check_plain_field, check_stride
 
 if TYPE_CHECKING:
     from arbcli.families.media.evaluation import KindLoss
@@ -74,6 +74,7 @@ def evaluate(
     """
     if field is not None and not data:
         raise ArbError("`--field` only applies with `--data`", hint="add `--data`")
+    check_plain_field(field)
     checkpoint = find_run(one_path(run, checkpoint), loads=True)
     check_named(data or (), field)
     if config := config_in_header(checkpoint):

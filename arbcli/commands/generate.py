@@ -260,7 +260,7 @@ def generate(
             sampling,
             backend=backend,
             kv=kv,
-            ends=conversation.ends if conversation else (),
+            ends=conversation.ends if conversation else None,
             ahead=ahead or 1,
             on_prompt=reading.show,
             on_bytes=write_bytes if raw else collected.extend if collects else writer.write,

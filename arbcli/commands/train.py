@@ -1,6 +1,7 @@
 """`arb train`: train a model, or continue a run."""
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,7 @@ from arbcli.base import run_files
 from arbcli.base.environment import free_threads, is_for_cpu, may_have_gpu
 from arbcli.base.errors import ArbError
 from arbcli.base.output import LiveLine, emit_json, note, write_bytes
-from arbcli.base.signals import exit_code
+from arbcli.base.signals import STOPPED_UNSAVED, exit_code
 from arbcli.base.sockets import pin_to_socket
 from arbcli.commands._options import (
     OPTIONAL,
@@ -163,6 +164,16 @@ def train(
             rich_help_panel=RUN,
         ),
     ] = False,
+    show_windows: Annotated[
+        int | None,
+        typer.Option(
+            "--show-windows",
+            metavar="N",
+            min=1,
+            help="Print the first N windows of a new run, with learned text in [[ ]], and exit.",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
     **settings: Any,
@@ -209,6 +220,11 @@ def train(
     if print_config:
         _show_settings(settings | machine, as_json=as_json)
         return
+    if show_windows is not None:
+        if resume is not None:
+            raise ArbError("`--show-windows` shows a new run", hint="leave `--resume` out")
+        _show_windows(settings | machine, init_from, show_windows, as_json=as_json)
+        return
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
     rank, processes, *_ = this_process()
@@ -254,7 +270,8 @@ def train(
         display.finished(report)
     # only the first process reports: the launcher ends all others as soon as one fails
     if report.stopped_by is not None and is_first:
-        raise typer.Exit(exit_code(report.stopped_by))
+        is_saved = report.checkpoint is not None
+        raise typer.Exit(exit_code(report.stopped_by) if is_saved else STOPPED_UNSAVED)
 
 
 def _check_shares(accum: int, processes: int, device: str | None) -> None:
@@ -341,6 +358,32 @@ def _show_settings(settings: dict[str, Any], *, as_json: bool) -> None:
         emit_json(train_config_dict(config))
     else:
         write_bytes(settings_text(config).encode())
+
+
+def _show_windows(
+    settings: dict[str, Any], init_from: Path | None, number: int, *, as_json: bool
+) -> None:
+    """Print the first windows that a run would read, with the text that it would learn marked."""
+    with RunDisplay(quiet=False, as_json=False, advises=False) as display:
+        display.wait("loading")
+        from arbcli.training.configure import new_config  # torch takes seconds to import
+        from arbcli.training.directory import open_run_texts
+        from arbcli.training.windows import first_windows
+
+        if init_from is not None:
+            _read_initial(init_from, settings, display)
+        config = new_config(**settings)
+        windows = list(first_windows(config, open_run_texts(config), number))
+    for index, window in enumerate(windows, 1):
+        if as_json:
+            emit_json({"window": index, "learnt": window.learnt, **asdict(window)})
+            continue
+        documents = (
+            "".join(f"[[{run.text}]]" if run.learnt else run.text for run in runs)
+            for runs in window.documents
+        )
+        head = f"window {index}: {window.learnt:,} of {config.model.ctx:,} positions are learned"
+        write_bytes("\n".join([head, *documents, ""]).encode())
 
 
 def _refuse_changes(settings: dict[str, Any]) -> None:

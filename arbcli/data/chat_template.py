@@ -15,10 +15,16 @@ from arbcli.base.atomic_files import make_folder, write_json, write_text
 from arbcli.base.errors import ArbError, optional_module
 from arbcli.base.reading import read_json, read_small, shown
 from arbcli.base.run_files import COMPANIONS
+from arbcli.data.special_tokens import (
+    SETTINGS,
+    folders_of,
+    keep_special_tokens,
+    read_settings,
+    special_tokens,
+)
 from arbcli.data.tokens import FILE
 
 TEMPLATE = "chat_template.jinja"
-SETTINGS = "tokenizer_config.json"
 OLD_TEMPLATE = "chat_template.json"
 LARGEST = 2**20
 """Maximum size of a template in bytes."""
@@ -28,8 +34,8 @@ MOST_ROUNDS = 100_000
 """Maximum number of iterations over `range` in one rendering."""
 UNBOUNDED = ("center", "expandtabs", "format", "format_map", "ljust", "rjust", "zfill")
 """Methods of strings that can return very long strings, which are forbidden."""
-SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
-"""Variables with special tokens in templates."""
+WIDEST_INDENT = 8
+"""Maximum number of spaces of a level of JSON."""
 HINT = f"put the model's own `{TEMPLATE}` next to its tokenizer"
 
 Message = Mapping[str, Any]
@@ -42,7 +48,7 @@ class ChatTemplate:
     Args:
         source: source of the template.
         name: name of its file, for errors.
-        tokens: texts of special tokens, by the names of `SPECIAL`.
+        tokens: texts of special tokens by name: see `special_tokens`.
 
     Raises:
         ArbError: the package jinja2 is missing, or `source` is not a template.
@@ -55,45 +61,85 @@ class ChatTemplate:
             for module in ("jinja2", "jinja2.sandbox", "jinja2.ext")
         )
         self._error = jinja.TemplateError
-        environment = _environment(jinja, sandbox)
+        self._output = _Output()
+        environment = _environment(jinja, sandbox, self._output)
+        meta = optional_module("jinja2.meta", name, "jinja2", "'arb[chat]'")
         try:
             self._template = environment.from_string(source)
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+            """Names of the variables that the template reads."""
         except Exception as error:  # the compiler of Python can raise any exception, too
             raise ArbError(
                 f"`{name}` is not a chat template: {_reason(error)}", hint=HINT
             ) from None
 
-    def render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
-        """Format messages as one text.
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        asks: bool = False,
+        tools: Any = None,
+        documents: Any = None,
+    ) -> str:
+        """Format messages as one text, with the variables that Transformers gives to templates.
 
         Args:
             messages: messages of a chat in their order.
             asks: whether to add the generation prompt.
+            tools: descriptions of functions that may be called; None if there are none.
+            documents: texts that answers refer to; None if there are none.
 
         Raises:
             ArbError: the template refuses the messages, fails, or exceeds a limit.
         """
-        tokens = {name: self.tokens.get(name, "") for name in SPECIAL}
-        parts, length = [], 0
+        return self.render_marked(messages, asks=asks, tools=tools, documents=documents)[0]
+
+    def render_marked(
+        self,
+        messages: Sequence[Message],
+        *,
+        asks: bool = False,
+        tools: Any = None,
+        documents: Any = None,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Format messages: see `render`.
+
+        Returns:
+            The text, and the first character of each `{% generation %}` block and that after its
+            last, in order.
+        """
+        parts, output = [], self._output
+        output.length, output.marks = 0, []
         try:
             for part in self._template.generate(
                 messages=[dict(message) for message in messages],
+                tools=tools,
+                documents=documents,
                 add_generation_prompt=asks,
                 range=_bounded_range(),
-                **tokens,
+                **self.tokens,
             ):
                 parts.append(part)
-                length += len(part)
-                if length > MOST_CHARACTERS:
+                output.length += len(part)
+                if output.length > MOST_CHARACTERS:
                     raise OverflowError(f"it writes more than {MOST_CHARACTERS:,} characters")
         except Exception as error:  # expressions of the template can raise any exception
             raise ArbError(
                 f"`{self.name}` cannot format these messages: {_reason(error)}", hint=HINT
             ) from None
-        return "".join(parts)
+        return "".join(parts), output.marks
 
 
-def _environment(jinja: Any, sandbox: Any) -> Any:
+class _Output:
+    """What a rendering has written so far."""
+
+    length = 0
+    """Number of characters."""
+    marks: list[tuple[int, int]]
+    """Ranges of characters in `{% generation %}` blocks."""
+
+
+def _environment(jinja: Any, sandbox: Any, output: _Output) -> Any:
     """Create the sandboxed environment of templates."""
 
     class Sandbox(sandbox.ImmutableSandboxedEnvironment):
@@ -116,13 +162,26 @@ def _environment(jinja: Any, sandbox: Any) -> Any:
             return super().call_binop(context, operator, left, right)
 
     class Generation(jinja.ext.Extension):
-        """The block `{% generation %}`, which marks answers; its content is rendered as usual."""
+        """The block `{% generation %}`, which marks an answer, with the scope of Transformers'."""
 
         tags = frozenset(("generation",))
 
         def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            block = jinja.nodes.CallBlock(self.call_method("mark"), [], [], body)
+            return block.set_lineno(line)
+
+        def mark(self, caller: Any) -> str:
+            text = caller()
+            output.marks.append((output.length, output.length + len(text)))
+            return text
+
+    class Dict:
+        """`dict` without its attributes, as in Transformers."""
+
+        def __call__(self, *pairs: Any, **named: Any) -> dict[Any, Any]:
+            return dict(*pairs, **named)
 
     extensions = [Generation, "jinja2.ext.loopcontrols"]
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
@@ -132,6 +191,7 @@ def _environment(jinja: Any, sandbox: Any) -> Any:
 
     environment.globals.clear()
     environment.globals["namespace"] = jinja.utils.Namespace
+    environment.globals["dict"] = Dict()
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     environment.filters["tojson"] = _to_json
@@ -140,8 +200,19 @@ def _environment(jinja: Any, sandbox: Any) -> Any:
     return environment
 
 
-def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=None if indent is None else min(indent, 8))
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write a value as JSON, with the arguments of Transformers' filter."""
+    if indent is not None and not 0 <= indent <= WIDEST_INDENT:
+        raise ValueError(f"an indent of {indent} is not in 0..{WIDEST_INDENT}")
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _bounded_range() -> Any:
@@ -171,7 +242,7 @@ def template_digest(template: ChatTemplate | None) -> str:
 
 
 def keep_template(tokenizer: Path | str, run: Path) -> None:
-    """Copy the template and the texts of special tokens into a run, unless it has the same.
+    """Copy the template, special tokens and stop tokens into a run, unless it has the same.
 
     Other settings of the tokenizer in the run are kept. What an earlier run left is replaced.
 
@@ -180,6 +251,7 @@ def keep_template(tokenizer: Path | str, run: Path) -> None:
             none next to the tokenizer.
     """
     template, folder = find_template(tokenizer), run / COMPANIONS
+    keep_special_tokens(tokenizer, run)
     settings: dict[str, Any] = {}
     try:
         kept = template_digest(find_template(run / FILE))
@@ -229,13 +301,9 @@ def find_template(tokenizer: Path | str) -> ChatTemplate | None:
     Raises:
         ArbError: a file is damaged.
     """
-    for folder in (Path(tokenizer).parent / COMPANIONS, Path(tokenizer).parent):
-        settings: dict[str, Any] = {}
-        if (folder / SETTINGS).exists():
-            settings = read_json(folder / SETTINGS, {})
-        tokens = {name: _token(settings.get(name)) for name in SPECIAL}
-        for name, source in _sources(folder, settings):
-            return ChatTemplate(source, name, tokens)
+    for folder in folders_of(tokenizer):
+        for name, source in template_sources(folder):
+            return ChatTemplate(source, name, special_tokens(folder))
     return None
 
 
@@ -262,9 +330,9 @@ def without_template(run: Path) -> ArbError:
     )
 
 
-def _sources(folder: Path, settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def template_sources(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield the file names and sources of a folder's templates, in order of precedence."""
-    path = folder / TEMPLATE
+    path, settings = folder / TEMPLATE, read_settings(folder, SETTINGS)
     if path.exists():
         yield str(path), read_small(path, LARGEST, HINT).decode(errors="replace")
     old = folder / OLD_TEMPLATE
@@ -280,9 +348,3 @@ def _sources(folder: Path, settings: Mapping[str, Any]) -> Iterator[tuple[str, s
 def is_table(value: object) -> bool:
     """Return whether a JSON value is an object."""
     return isinstance(value, dict)
-
-
-def _token(value: Any) -> str:
-    """Return the text of a special token, which is a string or an object with one."""
-    value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) else ""

@@ -8,6 +8,7 @@ and packed in an order that only depends on their lengths.
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,20 @@ if TYPE_CHECKING:
 
 MESSAGES = "messages"
 """Field of records with chats."""
+CONVERSATIONS = "conversations"
+"""The same with `from` and `value`, as in ShareGPT."""
+CHATS = MESSAGES, CONVERSATIONS
+SHARE_GPT = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+    "system": "system", "tool": "tool",
+}  # fmt: skip
+"""Roles by their names in ShareGPT."""
+VARIABLES = "tools", "documents"
+"""Fields of a record that templates read as variables."""
+UNREAD = "chat_template", "chat_template_kwargs", "functions"
+"""Fields of a record that decide its text elsewhere, and are refused."""
+UNREAD_OF_MESSAGES = "train", "train_on", "mask"
+"""Fields of a message that decide elsewhere what is learnt, and are refused."""
 JOINED = "+"
 """Separator of the fields of a question and its answer."""
 ROLES = "user", "assistant"
@@ -32,15 +47,13 @@ MOST_DOCUMENTS = 64
 """Maximum number of documents in a window, including the padding."""
 NOT_LEARNT = -1
 """Target without a loss."""
-HEAD = 2
-"""Length of a document's header in the cache: its number of tokens and of bytes with a loss."""
-VERSION = 1
+VERSION = 2
 """Version of the tokenised files in the cache; changed if records are tokenised otherwise."""
 
 
 def has_documents(field: str | None) -> bool:
     """Return whether the `field` of a run names documents in place of plain text."""
-    return field is not None and (field == MESSAGES or JOINED in field)
+    return field is not None and (field in CHATS or JOINED in field)
 
 
 class Document(NamedTuple):
@@ -48,8 +61,8 @@ class Document(NamedTuple):
 
     tokens: list[int]
     """Tokens; those with a loss are bitwise inverted, and thus negative."""
-    learnt_bytes: int
-    """Size in bytes of the text with a loss."""
+    sizes: list[int]
+    """Bytes of text of each token, which add up to those of the text."""
 
 
 class Chats(Text):
@@ -62,6 +75,7 @@ class Chats(Text):
         tokenizer: tokenizer of the documents.
         template: chat template, which formats messages as text.
         context: number of positions of a window.
+        ending: token that ends each text of `+text`; None for none.
 
     Raises:
         ArbError: a record is invalid, or there is none.
@@ -76,6 +90,7 @@ class Chats(Text):
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
         context: int,
+        ending: int | None = None,
     ) -> None:
         if isinstance(source, Mixture):
             raise ArbError("documents cannot be mixed by weights", hint="leave the weights out")
@@ -86,31 +101,41 @@ class Chats(Text):
             )
         self._source, self.context = source, context
         self.template_digest = template_digest(template)
-        reader = _Reader(field, tokenizer, template)
-        parts = [np.fromfile(_tokenised(piece, reader), np.int32) for piece in source.pieces]
-        self._flat = np.concatenate(parts) if parts else np.zeros(0, np.int32)
-        self._places, self.learnt_tokens, self.learnt_bytes = [], 0, 0
+        reader = _Reader(field, tokenizer, template, ending)
+        self._places: list[tuple[int, int]] = []
+        """Begin of each document in `_flat`, and the number of its tokens."""
+        self.learnt_tokens = self.learnt_bytes = 0
         self.cut = 0
         """Number of documents that were truncated to the length of a window."""
-        at = 0
-        while at < len(self._flat):
-            size, learnt_bytes = map(int, self._flat[at : at + HEAD])
-            begin = at + HEAD
-            at = begin + size
-            kept = min(size, context + 1)
-            learnt = int((self._flat[begin + 1 : begin + kept] < 0).sum())
+        documents: list[np.ndarray] = []
+        totals: list[tuple[int, int]] = []
+        begin = 0
+        for tokens, sizes in _read_documents(
+            [_tokenised(piece, reader) for piece in source.pieces]
+        ):
+            kept = tokens[: context + 1]
+            is_learnt = kept[1:] < 0  # the first token is not predicted
+            learnt = int(is_learnt.sum())
             if learnt:
-                self.cut += kept < size
-                self._places.append((begin, kept))
+                self.cut += len(kept) < len(tokens)
+                self._places.append((begin, len(kept)))
+                begin += len(kept)
+                documents.append(np.array(kept))
+                totals.append((learnt, int(sizes[: len(kept)].sum())))
                 self.learnt_tokens += learnt
-                self.learnt_bytes += learnt_bytes
+                self.learnt_bytes += int(sizes[1 : len(kept)][is_learnt].sum())
         if not self._places:
             raise ArbError(
                 f"no record has an answer that begins within {context:,} tokens",
                 hint="use a larger `--ctx`, or name more records, as with `--val`",
             )
+        self._flat = np.concatenate(documents)
         self.bins = pack([size - 1 for _, size in self._places], context)
         """Numbers of the documents of each window."""
+        of_documents = np.array(totals)
+        of_windows = [of_documents[window].sum(axis=0) for window in self.bins]
+        self._learnt, self._bytes = np.array(of_windows).T
+        """Number of tokens with a loss, and bytes of text, of each window."""
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -134,6 +159,14 @@ class Chats(Text):
     def windows(self, _length: int) -> int:
         """Return the number of windows."""
         return len(self.bins)
+
+    def learnt_symbols(self, starts: Sequence[int], _context: int) -> int:
+        """Return the number of tokens with a loss in windows."""
+        return int(self._learnt[[*starts]].sum())
+
+    def window_bytes(self, starts: Sequence[int], _context: int) -> int:
+        """Return the number of bytes of text in windows, without padding."""
+        return int(self._bytes[[*starts]].sum())
 
     def packed_batch(self, starts: Sequence[int]) -> "tuple[Tensor, Tensor, Tensor]":
         """Return windows packed with documents.
@@ -192,13 +225,19 @@ def pack(sizes: Sequence[int], room: int) -> list[list[int]]:
 class _Reader:
     """Converts records to documents."""
 
-    def __init__(self, field: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        field: str,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        ending: int | None,
+    ) -> None:
         self.field, self.tokenizer, self.template = field, tokenizer, template
-        self.ending = tokenizer.special(template.tokens["eos_token"]) if template else None
+        self.ending = ending
         self.specials = tokenizer.specials
         source = template.source if template else ""
-        tokens = template.tokens.values() if template else ()
-        identity = VERSION, field, tokenizer.digest, source, *tokens
+        tokens = sorted(template.tokens.items()) if template else ()
+        identity = VERSION, field, tokenizer.digest, source, ending, *tokens
         self.digest = sha256(repr(identity).encode()).hexdigest()
 
     def documents(self, record: Any) -> Iterator[Document]:
@@ -210,69 +249,173 @@ class _Reader:
         if not is_table(record):
             raise ValueError("it is not an object")
         question, _, answer = self.field.rpartition(JOINED)
-        if not answer or self.field == MESSAGES:
-            yield from self._chat(self._messages(record.get(MESSAGES)))
+        if self.field in CHATS:
+            yield from self._chat(self._messages(record), self._variables(record))
         elif question:
             texts = [self._text(record, name) for name in (question, answer)]
-            pairs = zip(ROLES, texts, strict=True)
-            yield from self._chat([{"role": role, "content": text} for role, text in pairs])
+            messages: list[Message] = [
+                {"role": role, "content": text} for role, text in zip(ROLES, texts, strict=True)
+            ]
+            yield from self._chat(messages, self._variables(record))
         else:
             text = self._text(record, answer)
-            tokens = [*self.tokenizer.beginning, *self.tokenizer.encode(text.encode())]
-            tokens += [] if self.ending is None else [self.ending]
-            yield Document([~token for token in tokens], len(text.encode()))
+            text.encode()  # raises UnicodeEncodeError for unpaired surrogates
+            before, after = self.tokenizer.beginning, [] if self.ending is None else [self.ending]
+            marked = self.tokenizer.encode_marked(text, specials=False)
+            tokens = [*before, *(token for token, _ in marked), *after]
+            sizes = [0] * len(before) + _sizes(text, marked) + [0] * len(after)
+            yield Document([~token for token in tokens], sizes)
 
-    def _messages(self, messages: Any) -> list[Message]:
+    def _variables(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Return the variables of a template that a record sets.
+
+        Raises:
+            ValueError: the record has a field that decides the text, and that is not read.
+        """
+        template = self.template
+        assert template is not None, "`Chats` refuses messages without a template"
+        for name in UNREAD:
+            if record.get(name) is not None:
+                raise ValueError(f"its `{name}` is not read; remove the field")
+        found = {name: record[name] for name in VARIABLES if record.get(name)}
+        for name in found:
+            if name not in template.variables:
+                raise ValueError(f"it has `{name}`, and the chat template does not read them")
+        return found
+
+    def _messages(self, record: dict[str, Any]) -> list[Message]:
+        """Return the messages of a record, with texts as their contents."""
+        messages = record.get(self.field)
+        if messages is None:
+            messages = next((record[name] for name in CHATS if record.get(name)), None)
         if not isinstance(messages, list) or not all(map(is_table, messages)):
-            raise ValueError(f"its `{MESSAGES}` are not a list of objects")
-        for message in messages:
-            if not isinstance(message.get("role"), str):
-                raise ValueError("a message has no `role`")
-            if not isinstance(message.get("content"), str):
-                raise ValueError("the `content` of a message is not a text")
-        if not any(message["role"] == ROLES[1] for message in messages):
+            raise ValueError(f"its `{self.field}` are not a list of objects")
+        read = [self._message(message) for message in messages]
+        if not any(message["role"] == ROLES[1] for message in read):
             raise ValueError(f"no message has the role `{ROLES[1]}`")
-        return messages
+        return read
+
+    def _message(self, message: dict[str, Any]) -> Message:
+        if "role" not in message and "from" in message:  # ShareGPT
+            role, rest = message["from"], {k: v for k, v in message.items() if k != "from"}
+            if role not in SHARE_GPT:
+                raise ValueError(f"a message is from `{role}`, and not of {[*SHARE_GPT]}")
+            message = {"role": SHARE_GPT[role], "content": rest.pop("value", None)} | rest
+        if not isinstance(message.get("role"), str):
+            raise ValueError("a message has no `role`")
+        for name in UNREAD_OF_MESSAGES:
+            if message.get(name) is not None:
+                raise ValueError(f"the `{name}` of a message is not read; remove the field")
+        content = message.get("content")
+        if isinstance(content, list) and all(map(_is_text_part, content)):
+            message = message | {"content": "".join(part["text"] for part in content)}
+        elif content is None and message.get("tool_calls"):
+            pass  # templates write the calls instead
+        elif not isinstance(content, str):
+            raise ValueError("the `content` of a message is not a text")
+        if message.get("weight") not in (None, 0, 1):
+            raise ValueError("the `weight` of a message is not 0 or 1")
+        return message
 
     def _text(self, record: dict[str, Any], name: str) -> str:
         if not isinstance(text := record.get(name), str):
             raise ValueError(f"its `{name}` is missing or not a text")
         return text
 
-    def _chat(self, messages: list[Message]) -> Iterator[Document]:
+    def _chat(self, messages: list[Message], variables: dict[str, Any]) -> Iterator[Document]:
         """Yield a chat as one document, or as one per answer if the template rewrites earlier ones.
 
-        An answer is the part of the rendered text after the preceding messages and the generation
-        prompt.
+        Answers are the `{% generation %}` blocks of the template. A template without them has as
+        an answer the text that it adds to that of the preceding messages, with the generation
+        prompt if it begins with it. An answer with a `weight` of 0 has no loss.
         """
         template = self.template
         assert template is not None, "`Chats` refuses messages without a template"
-        for message in messages:
-            message["content"].encode()  # raises UnicodeEncodeError for unpaired surrogates
-            if found := [name for name in self.specials if name in message["content"]]:
+        for text in _texts_in([messages, variables]):
+            text.encode()  # raises UnicodeEncodeError for unpaired surrogates
+            if found := [name for name in self.specials if name in text]:
                 raise ValueError(f"a message has `{found[0]}`, which is a special token")
         answers = [i for i, message in enumerate(messages) if message["role"] == ROLES[1]]
+        learnt = [messages[index].get("weight") != 0 for index in answers]
+        messages = [{k: v for k, v in each.items() if k != "weight"} for each in messages]
+        whole, marks = template.render_marked(messages, **variables)
+        if marks:
+            if len(marks) != len(answers) and not all(learnt):
+                raise ValueError("the template marks other answers than those with a `weight`")
+            kept = learnt if len(marks) == len(answers) else [True] * len(marks)
+            yield self._document(whole, list(compress(marks, kept)))
+            return
         spans, texts = [], []
         for index in answers:
-            before = template.render(messages[:index], asks=True)
-            text = template.render(messages[: index + 1])
+            text = template.render(messages[: index + 1], **variables)
+            before = template.render(messages[:index], asks=True, **variables)
+            if not text.startswith(before):  # the prompt has more than an answer begins with
+                before = template.render(messages[:index], **variables)
             if not text.startswith(before):
                 raise ValueError("the template writes no answer after the messages before it")
             spans.append((len(before), len(text)))
             texts.append(text)
         last = texts[-1]
         if all(last.startswith(text) for text in texts):
-            yield self._document(last, spans)
+            yield self._document(last, list(compress(spans, learnt)))
             return
-        for text, span in zip(texts, spans, strict=True):
+        for text, span in compress(zip(texts, spans, strict=True), learnt):
             yield self._document(text, [span])
 
     def _document(self, text: str, spans: list[tuple[int, int]]) -> Document:
+        """Encode a text; tokens with a character of one of the spans have a loss."""
+        marked = self.tokenizer.encode_marked(text)
         tokens = [
-            ~token if any(begin <= start < end for begin, end in spans) else token
-            for token, start in self.tokenizer.encode_marked(text)
+            ~token if any(_overlaps(place, span) for span in spans) else token
+            for token, place in marked
         ]
-        return Document(tokens, sum(len(text[begin:end].encode()) for begin, end in spans))
+        return Document(tokens, _sizes(text, marked))
+
+
+def _is_text_part(part: Any) -> bool:
+    """Return whether a part of a message's content is a text."""
+    return is_table(part) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield all strings in a JSON value, without names of fields."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(part)
+
+
+def _overlaps(place: tuple[int, int], span: tuple[int, int]) -> bool:
+    """Return whether a token has a character of a span; an empty token, whether it lies within."""
+    (begin, end), (first, last) = place, span
+    return begin < last and (end > first or begin >= first)
+
+
+def _sizes(text: str, marked: list[tuple[int, tuple[int, int]]]) -> list[int]:
+    """Return the bytes of text of each token, from the end of the one before to its own.
+
+    Text between tokens counts with the next one. Of tokens that share a character, as in a
+    byte-level encoding, the first has all of its bytes.
+    """
+    found, done = [], 0
+    for index, (_, (_, end)) in enumerate(marked):
+        end = len(text) if index == len(marked) - 1 else end
+        found.append(len(text[done:end].encode()) if end > done else 0)
+        done = max(done, end)
+    return found
+
+
+def _read_documents(paths: Sequence[Path]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield tokens and their sizes in bytes of each document in tokenised files, int32."""
+    for path in paths:
+        if not path.stat().st_size:
+            continue
+        flat, at = np.memmap(path, np.int32, "r"), 0
+        while at < len(flat):
+            size = int(flat[at])
+            yield flat[at + 1 : at + 1 + size], flat[at + 1 + size : at + 1 + 2 * size]
+            at += 1 + 2 * size
 
 
 def _tokenised(piece: tuple[Path, int, int], reader: _Reader) -> Path:
@@ -286,8 +429,8 @@ def _encoded(path: Path, start: int, stop: int, reader: _Reader) -> Iterator[byt
     for line, begin in _lines(path, start, stop):
         try:
             for document in reader.documents(parse_json(line)):
-                head = [len(document.tokens), document.learnt_bytes]
-                yield np.array([*head, *document.tokens], np.int32).tobytes()
+                numbers = [len(document.tokens), *document.tokens, *document.sizes]
+                yield np.array(numbers, np.int32).tobytes()
         except ValueError as error:
             raise ArbError(
                 f"the record at byte {begin:,} of `{path}`: {error}",

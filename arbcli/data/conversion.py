@@ -1,17 +1,19 @@
 """Conversion of compressed and structured files to files of plain bytes in the cache.
 
-Texts are memory-mapped, which requires files of plain bytes. A `.gz` or `.zst` file, the field of a
-`.jsonl` or `.parquet` file, a sound and a picture (see `arbcli.families.media`) are converted to
-such a file block by block; its name is a hash of the path, size and modification time of the
-source. A small file may unpack to terabytes, so both the output and the length of a record are
-bounded.
+Texts are memory-mapped, which requires files of plain bytes. A `.gz` or `.zst` file, the field of
+records (`RECORDS`, `.parquet`), a sound and a picture (see `arbcli.families.media`) are converted
+to such a file block by block; its name is a hash of the path, size and modification time of the
+source, and of the sounds and pictures that its records name. A small file may unpack to terabytes,
+so both the output and the length of a record are bounded.
 """
 
+import codecs
 import gzip
 import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from hashlib import sha256
 from importlib import import_module
@@ -51,6 +53,8 @@ class Conversion:
     picture: str | None = None
     """Format of pictures, see `arbcli.families.media.pictures.FORM`. None leaves pictures in
     folders out, and converts those named explicitly to `rgb`."""
+    whole: bool = False
+    """Whether records stay whole, as lines of JSON, for documents: see `arbcli.data.chats`."""
 
     def takes(self, name: str) -> bool:
         """Return whether a file in a folder is read: sounds and pictures only with a format."""
@@ -59,6 +63,13 @@ class Conversion:
 
 
 PLAIN = Conversion()
+DOCUMENTS = Conversion(whole=True)
+RECORDS = (".jsonl", ".ndjson", ".json")
+"""Suffixes of files with an object a line, or, if they begin with `[`, an array of objects."""
+ARRAY_BYTES = 2**31
+"""Maximum size of an array of records, which is read at once."""
+NAMES_MEDIA = tuple(f'"{kind}"'.encode() for kind in MEDIA)
+"""What the line of a record that names a sound or a picture has."""
 
 
 def texts_folder() -> Path:
@@ -82,15 +93,19 @@ def plain_file(path: Path, conversion: Conversion = PLAIN) -> Path:
     """
     name, field = _name_inside(path), conversion.field
     is_table, is_medium = name.endswith(".parquet"), medium_of(name) is not None
-    if is_table and field is None:
+    if is_table and field is None and not conversion.whole:
         raise ArbError(
             f"`{path}` has columns, and none of them was named",
             hint="name the one with the text: `--field text`",
         )
-    has_records = field is not None and name.endswith(".jsonl")
-    if name == path.name.lower() and not (is_table or is_medium or has_records):
+    has_records = name.endswith(RECORDS) and (field is not None or conversion.whole)
+    lines_stay = conversion.whole and not _is_array(path, name)
+    is_changed = is_table or is_medium or (has_records and not lines_stay)
+    if name == path.name.lower() and not is_changed:
         return path
-    options = [field or "", *(option for option in astuple(conversion)[1:] if option)]
+    options = [field or "", *(str(option) for option in astuple(conversion)[1:] if option)]
+    if has_records and field is not None:
+        options += _media_states(path, name, field)
     blocks = _blocks(path, name, conversion)
     return converted(path, " ".join(options), lambda size: _bounded(blocks, path, size))
 
@@ -121,7 +136,31 @@ def converted(path: Path, settings: str, make: Callable[[int], Iterable[bytes]])
 
 def may_have_records(path: Path) -> bool:
     """Return whether a file may have records, by its suffix."""
-    return _name_inside(path).endswith((".jsonl", ".parquet"))
+    return _name_inside(path).endswith((*RECORDS, ".parquet"))
+
+
+def _is_array(path: Path, name: str) -> bool:
+    """Return whether a file of records has them in an array."""
+    if not name.endswith(".json"):
+        return False
+    first = next(_unpacked(path), b"").removeprefix(codecs.BOM_UTF8).lstrip()
+    return first.startswith(b"[")
+
+
+def _media_states(path: Path, name: str, field: str) -> Iterator[str]:
+    """Yield path, size and time of each sound and picture that the records of a file name."""
+    for number, record in _records(path, name, _may_name_media):
+        value = record.get(field) if isinstance(record, dict) else None
+        for part in value if isinstance(value, list) else ():
+            with suppress(TypeError, OSError):  # which are reported when it is converted
+                kind, named = _part(part)
+                if kind != "text":
+                    status = (path.parent / named).stat()
+                    yield f"{number} {named} {status.st_size} {status.st_mtime_ns}"
+
+
+def _may_name_media(line: bytes) -> bool:
+    return any(mark in line for mark in NAMES_MEDIA)
 
 
 def _bounded(blocks: Iterator[bytes], path: Path, packed_bytes: int) -> Iterator[bytes]:
@@ -169,11 +208,20 @@ def _blocks(path: Path, name: str, conversion: Conversion) -> Iterator[bytes]:
                 f"`{path}` is a compressed Parquet file",
                 hint="Parquet compresses by itself: unpack it",
             )
+        if conversion.whole:
+            yield from _rows(path)
+            return
         assert field is not None, "`plain_file` refuses a table without a field"
         yield from _column(path, field)
         return
-    blocks = _unpacked(path)
-    yield from _records(blocks, path, conversion) if field and name.endswith(".jsonl") else blocks
+    if conversion.whole and _is_array(path, name):
+        for _, record in _records(path, name):
+            yield json.dumps(record, ensure_ascii=False).encode(errors="surrogatepass") + b"\n"
+    elif field and name.endswith(RECORDS):
+        for number, record in _records(path, name):
+            yield from _text_of(record, number, path, conversion)
+    else:
+        yield from _unpacked(path)
 
 
 def _medium(path: Path, conversion: Conversion) -> Iterator[bytes]:
@@ -213,11 +261,45 @@ def _frames(blocks: Iterator[bytes], decompressor: Any) -> Iterator[bytes]:
         raise import_module("zstandard").ZstdError("it ends within a frame")
 
 
-def _records(blocks: Iterator[bytes], path: Path, conversion: Conversion) -> Iterator[bytes]:
-    """Yield the text of each record."""
-    for number, line in enumerate(_lines(blocks, path), 1):
-        if line.strip():
-            yield from _text_of(line, number, path, conversion)
+def _records(
+    path: Path, name: str, wanted: Callable[[bytes], bool] = lambda line: True
+) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the value of each record.
+
+    Args:
+        path: path of the file.
+        name: its name without suffixes of compression.
+        wanted: whether a line is parsed.
+
+    Raises:
+        ArbError: the file is not JSON.
+    """
+    if _is_array(path, name):
+        read = bytearray()
+        for block in _unpacked(path):
+            read += block
+            if len(read) > ARRAY_BYTES:
+                raise ArbError(
+                    f"`{path}` is an array of more than {ARRAY_BYTES:,} bytes",
+                    hint="write its records as JSON lines",
+                )
+        content = bytes(read)
+        if wanted(content):
+            yield from enumerate(_parsed(content, "", path), 1)
+        return
+    for number, line in enumerate(_lines(_unpacked(path), path), 1):
+        if line.strip() and wanted(line):
+            yield number, _parsed(line, f"line {number} of ", path)
+
+
+def _parsed(content: bytes, place: str, path: Path) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ArbError(
+            f"{place}`{path}`: {' '.join(str(error).split())}",
+            hint="records are JSON objects, one a line, or a JSON array of them in a .json file",
+        ) from None
 
 
 def _lines(blocks: Iterator[bytes], path: Path) -> Iterator[bytes]:
@@ -244,15 +326,17 @@ def _lines(blocks: Iterator[bytes], path: Path) -> Iterator[bytes]:
             unfinished, size = [others[-1]], len(others[-1])
 
 
-def _text_of(line: bytes, number: int, path: Path, conversion: Conversion) -> Iterator[bytes]:
+def _text_of(record: Any, number: int, path: Path, conversion: Conversion) -> Iterator[bytes]:
     """Yield the field of a record, which is a text or a list of parts, and a newline."""
     field = conversion.field
     try:
-        value = json.loads(line)[field]
+        value = record[field]
         parts = [_part(part) for part in value] if isinstance(value, list) else [("text", value)]
         if not all(isinstance(part, str) for _, part in parts):
             raise TypeError("it is neither a text nor a list of parts")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        for _, part in parts:
+            part.encode()  # raises UnicodeEncodeError for unpaired surrogates
+    except (ValueError, KeyError, TypeError) as error:
         why = f"it has no `{field}`" if isinstance(error, KeyError) else str(error)
         raise ArbError(
             f"line {number} of `{path}`: {why}",
@@ -261,7 +345,7 @@ def _text_of(line: bytes, number: int, path: Path, conversion: Conversion) -> It
         ) from None
     for kind, part in parts:
         if kind == "text":
-            yield part.encode(errors="surrogatepass")
+            yield part.encode()
             continue
         file = path.parent / part
         if not file.name.lower().endswith(MEDIA[kind]):
@@ -284,6 +368,38 @@ def _part(part: Any) -> tuple[str, Any]:
     if not isinstance(part, dict) or len(part) != 1 or not {"text", *MEDIA} & part.keys():
         raise TypeError("a part needs exactly one of `text`, `sound` and `picture`")
     return next(iter(part.items()))
+
+
+def _rows(path: Path) -> Iterator[bytes]:
+    """Yield the rows of a table as lines of JSON, without values that are missing.
+
+    Raises:
+        ArbError: the file is damaged, or a value has no form in JSON.
+    """
+    arrow = _package("pyarrow", path)
+    parquet = _package("pyarrow.parquet", path)
+    try:
+        with parquet.ParquetFile(path) as table:
+            for rows in table.iter_batches(batch_size=ROWS):
+                for row in rows.to_pylist():
+                    yield json.dumps(_without_missing(row), ensure_ascii=False).encode() + b"\n"
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
+        raise ArbError(
+            f"`{path}` cannot be read: {' '.join(str(error).split())}",
+            hint="it is truncated or damaged: fetch it again",
+        ) from None
+    except TypeError as error:  # such as bytes, or a date
+        raise ArbError(
+            f"`{path}` has a column that JSON has no form for: {error}",
+            hint="leave the column out",
+        ) from None
+
+
+def _without_missing(value: Any) -> Any:
+    """Leave out fields that are None: columns have every field that any row has."""
+    if isinstance(value, dict):
+        return {k: _without_missing(part) for k, part in value.items() if part is not None}
+    return [*map(_without_missing, value)] if isinstance(value, list) else value
 
 
 def _column(path: Path, field: str) -> Iterator[bytes]:

@@ -111,8 +111,8 @@ def check_named(entries: Iterable[str], field: str | None = None) -> None:
         raise _without_text(entries)
     if field is not None and plain and all(plain):
         raise ArbError(
-            f"`--field {field}` only applies to records, and none of the texts is a .jsonl or"
-            " .parquet file",
+            f"`--field {field}` only applies to records, and none of the texts is a .jsonl,"
+            " .ndjson, .json or .parquet file",
             hint="leave `--field` out: plain texts are read as they are",
         )
 

@@ -190,6 +190,14 @@ class Text:
                 shift = self._pieces[index].start - self._begins[index]
             yield mapped[start + shift : start + shift + length]
 
+    def learnt_symbols(self, starts: Sequence[int], context: int) -> int:
+        """Return the number of symbols with a loss in windows with `context` predictions each."""
+        return len(starts) * context
+
+    def window_bytes(self, starts: Sequence[int], context: int) -> int:
+        """Return the number of bytes in windows with `context` predictions each, on average."""
+        return round(len(starts) * context * self.symbol_bytes)
+
     def packed_batch(self, starts: Sequence[int]) -> "tuple[Tensor, Tensor, Tensor]":
         """Fill windows with documents; only implemented by `arbcli.data.chats.Chats`."""
         raise NotImplementedError

@@ -59,6 +59,8 @@ class Tokenizer:
     def __init__(self, content: bytes, name: str) -> None:
         package = optional_module("tokenizers", name, "tokenizers", "'arb[tokens]'")
         self.content, self.name = content, name
+        self.ends: frozenset[int] = frozenset()
+        """Tokens that end a generated text, if the model's files are known: see `stop_tokens`."""
         self.digest = sha256(content).hexdigest()
         with held_stderr(), library_errors(f"`{name}` is not a tokenizer", OTHER_TOKENIZER):
             self._tokenizer = package.Tokenizer.from_str(content.decode())
@@ -101,19 +103,25 @@ class Tokenizer:
         """Return the token with exactly this text, such as the end of a text; None if none has."""
         return self._tokenizer.token_to_id(text) if text else None
 
-    def encode_marked(self, text: str) -> list[tuple[int, int]]:
-        """Encode the output of a chat template, including special tokens.
+    def encode_marked(
+        self, text: str, *, specials: bool = True
+    ) -> list[tuple[int, tuple[int, int]]]:
+        """Encode the output of a chat template.
+
+        Args:
+            text: the text.
+            specials: whether names of special tokens in the text become these tokens.
 
         Returns:
-            Tokens, each with the index of its first character.
+            Tokens, each with the indices of its first character and of that after its last.
         """
-        self._tokenizer.encode_special_tokens = False
+        self._tokenizer.encode_special_tokens = not specials
         try:
             with library_errors(f"`{self.name}` cannot encode a text", OTHER_TOKENIZER):
                 found = self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
-        return [(token, start) for token, (start, _) in zip(found.ids, found.offsets, strict=True)]
+        return list(zip(found.ids, found.offsets, strict=True))
 
     @property
     def dtype(self) -> np.dtype:

@@ -7,13 +7,13 @@ slot, and is prefilled separately.
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from arbcli.base.errors import ArbError
 from arbcli.generation.decoder import LONGEST_TEXT, MOST_TEXTS, OUT_OF_MEMORY, Decoder
 from arbcli.generation.sampling import Sampling
-from arbcli.generation.tokens import bytes_of, symbols_of
+from arbcli.generation.tokens import bytes_of, ends_of, symbols_of
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.model.language_model import LanguageModel
@@ -74,7 +74,7 @@ def generate_batch(
     backend: str | None = None,
     kv: str | None = None,
 ) -> Iterator[tuple[int, bytes]]:
-    """Generate the texts of a list of requests.
+    """Generate the texts of a list of requests, each up to the model's end of a text.
 
     Args:
         model: the model.
@@ -90,12 +90,24 @@ def generate_batch(
         ArbError: the batch size is out of range, an option does not suit the model, or memory is
             exhausted.
     """
+    for index, text, _ in _generate(model, requests, batch, backend, kv):
+        yield index, text
+
+
+def _generate(
+    model: LanguageModel,
+    requests: Sequence[Request],
+    batch: int | None,
+    backend: str | None,
+    kv: str | None,
+) -> Iterator[tuple[int, bytes, int]]:
+    """Yield the index, the bytes and the number of symbols of each text: see `generate_batch`."""
     backend, batch = backend or default_backend(model.device), check_batch(batch)
     if not requests:
         return
     prompts = [symbols_of(model, each.prompt) for each in requests]
     ends = [len(prompt) + each.length for prompt, each in zip(prompts, requests, strict=True)]
-    slots, shortest = min(batch, len(requests)), min(map(len, prompts))
+    slots, shortest, stops = min(batch, len(requests)), min(map(len, prompts)), ends_of(model)
     weights = model.prepared_weights(spare_bytes(model.device))
     with explained_out_of_memory(OUT_OF_MEMORY), weights, use_backend(backend):
         with model.cached_as(kv):
@@ -112,12 +124,19 @@ def generate_batch(
             if running:
                 decoder.step(min(ends[each] - decoder.lengths[at] for at, each in running.items()))
             for index, fetch in ended:  # while the steps run on the GPU
-                yield index, b"".join(bytes_of(model, prompts[index], [fetch()]))
+                symbols = _before_end(fetch(), stops)
+                yield index, b"".join(bytes_of(model, prompts[index], [symbols])), len(symbols)
             free = [at for at, index in running.items() if decoder.lengths[at] == ends[index]]
             ended = [
                 (index := running.pop(slot), decoder.end(slot, requests[index].length))
                 for slot in free
             ]
+
+
+def _before_end(symbols: Sequence[int], ends: Collection[int]) -> Sequence[int]:
+    """Return the symbols before the first that ends a text."""
+    place = next((i for i, symbol in enumerate(symbols) if symbol in ends), len(symbols))
+    return symbols[:place]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,16 +193,17 @@ def continue_batch(
         ArbError: the batch size is out of range, an option does not suit the model, or memory is
             exhausted.
     """
-    started, done, next_index = time.perf_counter(), {}, 0
+    started, done, next_index, total = time.perf_counter(), {}, 0, 0
     with deterministic():
-        for index, text in generate_batch(model, requests, batch, backend=backend, kv=kv):
-            done[index] = text
+        for index, *made in _generate(model, requests, batch, backend, kv):
+            done[index] = made
+            total += made[1]
             while next_index in done:
-                on_text(_report(next_index, requests[next_index], done.pop(next_index)))
+                on_text(_report(next_index, requests[next_index], *done.pop(next_index)))
                 next_index += 1
     return BatchReport(
         texts=len(requests),
-        length=sum(request.length for request in requests),
+        length=total,
         seconds=time.perf_counter() - started,
         batch=min(check_batch(batch), len(requests)),
         device=str(model.device),
@@ -191,11 +211,11 @@ def continue_batch(
     )
 
 
-def _report(index: int, request: Request, text: bytes) -> TextReport:
+def _report(index: int, request: Request, text: bytes, length: int) -> TextReport:
     return TextReport(
         index=index,
         prompt=request.prompt.decode(errors="replace"),
         text=text.decode(errors="replace"),
-        length=request.length,
+        length=length,
         **dataclasses.asdict(request.sampling),
     )

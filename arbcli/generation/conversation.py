@@ -1,15 +1,12 @@
 """Chats: messages are formatted by the model's template, and answers end at special tokens."""
 
 from pathlib import Path
-from typing import Any
 
 from arbcli.base.errors import ArbError
-from arbcli.base.reading import read_json
-from arbcli.base.run_files import COMPANIONS
 from arbcli.data.chat_template import Message, template_of, without_template
+from arbcli.data.special_tokens import stop_tokens
+from arbcli.data.tokens import FILE
 from arbcli.model.language_model import LanguageModel
-
-GENERATION = "generation_config.json"
 
 
 class Conversation:
@@ -29,14 +26,8 @@ class Conversation:
         self._template = template_of(checkpoint.parent)
         self._tokenizer = model.tokenizer
         self.messages: list[Message] = []
-        self.ends = self._ends(checkpoint.parent / COMPANIONS / GENERATION)
+        self.ends = {*stop_tokens(model.tokenizer, checkpoint.parent / FILE)}
         """Tokens that end an answer."""
-
-    def _ends(self, file: Path) -> set[int]:
-        own = self._tokenizer.special(self._template.tokens["eos_token"])
-        found: Any = read_json(file, {}).get("eos_token_id") if file.exists() else None
-        found = found if isinstance(found, list) else [found]
-        return {token for token in [own, *found] if isinstance(token, int)}
 
     def ask(self, message: bytes) -> list[int]:
         """Append a message of the user; return the tokens of the chat up to the next answer.

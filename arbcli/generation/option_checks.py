@@ -2,6 +2,7 @@
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.data.chats import has_documents
 
 
 def check_stride(config: ModelConfig, stride: int | None) -> int:
@@ -67,4 +68,17 @@ def check_fills(config: ModelConfig) -> None:
         raise ArbError(
             "this model predicts the next byte and cannot fill holes",
             hint="train one with `arb train --objective fill`, or use `--prompt TEXT`",
+        )
+
+
+def check_plain_field(field: str | None) -> None:
+    """Check that a field of an evaluation has plain text.
+
+    Raises:
+        ArbError: it names documents.
+    """
+    if has_documents(field):
+        raise ArbError(
+            f"`--field {field}` names documents, and an evaluation reads plain text",
+            hint="name a field with one text; `arb train --val` has the held-out loss of chats",
         )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.data.special_tokens import stop_tokens
 from arbcli.data.tokens import FILE, Tokenizer
 from arbcli.model.checkpoint import Checkpoint
 from arbcli.model.language_model import LanguageModel
@@ -60,7 +61,13 @@ def saved_tokenizer(file: Path, checkpoint: Checkpoint, config: ModelConfig) -> 
     tokenizer = Tokenizer.read(path)
     check_digest(tokenizer, digest, path)
     check_vocabulary(config, tokenizer, str(path))
+    tokenizer.ends = frozenset(stop_tokens(tokenizer, path))
     return tokenizer
+
+
+def ends_of(model: LanguageModel) -> frozenset[int]:
+    """Return the tokens that end a text of a model; none for a model of bytes."""
+    return frozenset() if model.tokenizer is None else model.tokenizer.ends
 
 
 def check_digest(tokenizer: Tokenizer, digest: str | None, path: Path) -> None:

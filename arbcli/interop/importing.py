@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from arbcli.base.errors import ArbError
-from arbcli.base.reading import read_json
+from arbcli.base.reading import ALTERED, parse_json, read_json
 from arbcli.base.run_files import COMPANIONS, CONFIG, checkpoints
 from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.data.tokens import FILE as TOKENIZER
@@ -109,6 +109,8 @@ def import_folder(
             f"`{source}` is an export of a model with sub-norms",
             hint="load the checkpoint that it was exported from",
         )
+    if (source / TOKENIZER).exists():
+        _check_tokens(source / TOKENIZER, config.vocabulary)
     folder = WeightFolder(source)
     with torch.device("meta"):
         shapes = build_model(config, torch.float32)
@@ -159,6 +161,27 @@ class _Taken:
     """Sum of the squared differences."""
     squares: float
     """Sum of squares of the weights."""
+
+
+def _check_tokens(path: Path, vocabulary: int) -> None:
+    """Check that a model has a row for every token of its tokenizer.
+
+    Raises:
+        ArbError: it has not, or the tokenizer is damaged.
+    """
+    try:
+        content = parse_json(read_companion(path))
+        words = content["model"]["vocab"]
+        added = [token["id"] for token in content.get("added_tokens") or ()]
+        last = max([*(words.values() if isinstance(words, dict) else [len(words) - 1]), *added])
+        is_larger = last >= vocabulary
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ArbError(f"`{path}` is not a tokenizer", hint=ALTERED) from None
+    if is_larger:
+        raise ArbError(
+            f"`{path}` has tokens up to {last:,}, and the model has rows for {vocabulary:,}",
+            hint="remove the token that was added without a row, or resize the embedding",
+        )
 
 
 def _take(

@@ -10,7 +10,7 @@ matrix's shape is the orthogonalised gradient.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -43,6 +43,7 @@ from arbcli.model.rules.base import (
     Gradient,
     State,
     StepControl,
+    blend_gains,
     fixed_point_gains,
 )
 
@@ -59,10 +60,19 @@ class _StepSizes(NamedTuple):
     scale_gain: tuple[Tensor, Tensor]
     direct_gain: tuple[Tensor, Tensor]
     whole_gain: tuple[Tensor, Tensor]
+    blend_gain: tuple[Tensor, Tensor]
+    alone_gain: tuple[Tensor, Tensor]
     limit: Tensor
     row_limit: Tensor
     """Limit for rows of tables."""
     step_size: Tensor
+    share_size: Tensor
+
+
+NUM_GAINS = 5
+"""Number of gains with shifts in `_StepSizes`."""
+NUM_INTEGERS = 2 * NUM_GAINS + 2
+"""Number of int32 parameters in `_StepSizes`: gains, shifts and limits."""
 
 
 class _Target(NamedTuple):
@@ -93,9 +103,9 @@ class _Averaged(NamedTuple):
     control: StepControl
 
 
-def _pace(tensor: TernaryTensor) -> tuple[float, int]:
-    """Return the factor of a tensor's learning rate and P of its rule, which set step sizes."""
-    return tensor.lr_factor, tensor.rule.radix
+def _pace(tensor: TernaryTensor) -> tuple[float, int, float]:
+    """Return what sets step sizes: the factor of the rate, and P and `blend_units` of the rule."""
+    return tensor.lr_factor, tensor.rule.radix, tensor.rule.blend_units
 
 
 def _step_one(averaged: _Averaged, values: Tensor) -> None:
@@ -159,7 +169,7 @@ class Updater:
         }
         self.num_weights = sum(tensor.num_weights for tensor in self.tensors)
         self._paces = sorted({_pace(tensor) for tensor in self.tensors})
-        self._lr_factors, self._radices = np.array(self._paces).T
+        self._lr_factors, self._radices, self._blend_units = np.array(self._paces).T
         self._parameters = torch.empty(0, dtype=torch.int64, device=self.device)
         """Parameters of the step on the device, if `set_step` wrote them."""
         first_keys = self._keys_of(range(1)).view(-1, NUM_STREAMS)
@@ -183,13 +193,17 @@ class Updater:
     """Whether gradients may be passed as signs, for rules that read no more."""
     averages = True
     """Each gradient is weighted by its share of the step: see `set_step`."""
+    normalises = True
+    """Each gradient is normalised, so that factors of a loss have no effect."""
 
     def begin(self, step: int, lr: float, micro: int = 0, accumulation: int = 1) -> None:
         """Prepare for the backward of one micro-batch: `set_step`, then `begin_micro`."""
         self.set_step(step, lr, accumulation)
         self.begin_micro(micro)
 
-    def set_step(self, step: int, lr: float, accumulation: int = 1) -> None:
+    def set_step(
+        self, step: int, lr: float, accumulation: int = 1, counts: Sequence[int] | None = None
+    ) -> None:
         """Write the parameters of a step to the device.
 
         Args:
@@ -198,8 +212,11 @@ class Updater:
             accumulation: number of micro-batches. The moment decays before the first gradient and
                 averages all; weights step after the last. Scales, and weights without a moment,
                 step by a share after each gradient.
+            counts: number of learnt symbols of each micro-batch, which are their weights in
+                averages; None if all are equal.
         """
-        parameters = self.step_parameters(range(step, step + 1), [lr], accumulation)[0]
+        steps = range(step, step + 1)
+        parameters = self.step_parameters(steps, [lr], accumulation, counts)[0]
         self._parameters = loaded(parameters, self._parameters)
         self.begin_step(self._parameters, accumulation)
 
@@ -214,37 +231,58 @@ class Updater:
         self.accumulation = accumulation
         self._control = parameters.view(accumulation, -1)
 
-    def step_parameters(self, steps: range, rates: list[float], accumulation: int) -> Tensor:
+    def step_parameters(
+        self,
+        steps: range,
+        rates: list[float],
+        accumulation: int,
+        counts: Sequence[int] | None = None,
+    ) -> Tensor:
         """Return the parameters of consecutive steps, in about the time of a single step.
 
         Args:
             steps: numbers of the steps.
             rates: their learning rates.
             accumulation: number of micro-batches in each.
+            counts: number of learnt symbols of each micro-batch, the same in all steps; None if
+                all are equal.
 
         Returns:
             (steps, numbers) int64 on the host.
         """
-        lrs = np.array(rates)[:, None] * self._lr_factors  # (steps, paces)
+        weights = np.array([1] * accumulation if counts is None else counts, np.int64)
+        total = max(1, weights.sum())
+        with np.errstate(divide="ignore"):  # a micro-batch without a loss has no share
+            divisors = (total / weights)[:, None]
+        lrs = (np.array(rates)[:, None] * self._lr_factors)[:, None]  # (steps, 1, paces)
         sizes = lrs * self._radices * STEP_OF_RADIX
-        factors = np.stack([lrs * SCALE_STEP / accumulation, sizes / accumulation, sizes])
-        gains = itertools.chain(*zip(*fixed_point_gains(factors), strict=True))
-        limits = step_limits(sizes)
-        others = np.stack([*gains, limits, limits * ROW_CLIP // STEP_CLIP], axis=-1)
+        shape = len(steps), accumulation, len(self._paces)
+        by_share = [lrs * SCALE_STEP / divisors, sizes / divisors]
+        factors = np.stack([*by_share, np.broadcast_to(sizes, shape)])
+        blends = self._blend_units / np.stack([divisors, np.ones_like(divisors)])[:, None]
+        blends = np.broadcast_to(blends, (2, *shape))
+        gains = np.concatenate([fixed_point_gains(factors), blend_gains(blends)], axis=1)
+        limits = np.broadcast_to(step_limits(sizes), shape)
+        whole = [*gains.swapaxes(0, 1).reshape(-1, *shape), limits]
+        others = np.stack([*whole, limits * ROW_CLIP // STEP_CLIP], axis=-1)
         ticks = range(steps.start * accumulation, steps.stop * accumulation)
         updates = np.arange(ticks.start, ticks.stop).reshape(len(steps), accumulation)
-        begin, ends = self._num_matrices + 1, 8 * len(self._paces)
+        begin, ends = self._num_matrices + 1, NUM_INTEGERS * len(self._paces)
         numbers = np.empty((*updates.shape, ends + 3), np.int32)
-        numbers[..., :ends] = others.reshape(len(steps), 1, ends)
+        numbers[..., :ends] = others.reshape(len(steps), accumulation, ends)
         numbers[..., ends] = np.array(steps)[:, None]
         numbers[..., ends + 1] = np.array(steps)[:, None] * GOLDEN_TURN % UNIT
         numbers[..., ends + 2] = updates * GOLDEN_TURN % UNIT
         keys = self._keys_of(ticks).view(*updates.shape, -1)
-        end = begin + len(self._paces)
+        end = begin + 2 * len(self._paces)
         width = end + (ends + 4 + keys.shape[-1]) // 2
         parameters = torch.zeros(*updates.shape, width, dtype=torch.int64, device="cpu")
-        moments = np.rint(sizes * 2**32).astype(np.int64)[:, None]
-        parameters[..., begin:end] = torch.from_numpy(moments)
+        moments = np.broadcast_to(np.rint(sizes * 2**32).astype(np.int64), shape)
+        # whole and remainder apart, as the product with a count may overflow
+        quotients, remainders = np.divmod(moments, total)
+        shares = quotients * weights[:, None] + remainders * weights[:, None] // total
+        both = np.stack([moments, shares], axis=-1).reshape(*updates.shape, -1)
+        parameters[..., begin:end] = torch.from_numpy(both)
         # two numbers share an int64, so that the device only has to view them
         narrow = parameters[..., end:].view(torch.int32)
         narrow[..., : ends + 3] = torch.from_numpy(numbers)
@@ -265,22 +303,27 @@ class Updater:
         self._squares, nonfinite, control = parts
         if micro == 0:  # set by the first of all gradients that is not finite
             self._nonfinite = nonfinite[0]
-        integers = control[paces:].view(torch.int32)
-        ends = 8 * paces
+        integers = control[2 * paces :].view(torch.int32)
+        ends = NUM_INTEGERS * paces
         self._step, self._turn, self._turn_alone = integers[ends : ends + 3].unbind()
         keys = integers[ends + 3 :][: self._num_matrices * NUM_STREAMS]
         self.keys = keys.view(self._num_matrices, NUM_STREAMS)
-        sizes = integers[:ends].view(paces, 8)
+        sizes = integers[:ends].view(paces, NUM_INTEGERS)
         self._sizes = {
             pace: _StepSizes(
                 scale_gain=(found[0], found[1]),
                 direct_gain=(found[2], found[3]),
                 whole_gain=(found[4], found[5]),
-                limit=found[6],
-                row_limit=found[7],
-                step_size=size,
+                blend_gain=(found[6], found[7]),
+                alone_gain=(found[8], found[9]),
+                limit=found[10],
+                row_limit=found[11],
+                step_size=whole,
+                share_size=share,
             )
-            for pace, size, found in zip(self._paces, control, sizes, strict=False)
+            for pace, (whole, share), found in zip(
+                self._paces, control[: 2 * paces].view(paces, 2), sizes, strict=True
+            )
         }
 
     def finish(self, of_all: Callable[[Tensor], Tensor] = lambda flag: flag) -> None:
@@ -532,14 +575,16 @@ class Updater:
             scale_gain=sizes.scale_gain,
             direct_gain=sizes.direct_gain,
             whole_gain=sizes.whole_gain,
+            blend_gain=sizes.blend_gain,
+            alone_gain=sizes.alone_gain,
             step_size=sizes.step_size,
+            share_size=sizes.share_size,
             limit=sizes.limit if share is None else sizes.row_limit,
             flips=self._flips[index],
             squares=self._squares[index],
             share=share,
             first=first,
             last=last,
-            accumulation=self.accumulation,
         )
         gradient = Gradient(grad, packed, statistics, gains, ingredients)
         if direction is None or not tensor.averages_gradients:

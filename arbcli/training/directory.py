@@ -23,7 +23,8 @@ from arbcli.config.presets import config_from_dict
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
 from arbcli.data.chat_template import check_template, find_template
 from arbcli.data.chats import Chats, has_documents
-from arbcli.data.conversion import PLAIN, Conversion
+from arbcli.data.conversion import DOCUMENTS, Conversion
+from arbcli.data.special_tokens import stop_tokens
 from arbcli.data.text import Text, Texts, entropy, open_texts
 from arbcli.data.tokens import FILE, Tokenizer, tokenised
 from arbcli.generation.load import SavedModel, check_saved, read_saved
@@ -305,7 +306,7 @@ def open_run_texts(
         val,
         seed=config.seed,
         context=1 if documents else config.model.ctx,
-        conversion=PLAIN if documents else config.conversion,
+        conversion=DOCUMENTS if documents else config.conversion,
         split=split,
     )
     tokenizer = None if config.tokenizer is None else Tokenizer.read(config.tokenizer)
@@ -336,8 +337,9 @@ def _document_texts(texts: Texts, tokenizer: Tokenizer | None, config: TrainConf
         )
     config.model.check_documents()
     template = find_template(str(config.tokenizer))
+    ending = next(iter(stop_tokens(tokenizer, str(config.tokenizer))), None)
     train, val = (
-        Chats(text, field, tokenizer, template, config.model.ctx)
+        Chats(text, field, tokenizer, template, config.model.ctx, ending)
         for text in (texts.train, texts.val)
     )
     return dataclasses.replace(texts, train=train, val=val, tokenizer=tokenizer)

@@ -5,7 +5,7 @@ CUDA graph.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -65,8 +65,12 @@ class FloatOptimizer:
 
     averages = False
     """Gradients of micro-batches are summed, so the caller divides losses by their number."""
+    normalises = False
+    """See `Updater.normalises`."""
 
-    def set_step(self, step: int, lr: float, accumulation: int = 1) -> None:
+    def set_step(
+        self, step: int, lr: float, accumulation: int = 1, counts: Sequence[int] | None = None
+    ) -> None:
         """Set the learning rate of the next step, without synchronisation."""
         self._lr.fill_(lr)
 

@@ -38,7 +38,7 @@ class Record:
     lr: float
     """Learning rate of the last step."""
     bytes_seen: int
-    """Bytes of text read by all steps so far, counting repetitions."""
+    """Bytes of text read by all steps so far, counting repetitions, without padding."""
     seconds: float
     """Time since the run began, including evaluations and saves, but not interruptions."""
     bytes_per_second: float | None

@@ -44,6 +44,8 @@ class Recorder:
         self._recent = RecentSteps(trainer.group, self._resumed.recent, kept)
         self.recorded_step = self._find_recorded() if resumed else 0
         """Step of the last record; the next one averages the steps since then."""
+        self._bytes_seen, self._seen_step = 0, 0
+        """Bytes of text in the steps before `_seen_step`."""
         self._timed_steps = 0
         """Number of steps since the last record that this process has done."""
         self._last_loss: Tensor | None = None
@@ -113,10 +115,13 @@ class Recorder:
             flip_share = flips / len(steps) / trainer.updater.num_weights
         if trainer.updater:
             nonfinite = trainer.updater.nonfinite_steps
-        step_bytes = round(config.batch * config.accum * config.model.ctx * of_train)
-        mfu, seconds = None, None
+        self._bytes_seen += trainer.bytes_of_steps(range(self._seen_step, trainer.step))
+        self._seen_step = trainer.step
+        mfu, seconds, bytes_per_second = None, None, None
         if self._timed_steps:
             seconds = max(now - self._last_record - self._paused, 1e-9) / self._timed_steps
+            timed = trainer.bytes_of_steps(range(trainer.step - self._timed_steps, trainer.step))
+            bytes_per_second = timed / self._timed_steps / seconds
         if self._peak_operations and seconds:
             needed = config.batch * config.accum * step_operations(config.model)
             mfu = needed / seconds / (self._peak_operations * trainer.group.size)
@@ -129,9 +134,9 @@ class Recorder:
             token_loss=loss * of_train if has_tokens else None,
             token_val_loss=val_loss * of_val if has_tokens and val_loss is not None else None,
             lr=learning_rate(config, trainer.step - 1),
-            bytes_seen=trainer.step * step_bytes,
+            bytes_seen=self._bytes_seen,
             seconds=self._resumed.seconds + now - self.started,
-            bytes_per_second=step_bytes / seconds if seconds else None,
+            bytes_per_second=bytes_per_second,
             mfu=mfu,
             flip_share=flip_share,
             state_bytes=state,

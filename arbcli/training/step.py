@@ -46,6 +46,9 @@ class TrainingStep:
         """Replacement for the model's `losses`."""
         self.scale_routes: dict[tuple[str, ...], frozenset[str]] = {}
         """Areas whose scales are only stepped by certain losses, by the names of these."""
+        self.weights: Tensor | None = None
+        """(micro-batches of this process,) float32 on the device: the number of learnt symbols of
+        each micro-batch, relative to the mean over the step; None if all are equal."""
         self._one: Tensor | None = None
         """Gradient of the loss, which every step would fill anew."""
 
@@ -62,7 +65,7 @@ class TrainingStep:
 
         Returns:
             The terms of the loss before the update, float32 scalars by name, averaged over
-            micro-batches.
+            micro-batches by the numbers of their learnt symbols.
         """
         totals: dict[str, Tensor] = {}
         shares: dict[str, list[Tensor]] = {}
@@ -77,10 +80,14 @@ class TrainingStep:
             loss = minimised(parts, self.model.loss_weights)
             if self._one is None:
                 self._one = torch.ones_like(loss)
-            (loss if self.updates.averages else loss / local).backward(self._one)
+            weight = self._one if self.weights is None else self.weights[micro]
+            scale = self._one if self.updates.normalises else weight
+            (loss if self.updates.averages else loss / local).backward(scale)
             reached("backward")
             for name, part in parts.items():
                 share = part.detach()
+                if self.weights is not None:
+                    share = share * weight
                 if self.accumulation > 1:
                     share = share / self.accumulation
                 if self.group.size == 1:

@@ -1,5 +1,7 @@
 """Inputs of steps on a GPU: windows, and parameters of updates, in a single copy per step."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -34,28 +36,43 @@ class StepInputs:
         """
         self._on_device: Tensor | None = None
         self._micro_batches: list[tuple[Tensor, ...]] = []
+        self.weights: Tensor | None = None
+        """See `TrainingStep.weights`; in the same memory for every step."""
 
-    def load(self, step: int, batches: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+    def load(
+        self,
+        step: int,
+        batches: list[tuple[Tensor, ...]],
+        counts: Sequence[int] | None = None,
+        weights: Tensor | None = None,
+    ) -> list[tuple[Tensor, ...]]:
         """Begin a step: copy its micro-batches and parameters, without synchronisation.
 
         Args:
             step: number of the step.
             batches: its micro-batches on the host, (B, T) int64 each; windows are read step by
                 step, so that a file is not missed before its windows are needed.
+            counts: see `Updater.set_step`; given in every step or in none.
+            weights: see `TrainingStep.weights`, on the host; given if `counts` is.
 
         Returns:
             The micro-batches on the GPU, in the same memory for every step.
         """
         parts = [part for each in batches for part in each]
         if step not in self._pinned:
-            self._pin(step, parts)
+            self._pin(step, parts, counts, 0 if weights is None else len(weights))
         inputs, windows = self._pinned.pop(step)
         torch.stack(parts, out=windows)
+        if weights is not None:
+            _weights_of(inputs, windows.numel(), len(weights)).copy_(weights)
         if self._on_device is None:
             self._on_device = inputs.to(self._device)
             size = windows.numel()
             by_micro_batch = self._on_device[:size].view(len(batches), -1, *windows.shape[1:])
             self._micro_batches = [tuple(each) for each in by_micro_batch]
+            if weights is not None:
+                self.weights = _weights_of(self._on_device, size, len(weights))
+                size += (len(weights) + 1) // 2
             # `data`: updates write sums into it, which changes no window that is saved
             self._parameters = self._on_device[size:].data
         else:
@@ -64,25 +81,36 @@ class StepInputs:
             self.updater.begin_step(self._parameters, self._config.accum)
         return self._micro_batches
 
-    def _pin(self, step: int, parts: list[Tensor]) -> None:
+    def _pin(
+        self, step: int, parts: list[Tensor], counts: Sequence[int] | None, num_weights: int
+    ) -> None:
         """Allocate the inputs of the next steps, with the parameters of their updates.
 
         Args:
             step: number of the first step.
             parts: tensors of its micro-batches.
+            counts: see `load`; they are only known for one step.
+            num_weights: number of weights of micro-batches.
         """
         config, size = self._config, sum(part.numel() for part in parts)
-        stop = step + max(1, min(STEPS_AHEAD, PINNED_BYTES // (8 * size)))
+        ahead = STEPS_AHEAD if counts is None else 1
+        stop = step + max(1, min(ahead, PINNED_BYTES // (8 * size)))
         if step < config.steps:  # rates of later steps are never used, and may overflow
             stop = min(stop, config.steps)
         steps = range(step, stop)
         parameters = torch.empty(len(steps), 0, dtype=torch.int64, device="cpu")
         if self.updater:
             rates = [learning_rate(config, each) for each in steps]
-            parameters = self.updater.step_parameters(steps, rates, config.accum)
+            parameters = self.updater.step_parameters(steps, rates, config.accum, counts)
         # not pinned as a copy: the system would map the pages of a large tensor anew each time
-        shape, pin_memory = (len(steps), size + parameters.shape[1]), torch.cuda.is_available()
+        before, pin_memory = size + (num_weights + 1) // 2, torch.cuda.is_available()
+        shape = len(steps), before + parameters.shape[1]
         rows = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=pin_memory)
-        rows[:, size:] = parameters
+        rows[:, before:] = parameters
         windows = rows[:, :size].unflatten(1, (len(parts), *parts[0].shape))
         self._pinned = dict(zip(steps, zip(rows, windows, strict=True), strict=True))
+
+
+def _weights_of(inputs: Tensor, begin: int, number: int) -> Tensor:
+    """View the weights of micro-batches among the inputs of a step, from an int64 index on."""
+    return inputs[begin : begin + (number + 1) // 2].view(torch.float32)[:number]

@@ -1,13 +1,18 @@
 """Warnings about the texts of a run before it starts."""
 
+import codecs
+import unicodedata
 from pathlib import Path
 
 from arbcli.base.lazy import imported
 from arbcli.data.text import FAR_NATS, Text, Texts, entropy
+from arbcli.data.tokens import Tokenizer
 from arbcli.families import MEDIA_MARK
 
 LOOKED_AT_BYTES = 2**13
 """Bytes at the beginning of each file that are checked."""
+SAMPLE_BYTES = 2**16
+"""Bytes at the beginning of a text that are compared with the text of their tokens."""
 MOST_FILES = 1000
 """Maximum number of files that are checked."""
 
@@ -22,11 +27,40 @@ def text_warnings(texts: Texts) -> list[str]:
         warnings.append(
             f"warning: NUL bytes in `{found[0]}`{more}, which may be binary: leave binary files out"
         )
+    if texts.tokenizer is not None and not texts.train.packs:
+        warnings += lost_text(both[0].read(0, min(len(both[0]), SAMPLE_BYTES)), texts.tokenizer)
     train, val = map(entropy, both)
     if abs(train - val) > FAR_NATS:
         warnings.append(
             f"warning: the held-out text differs from the training text: its order-0 entropy is"
             f" {val:.2f} nats, not {train:.2f}; name another with `--val`"
+        )
+    return warnings
+
+
+def lost_text(sample: bytes, tokenizer: Tokenizer) -> list[str]:
+    """Return warnings about what of a text's beginning is lost in tokens.
+
+    A space at the beginning, and composed characters, may change.
+
+    Args:
+        sample: beginning of a text, which may end within a character.
+        tokenizer: its tokenizer.
+    """
+    warnings = []
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    text = decoder.decode(sample)  # without the beginning of a character at the end
+    if unread := text.count("\ufffd") - sample.count("\ufffd".encode()):
+        warnings.append(
+            f"warning: the text is not UTF-8: of its first {len(sample):,} bytes {unread:,} become"
+            " U+FFFD in tokens; convert it, or train on bytes without `--tokenizer`"
+        )
+    again = tokenizer.decode(tokenizer.encode(text.encode()))
+    before, after = (unicodedata.normalize("NFC", part).lstrip(" ") for part in (text, again))
+    if before != after:
+        warnings.append(
+            f"warning: the tokenizer loses text: {len(before):,} characters come back from tokens"
+            f" as {len(after):,} that differ; losses per byte count bytes that no token stands for"
         )
     return warnings
 

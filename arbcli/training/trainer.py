@@ -202,6 +202,8 @@ class Trainer:
             self._step_inputs = StepInputs(config, self.device, self.updater)
         self._measured = False
         """Whether the quantisation scales of gradients are known."""
+        self._counts: list[int] | None = None
+        """Number of symbols with a loss in each micro-batch of the step: see `_learnt_symbols`."""
         self.digits = config.model.digits
         """Form of the weights as in `ModelConfig`; while they fade, the stage of this step."""
         self._fade()
@@ -247,7 +249,7 @@ class Trainer:
         if self.shared and not self._measured:
             self._measure()
         if not (self._step_inputs and self._step_inputs.updater):
-            self._updates.set_step(self.step, self.lr, self.config.accum)
+            self._updates.set_step(self.step, self.lr, self.config.accum, self._counts)
         if self._graph is None and self._capture_at == self.step:
             self._capture()
         self.between_steps = False
@@ -279,10 +281,54 @@ class Trainer:
         )
         if self.config.model.composite:
             return self._with_kinds(drawn, self.texts.train, self.config.seed, self.step, micro)
-        # spreads the shares of hidden symbols evenly over each micro-batch
         windows = self.config.accum * self.config.batch
-        numbers = range(micro, windows, self.config.accum)
+        numbers = self._window_numbers(micro)
         return self._for_objective(drawn, self.config.seed, self.step, numbers, windows)
+
+    def _window_numbers(self, micro: int) -> range:
+        """Return the numbers of a micro-batch's windows in the step, for the objective.
+
+        They spread the shares of hidden symbols evenly over each micro-batch.
+        """
+        return range(micro, self.config.accum * self.config.batch, self.config.accum)
+
+    def _starts(self, step: int, micro: int) -> list[int]:
+        """Draw the starts of the windows of a micro-batch: see `arbcli.data.text.batch_starts`."""
+        config = self.config
+        text, context = self.texts.train, config.model.ctx
+        return batch_starts(text, config.seed, step, micro, config.batch, context)
+
+    def _learnt_symbols(self) -> list[int] | None:
+        """Count the symbols with a loss in each micro-batch of the step, of all processes.
+
+        Returns:
+            The counts; None if they are always equal, as there is one micro-batch, or no target is
+            left out.
+        """
+        config, model, micros = self.config, self.config.model, range(self.config.accum)
+        if config.accum == 1:
+            return None
+        if self.texts.train.packs:
+            starts = (self._starts(self.step, micro) for micro in micros)
+            return [self.texts.train.learnt_symbols(each, model.ctx) for each in starts]
+        if model.fills and not model.is_masked:
+            numbers = map(self._window_numbers, micros)
+            count = import_module(OBJECTIVES[model.objective]).learnt_symbols
+            return [count(model.ctx, step=self.step, numbers=each) for each in numbers]
+        return None
+
+    def bytes_of_steps(self, steps: range) -> int:
+        """Return the number of bytes of text in the windows of steps, without padding."""
+        config, text = self.config, self.texts.train
+        if not text.packs:
+            windows = range(config.batch * config.accum)
+            return len(steps) * text.window_bytes(windows, config.model.ctx)
+        micros = range(config.accum)
+        return sum(
+            text.window_bytes(self._starts(step, micro), config.model.ctx)
+            for step in steps
+            for micro in micros
+        )
 
     def _with_kinds(
         self, drawn: tuple[Tensor, ...], text: Text, seed: int, step: int, micro: int
@@ -308,10 +354,18 @@ class Trainer:
     def _load_batches(self) -> None:
         """Load the micro-batches of this step; on a GPU into the buffers that a graph reads."""
         batches = [self.fetch(micro, "cpu") for micro in self._local]
+        self._counts, weights = self._learnt_symbols(), None
+        if self._counts is not None:
+            counts = torch.tensor(self._counts, dtype=torch.float64, device="cpu")
+            shares = counts * len(counts) / counts.sum().clamp(min=1)
+            weights = shares[self._local.start : self._local.stop].float()
         if self._step_inputs:
-            self._micro_batches = self._step_inputs.load(self.step, batches)
+            self._micro_batches = self._step_inputs.load(self.step, batches, self._counts, weights)
+            weights = self._step_inputs.weights
         else:
             self._micro_batches = [tuple(part.to(self.device) for part in each) for each in batches]
+            weights = None if weights is None else weights.to(self.device)
+        self._compute.weights = weights
 
     @property
     def _packed_updater(self) -> Updater | SharedUpdater:
@@ -329,10 +383,12 @@ class Trainer:
         shared = self.shared
         if shared is not None and shared.needs_measuring:
             with use_backend(self.config.backend), shared.measuring():
-                for inputs in self._micro_batches:
+                for micro, inputs in enumerate(self._micro_batches):
                     self.model.forget_uses()
                     losses = (self._compute.losses or self.model.losses)(*inputs)
-                    minimised(losses, self.model.loss_weights).backward()
+                    weights = self._compute.weights
+                    weight = None if weights is None else weights[micro]
+                    minimised(losses, self.model.loss_weights).backward(weight)
                 self.model.forget_uses()
         self._measured = True
 
@@ -376,10 +432,11 @@ class Trainer:
     def evaluate(self, num_batches: int = EVAL_BATCHES) -> float:
         """Compute the mean loss over fixed batches of the held-out text, in nats per symbol.
 
-        Processes share the batches, if these can be divided evenly.
+        It is the mean over all symbols with a loss, or over windows for a masked model. Processes
+        share the batches, if these can be divided evenly.
         """
         group = self.group if num_batches % self.group.size == 0 else Group()
-        mine, losses = group.local(num_batches), []
+        mine, losses, counts = group.local(num_batches), [], []
         with use_backend(self.config.backend):
             batches = evaluation_batches(
                 self.texts.val,
@@ -394,7 +451,12 @@ class Trainer:
                 if self.config.model.composite:
                     inputs = self._with_kinds(drawn, self.texts.val, EVAL_SEED, number, 0)
                 losses.append(self.model.loss(*inputs))
-        return float(torch.stack(group.in_order(losses)).mean())
+                counts.append((inputs[1] >= 0).sum())
+        means = torch.stack(group.in_order(losses))
+        if not self.config.model.is_masked:
+            count = torch.stack(group.in_order(counts)).double()
+            means *= (count / count.mean()).float()  # exactly 1 if all are equal
+        return float(means.mean())
 
     def state_bytes(self) -> int:
         """Return the size of the persistent state in bytes."""

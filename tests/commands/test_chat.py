@@ -54,12 +54,22 @@ def test_lines_are_continued_after_the_text_so_far(model, typed, capfd):
 
 
 def test_text_is_continued_as_was_asked(typed, monkeypatch):
-    asked, made = mock.Mock(return_value=[b"made"]), SimpleNamespace(config=SimpleNamespace(ctx=9))
+    asked = mock.Mock(return_value=[b"made"])
+    made = SimpleNamespace(config=SimpleNamespace(ctx=9), tokenizer=None)
     monkeypatch.setattr("arbcli.generation.generation.generate", asked)
     typed("")
     _chat.chat(made, 5, Sampling(top_k=3), "torch", "int8")
-    expected = mock.call(made, b"\n", 5, Sampling(top_k=3), backend="torch", kv="int8", ends=())
+    expected = mock.call(made, b"\n", 5, Sampling(top_k=3), backend="torch", kv="int8", ends=None)
     assert asked.call_args == expected
+
+
+def test_text_of_tokens_is_cut_to_the_tokens_of_the_context():
+    tokenizer = SimpleNamespace(beginning=[7], encode=lambda text: [*range(len(text) // 4)])
+    model = SimpleNamespace(config=SimpleNamespace(ctx=9), tokenizer=tokenizer)
+    assert _chat.Continued(model).ask(b"a" * 4 * 8) == [7, *range(8)]
+    assert _chat.Continued(model).ask(b"a" * 4 * 11) == [*range(2, 11)]
+    model.tokenizer = None
+    assert _chat.Continued(model).ask(b"0123456789") == b"123456789"
 
 
 def test_ctrl_c_stops_the_text_and_not_the_program(model, typed, capfd, monkeypatch):

@@ -122,6 +122,7 @@ MISTAKES = {
         "hint: leave `--kv` out\n",
     "generate fill --steps 3": "`--steps` only applies to masked models",
     "evaluate made --field said": "`--field` only applies with `--data`",
+    "evaluate run --data a.jsonl --field messages": "`--field messages` names documents",
     "evaluate --checkpoint nofile": "there is no run at `nofile`",
     "evaluate run --data nofile": "nothing matches `nofile`",
     "evaluate made --stride 65": "`--stride` is 65, and a window has 64 bytes",

@@ -167,7 +167,7 @@ def test_train_of_a_model_beyond_memory_starts_by_force_only(arb_here, monkeypat
 
 OPTIONS = {
     "train": "attention config dry-run force gpus init-from json log minutes model no-save out pin"
-    " plot preset print-config profile quiet resume",
+    " plot preset print-config profile quiet resume show-windows",
     "check": "checkpoint json",
     "generate": "ahead backend batch bytes chat checkpoint chunks compute device infill json keep"
     " kv length out prompt prompt-file prompts seed steps temperature top-k top-p",

@@ -6,6 +6,7 @@ import pytest
 
 from arbcli.base.errors import ArbError
 from arbcli.data.chat_template import ChatTemplate, find_template
+from arbcli.data.special_tokens import special_tokens
 
 pytest.importorskip("jinja2", reason="needs the package jinja2")
 
@@ -98,3 +99,45 @@ def test_same_text_as_transformers(tmp_path):
     messages = [{"role": "user", "content": "axb"}, {"role": "assistant", "content": "ü<c>"}]
     wanted, _ = render_jinja_template([messages], chat_template=source, eos_token="</s>")
     assert ChatTemplate(source, "it", {"eos_token": "</s>"}).render(messages) == wanted[0]
+
+
+def test_variables_filters_and_marks_are_those_of_transformers():
+    pytest.importorskip("transformers", reason="needs the package transformers")
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = (
+        "{% if tools is not none %}"
+        "{{ tools | tojson(indent=2, separators=(', ', ':'), sort_keys=true) }}{% endif %}"
+        "{% if documents is none %}PLAIN {% endif %}"
+        "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}{{ sep_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+        "{{ mask_token }}{{ dict(a=1) | tojson(ensure_ascii=true) }}{% endfor %}"
+    )
+    tokens = {"sep_token": "<sep>", "mask_token": "<m>"}
+    messages = [
+        {"role": role, "content": f"{role} \u00fc"}
+        for role in ("user", "assistant")
+        for _ in range(2)
+    ]
+    template = ChatTemplate(source, "it", tokens)
+    assert template.variables >= {"tools", "documents"}
+    for tools in (None, [{"name": "b", "a": [1, 2]}]):
+        wanted, marks = render_jinja_template(
+            [messages], tools=tools, documents=None, chat_template=source,
+            return_assistant_tokens_mask=True, **tokens,
+        )  # fmt: skip
+        assert template.render_marked(messages, tools=tools) == (wanted[0], marks[0])
+        assert len(marks[0]) == 2
+
+
+def test_special_tokens_are_read_as_transformers_reads_them(tmp_path):
+    """The map of older versions counts unless the settings have the tokens of newer ones."""
+    settings, older = tmp_path / "tokenizer_config.json", tmp_path / "special_tokens_map.json"
+    settings.write_text(json.dumps({"eos_token": "<a>", "sep_token": {"content": "<s>"}}))
+    older.write_text(json.dumps({"eos_token": "<b>", "cls_token": "<c>", "bos_token": None}))
+    wanted = {"eos_token": "<b>", "sep_token": "<s>", "cls_token": "<c>"}
+    assert special_tokens(tmp_path) == wanted
+    settings.write_text(json.dumps({"eos_token": "<a>", "added_tokens_decoder": {}}))
+    assert special_tokens(tmp_path) == {"eos_token": "<a>"}
+    settings.write_text(json.dumps({"extra_special_tokens": {"image_token": "<i>"}}))
+    assert special_tokens(tmp_path)["image_token"] == "<i>"

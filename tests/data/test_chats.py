@@ -21,6 +21,7 @@ from arbcli.data.tokens import Tokenizer
 from arbcli.families.mamba.config import MambaConfig
 from arbcli.generation.conversation import Conversation
 from arbcli.model.build import build_model
+from arbcli.training.windows import first_windows
 from tests.data.test_chat_template import CHATML
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -117,9 +118,13 @@ def test_questions_and_texts(tmp_path, tokenizer):
     ((_, targets),) = documents_of(found)
     learnt = [token for token in targets if token != NOT_LEARNT]
     assert tokenizer.decode(learnt) == "fine<|im_end|>\n"
-    text = chats(tmp_path, tokenizer, [{"text": "you are"}], field="+text")
-    ((ids, targets),) = documents_of(text)
-    assert tokenizer.decode([ids[0], *targets]) == "you are<|im_end|>"
+    records = write_records(tmp_path / "texts.jsonl", [{"text": "you are"}])
+    for ending, shown in ((tokenizer.special("<|im_end|>"), "<|im_end|>"), (None, "")):
+        text = Chats(Text([records]), "+text", tokenizer, None, 64, ending)
+        ((ids, targets),) = documents_of(text)
+        learnt = [token for token in targets if token != NOT_LEARNT]
+        assert tokenizer.decode([ids[0], *learnt]) == f"you are{shown}"
+        assert text.learnt_bytes == len(tokenizer.decode(learnt)) - len(shown)
     assert has_documents("+text")
     assert has_documents("messages")
     assert not has_documents("text")
@@ -171,6 +176,12 @@ def test_conversation_ends_where_its_model_says_and_remembers(
         ({"messages": [{"role": "user", "content": "a"}]}, "no message has the role"),
         ({"messages": [{"content": "a"}]}, "no `role`"),
         ({"messages": [{"role": "assistant", "content": None}]}, "the `content` of a message"),
+        (chat("a", "b") | {"tools": [{"name": "clock"}]}, "the chat template does not read them"),
+        (chat("a", "b") | {"chat_template_kwargs": {"x": 1}}, "its `chat_template_kwargs`"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, "not 0 or 1"),
+        ({"messages": [{"role": "assistant", "content": "a", "train": False}]}, "the `train` of"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}, "not a text"),
+        ({"conversations": [{"from": "alien", "value": "a"}]}, "a message is from `alien`"),
         (chat("<|im_end|>", "b"), "is a special token"),
         (chat("a", "\ud800"), "surrogates"),
     ],
@@ -197,8 +208,131 @@ def test_long_document_is_cut(tmp_path, tokenizer):
     found = chats(tmp_path, tokenizer, [chat("a", "how are you " * 9), chat("b", "c")], context=24)
     assert found.cut == 1
     assert sorted(len(ids) for ids, _ in documents_of(found))[-1] == 24
+    learnt = [t for _, targets in documents_of(found) for t in targets if t != NOT_LEARNT]
+    assert found.learnt_tokens == len(learnt)
+    assert found.learnt_bytes == len(tokenizer.decode(learnt))
+    shown = [tokenizer.decode([*ids, targets[-1]]) for ids, targets in documents_of(found)]
+    # the last token of a cut document is its last target, whether learnt or not
+    assert sum(found.window_bytes([n], 24) for n in range(len(found.bins))) == sum(map(len, shown))
+    assert sum(found.learnt_symbols([n], 24) for n in range(len(found.bins))) == len(learnt)
     with pytest.raises(ArbError, match="no record has an answer that begins within 4 tokens"):
         chats(tmp_path, tokenizer, [chat("how are you", "b")], context=4)
+
+
+def learnt_texts(found: Chats, tokenizer: Tokenizer) -> list[str]:
+    return [
+        tokenizer.decode([token for token in targets if token != NOT_LEARNT])
+        for _, targets in documents_of(found)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("record", "learnt"),
+    [
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "b"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]},
+                       {"role": "assistant",
+                        "content": [{"type": "text", "text": "b"}] * 2}]}, "bb"),
+        ({"messages": [{"role": "assistant", "content": "x", "weight": 0},
+                       {"role": "user", "content": "a"},
+                       {"role": "assistant", "content": "b", "weight": 1}]}, "b"),
+    ],
+    ids=["share gpt", "parts", "weights"],
+)  # fmt: skip
+def test_records_as_others_write_them(record, learnt, tmp_path, tokenizer):
+    assert learnt_texts(chats(tmp_path, tokenizer, [record]), tokenizer) == [
+        f"{learnt}<|im_end|>\n"
+    ]
+    field = {"field": next(iter(record))}
+    again = chats(tmp_path, tokenizer, [record], **field)
+    assert learnt_texts(again, tokenizer) == [f"{learnt}<|im_end|>\n"]
+
+
+CALLING = (
+    "{% for t in tools %}{{ t.name }} {% endfor %}{% for m in messages %}[{{ m.role }}]"
+    "{% if m.content %}{{ m.content }}{% endif %}{% for c in m.tool_calls %}<{{ c.name }}>"
+    "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_tools_and_their_calls_reach_the_template(tmp_path, tokenizer):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "clock"}]}
+    messages = [{"role": "user", "content": "a"}, call, {"role": "tool", "content": "9"}]
+    messages.append({"role": "assistant", "content": "b"})
+    record = {"messages": messages, "tools": [{"name": "clock"}]}
+    found = chats(tmp_path, tokenizer, [record], CALLING)
+    ((ids, _),) = documents_of(found)
+    assert tokenizer.decode(ids).startswith("clock [user]a<|im_end|>[assistant]<clock>")
+    assert learnt_texts(found, tokenizer) == ["<clock><|im_end|>b<|im_end|>"]
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_answers_whose_prompt_has_more_than_they_begin_with(marks, tmp_path, tokenizer):
+    """As of R1-Distill: marks decide, or all that the template adds to the messages before."""
+    begin, end = ("{% generation %}", "{% endgeneration %}") if marks else ("", "")
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}{% else %}[A]"
+        + begin + "{{ m.content }}<|im_end|>" + end + "{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[A]<think>{% endif %}"
+    )  # fmt: skip
+    found = chats(tmp_path, tokenizer, [chat("a", "b", "c", "d")], source)
+    header = "" if marks else "[A]"
+    wanted = [f"{header}b<|im_end|>{header}d<|im_end|>"]
+    assert learnt_texts(found, tokenizer) == wanted
+
+
+def test_marked_answers_are_the_mask_of_transformers(tmp_path, tokenizer, folder):
+    transformers = pytest.importorskip("transformers", reason="needs the package transformers")
+    source = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + ' ' }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}"
+        "{{ m.content }}{% endif %}{% endfor %}"
+    )
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    record = chat("how are you", "fine", "and you", "I am fine")
+    made = theirs.apply_chat_template(
+        record["messages"],
+        chat_template=source,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    ((ids, targets),) = documents_of(chats(tmp_path, tokenizer, [record], source))
+    assert [*ids, targets[-1]] == made["input_ids"]
+    assert [target != NOT_LEARNT for target in targets] == [*map(bool, made["assistant_masks"][1:])]
+    assert 0 < sum(made["assistant_masks"]) < len(ids)
+
+
+def test_windows_are_shown_with_learnt_text_marked(tmp_path, tokenizer):
+    found = chats(tmp_path, tokenizer, [chat("how", "fine"), chat("you", "am")], context=64)
+    config = SimpleNamespace(model=SimpleNamespace(ctx=64, fills=False), seed=0, batch=2, accum=1)
+    texts = SimpleNamespace(train=found, tokenizer=tokenizer)
+    shown = [*first_windows(config, texts, 3)]
+    assert len(shown) == 3
+    for window in shown:
+        assert window.learnt == found.learnt_tokens
+        for runs in window.documents:
+            assert [run.learnt for run in runs] == [False, True]
+            assert runs[0].text.endswith("<|im_start|>assistant\n")
+        assert {runs[1].text for runs in window.documents} == {"fine<|im_end|>\n", "am<|im_end|>\n"}
+
+
+JOINED = (
+    "{% for m in messages %}{{ 'User: ' if m.role == 'user' else 'Assistant: ' }}{{ m.content }}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"
+)
+
+
+def test_token_that_joins_prompt_and_answer_is_learnt(tmp_path, tokenizer):
+    """The space that ends the prompt and the first word of the answer are one token."""
+    joined = tokenizer.encode(b" am")
+    assert len(joined) == 1
+    found = chats(tmp_path, tokenizer, [chat("you", "am"), chat("x", "\u00e9a")], JOINED)
+    learnt = [
+        [token for token in targets if token != NOT_LEARNT] for _, targets in documents_of(found)
+    ]
+    assert [*joined, tokenizer.special("<|im_end|>")] in learnt
+    assert sorted(map(tokenizer.decode, learnt)) == [" am<|im_end|>", "\u00e9a<|im_end|>"]
+    assert found.learnt_bytes == len(" am<|im_end|>\u00e9a<|im_end|>".encode())
 
 
 def model_of(vocabulary: int = 270, **mixer):
@@ -276,9 +410,17 @@ def test_command_trains_on_chats_and_resumes_to_the_same_bits(tmp_path, folder, 
     assert done.returncode == 0, done.stderr
     assert (run / "hugging_face" / "chat_template.jinja").read_text() == CHATML
     wanted = (run / "step-000004.safetensors").read_bytes()
+    seen = [json.loads(line)["bytes_seen"] for line in (run / "metrics.jsonl").open()]
     (run / "step-000004.safetensors").unlink()
     assert arb_here("train", "--resume", str(run), "--quiet").returncode == 0
     assert (run / "step-000004.safetensors").read_bytes() == wanted
+    again = [json.loads(line)["bytes_seen"] for line in (run / "metrics.jsonl").open()]
+    assert again == seen
+    # four steps of two windows of 48 tokens, most of one byte, with padding between documents
+    assert 4 * 2 * 24 < seen[-1] < 4 * 2 * 160
+    plain = arb_here(*words, "--steps", "1", "--show-windows", "1")
+    assert plain.stdout.startswith("window 1: ")
+    assert "assistant\n[[fine" in plain.stdout
     ask = ["generate", "--checkpoint", str(run), "--chat", "--length", "5", "--device", "cpu"]
     report = json.loads(arb_here(*ask, "--prompt", "you", "--json").stdout)
     assert report["prompt"] == "<|im_start|>user\nyou<|im_end|>\n<|im_start|>assistant\n"

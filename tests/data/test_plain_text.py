@@ -1,5 +1,6 @@
 """Compressed and structured files are read as their plain bytes, made once and checked."""
 
+import codecs
 import errno
 import gzip
 import json
@@ -15,7 +16,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from arbcli.base.errors import ArbError
-from arbcli.data.conversion import RECORD_BYTES, Conversion, plain_file, texts_folder
+from arbcli.data.conversion import DOCUMENTS, RECORD_BYTES, Conversion, plain_file, texts_folder
 from arbcli.data.text import open_text, open_texts
 
 TEXT = ("naïve ternary weights\n" * 100).encode()
@@ -63,15 +64,71 @@ def test_zstandard_is_unpacked(tmp_path):
 @pytest.mark.parametrize("name", ["a.jsonl", "A.JSONL", "a.jsonl.gz"])
 def test_field_of_records_is_the_text(tmp_path, name, block, end, monkeypatch):
     monkeypatch.setattr("arbcli.data.conversion.BLOCK_BYTES", block)
-    lines = [json.dumps({"text": text, "id": 1}) for text in ("naïve", "two\nlines", "", "\ud800")]
+    lines = [json.dumps({"text": text, "id": 1}) for text in ("naïve", "two\nlines", "", "é")]
     data = ("\n".join(lines) + end).encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    expected = "naïve\ntwo\nlines\n\n\ud800\n".encode(errors="surrogatepass")
+    expected = "naïve\ntwo\nlines\n\né\n".encode()
     assert read(tmp_path / name, "text") == expected
     with pytest.raises(ArbError, match=r"line 1 of .* it has no `body`"):
         read(tmp_path / name, "body")
     with pytest.raises(ArbError, match="it is neither a text nor"):
         read(tmp_path / name, "id")
+
+
+@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8], ids=["plain", "marked"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "array.json", "a.json.gz"])
+def test_every_form_of_records_has_the_same_text(name, mark, tmp_path):
+    records = [{"text": "a\nb", "id": 1}, {"text": "ü"}]
+    data = "".join(json.dumps(record) + "\n" for record in records).encode()
+    if name == "array.json":
+        data = json.dumps(records, indent=2).encode()
+    data = mark + data
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert read(tmp_path / name, "text") == "a\nb\nü\n".encode()
+    whole = plain_file(tmp_path / name, DOCUMENTS).read_bytes().removeprefix(codecs.BOM_UTF8)
+    assert [json.loads(line) for line in whole.splitlines()] == records
+
+
+def test_half_of_a_pair_of_surrogates_is_refused_by_its_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "half \\ud83d"}\n')
+    with pytest.raises(ArbError, match=r"line 2 of .*surrogates not allowed"):
+        read(tmp_path / "a.jsonl", "text")
+
+
+def test_damaged_array_is_refused(tmp_path):
+    (tmp_path / "a.json").write_text('[{"text": "a"}, {')
+    with pytest.raises(ArbError, match=r"^`.*a.json`: Expecting property name"):
+        read(tmp_path / "a.json", "text")
+    (tmp_path / "a.json").write_text('["text"]')
+    with pytest.raises(ArbError, match="line 1 of"):
+        read(tmp_path / "a.json", "text")
+
+
+def test_rows_of_a_table_are_documents_without_missing_values(tmp_path):
+    arrow = pytest.importorskip("pyarrow", reason="needs the package pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the package pyarrow")
+    records = [
+        {"messages": [{"role": "user", "content": "ü"}], "tools": None},
+        {"messages": [{"role": "user", "content": "a", "name": "n"}], "tools": ["t"]},
+    ]
+    parquet.write_table(arrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    lines = plain_file(tmp_path / "a.parquet", DOCUMENTS).read_bytes().splitlines()
+    del records[0]["tools"]
+    assert [json.loads(line) for line in lines] == records
+    parquet.write_table(arrow.table({"a": [b"x"]}), tmp_path / "b.parquet")
+    with pytest.raises(ArbError, match="a column that JSON has no form for"):
+        plain_file(tmp_path / "b.parquet", DOCUMENTS)
+
+
+def test_replaced_picture_of_a_record_is_read_again(tmp_path):
+    pictures = pytest.importorskip("PIL.Image", reason="needs the package Pillow")
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"parts": [{"text": "a"}, {"picture": "a.png"}]}\n')
+    sizes = []
+    for width in (4, 4, 6):
+        pictures.new("RGB", (width, 4)).save(tmp_path / "a.png")
+        sizes.append(len(plain_file(path, Conversion("parts", picture="rgb")).read_bytes()))
+    assert sizes[0] == sizes[1] == sizes[2] - 2 * 4 * 3
 
 
 class Zstandard(ModuleType):

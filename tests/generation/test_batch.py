@@ -162,6 +162,7 @@ def test_tokens_are_made_among_others(device):
     lm.initialise(0)
     lm.tokenizer = SimpleNamespace(
         beginning=(5, 7, 5),
+        ends=(),
         encode=lambda text: [3 * each for each in text],
         decoded=lambda _, parts: (each.to_bytes(2, "big") for part in parts for each in part),
     )
@@ -169,6 +170,18 @@ def test_tokens_are_made_among_others(device):
     assert [len(text) for text in made] == [2 * each.length for each in REQUESTS]
     assert texts(lm, REQUESTS[::-1], 6)[::-1] == made
     assert max(int.from_bytes(text[:2], "big") for text in made) > 255
+    first = made[0][2:4]  # the second token of a text, at which each text ends now
+    lm.tokenizer.ends = {int.from_bytes(first, "big")}
+    tokens = [[text[at : at + 2] for at in range(0, len(text), 2)] for text in made]
+    wanted = [each.index(first) if first in each else len(each) for each in tokens]
+    ended = texts(lm, REQUESTS, 4)
+    assert [len(text) // 2 for text in ended] == wanted
+    assert all(text.startswith(short) for text, short in zip(made, ended, strict=True))
+    reports = []
+    done = batches.continue_batch(lm, REQUESTS, backend="torch", on_text=reports.append)
+    assert [each.length for each in reports] == wanted
+    assert done.length == sum(wanted)
+    lm.tokenizer.ends = ()
     for each, text in zip(REQUESTS, made, strict=True):
         decoder, tokenizer = Decoder(lm, 60), lm.tokenizer
         symbols = [*tokenizer.beginning, *tokenizer.encode(each.prompt)]

@@ -1,7 +1,9 @@
 """A file for llama.cpp holds the same weights, and llama.cpp computes the same with it."""
 
+import re
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +12,13 @@ from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import CONFIG
 from arbcli.config.presets import preset
+from arbcli.data.special_tokens import stop_tokens
+from arbcli.data.tokens import Tokenizer
 from arbcli.generation.load import load_model, load_weights
 from arbcli.interop.gguf import export as gguf
 from arbcli.interop.gguf.container import GGUFFile
 from arbcli.interop.gguf.export import byte_symbols
-from arbcli.interop.gguf.tokens import _ends
+from arbcli.interop.gguf.tokens import PATTERNS, _ends, token_keys
 from arbcli.interop.huggingface.companions import GENERATION
 from arbcli.interop.huggingface.dense import known_shape, read, sources
 from arbcli.model.language_model import LanguageModel
@@ -197,3 +201,80 @@ def test_ends_of_texts_are_those_that_generation_has(tmp_path):
     assert _ends(tmp_path) == {"bos": 1, "eos": 2, "padding": 0}
     write_json(tmp_path / GENERATION, {"eos_token_id": [7, 2], "bos_token_id": -1})
     assert _ends(tmp_path) == {"bos": 1, "eos": 7, "padding": 0}
+
+
+BYTEWISE = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": False,
+    "use_regex": True,
+}
+SPLIT = {"type": "Split", "pattern": {"Regex": [*PATTERNS][1]}, "behavior": "Isolated",
+         "invert": False}  # fmt: skip
+TOKENIZER = {
+    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+    "pre_tokenizer": BYTEWISE, "post_processor": None, "decoder": BYTEWISE,
+    "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+              "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "merges": [],
+              "vocab": {symbol: index for index, symbol in enumerate(gguf.byte_symbols())}},
+}  # fmt: skip
+END = {"id": 256, "content": "<end>", "single_word": False, "lstrip": False, "rstrip": False,
+       "normalized": False, "special": True}  # fmt: skip
+
+
+def sequence(*steps):
+    return {"type": "Sequence", "pretokenizers": [*steps]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({}, "gpt-2"),
+        ({"normalizer": {"type": "NFC"}}, "gpt-2"),
+        ({"pre_tokenizer": sequence(SPLIT, BYTEWISE | {"use_regex": False})}, "qwen2"),
+        ({"pre_tokenizer": sequence({"type": "Digits", "individual_digits": True}, BYTEWISE)},
+         "smollm"),
+        ({"pre_tokenizer": BYTEWISE | {"add_prefix_space": True}}, "pre_tokenizer"),
+        ({"pre_tokenizer": BYTEWISE | {"use_regex": False}}, "pre_tokenizer"),
+        ({"pre_tokenizer": sequence({"type": "Digits", "individual_digits": False}, BYTEWISE)},
+         "pre_tokenizer"),
+        ({"pre_tokenizer": sequence(SPLIT, BYTEWISE)}, "pre_tokenizer"),
+        ({"pre_tokenizer": sequence(SPLIT, SPLIT, BYTEWISE | {"use_regex": False})},
+         "pre_tokenizer"),
+        ({"pre_tokenizer": sequence(SPLIT | {"behavior": "Removed"},
+                                    BYTEWISE | {"use_regex": False})}, "pre_tokenizer"),
+        ({"normalizer": {"type": "Lowercase"}}, "a normalizer `Lowercase`"),
+        ({"model": TOKENIZER["model"] | {"end_of_word_suffix": "</w>"}}, "`end_of_word_suffix`"),
+        ({"added_tokens": [END | {"rstrip": True}]}, "`rstrip` of a token"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_gguf_cannot_hold_of_a_tokenizer_is_refused(changed, found, tmp_path):
+    pytest.importorskip("tokenizers", reason="needs the package tokenizers")
+    path = tmp_path / "tokenizer.json"
+    write_json(path, TOKENIZER | changed)
+    config = SimpleNamespace(vocabulary=257)
+    if "`" in found or found == "pre_tokenizer":
+        with pytest.raises(ArbError, match=re.escape(found)) as caught:
+            token_keys(path, None, config)
+        assert "use `--to hf`" in caught.value.hint
+    else:
+        assert token_keys(path, None, config)["tokenizer.ggml.pre"][1] == found
+
+
+def test_template_and_ends_of_a_tokenizer_are_those_that_arb_reads(tmp_path):
+    """Also of a list of templates, and of tokens that only the settings name."""
+    pytest.importorskip("tokenizers", reason="needs the package tokenizers")
+    path = tmp_path / "tokenizer.json"
+    write_json(path, TOKENIZER | {"added_tokens": [END, END | {"id": 257, "content": "<turn>"}]})
+    templates = [{"name": "default", "template": "a"}, {"name": "rag", "template": "b"}]
+    write_json(
+        tmp_path / "tokenizer_config.json", {"eos_token": "<end>", "chat_template": templates}
+    )
+    write_json(tmp_path / GENERATION, {"eos_token_id": [257, 256]})
+    keys = token_keys(path, None, SimpleNamespace(vocabulary=258))
+    named = {name: keys[f"tokenizer.ggml.{name}_token_id"][1] for name in ("eos", "eot")}
+    assert named == {"eos": 256, "eot": 257}
+    assert keys["tokenizer.chat_template"][1] == "a"
+    assert keys["tokenizer.ggml.add_bos_token"][1] is False
+    assert stop_tokens(Tokenizer.read(path), path) == [256, 257]

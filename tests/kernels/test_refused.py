@@ -237,7 +237,7 @@ VALUES = {
         {0: zeros(1, 17_928, dtype=HALF), 1: zeros(1, 141, 640, dtype=torch.uint8), 3: 17_928}),
     "row_by_row": ({0: zeros(9, 40, dtype=HALF), 6: None}, {0: zeros(5, 36, dtype=HALF), 3: 36},
         {0: zeros(5, 17_928, dtype=HALF), 1: zeros(1, 141, 640, dtype=torch.uint8), 3: 17_928}),
-    "blend_moment": ({7: -1}, {7: 2**16 + 1}, {8: -1}, {8: 2**10}),
+    "blend_moment": ({7: -1}, {7: 2**16 + 1}),
     "cast_trit_votes": ({1: zeros(7, 37)}, {5: zeros(7, 37)}, {5: zeros(7, 38, dtype=BOOL)}),
     "causal_conv": ({1: zeros(37, 0)}, {1: zeros(37, 9)}), "causal_conv_grad_w": ({2: 0}, {2: 9}),
     "choose_byte": ({2: zeros(0)}, {2: zeros(257)}), "choose_next": ({2: zeros(0, 40)},),

@@ -4,6 +4,7 @@ import itertools
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,7 +25,7 @@ from arbcli.model.optimizers import DIRECTIONS, orthogonal
 from arbcli.model.optimizers.orthogonal import STEPS, near_polar, newton_schulz, orthogonalise
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.rules import DIRECTION, RULES, moment
-from arbcli.model.rules.base import NUM_STREAMS, STEP_OF_RADIX, fixed_point_gain
+from arbcli.model.rules.base import NUM_STREAMS, STEP_OF_RADIX, blend_gains, fixed_point_gains
 from arbcli.model.updater import ROW_CLIP, Updater
 from arbcli.verify.kernels.update.newton_schulz import gram_polynomial_verification
 
@@ -348,11 +349,59 @@ def test_newton_schulz_in_bf16_is_close_to_float64(shape, device):
 )
 def test_fixed_point_gain_is_the_nearest_of_its_bits(factor):
     """Cut off, each step would be up to 1 / 2048 too short."""
-    gain, shift = fixed_point_gain(factor)
+    gain, shift = map(int, fixed_point_gains(np.array(factor)))
     assert 0 <= gain <= 2**12
     assert 0 <= shift <= 31
     assert abs(gain - factor * 2**shift) <= 0.5 or factor < 1e-6
     assert gain / 2**shift == pytest.approx(factor, rel=1 / 2000 if factor > 1e-6 else 1)
+
+
+@pytest.mark.parametrize("factor", [25.4, 25.4 / 3, 1.1667, 25.4 * 57 / 60, 1023.9 / 2**9, 0.0])
+def test_gain_of_a_blend_has_ten_bits(factor):
+    gain, shift = map(int, blend_gains(np.array(factor)))
+    assert 0 <= gain < 2**10
+    assert gain / 2**shift == pytest.approx(factor, rel=1 / 1000)
+
+
+@pytest.mark.parametrize("counts", [(3, 57), (57, 3), (30, 30), (0, 60)], ids=str)
+@pytest.mark.parametrize("kind", ["whole", "stack"])
+@pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
+def test_micro_batches_weigh_by_their_counts(rule, kind, counts, monkeypatch):
+    """Gradients of opposite signs: what is left is the difference of the shares."""
+    if kind == "stack":
+        tensor, updater, _ = stack_of(rule, "sign")
+        where = (range(EXPERTS),)
+    else:
+        (tensor, updater, _), where = build(rule, "sign", "cpu", (EXPERTS * HEIGHT, DIM)), ()
+    tensor.exponent.zero_()
+    tensor.fraction.fill_(64)
+    sizes = []
+    step = moment.step_by_moment
+    monkeypatch.setattr(moment, "step_by_moment", lambda *x: (sizes.append(int(x[5])), step(*x)))
+    digits = tensor.rule.digits(state(tensor))
+    if "moment" in digits:
+        held = tensor.remainder if rule == "nibble" else tensor.moment
+        held.bitwise_and_(15) if rule == "nibble" else held.zero_()
+    before = z_of(tensor) if rule == "carry" else None
+    updater.set_step(0, 1.0, 2, counts)
+    for micro, sign in enumerate((1, -1)):
+        updater.begin_micro(micro)
+        grad = sign * torch.ones(EXPERTS, HEIGHT, DIM)
+        updater(tensor, grad if where else grad.flatten(0, 1), *where)
+    shares = [count / sum(counts) for count in counts]
+    if rule == "carry":  # z steps by a share of the direction with each gradient
+        free = before.abs() < 25
+        moved = (before - z_of(tensor))[free].float().mean()
+        assert moved.item() == pytest.approx(32 / 16 * (shares[0] - shares[1]), abs=0.1)
+    elif kind == "whole":
+        units = tensor.rule.blend_units
+        found = tensor.rule.digits(state(tensor))["moment"][0].float().mean()
+        wanted = units * (shares[0] - shares[1])
+        assert found.item() == pytest.approx(wanted, abs=0.12)
+        assert len(sizes) == 1
+    else:  # a step of its own for each gradient, as long as its share
+        whole = sum(sizes[::EXPERTS]) if len(sizes) > 2 else sum(sizes)
+        assert sizes[0] / whole == pytest.approx(shares[0], abs=1e-6)
 
 
 DIM = 33

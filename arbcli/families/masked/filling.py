@@ -116,3 +116,9 @@ def cut(
         rows.append((inputs, targets))
     inputs, targets = (torch.stack(part) for part in zip(*rows, strict=True))
     return inputs[:, :-1].contiguous(), targets[:, 1:].contiguous()
+
+
+def learnt_symbols(context: int, *, step: int, numbers: Sequence[int]) -> int:
+    """Return the number of targets with a loss that `cut` returns for windows of T = `context`."""
+    with_holes = sum((number + step) % 2 for number in numbers)
+    return len(numbers) * context - with_holes * (EXTRA - 1)  # the first mark is never a target

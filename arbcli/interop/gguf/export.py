@@ -145,7 +145,7 @@ def check_architecture(config: ModelConfig, architecture: Architecture) -> None:
     for what, there in found.items():
         if there:
             raise ArbError(
-                f"llama.cpp's {architecture.gguf} has no {what}",
+                f"arb writes no {what} for llama.cpp's {architecture.gguf}",
                 hint="use `--to hf` or `--to safetensors`",
             )
 

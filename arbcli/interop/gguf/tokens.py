@@ -13,8 +13,11 @@ from arbcli.base.errors import ArbError
 from arbcli.base.reading import ALTERED, check_schema, is_of, parse_json, read_json
 from arbcli.base.run_files import CONFIG
 from arbcli.config.model import MOST, ModelConfig
+from arbcli.data.chat_template import template_sources
+from arbcli.data.special_tokens import folders_of, special_tokens, stop_tokens
+from arbcli.data.tokens import Tokenizer
 from arbcli.interop.gguf.container import BOOL, INT32, STRING, UINT32
-from arbcli.interop.huggingface.companions import GENERATION, TEMPLATE, read_companion
+from arbcli.interop.huggingface.companions import GENERATION, read_companion
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 """Types of tokens."""
@@ -26,13 +29,25 @@ SCHEMA = {
 """Fields of `tokenizer.json` that are read."""
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+BYTES_ONLY = {"add_prefix_space": False, "use_regex": False}
+BYTES_AND_WORDS = {"add_prefix_space": False, "use_regex": True}
+"""Options of a `ByteLevel` step that decide tokens."""
 PATTERNS = {
     _WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe",
     _WORDS + r"\p{N}" + _REST: "qwen2",
 }
 """Names of the rules of llama.cpp by the pattern of a `Split`."""
-STEPS = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
+STEPS: dict[tuple[str, ...], str] = {("ByteLevel",): "gpt-2", ("Digits", "ByteLevel"): "smollm"}
 """The same by the steps of a `pre_tokenizer` without a `Split`."""
+NORMALIZERS = (None, "NFC")
+"""Kinds of normalizers: llama.cpp has none, and text is almost always in NFC already."""
+PLAIN_MODEL: dict[str, tuple[Any, ...]] = {
+    "dropout": (None, 0), "continuing_subword_prefix": (None, ""), "end_of_word_suffix": (None, ""),
+    "byte_fallback": (None, False),
+}  # fmt: skip
+"""Options of a model and the values that GGUF can hold."""
+PLAIN_ADDED = ("single_word", "lstrip", "rstrip")
+"""Options of an added token, which must be off."""
 HINT = "use `--to hf`, where the tokenizer goes along as it is"
 
 
@@ -54,6 +69,7 @@ def token_keys(
         raise ArbError(
             f"`{path}` is not byte-level BPE, the one kind that is written to GGUF", hint=HINT
         )
+    _check_options(tokenizer, path)
     tokens: list[str | None] = [None] * config.vocabulary
     kinds = [UNUSED] * config.vocabulary
 
@@ -67,8 +83,21 @@ def token_keys(
     for added in tokenizer.get("added_tokens") or ():
         check_schema(added, {"content": str, "id": int, "special": bool}, f"`{path}`", ALTERED)
         place(added["content"], added["id"], CONTROL if added["special"] else USER_DEFINED)
+    reader = Tokenizer.read(path)
     ends = _ends(companions) if companions else {}
-    template = _chat_template(companions) if companions else None
+    for folder in folders_of(path):
+        named = special_tokens(folder)
+        for kind, key in (("bos", "bos_token"), ("eos", "eos_token"), ("padding", "pad_token")):
+            token = reader.special(named.get(key, ""))
+            if token is not None:
+                ends.setdefault(kind, token)
+    if reader.beginning:
+        ends["bos"] = _only_beginning(reader, path)
+    others = [token for token in stop_tokens(reader, path) if token != ends.get("eos")]
+    if others:  # llama.cpp ends texts at these, too
+        ends["eot"] = others[0]
+    sources = (found for folder in folders_of(path) for found in template_sources(folder))
+    template = next((source for _, source in sources), None)
     keys = {
         "tokenizer.ggml.model": (STRING, "gpt2"),
         "tokenizer.ggml.pre": (STRING, _rules(tokenizer, path)),
@@ -78,11 +107,14 @@ def token_keys(
         ),
         "tokenizer.ggml.token_type": (INT32, kinds),
         "tokenizer.ggml.merges": (STRING, _merges(tokenizer["model"]["merges"], path)),
-        "tokenizer.ggml.add_bos_token": (BOOL, _begins(tokenizer, tokens, ends.get("bos"))),
+        "tokenizer.ggml.add_bos_token": (BOOL, bool(reader.beginning)),
         "tokenizer.ggml.add_eos_token": (BOOL, False),
     }
     keys |= {f"tokenizer.ggml.{name}_token_id": (UINT32, end) for name, end in ends.items()}
-    return keys | ({"tokenizer.chat_template": (STRING, template)} if template else {})
+    if template is None:
+        return keys
+    template = template.encode(errors="replace").decode()  # halves of characters
+    return keys | {"tokenizer.chat_template": (STRING, template)}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -107,25 +139,58 @@ def _merges(merges: list[Any], path: Path) -> list[str]:
 def _rules(tokenizer: dict[str, Any], path: Path) -> str:
     """Name the rules by which llama.cpp splits text as the tokenizer does."""
     steps = _steps(tokenizer, "pre_tokenizer", "pretokenizers")
-    for step in steps:
-        pattern = step.get("pattern")
-        if step.get("type") == "Split" and pattern and is_of(pattern, dict[str, str]):
-            found = PATTERNS.get(pattern.get("Regex"))
-            if found:
-                return found
     kinds = tuple(str(step.get("type")) for step in steps)
-    if kinds in STEPS and all(step.get("use_regex", True) for step in steps):
-        return STEPS[kinds]
+    if kinds == ("Split", "ByteLevel") and _has_options(steps[1], BYTES_ONLY):
+        pattern = steps[0].get("pattern")
+        regex = pattern.get("Regex") if pattern and is_of(pattern, dict[str, str]) else None
+        is_plain = steps[0].get("behavior") == "Isolated" and not steps[0].get("invert", False)
+        if regex in PATTERNS and is_plain:
+            return PATTERNS[regex]
+    elif kinds in STEPS and _has_options(steps[-1], BYTES_AND_WORDS):
+        is_alone = steps[0].get("individual_digits") is True
+        if is_alone or kinds[0] != "Digits":
+            return STEPS[kinds]
     raise ArbError(
         f"`{path}`: llama.cpp has no rules by which `pre_tokenizer` splits text", hint=HINT
     )
 
 
-def _begins(tokenizer: dict[str, Any], tokens: list[str | None], begin: int | None) -> bool:
-    """Return whether the tokenizer puts the first token before a text."""
-    wanted = {"SpecialToken": {"id": None if begin is None else tokens[begin], "type_id": 0}}
-    steps = _steps(tokenizer, "post_processor", "processors")
-    return any(is_of(step.get("single"), list) and wanted in step["single"] for step in steps)
+def _has_options(step: dict[str, Any], options: dict[str, bool]) -> bool:
+    """Return whether a `ByteLevel` step has options, which are on if they are left out."""
+    return all(step.get(name, True) is value for name, value in options.items())
+
+
+def _check_options(tokenizer: dict[str, Any], path: Path) -> None:
+    """Check that the tokenizer has nothing that GGUF cannot hold.
+
+    Raises:
+        ArbError: it has, and the error names it.
+    """
+    for step in _steps(tokenizer, "normalizer", "normalizers"):
+        if step.get("type") not in NORMALIZERS:
+            raise _refused(path, f"a normalizer `{step.get('type')}`")
+    for name, values in PLAIN_MODEL.items():
+        if tokenizer["model"].get(name) not in values:
+            raise _refused(path, f"`{name}` of a model")
+    for added in tokenizer.get("added_tokens") or ():
+        for name in PLAIN_ADDED:
+            if is_of(added, dict) and added.get(name):
+                raise _refused(path, f"`{name}` of a token, as `{added.get('content')!r:.40}` has")
+
+
+def _refused(path: Path, what: str) -> ArbError:
+    return ArbError(f"`{path}`: GGUF has no place for {what}", hint=HINT)
+
+
+def _only_beginning(reader: Tokenizer, path: Path) -> int:
+    """Return the token that the tokenizer puts before a text.
+
+    Raises:
+        ArbError: there are several.
+    """
+    if len(reader.beginning) > 1:
+        raise _refused(path, f"{len(reader.beginning)} tokens before a text")
+    return reader.beginning[0]
 
 
 def _steps(tokenizer: dict[str, Any], name: str, several: str) -> list[dict[str, Any]]:
@@ -148,12 +213,3 @@ def _ends(companions: Path) -> dict[str, int]:
             if is_of(value, int) and 0 <= value < MOST:
                 found[kind] = value
     return found
-
-
-def _chat_template(companions: Path) -> str | None:
-    """Read the chat template, which is copied and not run."""
-    if (companions / TEMPLATE).exists():
-        return read_companion(companions / TEMPLATE).decode(errors="replace")
-    path = companions / "tokenizer_config.json"
-    template = read_json(path, {}).get("chat_template") if path.exists() else None
-    return template.encode(errors="replace").decode() if isinstance(template, str) else None

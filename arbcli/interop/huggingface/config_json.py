@@ -26,14 +26,20 @@ BIASES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, Fa
 WITH_CODE = "arb_byte_lm"
 """A Qwen 3 with sub-norms, which `arb export --to hf` writes with code of ours."""
 SILENT = {
-    "_attn_implementation_autoset", "_from_model_config", "_name_or_path", "arb.origin", "arb.step",
-    "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id",
-    "initializer_range", "is_llama_config", "max_window_layers", "pad_token_id", "pretraining_tp",
-    "torch_dtype", "transformers.js_config", "transformers_version", "unsloth_fixed", "use_cache",
+    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_flash_attn_2_enabled",
+    "_from_model_config", "_name_or_path", "arb.origin", "arb.step", "architectures",
+    "attention_dropout", "attn_implementation", "attn_implementation_internal", "bos_token_id",
+    "do_sample", "dtype", "eos_token_id", "initializer_range", "is_llama_config",
+    "max_sequence_length", "max_window_layers", "neftune_noise_alpha", "output_attentions",
+    "output_hidden_states", "pad_token_id", "pretraining_tp", "return_dict",
+    "return_dict_in_generate", "temperature", "tokenizer_class", "top_k", "top_p", "torch_dtype",
+    "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version",
+    "use_cache",
 }  # fmt: skip
 """Fields that decide nothing about what a trained model computes."""
 ONLY: dict[str, Any] = {
-    "hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 1.0,
+    "hidden_act": "silu", "is_decoder": False, "is_encoder_decoder": False, "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
     "rope_interleaved": False, "use_mrope": False,
 }  # fmt: skip
 """Fields that have this value, if they are there."""

@@ -43,16 +43,17 @@ def moment_max(nibble: bool) -> int:
 
 def _blend_moment_torch(
     moment: Tensor, values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None,
-    key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: int, shift: int, nibble: bool,
+    key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: Tensor, shift: Tensor,
+    nibble: bool,
 ) -> None:  # fmt: skip
     if not ok:
         return
-    largest = moment_max(nibble)
+    largest, factor, bits = moment_max(nibble), int(gain), int(shift)
     columns = torch.arange(moment.shape[1], dtype=torch.int32, device=moment.device)
     for rows in row_chunks(moment):
         state = moment[rows]
         new = fixed_point_torch(values, row_gain, column_gain, rows, DIRECTION_LIMIT)
-        new.mul_(gain).bitwise_right_shift_(shift)
+        new.mul_(factor).bitwise_right_shift_(bits)
         new += random_halves(key, rows, columns)
         new.add_(state >> 4 if nibble else state, alpha=decay)
         new.bitwise_right_shift_(16).clamp_(-largest, largest)
@@ -65,7 +66,8 @@ def _blend_moment_torch(
 
 def _blend_moment_native(
     moment: Tensor, values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None,
-    key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: int, shift: int, nibble: bool,
+    key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: Tensor, shift: Tensor,
+    nibble: bool,
 ) -> None:  # fmt: skip
     direction = values, row_gain, column_gain
     if not native.in_rows(moment):
@@ -73,14 +75,15 @@ def _blend_moment_native(
     elif ok:
         squares += native.call(
             "blend_moment", *native_arguments(*direction), moment, moment.stride(0), int(key),
-            decay, gain, shift, nibble, len(moment), native.threads_for(moment.numel()),
+            decay, int(gain), int(shift), nibble, len(moment),
+            native.threads_for(moment.numel()),
         )  # fmt: skip
 
 
 @triton.jit
 def _blend_moment_kernel(
-    moment_ptr, values_ptr, row_gain_ptr, column_gain_ptr, key_ptr, ok_ptr, squares_ptr,
-    N, K, decay, gain, shift,
+    moment_ptr, values_ptr, row_gain_ptr, column_gain_ptr, key_ptr, gain_ptr, shift_ptr,
+    ok_ptr, squares_ptr, N, K, decay,
     stride_mn, stride_mk, stride_vn, stride_vk, stride_rn,
     LIMIT: tl.constexpr, LARGEST: tl.constexpr, NIBBLE: tl.constexpr,
     HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr, PAIRS: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -88,7 +91,7 @@ def _blend_moment_kernel(
     """Update `PAIRS` pairs of rows, 2 i and 2 i + 1, in `BLOCK_K` columns."""
     if tl.load(ok_ptr) == 0:
         return
-    key = tl.load(key_ptr)
+    key, gain, shift = tl.load(key_ptr), tl.load(gain_ptr), tl.load(shift_ptr)
     tiles_k = tl.cdiv(K, BLOCK_K)
     first, tile_k = tl.program_id(0).to(tl.int64) // tiles_k * PAIRS, tl.program_id(0) % tiles_k
     first += tl.arange(0, 1)  # [1], which is broadcast
@@ -125,7 +128,8 @@ def _blend_moment_kernel(
 
 def _blend_moment_triton(
     moment: Tensor, values: Tensor, row_gain: Tensor | None, column_gain: Tensor | None,
-    key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: int, shift: int, nibble: bool,
+    key: Tensor, ok: Tensor, squares: Tensor, decay: int, gain: Tensor, shift: Tensor,
+    nibble: bool,
 ) -> None:  # fmt: skip
     rows, columns = moment.shape
     if moment.numel():
@@ -134,8 +138,8 @@ def _blend_moment_triton(
         grid = (triton.cdiv(rows, 2 * PAIRS) * triton.cdiv(columns, width),)
         _blend_moment_kernel[grid](
             moment, values, row_gain if has_rows else values,
-            column_gain if has_columns else values, key, ok, squares,
-            rows, columns, decay, gain, shift,
+            column_gain if has_columns else values, key, gain, shift, ok, squares,
+            rows, columns, decay,
             *moment.stride(), *values.stride(), 0 if row_gain is None else row_gain.stride(0),
             LIMIT=DIRECTION_LIMIT, LARGEST=moment_max(nibble), NIBBLE=nibble,
             HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, PAIRS=PAIRS, BLOCK_K=width,
@@ -148,11 +152,11 @@ blend_moment = Operation(
     "blend_moment", _blend_moment_triton, _blend_moment_torch,
     {
         "moment": Array("N, K", INT8), **DIRECTION, "key": Array("", INT32), "ok": OK,
-        "squares": Array("", INT64), "decay": Number(), "gain": Number(),
-        "shift": Number(), "nibble": Number(),
+        "squares": Array("", INT64), "decay": Number(), "gain": Array("", INT32),
+        "shift": Array("", INT32), "nibble": Number(),
     },
     native=_blend_moment_native,
-    where=(GAINS_BELONG, f"0 <= decay <= {1 << 16}", f"0 <= gain < {1 << 10}"),
+    where=(GAINS_BELONG, f"0 <= decay <= {1 << 16}"),  # in int32
 )  # fmt: skip
 """Blend a direction into the moment, in place.
 
@@ -166,7 +170,7 @@ Args:
     ok: int32 scalar tensor; if 0, nothing changes.
     squares: int64 scalar tensor; the sum of the new m squared over the matrix is added to it.
     decay: multiplier of m in units of 2**-16, 0..65536.
-    gain: multiplier of u, 0..1023.
-    shift: the product with `gain` is shifted right by it.
+    gain: int32 scalar tensor, multiplier of u, 0..1023.
+    shift: int32 scalar tensor; the product with `gain` is shifted right by it.
     nibble: whether m is the high half of a byte.
 """

@@ -69,8 +69,16 @@ class StepControl:
     """Factor of a direction, int32 gain and shift, when z steps after each gradient."""
     whole_gain: tuple[Tensor, Tensor]
     """Factor of a direction, int32 gain and shift, when z steps once for all gradients."""
+    blend_gain: tuple[Tensor, Tensor]
+    """Factor of a direction in the moment, int32 gain and shift, by its share of the step."""
+    alone_gain: tuple[Tensor, Tensor]
+    """Factor of a direction in the moment, int32 gain and shift, if the moment decays before each
+    gradient."""
     step_size: Tensor
     """Factor of the moment, int64 in units of 2**-32 of z."""
+    share_size: Tensor
+    """Factor of the moment by the share of the gradient, int64 in units of 2**-32 of z, when z
+    steps after each gradient."""
     limit: Tensor
     """Maximum step of z, int32 in units of 2**-16."""
     flips: Tensor
@@ -83,8 +91,6 @@ class StepControl:
     """Whether this is the first gradient of the step, before which the moment decays."""
     last: bool
     """Whether this is the last gradient of the step, after which the weights step."""
-    accumulation: int
-    """Number of gradients in a step."""
 
     @property
     def alone(self) -> bool:
@@ -124,6 +130,11 @@ class Rule(ABC):
     """Whether the random bits of trits are offset from step to step instead of drawn anew."""
     steps_by_signs: bool = False
     """Whether slopes of scales are computed from the signs of the gradient."""
+
+    @property
+    def blend_units(self) -> float:
+        """Factor of a direction of unit RMS in the moment, in its units; 0 without a moment."""
+        return 0.0
 
     @property
     def reads_signs(self) -> bool:
@@ -234,7 +245,12 @@ def fixed_point_gains(factors: np.ndarray, bits: int = 12) -> tuple[np.ndarray, 
     return np.where(shifts <= 31, gains, 0), np.minimum(shifts, 31)
 
 
-def fixed_point_gain(factor: float, bits: int = 12) -> tuple[int, int]:
-    """Return gain and shift of a single factor: see `fixed_point_gains`."""
-    gains, shifts = fixed_point_gains(np.array(factor), bits)
-    return int(gains), int(shifts)
+def blend_gains(factors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return gains below 1024 and shifts of factors of a direction in the moment.
+
+    Raises:
+        ValueError: a factor is too large.
+    """
+    gains, shifts = fixed_point_gains(factors, bits=10)
+    full = gains == 1024  # a mantissa just below 1, rounded up
+    return np.where(full, 512, gains), shifts - full

@@ -20,7 +20,6 @@ from arbcli.model.rules.base import (
     Rule,
     State,
     StepControl,
-    fixed_point_gain,
 )
 
 DECAY = 0.9
@@ -36,6 +35,11 @@ class Moment(Rule):
 
     name, averages_gradients = "moment", True
     radix, remainder_max, moment_range = 64, 127, 0.5
+
+    @property
+    def blend_units(self) -> float:
+        """Factor of a direction of unit RMS in the moment, in units of int8 or of a nibble."""
+        return (1 - DECAY) * (moment_max(self.share_a_byte) / self.moment_range)
 
     def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:
         """Declare remainder and moment."""
@@ -59,8 +63,8 @@ class Moment(Rule):
         step_size, squares = control.step_size, control.squares
         if control.share is not None:
             squares = (squares / control.share).to(torch.int64)
-        if control.alone and control.accumulation > 1:
-            step_size = step_size // control.accumulation
+        if control.alone:
+            step_size = control.share_size
         step_by_moment(
             state["trits"], state["remainder"], None if self.share_a_byte else state["moment"],
             control.keys[TRIT], control.turn, step_size, squares, control.limit, gradient.gains.ok,
@@ -74,7 +78,7 @@ class Moment(Rule):
         decay = round(DECAY * UNIT) if control.first else UNIT
         blend_moment(
             moment, *gradient.ingredients, control.keys[MOMENT], gradient.gains.ok, control.squares,
-            decay, *self._blend_gain(1 if control.alone else control.accumulation),
+            decay, *(control.alone_gain if control.alone else control.blend_gain),
             self.share_a_byte,
         )  # fmt: skip
 
@@ -87,12 +91,6 @@ class Moment(Rule):
             state["trits"], state["remainder"], *direction, control.keys[TRIT], *gain,
             control.limit, ok, control.flips, self.radix, self.remainder_max,
         )  # fmt: skip
-
-    def _blend_gain(self, accumulation: int) -> tuple[int, int]:
-        """Return the fixed-point factor of a direction in the average."""
-        units = moment_max(self.share_a_byte) / self.moment_range  # int8 units of one rms
-        gain, shift = fixed_point_gain((1 - DECAY) * units / accumulation, bits=10)
-        return (gain, shift) if gain < 1024 else (gain >> 1, shift - 1)
 
 
 class MomentOfAllDigits(Moment):

@@ -6,7 +6,7 @@ integer sums do not depend on the order, results do not depend on the number of 
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -98,6 +98,8 @@ class SharedUpdater:
 
     averages = True
     """The scale of gradients does not matter: see `Updater.averages`."""
+    normalises = False
+    """Factors of a loss weigh its micro-batch: gradients are summed before they are normalised."""
     counts_rows = True
     """The updater counts the uses of rows, once all processes have sent the touched ones."""
 
@@ -210,13 +212,16 @@ class SharedUpdater:
 
     # a step
 
-    def set_step(self, step: int, lr: float, accumulation: int = 1) -> None:
+    def set_step(
+        self, step: int, lr: float, accumulation: int = 1, counts: Sequence[int] | None = None
+    ) -> None:
         """Write the parameters of a step to the device.
 
         Args:
             step: number of the step, from 0.
             lr: learning rate.
             accumulation: not used, as all micro-batches are summed first.
+            counts: not used, as factors of losses weigh micro-batches.
 
         Raises:
             ValueError: the learning rate exceeds the maximum.
@@ -232,7 +237,13 @@ class SharedUpdater:
         self.updates.begin_step(own, 1)
         self._ticks, self._fall = numbers.view(torch.int32), fall.view(torch.int8)[:1]
 
-    def step_parameters(self, steps: range, rates: list[float], accumulation: int) -> Tensor:
+    def step_parameters(
+        self,
+        steps: range,
+        rates: list[float],
+        accumulation: int,
+        counts: Sequence[int] | None = None,
+    ) -> Tensor:
         """Return the parameters of consecutive steps: see `Updater.step_parameters`.
 
         Raises:

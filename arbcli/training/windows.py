@@ -1,0 +1,89 @@
+"""Windows of a training text as runs of text, which are learnt or only read."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from arbcli.base.errors import ArbError
+from arbcli.config.training import TrainConfig
+from arbcli.data.text import Texts, batch
+from arbcli.data.tokens import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive symbols of a document that are all learnt, or all only read."""
+
+    text: str
+    """Text of the symbols; incomplete UTF-8 becomes U+FFFD."""
+    symbols: int
+    learnt: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A window of a training text."""
+
+    documents: tuple[tuple[Run, ...], ...]
+
+    @property
+    def learnt(self) -> int:
+        """Number of symbols that are learnt."""
+        return sum(run.symbols for runs in self.documents for run in runs if run.learnt)
+
+
+def first_windows(config: TrainConfig, texts: Texts, number: int) -> Iterator[Window]:
+    """Yield the first windows that a run would read, in its order.
+
+    Args:
+        config: configuration of the run.
+        texts: its texts.
+        number: number of windows.
+
+    Raises:
+        ArbError: the objective hides symbols or moves holes.
+    """
+    if config.model.fills:
+        raise ArbError(
+            "windows of `--objective next` can be shown, and this model fills holes",
+            hint="leave `--show-windows` out",
+        )
+    context = config.model.ctx
+    sizes = {"seed": config.seed, "batch_size": config.batch, "context": context}
+    for place in range(-(-number // config.batch)):
+        step, micro = divmod(place, config.accum)
+        drawn = batch(texts.train, **sizes, step=step, micro=micro, device="cpu")
+        rows = [part.tolist() for part in drawn]
+        for row in itertools.islice(zip(*rows, strict=True), number - place * config.batch):
+            yield _window(*row, tokenizer=texts.tokenizer)
+
+
+def _window(
+    ids: list[int],
+    targets: list[int],
+    documents: list[int] | None = None,
+    *,
+    tokenizer: Tokenizer | None,
+) -> Window:
+    """Divide a window into its documents, without padding, and these into runs."""
+    found = []
+    places = range(len(ids))
+    for _, group in itertools.groupby(places, lambda at: documents[at] if documents else 0):
+        here = list(group)
+        symbols = [ids[at] for at in here] + [targets[here[-1]]]
+        learnt = [False] + [targets[at] >= 0 for at in here]
+        if documents and not any(learnt):  # padding
+            continue
+        kept = len(symbols) if symbols[-1] >= 0 else -1
+        found.append(tuple(_runs(symbols[:kept], learnt[:kept], tokenizer)))
+    return Window(tuple(found))
+
+
+def _runs(
+    symbols: Sequence[int], learnt: Sequence[bool], tokenizer: Tokenizer | None
+) -> Iterator[Run]:
+    pairs = zip(symbols, learnt, strict=True)
+    for is_learnt, group in itertools.groupby(pairs, lambda pair: pair[1]):
+        run = [symbol for symbol, _ in group]
+        text = bytes(run).decode(errors="replace") if tokenizer is None else tokenizer.decode(run)
+        yield Run(text, len(run), is_learnt)

@@ -1,0 +1,179 @@
+"""Losses and gradients are means over learnt symbols, of micro-batches, batches and processes."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from arbcli.data.text import EVAL_SEED, Text, Texts, batch_starts
+from arbcli.training.configure import new_config
+from arbcli.training.step import TrainingStep
+from arbcli.training.trainer import Trainer
+
+SIZES = {"preset": "tiny", "dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 60}
+COUNTS = 3, 57
+
+
+class Windows(Text):
+    """Windows of one document each, of which the first symbols or all others are learnt."""
+
+    packs = True
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.ids = torch.randint(256, (2, 61), generator=torch.Generator().manual_seed(1))
+
+    def windows(self, _length: int) -> int:
+        return 2
+
+    def learnt_symbols(self, starts, _context: int) -> int:
+        return sum(COUNTS[start] for start in starts)
+
+    def window_bytes(self, starts, _context: int) -> int:
+        return sum(10 + start for start in starts)
+
+    def packed_batch(self, starts):
+        ids, targets = self.ids[[*starts], :-1], self.ids[[*starts], 1:].clone()
+        for row, start in enumerate(starts):
+            targets[row, COUNTS[start] :] = -1
+        return ids, targets, torch.zeros_like(ids)
+
+
+def trainer_of(texts: Windows, **options) -> Trainer:
+    config = new_config(
+        **SIZES, batch=1, steps=9, device="cpu", backend="torch", compute="fp32", **options
+    )
+    return Trainer(config, Texts(texts, texts, "windows"))
+
+
+def step_with_both_windows(trainer: Trainer) -> int:
+    text, config = trainer.texts.train, trainer.config
+    for step in range(20):
+        starts = [batch_starts(text, config.seed, step, micro, 1, 60)[0] for micro in range(2)]
+        if starts == [0, 1]:
+            return step
+    raise AssertionError("no step has both windows")
+
+
+def exact(trainer: Trainer) -> tuple[float, dict[int, torch.Tensor]]:
+    """Compute the loss of both windows together, and its gradients of dense tensors."""
+    gradients = {}
+
+    def note(tensor, grad, where=None):
+        if where is None:
+            gradients[id(tensor)] = grad.clone()
+
+    tensors = trainer.model.packed_tensors().values()
+    sinks = {tensor: tensor.sink for tensor in tensors if hasattr(tensor, "sink")}
+    for tensor in sinks:
+        tensor.sink = note
+    loss = trainer.model.loss(*trainer.texts.train.packed_batch([0, 1]))
+    loss.backward()
+    trainer.model.forget_uses()
+    for tensor, sink in sinks.items():
+        tensor.sink = sink
+    return float(loss.detach()), gradients
+
+
+def test_gradients_between_processes_weigh_by_learnt_symbols():
+    """The sum that a tensor steps by is the gradient of the mean over all symbols."""
+    texts = Windows()
+    trainer = trainer_of(texts, accum=2, wire="int16")
+    trainer.step = step_with_both_windows(trainer)
+    loss, wanted = exact(trainer)
+    sums, updates = {}, trainer.shared.updates
+
+    class Noting:
+        def __getattr__(self, name):
+            return getattr(updates, name)
+
+        def __call__(self, tensor, grad, where=None):
+            if where is None:
+                sums[id(tensor)] = grad.float().clone()
+
+    trainer.shared.updates = Noting()
+    assert float(trainer.train_step()) == pytest.approx(loss, rel=1e-5)
+    assert sums.keys() & wanted.keys()
+    for key in sums.keys() & wanted.keys():
+        similarity = torch.cosine_similarity(sums[key].flatten(), wanted[key].flatten(), dim=0)
+        assert similarity > 0.999
+
+
+def test_gradients_of_a_baseline_weigh_by_learnt_symbols():
+    trainer = trainer_of(Windows(), accum=2, weights="float")
+    trainer.step = step_with_both_windows(trainer)
+    loss = trainer.model.loss(*trainer.texts.train.packed_batch([0, 1]))
+    names, parameters = zip(*trainer.model.named_parameters(), strict=True)
+    wanted = torch.autograd.grad(loss, parameters)
+    trainer.optimizer.finish = lambda: None
+    assert float(trainer.train_step()) == pytest.approx(float(loss.detach()), rel=1e-5)
+    for name, parameter, grad in zip(names, parameters, wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-3, atol=1e-7, msg=name)
+
+
+def test_gradients_of_packed_weights_weigh_by_learnt_symbols(monkeypatch):
+    """They are normalised, so that the weights are factors of the moment and of steps."""
+    trainer = trainer_of(Windows(), accum=2)
+    trainer.step = step_with_both_windows(trainer)
+    loss, _ = exact(trainer)
+    set_step = mock.Mock(wraps=trainer.updater.set_step)
+    monkeypatch.setattr(trainer.updater, "set_step", set_step)
+    # scales have moved when the second micro-batch is read; the mean of means is 0.4 lower
+    assert float(trainer.train_step()) == pytest.approx(loss, abs=2e-3)
+    assert set_step.call_args.args[2:] == (2, [*COUNTS])
+
+
+@pytest.mark.parametrize("given", [{}, {"objective": "masked"}], ids=str)
+def test_steps_with_equal_counts_have_no_weights(given, tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(256)) * 3)
+    trainer = trainer_of(Text([path]), accum=2, **given)
+    trainer.train_step()
+    assert trainer._compute.weights is None
+
+
+def test_counts_of_holes_are_those_of_the_targets(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(256)) * 3)
+    trainer = trainer_of(Text([path]), accum=3, objective="fill")
+    for trainer.step in range(4):
+        counts = [int((trainer.fetch(micro, "cpu")[1] >= 0).sum()) for micro in range(3)]
+        assert trainer._learnt_symbols() == counts
+        assert len({*counts}) == 2
+
+
+@torch.no_grad()
+def test_held_out_loss_is_the_mean_over_learnt_symbols():
+    trainer = trainer_of(Windows())
+    text = trainer.texts.val
+    total, count = 0.0, 0
+    for step in range(5):
+        (start,) = batch_starts(text, EVAL_SEED, step, 0, 1, 60)
+        total += float(trainer.model.loss(*text.packed_batch([start]))) * COUNTS[start]
+        count += COUNTS[start]
+    assert count % sum(COUNTS)  # both windows are drawn, not equally often
+    assert trainer.evaluate(num_batches=5) == pytest.approx(total / count, rel=1e-5)
+
+
+def test_bytes_of_steps_are_those_of_the_drawn_windows():
+    trainer = trainer_of(Windows(), accum=2)
+    drawn = [
+        batch_starts(trainer.texts.train, trainer.config.seed, step, micro, 1, 60)[0]
+        for step in range(2, 7)
+        for micro in range(2)
+    ]
+    assert trainer.bytes_of_steps(range(2, 7)) == sum(10 + start for start in drawn)
+
+
+def test_step_divides_losses_by_all_learnt_symbols():
+    """Weights that the step reads: reported terms, and gradients of other updates than packed."""
+    weight = torch.ones((), requires_grad=True)
+    model = mock.Mock(losses=lambda ids, _: {"text": weight * ids})
+    updates = mock.Mock(averages=False, normalises=False)
+    step = TrainingStep(model, updates, 2, SimpleNamespace(size=1))
+    step.weights = torch.tensor(COUNTS) * 2 / sum(COUNTS)
+    parts = step([(torch.tensor(x), None) for x in (4.0, 8.0)])
+    mean = (3 * 4 + 57 * 8) / 60
+    assert float(parts["text"]) == pytest.approx(mean)
+    assert float(weight.grad) == pytest.approx(mean)
