@@ -156,7 +156,7 @@ def read_assignments(texts: Iterable[str]) -> tuple[dict[str, Any], dict[str, An
             value = tomllib.loads(f"value = {word}")["value"]
         except tomllib.TOMLDecodeError:
             value = word.strip()
-        name = field_of(path.replace("-", "_"))
+        name = field_of("_".join(path.split("-")))
         known = name in TOP or name in ARGUMENTS
         if (name if known else path) in (settings if known else fields):
             raise ArbError(f"`{shown(path)}` is set twice", hint="set it once")
