@@ -63,6 +63,7 @@ KEYS = {
     "step_kernels": ("model",),
     "step_budget": ("model",),
     "commands": ("command", "again"),
+    "shakespeare": ("kind", "seed"),
     "stage_rates": ("model", "stage", "factor", "seed", "steps", "lr"),
 }
 """Fields that name a row, by file."""

@@ -77,7 +77,7 @@ def measure(kind: str, shape: str, steps: int, text: dict, seed: int) -> dict:
     plain = mock.patch.multiple(
         training,
         compile_twin=lambda model: None,
-        FloatOptimizer=lambda model, name, compiled: FloatOptimizer(model, name),
+        FloatOptimizer=lambda model, name, decay, compiled: FloatOptimizer(model, name, decay),
     )
     with plain, nullcontext() if "weights" in KINDS[kind] else deterministic():
         trainer = training.Trainer(config, texts, capture=True)

@@ -121,6 +121,7 @@ def test_no_step_outside_a_graph_sets_a_condition(monkeypatch):
     [
         {"accum": 2, "digits": "fade", "fade_from": 0.4}, {"wire": "int12"},
         {"accum": 2, "objective": "fill"}, {"accum": 3, "objective": "fill", "wire": "int12"},
+        {"accum": 2, "dropout": 0.25},
     ],
     ids=str,
 )  # fmt: skip

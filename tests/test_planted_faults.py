@@ -384,6 +384,8 @@ FAULTS = [
         rewrite("(a - b + 8 & 15) - 8", "a - b & 15")),
     kernel("saturation", "scales wrap around", "step_scales",
         rewrite("tl.minimum(tl.maximum(v - (s >> 16), a), b)", "v - (s >> 16)")),
+    kernel("missing term", "kept elements not divided by their share", "dropout",
+        rewrite("tl.where(k, x * FACTOR, 0.0)", "tl.where(k, x, 0.0)")),
     kernel("saturation", "direction does not saturate", "step_by_direction",
         rewrite("tl.minimum(tl.maximum(u, -LIMIT), LIMIT)", "u")),
     kernel(

@@ -148,21 +148,21 @@ def read_assignments(texts: Iterable[str]) -> tuple[dict[str, Any], dict[str, An
     settings: dict[str, Any] = {}
     fields: dict[str, Any] = {}
     for text in texts:
-        path, equals, word = text.partition("=")
-        path = path.strip().removeprefix("model.")
-        if not path or not equals:
+        spelling, equals, word = text.partition("=")
+        spelling = spelling.strip().removeprefix("model.")
+        if not spelling or not equals:
             raise ArbError(f"`{shown(text)}` sets nothing", hint="write it as FIELD=VALUE")
         try:
             value = tomllib.loads(f"value = {word}")["value"]
         except tomllib.TOMLDecodeError:
             value = word.strip()
-        name = field_of("_".join(path.split("-")))
+        name = field_of(spelling.replace("-", "_"))
         known = name in TOP or name in ARGUMENTS
-        if (name if known else path) in (settings if known else fields):
-            raise ArbError(f"`{shown(path)}` is set twice", hint="set it once")
+        if (name if known else spelling) in (settings if known else fields):
+            raise ArbError(f"`{shown(spelling)}` is set twice", hint="set it once")
         if known:
             kind = TOP[name] if name in TOP else plain_type(ARGUMENTS[name].annotation)
             settings[name] = as_type(value, kind, f"`{name}`")
         else:
-            fields[path] = value
+            fields[spelling] = value
     return settings, fields

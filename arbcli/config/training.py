@@ -52,6 +52,10 @@ MOST_PARTS = {"int8": 2**20, "int12": 2**16, "int16": 2**12}
 """Maximum number of micro-batches per step whose sum cannot overflow, by `wire`."""
 OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
 """Choices of `optimizer` by the kind of weights."""
+FLOAT_WEIGHT_DECAY = 0.1
+"""Default `weight_decay` of float baselines."""
+LARGEST_DECAY = 8
+"""Maximum product of `weight_decay` and `lr`; `fade` doubles the rate of digits."""
 FLOAT_LR = {
     ("float", "adamw"): 1e-3,
     ("float", "muon"): 3e-3,
@@ -217,6 +221,27 @@ class TrainConfig:
             decisive=True,
         ),
     ] = None
+    dropout: Annotated[
+        float,
+        Setting(
+            "Probability with which each output of a mixer or an MLP is dropped in training, for"
+            " texts that are read several times.",
+            OPTIMISATION,
+            least=0,
+            metavar="P",
+            decisive=True,
+        ),
+    ] = 0.0
+    weight_decay: Annotated[
+        float | None,
+        Setting(
+            "Share by which weights shrink in a step, relative to the learning rate: as AdamW's.",
+            OPTIMISATION,
+            least=0,
+            default="0; 0.1 for the baselines float and ste",
+            decisive=True,
+        ),
+    ] = None
     seed: Annotated[
         int,
         Setting(
@@ -263,6 +288,17 @@ class TrainConfig:
         bool,
         Setting("Also keep the checkpoint of the lowest held-out loss.", RUN, negatable=False),
     ] = False
+    patience: Annotated[
+        int | None,
+        Setting(
+            "Stop after so many evaluations without a lower held-out loss, and keep the checkpoint"
+            " of the lowest.",
+            RUN,
+            least=1,
+            most=MOST,
+            default="all steps are done",
+        ),
+    ] = None
     optimizer: Annotated[
         str,
         Setting(
@@ -393,18 +429,20 @@ class TrainConfig:
                 hint="leave `keep_best=True` out",
                 fields=("keep_best",),
             )
-        if self.keep_best and self.eval_interval == 0:
-            raise ArbError(
-                "a run that is never evaluated has no best checkpoint",
-                hint="leave `keep_best=True` out, or use `eval_every` of 1 or more",
-                fields=("keep_best", "eval_every"),
-            )
-        if self.model.digits == "fade" and self.keep_best:
-            raise ArbError(
-                "the best checkpoint would be from before the weights are ternary",
-                hint="leave `keep_best=True` out, or use `digits=all` or `digits=trit`",
-                fields=("keep_best", "digits"),
-            )
+        for name, chosen in (("keep_best=True", self.keep_best), ("patience", self.patience)):
+            field = name.partition("=")[0]
+            if chosen and self.eval_interval == 0:
+                raise ArbError(
+                    "a run that is never evaluated has no best checkpoint",
+                    hint=f"leave `{name}` out, or use `eval_every` of 1 or more",
+                    fields=(field, "eval_every"),
+                )
+            if chosen and self.model.digits == "fade":
+                raise ArbError(
+                    "the best checkpoint would be from before the weights are ternary",
+                    hint=f"leave `{name}` out, or use `digits=all` or `digits=trit`",
+                    fields=(field, "digits"),
+                )
         if self.model.digits in FADED:
             raise ArbError(
                 "the checkpoint is from the middle of a run that anneals its weights",
@@ -435,6 +473,22 @@ class TrainConfig:
                 hint="use `fade_from` of 0 or more, and a larger `fade_to` of at most 1",
                 fields=("fade_from", "fade_to"),
             )
+        if self.decay * self.lr > LARGEST_DECAY:
+            raise ArbError(
+                f"`weight_decay` is {self.decay:g}, and `lr` is {self.lr:g}",
+                hint=f"use numbers whose product is at most {LARGEST_DECAY}",
+                fields=("weight_decay", "lr"),
+            )
+        if self.decay and "votes" in self.model.rules:
+            raise ArbError(
+                "weights of the rule `votes` have no remainder that could decay",
+                hint="leave `weight_decay` out, or use another `rule`",
+                fields=("weight_decay", "rule"),
+            )
+        if self.dropout >= 1:
+            raise ArbError(
+                f"`dropout` is {self.dropout:g}", hint="use a number below 1", fields=("dropout",)
+            )
         if self.final_lr is not None and not 0 <= self.final_lr <= self.lr:
             raise ArbError(
                 f"`final_lr` is {self.final_lr}",
@@ -447,6 +501,18 @@ class TrainConfig:
                 hint="leave `final_lr` out, or choose another `schedule`",
                 fields=("final_lr", "schedule"),
             )
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint of the lowest held-out loss is kept; baselines have none."""
+        return self.keep_best or (self.patience is not None and self.model.weights == "ternary")
+
+    @property
+    def decay(self) -> float:
+        """Weight decay, with the default of the kind of weights."""
+        if self.weight_decay is not None:
+            return self.weight_decay
+        return 0.0 if self.model.weights == "ternary" else FLOAT_WEIGHT_DECAY
 
     def _check_pack(self) -> None:
         """Check that gates can be packed."""

@@ -69,6 +69,19 @@ class Documents(NamedTuple):
         return self.seen.triu(1 - window)
 
 
+class Dropout(NamedTuple):
+    """Dropout of the outputs of branches, which are mixers and channel mixers, in training."""
+
+    keys: Tensor
+    """(branches,) int32, key of the mask of each branch."""
+    rate: float
+    """Probability that an element is dropped."""
+
+    def of(self, first: int, branches: int) -> "Dropout":
+        """Select consecutive branches."""
+        return Dropout(self.keys[first : first + branches], self.rate)
+
+
 class Reading(NamedTuple):
     """Additional inputs of parts, indexed by the positions of the present stage."""
 
@@ -79,6 +92,8 @@ class Reading(NamedTuple):
     """(B, T) int64, keys of the n-grams that end at each position; None if no part reads them."""
     documents: Documents | None = None
     """Attention mask of packed documents; None if a window is one text."""
+    dropout: Dropout | None = None
+    """Dropout of the branches of the model, or of a block; None outside of training."""
 
     @classmethod
     def of_text(cls, text: Tensor, length: int) -> "Reading":
@@ -107,7 +122,7 @@ class Reading(NamedTuple):
         index = first.clamp(min=0)
         grams = None if self.grams is None else self.grams.gather(1, index)
         places = index if self.places is None else self.places.gather(1, index)
-        return Reading(places.masked_fill(first < 0, -1), grams)
+        return Reading(places.masked_fill(first < 0, -1), grams, dropout=self.dropout)
 
 
 def project(

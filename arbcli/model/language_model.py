@@ -19,7 +19,7 @@ from arbcli.config.model import ModelConfig
 from arbcli.families import BETWEEN, OBJECTIVES
 from arbcli.model.cache import BatchCache, Cache
 from arbcli.model.decoding import forward_with_cache
-from arbcli.model.flow import Documents, Flow, Reading
+from arbcli.model.flow import Documents, Dropout, Flow, Reading
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
 from arbcli.model.layers.linear import TernaryLinear, decode_in_groups
 from arbcli.model.layers.loss import divergence
@@ -89,6 +89,11 @@ class LanguageModel(PackedModel):
         else:
             self.head = symbol_head(config, self.embedding)
         self.ahead = build_part(config.ahead, outermost) if config.ahead else None
+        self.num_branches = 0
+        """Number of mixers and channel mixers of all blocks."""
+        for stack in self._forward_stacks():
+            stack.first_branch = self.num_branches
+            self.num_branches += stack.num_branches
         if memories is None:
             decodes_whole = isinstance(self.head, TernaryLinear) and not self.scores_in_chunks
             follows = decodes_whole and not self.ahead and not config.outer
@@ -137,6 +142,7 @@ class LanguageModel(PackedModel):
         documents: Tensor | None = None,
         *,
         teacher: "LanguageModel | None" = None,
+        dropout: Dropout | None = None,
     ) -> dict[str, Tensor]:
         """Compute the terms of the training loss, which is their sum weighted by `loss_weights`.
 
@@ -148,6 +154,8 @@ class LanguageModel(PackedModel):
             documents: (B, T) int64, number of each position's document in its window; attention
                 stays within a document. None if each window is one text.
             teacher: a model with the same vocabulary, for knowledge distillation.
+            dropout: dropout of the `num_branches` branches of this model, numbered in the order of
+                a forward; None drops nothing. A row of a mask is a position of the flattened batch.
 
         Returns:
             Float32 scalars by name:
@@ -156,7 +164,7 @@ class LanguageModel(PackedModel):
             heads;
             `teacher`, the mean divergence from the teacher's predictions in nats per symbol.
         """
-        flow = self._hidden(ids, documents)
+        flow = self._hidden(ids, documents, dropout)
         if self.config.composite:
             before_head = self._before_head(flow)
             losses = self.head.next_losses(before_head, self.norm, targets, self.cross_entropy)
@@ -256,12 +264,16 @@ class LanguageModel(PackedModel):
         """Return the inputs of the last T symbols other than the stream, from (B, history + T)."""
         return Reading.of_text(text, length) if self.config.reads_text else Reading()
 
-    def _hidden(self, ids: Tensor, documents: Tensor | None = None) -> Flow:
+    def _hidden(
+        self, ids: Tensor, documents: Tensor | None = None, dropout: Dropout | None = None
+    ) -> Flow:
         """Compute the stream before the head."""
         length = ids.shape[1]
         x, reading = self.embed(ids, length), self.reading(ids, length)
         if documents is not None:
             reading = reading._replace(documents=Documents.of(documents))
+        if dropout is not None:
+            reading = reading._replace(dropout=dropout)
         return self._run_stages(0, x, ids, reading)
 
     def _run_stages(self, index: int, x: Tensor, ids: Tensor, reading: Reading) -> Flow:
@@ -305,6 +317,11 @@ class LanguageModel(PackedModel):
         if flow.added is None:
             return self.head(flow.x, self.norm)
         return self.head(flow.x, self.norm, flow.added)[0]
+
+    def _forward_stacks(self) -> list[Stack]:
+        """Return the stacks of blocks in the order of a forward."""
+        before = [stage.encoder for stage in self.stages]
+        return [*before, self.blocks, *[stage.decoder for stage in reversed(self.stages)]]
 
     def stacks(self) -> list[Stack]:
         """Return the stacks of blocks, outermost first."""

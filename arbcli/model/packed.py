@@ -98,6 +98,8 @@ class TernaryTensor(StateModule):
         super().__init__(area)
         self.out_features, self.in_features = out_features, in_features
         self.lr_factor = lr_factor * site.lr_factor
+        self.decays = True
+        """Whether weight decay shrinks the weights."""
         self.std, self.spread, self.frozen, self.matrices = std, spread, frozen, matrices
         self.updates = 0
         """Number of steps launched by Python; steps in CUDA graphs are not counted."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from arbcli.config.model import BlockConfig, Blocks, StageConfig
 from arbcli.config.site import Site
 from arbcli.families import RESIDUAL
 from arbcli.model.flow import Flow, Losses, Reading, each_text, merge, rows_of
+from arbcli.model.layers.dropout import dropout
 from arbcli.model.layers.kinds import stream_norm
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.norm import NORM_EPS
@@ -28,7 +30,8 @@ recomputed = partial(
     checkpoint, use_reentrant=False, preserve_rng_state=False, determinism_check="none",
     context_fn=recompute_contexts,
 )  # fmt: skip
-"""Activation checkpointing of a block, which has no dropout and a fixed shape."""
+"""Activation checkpointing of a block, whose random masks depend on keys, not on a generator, and
+whose shape is fixed."""
 
 
 class Branch(NamedTuple):
@@ -83,25 +86,29 @@ class Block(nn.Module):
         Args:
             x: the stream, (B, T, D), or (B, T, n, D).
             added: pending addition to the stream.
-            reading: additional inputs.
+            reading: additional inputs, with the dropout of this block alone.
             state: decoding state, to which the positions are added; B is 1.
             add_residual: whether to add the output of the last part; else it stays pending, and is
                 fused into the next norm.
         """
         losses: list[Losses] = []
+        drops = reading.dropout if reading else None
 
-        def apply(branch: Branch, x: Tensor, added: Tensor | None = None) -> Flow:
+        def apply(number: int, x: Tensor, added: Tensor | None = None) -> Flow:
+            branch = self.branches[number]
             flow = branch.part(x, branch.norm, added, reading, state)
             losses.append(flow.losses)
-            if self.contribution == 1:
+            if self.contribution != 1:
+                flow = flow._replace(added=self.contribution * flow.added)
+            if drops is None:
                 return flow
-            return flow._replace(added=self.contribution * flow.added)
+            return flow._replace(added=dropout(flow.added, drops.keys[number], drops.rate))
 
-        for branch in self.branches:
+        for number, branch in enumerate(self.branches):
             if branch.connection is None:
-                x, added, _ = apply(branch, x, added)
+                x, added, _ = apply(number, x, added)
             else:
-                x = branch.connection(x, lambda h, branch=branch: apply(branch, h).added)
+                x = branch.connection(x, lambda h, number=number: apply(number, h).added)
         if (add_residual or self.bound is not None) and added is not None:
             x, added = x + added, None
         return Flow(x if self.bound is None else bounded(x, self.bound), added, merge(*losses))
@@ -175,11 +182,14 @@ class Stack(nn.ModuleList):
         stage: StageConfig,
         site: Site,
     ) -> None:
-        first, made = 0, []
-        for config in blocks:
-            made.append(Block(config, stage, site, first))
-            first += len(config.parts)
+        *firsts, self.num_branches = accumulate((len(block.parts) for block in blocks), initial=0)
+        made = [
+            Block(config, stage, site, first) for config, first in zip(blocks, firsts, strict=True)
+        ]
         super().__init__(made)
+        self._firsts = firsts
+        self.first_branch = 0
+        """Number of branches of the model before this stack, in the order of a forward."""
         self.configs, self.streams = blocks, stage.streams
         self.float_twin = site.weights != "ternary"
 
@@ -231,7 +241,11 @@ class Stack(nn.ModuleList):
         added: Tensor | None = None
         losses: list[Losses] = []
         states = track.blocks[span] if track else None
+        drops, firsts = reading.dropout if reading else None, self._firsts[span]
         for index, block in enumerate([*self][span]):
+            if reading and drops:
+                drops_here = drops.of(self.first_branch + firsts[index], len(block.branches))
+                reading = reading._replace(dropout=drops_here)
             if recompute and torch.is_grad_enabled():
                 flow = recomputed(block, x, None, reading)
             else:

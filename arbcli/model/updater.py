@@ -29,11 +29,12 @@ from arbcli.kernels.update.gradient_gains import GradientGains, gradient_gains
 from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.kernels.update.sign_gradient import SignGradient
-from arbcli.kernels.update.step_trits import GOLDEN_TURN
+from arbcli.kernels.update.step_trits import GOLDEN_TURN, LARGEST_DECAY
 from arbcli.model.optimizers.base import Direction, Ingredients
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.rules.base import (
     COLUMN,
+    DECAY_OF_LR,
     NUM_STREAMS,
     ROW,
     SCALE_STEP,
@@ -65,13 +66,15 @@ class _StepSizes(NamedTuple):
     limit: Tensor
     row_limit: Tensor
     """Limit for rows of tables."""
+    decay: Tensor
+    direct_decay: Tensor
     step_size: Tensor
     share_size: Tensor
 
 
 NUM_GAINS = 5
 """Number of gains with shifts in `_StepSizes`."""
-NUM_INTEGERS = 2 * NUM_GAINS + 2
+NUM_INTEGERS = 2 * NUM_GAINS + 4
 """Number of int32 parameters in `_StepSizes`: gains, shifts and limits."""
 
 
@@ -148,6 +151,7 @@ class Updater:
         seed: seed of the stochastic rounding, 0..2**31-1.
         dtype: dtype of the Newton-Schulz products.
         held_bytes: maximum size of held gradients; 0 steps each matrix immediately.
+        weight_decay: weight decay, multiplied by the learning rate; see `DECAY_OF_LR`.
     """
 
     def __init__(
@@ -156,11 +160,12 @@ class Updater:
         seed: int,
         dtype: torch.dtype,
         held_bytes: int = 0,
+        weight_decay: float = 0.0,
     ) -> None:
         self.tensors = [tensor for tensor in tensors if not tensor.frozen]
         first = [0, *itertools.accumulate(tensor.matrices for tensor in self.tensors)]
         self._num_matrices = first[-1]
-        self.dtype = dtype
+        self.dtype, self.weight_decay = dtype, weight_decay
         self.device = self.tensors[0].trits.device
         self._host_seed = torch.tensor(seed, dtype=torch.int32, device="cpu")
         self.seed = self._host_seed.to(self.device)
@@ -264,7 +269,10 @@ class Updater:
         gains = np.concatenate([fixed_point_gains(factors), blend_gains(blends)], axis=1)
         limits = np.broadcast_to(step_limits(sizes), shape)
         whole = [*gains.swapaxes(0, 1).reshape(-1, *shape), limits]
-        others = np.stack([*whole, limits * ROW_CLIP // STEP_CLIP], axis=-1)
+        decays = np.rint(lrs * self.weight_decay * DECAY_OF_LR * 2**24)
+        decays = np.broadcast_to(np.minimum(decays, LARGEST_DECAY), shape)
+        both_decays = decays, np.rint(decays / divisors)
+        others = np.stack([*whole, limits * ROW_CLIP // STEP_CLIP, *both_decays], axis=-1)
         ticks = range(steps.start * accumulation, steps.stop * accumulation)
         updates = np.arange(ticks.start, ticks.stop).reshape(len(steps), accumulation)
         begin, ends = self._num_matrices + 1, NUM_INTEGERS * len(self._paces)
@@ -318,6 +326,8 @@ class Updater:
                 alone_gain=(found[8], found[9]),
                 limit=found[10],
                 row_limit=found[11],
+                decay=found[12],
+                direct_decay=found[13],
                 step_size=whole,
                 share_size=share,
             )
@@ -568,6 +578,7 @@ class Updater:
         elif direction is not None:
             values = direction.values(grad, self.dtype) if values is None else values
             ingredients = direction.ingredients(values, gains, share)
+        decays = bool(self.weight_decay) and tensor.decays
         control = StepControl(
             step=self._step,
             turn=turn,
@@ -580,6 +591,8 @@ class Updater:
             step_size=sizes.step_size,
             share_size=sizes.share_size,
             limit=sizes.limit if share is None else sizes.row_limit,
+            decay=sizes.decay if decays else None,
+            direct_decay=sizes.direct_decay if decays else None,
             flips=self._flips[index],
             squares=self._squares[index],
             share=share,

@@ -15,7 +15,6 @@ from arbcli.model.baselines import FloatNumbers
 from arbcli.model.language_model import LanguageModel
 
 BETAS = (0.9, 0.95)
-WEIGHT_DECAY = 0.1
 CLIP_NORM = 1.0
 MOMENTUM = 0.95
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -30,19 +29,22 @@ class FloatOptimizer:
     Args:
         model: a model with float weights.
         name: `adamw` or `muon`.
+        weight_decay: weight decay, multiplied by the learning rate; Muon's is that of the blocks.
         compiled: whether to compile the step of Muon.
     """
 
-    def __init__(self, model: LanguageModel, name: str, *, compiled: bool = False) -> None:
+    def __init__(
+        self, model: LanguageModel, name: str, weight_decay: float, *, compiled: bool = False
+    ) -> None:
         blocks = list(model.blocks.parameters())
         inside = {id(parameter) for parameter in blocks}
         others = [p for p in model.parameters() if id(p) not in inside]
         self._parameters = blocks + others
         self._lr = torch.zeros((), device=model.device)
         self._muon: Muon | None = None
-        decay = WEIGHT_DECAY
+        decay = weight_decay
         if name == "muon":
-            self._muon = Muon(blocks, self._lr, WEIGHT_DECAY, compiled=compiled)
+            self._muon = Muon(blocks, self._lr, weight_decay, compiled=compiled)
             blocks, decay = [], 0.0
         rest = blocks + others
         # no weight decay for vectors with given initial values, such as gains and biases

@@ -10,10 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, quoted
+from arbcli.base.run_files import best_checkpoints
 from arbcli.base.signals import RememberedSignal
 from arbcli.kernels.runtime.compiling import counted_compiling
 from arbcli.training.observer import Observer
+from arbcli.training.patience import Patience
 from arbcli.training.profiling import StepTrace
 from arbcli.training.record import FirstStep, RunRecords, TrainReport
 from arbcli.training.recorder import Recorder, Resumed
@@ -57,8 +59,10 @@ class Loop:
         self._save_is_due = False
         """Whether the last checkpoint is too old; all processes agree."""
         records = resumed.records if resumed else RunRecords(run if self.group.first else None)
+        self._records = records
         self.recorder = Recorder(trainer, records, resumed)
         self.saver = Saver(trainer, run, facts, observer, records, resumed=resumed is not None)
+        self.patience = Patience(self.config.patience, self._losses(records) if resumed else ())
         self.first_step: FirstStep | None = None
         """First step of this process; None before it."""
         traced = profile if self.group.first else None
@@ -76,7 +80,7 @@ class Loop:
                 self._report_step()  # the run was killed between saving and recording this step
             self._keep_best()  # or between recording and keeping the best
             with self.trace or nullcontext():
-                while trainer.step < config.steps and not self._is_stopped(signal):
+                while not self._is_over(signal):
                     if self.first_step is None:
                         self._train_first_step()
                     else:
@@ -85,8 +89,13 @@ class Loop:
                         self._after_step(trainer.step)
             # the final save is last: a run that is killed before it repeats the same record
             if not self._is_stopped(signal):
-                val_loss = self._evaluate() if is_evaluated(config, trainer.step) else None
-                self._record(val_loss)
+                if trainer.step < config.steps:  # the last evaluation is recorded
+                    val_loss = self.patience.last
+                    self._records.release({})  # no further step measures its traffic
+                    self._note_patience()
+                else:
+                    val_loss = self._evaluate() if is_evaluated(config, trainer.step) else None
+                    self._record(val_loss)
             elif trainer.step < config.steps:
                 self._save()
                 if self.recorder.recorded_step < trainer.step:
@@ -110,6 +119,31 @@ class Loop:
         )
         self.observer.ended(report)
         return report
+
+    def _is_over(self, signal: RememberedSignal) -> bool:
+        """Return whether all steps are done, or the run stops before."""
+        if self.trainer.step == self.config.steps or self.patience.is_exhausted:
+            return True
+        return self._is_stopped(signal)
+
+    def _losses(self, records: RunRecords) -> list[tuple[int, float]]:
+        """Return the steps and held-out losses of the records of the first process; collective."""
+        losses = [
+            (record["step"], loss)
+            for record in records.read()
+            if (loss := record.get("val_loss")) is not None
+        ]
+        return self.group.broadcast_object(losses)
+
+    def _note_patience(self) -> None:
+        """Say why the run ends before its last step."""
+        run, patience = self.saver.run, self.patience
+        kept = "" if run is None else f" is kept as {quoted(best_checkpoints(run))}"
+        self.observer.noted(
+            f"stopped after step {self.trainer.step:,}: the held-out loss has not fallen in"
+            f" {patience.waited:,} evaluations; that of step {patience.best_step:,},"
+            f" {patience.best:.4f} nats a byte,{kept or ' was the lowest'}"
+        )
 
     def _is_stopped(self, signal: RememberedSignal) -> bool:
         """Return whether any process was signalled to stop; also agree whether to save."""
@@ -177,6 +211,8 @@ class Loop:
         evaluating = is_evaluated(self.config, step)
         shown = self.group.first and every is not None and step % every == 0
         val_loss = self._evaluate() if evaluating else None
+        if val_loss is not None:
+            self.patience.add(step, val_loss)
         self._record(val_loss, self._sample_on_the_way() if shown else None)
         if evaluating:
             self._keep_best()

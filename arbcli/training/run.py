@@ -89,7 +89,7 @@ from arbcli.training.text_warnings import text_warnings
 from arbcli.training.trainer import Trainer, check_shares, text_digest
 
 EMULATED = "NVFP4 products are emulated on this device: same results, at most the speed of bf16"
-SHARED = ("save_every", "eval_every", "log_every", "keep_best", "wire", "sample_every")
+SHARED = ("save_every", "eval_every", "log_every", "keep_best", "wire", "sample_every", "patience")
 """Settings that no weights depend on, and that all processes need to agree on."""
 
 
@@ -301,7 +301,7 @@ def _finished_report(
     saved = checkpoint_path(run, config.steps)
     if group.first:  # the run may have been killed before it did so
         records = read_records(run)
-        if config.keep_best and best_step(records) == config.steps:
+        if config.keeps_best and best_step(records) == config.steps:
             keep_best(saved)
         sweep_run(run, config, config.steps, records)
     held_out = "" if val_loss is None else f", held-out loss {val_loss:.4f} nats a byte"

@@ -104,7 +104,7 @@ class Saver:
 
     def is_best(self) -> bool:
         """Return whether the held-out loss of this step is the lowest so far; collective."""
-        if self.run is None or not self._trainer.config.keep_best:
+        if self.run is None or not self._trainer.config.keeps_best:
             return False
         # only the first process writes and reads records
         is_best = best_step(self._records.read()) == self._trainer.step
@@ -118,7 +118,7 @@ class Saver:
     def _link_best(self) -> None:
         """Keep the best checkpoint of the new branch, next to that of the old one."""
         assert self.run is not None
-        best = best_step(self._records.read()) if self._trainer.config.keep_best else None
+        best = best_step(self._records.read()) if self._trainer.config.keeps_best else None
         if best is not None and (path := checkpoint_path(self.run, best)).exists():
             link_best(path)
 

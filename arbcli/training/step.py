@@ -1,12 +1,14 @@
 """The computation of one training step, shared by runs, CUDA graphs and the audit."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.updater import Updater
+from arbcli.training.dropout import DropoutKeys
 from arbcli.training.float_optimizer import FloatOptimizer
 from arbcli.training.parallel.group import Group
 from arbcli.training.parallel.shared_updater import SharedUpdater
@@ -44,6 +46,8 @@ class TrainingStep:
         self.group = group
         self.losses: Callable[..., dict[str, Tensor]] | None = None
         """Replacement for the model's `losses`."""
+        self.dropout: DropoutKeys | None = None
+        """Keys of the dropout of this step; None drops nothing."""
         self.scale_routes: dict[tuple[str, ...], frozenset[str]] = {}
         """Areas whose scales are only stepped by certain losses, by the names of these."""
         self.weights: Tensor | None = None
@@ -70,12 +74,12 @@ class TrainingStep:
         totals: dict[str, Tensor] = {}
         shares: dict[str, list[Tensor]] = {}
         self.model.forget_uses()
-        local = self.accumulation // self.group.size
+        local = len(self.group.local(self.accumulation))
         for micro, inputs in enumerate(micro_batches):
             self.updates.begin_micro(micro)
             for names, areas in self.scale_routes.items():
-                self._find_slopes(names, areas, inputs)
-            parts = (self.losses or self.model.losses)(*inputs)
+                self._find_slopes(names, areas, micro, inputs)
+            parts = self.compute_losses(micro, inputs)
             reached("forward")
             loss = minimised(parts, self.model.loss_weights)
             if self._one is None:
@@ -102,14 +106,33 @@ class TrainingStep:
                 totals[name] = totals.get(name, 0) + share
         return totals
 
+    def compute_losses(self, micro: int, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """Compute the terms of the loss of a micro-batch of this process, with its dropout.
+
+        Args:
+            micro: number of the micro-batch among those of this process.
+            inputs: arguments of `LanguageModel.losses` on the device.
+        """
+        return (self.losses or self.model.losses)(*inputs, **self._dropout_of(micro))
+
+    def _dropout_of(self, micro: int) -> dict[str, Any]:
+        """Return the dropout of a micro-batch of this process as an argument of `losses`."""
+        if self.dropout is None:
+            return {}
+        return {"dropout": self.dropout.of(self.group.local(self.accumulation)[micro])}
+
     def _find_slopes(
-        self, names: tuple[str, ...], areas: frozenset[str], inputs: tuple[Tensor, ...]
+        self,
+        names: tuple[str, ...],
+        areas: frozenset[str],
+        micro: int,
+        inputs: tuple[Tensor, ...],
     ) -> None:
         """Compute the slopes of areas' scales from the given losses, without an update."""
         if not isinstance(self.updates, Updater):
             raise ValueError("slopes need packed weights, and a single process")
         with self.updates.finding_slopes(areas):
-            parts = self.model.losses(*inputs)
+            parts = self.model.losses(*inputs, **self._dropout_of(micro))
             chosen = {name: parts[name] for name in names if name in parts}
             if chosen:
                 minimised(chosen, self.model.loss_weights).backward()

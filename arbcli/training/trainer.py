@@ -37,6 +37,7 @@ from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.model.rules import stage_rule
 from arbcli.model.updater import HELD_BYTES, Updater
 from arbcli.training.compiled_twin import compile_twin, side_stream
+from arbcli.training.dropout import DropoutKeys
 from arbcli.training.float_optimizer import FloatOptimizer
 from arbcli.training.parallel.group import Group
 from arbcli.training.parallel.replicas import Replicas
@@ -153,13 +154,16 @@ class Trainer:
         if config.model.weights == "ternary":
             tensors = self.model.packed_tensors().values()
             if config.wire is None:
-                self.updater = Updater(tensors, config.seed, dtype, HELD_BYTES)
+                self.updater = Updater(
+                    tensors, config.seed, dtype, HELD_BYTES, weight_decay=config.decay
+                )
             else:
                 self.model.declare_wire()
                 largest = config.lr * fade_growth(config)
                 self.updater = self.shared = SharedUpdater(
-                    tensors, config.seed, dtype, config.wire, config.accum, self.group, largest
-                )
+                    tensors, config.seed, dtype, config.wire, config.accum, self.group, largest,
+                    config.decay,
+                )  # fmt: skip
             if self.shared:
                 self.shared.release()
             for tensor in tensors:
@@ -167,10 +171,17 @@ class Trainer:
                     tensor.sink = self.updater
             self._updates: Updater | SharedUpdater | FloatOptimizer = self.updater
         else:
-            self.optimizer = FloatOptimizer(self.model, config.optimizer, compiled=compiled)
+            self.optimizer = FloatOptimizer(
+                self.model, config.optimizer, config.decay, compiled=compiled
+            )
             self._updates = self.optimizer
         self._compute = TrainingStep(self.model, self._updates, config.accum, self.group)
         self._compute.scale_routes = config.scale_routes
+        if config.dropout:
+            branches = self.model.num_branches
+            self._compute.dropout = DropoutKeys(
+                config.seed, config.dropout, config.accum, branches, self.device
+            )
         self.teacher_digest = teacher and teacher.digest
         self.teacher = frozen_model(teacher, self.device, dtype) if teacher else None
         if self.teacher:
@@ -246,6 +257,8 @@ class Trainer:
             with the GPU.
         """
         self._load_batches()
+        if self._compute.dropout:
+            self._compute.dropout.set_step(self.step)
         if self.shared and not self._measured:
             self._measure()
         if not (self._step_inputs and self._step_inputs.updater):
@@ -385,7 +398,7 @@ class Trainer:
             with use_backend(self.config.backend), shared.measuring():
                 for micro, inputs in enumerate(self._micro_batches):
                     self.model.forget_uses()
-                    losses = (self._compute.losses or self.model.losses)(*inputs)
+                    losses = self._compute.compute_losses(micro, inputs)
                     weights = self._compute.weights
                     weight = None if weights is None else weights[micro]
                     minimised(losses, self.model.loss_weights).backward(weight)

@@ -31,6 +31,7 @@ from arbcli.kernels.rows.weighted_rows import TouchedRows
 from arbcli.kernels.runtime.backend import compile_for, gpu_of, use_backend
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.build import build_model
+from arbcli.model.flow import Dropout
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.rotary import rotary_table
 from arbcli.model.layers.streamed import StreamedTensor
@@ -90,6 +91,8 @@ FEW = 32
 """Maximum number of positions of which each is changed to test causality; of more, two are."""
 LR = 2.0
 """Learning rate of compared updates, large enough to change trits, scales and clips."""
+DECAY = 4.0
+"""Weight decay of compared updates, which shrinks weights by a sixteenth in a step."""
 
 
 def check_parity(*args: Any, **kwargs: Any) -> tuple[ParityResult, ...]:
@@ -277,8 +280,11 @@ def trace(subject: Subject, model: LanguageModel, *, watched: bool = False) -> T
         handles.append(parts[name].register_forward_pre_hook(partial(enter, name)))
     for name in ("embedding", *blocks, "head"):
         handles.append(parts[name].register_forward_hook(partial(leave, name)))
+    masks = subject.masks
     with use_backend(subject.backend), _noted(model, subject.batch) as found.choices:
-        losses = model.losses(*subject.bytes())
+        keys = torch.tensor(masks.keys if masks else [], dtype=torch.int32, device=subject.device)
+        dropout = Dropout(keys, masks.rate) if masks else None
+        losses = model.losses(*subject.bytes(), dropout=dropout)
         _total(losses).backward()
     for handle in handles:
         handle.remove()
@@ -345,7 +351,7 @@ def _compare(subject: Subject) -> Iterator[ParityResult]:
     weights = {name: reference_weight(tensor).to(home) for name, tensor in tensors.items()}
     leaves = {name: w.requires_grad_() for name, w in weights.items() if not tensors[name].frozen}
     memories = {name: buffer.to(home) for name, buffer in model.named_buffers()}
-    reference = Reference(weights, subject.config, memories=memories)
+    reference = Reference(weights, subject.config, memories=memories, masks=subject.masks)
     at_home, in_blocks = replace(subject, device=home), "blocks" in subject.parts
     if "whole" in subject.parts or (in_blocks and subject.dtype == torch.float32):
         yield from _end_to_end(at_home, trace(subject, model).moved(home), reference, leaves)
@@ -541,9 +547,10 @@ def _update(subject: Subject) -> Iterator[ParityResult]:
     """
     config = subject.config
     assert config.direction is not None
-    for micros in (1, 2):
+    for micros, decay in ((1, 0.0), (2, 0.0), (1, DECAY), (2, DECAY)):
         made = {name: _tensor(subject, name) for name in config.rules}
-        updater = Updater([tensor for tensor, _ in made.values()], 3, torch.float32)
+        tensors = [tensor for tensor, _ in made.values()]
+        updater = Updater(tensors, 3, torch.float32, weight_decay=decay)
         for micro in range(micros):
             with use_backend(subject.backend):
                 updater.begin(0, LR, micro, micros)
@@ -560,13 +567,15 @@ def _update(subject: Subject) -> Iterator[ParityResult]:
                     direction = unit_gradient(grad)
                 lr = LR * reference_rate(name, config.rule, config.digits)
                 wanted = reference_step(
-                    tensor, before, after["m"], direction, slope, lr, micro, micros, of_moment
-                )
+                    tensor, before, after["m"], direction, slope, lr, micro, micros, of_moment,
+                    decay,
+                )  # fmt: skip
                 for digit, size in _units(name, config.digits).items():
                     got = (after[digit] / size, wanted[digit] / size)
                     # of statistics stored to 0.54 % a moment is as far off, of 127 units
                     within = 1.7 if digit == "m" and config.direction == "factored" else 1.1
                     item = f"{digit}{of} of micro-batch {micro + 1}/{micros}"
+                    item += " with weight decay" if decay else ""
                     yield _rounded(subject, item, *got, within)
     for name, (tensor, grads) in made.items():
         of = f" of {name}" if len(made) > 1 else ""

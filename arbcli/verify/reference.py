@@ -26,6 +26,7 @@ from arbcli.families.latent.reference import latent_attention
 from arbcli.families.mamba.reference import mamba
 from arbcli.families.media.config import BYTES, KINDS
 from arbcli.families.streams.reference import hyper_connection
+from arbcli.verify.kernels.rows.dropout import dropout_reference
 from arbcli.verify.parts.attention import attention
 from arbcli.verify.parts.base import Choices, Reading, Weights, norm, under
 from arbcli.verify.parts.mlp import mlp
@@ -59,8 +60,30 @@ BESIDE = {"sequencer": sequencer, "memgram": memgram}
 """Parts added to the embedding, by kind."""
 
 
-def _scaled(share: float, branch: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return share * branch(x)
+class Masks(NamedTuple):
+    """Dropout of the branches of a model."""
+
+    keys: list[int]
+    """Key of the mask of each branch, in the order of a forward."""
+    rate: float
+    """Probability that an element is dropped."""
+
+    def factors(self, branch: int, first: int, positions: int, width: int) -> Tensor:
+        """Compute what the output of a branch is multiplied by, (positions, width) float64.
+
+        Args:
+            branch: number of the branch.
+            first: row of the first position in the mask.
+            positions: number of positions.
+            width: width of the stream.
+        """
+        ones = torch.ones(first + positions, width, dtype=torch.float64)
+        kept = dropout_reference(ones, torch.tensor(self.keys[branch]), self.rate)[first:] > 0
+        return kept / (1 - self.rate)
+
+
+def _scaled(factor: Tensor | float, branch: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return factor * branch(x)
 
 
 def reference_model(
@@ -71,6 +94,7 @@ def reference_model(
     memories: Mapping[str, Tensor] | None = None,
     choices: Choices | None = None,
     endless: bool = False,
+    masks: Masks | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute logits and losses of bytes or tokens.
 
@@ -81,12 +105,15 @@ def reference_model(
         memories: integer buffers of the model by name, others may be among them.
         choices: choices of the model, which are adopted and judged; None chooses the best.
         endless: whether chunks have as many slots as they need, as in generation.
+        masks: dropout of the branches; None drops nothing.
 
     Returns:
         (B, T, V) logits, and losses besides that of the text: `ponder`, `ratio`, `indexer`, and
         `next_2` and so on, where there are any.
     """
-    model = Reference(weights, config, memories=memories, choices=choices, endless=endless)
+    model = Reference(
+        weights, config, memories=memories, choices=choices, endless=endless, masks=masks
+    )
     return model(ids)
 
 
@@ -101,7 +128,15 @@ class Reference:
         memories: Mapping[str, Tensor] | None = None,
         choices: Choices | None = None,
         endless: bool = False,
+        masks: Masks | None = None,
     ) -> None:
+        self.masks = masks
+        counts = [len(block.parts) for _, _, block in named_blocks(config)]
+        firsts = accumulate(counts, initial=0)
+        self.branches = {
+            name: first for (name, *_), first in zip(named_blocks(config), firsts, strict=False)
+        }
+        """Number of the first branch of each block, by its name."""
         self.weights = {name.removesuffix(".weight"): weights[name] for name in weights}
         self.config, self.endless = config, endless
         self.memories, self.choices = memories or {}, choices
@@ -142,7 +177,11 @@ class Reference:
         """Pass the stream of one text, (T, D), or streams, (T, n, D), through a block."""
         reading, w = self._reading(name, stage, row), under(self.weights, name)
         share = self.config.stages[stage].contribution
-        for part in config.parts:
+        for number, part in enumerate(config.parts, self.branches[name]):
+            factor: Tensor | float = share
+            if self.masks:
+                drawn = self.masks.factors(number, row * self.slots[stage], len(x), x.shape[-1])
+                factor = share * drawn.to(x.device)
             known = BRANCHES[part.kind]
             branch = partial(
                 known.apply,
@@ -152,9 +191,9 @@ class Reference:
             )
             if x.dim() == 3:
                 connection = under(w, f"{known.name}_streams")
-                x = hyper_connection(connection, x, partial(_scaled, share, branch))
+                x = hyper_connection(connection, x, partial(_scaled, factor, branch))
             else:
-                x = x + share * branch(x)
+                x = x + factor * branch(x)
         return self.bounded(x, self.config.stages[stage].bound)
 
     @staticmethod

@@ -19,6 +19,7 @@ from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import DIRECTION, RULES, WITH_DIGITS
 from arbcli.verify.compare import errors
 from arbcli.verify.models import FULL_SIZE, MODELS, RAGGED, fitting_dtypes, has_mamba, shortened
+from arbcli.verify.reference import Masks, named_blocks
 from arbcli.verify.sample import ALWAYS, IN_TRITON
 from arbcli.verify.verification import Gate
 
@@ -28,6 +29,8 @@ FEW_MODELS = ("ragged", *INTERPRETED)
 """Models that run in torch on a GPU by default."""
 LARGEST = ("1b", "arb-deep", "arb-tiny with all parts", "hnet-two-stage")
 """One model of each family, compared on a GPU by default, with contexts up to `SAMPLED_CTX`."""
+DROPOUT = 0.25
+"""Probability with which outputs are dropped in a compared model."""
 SAMPLED_CTX = 512
 """Maximum context of these, as the time of a reference grows with its positions."""
 
@@ -67,6 +70,8 @@ class Subject:
     """Kinds of checks: `blocks`, `whole` (gradient), `bits` (causality, determinism), `update`."""
     generally: bool = False
     """Whether to run the `general` kernels, see `arbcli.verify.variants`."""
+    dropout: float = 0.0
+    """Probability with which outputs of branches are dropped."""
 
     def build(self) -> LanguageModel:
         """Build the model, with random scales and filled memories.
@@ -98,6 +103,13 @@ class Subject:
         book = self.config.main.memories and self.config.main.memories.codebook
         fill_memories(model, book.rows if book else 1)
         return model
+
+    @property
+    def masks(self) -> Masks | None:
+        """Dropout of the branches of the model, with arbitrary keys; None without dropout."""
+        branches = sum(len(block.parts) for _, _, block in named_blocks(self.config))
+        keys = [(0x9E3779B9 * (7 + branch)) % 2**32 - 2**31 for branch in range(branches)]
+        return Masks(keys, self.dropout) if self.dropout else None
 
     def bytes(self) -> tuple[Tensor, Tensor]:
         """Draw (B, T) inputs and targets."""
@@ -234,6 +246,10 @@ def all_subjects(
             if half and not has_mamba(config):
                 subject = Subject(f"{name} {first}", config, 2, *half, device, backend)
                 yield replace(subject, parts=("blocks", "whole"))
+        if not interpreted:  # stages with chunks, one stream and several, scaled contributions
+            config, parts = replace(MODELS["bounded"], scale_type=first), ("blocks", "whole")
+            title = f"bounded with dropout {first}"
+            yield Subject(title, config, 2, *place, parts, dropout=DROPOUT)
         for scale_type in others[:1] if interpreted else others:
             for name in ("graph",) if interpreted else ("graph", "compressed"):
                 config = replace(MODELS[name], scale_type=scale_type)

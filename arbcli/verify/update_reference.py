@@ -115,6 +115,7 @@ def reference_step(
     micro: int = 0,
     accumulation: int = 1,
     of_moment: Tensor | None = None,
+    weight_decay: float = 0.0,
 ) -> dict[str, Tensor]:
     """Compute the state of a tensor after a micro-batch, without rounding.
 
@@ -128,17 +129,19 @@ def reference_step(
         micro: index of the micro-batch in the step.
         accumulation: number of micro-batches of the step.
         of_moment: (N, K), the direction of the stored moment, if weights step along it.
+        weight_decay: at `lr` 1 weights shrink by a 128th of it in a step.
     """
     rule, largest = tensor.rule, tensor.rule.radix + tensor.rule.remainder_max
     size, z, m = lr * rule.radix / 16, before["z"], before["m"]
     v = before["v"] - 4 * lr / accumulation * slope.clamp(-3, 3)
+    shrunk = lr * weight_decay / 128 * z
     if not rule.moment_range:
-        z = z - size / accumulation * direction.clamp(-4, 4)
+        z = z - shrunk / accumulation - size / accumulation * direction.clamp(-4, 4)
     else:
         m = (0.9 if micro == 0 else 1.0) * m + 0.1 / accumulation * direction.clamp(-32, 32)
         if micro == accumulation - 1:
             along = stored_moment / _rms(stored_moment) if of_moment is None else of_moment
-            z = z - size * along.clamp(-4, 4)
+            z = z - shrunk - size * along.clamp(-4, 4)
     return {
         "z": z.clamp(-largest, largest),
         "v": v.clamp(-96 * 128, 31 * 128 + 127),

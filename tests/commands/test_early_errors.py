@@ -78,6 +78,15 @@ MISTAKES = {
     "train --weights float --keep-best": "a float baseline keeps no checkpoint",
     "train --weights anneal --keep-best": "the best checkpoint would be from before the weights are"
         " ternary\nhint: leave `--keep-best` out, or use `--weights int8` or `--weights ternary`\n",
+    "train --weights anneal --patience 3": "the best checkpoint would be from before the weights"
+        " are ternary\nhint: leave `--patience` out, or use `--weights int8` or `--weights",
+    "train --eval-every 0 --patience 3":
+        "a run that is never evaluated has no best checkpoint\nhint: leave `--patience` out",
+    "train --patience 0": "`--patience` is 0",
+    "train --dropout 1": "`--dropout` is 1\nhint: use a number below 1",
+    "train --weight-decay 9 --lr 1": "`--weight-decay` is 9, and `--lr` is 1",
+    "train --rule votes --weight-decay 0.1":
+        "weights of the rule `votes` have no remainder that could decay",
     "train --eval-every 0 --keep-best":
         "a run that is never evaluated has no best checkpoint",
     "train --no-save --keep-best --keep 1":

@@ -74,6 +74,7 @@ def test_keys_of_an_update_do_not_depend_on_the_updates_before(accumulation, dev
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_parameters_of_steps_are_those_of_one_python_number_at_a_time(accumulation):
     _, updater, _ = build("moment", "factored", "cpu")
+    updater.weight_decay = 0.3
     ((factor, radix),) = updater._paces
     steps = range(2**20 - 3, 2**20 + 300)
     rates = [0.0, *torch.logspace(-9, 1.2, len(steps) - 1, dtype=torch.float64).tolist()]
@@ -91,7 +92,9 @@ def test_parameters_of_steps_are_those_of_one_python_number_at_a_time(accumulati
             updater.begin_micro(micro)
             (sizes,) = updater._sizes.values()
             assert [[*map(int, pair)] for pair in sizes[:3]] == gains
-            assert [*map(int, sizes[3:])] == [limit, limit // 2, round(size * 2**32)]
+            decay = min(round(lr * factor * 0.3 * 2**17), 2**21)
+            others = [limit, limit // 2, decay, round(decay / accumulation)]
+            assert [*map(int, sizes[3:])] == [*others, round(size * 2**32)]
             turns = updater._step, updater._turn, updater._turn_alone
             assert [*map(int, turns)] == [step, *(n * 40503 % 2**16 for n in (step, tick))]
             key = stream_keys(updater.seed, torch.tensor(tick, dtype=torch.int32), 1, NUM_STREAMS)

@@ -241,6 +241,48 @@ def test_newest_and_best_are_kept(losses, text, tmp_path, monkeypatch):
     assert load_model(best).config.dim == 16
 
 
+LOSSES = [3.0, 2.0, 2.5, 2.0, 1.0, 0.5]
+"""With a patience of 2 a run stops after the fourth, as the second one is the lowest."""
+
+
+@pytest.mark.parametrize("options", [{}, {"weights": "float"}], ids=["packed", "float"])
+def test_run_stops_when_its_loss_has_not_fallen_and_keeps_the_best(
+    options, text, tmp_path, monkeypatch
+):
+    found, observer, run = iter(LOSSES), Noting(), tmp_path / "run"
+    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: next(found))
+    options = options | {"steps": 6, "eval_every": 1, "patience": 2}
+    report = start_run(new_config(**SMALL, data=[text], **options), run, observer)
+    assert (report.steps, report.val_loss, report.stopped_by) == (4, 2.0, None)
+    assert [record["val_loss"] for record in records(run)] == LOSSES[:4]
+    (note,) = observer.notes
+    assert note.startswith(
+        "stopped after step 4: the held-out loss has not fallen in 2 evaluations; that of step 2,"
+        " 2.0000 nats a byte, "
+    )
+    if "weights" in options:
+        assert note.endswith("was the lowest")
+        assert list(run.glob("*.safetensors")) == []
+    else:
+        (best,) = run.glob("best-*")
+        assert note.endswith(f"is kept as `{best}`")
+        assert load_checkpoint(best).step == 2
+        assert report.checkpoint == str(run / "step-000004.safetensors")
+
+
+def test_resumed_run_counts_the_evaluations_before(text, tmp_path, monkeypatch):
+    options = {"eval_every": 1, "save_every": 1, "keep": 9, "patience": 2}
+    config = new_config(**SMALL, data=[text], steps=6, **options)
+    found, run = iter(LOSSES), tmp_path / "run"
+    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: next(found))
+    start_run(config, run, Observer())
+    for back in (3, 4):  # in the middle, and once the run has stopped
+        found = iter(LOSSES[back:])
+        report = resume_run(run / f"step-{back:06d}.safetensors", Observer())
+        assert report.steps == 4
+        assert [record["val_loss"] for record in records(run)] == LOSSES[:4]
+
+
 def test_best_of_a_future_that_is_given_up_is_set_aside(text, tmp_path):
     run, observer = tmp_path / "run", Noting()
     options = {"steps": 3, "eval_every": 1, "save_every": 1, "keep": 9, "keep_best": True}

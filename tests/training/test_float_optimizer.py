@@ -10,9 +10,10 @@ from arbcli.model.language_model import LanguageModel
 from arbcli.training import compiled_twin
 from arbcli.training.compiled_twin import WHOLE_LAYERS, compile_twin
 from arbcli.training.configure import new_config
-from arbcli.training.float_optimizer import BETAS, CLIP_NORM, WEIGHT_DECAY, FloatOptimizer, Muon
+from arbcli.training.float_optimizer import BETAS, CLIP_NORM, FloatOptimizer, Muon
 from arbcli.training.trainer import EAGER_STEPS, Trainer
 
+WEIGHT_DECAY = 0.1
 SHAPES = [(24, 40), (40, 24), (24, 40), (16, 16), (24, 40)]
 MUON_ERROR = 0.01
 """Of a step, relative: a batch's bf16 products may be added in another order than a matrix's.
@@ -79,7 +80,7 @@ def windows() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_adamw_steps_as_torchs_own_with_a_number_for_a_rate():
     mine, other = twin(), twin()
-    optimizer = FloatOptimizer(mine, "adamw")
+    optimizer = FloatOptimizer(mine, "adamw", WEIGHT_DECAY)
     parameters = list(other.parameters())
     expected = torch.optim.AdamW(parameters, betas=BETAS, weight_decay=WEIGHT_DECAY)
     for step in range(3):
@@ -113,7 +114,7 @@ def test_state_of_a_twin_has_the_moments_of_its_optimizer(name, moments):
 
 def test_muon_leaves_embedding_and_head_to_adamw_without_decay():
     model = twin()
-    optimizer = FloatOptimizer(model, "muon")
+    optimizer = FloatOptimizer(model, "muon", WEIGHT_DECAY)
     model.loss(*windows()).backward()
     optimizer.set_step(0, 0.01)
     optimizer.finish()
@@ -195,7 +196,7 @@ def test_numbers_of_given_sizes_are_not_decayed(small_hnet):
     lm = build_model(config, torch.float32)
     lm.initialise(0)
     mamba = lm.stages[0].encoder[0].mamba
-    optimizer = FloatOptimizer(lm, "adamw")
+    optimizer = FloatOptimizer(lm, "adamw", WEIGHT_DECAY)
     optimizer.set_step(0, 0.1)
     for parameter in lm.parameters():
         parameter.grad = torch.zeros_like(parameter)

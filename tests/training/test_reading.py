@@ -326,7 +326,7 @@ def test_everything_that_decides_a_run_is_compared_between_processes(options, mo
     before = runs.shared_settings(config, texts)
     changes = {
         "save_every": 7, "eval_every": 3, "keep_best": True, "wire": "int16", "sample_every": 2,
-        "log_every": 7,
+        "log_every": 7, "patience": 3,
         "backend": "interpreter", "seed": 1, "lr": 0.5, "steps": 9, "compute": "bf16",
     }  # fmt: skip
     for name, value in changes.items():

@@ -554,8 +554,8 @@ def test_runs_from_before_a_part_had_a_rule_of_its_own_continue(started):
 
 FREE = {
     "data", "val", "field", "sound", "picture",  # the text itself is compared, wherever it lies
-    "save_every", "eval_every", "log_every", "sample_every", "keep", "keep_best", "recompute",
-    "device", "backend",
+    "save_every", "eval_every", "log_every", "sample_every", "keep", "keep_best", "patience",
+    "recompute", "device", "backend",
     "wire", "tokenizer", "teacher",  # a checkpoint says them, or their digests, and is compared
 }  # fmt: skip
 """Settings that change no bit of a checkpoint, that a resume may change, or that are seen besides.
@@ -606,7 +606,7 @@ def test_checkpoint_of_another_run_is_refused_by_field(started):
         place.update(before)
     names = config.decisive().keys() - {"scale_losses"}
     saved.data["settings"] = settings | dict.fromkeys(names, 7)
-    with pytest.raises(ArbError, match=r"its `accum` is 7, not 1, its `batch` .*, and 10 more"):
+    with pytest.raises(ArbError, match=r"its `accum` is 7, not 1, its `batch` .*, and 12 more"):
         accept(saved)
 
 

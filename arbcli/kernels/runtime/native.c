@@ -614,7 +614,7 @@ struct step {
     const int8_t *moment; /* NULL: the high half of the remainder's byte */
     int64_t packed_stride, remainder_stride, moment_stride;
     uint32_t key;
-    int32_t gain, shift, limit, radix, remainder_max, nibble;
+    int32_t gain, shift, limit, decay, radix, remainder_max, nibble;
     int64_t *flips; /* one for each thread */
 };
 
@@ -625,7 +625,7 @@ static void step_rows(const void *given, int64_t first, int64_t last, int64_t th
     int32_t *u = malloc((size_t)columns * 4 + 4);
     uint32_t *words = malloc((size_t)columns * 4 + 4);
     int8_t *trits = calloc((size_t)columns + 8, 1);
-    int32_t gain = about->gain, shift = about->shift, limit = about->limit;
+    int32_t gain = about->gain, shift = about->shift, limit = about->limit, decay = about->decay;
     int32_t radix = about->radix, half = radix / 2, most = radix + about->remainder_max;
     int nibble = about->nibble;
     uint32_t turn = about->d.values ? 0 : (uint32_t)shift; /* of the random bits, by a moment */
@@ -649,7 +649,9 @@ static void step_rows(const void *given, int64_t first, int64_t last, int64_t th
             int32_t step = u[k] < -limit ? -limit : u[k] > limit ? limit : u[k];
             int32_t random = (int32_t)((words[k] >> odd) + turn & 0xFFFF);
             int32_t low = nibble ? (int8_t)(state[k] * 16) >> 4 : state[k];
-            int32_t old = trits[k], z = ((random - step) >> 16) + low + old * radix;
+            int32_t old = trits[k], z = low + old * radix;
+            step += z * decay >> 8;
+            z += (random - step) >> 16;
             z = z < -most ? -most : z > most ? most : z;
             int32_t new = (z > half) - (z < -half);
             z -= new * radix;
@@ -669,13 +671,13 @@ static void step_rows(const void *given, int64_t first, int64_t last, int64_t th
 EXPORT int64_t step_trits(DIRECTION_ARGUMENTS, uint8_t *packed, int64_t packed_stride,
                           int8_t *remainder, int64_t remainder_stride, const int8_t *moment,
                           int64_t moment_stride, int64_t key, int64_t gain, int64_t shift,
-                          int64_t limit, int64_t radix, int64_t remainder_max, int64_t nibble,
-                          int64_t rows, int64_t threads) {
+                          int64_t limit, int64_t decay, int64_t radix, int64_t remainder_max,
+                          int64_t nibble, int64_t rows, int64_t threads) {
     int64_t flips[MOST_THREADS] = {0}, total = 0;
     struct step about = {DIRECTION, packed, remainder, moment, packed_stride, remainder_stride,
                          moment_stride, (uint32_t)key, (int32_t)gain, (int32_t)shift,
-                         (int32_t)limit, (int32_t)radix, (int32_t)remainder_max, (int32_t)nibble,
-                         flips};
+                         (int32_t)limit, (int32_t)decay, (int32_t)radix, (int32_t)remainder_max,
+                         (int32_t)nibble, flips};
     share_rows(step_rows, &about, rows, 2, threads);
     for (int t = 0; t < MOST_THREADS; t++) total += flips[t];
     return total;
@@ -829,6 +831,40 @@ EXPORT void norm_backward(const void *grad_y, int64_t grad_stride, const void *x
     struct norm about = {x, grad_y, weight, grad_x, y, width, x_stride, grad_stride, bf16,
                          (float)eps, (int)gated};
     share_rows(norm_backward_rows, &about, rows, 1, threads);
+}
+
+/* ---- dropout ------------------------------------------------------------------------------- */
+
+struct dropout {
+    const void *x;
+    void *y;
+    int64_t width, x_stride, bf16;
+    uint32_t key, threshold; /* of the smallest word that is kept */
+    float factor;
+};
+
+static void drop_rows(const void *given, int64_t first, int64_t last, int64_t thread) {
+    const struct dropout *about = given;
+    int64_t width = about->width;
+    int bf16 = (int)about->bf16;
+    float *buffer = new_floats(width), *made = new_floats(width);
+    for (int64_t m = first; m < last; m++) {
+        const float *x = load_row(about->x, m * about->x_stride, width, bf16, buffer);
+        float *y = row_to_write(about->y, m * width, bf16, made);
+        uint32_t of_row = mix((uint32_t)m ^ about->key);
+        for (int64_t k = 0; k < width; k++)
+            y[k] = random_word(of_row, k) >= about->threshold ? x[k] * about->factor : 0.0f;
+        store_row(about->y, m * width, width, bf16, y);
+    }
+    free(buffer), free(made);
+}
+
+/* x: (rows, width); y: contiguous, like x. */
+EXPORT void dropout(const void *x, int64_t x_stride, int64_t bf16, int64_t key, int64_t threshold,
+                    double factor, void *y, int64_t rows, int64_t width, int64_t threads) {
+    struct dropout about = {x, y, width, x_stride, bf16, (uint32_t)key, (uint32_t)threshold,
+                            (float)factor};
+    share_rows(drop_rows, &about, rows, 1, threads);
 }
 
 /* ---- queries and keys before attention --------------------------------------------------------- */

@@ -3,7 +3,8 @@
 The trit T is the leading digit of one integer z and the remainder A the digit below it: after the
 step T = sign(z) where |z| > P / 2, else 0, and A = z - P T, so nothing is ever reset or lost. With
 16 fractional bits the step is d = (u * gain) >> shift, clipped to +-limit, and the difference is
-rounded stochastically: floor((2**16 z - d + r) / 2**16), r uniform in 0..65535.
+rounded stochastically: floor((2**16 z - d + r) / 2**16), r uniform in 0..65535. With weight decay d
+is (z * decay) >> 8 larger, decay in units of 2**-24, which is not clipped.
 
 By a moment r is turned: (r + turn) mod 2**16. With a key that stays and a turn that grows by
 `GOLDEN_TURN` a step, the r of an element are a low-discrepancy sequence: steps of one size are
@@ -24,7 +25,7 @@ from arbcli.kernels.codec.layout import BLOCK
 from arbcli.kernels.codec.packing import pack_trits_torch, unpack_trits_torch
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT8, INT32, INT64, UINT8, Array, Number
+from arbcli.kernels.runtime.arguments import INT8, INT32, INT64, UINT8, Argument, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.direction import (
@@ -45,6 +46,8 @@ CLIP = 1 << 18
 """A direction saturates here, at 4 times its root-mean-square."""
 LARGEST_GAIN = 1 << 23
 """A gain of the moment saturates here, so that their product fits int32."""
+LARGEST_DECAY = 1 << 21
+"""Maximum decay, an eighth, with which its product with z fits int32."""
 
 
 def moment_gain(step_size: Tensor, squares: Tensor, num_weights: int) -> int:
@@ -63,7 +66,7 @@ def moment_gain(step_size: Tensor, squares: Tensor, num_weights: int) -> int:
 def _step_by_moment_torch(
     packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor,
     step_size: Tensor, squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int,
-    remainder_max: int,
+    remainder_max: int, decay: Tensor | None = None,
 ) -> None:  # fmt: skip
     if ok:
         gain = moment_gain(step_size, squares, remainder.numel())
@@ -74,14 +77,15 @@ def _step_by_moment_torch(
 
         nibble, most = moment is None, int(limit)
         _step_torch(
-            packed, remainder, step_of, key, most, flips, radix, remainder_max, nibble, int(turn)
-        )
+            packed, remainder, step_of, key, most, flips, radix, remainder_max, nibble, int(turn),
+            decay,
+        )  # fmt: skip
 
 
 def _step_by_direction_torch(
     packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
-    flips: Tensor, radix: int, remainder_max: int,
+    flips: Tensor, radix: int, remainder_max: int, decay: Tensor | None = None,
 ) -> None:  # fmt: skip
     if ok:
         factor, bits, most = int(gain), int(shift), int(limit)
@@ -90,12 +94,15 @@ def _step_by_direction_torch(
             u = fixed_point_torch(values, row_gain, column_gain, rows, CLIP)
             return u.mul_(factor).bitwise_right_shift_(bits)
 
-        _step_torch(packed, remainder, step_of, key, most, flips, radix, remainder_max, False)
+        _step_torch(
+            packed, remainder, step_of, key, most, flips, radix, remainder_max, False, decay=decay
+        )
 
 
 def _step_torch(
     packed: Tensor, remainder: Tensor, step_of: Callable[[slice], Tensor], key: Tensor, limit: int,
     flips: Tensor, radix: int, remainder_max: int, nibble: bool, turn: int = 0,
+    decay: Tensor | None = None,
 ) -> None:  # fmt: skip
     in_features = remainder.shape[1]
     columns = torch.arange(in_features, dtype=torch.int32, device=packed.device)
@@ -106,10 +113,14 @@ def _step_torch(
         random = random_halves(key, rows, columns)
         if turn:
             random.add_(turn).bitwise_and_(0xFFFF)
+        old = unpack_trits_torch(packed[rows], in_features)
+        low = state << 4 >> 4 if nibble else state
+        if decay is not None:
+            shrunk = low.to(torch.int32).add_(old, alpha=radix).mul_(int(decay))
+            step.add_(shrunk.bitwise_right_shift_(8))
         step = random.sub_(step).bitwise_right_shift_(16)
         z = step.to(torch.int16)
-        z += state << 4 >> 4 if nibble else state
-        old = unpack_trits_torch(packed[rows], in_features)
+        z += low
         z.add_(old, alpha=radix).clamp_(-radix - remainder_max, radix + remainder_max)
         # the sign bits of two differences: comparisons are slower
         new = (z + half).bitwise_right_shift_(15).sub_((half - z).bitwise_right_shift_(15))
@@ -126,35 +137,35 @@ def _step_torch(
 def _step_by_moment_native(
     packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor,
     step_size: Tensor, squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int,
-    remainder_max: int,
+    remainder_max: int, decay: Tensor | None = None,
 ) -> None:  # fmt: skip
     if not _native_can(packed, remainder, moment):
         _step_by_moment_torch(
             packed, remainder, moment, key, turn, step_size, squares, limit, ok, flips, radix,
-            remainder_max,
+            remainder_max, decay,
         )  # fmt: skip
     elif ok:
         gain = moment_gain(step_size, squares, remainder.numel())
         _step_native(
             (None, None, None, 0, 0, 0, remainder.shape[1]), packed, remainder, moment,
-            key, gain, turn, limit, flips, radix, remainder_max, moment is None,
+            key, gain, turn, limit, flips, radix, remainder_max, moment is None, decay,
         )  # fmt: skip
 
 
 def _step_by_direction_native(
     packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
-    flips: Tensor, radix: int, remainder_max: int,
+    flips: Tensor, radix: int, remainder_max: int, decay: Tensor | None = None,
 ) -> None:  # fmt: skip
     if not _native_can(packed, remainder):
         _step_by_direction_torch(
             packed, remainder, values, row_gain, column_gain, key, gain, shift, limit, ok, flips,
-            radix, remainder_max,
+            radix, remainder_max, decay,
         )  # fmt: skip
     elif ok:
         _step_native(
             native_arguments(values, row_gain, column_gain), packed, remainder, None,
-            key, gain, shift, limit, flips, radix, remainder_max, False,
+            key, gain, shift, limit, flips, radix, remainder_max, False, decay,
         )  # fmt: skip
 
 
@@ -166,22 +177,24 @@ def _step_native(
     direction: tuple[Tensor | int | None, ...],
     packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, gain: Tensor | int,
     shift: Tensor | int, limit: Tensor, flips: Tensor, radix: int, remainder_max: int, nibble: bool,
+    decay: Tensor | None,
 ) -> None:  # fmt: skip
     flips += native.call(
         "step_trits", *direction, packed, packed.stride(0), remainder, remainder.stride(0), moment,
         0 if moment is None else moment.stride(0), int(key), int(gain), int(shift), int(limit),
-        radix, remainder_max, nibble, len(remainder), native.threads_for(remainder.numel()),
+        0 if decay is None else int(decay), radix, remainder_max, nibble, len(remainder),
+        native.threads_for(remainder.numel()),
     )  # fmt: skip
 
 
 @triton.jit
 def _step_trits_kernel(
     packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
-    key_ptr, gain_ptr, shift_ptr, squares_ptr, limit_ptr, ok_ptr, flips_ptr,
+    key_ptr, gain_ptr, shift_ptr, squares_ptr, limit_ptr, ok_ptr, flips_ptr, decay_ptr,
     N, K, blocks, num_weights,
     stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
     SOURCE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
-    RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr,
+    HAS_DECAY: tl.constexpr, RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr,
     LARGEST_GAIN: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Step pairs of rows in one block of 160 columns; `SOURCE` is moment, nibble or direction."""
@@ -189,22 +202,23 @@ def _step_trits_kernel(
         return
     gain, shift = _gain(gain_ptr, shift_ptr, squares_ptr, num_weights, SOURCE, LARGEST_GAIN)
     key, limit = tl.load(key_ptr), tl.load(limit_ptr)
+    decay = tl.load(decay_ptr) if HAS_DECAY else 0
     block = tl.program_id(0) % blocks
     first = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_P
     width = (K - block * 160 + 4) // 5  # of a plane; the last block may be short
     if width >= 32:
         flips = _step_block(
             packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
-            key, gain, shift, limit, first, block, 32, N, K,
+            key, gain, shift, limit, decay, first, block, 32, N, K,
             stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-            SOURCE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P, 1,
+            SOURCE, HAS_ROWS, HAS_COLUMNS, HAS_DECAY, RADIX, REMAINDER_MAX, CLIP, BLOCK_P, 1,
         )  # fmt: skip
     else:  # any width, so loads are bytes; with a quarter of the rows at once no register spills
         flips = _step_block(
             packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
-            key, gain, shift, limit, first, block, width, N, K,
+            key, gain, shift, limit, decay, first, block, width, N, K,
             stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
-            SOURCE, HAS_ROWS, HAS_COLUMNS, RADIX, REMAINDER_MAX, CLIP, BLOCK_P // 4, 4,
+            SOURCE, HAS_ROWS, HAS_COLUMNS, HAS_DECAY, RADIX, REMAINDER_MAX, CLIP, BLOCK_P // 4, 4,
         )  # fmt: skip
     tl.atomic_add(flips_ptr, flips)
 
@@ -225,10 +239,10 @@ def _gain(
 @triton.jit
 def _step_block(
     packed_ptr, remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr,
-    key, gain, shift, limit, first, block, width, N, K,
+    key, gain, shift, limit, decay, first, block, width, N, K,
     stride_pn, stride_pb, stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
     SOURCE: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr,
-    RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr,
+    HAS_DECAY: tl.constexpr, RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr, CLIP: tl.constexpr,
     BLOCK_P: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Step pairs of rows, from the pair `first` on, in one block of columns; count the flips.
@@ -271,12 +285,12 @@ def _step_block(
             even_left, odd_left = even_thrice.to(tl.uint32), odd_thrice.to(tl.uint32)
             even_old, odd_old = (even_thrice >> 32).to(tl.int32), (odd_thrice >> 32).to(tl.int32)
             even_new, even_low = _step(
-                even_old, even_low, even_u, even_random, gain, shift, limit,
-                SOURCE, RADIX, REMAINDER_MAX,
+                even_old, even_low, even_u, even_random, gain, shift, limit, decay,
+                SOURCE, HAS_DECAY, RADIX, REMAINDER_MAX,
             )  # fmt: skip
             odd_new, odd_low = _step(
-                odd_old, odd_low, odd_u, odd_random, gain, shift, limit,
-                SOURCE, RADIX, REMAINDER_MAX,
+                odd_old, odd_low, odd_u, odd_random, gain, shift, limit, decay,
+                SOURCE, HAS_DECAY, RADIX, REMAINDER_MAX,
             )  # fmt: skip
             even_ptrs = remainder_ptr + even * stride_an + k * stride_ak
             odd_ptrs = remainder_ptr + odd * stride_an + k * stride_ak
@@ -312,14 +326,16 @@ def _load_tile(
 
 @triton.jit
 def _step(
-    old, low, u, random, gain, shift, limit,
-    SOURCE: tl.constexpr, RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr,
+    old, low, u, random, gain, shift, limit, decay,
+    SOURCE: tl.constexpr, HAS_DECAY: tl.constexpr, RADIX: tl.constexpr, REMAINDER_MAX: tl.constexpr,
 ):  # fmt: skip
     """Step weights and return both digits; trits are 0, 1, 2 here, and so z is P more."""
     step = u * gain
     if SOURCE == "direction":
         step = step >> shift
     step = tl.minimum(tl.maximum(step, -limit), limit)
+    if HAS_DECAY:
+        step += (((old - 1) * RADIX + low) * decay) >> 8
     z = old * (RADIX << 16) + (low << 16) - step + random.to(tl.int32)
     # clipped before the shift, as an addition and a maximum are one instruction
     HIGHEST: tl.constexpr = ((2 * RADIX + REMAINDER_MAX) << 16) + 0xFFFF
@@ -335,6 +351,7 @@ def _launch(
     packed: Tensor, remainder: Tensor, source: str, values: Tensor, row_gain: Tensor | None,
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, squares: Tensor,
     limit: Tensor, ok: Tensor, flips: Tensor, radix: int, remainder_max: int,
+    decay: Tensor | None,
 ) -> None:  # fmt: skip
     if not remainder.numel():
         return
@@ -344,41 +361,44 @@ def _launch(
     _step_trits_kernel[(triton.cdiv(rows, 2 * block_p) * blocks,)](
         packed, remainder, values, row_gain if has_rows else values,
         column_gain if has_columns else values, key, gain, shift, squares, limit, ok, flips,
+        limit if decay is None else decay,
         rows, columns, blocks, float(rows * columns),
         *packed.stride(), *remainder.stride(), *values.stride(),
         0 if row_gain is None else row_gain.stride(0),
-        SOURCE=source, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, RADIX=radix,
-        REMAINDER_MAX=remainder_max, CLIP=CLIP, LARGEST_GAIN=LARGEST_GAIN, BLOCK_P=block_p,
-        enable_fp_fusion=False, maxnreg=registers_of(remainder),
+        SOURCE=source, HAS_ROWS=has_rows, HAS_COLUMNS=has_columns, HAS_DECAY=decay is not None,
+        RADIX=radix, REMAINDER_MAX=remainder_max, CLIP=CLIP, LARGEST_GAIN=LARGEST_GAIN,
+        BLOCK_P=block_p, enable_fp_fusion=False, maxnreg=registers_of(remainder),
     )  # fmt: skip
 
 
 def _step_by_moment_triton(
     packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor,
     step_size: Tensor, squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int,
-    remainder_max: int,
+    remainder_max: int, decay: Tensor | None = None,
 ) -> None:  # fmt: skip
     source, values = ("nibble", remainder) if moment is None else ("moment", moment)
     _launch(
         packed, remainder, source, values, None, None, key, step_size, turn, squares, limit,
-        ok, flips, radix, remainder_max,
+        ok, flips, radix, remainder_max, decay,
     )  # fmt: skip
 
 
 def _step_by_direction_triton(
     packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
-    flips: Tensor, radix: int, remainder_max: int,
+    flips: Tensor, radix: int, remainder_max: int, decay: Tensor | None = None,
 ) -> None:  # fmt: skip
     _launch(
         packed, remainder, "direction", values, row_gain, column_gain, key, gain, shift, gain,
-        limit, ok, flips, radix, remainder_max,
+        limit, ok, flips, radix, remainder_max, decay,
     )  # fmt: skip
 
 
 _WEIGHTS = {"packed": Array("N, row_bytes(K)", UINT8), "remainder": Array("N, K", INT8)}
 _INT32, _INT64 = Array("", INT32), Array("", INT64)
-_RADIX = {"radix": Number(), "remainder_max": Number()}
+_RADIX: dict[str, Argument] = {
+    "radix": Number(), "remainder_max": Number(), "decay": Array("", INT32, optional=True),
+}  # fmt: skip
 step_by_moment = Operation(
     "step_by_moment", _step_by_moment_triton, _step_by_moment_torch,
     {
@@ -403,6 +423,8 @@ Args:
     flips: int64 scalar tensor; the number of trits that changed is added to it.
     radix: P, what a trit is worth in units of A.
     remainder_max: z is clipped to +-(P + remainder_max).
+    decay: int32 scalar tensor, 0..`LARGEST_DECAY`, what z decays by, in units of 2**-24; None for
+        no decay.
 """
 step_by_direction = Operation(
     "step_by_direction", _step_by_direction_triton, _step_by_direction_torch,
@@ -429,4 +451,6 @@ Args:
     flips: int64 scalar tensor; the number of trits that changed is added to it.
     radix: P, what a trit is worth in units of A.
     remainder_max: z is clipped to +-(P + remainder_max).
+    decay: int32 scalar tensor, 0..`LARGEST_DECAY`, what z decays by, in units of 2**-24; None for
+        no decay.
 """

@@ -81,7 +81,9 @@ def anchor(like: Tensor) -> Tensor:
 
 
 def operator(
-    function: "type[Function] | Callable", fake: Callable | None = None
+    function: "type[Function] | Callable",
+    fake: Callable | None = None,
+    fake_grads: Callable | None = None,
 ) -> Callable[..., Any]:
     """Return a callable that applies a function, as one custom operator under `torch.compile`.
 
@@ -98,16 +100,18 @@ def operator(
             None runs the function on the `torch` backend, where it must read neither modules nor
             values of tensors. Fake gradients have the shapes of the saved inputs; if an input with
             a gradient is not saved, the backward runs on the `torch` backend.
+        fake_grads: returns a list of empty gradients of the inputs that have one, from those of the
+            results, for a function that saves none of these inputs. None is as above.
     """
-    return _Operator(function, fake).apply
+    return _Operator(function, fake, fake_grads).apply
 
 
 class _Operator:
     """A function with its operators `arb::name` and `arb::name_backward`."""
 
-    def __init__(self, function: Any, fake: Callable | None) -> None:
+    def __init__(self, function: Any, fake: Callable | None, fake_grads: Callable | None) -> None:
         differentiable = isinstance(function, type)
-        self.function, self.fake = function, fake
+        self.function, self.fake, self.fake_grads = function, fake, fake_grads
         self.run: Callable = self.function.forward if differentiable else function
         self.run_plain: Callable = self.function.apply if differentiable else function
         self.run.__signature__ = inspect.signature(self.run)  # torch asks for it at every call
@@ -205,6 +209,8 @@ class _Operator:
     def _fake_backward(
         self, grads: list, kept: list, needs_grad: list[bool], *numbers: Any
     ) -> list[Tensor]:
+        if self.fake_grads:
+            return self.fake_grads(*grads)
         inputs, _ = self._inputs(kept, numbers)
         found = [part for part, some in zip(inputs, needs_grad, strict=True) if some]
         if any(part is None for part in found):

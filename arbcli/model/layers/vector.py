@@ -41,7 +41,7 @@ class VectorWeight(ReadWeight):
 
     def __init__(self, values: Sequence[float], site: Site, *, area: str) -> None:
         super().__init__(len(values), 1, site, area=area, direction=DIRECTION)
-        self.values = tuple(values)
+        self.values, self.decays = tuple(values), False
         # the forward of a vector always reads the remainder
         self.training_only = tuple(name for name in self.training_only if name != "remainder")
 

@@ -18,6 +18,9 @@ from arbcli.model.rules.start import root_mean_square, share_of_nonzero
 
 STEP_CLIP = 4
 """Maximum step of a weight, relative to the RMS of the direction."""
+DECAY_OF_LR = 1 / 128
+"""Decay of weights in a step at `lr` 1 and `weight_decay` 1. The default rates of digits and of
+Muon, 0.5 and 3e-3, move weights alike, so the same `weight_decay` shrinks them alike."""
 STEP_OF_RADIX = 1 / 16
 """Step of z for a direction of unit RMS at `lr` 1, in units of P."""
 SCALE_STEP = 4
@@ -81,6 +84,10 @@ class StepControl:
     steps after each gradient."""
     limit: Tensor
     """Maximum step of z, int32 in units of 2**-16."""
+    decay: Tensor | None
+    """Decay of z in a step, int32 in units of 2**-24; None without weight decay."""
+    direct_decay: Tensor | None
+    """Decay of z when it steps after each gradient."""
     flips: Tensor
     """Counter of changed trits, int64; incremented by the step."""
     squares: Tensor

@@ -69,6 +69,7 @@ class Moment(Rule):
             state["trits"], state["remainder"], None if self.share_a_byte else state["moment"],
             control.keys[TRIT], control.turn, step_size, squares, control.limit, gradient.gains.ok,
             control.flips, self.radix, self.remainder_max,
+            control.direct_decay if control.alone else control.decay,
         )  # fmt: skip
 
     def average(self, state: State, gradient: Gradient, control: StepControl) -> None:
@@ -86,10 +87,12 @@ class Moment(Rule):
         self, state: State, direction: Ingredients, ok: Tensor, control: StepControl
     ) -> None:
         """Step weights along the direction of the moment."""
-        gain = control.direct_gain if control.alone else control.whole_gain
+        gain, decay = control.whole_gain, control.decay
+        if control.alone:
+            gain, decay = control.direct_gain, control.direct_decay
         step_by_direction(
             state["trits"], state["remainder"], *direction, control.keys[TRIT], *gain,
-            control.limit, ok, control.flips, self.radix, self.remainder_max,
+            control.limit, ok, control.flips, self.radix, self.remainder_max, decay,
         )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from arbcli.kernels.update.last_bits import LARGEST_CHANGE
 from arbcli.kernels.update.quantise_gradient import LARGEST_OF_PLANES
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.packed import TernaryTensor
-from arbcli.model.rules.base import STEP_OF_RADIX
+from arbcli.model.rules.base import DECAY_OF_LR, STEP_OF_RADIX
 from arbcli.model.updater import step_limits
 
 BUCKET_WEIGHTS = 2**25
@@ -131,7 +131,7 @@ def broadcast_buffers(tensor: TernaryTensor) -> dict[str, Tensor]:
     return {name: getattr(tensor, name) for name in names}
 
 
-def uses_low_bits(tensor: TernaryTensor, lr: float) -> bool:
+def uses_low_bits(tensor: TernaryTensor, lr: float, weight_decay: float) -> bool:
     """Return whether the low four bits of z encode a step of a tensor.
 
     This requires that all digits are read, and that no step changes z by more than
@@ -140,12 +140,16 @@ def uses_low_bits(tensor: TernaryTensor, lr: float) -> bool:
     Args:
         tensor: the tensor.
         lr: maximum learning rate.
+        weight_decay: weight decay, multiplied by the learning rate.
     """
     rule = tensor.rule
     if not tensor.reads_digits or isinstance(tensor, TableWeight):
         return False
-    limit = step_limits(np.array(lr * tensor.lr_factor * rule.radix * STEP_OF_RADIX))
-    return bool(np.ceil(limit / UNIT) <= LARGEST_CHANGE)
+    lr = lr * tensor.lr_factor
+    limit = step_limits(np.array(lr * rule.radix * STEP_OF_RADIX)) / UNIT
+    if tensor.decays:
+        limit += (rule.radix + rule.remainder_max) * lr * weight_decay * DECAY_OF_LR
+    return bool(np.ceil(limit) <= LARGEST_CHANGE)
 
 
 def owner_buffers(tensor: TernaryTensor) -> dict[str, Tensor]:
@@ -173,7 +177,12 @@ def assign_owners(tensors: Iterable[TernaryTensor], size: int) -> dict[int, int]
 
 
 def plan(
-    tensors: Iterable[TernaryTensor], owners: dict[int, int], size: int, sums: Sums, lr: float
+    tensors: Iterable[TernaryTensor],
+    owners: dict[int, int],
+    size: int,
+    sums: Sums,
+    lr: float,
+    weight_decay: float,
 ) -> list[Bucket]:
     """Lay out the messages of a step.
 
@@ -183,6 +192,7 @@ def plan(
         size: number of processes.
         sums: format of the sums.
         lr: maximum learning rate.
+        weight_decay: weight decay, multiplied by the learning rate.
 
     Returns:
         Buckets in the approximate order of a backward. Each table has its own bucket, as only
@@ -192,7 +202,7 @@ def plan(
     weights = 0
     for tensor in reversed([*tensors]):
         alone, owner = isinstance(tensor, TableWeight), owners[id(tensor)]
-        by_bits = uses_low_bits(tensor, lr)
+        by_bits = uses_low_bits(tensor, lr, weight_decay)
         for matrices in tensor.gradient_ranges():
             number = len(matrices) * (tensor.num_weights // tensor.matrices)
             # starts a new bucket if more than half of the tensor would exceed the limit

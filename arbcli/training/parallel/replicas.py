@@ -1,5 +1,7 @@
 """Float baselines in several processes: DistributedDataParallel with bfloat16 gradients."""
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -14,8 +16,8 @@ class _Losses(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, *inputs: Tensor) -> dict[str, Tensor]:
-        return self.model.losses(*inputs)
+    def forward(self, *inputs: Tensor, **options: Any) -> dict[str, Tensor]:
+        return self.model.losses(*inputs, **options)
 
 
 class Replicas:
@@ -35,9 +37,14 @@ class Replicas:
             self._wrapped.register_comm_hook(None, bf16_compress_hook)
         self._local, self._micro = local, 0
 
-    def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
-        """Compute the losses; gradients are reduced in the last micro-batch of a step."""
+    def __call__(self, *inputs: Tensor, **options: Any) -> dict[str, Tensor]:
+        """Compute the losses; gradients are reduced in the last micro-batch of a step.
+
+        Args:
+            *inputs: arguments of `LanguageModel.losses`.
+            **options: its other arguments.
+        """
         self._micro = self._micro % self._local + 1
         # equivalent to `no_sync`
         self._wrapped.require_backward_grad_sync = self._micro == self._local
-        return self._wrapped(*inputs)
+        return self._wrapped(*inputs, **options)

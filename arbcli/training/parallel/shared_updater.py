@@ -94,6 +94,7 @@ class SharedUpdater:
         micro_batches: number of micro-batches in a step, over all processes.
         group: the processes of the run.
         lr: maximum learning rate.
+        weight_decay: weight decay, multiplied by the learning rate.
     """
 
     averages = True
@@ -112,8 +113,9 @@ class SharedUpdater:
         micro_batches: int,
         group: Group,
         lr: float,
+        weight_decay: float = 0.0,
     ) -> None:
-        self.updates = Updater(tensors, seed, dtype)
+        self.updates = Updater(tensors, seed, dtype, weight_decay=weight_decay)
         self.group, self.micro_batches, self.dtype = group, micro_batches, dtype
         self.local = group.local(micro_batches)
         self.limit = part_limit(wire, micro_batches)
@@ -128,7 +130,7 @@ class SharedUpdater:
         self.owners = assign_owners(self.tensors, group.size)
         """Rank of the owner by the `id` of a tensor."""
         self._largest_lr = lr
-        self.buckets = plan(self.tensors, self.owners, group.size, self.sums, lr)
+        self.buckets = plan(self.tensors, self.owners, group.size, self.sums, lr, weight_decay)
         self._bucket_of = {
             (id(member.tensor), member.matrices.start): (bucket, member)
             for bucket in self.buckets
@@ -167,7 +169,7 @@ class SharedUpdater:
 
     def _half_broadcast(self, tensor: TernaryTensor) -> dict[str, Tensor]:
         """Return the buffer of which only four bits per byte are broadcast, if any."""
-        by_bits = uses_low_bits(tensor, self._largest_lr)
+        by_bits = uses_low_bits(tensor, self._largest_lr, self.updates.weight_decay)
         return {"remainder": tensor.remainder} if by_bits and tensor.rule.share_a_byte else {}
 
     def common(self, model: nn.Module) -> dict[str, Tensor]:

@@ -264,7 +264,7 @@ def test_nothing_that_travels_overlaps(size, sums, digits, small_graph, monkeypa
     monkeypatch.setattr(owners, "BUCKET_WEIGHTS", 3000)
     tensors = tensors_of(small_graph | {"digits": digits})
     dealt = assign_owners(tensors, size)
-    buckets = plan(tensors, dealt, size, SUMS[sums], 0.35)
+    buckets = plan(tensors, dealt, size, SUMS[sums], 0.35, 0.0)
     assert len(buckets) > 5
     seen: dict[int, list[int]] = {}
     for bucket in buckets:

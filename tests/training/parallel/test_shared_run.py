@@ -73,6 +73,8 @@ def test_two_and_four_processes_give_the_bits_of_a_single_process(texts):
         pytest.param({"direction": "sign", "recompute": True}, marks=pytest.mark.slow),
         pytest.param({"rule": "votes"}, marks=pytest.mark.slow),
         pytest.param({"mlp_rule": "nibble", "digits": "fade", "steps": 5}, marks=pytest.mark.slow),
+        {"digits": "all", "lr": 0.4, "weight_decay": 4.0},  # beyond what four bits encode
+        {"dropout": 0.25},  # whose masks are those of a single process
         # sums of 16 bits in one process, and of 12 in two
         {"direction": "factored", "accum": 8, "tscale": "T6"},
         {"objective": "fill"},  # micro-batches with unequal numbers of learnt symbols
@@ -301,7 +303,7 @@ def test_no_step_of_a_run_is_beyond_the_largest_rate(rule, digits, texts):
 
 
 def twin_losses(group, texts):
-    given = SMALL | ABOUT | {"wire": None, "weights": "float"}
+    given = SMALL | ABOUT | {"wire": None, "weights": "float", "dropout": 0.25}
     trainer = Trainer(new_config(**given), texts, group=group)
     losses = [float(trainer.train_step()) for _ in range(3)]
     return [*losses, trainer.evaluate(num_batches=4)]

@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.packing import pack_trits_torch
-from arbcli.kernels.update.step_trits import (
-    step_by_direction,
-    step_by_moment,
-)
+from arbcli.kernels.update.step_trits import LARGEST_DECAY, step_by_direction, step_by_moment
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.packing import (
     pack_trits_reference,
@@ -27,7 +24,7 @@ from arbcli.verify.verification import Case, Verification
 def step_by_moment_reference(
     packed: Tensor, remainder: Tensor, moment: Tensor | None, key: Tensor, turn: Tensor,
     step_size: Tensor, squares: Tensor, limit: Tensor, ok: Tensor, flips: Tensor, radix: int,
-    remainder_max: int,
+    remainder_max: int, decay: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the reference result of `step_by_moment` (`packed`, `remainder`, `flips`)."""
     nibble = moment is None
@@ -43,26 +40,28 @@ def step_by_moment_reference(
         gain = float((size / root).clamp(max=2**23) + 0.5) // 1
     step = u * int(gain)
     return _step_reference(
-        packed, remainder, step, key, limit, ok, flips, radix, remainder_max, nibble, int(turn)
-    )
+        packed, remainder, step, key, limit, ok, flips, radix, remainder_max, nibble, int(turn),
+        decay,
+    )  # fmt: skip
 
 
 def step_by_direction_reference(
     packed: Tensor, remainder: Tensor, values: Tensor, row_gain: Tensor | None,
     column_gain: Tensor | None, key: Tensor, gain: Tensor, shift: Tensor, limit: Tensor, ok: Tensor,
-    flips: Tensor, radix: int, remainder_max: int,
+    flips: Tensor, radix: int, remainder_max: int, decay: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the reference result of `step_by_direction` (`packed`, `remainder`, `flips`)."""
     u = fixed_point_reference(values, row_gain, column_gain, 2**18)
     step = torch.div(u * gain.to(torch.int64), 2 ** int(shift), rounding_mode="floor")
     return _step_reference(
-        packed, remainder, step, key, limit, ok, flips, radix, remainder_max, False
+        packed, remainder, step, key, limit, ok, flips, radix, remainder_max, False, decay=decay
     )
 
 
 def _step_reference(
     packed: Tensor, remainder: Tensor, step: Tensor, key: Tensor, limit: Tensor, ok: Tensor,
     flips: Tensor, radix: int, remainder_max: int, nibble: bool, turn: int = 0,
+    decay: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if not ok:
         return packed, remainder, flips
@@ -72,8 +71,10 @@ def _step_reference(
     step = step.clamp(-int(limit), int(limit))
     random = random_halves_reference(int(key), *remainder.shape).to(packed.device)
     random = (random + turn) % 2**16
-    z = (trits * radix + low) * 2**16 - step + random
-    z = torch.div(z, 2**16, rounding_mode="floor")
+    z = trits * radix + low
+    if decay is not None:
+        step += torch.div(z * int(decay), 2**8, rounding_mode="floor")
+    z = torch.div(z * 2**16 - step + random, 2**16, rounding_mode="floor")
     z = z.clamp(-radix - remainder_max, radix + remainder_max)
     new = torch.sign(z) * (z.abs() > radix // 2)
     low = z - new * radix
@@ -120,7 +121,11 @@ def _moment_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         packed, remainder = _state(shape, 8, 7, generator)
         digits = torch.randint(-7, 8, shape, generator=generator) * 16 + remainder % 16
         nibble = (packed.to(device), digits.to(torch.int8).to(device), None)
-        yield Case(f"{name} nibble", (*nibble, *control(77, 1.3, shape, 7), 8, 7))
+        nibble = (*nibble, *control(77, 1.3, shape, 7), 8, 7)
+        yield Case(f"{name} nibble", nibble)
+        decay = _scalar(1 << 19, device)
+        yield Case(f"{name} moment decay", (*inputs, decay))
+        yield Case(f"{name} nibble decay", (*nibble, decay))
     yield Case(f"{name} refused", (*inputs[:3], *control(5, 2.0, shape, 127, 0), 32, 127))
     for step in (1e-4, 1e4):
         tilted = (*inputs[:3], *control(5, step, shape, 127), 32, 127)
@@ -145,6 +150,8 @@ def _direction_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         values = torch.randn(shape, generator=generator).to(device)
         gains = [torch.rand(n, generator=generator).to(device) * 600 for n in shape]
         yield Case(f"{shape[0]}x{shape[1]}", (*state, values, *gains, *control()))
+        decay = _scalar(LARGEST_DECAY, device)
+        yield Case(f"{shape[0]}x{shape[1]} decay", (*state, values, *gains, *control(), decay))
     yield Case("2x1311 rows only", (*state, values, gains[0], None, *control()))
     yield Case("2x1311 sign", (*state, values, None, None, *control()))
     yield Case("2x1311 refused", (*state, values, *gains, *control(0)))
@@ -184,8 +191,12 @@ def _draw_by_moment(rng: CaseGenerator, group_size: int, m: int, n: int, k: int)
     return (
         packed, remainder, moment, rng.key(), rng.scalar(rng.below(2**16)), step_size, squares,
         limit,
-        rng.scalar(not rng.chance(0.1)), flips, radix, largest,
+        rng.scalar(not rng.chance(0.1)), flips, radix, largest, _draw_decay(rng),
     )  # fmt: skip
+
+
+def _draw_decay(rng: CaseGenerator) -> Tensor | None:
+    return rng.scalar(rng.below(LARGEST_DECAY + 1)) if rng.below(2) else None
 
 
 def _draw_by_direction(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -195,7 +206,7 @@ def _draw_by_direction(rng: CaseGenerator, group_size: int, m: int, n: int, k: i
     return (
         *draw_weights(rng, n, k, 32, 127), rng.reals(n, k), *gains, rng.key(), *control,
         rng.scalar(not rng.chance(0.1)), torch.tensor(rng.below(1000), device=rng.device),
-        32, 127,
+        32, 127, _draw_decay(rng),
     )  # fmt: skip
 
 
