@@ -75,7 +75,7 @@ def test_keys_of_an_update_do_not_depend_on_the_updates_before(accumulation, dev
 def test_parameters_of_steps_are_those_of_one_python_number_at_a_time(accumulation):
     _, updater, _ = build("moment", "factored", "cpu")
     updater.weight_decay = 0.3
-    ((factor, radix),) = updater._paces
+    ((factor, radix, *_),) = updater._paces
     steps = range(2**20 - 3, 2**20 + 300)
     rates = [0.0, *torch.logspace(-9, 1.2, len(steps) - 1, dtype=torch.float64).tolist()]
     found = updater.step_parameters(steps, rates, accumulation)
@@ -93,8 +93,11 @@ def test_parameters_of_steps_are_those_of_one_python_number_at_a_time(accumulati
             (sizes,) = updater._sizes.values()
             assert [[*map(int, pair)] for pair in sizes[:3]] == gains
             decay = min(round(lr * factor * 0.3 * 2**17), 2**21)
-            others = [limit, limit // 2, decay, round(decay / accumulation)]
-            assert [*map(int, sizes[3:])] == [*others, round(size * 2**32)]
+            numbers = sizes.limit, sizes.row_limit, sizes.decay, sizes.direct_decay
+            wanted = [limit, limit // 2, decay, round(decay / accumulation)]
+            assert [*map(int, numbers)] == wanted
+            assert int(sizes.step_size) == round(size * 2**32)
+            assert int(sizes.share_size) == round(size * 2**32) // accumulation
             turns = updater._step, updater._turn, updater._turn_alone
             assert [*map(int, turns)] == [step, *(n * 40503 % 2**16 for n in (step, tick))]
             key = stream_keys(updater.seed, torch.tensor(tick, dtype=torch.int32), 1, NUM_STREAMS)
