@@ -78,9 +78,10 @@ def noting(book: nn.Module, used: Tensor, best: Tensor) -> Iterator[None]:
 def in_use(trainer: Trainer) -> dict[str, float]:
     """Read held-out windows, and tell which rows they use."""
     model, config = trainer.model, trainer.config
-    book = model.codebook or model.knowledge
-    if book is None:
+    books = [part for part in model.children() if isinstance(part, Codebook | Quantiser)]
+    if not books:
         return {}
+    book = books[0]
     if isinstance(book, Quantiser):
         number, dead = len(book.codes), float((book.uses <= 1).float().mean())
     else:

@@ -122,8 +122,10 @@ def assembled(
     Raises:
         ArbError: there is no such preset or field, or a value is invalid.
     """
-    build = preset if isinstance(model, str) else with_storage
-    config = build(model, **overrides)  # type: ignore[operator]
+    if isinstance(model, str):
+        config = preset(model, **overrides)
+    else:
+        config = with_storage(model, **overrides)
     return with_fields(config, fields) if fields else config
 
 

@@ -195,9 +195,9 @@ def continue_batch(
     """
     started, done, next_index, total = time.perf_counter(), {}, 0, 0
     with deterministic():
-        for index, *made in _generate(model, requests, batch, backend, kv):
-            done[index] = made
-            total += made[1]
+        for index, text, length in _generate(model, requests, batch, backend, kv):
+            done[index] = text, length
+            total += length
             while next_index in done:
                 on_text(_report(next_index, requests[next_index], *done.pop(next_index)))
                 next_index += 1

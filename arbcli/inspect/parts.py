@@ -85,7 +85,8 @@ def _stream(stage: StageConfig) -> dict[str, Any]:
 def _configs(config: ModelConfig) -> dict[str, Any]:
     """Return the configurations of the parts outside stages, by the names of their modules."""
     found: dict[str, Any] = {part.kind: part for part in config.beside}
-    if memories := config.main.memories:
+    memories: Any = config.main.memories
+    if memories:
         found |= memories.codebooks | {"moe_graph": memories.iterated}
     return found | {"byte_mlp": config.head, "ahead": config.ahead, "head": config.composite}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +101,8 @@ class Subject:
                     digits.clamp_(max=127)
             if tensor.scales[1] is not None:
                 tensor.fraction.bitwise_and_(127)
-        book = self.config.main.memories and self.config.main.memories.codebook
+        memories: Any = self.config.main.memories
+        book = memories and memories.codebook
         fill_memories(model, book.rows if book else 1)
         return model
 

@@ -263,14 +263,14 @@ class Experts(Part):
         area: str = "experts",
     ) -> None:
         super().__init__()
-        expert_weight = ExpertWeight if site.weights == "ternary" else FloatExpertWeight
+        expert_weight: Any = ExpertWeight if site.weights == "ternary" else FloatExpertWeight
         width, number = dim or site.dim, config.experts
         # outputs into the residual stream have a small initial scale
         std = output_std(config.width, site.depth) if dim is None else None
         self.gate = Gate(config, query or site.dim, site, area)
-        self.gate_up = expert_weight(number, 2 * config.width, width, site, area=area)
+        self.gate_up: Any = expert_weight(number, 2 * config.width, width, site, area=area)
         self.sub_norm = _gate_and_norm(config, site)
-        self.down = expert_weight(number, width, config.width, site, area=area, std=std)
+        self.down: Any = expert_weight(number, width, config.width, site, area=area, std=std)
         self.shared = None
         if config.shared:
             self.shared = SharedExpert(config, width, site, area=area, std=std)
