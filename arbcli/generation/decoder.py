@@ -484,7 +484,7 @@ def read_symbols(
         progress: called after each chunk with the number of symbols read and in total.
     """
     skipped, reach, window = 0, model.config.reach, cache.window
-    if reach is not None and not cache.is_marked:
+    if reach is not None:
         skipped = max(0, (len(ids) - window - reach) // window * window)
         cache.main.clock.count(skipped)
     for start in range(skipped, len(ids), window):

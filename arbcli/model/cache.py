@@ -9,7 +9,6 @@ from torch import Tensor
 
 from arbcli.base.errors import ArbError
 from arbcli.kernels.attention.kept import Kept
-from arbcli.model.mark import Mark, Written
 from arbcli.model.ngrams import HISTORY
 from arbcli.model.state import StateSpec, Track
 
@@ -17,79 +16,7 @@ if TYPE_CHECKING:
     from arbcli.model.language_model import LanguageModel
 
 
-class _Markable:
-    """A cache whose last positions can be undone: see `mark`."""
-
-    is_marked = False
-    """Whether there is a mark to rewind to."""
-    _marks: tuple[Mark, ...] = ()
-    _marked = _read = 0
-
-    def mark(self, positions: int) -> None:
-        """Mark the present positions, so that `rewind` can undo later ones.
-
-        The memory for it, part of `nbytes`, is reused by the next mark for the same number of
-        positions. Steps that a captured graph replays are not recorded and cannot be undone.
-
-        Args:
-            positions: maximum number of positions that are read after the mark.
-        """
-        if not (self._marks and self._marked == positions):
-            self._marks = tuple(self._new_marks(positions))
-        self._marked, self._read, self.is_marked = positions, 0, True
-
-    def rewind(self, accepted: int | Tensor) -> None:
-        """Undo the positions after the mark except for the first `accepted`, and remove the mark.
-
-        Every tensor is as if the other positions had never been read. Does not synchronise.
-
-        Args:
-            accepted: number of positions to keep, at most as many as were read; (B,) integers on
-                the device for a batch, whose texts may have read different numbers of positions.
-
-        Raises:
-            ValueError: there is no mark, or `accepted` exceeds the positions read.
-        """
-        if not self.is_marked:
-            raise ValueError("there is no mark to rewind to: call `mark` first")
-        if isinstance(accepted, int):
-            if not 0 <= accepted <= self._read:
-                raise ValueError(f"{accepted} of {self._read} positions cannot be accepted")
-            accepted = torch.tensor(accepted, device=self.position.device)
-        if self._read:
-            accepted = accepted.long().expand(self.position.shape).reshape(-1)
-            for mark in self._marks:
-                mark.rewind(accepted, self._read)
-        self.is_marked = False
-
-    @property
-    def position(self) -> Tensor:
-        """Number of positions read."""
-        raise NotImplementedError
-
-    @property
-    def reads_at_once(self) -> bool:
-        """Whether a marked text can read several positions at once rather than one by one."""
-        return len(self._marks) == 1 and self._marks[0].reads_at_once
-
-    def _new_marks(self, positions: int) -> Iterator[Mark]:
-        raise NotImplementedError
-
-    def _save(self, length: int) -> None:
-        if not self.is_marked:
-            return
-        if self._read + length > self._marked:
-            raise ValueError(f"no more than {self._marked} positions can be read after the mark")
-        for mark in self._marks:
-            mark.save(self._read, length)
-        self._read += length
-
-    @property
-    def _mark_bytes(self) -> int:
-        return sum(mark.nbytes for mark in self._marks)
-
-
-class Cache(_Markable):
+class Cache:
     """The states of one text, or of a batch of texts, allocated once.
 
     Args:
@@ -140,14 +67,8 @@ class Cache(_Markable):
 
     @property
     def nbytes(self) -> int:
-        """Memory of the states and a mark in bytes."""
-        return sum(track.nbytes for track in self.tracks) + self._mark_bytes
-
-    def _new_marks(self, positions: int) -> Iterator[Mark]:
-        for stage in self.stages:
-            yield stage.encoder.mark(positions, *stage.written())
-            yield stage.decoder.mark(positions)
-        yield self.main.mark(positions, *([] if self.history is None else [Written(self.history)]))
+        """Memory of the states in bytes."""
+        return sum(track.nbytes for track in self.tracks)
 
     def kept(self, positions: int) -> list[Kept]:
         """Return the rings, each with the keys and values that a `check` of `positions` leaves."""
@@ -185,7 +106,6 @@ class Cache(_Markable):
         Yields:
             (B, history + T) int64: history and bytes; negative before the beginning of the text.
         """
-        self._save(ids.shape[1])
         if self.history is None:
             yield ids
             return

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor
 
 from arbcli.kernels.matmul.swizzled import fits_prepacked
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 
 def forward_with_cache(model: "LanguageModel", ids: Tensor, cache: Cache) -> Tensor:
     """Compute logits of new positions: see `LanguageModel.forward`."""
-    if cache.is_marked and not cache.reads_at_once and ids.shape[1] > 1:
-        return torch.cat([model(part, cache) for part in ids.split(1, dim=1)], dim=1)
     if model.stages and isinstance(cache, BatchCache):  # some text nearly always begins a chunk
         *_, logits = [phase.run() for phase in step_phases(model, ids, cache)]
         assert logits is not None  # the last phase returns them

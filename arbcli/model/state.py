@@ -25,7 +25,6 @@ from arbcli.kernels.attention.eight_bits import (
 )
 from arbcli.kernels.attention.kept import Kept
 from arbcli.model.flow import rows_of
-from arbcli.model.mark import Mark, Written
 
 
 class StateSpec(NamedTuple):
@@ -168,13 +167,9 @@ class State:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 
-    def written(self) -> Iterator[Written]:
-        """Yield the tensors of the state, each with the slot that a position writes."""
-        raise NotImplementedError
-
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of the state."""
-        return (part.tensor for part in self.written())
+        raise NotImplementedError
 
     def kept(self, positions: int) -> Iterator[Kept]:
         """Yield the rings, with the keys and values of speculative positions to store there."""
@@ -263,15 +258,10 @@ class Rows:
             setattr(own, name, None if part is None else part[text])
         return own
 
-    def written(self, number: Callable[[Tensor], Tensor]) -> Iterator[Written]:
-        """Yield the tensors; `number` maps positions to vectors, which go to slots modulo n."""
-
-        def slot(position: Tensor) -> Tensor:
-            return number(position) % len(self)
-
-        for part, last in ((self.codes, -3), (self.exponents, -2), (self.rotated, -3)):
-            if part is not None:
-                yield Written(part, slot, last + self.dim)
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that exist."""
+        tensors = self.codes, self.exponents, self.rotated
+        yield from (tensor for tensor in tensors if tensor is not None)
 
     def put(self, slots: Tensor, rows: Tensor) -> Tensor:
         """Store vectors (n, G, d) in slots, (n,) int64; return them as `get` would."""
@@ -332,16 +322,6 @@ class Track:
         for state in self.blocks:
             if state:
                 state.reset()
-
-    def mark(self, positions: int, *others: Written) -> Mark:
-        """Create a mark, up to which later positions can be undone.
-
-        Args:
-            positions: maximum number of positions after it.
-            others: tensors that positions write in addition to the states of blocks.
-        """
-        written = [part for state in self.blocks if state for part in state.written()]
-        return Mark(self.clock.position, [*written, *others], positions)
 
     @cached_property
     def each(self) -> list["Track"]:

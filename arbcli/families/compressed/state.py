@@ -22,7 +22,6 @@ from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.layers.rotary import for_heads, rotary_table, rows_at, table_rows
-from arbcli.model.mark import Written
 from arbcli.model.state import Clock, Rows, State
 
 
@@ -69,18 +68,14 @@ class CompressedState(State):
             size = max(1, min(indexer.top_k, slots - 1))
             self.choice = clock.zeros(size, dtype=torch.int32) - 1
 
-    def written(self) -> Iterator[Written]:
+    def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors; each position also writes the incomplete entry and its key."""
-
-        def entry(position: Tensor) -> Tensor:
-            return position // self.ratio
-
-        yield from self.recent.written(lambda position: position)
-        yield from self.entries.written(entry)
-        yield Written(self.open)  # several positions may replace the complete tensor
+        yield from self.recent.tensors()
+        yield from self.entries.tensors()
+        yield self.open
         if self.keys is not None:
-            yield Written(self.keys, lambda position: entry(position) % len(self.entries))
-            yield Written(self._choice())
+            yield self.keys
+            yield self._choice()
 
     def attend(
         self,

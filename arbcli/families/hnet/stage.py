@@ -3,7 +3,7 @@
 `arbcli.families.hnet.chunking` has the equations.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -31,7 +31,6 @@ from arbcli.kernels.runtime.conditions import has_conditions
 from arbcli.model.flow import Flow, Reading, each_text, merge, project
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
-from arbcli.model.mark import Written
 from arbcli.model.stack import Stack, pass_one
 from arbcli.model.state import Clock, State, StateSpec, Track
 from arbcli.model.step_memory import JoinedStatistics
@@ -296,11 +295,6 @@ class StageState(State):
         self.encoder.reset()
         self.decoder.reset()
         self.mean.zero_()
-
-    def written(self) -> Iterator[Written]:
-        """Yield the tensors that a position writes in addition to the states of blocks."""
-        read = self.byte if self.chunking.boundaries == "space" else self.last
-        yield from map(Written, (self.mean, read))
 
     def begin(self, x: Tensor, rows: Tensor, ids: Tensor) -> None:
         """Route a single position of each text: see `route_position_`."""

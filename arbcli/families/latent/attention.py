@@ -24,7 +24,6 @@ from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.layers.rotary import rotary_table, table_rows
-from arbcli.model.mark import Written
 from arbcli.model.parts.base import CachedAttention
 from arbcli.model.state import Clock, Rows, State
 
@@ -162,11 +161,10 @@ class LatentRing(State):
         self.rotated = clock.zeros(1, self.window, 1, layer.rotary)
         self.lengths = clock.zeros(self.window, layer.heads, dtype=torch.float32)
 
-    def written(self) -> Iterator[Written]:
+    def tensors(self) -> Iterator[Tensor]:
         """Yield the rings."""
-        yield from self.latent.written(lambda position: position)
-        for ring, dim in ((self.rotated, -3), (self.lengths, -2)):
-            yield Written(ring, lambda position: position % self.window, dim)
+        yield from self.latent.tensors()
+        yield from (self.rotated, self.lengths)
 
     @property
     def fuses(self) -> bool:

@@ -29,7 +29,6 @@ from arbcli.model.flow import Flow, Reading, project
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import KeepsInputs, operator
 from arbcli.model.layers.kinds import layers_for
-from arbcli.model.mark import Written
 from arbcli.model.parts.base import Part
 from arbcli.model.state import Clock, State
 
@@ -224,10 +223,9 @@ class MambaState(State):
         self.state = clock.zeros(layer.heads, layer.states, width, dtype=torch.float32)
         self.ring = clock.zeros(TAPS, layer.mixed)
 
-    def written(self) -> Iterator[Written]:
+    def tensors(self) -> Iterator[Tensor]:
         """Yield both tensors."""
-        yield Written(self.state)
-        yield Written(self.ring, lambda position: position % TAPS)
+        yield from (self.state, self.ring)
 
     def reset(self) -> None:
         """Begin a new text."""

@@ -60,7 +60,6 @@ from arbcli.model.layers.attend import (
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, table_for, table_rows
-from arbcli.model.mark import Written
 from arbcli.model.parts.base import CachedAttention
 from arbcli.model.parts.window import attend_in_window
 from arbcli.model.state import Clock, Rows, State
@@ -283,10 +282,10 @@ class Ring(State):
 
     _new: Tensor | None = None
 
-    def written(self) -> Iterator[Written]:
+    def tensors(self) -> Iterator[Tensor]:
         """Yield the rings."""
         for rows in (self.keys, self.values):
-            yield from rows.written(lambda position: position)
+            yield from rows.tensors()
 
     @property
     def angles(self) -> tuple[Tensor, Tensor]:
