@@ -32,7 +32,7 @@ class Fake(nn.Module):
         super().__init__()
         self.batches = []
 
-    def _hidden(self, ids, _seen):
+    def _hidden(self, ids):
         return ids
 
     def logits(self, ids):

@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from killing import write_tokenizer
+from apparatus.killing import write_tokenizer
 from marks import mostly_slow
 
 from arbcli.base.errors import ArbError

@@ -274,7 +274,7 @@ RAGGED_MODELS = (
 DIGITS = tuple(
     f"all digits of {name} T32" for name in ("moment", "nibble", "carry", "moment+nibble+carry")
 )
-SMALL = tuple(f"{name} T32" for name in MODELS)
+SMALL = (*(f"{name} T32" for name in MODELS), "bounded with dropout T32")
 OTHER_SCALES = ("graph T6", "compressed T6")
 HALF = tuple(f"{name} T32" for name in MODELS if not has_mamba(MODELS[name]))
 UPDATES = (
@@ -330,8 +330,12 @@ def test_no_model_is_left_out_of_a_comparison(backend, monkeypatch):
             assert (config.digits, name.split()[3]) == ("all", config.rule_text)
         else:
             own = name.removesuffix(f" {config.scale_type}")
+            drops = own.endswith(" with dropout")
+            assert drops == (each.dropout > 0)
+            own = own.removesuffix(" with dropout")
             assert config == replace(MODELS[own], scale_type=config.scale_type)
-            bits = config.scale_type == "T32" and not half and backend != "interpreter"
+            exact = not half and not drops and backend != "interpreter"
+            bits = config.scale_type == "T32" and exact
             assert each.parts == ("blocks", "whole", *["bits"] * bits)
         kind = "update" if "update" in each.parts else str(each.dtype).removeprefix("torch.")
         found[kind].append(name)
@@ -364,7 +368,10 @@ def test_update_compares_every_number_and_every_buffer():
     tested = subject("ragged", ("update",), rule="moment", direction="factored")
     items = {result.item for result in parity._check("", "", tested)}
     numbers = {
-        f"{name} of micro-batch {micro}" for name in "zvm" for micro in ("1/1", "1/2", "2/2")
+        f"{name} of micro-batch {micro}{decay}"
+        for name in "zvm"
+        for micro in ("1/1", "1/2", "2/2")
+        for decay in ("", " with weight decay")
     }
     buffers = ("trits", "exponent", "fraction", "remainder", "moment",
                "row_statistic", "column_statistic")  # fmt: skip
