@@ -13,13 +13,13 @@ from apparatus.interpreter import arguments_left_in_place, barriers_where_needed
 from marks import mostly_slow
 from syntax import parsed, walk
 
+import arbcli
 from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.norm.rms_norm import WHOLE_ROW
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import chunks_of, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
-from arbcli.kernels.sources import kernel_files
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.check_kernels import KERNELS, compare, copies, peers_of
 from arbcli.verify.compare import as_tuple, poisoned
@@ -146,7 +146,9 @@ def test_reference_of_large_cases_is_the_reference(spec):
 def test_cases_ask_their_device_and_no_tensor():
     """Fixed cases of a GPU are made on the host, where no tensor is one of a GPU."""
     asked, seen = [], 0
-    for path in kernel_files():
+    package = Path(arbcli.__file__).parent
+    core, families = package.glob("verify/kernels/*/*.py"), package.glob("families/*/verify/*.py")
+    for path in (*core, *families):
         for function in walk(parsed(path)):
             if isinstance(function, ast.FunctionDef) and function.name.endswith("cases"):
                 names = {getattr(node, "attr", "") for node in walk(function)}
