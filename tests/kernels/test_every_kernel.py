@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
