@@ -29,8 +29,7 @@ from arbcli.data.text import open_text
 from arbcli.generation.option_checks import check_masked_option, check_plain_field, check_stride
 
 if TYPE_CHECKING:
-    from arbcli.families.media.evaluation import KindLoss
-    from arbcli.generation.evaluation import EvaluateReport
+    from arbcli.generation.evaluation import EvaluateReport, KindLoss
 
 
 def evaluate(

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -39,6 +39,24 @@ SEED = 7
 """Seed of the random masks."""
 NEAR = 1024
 """Positions of the first bucket of `by_position`; each further bucket doubles the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindLoss:
+    """Mean loss over all bytes of one kind."""
+
+    kind: str
+    """`text`, `sound` or `picture`."""
+    bytes: int
+    nats_per_byte: float
+    unit: str | None = None
+    """`sample` for sounds, `pixel` for pictures; None for text."""
+    units: int | None = None
+    """Number of units; samples of all channels are counted."""
+    bits_per_unit: float | None = None
+    """Bits per unit, including headers."""
+    peer_bits_per_unit: dict[str, float] | None = None
+    """Bits per unit of lossless formats, by name; None if their packages are not installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +100,8 @@ class EvaluateReport:
     by_position: tuple["OfPositions", ...]
     """Loss by the position in a window. It includes bytes that two windows predict, so that each
     bucket covers nearly all of the text."""
-    by_kind: tuple[Any, ...]
-    """Loss of text, sounds and pictures, if the text has any of the latter: see
-    `arbcli.families.media.evaluation.KindLoss`."""
+    by_kind: tuple[KindLoss, ...]
+    """Loss of text, sounds and pictures, if the text has any of the latter."""
     device: str
     backend: str
 

@@ -147,7 +147,7 @@ def test_several_processes_send_twelve_bits_by_default(
 def test_first_process_alone_prints_and_plots(rank, arb_here, monkeypatch, tmp_path):
     monkeypatch.setattr(train, "this_process", lambda: (rank, 2))
     report = SimpleNamespace(run=str(tmp_path), stopped_by="SIGTERM", as_json=lambda: {"a": 1})
-    report.steps, report.checkpoint = 3, None
+    report.steps, report.checkpoint = 3, "a.safetensors"
     monkeypatch.setattr(runs, "start_run", lambda *_, **__: report)
     drawn = mock.Mock()
     monkeypatch.setattr("arbcli.inspect.plots.require_matplotlib", lambda: None)
@@ -332,16 +332,17 @@ def test_snapshot_may_end_in_either_of_its_suffixes(recorded_call, tmp_path):
 
 
 LEFT_OUT = {
-    "generate x": ("infer.generation.continue_text",
-        {"kv": None, "ends": (), "ahead": 1, "sampling": (0.8, 256, 1.0, 0), "length": 512}),
-    "generate x --prompts p.jsonl": ("infer.batch.continue_batch", {"batch": None, "kv": None}),
-    "evaluate x --data t.txt": ("infer.evaluation.evaluate",
+    "generate x": ("generation.generation.continue_text",
+        {"kv": None, "ends": None, "ahead": 1, "sampling": (0.8, 256, 1.0, 0), "length": 512}),
+    "generate x --prompts p.jsonl": ("generation.batch.continue_batch",
+        {"batch": None, "kv": None}),
+    "evaluate x --data t.txt": ("generation.evaluation.evaluate",
         {"stride": None, "batch": 16, "kv": None, "draws": None}),
-    "export some/run --to hf": ("export.run.export", {"out": None, "kind": None}),
+    "export some/run --to hf": ("interop.exporting.export", {"out": None, "kind": None}),
     "probe-loss": ("inspect.probe.probe", {"steps": 12}),
     "probe-loss x": ("inspect.probe.open_saved", {"steps": 12, "backend": None}),
     "audit-memory": ("inspect.audit.audit", {"snapshot": None, "floats": False}),
-    "check some/run": ("train.check.check_run", {"steps": None}),
+    "check some/run": ("training.check.check_run", {"steps": None}),
 }  # fmt: skip
 """Function that each command calls, and the arguments it gets when no option is given."""
 

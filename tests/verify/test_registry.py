@@ -8,6 +8,7 @@ from pathlib import Path
 import arbcli.kernels
 import arbcli.verify.kernels
 from arbcli.kernels.registry import DECLARATION, all_operations
+from arbcli.kernels.sources import kernel_files, module_of
 from arbcli.verify.names import sources_of_kernels
 from arbcli.verify.registry import BY_NAME
 
@@ -28,24 +29,30 @@ def test_every_operation_has_one_verification():
 
 def test_files_of_verifications_are_named_like_those_of_operations():
     declared = {
-        name: path.relative_to(KERNELS)
-        for path in KERNELS.rglob("*.py")
+        name: verifying_module(module_of(path))
+        for path in kernel_files()
         for name in DECLARATION.findall(path.read_text("utf-8"))
     }
-    verified = {name: path for path, names in sources_of_kernels() for name in names}
+    verified = {name: module for module, names in sources_of_kernels() for name in names}
     assert {name: path for name, path in verified.items() if name not in OF_OTHERS} == declared
     verifying = {path.relative_to(VERIFICATIONS) for path in VERIFICATIONS.rglob("*.py")}
     kernels = {path.relative_to(KERNELS) for path in KERNELS.rglob("*.py")}
     assert verifying - kernels == {Path("update/merged_steps.py")}
 
 
+def verifying_module(module: str) -> str:
+    """Return the name of the module that verifies the operations of a module of kernels."""
+    if module.startswith("arbcli.families."):
+        return module.replace(".kernels.", ".verify.")
+    return module.replace("arbcli.kernels.", "arbcli.verify.kernels.")
+
+
 def test_kernels_load_neither_verification_nor_references():
     code = (
         "import sys\n"
-        "from pkgutil import walk_packages\n"
-        "import arbcli.kernels\n"
-        "for module in walk_packages(arbcli.kernels.__path__, 'arbcli.kernels.'):\n"
-        "    __import__(module.name)\n"
+        "from arbcli.kernels.sources import kernel_files, module_of\n"
+        "for path in kernel_files():\n"
+        "    __import__(module_of(path).removesuffix('.__init__'))\n"
         "loaded = {name: vars(module) for name, module in sys.modules.items()}\n"
         "ours = {name for name in loaded if name.startswith('arbcli.')}\n"
         "assert 'arbcli.kernels.norm.rms_norm' in ours\n"

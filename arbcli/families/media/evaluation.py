@@ -13,24 +13,7 @@ from arbcli.data.text import Text
 from arbcli.families.media.pictures import decode_pixels, encoded_bytes
 from arbcli.families.media.sound import decode_samples, flac_bytes
 from arbcli.families.media.spans import Header, SoundHeader, find_spans
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KindLoss:
-    """Mean loss over all bytes of one kind."""
-
-    kind: str
-    """`text`, `sound` or `picture`."""
-    bytes: int
-    nats_per_byte: float
-    unit: str | None = None
-    """`sample` for sounds, `pixel` for pictures; None for text."""
-    units: int | None = None
-    """Number of units; samples of all channels are counted."""
-    bits_per_unit: float | None = None
-    """Bits per unit, including headers."""
-    peer_bits_per_unit: dict[str, float] | None = None
-    """Bits per unit of lossless formats, by name; None if their packages are not installed."""
+from arbcli.generation.evaluation import KindLoss
 
 
 @dataclass(frozen=True, slots=True)
