@@ -1,4 +1,4 @@
-"""nanoGPT's table: tiny Shakespeare, its split, 10.65 million weights, beside its own recipe.
+"""nanoGPT's table: tiny Shakespeare, its split, 10.65 million weights, compared with its recipe.
 
     python -m benchmarks.shakespeare [--data FILE] [--kinds KIND...] [--seeds N...]
     python -m benchmarks.shakespeare --sweep "KIND [NAME=VALUE...]"... [--together N]

@@ -173,6 +173,7 @@ def test_processes_of_one_number_write_together(path):
 BYTES = SimpleNamespace(
     digest="bytes", dtype=np.dtype("<u2"), beginning=[], specials=[],
     encode=list, encode_all=lambda texts: [[*text] for text in texts],
+    encode_marked=lambda text, specials: [(ord(x), (n, n + 1)) for n, x in enumerate(text)],
 )  # fmt: skip
 """A tokenizer."""
 

@@ -212,7 +212,7 @@ def test_function_of_this_package_is_named_and_a_backward_of_torch_is_autograd_s
     x.register_hook(lambda grad: told.append(calling_function()))
     x.register_hook(lambda grad: ours["backward"]())
     of["ask"](x.sum().backward)
-    assert told == ["train.trainer.ask", "autograd", "kernels.ours.backward"]
+    assert told == ["training.trainer.ask", "autograd", "kernels.ours.backward"]
 
 
 def test_peak_of_an_absent_gpu_is_predicted():

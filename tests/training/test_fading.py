@@ -229,6 +229,7 @@ def captured_on_a_cpu(trainer: Trainer, graphs: list[Graph]) -> Trainer:
         graphs[-1].parts = {name: torch.full_like(part, torch.nan) for name, part in parts.items()}
         return graphs[-1].parts
 
+    compute_or_record.dropout = None
     trainer._compute, trainer._capture_at = compute_or_record, training.EAGER_STEPS
     return trainer
 

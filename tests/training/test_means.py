@@ -1,6 +1,5 @@
 """Losses and gradients are means over learnt symbols, of micro-batches, batches and processes."""
 
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 
 from arbcli.data.text import EVAL_SEED, Text, Texts, batch_starts
 from arbcli.training.configure import new_config
+from arbcli.training.parallel.group import Group
 from arbcli.training.step import TrainingStep
 from arbcli.training.trainer import Trainer
 
@@ -171,7 +171,7 @@ def test_step_divides_losses_by_all_learnt_symbols():
     weight = torch.ones((), requires_grad=True)
     model = mock.Mock(losses=lambda ids, _: {"text": weight * ids})
     updates = mock.Mock(averages=False, normalises=False)
-    step = TrainingStep(model, updates, 2, SimpleNamespace(size=1))
+    step = TrainingStep(model, updates, 2, Group())
     step.weights = torch.tensor(COUNTS) * 2 / sum(COUNTS)
     parts = step([(torch.tensor(x), None) for x in (4.0, 8.0)])
     mean = (3 * 4 + 57 * 8) / 60

@@ -34,7 +34,7 @@ from arbcli.training.directory import (
 from arbcli.training.minutes import steps_in
 from arbcli.training.observer import Observer
 from arbcli.training.parallel.group import Group
-from arbcli.training.record import seconds_until
+from arbcli.training.record import RunRecords, seconds_until
 from arbcli.training.run import resume_run, start_run
 from arbcli.training.trainer import Trainer
 
@@ -148,7 +148,7 @@ def test_twin_whose_steps_are_captured_is_compiled_with_its_optimizer(options, m
         trainer = Trainer(dataclasses.replace(config, backend=backend), texts, capture=capture)
         compiles = backend == "triton" and capture
         assert trainer.captures == compiles
-        assert optimizers.pop() == ((trainer.model, "muon"), {"compiled": compiles})
+        assert optimizers.pop() == ((trainer.model, "muon", config.decay), {"compiled": compiles})
         assert compiled.call_args_list == [mock.call(trainer.model)] * compiles
         assert told.call_count == stepped.call_count == compiles
         for each in (compiled, told, stepped):
@@ -158,7 +158,11 @@ def test_twin_whose_steps_are_captured_is_compiled_with_its_optimizer(options, m
 def test_record_waits_for_the_steps_after_all_that_needs_none_of_them(options, monkeypatch):
     """A GPU computes the steps meanwhile, and nothing once they are read."""
     trainer = trainer_of(options)
-    loss, records, order = trainer.train_step(), recorder.Recorder(trainer, None, None), []
+    loss, records, order = (
+        trainer.train_step(),
+        recorder.Recorder(trainer, RunRecords(None), None),
+        [],
+    )
     records.step_done(loss)
     for owner, name in (
         (trainer, "state_bytes"),
@@ -398,6 +402,7 @@ def test_facts_of_a_run_are_those_of_its_texts_and_of_this_program(options, monk
         "description": f"{options['data'][0]} (1 file)",
         "split": None,
         "tokenizer": None,
+        "template": None,
         "digest": training.text_digest(texts),
         "paths": {"data": options["data"], "val": [str(tmp_path / "held.txt")]},
         "train_bytes": 4000,

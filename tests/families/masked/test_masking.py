@@ -17,9 +17,9 @@ from arbcli.config.presets import preset
 from arbcli.data.text import Text, open_texts
 from arbcli.families.ahead.config import AheadConfig
 from arbcli.families.latent.config import LatentAttentionConfig
+from arbcli.families.masked import masking
 from arbcli.families.masked.holes import fill
 from arbcli.families.masked.masking import hide
-from arbcli.generation import evaluation
 from arbcli.generation.evaluation import mean_loss
 from arbcli.generation.generation import Sampling
 from arbcli.model.build import build_model
@@ -125,8 +125,8 @@ def test_bound_is_that_of_all_that_can_be_hidden(tmp_path, monkeypatch):
     error = float((second - exact**2).mean() / (256 * draws)) ** 0.5  # of draws that know nothing
     assert error < 0.01 * float(exact.mean())
     assert abs(found - float(exact.mean())) < 4 * error
-    hidden = mock.Mock(side_effect=evaluation.hide)
-    monkeypatch.setattr(evaluation, "hide", hidden)
+    hidden = mock.Mock(side_effect=masking.hide)
+    monkeypatch.setattr(masking, "hide", hidden)
     again = mean_loss(lm, Text([path]), stride=LENGTH, batch=100, draws=draws)
     assert [call.kwargs["step"] for call in hidden.call_args_list] == [*range(256)]
     assert again == pytest.approx(found, rel=1e-5)  # the draws belong to windows

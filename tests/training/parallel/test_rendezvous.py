@@ -162,7 +162,7 @@ def test_every_source_is_in_the_digest(tmp_path):
     assert source_digest(package) == source_digest()
     assert program("train")["digest of arb's sources"] == source_digest()[:16]
     seen = {source_digest()}
-    for name in ("__init__.py", "rules/moment.py", "kernels/runtime/native.c"):
+    for name in ("__init__.py", "model/rules/moment.py", "kernels/runtime/native.c"):
         path = package / name
         path.write_bytes(path.read_bytes().swapcase())
         assert source_digest(package) not in seen
