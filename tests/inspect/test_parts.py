@@ -8,7 +8,8 @@ from arbcli.inspect.memory import predict, predict_parts
 from arbcli.inspect.parts import list_parts
 from arbcli.model.build import build_model
 
-MODELS = PRESETS | {
+MODELS = {
+    **PRESETS,
     "all parts": preset("arb-tiny", moe=True, graph=True, memgram=True),
     "streams": preset("hnet-tiny", streams=4, experts=3),
     "quantisers": preset("arb-tiny", code_search="nearest"),
