@@ -467,8 +467,8 @@ class Trainer:
                 counts.append((inputs[1] >= 0).sum())
         means = torch.stack(group.in_order(losses))
         if not self.config.model.is_masked:
-            count = torch.stack(group.in_order(counts)).double()
-            means *= (count / count.mean()).float()  # exactly 1 if all are equal
+            count = torch.stack(group.in_order(counts))
+            means *= count * len(count) / count.sum()  # integers: exactly 1 if all are equal
         return float(means.mean())
 
     def state_bytes(self) -> int:
