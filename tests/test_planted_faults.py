@@ -476,7 +476,7 @@ FAULTS = [
         rewrite("total / own.sum().clamp(min=1)", "total / own.numel()"),
         "composite: end to end"),
     # the vector quantiser
-    module("missing term", "half of a gradient goes through a quantiser", "families.graph.quantiser",
+    module("missing term", "half of a gradient goes through a quantiser", "families.graph",
         rewrite("rows + (z - z.detach())", "rows + 0.5 * (z - z.detach())"),
         "nearest: whole gradient"),
     # the model that fills holes from left to right
@@ -487,7 +487,7 @@ FAULTS = [
     module("causality", "window of attention sees later bytes", "model.parts",
         rewrite("(k <= q) if c else (k < q + w)", "k < q + w"), "hnet: causality"),
     module("gradient", "confidence of a position that begins no chunk not inverted",
-        "families.hnet.chunking", rewrite("torch.where(s >= 0, f, -c)", "torch.where(s >= 0, f, c)"),
+        "families.hnet", rewrite("torch.where(s >= 0, f, -c)", "torch.where(s >= 0, f, c)"),
         "hnet: whole gradient"),
     module("gradient", "decays' gradient without what they take from later positions",
         "families.mamba", rewrite("running_sum(o, reverse=True)", "o"), "mamba: whole gradient"),
