@@ -18,7 +18,8 @@ from arbcli.commands import evaluate, import_model
 from arbcli.config.model import StageConfig
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.presets import preset
-from arbcli.data.chat_template import SETTINGS, SPECIAL, TEMPLATE, ChatTemplate, keep_template
+from arbcli.data.chat_template import TEMPLATE, ChatTemplate, keep_template
+from arbcli.data.special_tokens import MAP, SETTINGS, special_tokens
 from arbcli.families.compressed.config import CompressedAttentionConfig
 from arbcli.families.experts.config import ExpertsConfig
 from arbcli.families.mamba.config import MambaConfig
@@ -128,15 +129,19 @@ def test_template_of_a_run_is_that_of_its_tokenizer(tmp_path):
         ("one", "", {}),
         ("two", "{", {}),
         ("three", '{"eos_token": "<a>", "model_max_length": 9}', {"model_max_length": 9}),
+        ("four", '{"bos_token": "<a>", "extra_special_tokens": {"audio_token": "<b>"}}', {}),
     ):
         (source / TEMPLATE).write_text(text)
-        (source / SETTINGS).write_text(json.dumps({"eos_token": f"<{text}>"}))
+        named, others = {"eos_token": f"<{text}>"}, {"image_token": "<i>"}
+        (source / SETTINGS).write_text(json.dumps(named | {"extra_special_tokens": others}))
         if left:
             (kept / SETTINGS).write_text(left)
+            (kept / MAP).write_text('{"eos_token": "<c>"}')
         keep_template(source / "tokenizer.json", run)
         assert (kept / TEMPLATE).read_text() == text
-        tokens = dict.fromkeys(SPECIAL, "") | {"eos_token": f"<{text}>"}
-        assert json.loads((kept / SETTINGS).read_text()) == settings | tokens
+        written = settings | named | {"extra_special_tokens": others}
+        assert json.loads((kept / SETTINGS).read_text()) == written
+        assert special_tokens(kept) == named | others
     (source / TEMPLATE).unlink()
     with pytest.raises(ArbError, match="has a chat template, and there is none next to"):
         keep_template(source / "tokenizer.json", run)

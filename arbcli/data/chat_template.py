@@ -16,11 +16,13 @@ from arbcli.base.errors import ArbError, optional_module
 from arbcli.base.reading import read_json, read_small, shown
 from arbcli.base.run_files import COMPANIONS
 from arbcli.data.special_tokens import (
+    MAP,
     SETTINGS,
     folders_of,
     keep_special_tokens,
     read_settings,
     special_tokens,
+    with_special_tokens,
 )
 from arbcli.data.tokens import FILE
 
@@ -268,7 +270,8 @@ def keep_template(tokenizer: Path | str, run: Path) -> None:
         )
     make_folder(folder)
     write_text(folder / TEMPLATE, template.source)
-    write_json(folder / SETTINGS, settings | template.tokens)
+    write_json(folder / SETTINGS, with_special_tokens(settings, template.tokens))
+    (folder / MAP).unlink(missing_ok=True)  # it would be read before the settings
 
 
 def check_template(template: ChatTemplate | None, digest: str | None, run: Path) -> None:

@@ -56,6 +56,14 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text}
 
 
+def with_special_tokens(settings: Mapping[str, Any], tokens: Mapping[str, str]) -> dict[str, Any]:
+    """Return a tokenizer's settings with other special tokens: see `special_tokens`."""
+    others = {name: text for name, text in tokens.items() if name not in NAMED}
+    kept = {name: value for name, value in settings.items() if name not in (*NAMED, *OWN_NAMES)}
+    kept |= {name: text for name, text in tokens.items() if name in NAMED}
+    return kept | ({OWN_NAMES[-1]: others} if others else {})
+
+
 def _text(value: Any) -> str:
     """Return the text of a special token, which is a string or an object with one."""
     value = value.get("content") if isinstance(value, Mapping) else value
@@ -106,7 +114,8 @@ def keep_special_tokens(tokenizer: Path | str, run: Path) -> None:
         return
     tokens = next(filter(None, map(special_tokens, folders_of(tokenizer))), {})
     stops = list(dict.fromkeys(chain(*map(_declared, folders_of(tokenizer)))))
-    written = {SETTINGS: tokens, GENERATION: {"eos_token_id": stops} if stops else {}}
+    settings = with_special_tokens({}, tokens)
+    written = {SETTINGS: settings, GENERATION: {"eos_token_id": stops} if stops else {}}
     for name, content in written.items():
         if content:
             make_folder(folder)
