@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from arbcli.data.text import EVAL_SEED, Text, Texts, batch_starts
+from arbcli.kernels.runtime.backend import use_backend
 from arbcli.training.configure import new_config
 from arbcli.training.parallel.group import Group
 from arbcli.training.step import TrainingStep
@@ -154,6 +155,18 @@ def test_held_out_loss_is_the_mean_over_learnt_symbols():
         count += COUNTS[start]
     assert count % sum(COUNTS)  # both windows are drawn, not equally often
     assert trainer.evaluate(num_batches=5) == pytest.approx(total / count, rel=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("count", [1, 41, 57])
+def test_equal_numbers_of_learnt_symbols_change_no_bit_of_the_held_out_loss(count, monkeypatch):
+    monkeypatch.setitem(globals(), "COUNTS", (count, count))
+    trainer = trainer_of(Windows())
+    text = trainer.texts.val
+    starts = [batch_starts(text, EVAL_SEED, step, 0, 1, 60) for step in range(5)]
+    with use_backend("torch"):
+        losses = torch.stack([trainer.model.loss(*text.packed_batch(each)) for each in starts])
+    assert trainer.evaluate(num_batches=5) == float(losses.mean())
 
 
 def test_bytes_of_steps_are_those_of_the_drawn_windows():
