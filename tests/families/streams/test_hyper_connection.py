@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from arbcli.config.presets import preset
-from arbcli.families.streams.kernels.stream_weights import stream_weights
+from arbcli.families.streams.kernels.stream_weights import SLACK, stream_weights
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.stack import Block
@@ -28,6 +28,17 @@ def stirred(lm: LanguageModel) -> LanguageModel:
             tensor.spread, tensor.std = 1.0, 0.3
             tensor.initialise(1, index)
     return lm
+
+
+def check_sums(b: torch.Tensor) -> None:
+    """Check that the rows and columns of matrices (M, n, n) sum to one within rounding errors.
+
+    What is missing from a row, r of S in all rows, is filled to r C / (S + SLACK), with C of all
+    columns. The sum of a row or column has an error of up to SLACK, so that C - S, which is zero
+    but for these, is up to 2 n SLACK; with the denominator's and that of the row itself (2 n + 2).
+    """
+    for dim in (1, 2):
+        assert (b.double().sum(dim) - 1).abs().max() < (2 * b.shape[1] + 2) * SLACK
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -86,8 +97,7 @@ def test_rows_and_columns_sum_to_one(streams):
         lm(IDS)
         a, b, c = connection.weights(seen[0])
     assert b.std() > 0.01
-    for dim in (1, 2):
-        assert (b.double().sum(dim) - 1).abs().max() < 1e-6
+    check_sums(b)
     assert b.min() >= 0
     assert 0 < a.min() < a.max() < 1
     assert 0 < c.min() < c.max() < 2
@@ -98,8 +108,7 @@ def test_sums_are_one_for_any_numbers(far):
     raw = far * torch.randn(500, 24, generator=torch.Generator().manual_seed(1))
     _, b, _ = stream_weights(raw, torch.zeros(24))
     assert b.min() >= 0
-    for dim in (1, 2):
-        assert (b.double().sum(dim) - 1).abs().max() < 1e-6
+    check_sums(b)
 
 
 def test_no_number_stays_none():

@@ -203,8 +203,9 @@ def test_gradients_of_short_sequences_on_a_cpu_are_computed_in_float32(length, d
     grad_y, *inputs = torch.randn(4, 2, 3, length, 16, generator=generator).bfloat16()
     plain = partial(functional.scaled_dot_product_attention, is_causal=True)
     y, grads = run(inputs, attend_causally)
-    assert torch.equal(y, plain(*inputs))
-    exact = run([part.to(dtype) for part in inputs], plain)[1]
+    wanted, exact = run([part.to(dtype) for part in inputs], plain)
+    # of torch itself for longer ones; others are rounded as probabilities and as results
+    assert (y - wanted).norm() <= (2**-8 if dtype == torch.float32 else 0) * wanted.norm()
     for grad, other in zip(grads, exact, strict=True):
         if dtype == torch.bfloat16:  # of longer ones by torch
             assert torch.equal(grad, other)
