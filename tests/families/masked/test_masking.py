@@ -239,7 +239,10 @@ def test_holes_of_a_benchmark_are_filled_in_order(hole):
     )
     with torch.no_grad():
         found = ordered_loss(lm, TEXTS, hole)
-    torch.testing.assert_close(found.double(), wanted / len(places), rtol=1e-5, atol=1e-6)
+    wanted = wanted / len(places)
+    # a loss is a difference of logits, which sixteen products and sums in a row move by up to
+    # 2**-21 of their size each; filled in the other order, the losses differ by a third
+    assert (found - wanted).norm() < 16 * 2**-21 * wanted.norm()
 
 
 @pytest.mark.parametrize("passes", [1, 2, 3])
