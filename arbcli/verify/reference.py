@@ -12,22 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from arbcli.base.lazy import imported
 from arbcli.config.model import BlockConfig, Blocks, ModelConfig
 from arbcli.config.parts.base import PartConfig
 from arbcli.families.ahead.reference import ahead
-from arbcli.families.compressed.reference import compressed_attention
-from arbcli.families.experts.reference import experts
-from arbcli.families.graph.memgram_reference import memgram
 from arbcli.families.graph.reference import memories
 from arbcli.families.graph.router_reference import router
-from arbcli.families.graph.sequencer_reference import sequencer
 from arbcli.families.hnet.reference import boundaries, ratio_loss, spread
-from arbcli.families.latent.reference import latent_attention
-from arbcli.families.mamba.reference import mamba
 from arbcli.families.media.config import BYTES, KINDS
 from arbcli.families.streams.reference import hyper_connection
 from arbcli.verify.kernels.rows.dropout import dropout_reference
-from arbcli.verify.parts.attention import attention
 from arbcli.verify.parts.base import Choices, Reading, Weights, norm, under
 from arbcli.verify.parts.mlp import mlp
 
@@ -45,19 +39,6 @@ class Branch(NamedTuple):
     def apply(self, w: Weights, weight: Tensor | None, reading: Reading, x: Tensor) -> Tensor:
         """Normalise the stream (T, D), by weights that the norm may have, and run the part."""
         return self.part(w, x, norm(x, weight, reading.site.norm_eps), reading)
-
-
-BRANCHES = {
-    "attention": Branch("attention", "attention_norm", attention),
-    "latent": Branch("attention", "attention_norm", latent_attention),
-    "compressed": Branch("attention", "attention_norm", compressed_attention),
-    "mamba": Branch("mamba", "norm", mamba),
-    "mlp": Branch("mlp", "mlp_norm", mlp),
-    "experts": Branch("experts", "experts_norm", experts),
-}
-"""Mixers and channel mixers by kind."""
-BESIDE = {"sequencer": sequencer, "memgram": memgram}
-"""Parts added to the embedding, by kind."""
 
 
 class Masks(NamedTuple):
@@ -80,6 +61,13 @@ class Masks(NamedTuple):
         ones = torch.ones(first + positions, width, dtype=torch.float64)
         kept = dropout_reference(ones, torch.tensor(self.keys[branch]), self.rate)[first:] > 0
         return kept / (1 - self.rate)
+
+
+def branch_of(config: PartConfig) -> Branch:
+    """Return the reference of a mixer or a channel mixer, with the names of its tensors."""
+    part = imported(config.module)
+    norm_name = part.norm_name or f"{part.name}_norm"
+    return Branch(part.name, norm_name, imported(config.reference))
 
 
 def _scaled(factor: Tensor | float, branch: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -182,7 +170,7 @@ class Reference:
             if self.masks:
                 drawn = self.masks.factors(number, row * self.slots[stage], len(x), x.shape[-1])
                 factor = share * drawn.to(x.device)
-            known = BRANCHES[part.kind]
+            known = branch_of(part)
             branch = partial(
                 known.apply,
                 under(w, known.name),
@@ -245,7 +233,7 @@ class Reference:
         x = self.weights["embedding"][ids]
         for part in self.config.beside:
             reading = self._reading("", 0, row).within(part.kind, part)
-            x = x + BESIDE[part.kind](under(self.weights, part.kind), reading)
+            x = x + imported(part.reference)(under(self.weights, part.kind), reading)
         x = self._through(0, x, row)
         self.ahead(x, row)
         return self.head(x, row)
