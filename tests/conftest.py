@@ -139,6 +139,16 @@ def short_samples_and_evaluations():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_estimate_of_slow_runs():
+    """The line that a run prints after ten seconds depends on the load of the machine."""
+    from arbcli.commands import _run_display
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_run_display, "ESTIMATE_AFTER", 3600.0)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def commands_made_once():
     """Typer reads the signatures of all commands at each call, which takes longer than most do."""
     made = cache(typer.main.get_command)

@@ -104,6 +104,8 @@ class RunDisplay(Observer):
             self._advice = f"{smaller}`--minutes 10` trains as many steps as fit"
         self._time_left = TimeLeft(config, trainer.step, time.perf_counter())
         self.line.follow(self._progress)
+        if self._estimate:  # of an earlier start of the same command
+            self._estimate.cancel()
         self._estimate = Timer(ESTIMATE_AFTER, self.tell_estimate)
         self._estimate.daemon = True
         self._estimate.start()
