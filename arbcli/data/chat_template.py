@@ -133,7 +133,7 @@ class ChatTemplate:
 
 
 class _Output:
-    """What a rendering has written so far."""
+    """Length of the text rendered so far, and its marked ranges."""
 
     length = 0
     """Number of characters."""

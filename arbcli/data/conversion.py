@@ -69,7 +69,7 @@ RECORDS = (".jsonl", ".ndjson", ".json")
 ARRAY_BYTES = 2**31
 """Maximum size of an array of records, which is read at once."""
 NAMES_MEDIA = tuple(f'"{kind}"'.encode() for kind in MEDIA)
-"""What the line of a record that names a sound or a picture has."""
+"""Keys of sounds and pictures, as they stand in the line of a record."""
 
 
 def texts_folder() -> Path:

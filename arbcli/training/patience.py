@@ -23,7 +23,7 @@ class Patience:
             self.add(step, loss)
 
     def add(self, step: int, loss: float) -> None:
-        """Count an evaluation; a loss that is not finite is no lower one."""
+        """Count an evaluation; a loss that is not finite does not count as lower."""
         self.last, self.waited = loss, self.waited + 1
         if loss < self.best:
             self.best_step, self.best, self.waited = step, loss, 0

@@ -118,7 +118,7 @@ EXACT = Gate(exact=True, reason="integers are compared with torch.equal")
 
 @dataclass(frozen=True, eq=False)
 class Verification:
-    """What an operation is compared with, on which inputs, and how closely."""
+    """Verification of an operation: its reference, cases, gate and timings."""
 
     operation: Operation
     reference: Callable

@@ -1,4 +1,4 @@
-"""What our own tests need, and no user of the program: mistakes and machines that are made up.
+"""Faults and simulated machines for the tests; the program does not import them.
 
 - `planting` changes one expression of a function, so that a check must fail. The table of faults is
   `test_planted_faults.py`: one for each class of mistakes, each kernel and each check of a model.
