@@ -54,6 +54,8 @@ OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw",
 """Choices of `optimizer` by the kind of weights."""
 FLOAT_WEIGHT_DECAY = 0.1
 """Default `weight_decay` of float baselines."""
+DROPOUTS = ("dropout", "attention_dropout", "embedding_dropout")
+"""Settings with a probability of dropout."""
 LARGEST_DECAY = 8
 """Maximum product of `weight_decay` and `lr`; `fade` doubles the rate of digits."""
 FLOAT_LR = {
@@ -226,6 +228,26 @@ class TrainConfig:
         Setting(
             "Probability with which each output of a mixer or an MLP is dropped in training, for"
             " texts that are read several times.",
+            OPTIMISATION,
+            least=0,
+            metavar="P",
+            decisive=True,
+        ),
+    ] = 0.0
+    attention_dropout: Annotated[
+        float,
+        Setting(
+            "Probability with which each attention weight is dropped in training.",
+            OPTIMISATION,
+            least=0,
+            metavar="P",
+            decisive=True,
+        ),
+    ] = 0.0
+    embedding_dropout: Annotated[
+        float,
+        Setting(
+            "Probability with which each number of the embedding's output is dropped in training.",
             OPTIMISATION,
             least=0,
             metavar="P",
@@ -485,10 +507,10 @@ class TrainConfig:
                 hint="leave `weight_decay` out, or use another `rule`",
                 fields=("weight_decay", "rule"),
             )
-        if self.dropout >= 1:
-            raise ArbError(
-                f"`dropout` is {self.dropout:g}", hint="use a number below 1", fields=("dropout",)
-            )
+        for name in DROPOUTS:
+            if (rate := getattr(self, name)) >= 1:
+                raise ArbError(f"`{name}` is {rate:g}", hint="use a number below 1", fields=(name,))
+        self._check_attention_dropout()
         if self.final_lr is not None and not 0 <= self.final_lr <= self.lr:
             raise ArbError(
                 f"`final_lr` is {self.final_lr}",
@@ -501,6 +523,23 @@ class TrainConfig:
                 hint="leave `final_lr` out, or choose another `schedule`",
                 fields=("final_lr", "schedule"),
             )
+
+    def _check_attention_dropout(self) -> None:
+        """Check that there are attention weights to drop, and that all of them can be."""
+        if not self.attention_dropout:
+            return
+        drops = {part.kind: part.drops_attention for _, part in self.model.sited_parts()}
+        problem = "this model has no attention weights that could be dropped"
+        if unable := next((kind for kind, able in drops.items() if able is False), None):
+            problem = f"attention weights of the mixer `{unable}` cannot be dropped"
+        elif any(drops.values()):
+            return
+        raise ArbError(problem, hint="leave `attention_dropout` out", fields=("attention_dropout",))
+
+    @property
+    def drops(self) -> bool:
+        """Whether steps drop outputs of branches, attention weights or embeddings."""
+        return any(getattr(self, name) for name in DROPOUTS)
 
     @property
     def keeps_best(self) -> bool:

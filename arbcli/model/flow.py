@@ -69,17 +69,44 @@ class Documents(NamedTuple):
         return self.seen.triu(1 - window)
 
 
-class Dropout(NamedTuple):
-    """Dropout of the outputs of branches, which are mixers and channel mixers, in training."""
+class Mask(NamedTuple):
+    """A mask of dropout, drawn by kernels from its key."""
 
-    keys: Tensor
-    """(branches,) int32, key of the mask of each branch."""
+    key: Tensor
+    """int32 scalar."""
     rate: float
     """Probability that an element is dropped."""
 
+
+class Dropout(NamedTuple):
+    """Dropout of branches, which are mixers and channel mixers, and of the embedding, in training.
+
+    A rate of 0 drops nothing.
+    """
+
+    keys: Tensor
+    """(branches,) int32, key of the mask of each branch's output."""
+    rate: float
+    """Probability that an element of a branch's output is dropped."""
+    attention_keys: Tensor | None = None
+    """(branches,) int32, key of the mask of each branch's attention weights."""
+    attention_rate: float = 0.0
+    """Probability that an attention weight is dropped."""
+    embedding: Mask | None = None
+    """Mask of the embedding; None drops nothing."""
+
     def of(self, first: int, branches: int) -> "Dropout":
         """Select consecutive branches."""
-        return Dropout(self.keys[first : first + branches], self.rate)
+        selected = slice(first, first + branches)
+        attention_keys = None if self.attention_keys is None else self.attention_keys[selected]
+        return self._replace(keys=self.keys[selected], attention_keys=attention_keys)
+
+    @property
+    def attention(self) -> Mask | None:
+        """Mask of the attention weights of a single branch; None drops nothing."""
+        if self.attention_keys is None or not self.attention_rate:
+            return None
+        return Mask(self.attention_keys[0], self.attention_rate)
 
 
 class Reading(NamedTuple):
@@ -93,7 +120,7 @@ class Reading(NamedTuple):
     documents: Documents | None = None
     """Attention mask of packed documents; None if a window is one text."""
     dropout: Dropout | None = None
-    """Dropout of the branches of the model, or of a block; None outside of training."""
+    """Dropout of the model, of a block, or of a branch that reads it; None outside of training."""
 
     @classmethod
     def of_text(cls, text: Tensor, length: int) -> "Reading":

@@ -20,6 +20,7 @@ from arbcli.families import BETWEEN, OBJECTIVES
 from arbcli.model.cache import BatchCache, Cache
 from arbcli.model.decoding import forward_with_cache
 from arbcli.model.flow import Documents, Dropout, Flow, Reading
+from arbcli.model.layers.dropout import dropout as drop
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
 from arbcli.model.layers.linear import TernaryLinear, decode_in_groups
 from arbcli.model.layers.loss import divergence
@@ -274,6 +275,8 @@ class LanguageModel(PackedModel):
             reading = reading._replace(documents=Documents.of(documents))
         if dropout is not None:
             reading = reading._replace(dropout=dropout)
+            if dropout.embedding is not None:
+                x = drop(x, *dropout.embedding)
         return self._run_stages(0, x, ids, reading)
 
     def _run_stages(self, index: int, x: Tensor, ids: Tensor, reading: Reading) -> Flow:

@@ -95,12 +95,14 @@ class Block(nn.Module):
         drops = reading.dropout if reading else None
 
         def apply(number: int, x: Tensor, added: Tensor | None = None) -> Flow:
-            branch = self.branches[number]
-            flow = branch.part(x, branch.norm, added, reading, state)
+            branch, inputs = self.branches[number], reading
+            if reading and drops:
+                inputs = reading._replace(dropout=drops.of(number, 1))
+            flow = branch.part(x, branch.norm, added, inputs, state)
             losses.append(flow.losses)
             if self.contribution != 1:
                 flow = flow._replace(added=self.contribution * flow.added)
-            if drops is None:
+            if drops is None or not drops.rate:
                 return flow
             return flow._replace(added=dropout(flow.added, drops.keys[number], drops.rate))
 

@@ -2,8 +2,9 @@
 
 import torch
 
+from arbcli.config.training import TrainConfig
 from arbcli.kernels.update.random_bits import stream_keys
-from arbcli.model.flow import Dropout
+from arbcli.model.flow import Dropout, Mask
 from arbcli.model.updater import loaded
 
 SEED = int.from_bytes(b"drop")
@@ -11,32 +12,31 @@ SEED = int.from_bytes(b"drop")
 
 
 class DropoutKeys:
-    """The keys of all branches and micro-batches of a step, in the same memory for every step.
+    """The keys of all masks and micro-batches of a step, in the same memory for every step.
 
     A mask depends on the seed, the step, the number of the micro-batch among those of all
-    processes, the branch, and the place of the element in the micro-batch. A resumed run, a step
-    shared by several processes, a recomputed block and a replayed CUDA graph have the same masks.
+    processes, what is dropped, and the place of the element in the micro-batch. A resumed run, a
+    step shared by several processes, a recomputed block and a replayed CUDA graph have the same
+    masks.
 
     Args:
-        seed: seed of the run, 0..2**31-1.
-        rate: probability that an element is dropped.
-        accumulation: number of micro-batches in a step, over all processes.
+        config: configuration of the run, with its seed and rates.
         branches: number of branches of the model.
         device: device of the keys.
     """
 
-    def __init__(
-        self, seed: int, rate: float, accumulation: int, branches: int, device: torch.device
-    ) -> None:
-        self._seed = torch.tensor(seed ^ SEED, dtype=torch.int32, device="cpu")
-        self._rate, self._branches = rate, branches
-        self._numbers = torch.arange(accumulation, dtype=torch.int64, device="cpu")
-        self._keys = torch.zeros(accumulation, branches, dtype=torch.int32, device=device)
+    def __init__(self, config: TrainConfig, branches: int, device: torch.device) -> None:
+        self._config, self._branches = config, branches
+        self._seed = torch.tensor(config.seed ^ SEED, dtype=torch.int32, device="cpu")
+        self._numbers = torch.arange(config.accum, dtype=torch.int64, device="cpu")
+        # of each micro-batch: outputs of branches, attention weights of branches, embedding
+        shape = config.accum, 2 * branches + 1
+        self._keys = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def set_step(self, step: int) -> None:
         """Write the keys of a step to the device, without synchronisation."""
         ticks = (self._numbers + step * len(self._numbers)).to(torch.int32)
-        keys = stream_keys(self._seed, ticks, self._branches, 1)
+        keys = stream_keys(self._seed, ticks, self._keys.shape[1], 1)
         self._keys = loaded(keys[..., 0], self._keys)
 
     def of(self, micro: int) -> Dropout:
@@ -45,4 +45,12 @@ class DropoutKeys:
         Args:
             micro: number of the micro-batch among those of all processes.
         """
-        return Dropout(self._keys[micro], self._rate)
+        config = self._config
+        outputs, attention, embedding = self._keys[micro].split((self._branches,) * 2 + (1,))
+        return Dropout(
+            outputs,
+            config.dropout,
+            attention,
+            config.attention_dropout,
+            Mask(embedding[0], config.embedding_dropout) if config.embedding_dropout else None,
+        )

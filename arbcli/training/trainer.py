@@ -177,11 +177,8 @@ class Trainer:
             self._updates = self.optimizer
         self._compute = TrainingStep(self.model, self._updates, config.accum, self.group)
         self._compute.scale_routes = config.scale_routes
-        if config.dropout:
-            branches = self.model.num_branches
-            self._compute.dropout = DropoutKeys(
-                config.seed, config.dropout, config.accum, branches, self.device
-            )
+        if config.drops:
+            self._compute.dropout = DropoutKeys(config, self.model.num_branches, self.device)
         self.teacher_digest = teacher and teacher.digest
         self.teacher = frozen_model(teacher, self.device, dtype) if teacher else None
         if self.teacher:

@@ -84,6 +84,11 @@ MISTAKES = {
         "a run that is never evaluated has no best checkpoint\nhint: leave `--patience` out",
     "train --patience 0": "`--patience` is 0",
     "train --dropout 1": "`--dropout` is 1\nhint: use a number below 1",
+    "train --embedding-dropout 1.5": "`--embedding-dropout` is 1.5\nhint: use a number below 1",
+    "train --attention-dropout 0.2 --attention mamba":
+        "this model has no attention weights that could be dropped",
+    "train --attention-dropout 0.2 --attention compressed":
+        "attention weights of the mixer `compressed` cannot be dropped",
     "train --weight-decay 9 --lr 1": "`--weight-decay` is 9, and `--lr` is 1",
     "train --rule votes --weight-decay 0.1":
         "weights of the rule `votes` have no remainder that could decay",

@@ -1,13 +1,18 @@
 """Dropout in training: masks that depend on the place of an element, not on how a step is run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from marks import mostly_slow
 
+from arbcli.config.parts.attention import AttentionConfig
 from arbcli.data.text import open_texts
+from arbcli.families.latent.config import LatentAttentionConfig
 from arbcli.kernels.rows.dropout import dropout as drop
 from arbcli.kernels.runtime.device import deterministic
-from arbcli.model.flow import Dropout
+from arbcli.model.flow import Dropout, Mask
+from arbcli.model.layers.attend import attend_dropped
 from arbcli.model.layers.dropout import dropout
 from arbcli.training.compiled_twin import compile_twin
 from arbcli.training.configure import new_config
@@ -16,6 +21,7 @@ from arbcli.training.trainer import Trainer
 
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 8, "batch": 2}
 ABOUT = {"device": "cpu", "compute": "fp32", "seed": 3, "lr": 0.5, "steps": 9, "dropout": 0.25}
+ALL_DROPPED = {"dropout": 0.25, "attention_dropout": 0.2, "embedding_dropout": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -57,22 +63,75 @@ def test_masks_are_those_of_the_key_forward_and_backward():
 
 
 def test_every_branch_micro_batch_and_step_has_a_mask_of_its_own():
-    keys = DropoutKeys(3, 0.5, 3, 4, torch.device("cpu"))
+    config = new_config(**SHAPE | ABOUT | ALL_DROPPED, accum=3)
+    keys = DropoutKeys(config, 4, torch.device("cpu"))
     seen = []
     for step in range(5):
         keys.set_step(step)
-        seen += [key for micro in range(3) for key in keys.of(micro).keys.tolist()]
-    assert len(set(seen)) == len(seen) == 5 * 3 * 4
+        for masks in map(keys.of, range(3)):
+            seen += [*masks.keys.tolist(), *masks.attention_keys.tolist(), int(masks.embedding.key)]
+    assert len(set(seen)) == len(seen) == 5 * 3 * (4 + 4 + 1)
 
 
 def test_keys_of_a_step_lie_where_those_of_the_last_one_did():
     """A captured step reads them from there."""
-    keys = DropoutKeys(3, 0.5, 2, 4, torch.device("cpu"))
+    keys = DropoutKeys(new_config(**SHAPE | ABOUT, accum=2), 4, torch.device("cpu"))
     places = set()
     for step in range(3):
         keys.set_step(step)
         places.add(keys.of(1).keys.data_ptr())
     assert len(places) == 1
+
+
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_dropped_attention_is_that_of_float64_with_the_same_mask(has_sink):
+    generator = torch.Generator().manual_seed(4)
+    q, k, v, grad = (torch.randn(2, 3, 7, 8, generator=generator) for _ in range(4))
+    inputs = [part.requires_grad_() for part in (q, k, v)]
+    sink = torch.randn(3, generator=generator) if has_sink else None
+    key, seen = torch.tensor(11, dtype=torch.int32), torch.ones(7, 7, dtype=torch.bool).tril()
+    y = attend_dropped(*inputs, Mask(key, 0.3), seen=seen, sink=sink)
+    grads = torch.autograd.grad(y, inputs, grad)
+
+    doubles = [part.detach().double().requires_grad_() for part in inputs]
+    scores = (doubles[0] @ doubles[1].mT / 8**0.5).exp() * seen
+    total = scores.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + sink.double().exp()[:, None, None]
+    kept = drop(torch.ones(2 * 3 * 7, 7), key, 0.3).view(2, 3, 7, 7).double()
+    expected = (scores / total * kept) @ doubles[2]
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
+    for part, others in zip(
+        grads, torch.autograd.grad(expected, doubles, grad.double()), strict=True
+    ):
+        torch.testing.assert_close(part.double(), others, rtol=1e-4, atol=1e-5)
+    assert 0.2 < (kept == 0).double().mean() < 0.4
+
+
+@pytest.mark.parametrize("name", ["attention_dropout", "embedding_dropout"])
+def test_each_dropout_changes_training_by_itself_and_not_evaluation(name, texts):
+    plain, dropping = (trainer_of(texts, dropout=0.0, **{name: rate}) for rate in (0.0, 0.5))
+    assert plain.evaluate(2) == dropping.evaluate(2)
+    assert float(plain.train_step()) != float(dropping.train_step())
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        AttentionConfig(heads=2, kv_heads=1, window=4, query_key_norm="none"),
+        AttentionConfig(heads=2, sink=True),
+        LatentAttentionConfig(heads=2, latent=16, rotary=8),
+    ],
+    ids=["window", "sink", "latent"],
+)
+def test_attention_of_every_kind_is_dropped(mixer, texts):
+    config = new_config(**SHAPE | ABOUT | {"dropout": 0.0, "attention_dropout": 0.5})
+    (stage,) = config.model.stages
+    stage = replace(stage, blocks=tuple(replace(block, mixer=mixer) for block in stage.blocks))
+    config = replace(config, model=replace(config.model, stages=(stage,)))
+    plain, dropping = replace(config, attention_dropout=0.0), config
+    losses = [float(Trainer(each, texts).train_step()) for each in (plain, dropping)]
+    assert losses[0] != losses[1]
 
 
 def test_training_differs_from_that_without_and_evaluation_does_not(texts):
@@ -87,7 +146,8 @@ def test_training_differs_from_that_without_and_evaluation_does_not(texts):
 
 
 @pytest.mark.parametrize(
-    "options", mostly_slow([{}, {"wire": "int12", "accum": 2}, {"preset": "hnet-small"}], str)
+    "options",
+    mostly_slow([ALL_DROPPED, {"wire": "int12", "accum": 2}, {"preset": "hnet-small"}], str),
 )
 def test_resumed_run_has_the_masks_of_one_that_was_not_stopped(options, texts):
     if "preset" in options:
@@ -105,7 +165,7 @@ def test_resumed_run_has_the_masks_of_one_that_was_not_stopped(options, texts):
 
 @pytest.mark.parametrize("streams", [1, 2])
 def test_recomputed_blocks_have_the_same_masks(streams, texts):
-    options = {"streams": streams, "accum": 2}
+    options = {"streams": streams, "accum": 2} | ALL_DROPPED
     assert_equal(after(texts, 2, **options), after(texts, 2, **options, recompute=True))
 
 
@@ -114,7 +174,8 @@ def test_compiled_baseline_has_the_same_masks(texts):
     plain, compiled = (trainer_of(texts, **options).model for _ in range(2))
     torch._dynamo.reset()
     compile_twin(compiled, backend="aot_eager")
-    masks = Dropout(torch.arange(4, dtype=torch.int32), 0.25)
+    keys = torch.arange(9, dtype=torch.int32)
+    masks = Dropout(keys[:4], 0.25, keys[4:8], 0.2, Mask(keys[8], 0.1))
     ids = torch.randint(256, (2, 2, 8), generator=torch.Generator().manual_seed(1))
     grads = []
     for model in (plain, compiled):
@@ -126,17 +187,30 @@ def test_compiled_baseline_has_the_same_masks(texts):
         torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-7)
 
 
+ON_GPU = {"device": "cuda", "compute": "bf16", "steps": 8}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "options",
-    [{"accum": 2}, {"weights": "float", "optimizer": "muon", "lr": 1e-3}],
+    [
+        {"accum": 2} | ALL_DROPPED,
+        {"weights": "float", "optimizer": "muon", "lr": 1e-3} | ALL_DROPPED,
+    ],
     ids=["packed", "float"],
 )
 def test_captured_steps_have_the_masks_of_eager_steps(options, texts):
     found = []
     for capture in (False, True):
         config = new_config(
-            **(SHAPE | ABOUT | {"device": "cuda", "compute": "bf16"} | options | {"steps": 8})
+            **(
+                SHAPE
+                | ABOUT
+                | ALL_DROPPED
+                | {"device": "cuda", "compute": "bf16"}
+                | options
+                | {"steps": 8}
+            )
         )
         with deterministic():
             trainer = Trainer(config, texts, capture=capture)

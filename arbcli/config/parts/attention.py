@@ -59,6 +59,7 @@ class AttentionConfig(PartConfig):
     kind: str = field(default="attention", init=False)
     across: ClassVar[str | None] = None
     causal: ClassVar[str | None] = None
+    drops_attention: ClassVar[bool | None] = True
     heads: int
     """Number of query heads."""
     kv_heads: int | None = None

@@ -29,6 +29,9 @@ class PartConfig:
     causal: ClassVar[str | None] = "it reads what is before a position"
     """Reason why the part cannot be bidirectional; None if it can."""
 
+    drops_attention: ClassVar[bool | None] = None
+    """Whether attention weights can be dropped in training; None if the part has none."""
+
     @property
     def loss_weights(self) -> dict[str, float]:
         """Weights of the part's auxiliary losses in the training loss, by name."""

@@ -23,6 +23,7 @@ class CompressedAttentionConfig(PartConfig):
     kind: str = field(default="compressed", init=False)
     across: ClassVar[str | None] = "an entry may hold positions of two documents"
     causal: ClassVar[str | None] = "its entries are of positions before the one that reads them"
+    drops_attention: ClassVar[bool | None] = False
     heads: int
     kv_heads: int = 1
     """Number of key and value heads, each shared by `heads / kv_heads` query heads."""

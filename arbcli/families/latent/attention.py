@@ -21,6 +21,7 @@ from arbcli.families.latent.kernels.decode_latent import decode_latent
 from arbcli.kernels.attention.rotation import rotate
 from arbcli.model.flow import Flow, Reading, project
 from arbcli.model.initial import output_std
+from arbcli.model.layers.attend import attend_dropped, positions_seen
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.layers.rotary import rotary_table, table_rows
@@ -87,9 +88,13 @@ class LatentAttention(CachedAttention):
         q, k = (unit_rms(part) for part in (q, k))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         causal, scale = self.causal and mask is None, SHARPNESS * self.head_dim**-0.5
-        y = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=scale
-        )  # (B, H, T, head_dim)
+        if state is None and reading and reading.dropout and reading.dropout.attention:
+            seen = positions_seen(length, None, self.causal, q.device)
+            y = attend_dropped(q, k, v, reading.dropout.attention, seen=seen, scale=scale)
+        else:
+            y = functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal, scale=scale
+            )  # (B, H, T, head_dim)
         return Flow(x, self.output(y.transpose(1, 2).reshape(batch, length, dim), self.sub_norm))
 
     def step(self, x: Tensor, state: "LatentRing", residual: Tensor | None) -> Tensor:

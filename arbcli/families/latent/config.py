@@ -18,6 +18,7 @@ class LatentAttentionConfig(PartConfig):
     kind: str = field(default="latent", init=False)
     across: ClassVar[str | None] = "its attention has no mask of documents"
     causal: ClassVar[str | None] = None
+    drops_attention: ClassVar[bool | None] = True
     heads: int
     latent: int
     """Width of the latent vector of keys and values."""

@@ -15,6 +15,8 @@ from arbcli.kernels.attention.causal_attention_backward import (
 from arbcli.kernels.attention.rotary_attention_backward import rotary_attention_backward
 from arbcli.kernels.attention.rotary_norm import rotary_norm_, unpack_qkv
 from arbcli.kernels.runtime.backend import capability, uses_triton
+from arbcli.model.flow import Mask
+from arbcli.model.layers.dropout import dropout
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import Angles, rotary_norm
 
@@ -105,6 +107,58 @@ def attend_with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, seen: Tensor
     seen = functional.pad(seen, (0, 1), value=True)
     y = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=width**-0.5)
     return y[..., :width]
+
+
+def attend_dropped(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    seen: Tensor | None = None,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Compute attention with dropout of its weights, which are stored for the backward.
+
+    Source: N. Srivastava et al., "Dropout", JMLR 15 (2014); of attention weights as in A. Vaswani
+    et al., "Attention Is All You Need", https://arxiv.org/abs/1706.03762.
+
+    Args:
+        q: (B, heads, T, d).
+        k: (B, heads, S, d).
+        v: like k.
+        mask: dropout of the weights, of which it sees (B * heads * T, S).
+        seen: attention mask, (T, S) or (B, 1, T, S) bool, True to attend; None attends to all.
+        sink: (heads,) float32, logit of a further position with value 0; None for no sink.
+        scale: factor of the scores; None is 1 / sqrt(d).
+
+    Returns:
+        (B, heads, T, d).
+    """
+    scores = (q @ k.mT).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    if sink is not None:
+        logits = sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, logits), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : k.shape[2]].to(v.dtype)
+    return dropout(weights, *mask) @ v
+
+
+def positions_seen(length: int, window: int | None, causal: bool, device: torch.device) -> Tensor:
+    """Return the attention mask of T positions, (T, T) bool, True to attend.
+
+    Args:
+        length: T.
+        window: number of positions to attend to, including the position itself; None is unlimited.
+        causal: whether to exclude later positions; else as many later positions are seen.
+        device: device of the mask.
+    """
+    place = torch.arange(length, device=device)
+    distance = place[:, None] - place
+    distance = distance if causal else distance.abs()
+    return (distance >= 0) & (distance < (window or length))
 
 
 def attend_to(

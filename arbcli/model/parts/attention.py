@@ -48,13 +48,15 @@ from arbcli.kernels.attention.attend_parts import (
 )
 from arbcli.kernels.attention.decode_attention import decode_attention
 from arbcli.kernels.attention.kept import Kept
-from arbcli.model.flow import Documents, Flow, Reading, project
+from arbcli.model.flow import Flow, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.attend import (
     attend_causally,
+    attend_dropped,
     attend_rotated,
     attend_to,
     attend_with_sink,
+    positions_seen,
     repeat_heads,
 )
 from arbcli.model.layers.kinds import layers_for
@@ -125,8 +127,7 @@ class Attention(CachedAttention):
         if self.fits_kernels and state is not None and length == 1 and state.fuses:
             y = state.attend_one(qkv)
         else:
-            documents = reading.documents if reading else None
-            y = self._attend_after(state, qkv) if state else self._attend(qkv, documents)
+            y = self._attend_after(state, qkv) if state else self._attend(qkv, reading or Reading())
         y = y.transpose(1, 2).reshape(batch, length, -1)
         return Flow(x, self._biased(self.output(y, self.sub_norm)))
 
@@ -153,11 +154,12 @@ class Attention(CachedAttention):
         heads = qkv.unflatten(-1, (-1, self.width))
         return self.turned_heads(heads, gains, self.kv_heads, self.eps, angles)
 
-    def _attend(self, qkv: Tensor, documents: Documents | None = None) -> Tensor:
+    def _attend(self, qkv: Tensor, reading: Reading) -> Tensor:
         """Compute (2) and (3) within windows, or within their documents."""
-        length, sink = qkv.shape[1], self._sinks()
+        length, sink, documents = qkv.shape[1], self._sinks(), reading.documents
+        mask = reading.dropout.attention if reading.dropout else None
         window = None if self.window is None or self.window >= length else self.window
-        whole = self.causal and window is None and documents is None
+        whole = self.causal and window is None and documents is None and mask is None
         if self.one_gradient and whole and self.cache_format.stored is None:
             return attend_rotated(qkv, table_for(qkv, self.rotary))
         prepare = self.rotary_norm if self.fits_kernels else self._turned
@@ -165,17 +167,16 @@ class Attention(CachedAttention):
         (k,), (v,) = self.cache_format.round(k, rotated=self.rotated), self.cache_format.round(v)
         q = self.cache_format.round_queries(q, self.rotated)
         k, v = (repeat_heads(part, self.heads // self.kv_heads) for part in (k, v))
-        if documents is not None:
-            seen = documents.within(self.window)
+        if documents is not None or sink is not None or mask is not None:
+            if documents is not None:
+                seen = documents.within(self.window)
+            else:
+                seen = positions_seen(length, window, self.causal, q.device)
+            if mask is not None:
+                return attend_dropped(q, k, v, mask, seen=seen, sink=sink)
             if sink is not None:
                 return attend_with_sink(q, k, v, sink, seen)
             return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        if sink is not None:
-            place = torch.arange(length, device=q.device)
-            distance = place[:, None] - place
-            distance = distance if self.causal else distance.abs()
-            seen = (distance >= 0) & (distance < (window or length))
-            return attend_with_sink(q, k, v, sink, seen)
         if window is not None:
             return attend_in_window(q, k, v, window, causal=self.causal)
         if not self.causal:

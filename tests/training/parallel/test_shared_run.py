@@ -74,7 +74,8 @@ def test_two_and_four_processes_give_the_bits_of_a_single_process(texts):
         pytest.param({"rule": "votes"}, marks=pytest.mark.slow),
         pytest.param({"mlp_rule": "nibble", "digits": "fade", "steps": 5}, marks=pytest.mark.slow),
         {"digits": "all", "lr": 0.4, "weight_decay": 4.0},  # beyond what four bits encode
-        {"dropout": 0.25},  # whose masks are those of a single process
+        # masks are those of a single process
+        {"dropout": 0.25, "attention_dropout": 0.2, "embedding_dropout": 0.1},
         # sums of 16 bits in one process, and of 12 in two
         {"direction": "factored", "accum": 8, "tscale": "T6"},
         {"objective": "fill"},  # micro-batches with unequal numbers of learnt symbols
