@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.rotary_norm import unpack_qkv
+from arbcli.kernels.rows.dropout import mask_constants
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array
 from arbcli.kernels.runtime.backend import capability
 from arbcli.kernels.runtime.descriptors import described
 from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.update.random_bits import random_words
 
 LOG2_E = 1.4426950408889634
 HOPPER = (9, 0)
@@ -105,9 +107,28 @@ def _store_gradient(
 
 
 @triton.jit
+def drop_weights(x, key_ptr, rows, columns, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr):
+    """Drop attention weights, or their gradients, as `arbcli.kernels.rows.dropout` does.
+
+    Args:
+        x: (queries, keys) or (keys, queries) float32.
+        key_ptr: key of the mask.
+        rows: number of each query among those of all heads and texts; broadcast against `columns`.
+        columns: position of each key.
+        THRESHOLD: smallest word that is kept, minus 2**31; None drops nothing.
+        FACTOR: factor of what is kept.
+    """
+    if THRESHOLD is None:
+        return x
+    words = random_words(tl.load(key_ptr), rows, columns).to(tl.int32, bitcast=True)
+    return tl.where((words ^ -2147483648) >= THRESHOLD, x * FACTOR, 0.0)
+
+
+@triton.jit
 def _add_keys(
-    grad, q, g, log, delta, k_desc, v_desc, b, h, m, begin, end, scale,
+    grad, q, g, log, delta, k_desc, v_desc, key_ptr, b, h, m, row, begin, end, scale,
     D: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    THRESHOLD: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Add the contributions of keys `begin` to `end` to the gradient of a block of queries."""
     for first in range(begin, end, BLOCK):
@@ -117,7 +138,12 @@ def _add_keys(
             n = first + tl.arange(0, BLOCK)
             p = tl.where(n[None, :] <= m[:, None], p, 0)
         v = _load_rows(v_desc, b, h, first, BLOCK, D)
-        e = p * (tl.dot(g, v.T, input_precision=PRECISION) - delta[:, None])
+        grad_p = tl.dot(g, v.T, input_precision=PRECISION)
+        places = first + tl.arange(0, BLOCK)
+        grad_p = drop_weights(
+            grad_p, key_ptr, (row + m)[:, None], places[None, :], THRESHOLD, FACTOR
+        )
+        e = p * (grad_p - delta[:, None])
         grad = tl.dot(e.to(k.dtype), k, grad, input_precision=PRECISION)
     return grad
 
@@ -131,8 +157,9 @@ def _delta(g, y):
 @triton.jit
 def _queries(
     grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
-    r_ptr, cos_ptr, sin_ptr, first, h, b, T, H, padded, scale, log2_e,
+    r_ptr, cos_ptr, sin_ptr, key_ptr, first, h, b, T, H, padded, scale, log2_e,
     D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
+    THRESHOLD: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a block of queries; store `log2` and `delta` for the keys."""
     m = first + tl.arange(0, BLOCK)
@@ -145,12 +172,12 @@ def _queries(
     tl.store(log2_ptr + of_head * padded + m, log)
     grad = tl.zeros((BLOCK, D), dtype=tl.float32)
     grad = _add_keys(
-        grad, q, g, log, delta, k_desc, v_desc, b, h, m, 0, first, scale * log2_e,
-        D, BLOCK, False, PRECISION,
+        grad, q, g, log, delta, k_desc, v_desc, key_ptr, b, h, m, of_head * T, 0, first,
+        scale * log2_e, D, BLOCK, False, PRECISION, THRESHOLD, FACTOR,
     )  # fmt: skip
     grad = _add_keys(
-        grad, q, g, log, delta, k_desc, v_desc, b, h, m, first, first + BLOCK, scale * log2_e,
-        D, BLOCK, True, PRECISION,
+        grad, q, g, log, delta, k_desc, v_desc, key_ptr, b, h, m, of_head * T, first, first + BLOCK,
+        scale * log2_e, D, BLOCK, True, PRECISION, THRESHOLD, FACTOR,
     )  # fmt: skip
     _store_gradient(
         grads_ptr, grad * scale, q_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, 0, T, H, BLOCK, D,
@@ -161,23 +188,24 @@ def _queries(
 @triton.jit
 def _queries_kernel(
     grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
-    r_ptr, cos_ptr, sin_ptr, T, H, padded, scale, log2_e,
+    r_ptr, cos_ptr, sin_ptr, key_ptr, T, H, padded, scale, log2_e,
     D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
+    THRESHOLD: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a block of queries, and `delta`, their sum of g * y, for the keys."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK  # blocks with the most keys first
     _queries(
         grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
-        r_ptr, cos_ptr, sin_ptr, first, tl.program_id(1), tl.program_id(2), T, H, padded,
-        scale, log2_e, D, BLOCK, PRECISION, TURNED,
+        r_ptr, cos_ptr, sin_ptr, key_ptr, first, tl.program_id(1), tl.program_id(2), T, H, padded,
+        scale, log2_e, D, BLOCK, PRECISION, TURNED, THRESHOLD, FACTOR,
     )  # fmt: skip
 
 
 @triton.jit
 def _add_queries(
-    grad_k, grad_v, k, v, grad_y_desc, q_desc, y_desc, log_ptr, delta_ptr, b, h, n, begin, T,
-    scale, log2_e, D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-    KEPT: tl.constexpr,
+    grad_k, grad_v, k, v, grad_y_desc, q_desc, y_desc, log_ptr, delta_ptr, key_ptr, b, h, n, row,
+    begin, T, scale, log2_e, D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    KEPT: tl.constexpr, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Add the contributions of queries from `begin` on to the gradients of keys and values.
 
@@ -193,12 +221,16 @@ def _add_queries(
         p = tl.exp2(tl.dot(k, q.T, input_precision=PRECISION) * scale - log[None, :])
         p = tl.where(n[:, None] <= m[None, :], p, 0)
         g = _load_rows(grad_y_desc, b, h, first, BLOCK, D)  # zeros beyond the last query
-        grad_v = tl.dot(p.to(g.dtype), g, grad_v, input_precision=PRECISION)
+        rows, columns = (row + m)[None, :], n[:, None]
+        dropped = drop_weights(p, key_ptr, rows, columns, THRESHOLD, FACTOR)
+        grad_v = tl.dot(dropped.to(g.dtype), g, grad_v, input_precision=PRECISION)
         if KEPT:
             delta = tl.load(delta_ptr + m)
         else:
             delta = _delta(g, _load_rows(y_desc, b, h, first, BLOCK, D))
-        e = p * (tl.dot(v, g.T, input_precision=PRECISION) - delta[None, :])
+        grad_p = tl.dot(v, g.T, input_precision=PRECISION)
+        grad_p = drop_weights(grad_p, key_ptr, rows, columns, THRESHOLD, FACTOR)
+        e = p * (grad_p - delta[None, :])
         grad_k = tl.dot(e.to(q.dtype), q, grad_k, input_precision=PRECISION)
     return grad_k, grad_v
 
@@ -206,9 +238,9 @@ def _add_queries(
 @triton.jit
 def _keys(
     grad_y_desc, q_desc, k_desc, v_desc, y_desc, log_ptr, delta_ptr, grads_ptr,
-    r_ptr, cos_ptr, sin_ptr, first, h, b, T, H, scale, log2_e,
+    r_ptr, cos_ptr, sin_ptr, key_ptr, first, h, b, T, H, scale, log2_e,
     D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
-    KEPT: tl.constexpr,
+    KEPT: tl.constexpr, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a block of keys and values.
 
@@ -221,8 +253,9 @@ def _keys(
     grad_k = tl.zeros((BLOCK, D), dtype=tl.float32)
     grad_v = tl.zeros((BLOCK, D), dtype=tl.float32)
     grad_k, grad_v = _add_queries(
-        grad_k, grad_v, k, v, grad_y_desc, q_desc, y_desc, log_ptr, delta_ptr, b, h, n,
-        first, T, scale * log2_e, log2_e, D, BLOCK, PRECISION, KEPT,
+        grad_k, grad_v, k, v, grad_y_desc, q_desc, y_desc, log_ptr, delta_ptr, key_ptr, b, h, n,
+        (b.to(tl.int64) * H + h) * T, first, T, scale * log2_e, log2_e, D, BLOCK, PRECISION, KEPT,
+        THRESHOLD, FACTOR,
     )  # fmt: skip
     _store_rows(grads_ptr, grad_v, b, h, first, 2, T, H, BLOCK, D)
     _store_gradient(
@@ -234,24 +267,26 @@ def _keys(
 @triton.jit
 def _keys_kernel(
     grad_y_desc, q_desc, k_desc, v_desc, log2_ptr, delta_ptr, grads_ptr,
-    r_ptr, cos_ptr, sin_ptr, T, H, padded, scale, log2_e,
+    r_ptr, cos_ptr, sin_ptr, key_ptr, T, H, padded, scale, log2_e,
     D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
+    THRESHOLD: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a block of keys and values; the first ones have the most queries."""
     h, b = tl.program_id(1), tl.program_id(2)
     of_head = (b.to(tl.int64) * H + h) * padded
     _keys(
         grad_y_desc, q_desc, k_desc, v_desc, grad_y_desc, log2_ptr + of_head, delta_ptr + of_head,
-        grads_ptr, r_ptr, cos_ptr, sin_ptr, tl.program_id(0) * BLOCK, h, b, T, H, scale, log2_e,
-        D, BLOCK, PRECISION, TURNED, True,
+        grads_ptr, r_ptr, cos_ptr, sin_ptr, key_ptr, tl.program_id(0) * BLOCK, h, b, T, H, scale,
+        log2_e, D, BLOCK, PRECISION, TURNED, True, THRESHOLD, FACTOR,
     )  # fmt: skip
 
 
 @triton.jit
 def _both_kernel(
     grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
-    r_ptr, cos_ptr, sin_ptr, T, H, padded, scale, log2_e,
+    r_ptr, cos_ptr, sin_ptr, key_ptr, T, H, padded, scale, log2_e,
     D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
+    THRESHOLD: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a block of keys and values, or of a block of queries.
 
@@ -263,14 +298,14 @@ def _both_kernel(
     if block < blocks:
         _keys(
             grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr + (b.to(tl.int64) * H + h) * T,
-            logs_ptr, grads_ptr, r_ptr, cos_ptr, sin_ptr, block * BLOCK, h, b, T, H, scale, log2_e,
-            D, BLOCK, PRECISION, TURNED, False,
+            logs_ptr, grads_ptr, r_ptr, cos_ptr, sin_ptr, key_ptr, block * BLOCK, h, b, T, H, scale,
+            log2_e, D, BLOCK, PRECISION, TURNED, False, THRESHOLD, FACTOR,
         )  # fmt: skip
         return
     _queries(
         grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
-        r_ptr, cos_ptr, sin_ptr, (2 * blocks - 1 - block) * BLOCK, h, b, T, H, padded,
-        scale, log2_e, D, BLOCK, PRECISION, TURNED,
+        r_ptr, cos_ptr, sin_ptr, key_ptr, (2 * blocks - 1 - block) * BLOCK, h, b, T, H, padded,
+        scale, log2_e, D, BLOCK, PRECISION, TURNED, THRESHOLD, FACTOR,
     )  # fmt: skip
 
 
@@ -288,6 +323,7 @@ def launch_backward(
     inputs: tuple[Tensor, ...],
     logs: Tensor,
     turned: tuple[Tensor, Tensor, Tensor] | None = None,
+    dropped: tuple[Tensor, float] | None = None,
 ) -> None:
     """Launch the programs for queries and for keys.
 
@@ -297,6 +333,7 @@ def launch_backward(
         logs: as in `causal_attention_backward`.
         turned: r, cosines and sines of the `rotary_norm_` that computed q and k; the gradients
             are then those of its input.
+        dropped: key and rate of the dropout of attention weights; None drops nothing.
     """
     q = inputs[1]
     batch, heads, length, width = q.shape
@@ -308,9 +345,11 @@ def launch_backward(
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     r, cos, sin = turned or (logs, logs, logs)
     chosen = {"D": width, "BLOCK": block, "PRECISION": precision, "TURNED": turned is not None}
+    key, rate = dropped or (logs, None)
+    chosen |= {"THRESHOLD": None, "FACTOR": None} if rate is None else mask_constants(rate)
     padded = blocks * block  # key programs read whole blocks of queries
     log2, delta = torch.empty(2, batch, heads, padded, dtype=torch.float32, device=q.device)
-    others = r, cos, sin, length, heads, padded, width**-0.5, LOG2_E
+    others = r, cos, sin, key, length, heads, padded, width**-0.5, LOG2_E
     narrow = width <= WIDEST_TOGETHER
     registers = REGISTERS if narrow and q.dtype == torch.bfloat16 else None
     if narrow and blocks <= MOST_TOGETHER:

@@ -27,6 +27,11 @@ def _factor(rate: float) -> float:
     return float(np.float32(1 / (1 - rate)))
 
 
+def mask_constants(rate: float) -> dict[str, int | float]:
+    """Return the constants of kernels that draw a mask: THRESHOLD and FACTOR."""
+    return {"THRESHOLD": _threshold(rate), "FACTOR": _factor(rate)}
+
+
 def _dropout_torch(x: Tensor, key: Tensor, rate: float) -> Tensor:
     rows, columns = (torch.arange(n, dtype=torch.int32, device=x.device) for n in x.shape)
     dropped = random_bits(key, rows, columns).bitwise_xor_(_SIGN) < _threshold(rate)
@@ -67,7 +72,7 @@ def _dropout_triton(x: Tensor, key: Tensor, rate: float) -> Tensor:
         M, D = x.shape
         _dropout_kernel[(triton.cdiv(M, 16), triton.cdiv(D, 128))](
             x, key, y, M, D, *x.stride(),
-            THRESHOLD=_threshold(rate), FACTOR=_factor(rate), BLOCK_M=16, BLOCK_D=128,
+            **mask_constants(rate), BLOCK_M=16, BLOCK_D=128,
         )  # fmt: skip
     return y
 

@@ -12,6 +12,10 @@ from arbcli.kernels.attention.causal_attention_backward import (
     causal_attention_backward,
     flash_attention_backward,
 )
+from arbcli.kernels.attention.dropped_attention import (
+    dropped_attention,
+    dropped_attention_backward,
+)
 from arbcli.kernels.attention.rotary_attention_backward import rotary_attention_backward
 from arbcli.kernels.attention.rotary_norm import rotary_norm_, unpack_qkv
 from arbcli.kernels.runtime.backend import capability, uses_triton
@@ -27,6 +31,8 @@ WIDTHS = (64, 128)
 LENGTH_MULTIPLE = 64
 """cuDNN needs a mask for sequence lengths that are not a multiple."""
 
+FUSED_WIDTHS = 16, 128
+"""Range of the head widths, powers of two, of our own kernels of attention."""
 SHORT = 128
 """Maximum length for which torch's backward on a CPU is faster in float32 than in bfloat16."""
 EXTRA = 8
@@ -146,6 +152,19 @@ def attend_dropped(
     return dropout(weights, *mask) @ v
 
 
+def attend_causally_dropped(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Compute causal attention with dropout of its weights: see `attend_dropped`.
+
+    On the Triton backend the weights are not stored, but computed again in the backward.
+    """
+    width = q.shape[-1]
+    fits = FUSED_WIDTHS[0] <= width <= FUSED_WIDTHS[1] and width & (width - 1) == 0
+    if fits and uses_triton(q) and not torch.compiler.is_compiling():
+        return _DroppedAttention.apply(q, k, v, *mask)
+    seen = positions_seen(q.shape[2], None, True, q.device)
+    return attend_dropped(q, k, v, mask, seen=seen)
+
+
 def positions_seen(length: int, window: int | None, causal: bool, device: torch.device) -> Tensor:
     """Return the attention mask of T positions, (T, T) bool, True to attend.
 
@@ -242,6 +261,22 @@ class _ShortAttention(Function):
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         grads = backward(*inputs, logs, dropout_p=0.0, is_causal=True)
         return tuple(grad.to(grad_y.dtype) for grad in grads)
+
+
+class _DroppedAttention(Function):
+    """Attention with dropout: the backward draws the mask again."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, key: Tensor, rate: float) -> Tensor:
+        y, logs = dropped_attention(q, k, v, key, rate)
+        ctx.save_for_backward(q, k, v, y, logs, key)
+        ctx.rate = rate
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        grads = dropped_attention_backward(grad_y, *ctx.saved_tensors, ctx.rate)
+        return *grads, None, None
 
 
 class _RotaryAttention(Function):

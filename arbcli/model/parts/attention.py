@@ -52,6 +52,7 @@ from arbcli.model.flow import Flow, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.attend import (
     attend_causally,
+    attend_causally_dropped,
     attend_dropped,
     attend_rotated,
     attend_to,
@@ -167,6 +168,8 @@ class Attention(CachedAttention):
         (k,), (v,) = self.cache_format.round(k, rotated=self.rotated), self.cache_format.round(v)
         q = self.cache_format.round_queries(q, self.rotated)
         k, v = (repeat_heads(part, self.heads // self.kv_heads) for part in (k, v))
+        if mask and self.causal and window is None and documents is None and sink is None:
+            return attend_causally_dropped(q, k, v, mask)
         if documents is not None or sink is not None or mask is not None:
             if documents is not None:
                 seen = documents.within(self.window)

@@ -1,0 +1,174 @@
+"""Verification of `arbcli.kernels.attention.dropped_attention`."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from arbcli.kernels.attention.dropped_attention import (
+    dropped_attention,
+    dropped_attention_backward,
+)
+from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.kernels.attention.causal_attention_backward import random_attention
+from arbcli.verify.kernels.update.random_bits import random_bits_reference
+from arbcli.verify.verification import Case, Gate, Timing, Verification
+
+RATE = 0.2
+"""Rate of timings."""
+
+
+def _factors(q: Tensor, key: Tensor, rate: float) -> Tensor:
+    """Compute what weights are multiplied by, (B, heads, T, T) float64."""
+    batch, heads, length, _ = q.shape
+    words = random_bits_reference(int(key), batch * heads * length, length).to(q.device)
+    kept = (words >= round(rate * 2**32)).view(batch, heads, length, length)
+    return kept.double() / (1 - rate)
+
+
+def dropped_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor, rate: float
+) -> tuple[Tensor, Tensor]:
+    """Attend in float64; return the result and the log-sum-exp of each query."""
+    factors = _factors(q, key, rate)
+    q, k, v = (part.double() for part in (q, k, v))
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.mT / q.shape[3] ** 0.5).masked_fill(later, -torch.inf)
+    return scores.softmax(dim=-1) * factors @ v, scores.logsumexp(dim=-1)
+
+
+def dropped_attention_backward_reference(
+    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, _y: Tensor, _logs: Tensor, key: Tensor,
+    rate: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Compute the gradients by autograd in float64."""
+    inputs = [part.detach().double().requires_grad_() for part in (q, k, v)]
+    with torch.enable_grad():
+        y, _ = dropped_attention_reference(*inputs, key, rate)
+        return torch.autograd.grad(y, inputs, grad_y.double())
+
+
+def _rounded_attention(
+    q: Tensor, k: Tensor, v: Tensor, key: Tensor, rate: float
+) -> tuple[Tensor, Tensor]:
+    """Attend in float64, with weights rounded to their dtype relative to the largest of a query."""
+    factors, dtype = _factors(q, key, rate), q.dtype
+    q, k, v = (part.double() for part in (q, k, v))
+    scores = (q @ k.mT * q.shape[3] ** -0.5).masked_fill(
+        torch.ones_like(factors, dtype=torch.bool).triu(1), -torch.inf
+    )
+    p = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
+    y = (p * factors).to(dtype).double() @ v / p.sum(dim=-1, keepdim=True)
+    return y.to(dtype), scores.logsumexp(dim=-1).float()
+
+
+def _rounded_gradients(
+    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor, key: Tensor,
+    rate: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients in float64, with p and e rounded to bfloat16 as in products."""
+    factors, dtype, scale = _factors(q, key, rate), q.dtype, q.shape[3] ** -0.5
+    g, q, k, v, y = (part.double() for part in (grad_y, q, k, v, y))
+    p = torch.exp(q @ k.mT * scale - logs.double()[..., None]).tril()
+    e = p * (factors * (g @ v.mT) - (g * y).sum(dim=-1, keepdim=True))
+    p, e = ((part).to(dtype).double() for part in (p * factors, e))
+    return (e @ k * scale).to(dtype), (e.mT @ q * scale).to(dtype), (p.mT @ g).to(dtype)
+
+
+def _inputs(
+    generator: torch.Generator, shape: tuple[int, int, int, int], dtype: torch.dtype, rate: float
+) -> tuple[tuple, tuple]:
+    """Draw the inputs of the forward and of the backward, on the CPU."""
+    grad_y, q, k, v, _, _ = random_attention(generator, shape, dtype)
+    key = torch.tensor(shape[2] * 77 - 2**30, dtype=torch.int32)
+    y, logs = dropped_attention_reference(q, k, v, key, rate)
+    return (q, k, v, key, rate), (grad_y, q, k, v, y.to(dtype), logs.float(), key, rate)
+
+
+def _on(device: torch.device, inputs: tuple) -> tuple:
+    return tuple(part.to(device) if isinstance(part, Tensor) else part for part in inputs)
+
+
+def _cases(device: torch.device, backward: bool) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for shape, rate in (
+        ((1, 1, 2, 16), 0.5), ((1, 1, 40, 32), 0.2), ((1, 1, 70, 16), 0.0), ((2, 3, 18, 16), 0.75),
+    ):  # fmt: skip
+        inputs = _on(device, _inputs(generator, shape, torch.float32, rate)[backward])
+        yield Case(f"{'x'.join(map(str, shape))} rate {rate}", inputs)
+    apart = [
+        part.transpose(1, 2).contiguous().transpose(1, 2)
+        if isinstance(part, Tensor) and part.ndim == 4
+        else part
+        for part in inputs
+    ]
+    yield Case("2x3x18x16 positions before heads", tuple(apart))
+    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
+        for shape in ((2, 3, 200, 64), (1, 2, 1024, 128), (3, 5, 130, 128)):
+            inputs = _on(device, _inputs(generator, shape, torch.bfloat16, 0.2)[backward])
+            yield Case(f"{'x'.join(map(str, shape))} bf16", inputs)
+
+
+def _forward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    return _cases(device, False)
+
+
+def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
+    return _cases(device, True)
+
+
+def _draw(rng: CaseGenerator, m: int, backward: bool) -> tuple:
+    length = 2 + min(m, rng.pick((1, 40, 150)))
+    shape = rng.pick((1, 2)), rng.pick((1, 3)), length, rng.pick((16, 32, 64))
+    rate = rng.pick((0.0, 0.1, 0.5, 0.9))
+    inputs = _inputs(rng.seeded(), shape, rng.dtype, rate)[backward]
+    return tuple(
+        rng.view(part.to(rng.device))
+        if isinstance(part, Tensor) and part.ndim == 4
+        else part.to(rng.device) if isinstance(part, Tensor) else part
+        for part in inputs
+    )  # fmt: skip
+
+
+def _draw_forward(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
+    return _draw(rng, m, False)
+
+
+def _draw_backward(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
+    return _draw(rng, m, True)
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    batch, heads, length, width = 64, 6, 256, 64
+    draw: TensorOptions = {"device": device, "dtype": torch.bfloat16}
+    q, k, v = torch.randn(3, batch, length, heads, width, **draw).transpose(2, 3)
+    key = torch.tensor(5, dtype=torch.int32, device=device)
+
+    def peer() -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, dropout_p=RATE, is_causal=True)
+
+    yield Timing(
+        f"{batch}x{heads}x{length}x{width} bf16", (q, k, v, key, RATE),
+        run=dropped_attention.triton,
+        peer=peer, peer_name="torch", flops=2 * batch * heads * length**2 * width,
+    )  # fmt: skip
+
+
+dropped_attention_verification = Verification(
+    dropped_attention, dropped_attention_reference, _forward_cases,
+    Gate(
+        relative=2e-5, peer_slack=0.2,
+        reason="float32 sums; in bf16 the peer rounds what products take, and nothing else",
+    ),
+    draw=_draw_forward, peer=_rounded_attention, needs_rows=True, timings=_timings,
+)  # fmt: skip
+dropped_attention_backward_verification = Verification(
+    dropped_attention_backward, dropped_attention_backward_reference, _backward_cases,
+    Gate(
+        relative=2e-5, peer_slack=0.2,
+        reason="float32 sums; in bf16 the peer rounds what products take, and nothing else",
+    ),
+    draw=_draw_backward, peer=_rounded_gradients, needs_rows=True,
+)  # fmt: skip
