@@ -291,7 +291,8 @@ ROWS_APART = {
     "gained_rms_norm": (0,), "add_gained_rms_norm": (0, 1), "gained_rms_norm_backward": (0, 1, 4),
     "rms_norm_e4m3": (0, 1), "gated_rms_norm_e4m3": (0, 1), "rotary_norm_backward": (0, 1, 2),
     "rotary_heads_backward": (0, 1, 2), "causal_attention_backward": (0, 1, 2, 3, 4),
-    "rotary_attention_backward": (0, 5),
+    "rotary_attention_backward": (0, 5), "dropped_attention": (0, 1, 2),
+    "dropped_attention_backward": (0, 1, 2, 3, 4),
     "compress_blocks": (0,), "compress_blocks_backward": (2,), "choose_entries": (0, 2),
     "compressed_attention": (0, 1, 2), "compressed_attention_backward": (3, 4, 5),
     "cross_entropy": (0,), "cross_entropy_backward": (0,), "add_symbols": (2,),
@@ -504,7 +505,7 @@ def test_places_of_bfloat16_are_those_of_values(name):
 
 IN_BFLOAT16 = [s.name for s in KERNELS if s.bfloat16 and s.name not in ROUNDED_ELSEWHERE]
 SEVERAL_ROUNDINGS = {
-    "causal_attention_backward",
+    "causal_attention_backward", "dropped_attention_backward",
     "gram_polynomial",
     "decode_attention",
     "decode_attention_8bit",

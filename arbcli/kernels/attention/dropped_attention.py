@@ -77,7 +77,8 @@ def _dropped_attention_kernel(
     m, d = first + tl.arange(0, BLOCK), tl.arange(0, D)
     row = (b * H + h) * T + m
     # queries of this block stay in registers
-    q_ptrs = q_ptr + b * stride_qb + h * stride_qh + m[:, None] * stride_qt + d[None, :]
+    wide_m = m.to(tl.int64)[:, None]
+    q_ptrs = q_ptr + b * stride_qb + h * stride_qh + wide_m * stride_qt + d[None, :]
     q = tl.load(q_ptrs, mask=(m < T)[:, None], other=0)
     highest = tl.full((BLOCK,), -float("inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -85,8 +86,9 @@ def _dropped_attention_kernel(
     for start in range(0, first + BLOCK, BLOCK):
         n = start + tl.arange(0, BLOCK)
         known = (n < T)[:, None]
-        k_ptrs = k_ptr + b * stride_kb + h * stride_kh + n[:, None] * stride_kt + d[None, :]
-        v_ptrs = v_ptr + b * stride_vb + h * stride_vh + n[:, None] * stride_vt + d[None, :]
+        wide_n = n.to(tl.int64)[:, None]
+        k_ptrs = k_ptr + b * stride_kb + h * stride_kh + wide_n * stride_kt + d[None, :]
+        v_ptrs = v_ptr + b * stride_vb + h * stride_vh + wide_n * stride_vt + d[None, :]
         k = tl.load(k_ptrs, mask=known, other=0)
         s = tl.dot(q, k.T, input_precision=PRECISION) * (scale * log2_e)
         s = tl.where(n[None, :] <= m[:, None], s, -float("inf"))

@@ -159,7 +159,7 @@ def attend_causally_dropped(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tens
     """
     width = q.shape[-1]
     fits = FUSED_WIDTHS[0] <= width <= FUSED_WIDTHS[1] and width & (width - 1) == 0
-    if fits and uses_triton(q) and not torch.compiler.is_compiling():
+    if fits and not torch.compiler.is_compiling() and uses_triton(q):
         return _DroppedAttention.apply(q, k, v, *mask)
     seen = positions_seen(q.shape[2], None, True, q.device)
     return attend_dropped(q, k, v, mask, seen=seen)
