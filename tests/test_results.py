@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import results, search, training_step
+from benchmarks import results, training_step
 from benchmarks.results import FOLDER, KEYS, add_runs, load, options
-from benchmarks.tables import hnet, imports, many_gpus, masked, media, models, pages, performance
+from benchmarks.tables import imports, many_gpus, models, pages, performance
 from benchmarks.tables.cells import source
 from benchmarks.tables.readme import speed
 from benchmarks.tables.steps import faster, speed_ratio
@@ -172,64 +171,11 @@ def test_family_is_compared_with_the_fastest_plain_baseline():
     assert cells[3:7] == ["500,000", "250,000", "2.00", ""]
 
 
-def test_runs_and_texts_without_a_title_have_their_own_names():
+def test_run_without_a_title_has_its_own_name():
     shared = {"preset": "mine", "way": "greedy", "has_head": True, "favour": 0.4, "times": 1.5}
     shared |= {"bytes_per_second": [10, 20], "bytes_per_check": [2.0], "same": True}
     lines = models.checked_texts([run([shared | {"size": size} for size in (1, 4)])])
     assert lines.splitlines()[2].startswith("| `mine` | greedy | 4 |")
-    names = ("bits_per_sample", "after_others", "bits_saved_per_sound", "standard_error")
-    row = dict.fromkeys((*names, "own_is_likeliest", "by_chance"), 0.5)
-    lines = media.heard([run([row | {"run": "mine", "text": "own.txt", "sounds": 3}])])
-    assert lines.splitlines()[2].startswith("| mine | own.txt | 3 |")
-
-
-def test_every_run_that_fills_holes_is_in_its_table():
-    fill = {"next": 1.25, "fill": 1.0, "fill without the right side": 1.5}
-    hidden = {"next": 1.25, "masked": 2.0, "masked from left to right": 1.75}
-    rows = [
-        {
-            "run": "fill-1",
-            "hole": 8,
-            "nats_per_byte": fill,
-            "standard_error": {"fill": 0.125},
-            "steps": {"run": 4000, "next": 3000},
-        },
-        {"run": "other", "hole": 8, "nats_per_byte": hidden},
-        {"run": "fill-1", "hole": 4, "nats_per_byte": fill},
-    ]
-    assert masked.holes([run(rows)]).splitlines()[2:6] == [
-        "| 4 | fill-1 | | 1.0000 | 1.5000 | 1.2500 | -0.2500 |",
-        "| 8 | fill-1 | 4,000 | 1.0000 | 1.5000 | 1.2500 | -0.2500 ± 0.1250 |",
-        "| 8 | other | | 2.0000 | | 1.2500 | +0.7500 |",
-        "| 8 | other from left to right | | 1.7500 | | 1.2500 | +0.5000 |",
-    ]
-
-
-def test_tables_of_media_have_every_row():
-    parts = {"text": 1.0, "sound": 2.0, "picture": 3.0, "all": 1.5}
-    rows = [
-        parts | {"kind": kind, "seed": seed} for kind in ("plain", "composite") for seed in (1, 0)
-    ]
-    rows[0]["text"] = 1.25
-    assert media.composite([run(rows)]).splitlines()[2:4] == [
-        "| linear | 1.0000, 1.2500 | 2.0000, 2.0000 | 3.0000, 3.0000 | 1.5000, 1.5000 |",
-        "| composite | 1.0000, 1.0000 | 2.0000, 2.0000 | 3.0000, 3.0000 | 1.5000, 1.5000 |",
-    ]
-    row = {
-        "run": "a",
-        "words": 80,
-        "times": 2,
-        "temperature": 0.7,
-        "complete": 1.0,
-        "recognised": 0.25,
-        "by_chance": 0.0125,
-    }
-    lines = media.said([run([row | {"recognised_of_espeak": 0.99}])]).splitlines()
-    assert lines[2] == "| a | 80, 2 | 0.7 | 100 % | 25 % | 99 % | 1.2 % |"
-    row = {"text": "pages", "weights": "float", "steps": 2000, "bytes_per_second": 1e6}
-    row |= {"val_loss": 0.5, "bits_per_unit": None, "state_bytes": 2**20}
-    lines = media.media_equal([run([row])]).splitlines()
-    assert lines[2] == "| pages | float | 2,000 | 1,000,000 | 0.5000 | | 1.0 |"
 
 
 def test_speed_of_several_gpus_is_relative_to_the_same_kind_on_a_single_gpu():
@@ -269,13 +215,6 @@ def test_losses_of_several_seeds_are_one_row_in_the_order_of_seeds():
     ]
     lines = imports.ways_to_trits([run(rows)]).splitlines()[2:4]
     assert lines == ["| `moment` | 0% to 10% | 0.2 | 1.5000, 1.2500 | 0.7500, 0.7500 | 2 | 3 |", ""]
-    shared = {"model": "m", "lr": 1.0, "weights": 1, "stage": "all", "factor": 1.0}
-    rates = [
-        shared | {"seed": seed, "steps": steps, "held_out_nats": loss}
-        for seed, steps, loss in ((1, 500, 1.5), (0, 500, 1.25), (0, 2000, 1.0))
-    ]
-    lines = hnet.stage_rates([run(rates)]).splitlines()[2:4]
-    assert lines == ["| m | 500 | 1 | all | 1.2500, 1.5000 |", "| m | 2,000 | 1 | all | 1.0000 |"]
 
 
 def test_table_has_hardware_versions_commit_and_command():
@@ -293,7 +232,7 @@ def test_figures_are_drawn_from_the_results(name):
 
     file, draw = plots.FIGURES[name]
     assert draw(load(file)).axes
-    assert (FOLDER.parent / f"{name}.svg").exists()
+    assert (pages.ROOT / "docs" / f"{name}.svg").exists()
 
 
 def test_benchmark_without_a_commit_ends_before_it_measures(monkeypatch):
@@ -303,27 +242,3 @@ def test_benchmark_without_a_commit_ends_before_it_measures(monkeypatch):
         options("frontier", "").parse_args([])
     monkeypatch.setenv("ARB_COMMIT", "abc")
     assert options("frontier", "").parse_args([]).out == FOLDER
-
-
-def test_search_compares_its_best_with_a_rival_outside_the_kinds(tmp_path, monkeypatch):
-    """The rival trains in the first round, and a text that selected neither judges both."""
-    losses, trained = {"every 16": 1.2, "every 24": 1.1, "every 4": 1.3}, []
-
-    def measure(kind, ctx, digits, seconds, seed, text, times):
-        trained.append((kind, digits, seconds, seed, *text["val"]))
-        row = {"kind": kind, "digits": digits, "seconds": seconds, "seed": seed}
-        return row | {"held_out_nats": losses[kind]}
-
-    options = {"text": "novels", "data": "TRAIN", "val": "A", "final-val": "B", "out": tmp_path}
-    repeated = {"kind": ("every 16", "every 24"), "rival": ("every 4",), "seconds": (9, 36)}
-    given = [f"--{name}={value}" for name, value in options.items()]
-    given += [f"--{name}={value}" for name, values in repeated.items() for value in values]
-    monkeypatch.setenv("ARB_COMMIT", "abc1234")
-    monkeypatch.setattr(sys, "argv", ["search", *given])
-    monkeypatch.setattr(search, "measure", measure)
-    search.main()
-    assert trained == [
-        *((kind, "all", 9.0, 0, "A") for kind in losses),
-        *((kind, "all", 36.0, seed, "B") for seed in (1, 2, 3) for kind in ("every 24", "every 4")),
-        ("every 24", "trit", 36.0, 1, "B"),
-    ]

@@ -213,17 +213,6 @@ def several(runs: Runs) -> str:
     return markdown(["", "texts", "`arb`", "float in bf16", "ratio"], lines) + source(runs)
 
 
-def caches(runs: Runs) -> str:
-    """Bytes a second by the format of keys and values."""
-    lines = []
-    for row in rows_of(runs):
-        plain = measured_row(runs, preset=row["preset"], ctx=row["ctx"], kv="bf16")
-        rate, size = row["bytes_per_second"], row["cache_bytes"]
-        cache = [f"`{row['preset']}`, ctx {row['ctx']:,}", row["kv"], f"{size / MIB:,.0f} MiB"]
-        lines.append([*cache, f"{rate:,.0f}", f"{rate / plain['bytes_per_second']:.2f}"])
-    return markdown(["", "kept in", "cache", "bytes/s", "ratio"], lines) + source(runs)
-
-
 def families(runs: Runs) -> str:
     """Speed and peak of a step of other families against plain PyTorch, and the float baseline."""
     lines = []
@@ -278,7 +267,6 @@ TABLES: Tables = {
     "products": ("products", products),
     "generation": ("generation", generation),
     "several-texts": ("several_texts", several),
-    "kv-cache": ("kv_cache", caches),
     "cpu-step": ("cpu_step", steps_on_a_cpu),
     "cpu-text": ("cpu_text", text_on_a_cpu),
 }

@@ -7,7 +7,7 @@ from statistics import mean, stdev
 from benchmarks.fits import between, fit
 from benchmarks.results import load
 from benchmarks.tables.cells import markdown, measured, number, source
-from benchmarks.tables.rows import Row, Runs, Tables, row_of, rows_of
+from benchmarks.tables.rows import Row, Runs, Tables, rows_of
 
 
 def quality_of_small(runs: Runs) -> str:
@@ -181,18 +181,6 @@ def steps_by_size(runs: Runs) -> str:
     return measured(["kind", "weights", *ways], lines, runs)
 
 
-def commands(runs: Runs) -> str:
-    """Write the seconds of the README's commands, with empty caches and again."""
-    lines = []
-    for row in rows_of(runs, again=False):
-        again = row_of(runs, command=row["command"], again=True)
-        loss = "" if row["val_loss"] is None else f"{row['val_loss']:.4f}"
-        seconds = [f"{each['seconds']:.1f}" if each else "" for each in (row, again)]
-        lines.append([f"`{row['command']}`", *seconds, loss])
-    head = ["command", "seconds, with empty caches", "again", "held-out loss"]
-    return measured(head, lines, runs)
-
-
 TABLES: Tables = {
     "quality-small": ("quality", quality_of_small),
     "quality-code": ("code", quality_of_code),
@@ -203,5 +191,4 @@ TABLES: Tables = {
     "quality-base": ("quality", quality_of_base),
     "curves-code": ("code_base", curves_of_code),
     "quality-fp8": ("quality", quality_in_eight_bits),
-    "commands": ("commands", commands),
 }
