@@ -63,18 +63,6 @@ def tuning(runs: Runs) -> str:
     return markdown(head, lines) + source(runs)
 
 
-def tuning_rates(runs: Runs) -> str:
-    """List what a model of code learns of novels, and what it forgets, by rate."""
-    tuned = [row for row in rows_of(runs) if row["part"] != "speed"]
-    kinds = [*dict.fromkeys(row["kind"] for row in tuned)]
-    pairs = {(row["kind"], row["lr"]) for row in tuned}
-    lines = [
-        [kind, f"{lr:g}", *_seeds(tuned, kind=kind, lr=lr)]
-        for kind, lr in sorted(pairs, key=lambda pair: (kinds.index(pair[0]), pair[1]))
-    ]
-    return markdown(["way", "rate", "new text", "old text"], lines) + source(runs)
-
-
 MIXTURES = {
     "moment+nibble": "`moment`, MLPs by `nibble`",
     "moment+nibble-blocks": "`moment`, blocks by `nibble`",
@@ -129,6 +117,5 @@ def _seeds(rows: list[Row], **fields: Any) -> list[str]:
 TABLES: Tables = {
     "large-tuning": ("large_tuning", large_tuning),
     "tuning": ("tuning", tuning),
-    "tuning-rates": ("tuning", tuning_rates),
     "ternary-tuning": ("ternary_tuning", ways_to_trits),
 }

@@ -14,7 +14,7 @@ def checked_texts(runs: Runs) -> str:
     for row in sorted((row for row in ways if row["size"] > 1), key=lambda row: row["favour"] or 0):
         kept[tuple(row[name] for name in ("preset", "way", "size", "has_head"))] = row
     names = {"small-ahead": "`small`", "base-ahead": "`base`"}
-    names |= {"1b-ahead": "`1b`, 560 steps", "1b-ahead2": "`1b`, 760 steps"}
+    names |= {"1b-ahead2": "`1b`"}
     lines = []
     order = [*names, *(key[0] for key in kept)]
     for key in sorted(kept, key=lambda key: (order.index(key[0]), key)):
