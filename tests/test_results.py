@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import results, training_step
+from benchmarks import measuring, results, training_step
 from benchmarks.results import FOLDER, KEYS, add_runs, load, options
 from benchmarks.tables import imports, many_gpus, models, pages, performance
 from benchmarks.tables.cells import source
@@ -242,3 +242,30 @@ def test_benchmark_without_a_commit_ends_before_it_measures(monkeypatch):
         options("frontier", "").parse_args([])
     monkeypatch.setenv("ARB_COMMIT", "abc")
     assert options("frontier", "").parse_args([]).out == FOLDER
+
+
+def test_list_says_what_every_benchmark_shows(capsys):
+    runner = import_module("benchmarks.__main__")
+    folder = Path(results.__file__).parent
+    programs = {p.stem for p in folder.glob("[!_]*.py") if "__main__" in p.read_text()}
+    assert set(runner.SHOWN) == programs - {"plots", "code_text"}
+    parts = {name.split(".")[0] for name in runner.GPU_PARTS | runner.CPU_PARTS}
+    assert parts | set(runner.OTHERS) == set(runner.SHOWN)
+    runner.print_list()
+    printed = capsys.readouterr().out
+    assert all(f"{name}: {shown}" in printed for name, shown in runner.SHOWN.items())
+
+
+def test_every_result_is_shown_by_a_page_or_a_figure():
+    shown = {file for module in pages.PAGES.values() for file, _ in module.TABLES.values()}
+    assert {path.stem for path in FOLDER.glob("*.json")} == shown
+    assert shown <= set(KEYS)
+
+
+def test_functions_are_called_in_turns():
+    called = []
+    found = measuring.in_turns(
+        2, lambda: called.append("a") or 1.0, lambda: called.append("b") or 2.0
+    )
+    assert called == ["a", "b", "a", "b"]
+    assert found == [[1.0, 3.0], [2.0, 4.0]]
