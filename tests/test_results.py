@@ -268,4 +268,4 @@ def test_functions_are_called_in_turns():
         2, lambda: called.append("a") or 1.0, lambda: called.append("b") or 2.0
     )
     assert called == ["a", "b", "a", "b"]
-    assert found == [[1.0, 3.0], [2.0, 4.0]]
+    assert found == [[1.0, 1.0], [2.0, 2.0]]
