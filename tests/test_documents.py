@@ -85,10 +85,6 @@ def test_example_of_a_model_builds_and_is_written_back(example):
     assert model_from_toml(written["model"], "written") == config
 
 
-def test_page_has_examples():
-    assert len(EXAMPLES) == 5
-
-
 def test_table_of_kernels_names_functions_and_their_limits():
     section = PAGE.partition("## Which kernel is used")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ")]
@@ -170,10 +166,6 @@ def test_command_of_a_page_parses(page, command):
         parsed(fill_options(repeat_options(shlex.split(command)[1:])))
 
 
-def test_pages_have_commands():
-    assert len(BLOCKS) > 70
-
-
 def anchors(page: Path) -> set[str]:
     """List the anchors of the headings of a page, as GitHub writes them."""
     text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
@@ -217,9 +209,3 @@ def parsed(words: list[str]) -> None:
     if words[0] == "verify-kernels":
         known = {spec.name for spec in KERNELS}
         assert set(context.params["names"] or ()) <= known
-
-
-@pytest.mark.parametrize("words", ["train --no-such-option", "verify-kernels --time=1"])
-def test_wrong_command_is_noticed(words):
-    with pytest.raises(typer.BadParameter.__bases__[0]):
-        parsed(words.split())
