@@ -1,11 +1,10 @@
 """Time `arb-3b` in the memory of the system it re-creates, against a float baseline as large.
 
-    python -m benchmarks.arb_3b [arb] [checkpoint] [baseline] [batches] [signs] [--out DIR]
+    python -m benchmarks.arb_3b [arb] [checkpoint] [baseline] [--out DIR]
 
 The baseline is a dense model in float32 with AdamW that fills 5,106 MiB at batch 1; both are
-captured, and the baseline is compiled. `batches` goes up to 1,024 windows, of `tiny` too. `signs`
-has the rule `votes`, by gradients whose signs alone are stored, and by gradients that are stored.
-The first step, which compiles what no run before it did, is timed apart.
+captured, and the baseline is compiled. The first step, which compiles what no run before it did,
+is timed apart.
 """
 
 import itertools
@@ -16,18 +15,14 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
-from arbcli.data.text import open_texts
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.checkpoint import load_checkpoint, save_checkpoint
-from arbcli.model.updater import Updater
-from arbcli.training.configure import new_config
 from arbcli.training.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
-from benchmarks.training_step import empty, run_steps, text
+from benchmarks.measuring import empty, run_steps, trainer_of
 
 LIMIT = 5106 * 2**20
 """The peak of the system that `arb-3b` re-creates."""
@@ -38,22 +33,13 @@ TWIN_BATCHES = (1, 4, 8)
 OURS = {"preset": "arb-3b"}
 BATCHES = ((1, False), (6, False), (8, True), (24, True), (28, True), (32, True))
 """Windows of a batch, and whether blocks are computed again in the backward."""
-LARGE = (
-    *(("tiny", batch, False) for batch in (1, 16, 256, 1024)),
-    ("arb-3b", 256, False), ("arb-3b", 1024, True),
-)  # fmt: skip
-"""Presets with windows of a batch, and whether blocks are computed again."""
-SIGNED = ((1, False), (32, True))
 ROUNDS, STEPS = 3, 4
-FEW_STEPS_FROM = 256
-"""Windows of a batch whose steps take so long that one is a round."""
-PARTS = ("arb", "checkpoint", "baseline", "batches", "signs")
+PARTS = ("arb", "checkpoint", "baseline")
 
 
 def build(batch: int, options: dict) -> Trainer:
     """Make a trainer on Python's own source."""
-    config = new_config(ctx=CTX, batch=batch, steps=1000, device="cuda", **options)
-    return Trainer(config, open_texts([str(text())], None, seed=0, context=CTX), capture=True)
+    return trainer_of({"ctx": CTX, "batch": batch} | options)
 
 
 def measure(kind: str, batch: int, options: dict) -> dict:
@@ -64,8 +50,7 @@ def measure(kind: str, batch: int, options: dict) -> dict:
         trainer = build(batch, options)
         first = run_steps(trainer, 1)
         run_steps(trainer, EAGER_STEPS)
-        steps = STEPS if batch < FEW_STEPS_FROM else 1
-        seconds = statistics.median(run_steps(trainer, steps) for _ in range(ROUNDS))
+        seconds = statistics.median(run_steps(trainer, STEPS) for _ in range(ROUNDS))
     peak = torch.cuda.max_memory_allocated()
     row = {
         "kind": kind,
@@ -135,15 +120,6 @@ def main() -> None:
     if "baseline" in parts:
         for batch in TWIN_BATCHES:
             save("AdamW", batch, TWIN)
-    if "batches" in parts:
-        for preset, batch, recompute in LARGE:
-            save(preset, batch, {"preset": preset, "recompute": recompute})
-    if "signs" in parts:
-        for batch, recompute in SIGNED:
-            about = batch, OURS | {"rule": "votes", "recompute": recompute}
-            save("votes, signs", *about)
-            with mock.patch.object(Updater, "takes_signs", False):
-                save("votes, stored gradients", *about)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from arbcli.config.presets import preset
-from arbcli.data.text import open_texts
-from arbcli.model.baselines import FloatWeight
-from arbcli.training.configure import new_config
 from arbcli.training.trainer import Trainer
 from benchmarks import results
 from benchmarks.bare_families import Compressed, FamilyModel
 from benchmarks.bare_twin import BareStep
-from benchmarks.training_step import Maker, draw, measure, text, write_rows
+from benchmarks.measuring import trainer_of
+from benchmarks.training_step import Maker, measure, write_rows
 
 FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     "hnet-base": (8, {"preset": "hnet-base"}),
@@ -79,11 +77,7 @@ def build(family: str, kind: str) -> Trainer | BareStep:
         tuned = TUNED if kind.endswith("tuned") else None
         compiled = bare.compile_regions(dynamic=False, fullgraph=True, options=tuned)
         return FamilyStep(bare, ids, matrices, compiled)
-    given = model | options
-    config = new_config(batch=batch, steps=10_000, device="cuda", data=[str(text())], **given)
-    texts = open_texts(config.data, None, seed=0, context=config.model.ctx)
-    with mock.patch.object(FloatWeight, "initialise", draw):
-        return Trainer(config, texts, capture=True)
+    return trainer_of({"batch": batch} | model | options)
 
 
 def main() -> None:

@@ -6,14 +6,9 @@ A step's time says how many steps fit into a fixed time, and `benchmarks.scaling
 many steps give. A table then takes, for every budget of memory, the best loss of a kind among the
 models that fit: that is what a user can choose. Only ways to compute a step are measured that leave
 its loss as it is: a baseline adds up gradients of parts of a batch, our rules step otherwise then.
-
-Processes with the same `--lock` time their steps one after another, while others compile.
 """
 
-import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,8 +18,8 @@ from arbcli.kernels.runtime.device import deterministic
 from arbcli.training.configure import new_config
 from arbcli.training.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
+from benchmarks.measuring import empty, run_steps
 from benchmarks.scaling import CTX, KINDS, LARGE_SHAPES, SHAPES, WINDOWS, options_of
-from benchmarks.training_step import empty, run_steps
 
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -38,18 +33,7 @@ ROUNDS, ROUND_SECONDS = 7, 0.1
 """The fastest round counts, as what others compile may disturb one."""
 
 
-@contextmanager
-def alone(lock: Path | None) -> Iterator[None]:
-    """Wait until no other process times its steps."""
-    if lock is None:
-        yield
-        return
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def measure(kind: str, shape: str, way: str, text: dict, lock: Path | None) -> dict:
+def measure(kind: str, shape: str, way: str, text: dict) -> dict:
     """Time steps: what a row holds."""
     torch._dynamo.reset()
     empty()
@@ -60,9 +44,8 @@ def measure(kind: str, shape: str, way: str, text: dict, lock: Path | None) -> d
     run_steps(trainer, 1)
     empty()  # what a compiler tried is not a part of a step
     run_steps(trainer, EAGER_STEPS + 2)
-    with alone(lock):
-        steps = max(3, round(ROUND_SECONDS / run_steps(trainer, 3)))
-        seconds = min(run_steps(trainer, steps) for _ in range(ROUNDS))
+    steps = max(3, round(ROUND_SECONDS / run_steps(trainer, 3)))
+    seconds = min(run_steps(trainer, steps) for _ in range(ROUNDS))
     row = {
         "kind": kind,
         "shape": shape,
@@ -84,7 +67,6 @@ def main() -> None:
     for name, known in (("kind", KINDS), ("shape", SHAPES | LARGE_SHAPES), ("way", WAYS)):
         text = "[default: four sizes]" if name == "shape" else "[default: all]"
         parser.add_argument(f"--{name}", action="append", choices=known, help=text)
-    parser.add_argument("--lock", type=Path, metavar="FILE", help="shared by processes of a GPU")
     args = parser.parse_args()
     data = {"data": [args.data], "val": [args.val]}
     for shape in args.shape or SHAPES:
@@ -92,7 +74,7 @@ def main() -> None:
             ours = "weights" not in KINDS[kind]
             for way in args.way or SAME_LOSS["ours" if ours else "twin"]:
                 with deterministic() if ours else nullcontext():
-                    row = measure(kind, shape, way, data, args.lock)
+                    row = measure(kind, shape, way, data)
                 print(*(f"{k} {v}," for k, v in row.items()), flush=True)
                 command = results.command_line("frontier")
                 results.save("frontier", [row], command=command, folder=args.out)

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 
@@ -25,6 +26,7 @@ from arbcli.verify.timing import Stopwatch, measure_roofline
 from benchmarks import results
 from benchmarks.dense_rows import read_dense
 from benchmarks.float_decoder import MODES, FloatDecoder
+from benchmarks.measuring import bytes_per_second, in_turns
 
 ROUNDS, ROUND_BYTES, WARM_UP_BYTES = 5, 128, 32
 TRIAL_BYTES = 64
@@ -84,14 +86,6 @@ def make_peer(
     return more, decoder.read_bytes
 
 
-def bytes_per_second(more: Callable[[int], None], length: int) -> float:
-    """Time some bytes."""
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    more(length)
-    return length / (time.perf_counter() - started)
-
-
 def find_peer(
     name: str, model: LanguageModel, prompt: int, modes: list[str]
 ) -> tuple[str, Callable[[int], None], int, dict[str, float]]:
@@ -127,12 +121,11 @@ def measure(name: str, modes: list[str], copy_bytes_per_second: float) -> list[d
             stack.enter_context(deterministic())
             ours = make_ours(ours_model, prompt)
             ours(WARM_UP_BYTES + TRIAL_BYTES)
-            rounds = [
-                [bytes_per_second(more, ROUND_BYTES) for more in (ours, peer)]
-                for _ in range(ROUNDS)
-            ]
+            our_rates, peer_rates = in_turns(
+                ROUNDS,
+                *(partial(bytes_per_second, more, ROUND_BYTES) for more in (ours, peer)),
+            )
         common = {"preset": name, "prompt_bytes": prompt}
-        our_rates, peer_rates = map(list, zip(*rounds, strict=True))
         rows.append(common | _rates("moment", our_rates))
         peer_rate = statistics.median(peer_rates)
         rows.append(

@@ -13,17 +13,14 @@ import statistics
 
 import torch
 
-from arbcli.data.text import open_texts
 from arbcli.families.hnet.boundaries import chunk_depths
 from arbcli.generation.decoder import Decoder
 from arbcli.generation.sampling import Sampling
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.language_model import LanguageModel
-from arbcli.training.configure import new_config
-from arbcli.training.trainer import EAGER_STEPS, Trainer
+from arbcli.training.trainer import EAGER_STEPS
 from benchmarks import results
-from benchmarks.generation import bytes_per_second
-from benchmarks.training_step import empty, run_steps, text
+from benchmarks.measuring import bytes_per_second, empty, run_steps, trainer_of
 
 PEERS = {"hnet-small": ("small", 1024, 32), "hnet-base": ("base", 4096, 8)}
 """The dense preset for each, and the context and batch of both."""
@@ -41,12 +38,10 @@ WARM_UP_BYTES = 64
 
 def measure(preset: str, ctx: int, batch: int, options: dict) -> dict:
     """Time the training step of one model, then its generation."""
-    given = {"preset": preset, "ctx": ctx, "batch": batch, **options}
-    config = new_config(steps=1000, device="cuda", data=[str(text())], **given)
-    texts = open_texts(config.data, None, seed=0, context=ctx)
     empty()
     with deterministic():
-        trainer = Trainer(config, texts, capture=True)
+        given = {"preset": preset, "ctx": ctx, "batch": batch, "steps": 1000}
+        trainer = trainer_of(given | options)
         run_steps(trainer, EAGER_STEPS + 2)
         seconds = [run_steps(trainer, STEPS) for _ in range(ROUNDS)]
         row = {

@@ -32,7 +32,7 @@ from arbcli.training.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
 from benchmarks.float_qwen import FloatQwen, Shape
 from benchmarks.float_steps import FloatSteps, ReleasedAdafactor, WholeStep
-from benchmarks.turns import measured, wait_turn
+from benchmarks.measuring import measured, wait_turn
 
 SHAPES = {
     "8b": Shape(

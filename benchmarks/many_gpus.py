@@ -14,7 +14,6 @@ GPU has its own runs.
 `--device cpu` tries it out with gloo: figures of time and memory mean nothing there.
 """
 
-import gc
 import json
 import os
 import statistics
@@ -23,20 +22,19 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 from arbcli.data.text import Texts, evaluation_batches, open_texts
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import deterministic
-from arbcli.model.baselines import FloatWeight
 from arbcli.model.checkpoint import tensor_digest
 from arbcli.training.configure import new_config
 from arbcli.training.parallel.group import Group, joined, own_device
 from arbcli.training.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
-from benchmarks.training_step import SHAPES, draw
+from benchmarks.measuring import drawn_on_device, empty
+from benchmarks.training_step import SHAPES
 
 ABOUT: dict[str, dict[str, Any]] = {
     preset: {"ctx": ctx, "batch": batch} for preset, (ctx, batch) in SHAPES.items()
@@ -62,7 +60,7 @@ def build(
 ) -> Trainer:
     """Make a trainer on the device of this process."""
     config = new_config(preset=preset, steps=steps, device=str(group.device), **options)
-    with mock.patch.object(FloatWeight, "initialise", draw):
+    with drawn_on_device():
         return Trainer(config, texts, capture=capture, group=group)
 
 
@@ -70,13 +68,6 @@ def wait(device: torch.device) -> None:
     """Wait until all that was queued is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def free() -> None:
-    """Free unused memory."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def compare_bits(
@@ -165,7 +156,7 @@ def time_steps(preset: str, texts: Texts, group: Group, capture: bool, kinds: li
                 captured = trainer.captures
                 trainer.release_graph()
                 del trainer
-                free()
+                empty()
             peaks, states = zip(*group.collect((peak, state))[:size], strict=True)
             if group.first:
                 positions = ABOUT[preset]["ctx"] * ABOUT[preset]["batch"] * size
@@ -220,7 +211,7 @@ def learn(
         print(json.dumps(rows[-1]), flush=True)
         trainer.release_graph()
         del trainer
-        free()
+        empty()
     return [row for part in group.collect(rows) for row in part]
 
 

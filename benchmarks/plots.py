@@ -1,4 +1,4 @@
-"""Draw the figures of README.md and `docs/` from `docs/results/`.
+"""Draw the figures of README.md and `docs/` from `benchmarks/results/`.
 
     python -m benchmarks.plots
 

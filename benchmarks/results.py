@@ -1,4 +1,4 @@
-"""Measurements as files: `docs/results/NAME.json`, one a benchmark.
+"""Measurements as files: `benchmarks/results/NAME.json`, one a benchmark.
 
 A file is `{"name": ..., "runs": [...]}`, and a run says where its rows come from: `command`,
 `commit`, `dirty` (whether the tree had changes), `hardware`, `versions`. A row that is
@@ -16,55 +16,33 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parents[1] / "docs" / "results"
+FOLDER = Path(__file__).parent / "results"
 CYCLES = 1_000_000
 """Cycles that a clock rate is measured over, half a millisecond."""
 KEYS = {
     "quality": ("preset", "options", "seed"),
-    "codes": ("shape", "kind", "seed", "steps"),
     "code": ("preset", "options", "seed"),
     "code_base": ("preset", "options", "seed", "steps"),
     "training_step": ("preset", "kind"),
     "peaks": ("preset", "kind"),
     "generation": ("preset", "prompt_bytes", "kind"),
     "several_texts": ("preset", "batch", "kind"),
-    "checks": ("preset", "size", "prompt", "way"),
     "checked_texts": ("preset", "prompt", "way", "size", "has_head", "favour"),
-    "holes": ("run", "hole"),
-    "heard": ("run", "text"),
-    "said": ("run", "text", "temperature"),
-    "composite": ("kind", "seed"),
-    "media_equal": ("text", "weights"),
-    "kv_cache": ("preset", "ctx", "kv"),
     "products": ("size", "rows", "what"),
     "arb_3b": ("kind", "batch", "recompute"),
     "many_gpus": ("part", "preset", "kind", "gpus", "seed"),
-    "ablation": ("variant", "seed", "steps"),
     "cpu_step": ("preset", "kind", "compute"),
     "cpu_text": ("preset", "digits", "task", "program", "threads", "level"),
-    "exports": ("model", "program", "type"),
-    "imports": ("kind", "rule", "scale_type"),
     "large_tuning": ("shape", "kind"),
     "tuning": ("part", "kind", "lr", "seed"),
-    "low_rates": ("kind", "rounding", "lr", "seed"),
     "ternary_tuning": ("kind", "lr", "taught", "fade_from", "fade_to", "seed"),
     "hnet": ("preset", "kind"),
     "families": ("preset", "kind"),
-    "long": ("preset", "kind"),
-    "long_quality": ("kind", "seconds", "batch", "seed"),
-    "hnet_quality": ("text", "preset", "ctx", "kind", "seconds", "seed"),
-    "digits": ("rule", "rows", "what"),
     "frontier": ("kind", "shape", "way"),
     "scaling": ("kind", "shape", "steps", "seed"),
     "scaling_others": ("kind", "shape", "steps", "seed"),
-    "streams": ("part", "variant", "seed", "steps"),
-    "deep": ("part", "variant"),
-    "search": ("text", "ctx", "kind", "digits", "seconds", "seed"),
-    "step_kernels": ("model",),
     "step_budget": ("model",),
-    "commands": ("command", "again"),
     "shakespeare": ("kind", "seed"),
-    "stage_rates": ("model", "stage", "factor", "seed", "steps", "lr"),
 }
 """Fields that name a row, by file."""
 RUN_FIELDS = ("command", "commit", "dirty", "hardware", "versions", "rows")

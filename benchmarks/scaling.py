@@ -23,7 +23,7 @@ from arbcli.training import trainer as training
 from arbcli.training.configure import new_config
 from arbcli.training.float_optimizer import FloatOptimizer
 from benchmarks import results
-from benchmarks.training_step import empty
+from benchmarks.measuring import empty
 
 CTX, WINDOWS = 256, 32
 """Bytes of a window, and windows of a step."""

@@ -1,17 +1,16 @@
 """Time generation of several texts at once against a float model in bf16, both captured.
 
-    python -m benchmarks.several_texts [PRESET...] [--batch B...] [--against float|one] [--out DIR]
+    python -m benchmarks.several_texts [PRESET...] [--batch B...] [--out DIR]
 
 The peer is `benchmarks.float_several`, in the faster of its modes: products by cuBLAS, the rest
-compiled; or a single text of the same model. Texts begin with one byte, so both read as much of
-their caches.
+compiled. Texts begin with one byte, so both read as much of their caches.
 """
 
 import statistics
 import sys
-import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -22,6 +21,7 @@ from arbcli.model.language_model import LanguageModel
 from benchmarks import results
 from benchmarks.float_several import MODES, BatchFloatDecoder
 from benchmarks.generation import build
+from benchmarks.measuring import in_turns, seconds_of
 
 ROUNDS, ROUND_STEPS, WARM_UP_STEPS = 5, 64, 16
 LENGTH = WARM_UP_STEPS * (1 + len(MODES)) + ROUNDS * ROUND_STEPS
@@ -54,27 +54,14 @@ def make_peer(twin: LanguageModel, texts: int) -> tuple[Callable[[], None], str]
     return found[max(found)]
 
 
-def make_one(model: LanguageModel) -> Callable[[], None]:
-    """Begin a single text; return what makes one byte more of it."""
-    decoder = Decoder(model, 1 + LENGTH)
-    decoder.begin(b"\n")
-    return decoder.step
-
-
-def synchronise() -> None:
-    """Wait for a GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def steps_per_second(step: Callable[[], None], steps: int) -> float:
     """Time some steps."""
-    synchronise()
-    started = time.perf_counter()
-    for _ in range(steps):
-        step()
-    synchronise()
-    return steps / (time.perf_counter() - started)
+
+    def run() -> None:
+        for _ in range(steps):
+            step()
+
+    return steps / seconds_of(run)
 
 
 def measure(name: str, batches: list[int]) -> list[dict]:
@@ -86,13 +73,11 @@ def measure(name: str, batches: list[int]) -> list[dict]:
             peer, mode = make_peer(twin, texts)
             ours = make_ours(model, texts)
             steps_per_second(ours, WARM_UP_STEPS)
-            rounds = [
-                [texts * steps_per_second(step, ROUND_STEPS) for step in (ours, peer)]
-                for _ in range(ROUNDS)
-            ]
-            for kind, rates in zip(
-                ("moment", "float bf16"), zip(*rounds, strict=True), strict=True
-            ):
+            speeds = in_turns(
+                ROUNDS, *(partial(steps_per_second, step, ROUND_STEPS) for step in (ours, peer))
+            )
+            for kind, steps in zip(("moment", "float bf16"), speeds, strict=True):
+                rates = [texts * rate for rate in steps]
                 rows.append(
                     {
                         "preset": name,
@@ -106,38 +91,14 @@ def measure(name: str, batches: list[int]) -> list[dict]:
     return rows
 
 
-def measure_against_one(name: str, batches: list[int]) -> None:
-    """Print the bytes a second of several texts, and of one."""
-    model = build(name, "ternary")
-    with torch.no_grad(), model.prepared_weights():
-        for texts in batches:
-            ours, one = make_ours(model, texts), make_one(model)
-            for step in (ours, one):
-                steps_per_second(step, WARM_UP_STEPS)
-            rounds = [
-                (texts * steps_per_second(ours, ROUND_STEPS), steps_per_second(one, ROUND_STEPS))
-                for _ in range(ROUNDS)
-            ]
-            many, single = (statistics.median(rates) for rates in zip(*rounds, strict=True))
-            print(
-                f"{name:10} {texts:2} texts: {many:,.0f} bytes/s, one {single:,.0f}:"
-                f" {many / single:.2f} x",
-                flush=True,
-            )
-
-
 def main() -> None:
     """Print a line a batch, and write the rows."""
     parser = results.options("several_texts", "Time several texts against a float model in bf16.")
     parser.add_argument("presets", nargs="*", metavar="PRESET", default=["1b"])
     parser.add_argument("--batch", nargs="+", type=int, default=[4, 16, 64])
-    parser.add_argument("--against", choices=("float", "one"), default="float")
     args = parser.parse_args()
     for name in args.presets:
         preset(name)
-        if args.against == "one":
-            measure_against_one(name, args.batch)
-            continue
         rows = measure(name, args.batch)
         for ours, peer in zip(rows[::2], rows[1::2], strict=True):
             rate, twin = ours["bytes_per_second"], peer["bytes_per_second"]

@@ -17,19 +17,23 @@ The bare baseline's step (`benchmarks.bare_twin`) is traced and timed after the 
 its kernels are sorted by their names alone. MODEL is one of `MODELS`.
 """
 
+import json
 import math
 import re
 import statistics
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arbcli.kernels.runtime import merged
@@ -40,8 +44,8 @@ from arbcli.training import trainer as training
 from arbcli.training.trainer import Trainer
 from arbcli.verify.timing import Roofline, Stopwatch, measure_roofline, time_calls
 from benchmarks import bare_twin, results
-from benchmarks.step_kernels import METHODS, TRACED, UPDATE, trace, trainer_of
-from benchmarks.training_step import empty, run_steps
+from benchmarks.bare_twin import BareStep
+from benchmarks.measuring import empty, run_steps, trainer_of
 
 MODELS: dict[str, dict[str, Any]] = {
     "base": {"preset": "base", "batch": 16},
@@ -86,6 +90,12 @@ MULTIPLIED = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1, "_sc
 OF_ATTENTION = 3.5
 """Forwards that attention's both passes are worth: they have seven products, and a forward two."""
 ROUNDS, STEPS = 5, 5
+TRACED = 3
+"""Steps."""
+UPDATE = "updates"
+"""Range of a trace."""
+METHODS = ("__call__", "step_held", "finish")
+"""Methods of the updater, which launch all kernels of updates."""
 PRODUCT_SECONDS = 0.05
 LISTED = 20
 """Kernels of a row, those that take longest."""
@@ -298,6 +308,35 @@ def count_step(trainer: Trainer) -> Work:
     return work
 
 
+def annotated(method: str) -> Any:
+    """Wrap a method of the updater in a range of the trace."""
+    run = getattr(Updater, method)
+
+    @wraps(run)
+    def inside(*args: Any, **given: Any) -> Any:
+        with record_function(UPDATE):
+            return run(*args, **given)
+
+    return mock.patch.object(Updater, method, inside)
+
+
+def trace(trainer: Trainer | BareStep) -> list[dict[str, Any]]:
+    """Trace some steps, after one that compiles."""
+    patches = [annotated(method) for method in METHODS]
+    for patch in patches:
+        patch.start()
+    run_steps(trainer, training.EAGER_STEPS)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            run_steps(trainer, TRACED)
+        profiler.export_chrome_trace(str(path))
+        found = json.loads(path.read_text())["traceEvents"]
+    for patch in patches:
+        patch.stop()
+    return found
+
+
 def kernel_times(
     events: Iterable[dict[str, Any]], work: Work, patterns: Mapping[str, str] = LIBRARIES
 ) -> tuple[Counter, Counter]:
@@ -387,7 +426,7 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
     empty()
     eager = training.EAGER_STEPS + TRACED + 1  # `trace` begins with as many that compile
     with deterministic(), mock.patch.object(training, "EAGER_STEPS", eager):
-        trainer = trainer_of(options, capture=True)
+        trainer = trainer_of(options)
         events = trace(trainer)
         work = count_step(trainer)
         run_steps(trainer, 2)

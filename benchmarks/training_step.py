@@ -13,30 +13,24 @@ with AdamW, and `orthogonal` with Muon, which pays for the same iteration.
 Kinds of a group are in memory together and take turns, so that clocks and heat reach them alike.
 """
 
-import atexit
-import gc
 import statistics
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
-from arbcli.data.text import open_texts
 from arbcli.kernels.runtime.device import deterministic
-from arbcli.model.baselines import FloatWeight
-from arbcli.training.configure import new_config
 from arbcli.training.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
 from benchmarks.bare_twin import BareStep, BareTwin
+from benchmarks.measuring import empty, run_steps, trainer_of
 
 SHAPES = {"tiny": (64, 16), "small": (256, 32), "base": (1024, 16), "1b": (2048, 8)}
 """Context and windows of a batch, by preset."""
@@ -109,37 +103,17 @@ class Maker:
     """Whether it is a float baseline, which need not be deterministic."""
 
 
-@cache
-def text() -> Path:
-    """Write Python's own source as one file, whose windows are drawn faster than from thousands."""
-    folder = tempfile.TemporaryDirectory()
-    atexit.register(folder.cleanup)
-    source = open_texts(None, None, seed=0, context=1).train
-    path = Path(folder.name) / "text"
-    path.write_bytes(source.read(0, len(source)))
-    return path
-
-
 def build(preset: str, kind: str) -> Trainer | BareStep:
     """Make what trains, a trainer on Python's own source."""
     (ctx, batch), options = SHAPES[preset], KINDS[kind]
     if kind.endswith(", bare"):
         return BareTwin(preset, ctx, batch, muon=kind.startswith("Muon"))
-    config = new_config(preset=preset, ctx=ctx, batch=batch, steps=10_000, device="cuda", **options)
-    texts = open_texts([str(text())], None, seed=0, context=ctx)
-    with mock.patch.object(FloatWeight, "initialise", draw):
-        return Trainer(config, texts, capture=True)
+    return trainer_of({"preset": preset, "ctx": ctx, "batch": batch} | options)
 
 
 def maker(preset: str, kind: str) -> Maker:
     """Return the function that makes a trainer of this kind."""
     return Maker(partial(build, preset, kind), "weights" in KINDS[kind])
-
-
-@torch.no_grad()
-def draw(weight: FloatWeight, seed: int, index: int) -> None:
-    """Draw a baseline's weight where it is: its own way draws on the CPU, 8 s for those of `1b`."""
-    weight.latent.normal_(0, weight.std)
 
 
 def prepare(kind: str, maker: Maker) -> Subject:
@@ -158,24 +132,6 @@ def prepare(kind: str, maker: Maker) -> Subject:
     allocated = torch.cuda.max_memory_allocated() - allocated
     reserved = torch.cuda.max_memory_reserved() - reserved
     return Subject(kind, trainer, allocated, reserved, [], {})
-
-
-def empty() -> None:
-    """Free unused memory, and reset the peaks."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def run_steps(trainer: Trainer | BareStep, steps: int) -> float:
-    """Run steps; return the seconds per step."""
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(steps):
-        trainer.train_step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - started) / steps
 
 
 def time_in_turns(subjects: list[Subject], rounds: int = ROUNDS) -> None:

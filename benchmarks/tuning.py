@@ -48,7 +48,7 @@ from arbcli.training.trainer import Trainer
 from benchmarks import float_steps, results
 from benchmarks.float_qwen import FloatQwen, Shape
 from benchmarks.float_steps import WholeStep
-from benchmarks.turns import measured, wait_turn
+from benchmarks.measuring import measured, wait_turn
 
 SHAPE = Shape(
     layers=6, dim=384, heads=6, kv_heads=6, head_width=64, ffn=1024, vocabulary=256, tied=False

@@ -1,1 +1,1 @@
-"""The tables of README.md and `docs/`, written from `docs/results/`: one module for each page."""
+"""The tables of the README and of `docs/`, from `benchmarks/results/`: a module for a page."""

@@ -1,4 +1,4 @@
-"""Write the tables of README.md and `docs/` from `docs/results/`.
+"""Write the tables of README.md and `docs/` from `benchmarks/results/`.
 
     python -m benchmarks.tables [--take DIR]
 

@@ -1,9 +1,7 @@
 """Tables of `docs/hnet.md`."""
 
-from functools import partial
-
-from benchmarks.tables.cells import MIB, markdown, measured, number, share, source
-from benchmarks.tables.rows import Runs, Tables, measured_row, only, rows_of
+from benchmarks.tables.cells import MIB, markdown, source
+from benchmarks.tables.rows import Runs, Tables, measured_row, rows_of
 
 
 def chunked(runs: Runs) -> str:
@@ -22,112 +20,4 @@ def chunked(runs: Runs) -> str:
     return markdown(head, lines) + source(runs)
 
 
-def chunked_quality(runs: Runs) -> str:
-    """Losses of every kind of chunked model, and of a dense one, after the same time."""
-    kinds = list(dict.fromkeys(row["kind"] for row in rows_of(runs)))
-    found: dict[tuple, dict[str, dict]] = {}
-    for row in rows_of(runs):
-        cell = tuple(row[name] for name in ("preset", "ctx", "text", "seconds"))
-        found.setdefault(cell, {})[row["kind"]] = row
-    lines = []
-    for (preset, ctx, text, seconds), rows in found.items():
-        best = min(row["held_out_nats"] for row in rows.values())
-        cells = [f"`{preset}`", f"{ctx:,}", text, f"{seconds:g} s"]
-        for kind in kinds:
-            nats = rows[kind]["held_out_nats"] if kind in rows else None
-            loss = number(nats, ".4f")
-            cells.append(f"**{loss}**" if nats == best else loss)
-        lines.append(cells)
-    return markdown(["size", "ctx", "text", "time", *kinds], lines) + source(runs)
-
-
-MAMBA = "hnet-base, mamba"
-"""A model whose outer blocks are Mamba-2."""
-
-
-def step_kernels(runs: Runs) -> str:
-    """Milliseconds and share of a training step of `MAMBA` by what its kernels do."""
-    lines, runs = [], only(runs, model=MAMBA)
-    for row in rows_of(runs):
-        parts = row["by_kind_ms"]
-        lines += [
-            [kind, f"{ms:.2f}", share(ms / sum(parts.values()))] for kind, ms in parts.items()
-        ]
-        for field, title in (
-            ("kernel_ms", "all kernels, one after another"), ("step_ms", "a captured step"),
-            ("step_by_step_ms", "a step that is not captured"),
-            ("host_ms", "launching its kernels, on the host"),
-        ):  # fmt: skip
-            lines.append([title, f"{row[field]:.2f}", ""])
-    return measured(["kernels", "ms", "share"], lines, runs)
-
-
-def searched(runs: Runs, text: str, ctx: int, *, small: bool = False) -> str:
-    """Held-out losses of combinations of parts in equal time, by round."""
-    kinds: dict[str, dict[tuple[str, float, str], list[float]]] = {}
-    runs = [
-        run | {"rows": [
-            row for row in run["rows"]
-            if row["text"].split(",")[0] == text and row["ctx"] == ctx
-            and row["kind"].startswith("small") == small
-        ]}
-        for run in runs
-    ]  # fmt: skip
-    runs = [run for run in runs if run["rows"]]
-    for row in rows_of(runs):
-        half = "other half" if "," in row["text"] else "one half"
-        place = (half, row["seconds"], row["digits"])
-        kinds.setdefault(row["kind"], {}).setdefault(place, []).append(row["held_out_nats"])
-    # those of the half that chose come first, and trits last
-    places = sorted(
-        {place for found in kinds.values() for place in found},
-        key=lambda place: (place[0] == "other half", place[2] == "trit", place[1]),
-    )
-    head = ["model"] + [
-        f"{half}, {seconds:g} s" + ("" if digits == "all" else ", trits")
-        for half, seconds, digits in places
-    ]
-
-    rounds = [place for place in places if place[0] == "one half"][::-1]
-
-    def rank(kind: str) -> list[float]:
-        """Compare by the later rounds first."""
-        return [min(kinds[kind].get(place, [9.0])) for place in rounds]
-
-    lines = [
-        [kind, *(", ".join(f"{x:.4f}" for x in kinds[kind].get(place, ())) for place in places)]
-        for kind in sorted(kinds, key=rank)
-    ]
-    return measured(head, lines, runs)
-
-
-def stage_rates(runs: Runs) -> str:
-    """Held-out losses by the factor of a stage's learning rate, for each seed."""
-    found: dict[tuple, dict[float, list[float]]] = {}
-    for row in sorted(rows_of(runs), key=lambda row: row["seed"]):
-        place = found.setdefault(tuple(row[name] for name in ("model", "steps", "lr", "stage")), {})
-        place.setdefault(row["factor"], []).append(row["held_out_nats"])
-    factors = sorted({factor for losses in found.values() for factor in losses})
-    lines = []
-    for (*run, stage), losses in sorted(found.items()):
-        all_losses = losses | {1.0: found[*run, "all"][1.0]}
-        cells = (all_losses.get(factor, []) for factor in factors)
-        losses_of = [", ".join(f"{x:.4f}" for x in cell) for cell in cells]
-        model, steps, lr = run
-        lines.append([model, f"{steps:,}", f"{lr:g}", stage, *losses_of])
-    head = ["model", "steps", "`--lr`", "faster or slower", *(f"{factor:g}" for factor in factors)]
-    return measured(head, lines, runs)
-
-
-TABLES: Tables = {
-    "hnet": ("hnet", chunked),
-    "hnet-quality": ("hnet_quality", chunked_quality),
-    "search-novels-4096": ("search", partial(searched, text="novels", ctx=4096)),
-    "search-novels-16384": ("search", partial(searched, text="novels", ctx=16384)),
-    "search-code-4096": ("search", partial(searched, text="code", ctx=4096)),
-    "search-code-16384": ("search", partial(searched, text="code", ctx=16384)),
-    "search-small-1024": ("search", partial(searched, text="novels", ctx=1024, small=True)),
-    "search-small-4096": ("search", partial(searched, text="novels", ctx=4096, small=True)),
-    "stage-rates": ("stage_rates", stage_rates),
-    "step-kernels": ("step_kernels", step_kernels),
-}
+TABLES: Tables = {"hnet": ("hnet", chunked)}

@@ -7,25 +7,6 @@ from benchmarks.tables.cells import markdown, measured, number, source
 from benchmarks.tables.rows import Row, Runs, Tables, row_of, rows_of
 
 
-def imports(runs: Runs) -> str:
-    """Compare models that were read in with Transformers."""
-    head = ["model", "rule", "group", "float baseline from Transformers", "weights off by"]
-    rows = [
-        [
-            row["kind"],
-            f"`{row['rule']}`",
-            row["scale_type"],
-            f"{row['from_float']:.1e}",
-            f"{row['relative_error']:.2%}",
-            f"{row['divergence']:.2e}",
-            f"{row['of_q8_0']:.2e}",
-        ]
-        for row in rows_of(runs)
-        if "divergence" in row
-    ]
-    return markdown([*head, "KL", "KL of Q8_0"], rows) + source(runs)
-
-
 def large_tuning(runs: Runs) -> str:
     """List what tuning takes at large shapes, and how fast it is."""
     head = ["shape", "kind", "batch", "state", "allocated", "predicted", "reserved", "predicted"]
@@ -82,18 +63,6 @@ def tuning(runs: Runs) -> str:
     return markdown(head, lines) + source(runs)
 
 
-def tuning_rates(runs: Runs) -> str:
-    """List what a model of code learns of novels, and what it forgets, by rate."""
-    tuned = [row for row in rows_of(runs) if row["part"] != "speed"]
-    kinds = [*dict.fromkeys(row["kind"] for row in tuned)]
-    pairs = {(row["kind"], row["lr"]) for row in tuned}
-    lines = [
-        [kind, f"{lr:g}", *_seeds(tuned, kind=kind, lr=lr)]
-        for kind, lr in sorted(pairs, key=lambda pair: (kinds.index(pair[0]), pair[1]))
-    ]
-    return markdown(["way", "rate", "new text", "old text"], lines) + source(runs)
-
-
 MIXTURES = {
     "moment+nibble": "`moment`, MLPs by `nibble`",
     "moment+nibble-blocks": "`moment`, blocks by `nibble`",
@@ -138,36 +107,6 @@ def ways_to_trits(runs: Runs) -> str:
     return measured(head, lines, runs)
 
 
-def low_rates(runs: Runs) -> str:
-    """List losses of the new text at low rates, and shares of what float weights gain there."""
-    begun = row_of(runs, kind="begun")
-    lines = []
-    for row in rows_of(runs):
-        like = row_of(runs, kind="float", lr=row["lr"])
-        gained = ""
-        if begun and like and row is not like:
-            gained = f"{(begun['new'] - row['new']) / (begun['new'] - like['new']):.1%}"
-        if row["lr"]:
-            way = ROUNDED_TO.get(row["kind"], f"`{row['kind']}`"), ROUNDINGS[row["rounding"]]
-            lines.append([*way, f"{row['lr']:g}", f"{row['new']:.4f}", gained, f"{row['old']:.4f}"])
-    head = ["weights", "rounding", "rate", "new text", "of float's gain", "old text"]
-    return measured(head, sorted(lines, key=lambda line: (line[2], line[3])), runs)
-
-
-ROUNDED_TO = {"float": "float", "AdamW": "float, AdamW"} | {
-    grid: f"{grid} levels" for grid in ("43", "255", "765")
-}
-
-
-ROUNDINGS = {
-    "none": "",
-    "random": "random bits",
-    "turned": "low-discrepancy bits",
-    "nearest": "to the nearest",
-    "kept": "to the nearest, the error kept",
-}
-
-
 def _seeds(rows: list[Row], **fields: Any) -> list[str]:
     """List new and old losses of all seeds."""
     some = [row for row in rows if all(row[name] == value for name, value in fields.items())]
@@ -178,8 +117,5 @@ def _seeds(rows: list[Row], **fields: Any) -> list[str]:
 TABLES: Tables = {
     "large-tuning": ("large_tuning", large_tuning),
     "tuning": ("tuning", tuning),
-    "tuning-rates": ("tuning", tuning_rates),
-    "low-rates": ("low_rates", low_rates),
     "ternary-tuning": ("ternary_tuning", ways_to_trits),
-    "imports": ("imports", imports),
 }

@@ -6,40 +6,24 @@ from types import ModuleType
 
 from benchmarks.results import FOLDER, load
 from benchmarks.tables import (
-    arb_3b,
-    deep,
-    export,
     hnet,
     imports,
-    long,
     many_gpus,
-    masked,
-    media,
     models,
     performance,
     readme,
     results,
-    rules,
-    streams,
 )
 
 ROOT = FOLDER.parents[1]
 PAGES: dict[str, ModuleType] = {
     "README.md": readme,
-    "docs/arb-3b.md": arb_3b,
-    "docs/deep.md": deep,
-    "docs/export.md": export,
     "docs/hnet.md": hnet,
     "docs/import.md": imports,
-    "docs/long.md": long,
     "docs/many-gpus.md": many_gpus,
-    "docs/masked.md": masked,
-    "docs/media.md": media,
     "docs/models.md": models,
     "docs/performance.md": performance,
     "docs/results.md": results,
-    "docs/rules.md": rules,
-    "docs/streams.md": streams,
 }
 """Module of each page; its `TABLES` has the tables of that page by name."""
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -25,19 +25,18 @@ def text_on_a_cpu(runs: Runs) -> str:
     """Bytes of text a second on a CPU, and of a prompt, against llama.cpp."""
     pairs: dict[tuple, dict[str, Row]] = {}
     for row in rows_of(runs):
-        key = row["preset"], row["digits"], row["task"], row["threads"], row["level"]
+        key = row["preset"], row["digits"], row["task"], row["level"]
         pairs.setdefault(key, {})[row["program"]] = row
     lines = []
-    for (preset, digits, task, threads, level), found in sorted(pairs.items()):
+    for (preset, digits, task, level), found in sorted(pairs.items()):
         ours, peer = (found[name] for name in ("arb", "llama.cpp"))
-        # with other programs a thread's time on the clock says little
-        unit = "bytes_per_cpu_second" if threads == 1 else "bytes_per_second"
+        unit = "bytes_per_second"
         rates = zip(*(row[f"rounds_{unit}"] for row in (ours, peer)), strict=True)
         speeds = [f"{row[unit]:,.1f} bytes/s" for row in (ours, peer)]
         ratio = median(mine / theirs for mine, theirs in rates)
         has = "AVX2" if level == "x86-64-v3" else "all"
-        lines.append([f"`{preset}`, {digits}", task, str(threads), has, *speeds, f"{ratio:.2f}"])
-    head = ["", "", "threads", "instructions", "`arb`", "llama.cpp", "ratio"]
+        lines.append([f"`{preset}`, {digits}", task, has, *speeds, f"{ratio:.2f}"])
+    head = ["", "", "instructions", "`arb`", "llama.cpp", "ratio"]
     return markdown(head, lines) + source(runs)
 
 
@@ -53,8 +52,6 @@ def ratios(runs: Runs) -> str:
     ):
         bare = f"{twin}, bare"
         for own, how, other in (
-            (ours, title, twin),
-            (ours, title, f"{twin}, no sub-norms"),
             (ours, title, bare),
             (f"{ours}, no sub-norms", f"{title}, no sub-norms,", bare),
         ):
@@ -81,10 +78,12 @@ def ratios(runs: Runs) -> str:
 
 
 def steps(runs: Runs) -> str:
-    """Every training step that was timed."""
+    """Training steps of ours and of the bare baselines."""
     lines = []
     for preset in PRESETS:
         for row in rows_of(runs, preset=preset):
+            if row["kind"].removesuffix(", no sub-norms") in ("AdamW", "Muon"):
+                continue
             memory = [row.get(name) for name in ("allocated_bytes", "reserved_bytes")]
             lines.append(
                 [
@@ -135,12 +134,6 @@ def products(runs: Runs) -> str:
     for what, title, form in (
         ("forward", "8192 x 8192 forward, unpacking included", ".3f"),
         ("grad_x", "its gradient of x", ".3f"),
-        (
-            "forward, cuBLAS of these weights",
-            "forward, cuBLAS given these ternary weights, whose zeros save power",
-            ".3f",
-        ),
-        ("grad_x, cuBLAS of these weights", "gradient of x, the same", ".3f"),
         ("forward in fp8", "`--compute fp8`, forward", ".2f"),
         ("grad_x in fp8", "`--compute fp8`, gradient of x", ".2f"),
     ):
@@ -155,7 +148,6 @@ def products(runs: Runs) -> str:
             found = [row_of(runs, size=size, rows=rows, what=what) for rows in few]
             title = f"{size.replace('x', ' x ')}, {title}"
             lines.append([title, *(number(value(row, "ratio"), ".2f") for row in found)])
-            lines.append(["in us", *(number(value(row, "us"), ".1f") for row in found)])
             shares = [share(value(row, "copy_share")) for row in found]
             lines.append(["as a share of the copy bandwidth", *shares])
     kept = [line for line in lines if any(line[1:])]
@@ -213,17 +205,6 @@ def several(runs: Runs) -> str:
     return markdown(["", "texts", "`arb`", "float in bf16", "ratio"], lines) + source(runs)
 
 
-def caches(runs: Runs) -> str:
-    """Bytes a second by the format of keys and values."""
-    lines = []
-    for row in rows_of(runs):
-        plain = measured_row(runs, preset=row["preset"], ctx=row["ctx"], kv="bf16")
-        rate, size = row["bytes_per_second"], row["cache_bytes"]
-        cache = [f"`{row['preset']}`, ctx {row['ctx']:,}", row["kv"], f"{size / MIB:,.0f} MiB"]
-        lines.append([*cache, f"{rate:,.0f}", f"{rate / plain['bytes_per_second']:.2f}"])
-    return markdown(["", "kept in", "cache", "bytes/s", "ratio"], lines) + source(runs)
-
-
 def families(runs: Runs) -> str:
     """Speed and peak of a step of other families against plain PyTorch, and the float baseline."""
     lines = []
@@ -278,7 +259,6 @@ TABLES: Tables = {
     "products": ("products", products),
     "generation": ("generation", generation),
     "several-texts": ("several_texts", several),
-    "kv-cache": ("kv_cache", caches),
     "cpu-step": ("cpu_step", steps_on_a_cpu),
     "cpu-text": ("cpu_text", text_on_a_cpu),
 }

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from math import isfinite
-from statistics import mean, stdev
 
 from benchmarks.fits import between, fit
 from benchmarks.results import load
 from benchmarks.tables.cells import markdown, measured, number, source
-from benchmarks.tables.rows import Row, Runs, Tables, row_of, rows_of
+from benchmarks.tables.rows import Row, Runs, Tables, only, rows_of
 
 
 def quality_of_small(runs: Runs) -> str:
@@ -15,19 +14,12 @@ def quality_of_small(runs: Runs) -> str:
     return losses_by_state(runs, "small", ("options", "held-out loss", "state", "commit"))
 
 
-def quality_of_base(runs: Runs) -> str:
-    """The same for `base`."""
-    return losses_by_state(runs, "base", ("options", "held-out loss", "state", "commit"))
-
-
 def losses_by_state(runs: Runs, preset: str, head: Sequence[str]) -> str:
     """Write the losses of a preset by options, with the columns of `head`."""
     groups: dict[str, list[tuple[Row, str]]] = {}
-    of_preset = [run for run in runs if rows_of([run], preset=preset)]
-    for run in of_preset:
+    for run in runs:
         for row in rows_of([run], preset=preset):
-            if _is_of_today(row, preset):
-                groups.setdefault(row["options"], []).append((row, run["commit"]))
+            groups.setdefault(row["options"], []).append((row, run["commit"]))
     lines = []
     for options, found in groups.items():
         found.sort(key=lambda pair: pair[0]["seed"])
@@ -42,17 +34,7 @@ def losses_by_state(runs: Runs, preset: str, head: Sequence[str]) -> str:
             "commit": ", ".join(dict.fromkeys(f"`{commit}`" for _, commit in found)),
         }
         lines.append([cells[name] for name in head])
-    used = [run for run in of_preset if any(_is_of_today(row, preset) for row in run["rows"])]
-    return markdown(head, lines) + source(used)
-
-
-EARLIER = " (until c5ecf49)"
-"""A mark after the options of a run whose rule has changed since."""
-
-
-def _is_of_today(row: Row, preset: str) -> bool:
-    """Whether a row belongs in the tables of quality; `base` was not measured again."""
-    return "fp8" not in row["options"] and (preset == "base" or EARLIER not in row["options"])
+    return markdown(head, lines) + source(only(runs, preset=preset))
 
 
 def quality_of_code(runs: Runs) -> str:
@@ -71,23 +53,6 @@ def curves_of_code(runs: Runs) -> str:
         lines.append([f"`{row['options']}`", *cells, f"{row['state_mib']} MiB"])
     head = ["options", *(f"{step:,} steps" for step in marks), "state"]
     return markdown(head, lines) + source(runs)
-
-
-def quality_in_eight_bits(runs: Runs) -> str:
-    """Loss with `--compute fp8`, against bf16."""
-    lines = []
-    both = {"`--compute fp8`": f"--compute fp8{EARLIER}", "bf16": f"--rule moment{EARLIER}"}
-    for name, options in both.items():
-        rows = sorted(rows_of(runs, preset="small", options=options), key=lambda row: row["seed"])
-        losses = [row["held_out_nats"] for row in rows]
-        seeds = ", ".join(f"{loss:.4f}" for loss in losses)
-        lines.append([name, seeds, f"{mean(losses):.4f}", f"{stdev(losses):.4f}"])
-    used = [
-        run
-        for run in runs
-        if any(rows_of([run], preset="small", options=options) for options in both.values())
-    ]
-    return markdown(["", "seeds 0 to 5", "mean", "standard deviation"], lines) + source(used)
 
 
 def losses_by_size(runs: Runs) -> str:
@@ -181,18 +146,6 @@ def steps_by_size(runs: Runs) -> str:
     return measured(["kind", "weights", *ways], lines, runs)
 
 
-def commands(runs: Runs) -> str:
-    """Write the seconds of the README's commands, with empty caches and again."""
-    lines = []
-    for row in rows_of(runs, again=False):
-        again = row_of(runs, command=row["command"], again=True)
-        loss = "" if row["val_loss"] is None else f"{row['val_loss']:.4f}"
-        seconds = [f"{each['seconds']:.1f}" if each else "" for each in (row, again)]
-        lines.append([f"`{row['command']}`", *seconds, loss])
-    head = ["command", "seconds, with empty caches", "again", "held-out loss"]
-    return measured(head, lines, runs)
-
-
 TABLES: Tables = {
     "quality-small": ("quality", quality_of_small),
     "quality-code": ("code", quality_of_code),
@@ -200,8 +153,5 @@ TABLES: Tables = {
     "scaling-laws": ("scaling", laws),
     "frontier": ("frontier", frontier),
     "frontier-steps": ("frontier", steps_by_size),
-    "quality-base": ("quality", quality_of_base),
     "curves-code": ("code_base", curves_of_code),
-    "quality-fp8": ("quality", quality_in_eight_bits),
-    "commands": ("commands", commands),
 }

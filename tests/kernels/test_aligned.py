@@ -19,7 +19,6 @@ WIDE = {
     "attend_parts": ("qkv", "cos", "sin"),
     "causal_attention_backward": ("grad_y", "q", "k", "v", "y"),
     "digits_matmul": ("x",),
-    "dropped_attention": ("q", "k", "v"),
     "dropped_attention_backward": ("grad_y", "q", "k", "v", "y"),
     "gram": ("x",),
     "grouped_matmul": ("w",),
