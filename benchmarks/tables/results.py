@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import isfinite
+from statistics import mean
 
 from benchmarks.fits import between, fit
 from benchmarks.results import load
@@ -85,6 +86,35 @@ def laws(runs: Runs) -> str:
     return measured(["kind", "E", "A", "B", "a", "b", "residual"], sorted(lines), runs)
 
 
+def shakespeare(runs: Runs) -> str:
+    """Lowest held-out losses of tiny Shakespeare, with seconds and state."""
+    lines = []
+    for kind in dict.fromkeys(row["kind"] for row in rows_of(runs)):
+        rows = rows_of(runs, kind=kind)
+        losses = [row["best_nats"] for row in rows]
+        seconds = [row["seconds"] for row in rows if "seconds" in row]
+        lines.append(
+            [
+                SHAKESPEARE.get(kind, kind),
+                f"**{mean(losses):.4f}**",
+                ", ".join(f"{loss:.4f}" for loss in losses),
+                f"{rows[0]['best_step']:,}",
+                ", ".join(f"{time:.0f}" for time in seconds),
+                f"{rows[0]['state_mib']} MiB",
+            ]
+        )
+    head = ["model", "lowest loss", "by seed", "at step", "seconds", "weights and optimizer state"]
+    return measured(head, lines, runs)
+
+
+SHAKESPEARE = {
+    "trit": "ternary",
+    "all": "int8 (all digits)",
+    "adamw": "float AdamW",
+    "muon": "float Muon",
+    "nanoGPT": "nanoGPT's recipe, compiled and captured",
+}
+"""Names of the kinds of `shakespeare`."""
 FRONTIER_SECONDS = 7.2
 """Seconds of one GPU, in which AdamW makes 2,000 steps of 10.8 million weights."""
 
@@ -154,4 +184,5 @@ TABLES: Tables = {
     "frontier": ("frontier", frontier),
     "frontier-steps": ("frontier", steps_by_size),
     "curves-code": ("code_base", curves_of_code),
+    "shakespeare": ("shakespeare", shakespeare),
 }
