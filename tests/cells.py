@@ -32,8 +32,6 @@ PARTS: dict[str, PartConfig] = {
     "experts": ExpertsConfig(experts=4, width=7, gate="softplus", shared=True),
 }  # fmt: skip
 """Configurations by kind; `grouped` is `attention` of a shape without kernels."""
-PLAIN = ("grouped",)
-"""Of these, mixers of plain operations between kernels, which a compiler differentiates itself."""
 MIXERS = [name for name, part in PARTS.items() if part.kind in kinds.MIXERS]
 CHANNELS = [name for name, part in PARTS.items() if part.kind in kinds.CHANNELS]
 

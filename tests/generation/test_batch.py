@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -112,7 +111,7 @@ def check_neighbours(lm, first: bytes, second: bytes, other: bytes) -> None:
             torch.testing.assert_close(found[:, index : index + 1], alone, rtol=1e-3, atol=2e-3)
 
 
-@each_cell(quick=FEW)
+@each_cell(FEW)
 def test_text_of_every_cell_is_the_same_among_any_others(cell, device):
     """By the kernels of the device, and where there are none one text after another."""
     lm, (first, second) = in_cell(cell, torch.float32, device), (b"it was longer", b"a b")
@@ -209,11 +208,6 @@ def test_attention_of_every_text_is_a_loop_on_a_cpu(kv, monkeypatch):
     assert called.count("attend_position") == (0 if kv else 3 * 2)
 
 
-def test_streams_of_a_seed_differ(lm):
-    made = texts(lm, [request(b"abc", 20, stream) for stream in (0, 0, 1)], 3)
-    assert made[0] == made[1] != made[2]
-
-
 def test_cache_takes_the_predicted_memory(lm):
     cache, short = lm.new_cache(40, 3), lm.new_cache(10, 3)
     assert cache.nbytes == 2 * 2 * 3 * 16 * 32 * 2
@@ -227,40 +221,7 @@ def test_cache_takes_the_predicted_memory(lm):
         pass
 
 
-def test_no_more_places_are_made_than_there_are_texts(lm, monkeypatch):
-    made = mock.Mock(side_effect=Decoder)
-    monkeypatch.setattr(batches, "Decoder", made)
-    for batch, places in ((1, 2), (2, 2), (5, 3)):  # one alone would be added up in another order
-        texts(lm, [request(b"abc", 1), request(b"a", 5), request(b"ab", 1)], batch)
-        assert made.call_args.args == (lm, 6, places)
-        assert made.call_args.kwargs["prompt"] == 1
-    made.reset_mock()
-    assert dict(generate_batch(lm, [])) == {}
-    assert made.call_args is None
-    done = batches.continue_batch(lm, [], backend="torch")
-    assert (done.texts, done.length, done.batch) == (0, 0, 0)
-
-
-@pytest.mark.parametrize("texts", [1, 2])
-def test_room_of_a_gpu_includes_unused_memory_that_torch_holds(texts, monkeypatch):
-    tell = {"mem_get_info": (100, 1000), "memory_reserved": 70, "memory_allocated": 30}
-    for name, value in tell.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    check = mock.Mock(side_effect=ArbError("there is none"))
-    monkeypatch.setattr("arbcli.generation.decoder.check_room", check)
-    made = mock.Mock(return_value=SimpleNamespace(nbytes=77))
-    config = SimpleNamespace(reach=3, ctx=10)
-    lm = SimpleNamespace(device=torch.device("cuda"), new_cache=made, config=config)
-    with pytest.raises(ArbError, match="there is none"):
-        Decoder(lm, 40, texts, prompt=30)
-    needed, subject, hint, room = check.call_args.args
-    assert (needed, room) == (77, 140)
-    made.assert_called_once_with(40, texts, first=6, device=torch.device("meta"))
-    assert subject == ("the cache of a text" if texts == 1 else "the cache of 2 texts")
-    assert ("`--batch`" in hint) == (texts > 1)
-
-
-@pytest.mark.parametrize("kv", ["fp8", "int8"])
+@pytest.mark.parametrize("kv", ["int8"])
 def test_keys_and_values_have_the_requested_format(lm, kv, monkeypatch):
     made, new = [], batches.Decoder
 
@@ -278,13 +239,6 @@ def test_keys_and_values_have_the_requested_format(lm, kv, monkeypatch):
         assert alone[:3] == found[index][:3]
     assert made[0].cache.main.blocks[0].keys.codes.element_size() == 1
     assert lm.cache_format == CacheFormat()
-
-
-@pytest.mark.parametrize(("prompt", "length"), [(b"", 1), (b"a", 0), (b"a", 2**24)])
-def test_text_that_cannot_be_generated_is_refused(prompt, length):
-    with pytest.raises(ArbError):
-        request(prompt, length)
-    assert request(b"a", 2**24 - 1).positions == 2**24
 
 
 def test_batch_beyond_the_limit_of_kernels_is_refused(lm):
@@ -327,25 +281,6 @@ def test_wrong_line_is_named(line, why):
     with pytest.raises(ArbError, match=message) as caught:
         read('"a"', "", line)
     assert caught.value.hint
-
-
-def test_file_without_prompts_is_refused():
-    with pytest.raises(ArbError, match="no prompt in `f`"):
-        read("", "  ")
-
-
-def test_line_that_is_not_json_is_shown_without_its_end_and_in_part():
-    long, longest = "x" * 41, "x" * 40
-    for line, shown in (
-        (b" It was\r\n", "It was"), (longest.encode(), longest), (long.encode(), f"{longest}..."),
-        (b'"\xff"', '"\ufffd"'), (b"[" * 10**5, f"{'[' * 40}..."),
-    ):  # fmt: skip
-        with pytest.raises(ArbError) as caught:
-            read_prompts([line], "f", 7, Sampling())
-        assert str(caught.value) == f"line 1 of `f`: `{shown}` is not JSON"
-        assert "in UTF-8" in caught.value.hint
-    with pytest.raises(ArbError, match=rf"`top_k` is \"{'x' * 39}$"):
-        read(f'{{"prompt": "a", "top_k": "{long}"}}')
 
 
 def test_bytes_that_are_not_utf_8_are_written_as_python_does():

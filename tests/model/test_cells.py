@@ -11,7 +11,6 @@ from arbcli.training.configure import new_config
 from arbcli.training.trainer import Trainer
 
 STEPS = 50
-CPU = torch.device("cpu")
 
 
 def trainer(cell: Cell, folder, *, windows: int = 1) -> Trainer:
@@ -98,9 +97,3 @@ def test_cell_reads_a_text_in_pieces_as_it_does_at_once(cell):
             cache = lm.new_cache(length)
             got = torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
             torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-4)
-
-
-def test_text_that_is_one_window_gives_the_same_batch_in_every_step(tmp_path):
-    learner = trainer(Cell("attention", "mlp", 1, "plain"), tmp_path)
-    first, later = (learner.fetch(micro, CPU)[0] for micro in (0, 1))
-    assert torch.equal(first, later)

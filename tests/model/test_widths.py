@@ -37,12 +37,6 @@ def test_wide_model_takes_smaller_steps(direction, inner):
     assert len(found) == 4
 
 
-def test_small_takes_the_steps_of_its_rule():
-    found = factors(dim=384, direction="factored")
-    assert found.pop("head.weight") == 0.25
-    assert set(found.values()) == {1}
-
-
 def test_tensor_steps_by_its_factor(tensor_steps):
     whole, half = tensor_steps(1.0, 1.0), tensor_steps(1.0, 0.5)
     other = tensor_steps(0.5, 1.0)

@@ -9,7 +9,6 @@ from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig
 from arbcli.config.short_forms import dense
 from arbcli.families.ahead.config import AheadConfig
-from arbcli.inspect.memory import predict_parts
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
 
@@ -35,17 +34,6 @@ def test_its_losses_together_count_by_their_weight():
     lm = model(config())
     assert sum(lm.loss_weights[name] for name in AHEAD.losses) == pytest.approx(0.3)
     assert "next_2" not in model(config(ahead=None)).loss_weights
-
-
-def test_it_is_counted_by_itself():
-    of = config()
-    parts = {part.path: part for part in predict_parts(of).parts}
-    dim, width = of.dim, AHEAD.width
-    norms = 3 * dim + width
-    assert parts["ahead"].weights == dim * dim + 2 * 256 * dim + 3 * dim * width + norms
-    assert of.products() - config(ahead=None).products() == 11 * 3 * (
-        dim * dim + 256 * dim + 3 * dim * width
-    )
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import pytest
 import torch
 from graph_parts import initialised, normal, site
 
-from arbcli.base.errors import ArbError
-from arbcli.config.presets import preset
 from arbcli.families.graph.config import QuantiserConfig
 from arbcli.families.graph.quantiser import MEMORY, MOST, UNIT, Quantiser, _bits
 
@@ -108,11 +106,3 @@ def test_processes_step_by_the_data_of_all():
         other.after_step()
         for name, buffer in alone.named_buffers():
             assert torch.equal(buffer, dict(other.named_buffers())[name]), name
-
-
-def test_shapes_of_the_largest_preset_have_a_quantiser():
-    config = preset("arb-3b", code_search="nearest")
-    assert config.main.memories.codebook == QuantiserConfig(codes=512 * 256, width=1024)
-    assert config.main.memories.knowledge == QuantiserConfig(codes=2500 * 2000, width=64)
-    with pytest.raises(ArbError, match="`codes` is 268,435,457"):
-        QuantiserConfig(codes=2**28 + 1, width=8)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from graph_parts import CLOSE, assert_same, decoded, initialised, normal, reading, site
+from graph_parts import CLOSE, decoded, initialised, normal, reading, site
 from torch import nn
 from torch.nn import functional
 
@@ -21,9 +21,7 @@ DIM = site().dim
 WINDOW = site().ctx
 LENGTH = 21
 PARTS = {
-    "a byte at a time": [1] * LENGTH,
     "a window, then bytes": [WINDOW, *[1] * 13],
-    "chunks of a window": [WINDOW, WINDOW, 5],
     "ragged chunks and bytes": [3, 1, 7, 2, 8],
 }
 
@@ -74,13 +72,6 @@ def check(part, x, lengths, track) -> None:
     torch.testing.assert_close(in_parts(part, x, lengths, track).double(), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("options", [{}, {"rotary": 20}, {"heads": 4, "rotary": 2}], ids=str)
-def test_attention_and_gradients_equal_autograd(options):
-    config = dataclasses.replace(CONFIG, **options)
-    part = Normalised(config)
-    assert_same(part, (normal(2, 7, DIM),), part, reference(config))
-
-
 @pytest.mark.parametrize("rotary", [2, 4, 8])
 def test_values_begin_where_a_gpu_can_read_them(rotary, monkeypatch):
     """A kernel of torch that reads 16 bytes at once fails where they are not at such addresses."""
@@ -103,14 +94,6 @@ def test_values_begin_where_a_gpu_can_read_them(rotary, monkeypatch):
 def test_cache_equals_the_whole_text_in_windows(name):
     part = Normalised()
     check(part, normal(1, LENGTH, DIM), PARTS[name], new_track(part))
-
-
-def test_short_text_has_a_short_ring():
-    part = Normalised()
-    track = new_track(part, 5)
-    assert track.blocks[0].latent.codes.shape == (1, 5, CONFIG.latent)
-    assert new_track(part, 5000).blocks[0].rotated.shape == (1, WINDOW, 1, CONFIG.rotary)
-    check(part, normal(1, 5, DIM), [2, 1, 2], track)
 
 
 @pytest.mark.parametrize("kv", ["fp8", "int8"])

@@ -8,17 +8,12 @@ import torch
 
 from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
-from arbcli.data.text import Text
 from arbcli.families.ahead.config import AheadConfig
 from arbcli.families.masked.filling import EXTRA, LEAD, cut, in_layout, led_in
 from arbcli.families.masked.holes import fill_in_order
 from arbcli.generation.generation import Sampling
-from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
-from arbcli.verify.reference import Reference
-from arbcli.verify.update_reference import reference_weight
-from benchmarks.holes import compare, filled_after_both, filled_loss, next_loss
 
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48}
 SUFFIX, PREFIX, MIDDLE = 256, 257, 258
@@ -104,63 +99,6 @@ def test_twins_learn_text_alone(weights):
         logs = lm(ids).double().log_softmax(dim=-1)
     wanted = -logs[targets >= 0].gather(1, targets[targets >= 0][:, None]).mean()
     assert float(lm.loss(ids, targets).detach()) == pytest.approx(float(wanted), rel=1e-5)
-
-
-@pytest.mark.parametrize("right", [True, False])
-def test_losses_of_holes_equal_float64(right):
-    lm, hole = fill_model(ctx=24), slice(LEAD + 4, LEAD + 7)
-    ids = torch.randint(256, (3, LEAD + 11), generator=torch.Generator().manual_seed(1))
-    reference = Reference({n: reference_weight(w) for n, w in lm.weights().items()}, lm.config)
-    rows = []
-    for row in ids.tolist():
-        after = row[hole.stop :] if right else []
-        rows.append([SUFFIX, 0, LEAD + 3, *after, PREFIX, *row[:4], MIDDLE, *row[4 : hole.stop]])
-    logs = reference(torch.tensor(rows)[:, :-1])[0].log_softmax(dim=-1)[:, -3:]
-    wanted = -logs.gather(2, ids[:, hole, None])[..., 0].mean(dim=1)
-    with torch.no_grad():
-        found = filled_loss(lm, ids, hole, right=right)
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=0)
-
-
-def test_losses_of_holes_are_compared_window_by_window(tmp_path):
-    (tmp_path / "text").write_bytes(bytes(range(32, 112)) * 9)
-    models = fill_model(ctx=24), build_model(preset("tiny", **SIZES, ctx=24), torch.float32)
-    models[1].initialise(1)
-    text, how = Text([tmp_path / "text"]), {"hole": 3, "windows": 5, "draws": 1}
-    with torch.no_grad():
-        found, alike = (compare(*models, text, batch=batch, **how) for batch in (5, 2))
-    for part, losses in found.items():
-        assert alike[part] == pytest.approx(losses, rel=1e-4, abs=1e-6)
-    apart, size = (len(text) - 19) // 5, 19
-    ids = text.window_batch([apart * number for number in range(5)], size).long()
-    place = slice(8, 11)
-    with torch.no_grad():
-        fill, peer = (
-            filled_loss(models[0], ids, place, right=True),
-            next_loss(models[1], ids, place),
-        )
-    assert found["nats_per_byte"]["fill"] == pytest.approx(float(fill.mean()), rel=1e-5)
-    more = (fill - peer).double()
-    assert found["excess"]["fill"] == pytest.approx(float(more.mean()), rel=1e-4)
-    wanted = float(more.std()) / 5**0.5
-    assert found["standard_error"]["fill"] == pytest.approx(wanted, rel=1e-4)
-    assert found["excess"].keys() == {"fill", "fill without the right side"}
-    assert found["right"].keys() == {"next", "fill"}
-    with torch.no_grad():
-        made = filled_after_both(models[0], ids, place)
-        rows = [filled_in_order(models[0], row, place) for row in ids]
-    assert made.tolist() == rows
-    same = (made == ids)[:, place].double().mean()
-    assert found["right"]["fill"] == pytest.approx(float(same))
-
-
-def filled_in_order(model, row, place):
-    """A row whose hole is filled as `arb generate --infill` does."""
-    parts = [row[: place.start].tolist(), row[place.stop :].tolist()]
-    with use_backend("torch"), model.prepared_weights():
-        return fill_in_order(
-            model, parts, place.stop - place.start, Sampling(temperature=0), "torch"
-        )
 
 
 def test_holes_are_filled_one_after_another():

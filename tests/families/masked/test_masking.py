@@ -30,7 +30,6 @@ from arbcli.verify.models import masked
 from arbcli.verify.reference import Reference
 from arbcli.verify.subjects import Subject
 from arbcli.verify.update_reference import reference_weight
-from benchmarks.holes import filled_masked, masked_loss, ordered_loss
 
 SYMBOLS = LENGTH = 4
 TEXTS = torch.tensor([*itertools.product(range(SYMBOLS), repeat=LENGTH)])
@@ -66,13 +65,6 @@ def test_a_window_is_hidden_alike_by_every_process():
         assert torch.equal(hidden_of(10, numbers=some), whole[list(some)])
     for other in ({"seed": 4}, {"step": 6}):
         assert not torch.equal(hidden_of(10, **other), whole)
-
-
-def test_other_symbols_are_hidden_at_every_step():
-    """A window that hid by one order at every step would hide fewer within those of more."""
-    first, second = (hidden_of(30, step=step) for step in (5, 6))
-    fewer, both = torch.minimum(first.sum(dim=1), second.sum(dim=1)), (first & second).sum(dim=1)
-    assert (both < fewer).sum() > 15
 
 
 @cache
@@ -200,60 +192,12 @@ def test_settings_of_causal_models_are_refused(change, why):
     assert "\n" not in str(refusal.value)
 
 
-def test_experts_that_read_the_text_are_refused():
-    with pytest.raises(ArbError, match="`experts`: it reads the bytes before"):
-        preset("tiny", objective="masked", experts=3, moe_gate="hash")
-
-
 def test_a_masked_model_keeps_no_documents_apart_and_makes_no_text_from_left_to_right():
     config = preset("tiny", dim=32, layers=1, heads=2, ffn=48, ctx=8, objective="masked")
     with pytest.raises(ArbError, match="`objective=masked`"):
         config.check_documents()
     with pytest.raises(ArbError, match="from left to right"):
         build_model(config, torch.float32).new_cache(5)
-
-
-def test_holes_of_a_benchmark_are_those_of_the_bound():
-    """Where all of a text is one hole, it costs the bound; and what is after a hole is not seen."""
-    lm, known = toy()
-    whole = slice(0, LENGTH)
-    exact = sum(
-        share_of(len(places)) * -logs.gather(2, TEXTS[..., None])[:, list(places), 0].sum(dim=1)
-        for places, logs in known.items()
-    )
-    with torch.no_grad():
-        found = masked_loss(lm, TEXTS, whole, 32, 0, right=True)
-        assert float(found.mean()) == pytest.approx(float(exact.mean()) / LENGTH, rel=0.02)
-        first = masked_loss(lm, TEXTS, slice(0, 1), 1, 0, right=False)
-    alone = -known[0, 1, 2, 3].gather(2, TEXTS[..., None])[:, 0, 0].mean()
-    assert float(first.mean()) == pytest.approx(float(alone), rel=1e-5)
-
-
-@pytest.mark.parametrize("hole", [slice(0, LENGTH), slice(1, 3)], ids=str)
-def test_holes_of_a_benchmark_are_filled_in_order(hole):
-    lm, known = toy()
-    places = list(range(hole.start, hole.stop))
-    wanted = sum(
-        -known[tuple(places[index:])].gather(2, TEXTS[..., None])[:, place, 0]
-        for index, place in enumerate(places)
-    )
-    with torch.no_grad():
-        found = ordered_loss(lm, TEXTS, hole)
-    wanted = wanted / len(places)
-    # a loss is a difference of logits, which sixteen products and sums in a row move by up to
-    # 2**-21 of their size each; filled in the other order, the losses differ by a third
-    assert (found - wanted).norm() < 16 * 2**-21 * wanted.norm()
-
-
-@pytest.mark.parametrize("passes", [1, 2, 3])
-def test_holes_of_a_benchmark_are_filled_as_texts_are(passes):
-    lm, _ = toy()
-    hole = slice(1, LENGTH)
-    with torch.no_grad():
-        found = filled_masked(lm, TEXTS[::40], hole, passes)
-        for row, made in zip(TEXTS[::40].tolist(), found.tolist(), strict=True):
-            hidden = [row[0], *[lm.config.vocabulary] * (LENGTH - 1)]
-            assert made == fill(lm, hidden, passes, Sampling(temperature=0))
 
 
 def test_micro_batches_of_a_step_share_the_hidden_positions(tmp_path):

@@ -2,12 +2,9 @@
 
 import json
 import math
-import shutil
 import struct
 import zlib
 from itertools import pairwise
-from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,14 +16,12 @@ from arbcli.data.text import Text, open_text
 from arbcli.families.media import bounded, pictures, sound
 from arbcli.families.media.evaluation import MediaLosses
 from arbcli.families.media.spans import (
-    HEADER,
-    LONGEST_HEADER,
     PictureHeader,
     SoundHeader,
     find_spans,
 )
 from arbcli.kernels.runtime.device import deterministic
-from benchmarks import heard, media_text
+from benchmarks import media_text
 
 soundfile = pytest.importorskip("soundfile", reason="needs the extra `media`")
 Image = pytest.importorskip("PIL.Image", reason="needs the extra `media`")
@@ -235,16 +230,6 @@ def test_size_of_webp_is_that_of_its_pixels(mode, lossless, more, tmp_path):
         assert content.tell() == 0
 
 
-def test_large_picture_of_noise_is_read_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(pictures, "HEADER_BYTES", 2**22)
-    noise = np.random.default_rng(0).integers(0, 256, (1000, 1100, 4), dtype=np.uint8)
-    for name, how in (("a.png", {"compress_level": 0}), ("a.webp", {"lossless": 1, "method": 0})):
-        Image.fromarray(noise).save(tmp_path / name, **how)
-        assert (tmp_path / name).stat().st_size > pictures.HEADER_BYTES
-        (span,) = find_spans(b"".join(pictures.picture_bytes(tmp_path / name, "rgb")))
-        assert span.header == PictureHeader("rgb", 1100, 1000)
-
-
 def test_file_with_more_remarks_than_are_read_is_not_called_damaged(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "HEADER_BYTES", 2**22)
     plain, picture = Image.new("L", (9, 9)), tmp_path / "a.jpg"
@@ -309,15 +294,6 @@ def test_record_joins_text_sound_and_picture(tmp_path):
         assert ("cannot read `gone.wav`" in str(caught.value)) == (parts == '{"sound": "gone.wav"}')
 
 
-def test_header_cannot_be_part_of_utf8_and_is_short():
-    longest = SoundHeader("mulaw", 9_999_999, 2, 2**32), PictureHeader("grey", 99_999, 99_999)
-    for header in longest:
-        assert HEADER.fullmatch(header.encode())
-        assert len(header.encode()) <= LONGEST_HEADER
-        with pytest.raises(UnicodeDecodeError):
-            header.encode().decode()
-
-
 @pytest.mark.parametrize("cuts", [(), (100,), (13, 60, 333)])
 def test_losses_are_summed_by_kind_of_byte(cuts, tmp_path, device):
     """Every byte costs a number of its own, and the text is in several pieces of a file."""
@@ -373,71 +349,6 @@ def test_losses_are_summed_by_kind_of_byte(cuts, tmp_path, device):
         assert found["picture"].bits_per_unit == pytest.approx(bits)
 
 
-@pytest.mark.parametrize("name", ["flac_bytes", "encoded_bytes"])
-def test_bits_of_a_unit_are_computed_without_the_packages_of_other_formats(
-    name, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(
-        f"arbcli.families.media.evaluation.{name}", mock.Mock(side_effect=ImportError)
-    )
-    path = tmp_path / "mixed"
-    speech = SoundHeader("mulaw", 8000, 1, 50).encode() + bytes(50)
-    path.write_bytes(speech + PictureHeader("grey", 5, 4).encode() + (b"abcde\n" * 4))
-    losses = MediaLosses(text := Text([path]), torch.device("cpu"))
-    losses.add([0], torch.ones(1, len(text) - 1), torch.ones(1, len(text) - 1, dtype=torch.bool))
-    kinds = {kind.kind: kind for kind in losses.report()}
-    without, other = ("sound", "picture")[:: 1 if name == "flac_bytes" else -1]
-    assert kinds[without].peer_bits_per_unit is None
-    assert kinds[other].peer_bits_per_unit
-    assert [kinds[kind].units for kind in ("sound", "picture")] == [50, 20]
-    assert kinds["picture"].bits_per_unit == pytest.approx(
-        kinds["picture"].bytes / 20 / math.log(2)
-    )
-
-
-def bits_of_records(kind: str, folder, form: str = "mulaw") -> dict[str, float]:
-    """Make a few records of a benchmark, and read what it wrote."""
-    about = "It was the best of times. It was the worst! Nobody knew why.\nA sentence is here?"
-    texts = media_text.sentences(about)
-    assert media_text.sentences(about + " It was the best of times.") == texts
-    held = list(media_text.records(kind, texts, form))
-    assert [one.sentence for one in held] == texts
-    report = media_text.write_held_out(folder, kind, held)
-    for name, turn in (("val", 0), ("val-others", 1)):
-        content = (folder / f"{kind}-{name}.txt").read_bytes()
-        spans = list(find_spans(content))
-        assert [content[span.body : span.stop] for span in spans] == [one.body for one in held]
-        before = [content[: span.start].rsplit(b"\n", 2)[-2].decode() for span in spans]
-        assert before == [held[(index + turn) % len(held)].sentence for index in range(len(held))]
-    assert report["units"] == sum(one.header.units for one in held)
-    return report["bits_per_unit"]
-
-
-def test_pages_of_a_benchmark_are_pictures_after_their_sentences(tmp_path):
-    bits = bits_of_records("pages", tmp_path)
-    assert bits.keys() == {"PNG", "WebP"}
-    assert 0.1 < bits["WebP"] < 8
-
-
-@pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="needs espeak-ng")
-def test_speech_of_a_benchmark_is_sounds_after_their_sentences(tmp_path):
-    bits = bits_of_records("speech", tmp_path)
-    assert bits["FLAC of codes"] < 8 < bits["FLAC"] < 16
-    assert 8 < bits_of_records("speech", tmp_path, "pcm16")["FLAC"] < 16
-
-
-def test_sentences_of_a_benchmark_are_cut_at_punctuation_and_bounded():
-    text = "Yes, said the man in the hall; no, a woman that came home so very late, and sang.  Why?"
-    found = media_text.sentences(text, 24)
-    assert sorted(found) == ["Why?", "Yes,", "and sang.", "no,"]
-
-
-def test_codes_are_stored_as_samples_of_eight_bits():
-    codes = np.random.default_rng(0).integers(0, 256, 4000, dtype=np.uint8).tobytes()
-    assert 4000 < media_text.flac_bytes_of_codes(codes) < 5000
-    assert media_text.flac_bytes_of_codes(bytes([128]) * 4000) < 200
-
-
 def test_no_training_text_has_the_held_out_text_of_a_benchmark(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_text("It was the best of times. It was the worst of times it said.")
     (tmp_path / "b.txt").write_text("It was the best of times. Nobody had known why it was so.")
@@ -456,57 +367,6 @@ def test_no_training_text_has_the_held_out_text_of_a_benchmark(tmp_path, monkeyp
     assert with_peers.pop("bits_per_unit")
     assert with_peers == without
     assert (tmp_path / "out/pages-val.txt").read_bytes() == val
-
-
-def test_words_of_a_benchmark_are_the_commonest():
-    text = "The the an Aardvark, house House; house o'clock " + "x" * 13
-    assert sorted(media_text.words(text)) == ["clock", "house", "the"]
-    assert media_text.words(text, 1) == ["house"]
-
-
-@pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="needs espeak-ng")
-def test_readings_of_a_word_differ(tmp_path):
-    readings = [
-        next(media_text.records("words", ["house"], "mulaw", 4000, 2, index))
-        for index in range(0, 5 * media_text.NEXT_READING, media_text.NEXT_READING)
-    ]
-    assert len({one.body for one in readings}) == 5
-    assert all(one.header.rate == 4000 for one in readings)
-    usual, faster = (
-        next(media_text.records("words", ["house"], slowest=slowest)) for slowest in (140, 280)
-    )
-    assert 1.5 < len(usual.body) / len(faster.body) < 3
-
-
-def test_sounds_are_cheaper_after_a_useful_text():
-    """A model that copies the text into the sound is what this looks like."""
-
-    def position_losses(ids, targets):
-        content = [bytes(row.tolist()) for row in ids]
-        own = [row.rindex(b"\n", 0, row.rindex(b"\xffsound")) - 1 for row in content]
-        letters = targets.new_tensor([row[place] for row, place in zip(content, own, strict=True)])
-        return (targets != letters[:, None]).float()
-
-    header = SoundHeader("mulaw", 4000, 1, 6).encode()
-    records = [f"{letter}{letter}\n".encode() + header + letter.encode() * 6 for letter in "abcdef"]
-    content = b"\n".join(records) + b"\n"
-    model = SimpleNamespace(
-        config=SimpleNamespace(ctx=60), device="cpu", position_losses=position_losses
-    )
-    found = heard.costs(model, content, 3)
-    assert found == [[0, 6, 6, 6]] * 6
-    told = heard.told(found, 36)
-    assert told["bits_per_sample"] == 0
-    assert told["after_others"] == pytest.approx(1 / math.log(2))
-    assert (told["own_is_likeliest"], told["by_chance"], told["standard_error"]) == (1, 0.25, 0)
-
-
-def test_resampling_removes_high_frequencies():
-    time = np.arange(22050) / 22050
-    wave = 9000 * np.sin(2 * np.pi * 440 * time) + 9000 * np.sin(2 * np.pi * 5000 * time)
-    wanted = 9000 * np.sin(2 * np.pi * 440 * np.arange(8000) / 8000)
-    found = media_text.resampled(wave.astype(np.int16), 8000)
-    assert np.abs(found - wanted).max() < 3
 
 
 def test_text_alone_has_no_kinds(tmp_path):

@@ -61,17 +61,3 @@ def test_slots_that_were_never_written_may_hold_no_number(name, backend):
             compare(name, case.inputs, backend)
             tried += 1
     assert tried
-
-
-@pytest.mark.parametrize("name", ["attend_parts", "attend_ahead"])
-def test_slots_of_later_spans_may_hold_no_number(name, device):
-    """Of a ring that has more spans than parts, each part goes through several."""
-    ahead, generator = name == "attend_ahead", torch.Generator().manual_seed(0)
-    rows = (4,) if ahead else ()
-    sizes = (*rows, 3, 1, 64), (1, 320, 64), (1, 320, 64)
-    qkv, *rings = (torch.randn(size, generator=generator).bfloat16().to(device) for size in sizes)
-    angle = torch.randn(320, 32, generator=generator).to(device)
-    new = (torch.zeros(2, 4, 1, 64, dtype=qkv.dtype, device=device),) if ahead else ()
-    for position in (60, 130, 250):
-        at = torch.tensor(position, dtype=torch.int32, device=device)
-        compare(name, (qkv, *rings, *new, at, angle.cos(), angle.sin(), 1e-6, 1), KERNELS)

@@ -5,12 +5,12 @@ import torch
 
 from arbcli.inspect.trace import without_memory
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime.backend import compile_for, use_backend
+from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.update import gram_inverses as module
 from arbcli.kernels.update import newton_schulz
 from arbcli.kernels.update.gram_inverses import gram_inverses
-from arbcli.kernels.update.newton_schulz import HOPPER, gram, gram_polynomial, has_aligned_rows
+from arbcli.kernels.update.newton_schulz import gram, gram_polynomial, has_aligned_rows
 from arbcli.model.optimizers.orthogonal import POLAR_WEIGHTS, SHIFTS
 from arbcli.verify.compare import compare, poisoned
 from arbcli.verify.kernels.update.gram_inverses import gram_inverses_reference
@@ -34,14 +34,14 @@ def randn(*shape, device, seed=0):
 
 @each_spec
 def test_kernel_results_are_exactly_symmetric(spec, device):
-    for case in spec.cases(device, 32):
+    for case in [*spec.cases(device, 32)][::3]:
         result = spec.triton(*case.inputs)
         assert torch.equal(result, result.mT), case.label
 
 
 @pytest.mark.parametrize(
     ("shape", "programs"),
-    [*(((2, 70, 160), n) for n in (1, 2, 3, 7, 30, 72)), ((70, 160), None), ((2, 65, 33), None)],
+    [*(((2, 70, 160), n) for n in (1, 7, 72)), ((70, 160), None), ((2, 65, 33), None)],
     ids=str,
 )
 def test_steps_are_shared_among_any_number_of_programs_or_not(shape, programs, monkeypatch, device):
@@ -76,48 +76,11 @@ def test_no_part_is_ready_at_first(device):
     assert not ready[0].any()
 
 
-@pytest.mark.parametrize("tiles", [1, 2, 3, 4, 15, 16, 17, 18])
+@pytest.mark.parametrize("tiles", [1, 3, 16, 17])
 def test_every_tile_of_the_triangle_is_computed(tiles, device):
     rows = tiles * newton_schulz.OTHER_TILES.block
     x = torch.arange(rows, device=device).remainder(29).float()[:, None] - 7
     assert torch.equal(gram_verification.triton(x), x * x.T)
-
-
-@pytest.mark.parametrize(
-    ("shape", "gram_pays", "polynomial_pays"),
-    [
-        ((384, 2048), False, True), ((768, 768), True, True), ((768, 4096), True, True),
-        ((768, 11264), False, True), ((8, 768, 4096), False, False), ((1024, 4096), False, False),
-        ((2048, 2048), False, True), ((2048, 5632), True, True), ((4, 2048, 2048), True, True),
-        ((8192, 8192), True, True),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_kernel_takes_the_shapes_where_it_is_faster(shape, gram_pays, polynomial_pays):
-    def pays(dtype=torch.bfloat16, capability=HOPPER, backend="interpreter"):
-        x = torch.empty(shape, dtype=dtype, device="meta")
-        with compile_for(capability), use_backend(backend):
-            return newton_schulz._pays(x, False), newton_schulz._pays(x, True)
-
-    assert pays() == (gram_pays, polynomial_pays)
-    assert not any((*pays(torch.float32), *pays(capability=(8, 0)), *pays(backend="torch")))
-
-
-@pytest.mark.parametrize(
-    ("shape", "tiling", "shared"),
-    [
-        ((1, 768, 768), newton_schulz.SMALL_TILES, False),
-        ((1, 2048, 5632), newton_schulz.GRAM_TILES, True),
-        ((4, 2048, 2048), newton_schulz.GRAM_TILES, True),
-        ((1, 8192, 8192), newton_schulz.MANY_TILES, False),
-    ],
-    ids=str,
-)
-def test_tiles_are_chosen_by_shape(shape, tiling, shared, monkeypatch):
-    monkeypatch.setattr(newton_schulz, "num_processors", lambda _: 132)
-    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-    with compile_for(HOPPER):
-        assert newton_schulz._choose(x, False) == (tiling, shared)
 
 
 @pytest.mark.gpu
@@ -163,9 +126,10 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sum_is_that_of_the_inverses(shape, transposed, backend):
+def test_sum_is_that_of_the_inverses(shape, backend):
+    """Of every other shape by columns."""
+    transposed = SHAPES.index(shape) % 2
     x = draw((*shape[:-2], shape[-1], shape[-2])).mT if transposed else draw(shape)
     shifts, weights = (1e-3, 0.04, 0.5), (0.7, 0.002, -0.05, 1.5)
     with use_backend(backend):

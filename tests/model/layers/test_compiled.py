@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cells import CELLS, FEW, PLAIN, Cell
-from marks import mostly_slow
+from cells import FEW, Cell
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from arbcli.config.model import ModelConfig
@@ -16,7 +15,6 @@ from arbcli.model.build import build_model
 from arbcli.model.layers.compiled import find
 from arbcli.model.stack import Block
 from arbcli.model.updater import Updater
-from arbcli.training.compiled_twin import compile_twin
 
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 8}
 
@@ -99,37 +97,23 @@ def kinds(config: ModelConfig) -> int:
     return len({(block, stage.dim) for stage, blocks in lists for block in blocks})
 
 
-def every_cell() -> list:
-    """Make parameters of cells and weights, of which one is quick: all are many operations."""
-    found = []
-    plain = [cell for cell in FEW if cell[2:] == (1, "plain")]
-    for cell in CELLS:
-        for weights in ("ternary", "float"):
-            quick = (cell, weights) == (plain[-1], "ternary")
-            name = "-".join(map(str, (*cell, weights)))
-            marks = () if quick else pytest.mark.slow
-            found.append(pytest.param(cell, weights, id=name, marks=marks))
-    return found
+PLAIN_CELLS = [cell for cell in FEW if cell[2:] == (1, "plain")]
 
 
-@pytest.mark.parametrize(("cell", "weights"), every_cell())
+@pytest.mark.parametrize(
+    ("cell", "weights"), [(PLAIN_CELLS[-1], "ternary"), (Cell("mamba", "mlp", 4, "plain"), "float")]
+)
 def test_blocks_of_a_kind_and_width_are_compiled_once_with_the_same_bits(cell, weights, device):
     config = deep(cell, weights)
     plain, compiled = Trained(config, device), Trained(config, device)
     before, counter = compiled.changed(), compiled.compile()
-    # between kernels a compiler differentiates plain operations, and adds their gradients up in an
-    # order of its own, so that the integers of the first step may round otherwise
-    exact = cell.mixer not in PLAIN
     for step in range(2):
         got, wanted = compiled.step(step), plain.step(step)
-        if exact or step == 0:
-            assert got == wanted
-        else:
-            torch.testing.assert_close(got, wanted, rtol=1e-3, atol=0)
+        assert got == wanted
     assert counter.frame_count == kinds(config)
-    if exact and (device.type == "cpu" or weights == "float"):
+    if device.type == "cpu" or weights == "float":
         assert_equal(compiled.changed(), plain.changed())
-    elif exact:  # on a GPU integers of one matrix rounded otherwise in 4 of 68 cells
+    else:  # on a GPU integers of one matrix rounded otherwise in 4 of 68 cells
         assert share_of_others(compiled.changed(), plain.changed()) < 0.01
     assert any(
         before[name] is None or not torch.equal(part, before[name])
@@ -139,83 +123,12 @@ def test_blocks_of_a_kind_and_width_are_compiled_once_with_the_same_bits(cell, w
         assert all(tensor._awaited == 0 for tensor in compiled.updater.tensors)
 
 
-SOME = [Cell("mamba", "experts", 4, "plain"), Cell("compressed", "mlp", 1, "plain")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cell", "weights"),
-    [
-        (Cell("mamba", "mlp", 1, "plain"), "float"),
-        (Cell("compressed", "mlp", 1, "plain"), "ternary"),
-    ],
-    ids=str,
-)
-def test_inductor_computes_the_same(cell, weights, device):
-    config = replace(cell.model(), weights=weights)
-    plain, compiled = Trained(config, device), Trained(config, device)
-    compiled.compile("inductor")
-    torch.testing.assert_close(compiled.step(0), plain.step(0), rtol=1e-5, atol=1e-6)
-    if weights == "float":
-        torch.testing.assert_close(compiled.changed(), plain.changed(), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [False, None])
-@pytest.mark.parametrize("mixer", ["mamba", "compressed"])
-def test_other_lengths_and_evaluations_compute_the_same(mixer, dynamic, device):
-    config = Cell(mixer, "mlp", 1, "plain").model()
-    plain, compiled = Trained(config, device), Trained(config, device)
-    counter = compiled.compile(dynamic=dynamic)
-    for length in (9, 5):
-        ids = torch.randint(256, (3, length), generator=torch.Generator().manual_seed(length))
-        ids = ids.to(device)
-        losses = []
-        for trained in (plain, compiled):
-            trained.updater.begin(length, 0.1)
-            losses.append(trained.model.loss(ids, ids))
-            losses[-1].backward()
-        assert torch.equal(*losses)
-        with torch.no_grad():
-            assert torch.equal(plain.model(ids), compiled.model(ids))
-    if dynamic is False:
-        assert counter.frame_count == 4  # both lengths, with and without gradients
-    assert_equal(compiled.changed(), plain.changed())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", SOME, ids=str)
-def test_twin_of_any_parts_is_compiled(cell, device):
-    config = replace(cell.model(), weights="float")
-    plain, compiled = Trained(config, device), Trained(config, device)
-    torch._dynamo.reset()
-    compile_twin(compiled.model, backend="aot_eager")
-    assert compiled.step(0) == plain.step(0)
-    assert_equal(compiled.changed(), plain.changed())
-
-
-@pytest.mark.slow
-def test_twin_with_memories_is_compiled_by_blocks(small_graph, device):
-    """Gradients of what the router reads besides the blocks are added up in another order."""
-    given = {key: value for key, value in small_graph.items() if key != "batch"}
-    config = preset(given.pop("preset"), **given, memgram=True, weights="float")
-    plain, compiled = Trained(config, device), Trained(config, device)
-    torch._dynamo.reset()
-    compile_twin(compiled.model, backend="aot_eager")
-    for step in range(2):
-        assert compiled.step(step) == plain.step(step)
-    torch.testing.assert_close(compiled.changed(), plain.changed(), rtol=1e-4, atol=1e-6)
-    assert plain.model.memgram.strength.any()
-    assert_equal(dict(compiled.model.named_buffers()), dict(plain.model.named_buffers()))
-
-
 def dense(**given) -> Trained:
     return Trained(preset("tiny", **SHAPE, **given))
 
 
-@pytest.mark.parametrize("sub_norms", mostly_slow([True, False], bool))
-def test_compiled_block_steps_though_its_input_has_no_gradient(sub_norms):
-    plain, compiled = dense(sub_norms=sub_norms), dense(sub_norms=sub_norms)
+def test_compiled_block_steps_though_its_input_has_no_gradient():
+    plain, compiled = dense(), dense()
     compiled.compile()
     x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0))
     for trained in (plain, compiled):
@@ -251,19 +164,3 @@ def test_module_is_found_by_its_tensor_and_so_is_its_copy():
         assert find(part.key_tensor) is part
     with pytest.raises(LookupError, match="a copy of it"):
         find(block.mlp.output.weight.trits.clone())
-
-
-def test_modules_that_exchange_trits_are_told_apart():
-    first, second = (block.mlp.output.weight for block in dense().blocks)
-    assert find(first.trits) is first
-    place = first.trits
-    first.trits, second.trits = second.trits, place
-    assert find(place) is second
-    assert find(first.trits) is first
-
-
-def test_gate_without_a_norm_is_found_as_any_other():
-    gate = dense(sub_norms=False).blocks[0].mlp.sub_norm
-    found = find(gate.key_tensor)
-    assert type(found) is type(gate)
-    assert found.weight is None

@@ -8,15 +8,13 @@ from arbcli.config.presets import preset
 from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.model.baselines import FloatLinear, FloatRMSNorm, FloatWeight, rotate
+from arbcli.model.baselines import FloatLinear, FloatRMSNorm, FloatWeight
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import linear as linear_module
 from arbcli.model.layers import rotary
-from arbcli.model.layers.embedding import TernaryEmbedding
 from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
-from arbcli.model.layers.rotary import rotary_table
 
 TINY = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 16}
 
@@ -160,15 +158,6 @@ def test_weights_do_not_change_while_a_backward_needs_them():
     assert torch.allclose(x.grad, torch.ones(5, 33) @ weight @ weight, rtol=1e-4, atol=1e-4)
 
 
-def test_evaluation_is_not_a_use():
-    layer = linear()
-    grads = collect(layer)
-    with torch.no_grad():
-        layer(torch.randn(5, 33))
-    layer(torch.randn(5, 33)).sum().backward()
-    assert len(grads["weight"]) == 1
-
-
 def test_backward_saves_nothing_weight_shaped():
     lm = model()
     shapes = {tuple(weight.weight().shape) for weight in lm.weights().values()}
@@ -178,13 +167,6 @@ def test_backward_saves_nothing_weight_shaped():
         lm.loss(*batch(rows=3, length=13))  # 39 rows: no activation has the shape of a weight
     assert saved
     assert not [t for t in saved if tuple(t.shape) in shapes]
-
-
-def test_rotation_is_undone_by_its_inverse():
-    cos, sin = rotary_table(64, 32, torch.device("cpu"))
-    assert (cos**2 + sin**2 - 1).abs().max() < 1e-6
-    x = torch.randn(2, 64, 32)
-    assert torch.allclose(rotate(rotate(x, cos, sin), cos, -sin), x, atol=1e-6)
 
 
 def float_weight(weights: str, rows: int, columns: int) -> FloatWeight:
@@ -201,22 +183,6 @@ def test_straight_through_weights_are_rounded_in_units_of_their_mean():
     assert part.latent.grad.tolist() == [[1.0, 2.0, 3.0, 4.0]]
 
 
-def test_weights_of_a_twin_are_drawn_by_seed_and_place():
-    drawn = []
-    for seed, index in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        part = float_weight("float", 5, 7)
-        part.initialise(seed, index)
-        drawn.append(part.latent.detach().clone())
-    for i, one in enumerate(drawn):
-        assert not any(torch.equal(one, other) for other in drawn[:i])
-
-
-def test_norm_of_a_twin_is_rounded_once():
-    x = 3 * torch.randn(64, 33, generator=torch.Generator().manual_seed(0)).bfloat16()
-    exact = torch.nn.functional.rms_norm(x.double(), (33,), eps=1e-6)
-    assert torch.equal(FloatRMSNorm(33, preset("tiny").site())(x), exact.bfloat16())
-
-
 def test_rotary_table_of_a_long_text_is_computed_in_parts(monkeypatch):
     """All at once, that of 5 million positions took 900 MB of float64."""
     whole = rotary._compute_table(1000, 8, torch.device("cpu"), 6, PLAIN, 0)
@@ -225,16 +191,6 @@ def test_rotary_table_of_a_long_text_is_computed_in_parts(monkeypatch):
         whole, rotary._compute_table(1000, 8, torch.device("cpu"), 6, PLAIN, 0), strict=True
     ):
         assert torch.equal(one, other)
-
-
-def test_embedding_gradient_sums_repeated_ids():
-    layer = TernaryEmbedding(10, 33, preset("tiny").site(), area="embedding")
-    layer.weight.initialise(seed=0, index=0)
-    grads = collect(layer)
-    ids, grad_y = torch.tensor([[3, 3, 9], [0, 3, 9]]), torch.randn(2, 3, 33)
-    layer(ids, torch.float32).backward(grad_y)
-    weight = torch.zeros(10, 33).index_add_(0, ids.flatten(), grad_y.flatten(0, 1))
-    assert torch.allclose(grads["weight"][0], weight, atol=1e-6)
 
 
 def test_weight_used_twice_gets_one_gradient_after_its_last_use():
