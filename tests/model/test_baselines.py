@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from torch.nn import functional
 
 from arbcli.config.presets import preset
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers.norm import NORM_EPS
 from benchmarks.bare_twin import Model
-from benchmarks.dense_rows import dense_row
 from benchmarks.float_decoder import FloatDecoder
 from benchmarks.float_several import MODES, BatchFloatDecoder
 
@@ -35,20 +32,6 @@ def test_loss_is_that_of_the_float_twin():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         losses = [twin.loss(ids, 255 - ids), bare(ids, 255 - ids)]
     assert float(losses[1]) == pytest.approx(float(losses[0]), rel=2e-3)  # one is in bf16
-
-
-@pytest.mark.parametrize(("gated", "normalise", "adds"), [(False, True, True), (True, True, False),
-                                                          (False, False, False)])  # fmt: skip
-def test_row_is_multiplied_as_torch_does(gated, normalise, adds, device):
-    x, weight = (torch.randn(*shape, device=device) for shape in ((2100,), (14, 2100)))
-    added = torch.randn(7 if gated else 14, device=device) if adds else None
-    wanted = functional.rms_norm(x, x.shape, eps=NORM_EPS) if normalise else x
-    wanted = weight.double() @ wanted.double()
-    if gated:
-        wanted = functional.silu(wanted[:7]) * wanted[7:]
-    wanted = wanted if added is None else wanted + added
-    found = dense_row(x, weight, gated, normalise, added)
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
 TWIN = {"dim": 64, "layers": 2, "heads": 2, "ffn": 96, "ctx": 16}

@@ -29,7 +29,7 @@ from arbcli.verify.reference import reference_loss, reference_model
 CTX = 10
 SMALL, LARGE = 301, 5003
 RUN = {
-    "dim": 32, "layers": 1, "heads": 1, "ffn": 32, "ctx": 16, "batch": 2, "steps": 20,
+    "dim": 32, "layers": 1, "heads": 1, "ffn": 32, "ctx": 16, "batch": 2, "steps": 10,
     "digits": "fade", "device": "cpu", "warmup": 2,
 }  # fmt: skip
 
@@ -125,7 +125,7 @@ def test_teacher_that_a_model_equals_diverges_by_nothing_and_stays(taught):
     with pytest.raises(ValueError, match="read_teacher"):
         Trainer(config, texts)
     trainer = Trainer(config, texts, teacher=saved.checkpoint)
-    trainer.take_weights(load_checkpoint(checkpoint_path(run, 20)))
+    trainer.take_weights(load_checkpoint(checkpoint_path(run, 10)))
     before = {name: part.clone() for name, part in trainer.teacher.state_dict().items()}
     names = trainer.model.state_dict().keys() - before.keys()
     assert any("moment" in name for name in names)
@@ -141,22 +141,22 @@ def test_teacher_that_a_model_equals_diverges_by_nothing_and_stays(taught):
 def test_run_with_a_teacher_resumes_to_the_same_bits_and_needs_that_teacher(taught, tmp_path):
     teacher, settings = taught
     run = tmp_path / "run"
-    start_run(new_config(**settings, save_every=12, keep=3), run, Observer())
-    last = load_checkpoint(checkpoint_path(run, 20))
+    start_run(new_config(**settings, save_every=6, keep=3), run, Observer())
+    last = load_checkpoint(checkpoint_path(run, 10))
     assert saved_config(last).digits == "trit"
-    resume_run(checkpoint_path(run, 12), Observer())
-    assert load_checkpoint(checkpoint_path(run, 20)).digest == last.digest
+    resume_run(checkpoint_path(run, 6), Observer())
+    assert load_checkpoint(checkpoint_path(run, 10)).digest == last.digest
     assert check_run(run).passed
-    path = checkpoint_path(teacher, 20)
+    path = checkpoint_path(teacher, 10)
     other = tmp_path / "other"
     start_run(new_config(**settings | {"teacher": None, "seed": 1}), other, Observer())
-    path.write_bytes(checkpoint_path(other, 20).read_bytes())
+    path.write_bytes(checkpoint_path(other, 10).read_bytes())
     with pytest.raises(ArbError, match="not the teacher"):
-        resume_run(run, Observer(), steps=24)
+        resume_run(run, Observer(), steps=12)
     assert "teacher" in check_run(run).stops
     path.unlink()
     with pytest.raises(ArbError, match="step-"):
-        resume_run(run, Observer(), steps=24)
+        resume_run(run, Observer(), steps=12)
 
 
 def test_teacher_of_other_symbols_is_refused(taught, tmp_path):
@@ -175,8 +175,8 @@ def test_command_names_a_teacher(taught, text, tmp_path, arb_here):
     teacher, _ = taught
     run = tmp_path / "run"
     words = ["--init-from", teacher, "--teacher", teacher, "--weights", "anneal", "--data", text]
-    words += ["--steps", 10, "--batch", 2, "--device", "cpu", "--out", run]
+    words += ["--steps", 6, "--batch", 2, "--device", "cpu", "--out", run]
     assert arb_here("train", *map(str, words)).returncode == 0
-    last = load_checkpoint(checkpoint_path(run, 10))
+    last = load_checkpoint(checkpoint_path(run, 6))
     assert saved_config(last).digits == "trit"
-    assert last.data["settings"]["teacher"] == load_checkpoint(checkpoint_path(teacher, 20)).digest
+    assert last.data["settings"]["teacher"] == load_checkpoint(checkpoint_path(teacher, 10)).digest

@@ -268,7 +268,9 @@ def test_composed_steps_in_bf16_lose_no_more_than_single_steps(
     assert errors[0] <= 1.1 * errors[2**62] + 0.01
 
 
-@pytest.mark.parametrize("shape", [(160, 64), (5, 64, 160)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "composed"), [((160, 64), "steps"), ((5, 64, 160), "composed")], indirect=["composed"]
+)
 def test_newton_schulz_holds_the_predicted_peak(shape, composed):
     grad = gradient("cpu", shape=shape).bfloat16()
     with LiveTensors(grad.device) as tensors:
@@ -573,14 +575,7 @@ def test_held_gradients_of_an_aborted_step_are_dropped(device):
     assert all(torch.equal(part, before[name]) for name, part in state(tensor).items())
 
 
-@pytest.mark.parametrize(
-    ("rule", "direction", "parts"),
-    [("moment", "factored", [range(2), range(2, 3)]), ("votes", None, [range(3)])],
-    ids=["moment in parts", "votes together"],
-)
-def test_small_matrices_of_a_stack_step_together_with_the_same_bits(
-    rule, direction, parts, device, monkeypatch
-):
+def test_small_matrices_of_a_stack_step_together_with_the_same_bits(device, monkeypatch):
     """A bad gradient of one of them too. Large matrices, as by the last size, step one by one."""
     states, merged = [], []
     run = update.merge_launches
@@ -588,7 +583,7 @@ def test_small_matrices_of_a_stack_step_together_with_the_same_bits(
     for held_bytes, large in ((0, HEIGHT * DIM), (2**20, 2**22), (2**20, HEIGHT * DIM)):
         monkeypatch.setattr(update, "LARGE_ELEMENTS", large)
         with use_backend("triton" if device.type == "cuda" else "interpreter"):
-            config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
+            config = preset("tiny", rule="moment", direction="factored")
             with torch.device(device):
                 stack = TernaryTensor(
                     EXPERTS * HEIGHT, DIM, config.site(), area="mlp", std=0.1, matrices=EXPERTS
@@ -600,7 +595,7 @@ def test_small_matrices_of_a_stack_step_together_with_the_same_bits(
                 updater.begin(step, lr=1.0)
                 grad = gradient(device, step, (EXPERTS, HEIGHT, DIM))
                 grad[1, 2, 3] = torch.nan if step else 1.0
-                for where in parts:
+                for where in (range(2), range(2, 3)):
                     updater(stack, grad[where.start : where.stop], where)
                 updater.finish()
             states.append(state(stack) | {"counters": updater.counters()})

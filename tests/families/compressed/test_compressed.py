@@ -10,8 +10,10 @@ from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
 from arbcli.families.compressed.kernels.choose_entries import choose_entries
 from arbcli.families.compressed.kernels.compressed_attention import Sight, compressed_attention
+from arbcli.inspect.memory import measure, predict
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
+from arbcli.model.updater import Updater
 from arbcli.verify import parity
 from arbcli.verify.subjects import Subject
 
@@ -217,6 +219,47 @@ def test_options_agree_with_their_reference(small_compressed, device):
 def test_shapes_that_do_not_fit_are_refused(options, said, small_compressed):
     with pytest.raises(ArbError, match=said):
         model(small_compressed, **options)
+
+
+WIDE = {"heads": 128, "head_width": 512, "kv_heads": 1, "rotary": 64}
+
+
+def test_ten_bytes_give_two_entries_of_four():
+    sight = Sight(128, 4, 100)
+    assert list(sight.groups(10)) == [0, 1, 2]
+    lm = build_model(preset("tiny", attention="compressed", ctx=10, layers=1), torch.float32)
+    lm.initialise(0)
+    cache = lm.new_cache(10)
+    with torch.no_grad():
+        lm(text(1, 10), cache)
+    assert cache.main.blocks[0].choice[:2].tolist() == [0, 1]
+    assert (cache.main.blocks[0].entries.codes.norm(dim=(1, 2)) > 0).sum() == 2
+
+
+def test_128_heads_of_512_with_one_head_of_keys_are_predicted_and_step():
+    large = preset("arb-deep", dim=7168, experts=384, top_k_experts=6, **WIDE)
+    with torch.device("meta"):
+        weights = build_model(preset("arb-deep", dim=7168, layers=1, **WIDE)).weights()
+    assert weights["blocks.0.attention.output.weight"].trits.shape[0] == 7168
+    assert 1e11 < predict(large).total.weights < 2e11
+    small = preset(
+        "tiny", attention="compressed", dim=32, layers=1, ffn=32, ctx=8, ratios=(4,), top_k=1,
+        index_heads=1, index_width=8, direction="factored", **WIDE,
+    )  # fmt: skip
+    lm, ids = build_model(small, torch.float32), text(1, 8)
+    lm.initialise(0)
+    updater = Updater(lm.weights().values(), 0, torch.float32)
+    for weight in lm.weights().values():
+        weight.sink = updater
+    before = lm.blocks[0].attention.projection.weight.trits.clone()
+    with torch.no_grad():
+        whole = lm(ids)
+    torch.testing.assert_close(in_parts(lm, ids, [5, 1, 1, 1]), whole, **CLOSE)
+    updater.begin(0, 16.0)
+    sum(lm.losses(ids, ids).values()).backward()
+    updater.finish()
+    assert not torch.equal(lm.blocks[0].attention.projection.weight.trits, before)
+    assert measure(lm).state_bytes == predict(small).total.state_bytes
 
 
 def test_entry_of_means_is_the_mean_of_its_bytes(small_compressed):

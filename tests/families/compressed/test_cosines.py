@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from arbcli.families.compressed.kernels.compressed_attention import Sight, compressed_attention
+from arbcli.families.compressed.kernels.decode_compressed import decode_compressed
 from arbcli.families.compressed.verify.compressed_attention import random_sight
 from arbcli.kernels.runtime.backend import use_backend
 
@@ -100,3 +101,24 @@ def test_attention_is_close_to_float64(width, dtype, kind, length, start):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_kernel_is_close_to_float64_at_all_lengths(width, dtype, kind, length, device):
     check(width, length, kind, dtype, 0, device)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "kind"),
+    [(64, torch.float32, "all"), (128, torch.bfloat16, "chosen"), (512, torch.float32, "chosen")],
+)
+def test_one_byte_at_the_end_is_close_to_float64(width, dtype, kind, device):
+    on_gpu = device.type == "cuda"
+    inputs = drawn(width, 1, kind, dtype, LONG - 1, device)
+    x, recent, entries, chosen, sink, cos, sin, sight = inputs
+    ring = torch.roll(recent[0], LONG % 100, 0).contiguous()  # where bytes are in it
+    slots = functional.pad(entries[0], (0, 0, 0, 0, 0, 1))
+    table = [part.expand(LONG, -1).contiguous() for part in (cos, sin)]
+    position = torch.tensor(LONG - 1, dtype=torch.int32, device=device)
+    semaphores = torch.zeros(4, dtype=torch.int32, device=device)
+    choice = None if chosen is None else chosen[0, -1].contiguous()
+    about = (sink, position, *table, semaphores, sight.ratio, sight.most, 1e-6)
+    with use_backend("triton" if on_gpu else "torch"):
+        got = decode_compressed(x[0, 0].contiguous(), ring, slots, choice, *about)
+    wanted = softmax_in_float64(inputs, torch.zeros(1, dtype=torch.int64, device=device))
+    assert cosine_of(got, wanted[0, 0]) >= DTYPES[dtype]

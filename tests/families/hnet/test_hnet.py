@@ -146,6 +146,18 @@ def test_chunks_of_fixed_length_begin_at_its_multiples():
     assert [part[0].nonzero().flatten().tolist() for part in marks] == [[0, 2, 4, 6, 8], [0, 4, 8]]
 
 
+def test_new_model_has_an_identity_for_projections_and_no_residual():
+    lm, ids = model(drawn=False), text()
+    assert not lm.stages[0].router.query_key.weight.weight().any()
+    assert not lm.stages[0].residual.weight.weight().any()
+    same = torch.full((1, 6), 97)
+    x = torch.nn.functional.rms_norm(torch.randn(1, 1, 24), (24,)).expand(1, 6, 24)
+    routed = lm.stages[0].router(x)
+    torch.testing.assert_close(routed.p, torch.tensor([[1.0, 0, 0, 0, 0, 0]]), atol=1e-6, rtol=0)
+    assert lm(same).isfinite().all()
+    assert lm(ids).isfinite().all()
+
+
 def test_too_many_chunks_join_the_last_and_are_counted():
     lm = model("space", chunk_length=(12,))  # 3 slots for 24 bytes
     ids = torch.tensor([list(b"a b c d e f g h i j k l ")])

@@ -230,18 +230,6 @@ def test_size_of_webp_is_that_of_its_pixels(mode, lossless, more, tmp_path):
         assert content.tell() == 0
 
 
-def test_file_with_more_remarks_than_are_read_is_not_called_damaged(tmp_path, monkeypatch):
-    monkeypatch.setattr(pictures, "HEADER_BYTES", 2**22)
-    plain, picture = Image.new("L", (9, 9)), tmp_path / "a.jpg"
-    plain.save(picture)
-    content = picture.read_bytes()
-    remark = b"\xff\xfe\xff\xff" + bytes(2**16 - 3)
-    picture.write_bytes(content[:2] + remark * 65 + content[2:])
-    with pytest.raises(ArbError, match=f"{pictures.HEADER_BYTES:,} bytes") as caught:
-        list(pictures.picture_bytes(picture, "rgb"))
-    assert caught.value.hint == pictures.LIGHTER
-
-
 def test_bounded_file_is_a_file_until_its_bound(tmp_path):
     (tmp_path / "a").write_bytes(bytes(range(200)))
     with bounded.BoundedFile(tmp_path / "a", 150) as file:
@@ -367,8 +355,3 @@ def test_no_training_text_has_the_held_out_text_of_a_benchmark(tmp_path, monkeyp
     assert with_peers.pop("bits_per_unit")
     assert with_peers == without
     assert (tmp_path / "out/pages-val.txt").read_bytes() == val
-
-
-def test_text_alone_has_no_kinds(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"plain \xff text")
-    assert MediaLosses(Text([tmp_path / "a.txt"]), torch.device("cpu")).report() == ()

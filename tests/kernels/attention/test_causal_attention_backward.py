@@ -32,11 +32,6 @@ def test_gradients_are_parts_of_one_tensor_in_the_order_of_its_projection():
         assert torch.equal(grad, whole[:, :, part].transpose(1, 2))
 
 
-def test_gradients_of_nothing_are_nothing():
-    for shape in ((0, 3, 5, 16), (2, 3, 0, 16)):
-        assert [grad.shape for grad in causal_attention_backward(*random(*shape))] == [shape] * 3
-
-
 def error(grads, wanted) -> float:
     pairs = zip(grads, wanted, strict=True)
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)

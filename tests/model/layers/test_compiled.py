@@ -123,6 +123,24 @@ def test_blocks_of_a_kind_and_width_are_compiled_once_with_the_same_bits(cell, w
         assert all(tensor._awaited == 0 for tensor in compiled.updater.tensors)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cell", "weights"),
+    [
+        (Cell("mamba", "mlp", 1, "plain"), "float"),
+        (Cell("compressed", "mlp", 1, "plain"), "ternary"),
+    ],
+    ids=str,
+)
+def test_inductor_computes_the_same(cell, weights, device):
+    config = replace(cell.model(), weights=weights)
+    plain, compiled = Trained(config, device), Trained(config, device)
+    compiled.compile("inductor")
+    torch.testing.assert_close(compiled.step(0), plain.step(0), rtol=1e-5, atol=1e-6)
+    if weights == "float":
+        torch.testing.assert_close(compiled.changed(), plain.changed(), rtol=1e-4, atol=1e-5)
+
+
 def dense(**given) -> Trained:
     return Trained(preset("tiny", **SHAPE, **given))
 

@@ -8,13 +8,15 @@ from arbcli.config.presets import preset
 from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.model.baselines import FloatLinear, FloatRMSNorm, FloatWeight
+from arbcli.model.baselines import FloatLinear, FloatRMSNorm, FloatWeight, rotate
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import linear as linear_module
 from arbcli.model.layers import rotary
+from arbcli.model.layers.embedding import TernaryEmbedding
 from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
+from arbcli.model.layers.rotary import rotary_table
 
 TINY = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 16}
 
@@ -169,6 +171,13 @@ def test_backward_saves_nothing_weight_shaped():
     assert not [t for t in saved if tuple(t.shape) in shapes]
 
 
+def test_rotation_is_undone_by_its_inverse():
+    cos, sin = rotary_table(64, 32, torch.device("cpu"))
+    assert (cos**2 + sin**2 - 1).abs().max() < 1e-6
+    x = torch.randn(2, 64, 32)
+    assert torch.allclose(rotate(rotate(x, cos, sin), cos, -sin), x, atol=1e-6)
+
+
 def float_weight(weights: str, rows: int, columns: int) -> FloatWeight:
     return FloatWeight(rows, columns, preset("tiny", weights=weights).site(), std=0.1)
 
@@ -191,6 +200,16 @@ def test_rotary_table_of_a_long_text_is_computed_in_parts(monkeypatch):
         whole, rotary._compute_table(1000, 8, torch.device("cpu"), 6, PLAIN, 0), strict=True
     ):
         assert torch.equal(one, other)
+
+
+def test_embedding_gradient_sums_repeated_ids():
+    layer = TernaryEmbedding(10, 33, preset("tiny").site(), area="embedding")
+    layer.weight.initialise(seed=0, index=0)
+    grads = collect(layer)
+    ids, grad_y = torch.tensor([[3, 3, 9], [0, 3, 9]]), torch.randn(2, 3, 33)
+    layer(ids, torch.float32).backward(grad_y)
+    weight = torch.zeros(10, 33).index_add_(0, ids.flatten(), grad_y.flatten(0, 1))
+    assert torch.allclose(grads["weight"][0], weight, atol=1e-6)
 
 
 def test_weight_used_twice_gets_one_gradient_after_its_last_use():
