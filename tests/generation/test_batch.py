@@ -50,8 +50,8 @@ def texts(lm, requests, batch) -> list[bytes]:
 
 
 def test_a_text_is_the_same_among_any_others(lm):
-    alone = [texts(lm, [each], 1)[0] for each in REQUESTS]
-    assert [len(text) for text in alone] == [each.length for each in REQUESTS]
+    alone = [texts(lm, [asked], 1)[0] for asked in REQUESTS]
+    assert [len(text) for text in alone] == [asked.length for asked in REQUESTS]
     assert texts(lm, REQUESTS, 2) == alone
     assert texts(lm, REQUESTS[::-1], 5)[::-1] == alone
     assert len(set(alone)) == len(alone)
@@ -59,21 +59,21 @@ def test_a_text_is_the_same_among_any_others(lm):
 
 def test_texts_of_a_batch_equal_those_of_single_prompts(lm):
     """But for rounding, which decides no byte here."""
-    sharp = [request(each.prompt, each.length, temperature=0.0) for each in REQUESTS]
+    sharp = [request(asked.prompt, asked.length, temperature=0.0) for asked in REQUESTS]
     together = texts(lm, sharp, 3)
-    apart = [b"".join(generate(lm, each.prompt, each.length, each.sampling)) for each in sharp]
+    apart = [b"".join(generate(lm, asked.prompt, asked.length, asked.sampling)) for asked in sharp]
     same = sum(a == b for a, b in zip(together, apart, strict=True))
     assert same >= len(sharp) - 1
-    assert [len(text) for text in apart] == [each.length for each in REQUESTS]
+    assert [len(text) for text in apart] == [asked.length for asked in REQUESTS]
 
 
 def test_a_place_forgets_how_bytes_of_the_text_before_were_chosen(lm):
     """Each of these choices is greedy by one setting alone, and the last by none."""
     settings = ({"top_p": 1e-9}, {"top_k": 1}, {"temperature": 0.0}, {})
-    found = texts(lm, [request(b"abc", 9, temperature=3.0) for _ in range(1)], 1)
+    alone = texts(lm, [request(b"abc", 9, temperature=3.0) for _ in range(1)], 1)
     made = texts(lm, [request(b"abc", 9, **({"temperature": 3.0} | how)) for how in settings], 1)
     assert made[0] == made[1] == made[2] != made[3]
-    assert made[3:] == found
+    assert made[3:] == alone
 
 
 def in_cell(cell, dtype: torch.dtype, device: torch.device) -> LanguageModel:
@@ -102,13 +102,13 @@ def logits_of(lm: LanguageModel, prompts: tuple[bytes, ...], steps: int = 4) -> 
 def check_neighbours(lm, first: bytes, second: bytes, other: bytes) -> None:
     """Two texts have the same logits next to any others, and nearly those of each alone."""
     with lm.prepared_weights():
-        found = logits_of(lm, (first, second, b" "))
+        logits = logits_of(lm, (first, second, b" "))
         others = logits_of(lm, (b"q", first, other, second))
-        assert torch.equal(found[:, :2], others[:, [1, 3]])
+        assert torch.equal(logits[:, :2], others[:, [1, 3]])
         for index, prompt in enumerate((first, second)):
             alone = logits_of(lm, (prompt,))
             # loops of a CPU round to 16 bits what they multiply; chunks are read without them
-            torch.testing.assert_close(found[:, index : index + 1], alone, rtol=1e-3, atol=2e-3)
+            torch.testing.assert_close(logits[:, index : index + 1], alone, rtol=1e-3, atol=2e-3)
 
 
 @each_cell(FEW)
@@ -129,14 +129,14 @@ def test_text_of_every_cell_is_the_same_among_any_others_on_a_gpu(cell, kv):
     many = [request(bytes([97 + n % 26]) * (1 + n % 13), 6, n) for n in range(40)]
 
     def texts_of(requests: list[Request], batch: int) -> list[bytes]:
-        found = dict(generate_batch(lm, requests, batch, kv=kv))
-        return [found[index] for index in range(len(requests))]
+        made = dict(generate_batch(lm, requests, batch, kv=kv))
+        return [made[index] for index in range(len(requests))]
 
     together = texts_of(many, 40)
     assert texts_of(many[::-1], 9)[::-1] == together
     assert texts_of(many[:3], 2) == together[:3]
-    sharp = [request(each.prompt, 6, temperature=0.0) for each in many[:12]]
-    alone = [b"".join(generate(lm, each.prompt, 6, each.sampling, kv=kv)) for each in sharp]
+    sharp = [request(asked.prompt, 6, temperature=0.0) for asked in many[:12]]
+    alone = [b"".join(generate(lm, asked.prompt, 6, asked.sampling, kv=kv)) for asked in sharp]
     # roundings of bf16 decide a few
     assert sum(a[:1] == b[:1] for a, b in zip(texts_of(sharp, 12), alone, strict=True)) >= 8
 
@@ -230,13 +230,13 @@ def test_keys_and_values_have_the_requested_format(lm, kv, monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(batches, "Decoder", decoder)
-    asked = [request(each.prompt, each.length, temperature=0.0) for each in REQUESTS[:3]]
-    found = dict(generate_batch(lm, asked, kv=kv))
+    asked = [request(one.prompt, one.length, temperature=0.0) for one in REQUESTS[:3]]
+    texts_of = dict(generate_batch(lm, asked, kv=kv))
     together = dict(generate_batch(lm, asked[::-1], 2, kv=kv))
-    assert [found[index] for index in range(3)] == [together[2 - index] for index in range(3)]
-    for index, each in enumerate(asked):
-        alone = b"".join(generate(lm, each.prompt, each.length, each.sampling, kv=kv))
-        assert alone[:3] == found[index][:3]
+    assert [texts_of[index] for index in range(3)] == [together[2 - index] for index in range(3)]
+    for index, one in enumerate(asked):
+        alone = b"".join(generate(lm, one.prompt, one.length, one.sampling, kv=kv))
+        assert alone[:3] == texts_of[index][:3]
     assert made[0].cache.main.blocks[0].keys.codes.element_size() == 1
     assert lm.cache_format == CacheFormat()
 
@@ -252,10 +252,10 @@ def read(*lines: str) -> list[Request]:
 
 
 def test_lines_are_read_as_prompts_with_options():
-    found = read('{"prompt": "a"}', "", '"b"', '{"prompt": "c", "seed": 9, "length": 2}')
-    assert [each.prompt for each in found] == [b"a", b"b", b"c"]
-    assert [each.length for each in found] == [7, 7, 2]
-    assert [(each.sampling.seed, each.stream) for each in found] == [(3, 0), (3, 1), (9, 0)]
+    prompts = read('{"prompt": "a"}', "", '"b"', '{"prompt": "c", "seed": 9, "length": 2}')
+    assert [prompt.prompt for prompt in prompts] == [b"a", b"b", b"c"]
+    assert [prompt.length for prompt in prompts] == [7, 7, 2]
+    assert [(prompt.sampling.seed, prompt.stream) for prompt in prompts] == [(3, 0), (3, 1), (9, 0)]
     (one,) = read('{"prompt": "d", "temperature": 0, "top_k": 5, "top_p": 0.5}')
     assert one.sampling == Sampling(temperature=0, top_k=5, top_p=0.5, seed=3)
 

@@ -146,5 +146,5 @@ def test_logits_are_compared_in_float32_whatever_computed_them(tmp_path):
 
     logits = Coarse()(torch.zeros(1, 1))[0, 0].double()
     expected = float((torch.logsumexp(logits, 0) - logits[1:25]).mean())
-    found = mean_loss(Coarse(), make_text(tmp_path, bytes(range(25))), stride=6, batch=2)
-    assert found == pytest.approx(expected, rel=1e-6)
+    loss = mean_loss(Coarse(), make_text(tmp_path, bytes(range(25))), stride=6, batch=2)
+    assert loss == pytest.approx(expected, rel=1e-6)

@@ -101,7 +101,7 @@ def test_prompt_of_any_length_is_read_in_bounded_time_with_the_bits_of_all_of_it
     lm.initialise(0)
     text = bytes(n * n % 251 for n in range(120))
     monkeypatch.setattr(rotary, "ROWS_AT_ONCE", 8)  # rows that are not asked for are zeros
-    read, found = [], []
+    read, results = [], []
     lm.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].shape[1]))
     known = config.reach
     assert known == (window or 8) - 1 + (config.layers - 1) * 7
@@ -124,8 +124,8 @@ def test_prompt_of_any_length_is_read_in_bounded_time_with_the_bits_of_all_of_it
             cache = decoder.cache if texts == 1 else decoder.cache.texts[slot]
             parts = [part.clone() for part in cache.main.blocks[-1].tensors()]
             decoder.step(9)
-            found.append((number, parts, decoder.end(slot, 9)()))
-    (few, parts, made), (every, whole, wanted) = found
+            results.append((number, parts, decoder.end(slot, 9)()))
+    (few, parts, made), (every, whole, wanted) = results
     assert every == len(text) - 1
     assert few < 2 * (known + 2 * 8) < every
     assert made == wanted
@@ -218,7 +218,7 @@ def test_slot_without_a_text_is_refused(texts, device):
 
 def test_text_after_others_in_a_slot_is_that_of_a_new_decoder(device):
     """Whatever the last text was, where it stopped, and how its bytes were sampled."""
-    lm, found = model(device), {}
+    lm, first_texts = model(device), {}
     ways = {b"a": Sampling(seed=2), b"twelve bytes": GREEDY, b"ab": Sampling(top_k=3, seed=4)}
     for texts in (1, 2):
         with lm.prepared_weights():
@@ -229,7 +229,7 @@ def test_text_after_others_in_a_slot_is_that_of_a_new_decoder(device):
                     decoder.begin(prompt, sampling)
                     room = 24 - len(prompt)
                     made = b"".join(map(bytes, decoder.stream(room)))
-                    assert found.setdefault((texts, prompt), made) == made
+                    assert first_texts.setdefault((texts, prompt), made) == made
                 used.begin(prompt, sampling)
                 next(used.stream(9))
 
@@ -248,7 +248,7 @@ def test_empty_prompt_is_refused(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv", ["fp8", "int8"])
 def test_captured_step_in_eight_bits_gives_the_bits_of_an_eager_step(kv, device):
-    lm, found = model(device, dtype=torch.bfloat16, ctx=64), []
+    lm, results = model(device, dtype=torch.bfloat16, ctx=64), []
     with lm.prepared_weights():
         for capture in (False, True):
             with lm.cached_as(kv):
@@ -256,8 +256,8 @@ def test_captured_step_in_eight_bits_gives_the_bits_of_an_eager_step(kv, device)
             decoder.begin(b"0123456789" * 5, GREEDY)
             text = b"".join(decoder.stream(250))
             rings = [part for b in decoder.cache.main.blocks for part in b.tensors()]
-            found.append((text, [part.view(torch.int8) for part in rings]))
-    (text, eager), (same, captured) = found
+            results.append((text, [part.view(torch.int8) for part in rings]))
+    (text, eager), (same, captured) = results
     assert text == same
     assert all(map(torch.equal, eager, captured))
 

@@ -137,11 +137,11 @@ def answered(spec, device, group_size) -> list[Answered]:
 def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
     """Matrices of real sizes are worked on in parts, and no case of a test is that large."""
     for case in spec.cases(torch.device("cpu"), SCALE_TYPES["T6"]):
-        found = []
+        results = []
         for elements in (None, 1):
             with use_backend("torch"), chunks_of(elements):
-                found.append(as_tuple(spec.torch(*copies(case.inputs))))
-        for whole, parts in zip(*found, strict=True):
+                results.append(as_tuple(spec.torch(*copies(case.inputs))))
+        for whole, parts in zip(*results, strict=True):
             # as close as is asked for, though a peer would allow for more
             assert compare(spec, case.label, parts, whole, None).passed, case.label
 
@@ -153,12 +153,12 @@ def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
 )  # these have the references of `row_matmul`
 def test_reference_of_large_cases_is_the_reference(spec):
     for case in spec.cases(torch.device("cpu"), SCALE_TYPES["T6"]):
-        found = [
+        results = [
             as_tuple(run(*copies(case.inputs)))
             for run in (spec.reference, spec.large_reference)
             if not any(isinstance(x, torch.Tensor) and x.numel() == 0 for x in case.inputs)
         ]
-        for wanted, got in zip(*found, strict=True) if found else ():
+        for wanted, got in zip(*results, strict=True) if results else ():
             size = max(wanted.double().nan_to_num(0).abs().flatten().tolist(), default=0)
             close = {"rtol": 1e-9, "atol": 1e-9 * size}
             torch.testing.assert_close(got.double(), wanted.double(), **close, equal_nan=True)
@@ -179,8 +179,8 @@ def assert_triton_agrees(spec, label, inputs) -> None:
     with poisoned(), use_backend(BACKENDS[1]), watched(BACKENDS[1]):
         got = as_tuple(spec.triton(*copies(inputs)))
     for result, expected in zip(got, wanted, strict=True):
-        found = compare(spec, label, result, expected)
-        assert found.passed, found
+        compared = compare(spec, label, result, expected)
+        assert compared.passed, compared
 
 
 SEVERAL_TILES = {
@@ -467,8 +467,8 @@ def test_backend_of_a_cpu_in_bfloat16_is_off_by_its_rounding_only(name, backend)
         assert torch.bfloat16 in dtypes
         wanted = as_tuple(spec.reference(*copies(inputs)))
         with use_backend(backend):
-            found = as_tuple(spec.run(backend)(*copies(inputs)))
-        for got, expected in zip(found, wanted, strict=True):
+            results = as_tuple(spec.run(backend)(*copies(inputs)))
+        for got, expected in zip(results, wanted, strict=True):
             if not got.is_floating_point():
                 assert torch.equal(got.long(), expected.long())
             elif got.numel():

@@ -124,14 +124,14 @@ def test_product_of_parts_has_the_bits_of_that_of_their_average(device, monkeypa
     """Of a full part and one that is not, which is what the ring of a single text is left in."""
     lm = model(device, torch.bfloat16, dim=64, heads=1, layers=1, ctx=220)
     x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(2)).bfloat16().to(device)
-    found, attend, averaged = one_position(lm, x, 200), Ring.attend_in_parts, []
+    product, attend, averaged = one_position(lm, x, 200), Ring.attend_in_parts, []
 
     def average(*given):
         averaged.append(attend(*given).average())
         return averaged[-1].view(1, 1, -1)
 
     monkeypatch.setattr(Ring, "attend_in_parts", average)
-    assert torch.equal(one_position(lm, x, 200), found)
+    assert torch.equal(one_position(lm, x, 200), product)
     assert len(averaged) == 1
 
 

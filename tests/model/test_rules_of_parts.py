@@ -105,9 +105,9 @@ def test_part_within_a_part_may_go_back_to_the_rule_of_the_model():
     config = with_rule(config, ["stages", "0", "memories", "iterated"], "moment")
     before, after = trained(graph_config()), trained(config)
     for name, tensor in after.items():
-        own = name.startswith(("codebook.", "knowledge."))
-        assert tensor.rule.name == ("nibble" if own else "moment")
-        assert (tensor.lr_factor == before[name].lr_factor) == (not own)
+        in_memories = name.startswith(("codebook.", "knowledge."))
+        assert tensor.rule.name == ("nibble" if in_memories else "moment")
+        assert (tensor.lr_factor == before[name].lr_factor) == (not in_memories)
 
 
 def test_configuration_of_before_has_parts_of_the_models_rule():
@@ -139,11 +139,11 @@ def test_options_give_parts_of_blocks_a_rule():
     assert assembled(preset("tiny", **TINY), attention_rule="carry", mlp_rule="nibble") == config
     assert assembled(config, mlp_rule="moment").rules == ("moment", "carry")
     read = attrgetter("kind", "rule")
-    found = {read(part) for part in every_part(CHUNKED.stages) if part.kind != "chunking"}
-    assert found == {("attention", None), ("mlp", None)}
+    rules = {read(part) for part in every_part(CHUNKED.stages) if part.kind != "chunking"}
+    assert rules == {("attention", None), ("mlp", None)}
     chunked = assembled(CHUNKED, mlp_rule="nibble")
-    found = {read(part) for part in every_part(chunked.stages) if part.kind != "chunking"}
-    assert found == {("attention", None), ("mlp", "nibble")}
+    rules = {read(part) for part in every_part(chunked.stages) if part.kind != "chunking"}
+    assert rules == {("attention", None), ("mlp", "nibble")}
     without_mlps = preset("hnet-tiny", outer_blocks="mamba", mlp_rule="nibble")
     assert {block.channel for block in without_mlps.stages[0].before} == {None}
     bare = StageConfig(dim=32, blocks=(BlockConfig(mixer=AttentionConfig(heads=2)),))

@@ -86,7 +86,7 @@ def test_divergence_of_documents_counts_learnt_positions(vocabulary):
     ids, targets, ignored = batch_of(vocabulary)
     documents = torch.tensor([0] * 4 + [1] * 6).expand(3, CTX)
     with use_backend("torch"), torch.no_grad():
-        found = student.losses(
+        divergence = student.losses(
             ids, targets.masked_fill(ignored, -1), documents.contiguous(), teacher=teacher
         )["teacher"]
         logits = [
@@ -95,7 +95,7 @@ def test_divergence_of_documents_counts_learnt_positions(vocabulary):
         ]
     of_student, of_teacher = (part.log_softmax(-1) for part in logits)
     wanted = (of_teacher.exp() * (of_teacher - of_student)).sum(-1)[~ignored].mean()
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(divergence.double(), wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.fixture(scope="module")

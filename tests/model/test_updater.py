@@ -64,8 +64,8 @@ def test_parameters_of_steps_are_those_of_one_python_number_at_a_time(accumulati
     ((factor, radix, *_),) = updater._paces
     steps = range(2**20 - 3, 2**20 + 60)
     rates = [0.0, *torch.logspace(-9, 1.2, len(steps) - 1, dtype=torch.float64).tolist()]
-    found = updater.step_parameters(steps, rates, accumulation)
-    for step, lr, parameters in zip(steps, rates, found, strict=True):
+    parameters_of_steps = updater.step_parameters(steps, rates, accumulation)
+    for step, lr, parameters in zip(steps, rates, parameters_of_steps, strict=True):
         updater.begin_step(parameters, accumulation)
         size = lr * factor * radix * STEP_OF_RADIX
         limit = min(round(4 * size * 2**16), 2**30)
@@ -192,8 +192,8 @@ def iterated(grad: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found - expected).norm() / expected.norm()).item()
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((result - expected).norm() / expected.norm()).item()
 
 
 def count_grams(monkeypatch) -> list[torch.Size]:
@@ -206,9 +206,9 @@ def count_grams(monkeypatch) -> list[torch.Size]:
 def test_newton_schulz_is_the_iteration(shape, composed, device, monkeypatch):
     grams = count_grams(monkeypatch)
     grad = gradient(device, shape=shape)
-    found = newton_schulz(grad, torch.float32)
-    assert found.shape == grad.shape
-    assert relative_error(found, iterated(grad)) < 1e-4
+    polar = newton_schulz(grad, torch.float32)
+    assert polar.shape == grad.shape
+    assert relative_error(polar, iterated(grad)) < 1e-4
     runs = orthogonal.RUNS
     assert len(grams) == (len(runs) if composed and shape != (30, 45) else sum(runs))
 
@@ -221,9 +221,9 @@ def test_direction_on_a_cpu_is_the_nearest_rational_function(shape, dtype):
     values = values / (values**4).sum(-1, keepdim=True) ** 0.25
     (w, *weights), shifts = orthogonal.POLAR_WEIGHTS, orthogonal.SHIFTS
     factor = w + sum(of / (values**2 + c) for of, c in zip(weights, shifts, strict=True))
-    found = orthogonalise(grad, torch.bfloat16)
-    assert found.dtype == torch.float32
-    assert relative_error(found, left * (values * factor)[..., None, :] @ right) < 1e-3
+    polar = orthogonalise(grad, torch.bfloat16)
+    assert polar.dtype == torch.float32
+    assert relative_error(polar, left * (values * factor)[..., None, :] @ right) < 1e-3
 
 
 SPECTRA = {
@@ -240,8 +240,8 @@ def test_no_spectrum_is_too_uneven_for_inverses(spectrum):
     rows, columns = (
         torch.linalg.qr(gradient("cpu", seed, (size, n)))[0] for seed, size in enumerate((n, m))
     )
-    found = near_polar(rows * SPECTRA[spectrum](n) @ columns.T)
-    assert torch.linalg.matrix_norm(found, 2) < 1.2
+    polar = near_polar(rows * SPECTRA[spectrum](n) @ columns.T)
+    assert torch.linalg.matrix_norm(polar, 2) < 1.2
 
 
 @pytest.mark.parametrize(
@@ -261,10 +261,10 @@ def test_composed_steps_in_bf16_lose_no_more_than_single_steps(
     errors, expected = {}, iterated(grad)
     for least in (0, 2**62):
         set_least_products(monkeypatch, least)
-        found = newton_schulz(grad, torch.bfloat16).double()
-        assert found.isfinite().all()
-        assert torch.linalg.matrix_norm(found, 2) < 1.3
-        errors[least] = (found - expected).norm() / expected.norm().clamp(min=1)
+        polar = newton_schulz(grad, torch.bfloat16).double()
+        assert polar.isfinite().all()
+        assert torch.linalg.matrix_norm(polar, 2) < 1.3
+        errors[least] = (polar - expected).norm() / expected.norm().clamp(min=1)
     assert errors[0] <= 1.1 * errors[2**62] + 0.01
 
 
@@ -331,9 +331,9 @@ def test_micro_batches_weigh_by_their_counts(rule, kind, counts, monkeypatch):
         assert moved.item() == pytest.approx(32 / 16 * (shares[0] - shares[1]), abs=0.1)
     elif kind == "whole":
         units = tensor.rule.blend_units
-        found = tensor.rule.digits(state(tensor))["moment"][0].float().mean()
+        moment_digits = tensor.rule.digits(state(tensor))["moment"][0].float().mean()
         wanted = units * (shares[0] - shares[1])
-        assert found.item() == pytest.approx(wanted, abs=0.12)
+        assert moment_digits.item() == pytest.approx(wanted, abs=0.12)
         assert len(sizes) == 1
     else:  # a step of its own for each gradient, as long as its share
         whole = sum(sizes[::EXPERTS]) if len(sizes) > 2 else sum(sizes)
@@ -499,7 +499,7 @@ def test_rows_and_stacked_matrices_step_by_a_share_with_every_micro_batch(rule):
 )
 def test_slopes_of_all_of_a_loss_move_scales_as_its_gradient_does(kind, parts):
     """Found beforehand, for the matrices of a stack and for rows of a table, each its own."""
-    found = []
+    states = []
     for routed in (False, True):
         tensor, updater, _ = (stack_of if kind == "stack" else table_of)("moment", "sign")
         if kind == "stack":
@@ -517,9 +517,9 @@ def test_slopes_of_all_of_a_loss_move_scales_as_its_gradient_does(kind, parts):
             assert all(torch.equal(part, before[name]) for name, part in state(tensor).items())
         for grad, where in given:
             updater(tensor, grad, where)
-        found.append(state(tensor))
-        assert not torch.equal(found[-1]["fraction"], before["fraction"])
-    assert all(torch.equal(part, found[1][name]) for name, part in found[0].items())
+        states.append(state(tensor))
+        assert not torch.equal(states[-1]["fraction"], before["fraction"])
+    assert all(torch.equal(part, states[1][name]) for name, part in states[0].items())
 
 
 def test_scales_without_a_slope_stay():
@@ -641,23 +641,23 @@ def test_stacked_matrices_are_orthogonalised_as_each_alone(dtype, device):
     shapes = ((24, 40), (40, 24), (24, 40), (24, 24), (24, 40))
     grads = [gradient(device, index, shape) for index, shape in enumerate(shapes)]
     grads[1:] = [grad.bfloat16() for grad in grads[1:]]  # as of an embedding and of linear layers
-    for grad, found in zip(grads, orthogonal.orthogonalise_stacked(grads, dtype), strict=True):
+    for grad, polar in zip(grads, orthogonal.orthogonalise_stacked(grads, dtype), strict=True):
         alone = orthogonal.newton_schulz(grad, dtype)
-        assert found.shape == grad.shape
-        assert found.dtype == dtype
+        assert polar.shape == grad.shape
+        assert polar.dtype == dtype
         # the matrix library may choose another algorithm for a stack
         close = 1e-4 if dtype == torch.float32 else 0.1
-        assert (found - alone).float().norm() <= close
+        assert (polar - alone).float().norm() <= close
 
 
 @pytest.mark.gpu
 def test_shared_polynomials_have_the_bits_of_their_stacks(device, monkeypatch):
     shapes = ((768, 256), (256, 256), (1408, 256), (256, 704)) * 4
     grads = [gradient(device, index, shape).bfloat16() for index, shape in enumerate(shapes)]
-    found = [orthogonal.orthogonalise_stacked(grads, torch.bfloat16)]
+    stacks = [orthogonal.orthogonalise_stacked(grads, torch.bfloat16)]
     monkeypatch.setattr(orthogonal, "shares_polynomial", lambda stack: False)
-    found.append(orthogonal.orthogonalise_stacked(grads, torch.bfloat16))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    stacks.append(orthogonal.orthogonalise_stacked(grads, torch.bfloat16))
+    assert all(torch.equal(one, other) for one, other in zip(*stacks, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -667,10 +667,10 @@ def test_moments_are_orthogonalised_as_the_floats_that_they_equal(dtype, device)
     squares = [moment.long().square().sum() for moment in moments]
     floats = [moment.to(dtype) for moment in moments]
     for of in (orthogonal.orthogonalise_stacked, orthogonal.DIRECTION.values_of):
-        for found, wanted in zip(of(moments, dtype, squares), of(floats, dtype), strict=True):
+        for polar, wanted in zip(of(moments, dtype, squares), of(floats, dtype), strict=True):
             close = 1e-5 if dtype == torch.float32 else 0  # norms that float32 sums in other orders
-            torch.testing.assert_close(found, wanted, rtol=0, atol=close)
-            assert found.is_contiguous()
+            torch.testing.assert_close(polar, wanted, rtol=0, atol=close)
+            assert polar.is_contiguous()
 
 
 @pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
@@ -690,7 +690,7 @@ def test_chunks_of_a_head_step_as_matrices_of_their_own(rule, direction, device,
     for index, tensor in enumerate(alone):
         for name, part in head.matrix(index).items():
             getattr(tensor, name).copy_(part)
-    together, apart = (Updater(each, seed=3, dtype=torch.float32) for each in ([head], alone))
+    together, apart = (Updater(tensors, seed=3, dtype=torch.float32) for tensors in ([head], alone))
     for step in range(2):
         for updater in (together, apart):
             updater.set_step(step, 1.0, 2)

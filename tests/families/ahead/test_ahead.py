@@ -61,6 +61,6 @@ def test_positions_one_by_one_equal_all_at_once():
         x = torch.randn(2, 12, 24, generator=torch.Generator().manual_seed(3))
         whole = lm.ahead(x, ids)
         for t in range(12):
-            each = lm.ahead(x[:, t : t + 1], ids[:, t : t + 1])
-            for part, single in zip(whole, each, strict=True):
+            position = lm.ahead(x[:, t : t + 1], ids[:, t : t + 1])
+            for part, single in zip(whole, position, strict=True):
                 torch.testing.assert_close(part[:, t : t + 1], single)

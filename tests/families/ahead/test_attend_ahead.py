@@ -30,7 +30,7 @@ def drawn(rows, window, position, device, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize(
-    ("backend", "each"), [(KERNELS, 1), (KERNELS, 3), (KERNELS, None), ("torch", None)]
+    ("backend", "rows_of_program"), [(KERNELS, 1), (KERNELS, 3), (KERNELS, None), ("torch", None)]
 )
 @pytest.mark.parametrize(
     ("rows", "window", "position", "most"),
@@ -40,21 +40,25 @@ def drawn(rows, window, position, device, dtype=torch.bfloat16):
     ],
 )
 def test_each_byte_has_the_bits_that_it_has_alone(
-    rows, window, position, most, backend, each, monkeypatch, device
+    rows, window, position, most, backend, rows_of_program, monkeypatch, device
 ):
     """A product makes the average of a single byte, so products are compared."""
     qkv, keys, values, new, at, *table = drawn(rows, window, position, device)
     before, others = (keys.clone(), values.clone()), (*table, 1e-6, most)
     weight = prepack(random_packed(40, 128, 32, torch.Generator()).to(device), gated=False)
-    if each is not None:
-        monkeypatch.setattr(of_several, "rows_of_program", lambda *_, **__: min(each, rows))
+    if rows_of_program is not None:
+        monkeypatch.setattr(
+            of_several, "rows_of_program", lambda *_, **__: min(rows_of_program, rows)
+        )
     with use_backend(backend):
-        found = attend_ahead(qkv, keys, values, new, at, *others)
+        attended = attend_ahead(qkv, keys, values, new, at, *others)
         assert torch.equal(keys, before[0])
         assert torch.equal(values, before[1])
         for row in range(rows):
             alone = attend_parts(qkv[row], *before, at + row, *others)
-            assert torch.equal(row_matmul(found[row : row + 1], weight), row_matmul(alone, weight))
+            assert torch.equal(
+                row_matmul(attended[row : row + 1], weight), row_matmul(alone, weight)
+            )
     slots = (position + torch.arange(rows, device=device)) % window
     for ring, stored in zip(before, new, strict=True):
         assert torch.equal(ring[:, slots].transpose(0, 1), stored)

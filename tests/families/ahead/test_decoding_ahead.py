@@ -86,7 +86,7 @@ def test_a_head_whose_losses_are_computed_in_chunks_is_not_decoded_ahead(tied):
 def test_stacks_of_a_chunked_model_are_decoded_apart(device, backend):
     sizes = SIZES | {"layers": 2, "outer_dim": (8,), "outer_heads": (2,), "outer_ffn": (8,)}
     config = preset("hnet-base", **sizes | {"ctx": 96, "window": 16})
-    found = []
+    gradients = []
     for decodes_ahead in (True, False):
         with torch.device(device):
             model = LanguageModel(config, torch.float32, recompute=True)
@@ -98,9 +98,9 @@ def test_stacks_of_a_chunked_model_are_decoded_apart(device, backend):
             for weight in weights:
                 weight.decodes_ahead &= decodes_ahead
         assert not model.head.weight.decodes_ahead
-        found.append(step(model, device))
-    for name in found[0]:
-        assert torch.equal(found[0][name], found[1][name]), name
+        gradients.append(step(model, device))
+    for name in gradients[0]:
+        assert torch.equal(gradients[0][name], gradients[1][name]), name
 
 
 def test_decoded_weights_are_not_used_after_a_change(device, backend):

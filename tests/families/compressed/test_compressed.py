@@ -120,8 +120,8 @@ def test_choice_of_all_entries_is_dense_attention_bit_by_bit(small_compressed):
     with torch.no_grad():
         assert torch.equal(chosen(text()), dense(text()))
         for lengths in PARTS.values():
-            found, wanted = (in_parts(lm, text(1), lengths) for lm in (chosen, dense))
-            assert torch.equal(found, wanted)
+            logits, wanted = (in_parts(lm, text(1), lengths) for lm in (chosen, dense))
+            assert torch.equal(logits, wanted)
         difference = (few(text()) - dense(text())).abs().amax(dim=(0, 2))
     assert difference[-1] > 1e-3 > 1e-5 > difference[:-1].max()
     losses, grads = zip(*(text_gradients(lm) for lm in (chosen, dense)), strict=True)
@@ -131,13 +131,13 @@ def test_choice_of_all_entries_is_dense_attention_bit_by_bit(small_compressed):
 
 def text_gradients(lm) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Find the loss of a text, and its gradients by weight."""
-    found: dict[str, torch.Tensor] = {}
+    gradients: dict[str, torch.Tensor] = {}
     for name, weight in lm.weights().items():
-        weight.sink = lambda _tensor, grad, *_, name=name: found.update({name: grad})
+        weight.sink = lambda _tensor, grad, *_, name=name: gradients.update({name: grad})
     lm.forget_uses()
     loss = lm.losses(text(), text())["text"]
     loss.backward()
-    return loss.detach(), found
+    return loss.detach(), gradients
 
 
 def test_indexer_of_eight_bits_chooses_by_rounded_numbers(small_compressed):
@@ -151,12 +151,12 @@ def test_indexer_of_eight_bits_chooses_by_rounded_numbers(small_compressed):
     w = torch.ones(1, 40, 2)
     rounded = [part.to(torch.float8_e4m3fn).float() for part in (q, keys)]
     assert indexer.fp8
-    found = indexer.choose(q, w, keys, 1, 99)
-    assert torch.equal(found, choose_entries(rounded[0], w, rounded[1], 1, 99, 2))
-    assert not torch.equal(found, choose_entries(q, w, keys, 1, 99, 2))
+    choice = indexer.choose(q, w, keys, 1, 99)
+    assert torch.equal(choice, choose_entries(rounded[0], w, rounded[1], 1, 99, 2))
+    assert not torch.equal(choice, choose_entries(q, w, keys, 1, 99, 2))
     indexer.fp8 = False
-    found = indexer.choose(q, w, keys, 1, 99, in_eight_bits=True)
-    assert torch.equal(found, choose_entries(q, w, rounded[1], 1, 99, 2))
+    choice = indexer.choose(q, w, keys, 1, 99, in_eight_bits=True)
+    assert torch.equal(choice, choose_entries(q, w, rounded[1], 1, 99, 2))
     assert lm(text(1)).isfinite().all()
 
 
@@ -188,16 +188,16 @@ def test_indexer_learns_from_the_divergence_and_nothing_else_does(small_compress
     seen: dict[str, float] = {}
     for name, weight in lm.weights().items():
         weight.sink = lambda _tensor, grad, *_, name=name: seen.update({name: float(grad.norm())})
-    found = {}
+    trained = {}
     for part in ("text", "indexer"):
         seen.clear()
         lm.forget_uses()
         lm.losses(ids, ids)[part].backward()
-        found[part] = {name for name, norm in seen.items() if norm > 0}
+        trained[part] = {name for name, norm in seen.items() if norm > 0}
     indexers = {name for name in lm.weights() if ".indexer." in name}
     assert indexers
-    assert found["indexer"] == indexers
-    assert found["text"] == {n for n, w in lm.weights().items() if not w.frozen} - indexers
+    assert trained["indexer"] == indexers
+    assert trained["text"] == {n for n, w in lm.weights().items() if not w.frozen} - indexers
 
 
 def test_options_agree_with_their_reference(small_compressed, device):
@@ -267,9 +267,11 @@ def test_entry_of_means_is_the_mean_of_its_bytes(small_compressed):
     layer = lm.blocks[0].attention
     values = torch.randn(1, 2, 3, layer.kv)
     with torch.no_grad():
-        found = layer.compress(values, torch.zeros_like(values))
+        entries = layer.compress(values, torch.zeros_like(values))
     mean = values.mean(dim=2).unflatten(-1, (layer.kv_heads, -1))
-    torch.testing.assert_close(found, torch.nn.functional.rms_norm(mean, mean.shape[-1:], eps=1e-6))
+    torch.testing.assert_close(
+        entries, torch.nn.functional.rms_norm(mean, mean.shape[-1:], eps=1e-6)
+    )
     assert layer.projection.weight.out_features == layer.inner + 2 * layer.kv
 
 

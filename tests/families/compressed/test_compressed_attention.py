@@ -46,8 +46,8 @@ def test_wide_heads_are_shared_among_programs(device):
         (compressed_attention_verification, given[3:]),
         (compressed_attention_backward_verification, given),
     ):
-        for found, wanted in zip(spec.triton(*inputs), spec.torch(*inputs), strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        for result, wanted in zip(spec.triton(*inputs), spec.torch(*inputs), strict=True):
+            torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
 
 
 @needs_triton
@@ -74,12 +74,12 @@ def test_slots_that_are_not_filled_may_hold_no_numbers(backend, device):
         inputs = [*copies(case.inputs)]
         opened, position = inputs[3], inputs[5]
         texts = position.dim() > 0
-        for each, at in zip(opened if texts else opened[None], position.reshape(-1), strict=True):
-            each[:, int(at) % each.shape[1] + 1 :] = torch.nan
+        for slots, at in zip(opened if texts else opened[None], position.reshape(-1), strict=True):
+            slots[:, int(at) % slots.shape[1] + 1 :] = torch.nan
         with use_backend(backend):
             wanted = append_position_verification.run(backend)(*copies(case.inputs))
-            found = append_position_verification.run(backend)(*inputs)
-        for got, expected in zip(found[:3], wanted[:3], strict=True):
+            results = append_position_verification.run(backend)(*inputs)
+        for got, expected in zip(results[:3], wanted[:3], strict=True):
             assert torch.equal(got, expected)
 
 
@@ -92,8 +92,8 @@ def test_a_long_choice_among_equal_scores_is_that_of_the_reference(dtype):
     with use_backend("torch"):
         got = choose_next_verification.torch(*copies(inputs))
     for result, expected in zip(got, wanted, strict=True):
-        found = compare(choose_next_verification, "", result, expected)
-        assert found.unequal == 0, found
+        compared = compare(choose_next_verification, "", result, expected)
+        assert compared.unequal == 0, compared
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="barriers are told by the interpreter alone")

@@ -30,8 +30,8 @@ def softmax_in_float64(inputs: tuple, places: torch.Tensor) -> torch.Tensor:
     turn = torch.complex(cos[places].double(), sin[places].double())[:, None]
 
     def rotated(v: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-        found = torch.complex(*v.chunk(2, dim=-1)) * by
-        return torch.cat((found.real, found.imag), dim=-1)
+        turned = torch.complex(*v.chunk(2, dim=-1)) * by
+        return torch.cat((turned.real, turned.imag), dim=-1)
 
     q = x[:, places]
     q = rotated(q / (q.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt(), turn)

@@ -79,12 +79,12 @@ def test_clamp_has_no_gradient_beyond_its_bounds():
 def test_hashed_experts_are_those_of_the_reference(number, top_k):
     config = config_of(experts=number, moe_top_k=top_k)
     ids = text(rows=3, length=9)
-    found = hashed_experts(ngram_keys(ids), number, top_k)
+    hashed = hashed_experts(ngram_keys(ids), number, top_k)
     wanted = [chosen for row in ids for chosen in experts_by_hash(reading(config, ids=row))]
-    assert found.tolist() == wanted
+    assert hashed.tolist() == wanted
     assert all(len(set(row)) == top_k for row in wanted)
     later = hashed_experts(Reading.of_text(ids, 4).grams, number, top_k)  # the last of a text
-    assert torch.equal(later.view(3, 4, -1), found.view(3, 9, -1)[:, -4:])
+    assert torch.equal(later.view(3, 4, -1), hashed.view(3, 9, -1)[:, -4:])
 
 
 def new_gate(top_k: int) -> Gate:
@@ -120,15 +120,18 @@ def test_balance_moves_against_the_load():
 @pytest.mark.parametrize("name", ["norm", "sub_norm"])
 def test_rows_of_several_texts_are_normalised_few_at_a_time(name, monkeypatch):
     """With more at once, a program has other threads for a row, whose sums have other orders."""
-    own, seen = initialised(Experts(ExpertsConfig(experts=4, width=7, top_k=3), site(), 40)), []
+    experts_of_rows, seen = (
+        initialised(Experts(ExpertsConfig(experts=4, width=7, top_k=3), site(), 40)),
+        [],
+    )
 
     def note(x):
         seen.append(len(x))
         return x[:, : 40 if name == "norm" else 7]
 
     if name == "sub_norm":
-        monkeypatch.setattr(own.sub_norm, "forward", note)
-    own.step_texts(normal(9, 1, 40), note if name == "norm" else lambda x: x, None)
+        monkeypatch.setattr(experts_of_rows.sub_norm, "forward", note)
+    experts_of_rows.step_texts(normal(9, 1, 40), note if name == "norm" else lambda x: x, None)
     assert (sum(seen), max(seen)) == (27, FEW_ROWS)
 
 

@@ -81,8 +81,8 @@ def test_copy_engine_loads_the_same(spec, device):
         pytest.skip("the GPU decides")
     for case in spec.cases(device, 32):
         with compile_for((9, 0)):
-            found = spec.triton(*copies(case.inputs))
-        result = compare(spec, case.label, found, spec.reference(*copies(case.inputs)))
+            product = spec.triton(*copies(case.inputs))
+        result = compare(spec, case.label, product, spec.reference(*copies(case.inputs)))
         assert result.passed, result
 
 

@@ -89,14 +89,14 @@ def test_cached_logits_equal_those_of_the_whole_text(name, in_windows):
 def assert_twin_agrees_with_the_reference(lm: LanguageModel, *others: str) -> None:
     """Compare the losses of a baseline, `text`, `ponder` and others, and every gradient."""
     ids = text(2, 9)
-    own = {
+    leaves = {
         name: part.weight(torch.float32).detach().double().requires_grad_()
         for name, part in lm.weights().items()
     }
     losses = lm.losses(ids[:, :-1], ids[:, 1:])
     minimised(losses, lm.loss_weights).backward()
     memories = dict(lm.named_buffers())
-    logits, besides = reference_model(own, lm.config, ids[:, :-1], memories=memories)
+    logits, besides = reference_model(leaves, lm.config, ids[:, :-1], memories=memories)
     of_text = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     wanted = {"text": of_text} | besides
     minimised(wanted, lm.loss_weights).backward()
@@ -104,8 +104,8 @@ def assert_twin_agrees_with_the_reference(lm: LanguageModel, *others: str) -> No
     for name, loss in losses.items():
         torch.testing.assert_close(loss.double(), wanted[name], **CLOSE)
     for name, part in lm.weights().items():
-        assert own[name].grad.any(), name
-        torch.testing.assert_close(part.latent.grad.double(), own[name].grad, **CLOSE, msg=name)
+        assert leaves[name].grad.any(), name
+        torch.testing.assert_close(part.latent.grad.double(), leaves[name].grad, **CLOSE, msg=name)
 
 
 @pytest.mark.parametrize(("weights", "search"), [("ste", "keys"), ("float", "nearest")])

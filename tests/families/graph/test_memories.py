@@ -98,17 +98,17 @@ def sequencer_reference(w, ids):
 def test_ngrams_are_hashed_as_python_integers_are(rows):
     ids = torch.randint(0, 256, (3, 9), generator=torch.Generator().manual_seed(0))
     ids[0, :4], ids[1] = torch.tensor([0, 255, 0, 255]), 0
-    found = ngram_ids(ids, rows, (2, 3, 4, 6))
+    hashed = ngram_ids(ids, rows, (2, 3, 4, 6))
     for index, order in enumerate((2, 3, 4, 6)):
         expected = [
             [ngram_row(history, rows) for history in ngrams(row, order)] for row in ids.tolist()
         ]
-        assert found[..., index].tolist() == expected
+        assert hashed[..., index].tolist() == expected
 
 
 def test_ngram_that_begins_before_the_text_has_no_row():
-    found = ngram_ids(text(1, 5), 64, ORDERS)[0]
-    assert (found < 0).tolist() == [[i + 1 < order for order in ORDERS] for i in range(5)]
+    hashed = ngram_ids(text(1, 5), 64, ORDERS)[0]
+    assert (hashed < 0).tolist() == [[i + 1 < order for order in ORDERS] for i in range(5)]
 
 
 def test_features_and_gradients_equal_autograd():

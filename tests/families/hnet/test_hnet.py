@@ -176,7 +176,7 @@ def test_ratio_loss_counts_positions_that_there_are():
     wanted = ratio_loss(there, 3, None)
     f, g = float(begins[valid].double().mean()), float(p.detach()[valid].double().mean())
     assert loss.item() == pytest.approx(3 / 2 * (2 * f * g + (1 - f) * (1 - g)))
-    grads = [torch.autograd.grad(each, p)[0] for each in (loss, wanted)]
+    grads = [torch.autograd.grad(value, p)[0] for value in (loss, wanted)]
     torch.testing.assert_close(*grads)
     assert not grads[0][~valid].any()
 

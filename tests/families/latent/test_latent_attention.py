@@ -31,8 +31,11 @@ class Normalised(nn.Module):
 
     def __init__(self, config=CONFIG, **at) -> None:
         super().__init__()
-        own = site(**at)
-        self.attention, self.before = LatentAttention(config, own), TernaryRMSNorm(own.dim, own)
+        place = site(**at)
+        self.attention, self.before = (
+            LatentAttention(config, place),
+            TernaryRMSNorm(place.dim, place),
+        )
         initialised(self)
 
     def forward(self, x, past=None) -> torch.Tensor:
@@ -41,10 +44,10 @@ class Normalised(nn.Module):
 
 def reference(config=CONFIG, **at):
     def run(w, x):
-        own = {name.removeprefix("attention."): weight for name, weight in w.items()}
+        weights = {name.removeprefix("attention."): weight for name, weight in w.items()}
         normal = norm(x, w["before"])
         read = reading(config, **at)
-        return torch.stack([latent_attention(own, row, row, read) for row in normal])
+        return torch.stack([latent_attention(weights, row, row, read) for row in normal])
 
     return run
 
@@ -59,11 +62,11 @@ def new_track(part, positions=LENGTH, stored=None) -> Track:
 @torch.no_grad()
 def in_parts(part, x, lengths, track) -> torch.Tensor:
     """Read (1, T, D) after the past of a track."""
-    found = []
-    for each in x.split(lengths, dim=1):
-        with track.clock.reading(each.shape[1]):
-            found.append(part(each, track.blocks[0]))
-    return torch.cat(found, dim=1)
+    outputs = []
+    for piece in x.split(lengths, dim=1):
+        with track.clock.reading(piece.shape[1]):
+            outputs.append(part(piece, track.blocks[0]))
+    return torch.cat(outputs, dim=1)
 
 
 def check(part, x, lengths, track) -> None:
@@ -85,9 +88,9 @@ def test_values_begin_where_a_gpu_can_read_them(rotary, monkeypatch):
     monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
     part(normal(2, 7, 32).bfloat16())
     assert len(given) == 3
-    for each in given:
-        assert each.data_ptr() % 16 == 0
-        assert [stride * each.itemsize % 16 for stride in each.stride()[:-1]] == [0, 0, 0]
+    for tensor in given:
+        assert tensor.data_ptr() % 16 == 0
+        assert [stride * tensor.itemsize % 16 for stride in tensor.stride()[:-1]] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("name", PARTS)

@@ -80,14 +80,14 @@ def toy() -> tuple[LanguageModel, dict[tuple[int, ...], torch.Tensor]]:
     )
     lm = Subject("toy", config, 1, torch.float32, torch.device("cpu"), "torch").build()
     weights = {name: reference_weight(tensor) for name, tensor in lm.weights().items()}
-    found = {}
+    known = {}
     for count in range(1, LENGTH + 1):
         for places in itertools.combinations(range(LENGTH), count):
             ids = TEXTS.index_fill(1, torch.tensor(places), SYMBOLS)
             kinds, index = ids.unique(dim=0, return_inverse=True)
             logits, _ = Reference(weights, config)(kinds)
-            found[places] = logits.log_softmax(dim=-1)[index]
-    return lm, found
+            known[places] = logits.log_softmax(dim=-1)[index]
+    return lm, known
 
 
 def share_of(count: int) -> float:
@@ -113,15 +113,15 @@ def test_bound_is_that_of_all_that_can_be_hidden(tmp_path, monkeypatch):
     path = tmp_path / "texts"
     path.write_bytes(bytes([0, *TEXTS.flatten().tolist()]))
     draws = 32
-    found = mean_loss(lm, Text([path]), stride=LENGTH, batch=256, draws=draws)
+    bound = mean_loss(lm, Text([path]), stride=LENGTH, batch=256, draws=draws)
     error = float((second - exact**2).mean() / (256 * draws)) ** 0.5  # of draws that know nothing
     assert error < 0.01 * float(exact.mean())
-    assert abs(found - float(exact.mean())) < 4 * error
+    assert abs(bound - float(exact.mean())) < 4 * error
     hidden = mock.Mock(side_effect=masking.hide)
     monkeypatch.setattr(masking, "hide", hidden)
     again = mean_loss(lm, Text([path]), stride=LENGTH, batch=100, draws=draws)
     assert [call.kwargs["step"] for call in hidden.call_args_list] == [*range(256)]
-    assert again == pytest.approx(found, rel=1e-5)  # the draws belong to windows
+    assert again == pytest.approx(bound, rel=1e-5)  # the draws belong to windows
 
 
 def test_texts_are_drawn_from_the_distribution_of_the_model():

@@ -315,26 +315,26 @@ def test_losses_are_summed_by_kind_of_byte(cuts, tmp_path, device):
     places = [i for _, start, stop in text.pieces for i in range(start, stop)]
     begin, end = kinds.index("p"), len(kinds) - kinds[::-1].index("p")
     whole = any(start <= begin and end <= stop for _, start, stop in text.pieces)
-    found = {kind.kind: kind for kind in losses.report()}
+    reports = {kind.kind: kind for kind in losses.report()}
     for letter, name in {"t": "text", "s": "sound", "p": "picture"}.items():
         chosen = [
             j for j, i in enumerate(places)
             if kinds[i] == letter or (letter == "t" and kinds[i] == "p" and not whole)
         ]  # fmt: skip
         if not chosen or (letter == "p" and not whole):
-            assert name not in found
+            assert name not in reports
             continue
-        assert found[name].bytes == len(chosen)
+        assert reports[name].bytes == len(chosen)
         total = float(costs[chosen].sum())
-        assert found[name].nats_per_byte * len(chosen) == pytest.approx(total, rel=1e-12)
+        assert reports[name].nats_per_byte * len(chosen) == pytest.approx(total, rel=1e-12)
     if not cuts:
-        assert found["sound"].units == 100
-        assert found["picture"].units == 20
+        assert reports["sound"].units == 100
+        assert reports["picture"].units == 20
         per = 8 * sound.flac_bytes(samples, 8000) / 100
-        assert found["sound"].peer_bits_per_unit == {"FLAC": per}
-        assert found["picture"].peer_bits_per_unit.keys() == {"PNG", "WebP"}
-        bits = found["picture"].nats_per_byte * found["picture"].bytes / math.log(2) / 20
-        assert found["picture"].bits_per_unit == pytest.approx(bits)
+        assert reports["sound"].peer_bits_per_unit == {"FLAC": per}
+        assert reports["picture"].peer_bits_per_unit.keys() == {"PNG", "WebP"}
+        bits = reports["picture"].nats_per_byte * reports["picture"].bytes / math.log(2) / 20
+        assert reports["picture"].bits_per_unit == pytest.approx(bits)
 
 
 def test_no_training_text_has_the_held_out_text_of_a_benchmark(tmp_path, monkeypatch, capsys):

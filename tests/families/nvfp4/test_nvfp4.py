@@ -116,6 +116,6 @@ def test_hardware_of_such_products_is_taken_where_it_is(transposed, monkeypatch)
     )
     monkeypatch.setattr(scaled_nvfp4, "uses_triton", lambda _: True)
     monkeypatch.setattr(scaled_nvfp4, "encode_nvfp4", encoded)
-    found = nvfp4_product(x, layer.weight.packed, transposed=transposed)
-    torch.testing.assert_close(found, emulated, rtol=1e-5, atol=1e-5)
+    product = nvfp4_product(x, layer.weight.packed, transposed=transposed)
+    torch.testing.assert_close(product, emulated, rtol=1e-5, atol=1e-5)
     assert asked == [tuple(x.shape), (48, 32) if transposed else (32, 48)]

@@ -37,8 +37,8 @@ def ballot(rows: int, columns: int, most_votes: int, device) -> tuple[torch.Tens
 def test_held_trits_equal_the_reference(shape, threshold, most, device):
     inputs = ballot(*shape, 127 if threshold == 127 else 4, device)
     given = *inputs, scalar(threshold, device), scalar(-5, device), most
-    found = hold_flips(*given)
-    assert torch.equal(found.cpu(), hold_flips_reference(*(cpu(part) for part in given)))
+    held = hold_flips(*given)
+    assert torch.equal(held.cpu(), hold_flips_reference(*(cpu(part) for part in given)))
 
 
 def cpu(part):

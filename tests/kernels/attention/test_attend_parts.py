@@ -55,7 +55,7 @@ def test_parts_are_few_however_long_the_ring(width):
 @pytest.mark.gpu
 def test_steps_that_overlap_give_the_same_bits():
     """Of two rings, whose new bytes follow each other as in two blocks, in many steps."""
-    found = []
+    averages = []
     for context in (nullcontext, overlapping):
         rings = [inputs("cuda", heads=16, window=180, position=150) for _ in range(2)]
         position = rings[0][3]
@@ -64,8 +64,8 @@ def test_steps_that_overlap_give_the_same_bits():
                 for ring in rings:
                     parts = attend_parts(*ring[:3], position, *ring[4:])
                 position += 1
-                found.append(parts.average())
-    assert all(map(torch.equal, found[:60], found[60:]))
+                averages.append(parts.average())
+    assert all(map(torch.equal, averages[:60], averages[60:]))
 
 
 def test_average_weighs_parts_by_their_totals():

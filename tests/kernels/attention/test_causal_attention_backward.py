@@ -54,8 +54,8 @@ def test_gradients_are_those_of_flash_attention_and_the_same_every_time(shape, d
 def test_gradient_that_is_the_same_for_all_heads_is_read(device):
     grad, *rest = random(2, 3, 128, 64, dtype=torch.bfloat16, device=device)
     same = grad[:, :1].expand(-1, 3, -1, -1)
-    found = [causal_attention_backward(g, *rest) for g in (same, same.contiguous())]
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    gradients = [causal_attention_backward(g, *rest) for g in (same, same.contiguous())]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.gpu
@@ -63,8 +63,8 @@ def test_gradients_are_found_in_a_thread_that_has_not_used_the_gpu(device):
     inputs = random(1, 2, 128, 64, dtype=torch.bfloat16, device=device)
     wanted = causal_attention_backward(*inputs)
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(causal_attention_backward, *inputs).result()
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        gradients = pool.submit(causal_attention_backward, *inputs).result()
+    assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -78,10 +78,10 @@ def test_gradients_are_found_in_a_thread_that_has_not_used_the_gpu(device):
 )
 def test_programs_in_one_launch_give_the_bits_of_two_launches(shape, dtype, device, monkeypatch):
     inputs = random(*shape, dtype=dtype, device=device)
-    found = []
+    gradients = []
     for most in (100, 0):
         monkeypatch.setattr(f"{causal_attention_backward.triton.__module__}.MOST_TOGETHER", most)
         with use_backend("triton" if device.type == "cuda" else "interpreter"):
-            found.append(causal_attention_backward.triton(*inputs))
-    for one, other in zip(*found, strict=True):
+            gradients.append(causal_attention_backward.triton(*inputs))
+    for one, other in zip(*gradients, strict=True):
         assert torch.equal(one, other)

@@ -70,9 +70,9 @@ def test_error_is_within_half_a_step(name, bound):
 def test_non_finite_values_stay_non_finite(bad, stored):
     x = draw(3, 8)
     x[1, 2] = bad
-    found = round_entries(x, stored).isfinite()
-    assert found[[0, 2]].all()
-    assert not found[1].any()
+    finite = round_entries(x, stored).isfinite()
+    assert finite[[0, 2]].all()
+    assert not finite[1].any()
 
 
 @pytest.mark.parametrize("stored", FORMATS.values(), ids=FORMATS)
@@ -148,7 +148,7 @@ def test_tiles_of_a_text_do_not_depend_on_how_many_there_are(device, monkeypatch
     """With few programs a head has fewer of them the more heads there are."""
     monkeypatch.setattr(module, "PROGRAMS", 8)
     qkv, keys, values, _, cos, sin, semaphores, _ = inputs(device, window=200)
-    found = []
+    outputs = []
     for texts in (2, 7):
         several = [
             torch.stack([part * (1 + text) for text in range(texts)])
@@ -157,5 +157,5 @@ def test_tiles_of_a_text_do_not_depend_on_how_many_there_are(device, monkeypatch
         position = torch.full((texts,), 180, dtype=torch.int32, device=device)
         with use_backend(BACKENDS[1]):
             y = decode_attention(*several, position, cos, sin, semaphores.repeat(texts, 1), 1e-6)
-        found.append(y[:2])
-    assert torch.equal(*found)
+        outputs.append(y[:2])
+    assert torch.equal(*outputs)

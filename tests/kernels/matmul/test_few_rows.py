@@ -55,10 +55,10 @@ def test_rows_are_read_16_bytes_at_a_time_where_they_begin_at_multiples_of_16(co
     """Others are copied, those of 8 bytes too: a GPU refuses what is not aligned."""
     wide = torch.randn(3, 16 + columns - columns % 4)[:, start:].bfloat16()
     x = wide[:, : min(columns, wide.shape[1])]
-    found = module._on_16_bytes(x)
-    assert torch.equal(found[:, : x.shape[1]], x)
-    assert found.stride(1) == 1
-    assert found.stride(0) * found.itemsize % 16 == found.data_ptr() % 16 == 0
+    aligned = module._on_16_bytes(x)
+    assert torch.equal(aligned[:, : x.shape[1]], x)
+    assert aligned.stride(1) == 1
+    assert aligned.stride(0) * aligned.itemsize % 16 == aligned.data_ptr() % 16 == 0
 
 
 @pytest.mark.parametrize(("stride", "start"), [(8, 0), (8, 4), (8, 1), (8, 2), (6, 0), (7, 0)])

@@ -165,10 +165,13 @@ def test_loops_lay_a_matrix_out_as_torch_does(in_features, gated):
     with use_backend("native"):
         assert torch.equal(prepack(packed, gated).pieces, expected.pieces)
     digits = random_digits(22, in_features, 64, torch.Generator().manual_seed(0))
-    expected, found = in_lanes(prepack_digits(digits, gated)), prepack_in_lanes(digits, gated)
-    assert torch.equal(found.pieces, expected.pieces)
-    assert torch.equal(found.scales, expected.scales)
-    assert found[2:] == expected[2:]
+    expected, prepacked_by_loops = (
+        in_lanes(prepack_digits(digits, gated)),
+        prepack_in_lanes(digits, gated),
+    )
+    assert torch.equal(prepacked_by_loops.pieces, expected.pieces)
+    assert torch.equal(prepacked_by_loops.scales, expected.scales)
+    assert prepacked_by_loops[2:] == expected[2:]
 
 
 @pytest.mark.parametrize("backend", ["torch", KERNELS, pytest.param("native", marks=compiled)])
@@ -204,8 +207,10 @@ def test_few_rows_of_all_digits_are_tiled_as_a_single_row():
     """So that each has the bits that it has by itself."""
     for tiles in (1, 132, 133, 900):
         for planes in (1, 31, 32, 63, 64, 127, 128, 129, 400):
-            found = {digits._tiling(r, tiles, planes, 132) for r in range(1, digits.ROWS_ALIKE + 1)}
-            assert len(found) == 1, (tiles, planes)
+            tilings = {
+                digits._tiling(r, tiles, planes, 132) for r in range(1, digits.ROWS_ALIKE + 1)
+            }
+            assert len(tilings) == 1, (tiles, planes)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -305,8 +310,8 @@ def check_bits(backend, x, weight, eps, added):
     with use_backend(backend):
         got = row_by_row(x, weight, eps, added)
         for row in range(len(got)):
-            own = None if added is None else added[row : row + 1]
-            assert torch.equal(got[row], row_matmul(x[row : row + 1], weight, eps, own)[0])
+            addend = None if added is None else added[row : row + 1]
+            assert torch.equal(got[row], row_matmul(x[row : row + 1], weight, eps, addend)[0])
 
 
 @pytest.mark.parametrize("backend", [KERNELS, "torch", "native"])

@@ -83,12 +83,12 @@ def test_no_weights_give_the_bits_of_weights_of_1(backend, width, device):
 def test_wide_rows_have_the_gradient_of_narrow_rows(device, monkeypatch):
     """Rows that do not fit into registers are read in blocks, twice."""
     x, grad_y = (randn(5, 2100, device=device, seed=seed) for seed in (1, 2))
-    weight, found = norm_weight(2100, device), []
+    weight, gradients = norm_weight(2100, device), []
     for whole in (module.WHOLE_ROW, 2000):
         monkeypatch.setattr(module, "tiling", partial(tiling, whole=whole))
         with use_backend(KERNEL_BACKEND):
-            found.append(rms_norm_backward(grad_y, x, weight, 1e-6))
-    for one, other in zip(*found, strict=True):
+            gradients.append(rms_norm_backward(grad_y, x, weight, 1e-6))
+    for one, other in zip(*gradients, strict=True):
         assert relative_error(other, one.double()) < 1e-6
 
 

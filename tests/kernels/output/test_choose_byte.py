@@ -62,7 +62,7 @@ def test_token_of_many_equals_that_of_the_reference(kind, how, device):
     key, place = torch.tensor([12345, 2], dtype=torch.int32).unbind()
     byte, text = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
     wanted = choose_byte_reference(byte, text, logits, place, key, *how)
-    got = [each.to(device) for each in (byte, text, logits, place, key)]
+    got = [tensor.to(device) for tensor in (byte, text, logits, place, key)]
     choose_byte_(*got, *how)
     assert torch.equal(got[0].cpu(), wanted[0])
     assert torch.equal(got[1].cpu(), wanted[1])

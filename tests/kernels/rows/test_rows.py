@@ -91,7 +91,7 @@ def test_gradients_equal_those_of_autograd(backend, seed, device):
     y = embedding_bag(ids.clamp(min=0), dense, mode="sum", per_sample_weights=w)
     y.backward(grad_y.double())
     with use_backend(backend):
-        found = weighted_rows(ids, weights, packed, dtype=torch.float32)
+        sums = weighted_rows(ids, weights, packed, dtype=torch.float32)
         of_weights = weighted_rows_grad_weights(grad_y, ids, packed)
         touched = touched_rows(ids.flatten(), num_rows)
         of_slot = torch.arange(ids.numel(), device=device) // slots
@@ -99,7 +99,7 @@ def test_gradients_equal_those_of_autograd(backend, seed, device):
     count = int(touched.count)
     grad = torch.zeros_like(dense).index_copy_(0, touched.rows[:count], of_rows[:count].double())
     for got, wanted in (
-        (found, y.detach()),
+        (sums, y.detach()),
         (of_weights, w.grad * inside),
         (grad, dense.grad),
         (of_rows[count:], torch.zeros_like(dense)[: len(of_rows) - count]),
@@ -125,9 +125,9 @@ def test_a_step_is_captured_without_waiting_for_the_host(device):
     wanted = step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step()
+        captured = step()
     graph.replay()
-    for got, expected in zip(found, wanted, strict=True):
+    for got, expected in zip(captured, wanted, strict=True):
         assert torch.equal(got, expected)
 
 
@@ -164,8 +164,8 @@ def test_sums_are_taken_in_the_order_of_the_slots(backend, device):
             total = 0.0
             for slot in order:
                 total = total + values[slot]
-            found = expert_combine(values, torch.tensor([order], device=device), None)
-            assert torch.equal(found[0], total)
+            combined = expert_combine(values, torch.tensor([order], device=device), None)
+            assert torch.equal(combined[0], total)
 
 
 def test_positions_outside_are_nan_in_the_kernel(device):

@@ -174,10 +174,10 @@ def test_launches_of_two_kinds_run_as_one_with_the_same_bits(device):
 
 def launch_of(part) -> Launch:
     """Describe the only launch of a function."""
-    found = []
-    with replaced_launches(lambda *args, **options: found.append((args, options))):
+    launches = []
+    with replaced_launches(lambda *args, **options: launches.append((args, options))):
         part()
-    ((kernel, grid, *args), options) = found[0]
+    ((kernel, grid, *args), options) = launches[0]
     return _described(kernel, grid, tuple(args), options)
 
 

@@ -122,12 +122,12 @@ def test_a_cache_that_cannot_be_written_does_no_harm(one_loop, monkeypatch):
 def test_bits_do_not_depend_on_the_number_of_threads(spec, monkeypatch):
     monkeypatch.setattr(native, "LEAST_ELEMENTS", 0)
     inputs = spec.drawn(CaseGenerator(1, CPU, torch.float32), 32, 67, 131, 161)
-    found = []
+    outputs = []
     for threads in (1, 3, 99):  # the last are more than there is room for
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         with use_backend("native"):
-            found.append(as_tuple(spec.native(*copies(inputs))))
-    for one, *others in zip(*found, strict=True):
+            outputs.append(as_tuple(spec.native(*copies(inputs))))
+    for one, *others in zip(*outputs, strict=True):
         assert all(torch.equal(one, other) for other in others)
 
 
@@ -203,8 +203,8 @@ def test_eps_of_zero_is_a_norm_all_the_same(name):
     inputs = BY_NAME[name].drawn(CaseGenerator(2, CPU, torch.float32), 32, 5, 7, 37)
     inputs = tuple(0.0 if isinstance(part, float) else part for part in inputs)
     assert 0.0 in [part for part in inputs if isinstance(part, float)]
-    found = as_tuple(spec.native(*copies(inputs)))
-    for got, wanted in zip(found, as_tuple(spec.reference(*copies(inputs))), strict=True):
+    outputs = as_tuple(spec.native(*copies(inputs)))
+    for got, wanted in zip(outputs, as_tuple(spec.reference(*copies(inputs))), strict=True):
         assert compare(spec, name, got, wanted).passed
 
 
@@ -236,11 +236,13 @@ sys.exit(pytest.main([*tests, "-k", "native or loop_in_c"]))
 @compiled
 def test_loops_stay_within_their_memory(tmp_path):
     """They are compiled to watch every access: one past an array may change no result."""
-    found = check_output([*native._compiler(), "-print-file-name=libasan.so"], text=True).strip()
-    if not Path(found).is_absolute():
+    sanitizer = check_output(
+        [*native._compiler(), "-print-file-name=libasan.so"], text=True
+    ).strip()
+    if not Path(sanitizer).is_absolute():
         pytest.skip("the C compiler has no library that watches accesses")
     cases = Path(__file__).parents[1] / "test_every_kernel.py"
-    watched = {"LD_PRELOAD": found, "ASAN_OPTIONS": "detect_leaks=0"}
+    watched = {"LD_PRELOAD": sanitizer, "ASAN_OPTIONS": "detect_leaks=0"}
     watched["XDG_CACHE_HOME"] = str(tmp_path)  # what is compiled so needs that library
     command = [sys.executable, "-c", WATCHED, str(cases)]
     done = run(command, env=os.environ | watched, capture_output=True, text=True)

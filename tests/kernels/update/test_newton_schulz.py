@@ -51,17 +51,17 @@ def test_steps_are_shared_among_any_number_of_programs_or_not(shape, programs, m
     else:
         monkeypatch.setattr(newton_schulz, "MANY", 0)
     x = randn(*shape, device=device)
-    found = compare(gram_verification, "", gram_verification.triton(x), gram_reference(x))
-    assert found.passed, found
+    compared = compare(gram_verification, "", gram_verification.triton(x), gram_reference(x))
+    assert compared.passed, compared
     a = gram_reference(x / 160).float()
     expected = gram_polynomial_reference(a, *COEFFICIENTS)
-    found = compare(
+    compared = compare(
         gram_polynomial_verification,
         "",
         gram_polynomial_verification.triton(a, *COEFFICIENTS),
         expected,
     )
-    assert found.passed, found
+    assert compared.passed, compared
 
 
 def test_no_part_is_ready_at_first(device):
@@ -88,18 +88,18 @@ def test_every_tile_of_the_triangle_is_computed(tiles, device):
 def test_public_products_in_bf16_are_as_close_as_the_library(rows, device):
     x = randn(rows, 5120, device=device).bfloat16() / 72
     a = gram(x)
-    found = compare(gram_verification, "gram", a, gram_reference(x), x @ x.T)
-    assert found.passed, found
+    compared = compare(gram_verification, "gram", a, gram_reference(x), x @ x.T)
+    assert compared.passed, compared
     p = gram_polynomial(a, *COEFFICIENTS)
     expected = gram_polynomial_reference(a, *COEFFICIENTS)
-    found = compare(
+    compared = compare(
         gram_polynomial_verification,
         "",
         p,
         expected,
         gram_polynomial_verification.torch(a, *COEFFICIENTS),
     )
-    assert found.passed, found
+    assert compared.passed, compared
 
 
 def test_rows_that_the_copy_engine_reads_begin_at_16_bytes_and_have_no_gaps():
@@ -121,8 +121,8 @@ def draw(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def relative_error(result: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((result - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -133,17 +133,17 @@ def test_sum_is_that_of_the_inverses(shape, backend):
     x = draw((*shape[:-2], shape[-1], shape[-2])).mT if transposed else draw(shape)
     shifts, weights = (1e-3, 0.04, 0.5), (0.7, 0.002, -0.05, 1.5)
     with use_backend(backend):
-        found = gram_inverses(x * 1e-9, shifts, weights)
-    assert relative_error(found, gram_inverses_reference(x * 1e-9, shifts, weights)) < 1e-4
+        inverses = gram_inverses(x * 1e-9, shifts, weights)
+    assert relative_error(inverses, gram_inverses_reference(x * 1e-9, shifts, weights)) < 1e-4
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_of_neither_side_together(backend):
     x = draw((80, 140))[::2, ::3]
     with use_backend(backend):
-        found = gram_inverses(x, SHIFTS, POLAR_WEIGHTS)
+        inverses = gram_inverses(x, SHIFTS, POLAR_WEIGHTS)
     wanted = gram_inverses_reference(x, SHIFTS, POLAR_WEIGHTS)
-    assert relative_error(found @ x, wanted @ x.double()) < 1e-4
+    assert relative_error(inverses @ x, wanted @ x.double()) < 1e-4
 
 
 @compiled
@@ -156,22 +156,22 @@ def test_loop_loses_no_more_than_lapack(decades):
     errors = {}
     for backend in ("native", "torch"):
         with use_backend(backend):
-            found = gram_inverses(x, SHIFTS, POLAR_WEIGHTS)
-        errors[backend] = relative_error(found @ x, wanted)
+            inverses = gram_inverses(x, SHIFTS, POLAR_WEIGHTS)
+        errors[backend] = relative_error(inverses @ x, wanted)
     assert errors["native"] < 1.5 * errors["torch"] + 1e-6
 
 
 @compiled
 def test_bits_do_not_depend_on_the_number_of_threads(monkeypatch):
     monkeypatch.setattr(native, "LEAST_ELEMENTS", 0)
-    x, found = draw((140, 300)), []
+    x, inverses = draw((140, 300)), []
     for threads in (1, 2, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         with use_backend("native"):
-            found.append(gram_inverses(x, SHIFTS, POLAR_WEIGHTS))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-    assert torch.equal(found[0], found[0].T)
+            inverses.append(gram_inverses(x, SHIFTS, POLAR_WEIGHTS))
+    assert torch.equal(inverses[0], inverses[1])
+    assert torch.equal(inverses[0], inverses[2])
+    assert torch.equal(inverses[0], inverses[0].T)
 
 
 @compiled
@@ -181,8 +181,8 @@ def test_sum_is_right_though_it_was_first_computed_without_memory():
     with use_backend("native"):
         with without_memory(torch.device("cpu")):
             gram_inverses(torch.empty(6, 9, device="cpu"), SHIFTS, POLAR_WEIGHTS)
-        found = gram_inverses(x, SHIFTS, POLAR_WEIGHTS)
-    assert relative_error(found @ x, wanted @ x.double()) < 1e-4
+        inverses = gram_inverses(x, SHIFTS, POLAR_WEIGHTS)
+    assert relative_error(inverses @ x, wanted @ x.double()) < 1e-4
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

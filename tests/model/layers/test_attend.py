@@ -131,11 +131,11 @@ def test_gradient_at_once_is_that_of_both_parts(width, device):
         pytest.skip("other GPUs compute one after the other")
     torch.manual_seed(0)
     qkv = torch.randn(2, 256, 3, 4, width, device=device).bfloat16().requires_grad_()
-    found = []
+    results = []
     for attended in (one_by_one, at_once, at_once):
         y = attended(qkv * 1)
-        found.append((y, *torch.autograd.grad(y, qkv, y.detach())))
-    (y, grad), (same, near), again = found
+        results.append((y, *torch.autograd.grad(y, qkv, y.detach())))
+    (y, grad), (same, near), again = results
     assert torch.equal(y, same)
     assert (near - grad).float().norm() < 4e-3 * grad.float().norm()  # rounded once less
     assert all(torch.equal(a, b) for a, b in zip((same, near), again, strict=True))

@@ -165,13 +165,13 @@ def test_block_of_a_user_is_compiled_once_for_all():
     blocks = [torch.compile(block, backend=counter, fullgraph=True) for block in compiled.blocks]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 8, 32, generator=generator).requires_grad_()
-    found = []
+    outputs = []
     for run in (plain.blocks, blocks):
         y = x
         for block in run:
             y = block(y).x
-        found.append(y.detach())
-    assert torch.equal(*found)
+        outputs.append(y.detach())
+    assert torch.equal(*outputs)
     assert counter.frame_count == 1
 
 

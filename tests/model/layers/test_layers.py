@@ -35,12 +35,12 @@ def model(**options) -> LanguageModel:
 
 def collect(module) -> dict[str, list[torch.Tensor]]:
     """Make every weight hand its gradients to a list of its own."""
-    found: dict[str, list[torch.Tensor]] = {}
+    gradients: dict[str, list[torch.Tensor]] = {}
     for name, part in module.named_modules():
         if hasattr(part, "sink"):
-            found[name] = []
-            part.sink = lambda _, grad, name=name: found[name].append(grad)
-    return found
+            gradients[name] = []
+            part.sink = lambda _, grad, name=name: gradients[name].append(grad)
+    return gradients
 
 
 def batch(rows=3, length=16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,15 +104,15 @@ def test_weight_has_one_gradient_whether_or_not_its_input_needs_one(before, need
 
 def test_largest_exponent_of_a_forward_serves_its_backward_alone(monkeypatch):
     """A replayed forward would use old weights if it had not decoded them itself."""
-    found, layer = [], linear(32, 48)
+    searched, layer = [], linear(32, 48)
     find = linear_module.largest_exponents
-    monkeypatch.setattr(linear_module, "largest_exponents", lambda p: found.append(p) or find(p))
+    monkeypatch.setattr(linear_module, "largest_exponents", lambda p: searched.append(p) or find(p))
     layer.weight.fp8 = True
     collect(layer)
     x = torch.randn(FUSED_ROWS + 1, 48, requires_grad=True)
     layer(x)
     y = layer(x)
-    assert len(found) == 2
+    assert len(searched) == 2
     y.sum().backward()
     assert layer.weight._largest == (None, None)
     before, x.grad = x.grad, None

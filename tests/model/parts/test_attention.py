@@ -98,9 +98,9 @@ def test_numbers_that_turn_stay_with_eight_bits(name, kv, device):
             errors[kept] = (whole - exact).norm()
             assert lm.cache_dtype == kept
             for lengths in PARTS.values() if kept == kv else ():
-                found = in_parts(lm, ids, lengths)[:, :CTX]
+                logits = in_parts(lm, ids, lengths)[:, :CTX]
                 # a code may be the next one, where products of other shapes add in another order
-                torch.testing.assert_close(found, whole, rtol=0, atol=0.05)
+                torch.testing.assert_close(logits, whole, rtol=0, atol=0.05)
     assert 0 < errors[kv] != errors[kv.split("-")[0]]
     keys = torch.randn(5, width)
     with lm.cached_as(kv):
