@@ -8,7 +8,6 @@ from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from benchmarks.bare_twin import Model
 from benchmarks.float_decoder import FloatDecoder
-from benchmarks.float_several import MODES, BatchFloatDecoder
 
 NAMES = {
     "attention.qkv": "qkv", "attention.output": "out", "mlp.gate_up": "up", "mlp.output": "down",
@@ -55,17 +54,3 @@ def test_float_decoder_has_the_logits_of_the_twin(sub_norms, length):
         with torch.no_grad():
             expected = model(byte.view(1, 1), cache)[0, 0]
         assert torch.allclose(decoder.compute_logits(), expected, atol=1e-4)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_several_float_texts_have_the_logits_of_the_twin(mode):
-    model = twin()
-    decoder = BatchFloatDecoder(model, 2, 20, dtype=torch.float32, mode=mode, compiled=False)
-    caches = [model.new_cache(20) for _ in range(2)]
-    ids = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
-    for place in range(20):
-        decoder.byte.copy_(ids[:, place : place + 1])
-        with torch.no_grad():
-            expected = [model(row[None, place, None], cache)[0, 0]
-                        for row, cache in zip(ids, caches, strict=True)]  # fmt: skip
-        assert torch.allclose(decoder.compute_logits(), torch.stack(expected), atol=1e-4)

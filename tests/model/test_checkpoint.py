@@ -214,16 +214,6 @@ def test_load_refuses_a_flipped_bit_in_any_byte(saved):
         refusal(saved)
 
 
-def test_load_refuses_every_truncation(tmp_path):
-    data = save_checkpoint(tmp_path, example(size=1000)).read_bytes()
-    assert len(data) > 40_000
-    path = tmp_path / "short"
-    lengths = [*range(64), *range(4096, len(data), 4096), len(data) - 1]
-    for length in lengths:
-        path.write_bytes(data[:length])
-        assert "truncated" in refusal(path)
-
-
 def test_load_refuses_files_that_cannot_be_read(tmp_path, saved):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "locked").touch(mode=0)
@@ -283,31 +273,18 @@ def _tensors(header: dict, **changes: object) -> dict:
 
 LIES = {
     "a second metadata key": lambda h: h | {"__metadata__": h["__metadata__"] | {"format": "pt"}},
-    "no metadata": lambda h: {k: v for k, v in h.items() if k != "__metadata__"},
-    "metadata is a list": lambda h: h | {"__metadata__": ["arb"]},
     "arb is a dict": lambda h: h | {"__metadata__": {"arb": {}}},
     "arb is not ASCII": lambda h: h | {"__metadata__": {"arb": "\ud800"}},
     "a missing tensor": lambda h: {k: v for k, v in h.items() if k != "one"},
     "an extra tensor": lambda h: h | {"more": h["one"]},
-    "an entry is a number": lambda h: h | {"one": 1},
-    "another dtype": lambda h: _tensors(h, dtype="F32"),
     "a dtype is a list": lambda h: _tensors(h, dtype=[]),
-    "no dtype": lambda h: _tensors(h, dtype=None),
-    "another shape": lambda h: _tensors(h, shape=[33, 5]),
     "a smaller shape": lambda h: _tensors(h, shape=[5, 32]),
     "a huge shape": lambda h: _tensors(h, shape=[2**40], data_offsets=[27, 27 + 2**40]),
     "a shape beyond int64": lambda h: _tensors(h, shape=[2**70]),
-    "an empty shape beyond int64": lambda h: _tensors(h, shape=[0, 2**40, 2**40]),
     "a shape of many axes": lambda h: _tensors(h, shape=[1] * 10_000),
-    "a negative shape": lambda h: _tensors(h, shape=[-5, -33]),
     "a boolean shape": lambda h: _tensors(h, shape=[True, 165]),
-    "a shape is a string": lambda h: _tensors(h, shape="5x33"),
-    "no shape": lambda h: _tensors(h, shape=None),
     "overlapping offsets": lambda h: _tensors(h, data_offsets=[0, 165]),
     "offsets beyond the file": lambda h: _tensors(h, data_offsets=[2**62, 2**62 + 165]),
-    "offsets reversed": lambda h: _tensors(h, data_offsets=[165, 0]),
-    "no offsets": lambda h: _tensors(h, data_offsets=None),
-    "a field more": lambda h: _tensors(h, host="here"),
 }
 
 
