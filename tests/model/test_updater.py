@@ -14,8 +14,6 @@ from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.update.newton_schulz import gram
 from arbcli.kernels.update.random_bits import stream_keys
-from arbcli.kernels.update.step_scales import step_scales
-from arbcli.kernels.update.step_trits import step_by_direction
 from arbcli.model import updater as update
 from arbcli.model.layers import symbols
 from arbcli.model.layers.symbols import SymbolWeight
@@ -139,34 +137,6 @@ def test_bad_gradient_changes_nothing(kind, rule, direction, bad, device):
     updater(tensor, good.clone(), *where)
     updater.finish()
     assert updater.counters() == counted  # a step that follows is none of them
-
-
-def test_stochastic_rounding_is_unbiased_by_counting(monkeypatch):
-    """Over all 65,536 random words the rounded steps add up to the exact one, in every fraction."""
-    words = torch.arange(2**16, dtype=torch.int32)[None, :]
-    for step in (0, 1, 2**15, 2**16 - 1, -1, -(2**15), -(2**16) - 1, 3 * 2**16 + 7):
-        assert int(((step + words) >> 16).sum()) == step
-        # and the kernels' own torch backend rounds with exactly these words
-        monkeypatch.setattr(
-            "arbcli.kernels.update.step_trits.random_halves", lambda *_: words.clone()
-        )
-        monkeypatch.setattr(
-            "arbcli.kernels.update.step_scales.random_bits", lambda *_: words.clone()
-        )
-        scalars = [torch.tensor(v, dtype=torch.int32) for v in (0, step, 0, 2**30, 1)]
-        remainder = torch.zeros(1, 2**16, dtype=torch.int8)
-        from arbcli.kernels.codec.packing import pack_trits
-
-        packed = pack_trits(torch.zeros(1, 2**16, dtype=torch.int8))
-        u, flips = torch.ones(1, 2**16), torch.zeros((), dtype=torch.int64)
-        with use_backend("torch"):
-            step_by_direction(packed, remainder, u, torch.ones(1), None, *scalars, flips, 32, 127)
-        z = unpack_trits(packed, 2**16).to(torch.int64) * 32 + remainder
-        assert int(z.sum()) == -step
-        exponent, fraction = torch.zeros(2, 1, 2**16, dtype=torch.int8)
-        with use_backend("torch"):
-            step_scales(exponent, fraction, u, torch.ones(()), *scalars[:3], scalars[4])
-        assert int((exponent.to(torch.int64) * 128 + fraction).sum()) == -step
 
 
 def set_least_products(monkeypatch, least: int) -> None:

@@ -30,21 +30,16 @@ def drawn(rows, window, position, device, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize(
-    ("backend", "rows_of_program"), [(KERNELS, 1), (KERNELS, 3), (KERNELS, None), ("torch", None)]
-)
-@pytest.mark.parametrize(
-    ("rows", "window", "position", "most"),
-    [
-        (3, 20, 5, 16),
-        (4, 40, 71, 16),
-    ],
-)
+    ("rows", "window", "position", "backend", "rows_of_program"),
+    [(3, 20, 5, KERNELS, 1), (4, 40, 71, KERNELS, 3), (4, 40, 71, KERNELS, None),
+     (4, 40, 71, "torch", None)],
+)  # fmt: skip
 def test_each_byte_has_the_bits_that_it_has_alone(
-    rows, window, position, most, backend, rows_of_program, monkeypatch, device
+    rows, window, position, backend, rows_of_program, monkeypatch, device
 ):
     """A product makes the average of a single byte, so products are compared."""
     qkv, keys, values, new, at, *table = drawn(rows, window, position, device)
-    before, others = (keys.clone(), values.clone()), (*table, 1e-6, most)
+    before, others = (keys.clone(), values.clone()), (*table, 1e-6, 16)
     weight = prepack(random_packed(40, 128, 32, torch.Generator()).to(device), gated=False)
     if rows_of_program is not None:
         monkeypatch.setattr(

@@ -83,24 +83,15 @@ def test_a_head_whose_losses_are_computed_in_chunks_is_not_decoded_ahead(tied):
     assert not weights[4].decodes_ahead
 
 
-def test_stacks_of_a_chunked_model_are_decoded_apart(device, backend):
+def test_stacks_of_a_chunked_model_are_decoded_apart():
     sizes = SIZES | {"layers": 2, "outer_dim": (8,), "outer_heads": (2,), "outer_ffn": (8,)}
     config = preset("hnet-base", **sizes | {"ctx": 96, "window": 16})
-    gradients = []
-    for decodes_ahead in (True, False):
-        with torch.device(device):
-            model = LanguageModel(config, torch.float32, recompute=True)
-        model.initialise(3)
-        stage = model.stages[0]
-        for stack in (stage.encoder, model.blocks, stage.decoder):
-            weights = [weight for block in stack.weights_of_blocks() for weight in block]
-            assert weights[0].needed_after == tuple(weights[1:4])
-            for weight in weights:
-                weight.decodes_ahead &= decodes_ahead
-        assert not model.head.weight.decodes_ahead
-        gradients.append(step(model, device))
-    for name in gradients[0]:
-        assert torch.equal(gradients[0][name], gradients[1][name]), name
+    model = LanguageModel(config, torch.float32, recompute=True)
+    stage = model.stages[0]
+    for stack in (stage.encoder, model.blocks, stage.decoder):
+        weights = [weight for block in stack.weights_of_blocks() for weight in block]
+        assert weights[0].needed_after == tuple(weights[1:4])
+    assert not model.head.weight.decodes_ahead
 
 
 def test_decoded_weights_are_not_used_after_a_change(device, backend):

@@ -62,10 +62,9 @@ def texts(lm, how, length=LENGTH, size=None):
 @pytest.mark.parametrize(
     ("digits", "dtype", "size", "how"),
     [
-        ("trit", DTYPES[0], 2, WAYS[1]),
+        ("trit", DTYPES[0], 2, WAYS[2]),
         ("trit", DTYPES[-1], 5, WAYS[0]),
         ("all", DTYPES[-1], 8, WAYS[1]),
-        ("all", DTYPES[0], 5, WAYS[2]),
     ],
     ids=str,
 )

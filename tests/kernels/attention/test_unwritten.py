@@ -60,4 +60,6 @@ def test_slots_that_were_never_written_may_hold_no_number(name, backend):
         if position.ndim == 0 and ring.ndim == 3 - (axis == 0) and position < ring.shape[axis]:
             compare(name, case.inputs, backend)
             tried += 1
+        if tried == 2:
+            return
     assert tried

@@ -21,7 +21,7 @@ from arbcli.verify.kernels.matmul.quantise_rows import (
 @pytest.mark.parametrize(
     ("rows", "plan"),
     [
-        (3, {"TILES": 1, "HEIGHT": 1, "N_WARPS": 1, "K_WARPS": 2, "ABREAST": 4, "AHEAD": 2}),
+        (3, {"TILES": 1, "HEIGHT": 1, "N_WARPS": 1, "K_WARPS": 2, "ABREAST": 1, "AHEAD": 2}),
         (13, {"TILES": 2, "HEIGHT": 2, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 1}),
     ],
 )

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from arbcli.kernels.output.choose_byte import choose_byte_
-from arbcli.kernels.runtime.backend import use_backend
 from arbcli.verify.kernels.output.choose_byte import choose_byte_reference
 
 
-def chosen(logits: torch.Tensor, *how, count: int = 3000) -> torch.Tensor:
+def chosen(logits: torch.Tensor, *how, count: int) -> torch.Tensor:
     """Count the bytes that are chosen at each of many positions."""
     place = {"dtype": torch.int32, "device": logits.device}
     key, positions = torch.tensor(12345, **place), torch.arange(count, **place)
@@ -25,10 +24,10 @@ def logits_of(device, spread: float = 3.0) -> torch.Tensor:
 
 
 def test_bytes_come_as_often_as_their_probabilities_say(device):
-    temperature, logits = 2.0, logits_of(device)
+    temperature, count, logits = 2.0, 1500, logits_of(device)
     share = (logits.double() / temperature).softmax(0)
-    counts = chosen(logits, temperature, 256, 1.0)
-    deviation = (counts - 3000 * share) / (3000 * share * (1 - share)).sqrt().clamp(min=1)
+    counts = chosen(logits, temperature, 256, 1.0, count=count)
+    deviation = (counts - count * share) / (count * share * (1 - share)).sqrt().clamp(min=1)
     assert deviation.abs().max() < 5
     assert deviation.square().mean() < 1.5
 
@@ -42,13 +41,6 @@ def test_top_p_keeps_the_fewest_that_reach_the_share(p, top_k, device):
     counts = chosen(logits, 1.0, top_k, p, count=500)
     assert set(counts.nonzero()[:, 0].tolist()) <= set(kept.tolist())
     assert counts[kept[-1]] > 0
-
-
-def test_shares_of_logits_in_bfloat16_are_computed_in_float32(device):
-    """The first one's is 0.5005: in bfloat16 both that and 0.501 are a half."""
-    logits = torch.tensor([0.002, 0.0], dtype=torch.bfloat16, device=device)
-    with use_backend("torch"):
-        assert chosen(logits, 1.0, 2, 0.501, count=20)[1] > 0
 
 
 @pytest.mark.parametrize(

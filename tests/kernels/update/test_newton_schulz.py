@@ -137,15 +137,6 @@ def test_sum_is_that_of_the_inverses(shape, backend):
     assert relative_error(inverses, gram_inverses_reference(x * 1e-9, shifts, weights)) < 1e-4
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_of_neither_side_together(backend):
-    x = draw((80, 140))[::2, ::3]
-    with use_backend(backend):
-        inverses = gram_inverses(x, SHIFTS, POLAR_WEIGHTS)
-    wanted = gram_inverses_reference(x, SHIFTS, POLAR_WEIGHTS)
-    assert relative_error(inverses @ x, wanted @ x.double()) < 1e-4
-
-
 @compiled
 @pytest.mark.parametrize("decades", [0, 2, 4])
 def test_loop_loses_no_more_than_lapack(decades):

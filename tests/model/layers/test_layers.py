@@ -3,15 +3,13 @@
 import pytest
 import torch
 
-from arbcli.config.parts.rotary import PLAIN
 from arbcli.config.presets import preset
 from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.model.baselines import FloatLinear, FloatRMSNorm, FloatWeight, rotate
+from arbcli.model.baselines import FloatWeight, rotate
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import linear as linear_module
-from arbcli.model.layers import rotary
 from arbcli.model.layers.embedding import TernaryEmbedding
 from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.linear import TernaryLinear
@@ -138,19 +136,6 @@ def test_rows_of_a_prompt_are_one_product_of_the_loops_with_the_bits_of_each(dig
     assert calls == ["multiply_rows"]
 
 
-def test_twin_normalises_once():
-    config = preset("tiny", weights="float").site()
-    layer, norm = FloatLinear(24, 33, config, area="mlp"), FloatRMSNorm(33, config)
-    layer.weight.initialise(0, 0)
-    x = 1e-3 * torch.randn(5, 33, generator=torch.Generator().manual_seed(0))
-    normal = torch.nn.functional.rms_norm(x, (33,), eps=1e-6)
-    assert torch.allclose(layer(x, norm), normal @ layer.weight.latent.T, rtol=1e-5)
-    added = x.flip(0)
-    total, add_and_norm = norm.add_and_norm(x, added)
-    assert torch.equal(total, x + added)
-    assert torch.allclose(add_and_norm, torch.nn.functional.rms_norm(total, (33,), eps=1e-6))
-
-
 def test_weights_do_not_change_while_a_backward_needs_them():
     layer = linear(33, 33)
     layer.weight.sink = lambda tensor, _: tensor.trits.fill_(121)  # all zeros
@@ -190,16 +175,6 @@ def test_straight_through_weights_are_rounded_in_units_of_their_mean():
     assert weight.tolist() == [[0.0, *map(pytest.approx, (0.5, -0.5, 0.5))]]
     weight.backward(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
     assert part.latent.grad.tolist() == [[1.0, 2.0, 3.0, 4.0]]
-
-
-def test_rotary_table_of_a_long_text_is_computed_in_parts(monkeypatch):
-    """All at once, that of 5 million positions took 900 MB of float64."""
-    whole = rotary._compute_table(1000, 8, torch.device("cpu"), 6, PLAIN, 0)
-    monkeypatch.setattr(rotary, "ROWS_AT_ONCE", 300)
-    for one, other in zip(
-        whole, rotary._compute_table(1000, 8, torch.device("cpu"), 6, PLAIN, 0), strict=True
-    ):
-        assert torch.equal(one, other)
 
 
 def test_embedding_gradient_sums_repeated_ids():
