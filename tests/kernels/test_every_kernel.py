@@ -2,9 +2,11 @@
 
 import mmap
 import operator
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
+from inspect import getmodule, getsource
 from itertools import count
 
 import pytest
@@ -133,7 +135,14 @@ def answered(spec, device, group_size) -> list[Answered]:
     return [Answered(spec, case) for case in spec.cases(device, group_size)]
 
 
-@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+IN_CHUNKS = [
+    spec
+    for spec in KERNELS
+    if re.search(r"(row_chunks|chunk_elements)\(", getsource(getmodule(spec.triton)))
+]
+
+
+@pytest.mark.parametrize("spec", IN_CHUNKS, ids=lambda spec: spec.name)
 def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
     """Matrices of real sizes are worked on in parts, and no case of a test is that large."""
     for case in spec.cases(torch.device("cpu"), SCALE_TYPES["T6"]):
