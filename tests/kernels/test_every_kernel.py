@@ -192,6 +192,20 @@ def assert_triton_agrees(spec, label, inputs) -> None:
         assert compared.passed, compared
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "columns"),
+    [("blend_moment", 19, 523), ("unit_gain", 35, 7), ("gradient_statistics", 140, 333)],
+)
+def test_programs_of_a_large_matrix_take_larger_or_several_tiles(
+    name, rows, columns, device, monkeypatch
+):
+    """No case of a test is of the size from which on that is so."""
+    monkeypatch.setattr("arbcli.kernels.runtime.backend.LARGE_ELEMENTS", 1)
+    rng = CaseGenerator(1, device, torch.float32)
+    inputs = BY_NAME[name].drawn(rng, SCALE_TYPES["T32"], 1, rows, columns)
+    assert_triton_agrees(BY_NAME[name], name, inputs)
+
+
 SEVERAL_TILES = {
     "gather_chunks": (5, 1, 500), "smooth_chunks": (3, 1, 500), "spread_chunks": (5, 1, 500),
     "pack_trits": (1, 60, 7), "unpack_trits": (1, 60, 7), "scaled_nvfp4_matmul": (62, 3, 40),
