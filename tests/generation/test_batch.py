@@ -66,7 +66,7 @@ def test_texts_of_a_batch_equal_those_of_single_prompts(lm):
     assert [len(text) for text in apart] == [asked.length for asked in REQUESTS]
 
 
-def test_a_place_forgets_how_bytes_of_the_text_before_were_chosen(lm):
+def test_slot_takes_the_sampling_settings_of_its_new_text(lm):
     """Each of these choices is greedy by one setting alone, and the last by none."""
     settings = ({"top_p": 1e-9}, {"top_k": 1}, {"temperature": 0.0}, {})
     alone = texts(lm, [request(b"abc", 9, temperature=3.0) for _ in range(1)], 1)

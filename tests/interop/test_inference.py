@@ -25,7 +25,7 @@ from arbcli.model.rules import FADED
         ("nibble", "all"),
     ],
 )
-def test_weights_alone_predict_the_same(saved, tmp_path, rule, digits):
+def test_exported_weights_predict_as_their_checkpoint(saved, tmp_path, rule, digits):
     checkpoint = saved(rule=rule, digits=digits)
     path = tmp_path / "weights.safetensors"
     report = export(checkpoint, "safetensors", out=path)

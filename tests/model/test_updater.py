@@ -590,7 +590,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_counted_once(bad, device):
     assert updater.counters() == {"nonfinite_steps": 2 * bool(bad), "refused": 2 * len(bad)}
 
 
-def test_held_gradients_have_an_end(device):
+def test_held_gradients_step_when_their_memory_is_full(device):
     with use_backend("triton" if device.type == "cuda" else "interpreter"):
         built = [build("moment", "factored", device, (4, 40)) for _ in range(3)]
         tensors = [tensor for tensor, _, _ in built]

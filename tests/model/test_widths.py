@@ -74,7 +74,7 @@ def config_of(mixer: dict | None = None, stage: dict | None = None, **fields) ->
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
-def test_every_norm_adds_it(eps):
+def test_every_norm_adds_norm_eps(eps):
     """Of a stream so small that it counts, before parts, of heads and before the head."""
     model = build_model(config_of(norm_eps=eps), torch.float32)
     model.initialise(0)

@@ -30,7 +30,7 @@ def model(of: ModelConfig) -> LanguageModel:
     return lm
 
 
-def test_its_losses_together_count_by_their_weight():
+def test_losses_of_the_ahead_head_sum_to_its_weight():
     lm = model(config())
     assert sum(lm.loss_weights[name] for name in AHEAD.losses) == pytest.approx(0.3)
     assert "next_2" not in model(config(ahead=None)).loss_weights
@@ -48,7 +48,7 @@ def test_its_losses_together_count_by_their_weight():
         (lambda: config(vocabulary=300), "`ahead` reads bytes"),
     ],
 )
-def test_other_numbers_are_refused(changes, message):
+def test_sizes_of_the_ahead_head_out_of_range_are_refused(changes, message):
     with pytest.raises(ArbError, match=message) as caught:
         changes()
     assert caught.value.hint

@@ -164,7 +164,7 @@ def test_greedy_text_takes_the_surest_symbol_first():
 @pytest.mark.parametrize(
     ("mixer", "reach"), [(None, 5), (LatentAttentionConfig(heads=2, latent=16, rotary=4), 11)]
 )
-def test_a_position_sees_a_window_on_both_sides(mixer, reach):
+def test_position_attends_to_a_window_on_both_sides(mixer, reach):
     config = masked()
     near = config.main.blocks[1]
     near = replace(near, mixer=mixer or near.mixer)

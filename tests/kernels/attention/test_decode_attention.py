@@ -131,7 +131,7 @@ def test_only_the_bytes_in_the_window_matter(stored, backend, device):
     [decode_attention_verification, decode_attention_8bit_verification],
     ids=lambda s: s.name,
 )
-def test_programs_that_have_several_blocks(spec, device, monkeypatch):
+def test_program_attends_to_several_blocks_of_slots(spec, device, monkeypatch):
     """As in a ring of 16,384 slots; a program's blocks end before, at and after a slot."""
     monkeypatch.setattr(module, "PROGRAMS", 4)
     monkeypatch.setattr(module, "SLOTS", 8)

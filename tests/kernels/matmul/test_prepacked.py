@@ -97,7 +97,7 @@ def test_non_finite_values_are_not_hidden_and_stay_in_their_row(device):
     ("tiling", "gated"),
     [((3, 1, 4, 1, 1), False), ((2, 2, 4, 1, 1), True), ((1, 2, 4, 3, 3), True)],
 )
-def test_work_can_be_shared_out_otherwise(tiling, gated, device, monkeypatch):
+def test_few_rows_have_the_same_product_in_every_tiling(tiling, gated, device, monkeypatch):
     tiling = module.Tiling(*tiling)
     packed = matrix(device, rows=38, in_features=400 * tiling.steps)
     x = torch.randn(11, packed.in_features, generator=torch.Generator().manual_seed(1))
@@ -260,7 +260,7 @@ TILINGS = [
 
 
 @pytest.mark.parametrize(("shape", "tiling"), TILINGS)
-def test_every_way_to_share_work_out(shape, tiling, monkeypatch, device):
+def test_row_has_the_same_product_in_every_tiling(shape, tiling, monkeypatch, device):
     packed, x = matrix(device, *shape), row(device, shape[1])
     expected = x.double() @ decode_digits_reference(packed).double().T
     monkeypatch.setattr(of_row, "tiling_of", lambda *_: Tiling(*tiling))

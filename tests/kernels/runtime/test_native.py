@@ -44,7 +44,7 @@ def one_loop(afresh, monkeypatch, tmp_path):
 
 
 @compiled
-def test_a_cpu_runs_the_loops_by_itself():
+def test_native_backend_is_the_default_on_a_cpu():
     assert default_backend(CPU) == "native"
     assert uses_native(torch.empty(0))
     with use_backend("torch"):
@@ -67,7 +67,7 @@ def test_without_a_compiler_torch_runs_and_the_reason_is_reported(
         check_backend("native", CPU)
 
 
-def test_loops_are_for_a_cpu():
+def test_native_backend_is_refused_on_a_gpu():
     with pytest.raises(ArbError, match="needs a CPU"):
         check_backend("native", torch.device("cuda"))
 
@@ -197,7 +197,7 @@ def test_level_that_this_cpu_does_not_have_is_refused(level, afresh, monkeypatch
 @pytest.mark.parametrize(
     "name", ["rms_norm", "rms_norm_backward", "gated_rms_norm", "gated_rms_norm_backward"]
 )
-def test_eps_of_zero_is_a_norm_all_the_same(name):
+def test_norm_with_eps_of_zero_still_normalises(name):
     """No eps is what says that there is no norm."""
     (spec,) = (spec for spec in KERNELS if spec.name == name)
     inputs = BY_NAME[name].drawn(CaseGenerator(2, CPU, torch.float32), 32, 5, 7, 37)
@@ -218,7 +218,7 @@ def test_weights_are_decoded_to_bfloat16_as_torch_decodes_them(digits):
 
 
 @compiled
-def test_nothing_is_done_without_memory():
+def test_loop_skips_tensors_on_meta():
     assert native.call("no_such_loop", torch.empty(2, device="meta")) == 0
 
 

@@ -44,7 +44,7 @@ def test_kernel_results_are_exactly_symmetric(spec, device):
     [*(((2, 70, 160), n) for n in (1, 7, 72)), ((70, 160), None), ((2, 65, 33), None)],
     ids=str,
 )
-def test_steps_are_shared_among_any_number_of_programs_or_not(shape, programs, monkeypatch, device):
+def test_gram_matrix_is_right_for_any_number_of_programs(shape, programs, monkeypatch, device):
     """The first shape has 12 tiles of 5 steps."""
     if programs:
         monkeypatch.setattr(newton_schulz, "num_processors", lambda _: programs)
@@ -64,7 +64,7 @@ def test_steps_are_shared_among_any_number_of_programs_or_not(shape, programs, m
     assert compared.passed, compared
 
 
-def test_no_part_is_ready_at_first(device):
+def test_semaphores_of_a_gram_matrix_begin_at_zero(device):
     ready = []
 
     def record(kernel, _grid, *args, **_kwargs):
@@ -77,7 +77,7 @@ def test_no_part_is_ready_at_first(device):
 
 
 @pytest.mark.parametrize("tiles", [1, 3, 16, 17])
-def test_every_tile_of_the_triangle_is_computed(tiles, device):
+def test_gram_matrix_has_every_tile_of_its_triangle(tiles, device):
     rows = tiles * newton_schulz.OTHER_TILES.block
     x = torch.arange(rows, device=device).remainder(29).float()[:, None] - 7
     assert torch.equal(gram_verification.triton(x), x * x.T)

@@ -87,7 +87,7 @@ def test_shape_agrees_with_its_reference(name, norm_gain, device):
     [("plain", "fp8-mixed"), ("half of a head", "int8-mixed"), ("all", "fp8-queries")],
 )
 @torch.no_grad()
-def test_numbers_that_turn_stay_with_eight_bits(name, kv, device):
+def test_rotated_numbers_of_keys_are_not_rounded_in_an_eight_bit_cache(name, kv, device):
     lm, ids = build(name, device), text(device)
     layer, width = lm.blocks[0].attention, lm.blocks[0].attention.width
     errors = {}
