@@ -132,10 +132,11 @@ def covering(cells: list[Cell], of: Callable[[Cell], set]) -> list[Cell]:
 QUICK = covering(CELLS, pairs)
 FEW = covering(CELLS, singles)
 """Every part in one cell at least, where a cell takes seconds."""
+COVER = [*dict.fromkeys((*QUICK, *FEW))]
 
 
-def each_cell(cells: list[Cell] = CELLS, quick: list[Cell] = QUICK) -> pytest.MarkDecorator:
-    """Run a test for every cell; all but the `quick` ones are slow."""
+def each_cell(cells: list[Cell] = COVER, quick: list[Cell] = QUICK) -> pytest.MarkDecorator:
+    """Run a test for cells that have every pair of choices; all but the `quick` ones are slow."""
     return pytest.mark.parametrize(
         "cell",
         [

@@ -110,7 +110,7 @@ def check_neighbours(lm, first: bytes, second: bytes, other: bytes) -> None:
             torch.testing.assert_close(logits[:, index : index + 1], alone, rtol=1e-3, atol=2e-3)
 
 
-@each_cell(FEW)
+@each_cell(quick=FEW)
 def test_text_of_every_cell_is_the_same_among_any_others(cell, device):
     """By the kernels of the device, and where there are none one text after another."""
     lm, (first, second) = in_cell(cell, torch.float32, device), (b"it was longer", b"a b")

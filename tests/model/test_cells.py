@@ -1,7 +1,7 @@
 """Every mixer with every channel mixer learns, goes on exactly, and reads a text in pieces."""
 
 import torch
-from cells import AHEAD, CELLS, FEW, Cell, each_cell
+from cells import AHEAD, COVER, FEW, Cell, each_cell
 
 from arbcli.data.text import open_texts
 from arbcli.kernels.runtime.backend import use_backend
@@ -39,7 +39,7 @@ def state(of: Trainer) -> dict[str, torch.Tensor]:
     return {name: part.clone() for name, part in of.model.state_dict().items()}
 
 
-@each_cell([*CELLS, AHEAD], quick=[FEW[0], FEW[3]])
+@each_cell([*COVER, AHEAD], quick=[FEW[0], FEW[3]])
 def test_cell_learns_with_all_its_weights(cell, tmp_path):
     with deterministic():
         learner = trainer(cell, tmp_path)
@@ -53,7 +53,7 @@ def test_cell_learns_with_all_its_weights(cell, tmp_path):
     assert unmoved(learner, before) == frozen
 
 
-@each_cell([*CELLS, AHEAD], quick=[FEW[4], AHEAD])
+@each_cell([*COVER, AHEAD], quick=[FEW[4], AHEAD])
 def test_cell_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(cell, tmp_path):
     with deterministic():
         whole, begun, resumed = (trainer(cell, tmp_path, windows=40) for _ in range(3))
