@@ -32,8 +32,6 @@ PARTS: dict[str, PartConfig] = {
     "experts": ExpertsConfig(experts=4, width=7, gate="softplus", shared=True),
 }  # fmt: skip
 """Configurations by kind; `grouped` is `attention` of a shape without kernels."""
-PLAIN = ("grouped",)
-"""Of these, mixers of plain operations between kernels, which a compiler differentiates itself."""
 MIXERS = [name for name, part in PARTS.items() if part.kind in kinds.MIXERS]
 CHANNELS = [name for name, part in PARTS.items() if part.kind in kinds.CHANNELS]
 
@@ -134,10 +132,11 @@ def covering(cells: list[Cell], of: Callable[[Cell], set]) -> list[Cell]:
 QUICK = covering(CELLS, pairs)
 FEW = covering(CELLS, singles)
 """Every part in one cell at least, where a cell takes seconds."""
+COVER = [*dict.fromkeys((*QUICK, *FEW))]
 
 
-def each_cell(cells: list[Cell] = CELLS, quick: list[Cell] = QUICK) -> pytest.MarkDecorator:
-    """Run a test for every cell; all but the `quick` ones are slow."""
+def each_cell(cells: list[Cell] = COVER, quick: list[Cell] = QUICK) -> pytest.MarkDecorator:
+    """Run a test for cells that have every pair of choices; all but the `quick` ones are slow."""
     return pytest.mark.parametrize(
         "cell",
         [

@@ -26,6 +26,10 @@ KINDS = {
     "Llama 2": ("Llama", {"rms_norm_eps": 1e-5} | rope(1e4, rope_type="linear", factor=2.0)),
     "Llama 3": ("Llama", {"rms_norm_eps": 1e-5} | LLAMA3),
     "Llama with biases": ("Llama", {"attention_bias": True}),
+    "Llama with YaRN": (
+        "Llama",
+        rope(1e2, rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+    ),
     "SmolLM": ("Llama", {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}),
     "Qwen 2": ("Qwen2", rope(1e6)),
     "Qwen 3": ("Qwen3", {"head_dim": 32} | rope(1e6)),

@@ -2,7 +2,6 @@
 
 import gc
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest import mock
 from weakref import ref
 
@@ -12,13 +11,11 @@ from cells import Cell, wide
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig
-from arbcli.config.presets import PRESETS, preset
-from arbcli.generation import generation
+from arbcli.config.presets import preset
 from arbcli.generation.decoder import Decoder
 from arbcli.generation.generation import Sampling, continue_text, generate
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.kernels.runtime.device import spare_bytes
 from arbcli.model.decoding import fused_logits, fuses
 from arbcli.model.flow import Flow
 from arbcli.model.language_model import LanguageModel
@@ -39,8 +36,13 @@ def continued(lm, prompt: bytes, length: int, sampling: Sampling | None = None) 
     return b"".join(generate(lm, prompt, length, sampling))
 
 
-@pytest.mark.parametrize("cell", [Cell("attention", "mlp", 1, p) for p in ("plain", "chunked")])
-@pytest.mark.parametrize("backend", [None, "torch"])
+@pytest.mark.parametrize(
+    ("cell", "backend"),
+    [
+        (Cell("attention", "mlp", 1, "plain"), None),
+        (Cell("attention", "mlp", 1, "chunked"), "torch"),
+    ],
+)
 def test_memory_of_a_text_is_freed_without_a_collector(cell, backend, device):
     """A captured step, which has memory of its own, would else stay until garbage is collected."""
     with torch.device(device):
@@ -59,8 +61,9 @@ def test_memory_of_a_text_is_freed_without_a_collector(cell, backend, device):
         gc.enable()
 
 
-@pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
-@pytest.mark.parametrize("prompt", [b"a", b"abc", b"twelve bytes"])
+@pytest.mark.parametrize(
+    ("prompt", "weights"), [(b"a", "ternary"), (b"twelve bytes", "float"), (b"abc", "ste")]
+)
 def test_greedy_text_is_that_of_whole_forwards(prompt, weights, device):
     lm = model(device, weights)
     expected = prompt
@@ -78,8 +81,9 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize(("texts", "kv"), [(1, None), (2, "int8")])
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize(
+    ("name", "texts", "kv"), [("narrow", 2, "int8"), ("key heads", 1, None), ("streams", 1, None)]
+)
 def test_prompt_of_any_length_is_read_in_bounded_time_with_the_bits_of_all_of_it(
     name, kv, texts, device, monkeypatch
 ):
@@ -95,9 +99,9 @@ def test_prompt_of_any_length_is_read_in_bounded_time_with_the_bits_of_all_of_it
     config = replace(config, stages=(replace(config.main, blocks=(narrow, *others)),))
     lm = LanguageModel(config, torch.float32).to(device)
     lm.initialise(0)
-    text = bytes(n * n % 251 for n in range(150))
+    text = bytes(n * n % 251 for n in range(120))
     monkeypatch.setattr(rotary, "ROWS_AT_ONCE", 8)  # rows that are not asked for are zeros
-    read, found = [], []
+    read, results = [], []
     lm.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].shape[1]))
     known = config.reach
     assert known == (window or 8) - 1 + (config.layers - 1) * 7
@@ -120,23 +124,13 @@ def test_prompt_of_any_length_is_read_in_bounded_time_with_the_bits_of_all_of_it
             cache = decoder.cache if texts == 1 else decoder.cache.texts[slot]
             parts = [part.clone() for part in cache.main.blocks[-1].tensors()]
             decoder.step(9)
-            found.append((number, parts, decoder.end(slot, 9)()))
-    (few, parts, made), (every, whole, wanted) = found
+            results.append((number, parts, decoder.end(slot, 9)()))
+    (few, parts, made), (every, whole, wanted) = results
     assert every == len(text) - 1
     assert few < 2 * (known + 2 * 8) < every
     assert made == wanted
     for part, expected in zip(parts, whole, strict=True):
         assert torch.equal(part, expected)
-
-
-@pytest.mark.parametrize("name", [*PRESETS])
-def test_a_position_depends_on_no_more_than_a_model_says(name):
-    """Of models with other states than windows it is not known."""
-    config = PRESETS[name]
-    plain = name in ("tiny", "small", "base", "1b")
-    assert (config.reach is not None) == plain
-    if plain:
-        assert config.reach == config.layers * (config.ctx - 1)
 
 
 def test_text_ends_before_a_symbol_and_counts_so_many(device):
@@ -148,13 +142,6 @@ def test_text_ends_before_a_symbol_and_counts_so_many(device):
     report = continue_text(lm, "it", b"abc", 12, GREEDY, backend=None, ends={end})
     assert report.length == len(wanted)
     assert report.text == wanted.decode(errors="replace")
-
-
-def test_seed_decides_the_text(device):
-    lm = model(device)
-    texts = [continued(lm, b"ab", 40, Sampling(seed=seed)) for seed in (0, 0, 1)]
-    assert texts[0] == texts[1] != texts[2]
-    assert len(texts[0]) == 40
 
 
 @torch.no_grad()
@@ -221,26 +208,20 @@ def test_slot_without_a_text_is_refused(texts, device):
 
 def test_text_after_others_in_a_slot_is_that_of_a_new_decoder(device):
     """Whatever the last text was, where it stopped, and how its bytes were sampled."""
-    lm, found = model(device), {}
+    lm, first_texts = model(device), {}
     ways = {b"a": Sampling(seed=2), b"twelve bytes": GREEDY, b"ab": Sampling(top_k=3, seed=4)}
     for texts in (1, 2):
         with lm.prepared_weights():
-            used = Decoder(lm, 40, texts)
-            for prompt, sampling in [*ways.items(), *reversed(ways.items())]:
-                new = Decoder(lm, 40, texts)
+            used = Decoder(lm, 24, texts)
+            for prompt, sampling in [*ways.items(), *ways.items()][:4]:
+                new = Decoder(lm, 24, texts)
                 for decoder in (used, new):
                     decoder.begin(prompt, sampling)
-                    room = 40 - len(prompt)
+                    room = 24 - len(prompt)
                     made = b"".join(map(bytes, decoder.stream(room)))
-                    assert found.setdefault((texts, prompt), made) == made
+                    assert first_texts.setdefault((texts, prompt), made) == made
                 used.begin(prompt, sampling)
-                next(used.stream(20))
-
-
-def test_number_of_texts_out_of_range_is_refused(device):
-    for texts in (0, 65):
-        with pytest.raises(ValueError, match=f"{texts} texts cannot be decoded at once"):
-            Decoder(model(device), 10, texts)
+                next(used.stream(9))
 
 
 def test_empty_prompt_is_refused(device):
@@ -248,20 +229,10 @@ def test_empty_prompt_is_refused(device):
         continued(model(device), b"", 3)
 
 
-BAD = [{"temperature": -1.0}, {"temperature": 1e-9}, {"temperature": float("nan")},
-       {"top_k": 0}, {"top_k": 2**20 + 1}, {"top_p": 0}, {"top_p": 1.5}, {"seed": -1}]  # fmt: skip
-
-
-@pytest.mark.parametrize("given", BAD, ids=str)
-def test_sampling_out_of_range_is_refused(given):
-    with pytest.raises(ArbError, match=next(iter(given)).replace("_", "-")):
-        Sampling(**given)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv", ["fp8", "int8"])
 def test_captured_step_in_eight_bits_gives_the_bits_of_an_eager_step(kv, device):
-    lm, found = model(device, dtype=torch.bfloat16, ctx=64), []
+    lm, results = model(device, dtype=torch.bfloat16, ctx=64), []
     with lm.prepared_weights():
         for capture in (False, True):
             with lm.cached_as(kv):
@@ -269,8 +240,8 @@ def test_captured_step_in_eight_bits_gives_the_bits_of_an_eager_step(kv, device)
             decoder.begin(b"0123456789" * 5, GREEDY)
             text = b"".join(decoder.stream(250))
             rings = [part for b in decoder.cache.main.blocks for part in b.tensors()]
-            found.append((text, [part.view(torch.int8) for part in rings]))
-    (text, eager), (same, captured) = found
+            results.append((text, [part.view(torch.int8) for part in rings]))
+    (text, eager), (same, captured) = results
     assert text == same
     assert all(map(torch.equal, eager, captured))
 
@@ -289,37 +260,3 @@ def test_captured_step_gives_the_bits_of_an_eager_step(sampling, weights, device
             rings += [[part for b in decoder.cache.main.blocks for part in b.tensors()]]
     assert texts[0] == texts[1]
     assert all(torch.equal(*pair) for pair in zip(*rings, strict=True))
-
-
-def test_speed_excludes_the_prompt(monkeypatch):
-    """A clock that leaps a minute with the prompt, and a second with every byte."""
-    clock = SimpleNamespace(now=0.0)
-    clock.perf_counter = lambda: clock.now
-
-    def take(name: str, seconds: float) -> None:
-        function = getattr(Decoder, name)
-
-        def slow(self, *args):
-            clock.now += seconds
-            return function(self, *args)
-
-        monkeypatch.setattr(Decoder, name, slow)
-
-    take("read", 60)
-    take("step", 0.5)
-    monkeypatch.setattr(generation, "time", clock)
-    made: list[bytes] = []
-    report = continue_text(
-        model("cpu"), "a run", b"abcdef", 7, GREEDY, backend="torch", on_bytes=made.append
-    )
-    assert report.bytes_per_second == 2
-    assert (report.length, report.prompt) == (7, "abcdef")
-    assert b"".join(made).decode(errors="replace") == report.text
-
-
-@pytest.mark.parametrize(
-    ("free", "device", "spare"), [(1001, "cpu", 500), (None, "cpu", 0), (1001, "cuda", 0)]
-)
-def test_half_of_the_free_memory_may_be_taken_for_speed(free, device, spare, monkeypatch):
-    monkeypatch.setattr("arbcli.kernels.runtime.device.available_bytes", lambda: free)
-    assert spare_bytes(torch.device(device)) == spare

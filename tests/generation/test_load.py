@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from arbcli.kernels.runtime import backend as backends
 from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.model.build import build_model
-from arbcli.model.checkpoint import Checkpoint, load_checkpoint, write_checkpoint
+from arbcli.model.checkpoint import load_checkpoint, write_checkpoint
 from arbcli.model.decoding import step_phases
 from arbcli.model.language_model import LanguageModel
 
@@ -33,35 +32,6 @@ def rewritten(path: Path, saved: Path, **changes) -> Path:
     """Write a checkpoint again that differs in some of its parts."""
     write_checkpoint(path, dataclasses.replace(load_checkpoint(saved), **changes))
     return path
-
-
-@pytest.fixture
-def built(monkeypatch) -> list[int]:
-    """Note of how many blocks each model is that is built."""
-    found: list[int] = []
-
-    def build(config, dtype):
-        found.append(config.layers)
-        return build_model(config, dtype)
-
-    monkeypatch.setattr(load, "build_model", build)
-    return found
-
-
-@pytest.mark.slow
-def test_tensors_of_stages_are_counted(saved, small_hnet, built, tmp_path):
-    given = {name: size for name, size in small_hnet.items() if name not in ("preset", "batch")}
-    path = saved("hnet-tiny", **given)
-    stages = load_checkpoint(path).config["stages"]
-    longer = [stages[0] | {"after": 300 * stages[0]["after"]}, *stages[1:]]
-    other = rewritten(
-        tmp_path / "other", path, config=load_checkpoint(path).config | {"stages": longer}
-    )
-    built.clear()
-    with pytest.raises(ArbError, match="and the model of its configuration"):
-        load_model(other, device="cpu")
-    assert max(built) == 1
-    load_model(path, device="cpu")
 
 
 def test_single_process_loads_a_model_of_several_processes(saved, tmp_path):
@@ -98,14 +68,6 @@ def test_run_without_a_dtype_is_refused(config, saved, tmp_path):
         ArbError, match=r"in place of an object|no valid `config`|`compute` is `fp64`"
     ):
         load_weights(path, print)
-
-
-def test_origin_of_an_export_is_its_checkpoint():
-    checkpoint = mock.Mock(spec=Checkpoint, digest="own", data={})
-    weights = load.Weights(mock.Mock(), checkpoint, Path("a"), "fp32")
-    assert weights.origin == "own"
-    checkpoint.data = {"origin": "first"}
-    assert weights.origin == "first"
 
 
 SAMPLING = Sampling(seed=3)

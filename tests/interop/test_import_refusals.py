@@ -54,30 +54,10 @@ def test_missing_field_is_named(kind, name):
         read_config({key: value for key, value in values.items() if key != name}, "it")
 
 
-def test_damaged_files_are_refused(tmp_path):
+def test_tensors_that_are_missing_unknown_or_not_finite_are_refused(tmp_path):
     folder = tmp_path / "model"
     weights = plain_folder(folder)
     file, name = folder / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
-    whole = file.read_bytes()
-    size = int.from_bytes(whole[:8], "little")
-    header = json.loads(whole[8 : 8 + size])
-
-    def with_header(**fields) -> bytes:
-        text = json.dumps(header | {name: header[name] | fields}).encode()
-        return len(text).to_bytes(8, "little") + text + whole[8 + size :]
-
-    begin, end = header[name]["data_offsets"]
-    for content, why in (
-        (b"", "truncated"), (whole[:-1], "truncated"), (whole + b"\0", "goes on"),
-        (b"\xff" * 8 + whole[8:], "truncated"), (whole[:8] + b"x" + whole[9:], "not JSON"),
-        (with_header(dtype="I8"), "is I8"), (with_header(shape=[48, 31]), name),
-        (with_header(shape=[32, 48]), r"\[32, 48\]"), (with_header(shape=[-48, -32]), name),
-        (with_header(data_offsets=[begin + 2, end + 2]), name),
-        (with_header(data_offsets=[0, end - begin]), "is at the bytes"),
-    ):  # fmt: skip
-        file.write_bytes(content)
-        with pytest.raises(ArbError, match=why):
-            import_folder(folder, tmp_path / "run")
     for changed, why in (
         ({name: torch.full((48, 32), torch.nan)}, "not finite"),
         (

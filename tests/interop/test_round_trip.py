@@ -9,7 +9,6 @@ from importlib.util import find_spec
 import pytest
 import torch
 from folders import random_model
-from marks import mostly_slow
 
 from arbcli.base.errors import ArbError
 from arbcli.base.reading import read_json
@@ -70,7 +69,7 @@ def greedy(logits, ids: list[int]) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, lambda kind: "tied" in kind))
+@pytest.mark.parametrize("kind", KINDS)
 def test_tuned_model_has_the_same_logits_elsewhere(
     transformers, kind, tmp_path, arb_here, monkeypatch
 ):
@@ -205,7 +204,6 @@ def test_model_of_tokens_from_scratch_is_exported(transformers, tmp_path, arb_he
     assert "is not the tokenizer of" in done.stderr
 
 
-@pytest.mark.slow
 def test_imported_model_is_tuned_on_chats(transformers, tmp_path, arb_here, monkeypatch):
     pytest.importorskip("jinja2", reason="needs the extra `chat`")
     monkeypatch.chdir(tmp_path)

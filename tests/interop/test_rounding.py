@@ -29,7 +29,7 @@ def decoded(z: torch.Tensor, v: torch.Tensor, group: int, grid: Grid) -> torch.T
 
 @pytest.mark.parametrize(
     ("own_grid", "group", "columns", "grid"),
-    [(False, 32, 33, MOMENT), (True, 64, 159, NIBBLE), (False, 4, 3, NIBBLE), (True, 4, 3, MOMENT)],
+    [(False, 32, 33, MOMENT), (True, 16, 35, NIBBLE), (False, 4, 3, NIBBLE), (True, 4, 3, MOMENT)],
 )
 def test_rounding_equals_reference(grid, group, columns, own_grid):
     weight = drawn(3, columns)
@@ -84,24 +84,16 @@ def test_own_grid_is_read_exactly(grid):
         assert torch.equal(again.v, found.v)
 
 
-def test_rounding_again_changes_nothing():
-    weight = drawn(33, 96)
-    first = round_weights(weight, 32, MOMENT)
-    second = round_weights(decoded(*first, 32, MOMENT), 32, MOMENT, True)
-    assert torch.equal(first.z, second.z)
-    assert torch.equal(first.v, second.v)
-
-
 @pytest.mark.parametrize("grid", [MOMENT, NIBBLE], ids=["moment", "nibble"])
 def test_numbers_of_a_vector_keep_the_digits_of_bf16(grid):
-    numbers = drawn(500, 1).mul(40).bfloat16().float()
+    numbers = drawn(200, 1).mul(40).bfloat16().float()
     numbers[0] = 0
     found = round_vector(numbers, grid)
     assert torch.equal(decoded(*found, 1, grid), numbers)
     assert int(found.z[0]) == 0
     sizes = found.z[1:].abs()
     assert int(sizes.min()) >= grid.largest / 2
-    more = drawn(500, 1, seed=3)
+    more = drawn(200, 1, seed=3)
     first = round_vector(more, grid)
     assert float((decoded(*first, 1, grid) / more - 1).abs().max()) < 2**-8  # half a step of bf16
     second = round_vector(decoded(*first, 1, grid), grid)

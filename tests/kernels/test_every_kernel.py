@@ -1,20 +1,18 @@
 """Every kernel, in both implementations, against its reference on all the cases of its spec."""
 
-import ast
 import mmap
+import operator
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
+from inspect import getmodule, getsource
 from itertools import count
-from pathlib import Path
 
 import pytest
 import torch
 from apparatus.interpreter import arguments_left_in_place, barriers_where_needed, within_arguments
-from marks import mostly_slow
-from syntax import parsed, walk
 
-import arbcli
 from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.norm.rms_norm import WHOLE_ROW
@@ -25,7 +23,7 @@ from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.check_kernels import KERNELS, compare, copies, peers_of
 from arbcli.verify.compare import as_tuple, poisoned
 from arbcli.verify.registry import BY_NAME
-from arbcli.verify.sample import LONG_CASES, is_long
+from arbcli.verify.sample import is_long, kind_of
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
 NATIVE = [pytest.mark.skipif(not native.available(), reason=native.why_not())]
@@ -34,45 +32,85 @@ PLANES = {"decode_weight", "decode_e4m3", "ternary_matmul", "gradient_statistics
 
 
 def cases() -> list:
-    """List kernels, scale types and backends; interpreted, those that tell most are not slow.
+    """List kernels, scale types and backends; Triton runs scale types of other code only.
 
     In T6 groups straddle everything. A norm decodes its weights with another kernel, for which T6
     takes long and is checked by itself. Other group sizes than these two run no other code.
     """
-    found = []
+    parameters = []
     for spec in KERNELS:
-        quick = {"T32"} if "norm" in spec.name else {"T6"}
-        quick |= {"T32"} if spec.name in PLANES or not spec.uses_scales else set()
+        of_triton = {"T32"} if "norm" in spec.name else {"T6"}
+        of_triton |= {"T32"} if spec.name in PLANES or not spec.uses_scales else set()
         for scale_type in ("T6", "T32") if spec.uses_scales else ("T32",):
-            for backend in BACKENDS:
-                slow = backend != "torch" and scale_type not in quick
-                marks = [pytest.mark.slow] if slow else []
+            backends = ["torch", BACKENDS[1]] if scale_type in of_triton else ["torch"]
+            for backend in backends + ["native"] * (spec.native is not None):
+                marks = NATIVE if backend == "native" else ()
                 name = f"{spec.name}-{scale_type}-{backend}"
-                found.append(pytest.param(spec, scale_type, backend, marks=marks, id=name))
-            if spec.native is not None:
-                name, marks = f"{spec.name}-{scale_type}-native", NATIVE
-                found.append(pytest.param(spec, scale_type, "native", marks=marks, id=name))
-    return found
+                parameters.append(pytest.param(spec, scale_type, backend, marks=marks, id=name))
+    return parameters
+
+
+def properties(case) -> set:
+    """List the words of a case's label, and kinds, layouts and magnitudes of its inputs."""
+    names = {kind_of(case.label)}
+
+    def add(place: tuple, value: object) -> None:
+        if isinstance(value, Packed):
+            kind = value.remainder is None, value.fraction is None, value.nibble, value.radix
+            names.add((place, kind))
+            add((*place, "columns"), torch.empty(1, value.in_features, device="meta"))
+            value = tuple(value[:2])
+        if isinstance(value, torch.Tensor):
+            steps = value.stride()
+            order = tuple(map(operator.lt, steps, steps[1:])), steps[-1:] == (1,)
+            names.update({(place, value.dtype, value.dim()), (place, order)})
+            for dim, size in enumerate(value.shape):
+                names.add((place, dim, min(size, 2), size % 16 == 0))
+                names.add((place, dim, size.bit_length() // 2))
+        elif isinstance(value, tuple):
+            for index, part in enumerate(value):
+                add((*place, index), part)
+        else:
+            exact = isinstance(value, bool | str | None)
+            names.add((place, type(value), value if exact else None))
+
+    add((), tuple(case.inputs))
+    return names
+
+
+def sample(answers: list) -> list:
+    """Choose cases with all properties that any has, small ones first; all take twice as long."""
+    named = {answer: properties(answer.case) for answer in answers}
+    missing, chosen = set().union(*named.values()), []
+
+    def gain(answer) -> float:
+        tensors = (x for x in answer.case.inputs if isinstance(x, torch.Tensor | Packed))
+        elements = (x.trits if isinstance(x, Packed) else x for x in tensors)
+        return len(named[answer] & missing) / (20 + sum(x.numel() ** 0.5 for x in elements))
+
+    while missing:
+        chosen.append(max(answers, key=gain))
+        missing -= named[chosen[-1]]
+    return chosen
 
 
 @pytest.mark.parametrize(("spec", "scale_type", "backend"), cases())
 def test_kernel_equals_reference(spec, scale_type, backend, device):
-    """But for cases that `arb verify-kernels` leaves out in the interpreter, too."""
+    """On all cases, or in the interpreter on a sample of those that `arb verify-kernels` runs."""
     place = torch.device("cpu") if backend == "native" else device
-    every = answered(spec, place, SCALE_TYPES[scale_type])
-    sample = (c for c in every if backend != "interpreter" or not is_long(spec.name, c.case.label))
-    assert_reference_is_met(spec, backend, sample)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec", [s for s in KERNELS if s.name in LONG_CASES], ids=lambda spec: spec.name
-)
-def test_kernel_equals_reference_in_cases_that_take_long(spec, device):
-    every = answered(spec, device, SCALE_TYPES["T6" if spec.uses_scales else "T32"])
-    assert_reference_is_met(
-        spec, BACKENDS[1], (c for c in every if is_long(spec.name, c.case.label))
-    )
+    answers = answered(spec, place, SCALE_TYPES[scale_type])
+    if backend == "interpreter":
+        answers = sample([a for a in answers if not is_long(spec.name, a.case.label)])
+    implementation = spec.run(backend)
+    for answer in answers:
+        with use_backend(backend):
+            results = as_tuple(implementation(*copies(answer.case.inputs)))
+        dtypes = tuple(result.dtype for result in results)
+        answer.dtypes = answer.dtypes or dtypes
+        assert dtypes == answer.dtypes, answer.case.label
+        for result, wanted, peer in zip(results, answer.wanted, answer.peers, strict=True):
+            compared = compare(spec, answer.case.label, result, wanted, peer)
+            assert compared.passed, compared
 
 
 class Answered:
@@ -97,66 +135,42 @@ def answered(spec, device, group_size) -> list[Answered]:
     return [Answered(spec, case) for case in spec.cases(device, group_size)]
 
 
-def assert_reference_is_met(spec, backend, chosen) -> None:
-    implementation = spec.run(backend)
-    for each in chosen:
-        with use_backend(backend):
-            got = as_tuple(implementation(*copies(each.case.inputs)))
-        dtypes = tuple(result.dtype for result in got)
-        each.dtypes = each.dtypes or dtypes
-        assert dtypes == each.dtypes, each.case.label
-        for result, expected, other in zip(got, each.wanted, each.peers, strict=True):
-            found = compare(spec, each.case.label, result, expected, other)
-            assert found.passed, found
+IN_CHUNKS = [
+    spec
+    for spec in KERNELS
+    if re.search(r"(row_chunks|chunk_elements)\(", getsource(getmodule(spec.triton)))
+]
 
 
-@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", IN_CHUNKS, ids=lambda spec: spec.name)
 def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
     """Matrices of real sizes are worked on in parts, and no case of a test is that large."""
     for case in spec.cases(torch.device("cpu"), SCALE_TYPES["T6"]):
-        found = []
+        results = []
         for elements in (None, 1):
             with use_backend("torch"), chunks_of(elements):
-                found.append(as_tuple(spec.torch(*copies(case.inputs))))
-        for whole, parts in zip(*found, strict=True):
+                results.append(as_tuple(spec.torch(*copies(case.inputs))))
+        for whole, parts in zip(*results, strict=True):
             # as close as is asked for, though a peer would allow for more
             assert compare(spec, case.label, parts, whole, None).passed, case.label
 
 
-WITH_LARGE = [spec for spec in KERNELS if spec.large_reference]
-
-
 @pytest.mark.parametrize(
     "spec",
-    mostly_slow(WITH_LARGE, lambda spec: spec.name not in ("row_by_row", "prepacked_rows")),
+    [s for s in KERNELS if s.large_reference and s.name not in ("row_by_row", "prepacked_rows")],
     ids=lambda spec: spec.name,
 )  # these have the references of `row_matmul`
 def test_reference_of_large_cases_is_the_reference(spec):
     for case in spec.cases(torch.device("cpu"), SCALE_TYPES["T6"]):
-        found = [
+        results = [
             as_tuple(run(*copies(case.inputs)))
             for run in (spec.reference, spec.large_reference)
             if not any(isinstance(x, torch.Tensor) and x.numel() == 0 for x in case.inputs)
         ]
-        for wanted, got in zip(*found, strict=True) if found else ():
+        for wanted, got in zip(*results, strict=True) if results else ():
             size = max(wanted.double().nan_to_num(0).abs().flatten().tolist(), default=0)
             close = {"rtol": 1e-9, "atol": 1e-9 * size}
             torch.testing.assert_close(got.double(), wanted.double(), **close, equal_nan=True)
-
-
-def test_cases_ask_their_device_and_no_tensor():
-    """Fixed cases of a GPU are made on the host, where no tensor is one of a GPU."""
-    asked, seen = [], 0
-    package = Path(arbcli.__file__).parent
-    core, families = package.glob("verify/kernels/*/*.py"), package.glob("families/*/verify/*.py")
-    for path in (*core, *families):
-        for function in walk(parsed(path)):
-            if isinstance(function, ast.FunctionDef) and function.name.endswith("cases"):
-                names = {getattr(node, "attr", "") for node in walk(function)}
-                asked += [path.name] * ("is_cuda" in names)
-                seen += 1
-    assert seen > 50
-    assert not asked
 
 
 @contextmanager
@@ -174,8 +188,8 @@ def assert_triton_agrees(spec, label, inputs) -> None:
     with poisoned(), use_backend(BACKENDS[1]), watched(BACKENDS[1]):
         got = as_tuple(spec.triton(*copies(inputs)))
     for result, expected in zip(got, wanted, strict=True):
-        found = compare(spec, label, result, expected)
-        assert found.passed, found
+        compared = compare(spec, label, result, expected)
+        assert compared.passed, compared
 
 
 @pytest.mark.parametrize(
@@ -187,10 +201,9 @@ def test_programs_of_a_large_matrix_take_larger_or_several_tiles(
 ):
     """No case of a test is of the size from which on that is so."""
     monkeypatch.setattr("arbcli.kernels.runtime.backend.LARGE_ELEMENTS", 1)
-    (spec,) = (spec for spec in KERNELS if spec.name == name)
     rng = CaseGenerator(1, device, torch.float32)
     inputs = BY_NAME[name].drawn(rng, SCALE_TYPES["T32"], 1, rows, columns)
-    assert_triton_agrees(spec, name, inputs)
+    assert_triton_agrees(BY_NAME[name], name, inputs)
 
 
 SEVERAL_TILES = {
@@ -208,7 +221,7 @@ SEVERAL_TILES = {
     ("name", "sizes"), [*SEVERAL_TILES.items(), ("embedding_rows", (12, 9, 500))]
 )
 def test_kernel_writes_every_tile_of_several(name, sizes, device):
-    (spec,) = (spec for spec in KERNELS if spec.name == name)
+    spec = BY_NAME[name]
     rng = CaseGenerator(1, device, torch.float32)
     inputs = BY_NAME[name].drawn(rng, SCALE_TYPES["T32"], *sizes)
     assert_triton_agrees(spec, name, inputs)
@@ -230,7 +243,7 @@ A tile of one slot ends wherever the slots do, so that none after the last turn 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a product has 16 on every side there")
 @pytest.mark.parametrize("name", IN_TURNS)
 def test_kernel_takes_several_turns_where_its_tiles_are_smaller(name, device):
-    (spec,) = (spec for spec in KERNELS if spec.name == name)
+    spec = BY_NAME[name]
     label, tile = IN_TURNS[name]
     (case,) = (case for case in spec.cases(device, 32) if case.label == label)
     shrunk = set()
@@ -247,7 +260,7 @@ def test_kernel_takes_several_turns_where_its_tiles_are_smaller(name, device):
 
 @pytest.mark.parametrize("name", ["unit_rows", "unit_gain"])
 def test_all_of_more_rows_than_a_program_has_get_their_gains(name, device):
-    (spec,) = (spec for spec in KERNELS if spec.name == name)
+    spec = BY_NAME[name]
     generator = torch.Generator().manual_seed(0)
     values, gains = (torch.rand(n, 1027, generator=generator).to(device) for n in (2, 1))
     between = (gains[0], None) if name == "unit_gain" else ()
@@ -276,7 +289,7 @@ def test_row_that_is_too_wide_for_registers_is_walked(name, device):
 
     Where turns begin and end are large numbers: one of 8,000 alike is lost in the tolerance.
     """
-    (spec,) = (spec for spec in KERNELS if spec.name == name)
+    spec = BY_NAME[name]
     x, grad = torch.randn(2, 1, WHOLE_ROW + 5, generator=torch.Generator().manual_seed(0))
     for values in (x, grad):
         values[:, [0, 1023, 1024, 2047, 2048, 4095, 4096, WHOLE_ROW - 1, WHOLE_ROW, -1]] = 9
@@ -305,64 +318,87 @@ ROWS_APART = {
 """Of kernels that take columns side by side as a case of its own, the inputs of which that is."""
 
 
-def apart(value, more=3):
-    """Lay rows out in a wider matrix, of what is not a number or of ones; each part in its own."""
-    if isinstance(value, Packed):
-        numbers = count(more)
-        return value.map(lambda part: apart(part, next(numbers)))
-    wide = torch.full((*value.shape[:-1], value.shape[-1] + more), 1, dtype=value.dtype)
-    wide = wide.fill_(torch.nan) if value.is_floating_point() else wide
-    return wide.to(value.device)[..., :-more].copy_(value)
-
-
 def by_columns(value):
     """Lay a matrix out column by column."""
     return value.map(by_columns) if isinstance(value, Packed) else value.mT.contiguous().mT
 
 
-def inputs_to_lay_out(spec, device) -> tuple:
-    rng = CaseGenerator(
-        40, device, torch.float32
-    )  # a seed that shows a moment, and steps that change octaves
-    inputs = spec.drawn(rng, SCALE_TYPES["T6"], 5, 7, 37)
-    return inputs
+FAR = 8 if torch.cuda.is_available() else 2**30
+"""Least number of elements between rows: on a CPU, rows after the second are beyond int32."""
+NOT_FAR = {"decode_weight", "decode_e4m3", "ternary_matmul_grad_x", "choose_entries"}
+"""Kernels that count rows within a tile, or heads of a position, in int32, which is enough."""
+MAP_NORESERVE = 0x4000  # the module has no name for it before Python 3.13
 
 
-def check_laid_out(spec, backend, inputs, wanted):
-    with poisoned(), use_backend(backend), watched(backend):
-        got = as_tuple(spec.run(backend)(*copies(inputs)))
-    for result, expected in zip(got, wanted, strict=True):
-        found = compare(spec, f"{spec.name} {backend}", result, expected)
-        assert found.passed, found
+def memory(length: int, like: torch.Tensor) -> torch.Tensor:
+    """Return elements of which few pages are ever used, however many there are."""
+    if like.is_cuda:
+        return torch.empty(length, dtype=like.dtype, device=like.device)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    pages = mmap.mmap(-1, length * like.itemsize, flags)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(like.dtype)
+
+
+def apart(value, number: int, far: int, by: int = 0):
+    """Lay rows out far apart, and columns by a step, which is 2 to 4 if it is 0.
+
+    What lies between them is no number, or 1. Inputs of other numbers, and parts of a matrix, have
+    other steps, as a stride is its own.
+    """
+    if isinstance(value, Packed):
+        numbers = count(number)
+        return value.map(lambda part: apart(part, next(numbers), far, by))
+    if not isinstance(value, torch.Tensor) or not value.dim() or not value.numel():
+        return value
+    step, (*rows, columns) = by or 2 + number % 3, value.shape
+    steps, length = [], far + 8 * number + columns * step
+    for size in reversed(rows):
+        steps.insert(0, length)
+        length *= size + 1
+    wide = memory(length, value).as_strided((*rows, columns * step + step), (*steps, 1))
+    wide.fill_(torch.nan if value.is_floating_point() else 1)
+    return wide[..., step - 1 : columns * step : step].copy_(value)
+
+
+def assert_layout_changes_nothing(spec, backend: str, inputs, wanted) -> None:
+    with arguments_left_in_place(), poisoned(), use_backend(backend), watched(backend):
+        results = as_tuple(spec.run(backend)(*inputs))
+    for result, expected in zip(results, wanted, strict=True):
+        compared = compare(spec, f"{spec.name} {backend}", result, expected)
+        assert compared.passed, compared
+
+
+def drawn_by_rows(spec, device) -> tuple:
+    """Draw inputs by a seed that shows a moment, and steps that change octaves."""
+    return spec.drawn(CaseGenerator(40, device, torch.float32), SCALE_TYPES["T6"], 5, 7, 37)
 
 
 @pytest.mark.parametrize("name", ROWS_APART)
-def test_rows_whose_columns_lie_side_by_side_may_lie_apart(name, device):
+def test_rows_whose_columns_lie_side_by_side_may_lie_far_apart(name, device):
     """Where columns lie apart, too, matrices are copied, and their rows are dense again."""
-    (spec,) = (spec for spec in KERNELS if spec.name == name)
-    inputs = inputs_to_lay_out(spec, device)
+    spec, far = BY_NAME[name], 8 if name in NOT_FAR else FAR
+    inputs = drawn_by_rows(spec, device)
     wanted = as_tuple(spec.reference(*copies(inputs)))
     assert all(part.numel() for part in wanted)
-    laid_out = [apart(x, 3 + i) if i in ROWS_APART[name] else x for i, x in enumerate(inputs)]
     native_too = ["native"] if spec.native and device.type == "cpu" and native.available() else []
-    for backend in (*BACKENDS, *native_too):
-        check_laid_out(spec, backend, laid_out, wanted)
+    for backend in (BACKENDS[1], *native_too):
+        laid_out = [
+            apart(x, i, far, by=1) if i in ROWS_APART[name] else x
+            for i, x in enumerate(copies(inputs))
+        ]
+        assert_layout_changes_nothing(spec, backend, laid_out, wanted)
 
 
 @pytest.mark.skipif(not native.available(), reason=native.why_not())
-@pytest.mark.parametrize(
-    "spec",
-    [spec for spec in KERNELS if spec.native and spec.name in ROWS_APART],
-    ids=lambda spec: spec.name,
-)
-def test_columns_of_any_one_input_of_a_loop_in_c_may_lie_apart(spec):
+@pytest.mark.parametrize("name", [name for name in ROWS_APART if BY_NAME[name].native])
+def test_columns_of_any_one_input_of_a_loop_in_c_may_lie_apart(name):
     """Loops need them side by side, and leave what is not so to torch, or copy it."""
-    inputs = inputs_to_lay_out(spec, torch.device("cpu"))
+    spec = BY_NAME[name]
+    inputs = drawn_by_rows(spec, torch.device("cpu"))
     wanted = as_tuple(spec.reference(*copies(inputs)))
-    for place in ROWS_APART[spec.name]:
-        by_column = by_columns(inputs[place])
-        laid_out = (*inputs[:place], by_column, *inputs[place + 1 :])
-        check_laid_out(spec, "native", laid_out, wanted)
+    for place in ROWS_APART[name]:
+        laid_out = [by_columns(x) if i == place else x for i, x in enumerate(copies(inputs))]
+        assert_layout_changes_nothing(spec, "native", laid_out, wanted)
 
 
 NOT_ANYWHERE = {
@@ -384,23 +420,6 @@ ANYWHERE = [
 ]
 
 
-def anywhere(value, number=0):
-    """Lay elements out at a step of two to four in every dimension; the last one ends memory.
-
-    Inputs of other numbers, and parts of a matrix, have other steps: a stride is its own.
-    """
-    if isinstance(value, Packed):
-        numbers = count(number)
-        return value.map(lambda part: anywhere(part, next(numbers)))
-    if not isinstance(value, torch.Tensor):
-        return value
-    steps = [2 + (dim + number) % 3 for dim in range(value.dim())]
-    sizes = [step * size for step, size in zip(steps, value.shape, strict=True)]
-    wide = torch.ones(sizes, dtype=value.dtype, device=value.device)
-    wide = wide.fill_(torch.nan) if value.is_floating_point() else wide
-    return wide[tuple(slice(step - 1, None, step) for step in steps)].copy_(value)
-
-
 def all_digits(value, device):
     """Give a packed matrix remainders."""
     if not isinstance(value, Packed):
@@ -408,19 +427,6 @@ def all_digits(value, device):
     shape, about = (value.out_features, value.in_features), torch.Generator().manual_seed(1)
     remainder = torch.randint(-128, 128, shape, generator=about).to(device, torch.int8)
     return value._replace(remainder=remainder, radix=64, nibble=False)
-
-
-def inputs_to_lay_anywhere(spec, scale_type: str, device) -> tuple:
-    # seeds that show every input, several sequences and several experts
-    rng = CaseGenerator(0 if "grouped" in spec.name else 30, device, torch.float32)
-    sizes = (7 if spec.one_layout else 5, 7, 37)  # several texts
-    if scale_type == "T32":
-        sizes = 2, 3, 197  # a block of planes and some
-    return spec.drawn(rng, SCALE_TYPES[scale_type], *sizes)
-
-
-def places_that_are_dense(spec, inputs):
-    return range(len(inputs)) if spec.one_layout else spec.dense
 
 
 @pytest.mark.parametrize(
@@ -431,60 +437,21 @@ def test_elements_of_every_input_may_lie_anywhere(spec, scale_type, digits, devi
 
     Wherever it lies, nothing else is read: a mask that is too wide may change no result.
     """
-    inputs = inputs_to_lay_anywhere(spec, scale_type, device)
+    # seeds that show every input, several sequences and several experts
+    rng = CaseGenerator(0 if "grouped" in spec.name else 30, device, torch.float32)
+    sizes = (7 if spec.one_layout else 5, 7, 37)  # several texts
+    if scale_type == "T32":
+        sizes = 2, 3, 197  # a block of planes and some
+    inputs = spec.drawn(rng, SCALE_TYPES[scale_type], *sizes)
     if digits:
         inputs = [all_digits(x, device) for x in inputs]
-    dense = places_that_are_dense(spec, inputs)
-    laid_out = [x if place in dense else anywhere(x, place) for place, x in enumerate(inputs)]
     wanted = as_tuple(spec.reference(*copies(inputs)))
-    check_laid_out(spec, BACKENDS[1], laid_out, wanted)
-
-
-FAR = 2**30 + 8
-"""Elements from one row to the next, so many that those before the third row do not fit int32."""
-NOT_FAR = {"decode_weight", "decode_e4m3", "ternary_matmul_grad_x", "choose_entries"}
-"""Kernels that count rows within a tile, or heads of a position, in int32, which is enough."""
-FAR_ROWS = {spec.name for spec, *_ in ANYWHERE if not spec.one_layout}
-FAR_ROWS |= {*ROWS_APART}
-MAP_NORESERVE = 0x4000  # the module has no name for it before Python 3.13
-
-
-def far_apart(value):
-    """Lay rows out so far apart that int32 does not count it; few pages of that are ever used."""
-    if isinstance(value, Packed):
-        return value.map(far_apart)
-    if not isinstance(value, torch.Tensor) or value.dim() < 2 or not value.numel():
-        return value
-    sizes = value.shape[:-1]
-    steps = [FAR * sizes[dim + 1 :].numel() for dim in range(len(sizes))]
-    length = sizes.numel() * FAR * value.element_size()
-    memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-    wide = torch.frombuffer(memory, dtype=torch.uint8).view(value.dtype)
-    return wide.as_strided(value.shape, (*steps, 1)).copy_(value)
-
-
-def rows_to_lay_out(spec) -> tuple[tuple, set[int]]:
-    """Give inputs, and the places of those whose rows may lie apart."""
-    if spec.name in ROWS_APART:
-        return inputs_to_lay_out(spec, torch.device("cpu")), {*ROWS_APART[spec.name]}
-    inputs = inputs_to_lay_anywhere(spec, "T6", torch.device("cpu"))
-    return inputs, {*range(len(inputs))} - {*places_that_are_dense(spec, inputs)}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has all the memory that is asked for")
-@pytest.mark.parametrize("name", sorted(FAR_ROWS - NOT_FAR))
-def test_elements_between_rows_may_be_more_than_an_int32_counts(name):
-    (spec,) = (spec for spec in KERNELS if spec.name == name)
-    inputs, places = rows_to_lay_out(spec)
-    wanted = as_tuple(spec.reference(*copies(inputs)))
-    native_too = ["native"] if spec.native and name in ROWS_APART and native.available() else []
-    for backend in ("interpreter", *native_too):
-        laid_out = [far_apart(x) if i in places else x for i, x in enumerate(copies(inputs))]
-        with arguments_left_in_place(), poisoned(), use_backend(backend), watched(backend):
-            got = as_tuple(spec.run(backend)(*laid_out))
-        for result, expected in zip(got, wanted, strict=True):
-            found = compare(spec, f"{name} {backend}", result, expected)
-            assert found.passed, found
+    dense = range(len(inputs)) if spec.one_layout else spec.dense
+    far = 8 if spec.name in NOT_FAR else FAR
+    laid_out = [
+        x if place in dense else apart(x, place, far) for place, x in enumerate(copies(inputs))
+    ]
+    assert_layout_changes_nothing(spec, BACKENDS[1], laid_out, wanted)
 
 
 ROUNDED_ELSEWHERE = {
@@ -493,19 +460,10 @@ ROUNDED_ELSEWHERE = {
     "decode_compressed", "encode_nvfp4", "sign_gradient", "sum_choices",
 }  # fmt: skip
 """Kernels that round on the way, or not at all: their own tests have them in bfloat16."""
-OF_BFLOAT16 = {"gradient_gains": (), "rms_norm": (0,), "cast_trit_votes": (2,), "pack_trits": ()}
-"""Places of inputs that may be bfloat16, of some kernels."""
-
-
-@pytest.mark.parametrize("name", OF_BFLOAT16)
-def test_places_of_bfloat16_are_those_of_values(name):
-    (spec,) = (spec for spec in KERNELS if spec.name == name)
-    assert spec.bfloat16 == OF_BFLOAT16[name]
-
-
 IN_BFLOAT16 = [s.name for s in KERNELS if s.bfloat16 and s.name not in ROUNDED_ELSEWHERE]
 SEVERAL_ROUNDINGS = {
-    "causal_attention_backward", "dropped_attention_backward",
+    "causal_attention_backward",
+    "dropped_attention_backward",
     "gram_polynomial",
     "decode_attention",
     "decode_attention_8bit",
@@ -526,16 +484,16 @@ IN_BOTH = [(name, "torch") for name in IN_BFLOAT16] + [
 @pytest.mark.parametrize(("name", "backend"), IN_BOTH)
 def test_backend_of_a_cpu_in_bfloat16_is_off_by_its_rounding_only(name, backend):
     """Against float64, with no peer: one rounding to bfloat16 is 1.7e-3, and float32 is 1e-7."""
-    (spec,) = (spec for spec in KERNELS if spec.name == name)
-    for seed, (m, n, k) in enumerate(((7, 33, 165), (16, 64, 64), (33, 31, 200))):
+    spec = BY_NAME[name]
+    for seed, (m, n, k) in enumerate(((7, 33, 165), (16, 64, 64))):
         rng = CaseGenerator(seed, torch.device("cpu"), torch.bfloat16)
         inputs = BY_NAME[name].drawn(rng, SCALE_TYPES["T6"], m, n, k)
         dtypes = {value.dtype for value in inputs if isinstance(value, torch.Tensor)}
         assert torch.bfloat16 in dtypes
         wanted = as_tuple(spec.reference(*copies(inputs)))
         with use_backend(backend):
-            found = as_tuple(spec.run(backend)(*copies(inputs)))
-        for got, expected in zip(found, wanted, strict=True):
+            results = as_tuple(spec.run(backend)(*copies(inputs)))
+        for got, expected in zip(results, wanted, strict=True):
             if not got.is_floating_point():
                 assert torch.equal(got.long(), expected.long())
             elif got.numel():
@@ -545,7 +503,7 @@ def test_backend_of_a_cpu_in_bfloat16_is_off_by_its_rounding_only(name, backend)
                 assert error <= bound * expected.double().norm()
 
 
-@pytest.mark.slow  # the interpreter runs programs in order: what may differ does on a GPU
+@pytest.mark.gpu  # the interpreter runs programs in order
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 def test_kernel_is_deterministic(spec, device):
     *_, case = spec.cases(device, 32)

@@ -74,9 +74,9 @@ def public(name: str) -> Callable:
     """Find the operation that a kernel is of, by its name."""
     modules = [module for module in sys.modules if re.match(OF_KERNELS, module)]
     for module in modules:
-        for found in map(vars(sys.modules[module]).get, (name, f"{name}_")):
-            if isinstance(found, Operation) or getattr(found, "__module__", None) == module:
-                return found
+        for operation in map(vars(sys.modules[module]).get, (name, f"{name}_")):
+            if isinstance(operation, Operation) or getattr(operation, "__module__", None) == module:
+                return operation
     raise LookupError(name)
 
 
@@ -119,7 +119,10 @@ def declared(name: str, inputs: list) -> str:
         if x is not None and not isinstance(kind, Number)
     ]  # fmt: skip
     named = Counter(
-        found for kind in given for size in kind.dims for found in names_in(size.strip("*"))
+        name_of_size
+        for kind in given
+        for size in kind.dims
+        for name_of_size in names_in(size.strip("*"))
     )
     of_types = " ".join(spec.operation.where)
     reals = sum(isinstance(kind, Array) and kind.dtypes == REAL for kind in given)
@@ -137,25 +140,25 @@ def letters_of(
     if isinstance(kind, Matrix):
         return "p"
     other = OTHER_TYPE.get(x.dtype, torch.float16)
-    dims, found = kind.dims, "" if other in kind.dtypes else "t"
+    dims, letters = kind.dims, "" if other in kind.dtypes else "t"
     if x.dtype == torch.float32 and (torch.bfloat16 not in kind.dtypes or
                                      (kind.dtypes == REAL and reals > 1) or compared):  # fmt: skip
-        found += "b"
+        letters += "b"
     if kind.one:
-        return found + "".join(map(str, range(x.dim())))
+        return letters + "".join(map(str, range(x.dim())))
     lead = dims[0][1:] if dims and dims[0].startswith("*") else None
     if lead is None or named[lead] > 1:
-        found += "+-" if x.dim() else "+"
+        letters += "+-" if x.dim() else "+"
     elif x.dim() == len(dims) - 1:
-        found += "-"
+        letters += "-"
     if kind.dense and x.dim() and x.numel() > 1:
-        found += "l"
+        letters += "l"
     single = dims[1:] if lead else dims
     for dim in range(x.dim()):
         place = dim - (x.dim() - len(single))
         size = single[place] if place >= 0 else lead
-        found += str(dim) if not size.isidentifier() or named[size] > 1 else ""
-    return found
+        letters += str(dim) if not size.isidentifier() or named[size] > 1 else ""
+    return letters
 
 
 SEEDS = {

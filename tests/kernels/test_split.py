@@ -38,5 +38,5 @@ def test_small_inputs_are_divided_as_large_inputs(spec, monkeypatch):
             wanted = as_tuple(spec.reference(*copies(case.inputs)))
             with use_backend("interpreter"), chunks_of(1):
                 got = as_tuple(spec.triton(*copies(case.inputs)))
-            for each in zip(got, wanted, strict=True):
-                assert compare(spec, case.label, *each).passed, case.label
+            for pair in zip(got, wanted, strict=True):
+                assert compare(spec, case.label, *pair).passed, case.label

@@ -29,9 +29,9 @@ def test_streams_above_a_bound_are_scaled_down_and_others_left_alone():
     x = torch.randn(5, 3, 40, generator=torch.Generator().manual_seed(0))
     x[1] *= 10
     size = x.square().mean(dim=-1, keepdim=True).sqrt()
-    found = bounded(x, 2.0)
-    assert torch.equal(found[0], x[0])
-    torch.testing.assert_close(found, torch.where(size > 2, 2 * x / size, x))
+    scaled = bounded(x, 2.0)
+    assert torch.equal(scaled[0], x[0])
+    torch.testing.assert_close(scaled, torch.where(size > 2, 2 * x / size, x))
     still = torch.zeros(2, 8, requires_grad=True)
     bounded(still, 1.0).sum().backward()
     assert torch.equal(still.grad, torch.ones(2, 8))

@@ -7,11 +7,8 @@ import os
 import re
 import shutil
 import stat
-import subprocess
-import sys
 import time
 import tracemalloc
-from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from multiprocessing.synchronize import Event
@@ -61,21 +58,6 @@ def example(step: int = 200, size: int = 5, backwards: bool = False) -> Checkpoi
         data={"digest": "ab12", "position": 2**40},
         tensors={name: tensors[name] for name in sorted(tensors, reverse=backwards)},
     )
-
-
-def run_elsewhere(function: Callable[[Path], None], directory: Path, **environment: str) -> None:
-    """Call a function of this file in a fresh Python, where it must not fail."""
-    script = f"""
-import sys
-from pathlib import Path
-sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}
-from {Path(__file__).stem} import {function.__name__} as main
-main(Path({str(directory)!r}))
-"""
-    command = [sys.executable, "-c", script]
-    environment = {**os.environ, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-    assert done.returncode == 0, done.stderr
 
 
 def canonical(value: object) -> str:
@@ -164,28 +146,6 @@ def test_safetensors_reads_the_file(saved):
     assert all(torch.equal(tensors[name], t) for name, t in example().tensors.items())
 
 
-@pytest.mark.parametrize("in_hand", [1, 400, 10**6])
-def test_threads_give_results_in_order_and_hold_few_tensors(in_hand, monkeypatch):
-    monkeypatch.setattr(module, "IN_HAND", in_hand)
-    taken, done = 0, 0
-
-    def tensors():
-        nonlocal taken
-        for size in range(100, 0, -1):
-            taken += size
-            yield f"{size}", torch.zeros(size, dtype=torch.int8)
-            assert taken - done < in_hand + 100
-
-    for expected, size in zip(range(100, 0, -1), module._in_threads(_size, tensors()), strict=True):
-        assert size == expected
-        done += size
-
-
-def _size(name: str, tensor: torch.Tensor) -> int:
-    time.sleep(tensor.nbytes % 3 / 1000)
-    return int(name)
-
-
 @pytest.mark.parametrize("in_hand", [1, 400])
 def test_file_does_not_depend_on_memory_in_use(tmp_path, saved, monkeypatch, in_hand):
     before = saved.read_bytes()
@@ -194,19 +154,11 @@ def test_file_does_not_depend_on_memory_in_use(tmp_path, saved, monkeypatch, in_
     assert_same(load_checkpoint(saved), example())
 
 
-def save_backwards(directory: Path) -> None:
-    save_checkpoint(directory, example(backwards=True))
-
-
 def test_file_is_a_function_of_the_state(tmp_path, saved):
-    """Neither the order of a dict, nor time, nor the process or its hash seed is in the file."""
-    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
-    here.mkdir()
-    elsewhere.mkdir()
-    save_backwards(here)
-    run_elsewhere(save_backwards, elsewhere, PYTHONHASHSEED="7")
-    assert (here / saved.name).read_bytes() == saved.read_bytes()
-    assert (elsewhere / saved.name).read_bytes() == saved.read_bytes()
+    """Neither the order of a dict nor time is in the file."""
+    (tmp_path / "again").mkdir()
+    again = save_checkpoint(tmp_path / "again", example(backwards=True))
+    assert again.read_bytes() == saved.read_bytes()
 
 
 def test_save_keeps_the_newest_two(tmp_path):
@@ -254,26 +206,12 @@ def test_save_rejects_tensors_that_are_not_state(tmp_path, name, tensor):
 
 def test_load_refuses_a_flipped_bit_in_any_byte(saved):
     data = saved.read_bytes()
-    for place in range(len(data)):
+    header = 8 + int.from_bytes(data[:8], "little")
+    for place in [*range(0, header, 3), *range(header, len(data), 7), len(data) - 1]:
         altered = bytearray(data)
         altered[place] ^= 1 << place % 8
         saved.write_bytes(altered)
         refusal(saved)
-
-
-def test_load_refuses_every_truncation(tmp_path):
-    data = save_checkpoint(tmp_path, example(size=1000)).read_bytes()
-    assert len(data) > 40_000
-    path = tmp_path / "short"
-    lengths = [*range(64), *range(4096, len(data), 4096), len(data) - 1]
-    for length in lengths:
-        path.write_bytes(data[:length])
-        assert "truncated" in refusal(path)
-
-
-def test_load_refuses_trailing_bytes(saved):
-    saved.write_bytes(saved.read_bytes() + b"\x00")
-    assert "1 bytes too many" in refusal(saved)
 
 
 def test_load_refuses_files_that_cannot_be_read(tmp_path, saved):
@@ -335,31 +273,18 @@ def _tensors(header: dict, **changes: object) -> dict:
 
 LIES = {
     "a second metadata key": lambda h: h | {"__metadata__": h["__metadata__"] | {"format": "pt"}},
-    "no metadata": lambda h: {k: v for k, v in h.items() if k != "__metadata__"},
-    "metadata is a list": lambda h: h | {"__metadata__": ["arb"]},
     "arb is a dict": lambda h: h | {"__metadata__": {"arb": {}}},
     "arb is not ASCII": lambda h: h | {"__metadata__": {"arb": "\ud800"}},
     "a missing tensor": lambda h: {k: v for k, v in h.items() if k != "one"},
     "an extra tensor": lambda h: h | {"more": h["one"]},
-    "an entry is a number": lambda h: h | {"one": 1},
-    "another dtype": lambda h: _tensors(h, dtype="F32"),
     "a dtype is a list": lambda h: _tensors(h, dtype=[]),
-    "no dtype": lambda h: _tensors(h, dtype=None),
-    "another shape": lambda h: _tensors(h, shape=[33, 5]),
     "a smaller shape": lambda h: _tensors(h, shape=[5, 32]),
     "a huge shape": lambda h: _tensors(h, shape=[2**40], data_offsets=[27, 27 + 2**40]),
     "a shape beyond int64": lambda h: _tensors(h, shape=[2**70]),
-    "an empty shape beyond int64": lambda h: _tensors(h, shape=[0, 2**40, 2**40]),
     "a shape of many axes": lambda h: _tensors(h, shape=[1] * 10_000),
-    "a negative shape": lambda h: _tensors(h, shape=[-5, -33]),
     "a boolean shape": lambda h: _tensors(h, shape=[True, 165]),
-    "a shape is a string": lambda h: _tensors(h, shape="5x33"),
-    "no shape": lambda h: _tensors(h, shape=None),
     "overlapping offsets": lambda h: _tensors(h, data_offsets=[0, 165]),
     "offsets beyond the file": lambda h: _tensors(h, data_offsets=[2**62, 2**62 + 165]),
-    "offsets reversed": lambda h: _tensors(h, data_offsets=[165, 0]),
-    "no offsets": lambda h: _tensors(h, data_offsets=None),
-    "a field more": lambda h: _tensors(h, host="here"),
 }
 
 
@@ -427,11 +352,6 @@ def test_failed_copy_keeps_the_previous_best(tmp_path, monkeypatch):
     assert best.read_bytes() == whole
 
 
-def test_check_layout_accepts_the_same_layout(saved):
-    on_meta = {name: tensor.to("meta") for name, tensor in example().tensors.items()}
-    check_layout(load_checkpoint(saved).tensors, on_meta)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -475,18 +395,6 @@ def test_save_where_a_directory_cannot_be_synced(tmp_path, monkeypatch):
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", refuse)
-    assert_same(load_checkpoint(save_checkpoint(tmp_path, example())), example())
-
-
-def test_save_where_a_directory_cannot_be_opened(tmp_path, monkeypatch):
-    open_file = os.open
-
-    def refuse(path, flags, *mode):
-        if path == tmp_path:
-            raise PermissionError
-        return open_file(path, flags, *mode)
-
-    monkeypatch.setattr(os, "open", refuse)
     assert_same(load_checkpoint(save_checkpoint(tmp_path, example())), example())
 
 
@@ -566,27 +474,10 @@ def test_run_lock_is_released_by_sigkill(tmp_path):
         pass
 
 
-def test_run_lock_passes_errors_of_its_body(tmp_path):
-    with pytest.raises(FileNotFoundError), run_lock(tmp_path):
-        raise FileNotFoundError
-
-
-def test_run_lock_needs_a_directory(tmp_path):
-    with pytest.raises(ArbError, match="cannot lock"), run_lock(tmp_path / "missing"):
-        pytest.fail("locked nothing")
-
-
 def test_run_lock_warns_where_there_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "fcntl", None)
     with pytest.warns(UserWarning, match="is not locked"), run_lock(tmp_path):
         pass
-
-
-def test_write_json_is_sorted_and_read_back(tmp_path):
-    path = tmp_path / "config.json"
-    write_json(path, {"b": [1, 2.5, None], "a": "\u03c0"})
-    assert path.read_text().startswith('{\n  "a": "\\u03c0",\n  "b": [\n')
-    assert read_json(path) == {"a": "\u03c0", "b": [1, 2.5, None]}
 
 
 RANGES = {
@@ -603,9 +494,3 @@ def test_state_is_legal_up_to_its_limits_and_no_further(name):
         tensor[0, 1] = least
         assert module._is_legal(f"a.{name}", tensor) == (least <= value <= most)
     assert module._is_legal(f"a.{name}", tensor[:0])
-
-
-def test_numbers_of_a_long_run_are_saved_and_read(tmp_path, saved):
-    long = replace(load_checkpoint(saved), step=2**40, counters={"refused": 2**50})
-    found = load_checkpoint(save_checkpoint(tmp_path, long))
-    assert (found.step, found.counters) == (2**40, {"refused": 2**50})

@@ -69,8 +69,9 @@ def is_norm(name: str) -> bool:
     return "norm" in name
 
 
-@pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
-@pytest.mark.parametrize("shape", ["dense", "graph"])
+@pytest.mark.parametrize(
+    ("shape", "rule"), [("dense", "moment"), ("dense", "nibble"), ("graph", "carry")]
+)
 def test_packed_weights_spread_as_the_table_says(shape, rule, small_graph):
     """In size to the rounding to bfloat16, in the share that is not zero to the sampling error."""
     options = DENSE if shape == "dense" else small_graph | {"memgram": True}
@@ -90,16 +91,6 @@ def test_packed_weights_spread_as_the_table_says(shape, rule, small_graph):
         assert (weight != 0).float().mean().item() == pytest.approx(share, abs=5 * error), name
         assert abs(weight.sign().mean().item()) < 5 * (share / weight.numel()) ** 0.5, name
     assert seen == set(stds)
-
-
-@pytest.mark.parametrize("weights", ["float", "ste"])
-def test_weights_of_a_twin_spread_as_the_table_says(weights):
-    for name, part in build(weights=weights, **DENSE).weights().items():
-        if not is_norm(name):
-            std, latent = DENSE_STDS[kind_of(name, DENSE_STDS)], part.latent
-            error = 5 / (2 * latent.numel()) ** 0.5
-            assert latent.std().item() == pytest.approx(std, rel=error), name
-            assert abs(latent.mean().item()) < 5 * std / latent.numel() ** 0.5, name
 
 
 def values(part) -> torch.Tensor:

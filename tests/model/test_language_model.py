@@ -50,8 +50,8 @@ def test_cache_that_is_reset_begins_a_new_text(kind, build):
 
 @pytest.mark.parametrize(
     ("kind", "weights"),
-    [("streams", "float"), ("compressed", "ste"), ("compressed", "float"), ("graph", "float"),
-     ("hnet", "ste"), ("mamba", "float")],
+    [("streams", "float"), ("compressed", "ste"), ("graph", "float"), ("hnet", "ste"),
+     ("mamba", "float")],
 )  # fmt: skip
 def test_twin_learns_and_reads_by_its_cache(kind, weights, build):
     model = build(kind, weights=weights)

@@ -9,15 +9,12 @@ import torch
 from references import decoded, dense_gradients
 
 from arbcli.base.errors import ArbError
-from arbcli.base.run_files import CONFIG, checkpoint_path
+from arbcli.base.run_files import checkpoint_path
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.data.text import open_texts
 from arbcli.generation.load import saved_config
-from arbcli.inspect.audit import audit
-from arbcli.inspect.memory import predict
-from arbcli.inspect.peak import predict_peak
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
 from arbcli.model.checkpoint import load_checkpoint
@@ -25,14 +22,14 @@ from arbcli.training.check import check_run
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
 from arbcli.training.run import resume_run, start_run
-from arbcli.training.teacher import frozen_model, read_teacher
+from arbcli.training.teacher import read_teacher
 from arbcli.training.trainer import Trainer
 from arbcli.verify.reference import reference_loss, reference_model
 
 CTX = 10
 SMALL, LARGE = 301, 5003
 RUN = {
-    "dim": 32, "layers": 1, "heads": 1, "ffn": 32, "ctx": 16, "batch": 2, "steps": 20,
+    "dim": 32, "layers": 1, "heads": 1, "ffn": 32, "ctx": 16, "batch": 2, "steps": 10,
     "digits": "fade", "device": "cpu", "warmup": 2,
 }  # fmt: skip
 
@@ -56,8 +53,7 @@ def batch_of(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     ("tied", "vocabulary", "norm_gain", "dtype"),
     [
         (False, SMALL, True, torch.float32), (True, LARGE, False, torch.float32),
-        (False, LARGE, True, torch.bfloat16), (True, SMALL, False, torch.bfloat16),
-        (False, LARGE, False, torch.float32),
+        (True, SMALL, False, torch.bfloat16),
     ],
 )  # fmt: skip
 def test_divergence_and_gradients_agree_with_those_of_the_reference(
@@ -90,7 +86,7 @@ def test_divergence_of_documents_counts_learnt_positions(vocabulary):
     ids, targets, ignored = batch_of(vocabulary)
     documents = torch.tensor([0] * 4 + [1] * 6).expand(3, CTX)
     with use_backend("torch"), torch.no_grad():
-        found = student.losses(
+        divergence = student.losses(
             ids, targets.masked_fill(ignored, -1), documents.contiguous(), teacher=teacher
         )["teacher"]
         logits = [
@@ -99,7 +95,7 @@ def test_divergence_of_documents_counts_learnt_positions(vocabulary):
         ]
     of_student, of_teacher = (part.log_softmax(-1) for part in logits)
     wanted = (of_teacher.exp() * (of_teacher - of_student)).sum(-1)[~ignored].mean()
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(divergence.double(), wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +125,7 @@ def test_teacher_that_a_model_equals_diverges_by_nothing_and_stays(taught):
     with pytest.raises(ValueError, match="read_teacher"):
         Trainer(config, texts)
     trainer = Trainer(config, texts, teacher=saved.checkpoint)
-    trainer.take_weights(load_checkpoint(checkpoint_path(run, 20)))
+    trainer.take_weights(load_checkpoint(checkpoint_path(run, 10)))
     before = {name: part.clone() for name, part in trainer.teacher.state_dict().items()}
     names = trainer.model.state_dict().keys() - before.keys()
     assert any("moment" in name for name in names)
@@ -145,52 +141,22 @@ def test_teacher_that_a_model_equals_diverges_by_nothing_and_stays(taught):
 def test_run_with_a_teacher_resumes_to_the_same_bits_and_needs_that_teacher(taught, tmp_path):
     teacher, settings = taught
     run = tmp_path / "run"
-    start_run(new_config(**settings, save_every=12, keep=3), run, Observer())
-    last = load_checkpoint(checkpoint_path(run, 20))
+    start_run(new_config(**settings, save_every=6, keep=3), run, Observer())
+    last = load_checkpoint(checkpoint_path(run, 10))
     assert saved_config(last).digits == "trit"
-    resume_run(checkpoint_path(run, 12), Observer())
-    assert load_checkpoint(checkpoint_path(run, 20)).digest == last.digest
+    resume_run(checkpoint_path(run, 6), Observer())
+    assert load_checkpoint(checkpoint_path(run, 10)).digest == last.digest
     assert check_run(run).passed
-    path = checkpoint_path(teacher, 20)
+    path = checkpoint_path(teacher, 10)
     other = tmp_path / "other"
     start_run(new_config(**settings | {"teacher": None, "seed": 1}), other, Observer())
-    path.write_bytes(checkpoint_path(other, 20).read_bytes())
+    path.write_bytes(checkpoint_path(other, 10).read_bytes())
     with pytest.raises(ArbError, match="not the teacher"):
-        resume_run(run, Observer(), steps=24)
+        resume_run(run, Observer(), steps=12)
     assert "teacher" in check_run(run).stops
     path.unlink()
     with pytest.raises(ArbError, match="step-"):
-        resume_run(run, Observer(), steps=24)
-
-
-def test_run_whose_settings_forget_the_teacher_is_refused(taught, tmp_path):
-    _, settings = taught
-    run = tmp_path / "run"
-    start_run(new_config(**settings), run, Observer())
-    path = run / CONFIG
-    content = path.read_text()
-    named = f'"teacher": "{checkpoint_path(taught[0], 20)}"'
-    assert named in content
-    path.write_text(content.replace(named, '"teacher": null').replace("teacher_digest", "unknown"))
-    with pytest.raises(ArbError, match="teacher"):
-        resume_run(run, Observer(), steps=24)
-
-
-@pytest.mark.slow
-def test_memory_of_a_teacher_is_predicted(taught):
-    _, settings = taught
-    config = new_config(**settings | {"digits": "all", "steps": 2})
-    alone = dataclasses.replace(config, teacher=None)
-    checkpoint = read_teacher(config).checkpoint
-    model = frozen_model(checkpoint, torch.device("cpu"), torch.float32)
-    size = sum(part.nbytes for part in model.buffers())
-    weights = predict(config.model).total.weights
-    assert 1.25 * weights < size < 1.4 * weights
-    found, before = predict_peak(config), predict_peak(alone)
-    assert found.state_bytes - before.state_bytes == size
-    report = audit(config)
-    assert report.passed, report
-    assert abs(report.peak_bytes / found.peak_bytes - 1) < 0.01
+        resume_run(run, Observer(), steps=12)
 
 
 def test_teacher_of_other_symbols_is_refused(taught, tmp_path):
@@ -209,8 +175,8 @@ def test_command_names_a_teacher(taught, text, tmp_path, arb_here):
     teacher, _ = taught
     run = tmp_path / "run"
     words = ["--init-from", teacher, "--teacher", teacher, "--weights", "anneal", "--data", text]
-    words += ["--steps", 10, "--batch", 2, "--device", "cpu", "--out", run]
+    words += ["--steps", 6, "--batch", 2, "--device", "cpu", "--out", run]
     assert arb_here("train", *map(str, words)).returncode == 0
-    last = load_checkpoint(checkpoint_path(run, 10))
+    last = load_checkpoint(checkpoint_path(run, 6))
     assert saved_config(last).digits == "trit"
-    assert last.data["settings"]["teacher"] == load_checkpoint(checkpoint_path(teacher, 20)).digest
+    assert last.data["settings"]["teacher"] == load_checkpoint(checkpoint_path(teacher, 10)).digest

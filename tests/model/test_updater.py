@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,19 +14,16 @@ from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.update.newton_schulz import gram
 from arbcli.kernels.update.random_bits import stream_keys
-from arbcli.kernels.update.step_scales import step_scales
-from arbcli.kernels.update.step_trits import GOLDEN_TURN, step_by_direction
 from arbcli.model import updater as update
 from arbcli.model.layers import symbols
 from arbcli.model.layers.symbols import SymbolWeight
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.optimizers import DIRECTIONS, orthogonal
-from arbcli.model.optimizers.orthogonal import STEPS, near_polar, newton_schulz, orthogonalise
+from arbcli.model.optimizers.orthogonal import near_polar, newton_schulz, orthogonalise
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.rules import DIRECTION, RULES, moment
 from arbcli.model.rules.base import NUM_STREAMS, STEP_OF_RADIX, blend_gains, fixed_point_gains
 from arbcli.model.updater import ROW_CLIP, Updater
-from arbcli.verify.kernels.update.newton_schulz import gram_polynomial_verification
 
 COMBINATIONS = [
     (rule, direction)
@@ -59,27 +55,15 @@ def z_of(tensor: TernaryTensor) -> torch.Tensor:
     return trits * tensor.rule.radix + tensor.remainder
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 3, 8, 11])
-def test_keys_of_an_update_do_not_depend_on_the_updates_before(accumulation, device):
-    _, updater, _ = build("moment", "factored", device)
-    for step in (0, 1, 2, 3, 2, 40, 41, 1):
-        updater.set_step(step, 0.1, accumulation)
-        for micro in range(accumulation):
-            updater.begin_micro(micro)
-            tick = torch.tensor(step * accumulation + micro, dtype=torch.int32)
-            expected = stream_keys(updater.seed.cpu(), tick, 1, NUM_STREAMS)
-            assert torch.equal(updater.keys.cpu(), expected)
-
-
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_parameters_of_steps_are_those_of_one_python_number_at_a_time(accumulation):
     _, updater, _ = build("moment", "factored", "cpu")
     updater.weight_decay = 0.3
     ((factor, radix, *_),) = updater._paces
-    steps = range(2**20 - 3, 2**20 + 300)
+    steps = range(2**20 - 3, 2**20 + 60)
     rates = [0.0, *torch.logspace(-9, 1.2, len(steps) - 1, dtype=torch.float64).tolist()]
-    found = updater.step_parameters(steps, rates, accumulation)
-    for step, lr, parameters in zip(steps, rates, found, strict=True):
+    parameters_of_steps = updater.step_parameters(steps, rates, accumulation)
+    for step, lr, parameters in zip(steps, rates, parameters_of_steps, strict=True):
         updater.begin_step(parameters, accumulation)
         size = lr * factor * radix * STEP_OF_RADIX
         limit = min(round(4 * size * 2**16), 2**30)
@@ -119,9 +103,11 @@ def test_update_steps_against_the_gradient(rule, direction, device):
     assert len(versions) == 11
 
 
-@pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf, -torch.inf, 2.0**-70, 2.0**64])
-@pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
-@pytest.mark.parametrize("kind", ["matrix", "table"])
+@pytest.mark.parametrize("bad", [torch.nan, 2.0**-70, 2.0**64])
+@pytest.mark.parametrize(
+    ("kind", "rule", "direction"),
+    [(("matrix", "table")[n % 2], *names) for n, names in enumerate(COMBINATIONS)],
+)
 def test_bad_gradient_changes_nothing(kind, rule, direction, bad, device):
     """Of one number that is not finite, or all of it too small or too large."""
     if kind == "table":
@@ -153,34 +139,6 @@ def test_bad_gradient_changes_nothing(kind, rule, direction, bad, device):
     assert updater.counters() == counted  # a step that follows is none of them
 
 
-def test_stochastic_rounding_is_unbiased_by_counting(monkeypatch):
-    """Over all 65,536 random words the rounded steps add up to the exact one, in every fraction."""
-    words = torch.arange(2**16, dtype=torch.int32)[None, :]
-    for step in (0, 1, 2**15, 2**16 - 1, -1, -(2**15), -(2**16) - 1, 3 * 2**16 + 7):
-        assert int(((step + words) >> 16).sum()) == step
-        # and the kernels' own torch backend rounds with exactly these words
-        monkeypatch.setattr(
-            "arbcli.kernels.update.step_trits.random_halves", lambda *_: words.clone()
-        )
-        monkeypatch.setattr(
-            "arbcli.kernels.update.step_scales.random_bits", lambda *_: words.clone()
-        )
-        scalars = [torch.tensor(v, dtype=torch.int32) for v in (0, step, 0, 2**30, 1)]
-        remainder = torch.zeros(1, 2**16, dtype=torch.int8)
-        from arbcli.kernels.codec.packing import pack_trits
-
-        packed = pack_trits(torch.zeros(1, 2**16, dtype=torch.int8))
-        u, flips = torch.ones(1, 2**16), torch.zeros((), dtype=torch.int64)
-        with use_backend("torch"):
-            step_by_direction(packed, remainder, u, torch.ones(1), None, *scalars, flips, 32, 127)
-        z = unpack_trits(packed, 2**16).to(torch.int64) * 32 + remainder
-        assert int(z.sum()) == -step
-        exponent, fraction = torch.zeros(2, 1, 2**16, dtype=torch.int8)
-        with use_backend("torch"):
-            step_scales(exponent, fraction, u, torch.ones(()), *scalars[:3], scalars[4])
-        assert int((exponent.to(torch.int64) * 128 + fraction).sum()) == -step
-
-
 def set_least_products(monkeypatch, least: int) -> None:
     monkeypatch.setattr(orthogonal, "WIDE_PRODUCTS", dict.fromkeys(("cpu", "cuda"), least))
 
@@ -204,8 +162,8 @@ def iterated(grad: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found - expected).norm() / expected.norm()).item()
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((result - expected).norm() / expected.norm()).item()
 
 
 def count_grams(monkeypatch) -> list[torch.Size]:
@@ -214,28 +172,18 @@ def count_grams(monkeypatch) -> list[torch.Size]:
     return shapes
 
 
-@pytest.mark.parametrize(
-    "shape", [(16, 64), (33, 123), (200, 17), (30, 45), (3, 16, 64), (2, 200, 17)], ids=str
-)
+@pytest.mark.parametrize("shape", [(33, 123), (30, 45), (3, 16, 64), (2, 200, 17)], ids=str)
 def test_newton_schulz_is_the_iteration(shape, composed, device, monkeypatch):
     grams = count_grams(monkeypatch)
     grad = gradient(device, shape=shape)
-    found = newton_schulz(grad, torch.float32)
-    assert found.shape == grad.shape
-    assert relative_error(found, iterated(grad)) < 1e-4
+    polar = newton_schulz(grad, torch.float32)
+    assert polar.shape == grad.shape
+    assert relative_error(polar, iterated(grad)) < 1e-4
     runs = orthogonal.RUNS
     assert len(grams) == (len(runs) if composed and shape != (30, 45) else sum(runs))
 
 
-@pytest.mark.parametrize("shape", [(3, 16, 64), (2, 200, 17)], ids=str)
-def test_newton_schulz_takes_each_matrix_of_a_stack_alone(shape, composed):
-    grads = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    grads *= torch.logspace(-6, 6, shape[0])[:, None, None]
-    alone = [newton_schulz(grad, torch.float32) for grad in grads]
-    torch.testing.assert_close(newton_schulz(grads, torch.float32), torch.stack(alone))
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (16, 64), (200, 17), (3, 16, 64), (2, 33, 33)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (200, 17), (3, 16, 64)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_direction_on_a_cpu_is_the_nearest_rational_function(shape, dtype):
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul_(1e-9).to(dtype)
@@ -243,36 +191,15 @@ def test_direction_on_a_cpu_is_the_nearest_rational_function(shape, dtype):
     values = values / (values**4).sum(-1, keepdim=True) ** 0.25
     (w, *weights), shifts = orthogonal.POLAR_WEIGHTS, orthogonal.SHIFTS
     factor = w + sum(of / (values**2 + c) for of, c in zip(weights, shifts, strict=True))
-    found = orthogonalise(grad, torch.bfloat16)
-    assert found.dtype == torch.float32
-    assert relative_error(found, left * (values * factor)[..., None, :] @ right) < 1e-3
-
-
-@pytest.mark.parametrize("place", ["is_cuda", "is_mps", None])
-def test_direction_is_made_of_products_on_a_gpu_and_of_inverses_on_a_cpu(place, monkeypatch):
-    grad = SimpleNamespace(**{name: name == place for name in ("is_cuda", "is_mps")})
-    for name in ("newton_schulz", "near_polar"):
-        monkeypatch.setattr(orthogonal, name, lambda *about, name=name: (name, *about))
-    wanted = ("newton_schulz", grad, torch.bfloat16) if place else ("near_polar", grad)
-    assert orthogonalise(grad, torch.bfloat16) == wanted
-
-
-def test_function_of_the_direction_on_a_cpu_is_near_1():
-    (w, *weights), shifts = orthogonal.POLAR_WEIGHTS, orthogonal.SHIFTS
-    s = torch.logspace(0, math.log10(0.002), 1000, dtype=torch.float64)
-    value = s * (w + sum(of / (s**2 + c) for of, c in zip(weights, shifts, strict=True)))
-    assert (value - 1).abs().max() < 0.155
-    assert w + sum(of / c for of, c in zip(weights, shifts, strict=True)) < 508
+    polar = orthogonalise(grad, torch.bfloat16)
+    assert polar.dtype == torch.float32
+    assert relative_error(polar, left * (values * factor)[..., None, :] @ right) < 1e-3
 
 
 SPECTRA = {
     "level": lambda n: torch.ones(n),
-    "two decades": lambda n: torch.logspace(0, -2, n),
     "six decades": lambda n: torch.logspace(0, -6, n),
-    "a few large": lambda n: torch.tensor([1.0, 0.3, 0.1] + [1e-3] * (n - 3)),
     "one far above": lambda n: torch.tensor([1.0] + [1e-5] * (n - 1)),
-    "rank of an eighth": lambda n: torch.logspace(0, -3, n) * (torch.arange(n) < n // 8),
-    "rank 1": lambda n: (torch.arange(n) == 0).float(),
     "zero": torch.zeros,
 }
 
@@ -283,12 +210,8 @@ def test_no_spectrum_is_too_uneven_for_inverses(spectrum):
     rows, columns = (
         torch.linalg.qr(gradient("cpu", seed, (size, n)))[0] for seed, size in enumerate((n, m))
     )
-    found = near_polar(rows * SPECTRA[spectrum](n) @ columns.T)
-    assert torch.linalg.matrix_norm(found, 2) < 1.2
-
-
-def test_non_finite_gradient_is_not_an_error_on_a_cpu():
-    assert not near_polar(torch.full((3, 5), torch.nan)).isfinite().any()
+    polar = near_polar(rows * SPECTRA[spectrum](n) @ columns.T)
+    assert torch.linalg.matrix_norm(polar, 2) < 1.2
 
 
 @pytest.mark.parametrize(
@@ -299,7 +222,7 @@ def test_composed_steps_in_bf16_lose_no_more_than_single_steps(
     spectrum, transposed, device, monkeypatch
 ):
     """Without a restart, small singular values grow beyond all bounds."""
-    n, m = 192, 576
+    n, m = 96, 288
     rows, columns = (
         torch.linalg.qr(gradient("cpu", seed, (size, n)))[0] for seed, size in enumerate((n, m))
     )
@@ -308,29 +231,16 @@ def test_composed_steps_in_bf16_lose_no_more_than_single_steps(
     errors, expected = {}, iterated(grad)
     for least in (0, 2**62):
         set_least_products(monkeypatch, least)
-        found = newton_schulz(grad, torch.bfloat16).double()
-        assert found.isfinite().all()
-        assert torch.linalg.matrix_norm(found, 2) < 1.3
-        errors[least] = (found - expected).norm() / expected.norm().clamp(min=1)
+        polar = newton_schulz(grad, torch.bfloat16).double()
+        assert polar.isfinite().all()
+        assert torch.linalg.matrix_norm(polar, 2) < 1.3
+        errors[least] = (polar - expected).norm() / expected.norm().clamp(min=1)
     assert errors[0] <= 1.1 * errors[2**62] + 0.01
 
 
 @pytest.mark.parametrize(
-    ("shape", "wide"),
-    [
-        ((6144, 2048), True), ((2048, 2048), False), ((11264, 2048), True), ((2048, 5632), True),
-        ((2048, 4095), False), ((256, 2048), False), ((768, 2048), False), ((2304, 768), False),
-        ((8, 768, 2048), True),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_steps_are_composed_for_large_wide_matrices(shape, wide, monkeypatch):
-    grams = count_grams(monkeypatch)
-    newton_schulz(torch.empty(shape, device="meta"), torch.bfloat16)
-    assert len(grams) == (len(orthogonal.RUNS) if wide else STEPS)
-
-
-@pytest.mark.parametrize("shape", [(64, 160), (160, 64), (64, 640), (5, 64, 160)], ids=str)
+    ("shape", "composed"), [((160, 64), "steps"), ((5, 64, 160), "composed")], indirect=["composed"]
+)
 def test_newton_schulz_holds_the_predicted_peak(shape, composed):
     grad = gradient("cpu", shape=shape).bfloat16()
     with LiveTensors(grad.device) as tensors:
@@ -338,16 +248,6 @@ def test_newton_schulz_holds_the_predicted_peak(shape, composed):
     weights, square = grad.numel(), grad.shape[:-2].numel() * 64**2
     predicted = max(weights + (4 if composed else 2) * square, 2 * weights + square)
     assert predicted <= tensors.stage_peak / 2 <= predicted + 5  # a norm each
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "shape", [(2048, 2048), (2048, 5000), (3000, 2048), (11264, 2048)], ids=str
-)
-def test_newton_schulz_in_bf16_is_close_to_float64(shape, device):
-    grad = gradient(device, shape=shape)
-    # a bf16 iteration's rounding, which grows fourfold with each
-    assert relative_error(newton_schulz(grad, torch.bfloat16), iterated(grad)) < 0.03
 
 
 @pytest.mark.parametrize(
@@ -369,7 +269,7 @@ def test_gain_of_a_blend_has_ten_bits(factor):
     assert gain / 2**shift == pytest.approx(factor, rel=1 / 1000)
 
 
-@pytest.mark.parametrize("counts", [(3, 57), (57, 3), (30, 30), (0, 60)], ids=str)
+@pytest.mark.parametrize("counts", [(57, 3), (0, 60)], ids=str)
 @pytest.mark.parametrize("kind", ["whole", "stack"])
 @pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
 def test_micro_batches_weigh_by_their_counts(rule, kind, counts, monkeypatch):
@@ -401,9 +301,9 @@ def test_micro_batches_weigh_by_their_counts(rule, kind, counts, monkeypatch):
         assert moved.item() == pytest.approx(32 / 16 * (shares[0] - shares[1]), abs=0.1)
     elif kind == "whole":
         units = tensor.rule.blend_units
-        found = tensor.rule.digits(state(tensor))["moment"][0].float().mean()
+        moment_digits = tensor.rule.digits(state(tensor))["moment"][0].float().mean()
         wanted = units * (shares[0] - shares[1])
-        assert found.item() == pytest.approx(wanted, abs=0.12)
+        assert moment_digits.item() == pytest.approx(wanted, abs=0.12)
         assert len(sizes) == 1
     else:  # a step of its own for each gradient, as long as its share
         whole = sum(sizes[::EXPERTS]) if len(sizes) > 2 else sum(sizes)
@@ -443,10 +343,10 @@ def mismatch(table: TernaryTensor, compact: TernaryTensor) -> dict[str, float]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("slots", [1, 4, 5])
+@pytest.mark.parametrize("slots", [1, 5])
 @pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
 def test_rows_of_a_table_step_as_a_matrix_of_them(rule, direction, slots, monkeypatch):
-    """Exactly so, if one row of so many is real, but for the iterations of Newton-Schulz.
+    """Exactly so, if all rows are real, but for the iterations of Newton-Schulz.
 
     Else what is multiplied by the share differs in its last bit, and so a few random roundings.
     """
@@ -459,13 +359,13 @@ def test_rows_of_a_table_step_as_a_matrix_of_them(rule, direction, slots, monkey
     alone = Updater([compact], seed=3, dtype=torch.float32)
     where = touched(slots)
     assert len(where.rows) == min(40, slots * len(ROWS))
-    for step in range(3):
+    for step in range(2):
         grad = gradient("cpu", step, (len(ROWS), DIM))
         updater.begin(step, lr=1.0)
         updater(table, padded(grad, where), where)
         alone.begin(step, lr=1.0)
         alone(compact, grad)
-    exact = slots in (1, 4) and direction != "orthogonal"
+    exact = slots == 1 and direction != "orthogonal"
     assert max(mismatch(table, compact).values()) <= (0 if exact else 0.02)
 
 
@@ -497,9 +397,8 @@ def stack_of(rule: str, direction: str | None):
     return stack, Updater([stack], seed=3, dtype=torch.float32), config
 
 
-@pytest.mark.parametrize("parts", [[range(3)], [range(2), range(2, 3)]], ids=["together", "parts"])
 @pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
-def test_stacked_matrices_step_as_separate_ones(rule, direction, parts):
+def test_stacked_matrices_step_as_separate_ones(rule, direction):
     """One has no gradient in the second step; products of a stack may round differently."""
     stack, updater, config = stack_of(rule, direction)
     separate = [
@@ -515,7 +414,7 @@ def test_stacked_matrices_step_as_separate_ones(rule, direction, parts):
             grads[1] = 0
             before = [buffer.clone() for buffer in stack.matrix(1).values()]
         updater.begin(step, lr=1.0)
-        for part in parts:
+        for part in (range(2), range(2, 3)):
             updater(stack, grads[part.start : part.stop], part)
         alone.begin(step, lr=1.0)
         for tensor, grad in zip(separate, grads, strict=True):
@@ -565,11 +464,12 @@ def test_rows_and_stacked_matrices_step_by_a_share_with_every_micro_batch(rule):
         assert often == pytest.approx(once, abs=0.15), name
 
 
-@pytest.mark.parametrize("parts", [[range(3)], [range(2), range(2, 3)]], ids=["together", "parts"])
-@pytest.mark.parametrize("kind", ["stack", "table"])
+@pytest.mark.parametrize(
+    ("kind", "parts"), [("stack", [range(2), range(2, 3)]), ("table", [range(3)])]
+)
 def test_slopes_of_all_of_a_loss_move_scales_as_its_gradient_does(kind, parts):
     """Found beforehand, for the matrices of a stack and for rows of a table, each its own."""
-    found = []
+    states = []
     for routed in (False, True):
         tensor, updater, _ = (stack_of if kind == "stack" else table_of)("moment", "sign")
         if kind == "stack":
@@ -587,9 +487,9 @@ def test_slopes_of_all_of_a_loss_move_scales_as_its_gradient_does(kind, parts):
             assert all(torch.equal(part, before[name]) for name, part in state(tensor).items())
         for grad, where in given:
             updater(tensor, grad, where)
-        found.append(state(tensor))
-        assert not torch.equal(found[-1]["fraction"], before["fraction"])
-    assert all(torch.equal(part, found[1][name]) for name, part in found[0].items())
+        states.append(state(tensor))
+        assert not torch.equal(states[-1]["fraction"], before["fraction"])
+    assert all(torch.equal(part, states[1][name]) for name, part in states[0].items())
 
 
 def test_scales_without_a_slope_stay():
@@ -603,26 +503,7 @@ def test_scales_without_a_slope_stay():
     assert moved.any(dim=1).tolist() == [True, True, False]
 
 
-def test_bits_turn_once_a_step_and_with_each_gradient_that_steps_by_itself(monkeypatch):
-    turns = []
-    step = moment.step_by_moment
-    monkeypatch.setattr(moment, "step_by_moment", lambda *x: (turns.append(int(x[4])), step(*x)))
-    whole, of_whole, _ = build("nibble", "sign", "cpu", (EXPERTS * HEIGHT, DIM))
-    stack, of_stack, _ = stack_of("nibble", "sign")
-    found = {"whole": [], "stack": []}
-    for number, micro in itertools.product(range(3), range(2)):
-        for name, tensor, updater in (("whole", whole, of_whole), ("stack", stack, of_stack)):
-            turns.clear()
-            updater.begin(number, 1.0, micro, 2)
-            where = (range(EXPERTS),) if tensor is stack else ()
-            grad = torch.ones(EXPERTS, HEIGHT, DIM)
-            updater(tensor, grad if where else grad.flatten(0, 1), *where)
-            found[name] += dict.fromkeys(turns)
-    assert found["whole"] == [tick * GOLDEN_TURN % 2**16 for tick in range(3)]
-    assert found["stack"] == [tick * GOLDEN_TURN % 2**16 for tick in range(6)]
-
-
-SHAPES = ((17, 33), (16, 40), (17, 33))
+SHAPES = ((5, 33), (4, 40), (5, 33))
 SEVERAL = "moment nibble carry"
 """A rule for each of `SHAPES`."""
 
@@ -664,22 +545,15 @@ def test_held_gradients_of_an_aborted_step_are_dropped(device):
     assert all(torch.equal(part, before[name]) for name, part in state(tensor).items())
 
 
-@pytest.mark.parametrize(
-    ("rule", "direction", "parts"),
-    [("moment", "factored", [range(2), range(2, 3)]), ("votes", None, [range(3)])],
-    ids=["moment in parts", "votes together"],
-)
-def test_small_matrices_of_a_stack_step_together_with_the_same_bits(
-    rule, direction, parts, device, monkeypatch
-):
+def test_small_matrices_of_a_stack_step_together_with_the_same_bits(device, monkeypatch):
     """A bad gradient of one of them too. Large matrices, as by the last size, step one by one."""
     states, merged = [], []
     run = update.merge_launches
     monkeypatch.setattr(update, "merge_launches", lambda *x: (merged.append(0), run(*x)))
-    for held_bytes, large in ((0, 2**22), (2**20, 2**22), (2**20, HEIGHT * DIM)):
+    for held_bytes, large in ((0, HEIGHT * DIM), (2**20, 2**22), (2**20, HEIGHT * DIM)):
         monkeypatch.setattr(update, "LARGE_ELEMENTS", large)
         with use_backend("triton" if device.type == "cuda" else "interpreter"):
-            config = preset("tiny", rule=rule, **({"direction": direction} if direction else {}))
+            config = preset("tiny", rule="moment", direction="factored")
             with torch.device(device):
                 stack = TernaryTensor(
                     EXPERTS * HEIGHT, DIM, config.site(), area="mlp", std=0.1, matrices=EXPERTS
@@ -691,7 +565,7 @@ def test_small_matrices_of_a_stack_step_together_with_the_same_bits(
                 updater.begin(step, lr=1.0)
                 grad = gradient(device, step, (EXPERTS, HEIGHT, DIM))
                 grad[1, 2, 3] = torch.nan if step else 1.0
-                for where in parts:
+                for where in (range(2), range(2, 3)):
                     updater(stack, grad[where.start : where.stop], where)
                 updater.finish()
             states.append(state(stack) | {"counters": updater.counters()})
@@ -701,30 +575,30 @@ def test_small_matrices_of_a_stack_step_together_with_the_same_bits(
             assert value == other[name] if name == "counters" else torch.equal(value, other[name])
 
 
-@pytest.mark.parametrize("bad", [(0,), (1,), (0, 1), ()], ids=str)
+@pytest.mark.parametrize("bad", [(0,), (0, 1)], ids=str)
 def test_a_step_with_a_gradient_that_is_not_finite_is_counted_once(bad, device):
     with use_backend("triton" if device.type == "cuda" else "interpreter"):
-        tensor, *_ = build("moment", "factored", device, (16, 40))
+        tensor, *_ = build("moment", "factored", device, (4, 40))
         updater = Updater([tensor], 3, torch.float32)
         for step in range(2):
             updater.set_step(step, 1.0, accumulation=2)
             for micro in range(2):
                 updater.begin_micro(micro)
                 scale = torch.nan if micro in bad else 1.0
-                updater(tensor, gradient(device, micro, (16, 40)) * scale)
+                updater(tensor, gradient(device, micro, (4, 40)) * scale)
             updater.finish()
     assert updater.counters() == {"nonfinite_steps": 2 * bool(bad), "refused": 2 * len(bad)}
 
 
-def test_held_gradients_have_an_end(device):
+def test_held_gradients_step_when_their_memory_is_full(device):
     with use_backend("triton" if device.type == "cuda" else "interpreter"):
-        built = [build("moment", "factored", device, (16, 40)) for _ in range(3)]
+        built = [build("moment", "factored", device, (4, 40)) for _ in range(3)]
         tensors = [tensor for tensor, _, _ in built]
-        updater = Updater(tensors, 3, torch.float32, 2 * 16 * 40 * 4)
+        updater = Updater(tensors, 3, torch.float32, 2 * 4 * 40 * 4)
         updater.begin(0, lr=1.0)
         before = [state(tensor) for tensor in tensors]
         for index, tensor in enumerate(tensors):
-            updater(tensor, gradient(device, index, (16, 40)))
+            updater(tensor, gradient(device, index, (4, 40)))
     changed = [
         not torch.equal(tensor.remainder, old["remainder"])
         for tensor, old in zip(tensors, before, strict=True)
@@ -737,51 +611,23 @@ def test_stacked_matrices_are_orthogonalised_as_each_alone(dtype, device):
     shapes = ((24, 40), (40, 24), (24, 40), (24, 24), (24, 40))
     grads = [gradient(device, index, shape) for index, shape in enumerate(shapes)]
     grads[1:] = [grad.bfloat16() for grad in grads[1:]]  # as of an embedding and of linear layers
-    for grad, found in zip(grads, orthogonal.orthogonalise_stacked(grads, dtype), strict=True):
+    for grad, polar in zip(grads, orthogonal.orthogonalise_stacked(grads, dtype), strict=True):
         alone = orthogonal.newton_schulz(grad, dtype)
-        assert found.shape == grad.shape
-        assert found.dtype == dtype
+        assert polar.shape == grad.shape
+        assert polar.dtype == dtype
         # the matrix library may choose another algorithm for a stack
         close = 1e-4 if dtype == torch.float32 else 0.1
-        assert (found - alone).float().norm() <= close
-
-
-STACKS = ((24, 40), (40, 24), (24, 40), (24, 24), (16, 24), (16, 16), (16, 24))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_stacks_with_equally_many_rows_share_polynomials(dtype, device, monkeypatch):
-    grads = [gradient(device, index, shape) for index, shape in enumerate(STACKS)]
-    found, numbers = [], []
-
-    def polynomial(a, *coefficients):
-        numbers.append(len(a))
-        return torch.stack([gram_polynomial_verification.torch(part, *coefficients) for part in a])
-
-    def squares(x):
-        """Compute by the operation that fills the squares of all stacks, with its last bits."""
-        return torch.bmm(x, x.mT, out=x.new_empty(len(x), len(x[0]), len(x[0])))
-
-    monkeypatch.setattr(orthogonal, "gram_polynomial", polynomial)
-    monkeypatch.setattr(orthogonal, "gram", squares)
-    for together in (True, False):
-        monkeypatch.setattr(
-            orthogonal, "shares_polynomial", lambda stack, together=together: together
-        )
-        found.append(orthogonal.orthogonalise_stacked(grads, dtype))
-    assert sorted(numbers[:10]) == [3] * 5 + [4] * 5
-    assert len(numbers) == 10 + 5 * len(set(STACKS))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        assert (polar - alone).float().norm() <= close
 
 
 @pytest.mark.gpu
 def test_shared_polynomials_have_the_bits_of_their_stacks(device, monkeypatch):
     shapes = ((768, 256), (256, 256), (1408, 256), (256, 704)) * 4
     grads = [gradient(device, index, shape).bfloat16() for index, shape in enumerate(shapes)]
-    found = [orthogonal.orthogonalise_stacked(grads, torch.bfloat16)]
+    stacks = [orthogonal.orthogonalise_stacked(grads, torch.bfloat16)]
     monkeypatch.setattr(orthogonal, "shares_polynomial", lambda stack: False)
-    found.append(orthogonal.orthogonalise_stacked(grads, torch.bfloat16))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    stacks.append(orthogonal.orthogonalise_stacked(grads, torch.bfloat16))
+    assert all(torch.equal(one, other) for one, other in zip(*stacks, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -791,67 +637,10 @@ def test_moments_are_orthogonalised_as_the_floats_that_they_equal(dtype, device)
     squares = [moment.long().square().sum() for moment in moments]
     floats = [moment.to(dtype) for moment in moments]
     for of in (orthogonal.orthogonalise_stacked, orthogonal.DIRECTION.values_of):
-        for found, wanted in zip(of(moments, dtype, squares), of(floats, dtype), strict=True):
+        for polar, wanted in zip(of(moments, dtype, squares), of(floats, dtype), strict=True):
             close = 1e-5 if dtype == torch.float32 else 0  # norms that float32 sums in other orders
-            torch.testing.assert_close(found, wanted, rtol=0, atol=close)
-            assert found.is_contiguous()
-
-
-def test_direction_is_given_the_sum_of_the_squares_of_each_moment(device, monkeypatch):
-    run, seen = orthogonal.Orthogonal.values_of, []
-
-    def spied(self, grads, dtype, squares=None):
-        seen.extend(zip(grads, squares, strict=True))
-        for values, total in zip(grads, squares, strict=True):
-            assert 0 < total == values.long().square().sum()
-        return run(self, grads, dtype, squares)
-
-    monkeypatch.setattr(orthogonal.Orthogonal, "values_of", spied)
-    config = preset("tiny", rule="moment", direction="orthogonal")
-    with torch.device(device):
-        stack = TernaryTensor(
-            EXPERTS * HEIGHT, DIM, config.site(), area="mlp", std=0.1, matrices=EXPERTS
-        )
-        table = TableWeight(40, DIM, config.site(), area="sequencer")
-        single = [build("moment", "orthogonal", device, shape)[0] for shape in SHAPES]
-        updater = Updater([stack, table, *single], 3, torch.float32)
-        updater.set_step(0, 1.0, accumulation=2)
-        for micro in range(2):
-            updater.begin_micro(micro)
-            updater(stack, gradient(device, micro, (2, HEIGHT, DIM)), range(1, 3))
-            where = touched_rows(ROWS.to(device), 40)
-            rows = torch.zeros(len(where.rows), DIM)
-            rows[: len(ROWS)] = gradient(device, micro, (len(ROWS), DIM))
-            updater(table, rows, where)
-            for index, (tensor, shape) in enumerate(zip(single, SHAPES, strict=True)):
-                updater(tensor, gradient(device, index + micro, shape))
-        updater.finish()
-    assert len(seen) == 2 * 2 + 2 + len(SHAPES)
-
-
-@pytest.mark.parametrize("parts", [2, 3])
-@pytest.mark.parametrize(
-    ("direction", "step"), [("sign", "step_by_moment"), ("orthogonal", "step_by_direction")]
-)
-def test_rows_of_a_table_step_by_their_share_with_every_micro_batch(
-    direction, step, parts, monkeypatch
-):
-    """They may go without a gradient in another one, so they do not wait for the last."""
-    sizes, steps = [], getattr(moment, step)
-
-    def spied(*args):
-        along = step == "step_by_direction"
-        sizes.append(int(args[6]) / 2 ** int(args[7]) if along else int(args[5]))
-        return steps(*args)
-
-    monkeypatch.setattr(moment, step, spied)
-    for accumulation in (1, parts):
-        table, updater, _ = table_of("moment", direction)
-        where = touched(1)
-        for micro in range(accumulation):
-            updater.begin(0, 1.0, micro, accumulation)
-            updater(table, padded(gradient("cpu", shape=(len(ROWS), DIM)), where), where)
-    assert sizes[1:] == pytest.approx([sizes[0] / parts] * parts, rel=1e-3)
+            torch.testing.assert_close(polar, wanted, rtol=0, atol=close)
+            assert polar.is_contiguous()
 
 
 @pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
@@ -871,7 +660,7 @@ def test_chunks_of_a_head_step_as_matrices_of_their_own(rule, direction, device,
     for index, tensor in enumerate(alone):
         for name, part in head.matrix(index).items():
             getattr(tensor, name).copy_(part)
-    together, apart = (Updater(each, seed=3, dtype=torch.float32) for each in ([head], alone))
+    together, apart = (Updater(tensors, seed=3, dtype=torch.float32) for tensors in ([head], alone))
     for step in range(2):
         for updater in (together, apart):
             updater.set_step(step, 1.0, 2)
@@ -891,7 +680,7 @@ def test_chunks_of_a_head_step_as_matrices_of_their_own(rule, direction, device,
             assert torch.equal(part, getattr(tensor, name)), name
 
 
-@pytest.mark.parametrize("size", [2.0**-54, 1e-6, 1.0, 2.0**50])
+@pytest.mark.parametrize("size", [2.0**-54, 2.0**50])
 @pytest.mark.parametrize(("rule", "direction"), COMBINATIONS)
 def test_update_does_not_depend_on_the_size_of_the_gradient(rule, direction, size, device):
     """Times a power of two, as long as the sum of squares is in range, nearly all is the same."""

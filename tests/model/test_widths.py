@@ -30,17 +30,11 @@ def factors(**given) -> dict[str, float]:
 @pytest.mark.parametrize(("direction", "inner"), [("factored", 0.5), ("sign", 0.5), (None, 1)])
 def test_wide_model_takes_smaller_steps(direction, inner):
     """At four times the width of `small`: half of its steps where elements of a step are alike."""
-    found = factors(dim=1536, direction=direction)
-    assert found.pop("embedding.weight") == 1
-    assert found.pop("head.weight") == 0.125
-    assert set(found.values()) == {inner}
-    assert len(found) == 4
-
-
-def test_small_takes_the_steps_of_its_rule():
-    found = factors(dim=384, direction="factored")
-    assert found.pop("head.weight") == 0.25
-    assert set(found.values()) == {1}
+    lr_factors = factors(dim=1536, direction=direction)
+    assert lr_factors.pop("embedding.weight") == 1
+    assert lr_factors.pop("head.weight") == 0.125
+    assert set(lr_factors.values()) == {inner}
+    assert len(lr_factors) == 4
 
 
 def test_tensor_steps_by_its_factor(tensor_steps):
@@ -80,7 +74,7 @@ def config_of(mixer: dict | None = None, stage: dict | None = None, **fields) ->
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
-def test_every_norm_adds_it(eps):
+def test_every_norm_adds_norm_eps(eps):
     """Of a stream so small that it counts, before parts, of heads and before the head."""
     model = build_model(config_of(norm_eps=eps), torch.float32)
     model.initialise(0)
@@ -91,8 +85,8 @@ def test_every_norm_adds_it(eps):
     with torch.no_grad():
         torch.testing.assert_close(model(ids).double(), wanted, rtol=0, atol=1e-5)
         cache = model.new_cache(12)
-        found = torch.cat([model(part, cache) for part in ids[:1].split(1, dim=1)], dim=1)
-        torch.testing.assert_close(found.double(), wanted[:1], rtol=0, atol=1e-5)
+        logits = torch.cat([model(part, cache) for part in ids[:1].split(1, dim=1)], dim=1)
+        torch.testing.assert_close(logits.double(), wanted[:1], rtol=0, atol=1e-5)
     other = dataclasses.replace(model.config, norm_eps=1e-4)
     assert (reference_model(weights, other, ids)[0] - wanted).abs().max() > 1e-2
     model.loss(ids, ids).backward()

@@ -5,11 +5,8 @@ import torch
 
 from arbcli.families.ahead.kernels import attend_ahead as of_several
 from arbcli.families.ahead.kernels.attend_ahead import (
-    Kept,
     attend_ahead,
     attend_in_turn,
-    keep_accepted_,
-    table_of,
 )
 from arbcli.kernels.attention.attend_parts import attend_parts
 from arbcli.kernels.attention.decode_attention import decode_attention
@@ -33,49 +30,33 @@ def drawn(rows, window, position, device, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize(
-    ("backend", "each"), [(KERNELS, 1), (KERNELS, 3), (KERNELS, None), ("torch", None)]
-)
-@pytest.mark.parametrize(
-    ("rows", "window", "position", "most"),
-    [
-        (3, 20, 5, 16),
-        (4, 40, 71, 16),
-    ],
-)
+    ("rows", "window", "position", "backend", "rows_of_program"),
+    [(3, 20, 5, KERNELS, 1), (4, 40, 71, KERNELS, 3), (4, 40, 71, KERNELS, None),
+     (4, 40, 71, "torch", None)],
+)  # fmt: skip
 def test_each_byte_has_the_bits_that_it_has_alone(
-    rows, window, position, most, backend, each, monkeypatch, device
+    rows, window, position, backend, rows_of_program, monkeypatch, device
 ):
     """A product makes the average of a single byte, so products are compared."""
     qkv, keys, values, new, at, *table = drawn(rows, window, position, device)
-    before, others = (keys.clone(), values.clone()), (*table, 1e-6, most)
+    before, others = (keys.clone(), values.clone()), (*table, 1e-6, 16)
     weight = prepack(random_packed(40, 128, 32, torch.Generator()).to(device), gated=False)
-    if each is not None:
-        monkeypatch.setattr(of_several, "rows_of_program", lambda *_, **__: min(each, rows))
+    if rows_of_program is not None:
+        monkeypatch.setattr(
+            of_several, "rows_of_program", lambda *_, **__: min(rows_of_program, rows)
+        )
     with use_backend(backend):
-        found = attend_ahead(qkv, keys, values, new, at, *others)
+        attended = attend_ahead(qkv, keys, values, new, at, *others)
         assert torch.equal(keys, before[0])
         assert torch.equal(values, before[1])
         for row in range(rows):
             alone = attend_parts(qkv[row], *before, at + row, *others)
-            assert torch.equal(row_matmul(found[row : row + 1], weight), row_matmul(alone, weight))
+            assert torch.equal(
+                row_matmul(attended[row : row + 1], weight), row_matmul(alone, weight)
+            )
     slots = (position + torch.arange(rows, device=device)) % window
     for ring, stored in zip(before, new, strict=True):
         assert torch.equal(ring[:, slots].transpose(0, 1), stored)
-
-
-@pytest.mark.parametrize(
-    ("rows", "parts", "several", "each"),
-    [
-        (4, 72, False, 1),
-        (8, 72, False, 2),
-        (4, 256, False, 2),
-        (8, 256, False, 4),
-        (8, 256, True, 2),
-        (3, 999, True, 2),
-    ],
-)
-def test_a_program_has_few_bytes_where_processors_are_idle(rows, parts, several, each):
-    assert of_several.rows_of_program(rows, parts, 132, several=several) == each
 
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
@@ -92,22 +73,3 @@ def test_in_turn_has_the_same_bits_too(backend):
         for row in range(3):
             alone = decode_attention(qkv[row], *before, at + row, *table, semaphores, 1e-6)
             assert torch.equal(y[row], alone)
-
-
-@pytest.mark.parametrize("backend", [KERNELS, "torch"])
-def test_rings_of_several_layers_are_stored_at_once(backend, device):
-    rings = []
-    for window in (7, 30):
-        _, keys, values, new, *_ = drawn(4, window, 9, device)
-        rings.append(Kept(keys, values, torch.randn_like(new)))
-    at, count = (torch.tensor(n, dtype=torch.int32, device=device) for n in (5, 3))
-    wanted = [(ring.keys.clone(), ring.values.clone()) for ring in rings]
-    for (keys, values), ring in zip(wanted, rings, strict=True):
-        for row in range(3):
-            slot = (5 + row) % keys.shape[1]
-            keys[:, slot], values[:, slot] = ring.new[0, row], ring.new[1, row]
-    with use_backend(backend):
-        keep_accepted_(table_of(rings), at, count)
-    for (keys, values), ring in zip(wanted, rings, strict=True):
-        assert torch.equal(ring.keys, keys)
-        assert torch.equal(ring.values, values)

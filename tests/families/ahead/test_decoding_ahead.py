@@ -59,14 +59,6 @@ def weights_of(model: LanguageModel) -> list:
     return [layer.weight for block in layers for layer in block] + [model.head.weight]
 
 
-def test_several_blocks_are_decoded_in_one_launch_and_little_at_first():
-    weights = weights_of(LanguageModel(preset("tiny", **SIZES | {"layers": 2})))
-    assert weights[0].needed_after == tuple(weights[1:])
-    assert weights[8].needed_before == (weights[7],)
-    assert weights[6].needed_before == (weights[5],)
-    assert weights[4].needed_before == tuple(weights[3::-1])
-
-
 def test_a_forward_keeps_what_its_backward_begins_with(device, backend, monkeypatch):
     model = build(device, layers=2)
     weights = weights_of(model)
@@ -83,15 +75,6 @@ def test_a_forward_keeps_what_its_backward_begins_with(device, backend, monkeypa
     assert not any(weight.kept_for_backward for weight in weights_of(build(device, layers=2)))
 
 
-def test_groups_are_bounded_by_their_size(monkeypatch):
-    monkeypatch.setattr(linear, "MOST_AT_ONCE", 2 * 8 * (24 + 8 + 16 + 8))
-    weights = weights_of(LanguageModel(preset("tiny", **SIZES | {"layers": 5})))
-    assert [len(weight.needed_after) for weight in weights[::4]] == [7, 3, 7, 3, 4, 0]
-    assert [len(weight.needed_before) for weight in weights[::-1]][:13] == [
-        1, 0, 1, 0, 7, 6, 5, 4, 3, 2, 1, 0, 7,
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_whose_losses_are_computed_in_chunks_is_not_decoded_ahead(tied):
     config = replace(preset("tiny", **SIZES), vocabulary=5000, tied=tied)
@@ -100,41 +83,15 @@ def test_a_head_whose_losses_are_computed_in_chunks_is_not_decoded_ahead(tied):
     assert not weights[4].decodes_ahead
 
 
-def test_a_recomputed_block_decodes_its_own_weights_only():
-    weights = weights_of(LanguageModel(preset("tiny", **SIZES | {"layers": 2}), recompute=True))
-    assert weights[0].needed_after == tuple(weights[1:4])
-    assert weights[4].needed_before == (weights[3], weights[2], weights[1])
-    assert weights[0].needed_before == ()
-    assert not weights[8].decodes_ahead
-    assert not any(weight.kept_for_backward for weight in weights)
-
-
-def test_stacks_of_a_chunked_model_are_decoded_apart(device, backend):
+def test_stacks_of_a_chunked_model_are_decoded_apart():
     sizes = SIZES | {"layers": 2, "outer_dim": (8,), "outer_heads": (2,), "outer_ffn": (8,)}
     config = preset("hnet-base", **sizes | {"ctx": 96, "window": 16})
-    found = []
-    for decodes_ahead in (True, False):
-        with torch.device(device):
-            model = LanguageModel(config, torch.float32, recompute=True)
-        model.initialise(3)
-        stage = model.stages[0]
-        for stack in (stage.encoder, model.blocks, stage.decoder):
-            weights = [weight for block in stack.weights_of_blocks() for weight in block]
-            assert weights[0].needed_after == tuple(weights[1:4])
-            for weight in weights:
-                weight.decodes_ahead &= decodes_ahead
-        assert not model.head.weight.decodes_ahead
-        found.append(step(model, device))
-    for name in found[0]:
-        assert torch.equal(found[0][name], found[1][name]), name
-
-
-def test_weights_in_eight_bits_are_not_decoded(device, backend, monkeypatch):
-    model = build(device)
-    for weight in weights_of(model)[:4]:
-        weight.fp8 = True
-    weights_of(model)[4].propagate(torch.ones(65, 256, device=device))
-    assert all(weight._decoded is None for weight in weights_of(model))
+    model = LanguageModel(config, torch.float32, recompute=True)
+    stage = model.stages[0]
+    for stack in (stage.encoder, model.blocks, stage.decoder):
+        weights = [weight for block in stack.weights_of_blocks() for weight in block]
+        assert weights[0].needed_after == tuple(weights[1:4])
+    assert not model.head.weight.decodes_ahead
 
 
 def test_decoded_weights_are_not_used_after_a_change(device, backend):

@@ -9,18 +9,15 @@ from marks import needs_triton
 from torch import Tensor
 
 from arbcli.families.compressed.kernels.choose_entries import choose_entries
-from arbcli.families.compressed.kernels.compress_blocks import compress_blocks_backward
 from arbcli.families.compressed.kernels.compressed_attention import Sight, tiling
 from arbcli.families.compressed.verify.append_position import append_position_verification
 from arbcli.families.compressed.verify.choose_next import choose_next_verification, index_of_byte
-from arbcli.families.compressed.verify.compress_blocks import rounded_block_gradients
 from arbcli.families.compressed.verify.compressed_attention import (
     compressed_attention_verification,
     random_sight,
 )
 from arbcli.families.compressed.verify.compressed_attention_backward import (
     compressed_attention_backward_verification,
-    rounded_attention_gradients,
 )
 from arbcli.kernels.runtime._triton import HAS_TRITON
 from arbcli.kernels.runtime.backend import use_backend
@@ -49,31 +46,12 @@ def test_wide_heads_are_shared_among_programs(device):
         (compressed_attention_verification, given[3:]),
         (compressed_attention_backward_verification, given),
     ):
-        for found, wanted in zip(spec.triton(*inputs), spec.torch(*inputs), strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("top_k", [5, 0])
-def test_gradients_in_bf16_may_be_off_by_their_roundings_alone(top_k):
-    given = drawn((4, 2, 32, top_k), 41, torch.bfloat16, torch.device("cpu"))
-    spec = compressed_attention_backward_verification
-    peers, wanted = rounded_attention_gradients(*given), spec.reference(*given)
-    for peer, expected in zip(peers, wanted, strict=True):
-        assert compare(spec, "", peer, expected, peer).passed
-        assert not compare(spec, "", 1.02 * expected, expected, peer).passed
-    close = rounded_attention_gradients(*(
-        part.float() if isinstance(part, Tensor) and part.dtype == torch.bfloat16 else part
-        for part in given
-    ))  # fmt: skip
-    of_x, *others = (
-        compare(spec, "", *both).relative_error for both in zip(peers, close, strict=True)
-    )
-    assert 0.002 < of_x < 0.005
-    assert max(others) < 0.005
+        for result, wanted in zip(spec.triton(*inputs), spec.torch(*inputs), strict=True):
+            torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
 
 
 @needs_triton
-@pytest.mark.parametrize("first", [1, 2, 3, 17, 18])
+@pytest.mark.parametrize("first", [1, 2, 18])
 def test_last_entry_that_a_tile_of_groups_sees_is_scored(first, device, monkeypatch):
     """Each entry is better than those before it, so that every group takes its last one."""
     groups, entries = 19, 40
@@ -96,12 +74,12 @@ def test_slots_that_are_not_filled_may_hold_no_numbers(backend, device):
         inputs = [*copies(case.inputs)]
         opened, position = inputs[3], inputs[5]
         texts = position.dim() > 0
-        for each, at in zip(opened if texts else opened[None], position.reshape(-1), strict=True):
-            each[:, int(at) % each.shape[1] + 1 :] = torch.nan
+        for slots, at in zip(opened if texts else opened[None], position.reshape(-1), strict=True):
+            slots[:, int(at) % slots.shape[1] + 1 :] = torch.nan
         with use_backend(backend):
             wanted = append_position_verification.run(backend)(*copies(case.inputs))
-            found = append_position_verification.run(backend)(*inputs)
-        for got, expected in zip(found[:3], wanted[:3], strict=True):
+            results = append_position_verification.run(backend)(*inputs)
+        for got, expected in zip(results[:3], wanted[:3], strict=True):
             assert torch.equal(got, expected)
 
 
@@ -114,18 +92,8 @@ def test_a_long_choice_among_equal_scores_is_that_of_the_reference(dtype):
     with use_backend("torch"):
         got = choose_next_verification.torch(*copies(inputs))
     for result, expected in zip(got, wanted, strict=True):
-        found = compare(choose_next_verification, "", result, expected)
-        assert found.unequal == 0, found
-
-
-def test_drawn_scores_are_turned_and_normalised_by_different_numbers():
-    generator = torch.Generator().manual_seed(0)
-    query, _, _, _, _, cos, sin, *_ = index_of_byte(
-        generator, torch.device("cpu"), torch.float32, 8, 6, 5, 2, 4, 4, 19
-    )
-    assert query[:48].view(8, 6).square().mean(dim=1).unique().tolist() == [1, 13]
-    assert (cos.square() + sin.square() == 1).all()
-    assert 0 < cos.abs().mean() < 1
+        compared = compare(choose_next_verification, "", result, expected)
+        assert compared.unequal == 0, compared
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="barriers are told by the interpreter alone")
@@ -135,20 +103,3 @@ def test_threads_wait_for_the_new_key_and_for_all_scores():
     inputs = index_of_byte(generator, torch.device("cpu"), torch.float32, *shape)
     with use_backend("interpreter"), barriers_where_needed():
         choose_next_verification.triton(*inputs)
-
-
-def test_a_peer_adds_up_rounded_gradients_of_gates():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 13, 36, generator=generator).bfloat16()
-    beta, angle = torch.randn(12, 4, generator=generator), torch.randn(13, 3, generator=generator)
-    grads = [torch.randn(2, count, 2, 6, generator=generator) for count in (13, 3)]
-    inputs = (*grads, x, beta, angle.cos(), angle.sin(), 2, 1e-6)
-    (grad_x, grad_beta), (same, exact) = (
-        run(*inputs) for run in (rounded_block_gradients, compress_blocks_backward.torch)
-    )
-    assert torch.equal(grad_x, same)
-    assert grad_beta.shape == beta.shape
-    of_second = grad_x[:, 1:12:4, 24:].float().sum(dim=(0, 1))
-    torch.testing.assert_close(grad_beta[:, 1], of_second)
-    error = (grad_beta - exact).norm() / exact.norm()
-    assert 1e-5 < error < 2**-8

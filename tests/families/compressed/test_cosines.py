@@ -10,7 +10,6 @@ from torch.nn import functional
 from arbcli.families.compressed.kernels.compressed_attention import Sight, compressed_attention
 from arbcli.families.compressed.kernels.decode_compressed import decode_compressed
 from arbcli.families.compressed.verify.compressed_attention import random_sight
-from arbcli.kernels.attention.eight_bits import FORMATS, round_entries
 from arbcli.kernels.runtime.backend import use_backend
 
 WIDTHS = [64, 128, 512]
@@ -31,8 +30,8 @@ def softmax_in_float64(inputs: tuple, places: torch.Tensor) -> torch.Tensor:
     turn = torch.complex(cos[places].double(), sin[places].double())[:, None]
 
     def rotated(v: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-        found = torch.complex(*v.chunk(2, dim=-1)) * by
-        return torch.cat((found.real, found.imag), dim=-1)
+        turned = torch.complex(*v.chunk(2, dim=-1)) * by
+        return torch.cat((turned.real, turned.imag), dim=-1)
 
     q = x[:, places]
     q = rotated(q / (q.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt(), turn)
@@ -83,21 +82,16 @@ def check(width, length, kind, dtype, start, device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "start"), [(1, 0), (3, 0), (33, 0), (159, 0), (5, 1311), (3, LONG - 3)]
-)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", WIDTHS)
+    ("width", "dtype", "kind", "length", "start"),
+    [
+        (64, torch.float32, "chosen", 159, 0), (128, torch.bfloat16, "all", 33, 0),
+        (512, torch.float32, "all", 1, 0), (128, torch.float32, "chosen", 5, 1311),
+        (512, torch.bfloat16, "chosen", 3, LONG - 3), (64, torch.float32, "all", 3, LONG - 3),
+    ],
+)  # fmt: skip
 def test_attention_is_close_to_float64(width, dtype, kind, length, start):
     with use_backend("torch"):
         check(width, length, kind, dtype, start, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_kernel_is_close_to_float64(width, kind, device):
-    """In float32, as the interpreter computes wrongly in bf16."""
-    check(width, 9, kind, torch.float32, LONG - 9, device)
 
 
 @pytest.mark.gpu
@@ -109,24 +103,10 @@ def test_kernel_is_close_to_float64_at_all_lengths(width, dtype, kind, length, d
     check(width, length, kind, dtype, 0, device)
 
 
-@pytest.mark.parametrize(("kv", "least"), [("int8", 0.9998), ("fp8", 0.998)])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_eight_bits_are_close_to_unrounded_values(width, kind, kv, least):
-    """Normal vectors, whose mean is 0, are the hardest."""
-    inputs = drawn(width, 5, kind, torch.float32, LONG - 5, torch.device("cpu"))
-    places = torch.arange(5)
-    x, *vectors = inputs[:3]
-    rounded = (x, *(round_entries(part, FORMATS[kv]) for part in vectors), *inputs[3:])
-    with use_backend("torch"):
-        got = compressed_attention(*rounded, 1e-6)[0]
-    assert cosine_of(got, softmax_in_float64(inputs, places)) >= least
-    assert cosine_of(got, softmax_in_float64(rounded, places)) >= 0.99999
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    ("width", "dtype", "kind"),
+    [(64, torch.float32, "all"), (128, torch.bfloat16, "chosen"), (512, torch.float32, "chosen")],
+)
 def test_one_byte_at_the_end_is_close_to_float64(width, dtype, kind, device):
     on_gpu = device.type == "cuda"
     inputs = drawn(width, 1, kind, dtype, LONG - 1, device)

@@ -1,7 +1,5 @@
 """Memories and windows of symbols: what is read, in which order, and what a step changes."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from graph_parts import (
@@ -22,7 +20,6 @@ from arbcli.families.graph.config import MemGramConfig
 from arbcli.families.graph.memgram import MOST, ORDER, MemGram
 from arbcli.families.graph.sequencer import ORDERS, TextSequencer
 from arbcli.families.graph.sequencer_reference import ngram_row, ngrams, sequencer
-from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.ngrams import HISTORY, ngram_ids
 from arbcli.model.parts.window import attend_in_window
 
@@ -86,10 +83,6 @@ def test_steps_equal_a_dictionary(rows):
     assert len({strength for _, strength in slow.values()}) > 1
 
 
-def test_empty_memory_adds_nothing():
-    assert new_memgram(filled=False)(text(2, LONG), LONG, torch.float32).eq(0).all()
-
-
 SEQUENCER = graph_config().beside[0]
 
 
@@ -101,32 +94,21 @@ def sequencer_reference(w, ids):
     return torch.stack([sequencer(w, reading(SEQUENCER, ids=row)) for row in ids])
 
 
-@pytest.mark.parametrize("rows", [1, 64, 65987, 2**20])
+@pytest.mark.parametrize("rows", [64, 65987])
 def test_ngrams_are_hashed_as_python_integers_are(rows):
     ids = torch.randint(0, 256, (3, 9), generator=torch.Generator().manual_seed(0))
     ids[0, :4], ids[1] = torch.tensor([0, 255, 0, 255]), 0
-    found = ngram_ids(ids, rows, (2, 3, 4, 6))
+    hashed = ngram_ids(ids, rows, (2, 3, 4, 6))
     for index, order in enumerate((2, 3, 4, 6)):
         expected = [
             [ngram_row(history, rows) for history in ngrams(row, order)] for row in ids.tolist()
         ]
-        assert found[..., index].tolist() == expected
+        assert hashed[..., index].tolist() == expected
 
 
 def test_ngram_that_begins_before_the_text_has_no_row():
-    found = ngram_ids(text(1, 5), 64, ORDERS)[0]
-    assert (found < 0).tolist() == [[i + 1 < order for order in ORDERS] for i in range(5)]
-
-
-@pytest.mark.parametrize("rows", [4096, 16384, 65987])
-@pytest.mark.parametrize("order", [2, 3, 4, 6])
-def test_rows_of_a_text_spread(order, rows):
-    """The n-grams of a text hit nearly as many rows as so many random numbers would."""
-    source = Path(functional.__file__).read_bytes()[:200_000]
-    found = ngram_ids(torch.tensor([list(source)]), rows, (order,))[0, order - 1 :, 0]
-    distinct = len({source[i : i + order] for i in range(len(source) - order + 1)})
-    expected = rows * (1 - (1 - 1 / rows) ** distinct)
-    assert found.unique().numel() > 0.93 * expected
+    hashed = ngram_ids(text(1, 5), 64, ORDERS)[0]
+    assert (hashed < 0).tolist() == [[i + 1 < order for order in ORDERS] for i in range(5)]
 
 
 def test_features_and_gradients_equal_autograd():
@@ -183,14 +165,3 @@ def test_pieces_equal_masked_attention(length, window, device):
 @pytest.mark.parametrize(("length", "window"), [(7, 3), (130, 128), (1000, 64)], ids=str)
 def test_flash_attention_equals_masked_attention(length, window, device):
     compare(length, window, 64, torch.bfloat16, device, 0.01)
-
-
-@pytest.mark.gpu
-def test_flash_attention_gives_the_same_gradients_twice(device):
-    q, k, v = (torch.randn(2, 4, 512, 64, device=device).bfloat16().requires_grad_() for _ in "qkv")
-    grads = []
-    with deterministic():
-        for _ in range(2):
-            y = attend_in_window(q, k, v, 64)
-            grads.append(torch.autograd.grad(y.float().square().sum(), (q, k, v)))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

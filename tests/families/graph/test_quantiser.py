@@ -6,8 +6,6 @@ import pytest
 import torch
 from graph_parts import initialised, normal, site
 
-from arbcli.base.errors import ArbError
-from arbcli.config.presets import preset
 from arbcli.families.graph.config import QuantiserConfig
 from arbcli.families.graph.quantiser import MEMORY, MOST, UNIT, Quantiser, _bits
 
@@ -22,12 +20,12 @@ def part(**options) -> Quantiser:
 
 def test_code_is_the_nearest():
     tested = part()
-    found = tested(normal(2, 5, site().dim))
+    quantised = tested(normal(2, 5, site().dim))
     (q,) = tested._seen
     apart = (q.double()[:, None] - tested.codes.double()).square().sum(dim=-1)
-    assert torch.equal(found.codes.flatten(), apart.argmin(dim=1))
-    assert found.codes.unique().numel() > 5
-    assert found.confidence.eq(1).all()
+    assert torch.equal(quantised.codes.flatten(), apart.argmin(dim=1))
+    assert quantised.codes.unique().numel() > 5
+    assert quantised.confidence.eq(1).all()
     with torch.no_grad():
         assert tested(normal(2, 5, site().dim)).cost is None
     assert len(tested._seen) == 1
@@ -39,13 +37,13 @@ def stepped(tested: Quantiser, q: torch.Tensor, chosen: torch.Tensor) -> None:
     lives, hand = tested.lives[:, 0].tolist(), int(tested.hand)
     bits = _bits(torch.arange(len(codes)), 12, tested.hand).tolist()
     for code in {*chosen.tolist()}:
-        own = q[chosen == code].tolist()
+        vectors = q[chosen == code].tolist()
         weight = min(uses[code], MEMORY)
-        total = weight + len(own)
+        total = weight + len(vectors)
         for column, old in enumerate(codes[code]):
-            number = weight * old + sum(row[column] for row in own) + bits[code][column] % total
+            number = weight * old + sum(row[column] for row in vectors) + bits[code][column] % total
             codes[code][column] = max(-MOST, min(MOST, number // total))
-        uses[code], lives[code] = min(MOST, uses[code] + len(own)), CONFIG.patience
+        uses[code], lives[code] = min(MOST, uses[code] + len(vectors)), CONFIG.patience
     for index in range(min(len(q), len(codes))):
         place = (hand + index) % len(codes)
         lives[place] -= lives[place] > 0
@@ -75,9 +73,9 @@ def test_codes_are_rounded_without_bias():
     steps = [_bits(torch.arange(40), 12, torch.tensor([step])) for step in range(4)]
     assert torch.stack(steps).unique().numel() == 40 * 12 * 4
     rows = torch.arange(4000)
-    found = (4 * 10 + 1 + _bits(rows, 1, torch.zeros(1, dtype=torch.int32)) % 4) // 4
-    assert {*found.flatten().tolist()} == {10, 11}
-    assert abs(float((found == 11).float().mean()) - 0.25) < 0.028
+    rounded = (4 * 10 + 1 + _bits(rows, 1, torch.zeros(1, dtype=torch.int32)) % 4) // 4
+    assert {*rounded.flatten().tolist()} == {10, 11}
+    assert abs(float((rounded == 11).float().mean()) - 0.25) < 0.028
 
 
 def test_unused_codes_become_vectors_and_come_into_use():
@@ -108,11 +106,3 @@ def test_processes_step_by_the_data_of_all():
         other.after_step()
         for name, buffer in alone.named_buffers():
             assert torch.equal(buffer, dict(other.named_buffers())[name]), name
-
-
-def test_shapes_of_the_largest_preset_have_a_quantiser():
-    config = preset("arb-3b", code_search="nearest")
-    assert config.main.memories.codebook == QuantiserConfig(codes=512 * 256, width=1024)
-    assert config.main.memories.knowledge == QuantiserConfig(codes=2500 * 2000, width=64)
-    with pytest.raises(ArbError, match="`codes` is 268,435,457"):
-        QuantiserConfig(codes=2**28 + 1, width=8)

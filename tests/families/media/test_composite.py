@@ -64,11 +64,11 @@ def test_kinds_are_those_of_sounds_and_pictures(tmp_path):
     path.write_bytes(b"".join(content))
     plain.write_bytes(b"no sound")
     whole = Text([path])
-    found = ByteKinds(whole)
+    kinds_of_text = ByteKinds(whole)
     for length in (1, 7, len(wanted)):
         starts = [*range(0, len(wanted) - length + 1, 3)]
         expected = [wanted[start : start + length] for start in starts]
-        assert found.windows(starts, length).tolist() == expected
+        assert kinds_of_text.windows(starts, length).tolist() == expected
     late = Text.of_parts([(path, 30, len(wanted))])
     assert ByteKinds(late).windows([0], len(late)).tolist() == [wanted[30:]]
     mixed = Mixture([(Text([plain]), 1), (whole, 2)])

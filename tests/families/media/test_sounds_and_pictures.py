@@ -4,7 +4,6 @@ import math
 import struct
 import zlib
 from itertools import pairwise
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,8 +15,6 @@ from arbcli.data.text import Text, open_text
 from arbcli.families.media import bounded, pictures, sound
 from arbcli.families.media.evaluation import MediaLosses
 from arbcli.families.media.spans import (
-    HEADER,
-    LONGEST_HEADER,
     PictureHeader,
     SoundHeader,
     find_spans,
@@ -231,28 +228,6 @@ def test_size_of_webp_is_that_of_its_pixels(mode, lossless, more, tmp_path):
         assert content.tell() == 0
 
 
-def test_large_picture_of_noise_is_read_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(pictures, "HEADER_BYTES", 2**22)
-    noise = np.random.default_rng(0).integers(0, 256, (1000, 1100, 4), dtype=np.uint8)
-    for name, how in (("a.png", {"compress_level": 0}), ("a.webp", {"lossless": 1, "method": 0})):
-        Image.fromarray(noise).save(tmp_path / name, **how)
-        assert (tmp_path / name).stat().st_size > pictures.HEADER_BYTES
-        (span,) = find_spans(b"".join(pictures.picture_bytes(tmp_path / name, "rgb")))
-        assert span.header == PictureHeader("rgb", 1100, 1000)
-
-
-def test_file_with_more_remarks_than_are_read_is_not_called_damaged(tmp_path, monkeypatch):
-    monkeypatch.setattr(pictures, "HEADER_BYTES", 2**22)
-    plain, picture = Image.new("L", (9, 9)), tmp_path / "a.jpg"
-    plain.save(picture)
-    content = picture.read_bytes()
-    remark = b"\xff\xfe\xff\xff" + bytes(2**16 - 3)
-    picture.write_bytes(content[:2] + remark * 65 + content[2:])
-    with pytest.raises(ArbError, match=f"{pictures.HEADER_BYTES:,} bytes") as caught:
-        list(pictures.picture_bytes(picture, "rgb"))
-    assert caught.value.hint == pictures.LIGHTER
-
-
 def test_bounded_file_is_a_file_until_its_bound(tmp_path):
     (tmp_path / "a").write_bytes(bytes(range(200)))
     with bounded.BoundedFile(tmp_path / "a", 150) as file:
@@ -305,15 +280,6 @@ def test_record_joins_text_sound_and_picture(tmp_path):
         assert ("cannot read `gone.wav`" in str(caught.value)) == (parts == '{"sound": "gone.wav"}')
 
 
-def test_header_cannot_be_part_of_utf8_and_is_short():
-    longest = SoundHeader("mulaw", 9_999_999, 2, 2**32), PictureHeader("grey", 99_999, 99_999)
-    for header in longest:
-        assert HEADER.fullmatch(header.encode())
-        assert len(header.encode()) <= LONGEST_HEADER
-        with pytest.raises(UnicodeDecodeError):
-            header.encode().decode()
-
-
 @pytest.mark.parametrize("cuts", [(), (100,), (13, 60, 333)])
 def test_losses_are_summed_by_kind_of_byte(cuts, tmp_path, device):
     """Every byte costs a number of its own, and the text is in several pieces of a file."""
@@ -347,50 +313,23 @@ def test_losses_are_summed_by_kind_of_byte(cuts, tmp_path, device):
     places = [i for _, start, stop in text.pieces for i in range(start, stop)]
     begin, end = kinds.index("p"), len(kinds) - kinds[::-1].index("p")
     whole = any(start <= begin and end <= stop for _, start, stop in text.pieces)
-    found = {kind.kind: kind for kind in losses.report()}
+    reports = {kind.kind: kind for kind in losses.report()}
     for letter, name in {"t": "text", "s": "sound", "p": "picture"}.items():
         chosen = [
             j for j, i in enumerate(places)
             if kinds[i] == letter or (letter == "t" and kinds[i] == "p" and not whole)
         ]  # fmt: skip
         if not chosen or (letter == "p" and not whole):
-            assert name not in found
+            assert name not in reports
             continue
-        assert found[name].bytes == len(chosen)
+        assert reports[name].bytes == len(chosen)
         total = float(costs[chosen].sum())
-        assert found[name].nats_per_byte * len(chosen) == pytest.approx(total, rel=1e-12)
+        assert reports[name].nats_per_byte * len(chosen) == pytest.approx(total, rel=1e-12)
     if not cuts:
-        assert found["sound"].units == 100
-        assert found["picture"].units == 20
+        assert reports["sound"].units == 100
+        assert reports["picture"].units == 20
         per = 8 * sound.flac_bytes(samples, 8000) / 100
-        assert found["sound"].peer_bits_per_unit == {"FLAC": per}
-        assert found["picture"].peer_bits_per_unit.keys() == {"PNG", "WebP"}
-        bits = found["picture"].nats_per_byte * found["picture"].bytes / math.log(2) / 20
-        assert found["picture"].bits_per_unit == pytest.approx(bits)
-
-
-@pytest.mark.parametrize("name", ["flac_bytes", "encoded_bytes"])
-def test_bits_of_a_unit_are_computed_without_the_packages_of_other_formats(
-    name, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(
-        f"arbcli.families.media.evaluation.{name}", mock.Mock(side_effect=ImportError)
-    )
-    path = tmp_path / "mixed"
-    speech = SoundHeader("mulaw", 8000, 1, 50).encode() + bytes(50)
-    path.write_bytes(speech + PictureHeader("grey", 5, 4).encode() + (b"abcde\n" * 4))
-    losses = MediaLosses(text := Text([path]), torch.device("cpu"))
-    losses.add([0], torch.ones(1, len(text) - 1), torch.ones(1, len(text) - 1, dtype=torch.bool))
-    kinds = {kind.kind: kind for kind in losses.report()}
-    without, other = ("sound", "picture")[:: 1 if name == "flac_bytes" else -1]
-    assert kinds[without].peer_bits_per_unit is None
-    assert kinds[other].peer_bits_per_unit
-    assert [kinds[kind].units for kind in ("sound", "picture")] == [50, 20]
-    assert kinds["picture"].bits_per_unit == pytest.approx(
-        kinds["picture"].bytes / 20 / math.log(2)
-    )
-
-
-def test_text_alone_has_no_kinds(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"plain \xff text")
-    assert MediaLosses(Text([tmp_path / "a.txt"]), torch.device("cpu")).report() == ()
+        assert reports["sound"].peer_bits_per_unit == {"FLAC": per}
+        assert reports["picture"].peer_bits_per_unit.keys() == {"PNG", "WebP"}
+        bits = reports["picture"].nats_per_byte * reports["picture"].bytes / math.log(2) / 20
+        assert reports["picture"].bits_per_unit == pytest.approx(bits)

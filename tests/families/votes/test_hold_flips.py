@@ -24,27 +24,25 @@ def ballot(rows: int, columns: int, most_votes: int, device) -> tuple[torch.Tens
     return pack_trits(trits).to(device), votes.to(device), grad.to(device)
 
 
-@pytest.mark.parametrize("most", [1, 3, 40, 10**6])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 33), (5, 161), (1, 1311)])
-@pytest.mark.parametrize("threshold", [1, 3, 127])
+@pytest.mark.parametrize(
+    ("shape", "threshold", "most"),
+    [
+        ((1, 1), 1, 1),
+        ((3, 33), 3, 3),
+        ((5, 161), 127, 40),
+        ((5, 161), 1, 10**6),
+        ((1, 1311), 3, 40),
+    ],
+)
 def test_held_trits_equal_the_reference(shape, threshold, most, device):
     inputs = ballot(*shape, 127 if threshold == 127 else 4, device)
     given = *inputs, scalar(threshold, device), scalar(-5, device), most
-    found = hold_flips(*given)
-    assert torch.equal(found.cpu(), hold_flips_reference(*(cpu(part) for part in given)))
+    held = hold_flips(*given)
+    assert torch.equal(held.cpu(), hold_flips_reference(*(cpu(part) for part in given)))
 
 
 def cpu(part):
     return part.cpu() if isinstance(part, torch.Tensor) else part
-
-
-def test_strided_matrix_equals_the_reference(device):
-    packed, votes, grad = ballot(10, 165, 4, device)
-    wide = torch.stack([votes, -votes], dim=2).flatten(1)
-    given = packed[::2], wide[::2, ::2], grad[::2], scalar(3, device), scalar(7, device), 20
-    found = hold_flips(*given)
-    assert found.any()
-    assert torch.equal(found.cpu(), hold_flips_reference(*(cpu(part) for part in given)))
 
 
 @pytest.mark.parametrize("most", [1, 10, 100])
@@ -83,14 +81,3 @@ def test_another_key_chooses_others_of_equal_votes(device):
     )
     assert (~first).sum() == (~second).sum() == 30
     assert not torch.equal(first, second)
-
-
-@pytest.mark.parametrize(
-    "change", [{"most": 0}, {"votes": torch.zeros(3, 32)}, {"key": torch.tensor(1.5)}]
-)
-def test_wrong_inputs_are_refused(change):
-    packed, votes, grad = ballot(3, 33, 2, None)
-    given = {"packed": packed, "votes": votes, "grad": grad}
-    given |= {"threshold": scalar(3), "key": scalar(0), "most": 1} | change
-    with pytest.raises(ValueError, match=r"need|votes"):
-        hold_flips(**given)

@@ -34,13 +34,13 @@ def gradient(device, seed: int = 0) -> torch.Tensor:
 
 def flips(tensor: TernaryTensor, updater: Updater, grads: list[torch.Tensor], first=0) -> list[int]:
     """Count the trits that flip with each gradient of a run that is at step `first`."""
-    found = []
+    counts = []
     for step, grad in enumerate(grads, first):
         before = int(updater.flips)
         updater.begin(step, 1.0)
         updater(tensor, grad.clone())
-        found.append(int(updater.flips) - before)
-    return found
+        counts.append(int(updater.flips) - before)
+    return counts
 
 
 def test_threshold_falls_while_votes_gather(device):

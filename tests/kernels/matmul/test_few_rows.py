@@ -4,34 +4,26 @@ import math
 
 import pytest
 import torch
-from marks import mostly_slow
 
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul import few_rows as module
 from arbcli.kernels.matmul.few_rows import few_rows, fits_few_rows
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
-from arbcli.kernels.matmul.quantise_rows import E4M3, quantise_rows
+from arbcli.kernels.matmul.quantise_rows import quantise_rows
 from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.kernels.matmul.quantise_rows import (
     quantise_rows_verification,
-    round_e4m3_reference,
 )
 
 
 @pytest.mark.parametrize(
     ("rows", "plan"),
-    mostly_slow(
-        [
-            (2, {"TILES": 1, "HEIGHT": 1, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 4, "AHEAD": 2}),
-            (3, {"TILES": 1, "HEIGHT": 1, "N_WARPS": 1, "K_WARPS": 2, "ABREAST": 1, "AHEAD": 2}),
-            (8, {"TILES": 1, "HEIGHT": 2, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 2}),
-            (13, {"TILES": 2, "HEIGHT": 2, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 1}),
-            (17, {"TILES": 4, "HEIGHT": 1, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 1}),
-        ],
-        lambda rows, plan: rows <= 8,
-    ),
+    [
+        (3, {"TILES": 1, "HEIGHT": 1, "N_WARPS": 1, "K_WARPS": 2, "ABREAST": 1, "AHEAD": 2}),
+        (13, {"TILES": 2, "HEIGHT": 2, "N_WARPS": 2, "K_WARPS": 1, "ABREAST": 1, "AHEAD": 1}),
+    ],
 )
 def test_every_plan_gives_the_product(device, monkeypatch, rows, plan):
     monkeypatch.setattr(module, "_plan", lambda *_: (plan, None))
@@ -45,16 +37,12 @@ def test_every_plan_gives_the_product(device, monkeypatch, rows, plan):
     assert (y.cpu() - expected).norm() < 1e-5 * expected.norm()
 
 
-NOT_FINITE = (float("inf"), float("-inf"), float("nan"))
-
-
-@pytest.mark.parametrize("value", mostly_slow(NOT_FINITE, math.isnan))
-def test_non_finite_row_spoils_only_itself(device, value):
+def test_non_finite_row_spoils_only_itself(device):
     generator = torch.Generator().manual_seed(0)
     packed = random_packed(20, 805, 32, generator, spread=8).to(device)
     for k in (0, 417, 804):
         x = torch.randn(3, 805, generator=generator).to(device, torch.bfloat16)
-        x[1, k] = value
+        x[1, k] = torch.nan
         assert fits_few_rows(x, packed)
         y = few_rows(x, packed, torch.float32)
         assert y[[0, 2]].isfinite().all()
@@ -67,10 +55,10 @@ def test_rows_are_read_16_bytes_at_a_time_where_they_begin_at_multiples_of_16(co
     """Others are copied, those of 8 bytes too: a GPU refuses what is not aligned."""
     wide = torch.randn(3, 16 + columns - columns % 4)[:, start:].bfloat16()
     x = wide[:, : min(columns, wide.shape[1])]
-    found = module._on_16_bytes(x)
-    assert torch.equal(found[:, : x.shape[1]], x)
-    assert found.stride(1) == 1
-    assert found.stride(0) * found.itemsize % 16 == found.data_ptr() % 16 == 0
+    aligned = module._on_16_bytes(x)
+    assert torch.equal(aligned[:, : x.shape[1]], x)
+    assert aligned.stride(1) == 1
+    assert aligned.stride(0) * aligned.itemsize % 16 == aligned.data_ptr() % 16 == 0
 
 
 @pytest.mark.parametrize(("stride", "start"), [(8, 0), (8, 4), (8, 1), (8, 2), (6, 0), (7, 0)])
@@ -87,16 +75,6 @@ def matrix(outputs: int, inputs: int, device: torch.device | str = "cpu") -> Pac
 
 def product(x: torch.Tensor, packed: Packed, **options) -> torch.Tensor:
     return fp8_matmul(*quantise_rows(x), packed, dtype=x.dtype, **options)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_product_is_near_the_exact_product(transposed, device):
-    packed = matrix(96, 160, device)
-    weight = decode_weight(packed, torch.float32)
-    x = torch.randn(80, 96 if transposed else 160).to(device)
-    exact = x @ (weight if transposed else weight.T)
-    y = product(x, packed, transposed=transposed)
-    assert 0.01 < float((y - exact).norm() / exact.norm()) < 0.06
 
 
 def test_numbers_that_eight_bits_hold_are_multiplied_exactly(device):
@@ -119,8 +97,10 @@ def test_non_finite_row_gives_nan(device):
     [quantise_rows_verification.triton, quantise_rows_verification.torch],
     ids=["triton", "torch"],
 )
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize(("width", "place"), [(40, 7), (2100, 7), (2100, 1500), (2100, 2099)])
+@pytest.mark.parametrize(
+    ("width", "place", "value"),
+    [(40, 7, torch.inf), (2100, 7, -torch.inf), (2100, 1500, torch.nan), (2100, 2099, torch.inf)],
+)
 def test_non_finite_row_stays_non_finite_and_changes_no_other(
     run, value, width, place, device, monkeypatch
 ):
@@ -133,14 +113,6 @@ def test_non_finite_row_stays_non_finite_and_changes_no_other(
     assert scale.isfinite().flatten().tolist() == [True, False, True]
     for got, expected in zip((q, scale), whole, strict=True):
         assert torch.equal(got[::2], expected[::2])
-
-
-def test_reference_rounds_as_the_format_says():
-    every = torch.arange(127, dtype=torch.uint8).view(E4M3).float()  # 0 to 448
-    assert torch.equal(round_e4m3_reference(every[:-1].double()), every[:-1])
-    middle = (every[1:-1].double() + every[:-2].double()) / 2
-    even = every[:-1].view(-1, 2)[:, 0]  # the last bit of each is 0
-    assert torch.equal(round_e4m3_reference(middle), even.repeat_interleave(2)[1:])
 
 
 def test_largest_of_a_row_uses_the_range():

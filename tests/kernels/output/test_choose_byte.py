@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from marks import mostly_slow
 
 from arbcli.kernels.output.choose_byte import choose_byte_
-from arbcli.kernels.runtime.backend import use_backend
 from arbcli.verify.kernels.output.choose_byte import choose_byte_reference
 
 
-def chosen(logits: torch.Tensor, *how, count: int = 3000) -> torch.Tensor:
+def chosen(logits: torch.Tensor, *how, count: int) -> torch.Tensor:
     """Count the bytes that are chosen at each of many positions."""
     place = {"dtype": torch.int32, "device": logits.device}
     key, positions = torch.tensor(12345, **place), torch.arange(count, **place)
@@ -25,22 +23,16 @@ def logits_of(device, spread: float = 3.0) -> torch.Tensor:
     return spread * torch.randn(256, generator=torch.Generator().manual_seed(0)).to(device)
 
 
-@pytest.mark.parametrize("temperature", mostly_slow([0.5, 2.0], lambda value: value > 1))
-def test_bytes_come_as_often_as_their_probabilities_say(temperature, device):
-    logits = logits_of(device)
+def test_bytes_come_as_often_as_their_probabilities_say(device):
+    temperature, count, logits = 2.0, 1500, logits_of(device)
     share = (logits.double() / temperature).softmax(0)
-    counts = chosen(logits, temperature, 256, 1.0)
-    deviation = (counts - 3000 * share) / (3000 * share * (1 - share)).sqrt().clamp(min=1)
+    counts = chosen(logits, temperature, 256, 1.0, count=count)
+    deviation = (counts - count * share) / (count * share * (1 - share)).sqrt().clamp(min=1)
     assert deviation.abs().max() < 5
     assert deviation.square().mean() < 1.5
 
 
-def test_top_k_keeps_the_first_of_equals(device):
-    counts = chosen(torch.zeros(256, device=device), 1.0, 3, 1.0, count=200)
-    assert counts.nonzero()[:, 0].tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize(("p", "top_k"), [(0.01, 256), (0.3, 5), (0.8, 256)])
+@pytest.mark.parametrize(("p", "top_k"), [(0.3, 5), (0.8, 256)])
 def test_top_p_keeps_the_fewest_that_reach_the_share(p, top_k, device):
     logits = logits_of(device)
     order = logits.argsort(descending=True)[:top_k]
@@ -51,22 +43,18 @@ def test_top_p_keeps_the_fewest_that_reach_the_share(p, top_k, device):
     assert counts[kept[-1]] > 0
 
 
-def test_shares_of_logits_in_bfloat16_are_computed_in_float32(device):
-    """The first one's is 0.5005: in bfloat16 both that and 0.501 are a half."""
-    logits = torch.tensor([0.002, 0.0], dtype=torch.bfloat16, device=device)
-    with use_backend("torch"):
-        assert chosen(logits, 1.0, 2, 0.501, count=20)[1] > 0
-
-
-@pytest.mark.parametrize("how", [(0.0, 9, 1.0), (1.0, 3000, 1.0), (0.7, 5, 1.0), (4.0, 900, 0.3)])
-@pytest.mark.parametrize("kind", ["random", "some equal"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("random", (0.0, 9, 1.0)), ("some equal", (0.0, 9, 1.0)), ("random", (1.0, 3000, 1.0)),
+     ("some equal", (0.7, 5, 1.0)), ("random", (4.0, 900, 0.3))],
+)  # fmt: skip
 def test_token_of_many_equals_that_of_the_reference(kind, how, device):
     logits = 3 * torch.randn(3000, generator=torch.Generator().manual_seed(1))
     logits = logits.round() if kind == "some equal" else logits
     key, place = torch.tensor([12345, 2], dtype=torch.int32).unbind()
     byte, text = torch.zeros(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
     wanted = choose_byte_reference(byte, text, logits, place, key, *how)
-    got = [each.to(device) for each in (byte, text, logits, place, key)]
+    got = [tensor.to(device) for tensor in (byte, text, logits, place, key)]
     choose_byte_(*got, *how)
     assert torch.equal(got[0].cpu(), wanted[0])
     assert torch.equal(got[1].cpu(), wanted[1])

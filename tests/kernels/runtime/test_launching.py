@@ -29,7 +29,7 @@ from arbcli.kernels.runtime.merged import (
     _tabulated,
     merge_launches,
 )
-from arbcli.kernels.runtime.overlap import overlap_options, overlapping, wait_for_last
+from arbcli.kernels.runtime.overlap import overlap_options, overlapping
 from arbcli.model.language_model import LanguageModel
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.kernels.update.blend_moment import blend_moment_verification
@@ -56,13 +56,6 @@ def test_compiler_is_called_while_a_lock_is_held(monkeypatch, tmp_path):
     assert held == [(source, "sm_90", {"num_warps": 4})]
     with next(tmp_path.iterdir()).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it was let go
-
-
-def test_interpreter_has_nothing_to_wait_for(monkeypatch, tmp_path):
-    monkeypatch.setattr(compile_once, "INTERPRETED", True)
-    before = compiler.compile
-    compile_once.compile_each_once(str(tmp_path))
-    assert compiler.compile is before
 
 
 triton = pytest.importorskip("triton")
@@ -101,20 +94,6 @@ def test_launches_overlap_only_if_requested_and_on_a_gpu_that_can(monkeypatch):
         assert options["OVERLAP"] == options.get("launch_pdl", False) == expected
 
 
-@needs_triton
-@pytest.mark.parametrize(("early", "order"), [(False, "wait start"), (True, "start wait")])
-def test_next_kernel_starts_before_the_wait_of_early_kernels_only(early, order, monkeypatch):
-    done = []
-    told = {"gdc_launch_dependents": "start", "gdc_wait": "wait"}
-    cuda = SimpleNamespace(**{name: partial(done.append, word) for name, word in told.items()})
-    language = SimpleNamespace(extra=SimpleNamespace(cuda=cuda))
-    monkeypatch.setitem(wait_for_last.fn.__globals__, "tl", language)
-    wait_for_last.fn(True, early)
-    assert " ".join(done) == order
-    wait_for_last.fn(False, early)
-    assert len(done) == 2
-
-
 def test_weights_are_written_before_they_may_be_read_without_a_wait(monkeypatch):
     waits, generator = [], torch.Generator().manual_seed(0)
     packed = random_packed(16, 64, 32, generator)
@@ -131,21 +110,6 @@ def copies(spec, device, only=lambda case: True):
     for _ in range(2):
         cases = [case.inputs for case in spec.cases(device, 32) if only(case)]
         yield [[x.clone() if torch.is_tensor(x) else x for x in inputs] for inputs in cases]
-
-
-@pytest.mark.parametrize(
-    "spec", [step_scales_verification, blend_moment_verification], ids=lambda spec: spec.name
-)
-def test_merged_launches_give_the_same_bits(spec, device):
-    apart, together = copies(spec, device)
-    with use_backend("triton" if device.type == "cuda" else "interpreter"):
-        for inputs in apart:
-            spec.triton(*inputs)
-        merge_launches([lambda i=inputs: spec.triton(*i) for inputs in together], device)
-    for one, other in zip(apart, together, strict=True):
-        for x, y in zip(one, other, strict=True):
-            if torch.is_tensor(x):
-                assert torch.equal(x, y)
 
 
 def test_equal_kernels_are_launched_once(device):
@@ -176,10 +140,10 @@ def test_launches_of_two_kinds_run_as_one_with_the_same_bits(device):
 
 def launch_of(part) -> Launch:
     """Describe the only launch of a function."""
-    found = []
-    with replaced_launches(lambda *args, **options: found.append((args, options))):
+    launches = []
+    with replaced_launches(lambda *args, **options: launches.append((args, options))):
         part()
-    ((kernel, grid, *args), options) = found[0]
+    ((kernel, grid, *args), options) = launches[0]
     return _described(kernel, grid, tuple(args), options)
 
 
@@ -227,14 +191,6 @@ def test_hints_about_an_argument_hold_for_all_launches(others, device):
     how = [kind for kind, *_ in _tabulated(wave).plan]
     wanted = ["pointer", "integer"] if 24 in others else ["aligned", "multiple"]
     assert how == [*wanted, "shared"]
-
-
-def test_launches_on_other_dtypes_are_of_another_kind():
-    kinds = {
-        Launch("kernel", 1, (torch.zeros(2, dtype=dtype), 3), (), ()).kind
-        for dtype in (torch.float32, torch.bfloat16, torch.int8)
-    }
-    assert len(kinds) == 3
 
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())

@@ -5,12 +5,12 @@ import torch
 
 from arbcli.inspect.trace import without_memory
 from arbcli.kernels.runtime import native
-from arbcli.kernels.runtime.backend import compile_for, use_backend
+from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.update import gram_inverses as module
 from arbcli.kernels.update import newton_schulz
 from arbcli.kernels.update.gram_inverses import gram_inverses
-from arbcli.kernels.update.newton_schulz import HOPPER, gram, gram_polynomial, has_aligned_rows
+from arbcli.kernels.update.newton_schulz import gram, gram_polynomial, has_aligned_rows
 from arbcli.model.optimizers.orthogonal import POLAR_WEIGHTS, SHIFTS
 from arbcli.verify.compare import compare, poisoned
 from arbcli.verify.kernels.update.gram_inverses import gram_inverses_reference
@@ -34,37 +34,37 @@ def randn(*shape, device, seed=0):
 
 @each_spec
 def test_kernel_results_are_exactly_symmetric(spec, device):
-    for case in spec.cases(device, 32):
+    for case in [*spec.cases(device, 32)][::3]:
         result = spec.triton(*case.inputs)
         assert torch.equal(result, result.mT), case.label
 
 
 @pytest.mark.parametrize(
     ("shape", "programs"),
-    [*(((2, 70, 160), n) for n in (1, 2, 3, 7, 30, 72)), ((70, 160), None), ((2, 65, 33), None)],
+    [*(((2, 70, 160), n) for n in (1, 7, 72)), ((70, 160), None), ((2, 65, 33), None)],
     ids=str,
 )
-def test_steps_are_shared_among_any_number_of_programs_or_not(shape, programs, monkeypatch, device):
+def test_gram_matrix_is_right_for_any_number_of_programs(shape, programs, monkeypatch, device):
     """The first shape has 12 tiles of 5 steps."""
     if programs:
         monkeypatch.setattr(newton_schulz, "num_processors", lambda _: programs)
     else:
         monkeypatch.setattr(newton_schulz, "MANY", 0)
     x = randn(*shape, device=device)
-    found = compare(gram_verification, "", gram_verification.triton(x), gram_reference(x))
-    assert found.passed, found
+    compared = compare(gram_verification, "", gram_verification.triton(x), gram_reference(x))
+    assert compared.passed, compared
     a = gram_reference(x / 160).float()
     expected = gram_polynomial_reference(a, *COEFFICIENTS)
-    found = compare(
+    compared = compare(
         gram_polynomial_verification,
         "",
         gram_polynomial_verification.triton(a, *COEFFICIENTS),
         expected,
     )
-    assert found.passed, found
+    assert compared.passed, compared
 
 
-def test_no_part_is_ready_at_first(device):
+def test_semaphores_of_a_gram_matrix_begin_at_zero(device):
     ready = []
 
     def record(kernel, _grid, *args, **_kwargs):
@@ -76,48 +76,11 @@ def test_no_part_is_ready_at_first(device):
     assert not ready[0].any()
 
 
-@pytest.mark.parametrize("tiles", [1, 2, 3, 4, 15, 16, 17, 18])
-def test_every_tile_of_the_triangle_is_computed(tiles, device):
+@pytest.mark.parametrize("tiles", [1, 3, 16, 17])
+def test_gram_matrix_has_every_tile_of_its_triangle(tiles, device):
     rows = tiles * newton_schulz.OTHER_TILES.block
     x = torch.arange(rows, device=device).remainder(29).float()[:, None] - 7
     assert torch.equal(gram_verification.triton(x), x * x.T)
-
-
-@pytest.mark.parametrize(
-    ("shape", "gram_pays", "polynomial_pays"),
-    [
-        ((384, 2048), False, True), ((768, 768), True, True), ((768, 4096), True, True),
-        ((768, 11264), False, True), ((8, 768, 4096), False, False), ((1024, 4096), False, False),
-        ((2048, 2048), False, True), ((2048, 5632), True, True), ((4, 2048, 2048), True, True),
-        ((8192, 8192), True, True),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_kernel_takes_the_shapes_where_it_is_faster(shape, gram_pays, polynomial_pays):
-    def pays(dtype=torch.bfloat16, capability=HOPPER, backend="interpreter"):
-        x = torch.empty(shape, dtype=dtype, device="meta")
-        with compile_for(capability), use_backend(backend):
-            return newton_schulz._pays(x, False), newton_schulz._pays(x, True)
-
-    assert pays() == (gram_pays, polynomial_pays)
-    assert not any((*pays(torch.float32), *pays(capability=(8, 0)), *pays(backend="torch")))
-
-
-@pytest.mark.parametrize(
-    ("shape", "tiling", "shared"),
-    [
-        ((1, 768, 768), newton_schulz.SMALL_TILES, False),
-        ((1, 2048, 5632), newton_schulz.GRAM_TILES, True),
-        ((4, 2048, 2048), newton_schulz.GRAM_TILES, True),
-        ((1, 8192, 8192), newton_schulz.MANY_TILES, False),
-    ],
-    ids=str,
-)
-def test_tiles_are_chosen_by_shape(shape, tiling, shared, monkeypatch):
-    monkeypatch.setattr(newton_schulz, "num_processors", lambda _: 132)
-    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-    with compile_for(HOPPER):
-        assert newton_schulz._choose(x, False) == (tiling, shared)
 
 
 @pytest.mark.gpu
@@ -125,18 +88,18 @@ def test_tiles_are_chosen_by_shape(shape, tiling, shared, monkeypatch):
 def test_public_products_in_bf16_are_as_close_as_the_library(rows, device):
     x = randn(rows, 5120, device=device).bfloat16() / 72
     a = gram(x)
-    found = compare(gram_verification, "gram", a, gram_reference(x), x @ x.T)
-    assert found.passed, found
+    compared = compare(gram_verification, "gram", a, gram_reference(x), x @ x.T)
+    assert compared.passed, compared
     p = gram_polynomial(a, *COEFFICIENTS)
     expected = gram_polynomial_reference(a, *COEFFICIENTS)
-    found = compare(
+    compared = compare(
         gram_polynomial_verification,
         "",
         p,
         expected,
         gram_polynomial_verification.torch(a, *COEFFICIENTS),
     )
-    assert found.passed, found
+    assert compared.passed, compared
 
 
 def test_rows_that_the_copy_engine_reads_begin_at_16_bytes_and_have_no_gaps():
@@ -158,28 +121,20 @@ def draw(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def relative_error(result: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((result - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sum_is_that_of_the_inverses(shape, transposed, backend):
+def test_sum_is_that_of_the_inverses(shape, backend):
+    """Of every other shape by columns."""
+    transposed = SHAPES.index(shape) % 2
     x = draw((*shape[:-2], shape[-1], shape[-2])).mT if transposed else draw(shape)
     shifts, weights = (1e-3, 0.04, 0.5), (0.7, 0.002, -0.05, 1.5)
     with use_backend(backend):
-        found = gram_inverses(x * 1e-9, shifts, weights)
-    assert relative_error(found, gram_inverses_reference(x * 1e-9, shifts, weights)) < 1e-4
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_of_neither_side_together(backend):
-    x = draw((80, 140))[::2, ::3]
-    with use_backend(backend):
-        found = gram_inverses(x, SHIFTS, POLAR_WEIGHTS)
-    wanted = gram_inverses_reference(x, SHIFTS, POLAR_WEIGHTS)
-    assert relative_error(found @ x, wanted @ x.double()) < 1e-4
+        inverses = gram_inverses(x * 1e-9, shifts, weights)
+    assert relative_error(inverses, gram_inverses_reference(x * 1e-9, shifts, weights)) < 1e-4
 
 
 @compiled
@@ -192,22 +147,22 @@ def test_loop_loses_no_more_than_lapack(decades):
     errors = {}
     for backend in ("native", "torch"):
         with use_backend(backend):
-            found = gram_inverses(x, SHIFTS, POLAR_WEIGHTS)
-        errors[backend] = relative_error(found @ x, wanted)
+            inverses = gram_inverses(x, SHIFTS, POLAR_WEIGHTS)
+        errors[backend] = relative_error(inverses @ x, wanted)
     assert errors["native"] < 1.5 * errors["torch"] + 1e-6
 
 
 @compiled
 def test_bits_do_not_depend_on_the_number_of_threads(monkeypatch):
     monkeypatch.setattr(native, "LEAST_ELEMENTS", 0)
-    x, found = draw((140, 300)), []
+    x, inverses = draw((140, 300)), []
     for threads in (1, 2, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         with use_backend("native"):
-            found.append(gram_inverses(x, SHIFTS, POLAR_WEIGHTS))
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-    assert torch.equal(found[0], found[0].T)
+            inverses.append(gram_inverses(x, SHIFTS, POLAR_WEIGHTS))
+    assert torch.equal(inverses[0], inverses[1])
+    assert torch.equal(inverses[0], inverses[2])
+    assert torch.equal(inverses[0], inverses[0].T)
 
 
 @compiled
@@ -217,8 +172,8 @@ def test_sum_is_right_though_it_was_first_computed_without_memory():
     with use_backend("native"):
         with without_memory(torch.device("cpu")):
             gram_inverses(torch.empty(6, 9, device="cpu"), SHIFTS, POLAR_WEIGHTS)
-        found = gram_inverses(x, SHIFTS, POLAR_WEIGHTS)
-    assert relative_error(found @ x, wanted @ x.double()) < 1e-4
+        inverses = gram_inverses(x, SHIFTS, POLAR_WEIGHTS)
+    assert relative_error(inverses @ x, wanted @ x.double()) < 1e-4
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

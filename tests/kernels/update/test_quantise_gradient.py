@@ -23,8 +23,8 @@ def quantised(grad, exponent, key, limit=127, sums=None, fitting=None):
 def test_mean_of_many_is_the_gradient():
     grad = torch.linspace(-3, 3, 4000).expand(64, 4000)
     exponent = torch.zeros(64, dtype=torch.int8)
-    found = sum(quantised(grad, exponent, key << 8)[0].double().mean(0) for key in range(16)) / 16
-    assert (found - grad[0]).abs().max() < 5 * 0.5 / 32  # five deviations of 1024 roundings
+    mean = sum(quantised(grad, exponent, key << 8)[0].double().mean(0) for key in range(16)) / 16
+    assert (mean - grad[0]).abs().max() < 5 * 0.5 / 32  # five deviations of 1024 roundings
 
 
 def test_parts_add_up_to_the_same_in_any_order():
@@ -34,7 +34,7 @@ def test_parts_add_up_to_the_same_in_any_order():
     together = None, None
     for key in (2, 0, 3, 1):
         together = quantised(grads[key], exponent, key, 31, *together)
-    parts, fits = (torch.stack(found) for found in zip(*alone, strict=True))
+    parts, fits = (torch.stack(of_parts) for of_parts in zip(*alone, strict=True))
     with use_backend("torch"):
         whole = sum_gradients(together[0][None], None, exponent, together[1][None], 8)
         assert torch.equal(sum_gradients(parts, None, exponent, fits, 8), whole)
@@ -69,8 +69,8 @@ def test_mixing_is_undone(columns):
     grad = torch.randn(9, columns, generator=torch.Generator().manual_seed(3))
     low = torch.empty(5, columns, dtype=torch.uint8)
     for limit, plane in ((32767, None), (2047, low)):
-        found = sent_and_back(grad, limit, block_of(columns), plane)
-        assert (found - grad).abs().max() < 8 * grad.abs().max() / limit
+        restored = sent_and_back(grad, limit, block_of(columns), plane)
+        assert (restored - grad).abs().max() < 8 * grad.abs().max() / limit
 
 
 def test_few_large_columns_cost_the_others_less_when_mixed():

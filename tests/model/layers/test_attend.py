@@ -1,7 +1,6 @@
 """Which attention goes forward and back on which GPU, and what its gradients are laid out like."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from arbcli.inspect.trace import without_memory
 from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.kernels.runtime.launches import replaced_launches
-from arbcli.model.layers import attend
 from arbcli.model.layers.attend import HOPPER, SHORT, attend_causally, attend_rotated
 from arbcli.model.layers.rotary import rotary_norm, table_for
 
@@ -86,55 +84,6 @@ def test_gradients_of_other_gpus_widths_lengths_and_backends_are_those_of_torch(
     assert not {*APART, "_both_kernel"} & {*launched}
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    monkeypatch.setattr(attend, "capability", lambda q: q.capability)
-    monkeypatch.setattr(attend, "_has_cudnn", lambda: True)
-
-
-FASTER = {"shape": (2, 3, 128, 64), "is_cuda": True, "dtype": torch.bfloat16, "capability": (9, 0)}
-
-
-@pytest.mark.parametrize(
-    ("change", "taken"),
-    [
-        ({}, True),
-        ({"shape": (2, 3, 64, 128)}, True),
-        ({"shape": (2, 64, 128, 96)}, False),
-        ({"shape": (64, 128, 96, 64)}, False),
-        ({"is_cuda": False}, False),
-        ({"dtype": torch.float32}, False),
-        ({"capability": (8, 0)}, False),
-        ({"capability": (10, 0)}, False),
-    ],
-    ids=str,
-)
-def test_cudnn_attends_where_it_was_faster(change, taken, gpu):
-    assert attend._takes_cudnn(SimpleNamespace(**FASTER | change)) == taken
-
-
-@pytest.mark.parametrize(
-    ("gpu_there", "cudnn_there", "has"),
-    [(True, True, True), (True, False, False), (False, False, True), (False, True, True)],
-)
-def test_cudnn_is_looked_for_where_there_is_a_gpu(gpu_there, cudnn_there, has, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu_there)
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: cudnn_there)
-    assert attend._has_cudnn.__wrapped__() == has
-
-
-def test_cudnn_attention_gets_its_arguments_in_order(gpu, monkeypatch):
-    monkeypatch.setattr(attend, "_takes_cudnn", lambda q: q == "q")
-    monkeypatch.setattr(attend, "_CausalAttention", SimpleNamespace(apply=lambda *given: given))
-    assert attend.attend_causally("q", "k", "v") == ("q", "k", "v")
-
-
-def test_without_cudnn_torch_attends(gpu, monkeypatch):
-    q = SimpleNamespace(**FASTER)
-    monkeypatch.setattr(attend, "_has_cudnn", lambda: False)
-    assert not attend._takes_cudnn(q)
-
-
 def attended(q, k, v, grad):
     with deterministic():
         y = attend_causally(q, k, v)
@@ -182,11 +131,11 @@ def test_gradient_at_once_is_that_of_both_parts(width, device):
         pytest.skip("other GPUs compute one after the other")
     torch.manual_seed(0)
     qkv = torch.randn(2, 256, 3, 4, width, device=device).bfloat16().requires_grad_()
-    found = []
+    results = []
     for attended in (one_by_one, at_once, at_once):
         y = attended(qkv * 1)
-        found.append((y, *torch.autograd.grad(y, qkv, y.detach())))
-    (y, grad), (same, near), again = found
+        results.append((y, *torch.autograd.grad(y, qkv, y.detach())))
+    (y, grad), (same, near), again = results
     assert torch.equal(y, same)
     assert (near - grad).float().norm() < 4e-3 * grad.float().norm()  # rounded once less
     assert all(torch.equal(a, b) for a, b in zip((same, near), again, strict=True))

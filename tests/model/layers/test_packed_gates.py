@@ -17,18 +17,18 @@ ROWS, WIDTH, OUTPUTS = 80, 48, 32
 
 def gradients(gate_up: Tensor, *, packs: bool, fp8: bool, normalise: bool) -> list[Tensor]:
     """Return a product of gated activations, and the gradients of gate and up and of the weight."""
-    site, found = Site(dim=OUTPUTS, depth=1, ctx=ROWS), []
+    site, of_weight = Site(dim=OUTPUTS, depth=1, ctx=ROWS), []
     gate = TernaryGate(WIDTH, site, normalise=normalise)
     layer = TernaryLinear(OUTPUTS, WIDTH, site, area="mlp")
     layer.weight.initialise(1, 0)
     if gate.weight:
         gate.weight.fill()
     layer.weight.fp8, gate.packs = fp8, packs
-    layer.weight.sink = lambda tensor, grad, where=None: found.append(grad)
+    layer.weight.sink = lambda tensor, grad, where=None: of_weight.append(grad)
     x = gate_up.clone().requires_grad_()
     y = layer(1 * x, gate, consumes=True)
     y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
-    return [y.detach(), x.grad, *found]
+    return [y.detach(), x.grad, *of_weight]
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -50,11 +50,11 @@ def test_packed_gates_give_the_same_bits_if_their_numbers_are_not_far_apart(fp8,
 def test_numbers_far_below_the_largest_of_their_row_are_rounded_up_to_the_least():
     gate, up = torch.zeros(2, 200).bfloat16(), torch.zeros(2, 200).bfloat16()
     gate[0, :4] = torch.tensor([3.0, 2.0**-14 * 1.5, -(2.0**-15), 2.0**-40])
-    found = unpack_gates(*pack_gates(torch.cat((gate, up), dim=1)))
-    assert found[0, :4].tolist() == [3.0, 2.0**-14 * 1.5, -(2.0**-14), 2.0**-14]
-    assert (found[0, 4:200] == 2.0**-14).all()
-    assert not found[0, 200:].any()  # zeros alone are exact
-    assert not found[1].any()
+    unpacked = unpack_gates(*pack_gates(torch.cat((gate, up), dim=1)))
+    assert unpacked[0, :4].tolist() == [3.0, 2.0**-14 * 1.5, -(2.0**-14), 2.0**-14]
+    assert (unpacked[0, 4:200] == 2.0**-14).all()
+    assert not unpacked[0, 200:].any()  # zeros alone are exact
+    assert not unpacked[1].any()
 
 
 def test_all_gates_are_packed_but_those_of_the_last_block():

@@ -42,10 +42,6 @@ def test_sums_and_gradients_equal_autograd():
     assert_same(part, inputs, lambda *given: part(*given, torch.float32), reference)
 
 
-def test_no_row_is_zeros():
-    assert look_up(table())[2].eq(0).all()
-
-
 def test_usage_counts_the_steps_of_a_row():
     part = table()
     part.weight.usage[9] = MOST_USES

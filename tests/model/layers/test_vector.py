@@ -28,8 +28,8 @@ def test_first_values_are_near_the_given_values(options):
 
 
 def test_first_values_of_votes_are_powers_of_two():
-    found = vector(rule="votes", direction=None)()
-    assert ((found / torch.tensor(VALUES)).log2().abs() <= 0.51).all()
+    values = vector(rule="votes", direction=None)()
+    assert ((values / torch.tensor(VALUES)).log2().abs() <= 0.51).all()
 
 
 def test_prepared_vector_is_reused_until_weights_may_change():
