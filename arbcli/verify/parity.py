@@ -48,8 +48,7 @@ from arbcli.verify.reference import (
     named_blocks,
     reference_loss,
 )
-from arbcli.verify.sample import DEFAULT_SCALE_TYPE
-from arbcli.verify.subjects import ParityResult, Subject, all_subjects, sampled_subjects
+from arbcli.verify.subjects import ParityResult, Subject
 from arbcli.verify.update_reference import (
     reference_direction,
     reference_rate,
@@ -61,7 +60,6 @@ from arbcli.verify.update_reference import (
 )
 from arbcli.verify.variants import compiled_share, general_launches
 from arbcli.verify.verification import EXACT, Gate
-from arbcli.verify.workers import JobDone, Workers
 
 CHECKS = {
     "output": "every block's output, on the input that the kernels gave it, against float64; that"
@@ -82,11 +80,9 @@ CHECKS = {
 
 
 OF_MANY_KERNELS = ("arb-deep", "mixed", "graph", "hnet-two-stage", "arb-tiny with all parts", "1b")
-"""Models for which several processes compile before any is compared, the longest first."""
+"""Models for which several processes compile before any is compared."""
 SHARES = 4
 """Number of processes that share this compilation."""
-AHEAD, LAST = 1, 3
-"""Priorities of the compilation for models, and of models, among those of kernels."""
 FEW = 32
 """Maximum number of positions of which each is changed to test causality; of more, two are."""
 LR = 2.0
@@ -95,73 +91,39 @@ DECAY = 4.0
 """Weight decay of compared updates, which shrinks weights by a sixteenth in a step."""
 
 
-def check_parity(*args: Any, **kwargs: Any) -> tuple[ParityResult, ...]:
-    """Compare models with their references, and wait for the results; see `begin_parity`."""
-    return begin_parity(*args, **kwargs)()
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """A share of what a GPU compiles for a model, ahead of its comparison."""
+
+    subject: Subject
+    index: int
+    """Index among the `SHARES`."""
 
 
-def begin_parity(
-    device: torch.device,
-    backends: Iterable[str],
-    group_sizes: Mapping[str, int],
-    workers: Workers | None = None,
-    progress: Callable[[JobDone], None] = lambda _: None,
-    *,
-    sampled: bool = False,
-) -> Callable[[], tuple[ParityResult, ...]]:
-    """Begin to compare models with their references, in poisoned memory.
-
-    Args:
-        device: device to run on. On a GPU the presets are compared too, in bf16 and float32.
-        backends: backends of the kernels.
-        group_sizes: scale types of the ragged model; presets have their own. Causality and
-            determinism are checked with the default one, if it is among them, or the first.
-        workers: processes that share the work; None is this one.
-        progress: called for each finished part, with its results.
-        sampled: whether to compare a sample. GPU: the presets `LARGEST` in bf16, and small models
-            in float32 with the scale types `ALWAYS` (backend torch: `FEW_MODELS` with one). CPU:
-            the scale types `ALWAYS`. Interpreter: one scale type, whole models only, and one
-            direction for each rule.
-
-    Returns:
-        A function that waits for the results and returns them.
-    """
-    scale_types = sorted(group_sizes, key=lambda name: name != DEFAULT_SCALE_TYPE)
-    subjects = all_subjects(device, tuple(backends), scale_types)
-    if sampled:
-        subjects = sampled_subjects(subjects, scale_types)
-    jobs = [(s.name, s.backend, s) for s in subjects]
-    workers = workers or Workers()
-    workers.begin_ahead((call for job in jobs for call in _ahead(job)), AHEAD)
-    batch = workers.begin(_check, jobs, progress, turn=lambda _: LAST)
-    return lambda: (
-        *_rotary(device),
-        *(result for results in workers.finish(batch) for result in results),
-    )
+def compilations(subjects: Iterable[Subject]) -> list[Compilation]:
+    """List the shares of the models of many kernels, which one process would compile for long."""
+    return [
+        Compilation(subject, index)
+        for subject in subjects
+        if subject.backend == "triton" and subject.name.split(" T")[0] in OF_MANY_KERNELS
+        for index in range(SHARES)
+    ]
 
 
-def _ahead(job: tuple) -> Iterator[tuple]:
-    """Yield calls that compile shares of a model of many kernels."""
-    _, backend, subject = job
-    if backend == "triton" and subject.name.split(" T")[0] in OF_MANY_KERNELS:
-        for index in range(SHARES):
-            yield _compile_share, subject.name, index, subject
-
-
-def _compile_share(_name: str, index: int, subject: Subject) -> None:
+def compile_share(share: Compilation) -> None:
     """Compile a share of a model's kernels, by a step on tensors without memory."""
-    device = subject.device
+    subject, device = share.subject, share.subject.device
     with ExitStack() as stack:
         stack.enter_context(suppress(Exception))  # checks will tell what is wrong
         stack.enter_context(compile_for(*gpu_of(device)))
         stack.enter_context(without_memory(device))
-        stack.enter_context(compiled_share(index, SHARES, generally=subject.generally))
+        stack.enter_context(compiled_share(share.index, SHARES, generally=subject.generally))
         stack.enter_context(use_backend(subject.backend))
         with torch.device(device):
             model = build_model(subject.config, subject.dtype)
         updater = Updater(model.packed_tensors().values(), 3, subject.dtype)
         # those that are compared make no step
-        _hand_gradients(updater.tensors, updater if "bits" in subject.parts else _ignore)
+        _hand_gradients(updater.tensors, updater if "bits" in subject.checks else _ignore)
         updater.begin(0, LR)
         ids = torch.zeros((subject.batch, subject.config.ctx), dtype=torch.int64, device=device)
         _total(model.losses(ids, ids)).backward()
@@ -177,14 +139,14 @@ def _hand_gradients(tensors: Iterable[TernaryTensor], sink: GradientSink) -> Non
 def _ignore(*_: object) -> None: ...
 
 
-def _check(_name: str, _backend: str, subject: Subject) -> list[ParityResult]:
-    """Run all checks of a subject."""
+def check_model(subject: Subject) -> list[ParityResult]:
+    """Compare a model with its reference, in poisoned memory, by the checks of the subject."""
     launches = general_launches() if subject.generally else nullcontext()
     with deterministic(), poisoned(warn_only=False), launches:
-        if "update" in subject.parts:
+        if "update" in subject.checks:
             return list(_votes(subject) if subject.config.rule == "votes" else _update(subject))
-        results = list(_compare(subject))
-        if "bits" in subject.parts:
+        results = list(_compare(subject)) if {"blocks", "whole"} & {*subject.checks} else []
+        if "bits" in subject.checks:
             if not subject.config.is_masked:
                 results += _causality(subject)
             results += _determinism(subject)
@@ -352,8 +314,8 @@ def _compare(subject: Subject) -> Iterator[ParityResult]:
     leaves = {name: w.requires_grad_() for name, w in weights.items() if not tensors[name].frozen}
     memories = {name: buffer.to(home) for name, buffer in model.named_buffers()}
     reference = Reference(weights, subject.config, memories=memories, masks=subject.masks)
-    at_home, in_blocks = replace(subject, device=home), "blocks" in subject.parts
-    if "whole" in subject.parts or (in_blocks and subject.dtype == torch.float32):
+    at_home, in_blocks = replace(subject, device=home), "blocks" in subject.checks
+    if "whole" in subject.checks or (in_blocks and subject.dtype == torch.float32):
         yield from _end_to_end(at_home, trace(subject, model).moved(home), reference, leaves)
     if in_blocks:
         found = trace(subject, model, watched=True).moved(home)
@@ -371,7 +333,7 @@ def _end_to_end(
         reference: reference of the model.
         leaves: its weights that are trained, by name.
     """
-    whole, gate = "whole" in subject.parts, subject.gate_of_depth
+    whole, gate = "whole" in subject.checks, subject.gate_of_depth
     ids, targets = subject.bytes()
     reference.choices = choices = found.choices
     with torch.set_grad_enabled(whole):
@@ -500,7 +462,8 @@ def _determinism(subject: Subject) -> Iterator[ParityResult]:
     yield subject.result("determinism", "loss and state", differing, zeros, EXACT)
 
 
-def _rotary(device: torch.device) -> Iterator[ParityResult]:
+def check_rotary(device: torch.device) -> Iterator[ParityResult]:
+    """Check the rotary tables of all presets."""
     generator = torch.Generator(device).manual_seed(5)
     bits = Gate(relative=1e-6, reason="float32; in bf16 it would be off by 0.4 %")
     for name, config in {"ragged": RAGGED, **FULL_SIZE}.items():
