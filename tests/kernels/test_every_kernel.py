@@ -25,7 +25,6 @@ from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.check_kernels import KERNELS, compare, copies, peers_of
 from arbcli.verify.compare import as_tuple, poisoned
 from arbcli.verify.registry import BY_NAME
-from arbcli.verify.sample import LONG_CASES, is_long
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
 NATIVE = [pytest.mark.skipif(not native.available(), reason=native.why_not())]
@@ -60,18 +59,18 @@ def test_kernel_equals_reference(spec, scale_type, backend, device):
     """But for cases that `arb verify-kernels` leaves out in the interpreter, too."""
     place = torch.device("cpu") if backend == "native" else device
     every = answered(spec, place, SCALE_TYPES[scale_type])
-    sample = (c for c in every if backend != "interpreter" or not is_long(spec.name, c.case.label))
+    sample = (c for c in every if backend != "interpreter" or not spec.is_long(c.case.label))
     assert_reference_is_met(spec, backend, sample)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "spec", [s for s in KERNELS if s.name in LONG_CASES], ids=lambda spec: spec.name
+    "spec", [s for s in KERNELS if s.long], ids=lambda spec: spec.name
 )
 def test_kernel_equals_reference_in_cases_that_take_long(spec, device):
     every = answered(spec, device, SCALE_TYPES["T6" if spec.uses_scales else "T32"])
     assert_reference_is_met(
-        spec, BACKENDS[1], (c for c in every if is_long(spec.name, c.case.label))
+        spec, BACKENDS[1], (c for c in every if spec.is_long(c.case.label))
     )
 
 
