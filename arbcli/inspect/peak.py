@@ -270,12 +270,12 @@ class _Trace(Storages):
         """Compute the result of an operation."""
         return self._shapes.run(func, args, kwargs)
 
-    def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
+    def on_alloc(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
         """Allocate memory for a storage."""
         dtype = dtype_name(tensor.dtype)
         self._blocks[key] = self._take(size, op, tensor=f"{dtype} {_shape_text(tensor)}")
 
-    def went(self, key: int) -> None:
+    def on_free(self, key: int) -> None:
         """Free the memory of a storage."""
         self._give(self._blocks.pop(key))
 

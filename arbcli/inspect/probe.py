@@ -45,6 +45,7 @@ from arbcli.model.flow import Flow
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.model.packed import TernaryTensor
+from arbcli.model.parts.base import Part
 from arbcli.model.rules.base import STEP_OF_RADIX
 from arbcli.training.directory import open_run_texts, read_facts, run_config
 from arbcli.training.trainer import Trainer
@@ -138,8 +139,17 @@ def examine(
     updater = trainer.updater
     if updater is None:
         raise ValueError("need a trainer of ternary weights")
-    weights = trainer.model.packed_tensors().items()
-    tallies = [_Tally(name, weight) for name, weight in weights if not weight.frozen]
+    unused = tuple(
+        f"{name}.{tensor}."
+        for name, part in trainer.model.named_modules()
+        if isinstance(part, Part)
+        for tensor in part.unused_tensors
+    )
+    tallies = [
+        _Tally(name, weight)
+        for name, weight in trainer.model.packed_tensors().items()
+        if not (weight.frozen or name.startswith(unused))
+    ]
     windows = config.batch
     if trainer.model.scores_in_chunks:
         windows = min(windows, max(1, MOST_LOGITS // (context * config.model.vocabulary)))
