@@ -328,10 +328,10 @@ def _check_prediction(expected: int, measured: MeasuredState, loaded_bytes: int)
 
     Counters are left out of both.
     """
-    found = measured.state_bytes
-    hidden = loaded_bytes - found
-    error = max(abs(found - expected), abs(loaded_bytes - expected)) / expected
-    detail = f"{expected:,} bytes predicted, {found:,} found in the model"
+    measured_bytes = measured.state_bytes
+    hidden = loaded_bytes - measured_bytes
+    error = max(abs(measured_bytes - expected), abs(loaded_bytes - expected)) / expected
+    detail = f"{expected:,} bytes predicted, {measured_bytes:,} measured in the model"
     if hidden > 0:
         detail += f", {hidden:,} outside it"
     return Check(name="state-as-predicted", passed=error <= TOLERANCE, detail=detail)

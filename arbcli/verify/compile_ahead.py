@@ -194,10 +194,10 @@ def _cubin_usage(cubin: bytes) -> str:
 
 
 def _figures(text: str, pattern: str) -> tuple[int, ...]:
-    found = re.search(pattern, text)
-    if found is None:
+    match = re.search(pattern, text)
+    if match is None:
         raise ValueError(f"no figures in: {text[:200]}")
-    return tuple(map(int, found.groups()))
+    return tuple(map(int, match.groups()))
 
 
 OF_VALUES = {
