@@ -265,7 +265,7 @@ class _Check:
         left_out = dict.fromkeys(backends, 0)
         seconds = dict.fromkeys(backends, 0.0)
         for case in cases:
-            run_on = [backend for backend in backends if self._runs(case, backend)]
+            run_on = self._run_on(case, backends)
             for backend in {*backends} - {*run_on}:
                 left_out[backend] += 1
             if not run_on:
@@ -303,16 +303,14 @@ class _Check:
             if results or left_out[backend]
         ]
 
-    def _runs(self, case: Case, backend: str) -> bool:
-        """Return whether a backend runs a case; torch on a GPU runs those of Triton."""
+    def _run_on(self, case: Case, backends: tuple[str, ...]) -> list[str]:
+        """Return the backends that run a case; torch on a GPU runs those of Triton."""
         if self.compiled and self.kind == "cases":
-            if backend != "triton" and self.device.type == "cuda":
-                return True
             with use_backend("triton"):
-                return self.compiled.wants(lambda: self.spec.triton(*copies(case.inputs)))
-        return not (
-            backend == "interpreter" and self.interpreter_skips and self.spec.is_long(case.label)
-        )
+                wanted = self.compiled.wants(lambda: self.spec.triton(*copies(case.inputs)))
+            return [*backends] if wanted else []
+        skips = self.interpreter_skips and self.spec.is_long(case.label)
+        return [backend for backend in backends if not (skips and backend == "interpreter")]
 
     def _expected(self, case: Case) -> tuple[Tensor, ...]:
         """Compute the results of the reference.
