@@ -178,10 +178,10 @@ def _check(
             results.parity += result
         show(f"verified  {total - len(results.missing)}/{total}  {title}  {verdict(result)}")
 
-    if request.whole_model:
-        results.parity += check_rotary(device)
     with Workers(1 if request.names else _num_workers(device)) as workers:
         workers.run(jobs, done)
+    if request.whole_model:
+        results.parity += check_rotary(device)
 
 
 def _backends(device: torch.device) -> tuple[str, ...]:
