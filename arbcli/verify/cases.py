@@ -17,8 +17,8 @@ TILES = (16, 32, 64, 128, 160, 256, 320)
 """Boundaries of tiles, planes and blocks of weights."""
 ROW_TILES = (8, 16, 32, 64, 128)
 """The same of rows of activations, which fused products take up to 64 of."""
-PRODUCTION_SHAPES = ((256, 256), (11264, 2048))
-"""(N, K) of matrices of presets: a small one, and a large one."""
+SMALL_MATRIX, LARGE_MATRIX = (256, 256), (11264, 2048)
+"""(N, K) of the smallest and the largest matrix of the presets `tiny` and `1b`."""
 PRODUCTION_ROWS = (1, 64, 2048)
 
 
@@ -42,31 +42,14 @@ def production_cases(
     spec: Verification,
     device: torch.device,
     group_size: int,
-    shapes: Iterable[tuple[int, int]] = PRODUCTION_SHAPES,
+    shape: tuple[int, int] = LARGE_MATRIX,
     rng: type[CaseGenerator] = CaseGenerator,
     dtypes: Iterable[torch.dtype] = (torch.bfloat16,),
 ) -> Iterator[Case]:
-    """Draw a case of a kernel for matrices (N, K) of models, and few and many rows.
-
-    Inputs of some kernels do not depend on the matrix: a case with the same shapes, strides, dtypes
-    and arguments as an earlier one is skipped.
-    """
-    seen = set()
-    for n, k in shapes:
-        for m in PRODUCTION_ROWS if spec.needs_rows else PRODUCTION_ROWS[:1]:
-            for dtype in dtypes:
-                case = _draw(spec, "", rng(0, device, dtype), group_size, m, n, k)
-                form = _form(case.inputs)
-                if form not in seen:
-                    seen.add(form)
-                    yield case
-
-
-def _form(value: object) -> object:
-    """Describe inputs without the values of tensors."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.storage_offset(), value.dtype
-    return tuple(map(_form, value)) if isinstance(value, tuple) else repr(value)
+    """Draw cases of a kernel for a matrix (N, K) of a preset, and few and many rows."""
+    for m in PRODUCTION_ROWS if spec.needs_rows else PRODUCTION_ROWS[:1]:
+        for dtype in dtypes:
+            yield _draw(spec, "", rng(0, device, dtype), group_size, m, *shape)
 
 
 def _draw(

@@ -20,7 +20,7 @@ from arbcli.inspect.trace import without_memory
 from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED
 from arbcli.kernels.runtime.backend import compile_for
 from arbcli.verify.case_generator import ShapeGenerator
-from arbcli.verify.cases import PRODUCTION_SHAPES, production_cases
+from arbcli.verify.cases import SMALL_MATRIX, production_cases
 from arbcli.verify.check_kernels import find_kernels
 from arbcli.verify.names import check_targets
 from arbcli.verify.variants import Launch, Variant, recorded_launches, variant_of
@@ -225,8 +225,7 @@ def _variants(spec: Verification, group_size: int) -> list[Variant]:
                 for dtype in DTYPES:
                     spec.triton(*_with_dtype(case.inputs, dtype, spec.bfloat16))
             may_spill = True
-            small = PRODUCTION_SHAPES[:1]
-            for case in production_cases(spec, cpu, group_size, small, dtypes=DTYPES):
+            for case in production_cases(spec, cpu, group_size, SMALL_MATRIX, dtypes=DTYPES):
                 spec.triton(*case.inputs)
         return [*variants.values()]
     labels = {case.label for case in spec.cases(cpu, group_size)}
