@@ -197,8 +197,8 @@ class CompiledCases:
     """Chooses the fixed cases that a GPU runs, as compiling takes longer than all else.
 
     A case runs if nothing is compiled for it that was not before, or if it shows something new: a
-    type, a switch, or a size of tiles, up to a factor of 8. So each of these is compiled, but not
-    each combination.
+    type, a switch, a number of warps, or a size of tiles, up to a factor of 8. So each of these is
+    compiled, but not each combination.
 
     Args:
         spec: verification of the kernel.
@@ -238,9 +238,11 @@ def _facts(variant: Variant) -> Iterator[Hashable]:
     for key, kind in variant.signature.items():
         if kind != "constexpr":
             yield name, key, str(kind)
-    for key, value in (variant.constants | variant.options).items():
+    for key, value in variant.constants.items():
         size = type(value) is int and value > 1
         yield name, str(key), f"size {value.bit_length() // 3}" if size else str(value)
+    for key, value in variant.options.items():
+        yield name, key, str(value)
 
 
 @dataclass(frozen=True, slots=True)
