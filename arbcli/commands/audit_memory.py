@@ -267,13 +267,14 @@ def _floats_table(floats: "tuple[FloatTensor, ...]") -> Table:
     largest = sorted(rows, key=lambda key: -totals[key])[:LISTED]
     cells = []
     for key in largest:
-        count = sum(tensor.count for tensor in rows[key])
-        cells.append([*key[:4], f"{count:,}", _size(totals[key]), key[4]])
+        module, stage, function, dtype, survives = key
+        count, function = sum(t.count for t in rows[key]), function.rpartition(".")[2]
+        cells.append([function, module, stage, dtype, f"{count:,}", _size(totals[key]), survives])
     title = "Float tensors of the first step"
     if len(rows) > LISTED:
         number, size = len(rows) - LISTED, sum(totals.values()) - sum(totals[k] for k in largest)
         title += f": the largest, and {number} rows of {_size(size)} more in `--json`"
-    columns = ["module", "stage", "made in", "dtype", "tensors", "together", "survives"]
+    columns = ["made in", "module", "stage", "dtype", "number", "together", "survives"]
     return table(title, columns, cells, left=4)
 
 

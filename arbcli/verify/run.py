@@ -25,7 +25,7 @@ from arbcli.verify.ledger import Ledger, new_ledger, verdict
 from arbcli.verify.models import LARGEST, LONGEST
 from arbcli.verify.parity import check_model, check_rotary, compilations, compile_share
 from arbcli.verify.scale_types import ALWAYS, DEFAULT_SCALE_TYPE, IN_TRITON
-from arbcli.verify.subjects import FEW_MODELS, ParityResult, Subject, all_subjects
+from arbcli.verify.subjects import AS_TRAINED, FEW_MODELS, ParityResult, Subject, all_subjects
 from arbcli.verify.timing import Stopwatch, TimingReport, check_timeable, time_kernels
 from arbcli.verify.workers import Job, Workers
 
@@ -224,7 +224,7 @@ def _sampled(
     elif request.whole_model:
         yield (
             f"models on a GPU: {', '.join(LARGEST)} in bf16, with up to {LONGEST} bytes, and small"
-            " ones in float32, of kernels compiled for any number"
+            f" ones in float32; of kernels compiled for any number, but for {AS_TRAINED}"
         )
 
 

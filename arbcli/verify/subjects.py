@@ -35,6 +35,8 @@ from arbcli.verify.verification import Gate
 
 FEW_MODELS = ("graph", "hnet", "compressed")
 """Models that the interpreter compares, besides `RAGGED`; each takes it 10 s."""
+AS_TRAINED = "1b"
+"""The model whose kernels a GPU compiles for its sizes, as a training does."""
 DROPOUT = 0.25
 """Probability with which outputs are dropped in a compared model."""
 
@@ -215,8 +217,8 @@ def all_subjects(
     """Yield the subjects on a device.
 
     Compiling and interpreting take long. So the interpreter compares `FEW_MODELS` from the bytes
-    on, and a GPU compiles small models for any number, in float32, whose gates are the closer ones;
-    torch, which a GPU uses on request, compares `FEW_MODELS` there.
+    on. A GPU compiles all models but `AS_TRAINED` for any number, and small ones in float32, whose
+    gates are the closer ones; torch, which a GPU uses on request, compares `FEW_MODELS` there.
 
     Args:
         device: the device; on a GPU the presets `LARGEST` are among the subjects.
@@ -232,7 +234,10 @@ def all_subjects(
                 if fits(config, device):
                     # a codebook has experts after it, which let a rounding pass on
                     checks = ("blocks", "whole" if config.main.memories else "bits")
-                    yield Subject(name, config, 1, torch.bfloat16, device, backend, checks)
+                    yield Subject(
+                        name, config, 1, torch.bfloat16, device, backend, checks,
+                        generally=name != AS_TRAINED,
+                    )  # fmt: skip
         new = partial(
             Subject,
             dtype=torch.float32,
