@@ -43,7 +43,7 @@ def test_lists_without_blocks_agree_with_the_reference(device):
     outer = StageConfig(dim=20, streams=2, chunking=ChunkingConfig(length=2))
     stages = outer, StageConfig(dim=24, streams=4)
     config = ModelConfig(ctx=14, stages=stages, head=MLPConfig(width=13))
-    tested = replace(subject(CELLS[0], device), config=config, parts=("whole",))
+    tested = replace(subject(CELLS[0], device), config=config, checks=("whole",))
     assert all(result.passed for result in parity.check_model(tested))
 
 
