@@ -91,7 +91,10 @@ class Workers:
                 )
             others = set(active_children())
             with _interrupts_held_back():
-                futures = {self._pool.submit(*job): index for index, job in enumerate(jobs)}
+                futures = {
+                    self._pool.submit(function, argument): index
+                    for index, (function, argument) in enumerate(jobs)
+                }
             self._processes |= set(active_children()) - others
             return futures
         finally:
