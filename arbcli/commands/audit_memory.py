@@ -257,7 +257,7 @@ def _ranks_table(report: "RanksReport") -> Table:
 
 def _floats_table(floats: "tuple[FloatTensor, ...]") -> Table:
     """Lay out the largest float tensors of a step; those of different blocks share a row."""
-    rows: dict[tuple[str, ...], list[FloatTensor]] = {}
+    rows: dict[tuple[str, str, str, str, str], list[FloatTensor]] = {}
     for tensor in floats:
         module = re.sub(r"\b[0-9]+\b", "*", tensor.module)
         survives = "yes" if tensor.survives else "no"

@@ -130,7 +130,7 @@ def kernel_jobs(
         check_backend(backend, device)
     jobs = []
     for spec in find_kernels(names):
-        sizes: dict[str | None, int] = {**group_sizes}
+        sizes: dict[str | None, int] = dict(group_sizes.items())
         if not spec.uses_scales:
             sizes = {None: next(iter(group_sizes.values()))}
         chosen: tuple[str | None, ...] = tuple(sizes)
@@ -319,14 +319,15 @@ class _Check:
         Processes that share a GPU wait for one another at each of its many small operations. So it
         runs on the host, and large cases of a GPU have another reference, if there is one.
         """
-        spec, inputs = self.spec, copies(case.inputs)
+        spec, inputs, reference = self.spec, copies(case.inputs), self.spec.reference
         if self.kind == "real":
-            large = spec.large_reference or (spec.torch if spec.gate.exact else spec.reference)
-            return as_tuple(large(*inputs))
+            exact = spec.torch if spec.gate.exact else reference
+            return as_tuple((spec.large_reference or exact)(*inputs))
         if self.device.type == "cpu":
-            return as_tuple(spec.reference(*inputs))
-        large = spec.large_reference if _size(inputs) > LARGE else None
-        return as_tuple((large or spec.reference)(*_moved(inputs, torch.device("cpu"))))
+            return as_tuple(reference(*inputs))
+        if spec.large_reference and _size(inputs) > LARGE:
+            reference = spec.large_reference
+        return as_tuple(reference(*_moved(inputs, torch.device("cpu"))))
 
     def _compare(
         self,

@@ -285,7 +285,8 @@ def ledger_page(ledger: Ledger) -> str:
         rows = [[cell.replace("|", "\\|") for cell in row] for row in table.rows]
         rows = [list(table.columns), ["---"] * len(table.columns), *rows]
         lines += ["", f"## {table.title}", "", *(f"| {' | '.join(row)} |" for row in rows)]
-    gates = dict.fromkeys((r.gate, r.reason) for r in (*ledger.kernels, *ledger.parity))
+    gated: tuple[Any, ...] = (*ledger.kernels, *ledger.parity)
+    gates = dict.fromkeys((result.gate, result.reason) for result in gated)
     shapes = {
         f"{kernel}, {kind}": "; ".join(dict.fromkeys(s for result in group for s in result.shapes))
         for (kernel, kind), group in grouped(ledger.kernels, "kernel", "kind")

@@ -247,10 +247,15 @@ def all_subjects(
         )
         few = backend == "interpreter" or (backend == "torch" and device.type == "cuda")
         if few:
-            checks = ("whole",) if backend == "interpreter" else ("blocks", "whole")
+            of_bytes = backend == "interpreter"
             for name in ("ragged", *FEW_MODELS):
                 config = replace(MODELS.get(name, RAGGED), scale_type=first)
-                yield new(f"{name} {first}", config, 2, checks=checks)
+                yield new(
+                    f"{name} {first}",
+                    config,
+                    2,
+                    checks=("whole",) if of_bytes else ("blocks", "whole"),
+                )
         else:
             # native loops know groups by their size alone
             yield from _small_models(new, first, () if backend == "native" else others)
@@ -267,7 +272,7 @@ def _small_models(new: New, first: str, others: Iterable[str]) -> Iterator[Subje
         dtypes.append(torch.bfloat16)
     for scale_type in (first, *others):
         config = replace(RAGGED, scale_type=scale_type)
-        checks = ("blocks", "bits") if scale_type == first else ("blocks",)
+        checks: tuple[str, ...] = ("blocks", "bits") if scale_type == first else ("blocks",)
         for batch in (1, 12):  # few rows go through the fused products, many do not
             for dtype in dtypes:
                 title = f"ragged {scale_type} batch {batch}"
