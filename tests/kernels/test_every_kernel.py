@@ -64,14 +64,10 @@ def test_kernel_equals_reference(spec, scale_type, backend, device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec", [s for s in KERNELS if s.long], ids=lambda spec: spec.name
-)
+@pytest.mark.parametrize("spec", [s for s in KERNELS if s.long], ids=lambda spec: spec.name)
 def test_kernel_equals_reference_in_cases_that_take_long(spec, device):
     every = answered(spec, device, SCALE_TYPES["T6" if spec.uses_scales else "T32"])
-    assert_reference_is_met(
-        spec, BACKENDS[1], (c for c in every if spec.is_long(c.case.label))
-    )
+    assert_reference_is_met(spec, BACKENDS[1], (c for c in every if spec.is_long(c.case.label)))
 
 
 class Answered:
