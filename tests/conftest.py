@@ -90,7 +90,7 @@ def compiling() -> Iterator[Callable]:
     from arbcli.verify.workers import Workers
 
     with Workers(1, interpret=False) as workers:
-        yield lambda function, *job: workers.map(function, [job])[0]
+        yield lambda function, argument: workers.run([(function, argument)])[0]
 
 
 @pytest.fixture(scope="session")

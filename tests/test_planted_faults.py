@@ -41,7 +41,6 @@ from arbcli.verify import models, parity
 from arbcli.verify.check_kernels import KERNELS, copies, find_kernels, peers_of
 from arbcli.verify.compare import as_tuple, compare, poisoned
 from arbcli.verify.models import RAGGED
-from arbcli.verify.sample import is_long
 from arbcli.verify.subjects import Subject, several_rules
 
 pytestmark = [
@@ -545,7 +544,7 @@ def of_update(rule_and_direction: str) -> list:
     else:
         config = replace(RAGGED, rule=rule, direction=direction)
     subject = Subject(rule_and_direction, config, 1, torch.float32, CPU, "torch", ("update",))
-    return parity._check("", "", subject)
+    return parity.check_model(subject)
 
 
 MODELS: dict[str, Callable[[str], list]] = {
@@ -557,7 +556,7 @@ MODELS: dict[str, Callable[[str], list]] = {
     "ahead:": partial(of_model, "ahead"), "masked:": partial(of_model, "masked"),
     "fill:": partial(of_model, "fill"), "nearest:": partial(of_model, "graph nearest"),
     "composite:": partial(of_model, "composite"),
-    "update": of_update, "rotary": lambda _: list(parity._rotary(CPU)),
+    "update": of_update, "rotary": lambda _: list(parity.check_rotary(CPU)),
 }  # fmt: skip
 """Checks of models by the first word of their name."""
 
@@ -570,7 +569,7 @@ def kernel_failures(name: str, group_size: int) -> list:
             wanted = as_tuple(spec.reference(*copies(case.inputs)))
             peers = peers_of(spec, case, len(wanted))
             for backend, run in (("interpreter", spec.triton), ("torch", spec.torch)):
-                if backend == "interpreter" and is_long(name, case.label):
+                if backend == "interpreter" and spec.is_long(case.label):
                     continue  # what `arb verify-kernels` leaves out must not be needed
                 with use_backend(backend):
                     got = as_tuple(run(*copies(case.inputs)))

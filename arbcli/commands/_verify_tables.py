@@ -11,74 +11,38 @@ if TYPE_CHECKING:
     from arbcli.verify.ledger import Ledger
 
 
-def ledger_tables(found: "Ledger") -> "Group":
+def ledger_tables(ledger: "Ledger") -> "Group":
     """Lay out results for kernels, models and compilation, and the failures."""
     from rich.console import Group, RenderableType
     from rich.text import Text
 
-    from arbcli.verify.ledger import (
-        SPEED_COLUMNS,
-        grouped,
-        number,
-        roofline_text,
-        speed_rows,
-        verdict,
-        worst,
-    )
+    from arbcli.verify.ledger import sections
 
-    kernels, checks = [], []
-    for key, group in grouped(found.kernels, "kernel", "backend"):
-        cases = sum(len(result.shapes) for result in group)
-        every = cases + sum(result.left_out for result in group)
-        counted = f"{cases} of {every}" if every > cases else f"{cases}"
-        unequal = [result.unequal for result in group if result.unequal is not None]
-        relative = number(worst(result.relative_error for result in group))
-        error = f"{sum(unequal)} unequal" if unequal else relative
-        seconds = f"{sum(result.seconds for result in group):.1f}"
-        kernels.append([*key, counted, error, seconds, verdict(group)])
-    for key, group in grouped(found.parity, "check", "backend"):
-        largest = number(worst(result.max_error for result in group))
-        relative = number(worst(result.relative_error for result in group))
-        checks.append([*key, str(len(group)), largest, relative, verdict(group)])
-    compiled = [
-        [*key, f"{r.registers}", f"{r.spill_bytes}", f"{r.shared_bytes:,}", verdict([r])]
-        for key, (r,) in grouped(found.compiled, "kernel", "target")
+    blocks: list[RenderableType] = [
+        table(section.title, list(section.columns), section.rows, left=section.words)
+        for section in sections(ledger)
     ]
-    title = f"{found.device}, {found.scale_types[0]}"
-    if len(found.scale_types) > 1:
-        title += f" to {found.scale_types[-1]}"
-    columns = ["kernel", "backend", "cases", "error", "s", ""]
-    parts: list[RenderableType] = [table(f"kernels on {title}", columns, kernels, left=2)]
-    if checks:
-        columns = ["model", "backend", "compared", "largest error", "relative", ""]
-        parts.append(table(f"model on {title}", columns, checks, left=2))
-    if compiled:
-        columns = ["kernel", "target", "registers", "spilled", "shared bytes", ""]
-        parts.append(table("compiled ahead", columns, compiled, left=2))
-    if found.timing:
-        title = f"speed on {found.device}: {roofline_text(found.timing.roofline)}"
-        parts.append(table(title, SPEED_COLUMNS, list(speed_rows(found.timing)), left=2))
-    parts += [
-        Text(f"FAIL  {failure.item}  {failure.label}: {failure.found}\n      {failure.command}")
-        for failure in found.failures
+    blocks += [
+        Text(f"FAIL  {failure.item}  {failure.label}: {failure.error}\n      {failure.command}")
+        for failure in ledger.failures
     ]
-    parts += [Text(f"changed  {change}") for change in found.changes]
-    elements = sum(result.elements for result in found.kernels)
-    unwritten = sum(result.unwritten for result in found.kernels)
-    outputs = sum(result.outputs for result in found.kernels)
-    parts.append(
+    outputs, elements, unwritten = (
+        sum(getattr(result, name) for result in ledger.kernels)
+        for name in ("outputs", "elements", "unwritten")
+    )
+    blocks.append(
         Text(
             f"{outputs:,} outputs of {elements:,} elements in poisoned memory,"
-            f" {unwritten:,} elements left unwritten; {found.seconds:.0f} s"
+            f" {unwritten:,} elements left unwritten; {ledger.seconds:.0f} s"
         )
     )
-    parts += [Text(f"sampled: {item}") for item in found.sampled]
-    return Group(*parts)
+    blocks += [Text(f"sampled: {item}") for item in ledger.sampled]
+    return Group(*blocks)
 
 
 def emit_gates(*, as_json: bool) -> None:
     """Print each kernel with its tolerance and the reason for it."""
-    from arbcli.verify.check_kernels import KERNELS
+    from arbcli.verify.registry import KERNELS
 
     if as_json:
         emit_json({spec.name: asdict(spec.gate) for spec in KERNELS})

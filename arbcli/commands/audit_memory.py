@@ -118,8 +118,7 @@ def audit_memory(
         raise typer.Exit(0 if shares.passed else 1)
     elif budget is not None:
         with LiveLine() as line:
-            line.show_wait("predicting")
-            fit = audit.check_fit(config, budget)
+            fit = audit.check_fit(config, budget, line.show_wait)
         emit(fit, _fit_table(fit), as_json=as_json)
         raise typer.Exit(0 if fit.fits else 1)
     else:
@@ -137,7 +136,7 @@ def audit_memory(
                 line.show(text, keep=True)
 
             line.show_wait("predicting")
-            report = audit.audit(config, snapshot, show_prediction, floats=floats)
+            report = audit.audit(config, snapshot, show_prediction, line.show_wait, floats=floats)
         emit(report, _audit_tables(report), as_json=as_json)
         raise typer.Exit(0 if report.passed else 1)
 
@@ -169,6 +168,13 @@ def _mib(size: int | None) -> str:
     return "-" if size is None else f"{size / 2**20:,.2f}"
 
 
+def _size(size: int | None) -> str:
+    """Format a size in GiB, or a smaller one in MiB; None is unknown."""
+    if size is None:
+        return "-"
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.2f} MiB"
+
+
 def _part_of(function: str) -> str:
     """Return the module of a qualified function: `data` for `data.batch`."""
     name = function.rpartition(" in ")[2]  # drops `OPERATION in `
@@ -190,56 +196,58 @@ def _what_if_table(report: "WhatIfReport") -> Table:
 
 def _fit_table(report: "FitReport") -> Group:
     needed, budget = report.predicted_peak.evaluated_bytes, report.budget_bytes
-    verdict = f"fits, {_mib(budget - needed)} MiB to spare"
+    verdict = f"fits, {_size(budget - needed)} to spare"
     if not report.fits:
-        verdict = f"does not fit, {_mib(needed - budget)} MiB short"
-        verdict += f"; {report.advice}"
-    rows = [*_peak_rows(report.predicted_peak), ["budget", _mib(budget)]]
-    return Group(table(verdict, ["", "MiB"], rows), _live_table(report.predicted_peak))
+        verdict = f"does not fit, {_size(needed - budget)} short; {report.advice}"
+    headline = f"On {report.predicted_peak.device}: {verdict} (predicted in {report.seconds:.0f} s)"
+    rows = [*_peak_rows(report.predicted_peak), ["budget", _size(budget)]]
+    return Group(headline, table("Peak", ["", "size"], rows), _live_table(report.predicted_peak))
 
 
 def _live_table(peak: "PeakReport") -> Table:
     """List what the predicted peak consists of."""
     rows = [
-        [each.part, each.tensor, _part_of(each.made_in), f"{each.number:,}", _mib(each.bytes)]
-        for each in peak.live[:LISTED]
+        [row.part, row.tensor, _part_of(row.made_in), f"{row.number:,}", _size(row.bytes)]
+        for row in peak.live[:LISTED]
     ]
     if others := peak.live[LISTED:]:
-        number, size = sum(e.number for e in others), sum(e.bytes for e in others)
-        rows.append(["others", "", "", f"{number:,}", _mib(size)])
-    head = ["", "tensor", "made in", "number", "MiB"]
+        number, size = sum(row.number for row in others), sum(row.bytes for row in others)
+        rows.append(["others", "", "", f"{number:,}", _size(size)])
+    head = ["", "tensor", "made in", "number", "size"]
     return table("At the predicted peak, besides the state", head, rows, left=3)
 
 
 def _peak_rows(peak: "PeakReport") -> list[list[str]]:
     bits = 8 * peak.compute_bytes
     return [
-        ["state", _mib(peak.state_bytes)],
-        [f"activations of batch {peak.batch}, {bits} bits", _mib(peak.saved_bytes)],
-        [f"transient, at {_part_of(peak.at)}", _mib(peak.transient_bytes)],
-        ["constants, workspaces", _mib(peak.constant_bytes)],
-        [f"predicted peak of a step on {peak.device}", _mib(peak.peak_bytes)],
-        ["taken from the device for it", _mib(peak.reserved_bytes)],
-        ["with evaluations", _mib(peak.evaluated_bytes)],
+        ["state", _size(peak.state_bytes)],
+        [f"activations of batch {peak.batch}, {bits} bits", _size(peak.saved_bytes)],
+        [f"transient, at {_part_of(peak.at)}", _size(peak.transient_bytes)],
+        ["constants, workspaces", _size(peak.constant_bytes)],
+        [f"predicted peak of a step on {peak.device}", _size(peak.peak_bytes)],
+        ["reserved by the allocator", _size(peak.reserved_bytes)],
+        ["with evaluations", _size(peak.evaluated_bytes)],
     ]
 
 
 def _ranks_table(report: "RanksReport") -> Table:
     rows = []
-    for each in report.ranks:
-        share, peak, found = each.share, each.predicted_peak, each.measured
+    for process in report.ranks:
+        share, peak, measured = process.share, process.predicted_peak, process.measured
         row = [f"{share.rank}", f"{share.weights / 1e6:,.2f}"]
         row += map(_mib, (share.kept_bytes, share.state_bytes, peak.peak_bytes))
-        if found is None:
+        if measured is None:
             row.append(_mib(peak.evaluated_bytes))
         else:
-            failed = [check.name for check in found.checks if not check.passed]
-            row += [_mib(found.measured.state_bytes), _mib(found.peak_bytes)]
+            failed = [check.name for check in measured.checks if not check.passed]
+            row += [_mib(measured.measured.state_bytes), _mib(measured.peak_bytes)]
             row.append(", ".join(failed) or "ok")
         rows.append(row)
     columns = ["process", "owns, M", "alone", "state", "peak"]
-    measured = report.ranks[0].measured is not None
-    columns += ["state found", "peak found", "checks"] if measured else ["with evaluations"]
+    was_measured = report.ranks[0].measured is not None
+    columns += (
+        ["state measured", "peak measured", "checks"] if was_measured else ["with evaluations"]
+    )
     title = f"{len(report.ranks)} processes on {report.device}, {report.wire} between them, MiB"
     title += f": one alone has {_mib(report.state_bytes)} of state"
     if report.budget_bytes is not None:
@@ -248,50 +256,63 @@ def _ranks_table(report: "RanksReport") -> Table:
 
 
 def _floats_table(floats: "tuple[FloatTensor, ...]") -> Table:
-    """Lay out the float tensors of a step; equal ones of different blocks share a row."""
-    rows: dict[tuple[str, ...], list[FloatTensor]] = {}
-    for each in floats:
-        module = re.sub(r"\b[0-9]+\b", "*", each.module)
-        survives = "yes" if each.survives else "no"
-        rows.setdefault((module, each.stage, each.made_in, each.dtype, survives), []).append(each)
+    """Lay out the largest float tensors of a step; those of different blocks share a row."""
+    rows: dict[tuple[str, str, str, str, str], list[FloatTensor]] = {}
+    for tensor in floats:
+        module = re.sub(r"\b[0-9]+\b", "*", tensor.module)
+        survives = "yes" if tensor.survives else "no"
+        key = (module, tensor.stage, tensor.made_in, tensor.dtype, survives)
+        rows.setdefault(key, []).append(tensor)
+    totals = {key: sum(t.count * t.bytes for t in tensors) for key, tensors in rows.items()}
+    largest = sorted(rows, key=lambda key: -totals[key])[:LISTED]
     cells = []
-    for (*names, survives), found in rows.items():
-        count, largest = sum(each.count for each in found), max(each.bytes for each in found)
-        cells.append([*names, f"{count:,}", f"{largest:,}", survives])
-    columns = ["module", "stage", "made in", "dtype", "tensors", "bytes of the largest", "survives"]
-    return table("Float tensors of the first step", columns, cells, left=4)
+    for key in largest:
+        module, stage, function, dtype, survives = key
+        count, function = sum(t.count for t in rows[key]), function.rpartition(".")[2]
+        cells.append([function, module, stage, dtype, f"{count:,}", _size(totals[key]), survives])
+    title = "Float tensors of the first step"
+    if len(rows) > LISTED:
+        number, size = len(rows) - LISTED, sum(totals.values()) - sum(totals[k] for k in largest)
+        title += f": the largest, and {number} rows of {_size(size)} more in `--json`"
+    columns = ["made in", "module", "stage", "dtype", "number", "together", "survives"]
+    return table(title, columns, cells, left=4)
 
 
 def _audit_tables(report: "AuditReport") -> Group:
     place = f"{report.device}, backend {report.backend}, {report.compute}"
-    title = f"Measured: {place}, batch {report.batch} x {report.predicted.config.ctx}"
+    verdict = "passed" if report.passed else "FAILED"
+    headline = (
+        f"On {place}, batch {report.batch} x {report.predicted.config.ctx}: {verdict}, a peak of"
+        f" {_size(report.peak_bytes)} in {report.steps} steps ({report.seconds:.1f} s)"
+    )
     levels = [
         [
             f"step {level.step}" if level.step else "",
             STAGES[level.stage],
-            *map(_mib, (level.live_bytes, level.reserved_bytes, level.peak_bytes)),
+            *map(_size, (level.live_bytes, level.reserved_bytes, level.peak_bytes)),
         ]
         for level in report.levels
     ]
     tensors = [
-        [when, f"{t.dtype} {' x '.join(map(str, t.shape))}", _part_of(t.made_in), _mib(t.bytes)]
-        for when, found in (("peak", report.largest), ("derived", report.derived))
-        for t in found
+        [when, f"{t.dtype} {' x '.join(map(str, t.shape))}", _part_of(t.made_in), _size(t.bytes)]
+        for when, listed in (("peak", report.largest), ("derived", report.derived))
+        for t in listed
     ]
     checks = [
         [check.name, "ok" if check.passed else "FAILED", check.detail] for check in report.checks
     ]
     measured = f"measured, prediction off by {report.peak_error:+.1%}"
-    peak = [*_peak_rows(report.predicted_peak), [measured, _mib(report.peak_bytes)]]
+    peak = [*_peak_rows(report.predicted_peak), [measured, _size(report.peak_bytes)]]
     shown = [] if report.floats is None else [_floats_table(report.floats)]
     return Group(
+        headline,
         *shown,
         state_table(report.predicted),
-        table("Peak", ["", "MiB"], peak),
+        table("Peak", ["", "size"], peak),
         _live_table(report.predicted_peak),
-        table(title, ["", "after", "live MiB", "reserved MiB", "peak MiB"], levels, left=2),
+        table("Measured", ["", "after", "live", "reserved", "peak"], levels, left=2),
         table(
-            "Largest tensors besides the state", ["", "tensor", "made in", "MiB"], tensors, left=3
+            "Largest tensors besides the state", ["", "tensor", "made in", "size"], tensors, left=3
         ),
         table("Checks", ["", "", ""], checks, left=3),
     )

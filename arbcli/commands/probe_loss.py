@@ -122,12 +122,9 @@ def _tables(report: "ProbeReport") -> Group:
     scales = [tensor.digits["scale"] for tensor in report.tensors]
     lowest, highest = min(scale.low for scale in scales), max(scale.high for scale in scales)
     return Group(
-        f"{rules}, {report.num_weights:,} weights, {model['scale_type']},"
+        *(f"verdict           {verdict.name}: {verdict.evidence}" for verdict in report.verdicts),
+        f"model             {rules}, {report.num_weights:,} weights, {model['scale_type']},"
         f" {config['device']}, backend {config['backend']}, {config['compute']}; {report.text}",
-        _steps(report),
-        _layers(report),
-        *_streams(report),
-        _tensors(report),
         f"held-out loss     {_number(last.val_loss, 4)} nats; uniform {report.uniform_loss:.4f},"
         f" order-0 entropy {report.text_entropy:.4f}",
         f"by position       {by_position}",
@@ -136,10 +133,13 @@ def _tables(report: "ProbeReport") -> Group:
         f"first NaN or Inf  {report.first_nonfinite or 'none'}",
         f"causality         {report.acausal_logits} predictions moved by a later byte"
         + _layers_text(report.acausal_layers),
-        *(_chunks(report.chunks) if report.chunks else ()),
         f"memory            {bytes_text(report.state_bytes)} state,"
         f" {bytes_text(last.live_bytes)} live, {bytes_text(report.peak_bytes)} peak",
-        *(f"verdict           {verdict.name}: {verdict.evidence}" for verdict in report.verdicts),
+        *(_chunks(report.chunks) if report.chunks else ()),
+        _steps(report),
+        _layers(report),
+        *_streams(report),
+        _tensors(report),
     )
 
 

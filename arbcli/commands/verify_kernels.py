@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,6 @@ import typer
 from arbcli.base.environment import interpret_kernels_without_gpu
 from arbcli.base.errors import ArbError
 from arbcli.base.output import LiveLine, emit, note
-from arbcli.base.reading import check_regular
 from arbcli.base.signals import Interrupted, exit_code
 from arbcli.commands._options import Device, Json, ScaleType, Seed, VerifiedBackend
 from arbcli.commands._outputs import check_folder
@@ -33,7 +31,7 @@ def verify_kernels(
         bool,
         typer.Option(
             "--exhaustive",
-            help="Check all cases in all scale types on Triton, instead of a sample.",
+            help="Run Triton's kernels on all cases, in all scale types.",
         ),
     ] = False,
     fuzz: Annotated[
@@ -58,10 +56,6 @@ def verify_kernels(
         Path | None,
         typer.Option(metavar="DIR", help="Write the results to this folder."),
     ] = None,
-    compare: Annotated[
-        Path | None,
-        typer.Option(metavar="OLD.json", help="Show what changed since that ledger."),
-    ] = None,
     list_only: Annotated[
         bool, typer.Option("--list", help="List the kernels and their gates, without checking.")
     ] = False,
@@ -77,21 +71,19 @@ def verify_kernels(
     check_kernel_names(names or ())
     if targets is not None:
         check_targets(targets)
-    if compare is not None:
-        check_regular(compare)
     if ledger is not None:
         check_folder(ledger, "--ledger")
     with _stopped_before_any(), LiveLine() as line:
         line.show_wait("loading")
         interpret_kernels_without_gpu(device)
         # slow to import, and not needed for `arb --help`
-        from arbcli.verify.ledger import compare_ledgers, read_ledger, write_ledger
-        from arbcli.verify.run import DEFAULT_SCALE_TYPE, VerifyRequest, verify
+        from arbcli.verify.ledger import write_ledger
+        from arbcli.verify.run import VerifyRequest, verify
+        from arbcli.verify.scale_types import DEFAULT_SCALE_TYPE
 
     if list_only:
         emit_gates(as_json=as_json)
         return
-    old = read_ledger(compare) if compare else None
     request = VerifyRequest(
         names=tuple(names or ()),
         scale_type=None if all_tscale_types else scale_type or DEFAULT_SCALE_TYPE,
@@ -104,16 +96,14 @@ def verify_kernels(
         exhaustive=exhaustive,
     )
     with _stopped_before_any(), LiveLine() as line:
-        found = verify(request, partial(line.show, keep=True))
-    if old:
-        found = replace(found, changes=compare_ledgers(old, found))
+        report = verify(request, partial(line.show, keep=True))
     if ledger:
-        note(f"ledger  {' and '.join(map(str, write_ledger(found, ledger)))}")
-    emit(found, ledger_tables(found), as_json=as_json)
-    if found.interrupted:
-        note(f"stopped by {found.interrupted}: the remaining checks were not run")
-        raise typer.Exit(exit_code(found.interrupted))
-    raise typer.Exit(0 if found.passed else 1)
+        note(f"ledger  {' and '.join(map(str, write_ledger(report, ledger)))}")
+    emit(report, ledger_tables(report), as_json=as_json)
+    if report.interrupted:
+        note(f"stopped by {report.interrupted}: the remaining checks were not run")
+        raise typer.Exit(exit_code(report.interrupted))
+    raise typer.Exit(0 if report.passed else 1)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ when it dies. The same count names the largest tensors at the peak, on both.
 
 import dataclasses
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,7 +45,9 @@ class FitReport:
     predicted_peak: PeakReport
     fits: bool
     advice: str | None
-    """A configuration that would fit, where this one does not."""
+    """Options that would make it fit, where it does not."""
+    seconds: float
+    """Duration of the prediction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,8 @@ class AuditReport:
     predicted: StateReport
     predicted_peak: PeakReport
     measured: MeasuredState
+    seconds: float
+    """Duration of the measured steps."""
     levels: tuple[Level, ...]
     peak_bytes: int
     """Peak of live memory over all steps, in bytes."""
@@ -111,50 +116,73 @@ def config_of_any_gpu(**given: Any) -> TrainConfig:
     return dataclasses.replace(config, device="cuda", backend="triton")
 
 
-def check_fit(config: TrainConfig, budget: str) -> FitReport:
+def check_fit(
+    config: TrainConfig, budget: str, progress: Callable[[str], None] = lambda text: None
+) -> FitReport:
     """Return whether the steps and evaluations of a run fit into a budget: `6GiB`, `6G`, `4GB`.
+
+    Args:
+        config: configuration of the run.
+        budget: the budget.
+        progress: called with what is predicted, before each prediction.
 
     Raises:
         ArbError: that is not a number of bytes, or the batches alone are beyond any machine.
     """
-    size = budget_bytes(budget)
+    size, started = budget_bytes(budget), time.perf_counter()
     positions = config.batch * config.accum * config.model.ctx
     check_room(positions * BATCH_BYTES, "to trace such a step", HINT)
+    progress("predicting")
     peak = predict_peak(config, captured=True)
     fits = peak.evaluated_bytes <= size
-    advice = None if fits else _what_fits(config, peak, size)
-    return FitReport(budget_bytes=size, predicted_peak=peak, fits=fits, advice=advice)
+    advice = None if fits else _what_fits(config, peak, size, progress)
+    seconds = time.perf_counter() - started
+    return FitReport(
+        budget_bytes=size, predicted_peak=peak, fits=fits, advice=advice, seconds=round(seconds, 1)
+    )
 
 
-def _what_fits(config: TrainConfig, peak: PeakReport, budget: int) -> str:
-    """Predict whether packed gates fit, else the largest batch that does, or recomputing."""
+def _what_fits(
+    config: TrainConfig, peak: PeakReport, budget: int, progress: Callable[[str], None]
+) -> str:
+    """Predict which fits: packed gates, else recomputing, or more and smaller micro-batches."""
+
+    def predict_with(words: str, **changes: Any) -> PeakReport:
+        progress(f"predicting with {words}")
+        return predict_peak(dataclasses.replace(config, **changes), captured=True)
+
     nothing = "no batch fits: use a smaller --ctx or --preset, or --rule nibble"
     if budget <= peak.state_bytes:
         return nothing
     # packing saves at most a quarter of what is not state
     least = peak.evaluated_bytes - (peak.evaluated_bytes - peak.state_bytes) / 4
-    if least < budget and not config.pack and not config.bars_to_packing():
-        packed = predict_peak(dataclasses.replace(config, pack=True), captured=True)
-        if packed.evaluated_bytes <= budget:
-            return "it fits with --pack"
-    for recompute in (False, True) if not config.recompute else (True,):
-        pack = config.pack and not recompute
-        changed = dataclasses.replace(config, recompute=recompute, pack=pack)
-        change = changed != config
-        words = " --recompute" if change else ""
-        words += " instead of --pack" if pack != config.pack else ""
-        batch = config.batch
-        if change:
-            peak = predict_peak(changed, captured=True)
-            if peak.evaluated_bytes <= budget:
-                return f"it fits with{words}"
-        while batch > 1:
+    packs = least < budget and not config.pack and not config.bars_to_packing()
+    if packs and predict_with("--pack", pack=True).evaluated_bytes <= budget:
+        return "it fits with --pack"
+    fitting = []
+    recomputing: dict[str, Any] = {"recompute": True, "pack": False}
+    recompute = "--recompute" + " instead of --pack" * config.pack
+    kinds: list[tuple[str, dict[str, Any], PeakReport]] = [("", {}, peak)]
+    if not config.recompute:
+        recomputed = predict_with(recompute, **recomputing)
+        if recomputed.evaluated_bytes <= budget:
+            fitting.append(recompute)
+        else:
+            kinds.append((f" {recompute}", recomputing, recomputed))
+    for words, changes, whole in kinds:
+        for batch in (b for b in range(config.batch - 1, 0, -1) if config.batch % b == 0):
             # what grows with the batch is at most all that is not state
-            share = (budget - peak.state_bytes) / (peak.evaluated_bytes - peak.state_bytes)
-            batch = max(1, min(batch - 1, int(batch * share)))
-            peak = predict_peak(dataclasses.replace(changed, batch=batch), captured=True)
-            if peak.evaluated_bytes <= budget:
-                return f"it fits with --batch {batch}{words}"
+            share = batch / config.batch
+            if whole.state_bytes + share * (whole.evaluated_bytes - whole.state_bytes) > budget:
+                continue
+            accum = config.accum * config.batch // batch
+            smaller = f"--batch {batch} --accum {accum}{words}"
+            report = predict_with(smaller, batch=batch, accum=accum, **changes)
+            if report.evaluated_bytes <= budget:
+                fitting.append(smaller)
+                break
+        if fitting:
+            return f"it fits with {', or with '.join(fitting)}"
     return nothing
 
 
@@ -162,6 +190,7 @@ def audit(
     config: TrainConfig,
     snapshot: Path | None = None,
     predicted: Callable[[PeakReport], None] = lambda peak: None,
+    progress: Callable[[str], None] = lambda text: None,
     *,
     group: Group | None = None,
     state_bytes: int | None = None,
@@ -173,6 +202,7 @@ def audit(
         config: configuration of a run of at least two steps.
         snapshot: path for torch's record of all CUDA allocations.
         predicted: called with the predicted peak before it is measured.
+        progress: called before each step.
         group: the processes of the run; None is a single process.
         state_bytes: size of this process's share of the state; None is the whole state.
         floats: whether to list all float tensors of the first step. Modules then keep their
@@ -206,7 +236,9 @@ def audit(
         if trainer.teacher:
             loaded_bytes -= sum(part.nbytes for part in trainer.teacher.buffers())
         tensors.settle()
+        started = time.perf_counter()
         for step in range(1, config.steps + 1):
+            progress(f"step {step} of {config.steps}")
             if step == 1 and floats:
                 watch = FloatTensors(tensors.device, trainer.model)
                 with watch.watching():
@@ -216,6 +248,7 @@ def audit(
                 levels += _watched_step(trainer, tensors, step)
             if step == 1:
                 derived = tensors.since_settling()
+        seconds = time.perf_counter() - started
     peak_bytes = max(level.peak_bytes for level in levels[1:])
     state, measured = predict(config.model), measure(trainer.model, trainer.updater)
     expected = state.total.state_bytes if state_bytes is None else state_bytes
@@ -235,6 +268,7 @@ def audit(
         predicted=state,
         predicted_peak=predicted_peak,
         measured=measured,
+        seconds=round(seconds, 1),
         levels=tuple(levels),
         peak_bytes=peak_bytes,
         peak_error=predicted_peak.peak_bytes / peak_bytes - 1,
@@ -294,10 +328,10 @@ def _check_prediction(expected: int, measured: MeasuredState, loaded_bytes: int)
 
     Counters are left out of both.
     """
-    found = measured.state_bytes
-    hidden = loaded_bytes - found
-    error = max(abs(found - expected), abs(loaded_bytes - expected)) / expected
-    detail = f"{expected:,} bytes predicted, {found:,} found in the model"
+    measured_bytes = measured.state_bytes
+    hidden = loaded_bytes - measured_bytes
+    error = max(abs(measured_bytes - expected), abs(loaded_bytes - expected)) / expected
+    detail = f"{expected:,} bytes predicted, {measured_bytes:,} measured in the model"
     if hidden > 0:
         detail += f", {hidden:,} outside it"
     return Check(name="state-as-predicted", passed=error <= TOLERANCE, detail=detail)

@@ -50,7 +50,7 @@ class FloatTensors(Storages):
         self.stage, self._model, self._within = "forward", model, [OUTSIDE]
         self._kept: dict[int, FloatTensor] = {}
         self._kinds: Counter[FloatTensor] = Counter()
-        """All that came, in the order in which the first of each kind did."""
+        """All that were allocated, in the order of the first of each kind."""
 
     @contextmanager
     def watching(self) -> Iterator["FloatTensors"]:
@@ -75,14 +75,14 @@ class FloatTensors(Storages):
     def report(self) -> tuple[FloatTensor, ...]:
         """List the float tensors in the order of their allocation; those alive now survive."""
         kept = Counter(self._kept.values())
-        found = (
+        kinds = (
             dataclasses.replace(kind, survives=survives, count=count)
-            for kind, came in self._kinds.items()
-            for survives, count in ((False, came - kept[kind]), (True, kept[kind]))
+            for kind, allocated in self._kinds.items()
+            for survives, count in ((False, allocated - kept[kind]), (True, kept[kind]))
         )
-        return tuple(kind for kind in found if kind.count)
+        return tuple(kind for kind in kinds if kind.count)
 
-    def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
+    def on_alloc(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
         """Record a storage of floats."""
         if tensor.is_floating_point() or tensor.is_complex():
             kind = FloatTensor(
@@ -98,7 +98,7 @@ class FloatTensors(Storages):
             self._kept[key] = kind
             self._kinds[kind] += 1
 
-    def went(self, key: int) -> None:
+    def on_free(self, key: int) -> None:
         """Record the end of a storage."""
         self._kept.pop(key, None)
 

@@ -118,8 +118,8 @@ def predict(config: ModelConfig) -> StateReport:
 def predict_parts(config: ModelConfig) -> ModelReport:
     """Count the weights and bytes of a model and of each of its parts: see `predict`."""
     model = _empty(config)
-    found = _state(config, model)
-    of_model = {field.name: getattr(found, field.name) for field in fields(found)}
+    report = _state(config, model)
+    of_model = {field.name: getattr(report, field.name) for field in fields(report)}
     return ModelReport(**of_model, parts=list_parts(model))
 
 
@@ -140,9 +140,9 @@ def _state(config: ModelConfig, model: "LanguageModel") -> StateReport:
             sizes[kind] = sizes.get(kind, 0) + getattr(tensor, name).nbytes
         weights = getattr(tensor, "num_weights", 0)
         trits = TRITS_PER_BYTE * sizes["trits"]
-        own = parts.setdefault(tensor.area, [])
-        own.append(_add_up(weights, trits - weights, sizes))
-    areas = {area: _sum(found) for area, found in parts.items() if found}
+        of_area = parts.setdefault(tensor.area, [])
+        of_area.append(_add_up(weights, trits - weights, sizes))
+    areas = {area: _sum(footprints) for area, footprints in parts.items() if footprints}
     total = _sum(list(areas.values()))
     tensors = model.packed_tensors().values()
     trained = sum(tensor.num_weights for tensor in tensors if not tensor.frozen)
@@ -240,7 +240,7 @@ def measure(model: "LanguageModel", *others: object) -> MeasuredState:
     )
 
 
-_Found = tuple[tuple[str, ...], str, Any]
+_Entry = tuple[tuple[str, ...], str, Any]
 """The path of what was found, its role, and itself."""
 
 
@@ -251,30 +251,30 @@ def _reachable(roots: tuple[object, ...]) -> Iterator[tuple[str, str, "Tensor"]]
 
     tree = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
     seen: dict[int, Any] = {}
-    queue: deque[_Found] = deque(((), "attribute", root) for root in roots)
+    queue: deque[_Entry] = deque(((), "attribute", root) for root in roots)
     while queue:
         path, role, value = queue.popleft()
         if id(value) in seen:
             continue
         seen[id(value)] = value  # held, so that its id is not given to another
-        found: list[_Found] = []
+        children: list[_Entry] = []
         if isinstance(value, Tensor):
             yield ".".join(path), role, value
         elif isinstance(value, dict):
-            found = [((*path, str(key)), role, entry) for key, entry in value.items()]
+            children = [((*path, str(key)), role, entry) for key, entry in value.items()]
         elif isinstance(value, list | tuple | set | frozenset | deque):
-            found = [((*path, str(index)), role, entry) for index, entry in enumerate(value)]
+            children = [((*path, str(index)), role, entry) for index, entry in enumerate(value)]
         elif isinstance(value, Module):
             for key, entry in vars(value).items():
                 if key in tree:
-                    found.append((path, tree[key], entry))
+                    children.append((path, tree[key], entry))
                 else:
-                    found.append(((*path, key), "attribute", entry))
+                    children.append(((*path, key), "attribute", entry))
         elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType | FunctionType):
-            found = [(path, "attribute", vars(value))]
+            children = [(path, "attribute", vars(value))]
         elif is_dataclass(value) and not isinstance(value, type):  # of slots
             names = (field.name for field in fields(value))
-            found = [((*path, name), "attribute", getattr(value, name)) for name in names]
+            children = [((*path, name), "attribute", getattr(value, name)) for name in names]
         # the tree of modules comes first: what is in it keeps the name that it has there
-        queue.extend(entry for entry in found if entry[1] == "attribute")
-        queue.extendleft(entry for entry in found if entry[1] != "attribute")
+        queue.extend(entry for entry in children if entry[1] == "attribute")
+        queue.extendleft(entry for entry in children if entry[1] != "attribute")

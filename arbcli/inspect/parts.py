@@ -84,11 +84,11 @@ def _stream(stage: StageConfig) -> dict[str, Any]:
 
 def _configs(config: ModelConfig) -> dict[str, Any]:
     """Return the configurations of the parts outside stages, by the names of their modules."""
-    found: dict[str, Any] = {part.kind: part for part in config.beside}
+    configs: dict[str, Any] = {part.kind: part for part in config.beside}
     memories: Any = config.main.memories
     if memories:
-        found |= memories.codebooks | {"moe_graph": memories.iterated}
-    return found | {"byte_mlp": config.head, "ahead": config.ahead, "head": config.composite}
+        configs |= memories.codebooks | {"moe_graph": memories.iterated}
+    return configs | {"byte_mlp": config.head, "ahead": config.ahead, "head": config.composite}
 
 
 def _blocks(path: str, stack: "Module", configs: Iterable[Any]) -> Iterator[PartReport]:
@@ -98,15 +98,15 @@ def _blocks(path: str, stack: "Module", configs: Iterable[Any]) -> Iterator[Part
         blocks, ends = [every[number] for number in numbers], str(numbers.start)
         if len(numbers) > 1:
             ends += f"-{numbers[-1]}" + (f" by {numbers.step}" if numbers.step > 1 else "")
-        own = f"{path}.{ends}"
-        yield _part(own, blocks, depth=1, kind="block", shape="")
+        prefix = f"{path}.{ends}"
+        yield _part(prefix, blocks, depth=1, kind="block", shape="")
         for part, branches in zip(
             configs[numbers.start].parts,
             zip(*(block.branches for block in blocks), strict=True),
             strict=True,
         ):
             name = branches[0].part.name
-            yield _part(f"{own}.{name}", branches, depth=2, config=part)
+            yield _part(f"{prefix}.{name}", branches, depth=2, config=part)
 
 
 def _equal(configs: list[Any]) -> Iterator[range]:
@@ -145,7 +145,7 @@ def _part(
         shape = _words(given_fields(config))
     if shape is None:
         one = [tensor for tensor in _state_of(modules[0]) if not getattr(tensor, "frozen", True)]
-        shape = ", ".join(f"{each.out_features:,} x {each.in_features:,}" for each in one)
+        shape = ", ".join(f"{weight.out_features:,} x {weight.in_features:,}" for weight in one)
     if kind is None:
         kind = config.kind if config else path.rpartition(".")[2] if trained else "norm"
     return PartReport(
@@ -165,22 +165,22 @@ def _state_of(part: "Module | tuple[Module | None, ...]") -> list[Any]:
     from arbcli.model.packed import StateModule  # torch takes seconds to import
 
     modules = filter(None, part) if isinstance(part, tuple) else (part,)
-    return [one for each in modules for one in each.modules() if isinstance(one, StateModule)]
+    return [one for module in modules for one in module.modules() if isinstance(one, StateModule)]
 
 
 def _words(fields: dict[str, Any]) -> str:
     """Write fields and their values: `heads 12, shared, no sub norm`."""
-    found = []
+    words = []
     for name, value in fields.items():
         text = name.replace("_", " ")
         if name == "kind" or (name == "streams" and value == 1):
             continue
         if isinstance(value, dict):
-            found.append(f"{text} ({_words(value)})")
+            words.append(f"{text} ({_words(value)})")
         elif isinstance(value, bool):
-            found.append(text if value else f"no {text}")
+            words.append(text if value else f"no {text}")
         elif isinstance(value, list):
-            found.append(f"{text} {' x '.join(map(str, value))}")
+            words.append(f"{text} {' x '.join(map(str, value))}")
         else:
-            found.append(f"no {text}" if value is None else f"{text} {value}")
-    return ", ".join(found)
+            words.append(f"no {text}" if value is None else f"{text} {value}")
+    return ", ".join(words)

@@ -154,8 +154,8 @@ def _topk(args: tuple) -> _Hidden:
     if length < next((least for most, least in TOPK_SLICES if slices <= most), 400):
         return _Hidden()
     threads = num_processors(x) * 6 * 256
-    each = min(max(-(-x.numel() // threads), 4), 64)
-    blocks = slices * -(-length // (each * 256))
+    per_thread = min(max(-(-x.numel() // threads), 4), 64)
+    blocks = slices * -(-length // (per_thread * 256))
     return _Hidden(
         after=(4 * slices, 8 * slices, 8 * slices, 512 * blocks, 1024 * slices, *(4 * blocks,) * 2)
     )
@@ -270,12 +270,12 @@ class _Trace(Storages):
         """Compute the result of an operation."""
         return self._shapes.run(func, args, kwargs)
 
-    def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
+    def on_alloc(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
         """Allocate memory for a storage."""
         dtype = dtype_name(tensor.dtype)
         self._blocks[key] = self._take(size, op, tensor=f"{dtype} {_shape_text(tensor)}")
 
-    def went(self, key: int) -> None:
+    def on_free(self, key: int) -> None:
         """Free the memory of a storage."""
         self._give(self._blocks.pop(key))
 
@@ -305,11 +305,11 @@ class _Trace(Storages):
         for one in alive.values():
             if one.part != "state":
                 sizes.setdefault((one.part, one.made_in, one.tensor), []).append(one.size)
-        found = [
+        rows = [
             AtPeak(part=part, made_in=made_in, tensor=tensor, number=len(of), bytes=sum(of))
             for (part, made_in, tensor), of in sizes.items()
         ]
-        return tuple(sorted(found, key=lambda each: -each.bytes))
+        return tuple(sorted(rows, key=lambda row: -row.bytes))
 
     @property
     def allocated(self) -> int:
@@ -432,8 +432,8 @@ class _Imagined(Group):
         """Allocate memory for the tensors of all processes."""
         if not tensors:
             return tensors
-        own = torch.stack(tensors)
-        return [part for _ in range(self.size) for part in torch.empty_like(own)]
+        stacked = torch.stack(tensors)
+        return [part for _ in range(self.size) for part in torch.empty_like(stacked)]
 
     def _reduce(self, tensor: Tensor, how: Any) -> Tensor:
         return tensor.clone()

@@ -45,6 +45,7 @@ from arbcli.model.flow import Flow
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.model.packed import TernaryTensor
+from arbcli.model.parts.base import Part
 from arbcli.model.rules.base import STEP_OF_RADIX
 from arbcli.training.directory import open_run_texts, read_facts, run_config
 from arbcli.training.trainer import Trainer
@@ -138,8 +139,17 @@ def examine(
     updater = trainer.updater
     if updater is None:
         raise ValueError("need a trainer of ternary weights")
-    weights = trainer.model.packed_tensors().items()
-    tallies = [_Tally(name, weight) for name, weight in weights if not weight.frozen]
+    unused = tuple(
+        f"{name}.{tensor}."
+        for name, part in trainer.model.named_modules()
+        if isinstance(part, Part)
+        for tensor in part.unused_tensors
+    )
+    tallies = [
+        _Tally(name, weight)
+        for name, weight in trainer.model.packed_tensors().items()
+        if not (weight.frozen or name.startswith(unused))
+    ]
     windows = config.batch
     if trainer.model.scores_in_chunks:
         windows = min(windows, max(1, MOST_LOGITS // (context * config.model.vocabulary)))
@@ -273,10 +283,10 @@ class _Watch:
             Root-mean-squares of the stream of every byte, (B, T), after each layer; and of every
             hyper-connection, by name, the least and the largest weight of reading and of writing.
         """
-        found = [self._streams[name] for name in self._layers], dict(self._ranges)
+        taken = [self._streams[name] for name in self._layers], dict(self._ranges)
         self._streams.clear()
         self._ranges.clear()
-        return found
+        return taken
 
     def take_rms(self) -> dict[str, float | None]:
         """Return and clear the root-mean-squares; note the first value that is not finite."""
@@ -432,13 +442,13 @@ def _growth_by_position(
 
 def _parts_of_blocks(model: LanguageModel) -> list[tuple[str | None, str | None]]:
     """Name the mixer and the channel mixer of each innermost block; None where there is none."""
-    found = []
+    parts = []
     for index, block in enumerate(model.blocks):
         names = iter([f"blocks.{index}.{branch.part.name}" for branch in block.branches])
         config = model.config.main.blocks[index]
         mixer = next(names) if config.mixer else None
-        found.append((mixer, next(names, None)))
-    return found
+        parts.append((mixer, next(names, None)))
+    return parts
 
 
 def _ranges_of_blocks(
@@ -447,11 +457,11 @@ def _ranges_of_blocks(
     """Return the ranges of the weights with which each block reads and writes streams."""
     if not ranges:
         return ()
-    found = []
+    ranges_of_blocks = []
     for names in parts:
         ends = [ranges[f"{name}_streams"].tolist() if name else [math.nan] * 4 for name in names]
-        found.append(tuple(_finite(value) for part in ends for value in part))
-    return tuple(found)
+        ranges_of_blocks.append(tuple(_finite(value) for part in ends for value in part))
+    return tuple(ranges_of_blocks)
 
 
 @torch.no_grad()
@@ -497,19 +507,19 @@ def _projected(model: LanguageModel) -> Iterator[list[Tensor]]:
     Yields:
         A list that a forward fills with tensors (B, T, 1), float64.
     """
-    found: list[Tensor] = []
+    projections: list[Tensor] = []
 
     def take(_module: nn.Module, _args: Any, output: Tensor | Flow) -> None:
         x = output.total() if isinstance(output, Flow) else output
         x = x.flatten(2).double()
         along = torch.arange(1, x.shape[2] + 1, dtype=torch.float64, device=x.device)
         along = along * 2.0**0.5 % 1 - 0.5  # uniform, of variance 1/12
-        found.append(x @ along[:, None] * (12 / x.shape[2]) ** 0.5)
+        projections.append(x @ along[:, None] * (12 / x.shape[2]) ** 0.5)
 
     layers = [model.embedding, *model.blocks]
     handles = [layer.register_forward_hook(take) for layer in layers]
     try:
-        yield found
+        yield projections
     finally:
         for handle in handles:
             handle.remove()

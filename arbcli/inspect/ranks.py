@@ -89,22 +89,27 @@ def audit_ranks(config: TrainConfig, group: Group) -> RanksReport:
     check_shares(config, group.size)
     share = share_out(config, group.size)[group.rank]
     measured = audit(config, group=group, state_bytes=share.state_bytes)
-    own = RankReport(share=share, predicted_peak=measured.predicted_peak, measured=measured)
-    return _report(config, group.collect(own), None)
+    report = RankReport(share=share, predicted_peak=measured.predicted_peak, measured=measured)
+    return _report(config, group.collect(report), None)
 
 
 def share_out(config: TrainConfig, size: int) -> list[Share]:
     """Compute the state of each of several processes between steps."""
     tensors, whole = _declared(config)
     owners = assign_owners(tensors, size)
-    weights, own = [0] * size, [0] * size
+    weights, owned_bytes = [0] * size, [0] * size
     for tensor in tensors:
         owner = owners[id(tensor)]
         weights[owner] += tensor.num_weights
-        own[owner] += sum(part.nbytes for part in owner_buffers(tensor).values())
-    told = whole - sum(own)
+        owned_bytes[owner] += sum(part.nbytes for part in owner_buffers(tensor).values())
+    told = whole - sum(owned_bytes)
     return [
-        Share(rank=rank, weights=weights[rank], kept_bytes=own[rank], state_bytes=told + own[rank])
+        Share(
+            rank=rank,
+            weights=weights[rank],
+            kept_bytes=owned_bytes[rank],
+            state_bytes=told + owned_bytes[rank],
+        )
         for rank in range(size)
     ]
 

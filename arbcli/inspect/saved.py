@@ -269,19 +269,19 @@ def _decoder(tensor: TernaryTensor, rows: slice) -> Callable[[], Tensor]:
 
 
 def _area(name: str) -> str:
-    own = re.sub(r"^blk\.[0-9]+\.", "", name)
-    return _AREAS.get(re.split("[_.]", own)[0], _OTHER)
+    rest = re.sub(r"^blk\.[0-9]+\.", "", name)
+    return _AREAS.get(re.split("[_.]", rest)[0], _OTHER)
 
 
 def _count_signs(counts: dict[str, list[int]], area: str, signs: Tensor) -> None:
-    found = [int((signs == sign).sum()) for sign in (-1, 0, 1)]
+    sign_counts = [int((signs == sign).sum()) for sign in (-1, 0, 1)]
     before = counts.setdefault(area, [0, 0, 0])
-    counts[area] = [a + b for a, b in zip(before, found, strict=True)]
+    counts[area] = [a + b for a, b in zip(before, sign_counts, strict=True)]
 
 
 def _count_values(counts: dict[str, Counter], area: str, values: Tensor) -> None:
-    found, numbers = values.unique(return_counts=True)
-    pairs = zip(found.tolist(), numbers.tolist(), strict=True)
+    distinct, numbers = values.unique(return_counts=True)
+    pairs = zip(distinct.tolist(), numbers.tolist(), strict=True)
     counts.setdefault(area, Counter()).update(dict(pairs))
 
 
@@ -368,7 +368,7 @@ def compare(first: Saved, second: Saved) -> DifferenceReport:
 
 def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, list[Any]]:
     names = sorted(first.keys() | second.keys())
-    values = {name: [found.get(name) for found in (first, second)] for name in names}
+    values = {name: [report.get(name) for report in (first, second)] for name in names}
     return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
 
 

@@ -83,11 +83,11 @@ class Storages(TorchDispatchMode):
             if type(thing) in (Tensor, Parameter) and thing.layout is torch.strided:
                 self._note(thing, None, count=count)
 
-    def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
+    def on_alloc(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
         """Handle a new storage of `size` bytes, whose first tensor `op` returned."""
         raise NotImplementedError
 
-    def went(self, key: int) -> None:
+    def on_free(self, key: int) -> None:
         """Handle the end of a storage."""
         raise NotImplementedError
 
@@ -100,11 +100,11 @@ class Storages(TorchDispatchMode):
         def forget(_: weakref.ref) -> None:
             del self._alive[key]
             if count:
-                self.went(key)
+                self.on_free(key)
 
         self._alive[key] = weakref.ref(storage, forget)
         if count:
-            self.came(key, tensor, size, op)
+            self.on_alloc(key, tensor, size, op)
 
 
 @contextmanager
@@ -158,7 +158,7 @@ class LiveTensors(Storages):
         """List the live tensors since `settle`, the largest first."""
         return sorted(self._transient(), key=lambda tensor: -tensor.bytes)
 
-    def came(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
+    def on_alloc(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
         """Count a storage."""
         self._counted[key] = LiveTensor(
             shape=tuple(tensor.shape),
@@ -174,7 +174,7 @@ class LiveTensors(Storages):
             largest = heapq.nlargest(NUM_LARGEST, self._transient(), key=lambda noted: noted.bytes)
             self.at_peak = largest
 
-    def went(self, key: int) -> None:
+    def on_free(self, key: int) -> None:
         """Stop counting a storage."""
         self.bytes -= self._counted.pop(key).bytes
         self._state.discard(key)

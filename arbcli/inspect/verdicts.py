@@ -184,8 +184,8 @@ def judge(report: ProbeReport) -> tuple[Verdict, ...]:
         "dead": _dead,
     }
     evidence = {name: "; ".join(check(report)) for name, check in checks.items()}
-    found = [Verdict(name=name, evidence=text) for name, text in evidence.items() if text]
-    return tuple(found) or (Verdict(name="ok", evidence=_progress(report)),)
+    verdicts = [Verdict(name=name, evidence=text) for name, text in evidence.items() if text]
+    return tuple(verdicts) or (Verdict(name="ok", evidence=_progress(report)),)
 
 
 def _acausal(report: ProbeReport) -> Iterator[str]:

@@ -20,14 +20,12 @@ from arbcli.inspect.trace import without_memory
 from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED
 from arbcli.kernels.runtime.backend import compile_for
 from arbcli.verify.case_generator import ShapeGenerator
+from arbcli.verify.cases import SMALL_MATRIX, production_cases
 from arbcli.verify.check_kernels import find_kernels
-from arbcli.verify.fuzz import real_cases
-from arbcli.verify.models import matrix_shapes
 from arbcli.verify.names import check_targets
-from arbcli.verify.sample import OF_VALUES
 from arbcli.verify.variants import Launch, Variant, recorded_launches, variant_of
 from arbcli.verify.verification import Verification
-from arbcli.verify.workers import JobDone, Workers
+from arbcli.verify.workers import Workers
 
 
 class Target(NamedTuple):
@@ -101,7 +99,7 @@ def compile_kernels(
     targets: Iterable[str],
     group_size: int,
     number: int = 1,
-    progress: Callable[[JobDone], None] = lambda _: None,
+    on_done: Callable[[CompileResult], None] = lambda result: None,
 ) -> tuple[CompileResult, ...]:
     """Compile kernels for each target, in processes of their own.
 
@@ -110,7 +108,7 @@ def compile_kernels(
         targets: keys of `TARGETS`.
         group_size: G.
         number: number of processes.
-        progress: called for each finished kernel, with its result.
+        on_done: called with the result of each finished kernel.
 
     Raises:
         ArbError: triton is missing, or a name is unknown.
@@ -118,10 +116,15 @@ def compile_kernels(
     targets = [target for name in targets for target in find_targets(name)]
     jobs = [(spec.name, target, group_size) for spec in find_kernels(names) for target in targets]
     with Workers(number, interpret=False) as workers:
-        return tuple(workers.map(_compile_job, jobs, progress))
+        results = workers.run(
+            ((_compile, job) for job in jobs), lambda _index, result: on_done(result)
+        )
+    return tuple(results)
 
 
-def _compile_job(name: str, target: str, group_size: int) -> CompileResult:
+def _compile(job: tuple[str, str, int]) -> CompileResult:
+    """Compile the kernel of a name for a target, with scales of a group size."""
+    name, target, group_size = job
     assert not INTERPRETED, "this process would only interpret kernels"
     (spec,) = find_kernels([name])
     chosen = TARGETS[target]
@@ -191,45 +194,49 @@ def _cubin_usage(cubin: bytes) -> str:
 
 
 def _figures(text: str, pattern: str) -> tuple[int, ...]:
-    found = re.search(pattern, text)
-    if found is None:
+    match = re.search(pattern, text)
+    if match is None:
         raise ValueError(f"no figures in: {text[:200]}")
-    return tuple(map(int, found.groups()))
+    return tuple(map(int, match.groups()))
 
 
-FEW_WEIGHTS = 1 << 19
-"""Maximum size of the presets' matrices for which kernels of `OF_VALUES` are drawn."""
+OF_VALUES = {
+    "unpack_trits", "digits_matmul", "grouped_matmul", "grouped_grad_w",
+    "spread_chunks", "spread_chunks_backward", "mamba_step",
+    "gradient_gains", "smooth_chunks_backward",
+}  # fmt: skip
+"""Kernels whose cases or launchers ask for numbers in tensors: their tensors have memory. The last
+is drawn by thousands of operations, which take minutes without."""
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def _variants(spec: Verification, group_size: int) -> list[Variant]:
     """List the specialisations that the launcher of an operation requests."""
-    found: dict[str, Variant] = {}
-    may_spill = False
+    variants: dict[str, Variant] = {}
+    gpu, cpu, may_spill = torch.device("cuda"), torch.device("cpu"), False
 
     def record(launch: Launch) -> None:
         variant = variant_of(launch)
-        found.setdefault(variant.key, variant._replace(may_spill=may_spill))
+        variants.setdefault(variant.key, variant._replace(may_spill=may_spill))
 
-    shapes, gpu, cpu = matrix_shapes(), torch.device("cuda"), torch.device("cpu")
     if spec.name in OF_VALUES:
-        small = [(n, k) for n, k in shapes if n * k <= FEW_WEIGHTS]
         with recorded_launches(record):
             for case in spec.cases(cpu, group_size):
-                for dtype in (torch.float32, torch.bfloat16):
+                for dtype in DTYPES:
                     spec.triton(*_with_dtype(case.inputs, dtype, spec.bfloat16))
             may_spill = True
-            for case in real_cases(spec.name, cpu, group_size, small):
+            for case in production_cases(spec, cpu, group_size, SMALL_MATRIX, dtypes=DTYPES):
                 spec.triton(*case.inputs)
-        return [*found.values()]
+        return [*variants.values()]
     labels = {case.label for case in spec.cases(cpu, group_size)}
     with without_memory(gpu), recorded_launches(record):
         for case in spec.cases(gpu, group_size):
             may_spill = case.label.removesuffix(" bf16") not in labels
             spec.triton(*case.inputs)
         may_spill = True
-        for case in real_cases(spec.name, gpu, group_size, shapes, rng=ShapeGenerator):
+        for case in production_cases(spec, gpu, group_size, rng=ShapeGenerator, dtypes=DTYPES):
             spec.triton(*case.inputs)
-    return [*found.values()]
+    return [*variants.values()]
 
 
 def _with_dtype(inputs: tuple, dtype: torch.dtype, which: tuple[int, ...]) -> Iterator:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from arbcli.base.atomic_files import write_json, write_text
-from arbcli.base.errors import ArbError, os_errors
-from arbcli.base.reading import read_json
+from arbcli.base.errors import os_errors
 from arbcli.verify.check_kernels import METHODS, KernelResult
 from arbcli.verify.compare import worst
 from arbcli.verify.compile_ahead import PARKED_BYTES, CompileResult
@@ -22,7 +21,6 @@ from arbcli.verify.subjects import ParityResult
 from arbcli.verify.timing import Roofline, TimingReport
 from arbcli.version import __version__
 
-FORMAT = 1
 FILES = ("ledger.json", "ledger.md")
 
 
@@ -32,7 +30,7 @@ class Failure:
 
     item: str
     label: str
-    found: str
+    error: str
     command: str
 
 
@@ -40,7 +38,6 @@ class Failure:
 class Ledger:
     """Report that `arb verify-kernels` prints and writes."""
 
-    format: int
     date: str
     device: str
     versions: dict[str, str]
@@ -55,27 +52,22 @@ class Ledger:
     not_verified: tuple[str, ...]
     seconds: float
     passed: bool
-    changes: tuple[str, ...] = ()
-    """Changes since the ledger of the comparison."""
-    timing: TimingReport | None = None
+    timing: TimingReport | None
     """Results of the timing; None without it."""
-    interrupted: str | None = None
+    interrupted: str | None
     """Name of the signal that ended the checks early; `not_verified` lists the missing ones."""
-    sampled: tuple[str, ...] = ()
+    sampled: tuple[str, ...]
     """Descriptions of the samples that were checked."""
 
 
 def new_ledger(
+    *,
     device: torch.device,
-    scale_types: Iterable[str],
     kernels: tuple[KernelResult, ...],
     parity: tuple[ParityResult, ...],
     compiled: tuple[CompileResult, ...],
-    not_verified: Iterable[str],
-    seconds: float,
-    timing: TimingReport | None = None,
-    interrupted: str | None = None,
-    sampled: tuple[str, ...] = (),
+    interrupted: str | None,
+    **fields: Any,
 ) -> Ledger:
     """Build the ledger from results and machine, with its conclusions."""
     failures = (
@@ -83,24 +75,20 @@ def new_ledger(
         *(_parity_failure(result) for result in parity if not result.passed),
         *(_compile_failure(result) for result in compiled if not result.passed),
     )
+    on_gpu = device.type == "cuda"
     return Ledger(
-        format=FORMAT,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        device=_device_name(device),
+        device=torch.cuda.get_device_name(device) if on_gpu else f"cpu ({platform.machine()})",
         versions=_versions(),
         commit=_commit(),
-        scale_types=tuple(scale_types),
         kernels=kernels,
         parity=parity,
         compiled=compiled,
         failures=failures,
         ruled_out=tuple(_ruled_out(kernels, parity, compiled)),
-        not_verified=tuple(not_verified),
-        seconds=round(seconds, 1),
         passed=not failures and interrupted is None,
-        timing=timing,
         interrupted=interrupted,
-        sampled=sampled,
+        **fields,
     )
 
 
@@ -111,17 +99,16 @@ def _kernel_failures(result: KernelResult) -> Iterable[Failure]:
         fuzz = ""
         if result.kind == "fuzz":
             fuzz = f" --fuzz 1 --seed {case.label.split(':')[0].removeprefix('seed ')}"
-        found = case.error or _figures(case.unequal, case.max_error, case.relative_error)
-        item = f"{result.kernel} {result.backend}{' ' if result.scale_type else ''}"
-        item += result.scale_type or ""
-        yield Failure(item, case.label, found, f"{command}{fuzz}{scale_type}")
+        error = case.error or _figures(case.unequal, case.max_error, case.relative_error)
+        item = " ".join(filter(None, (result.kernel, result.backend, result.scale_type)))
+        yield Failure(item, case.label, error, f"{command}{fuzz}{scale_type}")
 
 
 def _parity_failure(result: ParityResult) -> Failure:
-    found = _figures(None, result.max_error, result.relative_error)
+    error = _figures(None, result.max_error, result.relative_error)
     item = f"{result.check} of {result.item}"
     command = f"arb verify-kernels --tscale-type {result.scale_type}"
-    return Failure(item, f"{result.model} {result.backend}", found, command)
+    return Failure(item, f"{result.model} {result.backend}", error, command)
 
 
 def _compile_failure(result: CompileResult) -> Failure:
@@ -151,54 +138,27 @@ def _ruled_out(
     if exact and not any(result.unequal for result in exact):
         total = sum(result.elements for result in exact)
         yield f"integer state that differs from its reference: 0 of {total:,} elements"
-    outputs, elements = (sum(getattr(r, f) for r in kernels) for f in ("outputs", "elements"))
     if kernels and not any(result.unwritten for result in kernels):
-        yield (
-            f"results left unwritten: {outputs:,} outputs were written whole, {elements:,}"
-            " elements, over poisoned memory"
-        )
-    drawn = [r.drawn for r in kernels if r.drawn]
-    seen = drawn and not any({"strided", "offset"} & {*d.never} for d in drawn)
-    if seen and all(r.passed for r in kernels):
-        yield "results that depend on strides or offsets, in the random cases listed"
-    excluded = {
-        "output": "a layer's forward that departs from float64 on the same input",
-        "gradient": "a layer's backward, or a weight's gradient, that departs from float64",
-        "end to end": "an error that builds up over the layers in float32",
-        "whole gradient": "a weight's gradient in the graph model that departs from float64",
-        "causality": "a later byte that moves an earlier logit",
-        "determinism": "two equal steps that differ in a bit",
-        "rotary": "rotary tables of too few bits, or an inverse that is none",
-        "update": "a step that is biased, or off by more than its rounding",
-    }
-    for check, text in excluded.items():
+        total = sum(result.elements for result in kernels)
+        yield f"results left unwritten: 0 of {total:,} elements, over poisoned memory"
+    for check, text in CHECKS.items():
         results = [result for result in parity if result.check == check]
         if results and all(result.passed for result in results):
-            yield f"{text}: {len(results)} comparisons"
+            yield f"failures of `{check}` ({text}): 0 of {len(results)} comparisons"
     if compiled and all(result.passed for result in compiled):
         targets = ", ".join(dict.fromkeys(result.target for result in compiled))
         spill = f"spill more than {PARKED_BYTES} bytes"
         yield f"kernels that do not compile, {spill} or overflow shared memory: {targets}"
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu ({platform.machine()})"
-
-
 def _versions() -> dict[str, str]:
-    versions = {"arb": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    return versions | {"triton": _triton_version() or "not installed"}
-
-
-def _triton_version() -> str | None:
     from importlib.metadata import PackageNotFoundError, version
 
+    versions = {"arb": __version__, "python": platform.python_version(), "torch": torch.__version__}
     try:
-        return version("triton")
+        return versions | {"triton": version("triton")}
     except PackageNotFoundError:
-        return None
+        return versions | {"triton": "not installed"}
 
 
 def _commit() -> str | None:
@@ -209,14 +169,14 @@ def _commit() -> str | None:
     describe = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         subprocess.run(tracked, check=True, capture_output=True, timeout=10)
-        found = subprocess.run(describe, check=True, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(describe, check=True, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip()
+    return done.stdout.strip()
 
 
 def write_ledger(ledger: Ledger, directory: Path) -> list[Path]:
-    """Write a ledger as JSON, for `compare_ledgers`, and as Markdown.
+    """Write a ledger as JSON and as Markdown.
 
     Raises:
         ArbError: it cannot be written.
@@ -229,69 +189,75 @@ def write_ledger(ledger: Ledger, directory: Path) -> list[Path]:
     return [data, page]
 
 
-def read_ledger(path: Path) -> dict[str, Any]:
-    """Read a ledger that `write_ledger` wrote.
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A table of a ledger."""
 
-    Raises:
-        ArbError: the file is not a ledger of this format.
-    """
-    old = read_json(path)
-    if not isinstance(old, dict) or old.get("format") != FORMAT:
-        raise ArbError(
-            f"`{path}` is not a ledger of format {FORMAT}",
-            hint=f"give the `{FILES[0]}` that `--ledger` wrote",
-        )
-    return old
+    title: str
+    columns: tuple[str, ...]
+    rows: list[list[str]]
+    words: int = 2
+    """Number of first columns that are words."""
 
 
-def compare_ledgers(old: dict[str, Any], ledger: Ledger) -> tuple[str, ...]:
-    """Return the differences between an older ledger and this one as lines."""
-    new = dataclasses.asdict(ledger)
-    lines = [
-        f"{name}: {old.get(name)} -> {new[name]}"
-        for name in ("device", "versions", "commit")
-        if old.get(name) != new[name]
+def sections(ledger: Ledger) -> list[Section]:
+    """Lay out the results for kernels, models, compilation and speed."""
+    kernels = []
+    for (kernel, backend), group in grouped(ledger.kernels, "kernel", "backend"):
+        cases = sum(len(result.shapes) for result in group)
+        every = cases + sum(result.left_out for result in group)
+        unequal = [result.unequal for result in group if result.unequal is not None]
+        relative = number(worst(result.relative_error for result in group))
+        error = f"{sum(unequal)} unequal" if unequal else relative
+        counted = f"{cases} of {every}" if every > cases else f"{cases}"
+        seconds = f"{sum(result.seconds for result in group):.1f}"
+        kernels.append([kernel, backend, counted, error, seconds, verdict(group)])
+    models = [
+        [check, backend, str(len(group)), *_worst_figures(group), verdict(group)]
+        for (check, backend), group in grouped(ledger.parity, "check", "backend")
     ]
-    for part, names in _KEYS.items():
-        rows = [{tuple(r[name] for name in names): r for r in side[part]} for side in (old, new)]
-        for key in dict.fromkeys([*rows[0], *rows[1]]):
-            title = " ".join(str(word) for word in key if word is not None)
-            before, after = (side.get(key) for side in rows)
-            lines += [f"{title}: {change}" for change in _changes(before, after)]
-    if old.get("timing") and new["timing"]:
-        lines += _speed_changes(old["timing"]["timings"], new["timing"]["timings"])
-    return tuple(lines)
+    compiled = [
+        [r.kernel, r.target, f"{r.registers}", f"{r.spill_bytes}", f"{r.shared_bytes:,}",
+         verdict([r])]
+        for r in ledger.compiled
+    ]  # fmt: skip
+    title = ledger.device
+    types = dict.fromkeys((ledger.scale_types[0], ledger.scale_types[-1]))
+    title = f"{ledger.device}, {' to '.join(types)}"
+    errors = ("largest error", "relative")
+    laid_out = [
+        Section(f"kernels on {title}", ("kernel", "backend", "cases", "error", "s", ""), kernels),
+        Section(f"model on {title}", ("model", "backend", "compared", *errors, ""), models),
+        Section("compiled ahead", ("kernel", "target", "registers", "spilled", "shared bytes", ""),
+                compiled),
+    ]  # fmt: skip
+    if ledger.timing:
+        speed = f"speed on {ledger.device}: {_roofline(ledger.timing.roofline)}"
+        columns = ("kernel", "shape", "us", "peer", "peer us", "speedup", "roofline", "bound")
+        laid_out.append(Section(speed, columns, list(_speed_rows(ledger.timing))))
+    return [section for section in laid_out if section.rows]
 
 
-_KEYS = {
-    "kernels": ("kernel", "backend", "scale_type", "kind"),
-    "parity": ("check", "item", "model", "backend"),
-    "compiled": ("kernel", "target"),
-}
-"""Fields that name a row in each part of a ledger."""
+def _worst_figures(group: list[ParityResult]) -> list[str]:
+    names = ("max_error", "relative_error")
+    return [number(worst(getattr(result, name) for result in group)) for name in names]
 
 
-def _changes(before: dict[str, Any] | None, after: dict[str, Any] | None) -> Iterable[str]:
-    if before is None or after is None:
-        yield "not compared before" if before is None else "not compared now"
-        return
-    for name in ("passed", "gate", "unequal", "error", "registers", "spill_bytes", "shared_bytes"):
-        if before.get(name) != after.get(name):
-            yield f"{name} {before.get(name)} -> {after.get(name)}"
-    if "shapes" in after and before["shapes"] != [*after["shapes"]]:
-        yield f"other shapes: {len(before['shapes'])} -> {len(after['shapes'])}"
-    old, new = (side.get("relative_error") or 0.0 for side in (before, after))
-    if max(old, new) > 4 * min(old, new) and max(old, new) > 1e-6:
-        yield f"relative error {number(old)} -> {number(new)}"
+def _speed_rows(timing: TimingReport) -> Iterable[list[str]]:
+    """Return a table of speeds, with a row for each kernel that was not timed."""
+    for r in timing.timings:
+        peer = [r.peer, f"{r.peer_us:.1f}", f"{r.ratio:.2f}"] if r.peer else [""] * 3
+        yield [r.kernel, r.shape, f"{r.us:.1f}", *peer, f"{r.share:.0%}", r.bound]
+    for kernel, reason in timing.not_timed.items():
+        yield [kernel, f"not timed: {reason}", *[""] * 6]
 
 
-def _speed_changes(before: Iterable[dict], after: Iterable[dict]) -> Iterable[str]:
-    """Return lines on kernels that are faster or slower by more than a tenth."""
-    old = {(result["kernel"], result["shape"]): result["us"] for result in before}
-    for result in after:
-        us = old.get((result["kernel"], result["shape"]), result["us"])
-        if max(us, result["us"]) > 1.1 * min(us, result["us"]):
-            yield f"{result['kernel']} {result['shape']}: {us:.1f} us -> {result['us']:.1f} us"
+def _roofline(roofline: Roofline) -> str:
+    return (
+        f"copy {roofline.bytes_per_second / 1e12:.2f} TB/s,"
+        f" bf16 product {roofline.flops_per_second / 1e12:.0f} TFLOP/s,"
+        f" empty call {roofline.launch_us:.1f} us"
+    )
 
 
 def ledger_page(ledger: Ledger) -> str:
@@ -312,113 +278,34 @@ def ledger_page(ledger: Ledger) -> str:
         f"- scale types: {', '.join(ledger.scale_types)}",
         *(f"- sampled: {item}" for item in ledger.sampled),
     ]
-    lines += _section("Failures", ["item", "where", "found", "command"], _failure_rows(ledger))
-    figures = ["largest error", "relative", "cosine", "gate", ""]
-    columns = ["kernel", "backend", "method", "cases", "elements", *figures]
-    lines += _section("Kernels", columns, _kernel_rows(ledger))
-    lines += _notes(METHODS, ledger.kernels, "kind")
-    lines += _section("What random cases were", DRAWN_COLUMNS, _drawn_rows(ledger))
-    columns = ["check", "model", "backend", "comparisons", *figures]
-    lines += _section("The whole model", columns, _parity_rows(ledger))
-    lines += _notes(CHECKS, ledger.parity, "check")
-    columns = ["kernel", "target", "variants", "registers", "spilled bytes", "shared bytes", ""]
-    lines += _section("Compiled ahead, not run", columns, _compile_rows(ledger))
-    if ledger.timing:
-        lines += _section("Speed", SPEED_COLUMNS, speed_rows(ledger.timing))
-        notes = {"measured": roofline_text(ledger.timing.roofline)} | SPEED_NOTES
-        lines += [f"- {key}: {text}" for key, text in notes.items()]
-    if ledger.changes:
-        lines += ["", "## Changed", "", *(f"- {change}" for change in ledger.changes)]
-    lines += ["", "## Ruled out", "", *(f"- {item}" for item in ledger.ruled_out)]
-    lines += ["", "## Not verified here", "", *(f"- {item}" for item in ledger.not_verified)]
-    lines += ["", "## Shapes", "", *_shape_lines(ledger)]
+    failures = [[f.item, f.label, f.error, f"`{f.command}`"] for f in ledger.failures]
+    columns = ("item", "where", "error", "command")
+    tables = [Section("failures", columns, failures), *sections(ledger)]
+    for table in (table for table in tables if table.rows):
+        rows = [[cell.replace("|", "\\|") for cell in row] for row in table.rows]
+        rows = [list(table.columns), ["---"] * len(table.columns), *rows]
+        lines += ["", f"## {table.title}", "", *(f"| {' | '.join(row)} |" for row in rows)]
+    gated: tuple[Any, ...] = (*ledger.kernels, *ledger.parity)
+    gates = dict.fromkeys((result.gate, result.reason) for result in gated)
+    shapes = {
+        f"{kernel}, {kind}": "; ".join(dict.fromkeys(s for result in group for s in result.shapes))
+        for (kernel, kind), group in grouped(ledger.kernels, "kernel", "kind")
+    }
+    lists = {
+        "methods": [f"{kind}: {text}" for kind, text in (METHODS | CHECKS).items()],
+        "gates": [f"`{gate}`: {reason}" for gate, reason in gates],
+        "shapes": [f"{name}: {labels}" for name, labels in shapes.items() if labels],
+        "ruled out": ledger.ruled_out,
+        "not verified here": ledger.not_verified,
+    }
+    for title, items in lists.items():
+        lines += ["", f"## {title}", "", *(f"- {item}" for item in items)]
     return "\n".join(lines) + "\n"
-
-
-def _kernel_rows(ledger: Ledger) -> Iterable[list[str]]:
-    for (kernel, backend, kind), group in grouped(ledger.kernels, "kernel", "backend", "kind"):
-        cases, elements = sum(len(r.shapes) for r in group), sum(r.elements for r in group)
-        figures = [str(cases), f"{elements:,}", *_worst_figures(group), group[0].gate]
-        yield [kernel, backend, kind, *figures, verdict(group)]
-
-
-DRAWN_COLUMNS = [
-    "kernel", "scales", "cases", "elements", "types", "strided", "offset", "saturated", "in parts",
-]  # fmt: skip
-
-
-def _drawn_rows(ledger: Ledger) -> Iterable[list[str]]:
-    """Return a table of the random cases of each kernel, which are equal for all backends."""
-    for (kernel, scale_type), (r, *_) in grouped(ledger.kernels, "kernel", "scale_type"):
-        if d := r.drawn:
-            sizes = f"{d.elements[0]:,} to {d.elements[1]:,}"
-            types = ", ".join(f"{name} {count}" for name, count in d.dtypes.items())
-            counts = map(str, (d.strided, d.offset, d.saturated, d.in_parts))
-            yield [kernel, scale_type or "", str(d.cases), sizes, types, *counts]
-
-
-def _parity_rows(ledger: Ledger) -> Iterable[list[str]]:
-    names = ("check", "model", "backend", "gate")
-    for (*key, gate), group in grouped(ledger.parity, *names):
-        yield [*key, str(len(group)), *_worst_figures(group), gate, verdict(group)]
-
-
-def _compile_rows(ledger: Ledger) -> Iterable[list[str]]:
-    for r in ledger.compiled:
-        figures = (r.variants, r.registers, r.spill_bytes, r.shared_bytes)
-        yield [r.kernel, r.target, *map(str, figures), verdict([r])]
-
-
-SPEED_COLUMNS = ["kernel", "shape", "us", "peer", "peer us", "speedup", "roofline", "bound"]
-SPEED_NOTES = {
-    "us": "medians of replays of a CUDA graph, from a cold L2 cache, in turns with the peer",
-    "speedup": "the peer's time over the kernel's, in the median turn",
-    "roofline": "the least time that the copy (of inputs read once and results written once) and"
-    " the product allow, over the time taken; a few us are mostly the empty call, and results that"
-    " stay in the cache can take less",
-}
-
-
-def speed_rows(timing: TimingReport) -> Iterable[list[str]]:
-    """Return a table of speeds, with a row for each kernel that was not timed."""
-    for r in timing.timings:
-        against = [r.peer, f"{r.peer_us:.1f}", f"{r.ratio:.2f}"] if r.peer else [""] * 3
-        yield [r.kernel, r.shape, f"{r.us:.1f}", *against, f"{r.share:.0%}", r.bound]
-    for kernel, reason in timing.not_timed.items():
-        yield [kernel, f"not timed: {reason}", *[""] * 6]
-
-
-def roofline_text(roofline: Roofline) -> str:
-    """Format the measured bandwidth and throughput of the machine as one line."""
-    return (
-        f"copy {roofline.bytes_per_second / 1e12:.2f} TB/s,"
-        f" bf16 product {roofline.flops_per_second / 1e12:.0f} TFLOP/s,"
-        f" empty call {roofline.launch_us:.1f} us"
-    )
-
-
-def _worst_figures(group: list[Any]) -> list[str]:
-    largest, relative = (
-        worst(getattr(result, name) for result in group) for name in ("max_error", "relative_error")
-    )
-    return [number(largest), number(relative), f"{min(result.cosine for result in group):.9f}"]
 
 
 def verdict(results: list[Any]) -> str:
     """Return `pass` if all results passed, else `FAIL`."""
     return "pass" if all(result.passed for result in results) else "FAIL"
-
-
-def _failure_rows(ledger: Ledger) -> list[list[str]]:
-    return [[f.item, f.label, f.found, f"`{f.command}`"] for f in ledger.failures]
-
-
-def _shape_lines(ledger: Ledger) -> Iterable[str]:
-    for (kernel, kind), group in grouped(ledger.kernels, "kernel", "kind"):
-        shapes = dict.fromkeys(shape for result in group for shape in result.shapes)
-        if not shapes:  # all of them are left out
-            continue
-        yield f"- {kernel}, {kind}: {'; '.join(shapes)}"
 
 
 def grouped(results: Iterable[Any], *names: str) -> list[tuple[tuple, list[Any]]]:
@@ -427,22 +314,3 @@ def grouped(results: Iterable[Any], *names: str) -> list[tuple[tuple, list[Any]]
     for result in results:
         groups.setdefault(tuple(getattr(result, name) for name in names), []).append(result)
     return list(groups.items())
-
-
-def _notes(methods: dict[str, str], results: tuple[Any, ...], name: str) -> list[str]:
-    """Explain the methods and the gates that occur in some results."""
-    used = dict.fromkeys(getattr(result, name) for result in results)
-    gates = dict.fromkeys((result.gate, result.reason) for result in results)
-    return [
-        *(f"- {key}: {methods[key]}" for key in used),
-        *(f"- gate `{gate}`: {reason}" for gate, reason in gates),
-    ]
-
-
-def _section(title: str, columns: list[str], rows: Iterable[list[str]]) -> list[str]:
-    rows = list(rows)
-    if not rows:
-        return []
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    table = [columns, ["---"] * len(columns), *rows]
-    return ["", f"## {title}", "", *(f"| {' | '.join(row)} |" for row in table), ""]

@@ -1,8 +1,6 @@
 """Models that are compared with their references: small ones of all parts, and the presets."""
 
 from dataclasses import replace
-from functools import cache
-from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from arbcli.families.ahead.config import AheadConfig
 from arbcli.families.compressed.config import CompressedAttentionConfig
 from arbcli.families.compressed.presets import compressed
 from arbcli.families.experts.config import ExpertsConfig
-from arbcli.families.experts.weight import ExpertWeight
 from arbcli.families.graph.presets import graph
 from arbcli.families.hnet.config import ChunkingConfig
 from arbcli.families.hnet.presets import hnet
@@ -25,7 +22,6 @@ from arbcli.families.latent.config import LatentAttentionConfig
 from arbcli.families.mamba.config import MambaConfig
 from arbcli.families.media.config import CompositeConfig
 from arbcli.model.build import build_model
-from arbcli.model.layers.linear import LinearWeight
 
 RAGGED = dense(dim=36, layers=2, heads=2, ffn=50, ctx=6)
 """A model whose sizes 5, 32 and 160 do not divide, small enough for the interpreter."""
@@ -159,30 +155,14 @@ FULL_SIZE = {name: preset(name) for name in PRESETS} | {
     "arb-tiny with all parts": preset("arb-tiny", moe=True, graph=True, memgram=True)
 }
 """Models that are also compared on a GPU, at their full width."""
+LARGEST = ("1b", "arb-deep", "arb-tiny with all parts", "hnet-two-stage")
+"""One of each family, which a GPU compares in bf16, as it is trained."""
 BYTES_OF_REFERENCE = 48
 """Memory per weight: weight and gradient in float64, the kernels' gradient, and temporaries."""
 LAYERS = 2
 """Number of blocks of a list that are compared at full size, besides later ones of other kinds."""
-LONGEST, SHORTEST = 2048, 8
+LONGEST, SHORTEST = 512, 8
 """Maximum contexts at full size, the shorter one for models that score all rows of a codebook."""
-LARGE = 2**14
-MULTIPLIED = ("blocks.", "byte_mlp.", "head.")
-"""Minimum size and parts of the matrices whose shapes kernels are checked with."""
-
-
-@cache
-def matrix_shapes() -> tuple[tuple[int, int], ...]:
-    """List the (N, K) of larger matrices of presets: of innermost blocks, of experts, of heads."""
-    shapes: dict[tuple[int, int], None] = {}
-    for config in FULL_SIZE.values():
-        with torch.device("meta"):
-            weights = build_model(config).packed_tensors()
-        for name, weight in weights.items():
-            shape = weight.out_features // weight.matrices, weight.in_features
-            linear = isinstance(weight, LinearWeight) and name.startswith(MULTIPLIED)
-            if prod(shape) >= LARGE and (linear or isinstance(weight, ExpertWeight)):
-                shapes[shape] = None
-    return tuple(shapes)
 
 
 def has_mamba(config: ModelConfig) -> bool:
@@ -219,15 +199,9 @@ def shortened(config: ModelConfig) -> ModelConfig:
     return replace(config, ctx=min(config.ctx, longest), stages=tuple(stages))
 
 
-def fitting_dtypes(config: ModelConfig, device: torch.device) -> tuple[torch.dtype, ...]:
-    """Return the dtypes in which a GPU has memory for the reference of a model.
-
-    Processes share the memory: a large model is only compared in bf16, as it is trained.
-    """
+def fits(config: ModelConfig, device: torch.device) -> bool:
+    """Return whether a GPU has memory for the reference of a model, next to that of another one."""
     with torch.device("meta"):
         model = build_model(config)
-    needed = BYTES_OF_REFERENCE * model.num_weights
     memory = torch.cuda.get_device_properties(device).total_memory
-    if 10 * needed < memory:
-        return torch.float32, torch.bfloat16
-    return (torch.bfloat16,) if 2 * needed < memory else ()
+    return 2 * BYTES_OF_REFERENCE * model.num_weights < memory

@@ -48,8 +48,7 @@ from arbcli.verify.reference import (
     named_blocks,
     reference_loss,
 )
-from arbcli.verify.sample import DEFAULT_SCALE_TYPE
-from arbcli.verify.subjects import ParityResult, Subject, all_subjects, sampled_subjects
+from arbcli.verify.subjects import ParityResult, Subject
 from arbcli.verify.update_reference import (
     reference_direction,
     reference_rate,
@@ -61,7 +60,6 @@ from arbcli.verify.update_reference import (
 )
 from arbcli.verify.variants import compiled_share, general_launches
 from arbcli.verify.verification import EXACT, Gate
-from arbcli.verify.workers import JobDone, Workers
 
 CHECKS = {
     "output": "every block's output, on the input that the kernels gave it, against float64; that"
@@ -82,11 +80,9 @@ CHECKS = {
 
 
 OF_MANY_KERNELS = ("arb-deep", "mixed", "graph", "hnet-two-stage", "arb-tiny with all parts", "1b")
-"""Models for which several processes compile before any is compared, the longest first."""
+"""Models for which several processes compile before any is compared."""
 SHARES = 4
 """Number of processes that share this compilation."""
-AHEAD, LAST = 1, 3
-"""Priorities of the compilation for models, and of models, among those of kernels."""
 FEW = 32
 """Maximum number of positions of which each is changed to test causality; of more, two are."""
 LR = 2.0
@@ -95,73 +91,39 @@ DECAY = 4.0
 """Weight decay of compared updates, which shrinks weights by a sixteenth in a step."""
 
 
-def check_parity(*args: Any, **kwargs: Any) -> tuple[ParityResult, ...]:
-    """Compare models with their references, and wait for the results; see `begin_parity`."""
-    return begin_parity(*args, **kwargs)()
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """A share of what a GPU compiles for a model, ahead of its comparison."""
+
+    subject: Subject
+    index: int
+    """Index among the `SHARES`."""
 
 
-def begin_parity(
-    device: torch.device,
-    backends: Iterable[str],
-    group_sizes: Mapping[str, int],
-    workers: Workers | None = None,
-    progress: Callable[[JobDone], None] = lambda _: None,
-    *,
-    sampled: bool = False,
-) -> Callable[[], tuple[ParityResult, ...]]:
-    """Begin to compare models with their references, in poisoned memory.
-
-    Args:
-        device: device to run on. On a GPU the presets are compared too, in bf16 and float32.
-        backends: backends of the kernels.
-        group_sizes: scale types of the ragged model; presets have their own. Causality and
-            determinism are checked with the default one, if it is among them, or the first.
-        workers: processes that share the work; None is this one.
-        progress: called for each finished part, with its results.
-        sampled: whether to compare a sample. GPU: the presets `LARGEST` in bf16, and small models
-            in float32 with the scale types `ALWAYS` (backend torch: `FEW_MODELS` with one). CPU:
-            the scale types `ALWAYS`. Interpreter: one scale type, whole models only, and one
-            direction for each rule.
-
-    Returns:
-        A function that waits for the results and returns them.
-    """
-    scale_types = sorted(group_sizes, key=lambda name: name != DEFAULT_SCALE_TYPE)
-    subjects = all_subjects(device, tuple(backends), scale_types)
-    if sampled:
-        subjects = sampled_subjects(subjects, scale_types)
-    jobs = [(s.name, s.backend, s) for s in subjects]
-    workers = workers or Workers()
-    workers.begin_ahead((call for job in jobs for call in _ahead(job)), AHEAD)
-    batch = workers.begin(_check, jobs, progress, turn=lambda _: LAST)
-    return lambda: (
-        *_rotary(device),
-        *(result for results in workers.finish(batch) for result in results),
-    )
+def compilations(subjects: Iterable[Subject]) -> list[Compilation]:
+    """List the shares of the models of many kernels, which one process would compile for long."""
+    return [
+        Compilation(subject, index)
+        for subject in subjects
+        if subject.backend == "triton" and subject.name.split(" T")[0] in OF_MANY_KERNELS
+        for index in range(SHARES)
+    ]
 
 
-def _ahead(job: tuple) -> Iterator[tuple]:
-    """Yield calls that compile shares of a model of many kernels."""
-    _, backend, subject = job
-    if backend == "triton" and subject.name.split(" T")[0] in OF_MANY_KERNELS:
-        for index in range(SHARES):
-            yield _compile_share, subject.name, index, subject
-
-
-def _compile_share(_name: str, index: int, subject: Subject) -> None:
+def compile_share(share: Compilation) -> None:
     """Compile a share of a model's kernels, by a step on tensors without memory."""
-    device = subject.device
+    subject, device = share.subject, share.subject.device
     with ExitStack() as stack:
         stack.enter_context(suppress(Exception))  # checks will tell what is wrong
         stack.enter_context(compile_for(*gpu_of(device)))
         stack.enter_context(without_memory(device))
-        stack.enter_context(compiled_share(index, SHARES, generally=subject.generally))
+        stack.enter_context(compiled_share(share.index, SHARES, generally=subject.generally))
         stack.enter_context(use_backend(subject.backend))
         with torch.device(device):
             model = build_model(subject.config, subject.dtype)
         updater = Updater(model.packed_tensors().values(), 3, subject.dtype)
         # those that are compared make no step
-        _hand_gradients(updater.tensors, updater if "bits" in subject.parts else _ignore)
+        _hand_gradients(updater.tensors, updater if "bits" in subject.checks else _ignore)
         updater.begin(0, LR)
         ids = torch.zeros((subject.batch, subject.config.ctx), dtype=torch.int64, device=device)
         _total(model.losses(ids, ids)).backward()
@@ -177,14 +139,14 @@ def _hand_gradients(tensors: Iterable[TernaryTensor], sink: GradientSink) -> Non
 def _ignore(*_: object) -> None: ...
 
 
-def _check(_name: str, _backend: str, subject: Subject) -> list[ParityResult]:
-    """Run all checks of a subject."""
+def check_model(subject: Subject) -> list[ParityResult]:
+    """Compare a model with its reference, in poisoned memory, by the checks of the subject."""
     launches = general_launches() if subject.generally else nullcontext()
     with deterministic(), poisoned(warn_only=False), launches:
-        if "update" in subject.parts:
+        if "update" in subject.checks:
             return list(_votes(subject) if subject.config.rule == "votes" else _update(subject))
-        results = list(_compare(subject))
-        if "bits" in subject.parts:
+        results = list(_compare(subject)) if {"blocks", "whole"} & {*subject.checks} else []
+        if "bits" in subject.checks:
             if not subject.config.is_masked:
                 results += _causality(subject)
             results += _determinism(subject)
@@ -254,22 +216,22 @@ def trace(subject: Subject, model: LanguageModel, *, watched: bool = False) -> T
         watched: whether to record inputs and outputs of blocks; a block whose output is recorded
             adds it to the stream itself, instead of the next block.
     """
-    found, handles = Trace(), []
+    traced, handles = Trace(), []
 
     def enter(name: str, _module: nn.Module, given: tuple) -> tuple:
-        found.inputs[name] = given[0].view_as(given[0])
-        found.inputs[name].retain_grad()
-        return found.inputs[name], *given[1:]
+        traced.inputs[name] = given[0].view_as(given[0])
+        traced.inputs[name].retain_grad()
+        return traced.inputs[name], *given[1:]
 
     def leave(
         name: str, _module: nn.Module, _given: tuple, output: Tensor | tuple[Tensor, ...]
     ) -> None:
-        found.outputs[name] = output if isinstance(output, Tensor) else output[0]
-        found.outputs[name].retain_grad()
+        traced.outputs[name] = output if isinstance(output, Tensor) else output[0]
+        traced.outputs[name].retain_grad()
 
     def add(tensor: TernaryTensor, *handed: Any) -> None:
         name, dense = names[id(tensor)], dense_gradient(tensor, *handed)
-        found.gradients[name] = found.gradients.get(name, 0) + dense
+        traced.gradients[name] = traced.gradients.get(name, 0) + dense
 
     weights = model.packed_tensors()
     names = {id(tensor): name for name, tensor in weights.items()}
@@ -281,28 +243,28 @@ def trace(subject: Subject, model: LanguageModel, *, watched: bool = False) -> T
     for name in ("embedding", *blocks, "head"):
         handles.append(parts[name].register_forward_hook(partial(leave, name)))
     masks = subject.masks
-    with use_backend(subject.backend), _noted(model, subject.batch) as found.choices:
+    with use_backend(subject.backend), _noted(model, subject.batch) as traced.choices:
         keys = torch.tensor(masks.keys if masks else [], dtype=torch.int32, device=subject.device)
         dropout = Dropout(keys, masks.rate) if masks else None
         losses = model.losses(*subject.bytes(), dropout=dropout)
         _total(losses).backward()
     for handle in handles:
         handle.remove()
-    found.losses = {name: loss.detach() for name, loss in losses.items()}
-    return found
+    traced.losses = {name: loss.detach() for name, loss in losses.items()}
+    return traced
 
 
 @contextmanager
 def _noted(model: LanguageModel, batch: int) -> Iterator[Choices]:
     """Record the choices of a model's parts in a forward of a batch."""
-    found, handles, indexers = Choices(), [], []
+    choices, handles, indexers = Choices(), [], []
 
     def note(name: str, choose: Callable[..., Tensor], *given: Any) -> None:
         chosen = choose(*given)
-        found.made.setdefault(name, []).append(chosen.view(batch, -1, *chosen.shape[1:]))
+        choices.made.setdefault(name, []).append(chosen.view(batch, -1, *chosen.shape[1:]))
 
     def note_rows(name: str, heads: int, _table: nn.Module, given: tuple) -> None:
-        if name not in found.made:  # a graph reads rows, too, after its codebook
+        if name not in choices.made:  # a graph reads rows, too, after its codebook
             note(name, lambda: given[0].view(-1, heads, given[0].shape[1]))
 
     def note_entries(
@@ -310,7 +272,7 @@ def _noted(model: LanguageModel, batch: int) -> Iterator[Choices]:
     ) -> Tensor:
         q, _, keys = (part.double() for part in given[:3])
         entries = choose(*given, **options)
-        found.made[name] = [entries, torch.einsum("bnhd,bjd->bnhj", q, keys) > 0]
+        choices.made[name] = [entries, torch.einsum("bnhd,bjd->bnhj", q, keys) > 0]
         return entries
 
     of_outputs = {
@@ -323,15 +285,15 @@ def _noted(model: LanguageModel, batch: int) -> Iterator[Choices]:
         if choose := of_outputs.get(type(part)):
             handles.append(part.register_forward_hook(partial(note, name, choose)))
         elif type(part) is codebook.Codebook:
-            own = partial(note_rows, name, part.heads)
-            handles.append(part.table.register_forward_pre_hook(own))
+            note_table = partial(note_rows, name, part.heads)
+            handles.append(part.table.register_forward_pre_hook(note_table))
         elif type(part) is compressed_attention.Indexer:
             part.choose = partial(  # type: ignore[method-assign]
                 note_entries, name, part.choose
             )
             indexers.append(part)
     try:
-        yield found
+        yield choices
     finally:
         for handle in handles:
             handle.remove()
@@ -352,28 +314,28 @@ def _compare(subject: Subject) -> Iterator[ParityResult]:
     leaves = {name: w.requires_grad_() for name, w in weights.items() if not tensors[name].frozen}
     memories = {name: buffer.to(home) for name, buffer in model.named_buffers()}
     reference = Reference(weights, subject.config, memories=memories, masks=subject.masks)
-    at_home, in_blocks = replace(subject, device=home), "blocks" in subject.parts
-    if "whole" in subject.parts or (in_blocks and subject.dtype == torch.float32):
+    at_home, in_blocks = replace(subject, device=home), "blocks" in subject.checks
+    if "whole" in subject.checks or (in_blocks and subject.dtype == torch.float32):
         yield from _end_to_end(at_home, trace(subject, model).moved(home), reference, leaves)
     if in_blocks:
-        found = trace(subject, model, watched=True).moved(home)
-        yield from _blocks(at_home, found, reference, leaves)
+        traced = trace(subject, model, watched=True).moved(home)
+        yield from _blocks(at_home, traced, reference, leaves)
 
 
 def _end_to_end(
-    subject: Subject, found: Trace, reference: Reference, leaves: dict[str, Tensor]
+    subject: Subject, traced: Trace, reference: Reference, leaves: dict[str, Tensor]
 ) -> Iterator[ParityResult]:
     """Compare logits, losses, choices, and the gradients of the weights that are trained.
 
     Args:
         subject: subject of the comparison.
-        found: values in the real model.
+        traced: values in the real model.
         reference: reference of the model.
         leaves: its weights that are trained, by name.
     """
-    whole, gate = "whole" in subject.parts, subject.gate_of_depth
+    whole, gate = "whole" in subject.checks, subject.gate_of_depth
     ids, targets = subject.bytes()
-    reference.choices = choices = found.choices
+    reference.choices = choices = traced.choices
     with torch.set_grad_enabled(whole):
         logits, losses = reference(ids)
         of_text = masked_reference_loss if subject.config.is_masked else reference_loss
@@ -384,8 +346,8 @@ def _end_to_end(
     pairs = {
         "scores of choices": choices.scores,
         "products above 0": choices.products,
-        "logits": [(found.outputs["head"], logits)],
-    } | {f"{name} loss": [(found.losses[name], losses[name])] for name in losses | found.losses}
+        "logits": [(traced.outputs["head"], logits)],
+    } | {f"{name} loss": [(traced.losses[name], losses[name])] for name in losses | traced.losses}
     for name, every in pairs.items():
         if every:
             got, wanted = (torch.cat([x.flatten() for x in xs]) for xs in zip(*every, strict=True))
@@ -393,46 +355,51 @@ def _end_to_end(
     if whole:
         grads = torch.autograd.grad(_total(losses), [*leaves.values()])
         for name, grad in zip(leaves, grads, strict=True):
-            yield subject.result("whole gradient", name, found.gradients[name], grad, gate)
+            yield subject.result("whole gradient", name, traced.gradients[name], grad, gate)
 
 
 def _blocks(
-    subject: Subject, found: Trace, reference: Reference, leaves: dict[str, Tensor]
+    subject: Subject, traced: Trace, reference: Reference, leaves: dict[str, Tensor]
 ) -> Iterator[ParityResult]:
     """Compare embedding, blocks and head, each on the inputs that the kernels computed.
 
     Args:
         subject: subject of the comparison.
-        found: values in the real model, watched.
+        traced: values in the real model, watched.
         reference: reference of the model.
         leaves: its weights that are trained, by name.
     """
     config, rows = subject.config, range(subject.batch)
-    reference.choices = found.choices
+    reference.choices = traced.choices
     with torch.no_grad():  # where chunks begin, and how many parts have a loss
         reference(subject.bytes()[0])
 
     def compare(
-        name: str, got: Tensor, grad: Tensor, wanted: Tensor, own: dict, besides: Tensor | float = 0
+        name: str,
+        got: Tensor,
+        grad: Tensor,
+        wanted: Tensor,
+        tensors: dict,
+        besides: Tensor | float = 0,
     ) -> Iterator[ParityResult]:
         """Compare an output, and the gradients of leaves for a gradient of it."""
         yield subject.result("output", name, got, wanted, subject.gate)
         objective = (wanted * grad.double()).sum() + besides
-        grads = torch.autograd.grad(objective, [leaf for leaf, _ in own.values()])
-        for (key, (_, of_kernels)), exact in zip(own.items(), grads, strict=True):
+        grads = torch.autograd.grad(objective, [leaf for leaf, _ in tensors.values()])
+        for (key, (_, of_kernels)), exact in zip(tensors.items(), grads, strict=True):
             yield subject.result("gradient", key, of_kernels, exact, subject.gate)
 
     def within(*prefixes: str) -> dict[str, tuple[Tensor, Tensor]]:
         chosen = (name for name in leaves if name.startswith(prefixes))
-        return {name: (leaves[name], found.gradients[name]) for name in chosen}
+        return {name: (leaves[name], traced.gradients[name]) for name in chosen}
 
-    got = found.outputs["embedding"]
+    got = traced.outputs["embedding"]
     wanted = leaves["embedding.weight"][subject.bytes()[0]]
     yield from compare("embedding", got, _gradient(got), wanted, within("embedding."))
     terms, last = reference.terms, None
     for name, stage, block in named_blocks(config):
         counts = [len(reference.places[stage, row]) for row in rows]
-        x, y = found.inputs[name], found.outputs[name]
+        x, y = traced.inputs[name], traced.outputs[name]
         # slots without a chunk are left out
         source, of_x, got, grad = (
             torch.cat([part[row, :count] for row, count in enumerate(counts)])
@@ -448,7 +415,7 @@ def _blocks(
     memories = config.main.memories
     after_blocks = config.main.router or (memories and memories.place == config.layers)
     if last and last[1] == 0 and not after_blocks:  # what the head reads is the last block's
-        y, got = last[0], found.outputs["head"]
+        y, got = last[0], traced.outputs["head"]
         source = y.detach().double().requires_grad_()
         x = source.mean(dim=2) if source.dim() == 4 else source
         wanted = torch.stack([reference.head(x[row], row) for row in rows])
@@ -493,14 +460,15 @@ def _determinism(subject: Subject) -> Iterator[ParityResult]:
             losses = model.losses(*subject.bytes())
             _total(losses).backward()
             model.after_step()
-        found = [loss.detach() for loss in losses.values()]
-        runs.append([*found, *model.state_dict().values()])
+        loss_values = [loss.detach() for loss in losses.values()]
+        runs.append([*loss_values, *model.state_dict().values()])
     differing = torch.stack([(a != b).sum() for a, b in zip(*runs, strict=True)])
     zeros = torch.zeros_like(differing)
     yield subject.result("determinism", "loss and state", differing, zeros, EXACT)
 
 
-def _rotary(device: torch.device) -> Iterator[ParityResult]:
+def check_rotary(device: torch.device) -> Iterator[ParityResult]:
+    """Check the rotary tables of all presets."""
     generator = torch.Generator(device).manual_seed(5)
     bits = Gate(relative=1e-6, reason="float32; in bf16 it would be off by 0.4 %")
     for name, config in {"ragged": RAGGED, **FULL_SIZE}.items():

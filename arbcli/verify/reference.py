@@ -216,9 +216,9 @@ class Reference:
         each = torch.stack([self.each[row] for row in range(len(targets))])
         losses = {}
         for number, name in enumerate(KINDS):
-            own = targets // BYTES == number
-            logs = each[:, :, number][own]
-            losses[f"of_{name}"] = -_mean(logs.gather(1, targets[own][:, None] % BYTES))
+            of_kind = targets // BYTES == number
+            logs = each[:, :, number][of_kind]
+            losses[f"of_{name}"] = -_mean(logs.gather(1, targets[of_kind][:, None] % BYTES))
         return losses
 
     def ahead(self, x: Tensor, row: int) -> None:
@@ -266,8 +266,8 @@ class Reference:
         x = self._list("blocks", index, stage.blocks[:place], x, row)
         if stage.memories:
             reading = self._reading("", index, row, stage.memories)
-            x, found = memories(self.weights, x, reading)
-            taps += found
+            x, outputs = memories(self.weights, x, reading)
+            taps += outputs
         x = self._list("blocks", index, stage.blocks[place:], x, row, place)
         return router(under(self.weights, "router"), [x, *taps]) if stage.router else x
 
@@ -315,8 +315,8 @@ def named_blocks(config: ModelConfig) -> Iterator[tuple[str, int, BlockConfig]]:
 
 def masked_reference_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Average the cross-entropy of hidden bytes of each text, those that are not -1, over texts."""
-    each = zip(logits, targets, strict=True)
-    hidden = [(row[of >= 0], of[of >= 0]) for row, of in each]
+    rows = zip(logits, targets, strict=True)
+    hidden = [(row[of >= 0], of[of >= 0]) for row, of in rows]
     return torch.stack([reference_loss(row, of) for row, of in hidden]).mean()
 
 

@@ -13,15 +13,21 @@ from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import HAS_TRITON
 from arbcli.kernels.runtime.device import resolve_device
-from arbcli.verify.check_kernels import Checks, KernelResult, begin_kernels, find_kernels
+from arbcli.verify.check_kernels import (
+    KernelJob,
+    KernelResult,
+    check_kernel,
+    find_kernels,
+    kernel_jobs,
+)
 from arbcli.verify.compile_ahead import CompileResult, compile_kernels, find_targets
 from arbcli.verify.ledger import Ledger, new_ledger, verdict
-from arbcli.verify.models import LONGEST, SHORTEST, matrix_shapes
-from arbcli.verify.parity import begin_parity
-from arbcli.verify.sample import ALWAYS, DEFAULT_SCALE_TYPE, IN_TRITON
-from arbcli.verify.subjects import FEW_MODELS, INTERPRETED, LARGEST, SAMPLED_CTX, ParityResult
+from arbcli.verify.models import LARGEST, LONGEST
+from arbcli.verify.parity import check_model, check_rotary, compilations, compile_share
+from arbcli.verify.scale_types import ALWAYS, DEFAULT_SCALE_TYPE, IN_TRITON
+from arbcli.verify.subjects import AS_TRAINED, FEW_MODELS, ParityResult, Subject, all_subjects
 from arbcli.verify.timing import Stopwatch, TimingReport, check_timeable, time_kernels
-from arbcli.verify.workers import JobDone, Workers
+from arbcli.verify.workers import Job, Workers
 
 GPU_PROCESSES = 32
 """The most processes that share a GPU; each takes memory of it."""
@@ -46,9 +52,9 @@ class VerifyRequest:
     device: str | None = None
     """None is the GPU if there is one."""
     backend: str | None = None
-    """None is every one that runs on the device; one that is named is not sampled."""
+    """None is every one that runs on the device; one that is named runs all cases."""
     exhaustive: bool = False
-    """Whether all is checked, and no sample."""
+    """Whether kernels in Triton run all cases in all scale types."""
 
     @property
     def scale_types(self) -> dict[str, int]:
@@ -68,13 +74,15 @@ class VerifyRequest:
 
 
 @dataclass(slots=True)
-class _Found:
+class Results:
     """Results so far."""
 
     kernels: list[KernelResult] = field(default_factory=list)
     parity: list[ParityResult] = field(default_factory=list)
     compiled: list[CompileResult] = field(default_factory=list)
     timing: TimingReport | None = None
+    missing: dict[int, str] = field(default_factory=dict)
+    """Titles of the checks that are not done, by the index of the job."""
 
 
 def verify(request: VerifyRequest, show: Callable[[str], None] = lambda _: None) -> Ledger:
@@ -94,30 +102,40 @@ def verify(request: VerifyRequest, show: Callable[[str], None] = lambda _: None)
     targets = find_targets(request.targets) if request.targets else []
     if request.timed:
         check_timeable(device, backends)
-    found, interrupted, started = _Found(), None, time.perf_counter()
+    results, interrupted, started = Results(), None, time.perf_counter()
     try:
         with RaisedSignal():
-            _check(request, device, backends, targets, found, show)
+            _check(request, device, backends, results, show)
+            group_size = SCALE_TYPES[request.scale_type or DEFAULT_SCALE_TYPE]
+            if request.timed:  # when the other processes are gone
+                results.timing = time_kernels(results.kernels, Stopwatch(device), group_size, show)
+            if targets:
+
+                def compiled(result: CompileResult) -> None:
+                    results.compiled.append(result)
+                    show(f"compiled  {result.kernel} {result.target}  {verdict([result])}")
+
+                compile_kernels(request.names, targets, group_size, os.cpu_count() or 1, compiled)
     except Interrupted as signal:
         interrupted = signal.name
-    left_out = [
-        *(_not_reached(request, found, interrupted) if interrupted else ()),
-        *_of_kernels(request),
-        *_not_drawn(found),
+    missing = dict.fromkeys(results.missing.values())
+    not_verified = [
+        *([f"stopped by {interrupted} before these checks: {', '.join(missing)}"] * bool(missing)),
+        *(f"{spec.name}: {item}" for spec in find_kernels(request.names)
+          for item in spec.not_verified),
         *_left_out(request, device, backends),
-    ]
-    seconds = time.perf_counter() - started
+    ]  # fmt: skip
     return new_ledger(
-        device,
-        request.scale_types,
-        tuple(found.kernels),
-        tuple(found.parity),
-        tuple(found.compiled),
-        left_out,
-        seconds,
-        found.timing,
-        interrupted,
-        tuple(_sampled(request, backends, found)),
+        device=device,
+        scale_types=tuple(request.scale_types),
+        kernels=tuple(results.kernels),
+        parity=tuple(results.parity),
+        compiled=tuple(results.compiled),
+        not_verified=tuple(not_verified),
+        seconds=round(time.perf_counter() - started, 1),
+        timing=results.timing,
+        interrupted=interrupted,
+        sampled=tuple(_sampled(request, backends, results.kernels)),
     )
 
 
@@ -125,55 +143,52 @@ def _check(
     request: VerifyRequest,
     device: torch.device,
     backends: tuple[str, ...],
-    targets: list[str],
-    found: _Found,
+    results: Results,
     show: Callable[[str], None],
 ) -> None:
-    """Run the checks, and store the results of each finished part in `found`."""
+    """Compare kernels and models with their references, in one queue of processes."""
+    kernels = kernel_jobs(
+        request.names, request.scale_types, device, backends,
+        fuzz=request.fuzz, seed=request.seed, sampled=request.sampled,
+    )  # fmt: skip
+    subjects = []
+    if request.whole_model:
+        subjects = list(all_subjects(device, backends, request.scale_types))
+    jobs: list[Job] = [
+        *((compile_share, share) for share in compilations(subjects)),
+        *((check_kernel, job) for job in kernels),
+        *((check_model, subject) for subject in subjects),
+    ]
+    results.missing = {
+        index: argument.title
+        for index, (_, argument) in enumerate(jobs)
+        if isinstance(argument, KernelJob | Subject)
+    }
+    total, kernel_results = len(results.missing), {}
 
-    def keep(title: str, results: list) -> Callable[[JobDone], None]:
-        def done(job: JobDone) -> None:
-            of_job = job.result if isinstance(job.result, list) else [job.result]
-            results.extend(of_job)
-            show(f"{title}  {job.number}/{job.total}  {job.name}  {verdict(of_job)}")
+    def done(index: int, result: list) -> None:
+        if index not in results.missing:  # it compiled ahead
+            return
+        title = results.missing.pop(index)
+        if isinstance(jobs[index][1], KernelJob):
+            kernel_results[index] = result
+            ordered = sorted(kernel_results.items())
+            results.kernels = [result for _, of_job in ordered for result in of_job]
+        else:
+            results.parity += result
+        show(f"verified  {total - len(results.missing)}/{total}  {title}  {verdict(result)}")
 
-        return done
-
-    names, scale_types = request.names, request.scale_types
-    group_size = SCALE_TYPES[request.scale_type or DEFAULT_SCALE_TYPE]  # compiled ahead and timed
-    with Workers(1 if names else _num_workers(device)) as workers:
-        if "triton" in backends:  # they take their time, and nearly always there is work
-            workers.start(_load)
-        shapes = matrix_shapes() if "triton" in backends else ()
-        checks = Checks(shapes, request.fuzz, request.seed, request.sampled)
-        progress = keep("kernels", found.kernels)
-        kernels = begin_kernels(names, scale_types, device, backends, checks, workers, progress)
-        if request.whole_model:  # its jobs follow in the same queue
-            progress = keep("model", found.parity)
-            model = begin_parity(
-                device, backends, scale_types, workers, progress, sampled=request.sampled
-            )
-        found.kernels = list(kernels().kernels)  # in the order of the kernels
-        if request.whole_model:
-            found.parity = list(model())
-    if request.timed:  # when the other processes are gone
-        found.timing = time_kernels(found.kernels, Stopwatch(device), group_size, show)
-    if targets:
-        progress = keep("compiled", found.compiled)
-        number = os.cpu_count() or 1
-        found.compiled = list(compile_kernels(names, targets, group_size, number, progress))
-
-
-def _load() -> None:
-    """Import this module in a process, and leave the next such call to another process."""
-    time.sleep(0.1)
+    with Workers(1 if request.names else _num_workers(device)) as workers:
+        workers.run(jobs, done)
+    if request.whole_model:
+        results.parity += check_rotary(device)
 
 
 def _backends(device: torch.device) -> tuple[str, ...]:
     """Return the backends that run on a device, each with code of its own."""
-    found = ["triton" if device.type == "cuda" else "interpreter"] if HAS_TRITON else []
-    own_loops = device.type == "cpu" and native.available()
-    return (*found, "torch", *(["native"] if own_loops else []))
+    in_triton = ["triton" if device.type == "cuda" else "interpreter"] if HAS_TRITON else []
+    has_loops = device.type == "cpu" and native.available()
+    return (*in_triton, "torch", *(["native"] if has_loops else []))
 
 
 def _num_workers(device: torch.device) -> int:
@@ -184,84 +199,33 @@ def _num_workers(device: torch.device) -> int:
     return max(1, min(cores, GPU_PROCESSES, torch.cuda.mem_get_info(device)[0] >> 32))
 
 
-def _not_reached(request: VerifyRequest, found: _Found, signal: str) -> Iterable[str]:
-    """Return the parts that an interrupted run did not finish."""
-    done = {(result.kernel, result.scale_type) for result in found.kernels}
-    missing = [
-        f"{spec.name} {scale_type}" if scale_type else spec.name
-        for spec in find_kernels(request.names)
-        for scale_type in (request.scale_types if spec.uses_scales else (None,))
-        if (spec.name, scale_type) not in done
-    ]
-    if missing:
-        yield f"stopped by {signal} before these kernels were done: {', '.join(missing)}"
-    if request.whole_model:
-        yield f"stopped by {signal} after {len(found.parity)} comparisons of the whole model"
-    if request.timed and found.timing is None:
-        yield f"stopped by {signal} before the kernels were timed"
-    if request.targets:
-        yield f"stopped by {signal} after {len(found.compiled)} kernels were compiled ahead"
-
-
-def _of_kernels(request: VerifyRequest) -> Iterable[str]:
-    """Return the errors that no check of a kernel can detect, as kernels declare them."""
-    for spec in find_kernels(request.names):
-        yield from (f"{spec.name}: {item}" for item in spec.not_verified)
-
-
-def _sampled(request: VerifyRequest, backends: tuple[str, ...], found: _Found) -> Iterable[str]:
-    """State the sample that was checked, where it is not all."""
+def _sampled(
+    request: VerifyRequest, backends: tuple[str, ...], kernels: Iterable[KernelResult]
+) -> Iterable[str]:
+    """State what Triton left out, besides scale types that were not asked for."""
     if not (request.sampled and {*backends} & {*IN_TRITON}):
         return
     again = "all with `--exhaustive`"
-    names = [name for name in ALWAYS if name in request.scale_types]
-    both = " and ".join(names or request.scale_types)
-    in_triton = [result for result in found.kernels if result.backend in IN_TRITON]
+    in_triton = [result for result in kernels if result.backend in IN_TRITON]
     left_out = sum(result.left_out for result in in_triton)
     if left_out:
         cases = sum(len(result.shapes) for result in in_triton)
-        where = "in the interpreter"
-        if len(request.scale_types) > 1:
-            where += f", one of each kind in other types than {both}"
+        where = "in the interpreter: others take it a second each"
         if "triton" in backends:
-            where = (
-                "in Triton, and the same in torch: each type, switch and size of tiles of a kernel"
-                " is compiled, not each combination of them"
-            )
+            where = "in Triton: each type, switch and size of tiles is compiled, not each pair"
         yield f"{cases:,} of {cases + left_out:,} cases {where}; {again}"
     if len(request.scale_types) > 1:
-        met = {(result.kernel, result.scale_type) for result in in_triton}
-        types = sum(scale_type is not None for _, scale_type in met)
-        every = sum(bool(spec.uses_scales) for spec in find_kernels(request.names))
-        every *= len(request.scale_types)
-        if types < every:
-            also = " and torch" if {"triton", "torch"} <= {*backends} else ""
-            yield (
-                f"{types} of {every} pairs of kernel and scale type in Triton{also}:"
-                f" {' and '.join(ALWAYS)}, and one of each other path that a kernel takes; {again}"
-            )
-    if request.whole_model and "interpreter" in backends:
         yield (
-            f"models in the interpreter: {', '.join(FEW_MODELS)} in one scale type,"
-            f" from the bytes on, and each rule in one direction; in torch and in C all of them in"
-            f" {both}; {again}"
+            f"scale types in Triton: {' and '.join(ALWAYS)}, and one of each other path that a"
+            f" kernel takes; {again}"
         )
+    if request.whole_model and "interpreter" in backends:
+        yield f"models in the interpreter: ragged, {', '.join(FEW_MODELS)}, from the bytes on"
     elif request.whole_model:
         yield (
-            f"models: {', '.join(LARGEST)} in bf16, as they are trained, with up to {SAMPLED_CTX}"
-            f" bytes, and small ones in float32 and {both}, of kernels compiled for any number; in"
-            f" torch {', '.join(FEW_MODELS)} in one scale type; {again}"
+            f"models on a GPU: {', '.join(LARGEST)} in bf16, with up to {LONGEST} bytes, and small"
+            f" ones in float32; of kernels compiled for any number, but for {AS_TRAINED}"
         )
-
-
-def _not_drawn(found: _Found) -> Iterable[str]:
-    """Return the properties that random cases could have had, and never had."""
-    missing: dict[str, dict[str, None]] = {}
-    for result in found.kernels:
-        for what in result.drawn.never if result.drawn else ():
-            missing.setdefault(what, {})[result.kernel] = None
-    for what, kernels in missing.items():
-        yield f"random cases, {what}: none was drawn of {', '.join(kernels)}"
 
 
 def _left_out(
@@ -273,8 +237,8 @@ def _left_out(
         yield "bfloat16 in the kernels: Triton's interpreter computes it wrongly"
         yield "the real sizes of the presets: they need a GPU"
     if "native" not in backends:
-        asked = device.type != "cpu" or native.available()
-        yield f"the native backend: {'it was not asked for' if asked else native.why_not()}"
+        requested = device.type != "cpu" or native.available()
+        yield f"the native backend: {'it was not asked for' if requested else native.why_not()}"
     if "torch" not in backends:
         yield "the torch backend: another one was asked for"
     if request.names:
@@ -283,31 +247,12 @@ def _left_out(
         yield "the fixed cases, and the whole model: random cases were asked for"
     else:
         yield "blocks of a preset after its second that are like others: one stands for all"
-        yield "causality and determinism of small models in more than one scale type"
-        yield (
-            "Mamba in bf16 against float64: a gated output near 0 is normalised, and what was"
-            " rounded before is most of it"
-        )
+        yield "Mamba in bf16 against float64: a gated output near 0 is mostly rounding"
         if "triton" in backends:
             yield (
-                f"contexts of presets beyond {LONGEST:,} bytes, or {SHORTEST} where they have"
-                " codebooks: their references take minutes"
+                f"presets but {', '.join(LARGEST)}, and these where a GPU has less than 96 bytes"
+                " for each of their weights"
             )
-            yield (
-                "presets where a GPU has less than 96 bytes for each of their weights, and in"
-                " float32 less than 480: their references take as many"
-            )
-            yield "causality and determinism of presets with codebooks: small models stand for them"
-        if "interpreter" in backends:
-            yield (
-                f"small models but those of {', '.join(INTERPRETED)} in the interpreter, and"
-                " causality and determinism of these: they take minutes"
-            )
-    if "triton" in backends and len(request.scale_types) > 1 and not request.fuzz:
-        yield (
-            "matrices of the presets in each type and by each number of rows, in other scale types"
-            f" than {DEFAULT_SCALE_TYPE}: one of these each, in turn"
-        )
     missing = [name for name in SCALE_TYPES if name not in request.scale_types]
     if missing:
         yield f"scale types {', '.join(missing)}: `--all-tscale-types` was not given"
@@ -315,10 +260,6 @@ def _left_out(
         yield "whether kernels run on the GPUs that they were only compiled for"
     else:
         yield "compilation for other GPUs: `--targets` was not given"
-    yield (
-        "presets without codebooks from the bytes on, in bf16 or their gradients: blocks are"
-        " compared one by one there"
-    )
     yield "float baselines and their optimizers: they are torch's own"
     if not request.timed:
         yield "speed: `--time` was not given"

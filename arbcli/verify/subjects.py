@@ -1,7 +1,8 @@
 """Subjects of a comparison: a model on a device, in a dtype, by a backend, with a batch."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,21 +20,25 @@ from arbcli.model.layers.vector import VectorWeight
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import DIRECTION, RULES, WITH_DIGITS
 from arbcli.verify.compare import errors
-from arbcli.verify.models import FULL_SIZE, MODELS, RAGGED, fitting_dtypes, has_mamba, shortened
+from arbcli.verify.models import (
+    FULL_SIZE,
+    LARGEST,
+    MODELS,
+    RAGGED,
+    fits,
+    has_mamba,
+    shortened,
+)
 from arbcli.verify.reference import Masks, named_blocks
-from arbcli.verify.sample import ALWAYS, IN_TRITON
+from arbcli.verify.scale_types import ALWAYS
 from arbcli.verify.verification import Gate
 
-INTERPRETED = ("graph", "hnet", "compressed")
-"""Those of `FEW_MODELS` that take 10 s each in the interpreter."""
-FEW_MODELS = ("ragged", *INTERPRETED)
-"""Models that run in torch on a GPU by default."""
-LARGEST = ("1b", "arb-deep", "arb-tiny with all parts", "hnet-two-stage")
-"""One model of each family, compared on a GPU by default, with contexts up to `SAMPLED_CTX`."""
+FEW_MODELS = ("graph", "hnet", "compressed")
+"""Models that the interpreter compares, besides `RAGGED`; each takes it 10 s."""
+AS_TRAINED = "1b"
+"""The model whose kernels a GPU compiles for its sizes, as a training does."""
 DROPOUT = 0.25
 """Probability with which outputs are dropped in a compared model."""
-SAMPLED_CTX = 512
-"""Maximum context of these, as the time of a reference grows with its positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +72,17 @@ class Subject:
     dtype: torch.dtype
     device: torch.device
     backend: str
-    parts: tuple[str, ...] = ("blocks", "bits")
+    checks: tuple[str, ...] = ("blocks", "bits")
     """Kinds of checks: `blocks`, `whole` (gradient), `bits` (causality, determinism), `update`."""
     generally: bool = False
     """Whether to run the `general` kernels, see `arbcli.verify.variants`."""
     dropout: float = 0.0
     """Probability with which outputs of branches are dropped."""
+
+    @property
+    def title(self) -> str:
+        """Name of the subject in progress lines."""
+        return f"{self.name} {self.backend}"
 
     def build(self) -> LanguageModel:
         """Build the model, with random scales and filled memories.
@@ -202,97 +212,103 @@ def several_rules(digits: str) -> ModelConfig:
 
 
 def all_subjects(
-    device: torch.device, backends: tuple[str, ...], scale_types: Iterable[str]
+    device: torch.device, backends: Iterable[str], scale_types: Iterable[str]
 ) -> Iterator[Subject]:
-    """Yield all subjects on a device.
+    """Yield the subjects on a device.
+
+    Compiling and interpreting take long. So the interpreter compares `FEW_MODELS` from the bytes
+    on. A GPU compiles all models but `AS_TRAINED` for any number, and small ones in float32, whose
+    gates are the closer ones; torch, which a GPU uses on request, compares `FEW_MODELS` there.
 
     Args:
-        device: the device; on a GPU the presets are among the subjects.
+        device: the device; on a GPU the presets `LARGEST` are among the subjects.
         backends: backends of the kernels.
-        scale_types: scale types of the small models.
+        scale_types: scale types of the small models: those of `ALWAYS`, or the first.
     """
+    scale_types = list(scale_types)
+    first, *others = [name for name in ALWAYS if name in scale_types] or scale_types[:1]
     for backend in backends:
-        interpreted = backend == "interpreter"
-        # the interpreter computes wrongly in bf16
-        half = () if interpreted else (torch.bfloat16,)
-        first, *others = scale_types
-        if backend == "native":  # its loops know groups by their size alone
-            others = []
-        for dtype in (torch.float32, *half):
-            place = (dtype, device, backend)
-            if backend == "triton":
-                for name, config in FULL_SIZE.items():
-                    config = shortened(config)
-                    if dtype in fitting_dtypes(config, device):
-                        # a codebook has experts after it, which let a rounding pass on
-                        parts = ("blocks", "whole" if config.main.memories else "bits")
-                        yield Subject(name, config, 1, *place, parts)
-            # few rows go through the fused products, many do not
-            for batch in (1,) if interpreted else (1, 12):
-                for scale_type in (first, *others):
-                    config = replace(RAGGED, scale_type=scale_type)
-                    bits = ("bits",) if scale_type == first else ()
-                    title = f"ragged {scale_type} batch {batch}"
-                    yield Subject(title, config, batch, *place, ("blocks", *bits))
-        place = (torch.float32, device, backend)
-        of_all = [replace(RAGGED, rule=name, digits="all") for name in WITH_DIGITS]
-        for config in () if interpreted else (*of_all, several_rules("all")):  # as above
-            title = f"all digits of {config.rule_text} {first}"
-            yield Subject(title, replace(config, scale_type=first), 1, *place, ("blocks",))
-        for name, config in MODELS.items():
-            if interpreted and name not in INTERPRETED:
-                continue
-            config = replace(config, scale_type=first)
-            bits = () if interpreted else ("bits",)
-            yield Subject(f"{name} {first}", config, 2, *place, ("blocks", "whole", *bits))
-            if half and not has_mamba(config):
-                subject = Subject(f"{name} {first}", config, 2, *half, device, backend)
-                yield replace(subject, parts=("blocks", "whole"))
-        if not interpreted:  # stages with chunks, one stream and several, scaled contributions
-            config, parts = replace(MODELS["bounded"], scale_type=first), ("blocks", "whole")
-            title = f"bounded with dropout {first}"
-            yield Subject(title, config, 2, *place, parts, dropout=DROPOUT)
-        for scale_type in others[:1] if interpreted else others:
-            for name in ("graph",) if interpreted else ("graph", "compressed"):
-                config = replace(MODELS[name], scale_type=scale_type)
-                yield Subject(f"{name} {scale_type}", config, 2, *place, ("blocks", "whole"))
-        for name in RULES:
-            directions: Iterable[str | None] = DIRECTIONS if DIRECTION[name] else (None,)
-            for direction in directions:
-                config = replace(RAGGED, rule=name, direction=direction)
-                title = f"{name} {direction}" if direction else name
-                yield Subject(title, config, 1, *place, ("update",))
-            if name in WITH_DIGITS:
-                direction = DIRECTION[name]
-                config = replace(RAGGED, rule=name, digits="all", direction=direction)
-                yield Subject(f"{name} {direction} all digits", config, 1, *place, ("update",))
-        for digits in ("trit", "all"):
-            config = several_rules(digits)
-            title = f"{config.rule_text} {config.direction}{' all digits' * (digits == 'all')}"
-            yield Subject(title, config, 1, *place, ("update",))
+        if backend == "triton":
+            for name in LARGEST:
+                config = shortened(FULL_SIZE[name])
+                if fits(config, device):
+                    # a codebook has experts after it, which let a rounding pass on
+                    checks = ("blocks", "whole" if config.main.memories else "bits")
+                    yield Subject(
+                        name, config, 1, torch.bfloat16, device, backend, checks,
+                        generally=name != AS_TRAINED,
+                    )  # fmt: skip
+        new = partial(
+            Subject,
+            dtype=torch.float32,
+            device=device,
+            backend=backend,
+            generally=backend == "triton",
+        )
+        few = backend == "interpreter" or (backend == "torch" and device.type == "cuda")
+        if few:
+            of_bytes = backend == "interpreter"
+            for name in ("ragged", *FEW_MODELS):
+                config = replace(MODELS.get(name, RAGGED), scale_type=first)
+                yield new(
+                    f"{name} {first}",
+                    config,
+                    2,
+                    checks=("whole",) if of_bytes else ("blocks", "whole"),
+                )
+        else:
+            # native loops know groups by their size alone
+            yield from _small_models(new, first, () if backend == "native" else others)
+        yield from _updates(new, usual=few)
 
 
-def sampled_subjects(subjects: Iterable[Subject], scale_types: list[str]) -> Iterator[Subject]:
-    """Yield the subjects of the sample; with torch and C on a CPU all models, in types `ALWAYS`."""
-    always = [name for name in ALWAYS if name in scale_types] or scale_types[:1]
-    for subject in subjects:
-        config = subject.config
-        if subject.device.type == "cpu" and subject.backend not in IN_TRITON:
-            if config.scale_type in always or subject.parts == ("update",):
-                yield subject
-        elif subject.name in FULL_SIZE:  # as it is trained
-            if subject.name in LARGEST and subject.dtype == torch.bfloat16:
-                yield replace(subject, config=replace(config, ctx=min(config.ctx, SAMPLED_CTX)))
-        elif subject.parts == ("update",):
-            usual = config.digits != "all" and config.direction == DIRECTION[config.rule]
-            if subject.backend != "interpreter" or usual:
-                yield replace(subject, generally=subject.backend == "triton")
-        elif subject.backend == "torch":
-            few = subject.name.startswith(tuple(f"{name} {always[0]}" for name in FEW_MODELS))
-            if few and subject.dtype == torch.float32:
-                yield subject
-        elif subject.backend != "interpreter" and config.scale_type in always:
-            if subject.dtype == torch.float32:  # whose gates are the closer ones
-                yield replace(subject, generally=True)
-        elif config.scale_type == always[0] and subject.backend == "interpreter":
-            yield replace(subject, parts=("whole",))
+New = Callable[..., Subject]
+"""(title, configuration, batch, ...) to a subject."""
+
+
+def _small_models(new: New, first: str, others: Iterable[str]) -> Iterator[Subject]:
+    dtypes = [torch.float32]
+    if not new("", RAGGED, 1).generally:
+        dtypes.append(torch.bfloat16)
+    for scale_type in (first, *others):
+        config = replace(RAGGED, scale_type=scale_type)
+        checks: tuple[str, ...] = ("blocks", "bits") if scale_type == first else ("blocks",)
+        for batch in (1, 12):  # few rows go through the fused products, many do not
+            for dtype in dtypes:
+                title = f"ragged {scale_type} batch {batch}"
+                yield new(title, config, batch, dtype=dtype, checks=checks)
+    of_all = (replace(RAGGED, rule=name, digits="all") for name in WITH_DIGITS)
+    for config in (*of_all, several_rules("all")):
+        config = replace(config, scale_type=first)
+        yield new(f"all digits of {config.rule_text} {first}", config, 1, checks=("blocks",))
+    for name, config in MODELS.items():
+        config = replace(config, scale_type=first)
+        yield new(f"{name} {first}", config, 2, checks=("blocks", "whole", "bits"))
+        if len(dtypes) > 1 and not has_mamba(config):
+            checks = ("blocks", "whole")
+            yield new(f"{name} {first}", config, 2, dtype=torch.bfloat16, checks=checks)
+    # stages with chunks, one stream and several, scaled contributions
+    bounded, checks = replace(MODELS["bounded"], scale_type=first), ("blocks", "whole")
+    yield new(f"bounded with dropout {first}", bounded, 2, checks=checks, dropout=DROPOUT)
+    for scale_type in others:
+        for name in ("graph", "compressed"):
+            config = replace(MODELS[name], scale_type=scale_type)
+            yield new(f"{name} {scale_type}", config, 2, checks=checks)
+
+
+def _updates(new: New, *, usual: bool) -> Iterator[Subject]:
+    """Yield the rules with every direction, or only with their usual ones and trits."""
+    for name in RULES:
+        every: Iterable[str | None] = DIRECTIONS if DIRECTION[name] else (None,)
+        for direction in (DIRECTION[name],) if usual else every:
+            config = replace(RAGGED, rule=name, direction=direction)
+            title = f"{name} {direction}" if direction else name
+            yield new(title, config, 1, checks=("update",))
+        if name in WITH_DIGITS and not usual:
+            direction = DIRECTION[name]
+            config = replace(RAGGED, rule=name, digits="all", direction=direction)
+            yield new(f"{name} {direction} all digits", config, 1, checks=("update",))
+    for digits in ("trit",) if usual else ("trit", "all"):
+        config = several_rules(digits)
+        title = f"{config.rule_text} {config.direction}{' all digits' * (digits == 'all')}"
+        yield new(title, config, 1, checks=("update",))

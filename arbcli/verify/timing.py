@@ -97,9 +97,9 @@ def time_calls(
     replays = [stopwatch.capture(call) for call in calls]
     started = time.perf_counter()
     stopwatch.times(replays, WARM_UPS)
-    each = (time.perf_counter() - started) / WARM_UPS
+    seconds_per_turn = (time.perf_counter() - started) / WARM_UPS
     least, most = TURNS
-    return stopwatch.times(replays, min(most, max(least, round(seconds / each))))
+    return stopwatch.times(replays, min(most, max(least, round(seconds / seconds_per_turn))))
 
 
 def median_ratio(ours: Sequence[float], peers: Sequence[float]) -> float:
@@ -193,7 +193,7 @@ def check_timeable(device: torch.device, backends: Iterable[str]) -> None:
 
 
 def time_kernels(
-    found: Iterable[KernelResult],
+    results: Iterable[KernelResult],
     stopwatch: Stopwatch,
     group_size: int,
     progress: Callable[[str], None] = lambda _: None,
@@ -201,13 +201,13 @@ def time_kernels(
     """Time the kernels that passed, and no other.
 
     Args:
-        found: results of their verification.
+        results: results of their verification.
         stopwatch: stopwatch of the device of the verification.
         group_size: group size of the scales of timed matrices.
         progress: called with the name of each kernel before it is timed.
     """
     passed: dict[str, bool] = {}
-    for result in found:
+    for result in results:
         if result.backend == "triton":
             passed[result.kernel] = passed.get(result.kernel, True) and result.passed
     progress("timing  the roofline")
@@ -238,8 +238,8 @@ def num_bytes(value: object) -> int:
 def _time(
     kernel: str, run: Callable, timing: Timing, stopwatch: Stopwatch, roofline: Roofline
 ) -> TimingResult:
-    found = run(*timing.inputs)
-    results = () if found is None else as_tuple(found)  # of a launch that writes to its inputs
+    outputs = run(*timing.inputs)
+    results = () if outputs is None else as_tuple(outputs)  # of a launch that writes to its inputs
     moved_bytes = sum(map(num_bytes, (*timing.inputs, *results)))
     calls: list[Callable[[], object]] = [partial(run, *timing.inputs)]
     if timing.peer:

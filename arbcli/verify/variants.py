@@ -64,6 +64,15 @@ def variant_of(launch: Launch) -> Variant:
     return Variant(function, signature, constants, attributes, options)
 
 
+def general_variant(launch: Launch) -> Variant:
+    """Return the variant of the `general` kernel that a launch compiles."""
+    function, _, named, fixed, options = launch
+    signature = {
+        name: "constexpr" if name in fixed else type_of(named[name]) for name in function.arg_names
+    }
+    return Variant(function, signature, fixed, {}, options)
+
+
 def _is_multiple(value: Any) -> bool:
     """Whether Triton knows of an argument, or of its address, that it is a multiple of 16."""
     if isinstance(value, torch.Tensor):
@@ -121,13 +130,6 @@ def general_launches() -> Iterator[None]:
 
     with replaced_launches(launch):
         yield
-
-
-def compile_launch(launch: Launch) -> None:
-    """Compile what a recorded launch needs, for Triton's cache; its tensors need no memory."""
-    given = launch.arguments | launch.options
-    given |= {name: value for name, value in launch.constants.items() if isinstance(name, str)}
-    launch.function.run(grid=launch.grid, warmup=True, **given)
 
 
 @contextmanager

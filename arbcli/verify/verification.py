@@ -8,6 +8,7 @@ declared here.
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
+from fnmatch import fnmatchcase
 from functools import wraps
 from typing import Any, Protocol
 
@@ -160,6 +161,9 @@ class Verification:
     """Production sizes that are timed on a GPU, with inputs drawn from the declared arguments."""
     timings: MakeTimings | None = None
     """(device, group size) to timings with inputs made by hand; None draws those of `timed`."""
+    long: tuple[str, ...] = ()
+    """Labels of cases, or patterns of them, that Triton's interpreter leaves out: each takes it
+    about a second, and other cases detect every planted fault that they detect."""
     not_verified: tuple[str, ...] = ()
     """Gaps of the cases and their reasons, for the ledger."""
 
@@ -196,6 +200,10 @@ class Verification:
     def arguments(self) -> Arguments:
         """Declared arguments of the operation, by name."""
         return self.operation.arguments
+
+    def is_long(self, label: str) -> bool:
+        """Return whether the interpreter leaves out the case of a label."""
+        return any(fnmatchcase(label, pattern) for pattern in self.long)
 
     def draw_timings(self, device: Device, group_size: int) -> Iterable[Timing]:
         """Make the timings of this operation, with their inputs on `device`."""

@@ -336,7 +336,7 @@ def _shown_by_audit() -> str:
 
 
 def _not_verified() -> str:
-    """List what verifications of several kinds leave out, or did not come to."""
+    """List what verifications of several kinds leave out."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     whole = VerifyRequest(scale_type=None, targets="sm_90", timed=True)
     requests = {
@@ -345,59 +345,48 @@ def _not_verified() -> str:
         "a kernel": (VerifyRequest(names=("rms_norm",), backend="torch"), cpu, ("torch",)),
         "random cases": (VerifyRequest(fuzz=3, backend="triton"), gpu, ("triton",)),
     }
-    result = types.SimpleNamespace(
-        kernel="rms_norm", scale_type="T4", backend="interpreter", shapes=("1x1", "3x3"), left_out=1
-    )
-    other = types.SimpleNamespace(**vars(result) | {"scale_type": "T8", "backend": "torch"})
-    found = types.SimpleNamespace(
-        kernels=[result, other], parity=[1, 2, 3], compiled=[4, 5], timing=None
-    )
+    result = types.SimpleNamespace(backend="interpreter", shapes=("1x1", "3x3"), left_out=1)
     lines = []
     for name, (request, device, backends) in requests.items():
         lines += ["", name, *verifying._left_out(request, device, backends)]
-        lines += ["sampled:", *verifying._sampled(request, backends, found)]
-        named = dataclasses.replace(request, names=("rms_norm", "cross_entropy"))
-        lines += ["stopped:", *verifying._not_reached(named, found, "SIGINT")]
-        if not request.names:
-            several = list(verifying._not_reached(request, found, "SIGTERM"))
-            lines += [line for line in several if "these kernels" not in line]
+        lines += ["sampled:", *verifying._sampled(request, backends, [result])]
     return "\n".join(lines)
 
 
 def _shown_by_verify() -> str:
-    kinds = {"kind": "cases", "check": "update", "target": "sm_90", "dtypes": {"int8": 3},
+    kinds = {"kind": "cases", "check": "update", "target": "sm_90",
              "bytes_per_second": 3.35e12, "flops_per_second": 7.89e14}  # fmt: skip
-    found = filled(Ledger, kernels=(), parity=(), compiled=(), **kinds)
+    report = filled(Ledger, kernels=(), parity=(), compiled=(), **kinds)
     kernel, check = filled(KernelResult, **kinds), filled(ParityResult, **kinds)
     kernels = (
         kernel,
         dataclasses.replace(kernel, scale_type="T8", passed=False, relative_error=None),
-        dataclasses.replace(kernel, kind="fuzz", unequal=7, drawn=kernel.drawn, cosine=0.5),
+        dataclasses.replace(kernel, kind="fuzz", unequal=7, cosine=0.5),
         dataclasses.replace(kernel, kernel="other", unequal=None, relative_error=0.25, seconds=9),
-        dataclasses.replace(kernel, kernel="third", unequal=0, drawn=None, max_error=0.0),
+        dataclasses.replace(kernel, kernel="third", unequal=0, left_out=0, max_error=0.0),
     )
     parity = (
         check,
         dataclasses.replace(check, item="another", max_error=7.5, cosine=0.25, passed=True),
         dataclasses.replace(check, check="causality", relative_error=None),
     )
-    found = dataclasses.replace(
-        found, kernels=kernels, parity=parity, compiled=(filled(CompileResult),)
+    report = dataclasses.replace(
+        report, kernels=kernels, parity=parity, compiled=(filled(CompileResult),)
     )
     few = dataclasses.replace(
-        found, scale_types=("T8",), kernels=(), parity=(), compiled=(), timing=None, changes=(),
-        commit=None, failures=(), interrupted=None, sampled=(),
+        report, scale_types=("T8",), kernels=(), parity=(), compiled=(), timing=None, commit=None,
+        failures=(), interrupted=None, sampled=(),
     )  # fmt: skip
     untimed = dataclasses.replace(
         few, failures=(filled(Failure),),
-        timing=dataclasses.replace(found.timing, timings=tuple(
+        timing=dataclasses.replace(report.timing, timings=tuple(
             dataclasses.replace(each, peer=None, peer_us=None, ratio=None)
-            for each in found.timing.timings
+            for each in report.timing.timings
         )),
     )  # fmt: skip
     stopped = dataclasses.replace(few, interrupted="SIGINT")
-    tables = [plain(_verify_tables.ledger_tables(each)) for each in (found, few)]
-    return "\n".join([*tables, *map(ledger_page, (found, few, untimed, stopped))])
+    tables = [plain(_verify_tables.ledger_tables(each)) for each in (report, few)]
+    return "\n".join([*tables, *map(ledger_page, (report, few, untimed, stopped))])
 
 
 PAGES: dict[str, Callable[[], str]] = {

@@ -162,4 +162,4 @@ def test_smallest_tensors_of_a_peak_share_a_row():
     shown = _live_table(SimpleNamespace(live=live))
     *_, number, size = [[*column.cells] for column in shown.columns]
     assert len(number) == LISTED + 1
-    assert (str(number[-1]), str(size[-1])) == (f"{2 * LISTED + 3}", f"{57 - 2 * LISTED:.2f}")
+    assert (str(number[-1]), str(size[-1])) == (f"{2 * LISTED + 3}", f"{57 - 2 * LISTED:.2f} MiB")

@@ -165,7 +165,6 @@ MISTAKES = {
     "inspect nofile": "there is no run at `nofile`",
     "inspect run --diff nofile": "there is no run at `nofile`",
     "verify-kernels --targets sm_1": "no target is named `sm_1`",
-    "verify-kernels --compare nofile": "cannot read `nofile`",
     "verify-kernels nokernel": "no kernel is named `nokernel`",
     "verify-kernels --tscale-type T5": "`--tscale-type` is `T5`",
     "verify-kernels --tscale-type T4 --all-tscale-types":

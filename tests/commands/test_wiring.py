@@ -184,9 +184,9 @@ def test_audit_of_ranks_is_called_with_its_options(recorded_call, monkeypatch):
 
 def test_audit_is_called_with_its_options(recorded_call, monkeypatch, tmp_path):
     words = ["audit-memory", *SIZES, "--device", "cpu"]
-    config, snapshot, _ = recorded_call("arbcli.inspect.audit.audit", *words, "--steps", "7").args
+    config, snapshot, *_ = recorded_call("arbcli.inspect.audit.audit", *words, "--steps", "7").args
     assert (config.steps, config.model.dim, snapshot) == (7, 32, None)
-    config, budget = recorded_call(
+    config, budget, _ = recorded_call(
         "arbcli.inspect.audit.check_fit", *words, "--budget", "6GiB"
     ).args
     assert (config.model.ctx, budget) == (16, "6GiB")

@@ -462,3 +462,13 @@ def test_bins_of_a_histogram_are_of_equal_width(values, ends, counts, share):
     assert (found.low, found.high) == ends
     assert list(found.counts) == counts
     assert found.saturated_share == pytest.approx(share)
+
+
+def test_what_a_short_context_does_not_use_is_not_dead():
+    """No entry of compressed attention is complete in a context below its ratio."""
+    shape = SMALL | {"attention": "compressed", "ctx": 6, "ratios": (8, 8)}
+    report = probe(new_config(**shape), steps=2)
+    assert "dead" not in [verdict.name for verdict in report.verdicts]
+    assert not any("beta" in tensor.name for tensor in report.tensors)
+    longer = probe(new_config(**shape | {"ctx": 16}), steps=2)
+    assert any("beta" in tensor.name for tensor in longer.tensors)

@@ -30,7 +30,7 @@ def test_every_kind_of_part_has_cells():
 @each_cell(quick=FEW)
 def test_cell_agrees_with_the_reference(cell, device):
     tested = subject(cell, device)
-    results = parity._check("", "", tested)
+    results = parity.check_model(tested)
     assert not [result for result in results if not result.passed]
     trained = [name for name, w in tested.build().weights().items() if not w.frozen]
     compared = [result.item for result in results if result.check == "whole gradient"]
@@ -43,8 +43,8 @@ def test_lists_without_blocks_agree_with_the_reference(device):
     outer = StageConfig(dim=20, streams=2, chunking=ChunkingConfig(length=2))
     stages = outer, StageConfig(dim=24, streams=4)
     config = ModelConfig(ctx=14, stages=stages, head=MLPConfig(width=13))
-    tested = replace(subject(CELLS[0], device), config=config, parts=("whole",))
-    assert all(result.passed for result in parity._check("", "", tested))
+    tested = replace(subject(CELLS[0], device), config=config, checks=("whole",))
+    assert all(result.passed for result in parity.check_model(tested))
 
 
 @each_cell(quick=FEW)
@@ -70,7 +70,7 @@ def test_reference_without_a_part_of_the_cell_disagrees(cell, device):
 def test_cell_agrees_with_the_reference_in_bf16(cell, device):
     """Outputs do; gradients that are small differences of large numbers only have the direction."""
     tested = replace(subject(cell, device), dtype=torch.bfloat16)
-    for result in parity._check("", "", tested):
+    for result in parity.check_model(tested):
         # a sink has a number a head: of the two here the cosine was 0.87 on a GPU
         agrees = result.cosine > 0.8 if "gradient" in result.check else result.passed
         assert agrees, result

@@ -6,13 +6,14 @@ from operator import attrgetter
 
 import pytest
 import torch
+from checked import checked
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from arbcli.base.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
 from arbcli.verify import check_kernels as verify
 from arbcli.verify import timing
-from arbcli.verify.check_kernels import KERNELS, verify_kernels
+from arbcli.verify.check_kernels import KERNELS
 from arbcli.verify.compare import as_tuple
 from arbcli.verify.kernels.codec.packing import pack_trits_verification, unpack_trits_verification
 from arbcli.verify.timing import (
@@ -57,8 +58,8 @@ def known_roofline(monkeypatch):
 
 def results(*names, passed=True):
     """Make results of verification as if the compiled kernels had run."""
-    found = verify_kernels(names, {"T6": 6}, CPU, ["torch"]).kernels
-    return [replace(result, backend="triton", passed=passed) for result in found]
+    results = checked(names, {"T6": 6}, CPU, ["torch"])
+    return [replace(result, backend="triton", passed=passed) for result in results]
 
 
 def test_slower_of_bytes_and_products_is_the_floor():

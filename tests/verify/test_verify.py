@@ -2,39 +2,44 @@
 
 import math
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
+from checked import checked
 
 from arbcli.base.errors import ArbError
+from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime.backend import chunk_elements
+from arbcli.model.build import build_model
 from arbcli.verify import check_kernels as verify
-from arbcli.verify import run as verification
-from arbcli.verify.check_kernels import KERNELS, Checks, copies, find_kernels, verify_kernels
+from arbcli.verify.case_generator import CaseGenerator
+from arbcli.verify.cases import LARGE_MATRIX, SMALL_MATRIX, TILES, production_cases, random_cases
+from arbcli.verify.check_kernels import KERNELS, CompiledCases, copies, find_kernels, kernel_jobs
 from arbcli.verify.compare import compare, errors, worst
-from arbcli.verify.fuzz import fuzz_cases, real_cases
 from arbcli.verify.kernels.codec.packing import pack_trits_verification
 from arbcli.verify.kernels.norm.rms_norm import rms_norm_verification
-from arbcli.verify.names import kernel_names
-from arbcli.verify.registry import BY_NAME
-from arbcli.verify.verification import Gate
+from arbcli.verify.models import FULL_SIZE
+from arbcli.verify.names import kernel_names, sources_of_kernels
+from arbcli.verify.scale_types import ALWAYS, verified_scale_types
+from arbcli.verify.variants import Launch
+from arbcli.verify.verification import Case, Gate
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 T6 = {"T6": 6}
 CPU = torch.device("cpu")
-SLOWEST = {"stream_weights_backward", "find_chunks", "boundary_scores_backward"}
-"""Whose slow references take seconds on large cases."""
 
 
-def verify_planted(monkeypatch, spec, device, **checks):
+def verify_planted(monkeypatch, spec, device):
     monkeypatch.setattr(verify, "KERNELS", (spec,))
-    return verify_kernels([], T6, device, [KERNEL_BACKEND], Checks(**checks))
+    (result,) = checked([], T6, device, [KERNEL_BACKEND])
+    return result
 
 
 def off_by_one(trits):
@@ -42,11 +47,10 @@ def off_by_one(trits):
 
 
 def test_wrong_kernel_fails_with_its_cases(monkeypatch, device):
-    report = verify_planted(
+    result = verify_planted(
         monkeypatch, replace(pack_trits_verification, triton=off_by_one), device
     )
-    (result,) = report.kernels
-    assert not report.passed
+    assert not result.passed
     assert result.unequal == result.elements > 0
     assert "33x123" in [failure.label for failure in result.failures]
 
@@ -57,9 +61,7 @@ def test_kernel_that_raises_fails_its_cases_only(monkeypatch, device):
             raise RuntimeError("no\nsuch shape")
         return pack_trits_verification.triton(trits)
 
-    (result,) = verify_planted(
-        monkeypatch, replace(pack_trits_verification, triton=picky), device
-    ).kernels
+    result = verify_planted(monkeypatch, replace(pack_trits_verification, triton=picky), device)
     (failure,) = result.failures
     assert (failure.label, failure.error) == ("3x33", "RuntimeError: no")
 
@@ -78,9 +80,9 @@ def test_nan_fails_a_tolerance():
 
 
 def test_counts_of_unequal_elements_are_for_exact_gates_only(device):
-    report = verify_kernels(["rms_norm"], T6, device, ["torch"])
-    assert report.kernels[0].unequal is None
-    assert report.kernels[0].cosine == pytest.approx(1)
+    (result,) = checked(["rms_norm"], T6, device, ["torch"])
+    assert result.unequal is None
+    assert result.cosine == pytest.approx(1)
 
 
 def test_kernels_are_given_the_strides_and_the_memory_of_their_cases():
@@ -101,15 +103,15 @@ def test_kernels_are_given_the_strides_and_the_memory_of_their_cases():
 @pytest.mark.skipif(not native.available(), reason=native.why_not())
 def test_loops_in_c_are_verified_with_torch_where_there_are_any():
     for name, backends in (("step_scales", ["torch", "native"]), ("pack_trits", ["torch"])):
-        report = verify_kernels([name], T6, torch.device("cpu"), ["torch", "native"])
-        assert [result.backend for result in report.kernels] == backends
-    (alone,) = verify_kernels(["pack_trits"], T6, torch.device("cpu"), ["native"]).kernels
+        results = checked([name], T6, CPU, ["torch", "native"])
+        assert [result.backend for result in results] == backends
+    (alone,) = checked(["pack_trits"], T6, CPU, ["native"])
     assert (alone.backend, alone.passed) == ("native", True)
 
 
 def test_unknown_kernel_is_refused(device):
     with pytest.raises(ArbError, match="no kernel is named `pack`"):
-        verify_kernels(["pack"], T6, device, ["torch"])
+        kernel_jobs(["pack"], T6, device, ["torch"])
 
 
 def test_every_kernel_can_be_drawn():
@@ -128,14 +130,13 @@ SLOW = {
     ids=lambda spec: spec.name,
 )
 def test_random_cases_pass(spec, device):
-    backends = [KERNEL_BACKEND, "torch"]
-    report = verify_kernels([spec.name], T6, device, backends, Checks(fuzz=1, seed=11))
-    assert report.passed, report.kernels
+    results = checked([spec.name], T6, device, [KERNEL_BACKEND, "torch"], fuzz=1, seed=11)
+    assert all(result.passed for result in results), results
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_random_case_is_drawn_again_from_its_seed(name, device):
-    (one,), (other,) = (list(fuzz_cases(name, device, 6, [5])) for _ in range(2))
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_random_case_is_drawn_again_from_its_seed(spec, device):
+    (one,), (other,) = (list(random_cases(spec, device, 6, [5])) for _ in range(2))
     assert one.label == other.label
     assert_same(one.inputs, other.inputs)
 
@@ -217,67 +218,217 @@ def test_figures_of_a_kernel_are_those_of_its_worst_case(device):
         y = rms_norm_verification.torch(*inputs)
         return -y if inputs[0].shape == shape else y
 
-    report = verify_kernels(["rms_norm"], T6, device, ["torch"])
-    assert report.kernels[0].cosine > 0.999
+    (right,) = checked(["rms_norm"], T6, device, ["torch"])
+    assert right.cosine > 0.999
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "KERNELS", (replace(rms_norm_verification, torch=wrong_once),))
-        (result,) = verify_kernels([], T6, device, ["torch"]).kernels
+        (result,) = checked([], T6, device, ["torch"])
     assert result.cosine < -0.999
     assert result.max_error > 0.1
 
 
-def test_real_matrices_are_multiplied_by_few_and_by_many_rows():
-    cases = list(real_cases("rms_norm", torch.device("cpu"), 32, [(3, 40)]))
-    found = {(case.inputs[0].shape[0], case.inputs[0].dtype) for case in cases}
-    assert found == {(m, t) for m in (1, 64, 2048) for t in (torch.bfloat16, torch.float32)}
+def test_matrices_of_presets_are_multiplied_by_few_and_by_many_rows():
+    (spec,) = find_kernels(["rms_norm"])
+    cases = production_cases(spec, CPU, 32, (3, 40))
+    assert [case.inputs[0].shape[0] for case in cases] == [1, 64, 2048]
 
 
-def test_real_matrices_have_turns_and_six_of_them_are_all():
-    shapes = [(3, 40), (3, 45), (3, 50), (3, 55)]
-    args = "rms_norm", torch.device("cpu"), 32, shapes
-    found = [[case.label for case in real_cases(*args, turn=turn)] for turn in range(6)]
-    assert [len(labels) for labels in found] == [len(shapes)] * 6
-    assert {label for labels in found for label in labels} == {c.label for c in real_cases(*args)}
-    for labels in found:
-        assert len({label.split("x")[0] for label in labels}) == 3
-        assert len({label.endswith("bf16") for label in labels}) == 2
+def test_production_shapes_are_those_of_presets():
+    shapes = set()
+    for name in ("tiny", "1b"):
+        with torch.device("meta"):
+            weights = build_model(FULL_SIZE[name]).packed_tensors().values()
+        shapes |= {(weight.out_features, weight.in_features) for weight in weights}
+    assert shapes >= {SMALL_MATRIX, LARGE_MATRIX}
 
 
-def test_a_real_case_is_not_drawn_again_where_it_does_not_grow_with_the_matrix():
-    args = "compress_blocks", torch.device("cpu"), 32
-    one, two = ([*real_cases(*args, [(256, 256), (512, 256)][:n], rows=1)] for n in (1, 2))
-    assert len(one) == len(two) == 2
+def test_random_sizes_are_on_both_sides_of_every_boundary():
+    sizes = {CaseGenerator(seed, CPU).near(TILES) for seed in range(600)}
+    assert sizes == {1, 2, 3, 5} | {tile + by for tile in TILES for by in (-1, 0, 1)}
 
 
-@pytest.mark.parametrize("name", ["choose_byte", "unpack_trits"])
-def test_shares_of_a_kernel_are_all_of_its_cases_once(name):
-    (spec,) = find_kernels([name])
-    labels = [case.label for case in spec.cases(torch.device("cpu"), 32)]
-    parts = [*verify._shares(spec, ("triton", "torch"), Checks(), None)]
-    assert len(parts) == verify.SHARES
-    shared = [labels[first::step] for _, (first, step) in parts]
-    assert sorted(label for share in shared for label in share) == sorted(labels)
-    assert [*verify._shares(spec, ("torch",), Checks(), None)] == [("cases", (0, 1))]
+def test_random_cases_have_all_layouts_and_states():
+    """Of each kernel that can have them: strides, offsets, equal bytes, and work in parts."""
+    for spec in KERNELS:
+        cases = [*random_cases(spec, CPU, 6, range(12))]
+        tensors = [tensor for case in cases for tensor in tensors_of(case.inputs)]
+        if not spec.one_layout:
+            assert any(not tensor.is_contiguous() for tensor in tensors), spec.name
+            assert any(tensor.storage_offset() for tensor in tensors), spec.name
+        assert {case.chunk_elements is None for case in cases} == {True, False}
 
 
-def test_a_kernel_is_reported_when_all_of_its_parts_are_done(device):
-    told = []
-    names = ["rms_norm", "step_scales"]
-    alone = verify_kernels(names, T6, device, ["torch"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify, "_shares", lambda *_: [("cases", (share, 4)) for share in range(4)])
-        report = verify_kernels(names, T6, device, ["torch"], progress=told.append)
-    assert [(job.number, job.total, job.name.split()[0]) for job in told] == [
-        (1, 2, "rms_norm"), (2, 2, "step_scales")
-    ]  # fmt: skip
-    for shared, whole in zip(report.kernels, alone.kernels, strict=True):
-        assert sorted(shared.shapes) == sorted(whole.shapes)
-        same = {"seconds": 0, "shapes": ()}
-        assert replace(shared, **same) == replace(whole, **same)
+def tensors_of(inputs):
+    for value in inputs:
+        if isinstance(value, tuple):
+            yield from tensors_of(value)
+        elif isinstance(value, torch.Tensor):
+            yield value
 
 
-def test_slowest_kernels_are_known():
-    assert {*verify.SLOWEST} < {spec.name for spec in KERNELS}
+def test_kernels_on_a_gpu_are_one_job_each_and_the_longest_code_begins(monkeypatch):
+    monkeypatch.setattr(verify, "check_backend", lambda *_: None)
+    names = ["step_scales", "rms_norm", "compressed_attention_backward"]
+    jobs = kernel_jobs(names, SCALE_TYPES, CPU, ("triton", "torch"), sampled=True)
+    assert [job.kernel for job in jobs] == [*reversed(names)]
+    assert [*jobs[1].group_sizes] == [*verified_scale_types(find_kernels(names)[1], SCALE_TYPES)]
+
+
+def test_only_the_interpreter_leaves_out_scale_types_and_only_on_request():
+    args = ["rms_norm", "pack_trits"], SCALE_TYPES, CPU, ("interpreter", "torch")
+    for sampled, kept in ((True, {*ALWAYS}), (False, {*SCALE_TYPES})):
+        jobs = kernel_jobs(*args, sampled=sampled)
+        assert {name for job in jobs for name in job.group_sizes} == {*SCALE_TYPES, None}
+        assert all("torch" in job.backends for job in jobs)
+        interpreted = [job for job in jobs if "interpreter" in job.backends]
+        assert {name for job in interpreted for name in job.group_sizes} == kept | {None}
+
+
+@pytest.mark.parametrize("spec", [s for s in KERNELS if s.long], ids=lambda spec: spec.name)
+def test_long_cases_are_there_and_others_are_left(spec):
+    labels = {case.label for size in (32, 6) for case in spec.cases(CPU, size)}
+    for pattern in spec.long:
+        assert any(fnmatchcase(label, pattern) for label in labels), pattern
+    assert len([label for label in labels if not spec.is_long(label)]) >= len(labels) / 2
+
+
+def test_the_interpreter_leaves_out_long_cases_on_request_and_counts_them():
+    (spec,) = find_kernels(["unit_rows"])
+    for sampled in (True, False):
+        results = checked([spec.name], T6, CPU, ("interpreter", "torch"), sampled=sampled)
+        for result in results:
+            skips = sampled and result.backend == "interpreter"
+            assert result.left_out == (1 if skips else 0)
+            assert len(result.shapes) + result.left_out == len([*spec.cases(CPU, 6)])
+
+
+def chosen(monkeypatch, *cases) -> list[int]:
+    """Offer cases that launch kernels, each with these arguments; list which run, by index."""
+    names = ("x_ptr", "rows", "HEADS", "WIDE")
+    compiled = CompiledCases(replace(KERNELS[0], triton=lambda: None))
+
+    def launch(*, dtype=torch.float32, rows=7, warps=4, module="kernels.one", **switches):
+        body = SimpleNamespace(__name__=f"_kernel_of_{module}", __module__=module)
+        function = SimpleNamespace(fn=body, arg_names=names)
+        arguments = {"x_ptr": torch.empty(64, dtype=dtype), "rows": rows}
+        constants = {"HEADS": False, "WIDE": False} | switches
+        return Launch(function, (1,), arguments, constants, {"num_warps": warps})
+
+    wanted = []
+    for index, launched in enumerate(cases):
+
+        @contextmanager
+        def recorded(record, launched=launched):
+            for given in launched:
+                record(launch(**given))
+            yield
+
+        monkeypatch.setattr(verify, "recorded_launches", recorded)
+        if compiled.wants(lambda: None):
+            wanted.append(index)
+    return wanted
+
+
+def test_each_fact_is_compiled_and_no_combination_of_them(monkeypatch):
+    facts = [{}, {"HEADS": True}, {"HEADS": 2}, {"HEADS": 8}, {"WIDE": True},
+             {"dtype": torch.bfloat16}, {"warps": 8}, {"warps": 8, "WIDE": True},
+             {"HEADS": 9}, {"dtype": torch.bfloat16, "HEADS": 2}]  # fmt: skip
+    assert chosen(monkeypatch, *([fact] for fact in facts)) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_case_for_which_nothing_further_is_compiled_runs(monkeypatch):
+    cases = [{}], [{"rows": 1}], [{"rows": 32}], [{"WIDE": True}], [{}, {"WIDE": True}]
+    assert chosen(monkeypatch, *cases) == [0, 1, 2, 3, 4]
+
+
+def test_kernels_that_others_verify_are_not_compiled_in_every_way(monkeypatch):
+    helper = {"module": KERNELS[-1].triton.__module__}
+    wide = helper | {"WIDE": True}
+    assert chosen(monkeypatch, [{}, helper], [{}, wide]) == [0]
+    assert chosen(monkeypatch, [helper], [wide]) == [0, 1]  # where all are theirs
+
+
+def test_a_case_whose_launcher_reads_results_runs():
+    compiled = CompiledCases(KERNELS[0])
+    assert all(compiled.wants(lambda: torch.empty(0).item()) for _ in range(2))
+
+
+def test_launchers_are_known_by_the_module_that_declares_their_operation():
+    others = {}
+    for module, names in sources_of_kernels():
+        kernels = module.replace(".verify.kernels.", ".kernels.").replace(".verify.", ".kernels.")
+        declared = {name: find_kernels([name])[0].triton.__module__ for name in names}
+        others |= {name: place for name, place in declared.items() if place != kernels}
+    shared = ("gained_rms_norm", "add_gained_rms_norm")
+    merged = {"decode_weights": "codec.decode_weights", "merged_steps": "update.merged_steps"}
+    assert others == dict.fromkeys(shared, "arbcli.kernels.norm.rms_norm") | {
+        name: f"arbcli.verify.kernels.{module}" for name, module in merged.items()
+    }
+
+
+def test_references_run_on_the_host_with_a_gpu(monkeypatch):
+    """But for matrices of presets, and large cases of kernels that have a reference for these."""
+    called, places = [], []
+
+    def reference(name):
+        return lambda x: called.append(name) or x
+
+    small, large = (Case("", (torch.zeros(n),)) for n in (3, verify.LARGE + 1))
+    spec = replace(
+        rms_norm_verification, reference=reference("small"), large_reference=reference("large")
+    )
+    monkeypatch.setattr(verify, "_moved", lambda x, place: places.append(place.type) or x)
+    gpu = torch.device("cuda")
+    for kind, device, case in (
+        ("cases", gpu, small), ("cases", gpu, large), ("real", gpu, small), ("cases", CPU, large),
+    ):  # fmt: skip
+        verify._Check(spec, kind, device, None, interpreter_skips=False)._expected(case)
+    assert called == ["small", "large", "large", "small"]
+    assert places == ["cpu", "cpu"]
+
+
+@pytest.fixture
+def plain_memory(poison_uninitialised_memory):
+    """Take back what every other test has: memory that is poisoned before the verifier comes."""
+    torch.set_deterministic_debug_mode("default")
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+@pytest.mark.parametrize("fuzz", [0, 2])
+def test_verifier_poisons_memory_by_itself(fuzz, plain_memory, monkeypatch):
+    seen = []
+
+    def lazy(trits):
+        seen.append(torch.empty(4).isnan().all().item())
+        return torch.empty_like(pack_trits_verification.torch(trits))
+
+    monkeypatch.setattr(verify, "KERNELS", (replace(pack_trits_verification, torch=lazy),))
+    (result,) = checked([], T6, CPU, ["torch"], fuzz=fuzz)
+    assert seen
+    assert all(seen)
+    assert result.unwritten == result.elements > 0
+
+
+def test_torch_backend_works_on_random_cases_in_the_parts_that_were_drawn(monkeypatch):
+    seen = []
+
+    def noted(trits):
+        seen.append(chunk_elements(-1))
+        return pack_trits_verification.torch(trits)
+
+    spec = replace(pack_trits_verification, torch=noted)
+    monkeypatch.setattr(verify, "KERNELS", (spec,))
+    (result,) = checked([], T6, CPU, ["torch"], fuzz=9, seed=7)
+    cases = [*random_cases(spec, CPU, 6, range(7, 16))]
+    assert list(result.shapes) == [case.label for case in cases]
+    assert seen == [-1 if case.chunk_elements is None else case.chunk_elements for case in cases]
+    assert {-1, 1} < set(seen)
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_labels_of_cases_are_unique(spec):
+    labels = [case.label for case in spec.cases(CPU, SCALE_TYPES["T32"])]
+    assert len(set(labels)) == len(labels)
 
 
 def test_non_finite_error_is_worse_than_any():
@@ -307,39 +458,3 @@ def test_result_of_another_shape_fails_whole():
     result = compare(spec, "case", torch.zeros(2, 3), torch.zeros(3, 2))
     assert (result.passed, result.unequal, result.unwritten, result.elements) == (False, 6, 6, 6)
     assert result.error == "shape (2, 3), not (3, 2)"
-
-
-@pytest.mark.parametrize(
-    ("given", "sampled"),
-    [
-        ({}, True),
-        ({"exhaustive": True}, False),
-        ({"backend": "torch"}, False),
-        ({"fuzz": 3}, False),
-    ],
-    ids=str,
-)
-def test_parts_have_the_requested_checks(given, sampled, monkeypatch):
-    """Where one is told otherwise, a sample passes for all."""
-    asked = {}
-
-    def noted(name):
-        def part(*inputs, **named):
-            asked[name] = (*inputs, *named.items())
-            return lambda: SimpleNamespace(kernels=(), __iter__=iter) if name == "kernels" else ()
-
-        return part
-
-    monkeypatch.setattr(verification, "begin_kernels", noted("kernels"))
-    monkeypatch.setattr(verification, "begin_parity", noted("parity"))
-    monkeypatch.setattr(verification, "Workers", lambda number: nullcontext(mock.Mock()))
-    request = verification.VerifyRequest(scale_type="T6", seed=4, device="cpu", **given)
-    verification.verify(request)
-    names, scale_types, device, backends, checks, *_ = asked["kernels"]
-    assert (names, scale_types, device) == ((), T6, CPU)
-    assert (checks.fuzz, checks.seed, checks.sampled) == (given.get("fuzz", 0), 4, sampled)
-    assert backends == (("torch",) if "backend" in given else verification._backends(CPU))
-    assert ("parity" in asked) == (not given.get("fuzz"))
-    if "parity" in asked:
-        assert asked["parity"][:3] == (CPU, backends, T6)
-        assert ("sampled", sampled) in asked["parity"]

@@ -1,6 +1,7 @@
 """Processes that do jobs: Ctrl-C is the business of the first one alone."""
 
 import signal
+from concurrent.futures import Future
 from unittest import mock
 
 import pytest
@@ -17,7 +18,7 @@ def held_back(_: int) -> bool:
 @pytest.mark.slow
 def test_no_worker_ever_gets_an_interrupt():
     with Workers(2) as workers:
-        assert workers.map(held_back, [(0,), (1,)]) == [True, True]
+        assert workers.run([(held_back, 0), (held_back, 1)]) == [True, True]
     assert not held_back(0)
 
 
@@ -27,7 +28,7 @@ def test_workers_share_the_threads(number, share, monkeypatch):
     monkeypatch.setattr(workers, "ProcessPoolExecutor", pool)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     with pytest.raises(KeyError), Workers(number) as some:
-        some.map(held_back, [(0,)])
+        some.run([(held_back, 0), (held_back, 1)])
     count, _, start, about = pool.call_args.args
     assert (count, start, about[0]) == (number, workers._start_process, share)
 
@@ -54,9 +55,33 @@ def test_processes_are_ended_at_once_after_an_error_alone(kind):
     some._locks.cleanup.assert_called_once_with()
 
 
-@pytest.mark.parametrize("number", [1, 3])
-def test_processes_are_started_before_there_are_jobs(number, monkeypatch):
-    given = []
-    monkeypatch.setattr(Workers, "_submit", lambda _, jobs: given.extend(jobs))
-    Workers(number).start(print)
-    assert [batch.function(0) for batch, _ in given] == [None] * (number if number > 1 else 0)
+def fail_second(number: int) -> int:
+    if number == 2:
+        raise RuntimeError("not foreseen")
+    return -number
+
+
+def test_error_of_one_job_is_not_lost():
+    with pytest.raises(RuntimeError, match="not foreseen"), Workers(1) as some:
+        some.run([(fail_second, number) for number in (1, 2, 3)])
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_results_are_in_the_order_of_the_jobs(number, monkeypatch):
+    """However they end; each is told of once."""
+
+    def submit(_, jobs):
+        futures = {}
+        for index, (function, argument) in reversed([*enumerate(jobs)]):
+            future = Future()
+            future.set_result(function(argument))
+            futures[future] = index
+        return futures
+
+    monkeypatch.setattr(Workers, "_submit", submit)
+    told = []
+    results = Workers(number).run(
+        [(fail_second, n) for n in (1, 3, 5)], lambda index, result: told.append((index, result))
+    )
+    assert results == [-1, -3, -5]
+    assert sorted(told) == [(0, -1), (1, -3), (2, -5)]

@@ -287,6 +287,7 @@ class CompressedAttention(CachedAttention):
         parts = layers_for(site)
         self.heads, self.kv_heads, self.width = config.heads, config.kv_heads, config.width(site)
         self.rotated, self.ratio = config.rotated(site), config.ratio
+        self.completes_entries = site.ctx >= self.ratio
         self.sight = Sight(config.window, self.ratio, config.entries(site))
         self.inner, self.kv = self.heads * self.width, self.kv_heads * self.width
         projected = self.inner + config.vectors * self.kv
@@ -303,6 +304,11 @@ class CompressedAttention(CachedAttention):
             site.dim, self.inner, site, area="attention", std=output_std(self.inner, site.depth)
         )
         self.indexer = Indexer(config, site) if config.top_k is not None else None
+
+    @property
+    def unused_tensors(self) -> tuple[str, ...]:
+        """Return what pools and chooses entries, if the context is shorter than an entry."""
+        return () if self.completes_entries else ("beta", "indexer")
 
     def forward(
         self,

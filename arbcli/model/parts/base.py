@@ -26,6 +26,11 @@ class Part(nn.Module):
     steps_along = False
     """Whether `step` takes several positions of a text on a CPU, whose kernels loop over them."""
 
+    @property
+    def unused_tensors(self) -> tuple[str, ...]:
+        """Names of tensors that a window as long as the context does not use."""
+        return ()
+
     def forward(
         self,
         x: Tensor,

@@ -204,7 +204,7 @@ def test_options_agree_with_their_reference(small_compressed, device):
     config = model(small_compressed, **MEANS_AND_GAINS | {"kv_heads": 2}).config
     backend = "triton" if device.type == "cuda" else "torch"
     about = (2, torch.float32, device, backend, ("blocks", "whole", "bits"))
-    results = [*parity._check("", "", Subject("", config, *about))]
+    results = [*parity.check_model(Subject("", config, *about))]
     assert not [result for result in results if not result.passed]
 
 

@@ -77,7 +77,7 @@ def test_shape_agrees_with_its_reference(name, norm_gain, device):
     config = model_config(name, norm_gain=norm_gain)
     backend = "triton" if device.type == "cuda" else "torch"
     about = (2, torch.float32, device, backend, ("blocks", "whole", "bits"))
-    results = [*parity._check("", "", Subject(name, config, *about))]
+    results = [*parity.check_model(Subject(name, config, *about))]
     results += parity._causality(Subject(name, config, *about))
     assert not [result for result in results if not result.passed]
 

@@ -105,6 +105,7 @@ attend_ahead_verification = Verification(
         reason="as of `attend_parts`; then the average of rounded parts is rounded to bf16 again",
     ),
     compared=_with_rings, draw=_draw_ahead, needs_rows=False,
+    long=("8 rows of 1x100x128*",),
 )  # fmt: skip
 
 

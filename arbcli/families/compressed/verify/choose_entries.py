@@ -83,4 +83,5 @@ choose_entries_verification = Verification(
         for name, dtype in (("bf16", torch.bfloat16), ("e4m3", E4M3))
     ],
     not_verified=("scores that differ by a rounding alone: which of them is chosen",),
+    long=("1x70*",),
 )  # fmt: skip

@@ -129,4 +129,5 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 compressed_attention_backward_verification = Verification(
     compressed_attention_backward, compressed_attention_backward_reference, _cases, GATE,
     draw=_draw, peer=rounded_attention_gradients, needs_rows=True, timings=_timings,
+    long=("1x41 after 30*",),
 )  # fmt: skip

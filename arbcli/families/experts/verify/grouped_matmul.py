@@ -181,8 +181,10 @@ def _draw_grad_w(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) ->
 grouped_matmul_verification = Verification(
     grouped_matmul, grouped_matmul_reference, _matmul_cases, _GATE, draw=_draw_product,
     torch_is_peer=True, needs_rows=True, timings=_matmul_timings,
+    long=("299x65x136*transposed", "90x8x300*"),
 )  # fmt: skip
 grouped_grad_w_verification = Verification(
     grouped_grad_w, grouped_grad_w_reference, _grad_w_cases, _GATE, draw=_draw_grad_w,
     torch_is_peer=True, needs_rows=True, timings=_grad_w_timings,
+    long=("90x8x300*",),
 )  # fmt: skip

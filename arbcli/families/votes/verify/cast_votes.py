@@ -111,6 +111,7 @@ cast_trit_votes_verification = Verification(
     timed=[Timed("11264x2048 bf16", **OF_MATRIX, packed=(0, 242), votes=(-2, 2),
                  grad=torch.bfloat16, threshold=3)],
     values={"ok": CaseGenerator.ok},
+    long=("2x1311",),
 )  # fmt: skip
 cast_scale_votes_verification = Verification(
     cast_scale_votes, cast_scale_votes_reference, _scale_cases, compared=("exponent", "votes"),

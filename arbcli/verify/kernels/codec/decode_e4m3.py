@@ -65,4 +65,5 @@ decode_e4m3_verification = Verification(
     scale_path=lambda group_size: (in_planes(group_size), BLOCK % group_size == 0),
     timings=_timings,
     values={"packed": {"spread": 12}, "transposed": (False, True), "largest": never},
+    long=("12x328*", "4x651*", "65x43", "2x651*digits*transposed", "E = 31"),
 )  # fmt: skip

@@ -52,4 +52,5 @@ decode_weight_verification = Verification(
         Timed(f"{n}x{k}", N=n, K=k, dtype=torch.bfloat16) for n, k in ((8192, 8192), (2048, 5632))
     ],
     values={"packed": {"spread": 127}},
+    long=("2x1311", "9x1000"),
 )  # fmt: skip

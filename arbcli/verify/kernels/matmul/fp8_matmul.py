@@ -76,4 +76,5 @@ fp8_matmul_verification = Verification(
     Gate(relative=4e-3, reason="sums of the matrix library, rounded to bf16"), draw=_draw,
     large_reference=partial(fp8_matmul_reference, decode=decode_e4m3_verification.torch),
     needs_rows=True, uses_scales=False, timings=_timings,
+    long=("5x48x336 float32", "65x32x48 float32"),
 )  # fmt: skip

@@ -39,4 +39,5 @@ prepacked_rows_verification = Verification(
     ),
     draw=_draw, large_reference=prepacked_in_float64, torch_is_peer=True, needs_rows=False,
     timings=partial(prepacked_timings, [(m, *MATRIX, True) for m in (4, 16, 64)]),
+    long=("2x180x8*", "2x20x2600*", "33x18x40*"),
 )  # fmt: skip

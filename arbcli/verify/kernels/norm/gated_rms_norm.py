@@ -161,11 +161,13 @@ GATED_VALUES = {"weight": {"spread": 2}, "eps": (*EPS_VALUES, *EPS_VALUES, None)
 gated_rms_norm_verification = Verification(
     gated_rms_norm, gated_rms_norm_reference, _cases, _GATE, sizes=GATED_SIZES,
     peer=gated_rms_norm_in_its_dtype, scale_path=in_planes, timed=_TIMED, values=GATED_VALUES,
+    long=("2x4096",),
 )  # fmt: skip
 gated_rms_norm_backward_verification = Verification(
     gated_rms_norm_backward, gated_rms_norm_backward_reference, _backward_cases, _GATE,
     sizes=GATED_SIZES, peer=backward_in_its_dtype, scale_path=in_planes, timed=_TIMED,
     values=GATED_VALUES | {"overwrite": (False, True)},
+    long=("1x8209", "2x4096"),
 )  # fmt: skip
 packed_gates_backward_verification = Verification(
     packed_gates_backward, packed_gates_backward_reference, _packed_backward_cases, _GATE,

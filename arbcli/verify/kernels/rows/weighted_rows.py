@@ -244,6 +244,7 @@ weighted_rows_verification = Verification(
     triton=in_float32(weighted_rows.triton), torch=in_float32(weighted_rows.torch), draw=_draw,
     large_reference=partial(weighted_rows_reference, decode=decode_large), needs_rows=True,
     scale_path=_scale_path, timings=_weighted_rows_timings,
+    long=("150x3*", "3x19*"),
 )  # fmt: skip
 weighted_rows_grad_weights_verification = Verification(
     weighted_rows_grad_weights, weighted_rows_grad_weights_reference, _grad_weights_cases,
@@ -251,6 +252,7 @@ weighted_rows_grad_weights_verification = Verification(
     draw=_draw_grad_weights,
     large_reference=partial(weighted_rows_grad_weights_reference, decode=decode_large),
     needs_rows=True, scale_path=_scale_path, timings=_grad_weights_timings,
+    long=("150x3*",),
 )  # fmt: skip
 weighted_rows_grad_verification = Verification(
     WEIGHTED_ROWS_GRAD, weighted_rows_grad_reference, _grad_cases,

@@ -110,4 +110,5 @@ def _draw_taken(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> 
 take_last_bits_verification = Verification(
     take_last_bits_, take_last_bits_reference, _take_cases, compared=("trits", "remainder"),
     draw=_draw_taken, needs_rows=False, timed=[Timed("11264x2048", **_TIMED)],
+    long=("2x1311*",),
 )  # fmt: skip

@@ -223,6 +223,7 @@ step_by_moment_verification = Verification(
         for name, moment, radix, largest in (("moment", (-40, 40), 32, 127), ("nibble", None, 8, 7))
     ],
     values={"ok": CaseGenerator.ok},
+    long=("33x165 nibble", "2x1311 moment", "2x1311 nibble", "2x1311 step*"),
 )  # fmt: skip
 step_by_direction_verification = Verification(
     step_by_direction, step_by_direction_reference, _direction_cases,
@@ -230,4 +231,5 @@ step_by_direction_verification = Verification(
     timed=[Timed("11264x2048 bf16", **_TIMED, row_gain=2.0**8, column_gain=2.0**8, gain=3000,
                  shift=10, radix=32, remainder_max=127)],
     values={"ok": CaseGenerator.ok},
+    long=("2x1311", "2x1311 rows only", "2x1311 saturated -1"),
 )  # fmt: skip

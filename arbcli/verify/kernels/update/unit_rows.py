@@ -69,4 +69,5 @@ unit_rows_verification = Verification(
     unit_rows, unit_rows_reference, _cases,
     Gate(relative=1e-5, reason="float32 sums of thousands of squares"), compared=("ok",),
     timings=_timings, values={"values": _draw_values, "ok": lambda rng: rng.scalar(1)},
+    long=("2311x3",),
 )  # fmt: skip

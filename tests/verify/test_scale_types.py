@@ -1,0 +1,66 @@
+"""Kernels in Triton are verified in a scale type of each of their paths."""
+
+import ast
+
+import pytest
+from syntax import parsed, walk
+
+from arbcli.config.site import SCALE_TYPES
+from arbcli.kernels.sources import kernel_files
+from arbcli.verify.check_kernels import KERNELS, find_kernels
+from arbcli.verify.scale_types import ALWAYS, verified_scale_types
+
+WITH_SCALES = [spec for spec in KERNELS if spec.uses_scales]
+
+PATHS = {
+    "GROUP % 32 == 0", "group_size % PLANE == 0", "packed.group_size % PLANE == 0",
+    "160 % GROUP == 0", "packed.group_size == PLANE", "group_size == PLANE", "GROUP == LANES",
+    "group_size >= 8",
+}  # fmt: skip
+"""Conditions of code on a group size: each is in the `scale_path` of the kernels that ask it."""
+MASKS = {
+    "within < GROUP", "group * GROUP < D", "lane % LANES < GROUP",
+    "whole * group_size < in_features",
+}  # fmt: skip
+"""Those where the same code runs for every answer, or `scale_path` has it in other words."""
+
+
+def test_conditions_on_group_sizes_are_known():
+    """Another question belongs in the `scale_path` of the kernels whose code it divides."""
+    asked = set()
+    for file in kernel_files():
+        for function in walk(parsed(file)):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            for node in (node for node in walk(function) if isinstance(node, ast.Compare)):
+                words = {getattr(part, "id", getattr(part, "attr", "")) for part in walk(node)}
+                if words & {"GROUP", "group_size"}:
+                    asked.add(ast.unparse(node))
+    assert asked == PATHS | MASKS
+
+
+@pytest.mark.parametrize("spec", WITH_SCALES, ids=lambda spec: spec.name)
+def test_every_path_of_a_kernel_is_in_its_sample(spec):
+    chosen = verified_scale_types(spec, SCALE_TYPES)
+    assert {*ALWAYS} <= {*chosen} < {*SCALE_TYPES}
+    paths = {name: spec.scale_path(size) for name, size in SCALE_TYPES.items()}
+    assert {paths[name] for name in chosen} == {*paths.values()}
+
+
+def test_groups_that_launchers_divide_take_other_paths():
+    paths = {spec.name: [spec.scale_path(size) for size in (16, 32, 64)] for spec in WITH_SCALES}
+    narrow, plane, wide = paths["ternary_matmul"]
+    assert len({narrow, plane, wide}) == 3
+    for narrow, plane, _ in (paths["decode_weight"], paths["rms_norm"], paths["decode_e4m3"]):
+        assert narrow != plane
+    assert find_kernels(["weighted_rows"])[0].scale_path(4) != paths["weighted_rows"][0]
+
+
+def test_a_kernel_that_declares_nothing_is_checked_in_every_scale_type():
+    (spec,) = find_kernels(["pack_trits"])
+    assert {*verified_scale_types(spec, SCALE_TYPES)} == {*SCALE_TYPES}
+
+
+@pytest.mark.parametrize("name", SCALE_TYPES)
+def test_one_requested_scale_type_is_verified(name):
+    assert all(verified_scale_types(spec, [name]) == (name,) for spec in WITH_SCALES)
