@@ -68,12 +68,13 @@ def test_damaged_files_are_refused(tmp_path):
 
     begin, end = header[name]["data_offsets"]
     for content, why in (
-        (b"", "truncated"), (whole[:-1], "truncated"), (whole + b"\0", "goes on"),
-        (b"\xff" * 8 + whole[8:], "truncated"), (whole[:8] + b"x" + whole[9:], "not JSON"),
-        (with_header(dtype="I8"), "is I8"), (with_header(shape=[48, 31]), name),
-        (with_header(shape=[32, 48]), r"\[32, 48\]"), (with_header(shape=[-48, -32]), name),
-        (with_header(data_offsets=[begin + 2, end + 2]), name),
-        (with_header(data_offsets=[0, end - begin]), "is at the bytes"),
+        (b"", "cannot be read"), (whole[:-1], "cannot be read"), (whole + b"\0", "cannot be read"),
+        (b"\xff" * 8 + whole[8:], "cannot be read"), (whole[:8] + b"x" + whole[9:], "cannot be read"),
+        (with_header(dtype="F64", shape=[24, 16]), "is F64"),
+        (with_header(shape=[48, 31]), "cannot be read"), (with_header(shape=[-48, -32]), "cannot be read"),
+        (with_header(shape=[32, 48]), rf"`{name}` is \[32, 48\]"),
+        (with_header(data_offsets=[begin + 2, end + 2]), "cannot be read"),
+        (with_header(data_offsets=[0, end - begin]), "cannot be read"),
     ):  # fmt: skip
         file.write_bytes(content)
         with pytest.raises(ArbError, match=why):
