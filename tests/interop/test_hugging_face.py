@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from marks import mostly_slow
 from safetensors.torch import load_file
 
 from arbcli.base.errors import ArbError
@@ -147,6 +148,32 @@ def test_model_that_transformers_has_not_is_refused(saved, tmp_path, small_graph
         with pytest.raises(ArbError, match="Transformers has no model"):
             export(saved(name, **options), "hf", out=tmp_path / "model")
         assert not (tmp_path / "model").exists()
+
+
+ATTENTION = {
+    "qwen2": {"query_key_norm": "none", "bias": True}, "mistral": {"query_key_norm": "none"},
+    "qwen3": {}, "llama": {"query_key_norm": "none", "bias": True, "output_bias": True},
+    "arb_byte_lm": {"sub_norm": True, "channel.sub_norm": True},
+}  # fmt: skip
+"""Fields of attention by the `model_type` that they become."""
+
+
+@pytest.mark.parametrize("kind", mostly_slow(ATTENTION, lambda kind: kind != "qwen2"))
+def test_transformers_reads_the_bytes_of_a_text(saved, tmp_path, kind):
+    """Its own tokenizer of a Qwen 2 composes characters."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra `export-test`")
+    fields = {
+        name if "." in name else f"attention.{name}": value
+        for name, value in ATTENTION[kind].items()
+    }
+    export(saved(sub_norms=False, fields=fields), "hf", out=tmp_path / "model")
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == kind
+    for trust in (None, False, kind != "arb_byte_lm"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            tmp_path / "model", trust_remote_code=trust
+        )
+        ids = tokenizer("cafe\u0301\n 12")["input_ids"]
+        assert ids == list("cafe\u0301\n 12".encode())
 
 
 @pytest.mark.slow  # transformers takes seconds to import

@@ -14,10 +14,10 @@ from arbcli.base.reading import ALTERED, check_schema, is_of, parse_json, read_j
 from arbcli.base.run_files import CONFIG
 from arbcli.config.model import MOST, ModelConfig
 from arbcli.data.chat_template import template_sources
-from arbcli.data.special_tokens import folders_of, special_tokens, stop_tokens
+from arbcli.data.special_tokens import GENERATION, folders_of, special_tokens, stop_tokens
 from arbcli.data.tokens import Tokenizer
 from arbcli.interop.gguf.container import BOOL, INT32, STRING, UINT32
-from arbcli.interop.huggingface.companions import GENERATION, read_companion
+from arbcli.interop.huggingface.companions import read_companion
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 """Types of tokens."""
