@@ -1,7 +1,8 @@
 """Companion files of a model: configuration, settings, chat template.
 
-A run stores unchanged copies in its folder `COMPANIONS`, and a run that begins with its weights
-copies them. The tokenizer is stored in the run itself, as in every run.
+A run stores copies in its folder `COMPANIONS`, and a run that begins with its weights copies them.
+All are unchanged but `config.json`, which gets the name of the model. The tokenizer is stored in
+the run itself, as in every run.
 """
 
 from hashlib import sha256
