@@ -66,6 +66,17 @@ def test_text_without_lines_is_cut_between_characters(tmp_path, tokenizer, monke
     assert tokenizer.decode(all_tokens(tokenised(Text([path]), tokenizer))) == "ö" * 301
 
 
+def test_tokens_of_a_text_whose_lines_are_all_indented_are_those_of_the_whole(
+    tmp_path, tokenizer, monkeypatch
+):
+    path = tmp_path / "indented.txt"
+    lines = random_lines(1, 200).splitlines()
+    path.write_text("".join(f"    {line}\n" for line in lines), encoding="utf-8")
+    wanted = tokenizer.encode(path.read_bytes())
+    monkeypatch.setattr(tokens, "BLOCK_BYTES", 1000)
+    assert all_tokens(tokenised(Text([path]), tokenizer)) == wanted
+
+
 def test_tokens_are_made_once_for_each_text_and_tokenizer(text_file, tokenizer, monkeypatch):
     first = tokenised(Text([text_file]), tokenizer)
     monkeypatch.setattr(Tokenizer, "encode_all", lambda *_: pytest.fail("tokenised again"))
