@@ -21,12 +21,12 @@ from arbcli.commands._options import (
     Json,
     Quiet,
     Run,
+    check_entries,
     find_run,
     one_path,
 )
 from arbcli.commands._saved import config_in_header
 from arbcli.data.chats import has_documents
-from arbcli.data.files import check_named
 from arbcli.data.text import open_text
 from arbcli.generation.option_checks import (
     check_document_options,
@@ -82,7 +82,7 @@ def evaluate(
         raise ArbError("`--field` only applies with `--data`", hint="add `--data`")
     check_document_options(field, stride)
     checkpoint = find_run(one_path(run, checkpoint), loads=True)
-    check_named(data or (), None if has_documents(field) else field)
+    check_entries(data or (), field)
     if config := config_in_header(checkpoint):
         check_masked_option(config, "--draws", draws)
         check_stride(config, stride)

@@ -37,7 +37,7 @@ from arbcli.commands._options import (
     one_path,
 )
 from arbcli.commands._outputs import check_file
-from arbcli.commands._prompts import PromptProgress, read_lines, read_prompt
+from arbcli.commands._prompts import PromptProgress, read_lines, read_prompt, stdin_has_data
 from arbcli.commands._saved import config_in_header
 from arbcli.data.chat_template import template_of
 from arbcli.families import MEDIA, medium_of
@@ -243,6 +243,8 @@ def generate(
     elif prompt == "-":
         start = sys.stdin.buffer.read()
     else:
+        if prompt is None and infill is None and stdin_has_data():
+            note("stdin is not read: add `--prompt -` to continue the text from it")
         start = os.fsencode("\n" if prompt is None else prompt)
     if fills:
         parts = [start, b""] if infill is None else os.fsencode(infill).split(HOLE.encode())

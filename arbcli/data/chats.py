@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, optional_module
 from arbcli.base.reading import parse_json, unreadable
 from arbcli.data.chat_template import (
     ChatTemplate,
@@ -61,6 +61,19 @@ VERSION = 2
 def has_documents(field: str | None) -> bool:
     """Return whether the `field` of a run names documents in place of plain text."""
     return field is not None and (field in CHATS or JOINED in field)
+
+
+def check_packages(field: str | None) -> None:
+    """Check that the packages that documents need are installed.
+
+    Raises:
+        ArbError: one is missing.
+    """
+    if field is None or not has_documents(field):
+        return
+    optional_module("tokenizers", f"--field {field}", "tokenizers", "'arb[chat]'")
+    if not field.startswith(JOINED):
+        optional_module("jinja2", f"--field {field}", "jinja2", "'arb[chat]'")
 
 
 class Document(NamedTuple):

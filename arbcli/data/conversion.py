@@ -139,6 +139,23 @@ def may_have_records(path: Path) -> bool:
     return _name_inside(path).endswith((*RECORDS, ".parquet"))
 
 
+def first_record(path: Path) -> dict[str, Any]:
+    """Return the first record of a file of JSON; empty if it has none in its first MiB.
+
+    Raises:
+        ArbError: the file cannot be unpacked.
+    """
+    if not _name_inside(path).endswith(RECORDS):
+        return {}
+    block = next(_unpacked(path), b"").removeprefix(codecs.BOM_UTF8).lstrip()
+    text = block.removeprefix(b"[").decode(errors="replace").lstrip()
+    try:
+        record, _ = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
 def _is_array(path: Path, name: str) -> bool:
     """Return whether a file of records has them in an array."""
     if not name.endswith(".json"):
