@@ -393,23 +393,21 @@ def _rows(path: Path) -> Iterator[bytes]:
     Raises:
         ArbError: the file is damaged, or a value has no form in JSON.
     """
-    arrow = _package("pyarrow", path)
     parquet = _package("pyarrow.parquet", path)
-    try:
-        with parquet.ParquetFile(path) as table:
-            for rows in table.iter_batches(batch_size=ROWS):
-                for row in rows.to_pylist():
-                    yield json.dumps(_without_missing(row), ensure_ascii=False).encode() + b"\n"
-    except (arrow.ArrowException, UnicodeDecodeError) as error:
-        raise ArbError(
-            f"`{path}` cannot be read: {' '.join(str(error).split())}",
-            hint="it is truncated or damaged: fetch it again",
-        ) from None
-    except TypeError as error:  # such as bytes, or a date
-        raise ArbError(
-            f"`{path}` has a column that JSON has no form for: {error}",
-            hint="leave the column out",
-        ) from None
+    with (
+        library_errors(f"`{path}` cannot be read", "it is truncated or damaged: fetch it again"),
+        parquet.ParquetFile(path) as table,
+    ):
+        for rows in table.iter_batches(batch_size=ROWS):
+            for row in rows.to_pylist():
+                try:
+                    text = json.dumps(_without_missing(row), ensure_ascii=False)
+                except TypeError as error:  # such as bytes, or a date
+                    raise ArbError(
+                        f"`{path}` has a column that JSON has no form for: {error}",
+                        hint="leave the column out",
+                    ) from None
+                yield text.encode() + b"\n"
 
 
 def _without_missing(value: Any) -> Any:

@@ -451,7 +451,8 @@ def test_command_trains_on_chats_and_resumes_to_the_same_bits(tmp_path, folder, 
     assert evaluated["nats_per_byte"] == pytest.approx(trained[-1], rel=0.1)  # of drawn windows
     data = ["--data", str(data), "--field", "messages", "--json"]
     whole = json.loads(arb_here("evaluate", str(run), *data).stdout)
-    assert whole["tokens"] == whole["bytes"] - 60 * (len(b"<|im_end|>") - 1) == 60 * 8
+    assert whole["bytes"] == 60 * len(b"fine 0<|im_end|>\n")  # all answers, at any position
+    assert whole["tokens"] == 60 * 6
     done = arb_here("evaluate", str(run), *data, "--stride", "4")
     assert "`--stride` does not apply to `--field messages`" in done.stderr
 
