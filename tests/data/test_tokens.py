@@ -117,6 +117,23 @@ def test_text_cannot_make_special_tokens(tokenizer):
     assert special not in tokenizer.encode(b"an <|end|> in text")
 
 
+@pytest.mark.parametrize(("written", "before"), [
+    ("$A </s>", []), ("<s> $A </s>", [2]), ("<s> </s> $A", [2, 1]), ("$A", []),
+])  # fmt: skip
+def test_tokens_before_a_text_are_told_from_those_after_it(written, before):
+    """As a Unigram tokenizer may close a text."""
+    package = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("<s>", 0.0), ("▁", -2.0), ("a", -2.0), ("▁a", -1.0)]
+    unigram = package.Tokenizer(package.models.Unigram(pieces, unk_id=0))
+    unigram.pre_tokenizer = package.pre_tokenizers.Metaspace()
+    unigram.post_processor = package.processors.TemplateProcessing(
+        single=written, special_tokens=[("</s>", 1), ("<s>", 2)]
+    )
+    tokenizer = Tokenizer(unigram.to_str().encode(), "it")
+    assert tokenizer.beginning == before
+    assert tokenizer.encode(b"a a") == [5, 5]
+
+
 def test_characters_come_as_soon_as_they_are_whole(tokenizer):
     whole = "größer as Ω tokens 🙂 do"
     found = tokenizer.encode(whole.encode())

@@ -103,15 +103,15 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
             hint="put that of the model there, or use `--to hf`",
         )
     chosen = TYPES[kind] if kind else smallest_type(model.config)
-    every = list(sources(model))
-    entries = [_entry(part, chosen) for source in every for part in source.parts]
+    model_sources = list(sources(model))
+    entries = [_entry(part, chosen) for source in model_sources for part in source.parts]
     keys = _keys(model.config, name, weights, architecture) | tokens
     divisors = _divisors(model.config)
     if divisors is not None:
         entries.append(Entry("rope_freqs.weight", tuple(divisors.shape), F32))
 
     def parts() -> Iterator[Tensor]:
-        for source in every:
+        for source in model_sources:
             yield from _encoded(source, chosen, _order(source, model.config, architecture))
         if divisors is not None:
             yield encode_numbers("rope_freqs.weight", divisors, F32)
@@ -214,11 +214,11 @@ def _entry(part: Part, kind: BlockType) -> Entry:
 
 def _encoded(source: Source, kind: BlockType, orders: dict[str, Tensor]) -> Iterator[Tensor]:
     """Write the parts of a tensor as the bytes of a type; those of a vector are float32."""
-    every = slice(None)
+    all_rows = slice(None)
     is_matrix = len(source.parts[0].shape) == 2
     if not is_matrix or kind.dtype is not None:
         for part, weight in read(source):
-            weight = weight[orders.get(part.gguf, every)]
+            weight = weight[orders.get(part.gguf, all_rows)]
             yield encode_numbers(part.gguf, weight, kind if is_matrix else F32)
         return
     if not isinstance(source.tensor, TernaryTensor):
@@ -226,7 +226,7 @@ def _encoded(source: Source, kind: BlockType, orders: dict[str, Tensor]) -> Iter
     packed = source.tensor.packed
     digits, scales = integers(packed), scales_torch(packed.exponent, packed.fraction) / packed.unit
     for part in source.parts:
-        order = orders.get(part.gguf, every)
+        order = orders.get(part.gguf, all_rows)
         of_part = digits[part.rows][order], scales[part.rows][order]
         yield encode_digits(part.gguf, *of_part, packed.group_size, kind)
 

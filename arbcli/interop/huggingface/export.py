@@ -139,10 +139,10 @@ def _write_weights(file: BufferedIOBase, weights: Weights, kind: BlockType) -> N
     `save` of the package safetensors needs all of them in memory, and more than once: an export of
     67 million weights peaks at 941 MiB with it, and at 488 MiB here.
     """
-    every = list(sources(weights.model))
+    model_sources = list(sources(weights.model))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for source in every:
+    for source in model_sources:
         for part in source.parts:
             begin, end = end, end + kind.num_bytes(math.prod(part.shape))
             header[part.hugging_face] = {
@@ -151,7 +151,7 @@ def _write_weights(file: BufferedIOBase, weights: Weights, kind: BlockType) -> N
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
-    for source in every:
+    for source in model_sources:
         for part, weight in read(source):
             data = encode_numbers(part.hugging_face, weight, kind)
             file.write(data.contiguous().view(-1).numpy().data)
