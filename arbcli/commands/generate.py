@@ -373,7 +373,7 @@ def _continue_batch(
     def write(text: "TextReport") -> None:
         emit_json(asdict(text))
 
-    ask = conversation and conversation.ask_apart
+    ask = None if conversation is None else conversation.ask_apart
     done = continue_batch(model, requests, batch, backend=backend, kv=kv, ask=ask, on_text=write)
     unit, rate = _unit(model), done.length / done.seconds
     note(
