@@ -8,7 +8,10 @@ import torch
 from marks import mostly_slow
 from safetensors.torch import load_file
 
+from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError
+from arbcli.base.reading import read_json
+from arbcli.base.run_files import COMPANIONS
 from arbcli.generation.generation import Sampling, generate
 from arbcli.generation.load import load_model, load_weights
 from arbcli.interop.exporting import export
@@ -148,6 +151,24 @@ def test_model_that_transformers_has_not_is_refused(saved, tmp_path, small_graph
         with pytest.raises(ArbError, match="Transformers has no model"):
             export(saved(name, **options), "hf", out=tmp_path / "model")
         assert not (tmp_path / "model").exists()
+
+
+def test_special_tokens_and_template_of_a_run_go_along(saved, tmp_path):
+    """A run that begins without an import keeps them for chats."""
+    checkpoint = saved(sub_norms=False, fields={"vocabulary": 300})
+    run = tmp_path / COMPANIONS
+    run.mkdir()
+    write_json(run / "tokenizer_config.json", {"eos_token": "<end>"})
+    write_json(run / "generation_config.json", {"eos_token_id": [7, 9]})
+    (run / "chat_template.jinja").write_text("{{ messages }}")
+    folder = tmp_path / "model"
+    export(checkpoint, "hf", out=folder)
+    settings = read_json(folder / "tokenizer_config.json")
+    assert settings["eos_token"] == "<end>"
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    for name in ("config.json", "generation_config.json"):
+        assert read_json(folder / name)["eos_token_id"] == [7, 9]
+    assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 ATTENTION = {
