@@ -224,13 +224,14 @@ def evaluate(
     Raises:
         ArbError: the text cannot be read or is too short, or the stride is out of range.
     """
+    from arbcli.data.chats import has_documents
     from arbcli.data.conversion import Conversion
     from arbcli.data.text import open_text
     from arbcli.generation import evaluation
-    from arbcli.generation.option_checks import check_plain_field
     from arbcli.kernels.runtime.backend import default_backend
 
-    check_plain_field(field)
+    if has_documents(field):
+        raise ValueError(f"`field` is {field!r}, and documents need a path to the model's template")
     backend = default_backend(model.device)
     text, name = open_text(data, Conversion(field))
     return evaluation.evaluate(

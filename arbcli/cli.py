@@ -46,6 +46,16 @@ for command in (
     app.command(name, cls=Command, short_help=summary(command))(command)
 
 
+OTHER_NAMES = {
+    "--learning-rate": "--lr", "--learning_rate": "--lr", "--batch-size": "--batch",
+    "--context": "--ctx", "--context-length": "--ctx", "--seq-len": "--ctx",
+    "--block-size": "--ctx", "--max-steps": "--steps", "--iters": "--steps",
+    "--gradient-accumulation-steps": "--accum", "--grad-accum": "--accum", "--dataset": "--data",
+    "--output-dir": "--out", "--max-tokens": "--length", "--max-new-tokens": "--length",
+}  # fmt: skip
+"""Options by the names that they have in other programs."""
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"arb {__version__}")
@@ -78,8 +88,7 @@ def main() -> None:
         if not sys.argv[1:]:
             error.show()  # the complete help page
         else:
-            command = error.ctx.command_path if error.ctx else "arb"
-            _fail(error.format_message(), f"`{command} --help` lists what there is")
+            _fail(error.format_message(), _usage_hint(error))
         sys.exit(2)
     except Interrupted as stopped:
         since = " since the start or the last save" if sys.argv[1:2] == ["train"] else ""
@@ -101,6 +110,16 @@ def main() -> None:
     except Exception:
         note_text(traceback.format_exc())
         sys.exit(2)
+
+
+def _usage_hint(error: Any) -> str:
+    """Return the hint for a mistake in arguments."""
+    command = error.ctx.command_path if error.ctx else "arb"
+    if option := OTHER_NAMES.get(getattr(error, "option_name", "")):
+        return f"use `{option}`"
+    if command.endswith("train") and "unexpected extra argument" in error.format_message():
+        return "name texts with `--data`, as in `arb train --data book.txt`"
+    return f"`{command} --help` lists what there is"
 
 
 def _fail(message: str, hint: str | None = None) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import typer.main
 from marks import mostly_slow
+from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from arbcli.cli import app
@@ -29,6 +30,7 @@ from arbcli.families.graph.config import (
 )
 from arbcli.families.hnet.config import ChunkingConfig
 from arbcli.families.media.config import CompositeConfig
+from arbcli.generation.load import load_weights
 from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS
 from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
 from arbcli.kernels.sources import kernel_files
@@ -99,6 +101,20 @@ def test_table_of_kernels_names_functions_and_their_limits():
 
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) < 200
+
+
+@pytest.mark.parametrize("digits", ["trit", "all"])
+@pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
+def test_formula_of_the_format_rebuilds_weights(saved, rule, digits):
+    page = (ROOT / "docs" / "format.md").read_text()
+    names: dict = {}
+    exec(page.split("```python\n")[1].split("```")[0], names)
+    path = saved(dim=200, ffn=330, rule=rule, digits=digits, scale_type="T6")
+    tensors, model = load_file(path), load_weights(path, print).model
+    for name, tensor in model.weights().items():
+        if not tensor.frozen:
+            given = tensors, name, tensor.in_features, 6, rule, digits == "all"
+            assert torch.equal(torch.from_numpy(names["weight"](*given)), tensor.weight().float())
 
 
 LINES = (ROOT / "docs" / "system.md").read_text().splitlines()

@@ -259,7 +259,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "resume of no run": (
         lambda _: run.resume_run(Path("gone"), run.Observer()), "there is no run at `gone`"),
     "documents of bytes": (
-        lambda _: directory._document_texts(None, None, SimpleNamespace(field="messages")),
+        lambda _: chatting.open_documents(None, "messages", None, "", 8),
         "`--field messages` needs a tokenizer, as it has documents"),
     "text of a folder": (
         lambda _: directory.held_out_text(Path()), "`.` has no held-out text"),

@@ -1,6 +1,7 @@
 """Names of runs and checkpoints, and how to find them, without importing torch."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from arbcli.base.errors import ArbError
@@ -47,6 +48,12 @@ def step_of(path: Path) -> int:
 
 def without_checkpoint(directory: Path) -> ArbError:
     """Return the error for a directory without a checkpoint."""
+    with suppress(ArbError):
+        if "model_type" in read_json(directory / CONFIG, {}):
+            return ArbError(
+                f"`{directory}` is a model of Transformers, and no run",
+                hint=f"convert it to one: `arb import {directory}`",
+            )
     return ArbError(
         f"there is no checkpoint in `{directory}`",
         hint="name the directory of a run with a checkpoint",

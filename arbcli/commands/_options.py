@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -32,8 +32,8 @@ from arbcli.config.presets import ATTENTIONS, check_preset
 from arbcli.config.settings import MODEL, OUTPUT, RUN, Setting, replaced
 from arbcli.config.short_forms import MODEL_SETTINGS
 from arbcli.config.training import BACKENDS, SETTINGS, spelled_out, train_config, words_of
-from arbcli.data.chats import has_documents
-from arbcli.data.files import check_named, check_weights
+from arbcli.data.chats import check_packages, has_documents
+from arbcli.data.files import check_named, check_records, check_weights
 from arbcli.families.graph.presets import ATTENTIONS as GRAPH_ATTENTIONS
 from arbcli.model.rules import FADING
 
@@ -244,10 +244,20 @@ def check_settings(settings: dict[str, Any]) -> None:
 
 
 def check_texts(settings: dict[str, Any]) -> None:
-    """Check that the files of `data` and `val` exist, and that `field` suits their types."""
-    field = settings.get("field")
-    paths = [*settings.get("data", ()), *settings.get("val", ())]
-    check_named(paths, None if has_documents(field) else field)
+    """Check that the files of `data` and `val` exist, and that `field` suits them."""
+    check_entries([*settings.get("data", ()), *settings.get("val", ())], settings.get("field"))
+
+
+def check_entries(entries: Sequence[str], field: str | None) -> None:
+    """Check that texts exist, that `field` suits them, and that its packages are installed.
+
+    Raises:
+        ArbError: a file is missing or empty, or has records whose fields `field` does not name.
+    """
+    check_packages(field)
+    check_named(entries, None if has_documents(field) else field)
+    if field is None:
+        check_records(entries)
 
 
 MOST_METAVAR = 32

@@ -1,5 +1,8 @@
 """Reading of prompts for `arb generate`, and the progress of reading a long one."""
 
+import os
+import select
+import stat
 import sys
 import time
 from collections.abc import Collection
@@ -61,6 +64,17 @@ def read_lines(file: Path) -> list[bytes]:
             hint="split it into several files",
         )
     return content.splitlines()
+
+
+def stdin_has_data() -> bool:
+    """Return whether stdin is a file that is not empty, or a pipe that has data or has ended."""
+    try:
+        status = os.fstat(0)
+    except OSError:  # closed
+        return False
+    if stat.S_ISREG(status.st_mode):
+        return status.st_size > 0
+    return stat.S_ISFIFO(status.st_mode) and bool(select.select([0], [], [], 0)[0])
 
 
 class PromptProgress:

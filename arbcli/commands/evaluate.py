@@ -2,6 +2,7 @@
 
 import math
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,13 +21,18 @@ from arbcli.commands._options import (
     Json,
     Quiet,
     Run,
+    check_entries,
     find_run,
     one_path,
 )
 from arbcli.commands._saved import config_in_header
-from arbcli.data.files import check_named
+from arbcli.data.chats import has_documents
 from arbcli.data.text import open_text
-from arbcli.generation.option_checks import check_masked_option, check_plain_field, check_stride
+from arbcli.generation.option_checks import (
+    check_document_options,
+    check_masked_option,
+    check_stride,
+)
 
 if TYPE_CHECKING:
     from arbcli.generation.evaluation import EvaluateReport, KindLoss
@@ -69,13 +75,14 @@ def evaluate(
 ) -> None:
     """Measure bits per byte over a whole text: `arb evaluate RUN --data book.txt`.
 
-    Each byte after the first is predicted once, from at least context - stride bytes before it.
+    Each byte after the first is predicted once, from at least context - stride bytes before it. Of
+    chats, only answers are predicted.
     """
     if field is not None and not data:
         raise ArbError("`--field` only applies with `--data`", hint="add `--data`")
-    check_plain_field(field)
+    check_document_options(field, stride)
     checkpoint = find_run(one_path(run, checkpoint), loads=True)
-    check_named(data or (), field)
+    check_entries(data or (), field)
     if config := config_in_header(checkpoint):
         check_masked_option(config, "--draws", draws)
         check_stride(config, stride)
@@ -84,6 +91,7 @@ def evaluate(
         from arbcli.generation import (
             evaluation,  # imports torch: slow, and not needed for `arb --help`
         )
+        from arbcli.generation.documents import documents_for
         from arbcli.generation.load import load_named_model
         from arbcli.kernels.runtime.device import resolve_backend, resolve_device
         from arbcli.training.directory import held_out_text, run_conversion
@@ -95,6 +103,11 @@ def evaluate(
         place = resolve_device(device)
         backend = resolve_backend(backend, place)
         model, name = load_named_model(checkpoint, place, note, compute)
+        if field is not None and has_documents(field):
+            documents = documents_for(model, Path(name), text[0], field)
+            if documents.cut:
+                note(f"{documents.cut:,} documents are cut to {documents.context:,} tokens")
+            text = documents, f"{text[1]}, `{field}`"
         report = evaluation.evaluate(
             model,
             name,

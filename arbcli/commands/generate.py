@@ -37,7 +37,7 @@ from arbcli.commands._options import (
     one_path,
 )
 from arbcli.commands._outputs import check_file
-from arbcli.commands._prompts import PromptProgress, read_lines, read_prompt
+from arbcli.commands._prompts import PromptProgress, read_lines, read_prompt, stdin_has_data
 from arbcli.commands._saved import config_in_header
 from arbcli.data.chat_template import template_of
 from arbcli.families import MEDIA, medium_of
@@ -51,13 +51,14 @@ EXCLUDED = {
     "--prompt-file": ("--prompt",),
     "--infill": ("--prompt", "--prompt-file", "--chat", "--chunks", "--ahead", "--kv"),
     "--prompts": (
-        "--prompt", "--prompt-file", "--out", "--chat", "--bytes", "--chunks", "--ahead",
-        "--infill", "--steps", "--json",
+        "--prompt", "--prompt-file", "--out", "--bytes", "--chunks", "--ahead", "--infill",
+        "--steps", "--json",
     ),
 }  # fmt: skip
 """Options that cannot be combined with another one."""
 NEEDED = {
     "--batch": ("--prompts", "add `--prompts FILE`"),
+    "--system": ("--chat", "add `--chat`"),
     "--keep": ("--prompt-file", "give a sound or picture"),
 }
 """Options that only apply with another one, and the hint for it."""
@@ -69,6 +70,7 @@ NOT_INTERACTIVE = (
 if TYPE_CHECKING:
     from arbcli.config.model import ModelConfig
     from arbcli.generation.batch import Request, TextReport
+    from arbcli.generation.conversation import Conversation
     from arbcli.model.language_model import LanguageModel
 
 
@@ -165,8 +167,11 @@ def generate(
     backend: Backend = None,
     chats: Annotated[
         bool,
-        typer.Option("--chat", help="Format the prompt as a message by the chat template."),
+        typer.Option("--chat", help="Format each prompt as a message by the chat template."),
     ] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="System message of --chat.")
+    ] = None,
     raw: Annotated[
         bool, typer.Option("--bytes", help="Write raw bytes rather than UTF-8.")
     ] = False,
@@ -191,7 +196,8 @@ def generate(
         "--infill": infill is not None, "--prompts": prompts is not None,
         "--batch": batch is not None, "--steps": steps is not None, "--keep": keep is not None,
         "--out": out is not None, "--ahead": ahead is not None, "--kv": kv is not None,
-        "--chat": chats, "--bytes": raw, "--chunks": chunks, "--json": as_json,
+        "--chat": chats, "--system": system is not None, "--bytes": raw, "--chunks": chunks,
+        "--json": as_json,
     }  # fmt: skip
     _check_combinations(given)
     if out is not None:
@@ -222,12 +228,12 @@ def generate(
         place = resolve_device(device)
         backend = resolve_backend(backend, place)
         model, name = load_named_model(checkpoint, place, note, compute)
+    conversation = Conversation(model, Path(name), system) if chats else None
     if requests:
-        _continue_batch(model, requests, batch, backend, kv)
+        _continue_batch(model, requests, batch, backend, kv, conversation)
         return
     _check_model(model.config, given, ahead, steps)
     fills = infill is not None or model.config.is_masked
-    conversation = Conversation(model, Path(name)) if chats and not fills else None
     if is_interactive and not fills:
         chat(model, length or LENGTH, sampling, backend, kv, conversation)
         return
@@ -237,6 +243,8 @@ def generate(
     elif prompt == "-":
         start = sys.stdin.buffer.read()
     else:
+        if prompt is None and infill is None and stdin_has_data():
+            note("stdin is not read: add `--prompt -` to continue the text from it")
         start = os.fsencode("\n" if prompt is None else prompt)
     if fills:
         parts = [start, b""] if infill is None else os.fsencode(infill).split(HOLE.encode())
@@ -357,6 +365,7 @@ def _continue_batch(
     batch: int | None,
     backend: str,
     kv: str | None,
+    conversation: "Conversation | None",
 ) -> None:
     """Print a JSON line for each text, and a note with the speed."""
     from arbcli.generation.batch import continue_batch
@@ -364,7 +373,8 @@ def _continue_batch(
     def write(text: "TextReport") -> None:
         emit_json(asdict(text))
 
-    done = continue_batch(model, requests, batch, backend=backend, kv=kv, on_text=write)
+    ask = None if conversation is None else conversation.ask_apart
+    done = continue_batch(model, requests, batch, backend=backend, kv=kv, ask=ask, on_text=write)
     unit, rate = _unit(model), done.length / done.seconds
     note(
         f"{done.texts} texts, {done.length:,} {unit}, {rate:,.0f} {unit}/s on {done.device},"

@@ -25,7 +25,7 @@ from arbcli.config.model import VOCABULARY
 from arbcli.config.model_file import model_lines
 from arbcli.config.training import spelled_out
 from arbcli.data.tokens import FILE as TOKENIZER
-from arbcli.interop.huggingface.config_json import read_folder_config
+from arbcli.interop.huggingface.config_json import model_name, read_folder_config
 
 if TYPE_CHECKING:
     from arbcli.interop.importing import ImportReport, TensorReport
@@ -47,6 +47,14 @@ def import_model(
     mlp_rule: MLPRuleToCome = None,
     scale_type: ScaleTypeToCome = "T32",
     direction: DirectionToCome = "muon",
+    ignore_field: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Field of config.json that arb does not know and that decides nothing. Repeat it"
+            " for several.",
+        ),
+    ] = None,
     print_config: Annotated[
         bool,
         typer.Option("--print-config", help="Print the model as TOML without reading weights."),
@@ -61,17 +69,20 @@ def import_model(
         raise ArbError(f"`{folder}` is not a folder", hint="name a folder with `config.json` in it")
     storage = spelled_out({"rule": rule, "scale_type": scale_type, "direction": direction})
     storage |= {"attention_rule": attention_rule, "mlp_rule": mlp_rule}
-    config = read_folder_config(folder, **storage, digits="all")
+    ignored = ignore_field or ()
+    config = read_folder_config(folder, ignored, **storage, digits="all")
     if print_config:
         write_bytes("".join(f"{line}\n" for line in model_lines(config)).encode())
         return
     if out is not None:
         check_folder(out, "--out")
-    run = out or RUNS / f"imported-{folder.resolve().name}"
+    run = out or RUNS / f"imported-{model_name(folder).rpartition('/')[2]}"
     from arbcli.interop import importing
 
     with LiveLine() as line:
-        report = importing.import_folder(folder, run, **storage, told=line.show_wait)
+        report = importing.import_folder(
+            folder, run, **storage, ignored=ignored, told=line.show_wait
+        )
     emit(report, _tables(report), as_json=as_json)
     if report.vocabulary != VOCABULARY and not (run / TOKENIZER).exists():
         note(f"`{folder}` has no `{TOKENIZER}`: copy one to `{report.run}` to read text")
@@ -96,17 +107,17 @@ def _tables(report: "ImportReport") -> Group:
 def _tensor_table(report: "ImportReport") -> Table:
     """Lay out the tensors; those of equal layers share a row."""
     alike: dict[str, list[TensorReport]] = {}
-    for each in report.tensors:
-        alike.setdefault(re.sub(r"\b[0-9]+\b", "*", each.name), []).append(each)
+    for tensor in report.tensors:
+        alike.setdefault(re.sub(r"\b[0-9]+\b", "*", tensor.name), []).append(tensor)
     rows = [
         [
             name,
-            f"{len(found):,}",
-            f"{max(each.relative_error for each in found):.3%}",
-            f"{max(each.largest for each in found):.1f}",
-            f"{sum(each.outliers for each in found):,}",
+            f"{len(tensors):,}",
+            f"{max(tensor.relative_error for tensor in tensors):.3%}",
+            f"{max(tensor.largest for tensor in tensors):.1f}",
+            f"{sum(tensor.outliers for tensor in tensors):,}",
         ]
-        for name, found in alike.items()
+        for name, tensors in alike.items()
     ]
     columns = ["tensor", "number", "off by", "largest, in rms", "outliers"]
     return table("Rounded", columns, rows)

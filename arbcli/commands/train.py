@@ -43,6 +43,9 @@ from arbcli.training.observer import Observers
 if TYPE_CHECKING:
     from arbcli.generation.load import SavedModel
 
+MACHINE = "device", "backend", "compute"
+"""Settings that follow from the machine unless they are given."""
+
 
 def _check_loggers(names: list[str] | None) -> list[str] | None:
     for name in names or ():
@@ -348,16 +351,18 @@ def _read_initial(path: Path, settings: dict[str, Any], display: RunDisplay) -> 
 
 
 def _show_settings(settings: dict[str, Any], *, as_json: bool) -> None:
-    """Print the settings that a run would have."""
+    """Print the settings that a run would have, but for those that this machine decides."""
     with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.training.configure import new_config  # torch takes seconds to import
 
         config = new_config(**settings)
+    chosen_here = [name for name in MACHINE if name not in settings]
     if as_json:
-        emit_json(train_config_dict(config))
+        values = train_config_dict(config)
+        emit_json({name: value for name, value in values.items() if name not in chosen_here})
     else:
-        write_bytes(settings_text(config).encode())
+        write_bytes(settings_text(config, chosen_here).encode())
 
 
 def _show_windows(

@@ -13,7 +13,7 @@ arguments of the preset's short form, or a complete model: see `arbcli.config.mo
 
 import dataclasses
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +112,15 @@ def _whole_model(path: Path, values: dict[str, Any]) -> ModelConfig:
         ) from None
 
 
-def settings_text(config: TrainConfig) -> str:
-    """Return a configuration as TOML for `read_settings`, with a complete model."""
+def settings_text(config: TrainConfig, without: Collection[str] = ()) -> str:
+    """Return a configuration as TOML for `read_settings`, with a complete model.
+
+    Args:
+        config: the configuration.
+        without: names of settings to leave out, such as those of this machine.
+    """
     values = train_config_dict(config)
-    del values["model"]
+    values = {name: value for name, value in values.items() if name not in ("model", *without)}
     given = {name: value for name, value in values.items() if value is not None}
     lines = [f"{name} = {to_toml(value)}" for name, value in given.items()]
     return "\n".join([*lines, "", *model_lines(config.model)]) + "\n"

@@ -5,7 +5,9 @@ Python objects, with bounded loops and output.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
@@ -35,7 +37,9 @@ MOST_CHARACTERS = 2**24
 MOST_ROUNDS = 100_000
 """Maximum number of iterations over `range` in one rendering."""
 UNBOUNDED = ("center", "expandtabs", "format", "format_map", "ljust", "rjust", "zfill")
-"""Methods of strings that can return very long strings, which are forbidden."""
+"""Methods of strings that can return very long ones, which are forbidden: see `_bounded_format`."""
+WIDEST_FIELD = 64
+"""Maximum width and precision of a field of `str.format`."""
 WIDEST_INDENT = 8
 """Maximum number of spaces of a level of JSON."""
 HINT = f"put the model's own `{TEMPLATE}` next to its tokenizer"
@@ -149,6 +153,11 @@ def _environment(jinja: Any, sandbox: Any, output: _Output) -> Any:
 
         intercepted_binops = frozenset(("*", "**", "%"))
 
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            if isinstance(obj, str) and attribute == "format":
+                return _bounded_format(obj)
+            return super().getattr(obj, attribute)
+
         def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
             if isinstance(obj, str | bytes) and attr in UNBOUNDED:
                 return False
@@ -215,6 +224,21 @@ def _to_json(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+def _bounded_format(text: str) -> Callable[..., str]:
+    """Return the `format` of a text, with fields that are values of at most `WIDEST_FIELD`."""
+
+    def write(*values: Any, **named: Any) -> str:
+        for _, field, spec, _ in string.Formatter().parse(text):
+            numbers = re.findall(r"\d+", spec or "")
+            if re.search(r"[.\[]", field or "") or "{" in (spec or ""):
+                raise ValueError(f"`{{{field}:{spec}}}` is not a plain field of `str.format`")
+            if any(int(number) > WIDEST_FIELD for number in numbers):
+                raise ValueError(f"`{spec}` is wider than {WIDEST_FIELD}")
+        return text.format(*values, **named)
+
+    return write
 
 
 def _bounded_range() -> Any:
@@ -340,12 +364,12 @@ def template_sources(folder: Path) -> Iterator[tuple[str, str]]:
         yield str(path), read_small(path, LARGEST, HINT).decode(errors="replace")
     old = folder / OLD_TEMPLATE
     held = read_json(old, {}).get("chat_template") if old.exists() else None
-    for name, found in ((old, held), (folder / SETTINGS, settings.get("chat_template"))):
-        if isinstance(found, list):  # several named templates
-            named = {each.get("name"): each.get("template") for each in found if is_table(each)}
-            found = named.get("default")
-        if isinstance(found, str):
-            yield str(name), found
+    for name, value in ((old, held), (folder / SETTINGS, settings.get("chat_template"))):
+        if isinstance(value, list):  # several named templates
+            named = {item.get("name"): item.get("template") for item in value if is_table(item)}
+            value = named.get("default")
+        if isinstance(value, str):
+            yield str(name), value
 
 
 def is_table(value: object) -> bool:

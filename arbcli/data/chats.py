@@ -14,10 +14,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, optional_module
 from arbcli.base.reading import parse_json, unreadable
-from arbcli.data.chat_template import ChatTemplate, Message, is_table, template_digest
+from arbcli.data.chat_template import (
+    ChatTemplate,
+    Message,
+    find_template,
+    is_table,
+    template_digest,
+)
 from arbcli.data.conversion import RECORD_BYTES, converted
+from arbcli.data.special_tokens import stop_tokens
 from arbcli.data.text import Mixture, Text
 from arbcli.data.tokens import Tokenizer
 
@@ -54,6 +61,19 @@ VERSION = 2
 def has_documents(field: str | None) -> bool:
     """Return whether the `field` of a run names documents in place of plain text."""
     return field is not None and (field in CHATS or JOINED in field)
+
+
+def check_packages(field: str | None) -> None:
+    """Check that the packages that documents need are installed.
+
+    Raises:
+        ArbError: one is missing.
+    """
+    if field is None or not has_documents(field):
+        return
+    optional_module("tokenizers", f"--field {field}", "tokenizers", "'arb[chat]'")
+    if not field.startswith(JOINED):
+        optional_module("jinja2", f"--field {field}", "jinja2", "'arb[chat]'")
 
 
 class Document(NamedTuple):
@@ -142,6 +162,11 @@ class Chats(Text):
         return sum(size for _, size in self._places)
 
     @property
+    def longest(self) -> int:
+        """Number of positions of the longest document."""
+        return max(size for _, size in self._places) - 1
+
+    @property
     def source(self) -> Text:
         """The text of bytes."""
         return self._source
@@ -196,6 +221,30 @@ class Chats(Text):
             documents[row, at:] = len(self.bins[window])  # padding has a number of its own
         ids_, targets_, documents_ = map(torch.from_numpy, (ids, targets, documents))
         return ids_, targets_, documents_
+
+
+def open_documents(
+    text: Text, field: str, tokenizer: Tokenizer | None, path: Path | str, context: int
+) -> Chats:
+    """Tokenise the records of a text with the template and the stop tokens of a tokenizer.
+
+    Args:
+        text: text of bytes.
+        field: see `Chats`.
+        tokenizer: tokenizer of the documents.
+        path: path of its file, next to which the template and the special tokens are.
+        context: number of positions of a window.
+
+    Raises:
+        ArbError: there is no tokenizer, or `Chats` refuses the records.
+    """
+    if tokenizer is None:
+        raise ArbError(
+            f"`--field {field}` needs a tokenizer, as it has documents",
+            hint="add `--tokenizer tokenizer.json`",
+        )
+    ending = next(iter(stop_tokens(tokenizer, path)), None)
+    return Chats(text, field, tokenizer, find_template(path), context, ending)
 
 
 def pack(sizes: Sequence[int], room: int) -> list[list[int]]:
@@ -277,11 +326,11 @@ class _Reader:
         for name in UNREAD:
             if record.get(name) is not None:
                 raise ValueError(f"its `{name}` is not read; remove the field")
-        found = {name: record[name] for name in VARIABLES if record.get(name)}
-        for name in found:
+        variables = {name: record[name] for name in VARIABLES if record.get(name)}
+        for name in variables:
             if name not in template.variables:
                 raise ValueError(f"it has `{name}`, and the chat template does not read them")
-        return found
+        return variables
 
     def _messages(self, record: dict[str, Any]) -> list[Message]:
         """Return the messages of a record, with texts as their contents."""
@@ -333,11 +382,14 @@ class _Reader:
         assert template is not None, "`Chats` refuses messages without a template"
         for text in _texts_in([messages, variables]):
             text.encode()  # raises UnicodeEncodeError for unpaired surrogates
-            if found := [name for name in self.specials if name in text]:
-                raise ValueError(f"a message has `{found[0]}`, which is a special token")
+            if names := [name for name in self.specials if name in text]:
+                raise ValueError(f"a message has `{names[0]}`, which is a special token")
         answers = [i for i, message in enumerate(messages) if message["role"] == ROLES[1]]
         learnt = [messages[index].get("weight") != 0 for index in answers]
-        messages = [{k: v for k, v in each.items() if k != "weight"} for each in messages]
+        messages = [
+            {name: value for name, value in message.items() if name != "weight"}
+            for message in messages
+        ]
         whole, marks = template.render_marked(messages, **variables)
         if marks:
             if len(marks) != len(answers) and not all(learnt):
@@ -398,12 +450,12 @@ def _sizes(text: str, marked: list[tuple[int, tuple[int, int]]]) -> list[int]:
     Text between tokens counts with the next one. Of tokens that share a character, as in a
     byte-level encoding, the first has all of its bytes.
     """
-    found, done = [], 0
+    sizes, done = [], 0
     for index, (_, (_, end)) in enumerate(marked):
         end = len(text) if index == len(marked) - 1 else end
-        found.append(len(text[done:end].encode()) if end > done else 0)
+        sizes.append(len(text[done:end].encode()) if end > done else 0)
         done = max(done, end)
-    return found
+    return sizes
 
 
 def _read_documents(paths: Sequence[Path]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

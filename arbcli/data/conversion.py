@@ -139,6 +139,23 @@ def may_have_records(path: Path) -> bool:
     return _name_inside(path).endswith((*RECORDS, ".parquet"))
 
 
+def first_record(path: Path) -> dict[str, Any]:
+    """Return the first record of a file of JSON; empty if it has none in its first MiB.
+
+    Raises:
+        ArbError: the file cannot be unpacked.
+    """
+    if not _name_inside(path).endswith(RECORDS):
+        return {}
+    block = next(_unpacked(path), b"").removeprefix(codecs.BOM_UTF8).lstrip()
+    text = block.removeprefix(b"[").decode(errors="replace").lstrip()
+    try:
+        record, _ = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
 def _is_array(path: Path, name: str) -> bool:
     """Return whether a file of records has them in an array."""
     if not name.endswith(".json"):
@@ -376,23 +393,21 @@ def _rows(path: Path) -> Iterator[bytes]:
     Raises:
         ArbError: the file is damaged, or a value has no form in JSON.
     """
-    arrow = _package("pyarrow", path)
     parquet = _package("pyarrow.parquet", path)
-    try:
-        with parquet.ParquetFile(path) as table:
-            for rows in table.iter_batches(batch_size=ROWS):
-                for row in rows.to_pylist():
-                    yield json.dumps(_without_missing(row), ensure_ascii=False).encode() + b"\n"
-    except (arrow.ArrowException, UnicodeDecodeError) as error:
-        raise ArbError(
-            f"`{path}` cannot be read: {' '.join(str(error).split())}",
-            hint="it is truncated or damaged: fetch it again",
-        ) from None
-    except TypeError as error:  # such as bytes, or a date
-        raise ArbError(
-            f"`{path}` has a column that JSON has no form for: {error}",
-            hint="leave the column out",
-        ) from None
+    with (
+        library_errors(f"`{path}` cannot be read", "it is truncated or damaged: fetch it again"),
+        parquet.ParquetFile(path) as table,
+    ):
+        for rows in table.iter_batches(batch_size=ROWS):
+            for row in rows.to_pylist():
+                try:
+                    text = json.dumps(_without_missing(row), ensure_ascii=False)
+                except TypeError as error:  # such as bytes, or a date
+                    raise ArbError(
+                        f"`{path}` has a column that JSON has no form for: {error}",
+                        hint="leave the column out",
+                    ) from None
+                yield text.encode() + b"\n"
 
 
 def _without_missing(value: Any) -> Any:

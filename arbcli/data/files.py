@@ -10,7 +10,7 @@ from pathlib import Path
 
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.reading import shown, unreadable
-from arbcli.data.conversion import Conversion, may_have_records
+from arbcli.data.conversion import Conversion, first_record, may_have_records
 from arbcli.families import medium_of
 
 PACKED = (".gz", ".zst", ".parquet")
@@ -67,6 +67,13 @@ def _expand(entry: str, left_out: list[str], conversion: Conversion) -> list[Pat
     return files
 
 
+FIELDS_OF_RECORDS = (
+    ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"),
+    ("question", "answer"), ("text",),
+)  # fmt: skip
+"""Usual fields of records, whose names together are a `--field`."""
+
+
 def find_standard_library() -> list[Path]:
     """List the Python files of the standard library, without tests.
 
@@ -115,6 +122,26 @@ def check_named(entries: Iterable[str], field: str | None = None) -> None:
             " .ndjson, .json or .parquet file",
             hint="leave `--field` out: plain texts are read as they are",
         )
+
+
+def check_records(entries: Iterable[str]) -> None:
+    """Check that no file of records that an entry names would be read as plain text, with its JSON.
+
+    Files in folders, and those that globs match, are not read.
+
+    Raises:
+        ArbError: its first record has a field with texts or messages.
+    """
+    for entry in entries:
+        path = Path(os.path.expanduser(weight_of(entry)[0]))
+        record = first_record(path) if stat.S_ISREG(_mode(path)) else {}
+        for names in FIELDS_OF_RECORDS:
+            if all(name in record for name in names):
+                raise ArbError(
+                    f"`{path}` has records with {quoted(names)}, and no `--field` was given",
+                    hint=f"add `--field {'+'.join(names)}`; or, to read the JSON itself as text,"
+                    " rename the file to .txt",
+                )
 
 
 def check_weights(entries: Sequence[str]) -> None:

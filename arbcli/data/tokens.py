@@ -27,16 +27,18 @@ if TYPE_CHECKING:
 FILE = "tokenizer.json"
 """File name of a run's tokenizer."""
 BLOCK_BYTES = 2**20
-"""Maximum size of a block that is tokenised at once; blocks end with a line if possible."""
+"""Maximum size of a block that is tokenised at once; blocks end with a line or word if possible."""
 BLOCKS = 8
 """Number of blocks that are tokenised in parallel."""
 MOST_OF_TWO_BYTES = 2**16
 LARGEST_FILE = 2**27
 """Maximum size of a tokenizer in bytes."""
-LINE = re.compile(rb"\n(?=\S)")
-LONGEST_LINE = 2**16
-"""Number of bytes at the end of a block that are searched for the end of a line."""
-VERSION = 1
+ENDS = re.compile(rb"\n(?=\S)"), re.compile(rb"[A-Za-z](?= [A-Za-z])")
+"""Where blocks end: after a line whose next one is not indented, or else after a word before a
+space and a word. Tokenizers begin a word at both places."""
+SEARCHED_BYTES = 2**16
+"""Number of bytes at the end of a block that are searched for such a place."""
+VERSION = 2
 """Version of the tokenised files in the cache; changed if blocks are cut or tokenised otherwise."""
 OTHER_TOKENIZER = "name a `tokenizer.json` of the package tokenizers that can encode the text"
 HALF = "\ufffd"
@@ -118,10 +120,10 @@ class Tokenizer:
         self._tokenizer.encode_special_tokens = not specials
         try:
             with library_errors(f"`{self.name}` cannot encode a text", OTHER_TOKENIZER):
-                found = self._tokenizer.encode(text, add_special_tokens=False)
+                encoding = self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
-        return list(zip(found.ids, found.offsets, strict=True))
+        return list(zip(encoding.ids, encoding.offsets, strict=True))
 
     @property
     def dtype(self) -> np.dtype:
@@ -140,8 +142,8 @@ class Tokenizer:
         """
         decoded = [text.decode(errors="replace") for text in texts]
         with library_errors(f"`{self.name}` cannot encode a text", OTHER_TOKENIZER):
-            found = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
-        return [each.ids for each in found]
+            encodings = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode tokens, including special ones; tokens that do not exist are skipped."""
@@ -273,21 +275,28 @@ def _encoded(blocks: Iterator[bytes], tokens: Tokenizer) -> Iterator[bytes]:
 
 
 def _blocks(text: Text, begin: int, end: int) -> Iterator[bytes]:
-    """Split bytes of a text at ends of lines that are followed by a word.
+    """Split bytes of a text where words begin.
 
-    Tokens do not cross these if the tokenizer only allows newlines at the start of its words.
+    Tokens do not cross these places if the tokenizer only allows newlines and spaces at the start
+    of its words.
     """
     rest = b""
     while begin < end or rest:
         size = min(BLOCK_BYTES, end - begin)
         rest += text.read(begin, size)
         begin += size
-        cut = len(rest)
-        if begin < end:
-            found = [*LINE.finditer(rest, max(0, len(rest) - LONGEST_LINE))]
-            cut = found[-1].end() if found else _whole_characters(rest)
+        cut = _last_place(rest) if begin < end else len(rest)
         yield rest[:cut]
         rest = rest[cut:]
+
+
+def _last_place(block: bytes) -> int:
+    """Return the last offset at which a block can be cut."""
+    for pattern in ENDS:
+        places = [*pattern.finditer(block, max(0, len(block) - SEARCHED_BYTES))]
+        if places:
+            return places[-1].end()
+    return _whole_characters(block)
 
 
 def _whole_characters(block: bytes) -> int:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from arbcli.base.errors import ArbError
 from arbcli.generation.decoder import LONGEST_TEXT, MOST_TEXTS, OUT_OF_MEMORY, Decoder
@@ -100,12 +101,14 @@ def _generate(
     batch: int | None,
     backend: str | None,
     kv: str | None,
+    ask: Callable[[bytes], Sequence[int]] | None = None,
 ) -> Iterator[tuple[int, bytes, int]]:
-    """Yield the index, the bytes and the number of symbols of each text: see `generate_batch`."""
+    """Yield the index, the bytes and the number of symbols of each text: see `continue_batch`."""
     backend, batch = backend or default_backend(model.device), check_batch(batch)
     if not requests:
         return
-    prompts = [symbols_of(model, each.prompt) for each in requests]
+    ask = ask or partial(symbols_of, model)
+    prompts = [ask(request.prompt) for request in requests]
     ends = [len(prompt) + each.length for prompt, each in zip(prompts, requests, strict=True)]
     slots, shortest, stops = min(batch, len(requests)), min(map(len, prompts)), ends_of(model)
     weights = model.prepared_weights(spare_bytes(model.device))
@@ -177,6 +180,7 @@ def continue_batch(
     *,
     backend: str,
     kv: str | None = None,
+    ask: Callable[[bytes], Sequence[int]] | None = None,
     on_text: Callable[[TextReport], None] = lambda _: None,
 ) -> BatchReport:
     """Generate the texts of a list of requests, and report them in order.
@@ -187,6 +191,7 @@ def continue_batch(
         batch: batch size: see `generate_batch`.
         backend: kernel backend.
         kv: storage format of keys and values: see `LanguageModel.cached_as`.
+        ask: converts a prompt to symbols, such as those of a chat; None encodes it.
         on_text: called with each text, once it and all earlier ones are complete.
 
     Raises:
@@ -195,7 +200,7 @@ def continue_batch(
     """
     started, done, next_index, total = time.perf_counter(), {}, 0, 0
     with deterministic():
-        for index, text, length in _generate(model, requests, batch, backend, kv):
+        for index, text, length in _generate(model, requests, batch, backend, kv, ask):
             done[index] = text, length
             total += length
             while next_index in done:

@@ -15,17 +15,20 @@ class Conversation:
     Args:
         model: a model with a tokenizer.
         checkpoint: path of its checkpoint, next to which are its tokenizer and template.
+        system: system message, which comes first; None is none.
 
     Raises:
-        ArbError: the chat template is missing or invalid.
+        ArbError: the chat template is missing or invalid, or `system` contains a special token.
     """
 
-    def __init__(self, model: LanguageModel, checkpoint: Path) -> None:
+    def __init__(self, model: LanguageModel, checkpoint: Path, system: str | None = None) -> None:
         if model.tokenizer is None:
             raise without_template(checkpoint.parent)
         self._template = template_of(checkpoint.parent)
         self._tokenizer = model.tokenizer
         self.messages: list[Message] = []
+        if system is not None:
+            self.messages.append(self._message("system", system.encode(errors="replace")))
         self.ends = {*stop_tokens(model.tokenizer, checkpoint.parent / FILE)}
         """Tokens that end an answer."""
 
@@ -35,16 +38,27 @@ class Conversation:
         Raises:
             ArbError: the message contains a special token, or the template rejects it.
         """
-        text = message.decode(errors="replace")
-        if found := [name for name in self._tokenizer.specials if name in text]:
-            raise ArbError(
-                f"the message contains the special token `{found[0]}`", hint="rephrase it"
-            )
-        self.messages.append({"role": "user", "content": text})
-        written = self._template.render(self.messages, asks=True)
-        return [token for token, _ in self._tokenizer.encode_marked(written)]
+        self.messages.append(self._message("user", message))
+        return self._tokens(self.messages)
+
+    def ask_apart(self, message: bytes) -> list[int]:
+        """Return the tokens of a chat with this message next, without appending it: see `ask`."""
+        return self._tokens([*self.messages, self._message("user", message)])
 
     def answered(self, made: bytes) -> None:
         """Append the model's answer."""
         text = made.decode(errors="replace")
         self.messages.append({"role": "assistant", "content": text})
+
+    def _message(self, role: str, content: bytes) -> Message:
+        """Return a message, whose text must have no special token."""
+        text = content.decode(errors="replace")
+        if names := [name for name in self._tokenizer.specials if name in text]:
+            raise ArbError(
+                f"the message contains the special token `{names[0]}`", hint="rephrase it"
+            )
+        return {"role": role, "content": text}
+
+    def _tokens(self, messages: list[Message]) -> list[int]:
+        written = self._template.render(messages, asks=True)
+        return [token for token, _ in self._tokenizer.encode_marked(written)]

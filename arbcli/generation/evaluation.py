@@ -21,6 +21,7 @@ from torch import Tensor
 
 from arbcli.base.errors import ArbError
 from arbcli.base.lazy import imported
+from arbcli.data.chats import Chats
 from arbcli.data.text import Text, entropy
 from arbcli.data.tokens import tokenised
 from arbcli.families import MEDIA_MARK
@@ -76,11 +77,12 @@ class EvaluateReport:
     text: str
     """Name of the text, and its number of files."""
     bytes: int
-    """Size of the text in bytes, all but the first of which are predicted."""
+    """Size of the text in bytes, all but the first of which are predicted; of documents, size of
+    the answers."""
     nats_per_byte: float
     bits_per_byte: float
     tokens: int | None
-    """Size of the text in tokens; None for a model of bytes."""
+    """Size of the text, or of the answers, in tokens; None for a model of bytes."""
     nats_per_token: float | None
     entropy: float
     """Order-0 entropy of the text in nats per byte."""
@@ -171,6 +173,33 @@ def mean_loss(
     return total / done
 
 
+@torch.no_grad()
+def document_loss(
+    model: LanguageModel,
+    text: Chats,
+    *,
+    batch: int,
+    progress: Callable[[int, float], None] = lambda *_: None,
+) -> float:
+    """Compute the mean loss over all learnt symbols of documents, in nats per symbol.
+
+    Args:
+        model: the model to evaluate.
+        text: documents, which the model keeps apart.
+        batch: windows in a forward pass.
+        progress: called after each batch with the number of predicted symbols and their mean loss.
+    """
+    total, done = 0.0, 0
+    for first in range(0, len(text.bins), batch):
+        windows = range(first, min(first + batch, len(text.bins)))
+        inputs = [part.to(model.device) for part in text.packed_batch(windows)]
+        count = text.learnt_symbols(windows, text.context)
+        total += float(model.loss(*inputs)) * count
+        done += count
+        progress(done, total / done)
+    return total / done
+
+
 def _masked_losses(model: LanguageModel, ids: Tensor, numbers: range, draws: int) -> Tensor:
     """Average the terms of the bound over random masks: (B, T) float32.
 
@@ -207,13 +236,13 @@ def _by_position(sums: Tensor, count: float) -> tuple[OfPositions, ...]:
         sums: (T,) float64, sum of the losses of each position in nats.
         count: number of windows, times the bytes per symbol.
     """
-    found, first = [], 0
+    buckets, first = [], 0
     while first < len(sums):
         end = min(len(sums), max(NEAR, 2 * first))
         nats = float(sums[first:end].mean()) / count
-        found.append(OfPositions(first, end - 1, nats))
+        buckets.append(OfPositions(first, end - 1, nats))
         first = end
-    return tuple(found)
+    return tuple(buckets)
 
 
 def evaluate(
@@ -234,7 +263,8 @@ def evaluate(
     Args:
         model: the model to evaluate.
         checkpoint: name of the checkpoint, for the report.
-        text: the text in bytes; a model with a tokenizer encodes it.
+        text: the text in bytes, which a model with a tokenizer encodes; or documents, whose answers
+            are predicted.
         description: name of the text, for the report.
         stride: distance between the starts of two windows: see `check_stride`.
         batch: windows in a forward pass.
@@ -253,6 +283,10 @@ def evaluate(
     draws = DRAWS if draws is None else draws
     stride = check_stride(model.config, stride)
     check_vocabulary(model.config, model.tokenizer, "")
+    if isinstance(text, Chats):
+        return _evaluate_documents(
+            model, checkpoint, text, description, batch, backend, kv, progress
+        )
     if model.tokenizer is not None and text.source is text:
         text = tokenised(text, model.tokenizer)
     if len(text) < 2:
@@ -308,6 +342,56 @@ def evaluate(
         draws=draws if is_masked else None,
         by_position=_by_position(sums, count),
         by_kind=() if media is None else media.report(),
+        device=str(model.device),
+        backend=backend,
+    )
+
+
+def _evaluate_documents(
+    model: LanguageModel,
+    checkpoint: str,
+    text: Chats,
+    description: str,
+    batch: int,
+    backend: str,
+    kv: str | None,
+    progress: Callable[[int, int, float], None],
+) -> EvaluateReport:
+    """Evaluate a model on the answers of documents: see `evaluate`."""
+    model.config.check_documents()
+    started, symbol_bytes = time.perf_counter(), text.symbol_bytes
+
+    def report_progress(done: int, loss: float) -> None:
+        progress(round(done * symbol_bytes), text.learnt_bytes, loss / symbol_bytes)
+
+    with (
+        deterministic(),
+        explained_out_of_memory("use a smaller `--batch`"),
+        use_backend(backend),
+        model.cached_as(kv),
+    ):
+        cache_dtype = model.cache_dtype
+        nats = document_loss(model, text, batch=batch, progress=report_progress)
+    seconds = time.perf_counter() - started
+    bits = nats / symbol_bytes / math.log(2)
+    return EvaluateReport(
+        checkpoint=checkpoint,
+        text=description,
+        bytes=text.learnt_bytes,
+        nats_per_byte=nats / symbol_bytes,
+        bits_per_byte=bits,
+        tokens=text.learnt_tokens,
+        nats_per_token=nats,
+        entropy=entropy(text),
+        compression_ratio=8 / bits,
+        context=text.context,
+        stride=text.context,
+        seconds=seconds,
+        bytes_per_second=text.learnt_bytes / seconds,
+        kv=cache_dtype,
+        draws=None,
+        by_position=(),
+        by_kind=(),
         device=str(model.device),
         backend=backend,
     )

@@ -71,14 +71,14 @@ def check_fills(config: ModelConfig) -> None:
         )
 
 
-def check_plain_field(field: str | None) -> None:
-    """Check that a field of an evaluation has plain text.
+def check_document_options(field: str | None, stride: int | None) -> None:
+    """Check that an option of plain texts is not given for documents.
 
     Raises:
-        ArbError: it names documents.
+        ArbError: it is.
     """
-    if has_documents(field):
+    if stride is not None and has_documents(field):
         raise ArbError(
-            f"`--field {field}` names documents, and an evaluation reads plain text",
-            hint="name a field with one text; `arb train --val` has the held-out loss of chats",
+            f"`--stride` does not apply to `--field {field}`, whose documents are read once",
+            hint="leave `--stride` out",
         )

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError
 from arbcli.base.reading import ALTERED, parse_json, read_json
 from arbcli.base.run_files import COMPANIONS, CONFIG, checkpoints
@@ -18,7 +19,7 @@ from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.data.tokens import FILE as TOKENIZER
 from arbcli.generation.tokens import DIGEST
 from arbcli.interop.huggingface.companions import copy_companions, read_companion, write_companion
-from arbcli.interop.huggingface.config_json import read_folder_config
+from arbcli.interop.huggingface.config_json import NAME, model_name, read_folder_config
 from arbcli.interop.huggingface.dense import Part, Source, known_shape, sources
 from arbcli.interop.huggingface.folder import WeightFolder, check_tensors
 from arbcli.interop.rounding import put
@@ -78,6 +79,7 @@ def import_folder(
     mlp_rule: str | None = None,
     scale_type: str = "T32",
     direction: str | None = "orthogonal",
+    ignored: Collection[str] = (),
     told: Callable[[str], None] = lambda name: None,
 ) -> ImportReport:
     """Read a folder for Transformers into a run, whose weights are all digits.
@@ -92,6 +94,7 @@ def import_folder(
         mlp_rule: rule of MLPs; None is `rule`.
         scale_type: scale type of the weights.
         direction: direction whose state is created.
+        ignored: names of fields of `config.json` that are unknown and decide nothing.
         told: called with the name of each tensor before it is read.
 
     Raises:
@@ -102,7 +105,7 @@ def import_folder(
         raise ArbError(f"`{run}` already contains a run", hint="choose another `--out`")
     storage = {"rule": rule, "scale_type": scale_type, "direction": direction}
     rules = {"attention_rule": attention_rule, "mlp_rule": mlp_rule}
-    config = read_folder_config(source, **storage, **rules, digits="all")
+    config = read_folder_config(source, ignored, **storage, **rules, digits="all")
     values = read_json(source / CONFIG)
     if known_shape(config).sub_norms:
         raise ArbError(
@@ -122,12 +125,14 @@ def import_folder(
     model = build_model(config, torch.float32)
     own_grid = "arb.origin" in values
     reports, error, squares = [], 0.0, 0.0
-    for each in sources(model):
-        for found in _take(folder, each, own_grid, told):
-            reports.append(found.report)
-            if len(found.report.shape) == 2:
-                error, squares = error + found.error, squares + found.squares
+    for tensor_source in sources(model):
+        for taken in _take(folder, tensor_source, own_grid, told):
+            reports.append(taken.report)
+            if len(taken.report.shape) == 2:
+                error, squares = error + taken.error, squares + taken.squares
     copy_companions(source, run / COMPANIONS)
+    about = {name: value for name, value in values.items() if name not in ignored}
+    write_json(run / COMPANIONS / CONFIG, about | {NAME: model_name(source)})
     data: dict[str, Any] = {"imported": {"model_type": values["model_type"]}}
     of_bytes = own_grid and config.vocabulary == VOCABULARY
     if not of_bytes and (source / TOKENIZER).exists():

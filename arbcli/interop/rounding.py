@@ -148,8 +148,8 @@ def _round_groups(weight: Tensor, grid: Grid, own_grid: bool) -> tuple[Tensor, T
     chosen, rest = first.clone(), torch.arange(len(weight))
     if own_grid:
         exact = _exact_places(weight, first, grid)
-        found = exact != _NONE
-        chosen, rest = torch.where(found, exact, chosen), (~found).nonzero().flatten()
+        is_exact = exact != _NONE
+        chosen, rest = torch.where(is_exact, exact, chosen), (~is_exact).nonzero().flatten()
     if len(rest):
         some, least = weight[rest], torch.full((len(rest),), torch.inf)
         for offset in PLACES:
@@ -166,7 +166,7 @@ _NONE = torch.iinfo(torch.int64).min
 
 def _exact_places(weight: Tensor, first: Tensor, grid: Grid) -> Tensor:
     """Return the first scale index at which (M, g) groups have no error, or `_NONE`."""
-    found = torch.full_like(first, _NONE)
+    exact_places = torch.full_like(first, _NONE)
     left = torch.arange(len(weight))
     count = min(SEEN_FIRST, weight.shape[1])
     large = weight.gather(1, weight.abs().topk(count, dim=1).indices)
@@ -175,13 +175,13 @@ def _exact_places(weight: Tensor, first: Tensor, grid: Grid) -> Tensor:
         place = _held(first[left] + offset)
         fits = _is_exact(large[left], place, grid).nonzero().flatten()
         fits = fits[_is_exact(weight[left[fits]], place[fits], grid)]
-        found[left[fits]] = place[fits]
+        exact_places[left[fits]] = place[fits]
         keep = torch.ones(len(left), dtype=torch.bool)
         keep[fits] = False
         left = left[keep]
         if not len(left):
             break
-    return found
+    return exact_places
 
 
 def _is_exact(weight: Tensor, place: Tensor, grid: Grid) -> Tensor:
@@ -251,8 +251,8 @@ def _by_groups(
         used = flat.any(dim=1)
         levels, places = torch.zeros_like(flat), torch.full((len(flat),), zero, dtype=torch.int32)
         if used.any():
-            levels[used], found = run(flat[used])
-            places[used] = _v(found)
+            levels[used], chosen = run(flat[used])
+            places[used] = _v(chosen)
         z[here] = levels.view(len(some), -1)[:, :columns].to(torch.int8)
         v[here] = places.view(len(some), groups)
     return Rounded(z, v)

@@ -20,7 +20,10 @@ def build_model(
     fp8: bool = False,
     nvfp4: bool = False,
 ) -> LanguageModel:
-    """Build the model of a configuration, with uninitialised weights.
+    """Build the model of a configuration.
+
+    Its weights are arbitrary bytes, and its losses may be nan, until `initialise` or
+    `load_state_dict` sets them.
 
     Args:
         config: the model's configuration.

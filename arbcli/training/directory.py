@@ -22,9 +22,8 @@ from arbcli.config.initial import first_difference
 from arbcli.config.presets import config_from_dict
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
 from arbcli.data.chat_template import check_template, find_template
-from arbcli.data.chats import Chats, has_documents
+from arbcli.data.chats import Chats, has_documents, open_documents
 from arbcli.data.conversion import DOCUMENTS, Conversion
-from arbcli.data.special_tokens import stop_tokens
 from arbcli.data.text import Text, Texts, entropy, open_texts
 from arbcli.data.tokens import FILE, Tokenizer, tokenised
 from arbcli.generation.load import SavedModel, check_saved, read_saved
@@ -329,17 +328,11 @@ def _tokenised_texts(texts: Texts, tokenizer: Tokenizer, context: int) -> Texts:
 
 
 def _document_texts(texts: Texts, tokenizer: Tokenizer | None, config: TrainConfig) -> Texts:
-    field = config.field
-    if tokenizer is None or field is None:
-        raise ArbError(
-            f"`--field {field}` needs a tokenizer, as it has documents",
-            hint="add `--tokenizer tokenizer.json`",
-        )
+    assert config.field is not None, "a run of documents has a field"
     config.model.check_documents()
-    template = find_template(str(config.tokenizer))
-    ending = next(iter(stop_tokens(tokenizer, str(config.tokenizer))), None)
+    path, context = str(config.tokenizer), config.model.ctx
     train, val = (
-        Chats(text, field, tokenizer, template, config.model.ctx, ending)
+        open_documents(text, config.field, tokenizer, path, context)
         for text in (texts.train, texts.val)
     )
     return dataclasses.replace(texts, train=train, val=val, tokenizer=tokenizer)
@@ -370,6 +363,8 @@ def run_conversion(path: Path, field: str | None = None) -> Conversion:
         field: field of records, instead of the run's.
     """
     run = run_of(path)
+    if has_documents(field):
+        return DOCUMENTS
     if not (run / CONFIG).exists():
         return Conversion(field)
     return dataclasses.replace(train_config_from(read_facts(run)).conversion, field=field)
@@ -388,11 +383,6 @@ def held_out_text(run: Path) -> tuple[Text, str]:
         raise ArbError(f"`{run}` has no held-out text", hint="name a text with `--data`")
     facts = read_facts(run)
     config = run_config(run, facts)
-    if has_documents(config.field):
-        raise ArbError(
-            f"`{run}` was trained on documents, whose held-out loss is in its records",
-            hint="name a text with `--data`",
-        )
     texts = open_texts_again(facts, config)
     check_same_text(run, facts, text_digest(texts), "name another with `--data`")
     return texts.val, f"held out of {texts.description}"

@@ -36,6 +36,17 @@ MISTAKES = {
     "train --data text.txt:0.5 text.txt": "`text.txt` has no valid weight",
     "train --data empty.txt": "there is no text in `empty.txt`",
     "evaluate run --data empty.txt": "there is no text in `empty.txt`",
+    "train --data chats.jsonl": "`chats.jsonl` has records with `messages`, and no `--field` was"
+        " given\nhint: add `--field messages`; or",
+    "evaluate run --data pairs.json": "`pairs.json` has records with `prompt`, `completion`, and"
+        " no `--field` was given\nhint: add `--field prompt+completion`; or",
+    "train --val texts.ndjson": "`texts.ndjson` has records with `text`, and no `--field`",
+    "train --init-from theirs": "`theirs` is a model of Transformers, and no run\nhint: convert it"
+        " to one: `arb import theirs`\n",
+    "generate theirs": "`theirs` is a model of Transformers, and no run",
+    "train text.txt": "Got unexpected extra argument(s) (text.txt)\nhint: name texts with `--data`",
+    "train --learning-rate 0.1": "No such option: --learning-rate\nhint: use `--lr`\n",
+    "generate made --system a": "`--system` only applies with `--chat`",
     "train --data text.txt --field body": "`--field body` only applies to records",
     "train --init-from run --data text.txt --field body": "`--field body` only applies to records",
     "evaluate run --data text.txt --field body": "`--field body` only applies to records",
@@ -136,7 +147,8 @@ MISTAKES = {
         "hint: leave `--kv` out\n",
     "generate fill --steps 3": "`--steps` only applies to masked models",
     "evaluate made --field said": "`--field` only applies with `--data`",
-    "evaluate run --data a.jsonl --field messages": "`--field messages` names documents",
+    "evaluate run --data text.txt --field messages --stride 9":
+        "`--stride` does not apply to `--field messages`",
     "evaluate --checkpoint nofile": "there is no run at `nofile`",
     "evaluate run --data nofile": "nothing matches `nofile`",
     "evaluate made --stride 65": "`--stride` is 65, and a window has 64 bytes",
@@ -258,10 +270,14 @@ def test_mistakes_are_refused_without_torch(monkeypatch, tmp_path):
         header = header_of(preset("tiny", objective=objective))
         (tmp_path / name / "step-000001.safetensors").write_bytes(header)
     for name, content in (
+        ("chats.jsonl", '\ufeff{"messages": []}\n{'), ("texts.ndjson", '{"text": "a"}\n'),
+        ("pairs.json", '[\n{"prompt": "a", "completion": "b"}]'),
         ("text.txt", "ternary weights"), ("empty.txt", ""), ("model.toml", MODEL),
         ("preset.toml", 'preset = "tiny"\n[model]\nctx = 8'), ("steps.toml", "steps = 3"),
     ):  # fmt: skip
         (tmp_path / name).write_text(content)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
     (tmp_path / "run" / "step-000001.safetensors").write_bytes(b"")

@@ -3,6 +3,7 @@
 import importlib
 import io
 import json
+import os
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+from arbcli.commands._prompts import stdin_has_data
 from arbcli.config.model import ModelConfig
 from arbcli.kernels.runtime.backend import default_backend
 from arbcli.training.configure import new_config
@@ -300,3 +302,22 @@ def test_generate_marks_chunks_where_nobody_watches(run_of_chunks, arb_here):
     assert shown.stdout.startswith("││abc│def││g")
     report = json.loads(arb_here(*here, "--length", "5", "--chunks", "--json").stdout)
     assert report["chunk_depths"] == [2, 0, 0, 1, 0, 0, 2, 0, 0, 1, 0, 0]
+
+
+def test_input_that_is_not_read_is_noticed(tmp_path):
+    (tmp_path / "text").write_text("It was")
+    (tmp_path / "empty").touch()
+    before, (reader, writer) = os.dup(0), os.pipe()
+    try:
+        os.dup2(reader, 0)
+        assert not stdin_has_data()
+        os.write(writer, b"It was")
+        assert stdin_has_data()
+        for name, has_data in (("text", True), ("empty", False)):
+            with (tmp_path / name).open() as file:
+                os.dup2(file.fileno(), 0)
+            assert stdin_has_data() == has_data
+    finally:
+        os.dup2(before, 0)
+        for descriptor in (before, reader, writer):
+            os.close(descriptor)

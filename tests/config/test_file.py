@@ -96,6 +96,8 @@ def test_command_prints_settings_and_options_go_first(tmp_path, arb_here):
     path.write_text(printed.stdout)
     again = arb_here("train", "--config", str(path), "--steps", "5", "--print-config")
     assert again.stdout == printed.stdout.replace("steps = 9", "steps = 5")
+    assert 'device = "cpu"' in again.stdout  # as it was given, and the backend was not
+    assert "backend" not in again.stdout
     as_json = json.loads(
         arb_here("train", "--config", str(path), "--print-config", "--json").stdout
     )

@@ -27,6 +27,8 @@ HOSTILE = {
     "centred": "{{ 'a' | center(9999999999) }}",
     "loop": "{% for i in range(10000000) %}{% endfor %}",
     "loops": "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+    "width": "{{ '{:1000000}'.format(1) }}", "attribute": "{{ '{0.__class__}'.format(1) }}",
+    "width of an argument": "{{ '{:{}}'.format(1, 1000000) }}",
     "refusal": "{{ raise_exception('no system message') }}", "syntax": "{% if %}",
     "no tag": "{% exec 'ls' %}", "nothing": "{{ nothing.there }}",
 }  # fmt: skip
@@ -111,7 +113,8 @@ def test_variables_filters_and_marks_are_those_of_transformers():
         "{% if documents is none %}PLAIN {% endif %}"
         "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}"
         "{{ m.content }}{{ sep_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
-        "{{ mask_token }}{{ dict(a=1) | tojson(ensure_ascii=true) }}{% endfor %}"
+        "{{ '{:>3}|{}'.format(loop.index, m.role) }}{{ mask_token }}"
+        "{{ dict(a=1) | tojson(ensure_ascii=true) }}{% endfor %}"
     )
     tokens = {"sep_token": "<sep>", "mask_token": "<m>"}
     messages = [

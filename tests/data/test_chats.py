@@ -20,6 +20,7 @@ from arbcli.data.text import Text, batch
 from arbcli.data.tokens import Tokenizer
 from arbcli.families.mamba.config import MambaConfig
 from arbcli.generation.conversation import Conversation
+from arbcli.generation.evaluation import document_loss
 from arbcli.model.build import build_model
 from arbcli.training.windows import first_windows
 from tests.data.test_chat_template import CHATML
@@ -166,6 +167,19 @@ def test_conversation_ends_where_its_model_says_and_remembers(
     template = ChatTemplate(CHATML, "", SPECIAL)
     wanted = template.render(chat("how are you", "fine", "you")["messages"], asks=True)
     assert tokenizer.decode(conversation.ask(b"you")) == wanted
+
+
+def test_system_message_comes_before_each_question(folder, tokenizer, tmp_path):
+    run = shutil.copytree(folder, tmp_path / "run")
+    model, path = SimpleNamespace(tokenizer=tokenizer), run / "step-000001.safetensors"
+    conversation = Conversation(model, path, "I am")
+    system = "<|im_start|>system\nI am<|im_end|>\n"
+    for text in ("you", "how"):
+        wanted = f"{system}<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        assert tokenizer.decode(conversation.ask_apart(text.encode())) == wanted
+    assert tokenizer.decode(conversation.ask(b"how")) == wanted
+    with pytest.raises(ArbError, match="contains the special token"):
+        Conversation(model, path, "<|im_end|>")
 
 
 @pytest.mark.parametrize(
@@ -427,5 +441,40 @@ def test_command_trains_on_chats_and_resumes_to_the_same_bits(tmp_path, folder, 
     done = arb_here(*ask, "--prompt", "<|im_end|>")
     assert done.returncode == 2
     assert "contains the special token" in done.stderr
-    done = arb_here("evaluate", "--checkpoint", str(run))
-    assert "was trained on documents" in done.stderr
+    (tmp_path / "prompts").write_text('"you"\n"how"\n')
+    batched = ["--prompts", str(tmp_path / "prompts"), "--temperature", "0"]
+    texts = [json.loads(line)["text"] for line in arb_here(*ask, *batched).stdout.splitlines()]
+    alone = ["--prompt", "how", "--temperature", "0", "--json"]
+    assert texts[1] == json.loads(arb_here(*ask, *alone).stdout)["text"]
+    trained = [json.loads(line)["val_loss"] for line in (run / "metrics.jsonl").open()]
+    evaluated = json.loads(arb_here("evaluate", str(run), "--json").stdout)
+    assert evaluated["nats_per_byte"] == pytest.approx(trained[-1], rel=0.1)  # of drawn windows
+    data = ["--data", str(data), "--field", "messages", "--json"]
+    whole = json.loads(arb_here("evaluate", str(run), *data).stdout)
+    assert whole["bytes"] == 60 * len(b"fine 0<|im_end|>\n")  # all answers, at any position
+    assert whole["tokens"] == 60 * 6
+    done = arb_here("evaluate", str(run), *data, "--stride", "4")
+    assert "`--stride` does not apply to `--field messages`" in done.stderr
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_loss_of_documents_is_the_mean_over_the_tokens_of_all_answers(tmp_path, tokenizer, batch):
+    """Each document counts once, wherever it lies in its window."""
+    records = [chat("how are you" * n, "fine" * (1 + n % 3)) for n in range(1, 9)]
+    documents = chats(tmp_path, tokenizer, records, context=96)
+    assert len(documents.bins) > 3
+    block = BlockConfig(mixer=AttentionConfig(heads=2), channel=MLPConfig(width=48))
+    config = ModelConfig(
+        ctx=96, stages=(StageConfig(dim=32, blocks=(block,)),), vocabulary=tokenizer.size
+    )
+    model = build_model(config, torch.float32)
+    model.initialise(0)
+    total = count = 0
+    with torch.no_grad():
+        for ids, targets in documents_of(documents):
+            learnt = torch.tensor(targets) != NOT_LEARNT
+            losses = model.position_losses(*(torch.tensor([part]) for part in (ids, targets)))[0]
+            total, count = total + float(losses[learnt].double().sum()), count + int(learnt.sum())
+    loss = document_loss(model, documents, batch=batch)
+    assert loss == pytest.approx(total / count, rel=1e-5)
+    assert count == documents.learnt_tokens

@@ -66,6 +66,17 @@ def test_text_without_lines_is_cut_between_characters(tmp_path, tokenizer, monke
     assert tokenizer.decode(all_tokens(tokenised(Text([path]), tokenizer))) == "ö" * 301
 
 
+def test_tokens_of_a_text_whose_lines_are_all_indented_are_those_of_the_whole(
+    tmp_path, tokenizer, monkeypatch
+):
+    path = tmp_path / "indented.txt"
+    lines = random_lines(1, 200).splitlines()
+    path.write_text("".join(f"    {line}\n" for line in lines), encoding="utf-8")
+    wanted = tokenizer.encode(path.read_bytes())
+    monkeypatch.setattr(tokens, "BLOCK_BYTES", 1000)
+    assert all_tokens(tokenised(Text([path]), tokenizer)) == wanted
+
+
 def test_tokens_are_made_once_for_each_text_and_tokenizer(text_file, tokenizer, monkeypatch):
     first = tokenised(Text([text_file]), tokenizer)
     monkeypatch.setattr(Tokenizer, "encode_all", lambda *_: pytest.fail("tokenised again"))
@@ -104,6 +115,23 @@ def test_text_cannot_make_special_tokens(tokenizer):
     with pytest.raises(ArbError):
         tokenizer.encode_marked(7)
     assert special not in tokenizer.encode(b"an <|end|> in text")
+
+
+@pytest.mark.parametrize(("written", "before"), [
+    ("$A </s>", []), ("<s> $A </s>", [2]), ("<s> </s> $A", [2, 1]), ("$A", []),
+])  # fmt: skip
+def test_tokens_before_a_text_are_told_from_those_after_it(written, before):
+    """As a Unigram tokenizer may close a text."""
+    package = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("<s>", 0.0), ("▁", -2.0), ("a", -2.0), ("▁a", -1.0)]
+    unigram = package.Tokenizer(package.models.Unigram(pieces, unk_id=0))
+    unigram.pre_tokenizer = package.pre_tokenizers.Metaspace()
+    unigram.post_processor = package.processors.TemplateProcessing(
+        single=written, special_tokens=[("</s>", 1), ("<s>", 2)]
+    )
+    tokenizer = Tokenizer(unigram.to_str().encode(), "it")
+    assert tokenizer.beginning == before
+    assert tokenizer.encode(b"a a") == [5, 5]
 
 
 def test_characters_come_as_soon_as_they_are_whole(tokenizer):

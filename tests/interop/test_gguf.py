@@ -12,14 +12,13 @@ from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import CONFIG
 from arbcli.config.presets import preset
-from arbcli.data.special_tokens import stop_tokens
+from arbcli.data.special_tokens import GENERATION, stop_tokens
 from arbcli.data.tokens import Tokenizer
 from arbcli.generation.load import load_model, load_weights
 from arbcli.interop.gguf import export as gguf
 from arbcli.interop.gguf.container import GGUFFile
 from arbcli.interop.gguf.export import byte_symbols
 from arbcli.interop.gguf.tokens import PATTERNS, _ends, token_keys
-from arbcli.interop.huggingface.companions import GENERATION
 from arbcli.interop.huggingface.dense import known_shape, read, sources
 from arbcli.model.language_model import LanguageModel
 
@@ -126,6 +125,11 @@ def test_heads_of_another_width_are_refused_where_llama_cpp_has_none(width, mess
         gguf.check_architecture(config, architecture)
 
 
+def test_bounds_of_yarn_that_llama_cpp_does_not_read_are_refused(saved, tmp_path):
+    with pytest.raises(ArbError, match="no bounds of yarn other than 1 and 32"):
+        write_gguf(saved, tmp_path / "model.gguf", **rotary(**YARN, low=0.5))
+
+
 def test_another_reader_finds_the_same(saved, tmp_path):
     reading = pytest.importorskip("gguf", reason="needs the extra `export-test`")
     write_gguf(saved, tmp_path / "model.gguf")
@@ -136,16 +140,25 @@ def test_another_reader_finds_the_same(saved, tmp_path):
         assert torch.equal(torch.from_numpy(read.copy()), ours.tensor(tensor.name)), tensor.name
 
 
-@pytest.mark.parametrize(("kind", "scale_type", "bound"), [
-    ("f32", "T32", 1e-5), ("f32", "T6", 1e-5), ("bf16", "T32", 0.05), ("f16", "T32", 0.01),
-    ("q8_0", "T32", 0.1), ("q4_0", "T32", 0.1), ("q2_0", "T64", 0.1),
-])  # fmt: skip
-def test_llama_cpp_predicts_the_same(saved, tmp_path, kind, scale_type, bound):
+YARN = {"scaling": "yarn", "factor": 4.0, "original_ctx": 256}
+"""Of a model with a context of 32: some pairs are scaled in part, others wholly or not at all."""
+
+
+def rotary(**fields):
+    return {"fields": {f"attention.rotary.{name}": value for name, value in fields.items()}}
+
+
+@pytest.mark.parametrize(("kind", "options", "bound"), [
+    ("f32", {}, 1e-5), ("f32", {"scale_type": "T6"}, 1e-5), ("bf16", {}, 0.05),
+    ("f16", {}, 0.01), ("q8_0", {}, 0.1), ("q4_0", {}, 0.1), ("q2_0", {"scale_type": "T64"}, 0.1),
+    ("f32", rotary(**YARN), 1e-5),
+], ids=str)  # fmt: skip
+def test_llama_cpp_predicts_the_same(saved, tmp_path, kind, options, bound):
     pytest.importorskip("xllamacpp", reason="needs the extra `export-test`")
     from benchmarks.llama_cpp import Llama
 
     path = tmp_path / "model.gguf"
-    write_gguf(saved, path, kind, scale_type=scale_type)
+    write_gguf(saved, path, kind, **options)
     model = load_model(tmp_path, device="cpu", compute="fp32")
     with torch.no_grad():
         ours = model(torch.tensor([list(TEXT)])).double().log_softmax(-1)[0]

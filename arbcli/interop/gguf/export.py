@@ -103,15 +103,15 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
             hint="put that of the model there, or use `--to hf`",
         )
     chosen = TYPES[kind] if kind else smallest_type(model.config)
-    every = list(sources(model))
-    entries = [_entry(part, chosen) for source in every for part in source.parts]
+    model_sources = list(sources(model))
+    entries = [_entry(part, chosen) for source in model_sources for part in source.parts]
     keys = _keys(model.config, name, weights, architecture) | tokens
     divisors = _divisors(model.config)
     if divisors is not None:
         entries.append(Entry("rope_freqs.weight", tuple(divisors.shape), F32))
 
     def parts() -> Iterator[Tensor]:
-        for source in every:
+        for source in model_sources:
             yield from _encoded(source, chosen, _order(source, model.config, architecture))
         if divisors is not None:
             yield encode_numbers("rope_freqs.weight", divisors, F32)
@@ -135,14 +135,15 @@ def check_architecture(config: ModelConfig, architecture: Architecture) -> None:
     """
     shape = known_shape(config)
     scaling = shape.rotary.scaling
-    found = {
-        f"positions scaled as by `{scaling}`": scaling == "yarn"
-        or (scaling == "llama3" and architecture.gguf != "llama"),
+    is_yarn = scaling == "yarn"
+    refused = {
+        "bounds of yarn other than 1 and 32": is_yarn and shape.rotary.bounds != (1, 32),
+        f"positions scaled as by `{scaling}`": scaling == "llama3" and architecture.gguf != "llama",
         "biases": architecture.gguf == "qwen3" and shape.bias,
         f"heads of {shape.head_width} numbers": architecture.gguf == "qwen2"
         and shape.heads * shape.head_width != shape.dim,
     }
-    for what, there in found.items():
+    for what, there in refused.items():
         if there:
             raise ArbError(
                 f"arb writes no {what} for llama.cpp's {architecture.gguf}",
@@ -173,12 +174,12 @@ def _order(source: Source, config: ModelConfig, architecture: Architecture) -> d
     """Return the row order of each tensor that is written in another order, int64 by name."""
     if not architecture.interleaved:
         return {}
-    width, found = known_shape(config).head_width, {}
+    width, orders = known_shape(config).head_width, {}
     for part in source.parts:
         if ROTATED.search(part.gguf):
             rows = torch.arange(part.shape[0]).view(-1, 2, width // 2)
-            found[part.gguf] = rows.transpose(1, 2).flatten()
-    return found
+            orders[part.gguf] = rows.transpose(1, 2).flatten()
+    return orders
 
 
 def smallest_type(config: ModelConfig) -> BlockType:
@@ -213,11 +214,11 @@ def _entry(part: Part, kind: BlockType) -> Entry:
 
 def _encoded(source: Source, kind: BlockType, orders: dict[str, Tensor]) -> Iterator[Tensor]:
     """Write the parts of a tensor as the bytes of a type; those of a vector are float32."""
-    every = slice(None)
+    all_rows = slice(None)
     is_matrix = len(source.parts[0].shape) == 2
     if not is_matrix or kind.dtype is not None:
         for part, weight in read(source):
-            weight = weight[orders.get(part.gguf, every)]
+            weight = weight[orders.get(part.gguf, all_rows)]
             yield encode_numbers(part.gguf, weight, kind if is_matrix else F32)
         return
     if not isinstance(source.tensor, TernaryTensor):
@@ -225,7 +226,7 @@ def _encoded(source: Source, kind: BlockType, orders: dict[str, Tensor]) -> Iter
     packed = source.tensor.packed
     digits, scales = integers(packed), scales_torch(packed.exponent, packed.fraction) / packed.unit
     for part in source.parts:
-        order = orders.get(part.gguf, every)
+        order = orders.get(part.gguf, all_rows)
         of_part = digits[part.rows][order], scales[part.rows][order]
         yield encode_digits(part.gguf, *of_part, packed.group_size, kind)
 
@@ -242,7 +243,7 @@ def _keys(
 ) -> dict[str, tuple[int, Any]]:
     """Return the metadata of the model and its origin."""
     shape = known_shape(config)
-    windows = [window for window in shape.windows if window]
+    windows, rotary = [window for window in shape.windows if window], shape.rotary
     ours: dict[str, tuple[int, Any]] = {
         "context_length": (UINT32, min((config.ctx, *windows))),
         "embedding_length": (UINT32, shape.dim),
@@ -253,14 +254,16 @@ def _keys(
         "attention.key_length": (UINT32, shape.head_width),
         "attention.value_length": (UINT32, shape.head_width),
         "attention.layer_norm_rms_epsilon": (FLOAT32, shape.norm_eps),
-        "rope.freq_base": (FLOAT32, shape.rotary.base),
+        "rope.freq_base": (FLOAT32, rotary.base),
         "vocab_size": (UINT32, shape.vocabulary),
     }
     if architecture.interleaved:
         ours["rope.dimension_count"] = (UINT32, shape.head_width)
-    if shape.rotary.scaling == "linear":
-        ours["rope.scaling.type"] = (STRING, "linear")
-        ours["rope.scaling.factor"] = (FLOAT32, shape.rotary.factor)
+    if rotary.scaling in ("linear", "yarn"):
+        ours["rope.scaling.type"] = (STRING, rotary.scaling)
+        ours["rope.scaling.factor"] = (FLOAT32, rotary.factor)
+    if rotary.scaling == "yarn":
+        ours["rope.scaling.original_context_length"] = (UINT32, rotary.original_ctx)
     return {
         "general.architecture": (STRING, architecture.gguf),
         "general.name": (STRING, name),

@@ -6,6 +6,7 @@ those of its tokenizer have a name each and are never made.
 """
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from arbcli.base.reading import ALTERED, check_schema, is_of, parse_json, read_j
 from arbcli.base.run_files import CONFIG
 from arbcli.config.model import MOST, ModelConfig
 from arbcli.data.chat_template import template_sources
-from arbcli.data.special_tokens import folders_of, special_tokens, stop_tokens
+from arbcli.data.special_tokens import GENERATION, folders_of, special_tokens, stop_tokens
 from arbcli.data.tokens import Tokenizer
 from arbcli.interop.gguf.container import BOOL, INT32, STRING, UINT32
-from arbcli.interop.huggingface.companions import GENERATION, read_companion
+from arbcli.interop.huggingface.companions import read_companion
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 """Types of tokens."""
@@ -96,7 +97,7 @@ def token_keys(
     others = [token for token in stop_tokens(reader, path) if token != ends.get("eos")]
     if others:  # llama.cpp ends texts at these, too
         ends["eot"] = others[0]
-    sources = (found for folder in folders_of(path) for found in template_sources(folder))
+    sources = chain.from_iterable(map(template_sources, folders_of(path)))
     template = next((source for _, source in sources), None)
     keys = {
         "tokenizer.ggml.model": (STRING, "gpt2"),
@@ -130,10 +131,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _merges(merges: list[Any], path: Path) -> list[str]:
     """Write merges as two texts with a space between; newer files have them as pairs."""
-    found = [" ".join(pair) if is_of(pair, list[str]) else pair for pair in merges]
-    if not is_of(found, list[str]):
+    texts = [" ".join(pair) if is_of(pair, list[str]) else pair for pair in merges]
+    if not is_of(texts, list[str]):
         raise ArbError(f"`{path}` has a merge that is not a pair of texts", hint=ALTERED)
-    return found
+    return texts
 
 
 def _rules(tokenizer: dict[str, Any], path: Path) -> str:
@@ -202,7 +203,7 @@ def _steps(tokenizer: dict[str, Any], name: str, several: str) -> list[dict[str,
 
 def _ends(companions: Path) -> dict[str, int]:
     """Read the numbers of the tokens that begin, end and pad a text; the first of several."""
-    found = {}
+    tokens = {}
     for name in (CONFIG, GENERATION):
         if not (companions / name).exists():
             continue
@@ -211,5 +212,5 @@ def _ends(companions: Path) -> dict[str, int]:
             value = values.get(f"{key}_token_id")
             value = value[0] if is_of(value, list[int]) and value else value
             if is_of(value, int) and 0 <= value < MOST:
-                found[kind] = value
-    return found
+                tokens[kind] = value
+    return tokens

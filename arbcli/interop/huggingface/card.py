@@ -6,9 +6,10 @@ from pathlib import Path
 
 from arbcli.base.errors import ArbError
 from arbcli.base.reading import read_json
-from arbcli.base.run_files import CONFIG
+from arbcli.base.run_files import COMPANIONS, CONFIG
 from arbcli.config.model import VOCABULARY
 from arbcli.generation.load import Weights
+from arbcli.interop.huggingface.config_json import NAME
 from arbcli.interop.huggingface.dense import known_shape
 from arbcli.training.record import read_records
 
@@ -33,7 +34,9 @@ def model_card(weights: Weights, name: str) -> str:
     of = "-1, 0 or +1" if config.digits == "trit" else "an integer of one byte"
     keys = "" if shape.kv_heads == shape.heads else f" on {shape.kv_heads} of keys"
     of_bytes = shape.vocabulary == VOCABULARY
+    base = base_model(weights.path.parent / COMPANIONS)
     rows = {
+        **({"base model": base} if base else {}),
         "weights": f"{number:,}, each {of} times a scale of {config.group_size}",
         "shape": f"{shape.layers} blocks of width {shape.dim}, {shape.heads} heads{keys},"
         f" MLP {shape.ffn}, context {shape.ctx} {'bytes' if of_bytes else 'tokens'}",
@@ -49,12 +52,21 @@ def model_card(weights: Weights, name: str) -> str:
     }
     table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
     use = USE.format(trust=", trust_remote_code=True" if shape.sub_norms else "")
+    kind = "ternary" if config.digits == "trit" else "int8"
+    of_hub = f"base_model: {base}\n" if base and "/" in base else ""
     return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [arb, ternary]\n"
-        f"---\n\n# {name}\n\nA language model over {'bytes' if of_bytes else 'tokens'}, trained"
-        " by `arb` with packed trits and int8 as its whole state.\n\n"
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
+        f"tags: [arb, {kind}]\n{of_hub}---\n\n# {name}\n\n"
+        f"A language model over {'bytes' if of_bytes else 'tokens'}, trained by `arb` with"
+        " packed trits and int8 as its whole state.\n\n"
         f"| | |\n|---|---|\n{table}\n{use}"
     )
+
+
+def base_model(companions: Path) -> str | None:
+    """Return the name of the model that a run was imported from; None if it was not."""
+    path = companions / CONFIG
+    return read_json(path, {NAME: str | None}).get(NAME) if path.exists() else None
 
 
 def run_figures(run: Path, step: int) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Companion files of a model: configuration, settings, chat template.
 
-A run stores unchanged copies in its folder `COMPANIONS`, and a run that begins with its weights
-copies them. The tokenizer is stored in the run itself, as in every run.
+A run stores copies in its folder `COMPANIONS`, and a run that begins with its weights copies them.
+All are unchanged but `config.json`, which gets the name of the model. The tokenizer is stored in
+the run itself, as in every run.
 """
 
 from hashlib import sha256
@@ -12,16 +13,17 @@ from arbcli.base.errors import ArbError
 from arbcli.base.reading import read_small
 from arbcli.base.run_files import COMPANIONS, CONFIG
 from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.data.chat_template import OLD_TEMPLATE, TEMPLATE
+from arbcli.data.special_tokens import GENERATION, MAP, SETTINGS
 from arbcli.data.tokens import FILE
 from arbcli.generation.load import Weights
 from arbcli.generation.tokens import DIGEST
 from arbcli.interop.huggingface.config_json import read_folder_config
 from arbcli.interop.huggingface.dense import shape_of
 
-GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
 NAMES = (
-    CONFIG, GENERATION, TEMPLATE, "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.json",
+    CONFIG, GENERATION, TEMPLATE, SETTINGS, MAP, OLD_TEMPLATE, "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model",
 )  # fmt: skip
 """Names of companion files, which are copied if they exist."""
 LARGEST = 2**27
@@ -34,11 +36,11 @@ def copy_companions(source: Path, target: Path) -> None:
     Raises:
         ArbError: one cannot be read or written, or is too large for what it says it is.
     """
-    found = [name for name in NAMES if (source / name).exists()]
-    if not found:
+    names = [name for name in NAMES if (source / name).exists()]
+    if not names:
         return
     make_folder(target)
-    for name in found:
+    for name in names:
         write_companion(target / name, read_companion(source / name))
 
 

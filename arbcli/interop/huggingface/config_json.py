@@ -5,7 +5,7 @@ is in `SILENT`, and one that would have to be obeyed is held to the value in `ON
 is refused by its name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,10 @@ from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.short_forms import PART_RULES, with_part_rules
 
 HINT = "import a Llama, Mistral, Qwen 2 or Qwen 3, dense and not quantised"
+NAME = "_name_or_path"
+"""Field with the name of the model that another one was made from."""
+IN_CACHE = "models--"
+"""Beginning of a folder's name in the cache of Hugging Face; `--` separates its parts."""
 BIASES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False),
           "qwen3": (False, False)}  # fmt: skip
 """Whether queries, keys and values, and the output, have biases, by `model_type`."""
@@ -77,31 +81,54 @@ class _Fields:
             f"{self.where}: `{name}` is `{shown(value)}`, which arb does not support", hint=HINT
         )
 
-    def end(self) -> None:
-        """Raise an error for the first field that was not read."""
-        for name, value in sorted(self._left.items()):
+    def end(self, ignored: Collection[str] = ()) -> None:
+        """Raise an error for the first field that was not read, and is not ignored.
+
+        Raises:
+            ArbError: there is one, or a field is ignored that is known or missing.
+        """
+        for name in ignored:
+            if name not in self._left:
+                raise ArbError(
+                    f"{self.where} has no field `{name}` that arb does not know",
+                    hint=f"leave `--ignore-field {name}` out",
+                )
+        for name in sorted(self._left.keys() - {*ignored}):
+            value = shown(self._left[name])
             raise ArbError(
-                f"{self.where}: `{name}`, which is `{shown(value)}`, is not a field that arb knows",
-                hint=HINT,
+                f"{self.where}: `{name}`, which is `{value}`, is not a field that arb knows",
+                hint=f"{HINT}; if the field decides nothing that is computed, add"
+                f" `--ignore-field {name}`",
             )
 
 
-def read_folder_config(folder: Path, **storage: Any) -> ModelConfig:
+def model_name(folder: Path) -> str:
+    """Return the name of a model's folder: `ORGANISATION/NAME` in a cache of Hugging Face."""
+    for part in reversed(folder.absolute().parts):
+        if part.startswith(IN_CACHE):
+            return "/".join(part.split("--")[1:])
+    return folder.resolve().name
+
+
+def read_folder_config(folder: Path, ignored: Collection[str] = (), **storage: Any) -> ModelConfig:
     """Read the configuration of the model in a folder: see `read_config`.
 
     Raises:
         ArbError: it cannot be read, or `read_config` refuses it.
     """
     path = folder / CONFIG
-    return read_config(read_json(path, {}, HINT), f"`{path}`", **storage)
+    return read_config(read_json(path, {}, HINT), f"`{path}`", ignored, **storage)
 
 
-def read_config(values: Mapping[str, Any], where: str, **storage: Any) -> ModelConfig:
+def read_config(
+    values: Mapping[str, Any], where: str, ignored: Collection[str] = (), **storage: Any
+) -> ModelConfig:
     """Convert the contents of a `config.json` to a model configuration.
 
     Args:
         values: contents of the file.
         where: name of the file, for errors.
+        ignored: names of unknown fields that decide nothing.
         storage: fields of `ModelConfig` for the storage of weights, and rules of parts.
 
     Raises:
@@ -156,7 +183,7 @@ def read_config(values: Mapping[str, Any], where: str, **storage: Any) -> ModelC
     )
     for name in SILENT:
         fields.take(name, object, None)
-    fields.end()
+    fields.end(ignored)
     return with_part_rules(config, **rules)
 
 

@@ -191,7 +191,7 @@ def check_attention(config: ModelConfig) -> None:
 def _unsaid(mixer: AttentionConfig) -> str | None:
     """Return the name of an attention feature that no architecture supports."""
     normed = mixer.query_key_norm != "none"
-    found = {
+    features = {
         "sinks": mixer.sink,
         "rotary positions that are partial": mixer.rotary.share != 1,
         "norms before the output projections, and queries and keys without a norm": mixer.sub_norm
@@ -201,7 +201,7 @@ def _unsaid(mixer: AttentionConfig) -> str | None:
         and mixer.bias
         and not mixer.output_bias,
     }
-    return next((name for name, there in found.items() if there), None)
+    return next((name for name, there in features.items() if there), None)
 
 
 def sources(model: LanguageModel) -> Iterator[Source]:

@@ -12,8 +12,9 @@ from torch import Tensor
 from arbcli.base.atomic_files import new_folder, write_file, write_json, write_text
 from arbcli.base.errors import ArbError, os_errors
 from arbcli.base.reading import read_json
-from arbcli.base.run_files import CONFIG
+from arbcli.base.run_files import COMPANIONS, CONFIG
 from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.data.special_tokens import GENERATION, SETTINGS, read_settings
 from arbcli.data.tokens import FILE as TOKENIZER
 from arbcli.generation.load import Weights
 from arbcli.interop.gguf.block_types import BF16, F16, F32, BlockType, encode_numbers
@@ -21,7 +22,6 @@ from arbcli.interop.gguf.container import Entry
 from arbcli.interop.gguf.export import END, byte_symbols
 from arbcli.interop.huggingface.card import model_card
 from arbcli.interop.huggingface.companions import (
-    GENERATION,
     companions_of,
     copy_companions,
     read_companion,
@@ -35,6 +35,8 @@ from arbcli.model.language_model import LanguageModel
 
 CODE = Path(__file__).with_name("modeling_arb.py")
 """Module that Transformers runs for a model with sub-norms."""
+TOKENIZER_CODE = CODE.with_name("tokenization_arb.py")
+"""Module with the tokenizer of a Qwen 2, for which Transformers otherwise builds another one."""
 TYPES = {"bf16": BF16, "f32": F32}
 """Types by their names in `--type`; bf16 represents every weight exactly."""
 NUMBERS = TYPES | {"f16": F16}
@@ -79,7 +81,7 @@ def _write_files(
     config = weights.model.config
     write_file(folder / WEIGHTS, lambda file: _write_weights(file, weights, kind))
     if companions is None:
-        _write_companions(folder, config, kind)
+        _write_companions(folder, weights, kind)
     else:
         copy_companions(companions, folder)
     if tokenizer := tokenizer_of(weights):
@@ -88,35 +90,59 @@ def _write_files(
         write_json(folder / TOKENIZER, _tokenizer())
     about = {"arb.step": weights.checkpoint.step, "arb.origin": weights.origin}
     written = read_json(folder / CONFIG, {})
+    if written["model_type"] == "qwen2":
+        _keep_tokenizer(folder)
     written.pop("torch_dtype", None)  # the name of an earlier Transformers
     write_json(folder / CONFIG, written | about | {"dtype": _DTYPES[kind.name]})
     write_text(folder / "README.md", model_card(weights, name))
 
 
-def _write_companions(folder: Path, config: ModelConfig, kind: BlockType) -> None:
-    """Write the tokenizer and the settings of a model that was not imported."""
-    of_bytes = config.vocabulary == VOCABULARY
-    ends = {"eos_token_id": END, "pad_token_id": END} if of_bytes else {}
+def _write_companions(folder: Path, weights: Weights, kind: BlockType) -> None:
+    """Write the settings of a model that was not imported, with its special tokens and template."""
+    config, run = weights.model.config, weights.path.parent / COMPANIONS
+    copy_companions(run, folder)
+    ends = read_settings(run, GENERATION)
+    if config.vocabulary == VOCABULARY:
+        ends = {"eos_token_id": END, "pad_token_id": END}
     write_json(folder / CONFIG, _config(config, kind) | ends)
     write_json(folder / GENERATION, ends)
-    write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": config.ctx,
-            "clean_up_tokenization_spaces": False,
-        },
-    )
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.ctx,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(folder / SETTINGS, read_settings(run, SETTINGS) | settings)
     if known_shape(config).sub_norms:
         write_text(folder / CODE.name, CODE.read_text())
 
 
+def _keep_tokenizer(folder: Path) -> None:
+    """Make Transformers read `tokenizer.json` as it is, unless the settings name that of Qwen 2.
+
+    For a `model_type` of `qwen2` it ignores the class that they name, and builds a tokenizer with
+    the pattern of Qwen and NFC. It does so only where they have no `auto_map`.
+    """
+    settings = read_settings(folder, SETTINGS)
+    if str(settings.get("tokenizer_class")).startswith("Qwen2Tokenizer"):
+        return
+    classes = [f"{TOKENIZER_CODE.stem}.ArbTokenizer"] * 2
+    settings |= {
+        "tokenizer_class": "PreTrainedTokenizerFast", "auto_map": {"AutoTokenizer": classes}
+    }  # fmt: skip
+    write_json(folder / SETTINGS, settings)
+    write_text(folder / TOKENIZER_CODE.name, TOKENIZER_CODE.read_text())
+
+
 def _write_weights(file: BufferedIOBase, weights: Weights, kind: BlockType) -> None:
-    """Write a safetensors file, one tensor at a time."""
-    every = list(sources(weights.model))
+    """Write a safetensors file, one tensor at a time.
+
+    `save` of the package safetensors needs all of them in memory, and more than once: an export of
+    67 million weights peaks at 941 MiB with it, and at 488 MiB here.
+    """
+    model_sources = list(sources(weights.model))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for source in every:
+    for source in model_sources:
         for part in source.parts:
             begin, end = end, end + kind.num_bytes(math.prod(part.shape))
             header[part.hugging_face] = {
@@ -125,7 +151,7 @@ def _write_weights(file: BufferedIOBase, weights: Weights, kind: BlockType) -> N
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
-    for source in every:
+    for source in model_sources:
         for part, weight in read(source):
             data = encode_numbers(part.hugging_face, weight, kind)
             file.write(data.contiguous().view(-1).numpy().data)

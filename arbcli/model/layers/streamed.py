@@ -1,5 +1,6 @@
 """Packed tensors whose gradient is computed in the backward of their last use, for a sink."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from arbcli.model.layers.compiled import Findable
 from arbcli.model.packed import GradientSink, TernaryTensor
+
+NO_SINK = "a packed weight has no `sink`, so its gradient is discarded: set an `Updater`"
 
 _recomputing = False
 
@@ -45,7 +48,7 @@ class StreamedTensor(Findable, TernaryTensor):
     """
 
     sink: GradientSink | None = None
-    """Consumer of the gradient; None discards it."""
+    """Consumer of the gradient; None discards it, with a warning."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -81,6 +84,8 @@ class StreamedTensor(Findable, TernaryTensor):
         self.forget()
         if self.sink is not None:
             self.emit_gradient_of_uses(self.sink, uses)
+        elif not self.frozen:
+            warnings.warn(NO_SINK, RuntimeWarning, stacklevel=1)
 
     @property
     def is_awaited(self) -> bool:

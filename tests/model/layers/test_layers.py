@@ -46,6 +46,13 @@ def batch(rows=3, length=16) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:, :-1], ids[:, 1:]
 
 
+def test_backward_of_a_model_without_sinks_warns():
+    """Its weights would never be stepped."""
+    lm = model()
+    with pytest.warns(RuntimeWarning, match="no `sink`, so its gradient is discarded"):
+        lm.loss(*batch()).backward()
+
+
 def norm_of_all_sizes() -> TernaryRMSNorm:
     """Make a norm whose weights are not ones: applied twice it is another function."""
     norm = TernaryRMSNorm(48, preset("tiny").site())
