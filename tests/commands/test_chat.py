@@ -4,8 +4,6 @@ import os
 import pty
 import select
 import signal
-import subprocess
-import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -93,24 +91,6 @@ def test_other_signals_end_the_program(number, model, typed):
     typed(lambda: signal.raise_signal(number))
     with pytest.raises(Interrupted):
         _chat.chat(model, 5, Sampling(), "torch")
-
-
-@pytest.mark.slow  # a process that loads torch
-def test_terminal_without_a_prompt_is_asked(saved):
-    command = ["generate", "--checkpoint", str(saved()), "--length", "3", "--device", "cpu"]
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "arbcli", *command], stdin=theirs, stdout=theirs, stderr=theirs
-    )
-    os.close(theirs)
-    seen = b""
-    for awaited, answer in ((b"loading", b"early\n"), (b"> ", b"abc\n"), (b"> ", b"\x04")):
-        while awaited not in seen:
-            seen += os.read(ours, 4096)
-        before, seen = seen.split(awaited, 1)
-        assert b"early" not in before
-        os.write(ours, answer)
-    assert process.wait() == 0
 
 
 def test_input_typed_ahead_is_neither_shown_nor_kept(monkeypatch):

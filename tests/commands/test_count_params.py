@@ -45,22 +45,3 @@ def test_file_of_a_smaller_model_has_the_weights_that_it_says():
     path = Path(__file__).parents[2] / "examples" / "arb-2b.toml"
     assert predict(read_model(path)).total.weights == 2_216_567_968
     assert "2,216,567,968" in path.read_text()
-
-
-TOML = """steps = 7
-[model]
-ctx = 16
-[model.block.near]
-mixer = { kind = "attention", heads = 2 }
-channel = { kind = "experts", experts = 4, width = 8 }
-[[model.stage]]
-dim = 32
-blocks = "near*2"
-"""
-
-
-@pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "model.toml"
-    path.write_text(TOML)
-    return path

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import typer
@@ -315,14 +314,6 @@ def test_model_of_a_run_that_is_not_an_object_is_refused_in_one_line():
         train_config_from({"config": {"model": [1]}})
 
 
-def test_good_places_pass(tmp_path):
-    for name in ("new.png", "new.PDF", "new.svg"):
-        check_file(tmp_path / name, "--plot", PICTURES)
-    check_folder(tmp_path, "--ledger")
-    check_folder(tmp_path / "new" / "below", "--ledger")
-    check_folder(Path("relative"), "--ledger")
-
-
 def test_bad_places_are_refused(tmp_path, monkeypatch):
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "text.txt").touch()
@@ -337,12 +328,3 @@ def test_bad_places_are_refused(tmp_path, monkeypatch):
         check_file(tmp_path / "a.png", "--plot", PICTURES)
     with pytest.raises(ArbError, match="Permission denied"):
         check_folder(tmp_path, "--ledger")
-
-
-def test_existing_file_must_be_writable_and_otherwise_its_folder(tmp_path, monkeypatch):
-    asked, path = [], tmp_path / "a.png"
-    monkeypatch.setattr(os, "access", lambda *place: asked.append(place) or True)
-    check_file(path, "--plot", PICTURES)
-    path.touch()
-    check_file(path, "--plot", PICTURES)
-    assert asked == [(tmp_path, os.W_OK), (path, os.W_OK)]

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from arbcli.commands._run_display import NO_SAMPLE, RunDisplay
 from arbcli.families.media.continuing import Completion
 from arbcli.families.media.sound import encode_samples
 from arbcli.families.media.spans import SoundHeader
@@ -120,24 +119,6 @@ def test_text_ends_with_the_sound_or_picture_that_is_written(kind, size, monkeyp
         assert content != before
     end = text.index(b"d\n") + 2 if kind == "picture" else text.index(b"\xffsound on")
     assert end <= len(content) < end + size
-
-
-def test_a_run_of_sounds_shows_no_sample(folder, monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    for name, shown in (("a.wav", False), ("words.txt", True)):
-        (tmp_path / "words.txt").write_text("plain words\n" * 20)
-        path = str((folder if name == "a.wav" else tmp_path) / name)
-        config = new_config(**SIZES, sound="mulaw", steps=2, sample_every=1, log_every=1,
-                            data=[path], val=[path])  # fmt: skip
-        display = RunDisplay(quiet=False, as_json=False)
-        report = start_run(config, tmp_path / f"run-{name}", display)
-        display.finished(report)
-        assert bool(report.sample) == shown
-        notes = capsys.readouterr().err
-        assert (NO_SAMPLE in notes) != shown
-        assert "held-out loss" in notes
-        first = (tmp_path / f"run-{name}" / "metrics.jsonl").read_text().splitlines()[0]
-        assert (json.loads(first)["sample"] is not None) == shown
 
 
 @pytest.mark.parametrize(

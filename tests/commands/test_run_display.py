@@ -5,27 +5,13 @@ from types import SimpleNamespace
 import pytest
 
 from arbcli.commands import _run_display
-from arbcli.commands._run_display import LONG_SECONDS, RunDisplay, fitted
+from arbcli.commands._run_display import LONG_SECONDS, RunDisplay
 from arbcli.commands._time_left import AVERAGED_SECONDS, WARM_UP_STEPS, TimeLeft
 from arbcli.data.text import EVAL_BATCHES
 
 
 def time_left(steps=100, interval=40, accum=1, step=0) -> TimeLeft:
     return TimeLeft(SimpleNamespace(steps=steps, eval_interval=interval, accum=accum), step, 0.0)
-
-
-def test_nothing_is_known_before_the_first_step_but_a_bound():
-    left = time_left(step=10)
-    assert left.seconds(5.0) is None
-    assert left.least_seconds(5.0) == 89 * 5.0
-
-
-def test_run_without_evaluations_has_its_steps_to_come():
-    left = time_left(interval=0)
-    for step in range(1, 11):
-        left.stepped(step, 2.0 * step)
-    assert left.seconds(20.0) == pytest.approx(90 * 2.0)
-    assert left.seconds(21.0) == pytest.approx(90 * 2.0 - 1.0)
 
 
 def test_estimate_has_the_steps_and_the_evaluations_to_come():
@@ -60,12 +46,6 @@ def test_end_is_evaluated_once(steps):
     assert time_left(steps=80, step=40).least_seconds(1.0) == 39
 
 
-def test_run_that_goes_on_between_evaluations_has_all_that_are_to_come():
-    left = time_left(step=50)
-    left.stepped(51, 2.0)
-    assert left.seconds(2.0) == pytest.approx(49 * 2.0 + 2 * EVAL_BATCHES / 3 * 2.0)
-
-
 def test_one_slow_step_moves_an_average_little_and_warm_up_not_at_all():
     left, now = time_left(steps=1000, interval=2000), 0.0
     for step in range(1, WARM_UP_STEPS + 2):
@@ -96,14 +76,3 @@ def test_quicker_ways_are_suggested_for_long_runs_only(seconds, advised, known, 
     minutes = "15:00" if seconds == LONG_SECONDS else "15:01"
     assert said[0] == f"time    {how} {minutes} to step 2,000"
     assert said[1:] == ["        quicker, from the start: a nap"] * advised
-
-
-def test_line_has_as_many_parts_as_fit():
-    parts = ["step 1/2", "0:10 left", "[##..]", "loss 1.0"]
-    for width in range(8, 60):
-        line = fitted(parts, width)
-        assert len(line) <= width
-        assert "  ".join(parts).startswith(line)
-    assert fitted(parts, 19) == "step 1/2  0:10 left"
-    assert fitted(parts, 18) == "step 1/2"
-    assert fitted(parts, 99) == "  ".join(parts)

@@ -2,7 +2,6 @@
 
 import errno
 import io
-import json
 import os
 import signal
 import subprocess
@@ -13,10 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import typer.main
-from typer.testing import CliRunner
 
 from arbcli.base.errors import ArbError
-from arbcli.base.output import clock
 from arbcli.cli import app, main
 from arbcli.config.short_forms import MODEL_SETTINGS
 from arbcli.config.training import RUN_SETTINGS
@@ -41,21 +38,6 @@ def test_train_prints_run_device_losses_and_checkpoint(text, tmp_path, arb_here,
     again = arb_here("train", "--resume", "auto")
     assert again.returncode == 0
     assert again.stderr.startswith("the run is finished: all 12 steps are done, held-out loss")
-
-
-@pytest.mark.slow  # fifteen seconds
-def test_train_of_a_graph_shows_measures_of_its_parts(text, tmp_path, arb_here):
-    args = ["train", "--preset", "arb-tiny", "--data", text, *SMALL, "--heads", "1", "--steps", "3"]
-    run = tmp_path / "run"
-    done = arb_here(*args, "--moe", "--memgram", "--out", str(run))
-    assert done.returncode == 0, done.stderr
-    for words in ("of codes alive", "of knowledge alive", "fullest expert"):
-        assert words in done.stderr
-    assert "of edges taken" not in done.stderr
-    saved = ["--checkpoint", str(run), "--device", "cpu"]
-    assert CliRunner().invoke(app, ["generate", *saved, "--length", "5"]).exit_code == 0
-    done = CliRunner().invoke(app, ["evaluate", *saved, "--data", text, "--json"])
-    assert json.loads(done.stdout)["context"] == 16
 
 
 def test_train_shows_samples_utilisation_and_where_the_trace_is(
@@ -210,29 +192,3 @@ def test_no_option_comes_or_goes_unnoticed(command):
         assert {"--set", "--help-all"} <= options
         options -= of_settings | {"--set", "--help-all"}
     assert options == {f"--{name}" for name in OPTIONS[command].split()}
-
-
-def test_list_of_commands_has_whole_sentences():
-    page = CliRunner().invoke(app, ["--help"], terminal_width=100).stdout
-    assert "..." not in page.partition("Commands:")[2]
-    assert "Verify all files of a run and preview a resume.\n" in page
-
-
-def test_help_comes_without_torch():
-    code = (
-        "import sys, arbcli.cli as cli\n"
-        "sys.argv = ['arb', '--help']\n"
-        "try: cli.main()\n"
-        "finally: assert 'torch' not in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0
-    assert "verify-kernels" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(0, "0:00"), (9.4, "0:09"), (65, "1:05"), (3599.6, "1:00:00"), (7265, "2:01:05")],
-)
-def test_time_is_shown_as_a_clock_shows_it(seconds, shown):
-    assert clock(seconds) == shown

@@ -20,8 +20,6 @@ from arbcli.verify.check_kernels import KERNELS
 from arbcli.verify.kernels.codec.packing import pack_trits_verification
 from arbcli.verify.run import verdict
 
-BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
-
 
 def arb(*arguments):
     return CliRunner().invoke(app, ["verify-kernels", *map(str, arguments)])
@@ -106,37 +104,6 @@ def test_kernels_are_timed_after_they_are_verified(tmp_path):
     assert found["timing"]["roofline"]["bytes_per_second"] > 0
     assert not any(item.startswith("speed") for item in found["not_verified"])
     assert "## Speed" in (tmp_path / "ledger.md").read_text()
-
-
-@pytest.mark.gpu
-def test_kernel_that_fails_is_not_timed(wrong_kernel):
-    result = arb("pack_trits", "--time", "--json")
-    assert result.exit_code == 1
-    timing = json.loads(result.stdout)["timing"]
-    assert timing["not_timed"] == {"pack_trits": "it did not pass"}
-    assert timing["timings"] == []
-
-
-@pytest.mark.slow
-@needs_triton
-def test_program_needs_no_environment_and_prints_only_json(arb_here):
-    environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "arbcli", "verify-kernels"]
-    run = subprocess.run(
-        [*command, "cast_scale_votes", "--json"],
-        capture_output=True, text=True, env=environment, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout)["kernels"][0]["backend"] == BACKEND
-    assert run.stderr == "kernels  1/1  cast_scale_votes  pass\n"
-    run = arb_here("verify-kernels", "nonsense")
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.startswith("error: ")
-
-
-def test_every_kernel_is_a_line_as_it_is_done_also_into_a_pipe():
-    lines = arb("pack_trits", "step_scales", "--backend", "torch").stderr.splitlines()
-    assert lines == ["kernels  1/2  pack_trits  pass", "kernels  2/2  step_scales  pass"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -113,18 +113,6 @@ def test_tuned_model_has_defaults_of_its_own(words, lr, tokenizer, recorded_call
     assert (given["lr"], given["tokenizer"]) == (lr, tokenizer)
 
 
-def test_logger_that_is_named_twice_is_used_once(recorded_call, monkeypatch):
-    monkeypatch.setattr(train, "check_logger", lambda name: None)
-    loggers = {"wandb": mock.Mock(), "mlflow": mock.Mock()}
-    found = mock.Mock(side_effect=lambda name, tell: loggers[name])
-    monkeypatch.setattr(train, "find_logger", found)
-    words = ["--log", "wandb", "--log", "mlflow", "--log", "wandb", "--device", "cpu"]
-    call = recorded_call("arbcli.training.run.start_run", "train", *words)
-    call.args[2].stepped(3)
-    assert [each.stepped.mock_calls for each in loggers.values()] == [[mock.call(3)]] * 2
-    assert [told.args[0] for told in found.call_args_list] == ["wandb", "mlflow"]
-
-
 @pytest.mark.parametrize(
     ("words", "processes", "wire"),
     [([], 1, None), ([], 2, "int12"), (["--reduce-dtype", "int16"], 2, "int16"),
@@ -213,20 +201,6 @@ def test_probe_is_called_with_its_options(recorded_call, monkeypatch):
     assert call.args == (Path("x"),)
     del call.kwargs["note"]
     assert call.kwargs == {"steps": 5, "device": "cpu", "backend": "torch", "lr": 0.5, "seed": 3}
-
-
-def test_comparison_has_the_named_models_in_their_order(recorded_call, monkeypatch):
-    monkeypatch.setattr("arbcli.inspect.saved.open_saved", lambda path, note: path)
-    call = recorded_call("arbcli.inspect.saved.compare", "inspect", "one", "--diff", "two")
-    assert call.args == (Path("one"), Path("two"))
-
-
-def test_export_is_called_with_its_options(recorded_call, tmp_path):
-    where = ["--to", "gguf", "--type", "q8_0", "--out", str(tmp_path / "a.gguf")]
-    call = recorded_call("arbcli.interop.exporting.export", "export", "some/run", *where)
-    assert call.args == (Path("some/run"), "gguf")
-    del call.kwargs["note"]
-    assert call.kwargs == {"out": tmp_path / "a.gguf", "kind": "q8_0"}
 
 
 def test_verification_is_called_with_its_options(recorded_call):
@@ -325,12 +299,6 @@ def test_prompt_is_taken_byte_for_byte(recorded_call, monkeypatch):
     assert [each.prompt for each in call.args[1]] == [b"a", b"b"]
 
 
-def test_snapshot_may_end_in_either_of_its_suffixes(recorded_call, tmp_path):
-    words = ["audit-memory", *SIZES, "--device", "cpu", "--snapshot"]
-    for name in ("a.pickle", "a.pkl"):
-        assert recorded_call("arbcli.training.configure.new_config", *words, str(tmp_path / name))
-
-
 LEFT_OUT = {
     "generate x": ("generation.generation.continue_text",
         {"kv": None, "ends": None, "ahead": 1, "sampling": (0.8, 256, 1.0, 0), "length": 512}),
@@ -366,11 +334,3 @@ def test_option_that_is_left_out_is_handed_on_as_such(words, recorded_call, monk
         given["sampling"] = tuple(asdict(given["sampling"]).values())
     assert {name: given.get(name, "absent") for name in expected} == expected
     assert [args.args[3] for args in loaded.call_args_list] == [None] * loaded.call_count
-
-
-def test_audit_prints_how_many_steps_it_measures(recorded_call, capfd):
-    call = recorded_call("arbcli.inspect.audit.audit", "audit-memory", *SIZES, "--device", "cpu",
-                 "--steps", "7")  # fmt: skip
-    call.args[2](SimpleNamespace(state_bytes=3 << 20, peak_bytes=5 << 20))
-    said = "predicted: 3.0 MiB of state, a peak of 5.0 MiB; measuring 7 steps"
-    assert said in capfd.readouterr().err
