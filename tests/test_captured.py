@@ -16,7 +16,7 @@ from arbcli.model.decoding import Phase
 from arbcli.model.language_model import LanguageModel
 from arbcli.training.configure import new_config
 from arbcli.training.step_inputs import StepInputs
-from arbcli.training.trainer import EAGER_STEPS, Trainer
+from arbcli.training.trainer import Trainer
 
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
 SAMPLING = Sampling(temperature=1.5, top_k=90, top_p=0.9, seed=3)
@@ -119,17 +119,19 @@ def test_no_step_outside_a_graph_sets_a_condition(monkeypatch):
 @pytest.mark.parametrize(
     "given",
     [
-        {"accum": 2, "digits": "fade", "fade_from": 0.4}, {"wire": "int12"},
-        {"accum": 2, "objective": "fill"}, {"accum": 3, "objective": "fill", "wire": "int12"},
-        {"accum": 2, "dropout": 0.25},
+        {"digits": "fade", "fade_from": 0.4, "fade_to": 0.6, "steps": 11}, {"wire": "int12"},
+        {"accum": 3, "objective": "fill", "wire": "int12"}, {"accum": 2, "dropout": 0.25},
     ],
     ids=str,
 )  # fmt: skip
 def test_captured_steps_of_a_run_have_the_bits_of_eager_steps(given, tmp_path, monkeypatch):
+    """A graph is freed when weights fade further, and before a run goes back."""
+    monkeypatch.setattr("arbcli.training.trainer.EAGER_STEPS", 1)
     path = tmp_path / "text"
     path.write_bytes(b"".join(b"line %d of a text. " % (n * n) for n in range(300)))
-    config = new_config(preset="tiny", **SIZES, batch=2, steps=10, device="cpu", backend="torch",
-                        compute="fp32", data=[str(path)], **given)  # fmt: skip
+    about = SIZES | {"batch": 2, "steps": 6} | given
+    config = new_config(preset="tiny", device="cpu", backend="torch", compute="fp32",
+                        data=[str(path)], **about)  # fmt: skip
     texts, load = open_texts(config.data, None, seed=0, context=16), Trainer._load_batches
     gpu, to = torch.device("cuda"), torch.Tensor.to
 
@@ -151,15 +153,17 @@ def test_captured_steps_of_a_run_have_the_bits_of_eager_steps(given, tmp_path, m
         for capture in (False, True):
             trainer = Trainer(config, texts)
             if capture:
-                trainer._capture_at = EAGER_STEPS
+                trainer._capture_at = 1
                 trainer._step_inputs = StepInputs(config, gpu, trainer.updater)
             losses = []
-            for _ in range(10):
+            for _ in range(config.steps):
                 losses.append(float(trainer.train_step()))
                 losses.append(float(trainer.loss_parts["text"]))
             found.append((losses, [part.clone() for part in trainer.model.state_dict().values()]))
+        assert [bool(graph.noted) for graph in graphs] == [False, True][-len(graphs) :]
+        trainer.restore(trainer.checkpoint("text"))
     (losses, parts), (again, others) = found
     assert losses == again
     assert all(map(torch.equal, parts, others))
-    assert graphs
-    assert all(graph.replays for graph in graphs)
+    assert len(graphs) == (2 if "digits" in given else 1)  # of all digits, and of the trit
+    assert all(graph.replays and not graph.noted for graph in graphs)

@@ -8,7 +8,7 @@ import torch
 from arbcli.config.site import Site
 from arbcli.model.baselines import FloatWeight
 from benchmarks.float_qwen import FloatQwen, Shape
-from benchmarks.float_steps import KINDS, STEPS_OF_A_BLOCK, WholeStep, dynamic_codes
+from benchmarks.float_steps import KINDS, WholeStep
 from benchmarks.low_rates import GROUP, GridSteps
 
 SHAPE = Shape(
@@ -51,18 +51,6 @@ def test_eight_bits_step_as_bf16_does_within_their_rounding():
     assert torch.cosine_similarity(first, second, dim=0) > 0.95
 
 
-def test_blocks_take_turns():
-    whole, _ = tuned("BAdam", STEPS_OF_A_BLOCK)
-    begun = dict(tuned("BAdam", 0)[0].model.named_parameters())
-    changed = {
-        name.rsplit(".", 1)[0]
-        for name, weight in whole.model.named_parameters()
-        if not torch.equal(weight, begun[name])
-    }
-    assert len(changed) == 1
-    assert len(whole.updates.order) == len(whole.updates.blocks) - 1
-
-
 @pytest.mark.parametrize("kind", ["LoRA 256", "LoRA 16"])
 def test_adapters_leave_the_weights(kind):
     whole, _ = tuned(kind)
@@ -74,18 +62,6 @@ def test_adapters_leave_the_weights(kind):
     }
     assert changed
     assert all(name.startswith("adapters") for name in changed)
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_codes_are_256_values_up_to_1(signed):
-    codes = dynamic_codes(signed)
-    assert len(codes.unique()) == 256
-    assert codes.max() == 1
-    assert bool(codes.min() < 0) is signed
-    assert 0 in codes
-    between = torch.linspace(0.001, 1, 1000)
-    nearest = codes[torch.bucketize(between, (codes[1:] + codes[:-1]) / 2)]
-    assert ((nearest - between).abs() / between).max() < 0.25
 
 
 class OneMatrix(torch.nn.Module):
@@ -126,7 +102,3 @@ def test_rounding_keeps_the_mean_of_steps_below_a_unit(rounding, last):
     noise = (found - wanted).square().mean().sqrt() * last / 127
     # a walk, to whose variance a step of d units adds d at most; or an error within a unit
     assert noise < ((400 * 0.004 * last / 127) ** 0.5 if rounding == "random" else 0.8)
-
-
-def test_nearest_rounding_stalls():
-    assert not way_of(127, "nearest").any()

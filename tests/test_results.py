@@ -1,8 +1,6 @@
 """Results are files of one form, and every table in the documents is what they say."""
 
-import json
 import re
-import sys
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import results, search, training_step
+from benchmarks import results, training_step
 from benchmarks.results import FOLDER, KEYS, add_runs, load, options
-from benchmarks.tables import hnet, imports, many_gpus, masked, media, models, pages, performance
-from benchmarks.tables.cells import source
-from benchmarks.tables.readme import speed
+from benchmarks.tables import pages
 from benchmarks.tables.steps import faster, speed_ratio
 from benchmarks.training_step import Subject
 
@@ -87,16 +83,6 @@ def test_row_measured_again_leaves_its_old_run(tmp_path):
     assert [found["commit"] for found in load("training_step", tmp_path)] == ["def5678"] * 2
 
 
-def test_file_without_the_fields_is_refused(tmp_path):
-    path = tmp_path / "products.json"
-    path.write_text(json.dumps({"name": "products", "runs": [{"rows": []}]}))
-    with pytest.raises(ValueError, match="fields"):
-        load("products", tmp_path)
-    path.write_text(json.dumps({"name": "other", "runs": []}))
-    with pytest.raises(ValueError, match="not the results of products"):
-        load("products", tmp_path)
-
-
 def test_saved_run_has_its_source(tmp_path, monkeypatch):
     monkeypatch.setenv("ARB_COMMIT", "abc1234+")
     rows = [step("tiny", "AdamW", 1.0)]
@@ -107,19 +93,6 @@ def test_saved_run_has_its_source(tmp_path, monkeypatch):
     assert saved["versions"]["torch"]
     assert saved["hardware"]["cpu"]
     assert saved["rows"] == rows
-
-
-def test_speed_is_compared_with_the_faster_twin():
-    rows = [
-        step("tiny", "factored", 2.0),
-        step("tiny", "AdamW", 1.5),
-        step("tiny", "AdamW, no sub-norms", 1.0),
-    ]
-    found = [run(rows)]
-    assert faster(found, rows[0], "AdamW")["ms"] == 1.0
-    assert faster(found, rows[0], "Muon") is None
-    line = next(line for line in speed(found).splitlines() if "`tiny`" in line)
-    assert line == "| `tiny` | 1.0 M | 500,000 | 1,000,000 | 0.50 | |"
 
 
 def test_ratio_of_turns_is_the_median_over_rounds():
@@ -163,129 +136,6 @@ def test_rows_are_saved_after_each_kind_and_failures_are_left_out(monkeypatch, c
     assert "ValueError" in capsys.readouterr().err
 
 
-def test_family_is_compared_with_the_fastest_plain_baseline():
-    kinds = {"factored": 2.0, "AdamW, bare": 8.0, "AdamW, bare, flex": 4.0}
-    rows = [
-        step("arb-long", kind, ms, allocated_bytes=1, in_turns=False) for kind, ms in kinds.items()
-    ]
-    cells = [cell.strip() for cell in performance.families([run(rows)]).splitlines()[2].split("|")]
-    assert cells[3:7] == ["500,000", "250,000", "2.00", ""]
-
-
-def test_runs_and_texts_without_a_title_have_their_own_names():
-    shared = {"preset": "mine", "way": "greedy", "has_head": True, "favour": 0.4, "times": 1.5}
-    shared |= {"bytes_per_second": [10, 20], "bytes_per_check": [2.0], "same": True}
-    lines = models.checked_texts([run([shared | {"size": size} for size in (1, 4)])])
-    assert lines.splitlines()[2].startswith("| `mine` | greedy | 4 |")
-    names = ("bits_per_sample", "after_others", "bits_saved_per_sound", "standard_error")
-    row = dict.fromkeys((*names, "own_is_likeliest", "by_chance"), 0.5)
-    lines = media.heard([run([row | {"run": "mine", "text": "own.txt", "sounds": 3}])])
-    assert lines.splitlines()[2].startswith("| mine | own.txt | 3 |")
-
-
-def test_every_run_that_fills_holes_is_in_its_table():
-    fill = {"next": 1.25, "fill": 1.0, "fill without the right side": 1.5}
-    hidden = {"next": 1.25, "masked": 2.0, "masked from left to right": 1.75}
-    rows = [
-        {
-            "run": "fill-1",
-            "hole": 8,
-            "nats_per_byte": fill,
-            "standard_error": {"fill": 0.125},
-            "steps": {"run": 4000, "next": 3000},
-        },
-        {"run": "other", "hole": 8, "nats_per_byte": hidden},
-        {"run": "fill-1", "hole": 4, "nats_per_byte": fill},
-    ]
-    assert masked.holes([run(rows)]).splitlines()[2:6] == [
-        "| 4 | fill-1 | | 1.0000 | 1.5000 | 1.2500 | -0.2500 |",
-        "| 8 | fill-1 | 4,000 | 1.0000 | 1.5000 | 1.2500 | -0.2500 ± 0.1250 |",
-        "| 8 | other | | 2.0000 | | 1.2500 | +0.7500 |",
-        "| 8 | other from left to right | | 1.7500 | | 1.2500 | +0.5000 |",
-    ]
-
-
-def test_tables_of_media_have_every_row():
-    parts = {"text": 1.0, "sound": 2.0, "picture": 3.0, "all": 1.5}
-    rows = [
-        parts | {"kind": kind, "seed": seed} for kind in ("plain", "composite") for seed in (1, 0)
-    ]
-    rows[0]["text"] = 1.25
-    assert media.composite([run(rows)]).splitlines()[2:4] == [
-        "| linear | 1.0000, 1.2500 | 2.0000, 2.0000 | 3.0000, 3.0000 | 1.5000, 1.5000 |",
-        "| composite | 1.0000, 1.0000 | 2.0000, 2.0000 | 3.0000, 3.0000 | 1.5000, 1.5000 |",
-    ]
-    row = {
-        "run": "a",
-        "words": 80,
-        "times": 2,
-        "temperature": 0.7,
-        "complete": 1.0,
-        "recognised": 0.25,
-        "by_chance": 0.0125,
-    }
-    lines = media.said([run([row | {"recognised_of_espeak": 0.99}])]).splitlines()
-    assert lines[2] == "| a | 80, 2 | 0.7 | 100 % | 25 % | 99 % | 1.2 % |"
-    row = {"text": "pages", "weights": "float", "steps": 2000, "bytes_per_second": 1e6}
-    row |= {"val_loss": 0.5, "bits_per_unit": None, "state_bytes": 2**20}
-    lines = media.media_equal([run([row])]).splitlines()
-    assert lines[2] == "| pages | float | 2,000 | 1,000,000 | 0.5000 | | 1.0 |"
-
-
-def test_speed_of_several_gpus_is_relative_to_the_same_kind_on_a_single_gpu():
-    shared = {"part": "speed", "preset": "1b", "seed": None, "captured": True}
-    shared |= {"bytes_per_second": 1e5, "state_bytes": [10**9], "peak_bytes": [2 * 10**9]}
-    rows = [
-        shared | {"kind": kind, "gpus": gpus, "ms": ms, "wire_bytes_a_weight": 0.75 * (gpus > 1)}
-        for kind, gpus, ms in (("wire", 1, 20.0), ("wire", 4, 21.0), ("twin", 1, 10.0))
-    ]
-    lines = many_gpus.speed_of_many([run(rows)]).splitlines()[2:5]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert [line[5] for line in cells] == ["", "95 %", ""]
-    assert cells[1] == [
-        "`1b`", "wire, captured", "4", "21.00", "100,000", "95 %", "0.750", "1.000", "2.00"
-    ]  # fmt: skip
-    assert many_gpus.quality_of_many([run(rows)]) == "Not measured yet.\n"
-
-
-def test_losses_of_several_gpus_are_next_to_the_first_kind():
-    shared = {"part": "quality", "preset": "small", "gpus": 1}
-    rows = [
-        shared | {"kind": kind, "seed": seed, "val_loss": loss}
-        for kind, seed, loss in (("rule", 0, 1.0), ("rule", 1, 3.0), ("wire", 0, 2.001))
-    ]
-    lines = many_gpus.quality_of_many([run(rows)]).splitlines()[2:4]
-    assert lines == [
-        "| rule | 1.0000, 3.0000 | 2.0000 | +0.00 % |",
-        "| wire | 2.0010 | 2.0010 | +0.05 % |",
-    ]
-
-
-def test_losses_of_several_seeds_are_one_row_in_the_order_of_seeds():
-    way = {"kind": "moment", "lr": 0.2, "taught": False, "fade_from": 0.0, "fade_to": 0.1}
-    rows = [
-        way | {"seed": seed, "new": new, "old": 0.75, "state_bytes": 2_000_000} | peak
-        for seed, new, peak in ((1, 1.25, {"peak_bytes": 3_000_000}), (0, 1.5, {}))
-    ]
-    lines = imports.ways_to_trits([run(rows)]).splitlines()[2:4]
-    assert lines == ["| `moment` | 0% to 10% | 0.2 | 1.5000, 1.2500 | 0.7500, 0.7500 | 2 | 3 |", ""]
-    shared = {"model": "m", "lr": 1.0, "weights": 1, "stage": "all", "factor": 1.0}
-    rates = [
-        shared | {"seed": seed, "steps": steps, "held_out_nats": loss}
-        for seed, steps, loss in ((1, 500, 1.5), (0, 500, 1.25), (0, 2000, 1.0))
-    ]
-    lines = hnet.stage_rates([run(rates)]).splitlines()[2:4]
-    assert lines == ["| m | 500 | 1 | all | 1.2500, 1.5000 |", "| m | 2,000 | 1 | all | 1.0000 |"]
-
-
-def test_table_has_hardware_versions_commit_and_command():
-    text = source([run([]), run([], "def5678", dirty=True)])
-    assert "a GPU" in text
-    assert "torch 2.11" in text
-    assert "commits `abc1234`, `def5678` with changes" in text
-    assert "`python -m benchmarks.training_step`" in text
-
-
 @pytest.mark.parametrize("name", ["loss-against-memory", "speed", "step-budget"])
 def test_figures_are_drawn_from_the_results(name):
     pytest.importorskip("matplotlib")
@@ -303,27 +153,3 @@ def test_benchmark_without_a_commit_ends_before_it_measures(monkeypatch):
         options("frontier", "").parse_args([])
     monkeypatch.setenv("ARB_COMMIT", "abc")
     assert options("frontier", "").parse_args([]).out == FOLDER
-
-
-def test_search_compares_its_best_with_a_rival_outside_the_kinds(tmp_path, monkeypatch):
-    """The rival trains in the first round, and a text that selected neither judges both."""
-    losses, trained = {"every 16": 1.2, "every 24": 1.1, "every 4": 1.3}, []
-
-    def measure(kind, ctx, digits, seconds, seed, text, times):
-        trained.append((kind, digits, seconds, seed, *text["val"]))
-        row = {"kind": kind, "digits": digits, "seconds": seconds, "seed": seed}
-        return row | {"held_out_nats": losses[kind]}
-
-    options = {"text": "novels", "data": "TRAIN", "val": "A", "final-val": "B", "out": tmp_path}
-    repeated = {"kind": ("every 16", "every 24"), "rival": ("every 4",), "seconds": (9, 36)}
-    given = [f"--{name}={value}" for name, value in options.items()]
-    given += [f"--{name}={value}" for name, values in repeated.items() for value in values]
-    monkeypatch.setenv("ARB_COMMIT", "abc1234")
-    monkeypatch.setattr(sys, "argv", ["search", *given])
-    monkeypatch.setattr(search, "measure", measure)
-    search.main()
-    assert trained == [
-        *((kind, "all", 9.0, 0, "A") for kind in losses),
-        *((kind, "all", 36.0, seed, "B") for seed in (1, 2, 3) for kind in ("every 24", "every 4")),
-        ("every 24", "trit", 36.0, 1, "B"),
-    ]

@@ -12,7 +12,7 @@ import torch
 from syntax import parsed, walk
 
 from arbcli.base import atomic_files
-from arbcli.base.atomic_files import make_folder, new_folder, open_to_append, sweep, write_file
+from arbcli.base.atomic_files import new_folder, open_to_append, sweep, write_file
 from arbcli.base.errors import ArbError
 from arbcli.interop.exporting import export
 from arbcli.model.checkpoint import run_lock
@@ -100,13 +100,6 @@ def test_link_at_the_name_of_an_output_is_replaced(home, tmp_path):
     assert_untouched(home)
 
 
-def test_device_is_not_replaced(tmp_path):
-    os.mkfifo(tmp_path / "device")
-    with pytest.raises(ArbError, match="device`: it is not a regular file"):
-        write_file(tmp_path / "device", lambda file: file.write(b"new"))
-    assert (tmp_path / "device").is_fifo()
-
-
 @pytest.mark.parametrize("form", ["safetensors", "hf"])
 def test_export_into_a_folder_with_links_writes_nothing_through_them(
     form, finished, home, tmp_path
@@ -118,14 +111,6 @@ def test_export_into_a_folder_with_links_writes_nothing_through_them(
     export(finished, form, out=shared / "model")
     assert (shared / "model").exists()
     assert_untouched(home)
-
-
-def test_folder_of_a_run_that_is_a_link_is_refused(home, tmp_path):
-    (tmp_path / "hugging_face").symlink_to(home)
-    with pytest.raises(ArbError, match="hugging_face` is a link"):
-        make_folder(tmp_path / "hugging_face")
-    make_folder(tmp_path / "other" / "hugging_face")
-    make_folder(tmp_path / "other" / "hugging_face")
 
 
 def test_trace_is_written_to_no_link(home, tmp_path):
@@ -160,13 +145,6 @@ def test_temporary_files_of_living_processes_stay(tmp_path):
         sweep(tmp_path)
         assert living.is_dir()
     assert (tmp_path / "living folder").is_dir()
-
-
-def test_file_that_is_written_again_removes_its_own_temporary_files_only(tmp_path):
-    for name in ("a*", "a1"):
-        (tmp_path / f".{name}.0123abcd.tmp").touch()
-    write_file(tmp_path / "a*", lambda file: file.write(b"new"))
-    assert {path.name for path in tmp_path.iterdir()} == {"a*", ".a1.0123abcd.tmp"}
 
 
 @pytest.mark.parametrize("target", ["precious", "missing"])

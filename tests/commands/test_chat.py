@@ -5,7 +5,6 @@ import pty
 import select
 import signal
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
@@ -49,16 +48,6 @@ def test_lines_are_continued_after_the_text_so_far(model, typed, capfd):
     stdout, stderr = capfd.readouterr()
     assert stdout == "".join(part.decode(errors="replace") for part in made)
     assert _chat.WELCOME in stderr
-
-
-def test_text_is_continued_as_was_asked(typed, monkeypatch):
-    asked = mock.Mock(return_value=[b"made"])
-    made = SimpleNamespace(config=SimpleNamespace(ctx=9), tokenizer=None)
-    monkeypatch.setattr("arbcli.generation.generation.generate", asked)
-    typed("")
-    _chat.chat(made, 5, Sampling(top_k=3), "torch", "int8")
-    expected = mock.call(made, b"\n", 5, Sampling(top_k=3), backend="torch", kv="int8", ends=None)
-    assert asked.call_args == expected
 
 
 def test_text_of_tokens_is_cut_to_the_tokens_of_the_context():

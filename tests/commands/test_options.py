@@ -1,7 +1,6 @@
 """Errors speak of fields, and a command line of its options: one place translates."""
 
 import re
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,16 +13,14 @@ from arbcli.base.errors import ArbError
 from arbcli.cli import app
 from arbcli.commands._options import (
     fill_options,
-    find_run,
     given_options,
     in_options,
     rename_options,
     repeat_options,
 )
 from arbcli.config.file import read_settings
-from arbcli.config.settings import GROUPS
 from arbcli.config.short_forms import ARGUMENTS
-from arbcli.config.training import SETTINGS, TrainConfig, spelled_out, train_config
+from arbcli.config.training import TrainConfig, spelled_out, train_config
 from arbcli.training import configure
 
 SHOWN = {
@@ -158,14 +155,6 @@ def test_assignment_that_contradicts_or_sets_nothing_is_refused(given, says):
         given_options(assignments=given, steps=5 if given == ["steps=3"] else None)
 
 
-def test_settings_name_other_settings_only():
-    """A name in backquotes is shown as its option."""
-    for name, one in SETTINGS.items():
-        assert {*re.findall(r"`(\w+)", one.setting.help)} <= {*SETTINGS}, name
-        assert one.setting.help, name
-        assert one.setting.group in GROUPS, name
-
-
 CHOSEN = {
     "tokenizer": "tokenizer.json", "sound": "pcm16", "picture": "grey:64x48",
     "teacher": "runs/large",
@@ -223,17 +212,6 @@ def test_every_option_reaches_its_field(command, arb_here, monkeypatch):
     assert new_config.call_args.kwargs == expected
 
 
-def test_auto_says_which_run_it_is(tmp_path, capsys):
-    run = tmp_path / "001-a"
-    run.mkdir()
-    (run / "config.json").write_text("{}")
-    (run / "step-000001.safetensors").touch()
-    assert find_run(Path("auto"), tmp_path) == run
-    assert capsys.readouterr().err == f"auto is `{run}`\n"
-    assert find_run(run, tmp_path) == run
-    assert capsys.readouterr().err == ""
-
-
 def test_page_of_settings_is_that_of_the_fields():
     assert settings_page.PAGE.read_text() == settings_page.page(), "python tests/settings_page.py"
 
@@ -246,24 +224,3 @@ def test_page_shows_every_figure_of_its_report(name):
 
 def test_every_page_has_its_text():
     assert {path.stem for path in FOLDER.glob("*.txt")} == set(PAGES)
-
-
-def test_option_that_knows_its_words_refuses_no_word_as_it_does_another():
-    def refuses(option, word: str) -> bool:
-        try:
-            option.callback(None, option, [word] if option.multiple else word)
-        except ArbError:
-            return True
-        except TypeError:  # of a number
-            return False
-        return False
-
-    options = [
-        o
-        for command in COMMANDS.values()
-        for o in command.params
-        if o.callback and o.name != "help_all"
-    ]
-    knowing = [option for option in options if refuses(option, "no such word")]
-    assert len(knowing) > 60
-    assert [option.name for option in knowing if not refuses(option, "")] == []

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from arbcli.base.signals import Interrupted
 from arbcli.cli import app
 from arbcli.verify import check_kernels as verify
-from arbcli.verify.check_kernels import KERNELS
 from arbcli.verify.kernels.codec.packing import pack_trits_verification
 from arbcli.verify.run import verdict
 
@@ -70,30 +69,6 @@ def test_ledger_is_written_and_compared(tmp_path):
     assert (tmp_path / "ledger.md").read_text().startswith("# What was verified")
     result = arb("pack_trits", "step_scales", "--compare", tmp_path / "ledger.json")
     assert "changed  step_scales torch cases: not compared before" in result.stdout
-
-
-def test_kernels_are_listed_with_their_gates():
-    listed = json.loads(arb("--list", "--json").stdout)
-    assert list(listed) == [spec.name for spec in KERNELS]
-    assert all(gate["reason"] for gate in listed.values())
-    assert "rms_norm" in arb("--list").stdout
-
-
-@pytest.mark.slow
-def test_targets_are_compiled_with_the_checks():
-    found = json.loads(arb("step_scales", "--targets", "gfx942", "--json").stdout)
-    (compiled,) = found["compiled"]
-    assert (compiled["kernel"], compiled["target"]) == ("step_scales", "gfx942")
-    assert compiled["passed"], compiled["error"]
-    assert compiled["registers"] > 0
-    assert found["device"].startswith("cpu") or torch.cuda.is_available()
-
-
-def test_timing_without_gpu_is_refused_before_anything_is_verified(monkeypatch):
-    monkeypatch.setattr(verify, "KERNELS", ())
-    result = arb("--time", "--device", "cpu")
-    assert "`--time` needs a CUDA device" in str(result.exception)
-    assert result.exception.hint
 
 
 @pytest.mark.gpu

@@ -2,7 +2,6 @@
 
 import inspect
 import io
-import json
 import os
 import pkgutil
 import sys
@@ -15,7 +14,7 @@ import pytest
 
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import COMPANIONS
-from arbcli.commands import audit_memory, evaluate, train
+from arbcli.commands import evaluate, train
 from arbcli.config.presets import preset
 from arbcli.generation import load, tokens
 from arbcli.inspect import room
@@ -147,29 +146,6 @@ def test_first_process_alone_prints_and_plots(rank, arb_here, monkeypatch, tmp_p
     assert done.returncode == (0 if rank else 143)
 
 
-def test_processes_that_cannot_share_are_not_started(arb_here, recorded_call, monkeypatch):
-    started = "arbcli.commands.train.start_processes"
-    assert recorded_call(started, "train", "--gpus", "2", "--accum", "4").args == (2,)
-    assert recorded_call(started, "train", "--gpus", "2", "--resume", "x").args == (2,)
-    for accum, processes in (("3", "2"), ("1", "3")):
-        words = ("--gpus", processes, "--accum", accum, "--device", "cpu")
-        said = f"`--accum` is {accum}, which {processes} processes cannot share"
-        assert said in arb_here("train", *words).stderr
-
-
-def test_audit_of_ranks_is_called_with_its_options(recorded_call, monkeypatch):
-    words = ["audit-memory", *SIZES, "--device", "cpu", "--ranks", "2"]
-    predict = "arbcli.inspect.ranks.predict_ranks"
-    config, ranks, budget = recorded_call(predict, *words, "--budget", "3KB").args
-    assert (config.accum, config.wire, ranks, budget) == (2, "int12", 2, 3000)
-    config, ranks, _ = recorded_call(predict, *words, "--budget", "3KB", "--accum", "4").args
-    assert (config.accum, config.wire, ranks) == (4, "int12", 2)
-    assert recorded_call("arbcli.commands.audit_memory.start_processes", *words).args == (2,)
-    monkeypatch.setattr(audit_memory, "this_process", lambda: (1, 2))
-    call = recorded_call("arbcli.commands.audit_memory._audit_ranks", *words)
-    assert call.args[0].accum == 2
-
-
 def test_audit_is_called_with_its_options(recorded_call, monkeypatch, tmp_path):
     words = ["audit-memory", *SIZES, "--device", "cpu"]
     config, snapshot, _ = recorded_call("arbcli.inspect.audit.audit", *words, "--steps", "7").args
@@ -186,21 +162,6 @@ def test_audit_is_called_with_its_options(recorded_call, monkeypatch, tmp_path):
     monkeypatch.setattr("arbcli.training.configure.new_config", lambda **given: on_gpu)
     call = recorded_call("arbcli.inspect.audit.audit", *words, "--snapshot", str(path))
     assert call.args[:2] == (on_gpu, path)
-
-
-def test_probe_is_called_with_its_options(recorded_call, monkeypatch):
-    checked = mock.Mock()
-    monkeypatch.setattr(room, "check_memory", checked)
-    call = recorded_call("arbcli.inspect.probe.probe", "probe-loss", *SIZES, "--device", "cpu")
-    assert (call.kwargs["steps"], call.args[0].steps, call.args[0].device) == (12, 12, "cpu")
-    assert checked.call_args.args == call.args
-    where = ["--device", "cpu", "--backend", "torch", "--steps", "5", "--lr", "0.5", "--seed", "3"]
-    call = recorded_call(
-        "arbcli.inspect.probe.open_saved", "probe-loss", "--checkpoint", "x", *where
-    )
-    assert call.args == (Path("x"),)
-    del call.kwargs["note"]
-    assert call.kwargs == {"steps": 5, "device": "cpu", "backend": "torch", "lr": 0.5, "seed": 3}
 
 
 def test_verification_is_called_with_its_options(recorded_call):
@@ -222,17 +183,6 @@ def test_verification_is_called_with_its_options(recorded_call):
     assert not request.exhaustive
 
 
-def test_settings_are_printed_next_to_those_of_their_preset(arb_here, monkeypatch):
-    read = arb_here("train", "--preset", "small", "--device", "cpu", "--print-config", "--json")
-    assert json.loads(read.stdout)["model"]["stages"][0]["dim"] == 384
-    shown = arb_here("train", "--preset", "small", "--device", "cpu", "--print-config").stdout
-    assert 'blocks = "attention-mlp*6"' in shown
-    new_config = mock.Mock(side_effect=ArbError("enough"))
-    monkeypatch.setattr("arbcli.training.configure.new_config", new_config)
-    arb_here("train", "--print-config", "--device", "cpu", "--backend", "torch", "--lr", "0.5")
-    assert new_config.call_args.kwargs == {"device": "cpu", "backend": "torch", "lr": 0.5}
-
-
 def test_evaluation_is_called_with_its_options(recorded_call, monkeypatch, tmp_path):
     monkeypatch.setattr(evaluate, "find_run", Path)
     loaded = mock.Mock(return_value=("model", "its name"))
@@ -249,20 +199,6 @@ def test_evaluation_is_called_with_its_options(recorded_call, monkeypatch, tmp_p
     named, device, _, compute = loaded.call_args.args
     assert (str(named), str(device), compute) == ("some/run", "cpu", "bf16")
     assert call.args[2].read(0, len(call.args[2])) == b"read this\n"
-
-
-def test_several_prompts_are_continued_with_their_options(recorded_call, monkeypatch, tmp_path):
-    monkeypatch.setattr(load, "load_named_model", lambda *_: ("model", "its name"))
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('"a"\n{"prompt": "b", "length": 2}\n')
-    words = ["--checkpoint", "x", "--prompts", str(path), "--batch", "3", "--length", "4"]
-    words += ["--kv", "int8", "--device", "cpu", "--backend", "torch", "--top-k", "5"]
-    call = recorded_call("arbcli.generation.batch.continue_batch", "generate", *words)
-    model, requests, batch = call.args
-    assert (model, batch) == ("model", 3)
-    assert [(each.prompt, each.length) for each in requests] == [(b"a", 4), (b"b", 2)]
-    assert {each.sampling.top_k for each in requests} == {5}
-    assert (call.kwargs["backend"], call.kwargs["kv"]) == ("torch", "int8")
 
 
 def test_prompt_is_continued_with_its_options(recorded_call, monkeypatch):

@@ -14,14 +14,13 @@ from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.data.chat_template import ChatTemplate
-from arbcli.data.chats import NOT_LEARNT, Chats, has_documents, pack
+from arbcli.data.chats import NOT_LEARNT, Chats, pack
 from arbcli.data.conversion import texts_folder
-from arbcli.data.text import Text, batch
+from arbcli.data.text import Text
 from arbcli.data.tokens import Tokenizer
 from arbcli.families.mamba.config import MambaConfig
 from arbcli.generation.conversation import Conversation
 from arbcli.model.build import build_model
-from arbcli.training.windows import first_windows
 from tests.data.test_chat_template import CHATML
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -110,24 +109,6 @@ def test_template_that_alters_earlier_answers_makes_a_document_of_each(tmp_path,
         for _, targets in documents_of(found)
     ]
     assert sorted(learnt) == ["<think>b<|im_end|>", "<think>d<|im_end|>"]
-
-
-def test_questions_and_texts(tmp_path, tokenizer):
-    records = [{"prompt": "how", "completion": "fine", "more": 1}]
-    found = chats(tmp_path, tokenizer, records, field="prompt+completion")
-    ((_, targets),) = documents_of(found)
-    learnt = [token for token in targets if token != NOT_LEARNT]
-    assert tokenizer.decode(learnt) == "fine<|im_end|>\n"
-    records = write_records(tmp_path / "texts.jsonl", [{"text": "you are"}])
-    for ending, shown in ((tokenizer.special("<|im_end|>"), "<|im_end|>"), (None, "")):
-        text = Chats(Text([records]), "+text", tokenizer, None, 64, ending)
-        ((ids, targets),) = documents_of(text)
-        learnt = [token for token in targets if token != NOT_LEARNT]
-        assert tokenizer.decode([ids[0], *learnt]) == f"you are{shown}"
-        assert text.learnt_bytes == len(tokenizer.decode(learnt)) - len(shown)
-    assert has_documents("+text")
-    assert has_documents("messages")
-    assert not has_documents("text")
 
 
 def test_documents_are_kept_for_all_that_makes_them(tmp_path, tokenizer):
@@ -248,24 +229,6 @@ def test_records_as_others_write_them(record, learnt, tmp_path, tokenizer):
     assert learnt_texts(again, tokenizer) == [f"{learnt}<|im_end|>\n"]
 
 
-CALLING = (
-    "{% for t in tools %}{{ t.name }} {% endfor %}{% for m in messages %}[{{ m.role }}]"
-    "{% if m.content %}{{ m.content }}{% endif %}{% for c in m.tool_calls %}<{{ c.name }}>"
-    "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-
-
-def test_tools_and_their_calls_reach_the_template(tmp_path, tokenizer):
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "clock"}]}
-    messages = [{"role": "user", "content": "a"}, call, {"role": "tool", "content": "9"}]
-    messages.append({"role": "assistant", "content": "b"})
-    record = {"messages": messages, "tools": [{"name": "clock"}]}
-    found = chats(tmp_path, tokenizer, [record], CALLING)
-    ((ids, _),) = documents_of(found)
-    assert tokenizer.decode(ids).startswith("clock [user]a<|im_end|>[assistant]<clock>")
-    assert learnt_texts(found, tokenizer) == ["<clock><|im_end|>b<|im_end|>"]
-
-
 @pytest.mark.parametrize("marks", [True, False])
 def test_answers_whose_prompt_has_more_than_they_begin_with(marks, tmp_path, tokenizer):
     """As of R1-Distill: marks decide, or all that the template adds to the messages before."""
@@ -300,20 +263,6 @@ def test_marked_answers_are_the_mask_of_transformers(tmp_path, tokenizer, folder
     assert [*ids, targets[-1]] == made["input_ids"]
     assert [target != NOT_LEARNT for target in targets] == [*map(bool, made["assistant_masks"][1:])]
     assert 0 < sum(made["assistant_masks"]) < len(ids)
-
-
-def test_windows_are_shown_with_learnt_text_marked(tmp_path, tokenizer):
-    found = chats(tmp_path, tokenizer, [chat("how", "fine"), chat("you", "am")], context=64)
-    config = SimpleNamespace(model=SimpleNamespace(ctx=64, fills=False), seed=0, batch=2, accum=1)
-    texts = SimpleNamespace(train=found, tokenizer=tokenizer)
-    shown = [*first_windows(config, texts, 3)]
-    assert len(shown) == 3
-    for window in shown:
-        assert window.learnt == found.learnt_tokens
-        for runs in window.documents:
-            assert [run.learnt for run in runs] == [False, True]
-            assert runs[0].text.endswith("<|im_start|>assistant\n")
-        assert {runs[1].text for runs in window.documents} == {"fine<|im_end|>\n", "am<|im_end|>\n"}
 
 
 JOINED = (
@@ -388,15 +337,6 @@ def test_parts_that_remember_are_refused():
     config.check_documents()
     with pytest.raises(ArbError, match="`mamba`, its state goes on"):
         dataclasses.replace(config, stages=(stage,)).check_documents()
-
-
-def test_batches_follow_from_seed_and_step(tmp_path, tokenizer):
-    found = chats(tmp_path, tokenizer, [chat(f"{i}", f"{i}" * i) for i in range(30)], context=32)
-    given = {"seed": 0, "micro": 0, "batch_size": 3, "context": 32, "device": "cpu"}
-    first, again = (batch(found, step=5, **given) for _ in range(2))
-    assert all(map(torch.equal, first, again))
-    assert first[0].shape == (3, 32)
-    assert not torch.equal(first[0], batch(found, step=6, **given)[0])
 
 
 def test_command_trains_on_chats_and_resumes_to_the_same_bits(tmp_path, folder, arb_here):

@@ -2,14 +2,12 @@
 
 import json
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from arbcli.base.errors import ArbError
-from arbcli.data import tokens
 from arbcli.data.text import Mixture, Text, open_texts
 from arbcli.data.tokens import Tokenizer, tokenised
 from arbcli.generation.tokens import bytes_of
@@ -57,13 +55,6 @@ def tokenizer(tokenizer_file) -> Tokenizer:
 
 def all_tokens(text: Text) -> list[int]:
     return text.window_batch([0], len(text))[0].tolist()
-
-
-def test_text_without_lines_is_cut_between_characters(tmp_path, tokenizer, monkeypatch):
-    path = tmp_path / "long.txt"
-    path.write_text("ö" * 301, encoding="utf-8")
-    monkeypatch.setattr(tokens, "BLOCK_BYTES", 101)
-    assert tokenizer.decode(all_tokens(tokenised(Text([path]), tokenizer))) == "ö" * 301
 
 
 def test_tokens_are_made_once_for_each_text_and_tokenizer(text_file, tokenizer, monkeypatch):
@@ -170,12 +161,6 @@ def test_whatever_the_package_raises_is_one_line_and_nothing_else_is_written(nam
     assert capfd.readouterr().err == ""
 
 
-def test_missing_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ArbError, match="package tokenizers"):
-        Tokenizer(b"{}", "tokenizer.json")
-
-
 def run_json(arb_here, *args: str) -> list[dict]:
     done = arb_here(*args, "--json")
     assert done.returncode == 0, done.stderr
@@ -215,32 +200,6 @@ def test_run_of_tokens_is_trained_evaluated_resumed_and_written(
     done = arb_here("evaluate", *saved, "--data", str(text_file))
     assert done.returncode == 2
     assert "tokenizer.json" in done.stderr
-
-
-def test_tokenizer_of_words_that_makes_nothing_of_a_newline_ends_with_a_sample(
-    text_file, tmp_path, arb_here
-):
-    package = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
-    words = {word: index for index, word in enumerate([*WORDS, "?"])}
-    by_words = package.Tokenizer(package.models.WordLevel(words, unk_token="?"))
-    by_words.pre_tokenizer = package.pre_tokenizers.WhitespaceSplit()
-    path = tmp_path / "words.json"
-    by_words.save(str(path))
-    assert Tokenizer.read(path).encode(b"\n") == []
-    text = ["--data", str(text_file), "--tokenizer", str(path)]
-    done = arb_here("train", *SMALL, *text, "--no-save")
-    assert done.returncode == 0, done.stderr
-    sample = done.stderr.partition("\nsample\n")[2].split()
-    assert {*WORDS, "?"} & {*sample}
-
-
-def test_probe_measures_a_model_of_tokens(text_file, tokenizer_file, arb_here):
-    shape = [word for word in SMALL if word not in ("--steps", "3")]
-    text = ["--data", str(text_file), "--tokenizer", str(tokenizer_file)]
-    (report,) = run_json(arb_here, "probe-loss", *shape, *text, "--steps", "8")
-    size = Tokenizer.read(tokenizer_file).size
-    assert report["uniform_loss"] == pytest.approx(math.log(size))
-    assert report["acausal_logits"] == 0
 
 
 MODEL = (

@@ -5,7 +5,6 @@ import json
 import sqlite3
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
 import pytest
@@ -66,14 +65,6 @@ def test_logger_gets_the_whole_run(text, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_logger_gets_samples_of_steps(text, tmp_path):
-    logger = Listening()
-    train(text, tmp_path / "run", logger, sample_every=1)
-    scalars = [entry for entry in logger.heard if entry[0] == "scalars"]
-    assert [entry[1] for entry in logger.heard if entry[0] == "text"] == [1, 2, 3]
-    assert all("sample" not in values for _, _, values in scalars)
-
-
 def test_failure_of_a_logger_is_reported_and_the_run_continues(text, tmp_path):
     told = []
     failing, sound = Listening(told.append), Listening()
@@ -87,40 +78,12 @@ def test_failure_of_a_logger_is_reported_and_the_run_continues(text, tmp_path):
     assert sound.heard[-1] == ("close",)
 
 
-def test_twin_has_no_histograms(text, tmp_path):
-    logger = Listening()
-    train(text, tmp_path / "run", logger, weights="float", steps=1)
-    assert logger.heard[2] == ("histograms", 1, {})
-
-
-@pytest.mark.parametrize(("sample", "heard"), [("", []), ("abc", [("text", 3, "abc")])])
-def test_last_sample_is_logged_if_it_exists(sample, heard):
-    logger = Listening()
-    logger.ended(SimpleNamespace(sample=sample, steps=3))
-    assert logger.heard == [*heard, ("close",)]
-
-
 @pytest.mark.parametrize("name", LOGGERS)
 def test_missing_package_is_one_clear_line(name, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     with pytest.raises(ArbError, match=f"`--log {name}` needs the package {name}") as caught:
         check_logger(name)
     assert f"pip install {name}" in caught.value.hint
-
-
-def test_unknown_and_broken_loggers_are_refused(monkeypatch):
-    for refuse in (check_logger, lambda name: find_logger(name, print)):
-        with pytest.raises(ArbError, match="no logger is named `paper`"):
-            refuse("paper")
-    monkeypatch.setattr("arbcli.loggers.check_logger", lambda name: None)
-    module = MagicMock()
-    monkeypatch.setitem(sys.modules, "arbcli.loggers.wandb_log", module)
-    assert find_logger("wandb", print) is module.Logger.return_value
-    module.Logger.assert_called_once_with(print)
-    monkeypatch.setitem(sys.modules, "trackio", None)
-    monkeypatch.delitem(sys.modules, "arbcli.loggers.trackio_log", raising=False)
-    with pytest.raises(ArbError, match="`--log trackio` cannot be used"):
-        find_logger("trackio", print)
 
 
 def _tensorboard(run: Path) -> set[str]:

@@ -100,25 +100,6 @@ def test_damage_is_found_and_a_resume_does_as_predicted(run):
     assert not set(report.removes) & there.keys()
 
 
-def test_check_reads_the_named_checkpoint(run):
-    report = check_run(run / "step-000001.safetensors")
-    assert (report.resumes_at, report.drops_records) == (1, 2)
-    assert report.sets_aside == ("step-000003.safetensors", "step-000002.safetensors")
-    assert report.passed
-
-
-def test_older_checkpoints_that_would_be_deleted_are_named(run):
-    config = json.loads((run / "config.json").read_text())
-    config["config"]["keep"] = 2
-    (run / "config.json").write_text(json.dumps(config))
-    report = check_run(run / "step-000002.safetensors")
-    assert report.removes == tuple(f"step-00000{step}.safetensors" for step in (1, 0))
-    report = check_run(run)
-    assert report.removes == tuple(f"step-00000{step}.safetensors" for step in (2, 1, 0))
-    resume_run(run, Observer())
-    assert not set(report.removes) & contents(run).keys()
-
-
 def test_best_checkpoint_and_those_set_aside_are_looked_at(run):
     best, aside = run / "best-000002.safetensors", run / "step-000003.safetensors.aside"
     for copy in (best, aside):

@@ -16,14 +16,11 @@ from arbcli.config.training import train_config_from
 from arbcli.generation.load import load_model, read_saved, saved_config
 from arbcli.interop.exporting import export
 from arbcli.kernels.runtime.backend import default_backend
-from arbcli.model.checkpoint import load_checkpoint, save_checkpoint
-from arbcli.training import directory
-from arbcli.training import run as running
+from arbcli.model.checkpoint import load_checkpoint
 from arbcli.training.check import check_run
 from arbcli.training.configure import new_config
 from arbcli.training.directory import read_facts
 from arbcli.training.observer import Observer
-from arbcli.training.recorder import Resumed
 from arbcli.training.run import resume_run, start_run
 
 SMALL = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu"}
@@ -67,15 +64,6 @@ def test_extended_run_reports_the_change_of_its_rate(text, tmp_path):
     assert note.startswith("the run is finished: all 4 steps are done")
     with pytest.raises(ArbError, match="has done 4 steps"):
         resume_run(run, Observer(), steps=3)
-
-
-def test_malformed_step_counts_of_a_run_are_passed_over():
-    """Those that a checkpoint of the step may still have are found."""
-    wrong = [None, {"at": "2", "from": 5}, {"from": 6}, {"at": 9}]
-    changes = [{"at": 2, "from": 3}, *wrong, {"at": 4, "from": 7}]
-    assert directory._earlier_steps({"extended": changes}, 2) == [3, 7]
-    assert directory._earlier_steps({"extended": changes}, 3) == [7]
-    assert directory._earlier_steps({}, 0) == []
 
 
 def test_extended_run_takes_its_own_older_checkpoints(text, tmp_path):
@@ -149,18 +137,6 @@ def test_run_killed_before_its_first_save_begins_again(steps, text, tmp_path, mo
     a, b = (checkpoints(tmp_path / name)[0] for name in "ab")
     assert a.name == b.name
     assert a.read_bytes() == b.read_bytes()
-
-
-def test_steps_are_traced_however_a_run_begins(text, tmp_path, monkeypatch):
-    looped, run = mock.Mock(), tmp_path / "run"
-    monkeypatch.setattr(running, "_run", looped)
-    start_run(new_config(**SMALL, data=[text], steps=2), run, Observer(), profile=3)
-    resume_run(run, Observer(), profile=5)  # from the beginning, as nothing was saved
-    trainer = looped.call_args.args[0]
-    save_checkpoint(run, trainer.checkpoint(read_facts(run)["text"]["digest"]))
-    resume_run(run, Observer(), profile=7)
-    traced = [(call.args[4], call.args[5:]) for call in looped.call_args_list]
-    assert traced == [(3, ()), (5, ()), (7, (Resumed({}, 0.0, mock.ANY),))]
 
 
 def test_run_whose_checkpoints_are_gone_does_not_begin_again(text, tmp_path):

@@ -65,16 +65,6 @@ def test_every_branch_micro_batch_and_step_has_a_mask_of_its_own():
     assert len(set(seen)) == len(seen) == 5 * 3 * 4
 
 
-def test_keys_of_a_step_lie_where_those_of_the_last_one_did():
-    """A captured step reads them from there."""
-    keys = DropoutKeys(3, 0.5, 2, 4, torch.device("cpu"))
-    places = set()
-    for step in range(3):
-        keys.set_step(step)
-        places.add(keys.of(1).keys.data_ptr())
-    assert len(places) == 1
-
-
 def test_training_differs_from_that_without_and_evaluation_does_not(texts):
     plain, dropping = (trainer_of(texts, dropout=rate) for rate in (0.0, 0.5))
     assert plain.evaluate(2) == dropping.evaluate(2)

@@ -125,15 +125,6 @@ def test_gradients_of_packed_weights_weigh_by_learnt_symbols(monkeypatch):
     assert set_step.call_args.args[2:] == (2, [*COUNTS])
 
 
-@pytest.mark.parametrize("given", [{}, {"objective": "masked"}], ids=str)
-def test_steps_with_equal_counts_have_no_weights(given, tmp_path):
-    path = tmp_path / "text"
-    path.write_bytes(bytes(range(256)) * 3)
-    trainer = trainer_of(Text([path]), accum=2, **given)
-    trainer.train_step()
-    assert trainer._compute.weights is None
-
-
 def test_counts_of_holes_are_those_of_the_targets(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(bytes(range(256)) * 3)
@@ -167,16 +158,6 @@ def test_equal_numbers_of_learnt_symbols_change_no_bit_of_the_held_out_loss(coun
     with use_backend("torch"):
         losses = torch.stack([trainer.model.loss(*text.packed_batch(each)) for each in starts])
     assert trainer.evaluate(num_batches=5) == float(losses.mean())
-
-
-def test_bytes_of_steps_are_those_of_the_drawn_windows():
-    trainer = trainer_of(Windows(), accum=2)
-    drawn = [
-        batch_starts(trainer.texts.train, trainer.config.seed, step, micro, 1, 60)[0]
-        for step in range(2, 7)
-        for micro in range(2)
-    ]
-    assert trainer.bytes_of_steps(range(2, 7)) == sum(10 + start for start in drawn)
 
 
 def test_step_divides_losses_by_all_learnt_symbols():

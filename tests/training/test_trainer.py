@@ -13,7 +13,6 @@ from arbcli.model.build import build_model
 from arbcli.model.rules import RULES
 from arbcli.training import step_inputs
 from arbcli.training.configure import new_config
-from arbcli.training.step import minimised
 from arbcli.training.step_inputs import StepInputs
 from arbcli.training.trainer import EAGER_STEPS, Trainer
 
@@ -56,53 +55,6 @@ def test_scales_that_no_loss_reaches_stay(text, small_graph):
     for name in ("exponent", "fraction"):
         assert torch.equal(none[f"head.weight.{name}"], routed[f"head.weight.{name}"])
     assert not torch.equal(none["head.weight.trits"], routed["head.weight.trits"])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"scale_losses": ["mlp"]}, "`scale_losses` has `mlp`"),
-        ({"scale_losses": ["mlp=words"]}, "`scale_losses` is `words`"),
-        ({"scale_losses": ["wings=text"]}, "`scale_losses` names `wings`"),
-    ],
-)
-def test_scale_losses_that_cannot_be_are_refused(options, message, text):
-    texts = open_texts([text], None, seed=0, context=8)
-    shape = {"preset": "tiny", "dim": 32, "heads": 2, "ctx": 8}
-    with pytest.raises(ArbError, match=message):
-        Trainer(new_config(**shape, data=[text], **options), texts)
-
-
-@pytest.mark.parametrize("parts", [2, 3])
-@pytest.mark.parametrize("accum", [1, 3])
-def test_windows_of_every_step_are_copied_to_the_same_memory_of_a_gpu(
-    accum, parts, text, monkeypatch
-):
-    """A graph reads them from there; texts of documents have a third tensor."""
-    config = new_config(preset="tiny", dim=32, heads=2, ctx=8, batch=2, accum=accum, device="cpu")
-    trainer = Trainer(config, open_texts([text], None, seed=0, context=8))
-    gpu = torch.device("cuda")
-    trainer._step_inputs = StepInputs(config, gpu, None)
-    trainer.fetch = lambda micro, device: tuple(
-        torch.full((2, 8), 100 * trainer.step + 10 * micro + part) for part in range(parts)
-    )
-    to = torch.Tensor.to
-    monkeypatch.setattr(
-        torch.Tensor,
-        "to",
-        lambda self, place: self.clone() if place == gpu else to(self, place),
-    )
-    places = []
-    for trainer.step in range(2):
-        trainer._load_batches()
-        batches = trainer._micro_batches
-        assert [len(each) for each in batches] == [parts] * accum
-        for micro, each in enumerate(batches):
-            for wanted, got in zip(trainer.fetch(micro, "cpu"), each, strict=True):
-                assert torch.equal(wanted, got)
-                assert got.is_contiguous()
-        places.append([[part.data_ptr() for part in each] for each in batches])
-    assert places[0] == places[1]
 
 
 def test_inputs_of_a_step_stay_until_a_late_copy_has_run(text):
@@ -279,13 +231,6 @@ def test_limits_of_eight_bits_are_explained(given, message):
     with pytest.raises(ArbError, match=message) as caught:
         build_model(new_config(device="cpu", compute="fp8", **given).model, fp8=True)
     assert caught.value.hint
-
-
-def test_other_parts_of_a_loss_count_by_their_weights():
-    parts = {"text": torch.tensor(2.0), "ponder": torch.tensor(3.0)}
-    weights = {"ponder": 0.01, "ratio": 0.3}
-    assert float(minimised(parts, weights)) == pytest.approx(2.03)
-    assert float(minimised({"text": parts["text"]}, weights)) == 2
 
 
 @pytest.mark.parametrize("weights", ["ternary", "ste"])

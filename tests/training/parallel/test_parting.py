@@ -68,21 +68,6 @@ def test_processes_of_one_machine_use_its_loopback_interface(about, bound, order
     assert group_module.INTERFACES.keys() == chosen.keys()
 
 
-def test_captured_step_without_references_is_forgotten(order):
-    with joined(torch.device("cpu"), "train") as group:
-        group.remember(Graph(order))
-    assert order == ["joined", "parted"]
-
-
-def test_end_that_hangs_does_not_hide_the_error(order, monkeypatch):
-    never = Event()
-    monkeypatch.setattr(group_module, "ABORT_SECONDS", 0.01)
-    monkeypatch.setattr(group_module.dist.group.WORLD, "abort", never.wait)
-    with pytest.raises(RuntimeError, match="first"), joined(torch.device("cpu"), "train"):
-        raise RuntimeError("first")
-    never.set()
-
-
 ABOUT = {
     "dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2, "accum": 2, "steps": 2,
     "wire": "int12", "device": "cpu", "compute": "fp32",
@@ -174,3 +159,12 @@ def test_all_processes_end_if_the_text_was_changed(run, config, tmp_path):
     config = dataclasses.replace(config, data=(str(text),), save_every=1)
     told = in_processes(2, trains_while_one_changes_the_text, config, tmp_path / "run", join=False)
     assert told == ["the text was changed while the run read it"] * 2
+
+
+def test_end_that_hangs_does_not_hide_the_error(order, monkeypatch):
+    never = Event()
+    monkeypatch.setattr(group_module, "ABORT_SECONDS", 0.01)
+    monkeypatch.setattr(group_module.dist.group.WORLD, "abort", never.wait)
+    with pytest.raises(RuntimeError, match="first"), joined(torch.device("cpu"), "train"):
+        raise RuntimeError("first")
+    never.set()
