@@ -158,18 +158,6 @@ def test_file_is_on_the_disk_before_it_has_its_name(path, monkeypatch):
     assert done == ["fsync", "replace", "fsync"] * 2
 
 
-def test_processes_of_one_number_write_together(path):
-    """As those of two containers that share a cache may be."""
-
-    def blocks():
-        yield CONTENT
-        write_cached(path, [CONTENT])  # the other one, in the middle of this one
-        yield b"!"
-
-    write_cached(path, blocks())
-    assert read_cached(path) == CONTENT + b"!"
-
-
 BYTES = SimpleNamespace(
     digest="bytes", dtype=np.dtype("<u2"), beginning=[], specials=[],
     encode=list, encode_all=lambda texts: [[*text] for text in texts],

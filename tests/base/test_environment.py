@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from unittest import mock
@@ -84,22 +83,6 @@ def test_modules_that_nothing_keeps_compiled_are_kept_in_the_cache(
     assert child.stdout.split() == [sys.pycache_prefix, "False"]
 
 
-COUNTS = "cpu  1 2 3\nprocs_running {}\nprocs_blocked 0\n"
-
-
-@pytest.mark.parametrize(
-    ("line", "running", "spins"),
-    [("train", (2, 3, 2), "2000"), ("train", (2, 1), "12000"), ("train", ("",), "12000"),
-     ("train --weights float", (2,), None), ("generate", (), "12000"), ("", (), "12000")],
-)  # fmt: skip
-def test_threads_spin_less_next_to_other_programs(line, running, spins, empty, monkeypatch):
-    counts = iter(running)
-    file = mock.Mock(read_text=lambda: COUNTS.format(next(counts)) if running != ("",) else "cpu")
-    monkeypatch.setattr(environment, "COUNTS", file)
-    set_environment(line.split())
-    assert empty.get("GOMP_SPINCOUNT") == spins
-
-
 GPUS = ("0000:18:00.0", "0000:3a:00.0", "0000:9b:00.0")
 
 
@@ -120,19 +103,6 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     pinned: dict[int, set[int]] = {}
     return tmp_path, pinned
-
-
-@pytest.mark.parametrize(("process", "number"), [(0, 0), (1, 1), (2, 0)])
-def test_processes_take_sockets_in_turn(process, number, machine):
-    root, pinned = machine
-    cpus = {2 * number, 2 * number + 1}
-    stop = threading.Event()
-    other = threading.Thread(target=stop.wait)
-    other.start()
-    assert sockets.pin_to_socket(process, on_cpu=True, root=root) == (number, cpus)
-    stop.set()
-    assert {os.getpid(), other.native_id} <= pinned.keys()
-    assert all(found == cpus for found in pinned.values())
 
 
 @pytest.mark.parametrize(

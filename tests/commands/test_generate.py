@@ -94,17 +94,17 @@ def test_every_option_reaches_the_prompt_loop(generate, monkeypatch):
 
 @pytest.fixture(scope="module")
 def masked_run(tmp_path_factory) -> str:
-    return filling_run(tmp_path_factory, "masked")
+    return filling_run(tmp_path_factory, "masked", "abcdefgh", ctx=16, steps=100)
 
 
 @pytest.fixture(scope="module")
 def fill_run(tmp_path_factory) -> str:
-    return filling_run(tmp_path_factory, "fill", ctx=24, steps=250)
+    return filling_run(tmp_path_factory, "fill", "abcd", ctx=24, steps=80)
 
 
-def filling_run(tmp_path_factory, objective: str, ctx: int = 16, steps: int = 100) -> str:
+def filling_run(tmp_path_factory, objective: str, words: str, ctx: int, steps: int) -> str:
     folder = tmp_path_factory.mktemp(objective)
-    (folder / "text.txt").write_text("abcdefgh" * 200)
+    (folder / "text.txt").write_text(words * 400)
     sizes = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": ctx, "batch": 8}
     data = [str(folder / "text.txt")]
     config = new_config(**sizes, objective=objective, steps=steps, device="cpu", data=data)
@@ -114,12 +114,12 @@ def filling_run(tmp_path_factory, objective: str, ctx: int = 16, steps: int = 10
 
 def test_holes_are_filled_from_left_to_right_too(fill_run, arb_here):
     generate = partial(arb_here, "generate", fill_run, "--device", "cpu", "--temperature", "0")
-    done = generate("--infill", "abc…fg…bcd", "--length", "2")
-    assert done.stdout == "abcdefghabcd"
+    done = generate("--infill", "abc…bc…bcd", "--length", "2")
+    assert done.stdout == "abcdabcdabcd"
     assert "4 symbols filled" in done.stderr
-    assert generate("--prompt", "abcd", "--length", "4", "--bytes").stdout == "efgh"
+    assert generate("--prompt", "abcd", "--length", "4", "--bytes").stdout == "abcd"
     report = json.loads(arb_here("evaluate", fill_run, "--json").stdout)
-    assert report["nats_per_byte"] < 1.5  # each of eight letters alone costs 2.08
+    assert report["nats_per_byte"] < 1.2  # each of four letters alone costs 1.39
 
 
 def test_holes_are_filled_from_both_sides(masked_run, arb_here):

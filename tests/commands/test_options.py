@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from arbcli.base.errors import ArbError
 from arbcli.cli import app
 from arbcli.commands._options import (
-    fill_options,
     given_options,
     in_options,
     rename_options,
@@ -50,20 +49,6 @@ def test_values_of_an_option_may_follow_one_another():
     said = "train --data a.txt --data b.txt --data - --val c --val d --steps 5 --data=e f --json"
     assert repeat_options(words.split()) == said.split()
     assert repeat_options([]) == []
-
-
-@pytest.mark.parametrize(("words", "said"), [
-    ("train --profile", "train --profile 3"),
-    ("train --profile --json", "train --profile 3 --json"),
-    ("train --profile 7 --json", "train --profile 7 --json"),
-    ("train --profile=7 --profile", "train --profile=7 --profile 3"),
-    ("train --profile -1", "train --profile -1"),
-    ("train --attention --moe", "train --attention latent --moe"),
-    ("train --attention dense", "train --attention dense"),
-    ("train --no-attention", "train --attention none"),
-])  # fmt: skip
-def test_value_of_an_option_may_be_left_out(words, said):
-    assert fill_options(words.split()) == said.split()
 
 
 @pytest.mark.parametrize(("old", "now"), [

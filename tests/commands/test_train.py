@@ -11,12 +11,9 @@ from unittest import mock
 
 import pytest
 import torch
-import typer.main
 
 from arbcli.base.errors import ArbError
 from arbcli.cli import app, main
-from arbcli.config.short_forms import MODEL_SETTINGS
-from arbcli.config.training import RUN_SETTINGS
 from arbcli.kernels.runtime.backend import default_backend
 from arbcli.training import run as running
 
@@ -145,50 +142,3 @@ def test_train_of_a_model_beyond_memory_starts_by_force_only(arb_here, monkeypat
     assert "GiB of memory, and 8.00 GiB are free" in told
     assert "`--force`" in told
     assert "made" in arb_here(*large, "--force").stderr
-
-
-OPTIONS = {
-    "train": "attention config dry-run force gpus init-from json log minutes model no-save out pin"
-    " plot preset print-config profile quiet resume show-windows",
-    "check": "checkpoint json",
-    "generate": "ahead backend batch bytes chat checkpoint chunks compute device infill json keep"
-    " kv length out prompt prompt-file prompts seed steps temperature top-k top-p",
-    "export": "checkpoint json out to type",
-    "inspect": "checkpoint diff json",
-    "evaluate": "backend batch checkpoint compute data device draws field json kv quiet stride",
-    "count-params": "attention json model preset",
-    "audit-memory": "accum attention backend batch budget compute device floats json model pack"
-    " preset ranks recompute seed snapshot steps teacher what-if",
-    "probe-loss": "attention backend batch checkpoint compute data device field json lr model plot"
-    " preset seed steps tokenizer val warmup",
-    "verify-kernels": "all-tscale-types backend compare device exhaustive fuzz json ledger"
-    " list seed targets time tscale-type",
-}
-"""Without the settings that a command has all of: `docs/settings.md` lists these."""
-
-
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [("arb ex", "export"), ("arb export --t", "--to"), ("arb train --pri", "--print-config")],
-)
-def test_shell_completes_commands_and_options(words, found, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["arb"])
-    monkeypatch.setenv("_ARB_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", words)
-    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
-    with pytest.raises(SystemExit):
-        app(prog_name="arb")
-    assert found in capsys.readouterr().out.split()
-
-
-@pytest.mark.parametrize("command", OPTIONS)
-def test_no_option_comes_or_goes_unnoticed(command):
-    known = typer.main.get_command(app).commands[command].params
-    options = {option.opts[0] for option in known if option.opts[0].startswith("--")}
-    common = {**MODEL_SETTINGS, **(RUN_SETTINGS if command == "train" else {})}
-    if command in ("train", "count-params", "audit-memory", "probe-loss"):
-        of_settings = {one.option.partition("/")[0] for one in common.values()}
-        assert of_settings <= options
-        assert {"--set", "--help-all"} <= options
-        options -= of_settings | {"--set", "--help-all"}
-    assert options == {f"--{name}" for name in OPTIONS[command].split()}

@@ -6,14 +6,11 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from unittest import mock
 
 import pytest
-import torch
 from marks import needs_triton
 from typer.testing import CliRunner
 
-from arbcli.base.signals import Interrupted
 from arbcli.cli import app
 from arbcli.verify import check_kernels as verify
 from arbcli.verify.kernels.codec.packing import pack_trits_verification
@@ -79,28 +76,6 @@ def test_kernels_are_timed_after_they_are_verified(tmp_path):
     assert found["timing"]["roofline"]["bytes_per_second"] > 0
     assert not any(item.startswith("speed") for item in found["not_verified"])
     assert "## Speed" in (tmp_path / "ledger.md").read_text()
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_stop_before_anything_is_verified_is_not_an_error(number, code, monkeypatch):
-    monkeypatch.setattr(
-        "arbcli.verify.run.resolve_device", mock.Mock(side_effect=Interrupted(number.name))
-    )
-    result = arb("pack_trits")
-    assert (result.exit_code, result.stdout) == (code, "")
-    assert result.stderr == f"stopped by {number.name}: nothing was verified\n"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter")
-@needs_triton
-def test_sample_of_the_interpreter_is_stated_and_all_is_checked_on_request():
-    shown = " ".join(arb("choose_entries").stdout.split())
-    assert "choose_entries │ interpreter │ 10 of 12 │" in shown
-    assert "sampled: 10 of 12 cases in the interpreter; all with `--exhaustive`" in shown
-    found = json.loads(arb("unit_rows", "--exhaustive", "--json").stdout)
-    assert found["sampled"] == []
-    assert {len(result["shapes"]) for result in found["kernels"]} == {10}
 
 
 def test_ledger_of_an_interrupted_check_lists_the_verified_kernels(tmp_path, arb_here, monkeypatch):

@@ -1,7 +1,6 @@
 """Settings of models by presets, short forms, files and saved models: what is kept, and refused."""
 
 import dataclasses
-from dataclasses import replace
 
 import pytest
 
@@ -12,7 +11,6 @@ from arbcli.config.short_forms import ARGUMENTS
 from arbcli.config.training import (
     train_config_from,
 )
-from arbcli.families.experts.config import ExpertsConfig
 from arbcli.model.rules import STAGES
 
 
@@ -58,23 +56,6 @@ def test_settings_of_a_run_that_are_none_are_refused(config):
     with pytest.raises(ArbError, match="does not fit this version of arb") as caught:
         train_config_from({"config": config})
     assert "`config.json`" in caught.value.hint
-
-
-WITH_BLOCKS = [name for name, short in SHORT_FORMS.items() if short.form != "graph"]
-
-
-@pytest.mark.parametrize("name", WITH_BLOCKS)
-def test_experts_stand_in_the_innermost_blocks_and_are_as_wide_as_their_mlp(name):
-    before, after = preset(name), preset(name, experts=6, top_k_experts=3)
-    assert after.outer == before.outer
-    for old, new in zip(before.main.blocks, after.main.blocks, strict=True):
-        expected = ExpertsConfig(experts=6, top_k=3, width=old.channel.width)
-        if isinstance(old.channel, ExpertsConfig):
-            expected = replace(old.channel, experts=6, top_k=3)
-        assert new.channel == expected
-    mixers = [[block.mixer for block in each.main.blocks] for each in (before, after)]
-    assert mixers[0] == mixers[1]
-    assert preset(name, experts=6).main.blocks[0].channel.top_k == 2
 
 
 @pytest.mark.parametrize(("given", "says"), [

@@ -1,6 +1,5 @@
 """Chats as documents: what is learnt, how windows are filled, and that documents stay apart."""
 
-import dataclasses
 import json
 import shutil
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ from arbcli.data.chats import NOT_LEARNT, Chats, pack
 from arbcli.data.conversion import texts_folder
 from arbcli.data.text import Text
 from arbcli.data.tokens import Tokenizer
-from arbcli.families.mamba.config import MambaConfig
 from arbcli.generation.conversation import Conversation
 from arbcli.model.build import build_model
 from tests.data.test_chat_template import CHATML
@@ -229,21 +227,6 @@ def test_records_as_others_write_them(record, learnt, tmp_path, tokenizer):
     assert learnt_texts(again, tokenizer) == [f"{learnt}<|im_end|>\n"]
 
 
-@pytest.mark.parametrize("marks", [True, False])
-def test_answers_whose_prompt_has_more_than_they_begin_with(marks, tmp_path, tokenizer):
-    """As of R1-Distill: marks decide, or all that the template adds to the messages before."""
-    begin, end = ("{% generation %}", "{% endgeneration %}") if marks else ("", "")
-    source = (
-        "{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}{% else %}[A]"
-        + begin + "{{ m.content }}<|im_end|>" + end + "{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}[A]<think>{% endif %}"
-    )  # fmt: skip
-    found = chats(tmp_path, tokenizer, [chat("a", "b", "c", "d")], source)
-    header = "" if marks else "[A]"
-    wanted = [f"{header}b<|im_end|>{header}d<|im_end|>"]
-    assert learnt_texts(found, tokenizer) == wanted
-
-
 def test_marked_answers_are_the_mask_of_transformers(tmp_path, tokenizer, folder):
     transformers = pytest.importorskip("transformers", reason="needs the package transformers")
     source = (
@@ -328,15 +311,6 @@ def test_documents_of_a_window_know_nothing_of_each_other(vocabulary, mixer):
     assert packed == pytest.approx(alone / learnt, rel=1e-5)
     # as one text they see each other, and their loss is another
     assert packed != pytest.approx(float(model.loss(ids, targets, 0 * numbers).detach()), rel=1e-5)
-
-
-def test_parts_that_remember_are_refused():
-    config = model_of().config
-    mamba = BlockConfig(mixer=MambaConfig(heads=2), channel=MLPConfig(width=48))
-    stage = dataclasses.replace(config.stages[0], blocks=(mamba,))
-    config.check_documents()
-    with pytest.raises(ArbError, match="`mamba`, its state goes on"):
-        dataclasses.replace(config, stages=(stage,)).check_documents()
 
 
 def test_command_trains_on_chats_and_resumes_to_the_same_bits(tmp_path, folder, arb_here):

@@ -98,31 +98,6 @@ def test_run_extended_from_an_earlier_step_never_mixes_both_schedules(text, tmp_
     assert a.read_bytes() == b.read_bytes()
 
 
-def test_run_of_a_gpu_continues_on_the_requested_device(text, tmp_path, monkeypatch):
-    """A run on another device does not use the backend of the first."""
-    run = tmp_path / "run"
-    start_run(new_config(**SMALL, data=[text], steps=1), run, Observer())
-    facts = read_facts(run)
-    facts["config"] |= {"device": "cuda", "backend": "triton"}
-    write_json(run / "config.json", facts)
-    (run / "step-000001.safetensors").unlink()
-    places = []
-
-    class Started(Observer):
-        def started(self, run, trainer, facts):
-            places.append((trainer.config.device, trainer.config.backend))
-            raise KeyError
-
-    for backend in (None, "torch"):
-        with pytest.raises(KeyError):
-            resume_run(run, Started(), device="cpu", backend=backend)
-    own = default_backend(torch.device("cpu"))
-    assert places == [("cpu", own), ("cpu", "torch")]
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(ArbError, match="there is no CUDA device"):
-        resume_run(run, Started())
-
-
 @pytest.mark.parametrize("steps", [None, 3])
 def test_run_killed_before_its_first_save_begins_again(steps, text, tmp_path, monkeypatch):
     config = new_config(**SMALL, data=[text], steps=2)
@@ -268,3 +243,28 @@ def test_best_of_a_future_that_is_given_up_is_set_aside(text, tmp_path):
     resume_run(back, observer)
     assert list(run.glob("best-*.safetensors")) == [best]
     assert (run / f"{best.name}.aside").exists()
+
+
+def test_run_of_a_gpu_continues_on_the_requested_device(text, tmp_path, monkeypatch):
+    """A run on another device does not use the backend of the first."""
+    run = tmp_path / "run"
+    start_run(new_config(**SMALL, data=[text], steps=1), run, Observer())
+    facts = read_facts(run)
+    facts["config"] |= {"device": "cuda", "backend": "triton"}
+    write_json(run / "config.json", facts)
+    (run / "step-000001.safetensors").unlink()
+    places = []
+
+    class Started(Observer):
+        def started(self, run, trainer, facts):
+            places.append((trainer.config.device, trainer.config.backend))
+            raise KeyError
+
+    for backend in (None, "torch"):
+        with pytest.raises(KeyError):
+            resume_run(run, Started(), device="cpu", backend=backend)
+    own = default_backend(torch.device("cpu"))
+    assert places == [("cpu", own), ("cpu", "torch")]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ArbError, match="there is no CUDA device"):
+        resume_run(run, Started())

@@ -7,8 +7,7 @@ from arbcli.config.presets import preset
 from arbcli.data.text import open_texts
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
-from arbcli.training import compiled_twin
-from arbcli.training.compiled_twin import WHOLE_LAYERS, compile_twin
+from arbcli.training.compiled_twin import WHOLE_LAYERS
 from arbcli.training.configure import new_config
 from arbcli.training.float_optimizer import BETAS, CLIP_NORM, FloatOptimizer, Muon
 from arbcli.training.trainer import EAGER_STEPS, Trainer
@@ -102,31 +101,6 @@ def test_muon_leaves_embedding_and_head_to_adamw_without_decay():
         id(model.embedding.weight.latent), id(model.head.weight.latent)
     }  # fmt: skip
     assert group["weight_decay"] == 0
-
-
-@pytest.mark.parametrize(
-    ("whole", "given"),
-    [
-        pytest.param(2, {"sub_norms": False}, id="whole", marks=pytest.mark.slow),
-        pytest.param(1, {"sub_norms": False}, id="by parts", marks=pytest.mark.slow),
-        pytest.param(2, {"recompute": True}, id="recomputed", marks=pytest.mark.slow),
-    ],
-)
-def test_compiled_twin_computes_the_same(whole, given, monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setattr(compiled_twin, "WHOLE_LAYERS", whole)
-    plain, compiled = (twin(**given) for _ in range(2))
-    compile_twin(compiled, backend="aot_eager")
-    losses = []
-    for model in (plain, compiled):
-        loss = model.losses(*windows())["text"]
-        loss.backward()
-        losses.append(loss.detach())
-    assert torch.allclose(*losses, rtol=1e-6)
-    for mine, other in zip(compiled.parameters(), plain.parameters(), strict=True):
-        assert distance(mine.grad, other.grad) < 1e-5
-    with torch.no_grad():  # an evaluation is not compiled, and sees the same bits
-        assert torch.equal(plain.loss(*windows()), compiled.loss(*windows()))
 
 
 @pytest.mark.gpu

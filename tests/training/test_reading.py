@@ -3,11 +3,9 @@
 import dataclasses
 import json
 import math
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -237,24 +235,6 @@ def test_record_of_several_processes_is_of_all_of_them(options, tmp_path, monkey
         assert (record.step, record.state_bytes, record.peak_bytes) == (step, 111, 222)
         needed = record.bytes_per_second * step_operations(trainer.config.model) / 16
         assert record.mfu == pytest.approx(needed / 2e9)
-
-
-def test_first_process_samples_and_all_end_by_the_signal_of_one(options, tmp_path, monkeypatch):
-    trainer = trainer_of(options, sample_every=1, steps=9)
-    monkeypatch.setattr(loop.Loop, "_sample", lambda self: "text")
-    for first in (True, False):
-        told, observer = [], Observer()
-        observer.recorded = told.append
-        agree = mock.Mock(return_value=(0, 0))
-        trainer.group = several(first, agree)
-        running = loop.Loop(trainer, tmp_path, {}, observer, None, None)
-        assert not running._is_stopped(SimpleNamespace(received=None))
-        running._train_step()
-        running._after_step(trainer.step)
-        assert [record.sample for record in told] == ["text" if first else None]
-        agree.return_value = (signal.SIGTERM, 1)
-        assert running._is_stopped(SimpleNamespace(received=None))
-        assert (running.stopped_by, running._save_is_due) == (signal.SIGTERM, True)
 
 
 def test_everything_that_decides_a_run_is_compared_between_processes(options, monkeypatch):

@@ -1,7 +1,6 @@
 """A step captured as a CUDA graph, and what eight bits can do."""
 
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from arbcli.data.text import open_texts
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.build import build_model
 from arbcli.model.rules import RULES
-from arbcli.training import step_inputs
 from arbcli.training.configure import new_config
 from arbcli.training.step_inputs import StepInputs
 from arbcli.training.trainer import EAGER_STEPS, Trainer
@@ -74,25 +72,6 @@ def test_inputs_of_a_step_stay_until_a_late_copy_has_run(text):
         trainer.updater.set_step(trainer.step, trainer.lr, 2)
         parts = [*windows, trainer.updater._parameters]
         assert torch.equal(inputs, torch.cat([part.flatten() for part in parts]))
-
-
-@pytest.mark.parametrize(
-    ("steps", "room", "ahead"),
-    [(1, 2**20, 1), (3, 2**20, 3), (40, 2**20, 32), (40, 767, 2), (40, 1, 1)],
-)
-def test_inputs_are_pinned_for_steps_of_the_run_whose_windows_fit(
-    steps, room, ahead, text, monkeypatch
-):
-    """This rate would overflow after the last step, and windows of a step have 256 bytes."""
-    monkeypatch.setattr(step_inputs, "PINNED_BYTES", room)
-    shape = {"dim": 32, "heads": 2, "ctx": 8, "batch": 2, "steps": steps, "lr": 64.0}
-    config = new_config(preset="tiny", device="cpu", data=[text], schedule="wsd", **shape)
-    trainer = Trainer(config, open_texts([text], None, seed=0, context=8))
-    trainer._step_inputs = StepInputs(config, trainer.device, trainer.updater)
-    for trainer.step in range(steps):
-        trainer._load_batches()
-        last = min(steps, trainer.step // ahead * ahead + ahead)
-        assert [*trainer._step_inputs._pinned] == [*range(trainer.step + 1, last)]
 
 
 def small_config(folder, rule, compute="bf16"):
@@ -193,23 +172,6 @@ def test_forward_without_a_backward_does_not_hold_the_next_step_back(tmp_path):
         states.append(trainer.model.state_dict())
     for name in states[0]:
         assert torch.equal(states[0][name], states[1][name]), name
-
-
-@pytest.mark.parametrize(
-    ("compute", "dtype"),
-    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp8", torch.bfloat16),
-     ("nvfp4", torch.bfloat16)],
-)  # fmt: skip
-@pytest.mark.parametrize("kept", ["recompute", "pack", ""])
-def test_model_of_a_run_computes_as_its_settings_say(compute, dtype, kept, monkeypatch):
-    how = {name: kept == name and compute != "fp32" for name in ("recompute", "pack")}
-    config = new_config(device="cpu", compute=compute, **how)
-    built = mock.Mock(side_effect=InterruptedError)
-    monkeypatch.setattr("arbcli.training.trainer.build_model", built)
-    with pytest.raises(InterruptedError):
-        Trainer(config, None)
-    low = {name: compute == name for name in ("fp8", "nvfp4")}
-    assert built.call_args == mock.call(config.model, dtype, **how, **low)
 
 
 def test_matrices_of_other_sizes_and_the_head_are_multiplied_in_bf16(small_graph):

@@ -3,8 +3,6 @@
 Messages are imagined here; `test_shared_run.py` sends real ones.
 """
 
-import ast
-import inspect
 import re
 from types import SimpleNamespace
 
@@ -17,7 +15,6 @@ from arbcli.config.presets import preset
 from arbcli.model.build import build_model
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.layers.vector import VectorWeight
-from arbcli.training.parallel import group as groups
 from arbcli.training.parallel import owners
 from arbcli.training.parallel.group import Group, own_device
 from arbcli.training.parallel.owners import (
@@ -178,21 +175,3 @@ def test_nothing_that_travels_overlaps(size, sums, digits, small_graph, monkeypa
         names = broadcast_buffers(tensor).keys() | owner_buffers(tensor).keys()
         assert not broadcast_buffers(tensor).keys() & owner_buffers(tensor).keys()
         assert names >= tensor.state.keys()
-
-
-def test_every_message_to_other_processes_explains_their_loss():
-    """One that does not is a traceback where a process was killed."""
-
-    def calls(node, explains: bool):
-        if isinstance(node, ast.With):
-            explains |= "explained_loss()" in map(ast.unparse, (i.context_expr for i in node.items))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("dist."):
-            yield ast.unparse(node.func), explains
-        for child in ast.iter_child_nodes(node):
-            yield from calls(child, explains)
-
-    found = dict.fromkeys(calls(ast.parse(inspect.getsource(groups)), False))
-    assert len(found) > 8
-    # groups begin and end otherwise, and a caller explains the first
-    plain = {name.removeprefix("dist.") for name, explains in found if not explains}
-    assert plain == {"batch_isend_irecv", "init_process_group", "destroy_process_group"}
