@@ -1,6 +1,5 @@
 """Every refusal of an input is met: the input, and the line of the error."""
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,17 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from arbcli.base.errors import ArbError
-from arbcli.base.run_files import COMPANIONS
-from arbcli.commands import _prompts, audit_memory, import_model
+from arbcli.commands import audit_memory
 from arbcli.config.fields import from_fields
 from arbcli.config.file import read_settings
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
-from arbcli.config.model_file import model_from_toml
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.presets import preset
 from arbcli.config.short_forms import assemble
-from arbcli.config.training import train_config
 from arbcli.data import chat_template, tokens
 from arbcli.data import chats as chatting
 from arbcli.data.chat_template import ChatTemplate, keep_template, template_of
@@ -28,24 +23,17 @@ from arbcli.data.chats import Chats
 from arbcli.data.conversion import Conversion, plain_file
 from arbcli.data.text import Mixture
 from arbcli.families.hnet.config import ChunkingConfig
-from arbcli.families.media import continuing, pictures
+from arbcli.families.media import continuing
 from arbcli.generation import conversation
-from arbcli.inspect import probe, ranks
+from arbcli.inspect import ranks
 from arbcli.interop.gguf import tokens as gguf_tokens
-from arbcli.interop.huggingface import companions
-from arbcli.interop.huggingface.config_json import read_config
-from arbcli.training import directory, teacher
+from arbcli.training import directory
 
 MLP, ATTENTION = MLPConfig(width=8), AttentionConfig(heads=2)
 BLOCK = BlockConfig(mixer=ATTENTION, channel=MLP)
 CHUNKS = ChunkingConfig(length=4)
 MAIN = StageConfig(dim=16, blocks=(BLOCK,))
 OUTER = StageConfig(dim=16, before=(BLOCK,), after=(BLOCK,), chunking=CHUNKS)
-LLAMA = {
-    "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-}  # fmt: skip
 
 
 def text(content: bytes | str, name: str = "a.txt") -> Path:
@@ -92,35 +80,6 @@ def templates(source: str) -> ChatTemplate:
     return ChatTemplate(source, "a template", {})
 
 
-def masked_and_next(patch: pytest.MonkeyPatch) -> None:
-    """A teacher that predicts the next byte of a model that fills holes."""
-    patch.setattr(teacher, "read_saved", lambda *_: SimpleNamespace(checkpoint=None))
-    patch.setattr(teacher, "saved_config", lambda _: preset("tiny"))
-    config = SimpleNamespace(teacher="a", model=preset("tiny", objective="masked"))
-    teacher.read_teacher(config)
-
-
-def probed(**about: object) -> Callable:
-    """Examine what stands for a trainer."""
-
-    def refused(_: object) -> None:
-        model = SimpleNamespace(is_masked=False, ctx=8, vocabulary=256)
-        config = SimpleNamespace(model=model, batch=2)
-        lm = SimpleNamespace(packed_tensors=dict, scores_in_chunks=False)
-        texts = SimpleNamespace(val=SimpleNamespace(packs=False))
-        trainer = SimpleNamespace(config=config, device="cpu", updater=1, model=lm, texts=texts)
-        model.is_masked = bool(about.get("masked"))
-        texts.val.packs = bool(about.get("packs"))
-        trainer.updater = None if about.get("float") else 1
-        probe.examine(trainer, 1)
-
-    return refused
-
-
-def imported(**changes: object) -> Callable:
-    return lambda _: read_config(LLAMA | changes, "config.json", digits="all")
-
-
 REFUSED: dict[str, tuple[Callable, str]] = {
     "empty block": (lambda _: BlockConfig(), "a block has neither mixer nor channel mixer"),
     "chunks and blocks": (
@@ -132,8 +91,6 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         toml('preset = "tiny"\n[model]\nkind = "x"\n'), "has a preset and a whole model"),
     "fields of another version": (
         toml('[model]\nkind = "x"\n'), "has no model of this version of arb"),
-    "stage that is a number": (
-        lambda _: model_from_toml({"stage": [7]}, "a.toml"), "`model.stage[0]` is `7`"),
     "too many entries": (
         lambda _: from_fields(StageConfig, {"dim": 8, "blocks": [{}] * 10**6}, "model.stage"),
         "`model.stage.blocks` has 1,000,000 entries, more than"),
@@ -141,10 +98,6 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         lambda _: assemble("dense", {"dim": 32, "layers": 1, "heads": 2, "ffn": 8, "ctx": 8,
                                      "height": 3}),
         "has no `height`"),
-    "tokens of sounds": (
-        lambda _: train_config("tiny", device="cpu", backend="torch", compute="fp32",
-                               sound="mulaw", tokenizer="a"),
-        "`sound` needs a model of bytes, and the tokenizer reads text"),
     "mixed documents": (
         lambda _: chats(Mixture.__new__(Mixture)), "documents cannot be mixed by weights"),
     "messages without a template": (
@@ -171,41 +124,20 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "chat of a model without a template": (
         lambda _: conversation.Conversation(SimpleNamespace(tokenizer=None), Path("run/step-1")),
         "`run` has no chat template"),
-    "long prompt file": (
-        smaller(_prompts, "MOST_PROMPT_BYTES", 3, lambda: _prompts.read_lines(text("four"))),
-        "`a.txt` has more than 3 bytes of prompts"),
-    "import of a file": (
-        lambda _: import_model.import_model(text("a")), "`a.txt` is not a folder"),
     "audit of other ranks": (
         lambda _: audit_memory._check_ranks(4, 2, what_if=False, snapshot=None),
         "`--ranks` is 4, and `torchrun` has started 2 processes"),
-    "merge of three": (
-        lambda _: gguf_tokens._merges([["a", "b"], 3], Path("a.json")),
-        "`a.json` has a merge that is not a pair of texts"),
     "half a character": (
         lambda _: gguf_tokens._read(text('{"a": "\\ud800"}', "a.json")), "`a.json` is not JSON"),
-    "companions of another model": (
-        lambda _: companions.companions_of(
-            text(json.dumps(LLAMA), f"{COMPANIONS}/config.json").parents[1], preset("tiny")),
-        "came with another model than the one of `.`"),
-    "biases of a Mistral": (
-        imported(model_type="mistral", attention_bias=True), "`attention_bias` is `True`"),
-    "float baseline of a probe": (probed(float=True), "need a trainer of ternary weights"),
-    "masked model of a probe": (
-        probed(masked=True), "a probe reads bytes from left to right, and the model predicts"),
     "ranks without a wire": (
         lambda _: ranks._report(SimpleNamespace(wire=None), [], None),
         "processes can only share a run whose `wire` is set"),
     "rest of a text": (
         lambda _: continuing.prompt_and_length(b"a text", 0.5, 9),
         "`--keep` only applies to a sound or a picture"),
-    "form of pictures": (lambda _: pictures.check_form("cmyk"), "`picture` is `cmyk`"),
     "documents of bytes": (
         lambda _: directory._document_texts(None, None, SimpleNamespace(field="messages")),
         "`--field messages` needs a tokenizer, as it has documents"),
-    "text of a folder": (
-        lambda _: directory.held_out_text(Path()), "`.` has no held-out text"),
-    "student that fills holes": (masked_and_next, "models that fill holes cannot have a teacher"),
     "template that is kept nowhere": (
         lambda _: keep_template(
             text("x", "there/chat_template.jinja").with_name("tokenizer.json"), text("", "file")),

@@ -3,16 +3,13 @@
 import re
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from benchmarks import results, training_step
+from benchmarks import results
 from benchmarks.results import FOLDER, KEYS, add_runs, load, options
 from benchmarks.tables import pages
 from benchmarks.tables.steps import faster, speed_ratio
-from benchmarks.training_step import Subject
 
 DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b|\d\d:\d\d:\d\d")
 
@@ -107,33 +104,6 @@ def test_ratio_of_turns_is_the_median_over_rounds():
     ours["in_turns"] = False
     assert speed_ratio([run([ours, peer])], ours, peer) == 1.5
     assert speed_ratio([], ours, None) is None
-
-
-def test_rows_are_saved_after_each_kind_and_failures_are_left_out(monkeypatch, capsys):
-    def prepare(kind, maker):
-        if kind == "large" and len(timed) < 3:
-            raise torch.OutOfMemoryError
-        if kind == "broken":
-            raise ValueError
-        trainer = SimpleNamespace(num_weights=1, state_bytes=lambda: 2)
-        return Subject(kind, trainer, 3, 4, [], {})
-
-    def time_in_turns(subjects, rounds):
-        timed.append(([subject.kind for subject in subjects], rounds))
-        for subject in subjects:
-            subject.seconds[:] = [0.5] * rounds
-
-    timed, saved = [], []
-    monkeypatch.setattr(training_step, "prepare", prepare)
-    monkeypatch.setattr(training_step, "time_in_turns", time_in_turns)
-    makers = dict.fromkeys(("large", "factored", "broken", "AdamW"))
-    training_step.measure("tiny", (64, 16), makers, saved.append)
-    assert timed == [
-        (["factored"], 1), (["factored"], 1), (["factored", "AdamW"], 5), (["large"], 5),
-    ]  # fmt: skip
-    assert [[row["kind"] for row in rows] for rows in saved] == [kinds for kinds, _ in timed]
-    assert [row["in_turns"] for row in saved[-2]] == [True, True]
-    assert "ValueError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["loss-against-memory", "speed", "step-budget"])

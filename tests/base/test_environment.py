@@ -6,14 +6,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from unittest import mock
 
 import pytest
 
 from arbcli import __main__, cli
-from arbcli.base import environment, sockets
+from arbcli.base import sockets
 from arbcli.base.environment import (
-    keep_compiled_modules,
     set_environment,
     trains_twin,
 )
@@ -46,41 +44,6 @@ def test_threads_of_a_twin_spin_as_libgomp_has_it(line, empty):
     set_environment(line.split())
     assert ("GOMP_SPINCOUNT" in empty) != LINES[line]
     assert empty["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-
-
-@pytest.fixture
-def torch_folder(tmp_path, monkeypatch):
-    """A package named torch without compiled modules."""
-    folder = tmp_path / "site" / "torch"
-    folder.mkdir(parents=True)
-    source = folder / "__init__.py"
-    source.write_text("")
-    found = mock.Mock(origin=str(source))
-    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda _: found)
-    monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    monkeypatch.setattr(sys, "pycache_prefix", None)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPYCACHEPREFIX", "")
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    return folder
-
-
-@pytest.mark.parametrize("why", ["no room", "no bytecode"])
-def test_modules_that_nothing_keeps_compiled_are_kept_in_the_cache(
-    why, torch_folder, tmp_path, monkeypatch
-):
-    if why == "no room":
-        monkeypatch.setattr(os, "access", lambda *_: False)
-    else:
-        monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    keep_compiled_modules()
-    assert sys.pycache_prefix == str(tmp_path / "cache" / "arb" / "modules")
-    assert (tmp_path / "cache" / "arb" / "modules").stat().st_mode & 0o777 == 0o700
-    assert not sys.dont_write_bytecode
-    show = "import sys; print(sys.pycache_prefix, sys.dont_write_bytecode)"
-    child = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True)
-    assert child.stdout.split() == [sys.pycache_prefix, "False"]
 
 
 GPUS = ("0000:18:00.0", "0000:3a:00.0", "0000:9b:00.0")

@@ -6,7 +6,7 @@ import pytest
 
 from arbcli.commands import _run_display
 from arbcli.commands._run_display import LONG_SECONDS, RunDisplay
-from arbcli.commands._time_left import AVERAGED_SECONDS, WARM_UP_STEPS, TimeLeft
+from arbcli.commands._time_left import TimeLeft
 from arbcli.data.text import EVAL_BATCHES
 
 
@@ -31,34 +31,6 @@ def test_estimate_has_the_steps_and_the_evaluations_to_come():
     assert left.seconds(now + 2 + 9) == pytest.approx(60 * 2.0 + 2 * 7)
     left.stepped(41, now + 2 + 9 + 2)
     assert left.seconds(now + 2 + 9 + 2) == pytest.approx(59 * 2.0 + 2 * 7)
-
-
-@pytest.mark.parametrize("steps", [80, 70])
-def test_end_is_evaluated_once(steps):
-    left = time_left(steps=steps)
-    for step in range(1, steps + 1):
-        left.stepped(step, float(step))
-        if step == 40:
-            left.evaluated(40.0)
-    assert left.seconds(steps) == 0.0  # one that took none
-    left.evaluated(steps + 5.0)
-    assert left.seconds(steps + 5.0) == 0.0
-    assert time_left(steps=80, step=40).least_seconds(1.0) == 39
-
-
-def test_one_slow_step_moves_an_average_little_and_warm_up_not_at_all():
-    left, now = time_left(steps=1000, interval=2000), 0.0
-    for step in range(1, WARM_UP_STEPS + 2):
-        now += 30.0 if step <= WARM_UP_STEPS else 1.0
-        left.stepped(step, now)
-    before = left.seconds(now) / (1000 - left.step)
-    assert before == pytest.approx(1.0, rel=0.02)
-    for step in range(left.step + 1, 200):
-        now += 1.0
-        left.stepped(step, now)
-    left.stepped(200, now + 5.0)
-    after = left.seconds(now + 5.0) / 800
-    assert 1.0 < after < 1 + 5 / AVERAGED_SECONDS + 0.02
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -1,10 +1,7 @@
 """`arb verify-kernels` as a user runs it."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -91,27 +88,6 @@ def test_ledger_of_an_interrupted_check_lists_the_verified_kernels(tmp_path, arb
     words = ("pack_trits", "step_scales", "rms_norm", "--backend", "torch", "--json")
     done = arb_here("verify-kernels", *words, "--ledger", str(tmp_path))
     assert_ledger_of_what_was_verified(signal.SIGINT, 130, done, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code", "what"),
-    [
-        pytest.param(signal.SIGINT, 130, ["pack_trits", "sum_choices", "rms_norm"], id="one"),
-        pytest.param(signal.SIGTERM, 143, ["--backend", "torch"], id="several"),
-    ],
-)
-def test_several_processes_are_interrupted_as_a_single_process(number, code, what, tmp_path):
-    command = [sys.executable, "-m", "arbcli", "verify-kernels", *what, "--json"]
-    environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    pipes["env"] = environment  # as a user has it
-    with subprocess.Popen([*command, "--ledger", str(tmp_path)], **pipes) as process:
-        first = process.stderr.readline()
-        process.send_signal(number)
-        stdout, stderr = process.communicate(timeout=60)
-    done = subprocess.CompletedProcess(command, process.returncode, stdout, first + stderr)
-    assert_ledger_of_what_was_verified(number, code, done, tmp_path)
 
 
 def assert_ledger_of_what_was_verified(number, code, done, folder) -> None:

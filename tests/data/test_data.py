@@ -189,64 +189,9 @@ def test_open_texts_reads_folders_sorted_and_without_hidden_files(tmp_path):
     assert lines_of(texts.train) == ["0.txt\n", "a-0/x\n", "a/y/x\n", "a/z.txt\n", "b.txt\n"]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        pytest.param("*.txt", "bd", id="one level"),
-        pytest.param("**/*.txt", "abd", id="any depth"),
-        pytest.param("[a-c]*", "abc", id="folder matched"),
-        pytest.param("d[1].txt", "d", id="file of that name"),
-    ],
-)
-def test_open_texts_reads_globs(tmp_path, pattern, expected):
-    for name in ("a/1.txt", "b.txt", "c.py", "d[1].txt"):
-        write(tmp_path / name, name[:1].encode())
-    (tmp_path / "broken.txt").symlink_to(tmp_path / "nowhere")
-    entry = str(tmp_path / pattern)
-    whole = [str(tmp_path)]
-    assert read_all(open_texts(whole, [entry], seed=0, context=0).val).decode() == expected
-
-
-def test_glob_goes_once_through_folders_that_link_to_themselves(tmp_path, monkeypatch):
-    """Two such links have 2 ** 40 paths."""
-    for name in ("a/1.txt", "a/b/2.txt", "c/3.txt", "a/.hidden/4.txt"):
-        write(tmp_path / name, name[-5:-4].encode())
-    for name in ("self", "self2", "a/self", "a/b/up"):
-        (tmp_path / name).symlink_to(".." if name.endswith("up") else ".")
-    monkeypatch.chdir(tmp_path)
-    for entry in ("**/*.txt", "**", "./**/*.txt", str(tmp_path / "**"), "**/**/**/[1-3].txt"):
-        text = open_texts(["."], [entry], seed=0, context=0).val
-        assert sorted(read_all(text).decode()) == ["1", "2", "3"], entry
-    text = open_texts(["."], ["a/**/*.txt"], seed=0, context=0).val
-    assert sorted(read_all(text).decode()) == ["1", "2"]
-
-
 @pytest.mark.parametrize("weight", ["1", "0.5", ".5", "007.25", "9" * 9])
 def test_weight_follows_the_last_colon(tmp_path, weight):
     assert weight_of(f"{tmp_path}/a:b.txt:{weight}") == (f"{tmp_path}/a:b.txt", float(weight))
-
-
-def test_folder_leaves_binary_files_out_with_a_note(tmp_path):
-    for name in ("a.txt", "b/b.txt"):
-        write(tmp_path / name, b"x" * 100)
-    late = bytes([120] * 8192 + [0])
-    for name, content in (("b/c.obj", b"y\0y"), ("d.bin", late[1:]), ("late.txt", late),
-                          ("model.safetensors", b"y" * 9)):  # fmt: skip
-        write(tmp_path / name, content)
-    text, about = open_text([str(tmp_path)])
-    assert about == f"{tmp_path} (3 files; 1 saved by arb and 2 binary left out)"
-    assert set(read_all(text)) == {0, ord("x")}
-    assert open_text([str(tmp_path / "b/c.obj")])[1].endswith("(1 file)")  # as it was named
-    assert open_text([str(tmp_path / "**/*.obj")])[1].endswith("(1 file)")
-    write(tmp_path / "e" / "f.bin", b"\0")
-    with pytest.raises(ArbError, match="has no text files"):
-        open_text([str(tmp_path / "e")])
-    for name, kinds, option in (("a.wav", "sounds", "--sound mulaw"),
-                                ("b.PNG", "pictures and sounds", "--picture rgb")):  # fmt: skip
-        write(tmp_path / "e" / name, b"\0")
-        with pytest.raises(ArbError, match=f"has no texts, only {kinds}") as caught:
-            open_text([str(tmp_path / "e")])
-        assert option in caught.value.hint
 
 
 def test_open_texts_counts_a_file_once(tmp_path, monkeypatch):
@@ -278,42 +223,6 @@ def test_open_texts_leaves_packages_and_tests_out_of_the_standard_library(tmp_pa
     texts = open_texts(None, None, seed=0, context=1)
     assert sorted(lines_of(texts.train) + lines_of(texts.val)) == lines
     assert (texts.train.num_files, texts.val.num_files) == (2, 1)
-
-
-REFUSED = {
-    "missing": ({"book.txt": 100}, ["missing"], None, 8, "nothing matches `{here}missing`"),
-    "below a file": ({"book.txt": 100}, ["book.txt/x"], None, 8, "matches `{here}book.txt/x`"),
-    "pattern": ({"book.txt": 100}, ["*.md"], None, 8, "nothing matches `{here}*.md`"),
-    "deep pattern": ({"book.txt": 100}, ["**/no*"], None, 8, "nothing matches `{here}**/no*`"),
-    "held out": ({"book.txt": 100}, ["book.txt"], ["none"], 8, "nothing matches `{here}none`"),
-    "hidden": ({"a/.hidden": 1}, ["a"], None, 8, "the folder `{here}a` has no text files"),
-    "empty": ({"empty.txt": 0}, ["empty.txt"], None, 8, "there is no text in `{here}empty.txt`"),
-    "short": ({"0": 8, "1": 9}, ["0"], ["1"], 8, "a training text of 9 bytes or more, and this"),
-    "short held out": ({"0": 9, "1": 8}, ["0"], ["1"], 8, "a validation text of 9 bytes or more"),
-    "tenth": ({"0": 9}, ["0"], None, 1, "validation text of 2 bytes or more, and this one has 0"),
-    "shortest": (
-        {"0": 99, "1": 5},
-        ["0:7", "1:3"],
-        ["0"],
-        8,
-        "9 bytes or more, and this one has 5",
-    ),
-    "whole": ({"0": 9, "1": 9}, ["0"], ["1"], 8, None),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_text_that_cannot_be_opened_is_refused_with_a_way_out(name, tmp_path):
-    files, *entries, context, words = REFUSED[name]
-    for file, size in files.items():
-        write(tmp_path / file, bytes(size))
-    train, val = (each and [f"{tmp_path}/{entry}" for entry in each] for each in entries)
-    if words is None:
-        assert len(open_texts(train, val, seed=0, context=context).val) == 9
-        return
-    with pytest.raises(ArbError) as error:
-        open_texts(train, val, seed=0, context=context)
-    assert words.format(here=f"{tmp_path}/") in message_of(error)
 
 
 def test_text_names_missing_and_irregular_files(tmp_path):
@@ -389,19 +298,6 @@ def test_weights_are_part_of_the_digest(tmp_path):
     a, b = one(tmp_path, b"abcd"), one(tmp_path, b"efghi")
     digests = {digest(Mixture([(a, 1.0), (b, weight)])) for weight in (1.0, 2.0)}
     assert len(digests | {digest(Text([tmp_path / "abcd", tmp_path / "efghi"]))}) == 3
-
-
-def test_mixture_that_cannot_be_is_refused(tmp_path):
-    entries = mixture(tmp_path, a=200, b=200)
-    about = {"seed": 0, "context": 8}
-    for wrong in (f"{tmp_path}/b", f"{tmp_path}/b:0"):
-        with pytest.raises(ArbError, match="has no valid weight"):
-            open_texts([entries[0], wrong], None, **about)
-    (tmp_path / "b").write_bytes(b"b" * 8)
-    with pytest.raises(ArbError, match="this one has"):
-        open_texts(entries, None, **about)
-    (tmp_path / "a:0.5").write_bytes(b"c" * 400)  # a file may be called so
-    assert len(open_texts([f"{tmp_path}/a:0.5"], None, **about).train) == 360
 
 
 def test_entries_open_pinned_texts():

@@ -1,6 +1,5 @@
 """Runs that go on further than they were to, begin with saved weights, or keep their best."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -95,22 +94,6 @@ def test_run_extended_from_an_earlier_step_never_mixes_both_schedules(text, tmp_
     resume_run(run, Observer())
     resume_run(tmp_path / "whole" / back, Observer(), steps=4)
     a, b = (path / "step-000004.safetensors" for path in (run, tmp_path / "whole"))
-    assert a.read_bytes() == b.read_bytes()
-
-
-@pytest.mark.parametrize("steps", [None, 3])
-def test_run_killed_before_its_first_save_begins_again(steps, text, tmp_path, monkeypatch):
-    config = new_config(**SMALL, data=[text], steps=2)
-    with monkeypatch.context() as patch:
-        patch.setattr("arbcli.training.saving.save_checkpoint", mock.Mock(side_effect=SystemExit))
-        with pytest.raises(SystemExit):
-            start_run(config, tmp_path / "a", Observer())
-    assert not checkpoints(tmp_path / "a")
-    assert check_run(tmp_path / "a").resumes_at == 0
-    resume_run(tmp_path / "a", Observer(), steps=steps)
-    start_run(dataclasses.replace(config, steps=steps or 2), tmp_path / "b", Observer())
-    a, b = (checkpoints(tmp_path / name)[0] for name in "ab")
-    assert a.name == b.name
     assert a.read_bytes() == b.read_bytes()
 
 
@@ -232,17 +215,6 @@ def test_resumed_run_counts_the_evaluations_before(text, tmp_path, monkeypatch):
         report = resume_run(run / f"step-{back:06d}.safetensors", Observer())
         assert report.steps == 4
         assert [record["val_loss"] for record in records(run)] == LOSSES[:4]
-
-
-def test_best_of_a_future_that_is_given_up_is_set_aside(text, tmp_path):
-    run, observer = tmp_path / "run", Noting()
-    options = {"steps": 3, "eval_every": 1, "save_every": 1, "keep": 9, "keep_best": True}
-    start_run(new_config(**SMALL, data=[text], **options), run, Observer())
-    (best,) = run.glob("best-*")
-    back = run / "step-000000.safetensors"
-    resume_run(back, observer)
-    assert list(run.glob("best-*.safetensors")) == [best]
-    assert (run / f"{best.name}.aside").exists()
 
 
 def test_run_of_a_gpu_continues_on_the_requested_device(text, tmp_path, monkeypatch):

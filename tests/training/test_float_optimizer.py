@@ -5,7 +5,6 @@ import torch
 
 from arbcli.config.presets import preset
 from arbcli.data.text import open_texts
-from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.training.compiled_twin import WHOLE_LAYERS
 from arbcli.training.configure import new_config
@@ -126,20 +125,3 @@ def test_captured_twin_learns_as_the_eager_twin_and_never_waits(optimizer, layer
         trainer.train_step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_numbers_of_given_sizes_are_not_decayed(small_hnet):
-    shape = {name: value for name, value in small_hnet.items() if name not in ("preset", "batch")}
-    config = preset("hnet-tiny", weights="float", outer_blocks="mamba", **shape)
-    lm = build_model(config, torch.float32)
-    lm.initialise(0)
-    mamba = lm.stages[0].encoder[0].mamba
-    optimizer = FloatOptimizer(lm, "adamw", WEIGHT_DECAY)
-    optimizer.set_step(0, 0.1)
-    for parameter in lm.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    before = {name: p.detach().clone() for name, p in mamba.named_parameters()}
-    optimizer.finish()
-    for name, after in mamba.named_parameters():
-        kept = name.split(".")[0] in ("rate", "bias", "skip")
-        assert torch.equal(after, before[name]) == kept, name

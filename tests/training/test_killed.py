@@ -23,13 +23,11 @@ from arbcli.base.run_files import COMPANIONS, checkpoints
 from arbcli.config.training import TrainConfig
 from arbcli.data.chat_template import SETTINGS, TEMPLATE
 from arbcli.generation.load import SavedModel, read_saved
-from arbcli.model.checkpoint import load_checkpoint, save_checkpoint
 from arbcli.training import loop, record, sample, schedule
 from arbcli.training import run as running
 from arbcli.training.check import check_run
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
-from arbcli.training.recent import FIELD
 from arbcli.training.record import METRICS
 from arbcli.training.run import resume_run, start_run
 from arbcli.training.trainer import Trainer
@@ -410,34 +408,3 @@ def test_last_checkpoint_is_kept_as_the_best_where_a_kill_came_before(config, tm
     (run / f"best-{STEPS:06d}.safetensors").unlink()
     resume_run(run, Observer())
     assert contents(run) == expected
-
-
-@pytest.fixture(scope="module")
-def killed(config, tmp_path_factory) -> Path:
-    run = tmp_path_factory.mktemp("killed") / "run"
-    killed_before_record(config(), run, 6)
-    return run
-
-
-@pytest.mark.parametrize(
-    "recent",
-    [
-        None, 5, {}, {"losses": [1.0]}, {"flips": [1, "1"]}, {"flips": [1, -1]},
-        {"flips": [1, 2**63]}, {"losses": "1"}, {"losses": [1.0, 10**400]}, {"parts": []},
-        {"gauges": {"joined": "all"}},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_figures_of_steps_that_cannot_be_are_refused(recent, killed, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(killed, run)
-    saved = load_checkpoint(checkpoints(run)[0])
-    whole = {"losses": [1.0, None], "flips": [1, 2], "parts": {}, "gauges": {}}
-    saved.data[FIELD] = whole | recent if isinstance(recent, dict) and recent else recent
-    save_checkpoint(run, saved)
-    if recent is None:
-        assert check_run(run).passed
-        return
-    with pytest.raises(ArbError, match=f"has no valid `{FIELD}") as refused:
-        resume_run(run, Observer())
-    assert check_run(run).stops == str(refused.value)

@@ -8,12 +8,11 @@ import torch
 
 from arbcli.config.training import SCHEDULES
 from arbcli.data.text import Text, open_texts
-from arbcli.data.tokens import Tokenizer
 from arbcli.families.media.spans import PictureHeader
 from arbcli.training import configure
 from arbcli.training.configure import new_config
 from arbcli.training.schedule import learning_rate
-from arbcli.training.text_warnings import _binary_files, lost_text, text_warnings
+from arbcli.training.text_warnings import _binary_files, text_warnings
 
 
 @pytest.mark.parametrize("steps", [1, 7, 400, 1311])
@@ -91,27 +90,3 @@ def test_held_out_text_of_another_kind_is_reported(tmp_path):
     (one,) = warnings(tmp_path, data=PROSE, val=noise)
     assert "its order-0 entropy is 5.54 nats, not 2." in one
     assert "`--val`" in one
-
-
-def test_text_that_a_tokenizer_loses_is_said():
-    package = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
-    made = package.Tokenizer(package.models.BPE())
-    made.pre_tokenizer, made.decoder = (
-        package.pre_tokenizers.Metaspace(), package.decoders.Metaspace()
-    )  # fmt: skip
-    trainer = package.trainers.BpeTrainer(vocab_size=60, show_progress=False)
-    made.train_from_iterator(["the cat sat on the mat "] * 20, trainer)
-    lossy = Tokenizer(made.to_str().encode(), "lossy.json")
-    assert lost_text(b" the cat sat on the mat", lossy) == []
-    (warning,) = lost_text(b"the cat, 12", lossy)
-    assert "11 characters come back from tokens as 8 that differ" in warning
-    made = package.Tokenizer(package.models.BPE())
-    made.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = package.decoders.ByteLevel()
-    alphabet = package.pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator([], package.trainers.BpeTrainer(initial_alphabet=alphabet))
-    bytewise = Tokenizer(made.to_str().encode(), "bytes.json")
-    assert lost_text("naïve \ufffd".encode(), bytewise) == []
-    assert lost_text("naïve".encode()[:3], bytewise) == []  # it ends within a character
-    (warning,) = lost_text("où élève".encode("latin-1"), bytewise)
-    assert "is not UTF-8: of its first 8 bytes 3 become U+FFFD" in warning

@@ -11,13 +11,11 @@ from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
 from arbcli.data.text import open_texts
 from arbcli.families.experts import weight as expert_weight
-from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.model.checkpoint import tensor_digest
 from arbcli.model.packed import StateModule
 from arbcli.training.configure import new_config
 from arbcli.training.parallel import owners
 from arbcli.training.parallel.group import Group
-from arbcli.training.parallel.shared_updater import WIRE_SEED
 from arbcli.training.recent import RecentSteps
 from arbcli.training.schedule import fade_growth, learning_rate
 from arbcli.training.trainer import Trainer
@@ -124,26 +122,6 @@ def test_embedding_and_head_of_many_symbols_give_the_bits_of_one_process(tied, t
     assert_the_same(texts, {"preset": model, "batch": 2}, (2,))
 
 
-def test_gradients_are_sent_off_while_the_backward_of_the_last_micro_batch_goes_on(
-    texts, monkeypatch
-):
-    monkeypatch.setattr(owners, "BUCKET_WEIGHTS", 3000)
-    shape = SMALL | {"layers": 2, "accum": 2}
-    trainer, sent = Trainer(new_config(**(DECIDED | shape)), texts), []
-    trainer.train_step()  # as the first one measures gradients besides
-    shared, launch = trainer.shared, trainer.shared._launch
-    monkeypatch.setattr(
-        shared, "_launch", lambda b: (sent.append((b, shared._arrived.get(id(b)))), launch(b))
-    )
-    numbers = []
-    trainer.train_step(lambda stage: numbers.append((stage, len(sent))))
-    assert len(shared.buckets) > 3
-    assert numbers == [
-        ("forward", 0), ("backward", 0), ("forward", 0), ("backward", len(shared.buckets)),
-    ]  # fmt: skip
-    assert all(rows == bucket.rows for bucket, rows in sent)
-
-
 def test_state_is_shared_out_and_a_run_goes_on_with_another_number(texts):
     alone = Trainer(new_config(**(DECIDED | SMALL)), texts)
     alone.train_step()
@@ -227,24 +205,6 @@ def test_tensor_without_a_gradient_in_a_step_does_not_change(wire, texts):
     assert moved[0] == set() < {"trits", "remainder", "moment"} <= moved[1]
     assert "wire_exponent" in before[0]
     assert trainer.updater.counters() == {"nonfinite_steps": 0, "refused": 1}
-
-
-@pytest.mark.parametrize(("accum", "size"), [(4, 1), (4, 2), (3, 1), (3, 3)])
-def test_gradients_of_each_micro_batch_of_a_run_are_rounded_by_keys_of_their_own(
-    accum, size, texts
-):
-    config, found = new_config(**(DECIDED | SMALL | {"accum": accum})), []
-    shared = Trainer(config, texts).shared
-    for step in range(2, 5):
-        for rank in range(size):
-            shared.local = range(rank * accum // size, (rank + 1) * accum // size)
-            shared.set_step(step, config.lr)
-            for micro in range(len(shared.local)):
-                shared.begin_micro(micro)
-                found.append(shared.keys)
-    wire = torch.tensor(config.seed ^ WIRE_SEED, dtype=torch.int32)
-    ticks = torch.arange(2 * accum, 5 * accum, dtype=torch.int32)
-    assert torch.equal(torch.stack(found), stream_keys(wire, ticks, len(found[0]), 1))
 
 
 @pytest.mark.parametrize("rule", ["moment", "nibble"])
