@@ -1,8 +1,6 @@
 """Results are files of one form, and every table in the documents is what they say."""
 
 import re
-from importlib import import_module
-from pathlib import Path
 
 import pytest
 
@@ -55,18 +53,6 @@ def test_module_of_a_page_has_its_tables_in_their_order(path):
     module = pages.PAGES.get(path.relative_to(pages.ROOT).as_posix())
     assert names == list(module.TABLES if module else ())
     assert text.count("<!-- table: ") - text.count("<!-- table: ...") == len(names)
-
-
-@pytest.mark.parametrize(
-    "path", sorted(Path(results.__file__).parent.glob("[!_]*.py")), ids=lambda path: path.stem
-)
-def test_benchmark_imports_names_that_exist(path):
-    try:
-        import_module(f"benchmarks.{path.stem}")
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] in ("arbcli", "benchmarks"):
-            raise
-        pytest.skip(f"{error.name} is not installed")
 
 
 def test_row_measured_again_leaves_its_old_run(tmp_path):

@@ -171,7 +171,7 @@ def test_mistakes_are_refused_without_torch(monkeypatch, tmp_path):
     (tmp_path / "run" / "step-000001.safetensors").write_bytes(b"")
     there = {*tmp_path.rglob("*")}
     code = (
-        "import sys; sys.modules['torch'] = None\n"
+        "import sys; sys.modules |= {'torch': None, 'triton': None}\n"
         "import functools; from typer import main\n"
         "main.get_command = functools.cache(main.get_command)\n"  # a third of a call
         "from arbcli import cli; from arbcli.commands import _options\n"
