@@ -119,8 +119,8 @@ def test_no_step_outside_a_graph_sets_a_condition(monkeypatch):
 @pytest.mark.parametrize(
     "given",
     [
-        {"digits": "fade", "fade_from": 0.4, "fade_to": 0.6, "steps": 11}, {"wire": "int12"},
-        {"accum": 3, "objective": "fill", "wire": "int12"}, {"accum": 2, "dropout": 0.25},
+        {"digits": "fade", "fade_from": 0.4, "fade_to": 0.6, "steps": 11},
+        {"accum": 2, "objective": "fill", "wire": "int12"}, {"accum": 2, "dropout": 0.25},
     ],
     ids=str,
 )  # fmt: skip

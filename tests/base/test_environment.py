@@ -165,10 +165,7 @@ runpy.run_module("arbcli", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "name"),
-    [(signal.SIGINT, "arbcli.cli"), (signal.SIGTERM, "typer"), (signal.SIGINT, "torch")],
-)
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "torch")])
 def test_signal_while_the_program_is_loaded_ends_it_in_a_line(number, name):
     code = LOADING.format(name=name, number=int(number))
     command = [sys.executable, "-c", code]

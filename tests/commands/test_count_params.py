@@ -18,20 +18,6 @@ def run(*arguments):
     return CliRunner().invoke(app, ["count-params", *arguments])
 
 
-def test_count_params_takes_every_override():
-    options = {
-        "--ctx": 99, "--tscale-type": "T6", "--rule": "carry", "--optimizer": "sign",
-        "--dim": 24, "--layers": 3, "--heads": 2, "--ffn": 31,
-    }  # fmt: skip
-    result = run("--json", *(str(part) for pair in options.items() for part in pair))
-    config = json.loads(result.stdout)["config"]
-    block = config["stages"][0]["blocks"][0]
-    names = ("ctx", "scale_type", "rule", "direction")
-    found = [config[name] for name in names] + [config["stages"][0]["dim"]]
-    found += [len(config["stages"][0]["blocks"]), block["mixer"]["heads"]]
-    assert [*found, block["channel"]["width"]] == list(options.values())
-
-
 @pytest.mark.slow
 def test_count_params_counts_three_billion_without_their_memory():
     command = [sys.executable, "-m", "arbcli", "count-params", "--preset", "arb-3b", "--json"]

@@ -5,9 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from arbcli.families.media.continuing import Completion
-from arbcli.families.media.sound import encode_samples
-from arbcli.families.media.spans import SoundHeader
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
 from arbcli.training.run import resume_run, start_run
@@ -16,11 +13,6 @@ soundfile = pytest.importorskip("soundfile", reason="needs the extra `media`")
 Image = pytest.importorskip("PIL.Image", reason="needs the extra `media`")
 
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 8, "device": "cpu"}
-
-
-SOUND_OF_NOTHING = SoundHeader("mulaw", 8000, 1, 9).encode() + encode_samples(
-    np.zeros((9, 1), np.int16), "mulaw"
-)
 
 
 @pytest.fixture(scope="module")
@@ -106,21 +98,6 @@ def test_text_follows_a_whole_picture(call, folder):
     assert raw.stdout
 
 
-@pytest.mark.parametrize("size", [1, 7])
-@pytest.mark.parametrize("kind", ["sound", "picture"])
-def test_text_ends_with_the_sound_or_picture_that_is_written(kind, size, monkeypatch, tmp_path):
-    """A model whose text is fixed: a text, a picture, a sound and more text."""
-    text = (
-        b"\xff said " * 20 + b"\xffpicture grey 2 2\nab\ncd\n" + SOUND_OF_NOTHING + b"\xffsound on"
-    )
-    completion, content = Completion(tmp_path / {"sound": "a.wav", "picture": "a.png"}[kind]), b""
-    while not completion.is_complete(content):
-        content, before = text[: len(content) + size], content
-        assert content != before
-    end = text.index(b"d\n") + 2 if kind == "picture" else text.index(b"\xffsound on")
-    assert end <= len(content) < end + size
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -149,12 +126,3 @@ def test_mistake_is_one_line(words, message, call, folder, monkeypatch):
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_prompt_file_of_text_is_the_prompt(call, folder):
-    (folder / "p.txt").write_text("a tone ")
-    words = ["--length", "9", "--json"]
-    by_file = json.loads(call("generate", "--prompt-file", str(folder / "p.txt"), *words).stdout)
-    by_word = json.loads(call("generate", "--prompt", "a tone ", *words).stdout)
-    assert by_file["text"] == by_word["text"]
-    assert by_file["prompt"] == "a tone "

@@ -164,25 +164,6 @@ def test_audit_is_called_with_its_options(recorded_call, monkeypatch, tmp_path):
     assert call.args[:2] == (on_gpu, path)
 
 
-def test_verification_is_called_with_its_options(recorded_call):
-    words = ["--tscale-type", "T6", "--fuzz", "3", "--seed", "4", "--targets", "sm_90", "--time",
-             "--device", "cpu", "--backend", "torch", "--exhaustive"]  # fmt: skip
-    request = recorded_call("arbcli.verify.run.verify", "verify-kernels", "rms_norm", *words).args[
-        0
-    ]
-    assert (request.names, request.scale_type, request.fuzz) == (("rms_norm",), "T6", 3)
-    assert (request.seed, request.targets, request.timed) == (4, "sm_90", True)
-    assert (request.device, request.backend) == ("cpu", "torch")
-    assert request.exhaustive
-    request = recorded_call(
-        "arbcli.verify.run.verify", "verify-kernels", "--all-tscale-types"
-    ).args[0]
-    assert (request.names, request.scale_type, request.fuzz, request.seed) == ((), None, 0, 0)
-    request = recorded_call("arbcli.verify.run.verify", "verify-kernels").args[0]
-    assert (request.scale_type, request.timed, request.targets) == ("T32", False, None)
-    assert not request.exhaustive
-
-
 def test_evaluation_is_called_with_its_options(recorded_call, monkeypatch, tmp_path):
     monkeypatch.setattr(evaluate, "find_run", Path)
     loaded = mock.Mock(return_value=("model", "its name"))

@@ -227,27 +227,6 @@ def test_records_as_others_write_them(record, learnt, tmp_path, tokenizer):
     assert learnt_texts(again, tokenizer) == [f"{learnt}<|im_end|>\n"]
 
 
-def test_marked_answers_are_the_mask_of_transformers(tmp_path, tokenizer, folder):
-    transformers = pytest.importorskip("transformers", reason="needs the package transformers")
-    source = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + ' ' }}{% if m.role == 'assistant' %}"
-        "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}"
-        "{{ m.content }}{% endif %}{% endfor %}"
-    )
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    record = chat("how are you", "fine", "and you", "I am fine")
-    made = theirs.apply_chat_template(
-        record["messages"],
-        chat_template=source,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
-    ((ids, targets),) = documents_of(chats(tmp_path, tokenizer, [record], source))
-    assert [*ids, targets[-1]] == made["input_ids"]
-    assert [target != NOT_LEARNT for target in targets] == [*map(bool, made["assistant_masks"][1:])]
-    assert 0 < sum(made["assistant_masks"]) < len(ids)
-
-
 JOINED = (
     "{% for m in messages %}{{ 'User: ' if m.role == 'user' else 'Assistant: ' }}{{ m.content }}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"

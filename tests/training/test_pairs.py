@@ -201,7 +201,7 @@ def trained(group: Group, config: TrainConfig, texts, steps: int, saved=None):
     if saved is not None:
         trainer.restore(load_checkpoint(saved))
     losses = [float(trainer.train_step()) for _ in range(steps)]
-    losses.append(trainer.evaluate(num_batches=2))
+    losses.append(trainer.evaluate(num_batches=1))
     if trainer.updater is None:
         return losses, {}
     checkpoint = trainer.checkpoint("of a text")
@@ -219,7 +219,7 @@ def check_ternary(config: TrainConfig, processes: int, texts, folder, monkeypatc
     assert all(map(math.isfinite, losses))
     saved = save_checkpoint(folder, whole.checkpoint("of a text"))
     losses = [float(whole.train_step()) for _ in range(config.steps - MIDDLE)]
-    losses.append(whole.evaluate(num_batches=2))
+    losses.append(whole.evaluate(num_batches=1))
     assert all(map(math.isfinite, losses))
     last = whole.checkpoint("of a text")
     digests = {name: tensor_digest(name, part) for name, part in last.tensors.items()}

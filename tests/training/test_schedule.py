@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from arbcli.config.training import SCHEDULES
-from arbcli.data.text import Text, open_texts
-from arbcli.families.media.spans import PictureHeader
+from arbcli.data.text import open_texts
 from arbcli.training import configure
 from arbcli.training.configure import new_config
 from arbcli.training.schedule import learning_rate
-from arbcli.training.text_warnings import _binary_files, text_warnings
+from arbcli.training.text_warnings import text_warnings
 
 
 @pytest.mark.parametrize("steps", [1, 7, 400, 1311])
@@ -73,16 +72,6 @@ def test_files_with_bytes_of_0_are_named(tmp_path):
     assert "data3.txt`, which may be binary" in one
     (one,) = warnings(tmp_path, data1=bytes(1) + PROSE, val=PROSE)
     assert "data1.txt` and 1 more, which may be binary" in one
-
-
-def test_bytes_of_0_in_sounds_and_pictures_cause_no_warning(tmp_path):
-    picture = b"a page\n" + PictureHeader("grey", 3, 1).encode() + bytes(3) + b"\n"
-    assert warnings(tmp_path, data=picture + PROSE, val=PROSE) == []
-    text = Text.of_parts([(tmp_path / "data.txt", 27, len(picture + PROSE))])  # begins within it
-    assert b"\0" in text.read(0, 9)
-    assert not _binary_files(text)
-    (one,) = warnings(tmp_path, data=b"\xffpicture" + picture[20:] + PROSE, val=PROSE)
-    assert "data.txt`, which may be binary" in one
 
 
 def test_held_out_text_of_another_kind_is_reported(tmp_path):

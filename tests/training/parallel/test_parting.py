@@ -88,19 +88,11 @@ def config(run):
     return new_config(**ABOUT, data=(str(run.with_name("text.txt")),))
 
 
-def resumed_with_other_steps(rank, run, config):
-    resume_run(run, Observer(), steps=5 + rank)
-
-
 def resumed_and_started(rank, run, config):
     if rank:
         resume_run(run, Observer())
     else:
         start_run(config, run.with_name("other"), Observer())
-
-
-def started_for_other_minutes(rank, run, config):
-    start_run(config, run.with_name("other"), Observer(), minutes=1 + rank)
 
 
 def started_with_other_weights(rank, run, config):
@@ -123,9 +115,7 @@ def refusal(rank, ask, run, config):
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (resumed_with_other_steps, "setting than process 0: `steps`"),
         (resumed_and_started, "command than process 0: `train --resume`, and not `train`"),
-        (started_for_other_minutes, "setting than process 0: `minutes`"),
         (started_with_other_weights, "setting than process 0: `init_from`"),
         (started_with_another_rate, "setting than process 0: `lr`"),
     ],

@@ -66,13 +66,12 @@ def test_two_and_four_processes_give_the_bits_of_a_single_process(texts):
 @pytest.mark.parametrize(
     "given",
     [
-        {"rule": "nibble", "digits": "all"},
+        {"rule": "nibble", "digits": "all", "dropout": 0.25},  # with the masks of a single process
         pytest.param({"rule": "carry", "digits": "all", "lr": 0.25}, marks=pytest.mark.slow),
         pytest.param({"direction": "sign", "recompute": True}, marks=pytest.mark.slow),
         pytest.param({"rule": "votes"}, marks=pytest.mark.slow),
         pytest.param({"mlp_rule": "nibble", "digits": "fade", "steps": 5}, marks=pytest.mark.slow),
         {"digits": "all", "lr": 0.4, "weight_decay": 4.0},  # beyond what four bits encode
-        {"dropout": 0.25},  # whose masks are those of a single process
         # sums of 16 bits in one process, and of 12 in two
         {"direction": "factored", "accum": 8, "tscale": "T6"},
         {"objective": "fill"},  # micro-batches with unequal numbers of learnt symbols
