@@ -67,9 +67,9 @@ def test_loss_and_gradients_are_those_of_the_float_baseline(family):
     with use_backend("torch"):
         loss = minimised(baseline.losses(ids, 255 - ids), baseline.loss_weights)
         loss.backward()
-    found = bare(ids, 255 - ids)
-    found.backward()
-    assert float(found) == pytest.approx(float(loss), rel=1e-4)
+    bare_loss = bare(ids, 255 - ids)
+    bare_loss.backward()
+    assert float(bare_loss) == pytest.approx(float(loss), rel=1e-4)
     for theirs, ours in pairs:
         wanted = theirs.grad.view_as(ours)
         assert (ours.grad - wanted).norm() < 1e-4 * wanted.norm()
@@ -80,6 +80,6 @@ def test_selected_entries_are_those_of_the_kernel():
     indexer = Indexer(mixer, 32, 64)
     q, weights, keys = torch.rand(2, 16, 4, 32), torch.rand(2, 16, 4), torch.rand(2, 16, 32)
     chosen, exists = indexer.select(q, weights, keys)
-    found = torch.where(exists, chosen, 16).sort(-1).values
+    entries = torch.where(exists, chosen, 16).sort(-1).values
     wanted = choose_entries(q, weights, keys, 1, 16, 5)
-    assert torch.equal(found, torch.where(wanted < 0, 16, wanted).long())
+    assert torch.equal(entries, torch.where(wanted < 0, 16, wanted).long())

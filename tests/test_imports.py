@@ -113,10 +113,10 @@ def test_configurations_of_the_core_import_no_family():
         "assert train_config_from({'config': train_config_dict(config)}) == config\n"
         "assert config_from_dict(dataclasses.asdict(config.model)) == config.model\n"
         "assert settings_text(config) and 'hnet-base' in PRESETS\n"
-        "found = lambda: {name for name in sys.modules if name.startswith('arbcli.families.')}\n"
-        "assert not found(), found()\n"
+        "families = lambda: {name for name in sys.modules if name.startswith('arbcli.families.')}\n"
+        "assert not families(), families()\n"
         "preset('tiny', experts=3, mlp_rule='nibble')\n"
-        "assert 'arbcli.families.experts.config' in found()\n"
-        "assert 'arbcli.families.hnet' not in found()\n"
+        "assert 'arbcli.families.experts.config' in families()\n"
+        "assert 'arbcli.families.hnet' not in families()\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -47,11 +47,11 @@ def test_model_of_another_kind_has_no_shape():
 
 def test_matrices_of_a_model_without_a_shape_have_its_own_names(saved, small_graph):
     given = {name: value for name, value in small_graph.items() if name not in ("preset", "batch")}
-    found = open_saved(saved("arb-tiny", **given), print)
-    tensors = found.model.packed_tensors()
-    assert {*found.weights()} == {*tensors}
+    model_file = open_saved(saved("arb-tiny", **given), print)
+    tensors = model_file.model.packed_tensors()
+    assert {*model_file.weights()} == {*tensors}
     name = next(iter(tensors))
-    assert found.weights()[name]().equal(tensors[name].weight())
+    assert model_file.weights()[name]().equal(tensors[name].weight())
 
 
 def test_template_of_a_run_is_that_of_its_tokenizer(tmp_path):

@@ -57,21 +57,21 @@ LAW = Law(floor=0.8, of_size=0.25, of_length=0.6, size_exponent=0.35, length_exp
 
 
 def rows(noise=0.0):
-    found = []
+    points = []
     for weights in (0.9e6, 3.3e6, 10.8e6, 25.9e6):
         for steps in (250, 500, 1000, 2000):
             read = 8192 * steps
-            loss = LAW.loss(weights, read) * (1 + noise * math.sin(9 * len(found)))
+            loss = LAW.loss(weights, read) * (1 + noise * math.sin(9 * len(points)))
             row = {"weights": weights, "steps": steps, "bytes": read, "held_out_nats": loss}
-            found.append(row)
-    return found
+            points.append(row)
+    return points
 
 
 def test_exact_losses_give_their_law():
-    found = fit(rows())
-    assert found.law == pytest.approx(LAW, abs=1e-6)
-    assert found.residual < 1e-9
-    assert max(found.errors) < 1e-6
+    fitted = fit(rows())
+    assert fitted.law == pytest.approx(LAW, abs=1e-6)
+    assert fitted.residual < 1e-9
+    assert max(fitted.errors) < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Muon", "moment, all digits", "nibble, all digits"])

@@ -74,7 +74,7 @@ def test_words_of_options_are_words_of_files_and_of_the_library(tmp_path):
         "direction": "factored", "wire": "int8", "weights": "ternary", "digits": "all",
     }  # fmt: skip
     given = {"preset": "tiny", "device": "cpu", "backend": "torch", "compute": "fp32"}
-    for words, found in (
+    for words, expected in (
         ({"weights": "anneal"}, ("ternary", "fade", "orthogonal", "rule")),
         ({"optimizer": "muon"}, ("ternary", "trit", "orthogonal", "rule")),
         ({"optimizer": "muon", "weights": "float"}, ("float", "trit", "orthogonal", "muon")),
@@ -83,7 +83,7 @@ def test_words_of_options_are_words_of_files_and_of_the_library(tmp_path):
     ):
         config = train_config(**given | words)
         model = config.model
-        assert (model.weights, model.digits, model.direction, config.optimizer) == found
+        assert (model.weights, model.digits, model.direction, config.optimizer) == expected
     with pytest.raises(ArbError, match="only works with float weights"):
         train_config(**given, optimizer="adamw")
 
@@ -115,7 +115,7 @@ def test_page_of_train_has_the_common_options_and_the_complete_page_all():
     assert "Dynamic chunks: hnet-" not in page
 
 
-@pytest.mark.parametrize(("assigned", "found"), [
+@pytest.mark.parametrize(("assigned", "expected"), [
     ("steps=7", {"steps": 7}),
     ("reduce-dtype=int8", {"wire": "int8"}),
     ("weights=int8", {"weights": "ternary", "digits": "all"}),
@@ -124,8 +124,8 @@ def test_page_of_train_has_the_common_options_and_the_complete_page_all():
     ("model.bound=10", {"fields": {"bound": 10}}),
     ("attention.rule=nibble", {"fields": {"attention.rule": "nibble"}}),
 ])  # fmt: skip
-def test_assignment_sets_a_setting_or_a_field(assigned, found):
-    assert given_options(assignments=[assigned]) == found
+def test_assignment_sets_a_setting_or_a_field(assigned, expected):
+    assert given_options(assignments=[assigned]) == expected
 
 
 @pytest.mark.parametrize(("given", "says"), [

@@ -27,13 +27,13 @@ def wrong_kernel(monkeypatch):
 
 
 def test_json_is_one_object_with_pinned_fields():
-    found = json.loads(arb("pack_trits", "--json").stdout)
-    assert list(found) == [
+    report = json.loads(arb("pack_trits", "--json").stdout)
+    assert list(report) == [
         "format", "date", "device", "versions", "commit", "scale_types", "kernels", "parity",
         "compiled", "failures", "ruled_out", "not_verified", "seconds", "passed", "changes",
         "timing", "interrupted", "sampled",
     ]  # fmt: skip
-    assert list(found["kernels"][0]) == [
+    assert list(report["kernels"][0]) == [
         "kernel", "backend", "scale_type", "kind", "shapes", "outputs", "elements", "unwritten",
         "gate", "reason", "unequal", "max_error", "relative_error", "cosine", "seconds", "passed",
         "failures", "drawn", "left_out",
@@ -67,11 +67,11 @@ def test_ledger_is_written_and_compared(tmp_path):
 
 @pytest.mark.gpu
 def test_kernels_are_timed_after_they_are_verified(tmp_path):
-    found = json.loads(arb("pack_trits", "--time", "--json", "--ledger", tmp_path).stdout)
-    (timed,) = found["timing"]["timings"]
+    report = json.loads(arb("pack_trits", "--time", "--json", "--ledger", tmp_path).stdout)
+    (timed,) = report["timing"]["timings"]
     assert (timed["kernel"], timed["shape"]) == ("pack_trits", "11264x2048")
-    assert found["timing"]["roofline"]["bytes_per_second"] > 0
-    assert not any(item.startswith("speed") for item in found["not_verified"])
+    assert report["timing"]["roofline"]["bytes_per_second"] > 0
+    assert not any(item.startswith("speed") for item in report["not_verified"])
     assert "## Speed" in (tmp_path / "ledger.md").read_text()
 
 
@@ -96,14 +96,14 @@ def assert_ledger_of_what_was_verified(number, code, done, folder) -> None:
     assert stderr.startswith("kernels  1/")
     assert "Traceback" not in stderr
     assert f"stopped by {number.name}" in stderr
-    found = json.loads(stdout)
-    assert json.loads((folder / "ledger.json").read_text()) == found
+    report = json.loads(stdout)
+    assert json.loads((folder / "ledger.json").read_text()) == report
     assert f"Stopped by {number.name}; no checks failed" in (folder / "ledger.md").read_text()
-    assert found["interrupted"] == number.name
-    assert not found["passed"]
-    assert not found["failures"]
-    done = {(result["kernel"], result["scale_type"]) for result in found["kernels"]}
+    assert report["interrupted"] == number.name
+    assert not report["passed"]
+    assert not report["failures"]
+    done = {(result["kernel"], result["scale_type"]) for result in report["kernels"]}
     assert done
-    assert found["not_verified"][0].startswith(f"stopped by {number.name} before these kernels")
-    missing = found["not_verified"][0].partition(": ")[2].split(", ")
+    assert report["not_verified"][0].startswith(f"stopped by {number.name} before these kernels")
+    missing = report["not_verified"][0].partition(": ")[2].split(", ")
     assert done.isdisjoint({(*item.split(), None)[:2] for item in missing})

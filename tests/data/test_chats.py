@@ -72,28 +72,28 @@ def chats(tmp_path, tokenizer, records, source=CHATML, context=64, field="messag
     return Chats(text, field, tokenizer, template, context)
 
 
-def documents_of(found: Chats) -> list[tuple[list[int], list[int]]]:
+def documents_of(dataset: Chats) -> list[tuple[list[int], list[int]]]:
     """List inputs and targets of every document."""
     listed = []
-    for window in range(len(found.bins)):
-        ids, targets, numbers = (part[0] for part in found.packed_batch([window]))
-        for number in range(len(found.bins[window])):
+    for window in range(len(dataset.bins)):
+        ids, targets, numbers = (part[0] for part in dataset.packed_batch([window]))
+        for number in range(len(dataset.bins[window])):
             here = numbers == number
             listed.append((ids[here].tolist(), targets[here].tolist()))
-        assert targets[numbers == len(found.bins[window])].eq(NOT_LEARNT).all()
+        assert targets[numbers == len(dataset.bins[window])].eq(NOT_LEARNT).all()
     return listed
 
 
 def test_only_answers_and_their_ends_are_learnt(tmp_path, tokenizer):
-    found = chats(tmp_path, tokenizer, [chat("how are you", "fine", "you", "am fine too")])
-    ((ids, targets),) = documents_of(found)
+    dataset = chats(tmp_path, tokenizer, [chat("how are you", "fine", "you", "am fine too")])
+    ((ids, targets),) = documents_of(dataset)
     whole = tokenizer.decode([*ids, targets[-1]])
     assert whole == ChatTemplate(CHATML, "", SPECIAL).render(
         chat("how are you", "fine", "you", "am fine too")["messages"]
     )
     learnt = [token for token in targets if token != NOT_LEARNT]
     assert tokenizer.decode(learnt) == "fine<|im_end|>\nam fine too<|im_end|>\n"
-    assert found.learnt_bytes == len(b"fine<|im_end|>\nam fine too<|im_end|>\n")
+    assert dataset.learnt_bytes == len(b"fine<|im_end|>\nam fine too<|im_end|>\n")
     assert ids[0] == tokenizer.special("<|im_start|>")  # one token, not ten of its text
     # each target is the next input
     pairs = zip(ids[1:], targets[:-1], strict=True)
@@ -101,10 +101,10 @@ def test_only_answers_and_their_ends_are_learnt(tmp_path, tokenizer):
 
 
 def test_template_that_alters_earlier_answers_makes_a_document_of_each(tmp_path, tokenizer):
-    found = chats(tmp_path, tokenizer, [chat("a", "b", "c", "d")], THINKING)
+    dataset = chats(tmp_path, tokenizer, [chat("a", "b", "c", "d")], THINKING)
     learnt = [
         tokenizer.decode([token for token in targets if token != NOT_LEARNT])
-        for _, targets in documents_of(found)
+        for _, targets in documents_of(dataset)
     ]
     assert sorted(learnt) == ["<think>b<|im_end|>", "<think>d<|im_end|>"]
 
@@ -184,24 +184,28 @@ def test_windows_hold_every_document_once(room):
 
 
 def test_long_document_is_cut(tmp_path, tokenizer):
-    found = chats(tmp_path, tokenizer, [chat("a", "how are you " * 9), chat("b", "c")], context=24)
-    assert found.cut == 1
-    assert sorted(len(ids) for ids, _ in documents_of(found))[-1] == 24
-    learnt = [t for _, targets in documents_of(found) for t in targets if t != NOT_LEARNT]
-    assert found.learnt_tokens == len(learnt)
-    assert found.learnt_bytes == len(tokenizer.decode(learnt))
-    shown = [tokenizer.decode([*ids, targets[-1]]) for ids, targets in documents_of(found)]
+    dataset = chats(
+        tmp_path, tokenizer, [chat("a", "how are you " * 9), chat("b", "c")], context=24
+    )
+    assert dataset.cut == 1
+    assert sorted(len(ids) for ids, _ in documents_of(dataset))[-1] == 24
+    learnt = [t for _, targets in documents_of(dataset) for t in targets if t != NOT_LEARNT]
+    assert dataset.learnt_tokens == len(learnt)
+    assert dataset.learnt_bytes == len(tokenizer.decode(learnt))
+    shown = [tokenizer.decode([*ids, targets[-1]]) for ids, targets in documents_of(dataset)]
     # the last token of a cut document is its last target, whether learnt or not
-    assert sum(found.window_bytes([n], 24) for n in range(len(found.bins))) == sum(map(len, shown))
-    assert sum(found.learnt_symbols([n], 24) for n in range(len(found.bins))) == len(learnt)
+    assert sum(dataset.window_bytes([n], 24) for n in range(len(dataset.bins))) == sum(
+        map(len, shown)
+    )
+    assert sum(dataset.learnt_symbols([n], 24) for n in range(len(dataset.bins))) == len(learnt)
     with pytest.raises(ArbError, match="no record has an answer that begins within 4 tokens"):
         chats(tmp_path, tokenizer, [chat("how are you", "b")], context=4)
 
 
-def learnt_texts(found: Chats, tokenizer: Tokenizer) -> list[str]:
+def learnt_texts(dataset: Chats, tokenizer: Tokenizer) -> list[str]:
     return [
         tokenizer.decode([token for token in targets if token != NOT_LEARNT])
-        for _, targets in documents_of(found)
+        for _, targets in documents_of(dataset)
     ]
 
 
@@ -237,13 +241,13 @@ def test_token_that_joins_prompt_and_answer_is_learnt(tmp_path, tokenizer):
     """The space that ends the prompt and the first word of the answer are one token."""
     joined = tokenizer.encode(b" am")
     assert len(joined) == 1
-    found = chats(tmp_path, tokenizer, [chat("you", "am"), chat("x", "\u00e9a")], JOINED)
+    dataset = chats(tmp_path, tokenizer, [chat("you", "am"), chat("x", "\u00e9a")], JOINED)
     learnt = [
-        [token for token in targets if token != NOT_LEARNT] for _, targets in documents_of(found)
+        [token for token in targets if token != NOT_LEARNT] for _, targets in documents_of(dataset)
     ]
     assert [*joined, tokenizer.special("<|im_end|>")] in learnt
     assert sorted(map(tokenizer.decode, learnt)) == [" am<|im_end|>", "\u00e9a<|im_end|>"]
-    assert found.learnt_bytes == len(" am<|im_end|>\u00e9a<|im_end|>".encode())
+    assert dataset.learnt_bytes == len(" am<|im_end|>\u00e9a<|im_end|>".encode())
 
 
 def model_of(vocabulary: int = 270, **mixer):

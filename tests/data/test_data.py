@@ -166,15 +166,15 @@ def test_open_texts_splits_files_whatever_their_place(tmp_path):
 def test_tenths_of_files_that_are_not_a_window_together_are_not_held_out(tmp_path, context, split):
     paths = write_all(tmp_path, [random_bytes(90), random_bytes(19)])
     texts = [open_texts(list(map(str, paths)), None, seed=s, context=context) for s in range(4)]
-    assert {found.split for found in texts} == {split}
-    assert {len(found.val) for found in texts} == ({10} if split == "within" else {19, 90})
+    assert {parts.split for parts in texts} == {split}
+    assert {len(parts.val) for parts in texts} == ({10} if split == "within" else {19, 90})
 
 
 def test_few_files_are_split_within_if_the_held_out_file_is_of_another_kind(tmp_path):
     prose = b"Ternary weights learn to read, a byte at a time. " * 400
     paths = [str(path) for path in write_all(tmp_path, [prose] * 15 + [random_bytes(len(prose))])]
-    found = {open_texts(paths, None, seed=seed, context=8).split for seed in range(40)}
-    assert found == {"files", "within"}
+    splits = {open_texts(paths, None, seed=seed, context=8).split for seed in range(40)}
+    assert splits == {"files", "within"}
     for seed in range(40):
         texts = open_texts(paths, None, seed=seed, context=8)
         assert (texts.val.num_files == 16) == (texts.split == "within")

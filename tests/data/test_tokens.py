@@ -99,16 +99,16 @@ def test_text_cannot_make_special_tokens(tokenizer):
 
 def test_characters_come_as_soon_as_they_are_whole(tokenizer):
     whole = "größer as Ω tokens 🙂 do"
-    found = tokenizer.encode(whole.encode())
-    parts = list(tokenizer.decoded(found[:2], [[token] for token in found[2:]]))
-    begun = tokenizer.decode(found[:2])
+    token_ids = tokenizer.encode(whole.encode())
+    parts = list(tokenizer.decoded(token_ids[:2], [[token] for token in token_ids[2:]]))
+    begun = tokenizer.decode(token_ids[:2])
     assert begun.encode() + b"".join(parts) == whole.encode()
     assert len(parts) > 4
     assert all("\ufffd" not in part.decode() for part in parts)
     # nor is the rest of a character shown whose first half is the end of the prompt
     model = SimpleNamespace(tokenizer=tokenizer)
-    for cut in range(len(found)):
-        parts = list(bytes_of(model, found[:cut], [[token] for token in found[cut:]]))
+    for cut in range(len(token_ids)):
+        parts = list(bytes_of(model, token_ids[:cut], [[token] for token in token_ids[cut:]]))
         assert all("\ufffd" not in part.decode() for part in parts), cut
 
 
@@ -153,7 +153,10 @@ def test_whatever_the_package_raises_is_one_line_and_nothing_else_is_written(nam
     whole = {"version": "1.0", "added_tokens": [ADDED], "model": model, **dict.fromkeys(none)}
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(whole | parts))
-    for use in (lambda found: found.encode(b"xyz"), lambda found: found.encode_marked("xyz")):
+    for use in (
+        lambda tokenizer: tokenizer.encode(b"xyz"),
+        lambda tokenizer: tokenizer.encode_marked("xyz"),
+    ):
         with pytest.raises(ArbError) as refused:
             use(Tokenizer.read(path))
         assert f"`{path}` {message}" in str(refused.value)
@@ -182,12 +185,12 @@ def test_run_of_tokens_is_trained_evaluated_resumed_and_written(
     assert (run / "tokenizer.json").read_bytes() == tokenizer_file.read_bytes()
     # the run has its own
     saved = ["--checkpoint", str(run), "--device", "cpu"]
-    (found,) = run_json(arb_here, "evaluate", *saved, "--quiet")
-    assert found["tokens"] == len(val)
-    assert found["bytes"] == len(texts.val)
-    assert found["nats_per_byte"] == pytest.approx(found["nats_per_token"] / val.symbol_bytes)
-    (part,) = found["by_position"]  # of all positions, of which most count twice
-    assert part["nats_per_byte"] == pytest.approx(found["nats_per_byte"], rel=0.05)
+    (report,) = run_json(arb_here, "evaluate", *saved, "--quiet")
+    assert report["tokens"] == len(val)
+    assert report["bytes"] == len(texts.val)
+    assert report["nats_per_byte"] == pytest.approx(report["nats_per_token"] / val.symbol_bytes)
+    (part,) = report["by_position"]  # of all positions, of which most count twice
+    assert part["nats_per_byte"] == pytest.approx(report["nats_per_byte"], rel=0.05)
     (written,) = run_json(arb_here, "generate", *saved, "--prompt", "ternary", "--length", "9")
     assert written["length"] == 9
     assert arb_here("train", "--resume", str(run), "--steps", "4", "--quiet").returncode == 0

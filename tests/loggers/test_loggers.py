@@ -114,12 +114,12 @@ def _trackio(run: Path) -> set[str]:
 def _mlflow(run: Path) -> set[str]:
     import mlflow
 
-    (found,) = mlflow.search_runs(experiment_names=["arb"], output_format="list")
-    assert found.data.params["model.rule"] == "moment"
-    assert found.info.status == "FINISHED"
-    files = mlflow.MlflowClient().list_artifacts(found.info.run_id)
+    (logged_run,) = mlflow.search_runs(experiment_names=["arb"], output_format="list")
+    assert logged_run.data.params["model.rule"] == "moment"
+    assert logged_run.info.status == "FINISHED"
+    files = mlflow.MlflowClient().list_artifacts(logged_run.info.run_id)
     assert {file.path for file in files} == {"histograms", "samples"}
-    return {*found.data.metrics, "trits/head"}
+    return {*logged_run.data.metrics, "trits/head"}
 
 
 READERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}

@@ -88,9 +88,9 @@ def test_damage_is_found_and_a_resume_does_as_predicted(run):
     assert said["step-000002.safetensors"] == f"{size:,} bytes of state, as written"
     assert "was altered" in said["step-000003.safetensors"]
     assert said[".step-000009.safetensors.0123abcd.tmp"] == "temporary file of a killed process"
-    found = states(report)
-    assert found["step-000003.safetensors"] == found["metrics.jsonl"] == "damaged"
-    assert found[".step-000009.safetensors.0123abcd.tmp"] == "left over"
+    state_of = states(report)
+    assert state_of["step-000003.safetensors"] == state_of["metrics.jsonl"] == "damaged"
+    assert state_of[".step-000009.safetensors.0123abcd.tmp"] == "left over"
     assert (report.resumes_at, report.drops_records) == (2, 1)
     assert report.sets_aside == ("step-000003.safetensors",)
     assert report.removes == (".step-000009.safetensors.0123abcd.tmp",)
@@ -105,8 +105,8 @@ def test_best_checkpoint_and_those_set_aside_are_looked_at(run):
     for copy in (best, aside):
         copy.write_bytes((run / "step-000002.safetensors").read_bytes())
     report = check_run(run)
-    found = states(report)
-    assert (found[best.name], found[aside.name]) == ("ok", "left over")
+    state_of = states(report)
+    assert (state_of[best.name], state_of[aside.name]) == ("ok", "left over")
     assert report.passed
     flip(best)
     report = check_run(run)

@@ -165,8 +165,8 @@ def test_weights_of_another_model_or_alone_are_refused(text, tmp_path):
 
 @pytest.mark.parametrize("losses", [[3.0, 1.0, 2.0], [3.0, 2.0, 1.0], [1.0, float("nan"), 1.0]])
 def test_newest_and_best_are_kept(losses, text, tmp_path, monkeypatch):
-    found = iter(losses)
-    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: next(found))
+    to_come = iter(losses)
+    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: next(to_come))
     options = {"steps": 3, "eval_every": 1, "save_every": 1, "keep": 1, "keep_best": True}
     start_run(new_config(**SMALL, data=[text], **options), tmp_path / "run", Observer())
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000003.safetensors"]
@@ -183,8 +183,8 @@ LOSSES = [3.0, 2.0, 2.5, 2.0, 1.0, 0.5]
 def test_run_stops_when_its_loss_has_not_fallen_and_keeps_the_best(
     options, text, tmp_path, monkeypatch
 ):
-    found, observer, run = iter(LOSSES), Noting(), tmp_path / "run"
-    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: next(found))
+    to_come, observer, run = iter(LOSSES), Noting(), tmp_path / "run"
+    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: next(to_come))
     options = options | {"steps": 6, "eval_every": 1, "patience": 2}
     report = start_run(new_config(**SMALL, data=[text], **options), run, observer)
     assert (report.steps, report.val_loss, report.stopped_by) == (4, 2.0, None)
@@ -207,11 +207,11 @@ def test_run_stops_when_its_loss_has_not_fallen_and_keeps_the_best(
 def test_resumed_run_counts_the_evaluations_before(text, tmp_path, monkeypatch):
     options = {"eval_every": 1, "save_every": 1, "keep": 9, "patience": 2}
     config = new_config(**SMALL, data=[text], steps=6, **options)
-    found, run = iter(LOSSES), tmp_path / "run"
-    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: next(found))
+    to_come, run = iter(LOSSES), tmp_path / "run"
+    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: next(to_come))
     start_run(config, run, Observer())
     for back in (3, 4):  # in the middle, and once the run has stopped
-        found = iter(LOSSES[back:])
+        to_come = iter(LOSSES[back:])
         report = resume_run(run / f"step-{back:06d}.safetensors", Observer())
         assert report.steps == 4
         assert [record["val_loss"] for record in records(run)] == LOSSES[:4]

@@ -36,15 +36,15 @@ def trainer_of(text: str, **options) -> Trainer:
 
 
 def test_stages_take_equal_turns_and_the_last_stage_stays():
-    found = [fade_stage(step, 1000, FADES) for step in range(1001)]
-    assert tuple(dict.fromkeys(found)) == STAGES
-    assert found[int(1000 * FADE_FROM)] == "all" != found[int(1000 * FADE_FROM) + 1]
+    stages = [fade_stage(step, 1000, FADES) for step in range(1001)]
+    assert tuple(dict.fromkeys(stages)) == STAGES
+    assert stages[int(1000 * FADE_FROM)] == "all" != stages[int(1000 * FADE_FROM) + 1]
     turn = 1000 * FADING_SHARE / 16
-    assert all(found.count(stage) == pytest.approx(turn, abs=1) for stage in STAGES[1:-1])
+    assert all(stages.count(stage) == pytest.approx(turn, abs=1) for stage in STAGES[1:-1])
     assert [fade_stage(step, 1, FADES) for step in (0, 1)] == ["all", "trit"]
     early = [fade_stage(step, 1000, (0.0, 0.5)) for step in range(1001)]
     assert (early[0], early[1], early[500]) == ("all", "15/16", "trit")
-    assert early[:600] == found[400:1000]
+    assert early[:600] == stages[400:1000]
     assert [fade_stage(step, 1000, (0.0, 0.25)) for step in range(501)] == early[::2]
 
 
@@ -132,7 +132,7 @@ def test_rate_grows_to_that_of_the_trit_while_weights_fade():
     ids=str,
 )
 def test_captured_steps_fade_with_the_bits_of_eager_steps(rules, text):
-    found = []
+    outcomes = []
     for capture in (False, True):
         config = new_config(**SMALL | rules | {"steps": 60, "device": "cuda"}, data=[text])
         texts = open_texts(config.data, None, seed=0, context=16)
@@ -144,7 +144,7 @@ def test_captured_steps_fade_with_the_bits_of_eager_steps(rules, text):
                 if trainer.digits in FADED and len(losses) % 5 == 0:
                     list(generate(trainer.model, b"a", 2, Sampling(seed=0)))
         assert (trainer._graph is not None) == capture
-        found.append((losses, {name: t.cpu() for name, t in trainer.model.state_dict().items()}))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(part, found[1][1][name]) for name, part in found[0][1].items())
+        outcomes.append((losses, {name: t.cpu() for name, t in trainer.model.state_dict().items()}))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert all(torch.equal(part, outcomes[1][1][name]) for name, part in outcomes[0][1].items())
     assert EAGER_STEPS < 60 * FADING_SHARE / 4

@@ -129,10 +129,10 @@ class Watch:
         if torn:
             with (copy / METRICS).open("a") as file:
                 file.write(torn)
-        found = state(copy)
-        if found in self.seen:
+        digest = state(copy)
+        if digest in self.seen:
             shutil.rmtree(copy)
-        self.seen.add(found)
+        self.seen.add(digest)
 
     def around(self, work: Callable) -> Callable:
         """Look before and after."""

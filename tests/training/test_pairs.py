@@ -140,7 +140,7 @@ def rows() -> list[Row]:
     }
     while waiting:
         best: dict[str, str] = {}
-        found: list[frozenset] = []
+        covered: list[frozenset] = []
         for _ in range(8):
             chosen, settings = dict(next(iter(waiting))), [*SETTINGS]
             dice.shuffle(settings)
@@ -160,9 +160,9 @@ def rows() -> list[Row]:
                 for pair in map(frozenset, itertools.combinations(chosen.items(), 2))
                 if pair in waiting
             ]
-            if len(new) > len(found):
-                best, found = chosen, new
-        for pair in found:
+            if len(new) > len(covered):
+                best, covered = chosen, new
+        for pair in covered:
             del waiting[pair]
         made.append(tuple((setting, best[setting]) for setting in SETTINGS))
     return made
@@ -228,11 +228,11 @@ def check_ternary(config: TrainConfig, processes: int, texts, folder, monkeypatc
         # gradients wait for others, as on a GPU, and step one by one all the same
         monkeypatch.setattr(updater, "uses_triton", lambda tensor: True)
         monkeypatch.setattr(updater, "merge_launches", lambda parts, _: [part() for part in parts])
-        found = [trained(Group(), *goes_on)]
+        outcomes = [trained(Group(), *goes_on)]
     else:
-        found = in_processes(processes, trained, *goes_on)
-    assert all(again == losses for again, _ in found)
-    assert found[0][1] == digests | last.counters
+        outcomes = in_processes(processes, trained, *goes_on)
+    assert all(again == losses for again, _ in outcomes)
+    assert outcomes[0][1] == digests | last.counters
 
 
 def check_twin(config: TrainConfig, processes: int, texts) -> None:

@@ -141,8 +141,8 @@ def test_streams_are_uncorrelated():
                 if a == b and low == high and shift == (0, 0):
                     continue
                 moved = noise[b][high].roll(shift, dims=(0, 1))
-                found = (noise[a][low] * moved).mean().item()
-                assert abs(found) < 5.5 * error, (a, b, low, high, shift)
+                correlation = (noise[a][low] * moved).mean().item()
+                assert abs(correlation) < 5.5 * error, (a, b, low, high, shift)
 
 
 def test_streams_share_no_rows_of_noise():
@@ -186,13 +186,13 @@ LR = 0.15
 RADIX = {find_rule("moment"): 64, find_rule("nibble"): 14, find_rule("carry"): 32}
 
 
-def assert_near(found: torch.Tensor, mean: float, deviation: float | None = None) -> None:
+def assert_near(steps: torch.Tensor, mean: float, deviation: float | None = None) -> None:
     """Check the mean, and the spread if it is known, within five standard errors of each."""
-    error = (deviation or found.std().item()) / found.numel() ** 0.5
+    error = (deviation or steps.std().item()) / steps.numel() ** 0.5
     assert error > 0
-    assert abs(found.mean().item() - mean) < 5 * error
+    assert abs(steps.mean().item() - mean) < 5 * error
     if deviation:
-        assert abs(found.std().item() / deviation - 1) < 5 / (2 * found.numel()) ** 0.5
+        assert abs(steps.std().item() / deviation - 1) < 5 / (2 * steps.numel()) ** 0.5
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -208,7 +208,7 @@ def test_text_that_is_overwritten_while_it_is_read_is_noticed(text, tmp_path, mo
         start_run(config(str(path), "cpu", steps=8, save_every=1), begun, observer)
     assert f"--resume {begun}" in told.value.hint
     assert seen[-1] == 4
-    names = [found.name for found in checkpoints(begun)]
+    names = [path.name for path in checkpoints(begun)]
     assert names == ["step-000004.safetensors", "step-000003.safetensors"]
 
 
@@ -268,7 +268,7 @@ def test_samples_and_a_trace_change_nothing_of_a_run(text, tmp_path, device, mon
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     steps = sorted(name for name in names if name and name.startswith("ProfilerStep"))
     assert steps == [f"ProfilerStep#{first + n - 1}" for n in range(2)]
-    assert [found.name for found in run.glob("*trace*")] == [path.name]
+    assert [trace.name for trace in run.glob("*trace*")] == [path.name]
 
 
 @pytest.fixture(scope="module")

@@ -51,18 +51,18 @@ def test_lost_process_is_reported_by_the_call_that_waits_for_it(late, monkeypatc
 
 def test_differing_process_is_named_with_the_difference(monkeypatch):
     group = Group(rank=1, size=3)
-    own = dict.fromkeys("abcdefg", 1)
-    monkeypatch.setattr(group, "collect", lambda values: [own, own, found])
-    found = {**own}
-    group.compare(found, "setting")
-    found |= {"c": 2, "z": 1}
+    settings = dict.fromkeys("abcdefg", 1)
+    monkeypatch.setattr(group, "collect", lambda values: [settings, settings, others])
+    others = {**settings}
+    group.compare(others, "setting")
+    others |= {"c": 2, "z": 1}
     message = "process 2 has another setting than process 0: `c`, `z`"
     with pytest.raises(ArbError, match=re.escape(message)) as caught:
-        group.compare(own | {"z": None}, "setting", "do so")
+        group.compare(settings | {"z": None}, "setting", "do so")
     assert caught.value.hint == "do so"
-    found = dict.fromkeys(own, 3)
+    others = dict.fromkeys(settings, 3)
     with pytest.raises(ArbError, match=r"0: `a`, `b`, `c`, `d`, `e`$") as caught:
-        group.compare(own, "file")
+        group.compare(settings, "file")
     assert "the same arguments" in caught.value.hint
 
 
@@ -81,9 +81,9 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(
         ArbError, match="process 2 of this machine has no GPU: there are 2"
-    ) as found:
+    ) as refused:
         own_device(cuda)
-    assert "start at most 2" in found.value.hint
+    assert "start at most 2" in refused.value.hint
 
 
 @pytest.mark.parametrize(("wire", "micro_batches", "local", "limit", "bits"), [

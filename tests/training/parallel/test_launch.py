@@ -42,11 +42,11 @@ def test_processes_get_their_places_and_a_private_folder(tmp_path, monkeypatch):
     told += "about = json.dumps([dict(os.environ), mode, leads])\n"
     told += "pathlib.Path(sys.argv[1], str(rank)).write_text(about)"
     assert launch([*script(told), str(tmp_path)], 3) is None
-    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
-    assert [this_process(about) for about, *_ in found] == [Place(n, 3, n, True) for n in range(3)]
-    assert {(mode, leads) for _, mode, leads in found} == {("0o700", True)}
-    assert {about["OMP_NUM_THREADS"] for about, *_ in found} == {"1"}
-    (store,) = {about[STORE] for about, *_ in found}
+    told = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
+    assert [this_process(about) for about, *_ in told] == [Place(n, 3, n, True) for n in range(3)]
+    assert {(mode, leads) for _, mode, leads in told} == {("0o700", True)}
+    assert {about["OMP_NUM_THREADS"] for about, *_ in told} == {"1"}
+    (store,) = {about[STORE] for about, *_ in told}
     assert not Path(store).parent.exists()
     monkeypatch.setenv("OMP_NUM_THREADS", "5")  # a user's own
     assert launch(script("sys.exit(os.environ['OMP_NUM_THREADS'] != '5')"), 1) is None

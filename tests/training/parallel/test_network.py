@@ -49,7 +49,8 @@ def running(request, text, tmp_path, monkeypatch):
     if torch.cuda.is_available():
         with log.open("w") as said:
             command = [sys.executable, "-m", "arbcli", *words]
-            pid = subprocess.Popen(command, stdout=said, stderr=said).pid
+            process = subprocess.Popen(command, stdout=said, stderr=said)
+        pid = process.pid
     else:
         monkeypatch.setattr(sys, "stdout", sys.__stdout__)  # whose descriptor is the log's there
         monkeypatch.setattr(sys, "stderr", sys.__stderr__)

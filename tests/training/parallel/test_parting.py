@@ -63,8 +63,8 @@ def test_processes_of_one_machine_use_its_loopback_interface(about, bound, order
     for name, value in ({"MASTER_ADDR": "10.0.0.1"} | about | chosen).items():
         monkeypatch.setenv(name, value)
     with joined(torch.device("cpu"), "train"):
-        found = {name: os.environ[name] for name in chosen}
-    assert found == (group_module.INTERFACES if bound else chosen)
+        interfaces = {name: os.environ[name] for name in chosen}
+    assert interfaces == (group_module.INTERFACES if bound else chosen)
     assert group_module.INTERFACES.keys() == chosen.keys()
 
 
@@ -107,9 +107,9 @@ def started_with_another_rate(rank, run, config):
 def refusal(rank, ask, run, config):
     """Return what a process is told; one that is not refused stops before it trains."""
     trains = mock.patch.object(runs, "_build", side_effect=ArbError("it trains"))
-    with trains, pytest.raises(ArbError) as found:
+    with trains, pytest.raises(ArbError) as refused:
         ask(rank, run, config)
-    return str(found.value)
+    return str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def trains_while_one_changes_the_text(rank, config, out):
 
     observer = Observer()
     observer.stepped = stepped
-    with pytest.raises(ArbError) as found:
+    with pytest.raises(ArbError) as refused:
         start_run(config, out, observer)
-    return str(found.value)
+    return str(refused.value)
 
 
 def test_all_processes_end_if_the_text_was_changed(run, config, tmp_path):

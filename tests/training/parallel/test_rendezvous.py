@@ -103,9 +103,9 @@ def connected(rank: int) -> str:
         if rank == 1:
             meet(Place(1, 2, 1), "train")
             return "left"
-        with pytest.raises(ArbError) as found, joined(CPU, "train"):
+        with pytest.raises(ArbError) as refused, joined(CPU, "train"):
             pass
-        return f"{found.value}; {found.value.hint}"
+        return f"{refused.value}; {refused.value.hint}"
 
 
 def test_process_that_ends_once_all_have_met_is_missed_in_time():

@@ -52,10 +52,10 @@ def assert_the_same(texts, given, sizes, steps=2):
     digests, losses, counted, wire = trained(Group(), texts, given, steps)
     assert wire == 0
     for size in sizes:
-        found = in_processes(size, trained, texts, given, steps)
-        assert {name for name in digests if digests[name] != found[0][0][name]} == set()
-        assert all(each[1:3] == (losses, counted) for each in found)
-        assert 0 < found[0][3] <= 1.5
+        results = in_processes(size, trained, texts, given, steps)
+        assert {name for name in digests if digests[name] != results[0][0][name]} == set()
+        assert all(each[1:3] == (losses, counted) for each in results)
+        assert 0 < results[0][3] <= 1.5
     return digests
 
 
@@ -126,8 +126,8 @@ def test_state_is_shared_out_and_a_run_goes_on_with_another_number(texts):
     alone.train_step()
     checkpoint = alone.checkpoint("text")
     digests, losses, *_ = trained(Group(), texts, SMALL, 2, checkpoint)
-    found = in_processes(2, trained, texts, SMALL, 2, checkpoint)
-    assert (found[0][0], found[0][1]) == (digests, losses)
+    results = in_processes(2, trained, texts, SMALL, 2, checkpoint)
+    assert (results[0][0], results[0][1]) == (digests, losses)
 
 
 def differing(group, texts):
@@ -230,9 +230,9 @@ def twin_losses(group, texts):
 
 def test_twin_learns_the_same_in_two_processes(texts):
     alone = twin_losses(Group(), texts)
-    found = in_processes(2, twin_losses, texts)
-    assert found[0] == found[1]
-    assert found[0] == pytest.approx(alone, abs=1e-5)
+    results = in_processes(2, twin_losses, texts)
+    assert results[0] == results[1]
+    assert results[0] == pytest.approx(alone, abs=1e-5)
 
 
 def test_exponents_of_the_wire_fall_in_one_step_of_sixteen(texts, monkeypatch):
