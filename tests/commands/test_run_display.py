@@ -4,8 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from arbcli.commands import _run_display
-from arbcli.commands._run_display import LONG_SECONDS, RunDisplay
 from arbcli.commands._time_left import TimeLeft
 from arbcli.data.text import EVAL_BATCHES
 
@@ -31,20 +29,3 @@ def test_estimate_has_the_steps_and_the_evaluations_to_come():
     assert left.seconds(now + 2 + 9) == pytest.approx(60 * 2.0 + 2 * 7)
     left.stepped(41, now + 2 + 9 + 2)
     assert left.seconds(now + 2 + 9 + 2) == pytest.approx(59 * 2.0 + 2 * 7)
-
-
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize(("seconds", "advised"), [(LONG_SECONDS, False), (LONG_SECONDS + 1, True)])
-def test_quicker_ways_are_suggested_for_long_runs_only(seconds, advised, known, monkeypatch):
-    said = []
-    monkeypatch.setattr(_run_display, "note", said.append)
-    display = RunDisplay(quiet=False, as_json=False)
-    display.tell_estimate()  # nothing has started
-    estimates = {"seconds": lambda now: seconds if known else None}
-    display._time_left = SimpleNamespace(**estimates, least_seconds=lambda now: seconds)
-    display.steps, display._advice = 2000, "a nap"
-    display.tell_estimate()
-    how = "about" if known else "more than"
-    minutes = "15:00" if seconds == LONG_SECONDS else "15:01"
-    assert said[0] == f"time    {how} {minutes} to step 2,000"
-    assert said[1:] == ["        quicker, from the start: a nap"] * advised
