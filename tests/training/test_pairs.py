@@ -31,7 +31,7 @@ Row = tuple[tuple[str, str], ...]
 """Settings, each with the name of a value; those that are left out have their first one."""
 
 BASE = {
-    "dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 13, "batch": 5, "steps": 5, "warmup": 1,
+    "dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 13, "batch": 5, "steps": 4, "warmup": 1,
     "seed": 3, "device": "cpu", "backend": "torch", "compute": "fp32",
 }  # fmt: skip
 """65 positions: more than products of few rows take."""
