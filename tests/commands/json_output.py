@@ -54,8 +54,6 @@ SCENES: dict[str, list[str]] = {
     "count": ["count-params", "--preset", "hnet-tiny", "--weights", "anneal"],
     "what if": ["audit-memory", *TINY, "--what-if"],
     "budget": ["audit-memory", *TINY, "--accum", "2", "--budget", "3GiB", "--device", "cpu"],
-    "ranks": ["audit-memory", *TINY, "--ranks", "2", "--accum", "4", "--budget", "1GB",
-              "--device", "cpu"],
     "export": ["export", "a", "--to", "gguf", "--type", "bf16", "--out", "a.gguf"],
     "export for Transformers": ["export", "a", "--to", "hf", "--out", "hf"],
     "inspect an export": ["inspect", "a.gguf"],

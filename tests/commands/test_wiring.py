@@ -14,7 +14,7 @@ import pytest
 
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import COMPANIONS
-from arbcli.commands import evaluate, train
+from arbcli.commands import audit_memory, evaluate, train
 from arbcli.config.presets import preset
 from arbcli.generation import load, tokens
 from arbcli.inspect import room
@@ -251,3 +251,16 @@ def test_option_that_is_left_out_is_handed_on_as_such(words, recorded_call, monk
         given["sampling"] = tuple(asdict(given["sampling"]).values())
     assert {name: given.get(name, "absent") for name in expected} == expected
     assert [args.args[3] for args in loaded.call_args_list] == [None] * loaded.call_count
+
+
+def test_audit_of_ranks_is_called_with_its_options(recorded_call, monkeypatch):
+    words = ["audit-memory", *SIZES, "--device", "cpu", "--ranks", "2"]
+    predict = "arbcli.inspect.ranks.predict_ranks"
+    config, ranks, budget = recorded_call(predict, *words, "--budget", "3KB").args
+    assert (config.accum, config.wire, ranks, budget) == (2, "int12", 2, 3000)
+    config, ranks, _ = recorded_call(predict, *words, "--budget", "3KB", "--accum", "4").args
+    assert (config.accum, config.wire, ranks) == (4, "int12", 2)
+    assert recorded_call("arbcli.commands.audit_memory.start_processes", *words).args == (2,)
+    monkeypatch.setattr(audit_memory, "this_process", lambda: (1, 2))
+    call = recorded_call("arbcli.commands.audit_memory._audit_ranks", *words)
+    assert call.args[0].accum == 2
