@@ -13,19 +13,19 @@ def parsed(path: Path) -> ast.Module:
 
 def children(node: ast.AST) -> list[ast.AST]:
     """Return the nodes right below a node, without the context of a name."""
-    found: list[ast.AST] = []
+    nodes: list[ast.AST] = []
     for name in node._fields:
         value = getattr(node, name, None)
         if type(value) is list:
-            found += [part for part in value if isinstance(part, ast.AST)]
+            nodes += [part for part in value if isinstance(part, ast.AST)]
         elif name != "ctx" and isinstance(value, ast.AST):
-            found.append(value)
-    return found
+            nodes.append(value)
+    return nodes
 
 
 def walk(node: ast.AST) -> list[ast.AST]:
     """Return a node and all below it, level by level, without contexts of names."""
-    found = [node]
-    for each in found:  # grows meanwhile
-        found += children(each)
-    return found
+    nodes = [node]
+    for node in nodes:  # grows meanwhile
+        nodes += children(node)
+    return nodes

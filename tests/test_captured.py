@@ -16,7 +16,7 @@ from arbcli.model.decoding import Phase
 from arbcli.model.language_model import LanguageModel
 from arbcli.training.configure import new_config
 from arbcli.training.step_inputs import StepInputs
-from arbcli.training.trainer import EAGER_STEPS, Trainer
+from arbcli.training.trainer import Trainer
 
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
 SAMPLING = Sampling(temperature=1.5, top_k=90, top_p=0.9, seed=3)
@@ -33,19 +33,19 @@ def model(name: str) -> LanguageModel:
 
 @pytest.mark.parametrize("name", ["plain", "chunks"])
 def test_captured_text_equals_that_of_steps_and_undoes_the_capture(name):
-    lm, found = model(name), []
+    lm, texts = model(name), []
     with lm.prepared_weights(), recorded_graphs() as graphs:
         for capture in (False, True):
             decoder = Decoder(lm, 20, backend="torch", capture=capture)
             decoder.begin(b"twelve bytes", SAMPLING)
             decoder.device = SimpleNamespace(type="cuda")  # several steps before bytes are fetched
-            found.append((b"".join(map(bytes, decoder.stream(7))), decoder.lengths))
-    assert found[0] == found[1]
+            texts.append((b"".join(map(bytes, decoder.stream(7))), decoder.lengths))
+    assert texts[0] == texts[1]
     assert graphs[0].replays == 7
 
 
 def test_captured_texts_are_those_of_steps():
-    lm, found = model("plain"), []
+    lm, texts = model("plain"), []
     ways = {b"a b c": SAMPLING, b"d": Sampling(seed=4)}
     with lm.prepared_weights(), recorded_graphs() as graphs:
         for capture in (False, True):
@@ -54,23 +54,23 @@ def test_captured_texts_are_those_of_steps():
                 decoder.begin(prompt, sampling, slot=slot, stream=1 + slot)
             decoder.step(6)
             assert decoder.lengths == {0: 11, 1: 7}
-            found.append([decoder.end(slot, 6)() for slot in range(2)])
-    assert found[0] == found[1]
+            texts.append([decoder.end(slot, 6)() for slot in range(2)])
+    assert texts[0] == texts[1]
     assert [graph.replays for graph in graphs] == [6]  # other parameters need no other step
 
 
 def test_step_of_a_single_text_is_captured_again_for_other_parameters():
     """These are constants of it; the next text in the slot knows nothing of the last one."""
-    lm, found = model("plain"), []
+    lm, texts = model("plain"), []
     with lm.prepared_weights(), recorded_graphs() as graphs:
         for capture in (False, True):
             decoder = Decoder(lm, 20, backend="torch", capture=capture)
             for sampling in (SAMPLING, SAMPLING, Sampling(temperature=0), Sampling(seed=3)):
                 decoder.begin(b"some bytes", sampling)
-                found.append(b"".join(decoder.stream(6)))
-    assert found[:4] == found[4:]
-    assert found[0] == found[1]
-    assert len(set(found)) == 3
+                texts.append(b"".join(decoder.stream(6)))
+    assert texts[:4] == texts[4:]
+    assert texts[0] == texts[1]
+    assert len(set(texts)) == 3
     assert [graph.replays for graph in graphs] == [12, 6, 6]
 
 
@@ -96,7 +96,7 @@ def test_no_step_outside_a_graph_sets_a_condition(monkeypatch):
     """The nodes of a capture are gone when the step is captured for another text."""
     monkeypatch.setattr("arbcli.families.hnet.stage.has_conditions", lambda device: True)
     monkeypatch.setattr("arbcli.generation.decoder.StepGraph", JoinedGraphs)
-    lm, found, handles = model("chunks"), [], []
+    lm, texts, handles = model("chunks"), [], []
     step_down = Stage.step_down
 
     def noted(self, x, ids, reading, past, *, fused):
@@ -110,26 +110,28 @@ def test_no_step_outside_a_graph_sets_a_condition(monkeypatch):
             decoder = Decoder(lm, 20, backend="torch", capture=capture)
             for sampling in (SAMPLING, Sampling(temperature=0)):
                 decoder.begin(b"some bytes", sampling)
-                found.append(b"".join(map(bytes, decoder.stream(9))))
-    assert found[:2] == found[2:]
-    assert found[0] != found[1]
+                texts.append(b"".join(map(bytes, decoder.stream(9))))
+    assert texts[:2] == texts[2:]
+    assert texts[0] != texts[1]
     assert {*handles} == {0}
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        {"accum": 2, "digits": "fade", "fade_from": 0.4}, {"wire": "int12"},
-        {"accum": 2, "objective": "fill"}, {"accum": 3, "objective": "fill", "wire": "int12"},
-        {"accum": 2, "dropout": 0.25},
+        {"digits": "fade", "fade_from": 0.4, "fade_to": 0.6, "steps": 11},
+        {"accum": 2, "objective": "fill", "wire": "int12"}, {"accum": 2, "dropout": 0.25},
     ],
     ids=str,
 )  # fmt: skip
 def test_captured_steps_of_a_run_have_the_bits_of_eager_steps(given, tmp_path, monkeypatch):
+    """A graph is freed when weights fade further, and before a run goes back."""
+    monkeypatch.setattr("arbcli.training.trainer.EAGER_STEPS", 1)
     path = tmp_path / "text"
     path.write_bytes(b"".join(b"line %d of a text. " % (n * n) for n in range(300)))
-    config = new_config(preset="tiny", **SIZES, batch=2, steps=10, device="cpu", backend="torch",
-                        compute="fp32", data=[str(path)], **given)  # fmt: skip
+    about = SIZES | {"batch": 2, "steps": 6} | given
+    config = new_config(preset="tiny", device="cpu", backend="torch", compute="fp32",
+                        data=[str(path)], **about)  # fmt: skip
     texts, load = open_texts(config.data, None, seed=0, context=16), Trainer._load_batches
     gpu, to = torch.device("cuda"), torch.Tensor.to
 
@@ -146,20 +148,24 @@ def test_captured_steps_of_a_run_have_the_bits_of_eager_steps(given, tmp_path, m
             load(self)
 
     monkeypatch.setattr(Trainer, "_load_batches", load_as_on_a_gpu)
-    found = []
+    outcomes = []
     with recorded_graphs() as graphs:
         for capture in (False, True):
             trainer = Trainer(config, texts)
             if capture:
-                trainer._capture_at = EAGER_STEPS
+                trainer._capture_at = 1
                 trainer._step_inputs = StepInputs(config, gpu, trainer.updater)
             losses = []
-            for _ in range(10):
+            for _ in range(config.steps):
                 losses.append(float(trainer.train_step()))
                 losses.append(float(trainer.loss_parts["text"]))
-            found.append((losses, [part.clone() for part in trainer.model.state_dict().values()]))
-    (losses, parts), (again, others) = found
+            outcomes.append(
+                (losses, [part.clone() for part in trainer.model.state_dict().values()])
+            )
+        assert [bool(graph.noted) for graph in graphs] == [False, True][-len(graphs) :]
+        trainer.restore(trainer.checkpoint("text"))
+    (losses, parts), (again, others) = outcomes
     assert losses == again
     assert all(map(torch.equal, parts, others))
-    assert graphs
-    assert all(graph.replays for graph in graphs)
+    assert len(graphs) == (2 if "digits" in given else 1)  # of all digits, and of the trit
+    assert all(graph.replays and not graph.noted for graph in graphs)

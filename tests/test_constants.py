@@ -91,15 +91,6 @@ def test_weights_of_the_losses_are_pinned():
     assert nearest.loss_weights == {"commitment": 0.25}
 
 
-ROW_BYTES = {1: 1, 5: 1, 6: 2, 33: 7, 155: 31, 156: 32, 160: 32, 161: 33, 165: 33, 166: 34,
-             320: 64, 1311: 263, 2048: 410}  # fmt: skip
-
-
-@pytest.mark.parametrize("in_features", ROW_BYTES)
-def test_rows_take_the_bytes_that_they_took(in_features):
-    assert packing.row_bytes(in_features) == ROW_BYTES[in_features]
-
-
 def test_trits_lie_in_the_bytes_where_they_lay():
     """Of 167 weights, in turns 1, 0, -1, 1, 0, ..., the bytes of a full and of a short block."""
     trits = torch.tensor([1 - k % 3 for k in range(167)], dtype=torch.int8)[None]
@@ -108,13 +99,3 @@ def test_trits_lie_in_the_bytes_where_they_lay():
     rest = [1 - k % 3 for k in range(160, 167)] + [0] * 3
     short = [sum((rest[2 * d + j] + 1) * 3**d for d in range(5)) for j in range(2)]
     assert found == whole + short
-
-
-@pytest.mark.parametrize(
-    ("step_size", "squares", "gain"),
-    [(2.0, 4 * 9, 2 * 65536 / 3), (0.001, 4 * 16, 65.536 / 4), (1e4, 4, 8388608), (1, 0, 8388608)],
-)
-def test_gain_of_a_moment_is_the_step_over_its_root_mean_square(step_size, squares, gain):
-    """In units of 2**-16, rounded to the nearest; it stops at 2**23."""
-    arguments = (torch.tensor(value, dtype=torch.int64) for value in (step_size * 2**32, squares))
-    assert step_trits.moment_gain(*arguments, num_weights=4) == int(gain + 0.5)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.float_qwen import FloatQwen, Shape
-from benchmarks.float_steps import KINDS, STEPS_OF_A_BLOCK, WholeStep, dynamic_codes
+from benchmarks.float_steps import KINDS, WholeStep
 
 SHAPE = Shape(
     layers=2, dim=64, heads=2, kv_heads=1, head_width=32, ffn=64, vocabulary=64, tied=False
@@ -46,18 +46,6 @@ def test_eight_bits_step_as_bf16_does_within_their_rounding():
     assert torch.cosine_similarity(first, second, dim=0) > 0.95
 
 
-def test_blocks_take_turns():
-    whole, _ = tuned("BAdam", STEPS_OF_A_BLOCK)
-    begun = dict(tuned("BAdam", 0)[0].model.named_parameters())
-    changed = {
-        name.rsplit(".", 1)[0]
-        for name, weight in whole.model.named_parameters()
-        if not torch.equal(weight, begun[name])
-    }
-    assert len(changed) == 1
-    assert len(whole.updates.order) == len(whole.updates.blocks) - 1
-
-
 @pytest.mark.parametrize("kind", ["LoRA 256", "LoRA 16"])
 def test_adapters_leave_the_weights(kind):
     whole, _ = tuned(kind)
@@ -69,15 +57,3 @@ def test_adapters_leave_the_weights(kind):
     }
     assert changed
     assert all(name.startswith("adapters") for name in changed)
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_codes_are_256_values_up_to_1(signed):
-    codes = dynamic_codes(signed)
-    assert len(codes.unique()) == 256
-    assert codes.max() == 1
-    assert bool(codes.min() < 0) is signed
-    assert 0 in codes
-    between = torch.linspace(0.001, 1, 1000)
-    nearest = codes[torch.bucketize(between, (codes[1:] + codes[:-1]) / 2)]
-    assert ((nearest - between).abs() / between).max() < 0.25

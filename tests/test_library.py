@@ -80,19 +80,6 @@ def test_names_of_one_setting_have_one_value(given):
     assert caught.value.hint == "give one of them"
 
 
-@pytest.mark.slow
-def test_options_have_their_own_names_and_those_of_settings(book):
-    options = {"reduce_dtype": "int8", "tscale_type": "T8", "optimizer": "sign", "weights": "int8"}
-    settings = {"wire": "int8", "scale_type": "T8", "direction": "sign", "digits": "all"}
-    found, wanted = (
-        arbcli.configure(**SMALL, data=[str(book)], steps=1, **given)
-        for given in (options, settings)
-    )
-    assert found == wanted
-    assert found.wire == "int8"
-    assert found.model.group_size == 8
-
-
 def test_dense_weights_equal_those_of_the_model(run):
     model = arbcli.load(run, device="cpu")
     dense = arbcli.dense_weights(model)
@@ -162,17 +149,3 @@ def test_texts_are_made_in_deterministic_mode(monkeypatch):
         arbcli.generate("model", ["a"], 5, ahead=2)
     with pytest.raises(ArbError, match=r"`ahead` is 2\.5"):
         arbcli.generate("model", "a", 5, ahead=2.5)
-
-
-def test_every_argument_of_several_prompts_is_passed_on(monkeypatch):
-    made = mock.Mock(return_value=[(1, b"second"), (0, b"first")])
-    monkeypatch.setattr("arbcli.generation.batch.generate_batch", made)
-    how = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "seed": 9}
-    found = arbcli.generate("model", ["é", b"x"], 5, **how, kv="int8", batch=2)
-    assert found == [b"first", b"second"]
-    model, requests, batch = made.call_args.args
-    assert (model, batch, made.call_args.kwargs) == ("model", 2, {"kv": "int8"})
-    assert [(each.prompt, each.length, each.stream) for each in requests] == [
-        ("é".encode(), 5, 0), (b"x", 5, 1),
-    ]  # fmt: skip
-    assert [asdict(each.sampling) for each in requests] == [how, how]

@@ -142,23 +142,3 @@ def test_installed_wheel_runs(wheel, tmp_path):
         check=True,
     )
     assert Path(done.stdout.strip()).is_relative_to(place)
-
-
-@pytest.mark.slow
-def test_example_trains_exports_and_runs_the_model(tmp_path):
-    pytest.importorskip("xllamacpp", reason="needs the extra `export-test`")
-    text = tmp_path / "text.txt"
-    text.write_text("import ternary, weights\n" * 500)
-    script = ROOT / "examples" / "train_export_run.py"
-    command = [sys.executable, str(script), str(text), "--steps", "2", "--length", "3"]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path / "run")],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "llama.cpp, F32" in done.stdout
-    assert "llama.cpp, Q4_0" in done.stdout

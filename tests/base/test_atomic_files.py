@@ -1,6 +1,5 @@
 """Files are written completely or not at all, and never through a link that somebody else made."""
 
-import ast
 import os
 import shutil
 from contextlib import suppress
@@ -9,10 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from syntax import parsed, walk
 
 from arbcli.base import atomic_files
-from arbcli.base.atomic_files import make_folder, new_folder, open_to_append, sweep, write_file
+from arbcli.base.atomic_files import new_folder, open_to_append, sweep, write_file
 from arbcli.base.errors import ArbError
 from arbcli.interop.exporting import export
 from arbcli.model.checkpoint import run_lock
@@ -22,7 +20,6 @@ from arbcli.training.profiling import StepTrace
 from arbcli.training.record import METRICS, RunRecords
 from arbcli.training.run import resume_run, start_run
 
-PACKAGE = Path(atomic_files.__file__).parents[1]
 TINY = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu"}
 PLAN = {"steps": 4, "save_every": 1, "eval_every": 1, "keep": 9, "keep_best": True}
 PRECIOUS = b"precious"
@@ -100,13 +97,6 @@ def test_link_at_the_name_of_an_output_is_replaced(home, tmp_path):
     assert_untouched(home)
 
 
-def test_device_is_not_replaced(tmp_path):
-    os.mkfifo(tmp_path / "device")
-    with pytest.raises(ArbError, match="device`: it is not a regular file"):
-        write_file(tmp_path / "device", lambda file: file.write(b"new"))
-    assert (tmp_path / "device").is_fifo()
-
-
 @pytest.mark.parametrize("form", ["safetensors", "hf"])
 def test_export_into_a_folder_with_links_writes_nothing_through_them(
     form, finished, home, tmp_path
@@ -118,14 +108,6 @@ def test_export_into_a_folder_with_links_writes_nothing_through_them(
     export(finished, form, out=shared / "model")
     assert (shared / "model").exists()
     assert_untouched(home)
-
-
-def test_folder_of_a_run_that_is_a_link_is_refused(home, tmp_path):
-    (tmp_path / "hugging_face").symlink_to(home)
-    with pytest.raises(ArbError, match="hugging_face` is a link"):
-        make_folder(tmp_path / "hugging_face")
-    make_folder(tmp_path / "other" / "hugging_face")
-    make_folder(tmp_path / "other" / "hugging_face")
 
 
 def test_trace_is_written_to_no_link(home, tmp_path):
@@ -162,13 +144,6 @@ def test_temporary_files_of_living_processes_stay(tmp_path):
     assert (tmp_path / "living folder").is_dir()
 
 
-def test_file_that_is_written_again_removes_its_own_temporary_files_only(tmp_path):
-    for name in ("a*", "a1"):
-        (tmp_path / f".{name}.0123abcd.tmp").touch()
-    write_file(tmp_path / "a*", lambda file: file.write(b"new"))
-    assert {path.name for path in tmp_path.iterdir()} == {"a*", ".a1.0123abcd.tmp"}
-
-
 @pytest.mark.parametrize("target", ["precious", "missing"])
 def test_lock_and_records_of_a_run_are_appended_to_regular_files_only(target, home, tmp_path):
     (tmp_path / METRICS).symlink_to(home / target)
@@ -180,49 +155,3 @@ def test_lock_and_records_of_a_run_are_appended_to_regular_files_only(target, ho
     assert_untouched(home)
     with pytest.raises(OSError, match="not a regular file"):
         open_to_append(Path(os.devnull))
-
-
-WRITERS = {"rename", "write_bytes", "write_text", "touch", "mkstemp", "savefig", "link", "symlink"}
-"""Methods and functions that write files or names."""
-ELSEWHERE = {
-    ("model/checkpoint.py", "link"): "a checkpoint under another name, which must not exist",
-    ("model/checkpoint.py", "rename"): "a checkpoint under another name, which must not exist",
-    ("inspect/plots.py", "savefig"): "to a file of `write_file`",
-    ("kernels/runtime/native.py", "write_bytes"): "in a temporary folder of this process",
-    ("kernels/runtime/compile_once.py", "open"): "in a temporary folder of these processes",
-    ("verify/compile_ahead.py", "NamedTemporaryFile"): "read by another program",
-    ("base/output.py", "open"): "the null device",
-    ("base/output.py", "write_bytes"): "standard output",
-    ("training/parallel/launch.py", "touch"): "in a temporary folder of these processes",
-}
-"""The calls outside of `atomic_files` that write, by file and function, and why they may."""
-
-
-def writes(call: ast.Call) -> str | None:
-    """Return the name of the function if a call writes a file."""
-    called = call.func
-    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-    if name in WRITERS:
-        return name if isinstance(called, ast.Attribute) else None
-    if name == "NamedTemporaryFile":
-        return name
-    if name in ("open", "fdopen"):
-        words = [part.value for part in call.args if isinstance(part, ast.Constant)]
-        modes = [word for word in words if isinstance(word, str) and set(word) <= set("rwaxbt+")]
-        flags = "O_WRONLY" in ast.unparse(call) or "O_RDWR" in ast.unparse(call)
-        return name if flags or any(set(mode) & set("wax+") for mode in modes) else None
-    if name == "replace" and isinstance(called, ast.Attribute):
-        paths = ("os", "path", "temporary", "part", "unfinished")
-        return name if ast.unparse(called.value).rpartition(".")[2] in paths else None
-    return None
-
-
-def test_no_other_module_writes_files():
-    seen = {
-        (path.relative_to(PACKAGE).as_posix(), name)
-        for path in PACKAGE.rglob("*.py")
-        if path.name != "atomic_files.py"
-        for node in walk(parsed(path))
-        if isinstance(node, ast.Call) and (name := writes(node))
-    }
-    assert seen == ELSEWHERE.keys()

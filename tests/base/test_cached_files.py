@@ -41,9 +41,9 @@ def owned_by_another(path: Path, monkeypatch) -> None:
 
     def seen_by(real: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
         def status(*given, **how) -> os.stat_result:
-            found = real(*given, **how)
-            others = os.stat_result((*found[:4], os.geteuid() + 1, *found[5:]))
-            return others if found.st_ino == number else found
+            status = real(*given, **how)
+            others = os.stat_result((*status[:4], os.geteuid() + 1, *status[5:]))
+            return others if status.st_ino == number else status
 
         return status
 
@@ -158,18 +158,6 @@ def test_file_is_on_the_disk_before_it_has_its_name(path, monkeypatch):
     assert done == ["fsync", "replace", "fsync"] * 2
 
 
-def test_processes_of_one_number_write_together(path):
-    """As those of two containers that share a cache may be."""
-
-    def blocks():
-        yield CONTENT
-        write_cached(path, [CONTENT])  # the other one, in the middle of this one
-        yield b"!"
-
-    write_cached(path, blocks())
-    assert read_cached(path) == CONTENT + b"!"
-
-
 BYTES = SimpleNamespace(
     digest="bytes", dtype=np.dtype("<u2"), beginning=[], specials=[],
     encode=list, encode_all=lambda texts: [[*text] for text in texts],
@@ -191,8 +179,8 @@ def tokens_of(path: Path, start: int, stop: int) -> bytes:
 
 
 def documents_of(path: Path, start: int, stop: int) -> bytes:
-    found = Chats(Text.of_parts([(path, start, stop)]), "+t", BYTES, None, 64)
-    targets = found.packed_batch([0])[1]
+    chats = Chats(Text.of_parts([(path, start, stop)]), "+t", BYTES, None, 64)
+    targets = chats.packed_batch([0])[1]
     return bytes(targets[targets >= 0].tolist())
 
 

@@ -1,33 +1,22 @@
 """The dtype of activations is one that the CPU multiplies by itself."""
 
 import gc
-import os
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from weakref import ref
 
 import pytest
 import torch
 
 from arbcli.base.errors import ArbError
-from arbcli.kernels.runtime import backend
 from arbcli.kernels.runtime import device as devices
-from arbcli.kernels.runtime.backend import check_backend, default_backend
 from arbcli.kernels.runtime.device import (
     available_bytes,
     capturing,
-    check_compute,
-    check_room,
     default_compute,
     deterministic,
-    emulates_nvfp4,
     explained_out_of_memory,
     multiplies_bf16,
-    peak_bytes,
-    peak_operations,
-    resolve_device,
-    set_compiler_determinism,
 )
 
 X86 = {"architecture": "x86_64", "avx2": True, "avx512_f": False, "avx512_bf16": False,
@@ -56,74 +45,6 @@ def test_compute_is_the_native_dtype_of_the_cpu(name, monkeypatch):
     assert multiplies_bf16(capabilities) == (compute == "bf16")
 
 
-def test_compute_is_fp32_where_onednn_cannot_use_the_instructions(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: ARM | {"bf16": True})
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    assert default_compute(torch.device("cpu")) == "fp32"
-
-
-@pytest.mark.skipif("ONEDNN_MAX_CPU_ISA" in os.environ, reason="oneDNN may not use all of them")
-def test_compute_of_this_machine_follows_its_flags():
-    """Linux on x86 lists the same instructions in /proc/cpuinfo."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            flags = next((line.split() for line in file if line.startswith("flags")), None)
-    except OSError:
-        flags = None
-    if flags is None:
-        pytest.skip("no /proc/cpuinfo of an x86 CPU")
-    native = bool({"avx512_bf16", "amx_bf16"} & set(flags))
-    assert default_compute(torch.device("cpu")) == ("bf16" if native else "fp32")
-
-
-def test_torch_reports_every_deciding_capability():
-    known = torch.cpu.get_capabilities()
-    names = {"x86_64": devices.NATIVE_BF16[:2], "arm64": devices.NATIVE_BF16[2:3]}
-    assert set(names.get(known["architecture"], ())) <= set(known)
-
-
-def test_compute_of_a_gpu_is_bf16():
-    assert default_compute(torch.device("cuda")) == "bf16"
-
-
-@pytest.mark.parametrize(("platform", "expected"), [("linux", 1024 * 1000), ("darwin", 1000)])
-def test_peak_of_a_process_is_in_bytes(platform, expected, monkeypatch):
-    """Linux counts in KiB, macOS in bytes."""
-    resource = pytest.importorskip("resource")
-    usage = SimpleNamespace(ru_maxrss=1000)
-    monkeypatch.setattr(resource, "getrusage", lambda _: usage)
-    monkeypatch.setattr("arbcli.kernels.runtime.device.sys", SimpleNamespace(platform=platform))
-    assert peak_bytes(torch.device("cpu")) == expected
-
-
-NAMES = {
-    "NVIDIA H200": 989.4e12,
-    "NVIDIA H200 NVL": 835.5e12,
-    "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
-    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
-    "NVIDIA Next": None,
-}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_peak_is_that_of_a_known_gpu_and_never_a_guess(name, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert peak_operations(torch.device("cuda")) == NAMES[name]
-    assert peak_operations(torch.device("cpu")) is None
-
-
-def test_room_that_is_just_enough_is_enough():
-    check_room(2**30, "it", "do so", 2**30)
-    message = r"it needs at least 1.00 GiB of memory, and 0.50 GiB are free"
-    with pytest.raises(ArbError, match=message) as caught:
-        check_room(2**30, "it", "do so", 2**29)
-    assert caught.value.hint == "do so"
-    with pytest.raises(ArbError):
-        check_room(2**30, "it", "", 2**30 - 1)
-    with pytest.raises(ArbError):
-        check_room(1, "it", "", 0)
-
-
 WANTS = {
     "GPU": (torch.OutOfMemoryError("CUDA out of memory"), "the GPU's memory is not enough"),
     "Python": (MemoryError(), "this machine's memory is not enough"),
@@ -147,14 +68,6 @@ def test_lack_of_memory_is_an_error_with_a_hint(name):
         raise RuntimeError("another fault")
 
 
-def test_products_in_four_bits_are_emulated_on_gpus_before_blackwell(monkeypatch):
-    cuda = torch.device("cuda")
-    for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
-        assert emulates_nvfp4(cuda) == (capability[0] < 10)
-    assert emulates_nvfp4(torch.device("cpu"))
-
-
 def attention_of_cuda() -> list[bool]:
     """Tell which kernels may run whose backward adds in any order."""
     cuda = torch.backends.cuda
@@ -172,18 +85,6 @@ def test_determinism_is_an_error_where_it_cannot_be_and_ends(before):
     assert attention_of_cuda() == [True, True]
     assert torch.get_deterministic_debug_mode() == before
     assert torch.utils.deterministic.fill_uninitialized_memory
-
-
-def test_compiler_has_the_determinism_of_torch(monkeypatch):
-    told = []
-    monkeypatch.setattr(
-        torch, "use_deterministic_algorithms", lambda *mode, **how: told.append((*mode, how))
-    )
-    for mode in ("default", "warn", "error"):
-        torch.set_deterministic_debug_mode(mode)
-        set_compiler_determinism()
-    warn, error = {"warn_only": True}, {"warn_only": False}
-    assert told == [(False, error), (True, warn), (True, error)]
 
 
 @pytest.mark.parametrize(
@@ -213,46 +114,6 @@ def test_memory_that_is_free_is_the_least_of_the_machine_and_its_container(
         assert available_bytes() == 5 * 4096
     else:
         assert available_bytes() == max(0, int(limit) - int(used))
-
-
-@pytest.mark.parametrize("name", ["mps", "mps:0"])
-def test_gpu_of_apple_is_taken_where_there_is_one(name, monkeypatch):
-    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
-    with pytest.raises(ArbError, match=f"there is no Apple GPU for `{name}`"):
-        resolve_device(name)
-    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
-    assert resolve_device(name).type == "mps"
-    assert resolve_device(None).type != "mps"
-
-
-def test_gpu_of_apple_computes_in_float32_by_torch():
-    mps = torch.device("mps")
-    assert default_compute(mps) == "fp32"
-    assert default_backend(mps) == "torch"
-    check_compute("bf16", mps)
-    with pytest.raises(ArbError, match="not supported on Apple GPUs"):
-        check_compute("fp8", mps)
-    for name in ("native", "triton"):
-        with pytest.raises(ArbError, match="this run is on `mps`"):
-            check_backend(name, mps)
-
-
-def test_backend_that_there_is_not_is_refused():
-    with pytest.raises(ArbError, match="no backend is named `cuda`") as caught:
-        check_backend("cuda", torch.device("cpu"))
-    assert "`triton`, `native`, `torch`, `interpreter`" in caught.value.hint
-
-
-@pytest.mark.parametrize(
-    ("triton", "numpy", "runs"),
-    [("3.6.0", "2.4.0", False), ("3.6.0", "2.3.5", True), ("3.7.1", "2.4.6", True)],
-)
-def test_triton_is_interpreted_with_a_numpy_that_it_works_with(triton, numpy, runs, monkeypatch):
-    monkeypatch.setattr(backend, "version", {"triton": triton, "numpy": numpy}.__getitem__)
-    monkeypatch.setattr(backend, "INTERPRETED", True)
-    monkeypatch.setattr(backend, "HAS_TRITON", True)
-    with nullcontext() if runs else pytest.raises(ArbError, match="NumPy"):
-        backend.check_backend("interpreter", torch.device("cpu"))
 
 
 class Cycle:

@@ -1,11 +1,9 @@
 """Text from elsewhere is shown on a terminal, and its control codes are not obeyed."""
 
 import io
-import math
 import os
 import re
 import sys
-from contextlib import suppress
 
 import pytest
 from rich.console import Console, Group
@@ -13,9 +11,7 @@ from rich.text import Text
 
 from arbcli import cli
 from arbcli.base import output
-from arbcli.base.errors import ArbError
-from arbcli.base.output import LiveLine, TextWriter, bytes_text, emit, fail, note, printable, table
-from arbcli.generation.load import load_model
+from arbcli.base.output import LiveLine, TextWriter, emit, fail, note, printable, table
 
 CLIPBOARD = "\x1b]52;c;cm0gLXJmIC8=\x07"
 SHOWN = r"\x1b]52;c;cm0gLXJmIC8=\x07"
@@ -70,33 +66,12 @@ def test_every_message_is_shown(name, capsys, monkeypatch):
     assert not {"\x1b", "\x07"} & set(told)
 
 
-def test_error_is_one_line(capsys):
-    fail("no `a\nhint: b`")
-    assert capsys.readouterr().err == "error: no `a\\nhint: b`\n"
-
-
 def test_brackets_are_printed_unchanged(capsys):
     text = "shape [dim, 3] of [red]"
     for say in SAY.values():
         say(text)
     told = "".join(capsys.readouterr())
     assert "".join(told.split()).count("".join(text.split())) == len(SAY)
-
-
-@pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_object_that_is_not_json_is_not_printed(number, capsys):
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        output.emit_json({"loss": number})
-    assert capsys.readouterr().out == ""
-
-
-def test_cell_that_is_too_wide_goes_on_in_the_next_line(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    value = "".join(f"{number:04d}" for number in range(20))
-    emit(None, table("a", ["", ""], [["b", value]]), as_json=False)
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 40
-    assert "".join(re.findall(r"\d+", "".join(lines))) == value
 
 
 def test_text_of_a_model_is_obeyed_by_no_terminal_and_reaches_a_pipe_as_it_is(monkeypatch):
@@ -119,33 +94,6 @@ def test_chunks_of_a_text_are_obeyed_by_no_terminal(monkeypatch):
     assert "\x1b[31mred\\x1b[2J" in stream.getvalue()
 
 
-def test_chunks_have_colours_in_turn_and_chunks_of_chunks_a_line_below(monkeypatch):
-    depths = [2, 0, 1, 2, 1, 1]
-    shown = output.chunked_text(b"abcdef", depths)
-    assert shown.plain == "││ab│c││d│e│f"
-    assert output.chunked_text(b"ab", [0, 1]).plain == "a│b"
-    monkeypatch.setattr(output, "_out", Console(file=io.StringIO(), force_terminal=True))
-    shown = output.chunked_text(b"abcdef", depths)
-    assert shown.plain == "abcdef"
-    assert [(shown.plain[s.start : s.end], s.style) for s in shown.spans] == [
-        ("a", "underline cyan"), ("b", "cyan"), ("c", "yellow"), ("d", "underline green"),
-        ("e", "magenta"), ("f", "cyan"),
-    ]  # fmt: skip
-
-
-def test_raw_bytes_reach_a_terminal(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    output.write_bytes(CLIPBOARD.encode())
-    assert sys.stdout.text() == CLIPBOARD
-
-
-def test_letter_that_a_stream_has_not_is_shown_as_an_escape(monkeypatch):
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
-    monkeypatch.setattr(sys, "stderr", stream)
-    note("π")
-    assert stream.buffer.getvalue() == b"\\u03c0\n"
-
-
 @pytest.fixture
 def terminal(monkeypatch) -> io.StringIO:
     stream = io.StringIO()
@@ -155,17 +103,6 @@ def terminal(monkeypatch) -> io.StringIO:
     return stream
 
 
-def test_older_line_is_not_drawn_after_the_last_line(terminal):
-    with LiveLine() as line:
-        line.show_wait("loading")
-        line.show("step 10")
-        line.show("step 12", keep=True)
-    told = terminal.getvalue()
-    assert told.index("loading") < told.index("step 10") < told.index("step 12")
-    assert told.rindex("step 10") < told.index("step 12")
-    assert told.count("step 12") == 1
-
-
 def test_last_line_stays_and_a_wait_line_does_not(terminal):
     with LiveLine() as line:
         line.show("step 10")
@@ -173,18 +110,6 @@ def test_last_line_stays_and_a_wait_line_does_not(terminal):
     with LiveLine() as line:
         line.show_wait("loading")
     assert not terminal.getvalue().endswith("loading\n")
-
-
-def test_line_that_is_too_long_goes_on_in_the_next(terminal):
-    with LiveLine() as line:
-        line.show("  ".join(f"{number:08d}" for number in range(12)))
-    assert "00000011" in terminal.getvalue()
-
-
-def test_waiting_is_shown_on_terminals_only(capsys):
-    with LiveLine() as line:
-        line.show_wait("loading")
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -202,23 +127,6 @@ def test_no_word_of_a_command_line_is_obeyed(words, capfd, monkeypatch):
     assert not {"\x1b", "\x07"} & set(stdout + stderr)
     lines = stderr.splitlines()
     assert [line.split(":")[0] for line in lines] == ["error", "hint"], stderr
-
-
-def test_warning_of_the_library_is_not_obeyed(tmp_path):
-    folder = tmp_path / CLIPBOARD
-    folder.mkdir()
-    for step in (1, 2):
-        (folder / f"step-00000{step}.safetensors").write_bytes(b"no checkpoint")
-    with pytest.warns(UserWarning, match="using the one before it") as told, suppress(ArbError):
-        load_model(folder, device="cpu")
-    assert SHOWN in str(told[0].message)
-
-
-@pytest.mark.parametrize(
-    ("count", "shown"), [(0, "0.0 MiB"), (3 * 2**20, "3.0 MiB"), (1234 * 2**20, "1,234.0 MiB")]
-)
-def test_bytes_are_shown_in_mebibytes(count, shown):
-    assert bytes_text(count) == shown
 
 
 def test_name_with_a_newline_forges_no_error(capsys):
@@ -253,10 +161,3 @@ def test_line_that_moves_is_made_for_the_width_and_left_as_it_is_last(terminal):
     told = terminal.getvalue()
     assert told.index("0 of 80") < told.index("an evaluation") < told.index("2 of 80")
     assert re.search(r"[0-9]+ of 80\n$", told)
-
-
-def test_line_that_moves_is_gone_when_something_else_is_waited_for(terminal):
-    with LiveLine(moves=True) as line:
-        line.follow(lambda _: "step 7")
-        line.show_wait("")
-    assert not terminal.getvalue().endswith("step 7\n")

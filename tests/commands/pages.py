@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
-import torch
 from rich.console import Group
 from rich.table import Table
 
@@ -37,8 +36,7 @@ from arbcli.generation.evaluation import EvaluateReport
 from arbcli.inspect.audit import AuditReport, FitReport
 from arbcli.inspect.memory import StateReport, WhatIfReport
 from arbcli.inspect.parts import PartReport
-from arbcli.inspect.peak import PeakReport
-from arbcli.inspect.ranks import RankReport, RanksReport
+from arbcli.inspect.ranks import RanksReport
 from arbcli.inspect.saved import Difference, DifferenceReport, SavedReport
 from arbcli.inspect.verdicts import Histogram, ProbeReport
 from arbcli.interop.exporting import ExportReport
@@ -46,11 +44,9 @@ from arbcli.interop.importing import ImportReport
 from arbcli.kernels.runtime import native
 from arbcli.training.check import CheckReport
 from arbcli.training.record import FirstStep, Record, TrainReport
-from arbcli.verify import run as verifying
 from arbcli.verify.check_kernels import KernelResult
 from arbcli.verify.compile_ahead import CompileResult
 from arbcli.verify.ledger import Failure, Ledger, ledger_page
-from arbcli.verify.run import VerifyRequest
 from arbcli.verify.subjects import ParityResult
 
 FOLDER = Path(__file__).with_suffix("")
@@ -111,7 +107,6 @@ def _shown_by_train(*, quiet: bool = False) -> str:
     on_the_way = dataclasses.replace(
         record, val_loss=None, sample=None, mfu=None, flip_share=None, gauges={"edges": 0.5}
     )
-    bare = dataclasses.replace(evaluated, sample=None, gauges={"wire": 1.5})
     report = dataclasses.replace(filled(TrainReport), stopped_by=None)
     twin = dataclasses.replace(report, checkpoint=None)
     stopped = filled(TrainReport)
@@ -128,17 +123,16 @@ def _shown_by_train(*, quiet: bool = False) -> str:
         group=types.SimpleNamespace(size=2),
         step=17,
     )
-    alone = types.SimpleNamespace(**vars(trainer) | {"group": types.SimpleNamespace(size=1)})
-    alone.step, alone.config = 0, types.SimpleNamespace(**vars(config))
-    alone.config.model = preset("tiny", weights="ste")
 
     def line(text: str, *, keep: bool = False) -> None:
         said.append(f"{'kept' if keep else 'line'}    {text}")
 
-    on_cpu = types.SimpleNamespace(**vars(alone))
-    on_cpu.config = types.SimpleNamespace(
-        **vars(config) | {"device": "cpu", "backend": "torch", "compute": "bf16", "log_every": 2}
+    on_cpu = {"device": "cpu", "backend": "torch", "compute": "bf16", "log_every": 2}
+    on_cpu = types.SimpleNamespace(
+        **vars(config) | on_cpu | {"model": preset("tiny", weights="ste")}
     )
+    about = {"config": on_cpu, "group": types.SimpleNamespace(size=1), "step": 0}
+    alone = types.SimpleNamespace(**vars(trainer) | about)
     clock = [5000.0]
     absent = {"available": lambda: False, "why_not": lambda: "there is no C compiler"}
     with (
@@ -153,39 +147,28 @@ def _shown_by_train(*, quiet: bool = False) -> str:
             show=line, show_wait=line, follow=lambda make: None, is_live=False
         )
         display.wait("loading")
-        display.started(Path("runs/007"), alone, {"text": text})
-        display.started(None, on_cpu, {"text": text})
-        if not quiet:
-            clock[0] += 10
-            display.tell_estimate()
+        display.started(None, alone, {"text": text})
         display.recorded(on_the_way)
         display.started(Path("runs/007"), trainer, {"text": text})
         clock[0] += 2
         display.stepped(18)
         if not quiet:
             display.tell_estimate()
-            said.extend(f"width {width:3}  {display._progress(width)}" for width in (40, 80, 200))
         first = filled(FirstStep)
-        for fields in (
-            {},
-            {"kernels_loaded": 0},
-            {"kernels_compiled": 0},
-            {"kernels_compiled": 0, "kernels_loaded": 0},
-            {"compile_seconds": None},
-        ):
-            display.first_step(dataclasses.replace(first, **fields))
+        display.first_step(first)
+        display.first_step(dataclasses.replace(first, kernels_compiled=0, kernels_loaded=0))
+        display.first_step(dataclasses.replace(first, compile_seconds=None))
         untimed = dataclasses.replace(on_the_way, bytes_per_second=None, seconds_left=None)
-        for told in (on_the_way, evaluated, bare, untimed):
+        for told in (on_the_way, evaluated, untimed):
             display.recorded(told)
             clock[0] += 20
         if not quiet:
             said.extend(f"width {width:3}  {display._progress(width)}" for width in (40, 80, 200))
         display.noted("a note")
-        finished = dataclasses.replace(report, sample="")
-        unsaved = dataclasses.replace(stopped, checkpoint=None)
-        smoke = [dataclasses.replace(each, run=None, checkpoint=None) for each in (report, stopped)]
-        smoke[0] = dataclasses.replace(smoke[0], val_loss=None, bits_per_byte=None)
-        for told in (report, twin, stopped, unsaved, finished, *smoke):
+        smoke = dataclasses.replace(
+            report, run=None, checkpoint=None, val_loss=None, bits_per_byte=None, sample=""
+        )
+        for told in (report, twin, stopped, smoke):
             display.ended(told)
             display.finished(told)
     return "\n".join(said)
@@ -231,13 +214,7 @@ def _shown_by_probe() -> str:
     report = dataclasses.replace(
         report, readings=(report.readings[0], last), tensors=tuple(tensors), chunks=chunks
     )
-    other = dataclasses.replace(report, first_nonfinite=None, chunks=None)
-    plain_one = [
-        dataclasses.replace(reading, stream_ranges=(), growth_by_position=())
-        for reading in other.readings
-    ]
-    other = dataclasses.replace(other, readings=tuple(plain_one))
-    return plain(probe_loss._tables(report)) + "\n\n" + plain(probe_loss._tables(other))
+    return plain(probe_loss._tables(report))
 
 
 def _shown_by_count() -> str:
@@ -277,11 +254,8 @@ def _shown_by_check() -> str:
     evaluates = dataclasses.replace(nothing, evaluates_first=True, steps=steps)
     reports = (
         goes_on,
-        nothing,
         evaluates,
         dataclasses.replace(evaluates, steps=evaluates.resumes_at),
-        dataclasses.replace(goes_on, steps=goes_on.resumes_at),
-        dataclasses.replace(goes_on, steps=goes_on.resumes_at + 1),
         dataclasses.replace(goes_on, steps=goes_on.resumes_at + 1, steps_before=7_000_000),
         dataclasses.replace(report, resumes_at=None),
     )
@@ -304,18 +278,7 @@ def _shown_by_audit() -> str:
         ),
     )
     ranks = filled(RanksReport, passed=True, **level)
-    peak = filled(PeakReport)
-    shares = [each.share for each in ranks.ranks]
-    predicted = tuple(
-        RankReport(share=share, predicted_peak=peak, measured=None) for share in shares
-    )
-    good = dataclasses.replace(
-        audited, checks=tuple(dataclasses.replace(c, passed=True) for c in audited.checks)
-    )
-    measured = tuple(
-        dataclasses.replace(each, measured=found)
-        for each, found in zip(ranks.ranks, (audited, good), strict=True)
-    )
+    unmeasured = tuple(dataclasses.replace(each, measured=None) for each in ranks.ranks)
     choices = filled(WhatIfReport)
     first, second = choices.choices
     others = (
@@ -327,30 +290,12 @@ def _shown_by_audit() -> str:
         audit_memory._what_if_table(choices),
         audit_memory._fit_table(small),
         audit_memory._fit_table(fits),
-        audit_memory._ranks_table(dataclasses.replace(ranks, ranks=measured)),
-        audit_memory._ranks_table(dataclasses.replace(ranks, ranks=predicted, passed=False)),
-        audit_memory._ranks_table(dataclasses.replace(ranks, ranks=predicted, budget_bytes=None)),
+        audit_memory._ranks_table(ranks),
+        audit_memory._ranks_table(dataclasses.replace(ranks, ranks=unmeasured, passed=False)),
+        audit_memory._ranks_table(dataclasses.replace(ranks, ranks=unmeasured, budget_bytes=None)),
         audit_memory._audit_tables(audited),
     ]
     return "\n".join(map(plain, tables))
-
-
-def _not_verified() -> str:
-    """List what verifications of several kinds leave out."""
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    whole = VerifyRequest(scale_type=None, targets="sm_90", timed=True)
-    requests = {
-        "everything on a GPU": (whole, gpu, ("triton", "torch")),
-        "a CPU": (VerifyRequest(), cpu, ("interpreter", "torch")),
-        "a kernel": (VerifyRequest(names=("rms_norm",), backend="torch"), cpu, ("torch",)),
-        "random cases": (VerifyRequest(fuzz=3, backend="triton"), gpu, ("triton",)),
-    }
-    result = types.SimpleNamespace(backend="interpreter", shapes=("1x1", "3x3"), left_out=1)
-    lines = []
-    for name, (request, device, backends) in requests.items():
-        lines += ["", name, *verifying._left_out(request, device, backends)]
-        lines += ["sampled:", *verifying._sampled(request, backends, [result])]
-    return "\n".join(lines)
 
 
 def _shown_by_verify() -> str:
@@ -393,7 +338,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "train": _shown_by_train, "train_quietly": lambda: _shown_by_train(quiet=True),
     "evaluate": _shown_by_evaluate, "probe-loss": _shown_by_probe, "inspect": _shown_by_inspect,
     "check": _shown_by_check, "count-params": _shown_by_count, "audit-memory": _shown_by_audit,
-    "verify-kernels": _shown_by_verify, "not-verified": _not_verified,
+    "verify-kernels": _shown_by_verify,
     "export": lambda: plain(export._table(filled(ExportReport))),
     "import": lambda: plain(import_model._tables(filled(ImportReport))),
 }  # fmt: skip

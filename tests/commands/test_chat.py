@@ -4,10 +4,7 @@ import os
 import pty
 import select
 import signal
-import subprocess
-import sys
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
@@ -53,16 +50,6 @@ def test_lines_are_continued_after_the_text_so_far(model, typed, capfd):
     assert _chat.WELCOME in stderr
 
 
-def test_text_is_continued_as_was_asked(typed, monkeypatch):
-    asked = mock.Mock(return_value=[b"made"])
-    made = SimpleNamespace(config=SimpleNamespace(ctx=9), tokenizer=None)
-    monkeypatch.setattr("arbcli.generation.generation.generate", asked)
-    typed("")
-    _chat.chat(made, 5, Sampling(top_k=3), "torch", "int8")
-    expected = mock.call(made, b"\n", 5, Sampling(top_k=3), backend="torch", kv="int8", ends=None)
-    assert asked.call_args == expected
-
-
 def test_text_of_tokens_is_cut_to_the_tokens_of_the_context():
     tokenizer = SimpleNamespace(beginning=[7], encode=lambda text: [*range(len(text) // 4)])
     model = SimpleNamespace(config=SimpleNamespace(ctx=9), tokenizer=tokenizer)
@@ -93,24 +80,6 @@ def test_other_signals_end_the_program(number, model, typed):
     typed(lambda: signal.raise_signal(number))
     with pytest.raises(Interrupted):
         _chat.chat(model, 5, Sampling(), "torch")
-
-
-@pytest.mark.slow  # a process that loads torch
-def test_terminal_without_a_prompt_is_asked(saved):
-    command = ["generate", "--checkpoint", str(saved()), "--length", "3", "--device", "cpu"]
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "arbcli", *command], stdin=theirs, stdout=theirs, stderr=theirs
-    )
-    os.close(theirs)
-    seen = b""
-    for awaited, answer in ((b"loading", b"early\n"), (b"> ", b"abc\n"), (b"> ", b"\x04")):
-        while awaited not in seen:
-            seen += os.read(ours, 4096)
-        before, seen = seen.split(awaited, 1)
-        assert b"early" not in before
-        os.write(ours, answer)
-    assert process.wait() == 0
 
 
 def test_input_typed_ahead_is_neither_shown_nor_kept(monkeypatch):

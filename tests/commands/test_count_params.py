@@ -18,20 +18,6 @@ def run(*arguments):
     return CliRunner().invoke(app, ["count-params", *arguments])
 
 
-def test_count_params_takes_every_override():
-    options = {
-        "--ctx": 99, "--tscale-type": "T6", "--rule": "carry", "--optimizer": "sign",
-        "--dim": 24, "--layers": 3, "--heads": 2, "--ffn": 31,
-    }  # fmt: skip
-    result = run("--json", *(str(part) for pair in options.items() for part in pair))
-    config = json.loads(result.stdout)["config"]
-    block = config["stages"][0]["blocks"][0]
-    names = ("ctx", "scale_type", "rule", "direction")
-    found = [config[name] for name in names] + [config["stages"][0]["dim"]]
-    found += [len(config["stages"][0]["blocks"]), block["mixer"]["heads"]]
-    assert [*found, block["channel"]["width"]] == list(options.values())
-
-
 @pytest.mark.slow
 def test_count_params_counts_three_billion_without_their_memory():
     command = [sys.executable, "-m", "arbcli", "count-params", "--preset", "arb-3b", "--json"]
@@ -45,22 +31,3 @@ def test_file_of_a_smaller_model_has_the_weights_that_it_says():
     path = Path(__file__).parents[2] / "examples" / "arb-2b.toml"
     assert predict(read_model(path)).total.weights == 2_216_567_968
     assert "2,216,567,968" in path.read_text()
-
-
-TOML = """steps = 7
-[model]
-ctx = 16
-[model.block.near]
-mixer = { kind = "attention", heads = 2 }
-channel = { kind = "experts", experts = 4, width = 8 }
-[[model.stage]]
-dim = 32
-blocks = "near*2"
-"""
-
-
-@pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "model.toml"
-    path.write_text(TOML)
-    return path

@@ -5,10 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from arbcli.commands._run_display import NO_SAMPLE, RunDisplay
-from arbcli.families.media.continuing import Completion
-from arbcli.families.media.sound import encode_samples
-from arbcli.families.media.spans import SoundHeader
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
 from arbcli.training.run import resume_run, start_run
@@ -17,11 +13,6 @@ soundfile = pytest.importorskip("soundfile", reason="needs the extra `media`")
 Image = pytest.importorskip("PIL.Image", reason="needs the extra `media`")
 
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 8, "device": "cpu"}
-
-
-SOUND_OF_NOTHING = SoundHeader("mulaw", 8000, 1, 9).encode() + encode_samples(
-    np.zeros((9, 1), np.int16), "mulaw"
-)
 
 
 @pytest.fixture(scope="module")
@@ -107,39 +98,6 @@ def test_text_follows_a_whole_picture(call, folder):
     assert raw.stdout
 
 
-@pytest.mark.parametrize("size", [1, 7])
-@pytest.mark.parametrize("kind", ["sound", "picture"])
-def test_text_ends_with_the_sound_or_picture_that_is_written(kind, size, monkeypatch, tmp_path):
-    """A model whose text is fixed: a text, a picture, a sound and more text."""
-    text = (
-        b"\xff said " * 20 + b"\xffpicture grey 2 2\nab\ncd\n" + SOUND_OF_NOTHING + b"\xffsound on"
-    )
-    completion, content = Completion(tmp_path / {"sound": "a.wav", "picture": "a.png"}[kind]), b""
-    while not completion.is_complete(content):
-        content, before = text[: len(content) + size], content
-        assert content != before
-    end = text.index(b"d\n") + 2 if kind == "picture" else text.index(b"\xffsound on")
-    assert end <= len(content) < end + size
-
-
-def test_a_run_of_sounds_shows_no_sample(folder, monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    for name, shown in (("a.wav", False), ("words.txt", True)):
-        (tmp_path / "words.txt").write_text("plain words\n" * 20)
-        path = str((folder if name == "a.wav" else tmp_path) / name)
-        config = new_config(**SIZES, sound="mulaw", steps=2, sample_every=1, log_every=1,
-                            data=[path], val=[path])  # fmt: skip
-        display = RunDisplay(quiet=False, as_json=False)
-        report = start_run(config, tmp_path / f"run-{name}", display)
-        display.finished(report)
-        assert bool(report.sample) == shown
-        notes = capsys.readouterr().err
-        assert (NO_SAMPLE in notes) != shown
-        assert "held-out loss" in notes
-        first = (tmp_path / f"run-{name}" / "metrics.jsonl").read_text().splitlines()[0]
-        assert (json.loads(first)["sample"] is not None) == shown
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -168,12 +126,3 @@ def test_mistake_is_one_line(words, message, call, folder, monkeypatch):
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_prompt_file_of_text_is_the_prompt(call, folder):
-    (folder / "p.txt").write_text("a tone ")
-    words = ["--length", "9", "--json"]
-    by_file = json.loads(call("generate", "--prompt-file", str(folder / "p.txt"), *words).stdout)
-    by_word = json.loads(call("generate", "--prompt", "a tone ", *words).stdout)
-    assert by_file["text"] == by_word["text"]
-    assert by_file["prompt"] == "a tone "

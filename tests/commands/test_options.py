@@ -1,10 +1,6 @@
 """Errors speak of fields, and a command line of its options: one place translates."""
 
-import dataclasses
-import inspect
 import re
-from pathlib import Path
-from typing import Annotated
 from unittest import mock
 
 import pytest
@@ -13,26 +9,18 @@ import typer.main
 from pages import FOLDER, PAGES, page
 from typer.testing import CliRunner
 
-from arbcli import config
 from arbcli.base.errors import ArbError
 from arbcli.cli import app
-from arbcli.commands._help import Command
 from arbcli.commands._options import (
-    fill_options,
-    find_run,
     given_options,
     in_options,
     rename_options,
     repeat_options,
 )
 from arbcli.config.file import read_settings
-from arbcli.config.presets import preset
-from arbcli.config.settings import GROUPS, RUN
-from arbcli.config.short_forms import ARGUMENTS, arguments
-from arbcli.config.training import BACKENDS, SETTINGS, TrainConfig, spelled_out, train_config
-from arbcli.kernels.runtime import backend
+from arbcli.config.short_forms import ARGUMENTS
+from arbcli.config.training import TrainConfig, spelled_out, train_config
 from arbcli.training import configure
-from arbcli.training.schedule import LOG_EVERY
 
 SHOWN = {
     ("`lr` is -1.0", "lr"): "`--lr` is -1.0",
@@ -55,38 +43,12 @@ def test_field_of_an_error_is_shown_as_its_option(text, field):
     assert in_options(text, (field,)) == SHOWN[text, field]
 
 
-def test_every_field_of_an_error_is_shown():
-    text = "make `dim` a multiple of 8, or choose other `heads`"
-    shown = "make `--dim` a multiple of 8, or choose other `--heads`"
-    assert in_options(text, ("dim", "heads")) == shown
-
-
-def test_error_of_a_configuration_names_the_field():
-    with pytest.raises(ArbError, match="`scale_type` is `T5`") as caught:
-        preset("tiny", scale_type="T5")
-    assert caught.value.fields == ("scale_type",)
-
-
 def test_values_of_an_option_may_follow_one_another():
     """A shell makes them of `--data *.txt`."""
     words = "train --data a.txt b.txt - --val c d --steps 5 --data=e f --json"
     said = "train --data a.txt --data b.txt --data - --val c --val d --steps 5 --data=e f --json"
     assert repeat_options(words.split()) == said.split()
     assert repeat_options([]) == []
-
-
-@pytest.mark.parametrize(("words", "said"), [
-    ("train --profile", "train --profile 3"),
-    ("train --profile --json", "train --profile 3 --json"),
-    ("train --profile 7 --json", "train --profile 7 --json"),
-    ("train --profile=7 --profile", "train --profile=7 --profile 3"),
-    ("train --profile -1", "train --profile -1"),
-    ("train --attention --moe", "train --attention latent --moe"),
-    ("train --attention dense", "train --attention dense"),
-    ("train --no-attention", "train --attention none"),
-])  # fmt: skip
-def test_value_of_an_option_may_be_left_out(words, said):
-    assert fill_options(words.split()) == said.split()
 
 
 @pytest.mark.parametrize(("old", "now"), [
@@ -112,7 +74,7 @@ def test_words_of_options_are_words_of_files_and_of_the_library(tmp_path):
         "direction": "factored", "wire": "int8", "weights": "ternary", "digits": "all",
     }  # fmt: skip
     given = {"preset": "tiny", "device": "cpu", "backend": "torch", "compute": "fp32"}
-    for words, found in (
+    for words, expected in (
         ({"weights": "anneal"}, ("ternary", "fade", "orthogonal", "rule")),
         ({"optimizer": "muon"}, ("ternary", "trit", "orthogonal", "rule")),
         ({"optimizer": "muon", "weights": "float"}, ("float", "trit", "orthogonal", "muon")),
@@ -121,21 +83,12 @@ def test_words_of_options_are_words_of_files_and_of_the_library(tmp_path):
     ):
         config = train_config(**given | words)
         model = config.model
-        assert (model.weights, model.digits, model.direction, config.optimizer) == found
+        assert (model.weights, model.digits, model.direction, config.optimizer) == expected
     with pytest.raises(ArbError, match="only works with float weights"):
         train_config(**given, optimizer="adamw")
 
 
-def test_backends_are_those_that_there_are():
-    assert BACKENDS == backend.BACKENDS
-
-
 COMMANDS = typer.main.get_command(app).commands
-
-
-def test_every_option_of_train_has_a_heading_that_pages_know():
-    headings = {option.rich_help_panel for option in COMMANDS["train"].params}
-    assert headings == {*GROUPS, None}  # the last of `--help-all`
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -162,7 +115,7 @@ def test_page_of_train_has_the_common_options_and_the_complete_page_all():
     assert "Dynamic chunks: hnet-" not in page
 
 
-@pytest.mark.parametrize(("assigned", "found"), [
+@pytest.mark.parametrize(("assigned", "expected"), [
     ("steps=7", {"steps": 7}),
     ("reduce-dtype=int8", {"wire": "int8"}),
     ("weights=int8", {"weights": "ternary", "digits": "all"}),
@@ -171,8 +124,8 @@ def test_page_of_train_has_the_common_options_and_the_complete_page_all():
     ("model.bound=10", {"fields": {"bound": 10}}),
     ("attention.rule=nibble", {"fields": {"attention.rule": "nibble"}}),
 ])  # fmt: skip
-def test_assignment_sets_a_setting_or_a_field(assigned, found):
-    assert given_options(assignments=[assigned]) == found
+def test_assignment_sets_a_setting_or_a_field(assigned, expected):
+    assert given_options(assignments=[assigned]) == expected
 
 
 @pytest.mark.parametrize(("given", "says"), [
@@ -185,45 +138,6 @@ def test_assignment_sets_a_setting_or_a_field(assigned, found):
 def test_assignment_that_contradicts_or_sets_nothing_is_refused(given, says):
     with pytest.raises(ArbError, match=says):
         given_options(assignments=given, steps=5 if given == ["steps=3"] else None)
-
-
-def test_page_of_help_has_groups_and_types_in_words():
-    page = CliRunner().invoke(app, ["train", "--help-all"], terminal_width=120).stdout
-    for title in GROUPS:
-        assert f"\n{title}:\n" in page
-    for words in ("--steps N ", "--lr X ", "--data PATH ", "--preset PRESET ", "--plot PATH ",
-                  "--resume auto|PATH ", "--moe / --no-moe "):  # fmt: skip
-        assert words in page
-    assert page.count("arb-tiny and arb-3b") == 1
-    assert not re.search("x[<>]=|range|<|NAME|TEXT|INTEGER", page)
-
-
-def test_group_of_one_option_has_its_heading():
-    """And what has no group of its own comes first."""
-
-    def command(
-        first: bool = False, second: Annotated[bool, typer.Option(rich_help_panel=RUN)] = False
-    ):
-        """Do nothing."""
-
-    own = typer.Typer(add_completion=False, rich_markup_mode=None)
-    own.command(cls=Command)(command)
-    lines = CliRunner().invoke(own, ["--help"]).stdout.splitlines()
-    assert lines.index("Options:") < lines.index(f"{RUN}:")
-    assert "--second" in lines[lines.index(f"{RUN}:") + 1]
-
-
-def test_configurations_know_no_option():
-    for path in Path(config.__file__).parent.glob("*.py"):
-        assert path.name == "settings.py" or "--" not in path.read_text(), path
-
-
-def test_settings_name_other_settings_only():
-    """A name in backquotes is shown as its option."""
-    for name, one in SETTINGS.items():
-        assert {*re.findall(r"`(\w+)", one.setting.help)} <= {*SETTINGS}, name
-        assert one.setting.help, name
-        assert one.setting.group in GROUPS, name
 
 
 CHOSEN = {
@@ -283,62 +197,8 @@ def test_every_option_reaches_its_field(command, arb_here, monkeypatch):
     assert new_config.call_args.kwargs == expected
 
 
-@pytest.mark.parametrize("command", ["train", "audit-memory"])
-def test_help_shows_the_real_defaults(command):
-    """Where a page names a number or a word, and not how it is found."""
-    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    defaults |= {name: one.default for name, one in arguments("dense").items()}
-    defaults |= {"preset": "tiny", "digits": "ternary", "sub_norms": "yes"}
-    defaults |= {"log_every": LOG_EVERY, "votes_fixes": "none"}
-    told = {}
-    for option in typer.main.get_command(app).commands[command].params:
-        found = re.search(r"\[default: ([\w.]+)\]", option.help or "")
-        if found and option.name in defaults:
-            told[option.name] = found[1]
-    assert told == {name: str(defaults[name]) for name in told}
-    assert told.keys() >= {"batch", "accum", "seed", "preset", "digits"}
-    if command == "train":
-        assert told.keys() >= {"steps", "warmup", "schedule", "keep", "save_every"}
-
-
-def test_page_of_help_shows_defaults_and_only_groups_that_fit(arb_here):
-    page = " ".join(arb_here("generate", "--help").stdout.split())
-    for default in ("512, or the rest of a file", "0.8", "256", "1.0"):
-        assert f"[default: {default}]" in page
-    assert "x>=" not in page
-    assert "--prompt TEXT" in page
-    assert "native on a CPU" in page
-    for heading in ("Model:", "Optimisation:"):
-        assert heading not in page
-    train = arb_here("train", "--help").stdout
-    assert train.index("Optimisation:") < train.index("Run:") < train.index("--seed")
-
-
-def test_auto_says_which_run_it_is(tmp_path, capsys):
-    run = tmp_path / "001-a"
-    run.mkdir()
-    (run / "config.json").write_text("{}")
-    (run / "step-000001.safetensors").touch()
-    assert find_run(Path("auto"), tmp_path) == run
-    assert capsys.readouterr().err == f"auto is `{run}`\n"
-    assert find_run(run, tmp_path) == run
-    assert capsys.readouterr().err == ""
-
-
 def test_page_of_settings_is_that_of_the_fields():
     assert settings_page.PAGE.read_text() == settings_page.page(), "python tests/settings_page.py"
-
-
-def test_no_option_is_named_by_its_metavar():
-    """Typer 0.27 takes the letters of `PRESET` for those of `--preset`, which it then lacks.
-
-    In an annotation the name of an option stands where the default does otherwise.
-    """
-    for command in app.registered_commands:
-        for name, parameter in inspect.signature(command.callback).parameters.items():
-            for info in getattr(parameter.annotation, "__metadata__", ()):
-                same = (info.metavar or "").replace("_", "-").lower() == name.replace("_", "-")
-                assert isinstance(info.default, str) or not same, (command.callback, name)
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -349,24 +209,3 @@ def test_page_shows_every_figure_of_its_report(name):
 
 def test_every_page_has_its_text():
     assert {path.stem for path in FOLDER.glob("*.txt")} == set(PAGES)
-
-
-def test_option_that_knows_its_words_refuses_no_word_as_it_does_another():
-    def refuses(option, word: str) -> bool:
-        try:
-            option.callback(None, option, [word] if option.multiple else word)
-        except ArbError:
-            return True
-        except TypeError:  # of a number
-            return False
-        return False
-
-    options = [
-        o
-        for command in COMMANDS.values()
-        for o in command.params
-        if o.callback and o.name != "help_all"
-    ]
-    knowing = [option for option in options if refuses(option, "no such word")]
-    assert len(knowing) > 60
-    assert [option.name for option in knowing if not refuses(option, "")] == []

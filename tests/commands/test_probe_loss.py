@@ -12,9 +12,6 @@ from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
 from arbcli.training.run import start_run
 
-SMALL = ["--dim", "32", "--layers", "2", "--heads", "2", "--ffn", "48", "--ctx", "32"]
-SMALL += ["--batch", "8", "--device", "cpu"]
-
 
 def invoke(*args: str):
     return CliRunner().invoke(app, ["probe-loss", *args])

@@ -2,7 +2,6 @@
 
 import inspect
 import io
-import json
 import os
 import pkgutil
 import sys
@@ -113,18 +112,6 @@ def test_tuned_model_has_defaults_of_its_own(words, lr, tokenizer, recorded_call
     assert (given["lr"], given["tokenizer"]) == (lr, tokenizer)
 
 
-def test_logger_that_is_named_twice_is_used_once(recorded_call, monkeypatch):
-    monkeypatch.setattr(train, "check_logger", lambda name: None)
-    loggers = {"wandb": mock.Mock(), "mlflow": mock.Mock()}
-    found = mock.Mock(side_effect=lambda name, tell: loggers[name])
-    monkeypatch.setattr(train, "find_logger", found)
-    words = ["--log", "wandb", "--log", "mlflow", "--log", "wandb", "--device", "cpu"]
-    call = recorded_call("arbcli.training.run.start_run", "train", *words)
-    call.args[2].stepped(3)
-    assert [each.stepped.mock_calls for each in loggers.values()] == [[mock.call(3)]] * 2
-    assert [told.args[0] for told in found.call_args_list] == ["wandb", "mlflow"]
-
-
 @pytest.mark.parametrize(
     ("words", "processes", "wire"),
     [([], 1, None), ([], 2, "int12"), (["--reduce-dtype", "int16"], 2, "int16"),
@@ -159,29 +146,6 @@ def test_first_process_alone_prints_and_plots(rank, arb_here, monkeypatch, tmp_p
     assert done.returncode == (0 if rank else 143)
 
 
-def test_processes_that_cannot_share_are_not_started(arb_here, recorded_call, monkeypatch):
-    started = "arbcli.commands.train.start_processes"
-    assert recorded_call(started, "train", "--gpus", "2", "--accum", "4").args == (2,)
-    assert recorded_call(started, "train", "--gpus", "2", "--resume", "x").args == (2,)
-    for accum, processes in (("3", "2"), ("1", "3")):
-        words = ("--gpus", processes, "--accum", accum, "--device", "cpu")
-        said = f"`--accum` is {accum}, which {processes} processes cannot share"
-        assert said in arb_here("train", *words).stderr
-
-
-def test_audit_of_ranks_is_called_with_its_options(recorded_call, monkeypatch):
-    words = ["audit-memory", *SIZES, "--device", "cpu", "--ranks", "2"]
-    predict = "arbcli.inspect.ranks.predict_ranks"
-    config, ranks, budget = recorded_call(predict, *words, "--budget", "3KB").args
-    assert (config.accum, config.wire, ranks, budget) == (2, "int12", 2, 3000)
-    config, ranks, _ = recorded_call(predict, *words, "--budget", "3KB", "--accum", "4").args
-    assert (config.accum, config.wire, ranks) == (4, "int12", 2)
-    assert recorded_call("arbcli.commands.audit_memory.start_processes", *words).args == (2,)
-    monkeypatch.setattr(audit_memory, "this_process", lambda: (1, 2))
-    call = recorded_call("arbcli.commands.audit_memory._audit_ranks", *words)
-    assert call.args[0].accum == 2
-
-
 def test_audit_is_called_with_its_options(recorded_call, monkeypatch, tmp_path):
     words = ["audit-memory", *SIZES, "--device", "cpu"]
     config, snapshot, *_ = recorded_call("arbcli.inspect.audit.audit", *words, "--steps", "7").args
@@ -200,65 +164,6 @@ def test_audit_is_called_with_its_options(recorded_call, monkeypatch, tmp_path):
     assert call.args[:2] == (on_gpu, path)
 
 
-def test_probe_is_called_with_its_options(recorded_call, monkeypatch):
-    checked = mock.Mock()
-    monkeypatch.setattr(room, "check_memory", checked)
-    call = recorded_call("arbcli.inspect.probe.probe", "probe-loss", *SIZES, "--device", "cpu")
-    assert (call.kwargs["steps"], call.args[0].steps, call.args[0].device) == (12, 12, "cpu")
-    assert checked.call_args.args == call.args
-    where = ["--device", "cpu", "--backend", "torch", "--steps", "5", "--lr", "0.5", "--seed", "3"]
-    call = recorded_call(
-        "arbcli.inspect.probe.open_saved", "probe-loss", "--checkpoint", "x", *where
-    )
-    assert call.args == (Path("x"),)
-    del call.kwargs["note"]
-    assert call.kwargs == {"steps": 5, "device": "cpu", "backend": "torch", "lr": 0.5, "seed": 3}
-
-
-def test_comparison_has_the_named_models_in_their_order(recorded_call, monkeypatch):
-    monkeypatch.setattr("arbcli.inspect.saved.open_saved", lambda path, note: path)
-    call = recorded_call("arbcli.inspect.saved.compare", "inspect", "one", "--diff", "two")
-    assert call.args == (Path("one"), Path("two"))
-
-
-def test_export_is_called_with_its_options(recorded_call, tmp_path):
-    where = ["--to", "gguf", "--type", "q8_0", "--out", str(tmp_path / "a.gguf")]
-    call = recorded_call("arbcli.interop.exporting.export", "export", "some/run", *where)
-    assert call.args == (Path("some/run"), "gguf")
-    del call.kwargs["note"]
-    assert call.kwargs == {"out": tmp_path / "a.gguf", "kind": "q8_0"}
-
-
-def test_verification_is_called_with_its_options(recorded_call):
-    words = ["--tscale-type", "T6", "--fuzz", "3", "--seed", "4", "--targets", "sm_90", "--time",
-             "--device", "cpu", "--backend", "torch", "--exhaustive"]  # fmt: skip
-    request = recorded_call("arbcli.verify.run.verify", "verify-kernels", "rms_norm", *words).args[
-        0
-    ]
-    assert (request.names, request.scale_type, request.fuzz) == (("rms_norm",), "T6", 3)
-    assert (request.seed, request.targets, request.timed) == (4, "sm_90", True)
-    assert (request.device, request.backend) == ("cpu", "torch")
-    assert request.exhaustive
-    request = recorded_call(
-        "arbcli.verify.run.verify", "verify-kernels", "--all-tscale-types"
-    ).args[0]
-    assert (request.names, request.scale_type, request.fuzz, request.seed) == ((), None, 0, 0)
-    request = recorded_call("arbcli.verify.run.verify", "verify-kernels").args[0]
-    assert (request.scale_type, request.timed, request.targets) == ("T32", False, None)
-    assert not request.exhaustive
-
-
-def test_settings_are_printed_next_to_those_of_their_preset(arb_here, monkeypatch):
-    read = arb_here("train", "--preset", "small", "--device", "cpu", "--print-config", "--json")
-    assert json.loads(read.stdout)["model"]["stages"][0]["dim"] == 384
-    shown = arb_here("train", "--preset", "small", "--device", "cpu", "--print-config").stdout
-    assert 'blocks = "attention-mlp*6"' in shown
-    new_config = mock.Mock(side_effect=ArbError("enough"))
-    monkeypatch.setattr("arbcli.training.configure.new_config", new_config)
-    arb_here("train", "--print-config", "--device", "cpu", "--backend", "torch", "--lr", "0.5")
-    assert new_config.call_args.kwargs == {"device": "cpu", "backend": "torch", "lr": 0.5}
-
-
 def test_evaluation_is_called_with_its_options(recorded_call, monkeypatch, tmp_path):
     monkeypatch.setattr(evaluate, "find_run", Path)
     loaded = mock.Mock(return_value=("model", "its name"))
@@ -275,20 +180,6 @@ def test_evaluation_is_called_with_its_options(recorded_call, monkeypatch, tmp_p
     named, device, _, compute = loaded.call_args.args
     assert (str(named), str(device), compute) == ("some/run", "cpu", "bf16")
     assert call.args[2].read(0, len(call.args[2])) == b"read this\n"
-
-
-def test_several_prompts_are_continued_with_their_options(recorded_call, monkeypatch, tmp_path):
-    monkeypatch.setattr(load, "load_named_model", lambda *_: ("model", "its name"))
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('"a"\n{"prompt": "b", "length": 2}\n')
-    words = ["--checkpoint", "x", "--prompts", str(path), "--batch", "3", "--length", "4"]
-    words += ["--kv", "int8", "--device", "cpu", "--backend", "torch", "--top-k", "5"]
-    call = recorded_call("arbcli.generation.batch.continue_batch", "generate", *words)
-    model, requests, batch = call.args
-    assert (model, batch) == ("model", 3)
-    assert [(each.prompt, each.length) for each in requests] == [(b"a", 4), (b"b", 2)]
-    assert {each.sampling.top_k for each in requests} == {5}
-    assert (call.kwargs["backend"], call.kwargs["kv"]) == ("torch", "int8")
 
 
 def test_prompt_is_continued_with_its_options(recorded_call, monkeypatch):
@@ -323,12 +214,6 @@ def test_prompt_is_taken_byte_for_byte(recorded_call, monkeypatch):
     monkeypatch.setattr(sys, "stdin", stdin)
     call = recorded_call("arbcli.generation.batch.continue_batch", *words, "--prompts", "-")
     assert [each.prompt for each in call.args[1]] == [b"a", b"b"]
-
-
-def test_snapshot_may_end_in_either_of_its_suffixes(recorded_call, tmp_path):
-    words = ["audit-memory", *SIZES, "--device", "cpu", "--snapshot"]
-    for name in ("a.pickle", "a.pkl"):
-        assert recorded_call("arbcli.training.configure.new_config", *words, str(tmp_path / name))
 
 
 LEFT_OUT = {
@@ -368,9 +253,14 @@ def test_option_that_is_left_out_is_handed_on_as_such(words, recorded_call, monk
     assert [args.args[3] for args in loaded.call_args_list] == [None] * loaded.call_count
 
 
-def test_audit_prints_how_many_steps_it_measures(recorded_call, capfd):
-    call = recorded_call("arbcli.inspect.audit.audit", "audit-memory", *SIZES, "--device", "cpu",
-                 "--steps", "7")  # fmt: skip
-    call.args[2](SimpleNamespace(state_bytes=3 << 20, peak_bytes=5 << 20))
-    said = "predicted: 3.0 MiB of state, a peak of 5.0 MiB; measuring 7 steps"
-    assert said in capfd.readouterr().err
+def test_audit_of_ranks_is_called_with_its_options(recorded_call, monkeypatch):
+    words = ["audit-memory", *SIZES, "--device", "cpu", "--ranks", "2"]
+    predict = "arbcli.inspect.ranks.predict_ranks"
+    config, ranks, budget = recorded_call(predict, *words, "--budget", "3KB").args
+    assert (config.accum, config.wire, ranks, budget) == (2, "int12", 2, 3000)
+    config, ranks, _ = recorded_call(predict, *words, "--budget", "3KB", "--accum", "4").args
+    assert (config.accum, config.wire, ranks) == (4, "int12", 2)
+    assert recorded_call("arbcli.commands.audit_memory.start_processes", *words).args == (2,)
+    monkeypatch.setattr(audit_memory, "this_process", lambda: (1, 2))
+    call = recorded_call("arbcli.commands.audit_memory._audit_ranks", *words)
+    assert call.args[0].accum == 2

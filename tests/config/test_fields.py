@@ -1,14 +1,11 @@
 """Fields of a model that are set by their path."""
 
-from dataclasses import replace
-
 import pytest
 
 from arbcli.base.errors import ArbError
 from arbcli.config.fields import with_fields
 from arbcli.config.model import ModelConfig
-from arbcli.config.presets import assembled, preset
-from arbcli.config.training import train_config
+from arbcli.config.presets import preset
 
 HNET = preset("hnet-tiny")
 
@@ -46,20 +43,6 @@ def test_part_is_set_by_a_table_and_removed_by_none():
     changed = with_fields(HNET, {"channel": {"kind": "experts", "experts": 3, "width": 8}})
     assert changed.main.blocks[0].channel.experts == 3
     assert with_fields(changed, {"blocks.0.channel": "none"}).main.blocks[0].channel is None
-
-
-def test_integer_of_a_number_is_one_and_the_model_has_fields_too():
-    changed = with_fields(HNET, {"bound": 10, "norm_gain": True})
-    assert [type(stage.bound) for stage in changed.stages] == [float, float]
-    stages = tuple(replace(stage, bound=10.0) for stage in HNET.stages)
-    assert changed == replace(HNET, stages=stages, norm_gain=True)
-
-
-def test_library_takes_fields():
-    place = {"device": "cpu", "backend": "torch", "compute": "fp32"}
-    config = train_config("tiny", fields={"contribution": 0.5}, layers=2, **place)
-    assert config.model == assembled("tiny", layers=2, fields={"contribution": 0.5})
-    assert config.model.main.contribution == 0.5
 
 
 @pytest.mark.parametrize(("path", "value", "says"), [

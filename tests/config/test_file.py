@@ -34,13 +34,6 @@ def test_printed_settings_are_read_back(tmp_path, given):
     assert new_config(**read_settings(facts)) == config
 
 
-def test_twin_is_given_no_rule_by_a_file_either(tmp_path):
-    path = tmp_path / "run.toml"
-    path.write_text('[model]\nweights = "float"\nrule = "votes"\n')
-    with pytest.raises(ArbError, match="float weights are trained by AdamW or Muon"):
-        new_config(**read_settings(path), device="cpu")
-
-
 def test_few_settings_are_enough(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('preset = "small"\nlr = 1\n[model]\nctx = 32\n')
@@ -78,14 +71,6 @@ def test_wrong_file_is_refused(tmp_path, text):
     with pytest.raises(ArbError, match=WRONG[text]) as caught:
         read_settings(path)
     assert caught.value.hint
-
-
-def test_missing_and_broken_files_are_refused(tmp_path):
-    with pytest.raises(ArbError, match="cannot read"):
-        read_settings(tmp_path / "nowhere.toml")
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ArbError, match="no settings by name"):
-        read_settings(tmp_path / "config.json")
 
 
 def test_command_prints_settings_and_options_go_first(tmp_path, arb_here):

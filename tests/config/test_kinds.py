@@ -1,7 +1,6 @@
 """Settings of models by presets, short forms, files and saved models: what is kept, and refused."""
 
 import dataclasses
-from dataclasses import replace
 
 import pytest
 
@@ -9,15 +8,9 @@ from arbcli.base.errors import ArbError
 from arbcli.config.initial import FREE, check_initial, digits_after, is_kept
 from arbcli.config.presets import PRESETS, SHORT_FORMS, config_from_dict, preset
 from arbcli.config.short_forms import ARGUMENTS
-from arbcli.config.site import Site
 from arbcli.config.training import (
-    COMPUTES,
-    TrainConfig,
     train_config_from,
 )
-from arbcli.families.compressed.config import CompressedAttentionConfig
-from arbcli.families.experts.config import ExpertsConfig
-from arbcli.kernels.runtime.device import COMPUTE
 from arbcli.model.rules import STAGES
 
 
@@ -65,48 +58,6 @@ def test_settings_of_a_run_that_are_none_are_refused(config):
     assert "`config.json`" in caught.value.hint
 
 
-def test_entries_that_a_byte_sees_are_those_of_a_whole_context_and_one_at_least():
-    parts = [CompressedAttentionConfig(heads=2, ratio=ratio) for ratio in (4, 128, 130, 131)]
-    site = Site(dim=64, depth=1, ctx=130)
-    assert [part.entries(site) for part in parts] == [32, 1, 1, 1]
-
-
-def test_every_compute_has_a_dtype():
-    assert COMPUTE.keys() == set(COMPUTES)
-    assert TrainConfig.__dataclass_fields__["compute"].default in COMPUTES
-
-
-@pytest.mark.parametrize(("width", "rotated"), [(64, 32), (10, 4), (6, 2)])
-def test_half_of_a_compressed_head_is_turned_and_an_even_part_of_it(width, rotated):
-    config = CompressedAttentionConfig(heads=2, head_width=width)
-    site = Site(dim=64, depth=1, ctx=130)
-    assert (config.rotated(site), config.width(site)) == (rotated, width)
-
-
-WITH_BLOCKS = [name for name, short in SHORT_FORMS.items() if short.form != "graph"]
-
-
-@pytest.mark.parametrize("name", WITH_BLOCKS)
-def test_experts_stand_in_the_innermost_blocks_and_are_as_wide_as_their_mlp(name):
-    before, after = preset(name), preset(name, experts=6, top_k_experts=3)
-    assert after.outer == before.outer
-    for old, new in zip(before.main.blocks, after.main.blocks, strict=True):
-        expected = ExpertsConfig(experts=6, top_k=3, width=old.channel.width)
-        if isinstance(old.channel, ExpertsConfig):
-            expected = replace(old.channel, experts=6, top_k=3)
-        assert new.channel == expected
-    mixers = [[block.mixer for block in each.main.blocks] for each in (before, after)]
-    assert mixers[0] == mixers[1]
-    assert preset(name, experts=6).main.blocks[0].channel.top_k == 2
-
-
-def test_experts_of_a_position_have_two_names_with_a_graph():
-    assert preset("arb-3b", top_k_experts=3) == preset("arb-3b", moe_top_k=3)
-    with pytest.raises(ArbError, match="both say how many") as caught:
-        preset("arb-3b", top_k_experts=3, moe_top_k=3)
-    assert caught.value.fields == ("top_k_experts", "moe_top_k")
-
-
 @pytest.mark.parametrize(("given", "says"), [
     ({"top_k_experts": 3}, "`top_k_experts` only applies to experts, and the model has none"),
     ({"top_k_experts": 5, "experts": 4}, "`top_k_experts` is 5 of 4 experts"),
@@ -121,12 +72,6 @@ def test_experts_that_cannot_be_are_refused(given, says):
         preset("tiny", **given)
     assert set(caught.value.fields) <= {"experts", "top_k_experts", *given}
     assert caught.value.hint
-
-
-def test_first_blocks_choose_experts_by_a_hash():
-    model = preset("tiny", experts=4, hash_layers=3, moe_gate="softplus", shared_expert=True)
-    assert [block.channel.gate for block in model.main.blocks] == ["hash"] * 3 + ["softplus"]
-    assert all(block.channel.shared for block in model.main.blocks)
 
 
 @pytest.mark.parametrize("name", SHORT_FORMS)
@@ -155,13 +100,6 @@ CHANGED = {
 """By the field that is named: the options of a run, and what is said of them."""
 
 
-@pytest.mark.parametrize("blocks", [0, 1, 3])
-def test_number_of_blocks_is_that_of_the_innermost_stage(blocks):
-    (stage,) = preset("tiny").stages
-    stage = replace(stage, blocks=stage.blocks[:1] * blocks)
-    assert replace(preset("tiny"), stages=(stage,)).layers == blocks
-
-
 @pytest.mark.parametrize("field", CHANGED)
 def test_every_setting_that_differs_is_refused_by_its_name(field):
     name, options, value = CHANGED[field]
@@ -171,11 +109,6 @@ def test_every_setting_that_differs_is_refused_by_its_name(field):
 
 def test_every_option_of_a_model_is_kept_or_free():
     assert {name for name in ARGUMENTS if not is_kept(name)} == set(FREE)
-
-
-def test_model_of_other_stages_is_refused():
-    with pytest.raises(ArbError, match="`number of stages` is 2, and 1 in the saved model"):
-        check_initial(PRESETS["hnet-tiny"], dataclasses.replace(PRESETS["tiny"], ctx=256))
 
 
 @pytest.mark.parametrize(

@@ -120,19 +120,6 @@ def test_evaluations_are_a_quarter_of_a_run_apart_within_bounds(steps, interval)
     assert settings(steps=steps, eval_every=7).eval_interval == 7
 
 
-@pytest.mark.parametrize(
-    ("weights", "optimizer", "lr"),
-    [("float", "adamw", 1e-3), ("float", "muon", 3e-3), ("ste", "adamw", 3e-3),
-     ("ste", "muon", 3e-3)],
-)  # fmt: skip
-def test_twin_has_a_learning_rate_of_its_optimizer(weights, optimizer, lr):
-    place = {"device": "cpu", "backend": "torch", "compute": "fp32"}
-    assert train_config("tiny", weights=weights, optimizer=optimizer, **place).lr == lr
-    if optimizer == "adamw":
-        assert train_config("tiny", weights=weights, **place).optimizer == "adamw"
-    assert train_config("tiny", **place).optimizer == "rule"
-
-
 @pytest.mark.parametrize(("window", "lengths", "slots", "room"), [
     (24, (3, 2), (24, 12, 9), {(0, 24): 12, (0, 5): 5, (1, 12): 9, (1, 9): 9, (1, 3): 3}),
     (256, (6,), (256, 64), {(0, 256): 64, (0, 64): 64, (0, 65): 64, (0, 63): 63}),
@@ -149,10 +136,3 @@ def test_slots_of_chunks_are_half_again_as_many_as_requested(
     assert {about: config.capacity(*about) for about in room} == room
     every = preset("hnet-tiny", **given | {"boundaries": "every"})
     assert every.slots[1] == -(-window // lengths[0])
-
-
-def test_refused_value_is_shown_in_part():
-    for length, more in ((60, ""), (61, "...")):
-        with pytest.raises(ArbError) as caught:
-            preset("tiny", rule="x" * length)
-        assert str(caught.value) == f"`rule` is `{'x' * 60}{more}`"

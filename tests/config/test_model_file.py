@@ -1,7 +1,6 @@
 """A model is written as TOML and read back equal, and a file that is wrong is refused by path."""
 
 import dataclasses
-import json
 import random
 import tomllib
 from types import NoneType, UnionType
@@ -10,7 +9,6 @@ from typing import get_args, get_origin
 import pytest
 
 from arbcli.base.errors import ArbError
-from arbcli.config.fields import from_fields
 from arbcli.config.file import read_settings
 from arbcli.config.kinds import BESIDE, CHANNELS, MIXERS
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
@@ -18,7 +16,6 @@ from arbcli.config.model_file import model_from_toml, model_lines
 from arbcli.config.parts.attention import QUERY_KEY_NORMS
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import SCALINGS
-from arbcli.config.presets import PRESETS
 from arbcli.families.compressed.config import POOLINGS
 from arbcli.families.experts.config import GATES
 from arbcli.families.graph.config import MemoriesConfig
@@ -30,7 +27,6 @@ WORDS = {
     "pooling": POOLINGS, "rule": WITH_DIGITS,
 }  # fmt: skip
 """Values of the fields of parts that are names."""
-KINDS = [*MIXERS.values(), *CHANNELS.values(), *BESIDE.values(), ChunkingConfig, MemoriesConfig]
 
 
 def drawn(kind: type, seed: random.Random):
@@ -101,48 +97,10 @@ def read_back(config: ModelConfig) -> ModelConfig:
     return model_from_toml(tomllib.loads("\n".join(model_lines(config)))["model"], "a file")
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_model_of_random_parts_is_read_back_equal(seed):
     config = drawn_model(random.Random(seed))
     assert read_back(config) == config
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_random_values_of_every_part_are_read_back_equal(kind):
-    """None where another value is the default, too."""
-    seed, seen = random.Random(kind.__name__), set()
-    for _ in range(20):
-        part = drawn(kind, seed)
-        stage = StageConfig(dim=1536)
-        if kind is ChunkingConfig:
-            stages = (StageConfig(dim=1536, chunking=part), stage)
-        elif kind is MemoriesConfig:
-            part = dataclasses.replace(part, place=0)
-            stages = (dataclasses.replace(stage, memories=part),)
-        else:
-            place = "mixer" if kind in MIXERS.values() else "channel"
-            blocks = () if kind in BESIDE.values() else (BlockConfig(**{place: part}),)
-            stages = (dataclasses.replace(stage, blocks=blocks),)
-        beside = (part,) if kind in BESIDE.values() else ()
-        try:
-            config = ModelConfig(ctx=64, stages=stages, beside=beside)
-        except ArbError:  # the part does not fit the width
-            continue
-        seen.add(config)
-        assert read_back(config) == config
-    assert len(seen) >= (3 if len(dataclasses.fields(kind)) > 1 else 1)  # one is `kind`
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_preset_is_read_back_equal(name):
-    assert read_back(PRESETS[name]) == PRESETS[name]
-
-
-def test_fields_that_are_read_stay_as_they_were():
-    values = json.loads(json.dumps(dataclasses.asdict(PRESETS["arb-long"])))
-    before = json.dumps(values)
-    assert from_fields(ModelConfig, values, "model") == PRESETS["arb-long"]
-    assert json.dumps(values) == before
 
 
 GOOD = """[model]
@@ -166,17 +124,13 @@ WRONG = {
     ("heads = 2 }\nch", "heads = 2, wings = 1 }\nch"): "`model.block.far.mixer` has no field `wi",
     ("experts = 4, ", ""): "`model.block.far.channel` has no `experts`",
     ('"experts"', '"birds"'): "`model.block.far.channel` is of the kind `birds`, which is none of",
-    ('"experts"', "[1]"): "`model.block.far.channel` is of the kind `[1]`, which is none of",
     ('"attention", heads = 2', '"attention", heads = 0'): "`model.block.near.mixer.heads` is 0",
     ("near*2", "neer*2"): "`model.stage[1].blocks` names the block `neer`",
     ("near*2", "near*0"): "`model.stage[1].blocks` repeats `near*0`",
-    ("near*2", "near*"): "`model.stage[1].blocks` repeats `near*`",
-    ("near*2", "near*1024"): "`model.stage[1].blocks` repeats `far`",
     ("near*2", "near*99999999999"): "`model.stage[1].blocks` repeats `near*99999999999`",
     ('"near*2 far"', "3"): "`model.stage[1].blocks` is `3`",
     ("length = 4", "length = 1"): "`model.stage[0].chunking`: `chunk_length` is 1",
     ("length = 4", 'kind = "mamba"'): "`model.stage[0].chunking` is not of the kind",
-    ("{ length = 4 }", "1"): "`model.stage[0].chunking` is `1`, not an object",
     ("dim = 32\nblocks", "dim = -1\nblocks"): "`model.stage[1].dim` is -1",
     ("dim = 32\nblocks", "dim = 0x" + "f" * 9999 + "\nblocks"): "is int without an end",
     ("dim = 32\nblocks", "blocks"): "`model.stage[1]` has no `dim`",
@@ -186,10 +140,8 @@ WRONG = {
     ("ctx = 64", 'ctx = 64\ndirection = ""'): "`model.direction` is ``",
     ("ctx = 64", 'ctx = 64\ndirection = "none"'): "the rule `moment` has no `model.direction`",
     ("ctx = 64", "ctx = 64\nwings = 2"): "`model` has no field `wings`",
-    ("ctx = 64", "ctx = 64\nstages = []"): "`model` has no field `stages`",
     ("ctx = 64", 'ctx = 64\nbeside = [{ kind = "mlp" }]'): "`model.beside[0]` is of the kind `mlp`",
     ("ctx = 64", "ctx = 64\nhead" + ".a" * 2_000 + " = 1"): "is not TOML: it is nested too deeply",
-    ("ctx = 64", "ctx" + ".a" * 2_000 + " = 1"): "is not TOML: it is nested too deeply",
     ("ctx = 64", "ctx = " + "[" * 2_000 + "]" * 2_000): "is not TOML",
     ("[[model.stage]]\ndim", "[[model.stage]]\n" * 65 + "dim"): "has no list of stages",
     ("[[model.stage]]\n", "[[model.stage]]\ndim = 8\nchunking = {}\n" * 9 + "[[model.stage]]\n"):

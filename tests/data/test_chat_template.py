@@ -42,11 +42,6 @@ def test_template_writes_messages_as_transformers_does():
     assert template.render(messages) == f"{wanted}ho<|im_end|>\n"
 
 
-def test_marks_of_answers_are_left_out():
-    template = ChatTemplate("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "", {})
-    assert template.render([{"content": "yes"}]) == "yes!"
-
-
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_template_is_refused_in_one_line(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -84,23 +79,6 @@ def test_template_is_found_wherever_transformers_writes_it(tmp_path):
     (tmp_path / "hugging_face").mkdir()
     (tmp_path / "hugging_face" / "chat_template.json").write_text('{"chat_template": "d"}')
     assert find_template(file).source == "d"
-
-
-def test_same_text_as_transformers(tmp_path):
-    transformers = pytest.importorskip("transformers", reason="needs the package transformers")
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    del transformers
-    source = (
-        "{%- set ns = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}"
-        "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}{% for m in messages %}"
-        "{{ '[' + m.role + '] ' }}{%- if loop.index0 > ns.last %}{{ '<think></think>' }}{% endif %}"
-        "{{ m.content.split('x')[-1].lstrip('\\n') }}{{ m | tojson }}{% if not loop.last %}"
-        "{% continue %}{% endif %}{{ eos_token }}\n    {% endfor %}"
-    )
-    messages = [{"role": "user", "content": "axb"}, {"role": "assistant", "content": "ü<c>"}]
-    wanted, _ = render_jinja_template([messages], chat_template=source, eos_token="</s>")
-    assert ChatTemplate(source, "it", {"eos_token": "</s>"}).render(messages) == wanted[0]
 
 
 def test_variables_filters_and_marks_are_those_of_transformers():

@@ -1,6 +1,5 @@
 """Chats as documents: what is learnt, how windows are filled, and that documents stay apart."""
 
-import dataclasses
 import json
 import shutil
 from types import SimpleNamespace
@@ -14,15 +13,13 @@ from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.data.chat_template import ChatTemplate
-from arbcli.data.chats import NOT_LEARNT, Chats, has_documents, pack
+from arbcli.data.chats import NOT_LEARNT, Chats, pack
 from arbcli.data.conversion import texts_folder
-from arbcli.data.text import Text, batch
+from arbcli.data.text import Text
 from arbcli.data.tokens import Tokenizer
-from arbcli.families.mamba.config import MambaConfig
 from arbcli.generation.conversation import Conversation
 from arbcli.generation.evaluation import document_loss
 from arbcli.model.build import build_model
-from arbcli.training.windows import first_windows
 from tests.data.test_chat_template import CHATML
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -76,28 +73,28 @@ def chats(tmp_path, tokenizer, records, source=CHATML, context=64, field="messag
     return Chats(text, field, tokenizer, template, context)
 
 
-def documents_of(found: Chats) -> list[tuple[list[int], list[int]]]:
+def documents_of(dataset: Chats) -> list[tuple[list[int], list[int]]]:
     """List inputs and targets of every document."""
     listed = []
-    for window in range(len(found.bins)):
-        ids, targets, numbers = (part[0] for part in found.packed_batch([window]))
-        for number in range(len(found.bins[window])):
+    for window in range(len(dataset.bins)):
+        ids, targets, numbers = (part[0] for part in dataset.packed_batch([window]))
+        for number in range(len(dataset.bins[window])):
             here = numbers == number
             listed.append((ids[here].tolist(), targets[here].tolist()))
-        assert targets[numbers == len(found.bins[window])].eq(NOT_LEARNT).all()
+        assert targets[numbers == len(dataset.bins[window])].eq(NOT_LEARNT).all()
     return listed
 
 
 def test_only_answers_and_their_ends_are_learnt(tmp_path, tokenizer):
-    found = chats(tmp_path, tokenizer, [chat("how are you", "fine", "you", "am fine too")])
-    ((ids, targets),) = documents_of(found)
+    dataset = chats(tmp_path, tokenizer, [chat("how are you", "fine", "you", "am fine too")])
+    ((ids, targets),) = documents_of(dataset)
     whole = tokenizer.decode([*ids, targets[-1]])
     assert whole == ChatTemplate(CHATML, "", SPECIAL).render(
         chat("how are you", "fine", "you", "am fine too")["messages"]
     )
     learnt = [token for token in targets if token != NOT_LEARNT]
     assert tokenizer.decode(learnt) == "fine<|im_end|>\nam fine too<|im_end|>\n"
-    assert found.learnt_bytes == len(b"fine<|im_end|>\nam fine too<|im_end|>\n")
+    assert dataset.learnt_bytes == len(b"fine<|im_end|>\nam fine too<|im_end|>\n")
     assert ids[0] == tokenizer.special("<|im_start|>")  # one token, not ten of its text
     # each target is the next input
     pairs = zip(ids[1:], targets[:-1], strict=True)
@@ -105,30 +102,12 @@ def test_only_answers_and_their_ends_are_learnt(tmp_path, tokenizer):
 
 
 def test_template_that_alters_earlier_answers_makes_a_document_of_each(tmp_path, tokenizer):
-    found = chats(tmp_path, tokenizer, [chat("a", "b", "c", "d")], THINKING)
+    dataset = chats(tmp_path, tokenizer, [chat("a", "b", "c", "d")], THINKING)
     learnt = [
         tokenizer.decode([token for token in targets if token != NOT_LEARNT])
-        for _, targets in documents_of(found)
+        for _, targets in documents_of(dataset)
     ]
     assert sorted(learnt) == ["<think>b<|im_end|>", "<think>d<|im_end|>"]
-
-
-def test_questions_and_texts(tmp_path, tokenizer):
-    records = [{"prompt": "how", "completion": "fine", "more": 1}]
-    found = chats(tmp_path, tokenizer, records, field="prompt+completion")
-    ((_, targets),) = documents_of(found)
-    learnt = [token for token in targets if token != NOT_LEARNT]
-    assert tokenizer.decode(learnt) == "fine<|im_end|>\n"
-    records = write_records(tmp_path / "texts.jsonl", [{"text": "you are"}])
-    for ending, shown in ((tokenizer.special("<|im_end|>"), "<|im_end|>"), (None, "")):
-        text = Chats(Text([records]), "+text", tokenizer, None, 64, ending)
-        ((ids, targets),) = documents_of(text)
-        learnt = [token for token in targets if token != NOT_LEARNT]
-        assert tokenizer.decode([ids[0], *learnt]) == f"you are{shown}"
-        assert text.learnt_bytes == len(tokenizer.decode(learnt)) - len(shown)
-    assert has_documents("+text")
-    assert has_documents("messages")
-    assert not has_documents("text")
 
 
 def test_documents_are_kept_for_all_that_makes_them(tmp_path, tokenizer):
@@ -219,24 +198,28 @@ def test_windows_hold_every_document_once(room):
 
 
 def test_long_document_is_cut(tmp_path, tokenizer):
-    found = chats(tmp_path, tokenizer, [chat("a", "how are you " * 9), chat("b", "c")], context=24)
-    assert found.cut == 1
-    assert sorted(len(ids) for ids, _ in documents_of(found))[-1] == 24
-    learnt = [t for _, targets in documents_of(found) for t in targets if t != NOT_LEARNT]
-    assert found.learnt_tokens == len(learnt)
-    assert found.learnt_bytes == len(tokenizer.decode(learnt))
-    shown = [tokenizer.decode([*ids, targets[-1]]) for ids, targets in documents_of(found)]
+    dataset = chats(
+        tmp_path, tokenizer, [chat("a", "how are you " * 9), chat("b", "c")], context=24
+    )
+    assert dataset.cut == 1
+    assert sorted(len(ids) for ids, _ in documents_of(dataset))[-1] == 24
+    learnt = [t for _, targets in documents_of(dataset) for t in targets if t != NOT_LEARNT]
+    assert dataset.learnt_tokens == len(learnt)
+    assert dataset.learnt_bytes == len(tokenizer.decode(learnt))
+    shown = [tokenizer.decode([*ids, targets[-1]]) for ids, targets in documents_of(dataset)]
     # the last token of a cut document is its last target, whether learnt or not
-    assert sum(found.window_bytes([n], 24) for n in range(len(found.bins))) == sum(map(len, shown))
-    assert sum(found.learnt_symbols([n], 24) for n in range(len(found.bins))) == len(learnt)
+    assert sum(dataset.window_bytes([n], 24) for n in range(len(dataset.bins))) == sum(
+        map(len, shown)
+    )
+    assert sum(dataset.learnt_symbols([n], 24) for n in range(len(dataset.bins))) == len(learnt)
     with pytest.raises(ArbError, match="no record has an answer that begins within 4 tokens"):
         chats(tmp_path, tokenizer, [chat("how are you", "b")], context=4)
 
 
-def learnt_texts(found: Chats, tokenizer: Tokenizer) -> list[str]:
+def learnt_texts(dataset: Chats, tokenizer: Tokenizer) -> list[str]:
     return [
         tokenizer.decode([token for token in targets if token != NOT_LEARNT])
-        for _, targets in documents_of(found)
+        for _, targets in documents_of(dataset)
     ]
 
 
@@ -262,74 +245,6 @@ def test_records_as_others_write_them(record, learnt, tmp_path, tokenizer):
     assert learnt_texts(again, tokenizer) == [f"{learnt}<|im_end|>\n"]
 
 
-CALLING = (
-    "{% for t in tools %}{{ t.name }} {% endfor %}{% for m in messages %}[{{ m.role }}]"
-    "{% if m.content %}{{ m.content }}{% endif %}{% for c in m.tool_calls %}<{{ c.name }}>"
-    "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-
-
-def test_tools_and_their_calls_reach_the_template(tmp_path, tokenizer):
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "clock"}]}
-    messages = [{"role": "user", "content": "a"}, call, {"role": "tool", "content": "9"}]
-    messages.append({"role": "assistant", "content": "b"})
-    record = {"messages": messages, "tools": [{"name": "clock"}]}
-    found = chats(tmp_path, tokenizer, [record], CALLING)
-    ((ids, _),) = documents_of(found)
-    assert tokenizer.decode(ids).startswith("clock [user]a<|im_end|>[assistant]<clock>")
-    assert learnt_texts(found, tokenizer) == ["<clock><|im_end|>b<|im_end|>"]
-
-
-@pytest.mark.parametrize("marks", [True, False])
-def test_answers_whose_prompt_has_more_than_they_begin_with(marks, tmp_path, tokenizer):
-    """As of R1-Distill: marks decide, or all that the template adds to the messages before."""
-    begin, end = ("{% generation %}", "{% endgeneration %}") if marks else ("", "")
-    source = (
-        "{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}{% else %}[A]"
-        + begin + "{{ m.content }}<|im_end|>" + end + "{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}[A]<think>{% endif %}"
-    )  # fmt: skip
-    found = chats(tmp_path, tokenizer, [chat("a", "b", "c", "d")], source)
-    header = "" if marks else "[A]"
-    wanted = [f"{header}b<|im_end|>{header}d<|im_end|>"]
-    assert learnt_texts(found, tokenizer) == wanted
-
-
-def test_marked_answers_are_the_mask_of_transformers(tmp_path, tokenizer, folder):
-    transformers = pytest.importorskip("transformers", reason="needs the package transformers")
-    source = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + ' ' }}{% if m.role == 'assistant' %}"
-        "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}"
-        "{{ m.content }}{% endif %}{% endfor %}"
-    )
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    record = chat("how are you", "fine", "and you", "I am fine")
-    made = theirs.apply_chat_template(
-        record["messages"],
-        chat_template=source,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
-    ((ids, targets),) = documents_of(chats(tmp_path, tokenizer, [record], source))
-    assert [*ids, targets[-1]] == made["input_ids"]
-    assert [target != NOT_LEARNT for target in targets] == [*map(bool, made["assistant_masks"][1:])]
-    assert 0 < sum(made["assistant_masks"]) < len(ids)
-
-
-def test_windows_are_shown_with_learnt_text_marked(tmp_path, tokenizer):
-    found = chats(tmp_path, tokenizer, [chat("how", "fine"), chat("you", "am")], context=64)
-    config = SimpleNamespace(model=SimpleNamespace(ctx=64, fills=False), seed=0, batch=2, accum=1)
-    texts = SimpleNamespace(train=found, tokenizer=tokenizer)
-    shown = [*first_windows(config, texts, 3)]
-    assert len(shown) == 3
-    for window in shown:
-        assert window.learnt == found.learnt_tokens
-        for runs in window.documents:
-            assert [run.learnt for run in runs] == [False, True]
-            assert runs[0].text.endswith("<|im_start|>assistant\n")
-        assert {runs[1].text for runs in window.documents} == {"fine<|im_end|>\n", "am<|im_end|>\n"}
-
-
 JOINED = (
     "{% for m in messages %}{{ 'User: ' if m.role == 'user' else 'Assistant: ' }}{{ m.content }}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"
@@ -340,13 +255,13 @@ def test_token_that_joins_prompt_and_answer_is_learnt(tmp_path, tokenizer):
     """The space that ends the prompt and the first word of the answer are one token."""
     joined = tokenizer.encode(b" am")
     assert len(joined) == 1
-    found = chats(tmp_path, tokenizer, [chat("you", "am"), chat("x", "\u00e9a")], JOINED)
+    dataset = chats(tmp_path, tokenizer, [chat("you", "am"), chat("x", "\u00e9a")], JOINED)
     learnt = [
-        [token for token in targets if token != NOT_LEARNT] for _, targets in documents_of(found)
+        [token for token in targets if token != NOT_LEARNT] for _, targets in documents_of(dataset)
     ]
     assert [*joined, tokenizer.special("<|im_end|>")] in learnt
     assert sorted(map(tokenizer.decode, learnt)) == [" am<|im_end|>", "\u00e9a<|im_end|>"]
-    assert found.learnt_bytes == len(" am<|im_end|>\u00e9a<|im_end|>".encode())
+    assert dataset.learnt_bytes == len(" am<|im_end|>\u00e9a<|im_end|>".encode())
 
 
 def model_of(vocabulary: int = 270, **mixer):
@@ -393,24 +308,6 @@ def test_documents_of_a_window_know_nothing_of_each_other(vocabulary, mixer):
     assert packed == pytest.approx(alone / learnt, rel=1e-5)
     # as one text they see each other, and their loss is another
     assert packed != pytest.approx(float(model.loss(ids, targets, 0 * numbers).detach()), rel=1e-5)
-
-
-def test_parts_that_remember_are_refused():
-    config = model_of().config
-    mamba = BlockConfig(mixer=MambaConfig(heads=2), channel=MLPConfig(width=48))
-    stage = dataclasses.replace(config.stages[0], blocks=(mamba,))
-    config.check_documents()
-    with pytest.raises(ArbError, match="`mamba`, its state goes on"):
-        dataclasses.replace(config, stages=(stage,)).check_documents()
-
-
-def test_batches_follow_from_seed_and_step(tmp_path, tokenizer):
-    found = chats(tmp_path, tokenizer, [chat(f"{i}", f"{i}" * i) for i in range(30)], context=32)
-    given = {"seed": 0, "micro": 0, "batch_size": 3, "context": 32, "device": "cpu"}
-    first, again = (batch(found, step=5, **given) for _ in range(2))
-    assert all(map(torch.equal, first, again))
-    assert first[0].shape == (3, 32)
-    assert not torch.equal(first[0], batch(found, step=6, **given)[0])
 
 
 def test_command_trains_on_chats_and_resumes_to_the_same_bits(tmp_path, folder, arb_here):

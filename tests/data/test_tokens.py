@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -57,13 +56,6 @@ def tokenizer(tokenizer_file) -> Tokenizer:
 
 def all_tokens(text: Text) -> list[int]:
     return text.window_batch([0], len(text))[0].tolist()
-
-
-def test_text_without_lines_is_cut_between_characters(tmp_path, tokenizer, monkeypatch):
-    path = tmp_path / "long.txt"
-    path.write_text("ö" * 301, encoding="utf-8")
-    monkeypatch.setattr(tokens, "BLOCK_BYTES", 101)
-    assert tokenizer.decode(all_tokens(tokenised(Text([path]), tokenizer))) == "ö" * 301
 
 
 def test_tokens_of_a_text_whose_lines_are_all_indented_are_those_of_the_whole(
@@ -136,16 +128,16 @@ def test_tokens_before_a_text_are_told_from_those_after_it(written, before):
 
 def test_characters_come_as_soon_as_they_are_whole(tokenizer):
     whole = "größer as Ω tokens 🙂 do"
-    found = tokenizer.encode(whole.encode())
-    parts = list(tokenizer.decoded(found[:2], [[token] for token in found[2:]]))
-    begun = tokenizer.decode(found[:2])
+    token_ids = tokenizer.encode(whole.encode())
+    parts = list(tokenizer.decoded(token_ids[:2], [[token] for token in token_ids[2:]]))
+    begun = tokenizer.decode(token_ids[:2])
     assert begun.encode() + b"".join(parts) == whole.encode()
     assert len(parts) > 4
     assert all("\ufffd" not in part.decode() for part in parts)
     # nor is the rest of a character shown whose first half is the end of the prompt
     model = SimpleNamespace(tokenizer=tokenizer)
-    for cut in range(len(found)):
-        parts = list(bytes_of(model, found[:cut], [[token] for token in found[cut:]]))
+    for cut in range(len(token_ids)):
+        parts = list(bytes_of(model, token_ids[:cut], [[token] for token in token_ids[cut:]]))
         assert all("\ufffd" not in part.decode() for part in parts), cut
 
 
@@ -190,18 +182,15 @@ def test_whatever_the_package_raises_is_one_line_and_nothing_else_is_written(nam
     whole = {"version": "1.0", "added_tokens": [ADDED], "model": model, **dict.fromkeys(none)}
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(whole | parts))
-    for use in (lambda found: found.encode(b"xyz"), lambda found: found.encode_marked("xyz")):
+    for use in (
+        lambda tokenizer: tokenizer.encode(b"xyz"),
+        lambda tokenizer: tokenizer.encode_marked("xyz"),
+    ):
         with pytest.raises(ArbError) as refused:
             use(Tokenizer.read(path))
         assert f"`{path}` {message}" in str(refused.value)
         assert "\n" not in str(refused.value)
     assert capfd.readouterr().err == ""
-
-
-def test_missing_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ArbError, match="package tokenizers"):
-        Tokenizer(b"{}", "tokenizer.json")
 
 
 def run_json(arb_here, *args: str) -> list[dict]:
@@ -225,12 +214,12 @@ def test_run_of_tokens_is_trained_evaluated_resumed_and_written(
     assert (run / "tokenizer.json").read_bytes() == tokenizer_file.read_bytes()
     # the run has its own
     saved = ["--checkpoint", str(run), "--device", "cpu"]
-    (found,) = run_json(arb_here, "evaluate", *saved, "--quiet")
-    assert found["tokens"] == len(val)
-    assert found["bytes"] == len(texts.val)
-    assert found["nats_per_byte"] == pytest.approx(found["nats_per_token"] / val.symbol_bytes)
-    (part,) = found["by_position"]  # of all positions, of which most count twice
-    assert part["nats_per_byte"] == pytest.approx(found["nats_per_byte"], rel=0.05)
+    (report,) = run_json(arb_here, "evaluate", *saved, "--quiet")
+    assert report["tokens"] == len(val)
+    assert report["bytes"] == len(texts.val)
+    assert report["nats_per_byte"] == pytest.approx(report["nats_per_token"] / val.symbol_bytes)
+    (part,) = report["by_position"]  # of all positions, of which most count twice
+    assert part["nats_per_byte"] == pytest.approx(report["nats_per_byte"], rel=0.05)
     (written,) = run_json(arb_here, "generate", *saved, "--prompt", "ternary", "--length", "9")
     assert written["length"] == 9
     assert arb_here("train", "--resume", str(run), "--steps", "4", "--quiet").returncode == 0
@@ -243,32 +232,6 @@ def test_run_of_tokens_is_trained_evaluated_resumed_and_written(
     done = arb_here("evaluate", *saved, "--data", str(text_file))
     assert done.returncode == 2
     assert "tokenizer.json" in done.stderr
-
-
-def test_tokenizer_of_words_that_makes_nothing_of_a_newline_ends_with_a_sample(
-    text_file, tmp_path, arb_here
-):
-    package = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
-    words = {word: index for index, word in enumerate([*WORDS, "?"])}
-    by_words = package.Tokenizer(package.models.WordLevel(words, unk_token="?"))
-    by_words.pre_tokenizer = package.pre_tokenizers.WhitespaceSplit()
-    path = tmp_path / "words.json"
-    by_words.save(str(path))
-    assert Tokenizer.read(path).encode(b"\n") == []
-    text = ["--data", str(text_file), "--tokenizer", str(path)]
-    done = arb_here("train", *SMALL, *text, "--no-save")
-    assert done.returncode == 0, done.stderr
-    sample = done.stderr.partition("\nsample\n")[2].split()
-    assert {*WORDS, "?"} & {*sample}
-
-
-def test_probe_measures_a_model_of_tokens(text_file, tokenizer_file, arb_here):
-    shape = [word for word in SMALL if word not in ("--steps", "3")]
-    text = ["--data", str(text_file), "--tokenizer", str(tokenizer_file)]
-    (report,) = run_json(arb_here, "probe-loss", *shape, *text, "--steps", "8")
-    size = Tokenizer.read(tokenizer_file).size
-    assert report["uniform_loss"] == pytest.approx(math.log(size))
-    assert report["acausal_logits"] == 0
 
 
 MODEL = (

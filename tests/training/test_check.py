@@ -88,9 +88,9 @@ def test_damage_is_found_and_a_resume_does_as_predicted(run):
     assert said["step-000002.safetensors"] == f"{size:,} bytes of state, as written"
     assert "was altered" in said["step-000003.safetensors"]
     assert said[".step-000009.safetensors.0123abcd.tmp"] == "temporary file of a killed process"
-    found = states(report)
-    assert found["step-000003.safetensors"] == found["metrics.jsonl"] == "damaged"
-    assert found[".step-000009.safetensors.0123abcd.tmp"] == "left over"
+    state_of = states(report)
+    assert state_of["step-000003.safetensors"] == state_of["metrics.jsonl"] == "damaged"
+    assert state_of[".step-000009.safetensors.0123abcd.tmp"] == "left over"
     assert (report.resumes_at, report.drops_records) == (2, 1)
     assert report.sets_aside == ("step-000003.safetensors",)
     assert report.removes == (".step-000009.safetensors.0123abcd.tmp",)
@@ -100,32 +100,13 @@ def test_damage_is_found_and_a_resume_does_as_predicted(run):
     assert not set(report.removes) & there.keys()
 
 
-def test_check_reads_the_named_checkpoint(run):
-    report = check_run(run / "step-000001.safetensors")
-    assert (report.resumes_at, report.drops_records) == (1, 2)
-    assert report.sets_aside == ("step-000003.safetensors", "step-000002.safetensors")
-    assert report.passed
-
-
-def test_older_checkpoints_that_would_be_deleted_are_named(run):
-    config = json.loads((run / "config.json").read_text())
-    config["config"]["keep"] = 2
-    (run / "config.json").write_text(json.dumps(config))
-    report = check_run(run / "step-000002.safetensors")
-    assert report.removes == tuple(f"step-00000{step}.safetensors" for step in (1, 0))
-    report = check_run(run)
-    assert report.removes == tuple(f"step-00000{step}.safetensors" for step in (2, 1, 0))
-    resume_run(run, Observer())
-    assert not set(report.removes) & contents(run).keys()
-
-
 def test_best_checkpoint_and_those_set_aside_are_looked_at(run):
     best, aside = run / "best-000002.safetensors", run / "step-000003.safetensors.aside"
     for copy in (best, aside):
         copy.write_bytes((run / "step-000002.safetensors").read_bytes())
     report = check_run(run)
-    found = states(report)
-    assert (found[best.name], found[aside.name]) == ("ok", "left over")
+    state_of = states(report)
+    assert (state_of[best.name], state_of[aside.name]) == ("ok", "left over")
     assert report.passed
     flip(best)
     report = check_run(run)

@@ -1,6 +1,5 @@
 """Runs that go on further than they were to, begin with saved weights, or keep their best."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -16,14 +15,11 @@ from arbcli.config.training import train_config_from
 from arbcli.generation.load import load_model, read_saved, saved_config
 from arbcli.interop.exporting import export
 from arbcli.kernels.runtime.backend import default_backend
-from arbcli.model.checkpoint import load_checkpoint, save_checkpoint
-from arbcli.training import directory
-from arbcli.training import run as running
+from arbcli.model.checkpoint import load_checkpoint
 from arbcli.training.check import check_run
 from arbcli.training.configure import new_config
 from arbcli.training.directory import read_facts
 from arbcli.training.observer import Observer
-from arbcli.training.recorder import Resumed
 from arbcli.training.run import resume_run, start_run
 
 SMALL = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu"}
@@ -69,15 +65,6 @@ def test_extended_run_reports_the_change_of_its_rate(text, tmp_path):
         resume_run(run, Observer(), steps=3)
 
 
-def test_malformed_step_counts_of_a_run_are_passed_over():
-    """Those that a checkpoint of the step may still have are found."""
-    wrong = [None, {"at": "2", "from": 5}, {"from": 6}, {"at": 9}]
-    changes = [{"at": 2, "from": 3}, *wrong, {"at": 4, "from": 7}]
-    assert directory._earlier_steps({"extended": changes}, 2) == [3, 7]
-    assert directory._earlier_steps({"extended": changes}, 3) == [7]
-    assert directory._earlier_steps({}, 0) == []
-
-
 def test_extended_run_takes_its_own_older_checkpoints(text, tmp_path):
     run = tmp_path / "run"
     start_run(new_config(**SMALL, data=[text], steps=2, save_every=1, keep=9), run, Observer())
@@ -108,59 +95,6 @@ def test_run_extended_from_an_earlier_step_never_mixes_both_schedules(text, tmp_
     resume_run(tmp_path / "whole" / back, Observer(), steps=4)
     a, b = (path / "step-000004.safetensors" for path in (run, tmp_path / "whole"))
     assert a.read_bytes() == b.read_bytes()
-
-
-def test_run_of_a_gpu_continues_on_the_requested_device(text, tmp_path, monkeypatch):
-    """A run on another device does not use the backend of the first."""
-    run = tmp_path / "run"
-    start_run(new_config(**SMALL, data=[text], steps=1), run, Observer())
-    facts = read_facts(run)
-    facts["config"] |= {"device": "cuda", "backend": "triton"}
-    write_json(run / "config.json", facts)
-    (run / "step-000001.safetensors").unlink()
-    places = []
-
-    class Started(Observer):
-        def started(self, run, trainer, facts):
-            places.append((trainer.config.device, trainer.config.backend))
-            raise KeyError
-
-    for backend in (None, "torch"):
-        with pytest.raises(KeyError):
-            resume_run(run, Started(), device="cpu", backend=backend)
-    own = default_backend(torch.device("cpu"))
-    assert places == [("cpu", own), ("cpu", "torch")]
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(ArbError, match="there is no CUDA device"):
-        resume_run(run, Started())
-
-
-@pytest.mark.parametrize("steps", [None, 3])
-def test_run_killed_before_its_first_save_begins_again(steps, text, tmp_path, monkeypatch):
-    config = new_config(**SMALL, data=[text], steps=2)
-    with monkeypatch.context() as patch:
-        patch.setattr("arbcli.training.saving.save_checkpoint", mock.Mock(side_effect=SystemExit))
-        with pytest.raises(SystemExit):
-            start_run(config, tmp_path / "a", Observer())
-    assert not checkpoints(tmp_path / "a")
-    assert check_run(tmp_path / "a").resumes_at == 0
-    resume_run(tmp_path / "a", Observer(), steps=steps)
-    start_run(dataclasses.replace(config, steps=steps or 2), tmp_path / "b", Observer())
-    a, b = (checkpoints(tmp_path / name)[0] for name in "ab")
-    assert a.name == b.name
-    assert a.read_bytes() == b.read_bytes()
-
-
-def test_steps_are_traced_however_a_run_begins(text, tmp_path, monkeypatch):
-    looped, run = mock.Mock(), tmp_path / "run"
-    monkeypatch.setattr(running, "_run", looped)
-    start_run(new_config(**SMALL, data=[text], steps=2), run, Observer(), profile=3)
-    resume_run(run, Observer(), profile=5)  # from the beginning, as nothing was saved
-    trainer = looped.call_args.args[0]
-    save_checkpoint(run, trainer.checkpoint(read_facts(run)["text"]["digest"]))
-    resume_run(run, Observer(), profile=7)
-    traced = [(call.args[4], call.args[5:]) for call in looped.call_args_list]
-    assert traced == [(3, ()), (5, ()), (7, (Resumed({}, 0.0, mock.ANY),))]
 
 
 def test_run_whose_checkpoints_are_gone_does_not_begin_again(text, tmp_path):
@@ -231,8 +165,8 @@ def test_weights_of_another_model_or_alone_are_refused(text, tmp_path):
 
 @pytest.mark.parametrize("losses", [[3.0, 1.0, 2.0], [3.0, 2.0, 1.0], [1.0, float("nan"), 1.0]])
 def test_newest_and_best_are_kept(losses, text, tmp_path, monkeypatch):
-    found = iter(losses)
-    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: next(found))
+    to_come = iter(losses)
+    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: next(to_come))
     options = {"steps": 3, "eval_every": 1, "save_every": 1, "keep": 1, "keep_best": True}
     start_run(new_config(**SMALL, data=[text], **options), tmp_path / "run", Observer())
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000003.safetensors"]
@@ -249,8 +183,8 @@ LOSSES = [3.0, 2.0, 2.5, 2.0, 1.0, 0.5]
 def test_run_stops_when_its_loss_has_not_fallen_and_keeps_the_best(
     options, text, tmp_path, monkeypatch
 ):
-    found, observer, run = iter(LOSSES), Noting(), tmp_path / "run"
-    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: next(found))
+    to_come, observer, run = iter(LOSSES), Noting(), tmp_path / "run"
+    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: next(to_come))
     options = options | {"steps": 6, "eval_every": 1, "patience": 2}
     report = start_run(new_config(**SMALL, data=[text], **options), run, observer)
     assert (report.steps, report.val_loss, report.stopped_by) == (4, 2.0, None)
@@ -273,22 +207,36 @@ def test_run_stops_when_its_loss_has_not_fallen_and_keeps_the_best(
 def test_resumed_run_counts_the_evaluations_before(text, tmp_path, monkeypatch):
     options = {"eval_every": 1, "save_every": 1, "keep": 9, "patience": 2}
     config = new_config(**SMALL, data=[text], steps=6, **options)
-    found, run = iter(LOSSES), tmp_path / "run"
-    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: next(found))
+    to_come, run = iter(LOSSES), tmp_path / "run"
+    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: next(to_come))
     start_run(config, run, Observer())
     for back in (3, 4):  # in the middle, and once the run has stopped
-        found = iter(LOSSES[back:])
+        to_come = iter(LOSSES[back:])
         report = resume_run(run / f"step-{back:06d}.safetensors", Observer())
         assert report.steps == 4
         assert [record["val_loss"] for record in records(run)] == LOSSES[:4]
 
 
-def test_best_of_a_future_that_is_given_up_is_set_aside(text, tmp_path):
-    run, observer = tmp_path / "run", Noting()
-    options = {"steps": 3, "eval_every": 1, "save_every": 1, "keep": 9, "keep_best": True}
-    start_run(new_config(**SMALL, data=[text], **options), run, Observer())
-    (best,) = run.glob("best-*")
-    back = run / "step-000000.safetensors"
-    resume_run(back, observer)
-    assert list(run.glob("best-*.safetensors")) == [best]
-    assert (run / f"{best.name}.aside").exists()
+def test_run_of_a_gpu_continues_on_the_requested_device(text, tmp_path, monkeypatch):
+    """A run on another device does not use the backend of the first."""
+    run = tmp_path / "run"
+    start_run(new_config(**SMALL, data=[text], steps=1), run, Observer())
+    facts = read_facts(run)
+    facts["config"] |= {"device": "cuda", "backend": "triton"}
+    write_json(run / "config.json", facts)
+    (run / "step-000001.safetensors").unlink()
+    places = []
+
+    class Started(Observer):
+        def started(self, run, trainer, facts):
+            places.append((trainer.config.device, trainer.config.backend))
+            raise KeyError
+
+    for backend in (None, "torch"):
+        with pytest.raises(KeyError):
+            resume_run(run, Started(), device="cpu", backend=backend)
+    own = default_backend(torch.device("cpu"))
+    assert places == [("cpu", own), ("cpu", "torch")]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ArbError, match="there is no CUDA device"):
+        resume_run(run, Started())

@@ -73,16 +73,6 @@ def test_every_branch_micro_batch_and_step_has_a_mask_of_its_own():
     assert len(set(seen)) == len(seen) == 5 * 3 * (4 + 4 + 1)
 
 
-def test_keys_of_a_step_lie_where_those_of_the_last_one_did():
-    """A captured step reads them from there."""
-    keys = DropoutKeys(new_config(**SHAPE | ABOUT, accum=2), 4, torch.device("cpu"))
-    places = set()
-    for step in range(3):
-        keys.set_step(step)
-        places.add(keys.of(1).keys.data_ptr())
-    assert len(places) == 1
-
-
 @pytest.mark.parametrize("has_sink", [False, True])
 def test_dropped_attention_is_that_of_float64_with_the_same_mask(has_sink):
     generator = torch.Generator().manual_seed(4)
@@ -163,9 +153,8 @@ def test_resumed_run_has_the_masks_of_one_that_was_not_stopped(options, texts):
     assert_equal(state_of(whole), state_of(resumed))
 
 
-@pytest.mark.parametrize("streams", [1, 2])
-def test_recomputed_blocks_have_the_same_masks(streams, texts):
-    options = {"streams": streams, "accum": 2} | ALL_DROPPED
+def test_recomputed_blocks_have_the_same_masks(texts):
+    options = {"streams": 2, "accum": 2} | ALL_DROPPED
     assert_equal(after(texts, 2, **options), after(texts, 2, **options, recompute=True))
 
 

@@ -1,9 +1,6 @@
 """Weights that fade from all digits to the trit, in the course of a run."""
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ from arbcli.interop.exporting import export
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.checkpoint import load_checkpoint
 from arbcli.model.rules import FADED, FADING, STAGES, find_rule, stage_rule
-from arbcli.training import trainer as training
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
 from arbcli.training.run import resume_run, start_run
@@ -31,6 +27,7 @@ SMALL = {
     "dim": 32, "layers": 1, "heads": 1, "ffn": 32, "ctx": 16, "batch": 2, "steps": 20,
     "rule": "nibble", "digits": "fade", "device": "cpu", "warmup": 2,
 }  # fmt: skip
+MIXED = {"rule": "moment", "mlp_rule": "nibble"}
 
 
 def trainer_of(text: str, **options) -> Trainer:
@@ -39,15 +36,15 @@ def trainer_of(text: str, **options) -> Trainer:
 
 
 def test_stages_take_equal_turns_and_the_last_stage_stays():
-    found = [fade_stage(step, 1000, FADES) for step in range(1001)]
-    assert tuple(dict.fromkeys(found)) == STAGES
-    assert found[int(1000 * FADE_FROM)] == "all" != found[int(1000 * FADE_FROM) + 1]
+    stages = [fade_stage(step, 1000, FADES) for step in range(1001)]
+    assert tuple(dict.fromkeys(stages)) == STAGES
+    assert stages[int(1000 * FADE_FROM)] == "all" != stages[int(1000 * FADE_FROM) + 1]
     turn = 1000 * FADING_SHARE / 16
-    assert all(found.count(stage) == pytest.approx(turn, abs=1) for stage in STAGES[1:-1])
+    assert all(stages.count(stage) == pytest.approx(turn, abs=1) for stage in STAGES[1:-1])
     assert [fade_stage(step, 1, FADES) for step in (0, 1)] == ["all", "trit"]
     early = [fade_stage(step, 1000, (0.0, 0.5)) for step in range(1001)]
     assert (early[0], early[1], early[500]) == ("all", "15/16", "trit")
-    assert early[:600] == found[400:1000]
+    assert early[:600] == stages[400:1000]
     assert [fade_stage(step, 1000, (0.0, 0.25)) for step in range(501)] == early[::2]
 
 
@@ -79,17 +76,9 @@ def test_every_stage_steps_by_the_constants_of_all_digits(rule, stage):
     assert (of_stage.reads_all, of_stage.kept) == read
 
 
-def test_first_steps_are_those_of_all_digits(text):
-    fading, every = trainer_of(text), trainer_of(text, digits="all")
-    for _ in range(int(SMALL["steps"] * FADE_FROM) + 1):
-        assert torch.equal(fading.train_step(), every.train_step())
-    assert not torch.equal(fading.train_step(), every.train_step())
-
-
-@pytest.mark.parametrize("rules", [{}, {"rule": "moment", "mlp_rule": "nibble"}], ids=str)
-def test_run_resumed_while_it_fades_ends_with_the_same_bits(rules, text, tmp_path):
+def test_run_resumed_while_it_fades_ends_with_the_same_bits(text, tmp_path):
     run, at = tmp_path / "run", 12
-    start_run(new_config(**SMALL | rules, data=[text], save_every=at, keep=3), run, Observer())
+    start_run(new_config(**SMALL | MIXED, data=[text], save_every=at, keep=3), run, Observer())
     last = load_checkpoint(checkpoint_path(run, 20))
     middle = checkpoint_path(run, at)
     assert saved_config(load_checkpoint(middle)).digits == fade_stage(at, 20, FADES)
@@ -105,11 +94,10 @@ def test_run_resumed_while_it_fades_ends_with_the_same_bits(rules, text, tmp_pat
     assert saved_config(load_checkpoint(checkpoint_path(run, 28))).digits == "trit"
 
 
-@pytest.mark.parametrize("rules", [{}, {"rule": "moment", "mlp_rule": "nibble"}], ids=str)
-def test_checkpoints_of_the_middle_are_read_and_not_exported(rules, text, tmp_path):
+def test_checkpoints_of_the_middle_are_read_and_not_exported(text, tmp_path):
     run = tmp_path / "run"
-    start_run(new_config(**SMALL | rules, data=[text], save_every=12, keep=3), run, Observer())
-    trainer = trainer_of(text, **rules)
+    start_run(new_config(**SMALL | MIXED, data=[text], save_every=12, keep=3), run, Observer())
+    trainer = trainer_of(text, **MIXED)
     for _ in range(12):
         trainer.train_step()
     middle = checkpoint_path(run, 12)
@@ -122,11 +110,6 @@ def test_checkpoints_of_the_middle_are_read_and_not_exported(rules, text, tmp_pa
     export(run, "safetensors", out=tmp_path / "weights")
     with pytest.raises(ArbError, match="middle of a run"):
         new_config(preset=saved_config(load_checkpoint(middle)))
-
-
-def test_best_of_a_run_that_fades_is_refused():
-    with pytest.raises(ArbError, match="from before the weights are ternary"):
-        new_config(**SMALL | {"keep_best": True})
 
 
 def test_rate_grows_to_that_of_the_trit_while_weights_fade():
@@ -142,20 +125,6 @@ def test_rate_grows_to_that_of_the_trit_while_weights_fade():
         assert learning_rate(early, step) == pytest.approx(config.lr * (1 + (growth - 1) / 2))
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        ({}, FADES),
-        ({"fade_from": 0.125}, (0.125, 0.625)),
-        ({"fade_to": 0.625}, (0.125, 0.625)),
-        ({"fade_to": 0.25}, (0.0, 0.25)),
-        ({"fade_from": 0.5, "fade_to": 0.625}, (0.5, 0.625)),
-    ],
-)
-def test_a_fade_takes_half_of_the_steps_unless_both_ends_are_given(given, wanted):
-    assert new_config(**SMALL, **given).fades == wanted
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "rules",
@@ -163,7 +132,7 @@ def test_a_fade_takes_half_of_the_steps_unless_both_ends_are_given(given, wanted
     ids=str,
 )
 def test_captured_steps_fade_with_the_bits_of_eager_steps(rules, text):
-    found = []
+    outcomes = []
     for capture in (False, True):
         config = new_config(**SMALL | rules | {"steps": 60, "device": "cuda"}, data=[text])
         texts = open_texts(config.data, None, seed=0, context=16)
@@ -175,111 +144,7 @@ def test_captured_steps_fade_with_the_bits_of_eager_steps(rules, text):
                 if trainer.digits in FADED and len(losses) % 5 == 0:
                     list(generate(trainer.model, b"a", 2, Sampling(seed=0)))
         assert (trainer._graph is not None) == capture
-        found.append((losses, {name: t.cpu() for name, t in trainer.model.state_dict().items()}))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(part, found[1][1][name]) for name, part in found[0][1].items())
+        outcomes.append((losses, {name: t.cpu() for name, t in trainer.model.state_dict().items()}))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert all(torch.equal(part, outcomes[1][1][name]) for name, part in outcomes[0][1].items())
     assert EAGER_STEPS < 60 * FADING_SHARE / 4
-
-
-class Graph:
-    """Substitute of a CUDA graph on a CPU: a replay computes the step anew, to the same place."""
-
-    def __init__(self) -> None:
-        self.parts: dict[str, torch.Tensor] = {}
-        self.replays, self.was_freed = 0, False
-
-    def replay(self) -> None:
-        assert not self.was_freed
-        self.replays += 1
-        for name, part in self.compute().items():
-            self.parts[name].copy_(part)
-
-    def reset(self) -> None:
-        self.was_freed = True
-        for part in self.parts.values():
-            part.fill_(torch.nan)  # another's memory from now on
-
-
-@pytest.fixture
-def graphs(monkeypatch) -> list[Graph]:
-    made = []
-
-    @contextmanager
-    def recording(graph: Graph, capture_error_mode: str) -> Iterator[None]:
-        made.append(graph)
-        graph.mode = capture_error_mode
-        yield
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", recording)
-    for name in ("synchronize", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    return made
-
-
-def captured_on_a_cpu(trainer: Trainer, graphs: list[Graph]) -> Trainer:
-    """Let a trainer capture its steps, without computing one while it does."""
-    compute, parts = trainer._compute, {}
-
-    def compute_or_record(batches, *told):
-        if not graphs or graphs[-1].parts:
-            parts.update(compute(batches, *told))
-            return dict(parts)
-        graphs[-1].compute = lambda: compute(trainer._micro_batches)
-        graphs[-1].parts = {name: torch.full_like(part, torch.nan) for name, part in parts.items()}
-        return graphs[-1].parts
-
-    compute_or_record.dropout = None
-    trainer._compute, trainer._capture_at = compute_or_record, training.EAGER_STEPS
-    return trainer
-
-
-def test_steps_are_captured_anew_at_every_stage(text, graphs, monkeypatch):
-    """A few eager steps come first, and what is replayed is the step of the stage."""
-    steps, start, eager_steps = 80, 3, 1
-    monkeypatch.setattr(training, "EAGER_STEPS", eager_steps)
-    config = new_config(**SMALL | {"steps": steps}, data=[text])
-    texts = open_texts(config.data, None, seed=0, context=16)
-    eager, captured = (Trainer(config, texts) for _ in range(2))
-    captured_on_a_cpu(captured, graphs)
-    stages, losses = [], ([], [])
-    for step in range(steps):
-        if step == start:
-            saved = captured.checkpoint("text")
-            tensors = {name: part.clone() for name, part in saved.tensors.items()}
-        stages.append(captured.digits)
-        before = stages.count(stages[-1]) - 1
-        assert (captured._graph is not None) == (before > eager_steps), step
-        for trainer, found in zip((eager, captured), losses, strict=True):
-            found.append(trainer.train_step())
-    assert losses[0] == losses[1]
-    state = captured.model.state_dict()
-    assert all(torch.equal(part, state[name]) for name, part in eager.model.state_dict().items())
-    turns = [stages.count(stage) for stage in dict.fromkeys(stages)]
-    assert [graph.replays for graph in graphs] == [turn - eager_steps for turn in turns]
-    assert [graph.was_freed for graph in graphs] == [True] * (len(graphs) - 1) + [False]
-    captured.restore(dataclasses.replace(saved, tensors=tensors))
-    assert graphs[-1].was_freed
-    assert captured.loss_parts["text"] == losses[0][-1]
-    after = [captured.train_step() for _ in range(eager_steps + 2)]
-    assert after == losses[0][start : start + len(after)]
-    assert graphs[-1].replays == 2
-
-
-@pytest.mark.parametrize(("size", "mode"), [(1, "global"), (2, "thread_local")])
-def test_capture_leaves_room_for_tables_and_the_group_is_notified(size, mode, graphs, monkeypatch):
-    rooms, remembered = [], []
-    room = lambda *about: nullcontext(rooms.append(about))  # noqa: E731
-    monkeypatch.setattr(training, "TABLES", SimpleNamespace(captured=room))
-    trainer = SimpleNamespace(
-        group=SimpleNamespace(size=size, remember=remembered.append),
-        config=SimpleNamespace(backend=None),
-        device="cpu",
-        _table_numbers=7,
-        _micro_batches="batches",
-        _compute=lambda batches: {"text": batches},
-    )
-    Trainer._capture(trainer)
-    assert remembered == graphs == [trainer._graph]
-    assert (graphs[0].mode, rooms) == (mode, [(7, "cpu")])
-    assert trainer._captured_parts == {"text": "batches"}

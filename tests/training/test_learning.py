@@ -80,9 +80,9 @@ def held_out_loss(texts: dict, of: tuple[str, str, str], seed: int, accum: int) 
     return trainer.evaluate(EVAL_BATCHES)
 
 
-def excess(found: list[float], known: list[float]) -> float:
+def excess(losses: list[float], known: list[float]) -> float:
     """Find by what share the mean of losses is above that of the known ones."""
-    return statistics.mean(found) / statistics.mean(known) - 1
+    return statistics.mean(losses) / statistics.mean(known) - 1
 
 
 @pytest.fixture(scope="module")
@@ -92,15 +92,15 @@ def losses(texts):
 
 
 def test_rule_learns_as_well_as_it_did(texts):
-    found = held_out_loss(texts, STEADY, *RUNS[1])
-    assert abs(found / KNOWN[STEADY][1] - 1) <= BAR, found
+    loss = held_out_loss(texts, STEADY, *RUNS[1])
+    assert abs(loss / KNOWN[STEADY][1] - 1) <= BAR, loss
 
 
 @pytest.mark.slow  # a minute, with all of the next
 @pytest.mark.parametrize("of", KNOWN, ids=" ".join)
 def test_rule_with_a_direction_learns_as_well_as_it_did(of, losses):
-    found = losses(of)
-    assert abs(excess(found, KNOWN[of])) <= BAR, found
+    of_seeds = losses(of)
+    assert abs(excess(of_seeds, KNOWN[of])) <= BAR, of_seeds
 
 
 @pytest.mark.slow
@@ -126,5 +126,5 @@ def test_every_rule_that_learns_is_known_with_every_direction():
 )
 def test_worse_learning_is_detected(owner, constant, value, texts, monkeypatch):
     monkeypatch.setattr(owner, constant, value)
-    found = held_out_loss(texts, STEADY, *RUNS[1])
-    assert found / KNOWN[STEADY][1] - 1 > BAR
+    loss = held_out_loss(texts, STEADY, *RUNS[1])
+    assert loss / KNOWN[STEADY][1] - 1 > BAR

@@ -1,15 +1,11 @@
 """Losses and gradients are means over learnt symbols, of micro-batches, batches and processes."""
 
-from unittest import mock
-
 import pytest
 import torch
 
 from arbcli.data.text import EVAL_SEED, Text, Texts, batch_starts
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.training.configure import new_config
-from arbcli.training.parallel.group import Group
-from arbcli.training.step import TrainingStep
 from arbcli.training.trainer import Trainer
 
 SIZES = {"preset": "tiny", "dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 60}
@@ -113,27 +109,6 @@ def test_gradients_of_a_baseline_weigh_by_learnt_symbols():
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-3, atol=1e-7, msg=name)
 
 
-def test_gradients_of_packed_weights_weigh_by_learnt_symbols(monkeypatch):
-    """They are normalised, so that the weights are factors of the moment and of steps."""
-    trainer = trainer_of(Windows(), accum=2)
-    trainer.step = step_with_both_windows(trainer)
-    loss, _ = exact(trainer)
-    set_step = mock.Mock(wraps=trainer.updater.set_step)
-    monkeypatch.setattr(trainer.updater, "set_step", set_step)
-    # scales have moved when the second micro-batch is read; the mean of means is 0.4 lower
-    assert float(trainer.train_step()) == pytest.approx(loss, abs=2e-3)
-    assert set_step.call_args.args[2:] == (2, [*COUNTS])
-
-
-@pytest.mark.parametrize("given", [{}, {"objective": "masked"}], ids=str)
-def test_steps_with_equal_counts_have_no_weights(given, tmp_path):
-    path = tmp_path / "text"
-    path.write_bytes(bytes(range(256)) * 3)
-    trainer = trainer_of(Text([path]), accum=2, **given)
-    trainer.train_step()
-    assert trainer._compute.weights is None
-
-
 def test_counts_of_holes_are_those_of_the_targets(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(bytes(range(256)) * 3)
@@ -167,26 +142,3 @@ def test_equal_numbers_of_learnt_symbols_change_no_bit_of_the_held_out_loss(coun
     with use_backend("torch"):
         losses = torch.stack([trainer.model.loss(*text.packed_batch(each)) for each in starts])
     assert trainer.evaluate(num_batches=5) == float(losses.mean())
-
-
-def test_bytes_of_steps_are_those_of_the_drawn_windows():
-    trainer = trainer_of(Windows(), accum=2)
-    drawn = [
-        batch_starts(trainer.texts.train, trainer.config.seed, step, micro, 1, 60)[0]
-        for step in range(2, 7)
-        for micro in range(2)
-    ]
-    assert trainer.bytes_of_steps(range(2, 7)) == sum(10 + start for start in drawn)
-
-
-def test_step_divides_losses_by_all_learnt_symbols():
-    """Weights that the step reads: reported terms, and gradients of other updates than packed."""
-    weight = torch.ones((), requires_grad=True)
-    model = mock.Mock(losses=lambda ids, _: {"text": weight * ids})
-    updates = mock.Mock(averages=False, normalises=False)
-    step = TrainingStep(model, updates, 2, Group())
-    step.weights = torch.tensor(COUNTS) * 2 / sum(COUNTS)
-    parts = step([(torch.tensor(x), None) for x in (4.0, 8.0)])
-    mean = (3 * 4 + 57 * 8) / 60
-    assert float(parts["text"]) == pytest.approx(mean)
-    assert float(weight.grad) == pytest.approx(mean)

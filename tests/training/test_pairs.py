@@ -31,7 +31,7 @@ Row = tuple[tuple[str, str], ...]
 """Settings, each with the name of a value; those that are left out have their first one."""
 
 BASE = {
-    "dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 13, "batch": 5, "steps": 5, "warmup": 1,
+    "dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 13, "batch": 5, "steps": 4, "warmup": 1,
     "seed": 3, "device": "cpu", "backend": "torch", "compute": "fp32",
 }  # fmt: skip
 """65 positions: more than products of few rows take."""
@@ -140,7 +140,7 @@ def rows() -> list[Row]:
     }
     while waiting:
         best: dict[str, str] = {}
-        found: list[frozenset] = []
+        covered: list[frozenset] = []
         for _ in range(8):
             chosen, settings = dict(next(iter(waiting))), [*SETTINGS]
             dice.shuffle(settings)
@@ -160,9 +160,9 @@ def rows() -> list[Row]:
                 for pair in map(frozenset, itertools.combinations(chosen.items(), 2))
                 if pair in waiting
             ]
-            if len(new) > len(found):
-                best, found = chosen, new
-        for pair in found:
+            if len(new) > len(covered):
+                best, covered = chosen, new
+        for pair in covered:
             del waiting[pair]
         made.append(tuple((setting, best[setting]) for setting in SETTINGS))
     return made
@@ -201,7 +201,7 @@ def trained(group: Group, config: TrainConfig, texts, steps: int, saved=None):
     if saved is not None:
         trainer.restore(load_checkpoint(saved))
     losses = [float(trainer.train_step()) for _ in range(steps)]
-    losses.append(trainer.evaluate(num_batches=2))
+    losses.append(trainer.evaluate(num_batches=1))
     if trainer.updater is None:
         return losses, {}
     checkpoint = trainer.checkpoint("of a text")
@@ -219,7 +219,7 @@ def check_ternary(config: TrainConfig, processes: int, texts, folder, monkeypatc
     assert all(map(math.isfinite, losses))
     saved = save_checkpoint(folder, whole.checkpoint("of a text"))
     losses = [float(whole.train_step()) for _ in range(config.steps - MIDDLE)]
-    losses.append(whole.evaluate(num_batches=2))
+    losses.append(whole.evaluate(num_batches=1))
     assert all(map(math.isfinite, losses))
     last = whole.checkpoint("of a text")
     digests = {name: tensor_digest(name, part) for name, part in last.tensors.items()}
@@ -228,11 +228,11 @@ def check_ternary(config: TrainConfig, processes: int, texts, folder, monkeypatc
         # gradients wait for others, as on a GPU, and step one by one all the same
         monkeypatch.setattr(updater, "uses_triton", lambda tensor: True)
         monkeypatch.setattr(updater, "merge_launches", lambda parts, _: [part() for part in parts])
-        found = [trained(Group(), *goes_on)]
+        outcomes = [trained(Group(), *goes_on)]
     else:
-        found = in_processes(processes, trained, *goes_on)
-    assert all(again == losses for again, _ in found)
-    assert found[0][1] == digests | last.counters
+        outcomes = in_processes(processes, trained, *goes_on)
+    assert all(again == losses for again, _ in outcomes)
+    assert outcomes[0][1] == digests | last.counters
 
 
 def check_twin(config: TrainConfig, processes: int, texts) -> None:

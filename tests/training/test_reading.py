@@ -3,21 +3,13 @@
 import dataclasses
 import json
 import math
-import platform
-import signal
-from collections import Counter
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 
-import arbcli
-from arbcli.config.training import train_config_dict
-from arbcli.data.conversion import Conversion
 from arbcli.data.text import EVAL_BATCHES, open_texts
 from arbcli.model.checkpoint import load_checkpoint
 from arbcli.model.operations import step_operations
@@ -26,15 +18,12 @@ from arbcli.training import run as runs
 from arbcli.training import trainer as training
 from arbcli.training.configure import new_config
 from arbcli.training.directory import (
-    field_digests,
     open_run_texts,
     open_texts_again,
     run_facts,
 )
-from arbcli.training.minutes import steps_in
 from arbcli.training.observer import Observer
 from arbcli.training.parallel.group import Group
-from arbcli.training.record import RunRecords, seconds_until
 from arbcli.training.run import resume_run, start_run
 from arbcli.training.trainer import Trainer
 
@@ -125,57 +114,6 @@ def test_weights_are_taken_from_a_run_whose_gradients_travelled_otherwise(before
     assert any(name.endswith(".wire_exponent") for name in taken) == (after is not None)
     assert second.step == 0
     assert second.updater.counters() == {"nonfinite_steps": 0, "refused": 0}
-
-
-@pytest.mark.parametrize("weights", ["ternary", "float"])
-def test_runs_of_two_seeds_read_other_windows(weights, options):
-    read = []
-    for seed in (0, 1):
-        trainer = trainer_of(options, weights=weights, seed=seed)
-        read.append(torch.stack([trainer.fetch(micro, "cpu")[0] for micro in range(2)]))
-    assert not (read[0].flatten(0, 1)[:, None] == read[1].flatten(0, 1)).all(-1).any()
-
-
-def test_twin_whose_steps_are_captured_is_compiled_with_its_optimizer(options, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", mock.Mock())
-    monkeypatch.setattr(torch, "compile", stepped := mock.Mock())
-    monkeypatch.setattr(training, "set_compiler_determinism", told := mock.Mock())
-    monkeypatch.setattr(training, "compile_twin", compiled := mock.Mock())
-    optimizers = spy(monkeypatch, training, "FloatOptimizer")
-    texts = open_texts(options["data"], options["val"], seed=0, context=SHAPE["ctx"])
-    for backend, capture in (("triton", True), ("triton", False), ("torch", True)):
-        config = new_config(**options | {"weights": "float", "optimizer": "muon"})
-        trainer = Trainer(dataclasses.replace(config, backend=backend), texts, capture=capture)
-        compiles = backend == "triton" and capture
-        assert trainer.captures == compiles
-        assert optimizers.pop() == ((trainer.model, "muon", config.decay), {"compiled": compiles})
-        assert compiled.call_args_list == [mock.call(trainer.model)] * compiles
-        assert told.call_count == stepped.call_count == compiles
-        for each in (compiled, told, stepped):
-            each.reset_mock()
-
-
-def test_record_waits_for_the_steps_after_all_that_needs_none_of_them(options, monkeypatch):
-    """A GPU computes the steps meanwhile, and nothing once they are read."""
-    trainer = trainer_of(options)
-    loss, records, order = (
-        trainer.train_step(),
-        recorder.Recorder(trainer, RunRecords(None), None),
-        [],
-    )
-    records.step_done(loss)
-    for owner, name in (
-        (trainer, "state_bytes"),
-        (recorder, "peak_bytes"),
-        (trainer.model, "gauges"),
-        (records._recent, "last"),
-    ):
-        function = getattr(owner, name)
-        noted = lambda *given, name=name, does=function: order.append(name) or does(*given)  # noqa: E731
-        monkeypatch.setattr(owner, name, noted)
-    record = records.record(None)
-    assert order == ["state_bytes", "peak_bytes", "gauges", "last"]
-    assert (record.step, record.loss) == (1, float(loss) / trainer.texts.train.symbol_bytes)
 
 
 @pytest.mark.parametrize("weights", ["ternary", "float", "ste"])
@@ -274,13 +212,6 @@ def test_time_of_a_run_is_all_that_it_takes(records):
     assert [record["seconds"] for record in records] == [2000.5, 3001, 4101.5, 5102, 6102.5, 6203]
 
 
-def test_time_before_a_resume_is_none_where_no_record_has_it(tmp_path):
-    assert seconds_until(tmp_path, 3) == 0
-    lines = ['{"step": 1}', '{"step": 2, "seconds": null}', '{"step": 4, "seconds": 9}', ""]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    assert (seconds_until(tmp_path, 3), seconds_until(tmp_path, 4)) == (0, 9)
-
-
 def several(first: bool, agree: Callable) -> SimpleNamespace:
     """Make the group of one of two processes, the other of which changes no trits."""
     return SimpleNamespace(
@@ -304,24 +235,6 @@ def test_record_of_several_processes_is_of_all_of_them(options, tmp_path, monkey
         assert (record.step, record.state_bytes, record.peak_bytes) == (step, 111, 222)
         needed = record.bytes_per_second * step_operations(trainer.config.model) / 16
         assert record.mfu == pytest.approx(needed / 2e9)
-
-
-def test_first_process_samples_and_all_end_by_the_signal_of_one(options, tmp_path, monkeypatch):
-    trainer = trainer_of(options, sample_every=1, steps=9)
-    monkeypatch.setattr(loop.Loop, "_sample", lambda self: "text")
-    for first in (True, False):
-        told, observer = [], Observer()
-        observer.recorded = told.append
-        agree = mock.Mock(return_value=(0, 0))
-        trainer.group = several(first, agree)
-        running = loop.Loop(trainer, tmp_path, {}, observer, None, None)
-        assert not running._is_stopped(SimpleNamespace(received=None))
-        running._train_step()
-        running._after_step(trainer.step)
-        assert [record.sample for record in told] == ["text" if first else None]
-        agree.return_value = (signal.SIGTERM, 1)
-        assert running._is_stopped(SimpleNamespace(received=None))
-        assert (running.stopped_by, running._save_is_due) == (signal.SIGTERM, True)
 
 
 def test_everything_that_decides_a_run_is_compared_between_processes(options, monkeypatch):
@@ -354,27 +267,6 @@ def test_record_has_the_mean_of_all_steps_since_the_last(records, options, tmp_p
         assert [record[name] for record in seldom] == pytest.approx(means, rel=1e-5)
 
 
-def test_report_has_the_entropy_of_the_held_out_text(options, tmp_path):
-    report = start_run(new_config(**options | {"steps": 1}), tmp_path / "run", Observer())
-    content = Path(options["val"][0]).read_bytes()
-    shares = [count / len(content) for count in Counter(content).values()]
-    assert report.entropy == pytest.approx(-sum(share * math.log(share) for share in shares))
-    assert report.bits_per_byte == pytest.approx(report.val_loss / 0.693147, rel=1e-5)
-
-
-@pytest.mark.parametrize(("minutes", "steps"), [(0.5, 57), (1, 117), (0.02, 1)])
-def test_minutes_are_as_many_steps_as_they_have_room_for(minutes, steps, options, monkeypatch):
-    """Half a second a step; the three that time it come off, and evaluations take nothing here."""
-    clock = Clock()
-    monkeypatch.setattr("arbcli.training.minutes.time", clock)
-    clock.take(monkeypatch, Trainer, "train_step", 0.5)
-    clock.take(monkeypatch, Trainer, "evaluate", 0)
-    monkeypatch.setattr("arbcli.training.minutes.TIMED_STEPS", 2)
-    config = new_config(**options | {"steps": 10**6})
-    texts = open_texts(config.data, config.val, seed=0, context=config.model.ctx)
-    assert steps_in(minutes, Trainer(config, texts), 0.0) == steps
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_counters_that_are_added_up_go_on_in_one_process_alone(rank, options):
     trainer = trainer_of(options, wire="int8")
@@ -386,46 +278,6 @@ def test_counters_that_are_added_up_go_on_in_one_process_alone(rank, options):
     assert shared.counters() == {"refused": 1000 if rank else 5, "nonfinite_steps": 2}
     shared.received = 4 * shared.num_weights
     assert shared.bytes_a_weight() == 2  # of two processes
-
-
-def test_facts_of_a_run_are_those_of_its_texts_and_of_this_program(options, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    Path("held.txt").write_bytes(b"WXYZ" * 25)
-    config = new_config(**options | {"val": ["held.txt"]})
-    texts = open_texts(config.data, config.val, seed=0, context=16)
-    facts = run_facts(tmp_path, config, texts)
-    began = datetime.fromisoformat(facts.pop("started"))
-    assert abs((datetime.now(UTC) - began).total_seconds()) < 3600
-    text = facts.pop("text")
-    assert text.pop("entropy") == pytest.approx(math.log(4))
-    assert text == {
-        "description": f"{options['data'][0]} (1 file)",
-        "split": None,
-        "tokenizer": None,
-        "template": None,
-        "digest": training.text_digest(texts),
-        "paths": {"data": options["data"], "val": [str(tmp_path / "held.txt")]},
-        "train_bytes": 4000,
-        "val_bytes": 100,
-    }
-    assert facts == {
-        "config": train_config_dict(config), "digests": field_digests(config), "number": 1,
-        "threads": torch.get_num_threads(),
-        "versions": {"arb": arbcli.__version__, "python": platform.python_version(),
-            "torch": torch.__version__, },
-    }  # fmt: skip
-
-
-def test_text_of_a_run_is_opened_with_the_settings_of_the_run(monkeypatch):
-    config = new_config(**SHAPE, data=["a", "b"], val=["c"], field="story", seed=5, device="cpu")
-    about = {"seed": 5, "context": 16, "conversion": Conversion("story")}
-    monkeypatch.setattr("arbcli.training.directory.open_texts", opened := mock.Mock())
-    open_run_texts(config)
-    open_run_texts(config, {"data": ["d"], "val": []}, "files")
-    assert opened.call_args_list == [
-        mock.call(("a", "b"), ("c",), **about, split=None),
-        mock.call(["d"], [], **about, split="files"),
-    ]
 
 
 @pytest.mark.parametrize("split", ["files", "within"])

@@ -6,28 +6,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from arbcli.base.errors import ArbError
 from arbcli.config.training import SCHEDULES
-from arbcli.data.text import Text, open_texts
+from arbcli.data.text import open_texts
 from arbcli.data.tokens import Tokenizer
-from arbcli.families.media.spans import PictureHeader
 from arbcli.training import configure
 from arbcli.training.configure import new_config
-from arbcli.training.schedule import learning_rate, schedule
-from arbcli.training.text_warnings import _binary_files, lost_text, text_warnings
-
-
-def test_schedule_warms_up_and_ends_at_a_twentieth():
-    shares = [schedule(step, 1000, 100) for step in range(1000)]
-    assert shares[0] == pytest.approx(0.01)
-    assert max(shares) < 1
-    assert shares.index(max(shares)) == 99
-    assert shares[-1] == pytest.approx(0.05, abs=1e-4)
-
-
-def test_schedule_warms_up_for_half_of_a_short_run_at_most():
-    shares = [schedule(step, 10, 100) for step in range(10)]
-    assert shares.index(max(shares)) == 4
+from arbcli.training.schedule import learning_rate
+from arbcli.training.text_warnings import lost_text, text_warnings
 
 
 @pytest.mark.parametrize("steps", [1, 7, 400, 1311])
@@ -51,23 +36,7 @@ def test_rate_falls_from_the_first_to_the_final_rate(shape, final_lr):
     assert rates[-1] == pytest.approx(given.get("final_lr", 0.8))
 
 
-def test_stable_rate_falls_in_the_last_fifth():
-    shares = [schedule(step, 100, 0, "wsd", 0.1) for step in range(101)]
-    assert shares[:81] == [1.0] * 81
-    assert shares[90] == pytest.approx(0.55)
-    assert schedule(50, 100, 0, "linear", 0.0) == 0.5
-
-
 PLACE = torch.device("cpu")
-
-
-def test_settings_are_checked_against_the_device(monkeypatch):
-    def refuse(compute, place):
-        raise ArbError(f"{compute} on {place}")
-
-    monkeypatch.setattr(configure, "check_compute", refuse)
-    with pytest.raises(ArbError, match="fp8 on cpu"):
-        new_config(device="cpu", compute="fp8")
 
 
 def test_omitted_settings_follow_from_the_device(monkeypatch):
@@ -97,10 +66,6 @@ def warnings(folder, **contents: bytes) -> list[str]:
 WHERE = {"seed": 0, "context": 8}
 
 
-def test_two_parts_of_a_text_cause_no_warning(tmp_path):
-    assert warnings(tmp_path, data=PROSE, val=PROSE[1000:5000]) == []
-
-
 def test_files_with_bytes_of_0_are_named(tmp_path):
     (one,) = warnings(tmp_path, data1=PROSE, data2=PROSE[:99] + bytes(3), val=PROSE)
     assert "data2.txt`, which may be binary" in one
@@ -108,21 +73,6 @@ def test_files_with_bytes_of_0_are_named(tmp_path):
     assert "data3.txt`, which may be binary" in one
     (one,) = warnings(tmp_path, data1=bytes(1) + PROSE, val=PROSE)
     assert "data1.txt` and 1 more, which may be binary" in one
-
-
-def test_held_out_file_with_bytes_of_0_is_named_too(tmp_path):
-    (one,) = warnings(tmp_path, data=PROSE, val=PROSE + bytes(1), val2=bytes(1) + PROSE)
-    assert "val2.txt`, which may be binary" in one  # of the other one only the beginning is read
-
-
-def test_bytes_of_0_in_sounds_and_pictures_cause_no_warning(tmp_path):
-    picture = b"a page\n" + PictureHeader("grey", 3, 1).encode() + bytes(3) + b"\n"
-    assert warnings(tmp_path, data=picture + PROSE, val=PROSE) == []
-    text = Text.of_parts([(tmp_path / "data.txt", 27, len(picture + PROSE))])  # begins within it
-    assert b"\0" in text.read(0, 9)
-    assert not _binary_files(text)
-    (one,) = warnings(tmp_path, data=b"\xffpicture" + picture[20:] + PROSE, val=PROSE)
-    assert "data.txt`, which may be binary" in one
 
 
 def test_held_out_text_of_another_kind_is_reported(tmp_path):

@@ -1,18 +1,16 @@
 """Processes of a run on this machine: what each is told, and how they end together."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from arbcli.base.errors import ArbError
-from arbcli.base.signals import Interrupted, RememberedSignal
+from arbcli.base.signals import Interrupted
 from arbcli.training.parallel import launch as launching
 from arbcli.training.parallel.launch import STORE, Failure, Place, launch, this_process
 
@@ -44,31 +42,14 @@ def test_processes_get_their_places_and_a_private_folder(tmp_path, monkeypatch):
     told += "about = json.dumps([dict(os.environ), mode, leads])\n"
     told += "pathlib.Path(sys.argv[1], str(rank)).write_text(about)"
     assert launch([*script(told), str(tmp_path)], 3) is None
-    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
-    assert [this_process(about) for about, *_ in found] == [Place(n, 3, n, True) for n in range(3)]
-    assert {(mode, leads) for _, mode, leads in found} == {("0o700", True)}
-    assert {about["OMP_NUM_THREADS"] for about, *_ in found} == {"1"}
-    (store,) = {about[STORE] for about, *_ in found}
+    told = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
+    assert [this_process(about) for about, *_ in told] == [Place(n, 3, n, True) for n in range(3)]
+    assert {(mode, leads) for _, mode, leads in told} == {("0o700", True)}
+    assert {about["OMP_NUM_THREADS"] for about, *_ in told} == {"1"}
+    (store,) = {about[STORE] for about, *_ in told}
     assert not Path(store).parent.exists()
     monkeypatch.setenv("OMP_NUM_THREADS", "5")  # a user's own
     assert launch(script("sys.exit(os.environ['OMP_NUM_THREADS'] != '5')"), 1) is None
-
-
-@pytest.mark.parametrize(
-    ("environment", "place"),
-    [
-        ({}, Place()),
-        (STARTED, Place()),
-        (STARTED | {"MASTER_ADDR": "a"}, Place()),
-        (TORCHRUN, Place(1, 4, 1, False)),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}, Place(1, 4, 1, False)),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, Place(1, 4, 1, True)),
-        (TORCHRUN | {"MASTER_ADDR": "localhost"}, Place(1, 4, 1, True)),
-        (STARTED | {STORE: "a", "LOCAL_WORLD_SIZE": "4"}, Place(1, 4, 1, True)),
-    ],
-)
-def test_process_knows_its_place(environment, place):
-    assert this_process(environment) == place
 
 
 @pytest.mark.parametrize(
@@ -94,19 +75,6 @@ def test_first_failure_ends_all_and_is_returned(text, failure, monkeypatch):
     monkeypatch.setattr(launching, "ASK_SECONDS", 0.1)
     monkeypatch.setattr(launching, "KILL_SECONDS", 0.5)
     assert launch(script(text), 3) == failure
-
-
-def test_process_that_was_killed_fails_before_those_that_miss_it():
-    processes = [SimpleNamespace(poll=lambda code=code: code) for code in (0, 2, -9, 2)]
-    assert launching._first_failure(processes, RememberedSignal()) == Failure(2, -9)
-
-
-def test_process_that_fails_leaves_others_the_time_to_end(monkeypatch, tmp_path):
-    monkeypatch.setattr(launching, "ASK_SECONDS", 60)
-    mark = tmp_path / "done"
-    text = f"time.sleep(0.3 * rank); rank and pathlib.Path({str(mark)!r}).touch(); sys.exit(5)"
-    assert launch(script(text), 2) == Failure(0, 5)
-    assert mark.exists()
 
 
 DRIVER = """
@@ -193,14 +161,6 @@ def test_launcher_that_is_killed_leaves_no_process(launched, tmp_path):
     while any(map(is_alive, pids(tmp_path))) and time.monotonic() < until:
         time.sleep(0.01)
     assert not any(map(is_alive, pids(tmp_path)))
-
-
-def test_process_whose_launcher_ended_before_it_began_ends(monkeypatch):
-    ended = []
-    monkeypatch.setattr(os, "_exit", ended.append)
-    for parent in (os.getppid(), os.getppid() + 1):
-        launching._end_with(parent, lambda *_: None)
-    assert ended == [1]
 
 
 def test_signal_during_the_start_ends_the_started_processes(monkeypatch):
