@@ -160,11 +160,9 @@ FAULTS = [
         rewrite("(e - 1) << 23", "(e - 2) << 23")),
     kernel("group", "short group given its neighbour's scale by torch", "ternary_matmul_grad_x",
         rewrite("w *= s[:, g]", "w *= s[:, g - 1]"), place=torch_backend),
-    # products
-    kernel("cut short", "last plane of bytes left out", "ternary_matmul",
-        rewrite("range(0, b, 32)", "range(0, b - 1, 32)")),
     kernel("alignment", "rows begin on a whole word", "ternary_matmul",
-        rewrite("s + (8 * a,)", "s + (0 * a,)"), scale="T32"),
+        rewrite("shift_pair(a, b, 8 * s, p)", "shift_pair(a, b, 0 * s, p)"), scale="T32"),
+    # products
     # experts
     kernel("neighbour", "rows of an expert begin where the block before them does",
         "grouped_matmul", rewrite("a + (b - c) * BLOCK_M", "b * BLOCK_M")),

@@ -56,7 +56,7 @@ SHARES = 4
 """Number of processes on a GPU that share the cases of a kernel without scales (kernels with scales
 are shared by scale type), and the compilation of a slow kernel."""
 SLOWEST = (
-    "fp8_matmul", "ternary_matmul", "compressed_attention_backward", "decode_e4m3", "attend_ahead",
+    "fp8_matmul", "compressed_attention_backward", "decode_e4m3", "attend_ahead",
     "compressed_attention", "gradient_statistics", "decode_attention", "decode_digits",
     "weighted_rows", "weighted_rows_grad_weights", "causal_attention_backward",
     "rotary_attention_backward", "gated_rms_norm_backward", "decode_attention_8bit",

@@ -35,7 +35,6 @@ LONG_CASES = {
     "decode_weight": ("2x1311", "9x1000"),
     "decode_e4m3": ("12x328*", "4x651*", "65x43", "2x651*digits*transposed", "E = 31"),
     "fp8_matmul": ("5x48x336 float32", "65x32x48 float32"),
-    "ternary_matmul": ("2x3x5480 * float32", "2x3x5480*zeros", "3x2x5280*", "9x17x805*"),
     "prepacked_rows": ("2x180x8*", "2x20x2600*", "33x18x40*"),
     "grouped_matmul": ("299x65x136*transposed", "90x8x300*"),
     "grouped_grad_w": ("90x8x300*",),

@@ -31,7 +31,7 @@ WIDE = {
 BORROWED = {"gram", "rotary_attention_backward"}
 """Operations that launch kernels of another one's file."""
 HELPERS = {"descriptors", "threads"}
-OWN = {"few_rows", "newton_schulz"}
+OWN = {"newton_schulz"}
 """Files that have a function for it, with a test of its own."""
 
 
@@ -64,9 +64,7 @@ def test_unaligned_tensors_are_copied(name, argument):
 
 
 def test_no_kernel_that_loads_so_is_left_out():
-    loads = re.compile(
-        r"\b(load_constant|load_new|load_where|_load_eight|load_eight_over|described)\("
-    )
+    loads = re.compile(r"\b(load_constant|load_new|load_where|described)\(")
     files = kernel_files()
     found = {file.stem for file in files if loads.search(file.read_text())}
     assert found - HELPERS - OWN == WIDE.keys() - BORROWED
@@ -78,7 +76,7 @@ def test_addresses_are_divided_by_16():
     for file in kernel_files():
         text = file.read_text()
         found |= {(file.stem, n) for n in re.findall(r"data_ptr\(\) % (\w+)", text) if n != "16"}
-    assert found == {("few_rows", "4")}
+    assert not found
 
 
 def test_weights_are_stored_by_16_bytes_where_rows_begin_at_multiples():

@@ -29,7 +29,7 @@ from arbcli.verify.sample import LONG_CASES, is_long
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
 NATIVE = [pytest.mark.skipif(not native.available(), reason=native.why_not())]
-PLANES = {"decode_weight", "decode_e4m3", "ternary_matmul", "gradient_statistics", "decode_digits"}
+PLANES = {"decode_weight", "decode_e4m3", "gradient_statistics", "decode_digits"}
 """Kernels with code of its own for groups that are planes of a block, as those of T32 are."""
 
 
@@ -441,7 +441,9 @@ def test_elements_of_every_input_may_lie_anywhere(spec, scale_type, digits, devi
 
 FAR = 2**30 + 8
 """Elements from one row to the next, so many that those before the third row do not fit int32."""
-NOT_FAR = {"decode_weight", "decode_e4m3", "ternary_matmul_grad_x", "choose_entries"}
+NOT_FAR = {
+    "decode_weight", "decode_e4m3", "ternary_matmul", "ternary_matmul_grad_x", "choose_entries",
+}  # fmt: skip
 """Kernels that count rows within a tile, or heads of a position, in int32, which is enough."""
 FAR_ROWS = {spec.name for spec, *_ in ANYWHERE if not spec.one_layout}
 FAR_ROWS |= {*ROWS_APART}

@@ -33,7 +33,6 @@ from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.scales import scales_torch
 from arbcli.kernels.codec.warp_products import HAS_PTX, add_products, pair, unpair
-from arbcli.kernels.matmul.few_rows import load_eight_over, load_int
 from arbcli.kernels.matmul.swizzled import (
     MOST_ROWS,
     ROWS,
@@ -60,6 +59,7 @@ from arbcli.kernels.runtime.arguments import (
 from arbcli.kernels.runtime.backend import num_processors, uses_native
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
+from arbcli.kernels.runtime.threads import load_where
 
 LARGEST_Z = 127
 SIGN = 128
@@ -224,12 +224,13 @@ def _load_pieces(
     pieces, scales, plane, planes, WARPS: tl.constexpr, DEPTH: tl.constexpr, PTX: tl.constexpr
 ):
     """Load a thread's words and scales of `DEPTH` pieces, `WARPS` pieces apart."""
-    words, of_rows, zero = (), (), tl.zeros_like(plane)
+    words, of_rows = (), ()
     for i in tl.static_range(DEPTH):
         at = plane + WARPS * i
-        some, nothing = at < planes, (zero, zero, zero, zero)
-        words = words + (load_eight_over(nothing, pieces + 512 * at, some, PTX),)  # noqa: RUF005
-        of_rows = of_rows + (load_int(scales + 32 * at, some, "b32", True, PTX),)  # noqa: RUF005
+        some = at < planes
+        words = words + (load_where(pieces + 512 * at, some, True, PTX),)  # noqa: RUF005
+        of_row = (scales + 32 * at).to(tl.pointer_type(tl.int32))
+        of_rows = of_rows + (tl.load(of_row, mask=some, other=0),)  # noqa: RUF005
     return words, of_rows
 
 
@@ -248,7 +249,7 @@ def _digits_matmul_kernel(
 ):  # fmt: skip
     thread = tl.arange(0, 32 * WARPS)
     r, c = thread // 4 % 8, thread % 4
-    zero, nothing = tl.zeros(thread.shape, tl.float32), tl.zeros_like(thread)
+    zero = tl.zeros(thread.shape, tl.float32)
     tile = tl.program_id(0).to(tl.int64)
     pieces = pieces_ptr + (tile * planes * 512 + 16 * (thread % 32))  # in bytes
     scales = scales_ptr + (tile * planes * 32 + 4 * r)
@@ -264,8 +265,7 @@ def _digits_matmul_kernel(
         for i in tl.static_range(DEPTH):
             k = 32 * (plane + WARPS * i)
             some = (k + 8 * c < K) & (r < M)
-            old = (nothing, nothing, nothing, nothing)
-            x = load_eight_over(old, x_row + k, some, PTX, True)
+            x = load_where(x_row + k, some, True, PTX)
             pairs = ()
             for row in tl.static_range(2):
                 bits = (of_rows[i] >> (16 * row)) & 0xFFFF

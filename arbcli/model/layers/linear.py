@@ -30,7 +30,7 @@ from arbcli.kernels.matmul.row_by_row import row_by_row
 from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, row_matmul
 from arbcli.kernels.matmul.swizzled import MOST_ROWS
 from arbcli.kernels.matmul.ternary_matmul import (
-    FUSED_ROWS,
+    FEW_ROWS,
     ternary_matmul,
     ternary_matmul_grad_x,
 )
@@ -100,7 +100,7 @@ class LinearWeight(StreamedTensor, LowPrecision):
         return self._multiply(x)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        if self.decodes_ahead and len(x) > FUSED_ROWS and uses_triton(x):
+        if self.decodes_ahead and len(x) > FEW_ROWS and uses_triton(x):
             dense = self._dense(x.dtype, self.needed_after)
             if self.kept_for_backward and self.is_awaited:
                 self._decoded = self.version, dense.dtype, dense
@@ -160,10 +160,10 @@ class LinearWeight(StreamedTensor, LowPrecision):
             self.keeps_decoded, self._kept = False, None
 
     def _in_fp8(self, rows: Tensor) -> bool:
-        return self.fp8 and len(rows) > FUSED_ROWS
+        return self.fp8 and len(rows) > FEW_ROWS
 
     def _in_nvfp4(self, rows: Tensor) -> bool:
-        return self.nvfp4 and len(rows) > FUSED_ROWS
+        return self.nvfp4 and len(rows) > FEW_ROWS
 
     def emit_gradient(
         self, sink: GradientSink, sources: tuple[Tensor, ...], grad_y: Tensor

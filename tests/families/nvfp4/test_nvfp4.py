@@ -12,7 +12,7 @@ from arbcli.families.nvfp4.kernels.scaled_nvfp4 import (
     scaled_nvfp4_matmul,
 )
 from arbcli.families.nvfp4.verify.round_nvfp4 import round_nvfp4_reference
-from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
+from arbcli.kernels.matmul.ternary_matmul import FEW_ROWS
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference
@@ -69,7 +69,7 @@ def test_layer_multiplies_both_ways_in_four_bits():
     layer.weight.initialise(seed=0, index=0)
     layer.weight.nvfp4, exact = True, layer.weight.weight(torch.float32)
     generator = torch.Generator().manual_seed(1)
-    x, grad = (torch.randn(FUSED_ROWS + 1, n, generator=generator) for n in (48, 32))
+    x, grad = (torch.randn(FEW_ROWS + 1, n, generator=generator) for n in (48, 32))
     y = layer(x.requires_grad_())
     y.backward(grad)
     for got, wanted in ((y, x @ exact.T), (x.grad, grad @ exact)):

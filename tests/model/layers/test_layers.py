@@ -5,7 +5,7 @@ import torch
 
 from arbcli.config.parts.rotary import PLAIN
 from arbcli.config.presets import preset
-from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
+from arbcli.kernels.matmul.ternary_matmul import FEW_ROWS
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.baselines import FloatLinear, FloatRMSNorm, FloatWeight, rotate
@@ -79,7 +79,7 @@ def test_weight_has_one_gradient_whether_or_not_its_input_needs_one(before, need
     layer, before = linear(32, 48), before and before()
     layer.weight.fp8 = fp8
     grads = collect(layer)
-    rows, generator = FUSED_ROWS + 1 if fp8 else 5, torch.Generator().manual_seed(0)
+    rows, generator = FEW_ROWS + 1 if fp8 else 5, torch.Generator().manual_seed(0)
     gated = isinstance(before, TernaryGate)
     # of the size of eps, where a norm is not what it is of its own result
     x = 2e-3 * torch.randn(rows, 96 if gated else 48, generator=generator)
@@ -109,7 +109,7 @@ def test_largest_exponent_of_a_forward_serves_its_backward_alone(monkeypatch):
     monkeypatch.setattr(linear_module, "largest_exponents", lambda p: found.append(p) or find(p))
     layer.weight.fp8 = True
     collect(layer)
-    x = torch.randn(FUSED_ROWS + 1, 48, requires_grad=True)
+    x = torch.randn(FEW_ROWS + 1, 48, requires_grad=True)
     layer(x)
     y = layer(x)
     assert len(found) == 2
