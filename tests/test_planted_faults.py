@@ -212,7 +212,7 @@ FAULTS = [
     # generation
     kernel("correction", "what codes are more than trits not taken back", "row_matmul",
         rewrite("(a[0] << 8) + (a[1] - b[i])", "(a[0] << 8) + a[1]")),
-    kernel("neighbour", "rows of a text exchanged in pairs", "row_by_row",
+    kernel("neighbour", "rows of a text exchanged in pairs", "row_matmul",
         rewrite("tl.minimum(r // 2, ROWS - 1)", "tl.minimum(r // 2 ^ 1, ROWS - 1)")),
     kernel("missing term", "bytes before one that may be taken back not seen", "attend_ahead",
         rewrite("(s >= f) & (s < e)", "(s >= f) & (s < f)")),

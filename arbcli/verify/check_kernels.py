@@ -60,7 +60,7 @@ SLOWEST = (
     "compressed_attention", "gradient_statistics", "decode_attention", "decode_digits",
     "weighted_rows", "weighted_rows_grad_weights", "causal_attention_backward",
     "rotary_attention_backward", "gated_rms_norm_backward", "decode_attention_8bit",
-    "embedding_rows", "row_by_row", "append_position_8bit", "append_position", "prepacked_rows",
+    "embedding_rows", "append_position_8bit", "append_position", "prepacked_rows",
     "row_matmul", "decode_compressed", "cross_entropy", "cross_entropy_backward",
     "boundary_scores_backward", "stream_weights_backward", "decode_weight", "quantise_gradient",
     "decode_latent", "gram_polynomial", "sign_gradient", "smooth_chunks_backward",

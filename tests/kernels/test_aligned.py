@@ -23,7 +23,6 @@ WIDE = {
     "grouped_matmul": ("w",),
     "prepacked_rows": ("x",),
     "rotary_attention_backward": ("grad_y", "qkv", "y"),
-    "row_by_row": ("x",),
     "row_matmul": ("x",),
 }
 """By kernel: arguments that may begin anywhere and are loaded so; attention refuses other rings."""

@@ -128,9 +128,9 @@ WITH_LARGE = [spec for spec in KERNELS if spec.large_reference]
 
 @pytest.mark.parametrize(
     "spec",
-    mostly_slow(WITH_LARGE, lambda spec: spec.name not in ("row_by_row", "prepacked_rows")),
+    mostly_slow(WITH_LARGE, lambda spec: spec.name != "prepacked_rows"),
     ids=lambda spec: spec.name,
-)  # these have the references of `row_matmul`
+)  # which has the reference of `row_matmul`
 def test_reference_of_large_cases_is_the_reference(spec):
     for case in spec.cases(torch.device("cpu"), SCALE_TYPES["T6"]):
         found = [
@@ -366,7 +366,7 @@ def test_columns_of_any_one_input_of_a_loop_in_c_may_lie_apart(spec):
 
 NOT_ANYWHERE = {
     "choose_entries", "smooth_chunks", "smooth_chunks_backward", "fp8_matmul",
-    "gradient_gains", "row_matmul", "row_by_row", "prepacked_rows", "digits_matmul",
+    "gradient_gains", "row_matmul", "prepacked_rows", "digits_matmul",
     "merged_steps", "decode_weights", "keep_accepted",
     *(spec.name for spec in KERNELS if "rms_norm" in spec.name), *IN_TURNS,
 } - {"compressed_attention"}  # fmt: skip
@@ -511,7 +511,6 @@ SEVERAL_ROUNDINGS = {
     "decode_attention",
     "decode_attention_8bit",
     "row_matmul",
-    "row_by_row",
 }
 """Those whose results, or what the reference did not round, are rounded to bfloat16 once more; or
 whose results are so few that the rounding of one of them, of up to 3.9e-3, may be all there is."""

@@ -25,7 +25,6 @@ from arbcli.kernels.matmul.digits_matmul import PrepackedDigits, digits_matmul, 
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
 from arbcli.kernels.matmul.prepacked import Prepacked, prepack
 from arbcli.kernels.matmul.prepacked_rows import prepacked_rows
-from arbcli.kernels.matmul.row_by_row import row_by_row
 from arbcli.kernels.matmul.row_matmul import row_matmul
 from arbcli.kernels.rows.weighted_rows import TouchedRows, weighted_rows_grad
 from arbcli.kernels.runtime.arguments import REAL, Argument, Array, Matrix, Number, names_in
@@ -50,7 +49,6 @@ ADAPTED = {
     "decode_attention_8bit": decode_attention,
     "prepacked_rows": lambda x, *rest: prepacked_rows(x, Prepacked(*rest[:4]), *rest[4:]),
     "row_matmul": lambda x, *rest: row_matmul(x, Prepacked(*rest[:4]), *rest[4:]),
-    "row_by_row": lambda x, *rest: row_by_row(x, Prepacked(*rest[:4]), *rest[4:]),
     "keep_accepted": lambda keys, values, new, *counts: keep_accepted_(
         table_of([Kept(keys, values, new)]), *counts
     ),
@@ -239,9 +237,7 @@ VALUES = {
         {0: zeros(1, 3, 3, 128, dtype=HALF), 3: zeros(2, 1, 3, 128, dtype=HALF)}),
     "prepacked_rows": ({0: zeros(0, 40, dtype=HALF), 6: None},
         {0: zeros(65, 40, dtype=HALF), 6: None}, {0: zeros(5, 36, dtype=HALF), 3: 36}),
-    "row_matmul": ({0: zeros(2, 40, dtype=HALF), 6: None}, {0: zeros(1, 36, dtype=HALF), 3: 36},
-        {0: zeros(1, 17_928, dtype=HALF), 1: zeros(1, 141, 640, dtype=torch.uint8), 3: 17_928}),
-    "row_by_row": ({0: zeros(9, 40, dtype=HALF), 6: None}, {0: zeros(5, 36, dtype=HALF), 3: 36},
+    "row_matmul": ({0: zeros(9, 40, dtype=HALF), 6: None}, {0: zeros(5, 36, dtype=HALF), 3: 36},
         {0: zeros(5, 17_928, dtype=HALF), 1: zeros(1, 141, 640, dtype=torch.uint8), 3: 17_928}),
     "blend_moment": ({7: -1}, {7: 2**16 + 1}),
     "cast_trit_votes": ({1: zeros(7, 37)}, {5: zeros(7, 37)}, {5: zeros(7, 38, dtype=BOOL)}),

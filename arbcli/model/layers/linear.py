@@ -26,7 +26,6 @@ from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
 from arbcli.kernels.matmul.prepacked import Prepacked, prepack
 from arbcli.kernels.matmul.prepacked_rows import prepacked_rows
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
-from arbcli.kernels.matmul.row_by_row import row_by_row
 from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, row_matmul
 from arbcli.kernels.matmul.swizzled import MOST_ROWS
 from arbcli.kernels.matmul.ternary_matmul import (
@@ -477,10 +476,8 @@ class TernaryLinear(nn.Module):
                 for piece in pieces
             ]
             y = found[0] if len(found) == 1 else torch.cat(found)
-        elif len(rows) == 1 and self.takes_parts:
-            y = row_matmul(rows, weight, eps, added, early=early)
         elif len(x) == 1 and len(rows) <= MOST_ROWS and self.takes_parts:
-            y = row_by_row(rows, weight, eps, added, early=early)
+            y = row_matmul(rows, weight, eps, added, early=early)
         else:
             y = prepacked_rows(rows, weight, eps, added)
         return y.view(*shape, -1)
