@@ -28,9 +28,9 @@ from arbcli.families.graph.config import (
 from arbcli.families.hnet.config import ChunkingConfig
 from arbcli.families.media.config import CompositeConfig
 from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS
-from arbcli.kernels.matmul.ternary_matmul import FEW_ROWS
 from arbcli.kernels.sources import kernel_files
 from arbcli.model.build import build_model
+from arbcli.model.layers.products import FEW_ROWS
 from arbcli.verify.registry import BY_NAME, KERNELS
 
 ROOT = Path(__file__).parents[1]

@@ -211,7 +211,8 @@ FAULTS = [
         rewrite("(s << 16) | ((l & 128) << 24)", "s << 16")),
     # generation
     kernel("correction", "what codes are more than trits not taken back", "row_matmul",
-        rewrite("(a[0] << 8) + (a[1] - b[i])", "(a[0] << 8) + a[1]")),
+        rewrite("((a[0] << 8) + (a[1] - b[i])).to(tl.float32)",
+        "((a[0] << 8) + a[1]).to(tl.float32)")),
     kernel("neighbour", "rows of a text exchanged in pairs", "row_matmul",
         rewrite("tl.minimum(r // 2, ROWS - 1)", "tl.minimum(r // 2 ^ 1, ROWS - 1)")),
     kernel("missing term", "bytes before one that may be taken back not seen", "attend_ahead",

@@ -263,9 +263,9 @@ def test_model_of_a_run_computes_as_its_settings_say(compute, dtype, kept, monke
 def test_matrices_of_other_sizes_and_the_head_are_multiplied_in_bf16(small_graph):
     config = new_config(device="cpu", compute="fp8", **small_graph | {"knowledge": (20, 32)})
     weights = build_model(config.model, fp8=True).weights()
-    assert weights["blocks.0.mlp.gate_up.weight"].fp8
-    assert not weights["knowledge.left.weight"].fp8
-    assert not weights["head.weight"].fp8
+    assert weights["blocks.0.mlp.gate_up.weight"].number_format == "fp8"
+    assert weights["knowledge.left.weight"].number_format == "bf16"
+    assert weights["head.weight"].number_format == "bf16"
 
 
 @pytest.mark.parametrize(

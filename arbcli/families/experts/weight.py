@@ -15,10 +15,10 @@ from arbcli.families.experts.kernels.grouped_matmul import (
     grouped_matmul,
 )
 from arbcli.kernels.codec.decode_weight import decode_weight
-from arbcli.kernels.matmul.ternary_matmul import FEW_ROWS
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.norm import TernaryRMSNorm
+from arbcli.model.layers.products import FEW_ROWS
 from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 from arbcli.model.low_precision import LowPrecision, fits
 

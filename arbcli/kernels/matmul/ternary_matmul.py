@@ -12,10 +12,6 @@ from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime.arguments import Array, Matrix
 from arbcli.kernels.runtime.operation import Operation
 
-FEW_ROWS = 64
-"""Largest M of a product of few rows, which is neither rounded to FP8 or NVFP4 nor decoded in a
-group."""
-
 
 def _ternary_matmul_torch(x: Tensor, packed: Packed) -> Tensor:
     return x @ decode_digits(packed, x.dtype).T
