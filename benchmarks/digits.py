@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.kernels.matmul.digits_matmul import digits_matmul, prepack_digits
+from arbcli.kernels.matmul.int8_matmul import int8_matmul, prepack_int8
 from arbcli.kernels.matmul.prepacked import prepack
 from arbcli.kernels.matmul.prepacked_rows import prepacked_rows
 from arbcli.kernels.matmul.row_matmul import row_matmul
@@ -23,7 +23,7 @@ from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_
 from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.verify.kernels.codec.decode_digits import with_remainders
 from arbcli.verify.kernels.codec.packed import random_packed
-from arbcli.verify.kernels.matmul.digits_matmul import random_digits
+from arbcli.verify.kernels.matmul.int8_matmul import random_int8
 from arbcli.verify.timing import Stopwatch, measure_roofline, median_ratio, time_calls
 from benchmarks import results
 
@@ -76,8 +76,8 @@ def products_of_few_rows(size: int) -> list[Comparison]:
     """List products of generation, alone and in a row: as many matrices as fill the cache."""
     generator = torch.Generator(DEVICE)
     number = 16
-    whole = random_digits(size, size, GROUP_SIZE, generator)
-    every = [prepack_digits(whole) for _ in range(number)]
+    whole = random_int8(size, size, GROUP_SIZE, generator)
+    every = [prepack_int8(whole) for _ in range(number)]
     packed = random_packed(size, size, GROUP_SIZE, generator, spread=8)
     prepacked = [prepack(packed) for _ in range(number)]
     read = every[0].pieces.nbytes + every[0].scales.nbytes
@@ -93,11 +93,11 @@ def products_of_few_rows(size: int) -> list[Comparison]:
         about: dict[str, Any] = {"rule": "any", "rows": rows}
         of_trits = row_matmul if rows == 1 else prepacked_rows
         alone: list[Callable] = [
-            partial(digits_matmul, x, every[0]),
+            partial(int8_matmul, x, every[0]),
             partial(of_trits, x, prepacked[0]),
         ]
         many: list[Callable] = [
-            partial(in_a_row, digits_matmul, x, every),
+            partial(in_a_row, int8_matmul, x, every),
             partial(in_a_row, of_trits, x, prepacked),
         ]
         found.append((about | {"what": "alone"}, 1, read, alone))

@@ -145,7 +145,7 @@ FAULTS = [
         rewrite("(a << 28) >> 28", "a & 15")),
     kernel("octave", "all digits in e4m3 an octave too large", "decode_e4m3",
         rewrite("_load_largest(a, b) - 6", "_load_largest(a, b) - 7")),
-    kernel("layout", "both rows of a thread by the first one's scale", "digits_matmul",
+    kernel("layout", "both rows of a thread by the first one's scale", "int8_matmul",
         rewrite("a >> (16 * b)", "a >> (0 * b)")),
     kernel("tie", "of codes at one distance the last taken", "nearest_codes",
         rewrite("tl.where(m > b, f + a, p)", "tl.where(m >= b, f + a, p)")),

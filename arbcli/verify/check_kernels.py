@@ -64,7 +64,7 @@ SLOWEST = (
     "row_matmul", "decode_compressed", "cross_entropy", "cross_entropy_backward",
     "boundary_scores_backward", "stream_weights_backward", "decode_weight", "quantise_gradient",
     "decode_latent", "gram_polynomial", "sign_gradient", "smooth_chunks_backward",
-    "gated_rms_norm", "rms_norm_backward", "digits_matmul",
+    "gated_rms_norm", "rms_norm_backward", "int8_matmul",
 )  # fmt: skip
 """The slowest kernels, in descending order, which begin first."""
 FIRST_CALLS, FIRST_CHECKS, LAST_CHECKS = -1, 0, 2

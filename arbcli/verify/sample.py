@@ -25,7 +25,7 @@ IN_TRITON = ("triton", "interpreter")
 OF_A_CASE = 0.25
 """Cost of a case without a compilation, relative to a compilation."""
 OF_VALUES = {
-    "unpack_trits", "digits_matmul", "grouped_matmul", "grouped_grad_w",
+    "unpack_trits", "int8_matmul", "grouped_matmul", "grouped_grad_w",
     "spread_chunks", "spread_chunks_backward", "mamba_step",
     "gradient_gains", "smooth_chunks_backward",
 }  # fmt: skip

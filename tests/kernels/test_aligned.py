@@ -18,7 +18,7 @@ WIDE = {
     "attend_ahead": ("qkv", "cos", "sin"),
     "attend_parts": ("qkv", "cos", "sin"),
     "causal_attention_backward": ("grad_y", "q", "k", "v", "y"),
-    "digits_matmul": ("x",),
+    "int8_matmul": ("x",),
     "gram": ("x",),
     "grouped_matmul": ("w",),
     "prepacked_rows": ("x",),

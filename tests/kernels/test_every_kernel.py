@@ -366,7 +366,7 @@ def test_columns_of_any_one_input_of_a_loop_in_c_may_lie_apart(spec):
 
 NOT_ANYWHERE = {
     "choose_entries", "smooth_chunks", "smooth_chunks_backward", "fp8_matmul",
-    "gradient_gains", "row_matmul", "prepacked_rows", "digits_matmul",
+    "gradient_gains", "row_matmul", "prepacked_rows", "int8_matmul",
     "merged_steps", "decode_weights", "keep_accepted",
     *(spec.name for spec in KERNELS if "rms_norm" in spec.name), *IN_TURNS,
 } - {"compressed_attention"}  # fmt: skip

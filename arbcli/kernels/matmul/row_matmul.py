@@ -238,6 +238,7 @@ def _round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
     TURNS: tl.constexpr = len(octets)
     zero = tl.zeros_like(units[0])
     largest, exponents, totals = (), (), ()
+    # largest magnitude of 32 elements: of a thread's eight, then of four threads
     for t in tl.static_range(TURNS):
         largest = largest + (_largest(octets[t], PTX),)  # noqa: RUF005
     largest = _largest_of_four(largest, PTX)
@@ -247,6 +248,7 @@ def _round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
         exponent = tl.maximum(most >> 7, _LEAST)
         inverse = ((267 - exponent) << 23).to(tl.float32, bitcast=True)  # 2**14 / 2**(e + 1)
         exponents = exponents + (tl.where(most >= _NOT_FINITE, -1, exponent),)  # noqa: RUF005
+        # integers below 2**15, split to bytes; the sum is what codes T + 1 add too much
         low_0, high_0 = _round_four(four[0], four[1], inverse, PTX)
         low_1, high_1 = _round_four(four[2], four[3], inverse, PTX)
         upper = _sum_bytes(high_1, _sum_bytes(high_0, zero, PTX), PTX)
@@ -255,6 +257,7 @@ def _round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
         at = x_at[t] + (2 * HALF * (u // 16) + 32 * (u % 4) + 8 * (u // 4 % 4))
         write_two(at, high_0, high_1, PTX)
         write_two(at + HALF, low_0, low_1, PTX)
+    # the table of a block: sums and units of planes, with the factor 4**i of their codes
     totals = _over_four(totals, PTX)
     for t in tl.static_range(TURNS):
         u = units[t]
@@ -268,6 +271,7 @@ def _round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
 @triton.jit
 def _average_parts(values_ptr, totals_ptr, parts, u, K, WIDTH: tl.constexpr, PTX: tl.constexpr):
     """Average the u-th eight elements of the parts of attention (see `AttentionParts`)."""
+    # sum of values times totals, over those parts that are filled
     total = tl.zeros(u.shape, tl.float32)
     sums = (total,) * 8
     for start in range(0, parts, _PARTS_AT_ONCE):
@@ -599,6 +603,7 @@ def _finish(
 
     Address `squares_at` has `SQUARES` sums of squares.
     """
+    # even and odd steps apart: two chains of additions
     y, odd = tl.zeros(added.shape, tl.float32), tl.zeros(added.shape, tl.float32)
     for k in tl.static_range(0, PER_TILE, 2):
         y += read_float(sums_at + SUMS * k, PTX)

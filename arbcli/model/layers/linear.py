@@ -337,12 +337,10 @@ class TernaryLinear(nn.Module):
 
     def fused_product_for(self, x: "Tensor | AttentionParts") -> FusedProduct:
         """Choose the product of `fused`."""
-        weight, rows, texts, of = self.weight, 1, 1, x
+        weight, rows, texts = self.weight, 1, 1
         if isinstance(x, Tensor):
             rows, texts = x.numel() // x.shape[-1], len(x)
-        else:
-            of = x.values
-        backend = backend_of(of)
+        backend = backend_of(x if isinstance(x, Tensor) else x.values)
         return choose_fused(weight.storage, weight.in_features, rows, texts == 1, backend)
 
     @torch.no_grad()
@@ -377,7 +375,7 @@ class TernaryLinear(nn.Module):
             prepack = choose_prepacking(product.storage, product.backend)
             self._prepacked = prepack(self._stacked(also), gated)
         added = None if added is None else added.reshape(-1, added.shape[-1])
-        rows, shape = x, (1, 1)
+        rows, shape = x, torch.Size((1, 1))
         if isinstance(x, Tensor):
             rows, shape = x.reshape(-1, x.shape[-1]), x.shape[:-1]
         elif product.storage == "int8":

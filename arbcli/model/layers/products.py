@@ -170,12 +170,12 @@ def choose_fused(
     from arbcli.kernels.matmul.swizzled import MOST_ROWS
 
     if storage == "int8":
-        from arbcli.kernels.matmul.digits_matmul import ROWS_ALIKE, digits_matmul
+        from arbcli.kernels.matmul.int8_matmul import ROWS_ALIKE, int8_matmul
 
         # the work division of the GPU kernel depends on the number of rows; C loops over rows
         most = ROWS_ALIKE if one_text else MOST_ROWS
-        run = digits_matmul if backend == "native" else partial(_in_pieces, digits_matmul, most)
-        name = "digits_matmul"
+        run = int8_matmul if backend == "native" else partial(_in_pieces, int8_matmul, most)
+        name = "int8_matmul"
     elif one_text and rows <= MOST_ROWS and fits_row_matmul(storage, in_features):
         name, run = "row_matmul", imported("arbcli.kernels.matmul.row_matmul:row_matmul")
     else:
@@ -201,5 +201,5 @@ def choose_prepacking(storage: str, backend: str) -> Callable[..., Any]:
     """Choose the function of a packed matrix, and whether it is gated, that prepacks it."""
     if storage == "trits":
         return imported("arbcli.kernels.matmul.prepacked:prepack")
-    name = "prepack_in_lanes" if backend == "native" else "prepack_digits"
-    return imported(f"arbcli.kernels.matmul.digits_matmul:{name}")
+    name = "prepack_in_lanes" if backend == "native" else "prepack_int8"
+    return imported(f"arbcli.kernels.matmul.int8_matmul:{name}")

@@ -132,7 +132,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(spec, monkeypatch):
 
 
 @compiled
-@pytest.mark.parametrize("name", ["prepacked_rows", "digits_matmul"])
+@pytest.mark.parametrize("name", ["prepacked_rows", "int8_matmul"])
 def test_every_thread_has_room_of_its_own_for_a_row(name, monkeypatch):
     """All have rounded the same one there, and none a number of another's."""
     monkeypatch.setattr(native, "LEAST_ELEMENTS", 0)
@@ -267,7 +267,7 @@ def test_nothing_is_done_without_memory():
         ("rotary_norm_backward", "turn(grad, cos, sin, -1.0f", "turn(grad, cos, sin, 1.0f"),
         ("row_matmul", "[half] - x->totals[plane + i]", "[half] + x->totals[plane + i]"),
         ("prepacked_rows", "(268 - exponent) << 23", "(267 - exponent) << 23"),
-        ("digits_matmul", "(both & 0xFFFF0000)", "(both & 0xFFFE0000)"),
+        ("int8_matmul", "(both & 0xFFFF0000)", "(both & 0xFFFE0000)"),
         ("decode_attention", "p + 1 < window ? p + 1", "p < window ? p"),
         ("embedding_rows", "id * one.w.exponent_stride", "one.w.exponent_stride"),
     ],

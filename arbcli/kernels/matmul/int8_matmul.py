@@ -1,4 +1,4 @@
-"""Product of few rows with weights that are all digits: y = added + gate(rms_norm(x) @ w.T).
+"""Product of few rows with int8 weights: y = added + gate(rms_norm(x) @ w.T).
 
 A weight is z * scale. The kernel rounds it to bf16, which matrix units multiply, as `decode_weight`
 does; the native loop multiplies z by x as integers, and rounds no weight. Norm, gate and sum are
@@ -84,7 +84,7 @@ lop3.b32 $1, $1, sign, 0x80008000, 0xF8;
 }""")
 
 
-class PrepackedDigits(NamedTuple):
+class PrepackedInt8(NamedTuple):
     """A prepacked matrix: T tiles of 16 rows by P planes."""
 
     pieces: Tensor
@@ -99,8 +99,8 @@ class PrepackedDigits(NamedTuple):
     """Whether a tile has eight rows of each half of the matrix."""
 
 
-def prepack_digits(packed: Packed, gated: bool = False) -> PrepackedDigits:
-    """Prepack a matrix whose weights are all digits.
+def prepack_int8(packed: Packed, gated: bool = False) -> PrepackedInt8:
+    """Prepack a matrix of int8 weights.
 
     Args:
         packed: N rows by K weights, in groups of a multiple of 32.
@@ -109,7 +109,7 @@ def prepack_digits(packed: Packed, gated: bool = False) -> PrepackedDigits:
     Raises:
         ValueError: a dtype or a shape does not fit, or |z| exceeds 127.
     """
-    _check_digits(packed, gated)
+    _check_int8(packed, gated)
     rows, in_features = packed.out_features, packed.in_features
     planes = -(-in_features // PLANE)
     codes = torch.zeros(rows, planes * PLANE, dtype=torch.uint8, device=packed.trits.device)
@@ -128,18 +128,18 @@ def prepack_digits(packed: Packed, gated: bool = False) -> PrepackedDigits:
     # a kernel that overlaps the one before it reads them without waiting for any kernel
     if pieces.is_cuda:
         torch.cuda.synchronize(pieces.device)
-    return PrepackedDigits(pieces, scales, rows // (1 + gated), in_features, gated)
+    return PrepackedInt8(pieces, scales, rows // (1 + gated), in_features, gated)
 
 
-def prepack_in_lanes(packed: Packed, gated: bool = False) -> PrepackedDigits:
-    """Compute `in_lanes` of `prepack_digits` with the native loop."""
-    _check_digits(packed, gated)
+def prepack_in_lanes(packed: Packed, gated: bool = False) -> PrepackedInt8:
+    """Compute `in_lanes` of `prepack_int8` with the native loop."""
+    _check_int8(packed, gated)
     rows = packed.out_features // (1 + gated)
     grid, device = grid_of(rows, packed.in_features, gated, PLANE), packed.trits.device
     pieces = torch.empty(*grid, PLANE // 2, ROWS, 2, dtype=torch.int8, device=device)
     scales = torch.empty(*grid, 8, 2, dtype=torch.bfloat16, device=device)
     _check_bytes(bool(arrange_native(packed, pieces, scales, gated)))
-    return PrepackedDigits(pieces, scales, rows, packed.in_features, gated)
+    return PrepackedInt8(pieces, scales, rows, packed.in_features, gated)
 
 
 def _check_bytes(beyond: bool) -> None:
@@ -147,14 +147,14 @@ def _check_bytes(beyond: bool) -> None:
         raise ValueError(f"z is beyond {LARGEST_Z}, which a byte holds")
 
 
-_check_digits = compiled_check(
+_check_int8 = compiled_check(
     "packed weights",
     {"packed": Matrix("N, K, G"), "gated": Number()},
     ("packed.remainder is not None", f"G % {PLANE} == 0", "not gated or N % 2 == 0"),
 )
 
 
-def in_lanes(weight: PrepackedDigits) -> PrepackedDigits:
+def in_lanes(weight: PrepackedInt8) -> PrepackedInt8:
     """Permute pieces for the native loop: (T, P, 16, 16, 2) int8, z of 16 rows by two columns."""
     if weight.pieces.dtype == torch.int8:
         return weight
@@ -164,7 +164,7 @@ def in_lanes(weight: PrepackedDigits) -> PrepackedDigits:
     return weight._replace(pieces=z.reshape(*z.shape[:2], PLANE // 2, ROWS, 2))
 
 
-def _digits_matmul_torch(
+def _int8_matmul_torch(
     x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
@@ -180,11 +180,11 @@ def _weights_in_float32(pieces: Tensor, scales: Tensor) -> Tensor:
     return weight.permute(0, 4, 2, 1, 3, 5).flatten(3).flatten(0, 2)
 
 
-def _digits_matmul_native(
+def _int8_matmul_native(
     x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    weight = in_lanes(PrepackedDigits(pieces, scales, out_features, in_features, gated))
+    weight = in_lanes(PrepackedInt8(pieces, scales, out_features, in_features, gated))
     return multiply_native(x, weight.pieces, scales, out_features, gated, eps, added, dtype)
 
 
@@ -241,7 +241,7 @@ def _over_warps(value, WARPS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])
 @no_type_check
-def _digits_matmul_kernel(
+def _int8_matmul_kernel(
     x_ptr, pieces_ptr, scales_ptr, added_ptr, y_ptr,
     N, K, planes, eps,
     M: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
@@ -314,7 +314,7 @@ def _tiling(rows: int, tiles: int, planes: int, processors: int) -> Tiling:
     return Tiling(8 if planes >= 32 else 4, 4)
 
 
-def _digits_matmul_triton(
+def _int8_matmul_triton(
     x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
@@ -323,7 +323,7 @@ def _digits_matmul_triton(
     x = x if x.data_ptr() % 16 == 0 else x.clone()
     tiles, planes = pieces.shape[:2]
     warps, depth = _tiling(len(x), tiles, planes, num_processors(x))
-    _digits_matmul_kernel[(tiles,)](
+    _int8_matmul_kernel[(tiles,)](
         x, pieces, scales.view(torch.uint8), to, y,
         out_features, in_features, planes, 0.0 if eps is None else eps,
         M=len(x), NORM=eps is not None, GATED=gated, ADD=added is not None,
@@ -332,8 +332,8 @@ def _digits_matmul_triton(
     return y
 
 
-def digits_matmul(
-    x: Tensor, weight: PrepackedDigits, eps: float | None = None, added: Tensor | None = None,
+def int8_matmul(
+    x: Tensor, weight: PrepackedInt8, eps: float | None = None, added: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Normalise rows, multiply by a prepacked matrix, gate the products and add `added`.
@@ -355,22 +355,22 @@ def digits_matmul(
     """
     inputs = x, *weight, eps, added, dtype or x.dtype
     in_lanes = weight.pieces.dtype == torch.int8 and uses_native(x)
-    (_check_lanes if in_lanes else DIGITS_MATMUL.check)(*inputs)
-    return DIGITS_MATMUL.chosen(x)(*inputs)
+    (_check_lanes if in_lanes else INT8_MATMUL.check)(*inputs)
+    return INT8_MATMUL.chosen(x)(*inputs)
 
 
 _PLANES = tiles_by(PLANE)
 _SCALES = Array(f"{_PLANES}, 8, 2", BF16, dense=True)
 _WHERE = few_rows_fit(MOST_ROWS)
 
-DIGITS_MATMUL = Operation(
-    "digits_matmul", _digits_matmul_triton, _digits_matmul_torch,
+INT8_MATMUL = Operation(
+    "int8_matmul", _int8_matmul_triton, _int8_matmul_torch,
     few_rows_of({"pieces": Array(f"{_PLANES}, 8, 4, 2, 8", UINT8, dense=True), "scales": _SCALES}),
-    native=_digits_matmul_native, where=_WHERE,
+    native=_int8_matmul_native, where=_WHERE,
 )  # fmt: skip
 
 _check_lanes = compiled_check(
-    "digits_matmul",
+    "int8_matmul",
     few_rows_of(
         {
             "pieces": Array(f"{_PLANES}, {PLANE // 2}, {ROWS}, 2", INT8, dense=True),
