@@ -27,7 +27,7 @@ WIDE = {
 }
 """By kernel: arguments that may begin anywhere and are loaded so; attention refuses other rings."""
 
-BORROWED = {"gram", "rotary_attention_backward"}
+BORROWED = {"int8_matmul", "gram", "rotary_attention_backward"}
 """Operations that launch kernels of another one's file."""
 HELPERS = {"descriptors", "threads"}
 OWN = {"newton_schulz"}

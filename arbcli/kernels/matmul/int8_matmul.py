@@ -17,24 +17,23 @@ Reason: a thread loads its weights of a plane with one load of 16 bytes, in the 
 `warp_products`, and a warp loads 512 contiguous bytes. Sign and magnitude replace a signed byte
 because 128 + m is a bf16 number that contains the bits of m, so no conversion is needed.
 
-Work. The pieces of 16 rows are divided among the warps of a program, which multiply them by all
-rows of x with the instruction of `warp_products`; rows of x beyond M are 0. A magnitude m is
-inserted into the last bits of the bf16 number 128 + m, and one multiply-add computes (128 + m) *
-scale - 128 * scale, which is m * scale rounded once.
+The kernel is that of `prepacked_rows`, which differs for a block of four planes of int8 weights in
+the copy to shared memory and in decoding. A magnitude m is inserted into the last bits of the bf16
+number 128 + m, and one multiply-add computes (128 + m) * scale - 128 * scale, which is m * scale
+rounded once.
 """
 
-from typing import NamedTuple, no_type_check
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_digits import digits_torch, round_weight
+from arbcli.kernels.codec.decode_digits import digits_torch
 from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.scales import scales_torch
-from arbcli.kernels.codec.warp_products import HAS_PTX, add_products, pair, unpair
+from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS, multiply_prepacked
 from arbcli.kernels.matmul.swizzled import (
-    MOST_ROWS,
     ROWS,
     arrange_native,
     few_rows_fit,
@@ -42,11 +41,9 @@ from arbcli.kernels.matmul.swizzled import (
     grid_of,
     in_tiles,
     multiply_native,
-    store_both,
+    rows_torch,
     tiles_by,
-    tiles_torch,
 )
-from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import (
     BF16,
     INT8,
@@ -56,32 +53,12 @@ from arbcli.kernels.runtime.arguments import (
     Number,
     compiled_check,
 )
-from arbcli.kernels.runtime.backend import num_processors, uses_native
+from arbcli.kernels.runtime.backend import uses_native
 from arbcli.kernels.runtime.operation import Operation
-from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.threads import load_where
 
 LARGEST_Z = 127
 SIGN = 128
 """Sign bit of a code, set if z is below 0."""
-_OFFSET = tl.constexpr("""{
-.reg .b32 factor, zero;
-mov.b32 factor, 0xC300C300;  // -128
-mov.b32 zero, 0x80008000;
-fma.rn.bf16x2 $0, $1, factor, zero;
-}""")
-_WEIGHTS = tl.constexpr("""{
-.reg .b32 bits, sign;
-and.b32 bits, $2, 0x7F7F7F7F;
-prmt.b32 $0, bits, 0x43, 0x4140;  // 128 + magnitude
-prmt.b32 $1, bits, 0x43, 0x4342;
-fma.rn.bf16x2 $0, $0, $3, $4;
-fma.rn.bf16x2 $1, $1, $3, $4;
-prmt.b32 sign, $2, 0, 0x1404;
-lop3.b32 $0, $0, sign, 0x80008000, 0xF8;  // a | (b & c)
-prmt.b32 sign, $2, 0, 0x3424;
-lop3.b32 $1, $1, sign, 0x80008000, 0xF8;
-}""")
 
 
 class PrepackedInt8(NamedTuple):
@@ -169,7 +146,7 @@ def _int8_matmul_torch(
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     weight = _weights_in_float32(pieces, scales)[:, :in_features]
-    return tiles_torch(x, weight, out_features, gated, eps, added, dtype)
+    return rows_torch(x, weight, out_features, gated, eps, added, dtype)
 
 
 def _weights_in_float32(pieces: Tensor, scales: Tensor) -> Tensor:
@@ -188,148 +165,13 @@ def _int8_matmul_native(
     return multiply_native(x, weight.pieces, scales, out_features, gated, eps, added, dtype)
 
 
-@triton.jit
-def _pair_of_scales(scale, PTX: tl.constexpr):
-    """Return a word with a scale, as bf16 bits, in both halves, and one with -128 times it."""
-    both = scale | (scale << 16)
-    if PTX:
-        return both, tl.inline_asm_elementwise(
-            _OFFSET, "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1
-        )
-    return both, both
-
-
-@triton.jit
-def _weights(word, scale, offset, PTX: tl.constexpr):
-    """Decode four bytes and multiply by their scale: two pairs of bf16."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            _WEIGHTS, "=&r,=&r,r,r,r", [word, scale, offset],
-            dtype=(tl.int32,) * 2, is_pure=True, pack=1,
-        )  # fmt: skip
-    of_row, _ = unpair(scale)
-    a, b = _weight(word, of_row), _weight(word >> 8, of_row)
-    c, d = _weight(word >> 16, of_row), _weight(word >> 24, of_row)
-    return pair(a, b), pair(c, d)
-
-
-@triton.jit
-def _weight(code, scale):
-    magnitude = round_weight((code & 0x7F).to(tl.float32) * scale, 1)
-    return tl.where((code & 0x80) == 0, magnitude, -magnitude)
-
-
-@triton.jit
-def _load_pieces(
-    pieces, scales, plane, planes, WARPS: tl.constexpr, DEPTH: tl.constexpr, PTX: tl.constexpr
-):
-    """Load a thread's words and scales of `DEPTH` pieces, `WARPS` pieces apart."""
-    words, of_rows = (), ()
-    for i in tl.static_range(DEPTH):
-        at = plane + WARPS * i
-        some = at < planes
-        words = words + (load_where(pieces + 512 * at, some, True, PTX),)  # noqa: RUF005
-        of_row = (scales + 32 * at).to(tl.pointer_type(tl.int32))
-        of_rows = of_rows + (tl.load(of_row, mask=some, other=0),)  # noqa: RUF005
-    return words, of_rows
-
-
-@triton.jit
-def _over_warps(value, WARPS: tl.constexpr):
-    return tl.sum(tl.reshape(value, (WARPS, 32)), axis=0)
-
-
-@triton.jit(do_not_specialize=["N"])
-@no_type_check
-def _int8_matmul_kernel(
-    x_ptr, pieces_ptr, scales_ptr, added_ptr, y_ptr,
-    N, K, planes, eps,
-    M: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    WARPS: tl.constexpr, DEPTH: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    thread = tl.arange(0, 32 * WARPS)
-    r, c = thread // 4 % 8, thread % 4
-    zero = tl.zeros(thread.shape, tl.float32)
-    tile = tl.program_id(0).to(tl.int64)
-    pieces = pieces_ptr + (tile * planes * 512 + 16 * (thread % 32))  # in bytes
-    scales = scales_ptr + (tile * planes * 32 + 4 * r)
-    plane = thread // 32
-    words, of_rows = _load_pieces(pieces, scales, plane, planes, WARPS, DEPTH, PTX)
-    wait_for_last(OVERLAP)
-    x_row = x_ptr + (tl.minimum(r, M - 1) * K + 8 * c)
-    sums, squares = (zero, zero, zero, zero), zero
-    for _ in range(0, planes, WARPS * DEPTH):
-        # prefetch the next pieces while these are multiplied
-        later = plane + WARPS * DEPTH
-        next_words, next_of_rows = _load_pieces(pieces, scales, later, planes, WARPS, DEPTH, PTX)
-        for i in tl.static_range(DEPTH):
-            k = 32 * (plane + WARPS * i)
-            some = (k + 8 * c < K) & (r < M)
-            x = load_where(x_row + k, some, True, PTX)
-            pairs = ()
-            for row in tl.static_range(2):
-                bits = (of_rows[i] >> (16 * row)) & 0xFFFF
-                scale, offset = _pair_of_scales(bits, PTX)
-                for word in tl.static_range(2):
-                    pairs = pairs + _weights(words[i][2 * row + word], scale, offset, PTX)
-            sums = add_products(sums, pairs, x, PTX)
-            if NORM:
-                for j in tl.static_range(4):
-                    low, high = unpair(x[j])
-                    squares += low * low + high * high
-        words, of_rows, plane = next_words, next_of_rows, later
-
-    lane = tl.arange(0, 32)
-    row_of_x, n = lane % 4, tile * (8 if GATED else 16) + lane // 4
-    for i in tl.static_range(1 if M == 1 else 2):
-        m = (1 if M == 1 else 2) * row_of_x + i
-        scale = tl.full(m.shape, 1.0, tl.float32)
-        for row in tl.static_range(M if NORM else 0):
-            of_x = tl.sum(tl.where(r == row, squares, 0))
-            scale = tl.where(m == row, tl.rsqrt(of_x / K + eps), scale)
-        upper = _over_warps(sums[i], WARPS) * scale
-        lower = _over_warps(sums[2 + i], WARPS) * scale
-        store_both(upper, lower, added_ptr, y_ptr, m, n, N, m < M, GATED, ADD)
-
-
-ROWS_ALIKE = 4
-"""Number of rows up to which the bits of a row do not depend on the other rows."""
-
-
-class Tiling(NamedTuple):
-    """Partition of the work of a tile."""
-
-    warps: int
-    """Number of warps per program; the planes are divided among them."""
-    depth: int
-    """Number of pieces that a warp loads at a time."""
-
-
-def _tiling(rows: int, tiles: int, planes: int, processors: int) -> Tiling:
-    """Choose the tiling that was fastest on an H200 with overlapping kernels."""
-    if tiles <= processors and planes >= 64:
-        return Tiling(16, 4)
-    if planes >= 128:
-        return Tiling(8 if rows <= ROWS_ALIKE else 4, 8)
-    return Tiling(8 if planes >= 32 else 4, 4)
-
-
 def _int8_matmul_triton(
     x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    y = torch.empty(len(x), out_features, dtype=dtype, device=x.device)
-    to = y if added is None else added.contiguous()
-    x = x if x.data_ptr() % 16 == 0 else x.clone()
-    tiles, planes = pieces.shape[:2]
-    warps, depth = _tiling(len(x), tiles, planes, num_processors(x))
-    _int8_matmul_kernel[(tiles,)](
-        x, pieces, scales.view(torch.uint8), to, y,
-        out_features, in_features, planes, 0.0 if eps is None else eps,
-        M=len(x), NORM=eps is not None, GATED=gated, ADD=added is not None,
-        WARPS=warps, DEPTH=depth, PTX=HAS_PTX, num_warps=warps, **overlap_options(x),
-    )  # fmt: skip
-    return y
+    return multiply_prepacked(
+        x, pieces, scales, out_features, in_features, gated, eps, added, dtype
+    )
 
 
 def int8_matmul(
@@ -339,7 +181,7 @@ def int8_matmul(
     """Normalise rows, multiply by a prepacked matrix, gate the products and add `added`.
 
     Args:
-        x: (M, K) bfloat16, contiguous, 1 to 8 rows, K a multiple of 8; on a CPU float32 too, and
+        x: (M, K) bfloat16, contiguous, 1 to 64 rows, K a multiple of 8; on a CPU float32 too, and
             any number of rows.
         weight: the prepacked matrix; on a CPU, calling `in_lanes` once is faster than in every
             call.
@@ -348,7 +190,8 @@ def int8_matmul(
         dtype: dtype of the result, bfloat16 or float32; the default is that of `x`.
 
     Returns:
-        (M, N) in `dtype`, accumulated in float32 and rounded once.
+        (M, N) in `dtype`, accumulated in float32 and rounded once. A row's bits do not depend on
+        other rows, nor on M.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
@@ -361,7 +204,7 @@ def int8_matmul(
 
 _PLANES = tiles_by(PLANE)
 _SCALES = Array(f"{_PLANES}, 8, 2", BF16, dense=True)
-_WHERE = few_rows_fit(MOST_ROWS)
+_WHERE = few_rows_fit(MOST_TEXTS)
 
 INT8_MATMUL = Operation(
     "int8_matmul", _int8_matmul_triton, _int8_matmul_torch,

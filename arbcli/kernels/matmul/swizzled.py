@@ -163,3 +163,18 @@ def tiles_torch(
         y = functional.silu(y[:, :, 0]) * y[:, :, 1]
     y = y.flatten(1)[:, :out_features]
     return (y if added is None else added + y).to(dtype)
+
+
+def rows_torch(
+    x: Tensor, weight: Tensor, out_features: int, gated: bool, eps: float | None,
+    added: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Compute `tiles_torch` row by row, as rounding in a product depends on the number of rows."""
+    results = [
+        tiles_torch(
+            x[m : m + 1], weight, out_features, gated, eps,
+            None if added is None else added[m : m + 1], dtype,
+        )
+        for m in range(len(x))
+    ]  # fmt: skip
+    return torch.cat(results)

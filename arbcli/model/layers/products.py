@@ -12,7 +12,7 @@ Its module is imported when it is chosen for the first time, and later choices a
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -170,31 +170,14 @@ def choose_fused(
     from arbcli.kernels.matmul.swizzled import MOST_ROWS
 
     if storage == "int8":
-        from arbcli.kernels.matmul.int8_matmul import ROWS_ALIKE, int8_matmul
-
-        # the work division of the GPU kernel depends on the number of rows; C loops over rows
-        most = ROWS_ALIKE if one_text else MOST_ROWS
-        run = int8_matmul if backend == "native" else partial(_in_pieces, int8_matmul, most)
         name = "int8_matmul"
+        run = imported("arbcli.kernels.matmul.int8_matmul:int8_matmul")
     elif one_text and rows <= MOST_ROWS and fits_row_matmul(storage, in_features):
         name, run = "row_matmul", imported("arbcli.kernels.matmul.row_matmul:row_matmul")
     else:
         name = "prepacked_rows"
         run = imported("arbcli.kernels.matmul.prepacked_rows:prepacked_rows")
     return FusedProduct(name, storage, rows, one_text, backend, run)
-
-
-def _in_pieces(
-    multiply: Callable[..., Tensor], most: int, rows: Tensor, weight: Any, eps: float | None,
-    added: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Multiply at most `most` rows at a time."""
-    pieces = [slice(start, start + most) for start in range(0, len(rows), most)]
-    results = [
-        multiply(rows[piece], weight, eps, None if added is None else added[piece])
-        for piece in pieces
-    ]
-    return results[0] if len(results) == 1 else torch.cat(results)
 
 
 def choose_prepacking(storage: str, backend: str) -> Callable[..., Any]:

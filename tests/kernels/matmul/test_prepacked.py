@@ -8,7 +8,6 @@ from marks import mostly_slow
 
 from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.matmul import int8_matmul as of_int8
 from arbcli.kernels.matmul import prepacked
 from arbcli.kernels.matmul import prepacked_rows as module
 from arbcli.kernels.matmul import row_matmul as of_row
@@ -254,20 +253,13 @@ def test_order_of_sums_is_of_the_matrix_alone(processors):
     """Else the bits of a row would depend on how many there are."""
     for tiles in (1, 70, 700):
         for blocks in range(1, 72):
-            tilings = [
-                _tiling(rows, tiles, blocks, processors) for rows in range(1, MOST_TEXTS + 1)
-            ]
-            assert len({(tiling.warps, tiling.steps) for tiling in tilings}) == 1
-
-
-def test_few_rows_of_int8_are_tiled_as_a_single_row():
-    """So that each has the bits that it has by itself."""
-    for tiles in (1, 132, 133, 900):
-        for planes in (1, 31, 32, 63, 64, 127, 128, 129, 400):
-            found = {
-                of_int8._tiling(r, tiles, planes, 132) for r in range(1, of_int8.ROWS_ALIKE + 1)
-            }
-            assert len(found) == 1, (tiles, planes)
+            for piece_bytes in (module.PIECE_BYTES.value, module.INT8_BYTES):
+                tilings = [
+                    _tiling(rows, tiles, blocks, processors, piece_bytes)
+                    for rows in range(1, MOST_TEXTS + 1)
+                ]
+                assert len({(tiling.warps, tiling.steps) for tiling in tilings}) == 1
+                assert max(tiling.shared_bytes for tiling in tilings) <= 48 << 10
 
 
 @pytest.mark.parametrize("in_features", [8, 128, 328])

@@ -14,8 +14,8 @@ from arbcli.kernels.matmul.int8_matmul import (
     _weights_in_float32,
     prepack_int8,
 )
+from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS
 from arbcli.kernels.matmul.swizzled import (
-    MOST_ROWS,
     ROWS,
     tiles_torch,
 )
@@ -56,6 +56,7 @@ SHAPES = (
     (1, 1, 8, 32, False, 0.1, False), (1, 34, 1000, 32, True, 1e-6, True),
     (1, 17, 328, 96, False, 1e-6, True), (2, 6, 4136, 64, False, None, False),
     (5, 10, 168, 32, True, 1e-6, False), (8, 9, 2088, 32, False, 1e-6, True),
+    (19, 18, 40, 32, False, 1e-6, True),
 )  # fmt: skip
 """(M, rows, K, G, gated, eps, with `added`)."""
 
@@ -104,7 +105,7 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     if packed.remainder is not None and not packed.nibble:  # |z| is at most 127
         packed = packed._replace(remainder=(packed.remainder // 2).clamp(min=-63))
     weight = prepack_int8(packed, gated)
-    x = rng.reals(1 + (m - 1) % MOST_ROWS, k, dtype=torch.bfloat16).contiguous()
+    x = rng.reals(1 + (m - 1) % MOST_TEXTS, k, dtype=torch.bfloat16).contiguous()
     added = rng.reals(len(x), weight.out_features).contiguous() if rng.below(2) else None
     return x, *weight, rng.pick((None, 1e-6)), added, rng.dtype
 
