@@ -28,7 +28,7 @@ ASPECTS = {
     "starts": ("std", "spread", "frozen"),
     "steps": ("lr_factor", "direction"),
     "areas": ("area", "in_eight_bits"),
-    "groups": ("decodes_ahead", "needed_after", "needed_before"),
+    "groups": ("in_group", "after", "before"),
 }
 """Attributes of a weight, by what they are about."""
 
@@ -48,7 +48,7 @@ def layout(config: ModelConfig) -> dict[str, int | str]:
     names = {id(weight): name for name, weight in weights.items()}
     for aspect, attributes in ASPECTS.items():
         lines = [
-            (name, *(_plain(getattr(weight, part, None), names) for part in attributes))
+            (name, *(_plain(_attribute(weight, part), names) for part in attributes))
             for name, weight in weights.items()
         ]
         facts[aspect] = _digest(lines)
@@ -64,6 +64,13 @@ def first_weights(config: ModelConfig, seed: int) -> str:
         found.update(name.encode())
         found.update(part.contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:DIGITS]
+
+
+def _attribute(weight: Any, name: str) -> Any:
+    """Return an attribute of a weight, or of its group; None if it has none."""
+    if name not in ASPECTS["groups"] or not hasattr(weight, "group"):
+        return getattr(weight, name, None)
+    return weight.group is not None if name == "in_group" else getattr(weight.group, name, ())
 
 
 def _plain(value: Any, names: dict[int, str]) -> Any:

@@ -144,7 +144,7 @@ FAULTS = [
         rewrite("(a << 28) >> 28", "a & 15")),
     kernel("octave", "all digits in e4m3 an octave too large", "decode_e4m3",
         rewrite("_load_largest(a, b) - 6", "_load_largest(a, b) - 7")),
-    kernel("layout", "both rows of a thread by the first one's scale", "digits_matmul",
+    kernel("layout", "both rows of a thread by the first one's scale", "int8_matmul",
         rewrite("a >> (16 * b)", "a >> (0 * b)")),
     kernel("tie", "of codes at one distance the last taken", "nearest_codes",
         rewrite("tl.where(m > b, f + a, p)", "tl.where(m >= b, f + a, p)")),
@@ -159,11 +159,9 @@ FAULTS = [
         rewrite("(e - 1) << 23", "(e - 2) << 23")),
     kernel("group", "short group given its neighbour's scale by torch", "ternary_matmul_grad_x",
         rewrite("w *= s[:, g]", "w *= s[:, g - 1]"), place=torch_backend),
-    # products
-    kernel("cut short", "last plane of bytes left out", "ternary_matmul",
-        rewrite("range(0, b, 32)", "range(0, b - 1, 32)")),
     kernel("alignment", "rows begin on a whole word", "ternary_matmul",
-        rewrite("s + (8 * a,)", "s + (0 * a,)"), scale="T32"),
+        rewrite("shift_pair(a, b, 8 * s, p)", "shift_pair(a, b, 0 * s, p)"), scale="T32"),
+    # products
     # experts
     kernel("neighbour", "rows of an expert begin where the block before them does",
         "grouped_matmul", rewrite("a + (b - c) * BLOCK_M", "b * BLOCK_M")),
@@ -212,8 +210,9 @@ FAULTS = [
         rewrite("(s << 16) | ((l & 128) << 24)", "s << 16")),
     # generation
     kernel("correction", "what codes are more than trits not taken back", "row_matmul",
-        rewrite("(a[0] << 8) + (a[1] - b[i])", "(a[0] << 8) + a[1]")),
-    kernel("neighbour", "rows of a text exchanged in pairs", "row_by_row",
+        rewrite("((a[0] << 8) + (a[1] - b[i])).to(tl.float32)",
+        "((a[0] << 8) + a[1]).to(tl.float32)")),
+    kernel("neighbour", "rows of a text exchanged in pairs", "row_matmul",
         rewrite("tl.minimum(r // 2, ROWS - 1)", "tl.minimum(r // 2 ^ 1, ROWS - 1)")),
     kernel("missing term", "bytes before one that may be taken back not seen", "attend_ahead",
         rewrite("(s >= f) & (s < e)", "(s >= f) & (s < f)")),

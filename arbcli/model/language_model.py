@@ -20,9 +20,10 @@ from arbcli.families import BETWEEN, OBJECTIVES
 from arbcli.model.cache import BatchCache, Cache
 from arbcli.model.decoding import forward_with_cache
 from arbcli.model.flow import Documents, Dropout, Flow, Reading
+from arbcli.model.layers.decoded_groups import decode_in_groups
 from arbcli.model.layers.dropout import dropout as drop
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
-from arbcli.model.layers.linear import TernaryLinear, decode_in_groups
+from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.loss import divergence
 from arbcli.model.layers.symbols import Predictions, in_chunks
 from arbcli.model.packed_model import PackedModel

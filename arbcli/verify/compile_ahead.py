@@ -201,7 +201,7 @@ def _figures(text: str, pattern: str) -> tuple[int, ...]:
 
 
 OF_VALUES = {
-    "unpack_trits", "digits_matmul", "grouped_matmul", "grouped_grad_w",
+    "unpack_trits", "int8_matmul", "grouped_matmul", "grouped_grad_w",
     "spread_chunks", "spread_chunks_backward", "mamba_step",
     "gradient_gains", "smooth_chunks_backward",
 }  # fmt: skip

@@ -18,21 +18,20 @@ WIDE = {
     "attend_ahead": ("qkv", "cos", "sin"),
     "attend_parts": ("qkv", "cos", "sin"),
     "causal_attention_backward": ("grad_y", "q", "k", "v", "y"),
-    "digits_matmul": ("x",),
     "dropped_attention_backward": ("grad_y", "q", "k", "v", "y"),
+    "int8_matmul": ("x",),
     "gram": ("x",),
     "grouped_matmul": ("w",),
     "prepacked_rows": ("x",),
     "rotary_attention_backward": ("grad_y", "qkv", "y"),
-    "row_by_row": ("x",),
     "row_matmul": ("x",),
 }
 """By kernel: arguments that may begin anywhere and are loaded so; attention refuses other rings."""
 
-BORROWED = {"gram", "rotary_attention_backward"}
+BORROWED = {"int8_matmul", "gram", "rotary_attention_backward"}
 """Operations that launch kernels of another one's file."""
 HELPERS = {"descriptors", "threads"}
-OWN = {"few_rows", "newton_schulz"}
+OWN = {"newton_schulz"}
 """Files that have a function for it, with a test of its own."""
 
 
@@ -65,9 +64,7 @@ def test_unaligned_tensors_are_copied(name, argument):
 
 
 def test_no_kernel_that_loads_so_is_left_out():
-    loads = re.compile(
-        r"\b(load_constant|load_new|load_where|_load_eight|load_eight_over|described)\("
-    )
+    loads = re.compile(r"\b(load_constant|load_new|load_where|described)\(")
     files = kernel_files()
     names = {file.stem for file in files if loads.search(file.read_text())}
     assert names - HELPERS - OWN == WIDE.keys() - BORROWED

@@ -26,7 +26,7 @@ from arbcli.verify.registry import BY_NAME
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
 NATIVE = [pytest.mark.skipif(not native.available(), reason=native.why_not())]
-PLANES = {"decode_weight", "decode_e4m3", "ternary_matmul", "gradient_statistics", "decode_digits"}
+PLANES = {"decode_weight", "decode_e4m3", "gradient_statistics", "decode_digits"}
 """Kernels with code of its own for groups that are planes of a block, as those of T32 are."""
 
 
@@ -168,9 +168,9 @@ def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
 
 @pytest.mark.parametrize(
     "spec",
-    [s for s in KERNELS if s.large_reference and s.name not in ("row_by_row", "prepacked_rows")],
+    [s for s in KERNELS if s.large_reference and s.name != "prepacked_rows"],
     ids=lambda spec: spec.name,
-)  # these have the references of `row_matmul`
+)  # which has the reference of `row_matmul`
 def test_reference_of_large_cases_is_the_reference(spec):
     for case in spec.cases(torch.device("cpu"), SCALE_TYPES["T6"]):
         results = [
@@ -414,7 +414,7 @@ def test_columns_of_any_one_input_of_a_loop_in_c_may_lie_apart(name):
 
 NOT_ANYWHERE = {
     "choose_entries", "smooth_chunks", "smooth_chunks_backward", "fp8_matmul",
-    "gradient_gains", "row_matmul", "row_by_row", "prepacked_rows", "digits_matmul",
+    "gradient_gains", "row_matmul", "prepacked_rows", "int8_matmul",
     "merged_steps", "decode_weights", "keep_accepted",
     *(spec.name for spec in KERNELS if "rms_norm" in spec.name), *IN_TURNS,
 } - {"compressed_attention"}  # fmt: skip
@@ -479,7 +479,6 @@ SEVERAL_ROUNDINGS = {
     "decode_attention",
     "decode_attention_8bit",
     "row_matmul",
-    "row_by_row",
 }
 """Those whose results, or what the reference did not round, are rounded to bfloat16 once more; or
 whose results are so few that the rounding of one of them, of up to 3.9e-3, may be all there is."""

@@ -21,11 +21,10 @@ from arbcli.kernels.attention.decode_attention import decode_attention
 from arbcli.kernels.attention.kept import Kept
 from arbcli.kernels.codec.decode_e4m3 import decode_e4m3
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.matmul.digits_matmul import PrepackedDigits, digits_matmul, prepack_digits
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
+from arbcli.kernels.matmul.int8_matmul import PrepackedInt8, int8_matmul, prepack_int8
 from arbcli.kernels.matmul.prepacked import Prepacked, prepack
 from arbcli.kernels.matmul.prepacked_rows import prepacked_rows
-from arbcli.kernels.matmul.row_by_row import row_by_row
 from arbcli.kernels.matmul.row_matmul import row_matmul
 from arbcli.kernels.rows.weighted_rows import TouchedRows, weighted_rows_grad
 from arbcli.kernels.runtime.arguments import REAL, Argument, Array, Matrix, Number, names_in
@@ -50,11 +49,10 @@ ADAPTED = {
     "decode_attention_8bit": decode_attention,
     "prepacked_rows": lambda x, *rest: prepacked_rows(x, Prepacked(*rest[:4]), *rest[4:]),
     "row_matmul": lambda x, *rest: row_matmul(x, Prepacked(*rest[:4]), *rest[4:]),
-    "row_by_row": lambda x, *rest: row_by_row(x, Prepacked(*rest[:4]), *rest[4:]),
     "keep_accepted": lambda keys, values, new, *counts: keep_accepted_(
         table_of([Kept(keys, values, new)]), *counts
     ),
-    "digits_matmul": lambda x, *rest: digits_matmul(x, PrepackedDigits(*rest[:5]), *rest[5:]),
+    "int8_matmul": lambda x, *rest: int8_matmul(x, PrepackedInt8(*rest[:5]), *rest[5:]),
     "weighted_rows_grad": lambda grad_y, weights, tokens, order, bounds, *kind: weighted_rows_grad(
         grad_y, weights, tokens, TouchedRows(order, order, bounds, order), *kind
     ),
@@ -162,7 +160,7 @@ def letters_of(
 
 
 SEEDS = {
-    "row_matmul": 1, "digits_matmul": 1, "decode_attention": 1, "decode_attention_8bit": 1,
+    "row_matmul": 1, "int8_matmul": 1, "decode_attention": 1, "decode_attention_8bit": 1,
     "compress_blocks_backward": 6, "choose_entries": 1, "take_chunk": 1, "gradient_gains": 1,
     "unit_gain": 2, "step_by_direction": 3, "sum_gradients": 1,
 }  # fmt: skip
@@ -242,9 +240,7 @@ VALUES = {
         {0: zeros(1, 3, 3, 128, dtype=HALF), 3: zeros(2, 1, 3, 128, dtype=HALF)}),
     "prepacked_rows": ({0: zeros(0, 40, dtype=HALF), 6: None},
         {0: zeros(65, 40, dtype=HALF), 6: None}, {0: zeros(5, 36, dtype=HALF), 3: 36}),
-    "row_matmul": ({0: zeros(2, 40, dtype=HALF), 6: None}, {0: zeros(1, 36, dtype=HALF), 3: 36},
-        {0: zeros(1, 17_928, dtype=HALF), 1: zeros(1, 141, 640, dtype=torch.uint8), 3: 17_928}),
-    "row_by_row": ({0: zeros(9, 40, dtype=HALF), 6: None}, {0: zeros(5, 36, dtype=HALF), 3: 36},
+    "row_matmul": ({0: zeros(9, 40, dtype=HALF), 6: None}, {0: zeros(5, 36, dtype=HALF), 3: 36},
         {0: zeros(5, 17_928, dtype=HALF), 1: zeros(1, 141, 640, dtype=torch.uint8), 3: 17_928}),
     "blend_moment": ({7: -1}, {7: 2**16 + 1}),
     "cast_trit_votes": ({1: zeros(7, 37)}, {5: zeros(7, 37)}, {5: zeros(7, 38, dtype=BOOL)}),
@@ -265,8 +261,8 @@ VALUES = {
     "decode_compressed": ({1: zeros(28, 1, 76)}, {2: zeros(41, 1, 76)}),
     "decode_latent": ({3: zeros(7, 0)}, {3: zeros(7, 3)},
         {2: zeros(0, 38), 3: zeros(0, 10), 4: zeros(0, 3)}),
-    "digits_matmul": ({0: zeros(0, 40, dtype=HALF), 7: None},
-        {0: zeros(17, 40, dtype=HALF), 7: None}),
+    "int8_matmul": ({0: zeros(0, 40, dtype=HALF), 7: None},
+        {0: zeros(65, 40, dtype=HALF), 7: None}),
     "find_chunks": ({1: 0},), "gated_rms_norm": ({2: None},),
     "gradient_statistics": ({0: zeros(0, 37)},),
     "grouped_grad_w": ({0: zeros(5, 0)}, {1: zeros(5, 0)}, {2: zeros(1, dtype=INT64)},
@@ -336,4 +332,4 @@ def test_matrix_that_has_no_digits_in_planes_is_not_prepacked():
             7, 40, group_size, 8, digits
         )
         with pytest.raises(ValueError, match="packed weights: need"):
-            prepack_digits(packed, gated)
+            prepack_int8(packed, gated)

@@ -15,10 +15,10 @@ from arbcli.families.experts.kernels.grouped_matmul import (
     grouped_matmul,
 )
 from arbcli.kernels.codec.decode_weight import decode_weight
-from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.norm import TernaryRMSNorm
+from arbcli.model.layers.products import FEW_ROWS
 from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 from arbcli.model.low_precision import LowPrecision, fits
 
@@ -79,7 +79,7 @@ class ExpertWeight(StreamedTensor, LowPrecision):
         """
         width = self.in_features if transposed else self.expert_rows
         y = x.new_empty(len(x), width)  # each slot has an expert, so all rows are written
-        in_four_bits, scales = self.nvfp4 and len(x) > FUSED_ROWS, []
+        in_four_bits, scales = self.nvfp4 and len(x) > FEW_ROWS, []
         if in_four_bits:
             x, of_x = import_module(FOUR_BIT_PRODUCTS).round_nvfp4(x)
         for experts_range in self.gradient_ranges():

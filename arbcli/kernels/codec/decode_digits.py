@@ -1,4 +1,4 @@
-"""Decode `int8` weights, all digits of z = T * P + A: w[n, k] = bf16(z[n, k] / U * scale).
+"""Decode `int8` weights, z = T * P + A: w[n, k] = bf16(z[n, k] / U * scale).
 
 The unit U is P, or the next power of two. z has nine bits with an int8 remainder and at most six
 with one of four bits, and the scale eight, so that z / U * scale is exact in float32 and rounded
@@ -23,7 +23,7 @@ ROWS = 32
 
 
 def digits_torch(packed: Packed, dtype: torch.dtype, rows: slice | None = None) -> Tensor:
-    """Compute T, or z / U if the weights are all digits, exactly in float32.
+    """Compute T, or z / U of int8 weights, exactly in float32.
 
     The result is exact in bfloat16 too, unless the weights of the two digits are fading.
     """
@@ -36,7 +36,7 @@ def digits_torch(packed: Packed, dtype: torch.dtype, rows: slice | None = None) 
 
 
 def decode_digits_torch(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Decode a matrix of trits or of all digits, with one multiplication per weight."""
+    """Decode a matrix of trits or of int8 weights, with one multiplication per weight."""
     in_features, group_size = packed.in_features, packed.group_size
     faded = packed.radix + packed.low * 128 > 256  # exceeds the eight bits of bfloat16
     weight = digits_torch(packed, torch.float32 if faded else dtype)
@@ -84,13 +84,13 @@ def decode_digits(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor
 
 @triton.jit
 def add_remainder(
-    trit, remainder_ptr, offset, mask, of_trit, of_low, DIGITS: tl.constexpr, NIBBLE: tl.constexpr
+    trit, remainder_ptr, offset, mask, of_trit, of_low, INT8: tl.constexpr, NIBBLE: tl.constexpr
 ):
-    """Convert trits to float32 z / U if `DIGITS`; `offset` is the index of each weight's remainder.
+    """Convert trits to float32 z / U if `INT8`; `offset` is the index of each weight's remainder.
 
     A trit is worth `of_trit` in units of the scale, and a unit of the remainder `of_low`.
     """
-    if DIGITS:
+    if INT8:
         low = tl.load(remainder_ptr + offset, mask=mask, other=0).to(tl.int32)
         if NIBBLE:
             low = (low << 28) >> 28
@@ -99,9 +99,9 @@ def add_remainder(
 
 
 @triton.jit
-def round_weight(weight, DIGITS: tl.constexpr):
+def round_weight(weight, INT8: tl.constexpr):
     """Round float32 weights to bf16, to nearest even; weights of trits are exact in bf16."""
-    if DIGITS:
+    if INT8:
         bits = weight.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         weight = rounded.to(tl.float32, bitcast=True)
@@ -115,7 +115,7 @@ def _decode_digits_kernel(
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
     stride_an, stride_ak, of_trit, of_low, stride_wn,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
-    DIGITS: tl.constexpr, NIBBLE: tl.constexpr, ROWS: tl.constexpr,
+    INT8: tl.constexpr, NIBBLE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Decode one block of `ROWS` rows."""
     block = tl.program_id(0) % blocks
@@ -127,7 +127,7 @@ def _decode_digits_kernel(
             n, block, 32, N, K,
             stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
             stride_an, stride_ak, of_trit, of_low, stride_wn,
-            GROUP, HAS_FRACTION, DIGITS, NIBBLE, GROUP % 32 == 0,
+            GROUP, HAS_FRACTION, INT8, NIBBLE, GROUP % 32 == 0,
         )  # fmt: skip
     else:
         _decode_planes(
@@ -135,7 +135,7 @@ def _decode_digits_kernel(
             n, block, width, N, K,
             stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
             stride_an, stride_ak, of_trit, of_low, stride_wn,
-            GROUP, HAS_FRACTION, DIGITS, NIBBLE, False,
+            GROUP, HAS_FRACTION, INT8, NIBBLE, False,
         )  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def _decode_planes(
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
     stride_an, stride_ak, of_trit, of_low, stride_wn,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
-    DIGITS: tl.constexpr, NIBBLE: tl.constexpr, ONE_SCALE: tl.constexpr,
+    INT8: tl.constexpr, NIBBLE: tl.constexpr, ONE_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Decode five planes of `width` weights; with `ONE_SCALE` each plane lies within one group."""
     j = tl.arange(0, 32)[None, :]
@@ -165,13 +165,13 @@ def _decode_planes(
         )  # fmt: skip
         trit = digit_of(byte, digit).to(tl.float32)
         offset = n * stride_an + k * stride_ak
-        digits = add_remainder(trit, remainder_ptr, offset, mask, of_trit, of_low, DIGITS, NIBBLE)
-        weight = round_weight(digits * scale, DIGITS)
+        z = add_remainder(trit, remainder_ptr, offset, mask, of_trit, of_low, INT8, NIBBLE)
+        weight = round_weight(z * scale, INT8)
         tl.store(weight_ptr + n * stride_wn + k, weight.to(weight_ptr.dtype.element_ty), mask=mask)
 
 
 def decode_digits_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Decode weights that are all digits with the Triton kernel."""
+    """Decode int8 weights with the Triton kernel."""
     rows, in_features = packed.out_features, packed.in_features
     weight = torch.empty(rows, in_features, dtype=dtype, device=packed.trits.device)
     if weight.numel():

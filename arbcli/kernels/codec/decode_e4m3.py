@@ -1,8 +1,8 @@
 """Decode packed trits and scales to e4m3, for products in eight bits: w ~ q * scale.
 
 scale is one power of two for the matrix. It moves the largest octave to 2**7, as in
-`quantise_rows`, or to 2**6 if weights are all digits, which are up to three times their scale.
-Scales of groups, or weights of all digits, are rounded to the three mantissa bits of e4m3, an error
+`quantise_rows`, or to 2**6 for int8 weights, which are up to three times their scale.
+Scales of groups, or int8 weights, are rounded to the three mantissa bits of e4m3, an error
 of at most 6 %, identically in the forward and backward pass. Training steps update the exact
 digits.
 
@@ -53,11 +53,11 @@ def _largest_octave(packed: Packed) -> int:
 
 
 @triton.jit
-def _largest_kernel(exponent_ptr, largest_ptr, number, each, BLOCK: tl.constexpr):
-    """Compute the maximum of `each` exponents per program, a multiple of BLOCK."""
-    begin = tl.program_id(0) * each
+def _largest_kernel(exponent_ptr, largest_ptr, number, of_program, BLOCK: tl.constexpr):
+    """Compute the maximum of `of_program` exponents per program, a multiple of BLOCK."""
+    begin = tl.program_id(0) * of_program
     largest = tl.full((BLOCK,), -128, tl.int32)
-    for start in range(begin, begin + each, BLOCK):
+    for start in range(begin, begin + of_program, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         exponent = tl.load(exponent_ptr + offs, mask=offs < number, other=-128)
         largest = tl.maximum(largest, exponent.to(tl.int32))
@@ -71,19 +71,20 @@ def _load_largest(largest_ptr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _decode_digits_kernel(
+def _decode_int8_kernel(
     packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, largest_ptr, q_ptr, scale_ptr,
     N, K, blocks,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
     stride_an, stride_ak, of_trit, of_low,
     stride_qn, stride_qk,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, DIGITS: tl.constexpr,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, INT8: tl.constexpr,
     NIBBLE: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Decode one block of rows whose weights are all digits."""
+    """Decode one block of rows of int8 weights."""
     block, tile = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     offs_n = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     n, j = offs_n[:, None], tl.arange(0, 32)
+    # the last block of a row has narrower planes
     width = tl.minimum((K - block * 160 + 4) // 5, 32)
     octave = _load_largest(largest_ptr, PARTS) - 6
     inverse = ((127 - octave) << 23).to(tl.float32, bitcast=True)
@@ -99,8 +100,8 @@ def _decode_digits_kernel(
             stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
         )  # fmt: skip
         offset, trit = n * stride_an + k * stride_ak, digit_of(byte, digit).to(tl.float32)
-        digits = add_remainder(trit, remainder_ptr, offset, mask, of_trit, of_low, DIGITS, NIBBLE)
-        q = to_e4m3(round_weight(digits * scale, DIGITS) * inverse, False)
+        z = add_remainder(trit, remainder_ptr, offset, mask, of_trit, of_low, INT8, NIBBLE)
+        q = to_e4m3(round_weight(z * scale, INT8) * inverse, False)
         at = n * stride_qn + k.to(tl.int64) * stride_qk
         tl.store(q_ptr + at, q.to(tl.uint8), mask=mask)
         of_k = TRANSPOSED & (tile == 0) & (j < width) & (offs_k < K)
@@ -109,7 +110,7 @@ def _decode_digits_kernel(
     tl.store(scale_ptr + offs_n, power, mask=of_n)
 
 
-def _decode_digits_triton(
+def _decode_int8_triton(
     packed: Packed, transposed: bool, largest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     rows, in_features = packed.out_features, packed.in_features
@@ -119,7 +120,7 @@ def _decode_digits_triton(
     blocks = triton.cdiv(in_features, BLOCK)
     strides = q.stride()[::-1] if transposed else q.stride()
     largest = _largest_triton(packed) if largest is None else largest
-    _decode_digits_kernel[(triton.cdiv(rows, 32) * blocks,)](
+    _decode_int8_kernel[(triton.cdiv(rows, 32) * blocks,)](
         *packed.all_pointers, largest, q.view(torch.uint8), scale,
         rows, in_features, blocks, *packed.all_strides, *packed.worths, *strides,
         **packed.all_constants, TRANSPOSED=transposed, BLOCK_N=32, PARTS=largest.numel(),
@@ -210,6 +211,7 @@ def _decode_block(
     PARTS: tl.constexpr = 4 if TRANSPOSED else 1  # interleaved sets of bytes; rows of an int32
     offs_w = tl.arange(0, BLOCK_N // PARTS)[None, :]
     n, j = PARTS * offs_w, 4 * tl.arange(0, 8)[:, None]
+    # load four bytes to each word, and start decoding them
     left = ()
     for part in tl.static_range(PARTS):
         word = tl.zeros((j + n).shape, tl.int32)
@@ -220,6 +222,7 @@ def _decode_block(
             word |= byte.to(tl.int32) << 8 * i
         left = left + _spread(word)
 
+    # the scales of all groups of the block, rounded to e4m3, one byte for each row of a word
     first_group = block * 160 // GROUP
     group = tl.minimum(tl.arange(0, GROUPS)[:, None], tl.cdiv(K, GROUP) - 1 - first_group)
     inverse = ((127 - octave) << 23).to(tl.float32, bitcast=True)
@@ -242,6 +245,7 @@ def _decode_block(
         four_ptrs = four_ptr + j * (stride_q // 4) + offs_w
     else:
         four_ptrs = q_ptr + first_k + (n * stride_q + j)
+    # decode one plane after another, multiply by scales, and store
     for digit in tl.static_range(4, -1, -1):
         trits, left = take_digits(left, digit, False)
         if PLANES:
@@ -276,7 +280,7 @@ def _decode_e4m3_triton(
     packed: Packed, transposed: bool = False, largest: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     if packed.remainder is not None:
-        return _decode_digits_triton(packed, transposed, largest)
+        return _decode_int8_triton(packed, transposed, largest)
     (rows, num_bytes), in_features = packed.trits.shape, packed.in_features
     shape = (in_features, rows) if transposed else (rows, in_features)
     q = torch.empty(shape, dtype=E4M3, device=packed.trits.device)
@@ -301,8 +305,8 @@ def _largest_triton(packed: Packed) -> Tensor:
     number = exponent.numel()
     parts = min(triton.next_power_of_2(triton.cdiv(number, PART)), MOST_PARTS)
     largest = torch.empty(parts, dtype=torch.int8, device=exponent.device)
-    each = triton.cdiv(number, parts * PART) * PART
-    _largest_kernel[(parts,)](exponent, largest, number, each, BLOCK=PART, num_warps=8)
+    of_program = triton.cdiv(number, parts * PART) * PART
+    _largest_kernel[(parts,)](exponent, largest, number, of_program, BLOCK=PART, num_warps=8)
     return largest
 
 

@@ -123,6 +123,7 @@ def _decode_blocks(
     block, n = first_block + lane, first_n + thread // (4 * ABREAST)
     mine = tl.where(n < N, blocks - block, 0)  # blocks from this thread's to the row's end
     n = n.to(tl.int64)
+    # the five scales of the c-th block of four, as pairs of bf16
     scales = ()
     for digit in tl.static_range(5):
         scale = load_scale(
@@ -135,6 +136,7 @@ def _decode_blocks(
     start = packed_ptr + n * stride_pn
     skew = start.to(tl.int64).to(tl.int32) & 3  # rows are not aligned
     words = (start - skew).to(tl.pointer_type(tl.int32)) + (8 * block + 2 * c)
+    # eight bytes of each of four blocks, all loaded before the first is decoded
     loaded = ()
     for i in tl.static_range(4):
         some = mine > ABREAST * i
@@ -148,6 +150,7 @@ def _decode_blocks(
     for i in tl.static_range(4):
         low = shift_pair(loaded[3 * i], loaded[3 * i + 1], 8 * skew, PTX)
         high = shift_pair(loaded[3 * i + 1], loaded[3 * i + 2], 8 * skew, PTX)
+        # the five trits of each byte, from the last digit on
         qs = spread(low, PTX) + spread(high, PTX)
         lane = tl.full(c.shape, i, tl.int32)
         for digit in tl.static_range(4, -1, -1):
@@ -160,7 +163,7 @@ def _decode_blocks(
                 write_four(at + (80 * (thread - c) + 64 * digit + 16 * c), pairs)
             else:
                 _store_eight(weights + (160 * ABREAST * i + 32 * digit), pairs, mine > ABREAST * i)
-        if STAGED:
+        if STAGED:  # 512 bytes of a row at once, by way of shared memory
             _store_staged(
                 at, weight_ptr, first_n, first_block + ABREAST * i, N, blocks, stride_wn, ABREAST
             )
@@ -207,7 +210,7 @@ def _by_block(packed: Packed) -> bool:
 
 
 def decode_weight_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Decode weights with the kernel for trits or the one for all digits."""
+    """Decode weights with the kernel for trits or the one for int8 weights."""
     if packed.remainder is not None:
         return decode_digits_triton(packed, dtype)
     rows, in_features = packed.out_features, packed.in_features

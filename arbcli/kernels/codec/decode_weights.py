@@ -18,7 +18,7 @@ def decode_weights_triton(
     matrices: list[Packed], dtype: torch.dtype = torch.bfloat16
 ) -> list[Tensor]:
     """Decode several matrices of trits: one launch for those whose layouts are alike."""
-    found: list[Tensor] = []
-    runs = [partial(lambda m: found.append(decode_weight_triton(m, dtype)), m) for m in matrices]
+    decoded: list[Tensor] = []
+    runs = [partial(lambda m: decoded.append(decode_weight_triton(m, dtype)), m) for m in matrices]
     merge_launches(runs, matrices[0].trits.device)
-    return found
+    return decoded

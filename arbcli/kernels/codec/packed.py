@@ -29,8 +29,7 @@ class Packed(NamedTuple):
     group_size: int
     """G, the number of weights per scale."""
     remainder: Tensor | None = None
-    """(N, K) int8, A: the low digit, if weights are all digits, z = T * P + A; None if weights are
-    trits."""
+    """(N, K) int8, A: the remainder of int8 weights z = T * P + A; None if weights are trits."""
     radix: int = 1
     """Value of a trit, in units of 1 / `unit`: P, unless weights are annealed."""
     low: int = 1
@@ -103,17 +102,17 @@ class Packed(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """U, the divisor of z if the weights are all digits."""
+        """U, the divisor of z of int8 weights."""
         return unit_of(self.radix)
 
     @property
     def all_pointers(self) -> tuple[Tensor, ...]:
-        """`pointers`, and remainder_ptr of kernels that read all digits."""
+        """`pointers`, and remainder_ptr of kernels that read int8 weights."""
         return (*self.pointers, self.trits if self.remainder is None else self.remainder)
 
     @property
     def all_strides(self) -> tuple[int, ...]:
-        """`strides`, and stride_an, stride_ak of kernels that read all digits."""
+        """`strides`, and stride_an, stride_ak of kernels that read int8 weights."""
         return (*self.strides, *((0, 0) if self.remainder is None else self.remainder.stride()))
 
     @property
@@ -123,8 +122,8 @@ class Packed(NamedTuple):
 
     @property
     def all_constants(self) -> dict[str, Any]:
-        """`constants`, and DIGITS, whether weights are all digits, and NIBBLE."""
-        return self.constants | {"DIGITS": self.remainder is not None, "NIBBLE": self.nibble}
+        """`constants`, and INT8, whether products read the remainder, and NIBBLE."""
+        return self.constants | {"INT8": self.remainder is not None, "NIBBLE": self.nibble}
 
     @property
     def _fraction_or_any(self) -> Tensor:

@@ -281,13 +281,3 @@ def _multiply_byte_row(first, second, x):
     of_x = (tl.join(x[0], x[1])[:, :, None] << (24 - place)) >> 24
     of_w, of_x = tl.reshape(of_w, (WARPS, 8, 1, 32)), tl.reshape(of_x, (WARPS, 1, 8, 32))
     return tl.split(tl.reshape(tl.sum(of_w * of_x, axis=3), (32 * WARPS, 2)))
-
-
-@triton.jit
-def add_scaled(sums, products, upper, lower):
-    """Add products times scales; the first half belongs to row r, the second to row r + 8."""
-    added = ()
-    for i in tl.static_range(len(sums)):
-        product = products[i] * (upper if 2 * i < len(sums) else lower)
-        added = added + (sums[i] + product,)  # noqa: RUF005
-    return added

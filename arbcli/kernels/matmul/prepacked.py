@@ -41,8 +41,8 @@ from arbcli.kernels.matmul.swizzled import (
     few_rows_of,
     in_tiles,
     multiply_native,
+    rows_torch,
     tiles_by,
-    tiles_torch,
 )
 from arbcli.kernels.runtime._triton import tl
 from arbcli.kernels.runtime.arguments import UINT8, Array
@@ -140,11 +140,8 @@ def prepacked_torch(
     added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Compute `row_matmul` and `prepacked_rows` with torch, in float32."""
-    weight, results = decode_prepacked(pieces)[:, :in_features], []
-    for m in range(len(x)):  # row by row, as rounding in a product depends on the number of rows
-        row, of_row = x[m : m + 1], None if added is None else added[m : m + 1]
-        results.append(tiles_torch(row, weight, out_features, gated, eps, of_row, dtype))
-    return torch.cat(results)
+    weight = decode_prepacked(pieces)[:, :in_features]
+    return rows_torch(x, weight, out_features, gated, eps, added, dtype)
 
 
 def prepacked_native(

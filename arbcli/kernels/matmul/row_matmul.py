@@ -1,8 +1,10 @@
-"""Product of one row with fused norm, gate and sum: y = added + gate(rms_norm(x) @ w.T).
+"""Product of a row of one text with fused norm, gate and sum: y = added + gate(rms_norm(x) @ w.T).
 
 rms_norm(x) = x / sqrt(mean(x**2) + eps) has no weights; gate(a, b) = silu(a) * b, with a and b the
 two halves of the product. Norm, gate and sum are optional. The division of the norm is applied
-last, to the products. `prepacked` describes the layout of w.
+last, to the products. `prepacked` describes the layout of w. Several positions of a text are up to
+8 rows; each has the same bits as alone, so bytes that are processed together have the same results
+as one by one.
 
 Arithmetic. Tensor cores multiply int8 at the highest rate, with exact sums. So x is rounded to 15
 bits, with one power of two for 32 elements: the error of an element is at most 2**-14 of the
@@ -12,21 +14,27 @@ plane i goes into the powers of two. Codes are T + 1, so a sum of x is subtracte
 the lower bytes. All of this is in integers, except one float32 multiply-add per 32 columns. If an
 element of x is not finite, every result is NaN.
 
-In the instruction of bytes, of 16 rows by 8 columns, the columns are for up to four blocks of 128:
+In the instruction of bytes, of 16 rows by 8 columns, the columns are for up to four blocks of 128
+of a single row of x, or for a block of up to four rows:
 
-    column     0      1      2      3      4      5      6      7
-    x of      block 0       block 1       block 2       block 3          upper and lower bytes
-    w of      thread c = 0        1             2             3          its own block of each row
+    column             0      1      2      3      4      5      6      7
+    one row: x of     block 0       block 1       block 2       block 3      upper and lower bytes
+             w of     thread c = 0        1             2             3      its own block of a row
+    rows:    x of      row 0         row 1         row 2         row 3       upper and lower bytes
+             w of     thread 4 r + c: bytes j = c of one block, of rows r and r + 8
 
 Reason: one row of x would leave six columns empty. With four blocks abreast a thread loads 64 bytes
-of codes of rows r and r + 8 that only it needs, and x is 0 where column and block differ. Registers
-hold w instead of shared memory, because w is loaded before the wait for the previous kernel, when
-registers are free, and each byte is used once, by one thread.
+of codes of rows r and r + 8 that only it needs, and x is 0 where column and block differ. Rows of x
+have their own columns instead, so that codes are loaded and masked once for all of them. Integer
+sums are exact in any order; float32 sums have one order, that of a single row: over the planes of a
+block, the blocks of a step, the steps of a row, and the squares of a row. Registers hold w instead
+of shared memory, because w is loaded before the wait for the previous kernel, when registers are
+free, and each byte is used once, by one thread.
 
-Work. A program computes several tiles of 16 rows. Its threads load all its pieces to registers
-before they wait for the kernel that computes x, then round x to shared memory. With four blocks
-*abreast*, one per thread of a row, a warp multiplies 16 rows by 512 columns per step, otherwise by
-128. Steps are summed in their order.
+Work. A program computes several tiles of 16 rows of w. Its threads load all its pieces to registers
+before they wait for the kernel that computes x, then round x to shared memory, as many rows as fit.
+A warp multiplies 16 rows by a *step* of one or four blocks. The part of a row whose squares one
+warp sums is a task, whatever the number of rows, so that warps can share the tasks of all rows.
 """
 
 from typing import NamedTuple, no_type_check
@@ -50,7 +58,7 @@ from arbcli.kernels.matmul.prepacked import (
     prepacked_native,
     prepacked_torch,
 )
-from arbcli.kernels.matmul.swizzled import few_rows_fit
+from arbcli.kernels.matmul.swizzled import MOST_ROWS, few_rows_fit
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors, uses_triton
 from arbcli.kernels.runtime.operation import Operation
@@ -66,6 +74,8 @@ from arbcli.kernels.runtime.shared_memory import (
 )
 from arbcli.kernels.runtime.threads import across, load_constant, load_new, load_where, warp_number
 
+SHARED_BYTES = 47 << 10
+"""Shared memory per program in bytes, for rows of x, their sums and their squares."""
 HALF = tl.constexpr(144)
 """Shared-memory bytes of the upper or lower bytes of x per block, padded: threads read both halves
 of four blocks at a time, which must be in different banks."""
@@ -73,6 +83,14 @@ TABLE = tl.constexpr(32)
 """Bytes of the table of a block of x: the sums of its four planes, and their units."""
 SUMS = tl.constexpr(64)
 """Bytes of the sums per step: 16 float32."""
+APART = tl.constexpr(32)
+"""Padding in bytes between rows of x in shared memory, and between their sums: threads access four
+rows at a time, which must be in different banks."""
+_ROWS_OF_INSTRUCTION = tl.constexpr(4)
+"""Rows of x per instruction."""
+_OCTETS = tl.constexpr(2)
+"""Groups of eight elements of several rows that a thread rounds at a time; more need too many
+registers."""
 _LEAST = tl.constexpr(20)
 """Minimum biased exponent of 32 elements, which keeps units normal float32."""
 _PARTS_AT_ONCE = tl.constexpr(2)
@@ -96,6 +114,15 @@ _SUM_BYTES = tl.constexpr("""{
 mov.b32 ones, 0x01010101;
 dp4a.s32.s32 $0, $1, ones, $2;
 }""")
+
+
+@triton.constexpr_function
+def _plane_ptx(plane):
+    mask, scale = 0x03030303 << 2 * plane, "and.b32 {}, {}, 0xFFFF0000;\n"
+    if plane % 2 == 0:
+        scale = "shl.b32 {}, {}, 16;\n"
+    masked = "".join(f"and.b32 ${i}, ${i + 6}, {mask:#x};\n" for i in range(4))
+    return masked + scale.format("$4", "$10") + scale.format("$5", "$11")
 
 
 def _row_matmul_torch(
@@ -197,7 +224,7 @@ def _largest_of_four(values, PTX: tl.constexpr):
 
 
 @triton.jit
-def round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
+def _round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
     """Round groups of eight elements of x to shared memory; four neighbouring threads have a plane.
 
     Args:
@@ -211,6 +238,7 @@ def round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
     TURNS: tl.constexpr = len(octets)
     zero = tl.zeros_like(units[0])
     largest, exponents, totals = (), (), ()
+    # largest magnitude of 32 elements: of a thread's eight, then of four threads
     for t in tl.static_range(TURNS):
         largest = largest + (_largest(octets[t], PTX),)  # noqa: RUF005
     largest = _largest_of_four(largest, PTX)
@@ -220,6 +248,7 @@ def round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
         exponent = tl.maximum(most >> 7, _LEAST)
         inverse = ((267 - exponent) << 23).to(tl.float32, bitcast=True)  # 2**14 / 2**(e + 1)
         exponents = exponents + (tl.where(most >= _NOT_FINITE, -1, exponent),)  # noqa: RUF005
+        # integers below 2**15, split to bytes; the sum is what codes T + 1 add too much
         low_0, high_0 = _round_four(four[0], four[1], inverse, PTX)
         low_1, high_1 = _round_four(four[2], four[3], inverse, PTX)
         upper = _sum_bytes(high_1, _sum_bytes(high_0, zero, PTX), PTX)
@@ -228,6 +257,7 @@ def round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
         at = x_at[t] + (2 * HALF * (u // 16) + 32 * (u % 4) + 8 * (u // 4 % 4))
         write_two(at, high_0, high_1, PTX)
         write_two(at + HALF, low_0, low_1, PTX)
+    # the table of a block: sums and units of planes, with the factor 4**i of their codes
     totals = _over_four(totals, PTX)
     for t in tl.static_range(TURNS):
         u = units[t]
@@ -241,6 +271,7 @@ def round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
 @triton.jit
 def _average_parts(values_ptr, totals_ptr, parts, u, K, WIDTH: tl.constexpr, PTX: tl.constexpr):
     """Average the u-th eight elements of the parts of attention (see `AttentionParts`)."""
+    # sum of values times totals, over those parts that are filled
     total = tl.zeros(u.shape, tl.float32)
     sums = (total,) * 8
     for start in range(0, parts, _PARTS_AT_ONCE):
@@ -268,7 +299,7 @@ def _average_parts(values_ptr, totals_ptr, parts, u, K, WIDTH: tl.constexpr, PTX
 def _load_x(
     x_ptr, totals_ptr, parts, u, K, WIDTH: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr
 ):
-    """Load the u-th eight elements of x, as four int32; zeros beyond K."""
+    """Load the u-th eight elements of a row of x, as four int32; zeros beyond K."""
     if WIDTH > 0:
         octet = _average_parts(x_ptr, totals_ptr, parts, tl.minimum(u, K // 8 - 1), K, WIDTH, PTX)
         four = ()
@@ -282,7 +313,7 @@ def _load_x(
 
 
 @triton.jit
-def sum_of_squares(four):
+def _sum_of_squares(four):
     """Sum the squares of eight elements, given as four int32."""
     x = unpair_four(four)
     even, odd = x[0] * x[0], x[1] * x[1]
@@ -293,64 +324,142 @@ def sum_of_squares(four):
 
 
 @triton.jit
-def _take_x(
-    x_ptr, totals_ptr, parts, first, K, x_at, tables_at, thread,
-    TURNS: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
-    PTX: tl.constexpr,
+def _task_of(number, warp, ROWS: tl.constexpr, WARPS: tl.constexpr, SQUARES: tl.constexpr):
+    """Compute the row and the first group of a warp's task; clamp to the last task."""
+    task = tl.minimum(warp + WARPS * number, ROWS * SQUARES - 1)
+    return task // SQUARES if ROWS > 1 else 0, task % SQUARES
+
+
+@triton.jit
+def _take_octets(
+    x_ptr, totals_ptr, parts, K, x_at, tables_at, thread, first: tl.constexpr, COUNT: tl.constexpr,
+    ROWS: tl.constexpr, WARPS: tl.constexpr, SQUARES: tl.constexpr, GROUPS: tl.constexpr,
+    OF_ROW: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Load and round groups of eight of x from `first` on, and return their squares."""
-    THREADS: tl.constexpr = thread.shape[0]
-    octets, units, squares = (), (), tl.zeros(thread.shape, tl.float32)
-    for t in tl.static_range(TURNS):
-        u = thread + (first + THREADS * t)
-        if not PTX:  # warps without work of their own repeat that of others
-            u = u % UNITS
-        octets = octets + (_load_x(x_ptr, totals_ptr, parts, u, K, WIDTH, WHOLE, PTX),)  # noqa: RUF005
-        units = units + (u,)  # noqa: RUF005
-    round_x(octets, units, (x_at,) * TURNS, (tables_at,) * TURNS, PTX)
-    for t in tl.static_range(TURNS):
-        of_octet = sum_of_squares(octets[t])
-        if not PTX:
-            of_octet = tl.where(thread + (first + THREADS * t) < UNITS, of_octet, 0.0)
-        squares += of_octet
+    """Round groups of eight from `first` on to shared memory, and return their squares."""
+    TURNS: tl.constexpr = (GROUPS + SQUARES - 1) // SQUARES
+    octets, some, units, to, tables = (), (), (), (), ()
+    for k in tl.static_range(first, first + COUNT):
+        row, group = _task_of(k // TURNS, thread // 32, ROWS, WARPS, SQUARES)
+        group += SQUARES * (k % TURNS)
+        u = 32 * tl.minimum(group, GROUPS - 1) + thread % 32
+        octet = _load_x(x_ptr + row * (K // 4), totals_ptr, parts, u, K, WIDTH, WHOLE, PTX)
+        octets, some, units = octets + (octet,), some + (group < GROUPS,), units + (u,)  # noqa: RUF005
+        to, tables = to + (x_at + OF_ROW * row,), tables + (tables_at + OF_ROW * row,)  # noqa: RUF005
+    _round_x(octets, units, to, tables, PTX)
+    squares = ()
+    for k in tl.static_range(COUNT):
+        of_octet = _sum_of_squares(octets[k])
+        if GROUPS % SQUARES > 0:
+            of_octet = tl.where(some[k], of_octet, 0.0)
+        squares = squares + (of_octet,)  # noqa: RUF005
     return squares
 
 
+@triton.jit
+def _take_rows(
+    x_ptr, totals_ptr, parts, K, x_at, tables_at, squares_at, thread,
+    ROWS: tl.constexpr, NORM: tl.constexpr, WARPS: tl.constexpr, SQUARES: tl.constexpr,
+    GROUPS: tl.constexpr, OF_ROW: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Round rows of x to shared memory, and write the sums of squares of each task.
+
+    A task is the part of a row that one of `SQUARES` warps rounds, if these share a single row:
+        groups of 32 eights, `SQUARES` groups apart.
+    """
+    TURNS: tl.constexpr = (GROUPS + SQUARES - 1) // SQUARES
+    TASKS: tl.constexpr = (ROWS * SQUARES + WARPS - 1) // WARPS
+    squares, zero = (), tl.zeros(thread.shape, tl.float32)
+    if ROWS == 1:  # all groups at once, except those of the last turn, which some warps skip
+        FULL: tl.constexpr = GROUPS // WARPS
+        of_row = zero
+        if FULL > 0:
+            of_octets = _take_octets(
+                x_ptr, totals_ptr, parts, K, x_at, tables_at, thread, 0, FULL,
+                ROWS, WARPS, SQUARES, GROUPS, OF_ROW, WIDTH, WHOLE, PTX,
+            )  # fmt: skip
+            for turn in tl.static_range(FULL):
+                of_row += of_octets[turn]
+        if FULL < TURNS:
+            some = warp_number() + WARPS * FULL < GROUPS if PTX else True
+            if some:
+                of_row += _take_octets(
+                    x_ptr, totals_ptr, parts, K, x_at, tables_at, thread, FULL, 1,
+                    ROWS, WARPS, SQUARES, GROUPS, OF_ROW, WIDTH, WHOLE, PTX,
+                )[0]  # fmt: skip
+        squares = (of_row,)
+    else:
+        of_octets = ()
+        for first in tl.static_range(0, TASKS * TURNS, _OCTETS):
+            of_octets = of_octets + _take_octets(
+                x_ptr, totals_ptr, parts, K, x_at, tables_at, thread, first,
+                min(_OCTETS, TASKS * TURNS - first),
+                ROWS, WARPS, SQUARES, GROUPS, OF_ROW, WIDTH, WHOLE, PTX,
+            )  # fmt: skip
+        for task in tl.static_range(TASKS):
+            of_task = zero
+            for turn in tl.static_range(TURNS):
+                of_task += of_octets[TURNS * task + turn]
+            squares = squares + (of_task,)  # noqa: RUF005
+    if NORM:
+        for turn in tl.static_range(5):  # over the threads of a warp
+            others = ()
+            for task in tl.static_range(TASKS):
+                others = others + (across(squares[task], 1 << turn, PTX),)  # noqa: RUF005
+            squares = _sum_pairwise(squares, others)
+        for task in tl.static_range(TASKS):
+            row, group = _task_of(task, thread // 32, ROWS, WARPS, SQUARES)
+            write(squares_at + 4 * (_padded(SQUARES) * row + group), squares[task], PTX)
+
+
 @triton.constexpr_function
-def mask_of(plane):
+def _padded(count):
+    """Round up the number of words of a row's squares, which are read in fours."""
+    return -(-count // 4) * 4
+
+
+@triton.jit
+def _sum_pairwise(a, b):
+    sums = ()
+    for i in tl.static_range(len(a)):
+        sums = sums + (a[i] + b[i],)  # noqa: RUF005
+    return sums
+
+
+@triton.constexpr_function
+def _mask_of(plane):
     """Return the mask of a plane's codes in a word."""
     return (0x03030303, 0x0C0C0C0C, 0x30303030, -0x3F3F3F40)[plane]
 
 
 @triton.jit
-def _multiply_step(
-    codes, scales, x_at, tables_at, block, thread, ABREAST: tl.constexpr, PTX: tl.constexpr
-):
-    """Multiply 16 rows by a warp's part of x; return the sums of rows r and r + 8.
+def _multiply_four_blocks(codes, scales, x_at, tables_at, thread, PTX: tl.constexpr):
+    """Multiply 16 rows by four blocks of a single row of x; return sums of rows r and r + 8.
 
-    Thread 4 r + c has bytes of its own block, block + c, of four abreast: a column of the
-    instruction is of one of them, and x is 0 there for the threads of others. With one block, a
-    thread has its j = c.
+    Thread 4 r + c has all codes of the c-th block. A column of the instruction is of one of the
+    blocks, and x is 0 there for the threads of others.
     """
     r, c = thread // 4 % 8, thread % 4
     nothing = tl.zeros_like(thread)
-    own = r // 2 == c if ABREAST == 4 else r < 2
-    mine = block + (c if ABREAST == 4 else 0)
-    of_x = x_at + (2 * HALF * mine + HALF * (r % 2) + (32 * c if ABREAST == 1 else 0))
+    of_block = r // 2 == c
+    of_x = x_at + (2 * HALF * c + HALF * (r % 2))
+    # integer sums of each plane, over the bytes j of the codes
     sums = ((nothing,) * 4,) * 4
-    for j in tl.static_range(ABREAST):
+    for j in tl.static_range(4):
         w = codes[j]
-        x = read_four_where(of_x + 32 * j, own, (nothing,) * 4, PTX)
-        x = x + read_four_where(of_x + (32 * j + 16), own, (nothing,) * 4, PTX)
+        x = read_four_where(of_x + 32 * j, of_block, (nothing,) * 4, PTX)
+        x = x + read_four_where(of_x + (32 * j + 16), of_block, (nothing,) * 4, PTX)
         added = ()
         for i in tl.static_range(4):
-            mask = mask_of(i)
+            mask = _mask_of(i)
             masked = (w[0] & mask, w[1] & mask, w[2] & mask, w[3] & mask)
             of_plane = add_byte_products(sums[i], masked, (x[2 * i], x[2 * i + 1]), PTX)
             added = added + (of_plane,)  # noqa: RUF005
         sums = added
-    totals = read_four(tables_at + TABLE * mine, PTX)
-    units = read_four(tables_at + (TABLE * mine + 16), PTX)
+    # upper and lower bytes of x, minus its sum for codes T + 1, times scale and unit of a plane
+    totals = read_four(tables_at + TABLE * c, PTX)
+    units = read_four(tables_at + (TABLE * c + 16), PTX)
     upper, lower = tl.zeros(thread.shape, tl.float32), tl.zeros(thread.shape, tl.float32)
     for i in tl.static_range(4):
         four, unit = sums[i], units[i].to(tl.float32, bitcast=True)
@@ -358,24 +467,123 @@ def _multiply_step(
         of_lower = (four[2] << 8) + (four[3] - totals[i])
         upper += of_upper.to(tl.float32) * (unpair(scales[i // 2])[i % 2] * unit)
         lower += of_lower.to(tl.float32) * (unpair(scales[2 + i // 2])[i % 2] * unit)
-    if ABREAST == 4:
-        for turn in tl.static_range(2):
-            of_others = across(upper, 1 << turn, PTX), across(lower, 1 << turn, PTX)
-            upper, lower = upper + of_others[0], lower + of_others[1]
+    for turn in tl.static_range(2):  # over the four blocks
+        others = across(upper, 1 << turn, PTX), across(lower, 1 << turn, PTX)
+        upper, lower = upper + others[0], lower + others[1]
     return upper, lower
+
+
+@triton.jit
+def _plane_of(codes, scales, plane: tl.constexpr, PTX: tl.constexpr):
+    """Return the masked codes of a plane, and the scales of rows r and r + 8.
+
+    It is recomputed for each group of rows of x, which keeps it out of registers.
+    """
+    first, second = scales[plane // 2], scales[2 + plane // 2]
+    if PTX:
+        CODE: tl.constexpr = _plane_ptx(plane)
+        a, b, c, d, upper, lower = tl.inline_asm_elementwise(
+            CODE, "=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r",
+            [codes[0], codes[1], codes[2], codes[3], first, second],
+            dtype=(tl.int32,) * 6, is_pure=False, pack=1,
+        )  # fmt: skip
+        masked = a, b, c, d
+        upper, lower = upper.to(tl.float32, bitcast=True), lower.to(tl.float32, bitcast=True)
+    else:
+        mask = _mask_of(plane)
+        masked = codes[0] & mask, codes[1] & mask, codes[2] & mask, codes[3] & mask
+        upper, lower = unpair(first)[plane % 2], unpair(second)[plane % 2]
+    return masked, upper, lower
+
+
+@triton.jit
+def _read_rows(x_at, tables_at, r, c, ROWS: tl.constexpr, OF_ROW: tl.constexpr, PTX: tl.constexpr):
+    """Read a block of up to four rows of x, and the table entries for a thread's results."""
+    at = x_at + (OF_ROW * tl.minimum(r // 2, ROWS - 1) + HALF * (r % 2) + 32 * c)
+    if ROWS == _ROWS_OF_INSTRUCTION:
+        x = read_four(at, PTX) + read_four(at + 16, PTX)
+    else:
+        nothing = (tl.zeros_like(r),) * 4
+        x = read_four_where(at, r // 2 < ROWS, nothing, PTX)
+        x = x + read_four_where(at + 16, r // 2 < ROWS, nothing, PTX)
+    of_tables = tables_at + OF_ROW * tl.minimum(c, ROWS - 1)
+    return x, read_four(of_tables, PTX), read_four(of_tables + 16, PTX)
+
+
+@triton.jit
+def _multiply_block(
+    codes, scales, x_at, tables_at, thread,
+    ROWS: tl.constexpr, OF_ROW: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Multiply a block of 16 rows of w by rows of x.
+
+    Args:
+        codes: four words per thread.
+        scales: scales of rows r and r + 8, four words.
+        x_at: shared-memory address of the block in the first row of x.
+        tables_at: address of its table for the first row of x.
+        thread: indices of the threads.
+        ROWS: number of rows of x.
+        OF_ROW: stride of rows of x in bytes.
+        PTX: whether the compiler accepts PTX.
+
+    Returns:
+        For each four rows of x, the products of rows r and r + 8 of w with row c of these.
+    """
+    r, c = thread // 4 % 8, thread % 4
+    nothing, zero = tl.zeros_like(r), tl.zeros(r.shape, tl.float32)
+    of_rows, sums = (), ()
+    for first in tl.static_range(0, ROWS, _ROWS_OF_INSTRUCTION):
+        some = _read_rows(
+            x_at + OF_ROW * first, tables_at + OF_ROW * first, r, c,
+            min(_ROWS_OF_INSTRUCTION, ROWS - first), OF_ROW, PTX,
+        )  # fmt: skip
+        of_rows, sums = of_rows + (some,), sums + (zero, zero)  # noqa: RUF005
+    for i in tl.static_range(4):
+        masked, of_upper, of_lower = _plane_of(codes, scales, i, PTX)
+        added = ()
+        for k in tl.static_range(len(of_rows)):
+            x, totals, units = of_rows[k]
+            four = add_byte_products((nothing,) * 4, masked, (x[2 * i], x[2 * i + 1]), PTX)
+            unit = units[i].to(tl.float32, bitcast=True)
+            upper = ((four[0] << 8) + (four[1] - totals[i])).to(tl.float32)
+            lower = ((four[2] << 8) + (four[3] - totals[i])).to(tl.float32)
+            added = added + (  # noqa: RUF005
+                sums[2 * k] + upper * (of_upper * unit), sums[2 * k + 1] + lower * (of_lower * unit)
+            )  # fmt: skip
+        sums = added
+    return sums
 
 
 @triton.jit
 def _do_step(
     codes, scales, step, sums_at, x_at, tables_at, thread,
-    PER_TILE: tl.constexpr, ABREAST: tl.constexpr, PTX: tl.constexpr,
+    ROWS: tl.constexpr, PER_TILE: tl.constexpr, ABREAST: tl.constexpr, SPREAD: tl.constexpr,
+    OF_ROW: tl.constexpr, OF_SUMS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Compute a warp's step, and write its sums."""
+    """Compute a warp's step for rows of x, and write its sums."""
+    r, c = thread // 4 % 8, thread % 4
     block = step % PER_TILE * ABREAST
-    upper, lower = _multiply_step(codes, scales, x_at, tables_at, block, thread, ABREAST, PTX)
-    at = sums_at + (SUMS * step + 4 * (thread // 4 % 8))
-    write_where(at, upper, thread % 4 == 0, PTX)
-    write_where(at + 32, lower, thread % 4 == 0, PTX)
+    x_at, tables_at = x_at + 2 * HALF * block, tables_at + TABLE * block
+    if SPREAD:
+        sums = _multiply_four_blocks(codes, scales[0], x_at, tables_at, thread, PTX)
+    else:
+        of_blocks = ()
+        for b in tl.static_range(ABREAST):
+            of_block = _multiply_block(
+                codes[b], scales[b], x_at + 2 * HALF * b, tables_at + TABLE * b, thread,
+                ROWS, OF_ROW, PTX,
+            )  # fmt: skip
+            of_blocks = of_blocks + (of_block,)  # noqa: RUF005
+        sums = of_blocks[0]
+        if ABREAST == 4:  # in the order of the shuffles of `_multiply_four_blocks`
+            sums = _sum_pairwise(
+                _sum_pairwise(of_blocks[0], of_blocks[1]), _sum_pairwise(of_blocks[2], of_blocks[3])
+            )
+    for k in tl.static_range(len(sums)):
+        row = _ROWS_OF_INSTRUCTION * (k // 2) + c
+        at = sums_at + (OF_SUMS * row + SUMS * step + 4 * r + 32 * (k % 2))
+        write_where(at, sums[k], row < ROWS, PTX)
 
 
 @triton.constexpr_function
@@ -386,7 +594,7 @@ def width_of(blocks, abreast):
 
 
 @triton.jit
-def finish(
+def _finish(
     sums_at, squares_at, share, eps, added,
     NORM: tl.constexpr, GATED: tl.constexpr, PER_TILE: tl.constexpr, SQUARES: tl.constexpr,
     PTX: tl.constexpr,
@@ -395,6 +603,7 @@ def finish(
 
     Address `squares_at` has `SQUARES` sums of squares.
     """
+    # even and odd steps apart: two chains of additions
     y, odd = tl.zeros(added.shape, tl.float32), tl.zeros(added.shape, tl.float32)
     for k in tl.static_range(0, PER_TILE, 2):
         y += read_float(sums_at + SUMS * k, PTX)
@@ -413,121 +622,185 @@ def finish(
     return y + added
 
 
+@triton.jit
+def _place_of(
+    unit, thread, first_tile, N, ROWS: tl.constexpr, HEIGHT: tl.constexpr, GATED: tl.constexpr
+):
+    """Return row of x, tile, row of the tile and column of the result that a thread stores.
+
+    Sixteen threads store unit `unit`, a tile of a row of x.
+    """
+    of_tile, row = unit % HEIGHT, thread % 16
+    n = (first_tile + of_tile) * (8 if GATED else 16) + (row % 8 if GATED else row)
+    stores = (n < N) & (row < (8 if GATED else 16))
+    return unit // HEIGHT if ROWS > 1 else 0, of_tile, row, n, stores
+
+
 @triton.jit(do_not_specialize=["N", "K", "tiles", "most", "span"])
 @no_type_check
 def _row_matmul_kernel(
     x_ptr, pieces_ptr, added_ptr, y_ptr, instead_ptr, totals_ptr, position_ptr,
     N, K, tiles, share, eps, most, span,
-    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
-    ABREAST: tl.constexpr, HEIGHT: tl.constexpr, BLOCKS: tl.constexpr, WARPS: tl.constexpr,
-    WIDTH: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, BYTES: tl.constexpr,
-    PTX: tl.constexpr, OVERLAP: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, M: tl.constexpr,
+    OF_PROGRAM: tl.constexpr, ROWS: tl.constexpr, ABREAST: tl.constexpr, HEIGHT: tl.constexpr,
+    BLOCKS: tl.constexpr, WARPS: tl.constexpr, SQUARES: tl.constexpr, WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr, EARLY: tl.constexpr, BYTES: tl.constexpr, PTX: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    THREADS: tl.constexpr = 32 * WARPS
-    thread = tl.arange(0, THREADS)
+    """Multiply `OF_PROGRAM` rows of x by `HEIGHT` tiles, `ROWS` rows at a time."""
+    thread = tl.arange(0, 32 * WARPS)
     warp, r, c = thread // 32, thread // 4 % 8, thread % 4
-    zero = tl.zeros(thread.shape, tl.float32)
     PER_TILE: tl.constexpr = (BLOCKS + ABREAST - 1) // ABREAST
     STEPS: tl.constexpr = HEIGHT * PER_TILE
     WIDE: tl.constexpr = width_of(BLOCKS, ABREAST)
+    OF_ROW: tl.constexpr = (2 * HALF + TABLE) * WIDE + APART
+    OF_SUMS: tl.constexpr = SUMS * STEPS + APART
+    UNITS: tl.constexpr = ROWS * HEIGHT
+    SPREAD: tl.constexpr = M == 1 and ABREAST == 4
     first_tile = tl.program_id(0) * HEIGHT
 
-    # all weights of a warp; the padding of its last steps repeats others, times x of 0
+    # load all weights of a warp; the padding of its last steps repeats others, times x of 0
     codes, scales = (), ()
     for turn in tl.static_range(0, STEPS, WARPS):
         step = tl.minimum(warp + turn, STEPS - 1)
         tile = tl.minimum(first_tile + step // PER_TILE, tiles - 1)
-        block = step % PER_TILE * ABREAST + (c if ABREAST == 4 else 0)
-        block = tl.minimum(block, BLOCKS - 1)
-        piece = pieces_ptr + ((tile * BLOCKS + block).to(tl.int64) * (PIECE_BYTES // 8) + 2 * r)
-        of_step = ()
-        for j in tl.static_range(ABREAST):
-            unit = piece + 16 * (j if ABREAST == 4 else c)
-            of_step = of_step + (load_constant(unit, PTX),)  # noqa: RUF005
-        codes = codes + (of_step,)  # noqa: RUF005
-        scales = scales + (load_constant(piece + 64, PTX),)  # noqa: RUF005
+        of_step, scales_of_step = (), ()
+        for b in tl.static_range(ABREAST):  # all codes of block c, or codes j = c of each block
+            block = tl.minimum(step % PER_TILE * ABREAST + (c if SPREAD else b), BLOCKS - 1)
+            piece = pieces_ptr + ((tile * BLOCKS + block).to(tl.int64) * (PIECE_BYTES // 8) + 2 * r)
+            of_step = of_step + (load_constant(piece + 16 * (b if SPREAD else c), PTX),)  # noqa: RUF005
+            if b == 0 or not SPREAD:
+                scales_of_step = scales_of_step + (load_constant(piece + 64, PTX),)  # noqa: RUF005
+        codes, scales = codes + (of_step,), scales + (scales_of_step,)  # noqa: RUF005
 
+    # shared memory: rows of x with their tables, then sums of steps, then squares of tasks
     x_at = memory_of(instead_ptr, thread, BYTES, PTX)
     tables_at = x_at + 2 * HALF * WIDE
-    sums_at = tables_at + TABLE * WIDE
-    squares_at = sums_at + SUMS * STEPS
-    of_tile, row = thread // 16, thread % 16  # index of the result that a thread stores
-    n = (first_tile + of_tile) * (8 if GATED else 16) + (row % 8 if GATED else row)
-    stores = (of_tile < HEIGHT) & (n < N) & (row < (8 if GATED else 16))
+    sums_at = x_at + OF_ROW * ROWS
+    squares_at = sums_at + OF_SUMS * ROWS
     parts = 1
     if WIDTH > 0:
         parts = tl.minimum(tl.cdiv(tl.load(position_ptr) + 1, span), most)
     wait_for_last(OVERLAP, EARLY)
-    added = zero
-    if ADD:
-        added = tl.load(added_ptr + n, mask=stores, other=0, cache_modifier=".cg").to(tl.float32)
 
-    UNITS: tl.constexpr = 16 * WIDE
-    TURNS: tl.constexpr = UNITS // THREADS
-    squares = zero
-    if TURNS > 0:
-        squares += _take_x(
-            x_ptr, totals_ptr, parts, 0, K, x_at, tables_at, thread, TURNS, UNITS, WIDTH, WHOLE, PTX
-        )
-    if TURNS * THREADS < UNITS:
-        some = warp_number() * 32 + TURNS * THREADS < UNITS if PTX else True
-        if some:
-            squares += _take_x(
-                x_ptr, totals_ptr, parts, TURNS * THREADS, K, x_at, tables_at, thread,
-                1, UNITS, WIDTH, WHOLE, PTX,
-            )  # fmt: skip
-    if NORM:
-        for turn in tl.static_range(5):
-            squares += across(squares, 1 << turn, PTX)
-        write(squares_at + 4 * warp, squares, PTX)
-    tl.debug_barrier()
-    for turn in tl.static_range(0, STEPS, WARPS):
-        some = True
-        if turn + WARPS > STEPS:
-            some = warp_number() + turn < STEPS if PTX else True
-        if some:
-            _do_step(
-                codes[turn // WARPS], scales[turn // WARPS], tl.minimum(warp + turn, STEPS - 1),
-                sums_at, x_at, tables_at, thread, PER_TILE, ABREAST, PTX,
-            )  # fmt: skip
-    tl.debug_barrier()
-    some = warp_number() * 2 < HEIGHT if PTX else True
-    if some:
-        at = sums_at + (SUMS * PER_TILE * tl.minimum(of_tile, HEIGHT - 1) + 4 * row)
-        y = finish(at, squares_at, share, eps, added, NORM, GATED, PER_TILE, WARPS, PTX)
-        tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=stores)
+    first_row = 0
+    if OF_PROGRAM < M:
+        first_row = tl.minimum(OF_PROGRAM * tl.program_id(1), M - OF_PROGRAM)
+    for batch in tl.range(0, (OF_PROGRAM + ROWS - 1) // ROWS, disable_licm=True):
+        start = first_row + tl.minimum(ROWS * batch, OF_PROGRAM - ROWS)
+        if batch > 0:
+            tl.debug_barrier()
+        # load what is added to the results, while x is on its way
+        added = ()
+        for first in tl.static_range(0, UNITS, 2 * WARPS):
+            unit = tl.minimum(first + thread // 16, UNITS - 1)
+            row_of_x, _, _, n, stores = _place_of(unit, thread, first_tile, N, ROWS, HEIGHT, GATED)
+            of_unit = tl.zeros(thread.shape, tl.float32)
+            if ADD:
+                of_unit = tl.load(
+                    added_ptr + ((start + row_of_x) * N + n), mask=stores, other=0,
+                    cache_modifier=".cg",
+                ).to(tl.float32)  # fmt: skip
+            added = added + (of_unit,)  # noqa: RUF005
+        # round x to shared memory
+        _take_rows(
+            x_ptr + start * (K // 4), totals_ptr, parts, K, x_at, tables_at, squares_at, thread,
+            ROWS, NORM, WARPS, SQUARES, WIDE // 2, OF_ROW, WIDTH, WHOLE, PTX,
+        )  # fmt: skip
+        tl.debug_barrier()
+        # multiply: each warp takes every `WARPS`-th step
+        for turn in tl.static_range(0, STEPS, WARPS):
+            works = True
+            if turn + WARPS > STEPS:
+                works = warp_number() + turn < STEPS if PTX else True
+            if works:
+                _do_step(
+                    codes[turn // WARPS], scales[turn // WARPS],
+                    tl.minimum(warp + turn, STEPS - 1), sums_at, x_at, tables_at, thread,
+                    ROWS, PER_TILE, ABREAST, SPREAD, OF_ROW, OF_SUMS, PTX,
+                )  # fmt: skip
+        tl.debug_barrier()
+        # sum the steps, and store
+        for first in tl.static_range(0, UNITS, 2 * WARPS):
+            finishes = warp_number() * 2 + first < UNITS if PTX else True
+            if finishes:
+                unit = tl.minimum(first + thread // 16, UNITS - 1)
+                row_of_x, of_tile, row, n, stores = _place_of(
+                    unit, thread, first_tile, N, ROWS, HEIGHT, GATED
+                )
+                stores &= first + thread // 16 < UNITS
+                y = _finish(
+                    sums_at + (OF_SUMS * row_of_x + SUMS * PER_TILE * of_tile + 4 * row),
+                    squares_at + 4 * _padded(SQUARES) * row_of_x, share, eps,
+                    added[first // (2 * WARPS)], NORM, GATED, PER_TILE, SQUARES, PTX,
+                )  # fmt: skip
+                to = y_ptr + ((start + row_of_x) * N + n)
+                tl.store(to, y.to(y_ptr.dtype.element_ty), mask=stores)
 
 
 class Tiling(NamedTuple):
     """Partition of a product among programs and warps."""
 
     abreast: int
-    """Blocks per step, 1 or 4."""
+    """Blocks per step, 1 or 4; it fixes the order of sums, with `squares`."""
     height: int
     """Tiles per program."""
     warps: int
     """Number of warps per program, a multiple of 4; each takes every `warps`-th step."""
     registers: int = 128
     """Maximum number of registers per thread; fewer let the next kernel start earlier."""
+    of_program: int = 1
+    """Rows of x per program."""
+    rows: int = 1
+    """Rows of x in shared memory at a time."""
+    squares: int = 0
+    """Tasks per row; 0 is the number of warps."""
 
     def shared_bytes(self, blocks: int) -> int:
         """Compute the bytes of shared memory per program, for x, the sums of steps, and squares."""
         steps = self.height * -(-blocks // self.abreast)
-        width = width_of(blocks, self.abreast)
-        of_x = (2 * HALF.value + TABLE.value) * width
-        return of_x + SUMS.value * steps + 4 * self.warps
+        of_x = (2 * HALF.value + TABLE.value) * width_of(blocks, self.abreast)
+        of_row = of_x + SUMS.value * steps + 2 * APART.value
+        return self.rows * (of_row + 4 * _padded(self.squares or self.warps))
 
 
 def tiling_of(tiles: int, blocks: int, processors: int) -> Tiling:
-    """Choose the tiling that was fastest on an H200 for `1b`, or a similar one otherwise."""
-    each = -(-tiles // processors)
-    if each == 1 and blocks <= 16:  # one warp per block
+    """Choose the tiling that was fastest for one row on an H200 for `1b`, or a similar one."""
+    of_processor = -(-tiles // processors)
+    if of_processor == 1 and blocks <= 16:  # one warp per block
         return Tiling(1, 1, max(4, triton.next_power_of_2(blocks)), 64)
     steps = -(-blocks // 4)
     most = 8 if steps <= 16 else 16
-    height = max(1, min(each, 4, 2 * most // steps))  # at most two steps per warp
+    height = max(1, min(of_processor, 4, 2 * most // steps))  # at most two steps per warp
     warps = max(4, min(most, triton.next_power_of_2(height * steps)))
     return Tiling(4, height, warps, 96 if height == 4 else 128)
+
+
+def tiling_of_rows(rows: int, alone: Tiling, tiles: int, blocks: int, processors: int) -> Tiling:
+    """Choose the tiling that was fastest for `base` and `1b` on an H100; it does not affect bits.
+
+    A program that is alone on a multiprocessor has one warp per step; if two programs share one,
+        each has the warps of a single row. If multiprocessors would be idle, several programs of
+        the same tiles divide the rows of x.
+    """
+    if rows == 1:
+        return alone
+    steps = alone.height * -(-blocks // alone.abreast)
+    shared = tiles > processors * alone.height
+    warps = max(8, alone.warps if shared else min(16, triton.next_power_of_2(steps)))
+    tiling = alone._replace(
+        warps=warps, registers=64 if alone.abreast == 1 else 128,
+        squares=min(alone.warps, width_of(blocks, alone.abreast) // 2),
+    )  # fmt: skip
+    fit = max(1, min(MOST_ROWS, SHARED_BYTES // tiling.shared_bytes(blocks)))
+    of_program = -(-rows // programs_of_tiles(rows, -(-tiles // alone.height), processors))
+    at_once = -(-of_program // -(-of_program // fit))
+    return tiling._replace(of_program=of_program, rows=at_once)
+
+
+def programs_of_tiles(rows: int, programs: int, processors: int) -> int:
+    """Choose the number of programs that divide the rows of x, per program of tiles."""
+    return max(1, min(rows, processors // programs))
 
 
 MOST_COLUMNS = 17_920
@@ -538,7 +811,8 @@ def _row_matmul_triton(
     x: Tensor | AttentionParts, pieces: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype | None, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    y = torch.empty(1, out_features, dtype=dtype, device=pieces.device)
+    rows = 1 if isinstance(x, AttentionParts) else len(x)
+    y = torch.empty(rows, out_features, dtype=dtype, device=pieces.device)
     tiles, blocks = pieces.shape[:2]
     to = y if added is None else added.contiguous()
     totals, position, most, span, width = to, to, 1, 1, 0
@@ -547,18 +821,23 @@ def _row_matmul_triton(
         totals, position, span, width = x.totals, x.position, x.span, in_features // heads
         x = x.values
     x = x if x.data_ptr() % 16 == 0 else x.clone()
-    tiling = tiling_of(tiles, blocks, num_processors(x))
-    abreast, height, warps, registers = tiling
-    size, grid = tiling.shared_bytes(blocks), triton.cdiv(tiles, height)
-    instead = pieces if HAS_PTX else pieces.new_empty(grid * size)
-    _row_matmul_kernel[(grid,)](
+    processors = num_processors(x)
+    alone = tiling_of(tiles, blocks, processors)
+    tiling = tiling_of_rows(rows, alone, tiles, blocks, processors)
+    grid = triton.cdiv(tiles, tiling.height), triton.cdiv(rows, tiling.of_program)
+    size = tiling.shared_bytes(blocks)
+    instead = pieces if HAS_PTX else pieces.new_empty(grid[0] * grid[1] * size)
+    _row_matmul_kernel[grid](
         x.flatten().view(torch.int64), pieces.view(torch.int64), to, y, instead, totals, position,
         out_features, in_features, tiles, 1 / in_features, 0.0 if eps is None else eps,
         most, span,
-        NORM=eps is not None, GATED=gated, ADD=added is not None,
-        ABREAST=abreast, HEIGHT=height, BLOCKS=blocks, WARPS=warps,
-        WIDTH=width, WHOLE=in_features == BLOCK * width_of(blocks, abreast), EARLY=early,
-        BYTES=size, PTX=HAS_PTX, num_warps=warps, maxnreg=registers, **overlap_options(x),
+        NORM=eps is not None, GATED=gated, ADD=added is not None, M=rows,
+        OF_PROGRAM=tiling.of_program, ROWS=tiling.rows, ABREAST=tiling.abreast,
+        HEIGHT=tiling.height, BLOCKS=blocks, WARPS=tiling.warps,
+        SQUARES=tiling.squares or tiling.warps, WIDTH=width,
+        WHOLE=in_features == BLOCK * width_of(blocks, tiling.abreast), EARLY=early,
+        BYTES=size, PTX=HAS_PTX, num_warps=tiling.warps, maxnreg=tiling.registers,
+        **overlap_options(x),
     )  # fmt: skip
     return y
 
@@ -571,11 +850,11 @@ def row_matmul(
     dtype: torch.dtype | None = None,
     early: bool = False,
 ) -> Tensor:
-    """Normalise a row, multiply by a prepacked matrix, gate the product and add `added`.
+    """Normalise rows, multiply by a prepacked matrix, gate the products and add `added`.
 
     Args:
-        x: (1, K) bfloat16, contiguous, K a multiple of 8 and at most `MOST_COLUMNS`; or
-            `AttentionParts`, which are averaged to x. On a CPU float32 too.
+        x: (M, K) bfloat16, contiguous, 1 to 8 rows, K a multiple of 8 and at most `MOST_COLUMNS`;
+            or `AttentionParts`, which are averaged to one row. On a CPU float32 and more rows too.
         weight: the prepacked matrix.
         eps: added to the mean square; None omits the norm.
         added: like the result; None omits the sum.
@@ -583,8 +862,9 @@ def row_matmul(
         early: whether the next kernel may start before the previous one has ended: see `overlap`.
 
     Returns:
-        (1, N) in `dtype`, from x rounded to 15 bits per group of 32 elements; accumulated in
-        float32 and rounded once. NaN if an element of x is not finite.
+        (M, N) in `dtype`, from x rounded to 15 bits per group of 32 elements; accumulated in
+        float32 and rounded once. Each row has the bits that it has alone. NaN in a row of which an
+        element is not finite.
 
     Raises:
         ValueError: a dtype or a shape does not fit.
@@ -601,5 +881,5 @@ def row_matmul(
 
 ROW_MATMUL = Operation(
     "row_matmul", _row_matmul_triton, _row_matmul_torch, PREPACKED_ARGUMENTS,
-    native=_row_matmul_native, where=(*few_rows_fit(1), f"in_features <= {MOST_COLUMNS}"),
+    native=_row_matmul_native, where=(*few_rows_fit(MOST_ROWS), f"in_features <= {MOST_COLUMNS}"),
 )  # fmt: skip

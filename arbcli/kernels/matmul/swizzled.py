@@ -1,7 +1,7 @@
 """Shared code of products of few rows: argument checks, tiles of rows, and stores of results.
 
 A matrix is prepacked for them, in tiles of 16 rows, with pieces in the order in which the threads
-of a warp load them: see `prepacked` for trits, `digits_matmul` for all digits. If the result is
+of a warp load them: see `prepacked` for trits, `int8_matmul` for int8 weights. If the result is
 gated, row r + 8 of a tile is the row of w half a matrix below row r, so that one thread has both
 inputs of the gate.
 """
@@ -88,8 +88,8 @@ def arrange_native(packed: Packed, pieces: Tensor, scales: Tensor | None, gated:
 
     Args:
         packed: the matrix.
-        pieces: output, (T, B, 640) uint8 for trits, or (T, P, 16, 16, 2) int8 for all digits.
-        scales: output, (T, P, 8, 2) bfloat16, for all digits; None for trits.
+        pieces: output, (T, B, 640) uint8 for trits, or (T, P, 16, 16, 2) int8 for int8 weights.
+        scales: output, (T, P, 8, 2) bfloat16, for int8 weights; None for trits.
         gated: whether a tile has eight rows of each half of the matrix.
     """
     rows, threads = packed.out_features, native.threads_for(pieces.numel())
@@ -163,3 +163,18 @@ def tiles_torch(
         y = functional.silu(y[:, :, 0]) * y[:, :, 1]
     y = y.flatten(1)[:, :out_features]
     return (y if added is None else added + y).to(dtype)
+
+
+def rows_torch(
+    x: Tensor, weight: Tensor, out_features: int, gated: bool, eps: float | None,
+    added: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Compute `tiles_torch` row by row, as rounding in a product depends on the number of rows."""
+    results = [
+        tiles_torch(
+            x[m : m + 1], weight, out_features, gated, eps,
+            None if added is None else added[m : m + 1], dtype,
+        )
+        for m in range(len(x))
+    ]  # fmt: skip
+    return torch.cat(results)

@@ -120,7 +120,7 @@ def _load_slot(
     mask, group, k, offs_byte, factor, V, D,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
     stride_an, stride_ak, of_trit, of_low,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, DIGITS: tl.constexpr,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, INT8: tl.constexpr,
     NIBBLE: tl.constexpr,
 ):  # fmt: skip
     """Load the row of one slot per token: a mask of valid ids, scales and digits.
@@ -139,7 +139,7 @@ def _load_slot(
     return (
         inside,
         scale,
-        add_remainder(trit, remainder_ptr, offset, k < D, of_trit, of_low, DIGITS, NIBBLE),
+        add_remainder(trit, remainder_ptr, offset, k < D, of_trit, of_low, INT8, NIBBLE),
     )
 
 
@@ -150,7 +150,7 @@ def _weighted_rows_kernel(
     stride_im, stride_ij, stride_wm, stride_wj,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
     stride_an, stride_ak, of_trit, of_low,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, DIGITS: tl.constexpr,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, INT8: tl.constexpr,
     NIBBLE: tl.constexpr,
     WIDTH: tl.constexpr, UNROLL: tl.constexpr, BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -169,12 +169,12 @@ def _weighted_rows_kernel(
                 packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr,
                 mask_j, group, k, offs_byte, factor, V, D,
                 stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-                stride_an, stride_ak, of_trit, of_low, GROUP, HAS_FRACTION, DIGITS, NIBBLE,
+                stride_an, stride_ak, of_trit, of_low, GROUP, HAS_FRACTION, INT8, NIBBLE,
             )  # fmt: skip
             weights_ptrs = weights_ptr + offs_m * stride_wm + j * stride_wj
             weight = tl.load(weights_ptrs, mask=inside, other=0)
-            if DIGITS:
-                total += weight * round_weight(scale * digits, DIGITS)
+            if INT8:
+                total += weight * round_weight(scale * digits, INT8)
             else:
                 total += (weight * scale) * digits
     y_ptrs = y_ptr + offs_m * D + k
@@ -188,7 +188,7 @@ def _weighted_rows_grad_weights_kernel(
     stride_ym, stride_yd, stride_im, stride_ij,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
     stride_an, stride_ak, of_trit, of_low,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, DIGITS: tl.constexpr,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, INT8: tl.constexpr,
     NIBBLE: tl.constexpr,
     WIDTH: tl.constexpr, UNROLL: tl.constexpr, BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -210,10 +210,10 @@ def _weighted_rows_grad_weights_kernel(
                 packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr,
                 mask_j, group, k, offs_byte, factor, V, D,
                 stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-                stride_an, stride_ak, of_trit, of_low, GROUP, HAS_FRACTION, DIGITS, NIBBLE,
+                stride_an, stride_ak, of_trit, of_low, GROUP, HAS_FRACTION, INT8, NIBBLE,
             )  # fmt: skip
-            if DIGITS:
-                weight = round_weight(scale * digits, DIGITS)
+            if INT8:
+                weight = round_weight(scale * digits, INT8)
                 of_chunk = tl.sum(grad_y * weight, axis=2, keep_dims=True)
             else:
                 of_chunk = tl.sum(grad_y * digits, axis=2, keep_dims=True) * scale

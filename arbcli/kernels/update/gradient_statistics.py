@@ -101,7 +101,7 @@ def _gradient_statistics_kernel(
     stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
     stride_an, stride_ak, of_trit, of_low, stride_sn, stride_cp,
     GROUP: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, HAS_FRACTION: tl.constexpr,
-    DIGITS: tl.constexpr, NIBBLE: tl.constexpr,
+    INT8: tl.constexpr, NIBBLE: tl.constexpr,
     FACTORED: tl.constexpr, SIGNS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +118,7 @@ def _gradient_statistics_kernel(
             N, tile_n, tile,
             stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
             stride_an, stride_ak, of_trit, of_low, stride_sn,
-            HAS_FRACTION, DIGITS, NIBBLE, FACTORED, SIGNS, BLOCK_N, STEPS, AHEAD,
+            HAS_FRACTION, INT8, NIBBLE, FACTORED, SIGNS, BLOCK_N, STEPS, AHEAD,
         )  # fmt: skip
     else:  # after full blocks a row is packed like a row that begins there
         _read_groups(
@@ -130,7 +130,7 @@ def _gradient_statistics_kernel(
             N, K - 160 * blocks, num_groups - 5 * blocks, tile_n, tile - blocks,
             stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
             stride_an, stride_ak, of_trit, of_low, stride_sn,
-            GROUP, LANES, GROUPS, HAS_FRACTION, DIGITS, NIBBLE, FACTORED, SIGNS,
+            GROUP, LANES, GROUPS, HAS_FRACTION, INT8, NIBBLE, FACTORED, SIGNS,
             256 // (GROUPS * LANES), BLOCK_N * STEPS * GROUPS * LANES // 256,
         )  # fmt: skip
 
@@ -162,7 +162,7 @@ def _read_planes(
     N, tile_n, block,
     stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
     stride_an, stride_ak, of_trit, of_low, stride_sn,
-    HAS_FRACTION: tl.constexpr, DIGITS: tl.constexpr, NIBBLE: tl.constexpr,
+    HAS_FRACTION: tl.constexpr, INT8: tl.constexpr, NIBBLE: tl.constexpr,
     FACTORED: tl.constexpr, SIGNS: tl.constexpr,
     BLOCK_N: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -210,11 +210,11 @@ def _read_planes(
             if SIGNS:
                 value = tl.where(value > 0, 1.0, tl.where(value < 0, -1.0, 0.0))
             double, left = take_trit(left, digit)
-            if DIGITS:
+            if INT8:
                 trit = double * (0.5 if digit % 2 else -0.5)
                 offset = n * stride_an + (block * 160 + 32 * digit + offs_j) * stride_ak
                 double = add_remainder(
-                    trit, remainder_ptr, offset, mask_n, of_trit, of_low, DIGITS, NIBBLE
+                    trit, remainder_ptr, offset, mask_n, of_trit, of_low, INT8, NIBBLE
                 )
             found = tl.where(part == digit, tl.sum(value * double, axis=1)[:, None], found)
         of_columns = summed
@@ -223,7 +223,7 @@ def _read_planes(
         found = tl.where(part == 5, of_row[:, None], found)
         mask, group = mask_n & (part < 5), block * 5 + part
         scale = scale_of(exponent, fraction)
-        slope = found * (scale if DIGITS else scale * half)
+        slope = found * (scale if INT8 else scale * half)
         tl.store(slope_ptr + n * stride_sn + group, slope, mask=mask)
         of_slope += tl.where(mask, slope * slope, 0)
         if FACTORED:
@@ -246,7 +246,7 @@ def _read_groups(
     stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
     stride_an, stride_ak, of_trit, of_low, stride_sn,
     GROUP: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, HAS_FRACTION: tl.constexpr,
-    DIGITS: tl.constexpr, NIBBLE: tl.constexpr,
+    INT8: tl.constexpr, NIBBLE: tl.constexpr,
     FACTORED: tl.constexpr, SIGNS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Read `STEPS` tiles of `BLOCK_N` rows and `GROUPS` groups, each of `LANES` lanes."""
@@ -281,7 +281,7 @@ def _read_groups(
         offset = n[:, None] * stride_an + k[None, :] * stride_ak
         trit = trit_at(byte, factor[None, :])
         product = value * add_remainder(
-            trit, remainder_ptr, offset, mask, of_trit, of_low, DIGITS, NIBBLE
+            trit, remainder_ptr, offset, mask, of_trit, of_low, INT8, NIBBLE
         )
         slope = tl.sum(tl.reshape(product, (BLOCK_N, GROUPS, LANES)), axis=2) * scale
         tl.store(slope_ptr + n[:, None] * stride_sn + offs_g[None, :], slope, mask=mask_g)

@@ -150,16 +150,16 @@ class _Operator:
         return self.forward(*map(_operator_input, inputs))
 
     def _forward(self, *inputs: Any) -> Any:
-        found = self.run(*self._found(inputs))
-        return self._returned(_own([found] if self.single else found, inputs))
+        results = self.run(*self._converted(inputs))
+        return self._returned(_owned([results] if self.single else results, inputs))
 
     def _fake(self, *inputs: Any) -> Any:
         if self.fake:
-            found = self.fake(*inputs)
+            results = self.fake(*inputs)
         else:
             with use_backend("torch"):
-                found = self.run(*self._found(inputs))
-        return self._returned(map(_like, [found] if self.single else found))
+                results = self.run(*self._converted(inputs))
+        return self._returned(map(_like, [results] if self.single else results))
 
     def _keep(self, ctx: Any, inputs: tuple, output: Any) -> None:
         """Save the tensors that the function saves, with None in place of all others."""
@@ -179,30 +179,31 @@ class _Operator:
 
     def _propagate(self, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needs_grad = list(ctx.needs_input_grad[: len(self.kinds)])
-        found = self.backward(list(grads), list(ctx.saved_tensors), needs_grad, *ctx.numbers)
-        found = iter(found)
-        return tuple(next(found) if some else None for some in needs_grad)
+        gradients = iter(
+            self.backward(list(grads), list(ctx.saved_tensors), needs_grad, *ctx.numbers)
+        )
+        return tuple(next(gradients) if some else None for some in needs_grad)
 
     def _backward(
         self, grads: list, kept: list, needs_grad: list[bool], *numbers: Any
     ) -> list[Tensor]:
         # some backends use autograd, which torch disables within operators
         with torch._C._SetExcludeDispatchKeyGuard(AUTOGRAD, False):
-            found = self._gradients(grads, kept, needs_grad, *numbers)
-        return _own(found, (*grads, *kept))
+            gradients = self._gradients(grads, kept, needs_grad, *numbers)
+        return _owned(gradients, (*grads, *kept))
 
     def _gradients(
         self, grads: list, kept: list, needs_grad: list[bool], *numbers: Any
     ) -> list[Tensor]:
         inputs, outputs = self._inputs(kept, numbers)
         ctx = _Context(needs_grad)
-        self.function.setup_context(ctx, self._found(inputs), self._returned(outputs))
-        found = self.function.backward(ctx, *grads)
-        found = found if isinstance(found, tuple) else (found,)
+        self.function.setup_context(ctx, self._converted(inputs), self._returned(outputs))
+        gradients = self.function.backward(ctx, *grads)
+        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         # the gradient of an anchor is None
         return [
             torch.empty(0, device="cpu") if part is None else part
-            for part, some in zip(found, needs_grad, strict=True)
+            for part, some in zip(gradients, needs_grad, strict=True)
             if some
         ]
 
@@ -212,11 +213,11 @@ class _Operator:
         if self.fake_grads:
             return self.fake_grads(*grads)
         inputs, _ = self._inputs(kept, numbers)
-        found = [part for part, some in zip(inputs, needs_grad, strict=True) if some]
-        if any(part is None for part in found):
+        like = [part for part, some in zip(inputs, needs_grad, strict=True) if some]
+        if any(part is None for part in like):
             with use_backend("torch"):
-                found = self._gradients(grads, kept, needs_grad, *numbers)
-        return [_like(part) for part in found]
+                like = self._gradients(grads, kept, needs_grad, *numbers)
+        return [_like(part) for part in like]
 
     def _inputs(self, kept: list, numbers: tuple) -> tuple[list, list]:
         """Merge tensors and numbers in the order of the inputs; return inputs and outputs."""
@@ -224,14 +225,14 @@ class _Operator:
         inputs = [next(tensors if kind.tensor else others) for kind in self.kinds]
         return inputs, [*tensors]
 
-    def _found(self, inputs: Iterable) -> tuple:
+    def _converted(self, inputs: Iterable) -> tuple:
         """Convert the operator's inputs to those of the function."""
         parts = zip(inputs, self.kinds, strict=True)
         return tuple(part if part is None else kind.make(part) for part, kind in parts)
 
-    def _returned(self, found: Iterable[Tensor]) -> Any:
-        found = tuple(found)
-        return found[0] if self.single else found
+    def _returned(self, results: Iterable[Tensor]) -> Any:
+        results = tuple(results)
+        return results[0] if self.single else results
 
 
 class _Kind(NamedTuple):
@@ -288,14 +289,14 @@ def _like(part: Tensor) -> Tensor:
     return torch.empty(part.shape, dtype=part.dtype, device=part.device)
 
 
-def _own(results: Iterable[Tensor], inputs: Iterable) -> list[Tensor]:
+def _owned(results: Iterable[Tensor], inputs: Iterable) -> list[Tensor]:
     """Make results contiguous, and copy those that alias an input, as operators require."""
     taken = {part.untyped_storage().data_ptr() for part in inputs if isinstance(part, Tensor)}
-    found = []
+    owned = []
     for result in results:
         part = result.contiguous()
         if part.untyped_storage().data_ptr() in taken and part.numel():
             part = part.clone()
         taken.add(part.untyped_storage().data_ptr())
-        found.append(part)
-    return found
+        owned.append(part)
+    return owned

@@ -2,174 +2,126 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from arbcli.config.site import Site
-from arbcli.families import FOUR_BIT_PRODUCTS
-from arbcli.kernels.attention.attend_parts import AttentionParts
-from arbcli.kernels.codec.decode_e4m3 import largest_exponents
-from arbcli.kernels.codec.decode_weights import decode_weights_triton
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.matmul.digits_matmul import (
-    ROWS_ALIKE,
-    PrepackedDigits,
-    digits_matmul,
-    prepack_digits,
-    prepack_in_lanes,
-)
-from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
-from arbcli.kernels.matmul.prepacked import Prepacked, prepack
-from arbcli.kernels.matmul.prepacked_rows import prepacked_rows
-from arbcli.kernels.matmul.quantise_rows import quantise_rows
-from arbcli.kernels.matmul.row_by_row import row_by_row
-from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, row_matmul
-from arbcli.kernels.matmul.swizzled import MOST_ROWS
-from arbcli.kernels.matmul.ternary_matmul import (
-    FUSED_ROWS,
-    ternary_matmul,
-    ternary_matmul_grad_x,
-)
-from arbcli.kernels.norm.pack_gates import pack_gates
-from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_native, uses_triton
-from arbcli.kernels.update.sign_gradient import sign_gradient
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import anchor, operator
 from arbcli.model.layers.norm import NORM_EPS, PackedGates, TernaryGate, TernaryRMSNorm
+from arbcli.model.layers.products import (
+    FEW_ROWS,
+    FusedProduct,
+    Product,
+    backend_of,
+    choose_fused,
+    choose_prepacking,
+    choose_product,
+    fits_row_matmul,
+)
 from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 from arbcli.model.low_precision import LowPrecision, fits
 from arbcli.model.widths import inner_lr_factor
+
+if TYPE_CHECKING:
+    from arbcli.kernels.attention.attend_parts import AttentionParts
+
+
+class DecodedWith(NamedTuple):
+    """Weights that are decoded in one launch: see `decode_in_groups`."""
+
+    after: "tuple[LinearWeight, ...]"
+    """Weights that a forward decodes too, which it needs next."""
+    before: "tuple[LinearWeight, ...]"
+    """Weights that a backward decodes too, which it needs next."""
+    kept_for_backward: bool
+    """Whether a forward keeps the decoded weight for the backward, which begins with it."""
 
 
 class LinearWeight(StreamedTensor, LowPrecision):
     """The weight of a `TernaryLinear`."""
 
-    fp8 = False
-    """Whether products of many rows are computed in FP8."""
-    nvfp4 = False
-    """Whether products of many rows are computed in NVFP4, or emulate it."""
+    number_format = "bf16"
+    """Format of products of many rows: `bf16`, `fp8` or `nvfp4`, which may be emulated."""
     in_eight_bits = True
     """Whether FP8 and NVFP4 are allowed for this weight."""
-    decodes_ahead = False
-    """Whether it is decoded in a group: see `decode_in_groups`."""
-    needed_after: "tuple[LinearWeight, ...]" = ()
-    """Weights that a forward decodes in the same launch."""
-    needed_before: "tuple[LinearWeight, ...]" = ()
-    """Weights that a backward decodes in the same launch."""
-    kept_for_backward = False
-    """Whether a forward keeps the decoded weight for the backward, which begins with it."""
-    keeps_decoded = False
-    """Whether the torch backend caches the decoded weight."""
+    group: DecodedWith | None = None
+    """Weights that are decoded with it; None if it is decoded alone."""
     _kept: Tensor | None = None
-    _decoded: tuple[tuple[int, ...], torch.dtype, Tensor] | None = None
-    """Version, dtype and values of a weight that was decoded in another weight's launch."""
-    _largest: tuple[tuple[int, ...] | None, Tensor | None] = None, None
-    """Version, and the largest exponents that the forward computed for it."""
+    _keeps = False
+    _ready: tuple[tuple[int, ...], Tensor] | None = None
+    """Version of the weight, and a tensor that was computed from it for its next use."""
+
+    @property
+    def storage(self) -> str:
+        """`int8` if products read the remainder too, otherwise `trits`."""
+        return "int8" if self.rule.reads_all else "trits"
 
     def multiply_in(self, number_format: str) -> bool:
         """Multiply in FP8 or NVFP4 if the shapes fit: see `LowPrecision`."""
         chosen = self.in_eight_bits and fits(self.out_features, self.in_features)
-        self.fp8, self.nvfp4 = (chosen and name == number_format for name in ("fp8", "nvfp4"))
+        self.number_format = number_format if chosen else "bf16"
         return chosen
 
+    def product_for(self, rows: Tensor) -> Product:
+        """Choose the product of activations (M, K), or of a gradient (M, N)."""
+        return choose_product(
+            self.storage, len(rows) > FEW_ROWS, rows.dtype, backend_of(rows),
+            self.number_format, self.group is not None, self._keeps,
+        )  # fmt: skip
+
     def multiply_sum(
-        self, x: Tensor, added: Tensor, before: "TernaryRMSNorm"
+        self, x: Tensor, added: Tensor, before: TernaryRMSNorm
     ) -> tuple[Tensor, Tensor]:
         """Compute total = x + added; return before(total) @ w.T and total."""
-        if self._in_fp8(x):
-            total, q, scale = before.rounded_sum(x, added)
-            return self._multiply_rounded(q, scale, x.dtype), total
-        if self._in_nvfp4(x):
-            total = x + added
-            return self.multiply(total, before), total
-        total, normal = before.add_and_norm(x, added)
-        return self._multiply(normal), total
+        return self.product_for(x).multiply_sum(self, x, added, before)
 
-    def multiply(self, x: Tensor, before: "TernaryRMSNorm | None") -> Tensor:
+    def multiply(self, x: Tensor, before: TernaryRMSNorm | None) -> Tensor:
         """Compute before(x) @ w.T for (M, K) activations."""
-        if self._in_fp8(x):
-            rounded = before.rounded(x) if before else quantise_rows(x)
-            return self._multiply_rounded(*rounded, x.dtype)
-        x = before(x) if before else x
-        if self._in_nvfp4(x):
-            return import_module(FOUR_BIT_PRODUCTS).nvfp4_product(x, self.packed)
-        return self._multiply(x)
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        if self.decodes_ahead and len(x) > FUSED_ROWS and uses_triton(x):
-            dense = self._dense(x.dtype, self.needed_after)
-            if self.kept_for_backward and self.is_awaited:
-                self._decoded = self.version, dense.dtype, dense
-            return x @ dense.T
-        if self.keeps_decoded and not uses_triton(x):
-            if self._kept is None or self._kept.dtype != x.dtype:
-                self._kept = self.weight(x.dtype)
-            return x @ self._kept.T
-        return ternary_matmul(x, self.packed)
-
-    def _multiply_rounded(self, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Compute the product in FP8, and save the largest exponents for the next backward.
-
-        Each forward computes them anew, so that captured graphs do too.
-        """
-        largest = largest_exponents(self.packed)
-        self._largest = self.version, largest
-        return fp8_matmul(q, scale, self.packed, dtype=dtype, largest=largest)
+        return self.product_for(x).multiply(self, x, before)
 
     def propagate(self, grad_y: Tensor) -> Tensor:
         """Compute grad_y @ w, the gradient of x, from the (M, N) gradient of a product."""
-        if self._in_fp8(grad_y):
-            (version, largest), self._largest = self._largest, (None, None)
-            known = largest if version == self.version else None
-            q, scale = quantise_rows(grad_y)
-            return fp8_matmul(
-                q, scale, self.packed, transposed=True, dtype=grad_y.dtype, largest=known
-            )
-        if self._in_nvfp4(grad_y):
-            products = import_module(FOUR_BIT_PRODUCTS)
-            return products.nvfp4_product(grad_y, self.packed, transposed=True)
-        if self.decodes_ahead and uses_triton(grad_y):
-            return grad_y @ self._dense(grad_y.dtype, self.needed_before)
-        return ternary_matmul_grad_x(grad_y, self.packed)
+        return self.product_for(grad_y).propagate(self, grad_y)
 
-    def _dense(self, dtype: torch.dtype, group: "tuple[LinearWeight, ...]") -> Tensor:
-        """Decode the weight, and in the same launch those of `group`, which are needed next.
+    def make_ready(self, tensor: Tensor) -> None:
+        """Save a tensor that was computed from the weight, for its next use."""
+        self._ready = self.version, tensor
 
-        A weight decoded in advance is used once, if its version has not changed.
-        """
-        decoded, self._decoded = self._decoded, None
-        if decoded is not None and decoded[:2] == (self.version, dtype):
-            return decoded[2]
-        group = tuple(each for each in group if not (each.fp8 or each.nvfp4))
-        own, *others = decode_weights_triton([each.packed for each in (self, *group)], dtype)
-        for weight, dense in zip(group, others, strict=True):
-            weight._decoded = weight.version, dtype, dense
-        return own
+    def take_ready(self) -> Tensor | None:
+        """Return what `make_ready` saved, once, if the weight has not changed since."""
+        ready, self._ready = self._ready, None
+        return ready[1] if ready and ready[0] == self.version else None
 
     @contextmanager
     def decoded_once(self) -> Iterator[None]:
-        """Cache the decoded weight within the block; it must not change meanwhile."""
-        self.keeps_decoded = True
+        """Keep the decoded weight within the block; it must not change meanwhile.
+
+        The `triton` backend keeps none.
+        """
+        self._keeps = True
         try:
             yield
         finally:
-            self.keeps_decoded, self._kept = False, None
+            self._keeps, self._kept = False, None
 
-    def _in_fp8(self, rows: Tensor) -> bool:
-        return self.fp8 and len(rows) > FUSED_ROWS
-
-    def _in_nvfp4(self, rows: Tensor) -> bool:
-        return self.nvfp4 and len(rows) > FUSED_ROWS
+    def kept(self, dtype: torch.dtype) -> Tensor:
+        """Return the decoded weight, (N, K), and keep it until the end of `decoded_once`."""
+        if self._kept is None or self._kept.dtype != dtype:
+            self._kept = self.weight(dtype)
+        return self._kept
 
     def emit_gradient(
         self, sink: GradientSink, sources: tuple[Tensor, ...], grad_y: Tensor
     ) -> None:
         """Compute the gradient, or only its signs if the rule reads no more, for the sink."""
         if self.rule.reads_signs and getattr(sink, "takes_signs", False):
+            from arbcli.kernels.update.sign_gradient import sign_gradient
+
             source = sources[0] if len(sources) == 1 else torch.cat(sources)
             sink(self, sign_gradient(grad_y, source, self.packed))
         else:
@@ -183,7 +135,7 @@ class LinearWeight(StreamedTensor, LowPrecision):
         self,
         grad_y: Tensor,
         x: Tensor | PackedGates,
-        before: "TernaryRMSNorm | None",
+        before: TernaryRMSNorm | None,
         wanted: bool,
         *,
         other_grad: Tensor | None = None,
@@ -209,51 +161,6 @@ class LinearWeight(StreamedTensor, LowPrecision):
             source = before(source)
         self.collect(source, grad_y)
         return grad_x
-
-
-MOST_AT_ONCE = 2**22
-"""Maximum number of weights of several blocks that are decoded in one launch: 8 MiB in bf16."""
-MOST_KEPT = 2**21
-"""Maximum number of weights that stay decoded between a forward and its backward: 4 MiB in bf16."""
-
-
-def decode_in_groups(
-    blocks: list[list[LinearWeight]], head: LinearWeight | None, *, across: bool
-) -> None:
-    """Decode small matrices in groups, as decoding one takes less time than its launch.
-
-    A backward begins with smaller groups, as decoded weights would add to the peak while most
-    activations are still in memory. Later groups begin at the boundaries of blocks.
-
-    Args:
-        blocks: the weights of each block, equally many, in the order of a forward, each once.
-        head: the weight that is used after them, if it is used once, and as a whole.
-        across: whether a group may have weights of several blocks and of the head. A block that is
-            recomputed uses weights of its own only.
-    """
-    weights = [weight for block in blocks for weight in block]
-    large = any(weight.num_weights >= LARGE_ELEMENTS for weight in weights)
-    if not weights or large or weights[0].rule.reads_all:
-        return
-    after = [head] if across and head and head.num_weights < LARGE_ELEMENTS else []
-    size, number = len(blocks[0]), len(weights)
-    at_once = MOST_AT_ONCE // sum(weight.num_weights for weight in blocks[0]) if across else 1
-    length = size * max(1, at_once)
-    forward, first = range(0, number, length), len(after)
-    back = (0, first + 1, *range(first + size - 1, first + number, length))
-    weights += after
-    for order, starts, name in (
-        (weights, forward, "needed_after"),
-        (weights[::-1], back, "needed_before"),
-    ):
-        for begin, end in zip(starts, (*starts[1:], len(weights)), strict=True):
-            for index in range(begin, end):
-                order[index].decodes_ahead = True
-                setattr(order[index], name, tuple(order[index + 1 : end]))
-    kept = weights[::-1][: first + size - 1] if across else []
-    if sum(weight.num_weights for weight in kept) <= MOST_KEPT:
-        for weight in kept:
-            weight.kept_for_backward = True
 
 
 class _Linear(Function):
@@ -326,6 +233,8 @@ class _LinearOfGates(Function):
     def forward(
         ctx: Any, x: Tensor, anchor: Tensor, weight: LinearWeight, before: TernaryGate
     ) -> Tensor:
+        from arbcli.kernels.norm.pack_gates import pack_gates
+
         ctx.weight, ctx.before = weight, before
         y = weight.multiply(x, before)
         ctx.save_for_backward(*pack_gates(x))
@@ -354,7 +263,7 @@ class TernaryLinear(nn.Module):
 
     averages = True
     """Whether `fused` may take the partial results of split-KV attention."""
-    _prepacked: Prepacked | PrepackedDigits | None = None
+    _prepacked: Any = None
     _decoded: Tensor | None = None
 
     def __init__(
@@ -424,13 +333,20 @@ class TernaryLinear(nn.Module):
     @property
     def takes_parts(self) -> bool:
         """Whether `fused` takes partial attention results: of one row, for ternary weights."""
-        of_trits = not self.weight.rule.reads_all
-        return self.averages and of_trits and self.weight.in_features <= MOST_COLUMNS
+        return self.averages and fits_row_matmul(self.weight.storage, self.weight.in_features)
+
+    def fused_product_for(self, x: "Tensor | AttentionParts") -> FusedProduct:
+        """Choose the product of `fused`."""
+        weight, rows, texts = self.weight, 1, 1
+        if isinstance(x, Tensor):
+            rows, texts = x.numel() // x.shape[-1], len(x)
+        backend = backend_of(x if isinstance(x, Tensor) else x.values)
+        return choose_fused(weight.storage, weight.in_features, rows, texts == 1, backend)
 
     @torch.no_grad()
     def fused(
         self,
-        x: Tensor | AttentionParts,
+        x: "Tensor | AttentionParts",
         *,
         normalise: bool,
         gated: bool = False,
@@ -454,36 +370,18 @@ class TernaryLinear(nn.Module):
                 vary for a layer.
             early: whether the next kernel may start before this one has ended: see `overlap`.
         """
-        all_digits = self.weight.rule.reads_all
-        eps = NORM_EPS if normalise else None
-        added = None if added is None else added.reshape(-1, added.shape[-1])
+        product = self.fused_product_for(x)
         if self._prepacked is None:
-            of_digits = prepack_in_lanes if uses_native(self.weight.trits) else prepack_digits
-            pack = of_digits if all_digits else prepack
-            self._prepacked = pack(self._stacked(also), gated)
-        weight = self._prepacked
-        if isinstance(x, AttentionParts):
-            if not isinstance(weight, Prepacked):
-                raise ValueError("parts of attention need ternary weights")
-            return row_matmul(x, weight, eps, added, early=early).view(1, 1, -1)
-        rows, shape = x.reshape(-1, x.shape[-1]), x.shape[:-1]
-        if isinstance(weight, PrepackedDigits):
-            # the work division of the GPU kernel depends on the number of rows; C loops over rows
-            most = MOST_ROWS if len(x) > 1 else ROWS_ALIKE
-            most = len(rows) if uses_native(rows) else most
-            pieces = [slice(at, at + most) for at in range(0, len(rows), most)]
-            found = [
-                digits_matmul(rows[piece], weight, eps, None if added is None else added[piece])
-                for piece in pieces
-            ]
-            y = found[0] if len(found) == 1 else torch.cat(found)
-        elif len(rows) == 1 and self.takes_parts:
-            y = row_matmul(rows, weight, eps, added, early=early)
-        elif len(x) == 1 and len(rows) <= MOST_ROWS and self.takes_parts:
-            y = row_by_row(rows, weight, eps, added, early=early)
-        else:
-            y = prepacked_rows(rows, weight, eps, added)
-        return y.view(*shape, -1)
+            prepack = choose_prepacking(product.storage, product.backend)
+            self._prepacked = prepack(self._stacked(also), gated)
+        added = None if added is None else added.reshape(-1, added.shape[-1])
+        rows, shape = x, torch.Size((1, 1))
+        if isinstance(x, Tensor):
+            rows, shape = x.reshape(-1, x.shape[-1]), x.shape[:-1]
+        elif product.storage == "int8":
+            raise ValueError("parts of attention need ternary weights")
+        eps = NORM_EPS if normalise else None
+        return product(rows, self._prepacked, eps, added, early).view(*shape, -1)
 
     def _stacked(self, also: "TernaryLinear | None") -> Packed:
         """Stack the weights of another layer below these."""

@@ -44,9 +44,9 @@ class _Divergence(Function):
                 total[rows] = of[rows].float().logsumexp(dim=1)
         total, their_total = totals
         ctx.save_for_backward(logits, theirs, total, their_total)
-        found = total - their_total
-        add_divergence_(found, logits, theirs, their_total)
-        return found
+        divergences = total - their_total
+        add_divergence_(divergences, logits, theirs, their_total)
+        return divergences
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -72,11 +72,13 @@ def divergence(logits: Tensor, theirs: Tensor) -> Tensor:
     return _Divergence.apply(logits, theirs)
 
 
-def add_divergence_(found: Tensor, logits: Tensor, theirs: Tensor, their_total: Tensor) -> None:
+def add_divergence_(
+    divergences: Tensor, logits: Tensor, theirs: Tensor, their_total: Tensor
+) -> None:
     """Add the contribution of a chunk of symbols to divergences: sum of p (theirs - logits).
 
     Args:
-        found: (M,) float32, divergences, updated in place.
+        divergences: (M,) float32, updated in place.
         logits: (M, N).
         theirs: (M, N), the teacher's logits.
         their_total: (M,) float32, log-sum-exp of the teacher's logits over all symbols.
@@ -84,7 +86,7 @@ def add_divergence_(found: Tensor, logits: Tensor, theirs: Tensor, their_total: 
     for rows in row_chunks(logits, ELEMENTS_AT_ONCE):
         other = theirs[rows].float()
         shares = (other - their_total[rows, None]).exp_()
-        found[rows] += shares.mul_(other - logits[rows]).sum(dim=1)
+        divergences[rows] += shares.mul_(other - logits[rows]).sum(dim=1)
 
 
 def grade_divergence_(

@@ -117,13 +117,13 @@ class SymbolWeight(LinearWeight):
     def diverge(self, x: Tensor, theirs: Predictions) -> tuple[Tensor, Tensor]:
         """Compute the KL divergence of each row from the teacher, and the log-sum-exp."""
         total = torch.full((len(x),), -torch.inf, dtype=torch.float32, device=x.device)
-        found, ignored = -theirs.total, torch.zeros_like(total)
+        divergences, ignored = -theirs.total, torch.zeros_like(total)
         no_target = torch.full(total.shape, -1, device=x.device)
         for rows, w in self._chunks(x.dtype):
             logits = x @ w.T
             add_symbols_(total, ignored, logits, no_target)
-            add_divergence_(found, logits, theirs.logits(rows), theirs.total)
-        return found + total, total
+            add_divergence_(divergences, logits, theirs.logits(rows), theirs.total)
+        return divergences + total, total
 
     def losses_backward(self, scored: Scored, scale: Tensor) -> Tensor:
         """Run the backward of losses; the last use passes the weight's gradient to the sink.
@@ -266,8 +266,8 @@ class _Losses(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, total, *own = ctx.saved_tensors
-        before, targets = ctx.before, ctx.theirs or own[0]
+        x, total, *targets_of_loss = ctx.saved_tensors
+        before, targets = ctx.before, ctx.theirs or targets_of_loss[0]
         scored = Scored(before(x), targets, total)
         grad_x, _ = before.backward(ctx.weight.losses_backward(scored, grad.contiguous()), x)
         return grad_x, None, None, None, None

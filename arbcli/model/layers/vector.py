@@ -1,7 +1,7 @@
 """Packed vectors and convolution taps, which are decoded completely before use.
 
 A vector of n numbers is a packed matrix of shape (n, 1): each number has its own digits and scale.
-Its value includes all digits, even if the weights of matrices are ternary.
+Its value includes the remainder, even if the weights of matrices are ternary.
 """
 
 import math
@@ -71,7 +71,7 @@ class VectorWeight(ReadWeight):
             self.direction.start(self.state)
 
     def packed_of(self, state: State) -> Packed:
-        """Include all digits, whatever the form of the model's weights.
+        """Include the remainder, whatever the form of the model's weights.
 
         A trit would jump between its scale and 0, which has been observed for dt of Mamba heads.
         """

@@ -8,7 +8,7 @@ import torch
 from arbcli.config.presets import preset
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers import linear
+from arbcli.model.layers import decoded_groups
 
 SIZES = {"dim": 8, "layers": 1, "heads": 2, "ffn": 8, "ctx": 65, "sub_norms": False}
 
@@ -37,15 +37,15 @@ def step(model: LanguageModel, device) -> dict[str, torch.Tensor]:
 
 
 def test_decoding_ahead_changes_no_bit_and_saves_launches(device, backend, monkeypatch):
-    groups, decode = [], linear.decode_weights_triton
+    groups, decode = [], decoded_groups.decode_weights_triton
     monkeypatch.setattr(
-        linear,
+        decoded_groups,
         "decode_weights_triton",
         lambda matrices, dtype: groups.append(len(matrices)) or decode(matrices, dtype),
     )
     together, alone = build(device, 3), build(device, 3)
     for weight in alone.weights().values():
-        weight.decodes_ahead = False
+        weight.group = None
     first = step(together, device)
     assert groups == [13, 9]
     second = step(alone, device)
@@ -62,25 +62,25 @@ def weights_of(model: LanguageModel) -> list:
 def test_a_forward_keeps_what_its_backward_begins_with(device, backend, monkeypatch):
     model = build(device, layers=2)
     weights = weights_of(model)
-    assert [weight.kept_for_backward for weight in weights] == [False] * 5 + [True] * 4
+    assert [weight.group.kept_for_backward for weight in weights] == [False] * 5 + [True] * 4
     ids = (torch.arange(66, device=device) * 7 % 256)[None]
     with torch.no_grad():
         model.loss(ids[:, :-1], ids[:, 1:])
-    assert all(weight._decoded is None for weight in weights)
+    assert all(weight._ready is None for weight in weights)
     model.loss(ids[:, :-1], ids[:, 1:]).backward()
-    assert all(weight._decoded is None for weight in weights)
+    assert all(weight._ready is None for weight in weights)
     model.loss(ids[:, :-1], ids[:, 1:])
-    assert [weight._decoded is not None for weight in weights] == [False] * 5 + [True] * 4
-    monkeypatch.setattr(linear, "MOST_KEPT", 4 * 8 * 8)
-    assert not any(weight.kept_for_backward for weight in weights_of(build(device, layers=2)))
+    assert [weight._ready is not None for weight in weights] == [False] * 5 + [True] * 4
+    monkeypatch.setattr(decoded_groups, "MOST_KEPT", 4 * 8 * 8)
+    assert not any(weight.group.kept_for_backward for weight in weights_of(build(device, layers=2)))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_whose_losses_are_computed_in_chunks_is_not_decoded_ahead(tied):
     config = replace(preset("tiny", **SIZES), vocabulary=5000, tied=tied)
     weights = weights_of(LanguageModel(config))
-    assert weights[0].needed_after == tuple(weights[1:4])
-    assert not weights[4].decodes_ahead
+    assert weights[0].group.after == tuple(weights[1:4])
+    assert weights[4].group is None
 
 
 def test_stacks_of_a_chunked_model_are_decoded_apart():
@@ -90,8 +90,8 @@ def test_stacks_of_a_chunked_model_are_decoded_apart():
     stage = model.stages[0]
     for stack in (stage.encoder, model.blocks, stage.decoder):
         weights = [weight for block in stack.weights_of_blocks() for weight in block]
-        assert weights[0].needed_after == tuple(weights[1:4])
-    assert not model.head.weight.decodes_ahead
+        assert weights[0].group.after == tuple(weights[1:4])
+    assert model.head.weight.group is None
 
 
 def test_decoded_weights_are_not_used_after_a_change(device, backend):
@@ -100,7 +100,7 @@ def test_decoded_weights_are_not_used_after_a_change(device, backend):
     for change in ("updates", "trits"):
         attention.qkv.weight.multiply(x, None)
         weight = attention.output.weight
-        assert weight._decoded is not None  # it waits for its use
+        assert weight._ready is not None  # it waits for its use
         if change == "updates":
             weight.trits.data[:] = 121  # zeros, uncounted as a kernel's
             weight.updates += 1

@@ -10,9 +10,9 @@ from arbcli.families.nvfp4.kernels.scaled_nvfp4 import (
     nvfp4_matmul,
     nvfp4_product,
 )
-from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.layers.linear import TernaryLinear
+from arbcli.model.layers.products import FEW_ROWS
 
 BACKENDS = ["torch", "triton" if torch.cuda.is_available() else "interpreter"]
 
@@ -63,9 +63,9 @@ def test_trits_keep_their_signs_and_zeros():
 def test_layer_multiplies_both_ways_in_four_bits():
     layer = TernaryLinear(32, 48, preset("tiny").site(), area="mlp", std=0.1)
     layer.weight.initialise(seed=0, index=0)
-    layer.weight.nvfp4, exact = True, layer.weight.weight(torch.float32)
+    layer.weight.number_format, exact = "nvfp4", layer.weight.weight(torch.float32)
     generator = torch.Generator().manual_seed(1)
-    x, grad = (torch.randn(FUSED_ROWS + 1, n, generator=generator) for n in (48, 32))
+    x, grad = (torch.randn(FEW_ROWS + 1, n, generator=generator) for n in (48, 32))
     y = layer(x.requires_grad_())
     y.backward(grad)
     for got, wanted in ((y, x @ exact.T), (x.grad, grad @ exact)):

@@ -5,16 +5,14 @@ import torch
 
 from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.matmul import digits_matmul as digits
 from arbcli.kernels.matmul import prepacked
 from arbcli.kernels.matmul import prepacked_rows as module
-from arbcli.kernels.matmul import row_by_row as of_rows
 from arbcli.kernels.matmul import row_matmul as of_row
-from arbcli.kernels.matmul.digits_matmul import (
-    digits_matmul,
+from arbcli.kernels.matmul.int8_matmul import (
     in_lanes,
-    prepack_digits,
+    int8_matmul,
     prepack_in_lanes,
+    prepack_int8,
 )
 from arbcli.kernels.matmul.prepacked import prepack
 from arbcli.kernels.matmul.prepacked_rows import (
@@ -23,7 +21,6 @@ from arbcli.kernels.matmul.prepacked_rows import (
     _tiling,
     prepacked_rows,
 )
-from arbcli.kernels.matmul.row_by_row import row_by_row
 from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS, Tiling, row_matmul
 from arbcli.kernels.matmul.swizzled import fits_prepacked
 from arbcli.kernels.runtime import native
@@ -34,7 +31,7 @@ from arbcli.verify.kernels.codec.decode_digits import (
     scales_reference,
 )
 from arbcli.verify.kernels.codec.packed import random_packed
-from arbcli.verify.kernels.matmul.digits_matmul import digits_matmul_verification, random_digits
+from arbcli.verify.kernels.matmul.int8_matmul import int8_matmul_verification, random_int8
 from arbcli.verify.kernels.matmul.prepacked import prepacked_reference
 
 compiled = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -57,7 +54,7 @@ def row(device, in_features=328) -> torch.Tensor:
 
 def digits_of_many_scales(device, rows=22, in_features=328) -> Packed:
     """Draw weights of all digits whose exponents differ from row to row and group to group."""
-    packed = random_digits(rows, in_features, 32, torch.Generator().manual_seed(2))
+    packed = random_int8(rows, in_features, 32, torch.Generator().manual_seed(2))
     packed.exponent.add_(torch.arange(packed.exponent.numel()).view_as(packed.exponent) % 7)
     return packed.map(lambda part: part.to(device))
 
@@ -73,7 +70,7 @@ def test_a_gated_matrix_is_prepacked_by_halves(digits, device):
     make, reference = (
         (prepack, prepacked_reference)
         if digits == "trit"
-        else (prepack_digits, digits_matmul_verification.reference)
+        else (prepack_int8, int8_matmul_verification.reference)
     )
     weight, halves = make(packed, gated=True), unrounded(packed)
     x = torch.randn(2, 328, generator=torch.Generator().manual_seed(1)).to(device)
@@ -136,8 +133,8 @@ def test_a_row_has_the_same_bits_among_any_others_in_loops(dtype, digits):
     generator = torch.Generator().manual_seed(0)
     if digits == "all":
         weight, multiply = (
-            prepack_in_lanes(random_digits(22, 168, 32, generator), True),
-            digits_matmul,
+            prepack_in_lanes(random_int8(22, 168, 32, generator), True),
+            int8_matmul,
         )
     else:
         weight, multiply = prepack(matrix("cpu", 22, 168), True), prepacked_rows
@@ -148,8 +145,8 @@ def test_a_row_has_the_same_bits_among_any_others_in_loops(dtype, digits):
         for rows in (slice(0, 1), slice(0, 6), slice(254, 262), slice(264, 265)):
             assert torch.equal(multiply(x[rows], weight, 1e-6, added[rows]), every[rows])
     if digits == "all":
-        weight = prepack_digits(random_digits(22, 168, 32, generator.manual_seed(0)), True)
-    reference = prepacked_reference if digits == "trit" else digits_matmul_verification.reference
+        weight = prepack_int8(random_int8(22, 168, 32, generator.manual_seed(0)), True)
+    reference = prepacked_reference if digits == "trit" else int8_matmul_verification.reference
     other = reference(x, *weight, 1e-6, added, torch.float32)
     error = (every.double() - other).norm() / other.norm()
     assert error < (5e-5 if dtype == torch.float32 else 5e-3)  # activations of 16 bits, and bf16
@@ -164,9 +161,9 @@ def test_loops_lay_a_matrix_out_as_torch_does(in_features, gated):
         expected = prepack(packed, gated)
     with use_backend("native"):
         assert torch.equal(prepack(packed, gated).pieces, expected.pieces)
-    digits = random_digits(22, in_features, 64, torch.Generator().manual_seed(0))
+    digits = random_int8(22, in_features, 64, torch.Generator().manual_seed(0))
     expected, prepacked_by_loops = (
-        in_lanes(prepack_digits(digits, gated)),
+        in_lanes(prepack_int8(digits, gated)),
         prepack_in_lanes(digits, gated),
     )
     assert torch.equal(prepacked_by_loops.pieces, expected.pieces)
@@ -180,7 +177,7 @@ def test_the_kernel_alone_rounds_weights_of_all_digits(backend, device):
     if backend == "native" and device.type == "cuda":
         pytest.skip("loops are for CPUs")
     packed = digits_of_many_scales(device)
-    weight = prepack_digits(packed)
+    weight = prepack_int8(packed)
     expected = unrounded(packed)
     if backend == KERNELS:
         expected = decode_digits_reference(packed).double()
@@ -188,7 +185,7 @@ def test_the_kernel_alone_rounds_weights_of_all_digits(backend, device):
         x = torch.zeros(1, 328, device=device, dtype=torch.bfloat16)
         x[0, k] = 1
         with use_backend(backend):
-            column = digits_matmul(x, weight, dtype=torch.float32)
+            column = int8_matmul(x, weight, dtype=torch.float32)
         assert torch.equal(column[0].double(), expected[:, k])
 
 
@@ -197,20 +194,13 @@ def test_order_of_sums_is_of_the_matrix_alone(processors):
     """Else the bits of a row would depend on how many there are."""
     for tiles in (1, 70, 700):
         for blocks in range(1, 72):
-            tilings = [
-                _tiling(rows, tiles, blocks, processors) for rows in range(1, MOST_TEXTS + 1)
-            ]
-            assert len({(tiling.warps, tiling.steps) for tiling in tilings}) == 1
-
-
-def test_few_rows_of_all_digits_are_tiled_as_a_single_row():
-    """So that each has the bits that it has by itself."""
-    for tiles in (1, 132, 133, 900):
-        for planes in (1, 31, 32, 63, 64, 127, 128, 129, 400):
-            tilings = {
-                digits._tiling(r, tiles, planes, 132) for r in range(1, digits.ROWS_ALIKE + 1)
-            }
-            assert len(tilings) == 1, (tiles, planes)
+            for piece_bytes in (module.PIECE_BYTES.value, module.INT8_BYTES):
+                tilings = [
+                    _tiling(rows, tiles, blocks, processors, piece_bytes)
+                    for rows in range(1, MOST_TEXTS + 1)
+                ]
+                assert len({(tiling.warps, tiling.steps) for tiling in tilings}) == 1
+                assert max(tiling.shared_bytes for tiling in tilings) <= 48 << 10
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -308,7 +298,7 @@ def test_parts_of_attention_are_averaged_first(eps, heads, width, filled, device
 
 def check_bits(backend, x, weight, eps, added):
     with use_backend(backend):
-        got = row_by_row(x, weight, eps, added)
+        got = row_matmul(x, weight, eps, added)
         for row in range(len(got)):
             addend = None if added is None else added[row : row + 1]
             assert torch.equal(got[row], row_matmul(x[row : row + 1], weight, eps, addend)[0])
@@ -328,5 +318,5 @@ def test_each_row_has_the_bits_that_it_has_alone(backend, gated, eps, adds, devi
 def test_bits_are_the_same_however_rows_are_shared_out(monkeypatch, device):
     """Programs have as many rows each; of five by two, both have the middle one."""
     weight, x = prepack(matrix(device, rows=50)), draw(5, device=device)
-    monkeypatch.setattr(of_rows, "programs_of_tiles", lambda *_: 2)
+    monkeypatch.setattr(of_row, "programs_of_tiles", lambda *_: 2)
     check_bits(KERNELS, x, weight, 1e-6, draw(5, 50, device=device))

@@ -14,7 +14,7 @@ from arbcli.config.presets import preset
 from arbcli.generation.decoder import Decoder
 from arbcli.generation.sampling import Sampling
 from arbcli.kernels.attention.decode_attention import count_on_
-from arbcli.kernels.matmul.digits_matmul import prepack_digits
+from arbcli.kernels.matmul.int8_matmul import prepack_int8
 from arbcli.kernels.matmul.prepacked import prepack
 from arbcli.kernels.matmul.prepacked_rows import prepacked_rows
 from arbcli.kernels.runtime import compile_once, native
@@ -102,7 +102,7 @@ def test_weights_are_written_before_they_may_be_read_without_a_wait(monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     with use_backend("torch"):
         prepack(packed)
-        prepack_digits(digits)
+        prepack_int8(digits)
     assert len(waits) == 2
 
 

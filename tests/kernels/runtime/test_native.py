@@ -132,7 +132,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(spec, monkeypatch):
 
 
 @compiled
-@pytest.mark.parametrize("name", ["prepacked_rows", "digits_matmul"])
+@pytest.mark.parametrize("name", ["prepacked_rows", "int8_matmul"])
 def test_every_thread_has_room_of_its_own_for_a_row(name, monkeypatch):
     """All have rounded the same one there, and none a number of another's."""
     monkeypatch.setattr(native, "LEAST_ELEMENTS", 0)

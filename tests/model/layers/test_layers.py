@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from arbcli.config.presets import preset
-from arbcli.kernels.matmul.ternary_matmul import FUSED_ROWS
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.baselines import FloatWeight, rotate
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers import linear as linear_module
+from arbcli.model.layers import fp8_product
 from arbcli.model.layers.embedding import TernaryEmbedding
 from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import TernaryGate, TernaryRMSNorm
+from arbcli.model.layers.products import FEW_ROWS
 from arbcli.model.layers.rotary import rotary_table
 
 TINY = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 16}
@@ -82,9 +82,9 @@ def gained_norm_of_all_sizes() -> GainedRMSNorm:
 )
 def test_weight_has_one_gradient_whether_or_not_its_input_needs_one(before, needed, fp8):
     layer, before = linear(32, 48), before and before()
-    layer.weight.fp8 = fp8
+    layer.weight.number_format = "fp8" if fp8 else "bf16"
     grads = collect(layer)
-    rows, generator = FUSED_ROWS + 1 if fp8 else 5, torch.Generator().manual_seed(0)
+    rows, generator = FEW_ROWS + 1 if fp8 else 5, torch.Generator().manual_seed(0)
     gated = isinstance(before, TernaryGate)
     # of the size of eps, where a norm is not what it is of its own result
     x = 2e-3 * torch.randn(rows, 96 if gated else 48, generator=generator)
@@ -110,20 +110,20 @@ def test_weight_has_one_gradient_whether_or_not_its_input_needs_one(before, need
 def test_largest_exponent_of_a_forward_serves_its_backward_alone(monkeypatch):
     """A replayed forward would use old weights if it had not decoded them itself."""
     searched, layer = [], linear(32, 48)
-    find = linear_module.largest_exponents
-    monkeypatch.setattr(linear_module, "largest_exponents", lambda p: searched.append(p) or find(p))
-    layer.weight.fp8 = True
+    find = fp8_product.largest_exponents
+    monkeypatch.setattr(fp8_product, "largest_exponents", lambda p: searched.append(p) or find(p))
+    layer.weight.number_format = "fp8"
     collect(layer)
-    x = torch.randn(FUSED_ROWS + 1, 48, requires_grad=True)
+    x = torch.randn(FEW_ROWS + 1, 48, requires_grad=True)
     layer(x)
     y = layer(x)
     assert len(searched) == 2
     y.sum().backward()
-    assert layer.weight._largest == (None, None)
+    assert layer.weight._ready is None
     before, x.grad = x.grad, None
     y = layer(x)
-    wrong = torch.full_like(layer.weight._largest[1], 20)
-    layer.weight._largest = (0,), wrong  # of another version
+    wrong = torch.full_like(layer.weight._ready[1], 20)
+    layer.weight._ready = (0,), wrong  # of another version
     y.sum().backward()
     assert torch.equal(x.grad, before)
 

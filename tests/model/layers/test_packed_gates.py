@@ -23,7 +23,7 @@ def gradients(gate_up: Tensor, *, packs: bool, fp8: bool, normalise: bool) -> li
     layer.weight.initialise(1, 0)
     if gate.weight:
         gate.weight.fill()
-    layer.weight.fp8, gate.packs = fp8, packs
+    layer.weight.number_format, gate.packs = "fp8" if fp8 else "bf16", packs
     layer.weight.sink = lambda tensor, grad, where=None: of_weight.append(grad)
     x = gate_up.clone().requires_grad_()
     y = layer(1 * x, gate, consumes=True)

@@ -6,6 +6,7 @@ from arbcli.kernels.matmul.row_matmul import (
     MOST_COLUMNS,
     ROW_MATMUL,
 )
+from arbcli.kernels.matmul.swizzled import MOST_ROWS
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.matmul.prepacked import (
     draw_prepacked,
@@ -21,15 +22,19 @@ SHAPES = (
     (1, 1, 8, 32, False, 0.1, False), (1, 34, 1000, 32, True, 1e-6, True),
     (1, 17, 328, 96, False, 1e-6, True), (1, 90, 648, 32, False, None, True),
     (1, 66, 136, 32, True, None, False), (1, 20, 3288, 32, False, 1e-6, False),
-    (1, 94, 512, 64, True, 1e-6, True),
+    (1, 94, 512, 64, True, 1e-6, True), (2, 34, 1000, 32, True, 1e-6, True),
+    (4, 17, 328, 96, False, 1e-6, True), (8, 90, 136, 32, True, None, False),
+    (5, 20, 1288, 32, False, 1e-6, False),
 )  # fmt: skip
 """(M, rows, K, G, gated, eps, with `added`)."""
-TIMED = ((1, 6144, 2048, False), (1, 2048, 2048, False), (1, *MATRIX, True), (1, 2048, 5632, False))
+MATRICES = ((6144, 2048, False), (2048, 2048, False), (*MATRIX, True), (2048, 5632, False))
+TIMED = [(m, *matrix) for m in (1, 4) for matrix in MATRICES]
 """(M, rows, K, gated)."""
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    x, *rest = draw_prepacked(rng, group_size, 1, n, min(k, MOST_COLUMNS))
+    rows = 1 + (m - 1) % MOST_ROWS
+    x, *rest = draw_prepacked(rng, group_size, rows, n, min(k, MOST_COLUMNS))
     # integers, exact in 15 bits: with few results, rounding errors could dominate
     return (8 * x).round(), *rest
 
@@ -42,6 +47,6 @@ row_matmul_verification = Verification(
         " of the largest of them, some 1e-4 of the norm of a product and 3e-4 after a gate; then"
         " float32 sums; in bf16 one rounding, as torch's float32 has",
     ),
-    draw=_draw, large_reference=prepacked_in_float64, torch_is_peer=True, needs_rows=False,
+    draw=_draw, large_reference=prepacked_in_float64, torch_is_peer=True, needs_rows=True,
     timings=partial(prepacked_timings, TIMED),
 )  # fmt: skip

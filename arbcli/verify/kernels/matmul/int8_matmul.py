@@ -1,4 +1,4 @@
-"""Verification of `arbcli.kernels.matmul.digits_matmul`."""
+"""Verification of `arbcli.kernels.matmul.int8_matmul`."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -8,14 +8,14 @@ from torch import Tensor
 
 from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.matmul.digits_matmul import (
-    DIGITS_MATMUL,
-    PrepackedDigits,
+from arbcli.kernels.matmul.int8_matmul import (
+    INT8_MATMUL,
+    PrepackedInt8,
     _weights_in_float32,
-    prepack_digits,
+    prepack_int8,
 )
+from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS
 from arbcli.kernels.matmul.swizzled import (
-    MOST_ROWS,
     ROWS,
     tiles_torch,
 )
@@ -29,11 +29,11 @@ from arbcli.verify.timed import MATRIX
 from arbcli.verify.verification import Gate, Timing, Verification
 
 
-def digits_matmul_reference(
+def int8_matmul_reference(
     x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute `digits_matmul` in float64, one column at a time."""
+    """Compute `int8_matmul` in float64, one column at a time."""
     tiles, planes = pieces.shape[:2]
     weight = torch.zeros(tiles, 2, 8, 32 * planes, dtype=torch.float64, device=x.device)
     for k in range(in_features):
@@ -47,7 +47,7 @@ def _with_rounded_weights(
     x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Compute `digits_matmul` with torch, with the weights that the kernel rounds to bf16."""
+    """Compute `int8_matmul` with torch, with the weights that the kernel rounds to bf16."""
     weight = _weights_in_float32(pieces, scales)[:, :in_features].bfloat16().float()
     return tiles_torch(x, weight, out_features, gated, eps, added, dtype)
 
@@ -56,13 +56,12 @@ SHAPES = (
     (1, 1, 8, 32, False, 0.1, False), (1, 34, 1000, 32, True, 1e-6, True),
     (1, 17, 328, 96, False, 1e-6, True), (2, 6, 4136, 64, False, None, False),
     (5, 10, 168, 32, True, 1e-6, False), (8, 9, 2088, 32, False, 1e-6, True),
+    (19, 18, 40, 32, False, 1e-6, True),
 )  # fmt: skip
 """(M, rows, K, G, gated, eps, with `added`)."""
 
 
-def random_digits(
-    rows: int, in_features: int, group_size: int, generator: torch.Generator
-) -> Packed:
+def random_int8(rows: int, in_features: int, group_size: int, generator: torch.Generator) -> Packed:
     """Draw a matrix of all digits with |z| up to 127."""
     packed = random_packed(rows, in_features, group_size, generator, spread=8)
     _, (_, packed) = with_remainders(packed, generator)
@@ -71,8 +70,8 @@ def random_digits(
 
 def _draw_weight(
     rows: int, in_features: int, group_size: int, gated: bool, generator: torch.Generator
-) -> PrepackedDigits:
-    weight = prepack_digits(random_digits(rows, in_features, group_size, generator), gated)
+) -> PrepackedInt8:
+    weight = prepack_int8(random_int8(rows, in_features, group_size, generator), gated)
     codes = torch.randint(0, 256, weight.pieces.shape, generator=generator)  # -0 occurs too
     return weight._replace(pieces=codes.to(torch.uint8))
 
@@ -87,7 +86,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
             generator=generator, device=device, dtype=torch.uint8,
         )  # fmt: skip
         scales = torch.full((*pieces.shape[:3], 2), 2.0**-12, **half)
-        weight = PrepackedDigits(pieces, scales, rows // (1 + gated), in_features, gated)
+        weight = PrepackedInt8(pieces, scales, rows // (1 + gated), in_features, gated)
         dense = torch.randn(rows, in_features, **half)
         x, added = torch.randn(m, in_features, **half), torch.randn(m, weight.out_features, **half)
         yield Timing(
@@ -105,14 +104,14 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     packed = rng.packed(n + n % 2, k, size, digits="all")
     if packed.remainder is not None and not packed.nibble:  # |z| is at most 127
         packed = packed._replace(remainder=(packed.remainder // 2).clamp(min=-63))
-    weight = prepack_digits(packed, gated)
-    x = rng.reals(1 + (m - 1) % MOST_ROWS, k, dtype=torch.bfloat16).contiguous()
+    weight = prepack_int8(packed, gated)
+    x = rng.reals(1 + (m - 1) % MOST_TEXTS, k, dtype=torch.bfloat16).contiguous()
     added = rng.reals(len(x), weight.out_features).contiguous() if rng.below(2) else None
     return x, *weight, rng.pick((None, 1e-6)), added, rng.dtype
 
 
-digits_matmul_verification = Verification(
-    DIGITS_MATMUL, digits_matmul_reference, partial(prepacked_cases, SHAPES, draw=_draw_weight),
+int8_matmul_verification = Verification(
+    INT8_MATMUL, int8_matmul_reference, partial(prepacked_cases, SHAPES, draw=_draw_weight),
     Gate(
         relative=1e-4,
         peer_slack=0.1,

@@ -1,0 +1,95 @@
+"""Small matrices that are decoded in groups, as decoding one takes less time than its launch."""
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.codec.decode_weights import decode_weights_triton
+from arbcli.kernels.runtime.backend import LARGE_ELEMENTS
+from arbcli.model.layers.linear import DecodedWith, LinearWeight
+from arbcli.model.layers.products import Product
+
+MOST_AT_ONCE = 2**22
+"""Maximum number of weights of several blocks that are decoded in one launch: 8 MiB in bf16."""
+MOST_KEPT = 2**21
+"""Maximum number of weights that stay decoded between a forward and its backward: 4 MiB in bf16."""
+
+
+class GroupProduct(Product):
+    """A product whose launch decodes the matrices that are needed next, too."""
+
+    __slots__ = ()
+    name = "decoded in a group"
+
+    def product(self, weight: LinearWeight, x: Tensor) -> Tensor:
+        """Compute x @ w.T, and keep w for the backward that begins with it."""
+        assert weight.group is not None
+        dense = _decode(weight, weight.group.after, x.dtype)
+        if weight.group.kept_for_backward and weight.is_awaited:
+            weight.make_ready(dense)
+        return x @ dense.T
+
+    def propagate(self, weight: LinearWeight, grad_y: Tensor) -> Tensor:
+        """Compute grad_y @ w for the (M, N) gradient of a product."""
+        assert weight.group is not None
+        return grad_y @ _decode(weight, weight.group.before, grad_y.dtype)
+
+
+def _decode(weight: LinearWeight, group: tuple[LinearWeight, ...], dtype: torch.dtype) -> Tensor:
+    """Decode a weight, and in the same launch those of `group`, which are needed next.
+
+    A weight decoded in advance is used once, if its version has not changed.
+    """
+    ready = weight.take_ready()
+    if ready is not None and ready.dtype == dtype:
+        return ready
+    others = [other for other in group if other.number_format == "bf16"]
+    dense, *rest = decode_weights_triton([weight.packed, *(w.packed for w in others)], dtype)
+    for other, decoded in zip(others, rest, strict=True):
+        other.make_ready(decoded)
+    return dense
+
+
+def decode_in_groups(
+    blocks: list[list[LinearWeight]], head: LinearWeight | None, *, across: bool
+) -> None:
+    """Decode small matrices in groups.
+
+    A backward begins with smaller groups, as decoded weights would add to the peak while most
+    activations are still in memory. Later groups begin at the boundaries of blocks.
+
+    Args:
+        blocks: the weights of each block, equally many, in the order of a forward, each once.
+        head: the weight that is used after them, if it is used once, and as a whole.
+        across: whether a group may have weights of several blocks and of the head. A block that is
+            recomputed uses weights of its own only.
+    """
+    weights = [weight for block in blocks for weight in block]
+    large = any(weight.num_weights >= LARGE_ELEMENTS for weight in weights)
+    if not weights or large or weights[0].rule.reads_all:
+        return
+    after = [head] if across and head and head.num_weights < LARGE_ELEMENTS else []
+    size, number = len(blocks[0]), len(weights)
+    at_once = MOST_AT_ONCE // sum(weight.num_weights for weight in blocks[0]) if across else 1
+    length = size * max(1, at_once)
+    forward, first = range(0, number, length), len(after)
+    backward = (0, first + 1, *range(first + size - 1, first + number, length))
+    weights += after
+    kept = weights[::-1][: first + size - 1] if across else []
+    if sum(weight.num_weights for weight in kept) > MOST_KEPT:
+        kept = []
+    needed_after = _rest_of_groups(weights, forward)
+    needed_before = _rest_of_groups(weights[::-1], backward)[::-1]
+    for index, weight in enumerate(weights):
+        keeps = len(weights) - index <= len(kept)
+        weight.group = DecodedWith(needed_after[index], needed_before[index], keeps)
+
+
+def _rest_of_groups(
+    weights: list[LinearWeight], starts: range | tuple[int, ...]
+) -> list[tuple[LinearWeight, ...]]:
+    """Return for each weight those after it in its group; groups begin at `starts`."""
+    rests: list[tuple[LinearWeight, ...]] = [()] * len(weights)
+    for start, end in zip(starts, (*starts[1:], len(weights)), strict=True):
+        for index in range(start, end):
+            rests[index] = tuple(weights[index + 1 : end])
+    return rests

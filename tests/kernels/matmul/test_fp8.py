@@ -1,0 +1,66 @@
+"""Products in eight bits: what their cases do not say."""
+
+import pytest
+import torch
+
+from arbcli.kernels.codec.decode_weight import decode_weight
+from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
+from arbcli.kernels.matmul.quantise_rows import quantise_rows
+from arbcli.verify.kernels.codec.packed import random_packed
+from arbcli.verify.kernels.matmul.quantise_rows import (
+    quantise_rows_verification,
+)
+
+
+def matrix(outputs: int, inputs: int, device: torch.device | str = "cpu") -> Packed:
+    generator = torch.Generator().manual_seed(0)
+    return random_packed(outputs, inputs, 32, generator, spread=2).to(device)
+
+
+def product(x: torch.Tensor, packed: Packed, **options) -> torch.Tensor:
+    return fp8_matmul(*quantise_rows(x), packed, dtype=x.dtype, **options)
+
+
+def test_numbers_that_eight_bits_hold_are_multiplied_exactly(device):
+    packed = matrix(32, 64, device)._replace(fraction=None)
+    x = torch.randint(-8, 9, (70, 64)).float().to(device)
+    weight = decode_weight(packed, torch.float32)
+    assert torch.equal(product(x, packed), x @ weight.T)
+
+
+def test_non_finite_row_gives_nan(device):
+    packed = matrix(32, 64, device)
+    x = torch.ones(70, 64, device=device)
+    x[3, 5] = torch.inf
+    finite = product(x, packed).isfinite().all(dim=1)
+    assert finite.tolist() == [row != 3 for row in range(70)]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [quantise_rows_verification.triton, quantise_rows_verification.torch],
+    ids=["triton", "torch"],
+)
+@pytest.mark.parametrize(
+    ("width", "place", "value"),
+    [(40, 7, torch.inf), (2100, 7, -torch.inf), (2100, 1500, torch.nan), (2100, 2099, torch.inf)],
+)
+def test_non_finite_row_stays_non_finite_and_changes_no_other(
+    run, value, width, place, device, monkeypatch
+):
+    """Rows that are read in turns, of 1024 here, keep what any of the turns has seen."""
+    monkeypatch.setattr("arbcli.kernels.matmul.quantise_rows.WHOLE_ROW", 64)
+    x = torch.randn(3, width, generator=torch.Generator().manual_seed(0)).to(device)
+    whole = run(x)
+    x[1, place] = value
+    q, scale = run(x)
+    assert scale.isfinite().flatten().tolist() == [True, False, True]
+    for got, expected in zip((q, scale), whole, strict=True):
+        assert torch.equal(got[::2], expected[::2])
+
+
+def test_largest_of_a_row_uses_the_range():
+    q, scale = quantise_rows(torch.tensor([[3.0, -5.0], [2.0**-9, 0.0], [0.0, 0.0]]))
+    assert q.float().tolist() == [[96.0, -160.0], [128.0, 0.0], [0.0, 0.0]]
+    assert scale[:2].flatten().tolist() == [2.0**-5, 2.0**-16]
