@@ -275,7 +275,8 @@ class _DroppedAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        grads = dropped_attention_backward(grad_y, *ctx.saved_tensors, ctx.rate)
+        q, k, v, y, logs, key = ctx.saved_tensors
+        grads = dropped_attention_backward(grad_y, q, k, v, y, logs, key, ctx.rate)
         return *grads, None, None
 
 

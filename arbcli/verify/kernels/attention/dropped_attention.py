@@ -44,10 +44,10 @@ def dropped_attention_backward_reference(
     rate: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute the gradients by autograd in float64."""
-    inputs = [part.detach().double().requires_grad_() for part in (q, k, v)]
+    q, k, v = (part.detach().double().requires_grad_() for part in (q, k, v))
     with torch.enable_grad():
-        y, _ = dropped_attention_reference(*inputs, key, rate)
-        return torch.autograd.grad(y, inputs, grad_y.double())
+        y, _ = dropped_attention_reference(q, k, v, key, rate)
+        return torch.autograd.grad(y, (q, k, v), grad_y.double())
 
 
 def _rounded_attention(
