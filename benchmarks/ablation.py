@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from arbcli.config.presets import preset
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.families.graph.edges import Edges
 from arbcli.inspect.memory import predict
 from arbcli.kernels.runtime.device import deterministic

@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.checkpoint import load_checkpoint, save_checkpoint
 from arbcli.model.updater import Updater

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arbcli.data.text import evaluation_batches, open_texts
+from arbcli.data.opening import open_texts
+from arbcli.data.text import evaluation_batches
 from arbcli.families.graph.codebook import Codebook
 from arbcli.families.graph.quantiser import Quantiser
 from arbcli.kernels.runtime.backend import use_backend

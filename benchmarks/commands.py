@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from benchmarks import results
 
 PART_BYTES = 100_000

@@ -9,7 +9,7 @@ Each text is a part of the mixture that trains, and of what is held out. The mod
 import json
 from dataclasses import replace
 
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.families.media.config import CompositeConfig
 from arbcli.generation.evaluation import evaluate
 from arbcli.kernels.runtime.device import deterministic

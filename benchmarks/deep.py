@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.families.compressed import state as compressed_state
 from arbcli.families.compressed.kernels.decode_compressed import decode_compressed
 from arbcli.families.compressed.verify.decode_compressed import decode_compressed_reference

@@ -17,7 +17,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from arbcli.config.presets import preset
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.model.baselines import FloatWeight
 from arbcli.training.configure import new_config
 from arbcli.training.trainer import Trainer

@@ -13,7 +13,7 @@ import statistics
 
 import torch
 
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.families.hnet.boundaries import chunk_depths
 from arbcli.generation.decoder import Decoder
 from arbcli.generation.sampling import Sampling

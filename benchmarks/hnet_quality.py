@@ -9,7 +9,7 @@ timing are not counted. A GPU is one process's: two would share its time.
 import time
 from typing import NamedTuple
 
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.training.configure import new_config
 from arbcli.training.trainer import EAGER_STEPS, Trainer

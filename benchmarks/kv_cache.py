@@ -17,10 +17,10 @@ from torch.nn import functional
 
 from arbcli.config.presets import preset
 from arbcli.generation.decoder import Decoder
-from arbcli.kernels.attention.eight_bits import CacheFormat
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
+from arbcli.model.parts.cached import CacheFormat
 from benchmarks import results
 from benchmarks.generation import bytes_per_second
 

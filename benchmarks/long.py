@@ -11,7 +11,7 @@ import statistics
 
 import torch
 
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.generation.decoder import Decoder
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.language_model import LanguageModel

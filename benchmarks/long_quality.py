@@ -13,7 +13,7 @@ after many, and once more with keys and values in eight bits.
 
 from typing import Any
 
-from arbcli.data.text import open_text, open_texts
+from arbcli.data.opening import open_text, open_texts
 from arbcli.generation.evaluation import evaluate
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.training.configure import new_config

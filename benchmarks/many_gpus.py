@@ -27,7 +27,8 @@ from unittest import mock
 
 import torch
 
-from arbcli.data.text import Texts, evaluation_batches, open_texts
+from arbcli.data.opening import open_texts
+from arbcli.data.text import Texts, evaluation_batches
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.baselines import FloatWeight

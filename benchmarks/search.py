@@ -34,7 +34,7 @@ from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.presets import preset
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.families.compressed.config import CompressedAttentionConfig
 from arbcli.families.experts.config import ExpertsConfig
 from arbcli.families.hnet.config import ChunkingConfig

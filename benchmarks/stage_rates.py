@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 from unittest import mock
 
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.language_model import LanguageModel
 from arbcli.training.configure import new_config

@@ -8,7 +8,7 @@ from apparatus.graphs import Graph, recorded_graphs
 from cells import Cell, wide
 
 from arbcli.config.presets import preset
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.families.hnet.stage import Stage
 from arbcli.generation.decoder import Decoder
 from arbcli.generation.sampling import Sampling

@@ -115,7 +115,7 @@ def test_package_trains_without_triton_and_loads_no_compiler():
         "from arbcli.kernels.runtime.backend import default_backend\n"
         "from arbcli.generation.generation import Sampling, continue_text\n"
         "from arbcli.training.configure import new_config\n"
-        "from arbcli.data.text import open_texts\n"
+        "from arbcli.data.opening import open_texts\n"
         "from arbcli.training.observer import Observer\n"
         "from arbcli.training.run import start_run\n"
         "from arbcli.training.trainer import Trainer\n"

@@ -10,7 +10,7 @@ import torch
 
 import arbcli
 from arbcli.base.errors import ArbError
-from arbcli.data.conversion import Conversion
+from arbcli.data.files import Conversion
 from arbcli.generation.load import load_model
 from arbcli.kernels.runtime.backend import default_backend
 from arbcli.training.observer import Observer

@@ -22,7 +22,8 @@ from arbcli import __version__
 from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
 from arbcli.config.training import SETTINGS, train_config
-from arbcli.data.conversion import Conversion, plain_file
+from arbcli.data.files import Conversion
+from arbcli.data.opening import plain_file
 from arbcli.generation.load import load_weights
 from arbcli.inspect.saved import open_saved
 from arbcli.interop.exporting import export

@@ -29,8 +29,8 @@ from arbcli.data import chat_template, tokens
 from arbcli.data import chats as chatting
 from arbcli.data.chat_template import ChatTemplate, find_template, keep_template, template_of
 from arbcli.data.chats import Chats
-from arbcli.data.conversion import Conversion, plain_file
-from arbcli.data.files import check_named
+from arbcli.data.files import Conversion, check_named
+from arbcli.data.opening import plain_file
 from arbcli.data.text import Mixture
 from arbcli.families.hnet.config import ChunkingConfig
 from arbcli.families.media import continuing, pictures, sound
@@ -39,7 +39,7 @@ from arbcli.inspect import probe, ranks
 from arbcli.interop.gguf import tokens as gguf_tokens
 from arbcli.interop.huggingface import companions
 from arbcli.interop.huggingface.config_json import read_config
-from arbcli.training import check, directory, run, teacher
+from arbcli.training import check, directory, run, teacher, token_texts
 
 MLP, ATTENTION = MLPConfig(width=8), AttentionConfig(heads=2)
 BLOCK = BlockConfig(mixer=ATTENTION, channel=MLP)
@@ -259,7 +259,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "resume of no run": (
         lambda _: run.resume_run(Path("gone"), run.Observer()), "there is no run at `gone`"),
     "documents of bytes": (
-        lambda _: directory._document_texts(None, None, SimpleNamespace(field="messages")),
+        lambda _: token_texts._document_texts(None, None, SimpleNamespace(field="messages")),
         "`--field messages` needs a tokenizer, as it has documents"),
     "text of a folder": (
         lambda _: directory.held_out_text(Path()), "`.` has no held-out text"),

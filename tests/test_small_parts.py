@@ -111,7 +111,7 @@ def test_teacher_reads_the_tokens_of_the_student(monkeypatch):
     monkeypatch.setattr(teacher, "read_saved", lambda *_: saved)
     monkeypatch.setattr(teacher, "saved_config", lambda _: preset("tiny"))
     monkeypatch.setattr(teacher.Tokenizer, "read", lambda path: f"read {path}")
-    monkeypatch.setattr(teacher, "DIGEST", "tokenizer")
+    monkeypatch.setattr(teacher, "TOKENIZER_DIGEST", "tokenizer")
     checked = mock.Mock()
     monkeypatch.setattr(teacher, "check_digest", checked)
     config = SimpleNamespace(teacher="a", model=preset("tiny"), tokenizer="tokens.json")

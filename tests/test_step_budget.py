@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.model.operations import step_operations
 from arbcli.training.configure import new_config
 from arbcli.training.trainer import Trainer

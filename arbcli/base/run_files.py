@@ -8,6 +8,8 @@ from arbcli.base.reading import read_json
 
 CONFIG = "config.json"
 """File of a run with its configuration, its text, and the versions at its start."""
+TOKENIZER = "tokenizer.json"
+"""File of a run with its tokenizer."""
 COMPANIONS = "hugging_face"
 """Folder of a run with other files of an imported model, which exports include."""
 RUNS = Path("runs")

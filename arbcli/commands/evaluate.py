@@ -25,7 +25,7 @@ from arbcli.commands._options import (
 )
 from arbcli.commands._saved import config_in_header
 from arbcli.data.files import check_named
-from arbcli.data.text import open_text
+from arbcli.data.opening import open_text
 from arbcli.generation.option_checks import check_masked_option, check_plain_field, check_stride
 
 if TYPE_CHECKING:

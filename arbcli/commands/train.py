@@ -335,12 +335,12 @@ def _check_new(settings: dict[str, Any], init_from: Path | None, out: Path | Non
 def _read_initial(path: Path, settings: dict[str, Any], display: RunDisplay) -> "SavedModel":
     """Read the initial model, and add its configuration and tokenizer to the settings."""
     from arbcli.generation.load import read_saved, saved_config
-    from arbcli.generation.tokens import FILE, saved_tokenizer
+    from arbcli.generation.tokens import saved_tokenizer
 
     initial = read_saved(path, display.noted)
     settings["preset"] = saved = saved_config(initial.checkpoint)
     if saved_tokenizer(*initial, saved):
-        settings.setdefault("tokenizer", str(initial.path.with_name(FILE)))
+        settings.setdefault("tokenizer", str(initial.path.with_name(run_files.TOKENIZER)))
     if saved.digits != "trit" and (initial.path.parent / run_files.COMPANIONS).exists():
         fades = settings.get("digits") == "fade"
         settings.setdefault("lr", LR_OF_FADING_TUNING if fades else LR_OF_TUNING)

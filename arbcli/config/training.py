@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.lazy import ExtendedMapping
@@ -21,9 +21,12 @@ from arbcli.config.settings import (
     settings_of,
 )
 from arbcli.config.short_forms import ARGUMENTS, MODEL_SETTINGS, PART_RULES
-from arbcli.data.conversion import Conversion
 from arbcli.families import FAMILIES, SOUND_FORMS
 from arbcli.model.rules import FADED, LR, LR_OF_DIGITS, LR_OF_FADING
+
+if TYPE_CHECKING:
+    from arbcli.data.files import Conversion
+
 
 EVAL_EVERY = (50, 500)
 """Minimum and maximum of the default number of steps between evaluations."""
@@ -573,8 +576,10 @@ class TrainConfig:
             )
 
     @property
-    def conversion(self) -> Conversion:
+    def conversion(self) -> "Conversion":
         """Conversion of files that are not plain text to bytes."""
+        from arbcli.data.files import Conversion  # a trainer takes texts that are open
+
         return Conversion(self.field, self.sound, self.picture)
 
     @property

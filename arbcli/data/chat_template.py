@@ -14,7 +14,7 @@ from typing import Any
 from arbcli.base.atomic_files import make_folder, write_json, write_text
 from arbcli.base.errors import ArbError, optional_module
 from arbcli.base.reading import read_json, read_small, shown
-from arbcli.base.run_files import COMPANIONS
+from arbcli.base.run_files import COMPANIONS, TOKENIZER
 from arbcli.data.special_tokens import (
     MAP,
     SETTINGS,
@@ -24,7 +24,6 @@ from arbcli.data.special_tokens import (
     special_tokens,
     with_special_tokens,
 )
-from arbcli.data.tokens import FILE
 
 TEMPLATE = "chat_template.jinja"
 OLD_TEMPLATE = "chat_template.json"
@@ -256,7 +255,7 @@ def keep_template(tokenizer: Path | str, run: Path) -> None:
     keep_special_tokens(tokenizer, run)
     settings: dict[str, Any] = {}
     try:
-        kept = template_digest(find_template(run / FILE))
+        kept = template_digest(find_template(run / TOKENIZER))
         if (folder / SETTINGS).exists():
             settings = read_json(folder / SETTINGS, {})
     except ArbError:  # damaged
@@ -319,7 +318,7 @@ def template_of(run: Path) -> ChatTemplate:
     Raises:
         ArbError: the template is missing or damaged.
     """
-    template = find_template(run / FILE)
+    template = find_template(run / TOKENIZER)
     if template is None:
         raise without_template(run)
     return template

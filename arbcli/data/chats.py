@@ -18,17 +18,13 @@ from arbcli.base.errors import ArbError
 from arbcli.base.reading import parse_json, unreadable
 from arbcli.data.chat_template import ChatTemplate, Message, is_table, template_digest
 from arbcli.data.conversion import RECORD_BYTES, converted
+from arbcli.data.files import CHATS, JOINED
 from arbcli.data.text import Mixture, Text
 from arbcli.data.tokens import Tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MESSAGES = "messages"
-"""Field of records with chats."""
-CONVERSATIONS = "conversations"
-"""The same with `from` and `value`, as in ShareGPT."""
-CHATS = MESSAGES, CONVERSATIONS
 SHARE_GPT = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
     "system": "system", "tool": "tool",
@@ -40,8 +36,6 @@ UNREAD = "chat_template", "chat_template_kwargs", "functions"
 """Fields of a record that decide its text elsewhere, and are refused."""
 UNREAD_OF_MESSAGES = "train", "train_on", "mask"
 """Fields of a message that decide elsewhere what is learnt, and are refused."""
-JOINED = "+"
-"""Separator of the fields of a question and its answer."""
 ROLES = "user", "assistant"
 MOST_DOCUMENTS = 64
 """Maximum number of documents in a window, including the padding."""
@@ -49,11 +43,6 @@ NOT_LEARNT = -1
 """Target without a loss."""
 VERSION = 2
 """Version of the tokenised files in the cache; changed if records are tokenised otherwise."""
-
-
-def has_documents(field: str | None) -> bool:
-    """Return whether the `field` of a run names documents in place of plain text."""
-    return field is not None and (field in CHATS or JOINED in field)
 
 
 class Document(NamedTuple):
@@ -100,7 +89,7 @@ class Chats(Text):
                 hint="put the model's `chat_template.jinja` there, or use `--field +FIELD`",
             )
         self._source, self.context = source, context
-        self.template_digest = template_digest(template)
+        self.template_digest: str | None = template_digest(template)
         reader = _Reader(field, tokenizer, template, ending)
         self._places: list[tuple[int, int]] = []
         """Begin of each document in `_flat`, and the number of its tokens."""

@@ -61,6 +61,8 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+TOKENIZER_DIGEST = "tokenizer"
+"""Key of the tokenizer's digest in the `data` of a checkpoint."""
 FORMAT = 1
 LARGEST_HEADER = 2**22
 """Maximum size of a header: enough for ten thousand tensors, and safe to parse untrusted."""
@@ -327,6 +329,24 @@ def remove_files(paths: Iterable[Path]) -> None:
 def _copy(path: Path, file: BufferedIOBase) -> None:
     with path.open("rb") as source:
         shutil.copyfileobj(source, file)
+
+
+def is_export(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint only has weights, as `arb export --to safetensors` writes it."""
+    return "origin" in checkpoint.data
+
+
+def check_trainable(checkpoint: Checkpoint) -> None:
+    """Check that a checkpoint has training state.
+
+    Raises:
+        ArbError: it is an export, which only has weights.
+    """
+    if is_export(checkpoint):
+        raise ArbError(
+            "the file is an export without training state",
+            hint="name a checkpoint of the run that it was exported from",
+        )
 
 
 def check_layout(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -1,12 +1,13 @@
 """Values passed between the blocks of a model: the residual stream, losses and other inputs."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from arbcli.model.ngrams import ngram_keys
+if TYPE_CHECKING:
+    from arbcli.model.layers.dropout import Dropout
 
 
 def rows_of(x: Tensor) -> list[Tensor]:
@@ -69,19 +70,6 @@ class Documents(NamedTuple):
         return self.seen.triu(1 - window)
 
 
-class Dropout(NamedTuple):
-    """Dropout of the outputs of branches, which are mixers and channel mixers, in training."""
-
-    keys: Tensor
-    """(branches,) int32, key of the mask of each branch."""
-    rate: float
-    """Probability that an element is dropped."""
-
-    def of(self, first: int, branches: int) -> "Dropout":
-        """Select consecutive branches."""
-        return Dropout(self.keys[first : first + branches], self.rate)
-
-
 class Reading(NamedTuple):
     """Additional inputs of parts, indexed by the positions of the present stage."""
 
@@ -92,18 +80,8 @@ class Reading(NamedTuple):
     """(B, T) int64, keys of the n-grams that end at each position; None if no part reads them."""
     documents: Documents | None = None
     """Attention mask of packed documents; None if a window is one text."""
-    dropout: Dropout | None = None
+    dropout: "Dropout | None" = None
     """Dropout of the branches of the model, or of a block; None outside of training."""
-
-    @classmethod
-    def of_text(cls, text: Tensor, length: int) -> "Reading":
-        """Compute the n-gram keys of a text.
-
-        Args:
-            text: (B, history + T) int64 bytes, negative before the text.
-            length: T.
-        """
-        return cls(grams=ngram_keys(text)[:, -length:])
 
     @property
     def valid(self) -> Tensor | None:

@@ -7,7 +7,7 @@ configuration omits are None.
 """
 
 from importlib import import_module
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +16,24 @@ from torch.nn import functional
 from arbcli.base.lazy import imported
 from arbcli.config.kinds import BESIDE
 from arbcli.config.model import ModelConfig
+from arbcli.config.site import in_chunks
 from arbcli.families import BETWEEN, OBJECTIVES
-from arbcli.model.cache import BatchCache, Cache
-from arbcli.model.decoding import forward_with_cache
-from arbcli.model.flow import Documents, Dropout, Flow, Reading
+from arbcli.model.flow import Documents, Flow, Reading
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
 from arbcli.model.layers.linear import TernaryLinear, decode_in_groups
 from arbcli.model.layers.loss import divergence
-from arbcli.model.layers.symbols import Predictions, in_chunks
+from arbcli.model.packed import JoinedStatistics
 from arbcli.model.packed_model import PackedModel
-from arbcli.model.parts.mlp import MLP
-from arbcli.model.registry import build_part
+from arbcli.model.parts.base import build_part
 from arbcli.model.stack import Stack
-from arbcli.model.state import Track
-from arbcli.model.step_memory import JoinedStatistics
 
+if TYPE_CHECKING:
+    from arbcli.model.cache import Cache
+    from arbcli.model.layers.dropout import Dropout
+    from arbcli.model.layers.symbols import Predictions
+    from arbcli.model.state import Track
+
+NGRAMS = "arbcli.model.ngrams:reading_of"
 TEACHER_WEIGHT = 1.0
 """Weight of the divergence from a teacher in the training loss."""
 
@@ -82,7 +85,7 @@ class LanguageModel(PackedModel):
                 self.add_module(name, module)
         if config.head:
             self.byte_norm = stream_norm(outermost)
-            self.byte_mlp = MLP(config.head, config.head.own_site(outermost), area="head")
+            self.byte_mlp = build_part(config.head, outermost, "head")
         self.norm = stream_norm(outermost)
         if config.composite:
             self.head: Any = build_part(config.composite, outermost)
@@ -104,7 +107,7 @@ class LanguageModel(PackedModel):
         self._with_gauges: list[Any] | None = None
         """Parts with `gauges`; None before they are first read."""
 
-    def forward(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, ids: Tensor, cache: "Cache | None" = None) -> Tensor:
         """Compute logits, (B, T, V) in `compute_dtype`, from bytes or tokens, (B, T) int64.
 
         With a `Cache`, B is 1, and the symbols continue the text of the cache. With a
@@ -112,7 +115,7 @@ class LanguageModel(PackedModel):
         depend on the others.
         """
         if cache is not None:
-            return forward_with_cache(self, ids, cache)
+            return cache.forward(self, ids)
         return self.logits(self._hidden(ids))
 
     def new_cache(
@@ -122,11 +125,13 @@ class LanguageModel(PackedModel):
         *,
         first: int = 0,
         device: torch.device | None = None,
-    ) -> Cache:
+    ) -> "Cache":
         """Create the decoding cache of texts of at most `positions` bytes.
 
         See `Cache`; for several texts it is a `BatchCache`.
         """
+        from arbcli.model.cache import BatchCache, Cache  # training needs no cache
+
         if texts > 1:
             return BatchCache(self, texts, positions, first=first, device=device)
         return Cache(self, positions, first=first, device=device)
@@ -142,7 +147,7 @@ class LanguageModel(PackedModel):
         documents: Tensor | None = None,
         *,
         teacher: "LanguageModel | None" = None,
-        dropout: Dropout | None = None,
+        dropout: "Dropout | None" = None,
     ) -> dict[str, Tensor]:
         """Compute the terms of the training loss, which is their sum weighted by `loss_weights`.
 
@@ -222,7 +227,7 @@ class LanguageModel(PackedModel):
         """Whether losses are computed in chunks of the vocabulary, without storing all logits."""
         return self.config.weights == "ternary" and in_chunks(self.config.vocabulary)
 
-    def _score(self, flow: Flow, targets: Tensor | Predictions) -> Tensor:
+    def _score(self, flow: Flow, targets: "Tensor | Predictions") -> Tensor:
         return self.head.losses(self._before_head(flow), targets, self.norm)
 
     def _before_head(self, flow: Flow) -> Tensor:
@@ -262,10 +267,10 @@ class LanguageModel(PackedModel):
 
     def reading(self, text: Tensor, length: int) -> Reading:
         """Return the inputs of the last T symbols other than the stream, from (B, history + T)."""
-        return Reading.of_text(text, length) if self.config.reads_text else Reading()
+        return imported(NGRAMS)(text, length) if self.config.reads_text else Reading()
 
     def _hidden(
-        self, ids: Tensor, documents: Tensor | None = None, dropout: Dropout | None = None
+        self, ids: Tensor, documents: Tensor | None = None, dropout: "Dropout | None" = None
     ) -> Flow:
         """Compute the stream before the head."""
         length = ids.shape[1]
@@ -287,7 +292,7 @@ class LanguageModel(PackedModel):
         return self.stages[index](x, ids, reading, inner, recompute=self.recompute)
 
     def run_innermost(
-        self, x: Tensor, reading: Reading, track: Track | None = None, *, fused: bool = False
+        self, x: Tensor, reading: Reading, track: "Track | None" = None, *, fused: bool = False
     ) -> Flow:
         """Run the stream through the innermost stage.
 

@@ -9,15 +9,12 @@ from torch import nn
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig
-from arbcli.kernels.attention.eight_bits import CacheFormat
-from arbcli.model.baselines import FloatWeight
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.model.layers.vector import TernaryTaps, TernaryVector
-from arbcli.model.packed import StateModule, TernaryTensor
-from arbcli.model.parts.base import CachedAttention
-from arbcli.model.step_memory import StepMemory
+from arbcli.model.packed import StateModule, StepMemory, TernaryTensor, Weight
+from arbcli.model.parts.cached import CachedAttention, CacheFormat
 
 
 class PackedModel(nn.Module):
@@ -76,7 +73,7 @@ class PackedModel(nn.Module):
                 for weight in self._matrices():
                     stack.enter_context(weight.decoded_once())
             for part in self.modules():
-                if isinstance(part, FloatWeight):
+                if isinstance(part, Weight):
                     stack.enter_context(part.cast_once(self.compute_dtype))
                 elif isinstance(part, TernaryLinear | TernaryTaps | TernaryVector):
                     stack.enter_context(part.prepacked_once())
@@ -166,7 +163,6 @@ class PackedModel(nn.Module):
         """Number of packed weights, including those of frozen norms."""
         return sum(tensor.num_weights for tensor in self.packed_tensors().values())
 
-    def weights(self) -> dict[str, TernaryTensor | FloatWeight]:
+    def weights(self) -> dict[str, Weight]:
         """Return all weights by name, in the order of the model."""
-        kinds = (TernaryTensor, FloatWeight)
-        return {name: part for name, part in self.named_modules() if isinstance(part, kinds)}
+        return {name: part for name, part in self.named_modules() if isinstance(part, Weight)}

@@ -20,15 +20,18 @@ import torch
 from torch import Tensor
 
 from arbcli.base.errors import ArbError, quoted
-from arbcli.kernels.rows.weighted_rows import TouchedRows
+from arbcli.kernels.rows.table_rows import TouchedRows, gather_rows, scatter_rows_
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.merged import merge_launches
 from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.gradient_gains import GradientGains, gradient_gains
-from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
+from arbcli.kernels.update.gradient_statistics import (
+    GradientStatistics,
+    SignGradient,
+    gradient_statistics,
+)
 from arbcli.kernels.update.random_bits import stream_keys
-from arbcli.kernels.update.sign_gradient import SignGradient
 from arbcli.kernels.update.step_trits import GOLDEN_TURN, LARGEST_DECAY
 from arbcli.model.optimizers.base import Direction, Ingredients
 from arbcli.model.packed import TernaryTensor
@@ -116,6 +119,14 @@ def _step_one(averaged: _Averaged, values: Tensor) -> None:
     tensor, direction, state, gains, control = averaged
     ingredients = direction.ingredients(values, gains, control.share)
     tensor.rule.step_along(state, ingredients, gains.ok, control)
+
+
+def _gathered(tensor: TernaryTensor, rows: Tensor) -> State:
+    """Copy the state of rows, (R,) int64; rows out of range are zero."""
+    return {
+        name: part if name == "column_statistic" else gather_rows(part, rows)
+        for name, part in tensor.state.items()
+    }
 
 
 def step_limits(step_sizes: np.ndarray) -> np.ndarray:
@@ -382,11 +393,13 @@ class Updater:
         elif isinstance(where, range):
             self._update_stack(tensor, grad, where)
         else:
-            rows = tensor.gather(where.rows)
+            rows = _gathered(tensor, where.rows)
             share = where.count.clamp(min=1) / len(where.rows)
             target = _Target(tensor, rows, index, self._unused[index], True, True, share)
             self._step_along(self._begin(target, grad))
-            tensor.scatter(where.rows, rows)
+            for name, part in rows.items():
+                if name != "column_statistic":
+                    scatter_rows_(tensor.state[name], where.rows, part)
 
     @property
     def counts_rows(self) -> bool:
@@ -419,7 +432,7 @@ class Updater:
         if isinstance(where, range):
             parts = [(index + n, tensor.matrix(n), grad[i]) for i, n in enumerate(where)]
         else:
-            state = tensor.matrix(0) if where is None else tensor.gather(where.rows)
+            state = tensor.matrix(0) if where is None else _gathered(tensor, where.rows)
             parts = [(index, state, grad)]
         for number, state, values in parts:
             packed, signs = tensor.packed_of(state), tensor.rule.steps_by_signs

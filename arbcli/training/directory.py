@@ -10,31 +10,31 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from arbcli.base.errors import ArbError, os_errors, quoted
 from arbcli.base.reading import read_json
-from arbcli.base.run_files import CONFIG, RUNS, run_of
+from arbcli.base.run_files import CONFIG, RUNS, TOKENIZER, run_of
 from arbcli.config.checks import check_at_least
 from arbcli.config.initial import first_difference
 from arbcli.config.presets import config_from_dict
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
-from arbcli.data.chat_template import check_template, find_template
-from arbcli.data.chats import Chats, has_documents
-from arbcli.data.conversion import DOCUMENTS, Conversion
-from arbcli.data.special_tokens import stop_tokens
-from arbcli.data.text import Text, Texts, entropy, open_texts
-from arbcli.data.tokens import FILE, Tokenizer, tokenised
-from arbcli.generation.load import SavedModel, check_saved, read_saved
-from arbcli.generation.tokens import check_digest, check_vocabulary
+from arbcli.data.files import DOCUMENTS, Conversion, has_documents
+from arbcli.data.opening import open_texts
+from arbcli.data.text import Text, Texts, entropy
+from arbcli.generation.tokens import check_vocabulary
 from arbcli.model.checkpoint import Accept, Checkpoint
 from arbcli.training.recent import check_recent
 from arbcli.training.record import read_records
 from arbcli.training.schedule import fade_stage
 from arbcli.training.trainer import text_digest
 from arbcli.version import __version__
+
+if TYPE_CHECKING:
+    from arbcli.generation.load import SavedModel
+
 
 DATA = {"seed": "seed", "text": "digest", "tokenizer": "tokenizer", "wire": "wire"}
 """Facts about the run in each checkpoint, by their keys in its `data`."""
@@ -217,6 +217,7 @@ def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig) -> Accept:
         facts: contents of `config.json`.
         config: the configuration in `facts`.
     """
+    from arbcli.generation.load import check_saved  # new runs do not need it
 
     def accept(checkpoint: Checkpoint) -> None:
         check_same_run(run, facts, config, checkpoint)
@@ -234,7 +235,7 @@ def can_begin_again(run: Path) -> bool:
     return not read_records(run)
 
 
-def initial_again(facts: dict[str, Any]) -> SavedModel | None:
+def initial_again(facts: dict[str, Any]) -> "SavedModel | None":
     """Read the weights from which a run begins again; None if it draws them.
 
     Raises:
@@ -242,6 +243,8 @@ def initial_again(facts: dict[str, Any]) -> SavedModel | None:
     """
     if "init_from" not in facts:
         return None
+    from arbcli.generation.load import read_saved
+
     saved = read_saved(Path(facts["init_from"]), lambda _: None)
     if saved.checkpoint.digest != facts.get("init_digest"):
         raise ArbError(
@@ -309,40 +312,12 @@ def open_run_texts(
         conversion=DOCUMENTS if documents else config.conversion,
         split=split,
     )
-    tokenizer = None if config.tokenizer is None else Tokenizer.read(config.tokenizer)
-    check_vocabulary(config.model, tokenizer, str(config.tokenizer))
-    if documents:
-        return _document_texts(texts, tokenizer, config)
-    return texts if tokenizer is None else _tokenised_texts(texts, tokenizer, config.model.ctx)
+    if not documents and config.tokenizer is None:
+        check_vocabulary(config.model, None, "")
+        return texts
+    from arbcli.training.token_texts import token_texts
 
-
-def _tokenised_texts(texts: Texts, tokenizer: Tokenizer, context: int) -> Texts:
-    train, val = (tokenised(text, tokenizer) for text in (texts.train, texts.val))
-    for text, role in ((train, "training"), (val, "validation")):
-        if not text.windows(context + 1):
-            raise ArbError(
-                f"a context of {context:,} needs a {role} text of {context + 1:,} tokens or more,"
-                f" and this one has {len(text):,}",
-                hint="use a smaller `--ctx`, or more text for `--data` and `--val`",
-            )
-    return dataclasses.replace(texts, train=train, val=val, tokenizer=tokenizer)
-
-
-def _document_texts(texts: Texts, tokenizer: Tokenizer | None, config: TrainConfig) -> Texts:
-    field = config.field
-    if tokenizer is None or field is None:
-        raise ArbError(
-            f"`--field {field}` needs a tokenizer, as it has documents",
-            hint="add `--tokenizer tokenizer.json`",
-        )
-    config.model.check_documents()
-    template = find_template(str(config.tokenizer))
-    ending = next(iter(stop_tokens(tokenizer, str(config.tokenizer))), None)
-    train, val = (
-        Chats(text, field, tokenizer, template, config.model.ctx, ending)
-        for text in (texts.train, texts.val)
-    )
-    return dataclasses.replace(texts, train=train, val=val, tokenizer=tokenizer)
+    return token_texts(texts, config)
 
 
 def run_config(run: Path, facts: dict[str, Any]) -> TrainConfig:
@@ -355,7 +330,11 @@ def run_config(run: Path, facts: dict[str, Any]) -> TrainConfig:
     config = train_config_from(facts)
     if config.tokenizer is None:
         return config
-    path = run / FILE
+    from arbcli.data.chat_template import check_template, find_template
+    from arbcli.data.tokens import Tokenizer
+    from arbcli.generation.tokens import check_digest
+
+    path = run / TOKENIZER
     check_digest(Tokenizer.read(path), facts["text"].get("tokenizer"), path)
     if has_documents(config.field):
         check_template(find_template(path), facts["text"].get("template"), run)
@@ -428,7 +407,7 @@ def run_facts(run: Path | None, config: TrainConfig, texts: Texts) -> dict[str, 
             "digest": text_digest(texts),
             "entropy": entropy(texts.val),
             "paths": {name: _absolute(getattr(config, name)) for name in ("data", "val")},
-            "template": texts.train.template_digest if isinstance(texts.train, Chats) else None,
+            "template": texts.train.template_digest,
             "tokenizer": texts.tokenizer and texts.tokenizer.digest,
             "train_bytes": len(texts.train.source),
             "val_bytes": len(texts.val.source),

@@ -3,7 +3,7 @@
 import torch
 
 from arbcli.kernels.update.random_bits import stream_keys
-from arbcli.model.flow import Dropout
+from arbcli.model.layers.dropout import Dropout
 from arbcli.model.updater import loaded
 
 SEED = int.from_bytes(b"drop")

@@ -3,11 +3,14 @@
 import codecs
 import unicodedata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from arbcli.base.lazy import imported
 from arbcli.data.text import FAR_NATS, Text, Texts, entropy
-from arbcli.data.tokens import Tokenizer
 from arbcli.families import MEDIA_MARK
+
+if TYPE_CHECKING:
+    from arbcli.data.tokens import Tokenizer
 
 LOOKED_AT_BYTES = 2**13
 """Bytes at the beginning of each file that are checked."""
@@ -38,7 +41,7 @@ def text_warnings(texts: Texts) -> list[str]:
     return warnings
 
 
-def lost_text(sample: bytes, tokenizer: Tokenizer) -> list[str]:
+def lost_text(sample: bytes, tokenizer: "Tokenizer") -> list[str]:
     """Return warnings about what of a text's beginning is lost in tokens.
 
     A space at the beginning, and composed characters, may change.

@@ -33,7 +33,7 @@ from arbcli.base.signals import (
 from arbcli.commands import train
 from arbcli.config.presets import preset
 from arbcli.config.training import trains_ternary
-from arbcli.training.parallel.launch import Place
+from arbcli.training.parallel.process import Place
 
 LINES = {
     "train --ctx 64": False, "train --weights ternary": False, "train --weights float": True,

@@ -14,8 +14,9 @@ from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.data.chat_template import ChatTemplate
-from arbcli.data.chats import NOT_LEARNT, Chats, has_documents, pack
+from arbcli.data.chats import NOT_LEARNT, Chats, pack
 from arbcli.data.conversion import texts_folder
+from arbcli.data.files import has_documents
 from arbcli.data.text import Text, batch
 from arbcli.data.tokens import Tokenizer
 from arbcli.families.mamba.config import MambaConfig

@@ -16,8 +16,9 @@ from unittest.mock import MagicMock
 import pytest
 
 from arbcli.base.errors import ArbError
-from arbcli.data.conversion import DOCUMENTS, RECORD_BYTES, Conversion, plain_file, texts_folder
-from arbcli.data.text import open_text, open_texts
+from arbcli.data.conversion import RECORD_BYTES, texts_folder
+from arbcli.data.files import DOCUMENTS, Conversion
+from arbcli.data.opening import open_text, open_texts, plain_file
 
 TEXT = ("naïve ternary weights\n" * 100).encode()
 

@@ -16,9 +16,9 @@ from arbcli.generation.batch import Request, generate_batch
 from arbcli.generation.decoder import Decoder
 from arbcli.generation.generation import Sampling, generate
 from arbcli.generation.prompts import read_prompts
-from arbcli.kernels.attention.eight_bits import CacheFormat
 from arbcli.kernels.runtime import native
 from arbcli.model.language_model import LanguageModel
+from arbcli.model.parts.cached import CacheFormat
 
 
 @pytest.fixture

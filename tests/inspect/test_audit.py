@@ -11,7 +11,7 @@ from marks import mostly_slow
 from torch.nn import functional
 
 from arbcli.base.errors import ArbError
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.inspect import audit as audit_module
 from arbcli.inspect.audit import (
     LiveTensors,

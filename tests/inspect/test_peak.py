@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from arbcli.config.presets import preset
 from arbcli.config.training import TrainConfig, train_config
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.families.media.config import CompositeConfig
 from arbcli.inspect import peak
 from arbcli.inspect.peak import predict_peak
@@ -272,7 +272,7 @@ MEASURE = """
 import sys, json, torch
 from arbcli.base.environment import set_environment
 set_environment()
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.inspect import peak
 from arbcli.inspect.peak import predict_peak

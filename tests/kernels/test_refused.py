@@ -17,8 +17,7 @@ from arbcli.families.compressed.kernels.append_position import append_position_
 from arbcli.families.compressed.kernels.decode_compressed import decode_compressed
 from arbcli.families.compressed.verify.append_position import in_eight_bits
 from arbcli.kernels.attention.attend_parts import attend_parts
-from arbcli.kernels.attention.decode_attention import decode_attention
-from arbcli.kernels.attention.kept import Kept
+from arbcli.kernels.attention.decode_attention import Kept, decode_attention
 from arbcli.kernels.codec.decode_e4m3 import decode_e4m3
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.digits_matmul import PrepackedDigits, digits_matmul, prepack_digits

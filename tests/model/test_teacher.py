@@ -13,7 +13,7 @@ from arbcli.base.run_files import CONFIG, checkpoint_path
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.generation.load import saved_config
 from arbcli.inspect.audit import audit
 from arbcli.inspect.memory import predict

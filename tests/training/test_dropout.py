@@ -4,11 +4,10 @@ import pytest
 import torch
 from marks import mostly_slow
 
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.kernels.rows.dropout import dropout as drop
 from arbcli.kernels.runtime.device import deterministic
-from arbcli.model.flow import Dropout
-from arbcli.model.layers.dropout import dropout
+from arbcli.model.layers.dropout import Dropout
 from arbcli.training.compiled_twin import compile_twin
 from arbcli.training.configure import new_config
 from arbcli.training.dropout import DropoutKeys
@@ -47,7 +46,7 @@ def assert_equal(some: dict, others: dict) -> None:
 def test_masks_are_those_of_the_key_forward_and_backward():
     x = torch.randn(2, 5, 33, requires_grad=True)
     key = torch.tensor(-9, dtype=torch.int32)
-    y = dropout(x, key, 0.25)
+    y = Dropout(key[None], 0.25).drop(0, x)
     grad = torch.randn_like(y)
     y.backward(grad)
     kept = drop(torch.ones(10, 33), key, 0.25).view_as(x)

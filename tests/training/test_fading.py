@@ -11,7 +11,7 @@ import torch
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import checkpoint_path
 from arbcli.config.training import FADE_FROM, FADING_SHARE
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.generation.generation import Sampling, generate
 from arbcli.generation.load import load_model, saved_config
 from arbcli.interop.exporting import export

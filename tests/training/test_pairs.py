@@ -16,7 +16,7 @@ from processes import in_processes
 
 from arbcli.base.errors import ArbError
 from arbcli.config.training import TrainConfig
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.inspect.memory import predict
 from arbcli.inspect.ranks import share_out
 from arbcli.kernels.runtime import native

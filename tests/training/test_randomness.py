@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from arbcli.config.presets import preset
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend

@@ -17,8 +17,9 @@ import torch
 
 import arbcli
 from arbcli.config.training import train_config_dict
-from arbcli.data.conversion import Conversion
-from arbcli.data.text import EVAL_BATCHES, open_texts
+from arbcli.data.files import Conversion
+from arbcli.data.opening import open_texts
+from arbcli.data.text import EVAL_BATCHES
 from arbcli.model.checkpoint import load_checkpoint
 from arbcli.model.operations import step_operations
 from arbcli.training import loop, recorder, saving, schedule

@@ -8,7 +8,8 @@ import torch
 
 from arbcli.base.errors import ArbError
 from arbcli.config.training import SCHEDULES
-from arbcli.data.text import Text, open_texts
+from arbcli.data.opening import open_texts
+from arbcli.data.text import Text
 from arbcli.data.tokens import Tokenizer
 from arbcli.families.media.spans import PictureHeader
 from arbcli.training import configure

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from arbcli.base.errors import ArbError
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.build import build_model
 from arbcli.model.rules import RULES

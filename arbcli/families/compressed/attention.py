@@ -61,7 +61,7 @@ from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.layers.rotary import Angles, for_heads, rotary_table, rows_at
 from arbcli.model.low_precision import LowPrecision
-from arbcli.model.parts.base import CachedAttention
+from arbcli.model.parts.cached import CachedAttention
 from arbcli.model.state import Clock
 
 SINK = 1.0

@@ -36,8 +36,8 @@ from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import Findable, KeepsInputs, operator
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.streamed import recomputing
+from arbcli.model.packed import StepMemory
 from arbcli.model.parts.base import Part
-from arbcli.model.step_memory import StepMemory
 
 BALANCE_UNIT = 1 / 8
 """Score of one unit of balance with the gate `softmax`."""

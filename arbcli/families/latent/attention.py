@@ -24,7 +24,7 @@ from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.layers.rotary import rotary_table, table_rows
-from arbcli.model.parts.base import CachedAttention
+from arbcli.model.parts.cached import CachedAttention
 from arbcli.model.state import Clock, Rows, State
 
 SHARPNESS = 2.0

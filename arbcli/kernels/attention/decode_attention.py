@@ -66,6 +66,16 @@ SLOTS_OF_TEXTS, SPAN_OF_TEXTS = 64, 512
 """Maximum slots per block and per program, if several texts fill the GPU."""
 
 
+class Kept(NamedTuple):
+    """Rings of one attention layer, and the new vectors that may be stored in them."""
+
+    keys: Tensor
+    """(heads, W, d)."""
+    values: Tensor
+    new: Tensor
+    """(2, M, heads, d)."""
+
+
 def rotated_torch(qkv: Tensor, position: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """Rotate and normalise the query and the key of one byte."""
     rotated = rotate(qkv[:2], *(table.index_select(0, position[None]) for table in (cos, sin)))

@@ -46,6 +46,15 @@ class GradientStatistics(NamedTuple):
     """(P, K) float32, squares of each column; (0, K) unless asked for."""
 
 
+class SignGradient(NamedTuple):
+    """Signs and statistics of a gradient."""
+
+    signs: Tensor
+    """(N, K) int8."""
+    statistics: GradientStatistics
+    """Slopes of the signs, and squares of the gradient."""
+
+
 def _gradient_statistics_torch(
     grad: Tensor, packed: Packed, factored: bool = False, signs: bool = False
 ) -> GradientStatistics:

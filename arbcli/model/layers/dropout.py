@@ -1,6 +1,6 @@
 """Differentiable dropout: the backward draws the mask again from the key."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,12 +33,18 @@ _dropout = operator(
 )
 
 
-def dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:
-    """Drop elements of (..., D): see `arbcli.kernels.rows.dropout`.
+class Dropout(NamedTuple):
+    """Dropout of the outputs of branches, which are mixers and channel mixers, in training."""
 
-    Args:
-        x: float32 or bfloat16; its leading dimensions are flattened to rows.
-        key: int32 scalar tensor.
-        rate: probability that an element is dropped.
-    """
-    return _dropout(x, key, rate)
+    keys: Tensor
+    """(branches,) int32, key of the mask of each branch."""
+    rate: float
+    """Probability that an element is dropped."""
+
+    def of(self, first: int, branches: int) -> "Dropout":
+        """Select consecutive branches."""
+        return Dropout(self.keys[first : first + branches], self.rate)
+
+    def drop(self, branch: int, x: Tensor) -> Tensor:
+        """Drop elements of the output of a branch, (..., D): see `arbcli.kernels.rows.dropout`."""
+        return _dropout(x, self.keys[branch], self.rate)

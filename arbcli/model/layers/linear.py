@@ -37,12 +37,11 @@ from arbcli.kernels.matmul.ternary_matmul import (
 from arbcli.kernels.norm.pack_gates import pack_gates
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_native, uses_triton
 from arbcli.kernels.update.sign_gradient import sign_gradient
-from arbcli.model.initial import projection_std
+from arbcli.model.initial import inner_lr_factor, projection_std
 from arbcli.model.layers.compiled import anchor, operator
 from arbcli.model.layers.norm import NORM_EPS, PackedGates, TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 from arbcli.model.low_precision import LowPrecision, fits
-from arbcli.model.widths import inner_lr_factor
 
 
 class LinearWeight(StreamedTensor, LowPrecision):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy
@@ -307,3 +307,13 @@ def turned_heads(
     """
     table = table or table_for(qkv, rotary)
     return _rotary_heads(qkv, gains, *table, kv, -1.0 if eps is None else eps)
+
+
+def new_rotary_norm(_ctx: int, _width: int, rotary: RotaryConfig) -> Callable:
+    """Return `rotary_norm` with its angles."""
+    return partial(rotary_norm, rotary=rotary)
+
+
+def new_turned_heads(_ctx: int, _width: int, rotary: RotaryConfig) -> Callable:
+    """Return `turned_heads` with its angles."""
+    return partial(turned_heads, rotary=rotary)

@@ -46,8 +46,7 @@ from arbcli.kernels.attention.attend_parts import (
     attend_parts,
     fits_parts,
 )
-from arbcli.kernels.attention.decode_attention import decode_attention
-from arbcli.kernels.attention.kept import Kept
+from arbcli.kernels.attention.decode_attention import Kept, decode_attention
 from arbcli.model.flow import Documents, Flow, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.attend import (
@@ -60,7 +59,7 @@ from arbcli.model.layers.attend import (
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, table_for, table_rows
-from arbcli.model.parts.base import CachedAttention
+from arbcli.model.parts.cached import CachedAttention
 from arbcli.model.parts.window import attend_in_window
 from arbcli.model.state import Clock, Rows, State
 

@@ -10,8 +10,9 @@ from torch.nn import functional
 from arbcli.families.compressed.kernels.compressed_attention import Sight, compressed_attention
 from arbcli.families.compressed.kernels.decode_compressed import decode_compressed
 from arbcli.families.compressed.verify.compressed_attention import random_sight
-from arbcli.kernels.attention.eight_bits import FORMATS, round_entries
+from arbcli.kernels.attention.eight_bits import round_entries
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.parts.cached import FORMATS
 
 WIDTHS = [64, 128, 512]
 DTYPES = {torch.float32: 0.999993, torch.bfloat16: 0.9999}

@@ -35,9 +35,8 @@ from arbcli.families.nvfp4.kernels.scaled_nvfp4 import nvfp4_matmul
 from arbcli.kernels.codec.packing import pack_trits
 from arbcli.kernels.norm.rms_norm import FEW_ROWS
 from arbcli.model.build import build_model
-from arbcli.model.flow import Reading
 from arbcli.model.layers.norm import ClampedGate, TernaryGate
-from arbcli.model.ngrams import ngram_keys
+from arbcli.model.ngrams import ngram_keys, reading_of
 from arbcli.model.updater import Updater
 from arbcli.verify.parts.base import under
 
@@ -140,7 +139,7 @@ def test_hashed_experts_are_those_of_the_reference(number, top_k):
     wanted = [chosen for row in ids for chosen in experts_by_hash(reading(config, ids=row))]
     assert found.tolist() == wanted
     assert all(len(set(row)) == top_k for row in wanted)
-    later = hashed_experts(Reading.of_text(ids, 4).grams, number, top_k)  # the last of a text
+    later = hashed_experts(reading_of(ids, 4).grams, number, top_k)  # the last of a text
     assert torch.equal(later.view(3, 4, -1), found.view(3, 9, -1)[:, -4:])
 
 
@@ -250,7 +249,7 @@ def test_iterations_and_gradients_equal_autograd(options):
     def run(x, confidence=None):
         if used is both:
             return joined(*both(x, confidence))
-        return joined(*both.graph(x, None, None, Reading.of_text(ids, LENGTH)))
+        return joined(*both.graph(x, None, None, reading_of(ids, LENGTH)))
 
     def reference(w, x, confidence=None):
         own, table = under(w, "graph") if used is both else w, w.get("codebook.table")

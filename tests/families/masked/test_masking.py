@@ -14,7 +14,8 @@ from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.presets import preset
-from arbcli.data.text import Text, open_texts
+from arbcli.data.opening import open_texts
+from arbcli.data.text import Text
 from arbcli.families.ahead.config import AheadConfig
 from arbcli.families.latent.config import LatentAttentionConfig
 from arbcli.families.masked import masking

@@ -14,7 +14,7 @@ import torch
 from marks import on_gpus
 from processes import in_processes
 
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.checkpoint import tensor_digest
 from arbcli.training.configure import new_config

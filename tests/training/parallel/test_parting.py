@@ -18,6 +18,7 @@ from arbcli.training import run as runs
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
 from arbcli.training.parallel import group as group_module
+from arbcli.training.parallel import rendezvous
 from arbcli.training.parallel.group import joined
 from arbcli.training.run import resume_run, start_run
 
@@ -32,7 +33,8 @@ def order(monkeypatch):
         group=SimpleNamespace(WORLD=SimpleNamespace(abort=lambda: happened.append("aborted"))),
     )
     monkeypatch.setattr(group_module, "dist", imagined)
-    monkeypatch.setattr(group_module, "meet", lambda *_: None)
+    monkeypatch.setattr(rendezvous, "dist", imagined)
+    monkeypatch.setattr(rendezvous, "meet", lambda *_: None)
     with mock.patch.dict(os.environ, environment(0, 2, 1)):
         yield happened
 
@@ -64,8 +66,8 @@ def test_processes_of_one_machine_use_its_loopback_interface(about, bound, order
         monkeypatch.setenv(name, value)
     with joined(torch.device("cpu"), "train"):
         found = {name: os.environ[name] for name in chosen}
-    assert found == (group_module.INTERFACES if bound else chosen)
-    assert group_module.INTERFACES.keys() == chosen.keys()
+    assert found == (rendezvous.INTERFACES if bound else chosen)
+    assert rendezvous.INTERFACES.keys() == chosen.keys()
 
 
 def test_captured_step_without_references_is_forgotten(order):
@@ -76,8 +78,8 @@ def test_captured_step_without_references_is_forgotten(order):
 
 def test_end_that_hangs_does_not_hide_the_error(order, monkeypatch):
     never = Event()
-    monkeypatch.setattr(group_module, "ABORT_SECONDS", 0.01)
-    monkeypatch.setattr(group_module.dist.group.WORLD, "abort", never.wait)
+    monkeypatch.setattr(rendezvous, "ABORT_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous.dist.group.WORLD, "abort", never.wait)
     with pytest.raises(RuntimeError, match="first"), joined(torch.device("cpu"), "train"):
         raise RuntimeError("first")
     never.set()

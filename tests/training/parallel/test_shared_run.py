@@ -9,7 +9,7 @@ from processes import in_processes
 
 from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.families.experts import weight as expert_weight
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.model.checkpoint import tensor_digest
