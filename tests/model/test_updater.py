@@ -17,6 +17,7 @@ from arbcli.kernels.update.newton_schulz import gram
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.kernels.update.step_scales import step_scales
 from arbcli.kernels.update.step_trits import GOLDEN_TURN, step_by_direction
+from arbcli.model import step_parameters
 from arbcli.model import updater as update
 from arbcli.model.layers import symbols
 from arbcli.model.layers.symbols import SymbolWeight
@@ -26,7 +27,8 @@ from arbcli.model.optimizers.orthogonal import STEPS, near_polar, newton_schulz,
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.rules import DIRECTION, RULES, moment
 from arbcli.model.rules.base import NUM_STREAMS, STEP_OF_RADIX, blend_gains, fixed_point_gains
-from arbcli.model.updater import ROW_CLIP, Updater
+from arbcli.model.step_parameters import ROW_CLIP
+from arbcli.model.updater import Updater
 from arbcli.verify.kernels.update.newton_schulz import gram_polynomial_verification
 
 COMBINATIONS = [
@@ -450,7 +452,7 @@ def test_rows_of_a_table_step_as_a_matrix_of_them(rule, direction, slots, monkey
 
     Else what is multiplied by the share differs in its last bit, and so a few random roundings.
     """
-    monkeypatch.setattr(update, "STEP_CLIP", ROW_CLIP)
+    monkeypatch.setattr(step_parameters, "STEP_CLIP", ROW_CLIP)
     table, updater, config = table_of(rule, direction)
     compact = TernaryTensor(len(ROWS), DIM, config.site(), area="mlp", std=0.1)
     for name, buffer in compact.named_buffers():
