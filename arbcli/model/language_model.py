@@ -63,7 +63,7 @@ class LanguageModel(PackedModel):
         main, memories = config.main, config.main.memories
         parts = layers_for(outermost)
         self.cross_entropy = parts.cross_entropy
-        # initialisation and random bits depend on the order of modules: never change it
+        # random bits of updates depend on the order of modules: never change it
         self.embedding = symbol_embedding(config)
         beside = {part.kind: part for part in config.beside}
         for name in BESIDE:
@@ -106,6 +106,13 @@ class LanguageModel(PackedModel):
                 decode_in_groups(stack.weights_of_blocks(), None, across=not recompute)
         self._with_gauges: list[Any] | None = None
         """Parts with `gauges`; None before they are first read."""
+
+    @property
+    def draws(self) -> tuple[str, ...]:
+        """See `DrawOrder`."""
+        between = (name for module in self._between for name in module.draws)
+        last = "byte_norm", "byte_mlp", "norm", "head", "ahead"
+        return ("embedding", *BESIDE, "stages", "blocks", *between, *last)
 
     def forward(self, ids: Tensor, cache: "Cache | None" = None) -> Tensor:
         """Compute logits, (B, T, V) in `compute_dtype`, from bytes or tokens, (B, T) int64.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,38 @@ class StateModule(nn.Module):
         """Register an integer buffer with its purpose, such as `trits` or `counters`."""
         self.register_buffer(name, tensor)
         self.kinds[name] = kind
+
+
+@runtime_checkable
+class DrawOrder(Protocol):
+    """A module with several parts that have weights; `draws` numbers them for initialisation."""
+
+    @property
+    def draws(self) -> tuple[str, ...]:
+        """Names of the parts, in the order of their random streams; a new one comes last."""
+
+
+def drawn_weights(module: nn.Module) -> list[Weight]:
+    """List the weights of a module in the order of their random streams.
+
+    The order of modules does not matter.
+
+    Raises:
+        ValueError: a module does not declare the order of its parts.
+    """
+    if isinstance(module, Weight):
+        return [module]
+    children = {name: drawn_weights(child) for name, child in module.named_children()}
+    names = [name for name, weights in children.items() if weights]
+    if isinstance(module, nn.ModuleList):
+        names.sort(key=int)
+    elif len(names) > 1:
+        draws = module.draws if isinstance(module, DrawOrder) else ()
+        if missing := [name for name in names if name not in draws]:
+            raise ValueError(f"`draws` of `{type(module).__name__}` lacks {missing}")
+        names.sort(key=draws.index)
+    weights = [weight for name in names for weight in children[name]]
+    return list(dict.fromkeys(weights))  # tied weights are drawn once
 
 
 class JoinedStatistics:

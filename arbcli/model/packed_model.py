@@ -13,7 +13,7 @@ from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.model.layers.vector import TernaryTaps, TernaryVector
-from arbcli.model.packed import StateModule, StepMemory, TernaryTensor, Weight
+from arbcli.model.packed import StateModule, StepMemory, TernaryTensor, Weight, drawn_weights
 from arbcli.model.parts.cached import CachedAttention, CacheFormat
 
 
@@ -136,7 +136,7 @@ class PackedModel(nn.Module):
 
     def initialise(self, seed: int) -> None:
         """Initialise all weights from a seed: see `arbcli.model.initial`."""
-        for index, weight in enumerate(self.weights().values()):
+        for index, weight in enumerate(drawn_weights(self)):
             weight.initialise(seed, index)
 
     def drop_training_state(self) -> None:

@@ -40,6 +40,10 @@ class Branch(NamedTuple):
     connection: "HyperConnection | None"
 
 
+def _norm_name(part: Part) -> str:
+    return part.norm_name or f"{part.name}_norm"
+
+
 class Block(nn.Module):
     """A pre-norm residual block of a mixer and a channel mixer.
 
@@ -57,7 +61,7 @@ class Block(nn.Module):
         norms, connections = [], []
         for part in parts:
             norms.append(stream_norm(site))
-            self.add_module(part.norm_name or f"{part.name}_norm", norms[-1])
+            self.add_module(_norm_name(part), norms[-1])
             self.add_module(part.name, part)
         for number, part in enumerate(parts, first):
             connection = None
@@ -69,6 +73,13 @@ class Block(nn.Module):
                 self.add_module(f"{part.name}_streams", connection)
         self.branches = [*map(Branch, parts, norms, connections)]
         """The parts in order; each is also a submodule under its own name."""
+
+    @property
+    def draws(self) -> tuple[str, ...]:
+        """See `arbcli.model.packed.DrawOrder`."""
+        parts = [branch.part for branch in self.branches]
+        pairs = [name for part in parts for name in (_norm_name(part), part.name)]
+        return (*pairs, *(f"{part.name}_streams" for part in parts))
 
     def forward(
         self,

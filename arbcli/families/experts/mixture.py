@@ -116,6 +116,7 @@ class Gate(Findable, StepMemory):
         area: parameter group of the tensors.
     """
 
+    draws = ("norm", "keys")
     balance: Tensor
     _load: Tensor | None
 
@@ -212,6 +213,8 @@ _counted = operator(_count, lambda chosen, *_: chosen)
 class SharedExpert(nn.Module):
     """The expert of all positions, in addition to the selected ones."""
 
+    draws = ("gate_up", "sub_norm", "down")
+
     def __init__(
         self, config: ExpertsConfig, dim: int, site: Site, *, area: str, std: float | None
     ) -> None:
@@ -251,6 +254,7 @@ class Experts(Part):
         area: parameter group of the tensors.
     """
 
+    draws = ("gate", "gate_up", "sub_norm", "down", "shared")
     name = "experts"
     steps_texts = True
 

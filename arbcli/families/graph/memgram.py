@@ -31,6 +31,7 @@ class MemGram(StepMemory):
         strength: int8, 0..127; 0 marks an empty entry.
     """
 
+    draws = ("table", "norm", "output")
     symbol: Tensor
     strength: Tensor
 

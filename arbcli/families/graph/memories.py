@@ -28,6 +28,7 @@ class Memories(nn.Module):
         router: whether there is a router.
     """
 
+    draws = ("codebook", "knowledge", "moe_graph", "router")
     codebook: Codebook | Quantiser | None
     knowledge: Codebook | Quantiser | None
 

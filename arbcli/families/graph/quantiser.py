@@ -54,6 +54,7 @@ class Quantiser(StepMemory):
         area: parameter group of the tensors.
     """
 
+    draws = ("norm", "query", "sub_norm", "output")
     codes: Tensor
     uses: Tensor
     lives: Tensor

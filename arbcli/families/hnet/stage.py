@@ -44,6 +44,7 @@ class Stage(nn.Module, JoinedStatistics):
         index: index of the stage, outermost first.
     """
 
+    draws = ("encoder", "router", "inward", "outward_norm", "outward", "residual", "decoder")
     counts: Tensor | None = None
     """(3,) int64 of the last training batch: positions, chunks, boundaries that found no slot."""
     recorded: list[Tensor] | None = None

@@ -37,6 +37,7 @@ ALIGNMENT = 16
 class LatentAttention(CachedAttention):
     """Latent self-attention; queries and keys are normalised after the rotation."""
 
+    draws = ("query_down", "latent_norm", "up", "sub_norm", "output")
     name = "attention"
     steps_fused = True
 

@@ -73,6 +73,7 @@ def fits_kernels(config: AttentionConfig) -> bool:
 class Attention(CachedAttention):
     """Self-attention with rotary position embedding."""
 
+    draws = ("qkv", "bias", "query_gain", "key_gain", "sinks", "sub_norm", "output", "output_bias")
     name = "attention"
     steps_along = rounds_queries = True
 
