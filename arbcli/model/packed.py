@@ -42,6 +42,14 @@ class Weight(nn.Module):
         return nullcontext()
 
 
+class DecodingLayer(nn.Module):
+    """A layer that derives tensors from its weights for decoding steps."""
+
+    def prepacked_once(self) -> AbstractContextManager[None]:
+        """Cache these tensors within the block; the weights must not change meanwhile."""
+        raise NotImplementedError
+
+
 class StateModule(nn.Module):
     """A module whose persistent buffers are integers, each declared with its purpose.
 

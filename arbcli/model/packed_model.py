@@ -9,11 +9,17 @@ from torch import nn
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig
-from arbcli.model.layers.linear import LinearWeight, TernaryLinear
+from arbcli.model.layers.linear import LinearWeight
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor
-from arbcli.model.layers.vector import TernaryTaps, TernaryVector
-from arbcli.model.packed import StateModule, StepMemory, TernaryTensor, Weight, drawn_weights
+from arbcli.model.packed import (
+    DecodingLayer,
+    StateModule,
+    StepMemory,
+    TernaryTensor,
+    Weight,
+    drawn_weights,
+)
 from arbcli.model.parts.cached import CachedAttention, CacheFormat
 
 
@@ -75,7 +81,7 @@ class PackedModel(nn.Module):
             for part in self.modules():
                 if isinstance(part, Weight):
                     stack.enter_context(part.cast_once(self.compute_dtype))
-                elif isinstance(part, TernaryLinear | TernaryTaps | TernaryVector):
+                elif isinstance(part, DecodingLayer):
                     stack.enter_context(part.prepacked_once())
             before, self.weights_are_prepared = self.weights_are_prepared, True
             try:

@@ -22,7 +22,7 @@ PACKED = {
     "embedding": "arbcli.model.layers.embedding:TernaryEmbedding",
     "cross_entropy": "arbcli.model.layers.loss:cross_entropy",
     "rotary_norm": "arbcli.model.layers.rotary:new_rotary_norm",
-    "turned_heads": "arbcli.model.layers.rotary:new_turned_heads",
+    "turned_heads": "arbcli.model.layers.turned_heads:new_turned_heads",
     "gained_norm": "arbcli.model.layers.gained_norm:GainedRMSNorm",
     "vector": "arbcli.model.layers.vector:TernaryVector",
     "taps": "arbcli.model.layers.vector:TernaryTaps",

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
 from arbcli.config.site import Site
@@ -42,6 +42,7 @@ from arbcli.model.layers.compiled import anchor, operator
 from arbcli.model.layers.norm import NORM_EPS, PackedGates, TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 from arbcli.model.low_precision import LowPrecision, fits
+from arbcli.model.packed import DecodingLayer
 
 
 class LinearWeight(StreamedTensor, LowPrecision):
@@ -337,7 +338,7 @@ class _LinearOfGates(Function):
         return grad, None, None, None
 
 
-class TernaryLinear(nn.Module):
+class TernaryLinear(DecodingLayer):
     """y = x @ w.T with packed ternary weights.
 
     Args:

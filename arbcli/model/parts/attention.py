@@ -31,7 +31,7 @@ keys and values, including its own, whether it is read alone or with others.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +41,8 @@ from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.site import Site
 from arbcli.families import SPECULATIVE_ATTENTION
-from arbcli.kernels.attention.attend_parts import (
-    AttentionParts,
-    attend_parts,
-    fits_parts,
-)
 from arbcli.kernels.attention.decode_attention import Kept, decode_attention
+from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.model.flow import Documents, Flow, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.attend import (
@@ -62,6 +58,13 @@ from arbcli.model.layers.rotary import rotary_table, table_for, table_rows
 from arbcli.model.parts.cached import CachedAttention
 from arbcli.model.parts.window import attend_in_window
 from arbcli.model.state import Clock, Rows, State
+
+if TYPE_CHECKING:
+    from arbcli.kernels.attention.attend_parts import AttentionParts
+
+
+SPLIT_ATTENTION = "arbcli.kernels.attention.attend_parts"
+"""Module of attention in several parts, for one text on a GPU."""
 
 
 def fits_kernels(config: AttentionConfig) -> bool:
@@ -199,7 +202,7 @@ class Attention(CachedAttention):
             y = state.attend_one(qkv).view(len(x), 1, -1)
         return self._projected(y, residual)
 
-    def _projected(self, y: Tensor | AttentionParts, residual: Tensor | None) -> Tensor:
+    def _projected(self, y: "Tensor | AttentionParts", residual: Tensor | None) -> Tensor:
         normalise, early = self.sub_norm is not None, self.output_bias is None
         return self._biased(self.output.fused(y, normalise=normalise, added=residual, early=early))
 
@@ -359,13 +362,14 @@ class Ring(State):
 
     def leaves_parts(self, qkv: Tensor) -> bool:
         """Return whether to use `attend_in_parts`: not for short rings, one program a head."""
-        one = self.clock.texts is None
-        return one and self.exponents is None and not self.short and fits_parts(qkv)
+        if self.clock.texts is not None or self.exponents is not None or self.short:
+            return False
+        return uses_triton(qkv) and import_module(SPLIT_ATTENTION).fits_parts(qkv)
 
-    def attend_in_parts(self, qkv: Tensor) -> AttentionParts:
+    def attend_in_parts(self, qkv: Tensor) -> "AttentionParts":
         """Run split-KV `attend_one` for a single text, without the final reduction."""
         cos, sin = self.table
-        return attend_parts(
+        return import_module(SPLIT_ATTENTION).attend_parts(
             qkv[0, 0], self.keys.codes, self.values.codes, self.clock.position, cos, sin, NORM_EPS
         )
 
