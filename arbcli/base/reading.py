@@ -175,8 +175,8 @@ def check_schema(values: Any, schema: Mapping[str, Any], where: str, hint: str) 
             continue
         value = holder.get(name)
         if not is_of(value, kind):
-            found = "it is missing" if value is None else f"it is `{shown(value)}`"
-            raise ArbError(f"{where} has no valid `{path}`: {found}", hint=hint)
+            reason = "it is missing" if value is None else f"it is `{shown(value)}`"
+            raise ArbError(f"{where} has no valid `{path}`: {reason}", hint=hint)
 
 
 def is_of(value: Any, kind: Any) -> bool:

@@ -568,9 +568,9 @@ class TrainConfig:
             "several batches per step": self.accum > 1,
             "the fix `order` of votes": "order" in self.model.votes_fixes,
         }
-        if found := [name for name, is_so in barred.items() if is_so]:
+        if conflicts := [name for name, is_so in barred.items() if is_so]:
             raise ArbError(
-                f"`scale_losses` does not combine with {found[0]}",
+                f"`scale_losses` does not combine with {conflicts[0]}",
                 hint="leave one of them out",
                 fields=("scale_losses",),
             )
@@ -655,7 +655,7 @@ def spelled_out(given: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ArbError: two of them set a field to different values.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for spelling, value in given.items():
         name = field_of(spelling)
@@ -666,13 +666,13 @@ def spelled_out(given: dict[str, Any]) -> dict[str, Any]:
             fields = words.get(value, fields) if isinstance(value, str) else fields
         for field, setting in fields.items():
             source = sources.setdefault(field, spelling)
-            if source != spelling and found[field] != setting:
+            if source != spelling and settings[field] != setting:
                 raise ArbError(
                     f"`{source}={given[source]}` and `{spelling}={value}` contradict each other",
                     hint="give one of them",
                 )
-            found[field] = setting
-    return found
+            settings[field] = setting
+    return settings
 
 
 def trains_ternary(preset: str | ModelConfig, weights: str | None) -> bool:

@@ -339,12 +339,12 @@ def template_sources(folder: Path) -> Iterator[tuple[str, str]]:
         yield str(path), read_small(path, LARGEST, HINT).decode(errors="replace")
     old = folder / OLD_TEMPLATE
     held = read_json(old, {}).get("chat_template") if old.exists() else None
-    for name, found in ((old, held), (folder / SETTINGS, settings.get("chat_template"))):
-        if isinstance(found, list):  # several named templates
-            named = {each.get("name"): each.get("template") for each in found if is_table(each)}
-            found = named.get("default")
-        if isinstance(found, str):
-            yield str(name), found
+    for name, source in ((old, held), (folder / SETTINGS, settings.get("chat_template"))):
+        if isinstance(source, list):  # several named templates
+            named = {each.get("name"): each.get("template") for each in source if is_table(each)}
+            source = named.get("default")
+        if isinstance(source, str):
+            yield str(name), source
 
 
 def is_table(value: object) -> bool:

@@ -266,11 +266,11 @@ class _Reader:
         for name in UNREAD:
             if record.get(name) is not None:
                 raise ValueError(f"its `{name}` is not read; remove the field")
-        found = {name: record[name] for name in VARIABLES if record.get(name)}
-        for name in found:
+        variables = {name: record[name] for name in VARIABLES if record.get(name)}
+        for name in variables:
             if name not in template.variables:
                 raise ValueError(f"it has `{name}`, and the chat template does not read them")
-        return found
+        return variables
 
     def _messages(self, record: dict[str, Any]) -> list[Message]:
         """Return the messages of a record, with texts as their contents."""
@@ -322,8 +322,8 @@ class _Reader:
         assert template is not None, "`Chats` refuses messages without a template"
         for text in _texts_in([messages, variables]):
             text.encode()  # raises UnicodeEncodeError for unpaired surrogates
-            if found := [name for name in self.specials if name in text]:
-                raise ValueError(f"a message has `{found[0]}`, which is a special token")
+            if specials := [name for name in self.specials if name in text]:
+                raise ValueError(f"a message has `{specials[0]}`, which is a special token")
         answers = [i for i, message in enumerate(messages) if message["role"] == ROLES[1]]
         learnt = [messages[index].get("weight") != 0 for index in answers]
         messages = [{k: v for k, v in each.items() if k != "weight"} for each in messages]
@@ -387,12 +387,12 @@ def _sizes(text: str, marked: list[tuple[int, tuple[int, int]]]) -> list[int]:
     Text between tokens counts with the next one. Of tokens that share a character, as in a
     byte-level encoding, the first has all of its bytes.
     """
-    found, done = [], 0
+    sizes, done = [], 0
     for index, (_, (_, end)) in enumerate(marked):
         end = len(text) if index == len(marked) - 1 else end
-        found.append(len(text[done:end].encode()) if end > done else 0)
+        sizes.append(len(text[done:end].encode()) if end > done else 0)
         done = max(done, end)
-    return found
+    return sizes
 
 
 def _read_documents(paths: Sequence[Path]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

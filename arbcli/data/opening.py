@@ -68,7 +68,7 @@ def open_texts(
     else:
         parts = [(find_standard_library(), None)]
         name = f"standard library source of Python {sys.version_info[0]}.{sys.version_info[1]}"
-    weights, found = [weight for _, weight in parts], None
+    weights, kind_of_split = [weight for _, weight in parts], None
     if val:
         train = _mix([_plain_text(files, conversion) for files, _ in parts], weights)
         held_out = _plain_text(find_files(val, left_out, conversion), conversion)
@@ -78,7 +78,7 @@ def open_texts(
         train = _mix([text for _, (text, _) in each], weights)
         held_out = _mix([text for _, (_, text) in each], weights)
         if len(each) == 1:  # the texts of a mixture may be split differently
-            found = each[0][0]
+            kind_of_split = each[0][0]
     for text, role in ((train, "training"), (held_out, "validation")):
         if not text.windows(context + 1):
             shortest = min(map(len, text.texts)) if isinstance(text, Mixture) else len(text)
@@ -88,7 +88,7 @@ def open_texts(
                 hint="choose a smaller `--ctx`, or name more text with `--data` and `--val`",
             )
     num_files = sum(len(files) for files, _ in parts)
-    return Texts(train, held_out, _describe(name, num_files, left_out), found)
+    return Texts(train, held_out, _describe(name, num_files, left_out), kind_of_split)
 
 
 def open_text(entries: Sequence[str], conversion: Conversion = PLAIN) -> tuple[Text, str]:

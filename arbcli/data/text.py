@@ -109,12 +109,12 @@ class Text:
 
     def times(self) -> dict[Path, tuple[int, int]]:
         """Return the size and modification time of each file in bytes and ns, if it exists."""
-        found = {}
+        times = {}
         for path in self.files:
             with suppress(OSError):
                 status = os.stat(path)
-                found[path] = status.st_size, status.st_mtime_ns
-        return found
+                times[path] = status.st_size, status.st_mtime_ns
+        return times
 
     def read(self, offset: int, length: int) -> bytes:
         """Return bytes [offset, offset + length) of the text, across files if needed.

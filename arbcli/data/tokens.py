@@ -116,10 +116,10 @@ class Tokenizer:
         self._tokenizer.encode_special_tokens = not specials
         try:
             with library_errors(f"`{self.name}` cannot encode a text", OTHER_TOKENIZER):
-                found = self._tokenizer.encode(text, add_special_tokens=False)
+                encoding = self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
-        return list(zip(found.ids, found.offsets, strict=True))
+        return list(zip(encoding.ids, encoding.offsets, strict=True))
 
     @property
     def dtype(self) -> np.dtype:
@@ -138,8 +138,8 @@ class Tokenizer:
         """
         decoded = [text.decode(errors="replace") for text in texts]
         with library_errors(f"`{self.name}` cannot encode a text", OTHER_TOKENIZER):
-            found = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
-        return [each.ids for each in found]
+            encodings = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
+        return [each.ids for each in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Decode tokens, including special ones; tokens that do not exist are skipped."""
@@ -282,8 +282,8 @@ def _blocks(text: Text, begin: int, end: int) -> Iterator[bytes]:
         begin += size
         cut = len(rest)
         if begin < end:
-            found = [*LINE.finditer(rest, max(0, len(rest) - LONGEST_LINE))]
-            cut = found[-1].end() if found else _whole_characters(rest)
+            line_ends = [*LINE.finditer(rest, max(0, len(rest) - LONGEST_LINE))]
+            cut = line_ends[-1].end() if line_ends else _whole_characters(rest)
         yield rest[:cut]
         rest = rest[cut:]
 

@@ -231,13 +231,13 @@ def latest_checkpoint(
         if refusals:
             note(f"{refusals[-1]}; using the one before it")
         try:
-            found = load_checkpoint(path, accept)
+            checkpoint = load_checkpoint(path, accept)
         except DamagedError as error:
             refusals.append(str(error))
         else:
-            if found.step == step_of(path):
-                return found
-            refusals.append(f"checkpoint `{path}`: refused: it belongs to step {found.step:,}")
+            if checkpoint.step == step_of(path):
+                return checkpoint
+            refusals.append(f"checkpoint `{path}`: refused: it belongs to step {checkpoint.step:,}")
     if not refusals:
         raise without_checkpoint(directory)
     raise ArbError(
@@ -360,13 +360,13 @@ def check_layout(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
         ArbError: a name, dtype or shape differs.
     """
     for name in sorted(tensors.keys() | expected.keys()):
-        found, wanted = (
+        given, wanted = (
             f"{state[name].dtype} {list(state[name].shape)}" if name in state else "missing"
             for state in (tensors, expected)
         )
-        if found != wanted:
+        if given != wanted:
             raise ArbError(
-                f"`{name}` is {found} in the checkpoint and {wanted} in the model",
+                f"`{name}` is {given} in the checkpoint and {wanted} in the model",
                 hint="the checkpoint has another preset, rule or scale type: use those of its run",
             )
 

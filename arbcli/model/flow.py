@@ -29,11 +29,11 @@ Losses = dict[str, list[Tensor]]
 
 def merge(*losses: Losses) -> Losses:
     """Concatenate the lists of each loss, in order."""
-    found: Losses = {}
+    merged: Losses = {}
     for each in losses:
         for name, parts in each.items():
-            found.setdefault(name, []).extend(parts)
-    return found
+            merged.setdefault(name, []).extend(parts)
+    return merged
 
 
 class Flow(NamedTuple):

@@ -26,15 +26,15 @@ def ngram_ids(ids: Tensor, num_rows: int, orders: tuple[int, ...]) -> Tensor:
     Returns:
         (B, T, len(orders)) int64 in 0..num_rows-1, or -1 for an n-gram that begins before the text.
     """
-    found, key, complete = [], torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)
+    row_ids, key, complete = [], torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)
     for back in range(max(orders)):
         byte = functional.pad(ids, (back, 0), value=-1)[:, : ids.shape[1]]
         key, complete = key * 257 + byte + 1, complete & (byte >= 0)
         if back + 1 in orders:
             mixed = (key + ((back + 1) << 40)) * MIX
             row = (((mixed >> 32) & 0x7FFFFFFF) * num_rows) >> 31  # the high bits are mixed best
-            found.append(torch.where(complete, row, -1))
-    return torch.stack(found, dim=-1)
+            row_ids.append(torch.where(complete, row, -1))
+    return torch.stack(row_ids, dim=-1)
 
 
 def ngram_keys(text: Tensor) -> Tensor:

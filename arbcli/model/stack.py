@@ -152,13 +152,13 @@ class Block(nn.Module):
 
     def new_state(self, clock: "Clock") -> "State | None":
         """Create the decoding state of a text."""
-        found = [branch.part.new_state(clock) for branch in self.branches]
-        return next(filter(None, found), None)
+        states = [branch.part.new_state(clock) for branch in self.branches]
+        return next(filter(None, states), None)
 
     def linears(self) -> list[nn.Module] | None:
         """Return the linear layers in order of use; None if a part decodes its own weights."""
-        found = [branch.part.linears() for branch in self.branches]
-        return [layer for layers in found for layer in layers] if all(found) else None
+        by_part = [branch.part.linears() for branch in self.branches]
+        return [layer for layers in by_part for layer in layers] if all(by_part) else None
 
 
 def bounded(x: Tensor, most: float) -> Tensor:

@@ -342,8 +342,8 @@ class Updater:
             parts = [(index, state, grad)]
         for number, state, values in parts:
             packed, signs = tensor.packed_of(state), tensor.rule.steps_by_signs
-            found = gradient_statistics(values, packed, factored=False, signs=signs)
-            self._slopes[number] = found.slope, found.slope_squares
+            statistics = gradient_statistics(values, packed, factored=False, signs=signs)
+            self._slopes[number] = statistics.slope, statistics.slope_squares
 
     def _with_own_slope(
         self, tensor: TernaryTensor, statistics: GradientStatistics, index: int
@@ -398,8 +398,8 @@ class Updater:
         moments = [each.tensor.rule.digits(each.state)["moment"][0] for each in averaged]
         directions = [each.direction for each in averaged]
         squares = [each.control.squares for each in averaged]
-        found = self._values_of(list(zip(directions, moments, strict=True)), squares)
-        pairs = zip(averaged, found, strict=True)
+        transformed = self._values_of(list(zip(directions, moments, strict=True)), squares)
+        pairs = zip(averaged, transformed, strict=True)
         merge = all(self._merges(each.tensor) for each in averaged)
         self._run((partial(_step_one, each, values) for each, values in pairs), merge=merge)
 
@@ -418,8 +418,8 @@ class Updater:
                 continue
             places = [i for i, (each, _) in enumerate(pairs) if each is direction]
             sums = None if squares is None else [squares[i] for i in places]
-            found = direction.values_of([pairs[i][1] for i in places], self.dtype, sums)
-            for i, part in zip(places, found, strict=True):
+            transformed = direction.values_of([pairs[i][1] for i in places], self.dtype, sums)
+            for i, part in zip(places, transformed, strict=True):
                 values[i] = part
         return values
 

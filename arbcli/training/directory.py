@@ -121,8 +121,8 @@ def read_facts(run: Path) -> dict[str, Any]:
     Raises:
         ArbError: it cannot be read, or a field is missing or has the wrong type.
     """
-    found = read_json(run / CONFIG, FACTS)
-    facts = {name: value for name, value in found.items() if value is not None}
+    content = read_json(run / CONFIG, FACTS)
+    facts = {name: value for name, value in content.items() if value is not None}
     check_at_least("threads", facts.get("threads", 1))
     return facts
 
@@ -136,9 +136,9 @@ def field_digests(config: TrainConfig, written: dict[str, Any] | None = None) ->
             the run; these are not hashed. None is a new run.
     """
     model, values = asdict(config.model), config.decisive()
-    found = written or {}
+    earlier = written or {}
     values |= {
-        f"model.{name}": _without_newer(value, found.get(name)) for name, value in model.items()
+        f"model.{name}": _without_newer(value, earlier.get(name)) for name, value in model.items()
     }
     return {name: sha256(json.dumps(value).encode()).hexdigest() for name, value in values.items()}
 
@@ -192,13 +192,13 @@ def check_same_run(
     if config.model.digits == "fade":
         steps = expected.get("steps", config.steps)
         expected["digits"] = fade_stage(checkpoint.step, steps, config.fades)
-    found = [
+    differences = [
         first_difference(made_with.get(name, "missing"), expected.get(name, "missing"), name)
         for name in sorted(made_with.keys() | expected.keys())
     ]
     differing = [
         f"its `{name}` is {ours!s:.60}, not {theirs!s:.60}"
-        for name, ours, theirs in filter(None, found)
+        for name, ours, theirs in filter(None, differences)
     ]
     if differing:
         more = f", and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
@@ -256,12 +256,12 @@ def initial_again(facts: dict[str, Any]) -> "SavedModel | None":
 
 def _earlier_steps(facts: dict[str, Any], step: int) -> list[int]:
     """Return earlier total numbers of steps, which were changed at `step` or later."""
-    found = []
+    totals = []
     for change in facts.get("extended", []):
         with suppress(TypeError, KeyError):  # the file may have been edited
             if step <= change["at"]:
-                found.append(change["from"])
-    return found
+                totals.append(change["from"])
+    return totals
 
 
 def _all_fields(config: dict[str, Any]) -> dict[str, Any]:

@@ -23,12 +23,13 @@ MOST_FILES = 1000
 def text_warnings(texts: Texts) -> list[str]:
     """Return warnings about binary files, and about dissimilar training and held-out texts."""
     both = texts.train.source, texts.val.source
-    found = [file for text in both for file in _binary_files(text)]
+    binaries = [file for text in both for file in _binary_files(text)]
     warnings = []
-    if found:
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    if binaries:
+        more = f" and {len(binaries) - 1} more" if len(binaries) > 1 else ""
         warnings.append(
-            f"warning: NUL bytes in `{found[0]}`{more}, which may be binary: leave binary files out"
+            f"warning: NUL bytes in `{binaries[0]}`{more}, which may be binary: leave binary files"
+            " out"
         )
     if texts.tokenizer is not None and not texts.train.packs:
         warnings += lost_text(both[0].read(0, min(len(both[0]), SAMPLE_BYTES)), texts.tokenizer)
@@ -82,10 +83,10 @@ def _has_media(content: bytes) -> bool:
 
 
 def _binary_files(text: Text) -> list[Path]:
-    found, begin = [], 0
+    files, begin = [], 0
     for file, size in list(zip(text.files, text.sizes, strict=True))[:MOST_FILES]:
         beginning = text.read(begin, min(size, LOOKED_AT_BYTES))
         if b"\0" in beginning and not _has_media(beginning + _beginning(file)):
-            found.append(file)
+            files.append(file)
         begin += size
-    return found
+    return files

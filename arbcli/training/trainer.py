@@ -543,8 +543,8 @@ class Trainer:
         """
         if self.group.size > 1 and self.shared:
             parts = self.shared.common(self.model)
-            found = {name: tensor_digest(name, part) for name, part in parts.items()}
-            self.group.compare(found, "state", RELOAD)
+            digests = {name: tensor_digest(name, part) for name, part in parts.items()}
+            self.group.compare(digests, "state", RELOAD)
 
     @property
     def has_traffic(self) -> bool:

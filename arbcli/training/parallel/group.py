@@ -96,11 +96,11 @@ class Group:
         if self.size == 1 or not tensors:
             return tensors
         own = torch.stack(tensors)
-        found = [torch.empty_like(own) for _ in range(self.size)]
+        gathered = [torch.empty_like(own) for _ in range(self.size)]
         with explained_loss():
-            dist.all_gather(found, own)
+            dist.all_gather(gathered, own)
         self.received += self.size * (self.size - 1) * own.nbytes
-        return [tensor for part in found for tensor in part]
+        return [tensor for part in gathered for tensor in part]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum an integer tensor over all processes."""
@@ -123,10 +123,10 @@ class Group:
         """Return the maximum of each number over all processes, without a GPU."""
         if self.size == 1:
             return [*numbers]
-        found = torch.tensor(numbers, dtype=torch.int64, device=CPU)
+        maxima = torch.tensor(numbers, dtype=torch.int64, device=CPU)
         with explained_loss():
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        return found.tolist()
+            dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        return maxima.tolist()
 
     def broadcast_object(self, value: Any) -> Any:
         """Broadcast a picklable object from rank 0."""
@@ -141,10 +141,10 @@ class Group:
         """Gather picklable objects of all processes, in the order of ranks."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
+        gathered: list[Any] = [None] * self.size
         with explained_loss():
-            dist.all_gather_object(found, value)
-        return found
+            dist.all_gather_object(gathered, value)
+        return gathered
 
     def compare(self, values: dict[str, Any], what: str, hint: str = SAME_PROGRAM) -> None:
         """Check that values are equal in all processes.
@@ -157,9 +157,9 @@ class Group:
         Raises:
             ArbError: in all processes, if one differs from rank 0.
         """
-        found = self.collect(values)
-        for rank, other in enumerate(found):
-            names = [n for n in values.keys() | other.keys() if found[0].get(n) != other.get(n)]
+        gathered = self.collect(values)
+        for rank, other in enumerate(gathered):
+            names = [n for n in values.keys() | other.keys() if gathered[0].get(n) != other.get(n)]
             if names:
                 listed = quoted(sorted(names)[:5])
                 raise ArbError(

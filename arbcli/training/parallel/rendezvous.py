@@ -170,10 +170,10 @@ def source_digest(package: Path = Path(__file__).parents[2]) -> str:
     return digest.hexdigest()
 
 
-def _difference(found: Sequence[dict[str, str]]) -> str | None:
+def _difference(programs: Sequence[dict[str, str]]) -> str | None:
     """Describe the first difference from process 0; None if there is none."""
-    for rank, other in enumerate(found):
-        for name, value in found[0].items():
+    for rank, other in enumerate(programs):
+        for name, value in programs[0].items():
             if other.get(name) != value:
                 return (
                     f"process {rank} has another {name} than process 0:"

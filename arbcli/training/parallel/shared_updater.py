@@ -176,11 +176,11 @@ class SharedUpdater:
         """Return the state of a model that is replicated in all processes, by name."""
         modules = _names(model)
         own = self.layout(model)
-        found = {name: part for name, part in model.state_dict().items() if name not in own}
+        parts = {name: part for name, part in model.state_dict().items() if name not in own}
         for tensor in self.tensors:
             for name, part in self._half_broadcast(tensor).items():
-                found[f"{modules[id(tensor)]}.{name}"] = part & 15
-        return found
+                parts[f"{modules[id(tensor)]}.{name}"] = part & 15
+        return parts
 
     def layout(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the state that is only valid in owners, by name, as tensors on `meta`."""
@@ -201,7 +201,7 @@ class SharedUpdater:
             Tensors by their names in the state; in other processes only their own.
         """
         modules = _names(model)
-        layout, found = self.layout(model), {}
+        layout, tensors = self.layout(model), {}
         for tensor in self.tensors:
             owner = self.owners[id(tensor)]
             for own in self._kept[id(tensor)]:
@@ -209,8 +209,8 @@ class SharedUpdater:
                 part = self.group.fetch(getattr(tensor, own), layout[name], owner)
                 if part is not None:
                     # a GPU may not have enough memory for all of them
-                    found[name] = part.cpu() if owner else part
-        return found
+                    tensors[name] = part.cpu() if owner else part
+        return tensors
 
     # a step
 
@@ -562,9 +562,9 @@ class SharedUpdater:
             for tensor in self._measurable()
         }
         yield
-        found = torch.cat([self._measured[id(tensor)] for tensor in self._measurable()])
-        found = self.group.largest(found).split([t.out_features for t in self._measurable()])
-        for tensor, fitting in zip(self._measurable(), found, strict=True):
+        measured = torch.cat([self._measured[id(tensor)] for tensor in self._measurable()])
+        parts = self.group.largest(measured).split([t.out_features for t in self._measurable()])
+        for tensor, fitting in zip(self._measurable(), parts, strict=True):
             exponent = tensor.wire_exponent[:, 0]
             exponent.copy_(next_exponents(exponent, fitting, self._fall))
         self._forget()
@@ -574,12 +574,12 @@ class SharedUpdater:
         if self._measured is None:
             raise ValueError("nothing is being measured")
         so_far = self._measured[id(member.tensor)][member.rows]
-        none, found = torch.full_like(so_far, NONE), torch.empty_like(so_far)
+        none, fitting = torch.full_like(so_far, NONE), torch.empty_like(so_far)
         sums = torch.empty(grad.shape, dtype=torch.int16, device=self.device)
         key = torch.zeros((), dtype=torch.int32, device=self.device)
         block = block_of(member.tensor.in_features)
-        quantise_gradient(grad, none, key, sums, None, found, self.limit, block, False)
-        so_far.copy_(torch.maximum(so_far, found))
+        quantise_gradient(grad, none, key, sums, None, fitting, self.limit, block, False)
+        so_far.copy_(torch.maximum(so_far, fitting))
 
     # what is counted
 
@@ -595,9 +595,9 @@ class SharedUpdater:
 
     def counters(self) -> dict[str, int]:
         """Return the counters of all processes: see `Updater.counters`."""
-        found = self.updates.counters()
-        refused = torch.tensor([found["refused"]], device=self.device)
-        return found | {"refused": int(self.group.sum(refused))}
+        counters = self.updates.counters()
+        refused = torch.tensor([counters["refused"]], device=self.device)
+        return counters | {"refused": int(self.group.sum(refused))}
 
     def restore(self, counters: dict[str, int]) -> None:
         """Restore the counters of a checkpoint.
@@ -629,6 +629,6 @@ def next_exponents(exponent: Tensor, fitting: Tensor, fall: Tensor) -> Tensor:
     """
     down = (exponent.to(torch.int16) - fall).clamp(min=LOWEST).to(torch.int8)
     moved = torch.where(exponent == NONE, fitting, torch.maximum(fitting, down))
-    found = (fitting != NONE) & (fitting != NOT_FINITE)
-    moved = torch.where(found, moved, exponent)
+    is_known = (fitting != NONE) & (fitting != NOT_FINITE)
+    moved = torch.where(is_known, moved, exponent)
     return torch.where(moved == NONE, moved.amax(), moved)
