@@ -77,7 +77,7 @@ class LanguageModel(PackedModel):
         else:
             self.stages = ()
         self.blocks = Stack(main.blocks, main, site)
-        self._between: tuple[nn.Module, ...] = ()  # whose children are those of the model
+        self._between: tuple[Any, ...] = ()  # whose children are those of the model
         if memories or main.router:
             between = imported(BETWEEN)(memories, site, main.router)
             self._between = (between,)

@@ -37,6 +37,10 @@ class Weight(nn.Module):
         """Draw the weight; it only depends on `seed` and `index`."""
         raise NotImplementedError
 
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight, (N, K) of a dtype."""
+        raise NotImplementedError
+
     def cast_once(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Cache the cast weight within the block; packed weights have none."""
         return nullcontext()

@@ -6,7 +6,7 @@ are views of the row, on the host and on the device.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -108,7 +108,7 @@ class StepLayout:
 
     def sizes(self, row: Tensor) -> list[StepSizes]:
         """View the step sizes of each pace in a row, (width,) int64."""
-        fields = {name: self.view(row, name).unbind() for name in StepSizes._fields}
+        fields: dict[str, Any] = {name: self.view(row, name).unbind() for name in StepSizes._fields}
         fields |= {name: [tuple(pair.unbind()) for pair in fields[name]] for name in GAINS}
         return [
             StepSizes(**dict(zip(fields, values, strict=True)))
