@@ -119,8 +119,9 @@ def test_no_step_outside_a_graph_sets_a_condition(monkeypatch):
 @pytest.mark.parametrize(
     "given",
     [
-        {"accum": 2, "digits": "fade", "fade_from": 0.4}, {"wire": "int12"},
-        {"accum": 2, "objective": "fill"}, {"accum": 3, "objective": "fill", "wire": "int12"},
+        {"accum": 2, "digits": "fade", "fade_from": 0.4}, {"reduce_dtype": "int12"},
+        {"accum": 2, "objective": "fill"},
+        {"accum": 3, "objective": "fill", "reduce_dtype": "int12"},
         {"accum": 2, "dropout": 0.25},
     ],
     ids=str,

@@ -89,7 +89,7 @@ def test_options_have_their_own_names_and_those_of_settings(book):
         for given in (options, settings)
     )
     assert found == wanted
-    assert found.wire == "int8"
+    assert found.reduce_dtype == "int8"
     assert found.model.group_size == 8
 
 
@@ -137,7 +137,7 @@ def test_every_argument_is_passed_on(book, monkeypatch):
     backend = default_backend(model.device)
     expected = {"stride": 3, "batch": 4, "backend": backend, "kv": "int8"}
     assert measured.call_args.kwargs == expected
-    opened = spy("arbcli.data.text.open_text")
+    opened = spy("arbcli.data.opening.open_text")
     opened.return_value = ("a text", "its name")
     arbcli.evaluate(model, ["a.jsonl"], field="said")
     assert opened.call_args == mock.call(["a.jsonl"], Conversion("said"))

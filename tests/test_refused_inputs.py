@@ -237,9 +237,9 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "masked model of a probe": (
         probed(masked=True), "a probe reads bytes from left to right, and the model predicts"),
     "documents of a probe": (probed(packs=True), "a probe reads plain text, and these are"),
-    "ranks without a wire": (
-        lambda _: ranks._report(SimpleNamespace(wire=None), [], None),
-        "processes can only share a run whose `wire` is set"),
+    "ranks without a reduce dtype": (
+        lambda _: ranks._report(SimpleNamespace(reduce_dtype=None), [], None),
+        "processes can only share a run whose `reduce_dtype` is set"),
     "rest of a text": (
         lambda _: continuing.prompt_and_length(b"a text", 0.5, 9),
         "`--keep` only applies to a sound or a picture"),

@@ -230,7 +230,7 @@ def train(
     rank, processes, *_ = this_process()
     ternary = trains_ternary(settings.get("preset", "tiny"), settings.get("weights"))
     if processes > 1 and ternary and resume is None:
-        settings.setdefault("wire", "int12")
+        settings.setdefault("reduce_dtype", "int12")
     is_first = rank == 0  # only this process prints
     advises = minutes is None and resume is None
     with RunDisplay(

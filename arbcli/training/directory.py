@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from arbcli.generation.load import SavedModel
 
 
-DATA = {"seed": "seed", "text": "digest", "tokenizer": "tokenizer", "wire": "wire"}
+DATA = {"seed": "seed", "text": "digest", "tokenizer": "tokenizer", "reduce_dtype": "wire"}
 """Facts about the run in each checkpoint, by their keys in its `data`."""
 MOST_NAMED = 3
 """Maximum number of fields that an error lists."""
@@ -178,7 +178,11 @@ def check_same_run(
     made_with = _all_fields(checkpoint.config)
     made_with |= {name: checkpoint.data.get(key) for name, key in DATA.items()}
     expected = json.loads(json.dumps(asdict(config.model)))
-    expected |= {"seed": config.seed, "text": facts["text"]["digest"], "wire": config.wire}
+    expected |= {
+        "seed": config.seed,
+        "text": facts["text"]["digest"],
+        "reduce_dtype": config.reduce_dtype,
+    }
     expected |= {"tokenizer": facts["text"].get("tokenizer")}
     settings = checkpoint.data.get("settings", {})  # missing in those of earlier versions
     if not isinstance(settings, dict):

@@ -89,7 +89,10 @@ if TYPE_CHECKING:
 
 
 EMULATED = "NVFP4 products are emulated on this device: same results, at most the speed of bf16"
-SHARED = ("save_every", "eval_every", "log_every", "keep_best", "wire", "sample_every", "patience")
+SHARED = (
+    "save_every", "eval_every", "log_every", "keep_best", "reduce_dtype", "sample_every",
+    "patience",
+)  # fmt: skip
 """Settings that no weights depend on, and that all processes need to agree on."""
 
 

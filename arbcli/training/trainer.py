@@ -70,11 +70,11 @@ def check_shares(config: TrainConfig, size: int) -> None:
             hint=f"use an `accum` that is a multiple of {size}",
             fields=("accum",),
         )
-    if size > 1 and config.model.weights == "ternary" and config.wire is None:
+    if size > 1 and config.model.weights == "ternary" and config.reduce_dtype is None:
         raise ArbError(
             "uncompressed gradients cannot be shared across processes",
-            hint="use one process, or start a run with `wire=int12`",
-            fields=("wire",),
+            hint="use one process, or start a run with `reduce_dtype=int12`",
+            fields=("reduce_dtype",),
         )
 
 
@@ -157,13 +157,15 @@ class Trainer:
             self.model.initialise(config.seed)
         if config.model.weights == "ternary":
             tensors = self.model.packed_tensors().values()
-            if config.wire is None:
+            if config.reduce_dtype is None:
                 self.updater = Updater(
                     tensors, config.seed, dtype, HELD_BYTES, weight_decay=config.decay
                 )
             else:
                 self.model.declare_wire()
-                self.updater = self.shared = self._new_shared_updater(tensors, dtype, config.wire)
+                self.updater = self.shared = self._new_shared_updater(
+                    tensors, dtype, config.reduce_dtype
+                )
             for tensor in tensors:
                 if isinstance(tensor, StreamedTensor):
                     tensor.sink = self.updater
@@ -227,13 +229,20 @@ class Trainer:
     # what a dense run in one process does not need is imported here
 
     def _new_shared_updater(
-        self, tensors: Collection[TernaryTensor], dtype: torch.dtype, wire: str
+        self, tensors: Collection[TernaryTensor], dtype: torch.dtype, reduce_dtype: str
     ) -> "SharedUpdater":
         from arbcli.training.parallel.shared_updater import SharedUpdater
 
         config, largest = self.config, self.config.lr * fade_growth(self.config)
         shared = SharedUpdater(
-            tensors, config.seed, dtype, wire, config.accum, self.group, largest, config.decay
+            tensors,
+            config.seed,
+            dtype,
+            reduce_dtype,
+            config.accum,
+            self.group,
+            largest,
+            config.decay,
         )
         shared.release()
         return shared
@@ -516,9 +525,9 @@ class Trainer:
         settings = self.config.decisive() | {"init_from": init_digest}
         settings |= {"teacher": self.teacher_digest} if self.teacher else {}
         seed = settings.pop("seed")
-        tensors, wire = self.model.state_dict(), {}
+        tensors, reduced = self.model.state_dict(), {}
         if self.shared:
-            wire = {"wire": self.config.wire}
+            reduced = {"wire": self.config.reduce_dtype}
             tensors |= self.shared.gather(self.model)
         return Checkpoint(
             step=self.step,
@@ -531,7 +540,7 @@ class Trainer:
                 "settings": settings,
             }
             | ({TOKENIZER_DIGEST: self.texts.tokenizer.digest} if self.texts.tokenizer else {})
-            | wire,
+            | reduced,
             tensors=tensors,
         )
 

@@ -367,8 +367,8 @@ def test_hidden_memory_of_torch_kernels_is_as_measured():
 
 def test_process_of_several_is_predicted_to_hold_its_share():
     config = new_config(
-        dim=32, layers=1, heads=2, ffn=48, ctx=16, batch=2, accum=2, wire="int12", device="cpu",
-        compute="fp32",
+        dim=32, layers=1, heads=2, ffn=48, ctx=16, batch=2, accum=2, reduce_dtype="int12",
+        device="cpu", compute="fp32",
     )  # fmt: skip
     shares = share_out(config, 2)
     found = predict_peak(config, rank=1, size=2)

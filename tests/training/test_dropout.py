@@ -86,7 +86,8 @@ def test_training_differs_from_that_without_and_evaluation_does_not(texts):
 
 
 @pytest.mark.parametrize(
-    "options", mostly_slow([{}, {"wire": "int12", "accum": 2}, {"preset": "hnet-small"}], str)
+    "options",
+    mostly_slow([{}, {"reduce_dtype": "int12", "accum": 2}, {"preset": "hnet-small"}], str),
 )
 def test_resumed_run_has_the_masks_of_one_that_was_not_stopped(options, texts):
     if "preset" in options:

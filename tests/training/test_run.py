@@ -312,7 +312,7 @@ def test_samples_compile_nothing(text, tmp_path, monkeypatch):
     """As blocks of a large baseline are compiled: their forward pass makes the text, too."""
     always = property(lambda _: True, lambda *_: None)
     monkeypatch.setattr("arbcli.training.trainer.Trainer.is_compiled", always, raising=False)
-    monkeypatch.setattr("arbcli.training.trainer.compile_twin", lambda _: None)
+    monkeypatch.setattr("arbcli.training.compiled_twin.compile_twin", lambda _: None)
     compiled = []
 
     def generate(*_, **__):
@@ -556,7 +556,8 @@ FREE = {
     "data", "val", "field", "sound", "picture",  # the text itself is compared, wherever it lies
     "save_every", "eval_every", "log_every", "sample_every", "keep", "keep_best", "patience",
     "recompute", "device", "backend",
-    "wire", "tokenizer", "teacher",  # a checkpoint says them, or their digests, and is compared
+    # a checkpoint says them, or their digests, and is compared
+    "reduce_dtype", "tokenizer", "teacher",
 }  # fmt: skip
 """Settings that change no bit of a checkpoint, that a resume may change, or that are seen besides.
 """

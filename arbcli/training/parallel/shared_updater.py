@@ -45,7 +45,7 @@ from arbcli.training.parallel.owners import (
 )
 
 LARGEST = {"int8": 127, "int12": 2047, "int16": 32767}
-"""Maximum magnitude of a quantised gradient, by `wire`."""
+"""Maximum magnitude of a quantised gradient, by `reduce_dtype`."""
 MOST_NARROWED = 4
 """Up to this many micro-batches, gradients are narrowed so that their sum needs no more bits."""
 LARGEST_OF_ROWS = 127
@@ -59,12 +59,12 @@ IN_FLIGHT = 1
 """Number of buckets in flight during the backward."""
 
 
-def part_limit(wire: str, micro_batches: int) -> int:
+def part_limit(reduce_dtype: str, micro_batches: int) -> int:
     """Return the maximum magnitude of a quantised gradient, given the number of micro-batches.
 
     It does not depend on the number of processes.
     """
-    return LARGEST[wire] // min(micro_batches, MOST_NARROWED)
+    return LARGEST[reduce_dtype] // min(micro_batches, MOST_NARROWED)
 
 
 def sums_for(limit: int, local: int, micro_batches: int) -> Sums:
@@ -90,7 +90,7 @@ class SharedUpdater:
         tensors: the packed tensors of the model, always in the same order, after `declare_wire`.
         seed: seed of the stochastic rounding, 0..2**31-1.
         dtype: dtype of the Newton-Schulz products.
-        wire: integer format of gradients, one of `WIRES`.
+        reduce_dtype: integer format of gradients, one of `REDUCE_DTYPES`.
         micro_batches: number of micro-batches in a step, over all processes.
         group: the processes of the run.
         lr: maximum learning rate.
@@ -109,7 +109,7 @@ class SharedUpdater:
         tensors: Iterable[TernaryTensor],
         seed: int,
         dtype: torch.dtype,
-        wire: str,
+        reduce_dtype: str,
         micro_batches: int,
         group: Group,
         lr: float,
@@ -118,7 +118,7 @@ class SharedUpdater:
         self.updates = Updater(tensors, seed, dtype, weight_decay=weight_decay)
         self.group, self.micro_batches, self.dtype = group, micro_batches, dtype
         self.local = group.local(micro_batches)
-        self.limit = part_limit(wire, micro_batches)
+        self.limit = part_limit(reduce_dtype, micro_batches)
         self.sums = sums_for(self.limit, len(self.local), micro_batches)
         self.tensors = self.updates.tensors
         self.num_weights = self.updates.num_weights

@@ -16,7 +16,7 @@ from processes import environment
 
 from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
-from arbcli.config.training import MOST_PARTS, WIRES
+from arbcli.config.training import MOST_PARTS, REDUCE_DTYPES
 from arbcli.model.build import build_model
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.layers.vector import VectorWeight
@@ -173,7 +173,7 @@ def test_single_process_is_a_group_of_size_1(monkeypatch):
         assert (group.rank, group.size, group.device) == (0, 1, device)
 
 
-@pytest.mark.parametrize(("wire", "micro_batches", "local", "limit", "bits"), [
+@pytest.mark.parametrize(("reduce_dtype", "micro_batches", "local", "limit", "bits"), [
     ("int8", 1, 1, 127, 8), ("int8", 2, 2, 63, 8), ("int8", 3, 3, 42, 8), ("int8", 4, 4, 31, 8),
     ("int8", 8, 2, 31, 8), ("int8", 5, 5, 31, 12), ("int8", 67, 67, 31, 16),
     ("int12", 1, 1, 2047, 12), ("int12", 4, 1, 511, 12), ("int12", 16, 4, 511, 12),
@@ -181,19 +181,19 @@ def test_single_process_is_a_group_of_size_1(monkeypatch):
     ("int16", 1, 1, 32767, 16), ("int16", 4, 4, 8191, 16), ("int16", 5, 5, 8191, 32),
 ])  # fmt: skip
 def test_sum_of_parts_is_as_narrow_as_it_can_be_and_never_wraps(
-    wire, micro_batches, local, limit, bits
+    reduce_dtype, micro_batches, local, limit, bits
 ):
-    assert part_limit(wire, micro_batches) == limit
+    assert part_limit(reduce_dtype, micro_batches) == limit
     sums = sums_for(limit, local, micro_batches)
     assert sum(sums.sizes(2, 8)) == 2 * bits
     assert limit * local <= sums.largest < 2 ** (bits - 1)
     assert limit * micro_batches * 64 < 2**31  # and none of what an owner adds up and mixes back
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_as_many_parts_as_a_run_may_have_can_be_added_up(wire):
-    most = MOST_PARTS[wire]
-    limit = part_limit(wire, most)
+@pytest.mark.parametrize("reduce_dtype", REDUCE_DTYPES)
+def test_as_many_parts_as_a_run_may_have_can_be_added_up(reduce_dtype):
+    most = MOST_PARTS[reduce_dtype]
+    limit = part_limit(reduce_dtype, most)
     assert sums_for(limit, most, most).largest >= limit * most
     assert limit * most * 64 < 2**31 <= limit * most * 64 * 1.1
 

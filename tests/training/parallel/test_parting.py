@@ -87,7 +87,7 @@ def test_end_that_hangs_does_not_hide_the_error(order, monkeypatch):
 
 ABOUT = {
     "dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2, "accum": 2, "steps": 2,
-    "wire": "int12", "device": "cpu", "compute": "fp32",
+    "reduce_dtype": "int12", "device": "cpu", "compute": "fp32",
 }  # fmt: skip
 
 
