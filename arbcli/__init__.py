@@ -72,12 +72,14 @@ def train(
     Raises:
         ArbError: a failure that the user can fix; earlier checkpoints stay intact.
     """
-    from arbcli.generation.load import read_saved
     from arbcli.training.observer import Observer
     from arbcli.training.run import start_run
 
-    observer = observer or Observer()
-    initial = None if init_from is None else read_saved(Path(init_from), observer.noted)
+    observer, initial = observer or Observer(), None
+    if init_from is not None:
+        from arbcli.generation.load import read_saved
+
+        initial = read_saved(Path(init_from), observer.noted)
     place = None if out is None else Path(out)
     return start_run(config, place, observer, minutes=minutes, initial=initial)
 
@@ -224,9 +226,8 @@ def evaluate(
     Raises:
         ArbError: the text cannot be read or is too short, or the stride is out of range.
     """
-    from arbcli.data.chats import has_documents
-    from arbcli.data.conversion import Conversion
-    from arbcli.data.text import open_text
+    from arbcli.data.files import Conversion, has_documents
+    from arbcli.data.opening import open_text
     from arbcli.generation import evaluation
     from arbcli.kernels.runtime.backend import default_backend
 

@@ -33,7 +33,7 @@ KINDS = {
 
 def serve(kind: str, compute: str | None) -> None:
     """Run steps for every line of stdin, and print the milliseconds per step."""
-    from arbcli.data.text import open_texts
+    from arbcli.data.opening import open_texts
     from arbcli.training.compiled_twin import compile_twin
     from arbcli.training.configure import new_config
     from arbcli.training.trainer import Trainer

@@ -13,11 +13,11 @@ from typing import no_type_check
 import torch
 from torch import Tensor
 
+from arbcli.config.site import NORM_EPS
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.linear import TernaryLinear
-from arbcli.model.layers.norm import NORM_EPS
 
 ROWS, MOST_COLUMNS, WARPS = (8, 4), 2048, 4
 """A program's rows, without a gate and with one; its columns at a time; its warps."""

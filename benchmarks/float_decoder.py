@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.generation.generation import Sampling
+from arbcli.config.site import NORM_EPS
+from arbcli.generation.sampling import Sampling
 from arbcli.interop.huggingface.dense import Shape, shape_of
 from arbcli.kernels.output.choose_byte import choose_byte_
 from arbcli.kernels.update.random_bits import stream_key
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table
 
 WARM_UP_STEPS = 3

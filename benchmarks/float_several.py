@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.generation.generation import Sampling
+from arbcli.config.site import NORM_EPS
+from arbcli.generation.sampling import Sampling
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table
 from benchmarks.float_decoder import dense_shape, dense_weights
 

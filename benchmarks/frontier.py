@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.training.configure import new_config
 from arbcli.training.trainer import EAGER_STEPS, Trainer

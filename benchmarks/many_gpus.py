@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from arbcli.data.text import Texts, evaluation_batches, open_texts
+from arbcli.data.opening import open_texts
+from arbcli.data.text import Texts, evaluation_batches
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.checkpoint import tensor_digest
@@ -78,7 +79,7 @@ def compare_bits(
         "capture": capture,
         "accum": accum,
         "batch": 8,
-        "wire": "int12",
+        "reduce_dtype": "int12",
         "seed": 7,
     }
     about |= {"digits": digits}
@@ -127,8 +128,8 @@ def time_steps(preset: str, texts: Texts, group: Group, capture: bool, kinds: li
     """Time every kind with one GPU and with all."""
     rows, on_gpu = [], group.device.type == "cuda"
     all_kinds: dict[str, dict[str, Any]] = {
-        "wire": {"wire": "int12"}, "rule": {}, "twin": TWIN,
-        "factored": {"wire": "int12", "direction": "factored"},
+        "wire": {"reduce_dtype": "int12"}, "rule": {}, "twin": TWIN,
+        "factored": {"reduce_dtype": "int12", "direction": "factored"},
     }  # fmt: skip
     for kind in kinds:
         for size in dict.fromkeys((1, group.size)):
@@ -180,10 +181,10 @@ def learn(
     """Train every seed in one step of 32 windows, and in four parts that travel as integers."""
     options: dict[str, dict[str, Any]] = {
         "rule, 1 x 32": {"batch": 32},
-        "wire, 4 x 8": {"batch": 8, "accum": 4, "wire": "int12"},
-        "wire, 1 x 32": {"batch": 32, "wire": "int12"},
-        "int8, 4 x 8": {"batch": 8, "accum": 4, "wire": "int8"},
-        "int16, 4 x 8": {"batch": 8, "accum": 4, "wire": "int16"},
+        "wire, 4 x 8": {"batch": 8, "accum": 4, "reduce_dtype": "int12"},
+        "wire, 1 x 32": {"batch": 32, "reduce_dtype": "int12"},
+        "int8, 4 x 8": {"batch": 8, "accum": 4, "reduce_dtype": "int8"},
+        "int16, 4 x 8": {"batch": 8, "accum": 4, "reduce_dtype": "int16"},
     }
     jobs = [(kind, seed) for kind in kinds or options for seed in seeds]
     rows = []

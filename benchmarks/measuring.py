@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.model.baselines import FloatWeight
 from arbcli.training.configure import new_config
 from arbcli.training.trainer import Trainer

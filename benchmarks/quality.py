@@ -20,7 +20,7 @@ from typing import Any
 from arbcli.cli import app
 from arbcli.config.model import ModelConfig
 from arbcli.config.settings import settings_of
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.training.configure import new_config
 from arbcli.training.trainer import Trainer

@@ -193,7 +193,7 @@ def _cpu_name() -> str:
 
 def find_versions() -> dict[str, str | None]:
     """List the versions that decide what is measured."""
-    from arbcli import __version__
+    from arbcli.version import __version__
 
     found: dict[str, str | None] = {"arb": __version__, "python": platform.python_version()}
     for name in ("torch", "triton"):

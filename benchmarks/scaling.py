@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.training import trainer as training
 from arbcli.training.configure import new_config

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.training.configure import new_config

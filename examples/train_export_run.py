@@ -12,7 +12,8 @@ from pathlib import Path
 import xllamacpp
 
 import arbcli
-from arbcli.generation.generation import Sampling, generate
+from arbcli.generation.generation import generate
+from arbcli.generation.sampling import Sampling
 from arbcli.interop.exporting import export
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer

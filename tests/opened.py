@@ -18,9 +18,9 @@ from typing import Any
 from unittest import mock
 
 from arbcli.base.errors import ArbError
-from arbcli.data.conversion import Conversion
-from arbcli.data.files import check_named
-from arbcli.data.text import Text, open_texts
+from arbcli.data.files import Conversion, check_named
+from arbcli.data.opening import open_texts
+from arbcli.data.text import Text
 
 WRITTEN = Path(__file__).with_suffix(".txt")
 CONTEXT, SHORT = 8, 36

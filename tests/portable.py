@@ -13,7 +13,7 @@ import sys
 from datetime import date
 from pathlib import Path
 
-from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime import native_library
 
 ROOT = Path(__file__).parents[1]
 LEVELS = {
@@ -54,10 +54,12 @@ FLOATS = (
 def main() -> int:
     """Run all levels, and return 1 if one of them failed."""
     given, failed = sys.argv[1:], []
-    here = native.levels_here()
+    here = native_library.levels_here()
     for level in (level for level in LEVELS if level in here):
         settings = zip(LIBRARIES, LEVELS[level], strict=True)
-        settings = {name: value for name, value in settings if value} | {native.LEVEL: level}
+        settings = {name: value for name, value in settings if value} | {
+            native_library.LEVEL: level
+        }
         if run(level, given or [*SENSITIVE, *KERNELS], **settings):
             failed.append(level)
     noise = ["-p", "noise", "--noise-seed", f"{date.today().toordinal() % SEEDS + 1}"]

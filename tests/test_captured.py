@@ -8,7 +8,7 @@ from apparatus.graphs import Graph, recorded_graphs
 from cells import Cell, wide
 
 from arbcli.config.presets import preset
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.families.hnet.stage import Stage
 from arbcli.generation.decoder import Decoder
 from arbcli.generation.sampling import Sampling
@@ -120,7 +120,7 @@ def test_no_step_outside_a_graph_sets_a_condition(monkeypatch):
     "given",
     [
         {"digits": "fade", "fade_from": 0.4, "fade_to": 0.6, "steps": 11},
-        {"accum": 2, "objective": "fill", "wire": "int12"}, {"accum": 2, "dropout": 0.25},
+        {"accum": 2, "objective": "fill", "reduce_dtype": "int12"}, {"accum": 2, "dropout": 0.25},
     ],
     ids=str,
 )  # fmt: skip

@@ -26,7 +26,7 @@ from arbcli.kernels.update import (
     step_scales,
     step_trits,
 )
-from arbcli.model import language_model, ngrams, updater, widths
+from arbcli.model import initial, language_model, ngrams, step_parameters
 from arbcli.model.layers import norm, table
 from arbcli.model.optimizers import orthogonal
 from arbcli.model.rules import DIRECTION, LR, RULES, base, find_rule, moment
@@ -48,10 +48,10 @@ CONSTANTS = {
     step_scales: {"CLIP": 3 * 65536, "LOWEST": -12288, "HIGHEST": 4095},
     step_trits: {"CLIP": 4 * 65536, "LARGEST_GAIN": 8388608, "LARGEST_DECAY": 2097152},
     orthogonal: {"COEFFICIENTS": (3.4445, -4.7750, 2.0315), "STEPS": 5, "RUNS": (3, 2)},
-    widths: {"REFERENCE_WIDTH": 384, "HEAD": 0.25},
+    initial: {"REFERENCE_WIDTH": 384, "HEAD": 0.25},
     base: {"STEP_CLIP": 4, "STEP_OF_RADIX": 0.0625, "SCALE_STEP": 4, "NUM_STREAMS": 5,
         "DECAY_OF_LR": 0.0078125},
-    moment: {"DECAY": 0.9}, updater: {"ROW_CLIP": 2},
+    moment: {"DECAY": 0.9}, step_parameters: {"ROW_CLIP": 2},
     float_optimizer: {"BETAS": (0.9, 0.95), "CLIP_NORM": 1.0,
         "MOMENTUM": 0.95, "NEWTON_SCHULZ": (3.4445, -4.7750, 2.0315), "NEWTON_SCHULZ_STEPS": 5, },
     norm: {"NORM_EPS": 1e-6}, table: {"SPARSE_SPREAD": 0.2, "MOST_USES": 127},

@@ -3,8 +3,10 @@
 import ast
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
+import pytest
 from syntax import children, parsed, walk
 
 PACKAGE = Path(__file__).parents[1] / "arbcli"
@@ -103,6 +105,48 @@ def test_package_trains_without_triton_and_loads_no_compiler():
         "assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules), 'take two seconds'\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+ALTERNATIVES = (
+    "families.", "verify.", "interop.", "training.float_optimizer", "training.teacher",
+    "training.dropout", "training.parallel.shared_updater", "training.parallel.rendezvous",
+    "model.baselines", "model.cache", "model.state", "data.conversion", "data.tokens", "data.chats",
+    "kernels.runtime.native_library", "kernels.norm.norm_e4m3", "kernels.rows.weighted_rows",
+)  # fmt: skip
+"""What a dense run in one process does not need."""
+
+
+def code_lines(path: Path) -> int:
+    """Count the lines with code: without blank lines, docstrings and comments."""
+    with path.open("rb") as file:
+        tokens = [t for t in tokenize.tokenize(file.readline) if t.type not in NO_CODE]
+    lines = {n for t in tokens[1:-1] for n in range(t.start[0], t.end[0] + 1)}
+    for node in walk(parsed(path)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            lines -= {*range(node.lineno, (node.end_lineno or 0) + 1)}
+    return len(lines)
+
+
+@pytest.mark.parametrize(
+    ("module", "most_modules", "most_lines"),
+    [("training.trainer", 120, 13_900), ("model.parts.mlp", 80, 8_100)],
+)
+def test_import_loads_what_a_dense_step_needs_and_no_alternatives(module, most_modules, most_lines):
+    code = (
+        f"import sys, arbcli.{module}\n"
+        "ours = [m for name, m in sys.modules.items() if name.startswith('arbcli')]\n"
+        "print(*(m.__file__ for m in ours), sep='\\n')"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
+    paths = [Path(line) for line in output.stdout.splitlines()]
+    names = [".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in paths]
+    alternatives = [n for n in names if n.startswith(ALTERNATIVES) and not n.endswith("__init__")]
+    assert alternatives == []
+    assert len(paths) <= most_modules
+    assert sum(map(code_lines, paths)) <= most_lines
 
 
 def test_configurations_of_the_core_import_no_family():

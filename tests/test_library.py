@@ -10,7 +10,7 @@ import torch
 
 import arbcli
 from arbcli.base.errors import ArbError
-from arbcli.data.conversion import Conversion
+from arbcli.data.files import Conversion
 from arbcli.generation.load import load_model
 from arbcli.kernels.runtime.backend import default_backend
 from arbcli.training.observer import Observer
@@ -124,7 +124,7 @@ def test_every_argument_is_passed_on(book, monkeypatch):
     backend = default_backend(model.device)
     expected = {"stride": 3, "batch": 4, "backend": backend, "kv": "int8"}
     assert measured.call_args.kwargs == expected
-    opened = spy("arbcli.data.text.open_text")
+    opened = spy("arbcli.data.opening.open_text")
     opened.return_value = ("a text", "its name")
     arbcli.evaluate(model, ["a.jsonl"], field="said")
     assert opened.call_args == mock.call(["a.jsonl"], Conversion("said"))

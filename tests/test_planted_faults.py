@@ -38,9 +38,10 @@ from arbcli.model.build import build_model
 from arbcli.model.flow import Documents
 from arbcli.model.stack import Block
 from arbcli.verify import models, parity
-from arbcli.verify.check_kernels import KERNELS, copies, find_kernels, peers_of
+from arbcli.verify.check_kernels import copies, find_kernels, peers_of
 from arbcli.verify.compare import as_tuple, compare, poisoned
 from arbcli.verify.models import RAGGED
+from arbcli.verify.registry import KERNELS
 from arbcli.verify.subjects import Subject, several_rules
 
 pytestmark = [
@@ -409,12 +410,12 @@ FAULTS = [
     module("micro-batch", "moment decays with every micro-batch", "model.rules",
         rewrite("round(a) if f else UNIT", "round(a)"), "update moment sign"),
     module("exchange", "steps of every rule by the P of `moment`", "model.updater",
-        rewrite("(t.lr_factor, t.rule.radix, t.rule.blend_units)",
-        "(t.lr_factor, 64, t.rule.blend_units)"), "update several trit"),
+        rewrite("Pace(t.lr_factor, t.rule.radix, t.rule.blend_units)",
+        "Pace(t.lr_factor, 64, t.rule.blend_units)"), "update several trit"),
     module("exchange", "a rule's rate divided by its own, not by that of the model", "config.site",
         rewrite("relative_lr(a, b, c)", "relative_lr(b, a, c)"), "update several all"),
-    Fault("constant", "steps clipped too late", set_constant("model.updater", "STEP_CLIP", 40),
-        "update moment factored"),
+    Fault("constant", "steps clipped too late",
+        set_constant("model.step_parameters", "STEP_CLIP", 40), "update moment factored"),
     Fault("constant", "one of two inverses left out", set_constant("model.optimizers.orthogonal",
         "POLAR_WEIGHTS", (0.961939909, 0.00921883, 0.0)), "update moment orthogonal"),
     Fault("bad gradient", "NaN gradients accepted", edit(torch_backend("gradient_gains"),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from noise import noisy
 
-from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime import native_library
 
 PRODUCTS = {
     "mm": lambda x, w: x @ w,
@@ -71,5 +71,7 @@ def test_four_seeds_find_a_choice_between_equal_sums_in_another_order():
 
 
 def test_levels_are_those_that_the_loops_can_be_compiled_for():
-    assert set(portable.LEVELS) <= {name for names in native.LEVELS.values() for name in names}
-    assert set(native.levels_here()[:1]) <= set(portable.LEVELS)
+    assert set(portable.LEVELS) <= {
+        name for names in native_library.LEVELS.values() for name in names
+    }
+    assert set(native_library.levels_here()[:1]) <= set(portable.LEVELS)

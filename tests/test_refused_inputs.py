@@ -20,7 +20,8 @@ from arbcli.data import chat_template, tokens
 from arbcli.data import chats as chatting
 from arbcli.data.chat_template import ChatTemplate, keep_template, template_of
 from arbcli.data.chats import Chats
-from arbcli.data.conversion import Conversion, plain_file
+from arbcli.data.files import Conversion
+from arbcli.data.opening import plain_file
 from arbcli.data.text import Mixture
 from arbcli.families.hnet.config import ChunkingConfig
 from arbcli.families.media import continuing
@@ -128,9 +129,9 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         "`--ranks` is 4, and `torchrun` has started 2 processes"),
     "half a character": (
         lambda _: gguf_tokens._read(text('{"a": "\\ud800"}', "a.json")), "`a.json` is not JSON"),
-    "ranks without a wire": (
-        lambda _: ranks._report(SimpleNamespace(wire=None), [], None),
-        "processes can only share a run whose `wire` is set"),
+    "ranks without a reduce dtype": (
+        lambda _: ranks._report(SimpleNamespace(reduce_dtype=None), [], None),
+        "processes can only share a run whose `reduce_dtype` is set"),
     "rest of a text": (
         lambda _: continuing.prompt_and_length(b"a text", 0.5, 9),
         "`--keep` only applies to a sound or a picture"),

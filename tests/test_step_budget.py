@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.model.operations import step_operations
 from arbcli.training.configure import new_config
 from arbcli.training.trainer import Trainer

@@ -60,7 +60,7 @@ _UNPRINTABLE = re.compile(
 
 def printable(text: str) -> str:
     """Replace terminal control characters by their Python escapes."""
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def _clean(shown: RenderableType) -> RenderableType:

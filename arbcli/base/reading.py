@@ -175,8 +175,8 @@ def check_schema(values: Any, schema: Mapping[str, Any], where: str, hint: str) 
             continue
         value = holder.get(name)
         if not is_of(value, kind):
-            found = "it is missing" if value is None else f"it is `{shown(value)}`"
-            raise ArbError(f"{where} has no valid `{path}`: {found}", hint=hint)
+            reason = "it is missing" if value is None else f"it is `{shown(value)}`"
+            raise ArbError(f"{where} has no valid `{path}`: {reason}", hint=hint)
 
 
 def is_of(value: Any, kind: Any) -> bool:
@@ -224,3 +224,19 @@ def shown(value: Any) -> str:
     except (ValueError, RecursionError):  # thousands of digits, or deep nesting
         text = f"{type(value).__name__} without an end"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def file_bytes(path: Path) -> int:
+    """Return the size of a file, which must be regular and readable."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ArbError(
+            f"`{path}` is not a regular file",
+            hint="texts are memory-mapped: write it to a file first, and name that file",
+        )
+    if not os.access(path, os.R_OK):
+        raise unreadable(path, PermissionError("Permission denied"))
+    return status.st_size

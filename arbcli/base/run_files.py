@@ -9,6 +9,8 @@ from arbcli.base.reading import read_json
 
 CONFIG = "config.json"
 """File of a run with its configuration, its text, and the versions at its start."""
+TOKENIZER = "tokenizer.json"
+"""File of a run with its tokenizer."""
 COMPANIONS = "hugging_face"
 """Folder of a run with other files of an imported model, which exports include."""
 RUNS = Path("runs")
@@ -25,8 +27,8 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 def checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoints of a run, highest step first."""
     paths = directory.glob("step-*.safetensors")
-    found = (path for path in paths if _FILE_NAME.fullmatch(path.name) and not path.is_dir())
-    return sorted(found, key=step_of, reverse=True)
+    files = (path for path in paths if _FILE_NAME.fullmatch(path.name) and not path.is_dir())
+    return sorted(files, key=step_of, reverse=True)
 
 
 def best_checkpoints(directory: Path) -> list[Path]:

@@ -14,15 +14,15 @@ def sockets(root: Path = ROOT) -> dict[int, set[int]]:
     Args:
         root: root of the file system with `/sys`.
     """
-    found: dict[int, set[int]] = {}
+    cpus_by_socket: dict[int, set[int]] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
         path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/physical_package_id"
         try:
             number = int(path.read_text())
         except (OSError, ValueError):
             number = 0
-        found.setdefault(number, set()).add(cpu)
-    return found
+        cpus_by_socket.setdefault(number, set()).add(cpu)
+    return cpus_by_socket
 
 
 def near_gpu(index: int, root: Path = ROOT) -> set[int]:
@@ -44,11 +44,11 @@ def near_gpu(index: int, root: Path = ROOT) -> set[int]:
 
 def _numbers(text: str) -> set[int]:
     """Parse a list of processors, such as `0-31,64-95`."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+        numbers |= set(range(int(first), int(last or first) + 1))
+    return numbers
 
 
 def pin_to_socket(process: int, *, on_cpu: bool, root: Path = ROOT) -> tuple[int, set[int]]:

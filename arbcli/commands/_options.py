@@ -32,8 +32,13 @@ from arbcli.config.presets import ATTENTIONS, check_preset
 from arbcli.config.settings import MODEL, OUTPUT, RUN, Setting, replaced
 from arbcli.config.short_forms import MODEL_SETTINGS
 from arbcli.config.training import BACKENDS, SETTINGS, spelled_out, train_config, words_of
-from arbcli.data.chats import check_packages, has_documents
-from arbcli.data.files import check_named, check_records, check_weights
+from arbcli.data.files import (
+    check_named,
+    check_packages,
+    check_records,
+    check_weights,
+    has_documents,
+)
 from arbcli.families.graph.presets import ATTENTIONS as GRAPH_ATTENTIONS
 from arbcli.model.rules import FADING
 

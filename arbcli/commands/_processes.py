@@ -8,7 +8,8 @@ import typer
 
 from arbcli.base.errors import ArbError
 from arbcli.base.output import note
-from arbcli.training.parallel.launch import STORE, launch, this_process
+from arbcli.training.parallel.launch import launch
+from arbcli.training.parallel.process import STORE, this_process
 
 SHARED = ("train", "audit-memory")
 """Commands that can run in several processes."""

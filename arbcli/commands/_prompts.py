@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from arbcli.base.errors import ArbError
 from arbcli.base.output import PIPE_SECONDS, LiveLine, clock, note
 from arbcli.base.reading import open_regular
-from arbcli.data.conversion import plain_file
+from arbcli.data.opening import plain_file
 from arbcli.families.media.continuing import prompt_and_length
 
 if TYPE_CHECKING:

@@ -91,7 +91,7 @@ def audit_memory(
     settings = given_options(**settings, steps=steps)
     settings = with_model_file(settings)
     if ranks is not None:
-        settings = {"accum": ranks, "wire": "int12"} | settings
+        settings = {"accum": ranks, "reduce_dtype": "int12"} | settings
     check_settings(settings)
     with LiveLine() as line:
         line.show_wait("loading")
@@ -248,7 +248,9 @@ def _ranks_table(report: "RanksReport") -> Table:
     columns += (
         ["state measured", "peak measured", "checks"] if was_measured else ["with evaluations"]
     )
-    title = f"{len(report.ranks)} processes on {report.device}, {report.wire} between them, MiB"
+    title = (
+        f"{len(report.ranks)} processes on {report.device}, {report.reduce_dtype} between them, MiB"
+    )
     title += f": one alone has {_mib(report.state_bytes)} of state"
     if report.budget_bytes is not None:
         title += f"; each {'fits' if report.passed else 'does not fit'} {_mib(report.budget_bytes)}"

@@ -26,8 +26,8 @@ from arbcli.commands._options import (
     one_path,
 )
 from arbcli.commands._saved import config_in_header
-from arbcli.data.chats import has_documents
-from arbcli.data.text import open_text
+from arbcli.data.files import has_documents
+from arbcli.data.opening import open_text
 from arbcli.generation.option_checks import (
     check_document_options,
     check_masked_option,

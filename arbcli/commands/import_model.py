@@ -11,7 +11,7 @@ from rich.table import Table
 
 from arbcli.base.errors import ArbError
 from arbcli.base.output import LiveLine, bytes_text, emit, note, table, write_bytes
-from arbcli.base.run_files import RUNS
+from arbcli.base.run_files import RUNS, TOKENIZER
 from arbcli.commands._options import (
     AttentionRuleToCome,
     DirectionToCome,
@@ -24,7 +24,6 @@ from arbcli.commands._outputs import check_folder
 from arbcli.config.model import VOCABULARY
 from arbcli.config.model_file import model_lines
 from arbcli.config.training import spelled_out
-from arbcli.data.tokens import FILE as TOKENIZER
 from arbcli.interop.huggingface.config_json import model_name, read_folder_config
 
 if TYPE_CHECKING:

@@ -233,7 +233,7 @@ def train(
     rank, processes, *_ = this_process()
     ternary = trains_ternary(settings.get("preset", "tiny"), settings.get("weights"))
     if processes > 1 and ternary and resume is None:
-        settings.setdefault("wire", "int12")
+        settings.setdefault("reduce_dtype", "int12")
     is_first = rank == 0  # only this process prints
     advises = minutes is None and resume is None
     with RunDisplay(
@@ -338,12 +338,12 @@ def _check_new(settings: dict[str, Any], init_from: Path | None, out: Path | Non
 def _read_initial(path: Path, settings: dict[str, Any], display: RunDisplay) -> "SavedModel":
     """Read the initial model, and add its configuration and tokenizer to the settings."""
     from arbcli.generation.load import read_saved, saved_config
-    from arbcli.generation.tokens import FILE, saved_tokenizer
+    from arbcli.generation.tokens import saved_tokenizer
 
     initial = read_saved(path, display.noted)
     settings["preset"] = saved = saved_config(initial.checkpoint)
     if saved_tokenizer(*initial, saved):
-        settings.setdefault("tokenizer", str(initial.path.with_name(FILE)))
+        settings.setdefault("tokenizer", str(initial.path.with_name(run_files.TOKENIZER)))
     if saved.digits != "trit" and (initial.path.parent / run_files.COMPANIONS).exists():
         fades = settings.get("digits") == "fade"
         settings.setdefault("lr", LR_OF_FADING_TUNING if fades else LR_OF_TUNING)

@@ -65,8 +65,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     if "preset" in values:
         settings["preset"] = values.pop("preset")
         if not isinstance(settings["preset"], str):
-            found = shown(settings["preset"])
-            raise ArbError(f"`preset` of `{path}` is `{found}`", hint="name a preset in quotes")
+            preset = shown(settings["preset"])
+            raise ArbError(f"`preset` of `{path}` is `{preset}`", hint="name a preset in quotes")
     for table, known, where in ((values, TOP, ""), (model, ARGUMENTS, "model.")):
         for spelling, value in table.items():
             name = field_of(spelling)
@@ -86,13 +86,13 @@ def read_model(path: Path) -> ModelConfig:
     Raises:
         ArbError: the file cannot be read, or has no complete and valid model.
     """
-    found = read_settings(path).get("preset")
-    if not isinstance(found, ModelConfig):
+    model = read_settings(path).get("preset")
+    if not isinstance(model, ModelConfig):
         raise ArbError(
             f"`{path}` has no whole model",
             hint="write stages as `[[model.stage]]`, as `settings_text` does",
         )
-    return found
+    return model
 
 
 def _whole_model(path: Path, values: dict[str, Any]) -> ModelConfig:

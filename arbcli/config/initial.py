@@ -31,8 +31,8 @@ def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
         ArbError: a setting not in `FREE` differs, or `digits` would change the weights' values.
     """
     free = {name: getattr(saved, name) for name in FREE}
-    wanted, found = map(dataclasses.asdict, (dataclasses.replace(model, **free), saved))
-    if difference := first_difference(wanted, found):
+    wanted, given = map(dataclasses.asdict, (dataclasses.replace(model, **free), saved))
+    if difference := first_difference(wanted, given):
         name, ours, theirs = difference
         raise ArbError(
             f"`{name}` is {ours}, and {theirs} in the saved model",
@@ -63,8 +63,8 @@ def first_difference(first: Any, second: Any, name: str = "model") -> tuple[str,
         pairs = [(name, *both) for both in zip(first, second, strict=True)]
     else:
         return None if first == second else (name, first, second)
-    found = (first_difference(ours, theirs, key) for key, ours, theirs in pairs)
-    return next(filter(None, found), None)
+    differences = (first_difference(ours, theirs, key) for key, ours, theirs in pairs)
+    return next(filter(None, differences), None)
 
 
 def digits_after(digits: str) -> tuple[str, ...]:

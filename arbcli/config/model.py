@@ -360,7 +360,7 @@ class ModelConfig:
         Raises:
             ArbError: a part carries state from one document to the next.
         """
-        found = {f"`{part.kind}`": part.across for _, part in self.sited_parts() if part.across}
+        reasons = {f"`{part.kind}`": part.across for _, part in self.sited_parts() if part.across}
         main = self.main
         for name, is_there in (
             ("chunks", bool(self.outer)), ("memories", main.memories is not None),
@@ -368,8 +368,8 @@ class ModelConfig:
             (f"`objective={self.objective}`", self.fills),
         ):  # fmt: skip
             if is_there:
-                found[name] = "documents begin anywhere in what it reads"
-        for name, why in found.items():
+                reasons[name] = "documents begin anywhere in what it reads"
+        for name, why in reasons.items():
             raise ArbError(
                 f"the model cannot keep the documents of a window apart: {name}, {why}",
                 hint="train on plain text, or use blocks of `attention`",
@@ -448,7 +448,7 @@ class ModelConfig:
 
     def _check_masked(self) -> None:
         """Check that all parts are bidirectional, and that a mask symbol can be added."""
-        found = {
+        reasons = {
             f"`{part.kind}`": part.causal or "it reads the bytes before a position"
             for _, part in self.sited_parts()
             if part.causal or part.reads_text
@@ -458,8 +458,8 @@ class ModelConfig:
             ("`tied`", self.tied, "the head has no row for the symbol of a hidden byte"),
         ):
             if is_there:
-                found[name] = why
-        for name, reason in found.items():
+                reasons[name] = why
+        for name, reason in reasons.items():
             raise ArbError(
                 f"`objective` is `masked`, and the model has {name}: {reason}",
                 hint="use a preset of dense blocks, such as `base`, or `objective=next`",
@@ -472,9 +472,9 @@ class ModelConfig:
         Raises:
             ArbError: a part does not support marks, or `ctx` is out of bounds.
         """
-        found = [f"`{part.kind}`" for _, part in self.sited_parts() if part.reads_text]
-        found += [f"`{part.kind}`" for part in (*self.beside, self.ahead) if part]
-        for name in [*found, *(["`tied`"] if self.tied else [])]:
+        parts = [f"`{part.kind}`" for _, part in self.sited_parts() if part.reads_text]
+        parts += [f"`{part.kind}`" for part in (*self.beside, self.ahead) if part]
+        for name in [*parts, *(["`tied`"] if self.tied else [])]:
             raise ArbError(
                 f"`objective` is `fill`, and the model has {name}, which does not support holes",
                 hint="use a preset of dense blocks, such as `base`, or `objective=next`",
@@ -558,18 +558,18 @@ class ModelConfig:
     @property
     def slots(self) -> tuple[int, ...]:
         """Maximum number of positions of each stage in a window of `ctx` symbols."""
-        found = [self.ctx]
+        slots = [self.ctx]
         for chunking in self.chunkings:
-            found.append(chunking.slots(found[-1]))
-        return tuple(found)
+            slots.append(chunking.slots(slots[-1]))
+        return tuple(slots)
 
     @property
     def lengths(self) -> tuple[float, ...]:
         """Number of positions of each stage at the target length of chunks."""
-        found: list[float] = [self.ctx]
+        lengths: list[float] = [self.ctx]
         for chunking in self.chunkings:
-            found.append(found[-1] / chunking.length)
-        return tuple(found)
+            lengths.append(lengths[-1] / chunking.length)
+        return tuple(lengths)
 
     def capacity(self, stage: int, length: int) -> int:
         """Return the maximum number of chunks of a stage for a window of `length` positions."""
@@ -645,32 +645,32 @@ class ModelConfig:
         Inner stages are counted at the target length of chunks.
         """
         stage_products = partial(self._stage_products, lengths=self.lengths)
-        found = sum(stage_products(index) for index in range(len(self.stages)))
+        products = sum(stage_products(index) for index in range(len(self.stages)))
         site = self.site()
         ends = [part.products(site, self.ctx) for part in (*self.beside, *self._heads)]
         plain = 0 if self.composite else self.vocabulary * site.dim
-        return found + self.ctx * (sum(ends) + plain)
+        return products + self.ctx * (sum(ends) + plain)
 
     def _stage_products(self, index: int, lengths: tuple[float, ...]) -> float:
         stage, positions = self.stages[index], lengths[index]
-        found = 0.0
+        products = 0.0
         for blocks in stage.lists:
             site = self.site(index, len(blocks))
             parts = [part for block in blocks for part in block.parts]
-            found += sum(part.products(site, positions) for part in parts)
+            products += sum(part.products(site, positions) for part in parts)
             if stage.streams > 1:
-                found += len(parts) * _stream_products(stage)
+                products += len(parts) * _stream_products(stage)
         site, taps = self.site(index), 1
         if stage.memories:
-            found += stage.memories.products(site, positions)
+            products += stage.memories.products(site, positions)
             taps += stage.memories.outputs
         if stage.router:
-            found += stage.dim * (taps + 1)
-        found *= positions
+            products += stage.dim * (taps + 1)
+        products *= positions
         if stage.chunking:
             inner = self.stages[index + 1].dim
-            found += stage.chunking.products_with(site, inner, positions)
-        return found
+            products += stage.chunking.products_with(site, inner, positions)
+        return products
 
 
 def _stream_products(stage: StageConfig) -> int:

@@ -92,7 +92,7 @@ def _expand(text: Any, blocks: dict[str, BlockConfig], where: str) -> Blocks:
     """Return the blocks of a list such as `first*3 near far`."""
     if not isinstance(text, str):
         raise ArbError(f"`{where}` is `{shown(text)}`", hint='name blocks, as in "local*2 far"')
-    found: list[BlockConfig] = []
+    expanded: list[BlockConfig] = []
     for word in text.split():
         name, times, count = word.partition("*")
         if name not in blocks:
@@ -102,12 +102,12 @@ def _expand(text: Any, blocks: dict[str, BlockConfig], where: str) -> Blocks:
                 hint=f"the blocks of `[model.block]` are: {known}",
             )
         number = int(count) if re.fullmatch("[0-9]{1,4}", count) else 0 if times else 1
-        if not 1 <= number <= MOST_BLOCKS - len(found):
+        if not 1 <= number <= MOST_BLOCKS - len(expanded):
             raise ArbError(
                 f"`{where}` repeats `{shown(word)}`", hint=f"use 1 to {MOST_BLOCKS} blocks"
             )
-        found += [blocks[name]] * number
-    return tuple(found)
+        expanded += [blocks[name]] * number
+    return tuple(expanded)
 
 
 def model_lines(config: ModelConfig) -> list[str]:
@@ -129,13 +129,13 @@ def model_lines(config: ModelConfig) -> list[str]:
 
 def _block_names(config: ModelConfig) -> dict[BlockConfig, str]:
     """Return names of the distinct blocks, from the kinds of their parts."""
-    found: dict[BlockConfig, str] = {}
+    names: dict[BlockConfig, str] = {}
     for _, block in config.blocks():
-        if block not in found:
+        if block not in names:
             base = "-".join(part.kind for part in block.parts)
-            number = sum(name.rstrip("0123456789") == base for name in found.values())
-            found[block] = f"{base}{number + 1}" if number else base
-    return found
+            number = sum(name.rstrip("0123456789") == base for name in names.values())
+            names[block] = f"{base}{number + 1}" if number else base
+    return names
 
 
 def _compact(blocks: Blocks, names: dict[BlockConfig, str]) -> str:
@@ -149,12 +149,12 @@ def _compact(blocks: Blocks, names: dict[BlockConfig, str]) -> str:
 
 def given_fields(config: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the fields that differ from their defaults as plain values, with the kind first."""
-    found = {}
+    fields = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name not in without and (value != field.default or not field.init):
-            found[field.name] = _plain(value)
-    return found
+            fields[field.name] = _plain(value)
+    return fields
 
 
 def _plain(value: Any) -> Any:

@@ -102,12 +102,12 @@ def plain_type(annotation: Any) -> Any:
 
 def settings_of(source: type | Callable) -> dict[str, Declared]:
     """Return the settings of a dataclass's fields or a function's arguments, by name."""
-    found = {}
+    settings = {}
     for name, one in inspect.signature(source).parameters.items():
         kind, setting = parted(one.annotation)
         if setting is not None:
-            found[name] = Declared(name, setting, kind, one.default)
-    return found
+            settings[name] = Declared(name, setting, kind, one.default)
+    return settings
 
 
 def decisive(config: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.lazy import ExtendedMapping
@@ -21,9 +21,12 @@ from arbcli.config.settings import (
     settings_of,
 )
 from arbcli.config.short_forms import ARGUMENTS, MODEL_SETTINGS, PART_RULES
-from arbcli.data.conversion import Conversion
 from arbcli.families import FAMILIES, SOUND_FORMS
 from arbcli.model.rules import FADED, LR, LR_OF_DIGITS, LR_OF_FADING
+
+if TYPE_CHECKING:
+    from arbcli.data.files import Conversion
+
 
 EVAL_EVERY = (50, 500)
 """Minimum and maximum of the default number of steps between evaluations."""
@@ -46,10 +49,10 @@ COMPUTES = ("bf16", "fp8", "nvfp4", "fp32")
 """Choices of `compute`."""
 BACKENDS = ("triton", "native", "torch", "interpreter")
 """Choices of `backend`; `arbcli.kernels.runtime.backend` has them too, and imports torch."""
-WIRES = ("int12", "int8", "int16")
-"""Choices of `wire`: integers to which gradients of matrices are rounded."""
+REDUCE_DTYPES = ("int12", "int8", "int16")
+"""Choices of `reduce_dtype`: integers to which gradients of matrices are rounded."""
 MOST_PARTS = {"int8": 2**20, "int12": 2**16, "int16": 2**12}
-"""Maximum number of micro-batches per step whose sum cannot overflow, by `wire`."""
+"""Maximum number of micro-batches per step whose sum cannot overflow, by `reduce_dtype`."""
 OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
 """Choices of `optimizer` by the kind of weights."""
 FLOAT_WEIGHT_DECAY = 0.1
@@ -363,17 +366,16 @@ class TrainConfig:
             decisive=True,
         ),
     ] = False
-    wire: Annotated[
+    reduce_dtype: Annotated[
         str | None,
         Setting(
             "Integer type of gradients that several processes sum.",
             RUN,
-            choices=WIRES,
-            option="reduce-dtype",
+            choices=REDUCE_DTYPES,
             default="int12 with several processes",
         ),
     ] = None
-    """Integers of gradients on the wire; None updates each matrix as soon as its gradient is
+    """Integers of gradients in the all-reduce; None updates each matrix as soon as its gradient is
     computed, without accumulating gradients."""
     compute: Annotated[
         str,
@@ -424,18 +426,19 @@ class TrainConfig:
                 hint="leave `teacher` out, or use `weights=ternary`",
                 fields=("teacher", "weights"),
             )
-        if self.wire is not None:
+        if self.reduce_dtype is not None:
             if self.model.weights != "ternary":
                 raise ArbError(
                     "gradients of a float baseline are not rounded",
-                    hint="leave `wire` out",
-                    fields=("wire",),
+                    hint="leave `reduce_dtype` out",
+                    fields=("reduce_dtype",),
                 )
-            if self.accum > MOST_PARTS[self.wire]:
+            if self.accum > MOST_PARTS[self.reduce_dtype]:
                 raise ArbError(
-                    f"sums of {self.accum:,} parts of {self.wire} could wrap",
-                    hint=f"use `accum` of up to {MOST_PARTS[self.wire]:,}, or narrower integers",
-                    fields=("accum", "wire"),
+                    f"sums of {self.accum:,} parts of {self.reduce_dtype} could wrap",
+                    hint=f"use `accum` of up to {MOST_PARTS[self.reduce_dtype]:,}, or narrower"
+                    " integers",
+                    fields=("accum", "reduce_dtype"),
                 )
         if self.compute in ("fp8", "nvfp4") and self.model.weights != "ternary":
             raise ArbError(
@@ -600,20 +603,22 @@ class TrainConfig:
                 check_choice("scale_losses", loss, LOSSES)
         barred = {
             "a float baseline, which has no scales": self.model.weights != "ternary",
-            "`wire`": self.wire is not None,
+            "`reduce_dtype`": self.reduce_dtype is not None,
             "several batches per step": self.accum > 1,
             "the fix `order` of votes": "order" in self.model.votes_fixes,
         }
-        if found := [name for name, is_so in barred.items() if is_so]:
+        if conflicts := [name for name, is_so in barred.items() if is_so]:
             raise ArbError(
-                f"`scale_losses` does not combine with {found[0]}",
+                f"`scale_losses` does not combine with {conflicts[0]}",
                 hint="leave one of them out",
                 fields=("scale_losses",),
             )
 
     @property
-    def conversion(self) -> Conversion:
+    def conversion(self) -> "Conversion":
         """Conversion of files that are not plain text to bytes."""
+        from arbcli.data.files import Conversion  # a trainer takes texts that are open
+
         return Conversion(self.field, self.sound, self.picture)
 
     @property
@@ -653,6 +658,8 @@ CORE_SETTINGS = {**MODEL_SETTINGS.first, **RUN_SETTINGS}
 """Settings of the core, by the name of the field."""
 SETTINGS = ExtendedMapping(CORE_SETTINGS, MODEL_SETTINGS.extend)
 """Settings of a run and of all models, by the name of the field."""
+OLD_FIELDS = {"wire": "reduce_dtype"}
+"""Fields that earlier versions named otherwise, in `config.json` and in settings."""
 FIELDS = tuple(field.name for field in dataclasses.fields(TrainConfig))
 """Fields of a run's configuration."""
 
@@ -666,7 +673,9 @@ def _names(settings: Mapping[str, Declared], arguments: Mapping[str, Any]) -> di
 
 
 NAMES = ExtendedMapping(
-    _names(CORE_SETTINGS, ARGUMENTS.first) | {name: name for name in (*FIELDS, "preset")},
+    OLD_FIELDS
+    | _names(CORE_SETTINGS, ARGUMENTS.first)
+    | {name: name for name in (*FIELDS, "preset")},
     lambda: _names(MODEL_SETTINGS.extend(), ARGUMENTS.extend()),
 )
 """Names of fields and arguments by each of their spellings."""
@@ -689,7 +698,7 @@ def spelled_out(given: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ArbError: two of them set a field to different values.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for spelling, value in given.items():
         name = field_of(spelling)
@@ -700,13 +709,13 @@ def spelled_out(given: dict[str, Any]) -> dict[str, Any]:
             fields = words.get(value, fields) if isinstance(value, str) else fields
         for field, setting in fields.items():
             source = sources.setdefault(field, spelling)
-            if source != spelling and found[field] != setting:
+            if source != spelling and settings[field] != setting:
                 raise ArbError(
                     f"`{source}={given[source]}` and `{spelling}={value}` contradict each other",
                     hint="give one of them",
                 )
-            found[field] = setting
-    return found
+            settings[field] = setting
+    return settings
 
 
 def trains_ternary(preset: str | ModelConfig, weights: str | None) -> bool:
@@ -802,7 +811,7 @@ def train_config_from(facts: dict[str, Any]) -> TrainConfig:
         ArbError: the file is damaged, or of a version with other settings.
     """
     try:
-        values = facts["config"]
+        values = {OLD_FIELDS.get(name, name): value for name, value in facts["config"].items()}
         model = config_from_dict(values["model"])
         lists = {name: tuple(values[name]) for name in ("data", "val")}
         lists["scale_losses"] = tuple(values.get("scale_losses", ()))

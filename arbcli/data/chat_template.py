@@ -16,7 +16,7 @@ from typing import Any
 from arbcli.base.atomic_files import make_folder, write_json, write_text
 from arbcli.base.errors import ArbError, optional_module
 from arbcli.base.reading import read_json, read_small, shown
-from arbcli.base.run_files import COMPANIONS
+from arbcli.base.run_files import COMPANIONS, TOKENIZER
 from arbcli.data.special_tokens import (
     MAP,
     SETTINGS,
@@ -26,7 +26,6 @@ from arbcli.data.special_tokens import (
     special_tokens,
     with_special_tokens,
 )
-from arbcli.data.tokens import FILE
 
 TEMPLATE = "chat_template.jinja"
 OLD_TEMPLATE = "chat_template.json"
@@ -280,7 +279,7 @@ def keep_template(tokenizer: Path | str, run: Path) -> None:
     keep_special_tokens(tokenizer, run)
     settings: dict[str, Any] = {}
     try:
-        kept = template_digest(find_template(run / FILE))
+        kept = template_digest(find_template(run / TOKENIZER))
         if (folder / SETTINGS).exists():
             settings = read_json(folder / SETTINGS, {})
     except ArbError:  # damaged
@@ -343,7 +342,7 @@ def template_of(run: Path) -> ChatTemplate:
     Raises:
         ArbError: the template is missing or damaged.
     """
-    template = find_template(run / FILE)
+    template = find_template(run / TOKENIZER)
     if template is None:
         raise without_template(run)
     return template
@@ -364,12 +363,12 @@ def template_sources(folder: Path) -> Iterator[tuple[str, str]]:
         yield str(path), read_small(path, LARGEST, HINT).decode(errors="replace")
     old = folder / OLD_TEMPLATE
     held = read_json(old, {}).get("chat_template") if old.exists() else None
-    for name, value in ((old, held), (folder / SETTINGS, settings.get("chat_template"))):
-        if isinstance(value, list):  # several named templates
-            named = {item.get("name"): item.get("template") for item in value if is_table(item)}
-            value = named.get("default")
-        if isinstance(value, str):
-            yield str(name), value
+    for name, source in ((old, held), (folder / SETTINGS, settings.get("chat_template"))):
+        if isinstance(source, list):  # several named templates
+            named = {item.get("name"): item.get("template") for item in source if is_table(item)}
+            source = named.get("default")
+        if isinstance(source, str):
+            yield str(name), source
 
 
 def is_table(value: object) -> bool:

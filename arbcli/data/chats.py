@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from arbcli.base.errors import ArbError, optional_module
+from arbcli.base.errors import ArbError
 from arbcli.base.reading import parse_json, unreadable
 from arbcli.data.chat_template import (
     ChatTemplate,
@@ -24,6 +24,7 @@ from arbcli.data.chat_template import (
     template_digest,
 )
 from arbcli.data.conversion import RECORD_BYTES, converted
+from arbcli.data.files import CHATS, JOINED
 from arbcli.data.special_tokens import stop_tokens
 from arbcli.data.text import Mixture, Text
 from arbcli.data.tokens import Tokenizer
@@ -31,11 +32,6 @@ from arbcli.data.tokens import Tokenizer
 if TYPE_CHECKING:
     from torch import Tensor
 
-MESSAGES = "messages"
-"""Field of records with chats."""
-CONVERSATIONS = "conversations"
-"""The same with `from` and `value`, as in ShareGPT."""
-CHATS = MESSAGES, CONVERSATIONS
 SHARE_GPT = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
     "system": "system", "tool": "tool",
@@ -47,8 +43,6 @@ UNREAD = "chat_template", "chat_template_kwargs", "functions"
 """Fields of a record that decide its text elsewhere, and are refused."""
 UNREAD_OF_MESSAGES = "train", "train_on", "mask"
 """Fields of a message that decide elsewhere what is learnt, and are refused."""
-JOINED = "+"
-"""Separator of the fields of a question and its answer."""
 ROLES = "user", "assistant"
 MOST_DOCUMENTS = 64
 """Maximum number of documents in a window, including the padding."""
@@ -56,24 +50,6 @@ NOT_LEARNT = -1
 """Target without a loss."""
 VERSION = 2
 """Version of the tokenised files in the cache; changed if records are tokenised otherwise."""
-
-
-def has_documents(field: str | None) -> bool:
-    """Return whether the `field` of a run names documents in place of plain text."""
-    return field is not None and (field in CHATS or JOINED in field)
-
-
-def check_packages(field: str | None) -> None:
-    """Check that the packages that documents need are installed.
-
-    Raises:
-        ArbError: one is missing.
-    """
-    if field is None or not has_documents(field):
-        return
-    optional_module("tokenizers", f"--field {field}", "tokenizers", "'arb[chat]'")
-    if not field.startswith(JOINED):
-        optional_module("jinja2", f"--field {field}", "jinja2", "'arb[chat]'")
 
 
 class Document(NamedTuple):
@@ -120,7 +96,7 @@ class Chats(Text):
                 hint="put the model's `chat_template.jinja` there, or use `--field +FIELD`",
             )
         self._source, self.context = source, context
-        self.template_digest = template_digest(template)
+        self.template_digest: str | None = template_digest(template)
         reader = _Reader(field, tokenizer, template, ending)
         self._places: list[tuple[int, int]] = []
         """Begin of each document in `_flat`, and the number of its tokens."""
@@ -382,8 +358,8 @@ class _Reader:
         assert template is not None, "`Chats` refuses messages without a template"
         for text in _texts_in([messages, variables]):
             text.encode()  # raises UnicodeEncodeError for unpaired surrogates
-            if names := [name for name in self.specials if name in text]:
-                raise ValueError(f"a message has `{names[0]}`, which is a special token")
+            if specials := [name for name in self.specials if name in text]:
+                raise ValueError(f"a message has `{specials[0]}`, which is a special token")
         answers = [i for i, message in enumerate(messages) if message["role"] == ROLES[1]]
         learnt = [messages[index].get("weight") != 0 for index in answers]
         messages = [

@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
@@ -25,9 +25,9 @@ from arbcli.base.environment import number_in
 from arbcli.base.errors import ArbError, library_errors, optional_module
 from arbcli.base.lazy import imported
 from arbcli.base.reading import unreadable
+from arbcli.data.files import PLAIN, RECORDS, Conversion, name_inside
 from arbcli.families import MEDIA, medium_of
 
-COMPRESSED = (".gz", ".zst")
 BLOCK_BYTES = 2**20
 FRAME_BYTES = 2**10
 """Bytes of a Zstandard file that are unpacked at once, as each KiB may unpack to 32 MiB."""
@@ -41,31 +41,6 @@ FEWEST_BYTES, MOST_TIMES = 2**29, 100
 """Default maximum: this number of bytes, or this multiple of the file's, whichever is larger."""
 
 
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """Options of the conversion of files to bytes."""
-
-    field: str | None = None
-    """Field of records with the text; None reads JSON lines as plain text."""
-    sound: str | None = None
-    """Format of sounds, one of `arbcli.families.media.sound.FORMS`. None leaves sounds in folders
-    out, and converts those named explicitly to `mulaw`."""
-    picture: str | None = None
-    """Format of pictures, see `arbcli.families.media.pictures.FORM`. None leaves pictures in
-    folders out, and converts those named explicitly to `rgb`."""
-    whole: bool = False
-    """Whether records stay whole, as lines of JSON, for documents: see `arbcli.data.chats`."""
-
-    def takes(self, name: str) -> bool:
-        """Return whether a file in a folder is read: sounds and pictures only with a format."""
-        kind = medium_of(name)
-        return kind is None or getattr(self, kind) is not None
-
-
-PLAIN = Conversion()
-DOCUMENTS = Conversion(whole=True)
-RECORDS = (".jsonl", ".ndjson", ".json")
-"""Suffixes of files with an object a line, or, if they begin with `[`, an array of objects."""
 ARRAY_BYTES = 2**31
 """Maximum size of an array of records, which is read at once."""
 NAMES_MEDIA = tuple(f'"{kind}"'.encode() for kind in MEDIA)
@@ -77,7 +52,7 @@ def texts_folder() -> Path:
     return cache_folder() / "texts"
 
 
-def plain_file(path: Path, conversion: Conversion = PLAIN) -> Path:
+def converted_file(path: Path, conversion: Conversion = PLAIN) -> Path:
     """Return the path of a file's plain bytes, which are created in the cache if needed.
 
     Args:
@@ -91,7 +66,7 @@ def plain_file(path: Path, conversion: Conversion = PLAIN) -> Path:
         ArbError: the file cannot be read, lacks the field or is too large unpacked; the cache
             cannot be written; or a package is missing.
     """
-    name, field = _name_inside(path), conversion.field
+    name, field = name_inside(path), conversion.field
     is_table, is_medium = name.endswith(".parquet"), medium_of(name) is not None
     if is_table and field is None and not conversion.whole:
         raise ArbError(
@@ -134,18 +109,13 @@ def converted(path: Path, settings: str, make: Callable[[int], Iterable[bytes]])
     return cached
 
 
-def may_have_records(path: Path) -> bool:
-    """Return whether a file may have records, by its suffix."""
-    return _name_inside(path).endswith((*RECORDS, ".parquet"))
-
-
 def first_record(path: Path) -> dict[str, Any]:
     """Return the first record of a file of JSON; empty if it has none in its first MiB.
 
     Raises:
         ArbError: the file cannot be unpacked.
     """
-    if not _name_inside(path).endswith(RECORDS):
+    if not name_inside(path).endswith(RECORDS):
         return {}
     block = next(_unpacked(path), b"").removeprefix(codecs.BOM_UTF8).lstrip()
     text = block.removeprefix(b"[").decode(errors="replace").lstrip()
@@ -201,14 +171,6 @@ def _bounded(blocks: Iterator[bytes], path: Path, packed_bytes: int) -> Iterator
             yield block
     except OSError as error:
         raise unreadable(path, error) from error
-
-
-def _name_inside(path: Path) -> str:
-    """Return the file's name in lower case, without suffixes of compression."""
-    name = path.name.lower()
-    for suffix in COMPRESSED:
-        name = name.removesuffix(suffix)
-    return name
 
 
 def _blocks(path: Path, name: str, conversion: Conversion) -> Iterator[bytes]:

@@ -6,14 +6,15 @@ import re
 import stat
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from arbcli.base.errors import ArbError, quoted
-from arbcli.base.reading import shown, unreadable
-from arbcli.data.conversion import Conversion, first_record, may_have_records
+from arbcli.base.errors import ArbError, optional_module, quoted
+from arbcli.base.reading import file_bytes, shown, unreadable
 from arbcli.families import medium_of
 
-PACKED = (".gz", ".zst", ".parquet")
+COMPRESSED = (".gz", ".zst")
+PACKED = (*COMPRESSED, ".parquet")
 """Suffixes of files that are unpacked: they are binary, but their contents may be text."""
 PEEKED_BYTES = 8192
 """Bytes at the start of a file in which a zero byte marks it as binary."""
@@ -25,6 +26,58 @@ MOST_WEIGHT = 10**9
 """Largest weight of a text in a mixture."""
 NOT_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 """Folders left out of the standard library: installed packages and tests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Options of the conversion of files to bytes."""
+
+    field: str | None = None
+    """Field of records with the text; None reads JSON lines as plain text."""
+    sound: str | None = None
+    """Format of sounds, one of `arbcli.families.media.sound.FORMS`. None leaves sounds in folders
+    out, and converts those named explicitly to `mulaw`."""
+    picture: str | None = None
+    """Format of pictures, see `arbcli.families.media.pictures.FORM`. None leaves pictures in
+    folders out, and converts those named explicitly to `rgb`."""
+    whole: bool = False
+    """Whether records stay whole, as lines of JSON, for documents: see `arbcli.data.chats`."""
+
+    def takes(self, name: str) -> bool:
+        """Return whether a file in a folder is read: sounds and pictures only with a format."""
+        kind = medium_of(name)
+        return kind is None or getattr(self, kind) is not None
+
+
+MESSAGES = "messages"
+"""Field of records with chats."""
+CONVERSATIONS = "conversations"
+"""The same with `from` and `value`, as in ShareGPT."""
+CHATS = MESSAGES, CONVERSATIONS
+JOINED = "+"
+"""Separator of the fields of a question and its answer."""
+PLAIN = Conversion()
+DOCUMENTS = Conversion(whole=True)
+RECORDS = (".jsonl", ".ndjson", ".json")
+"""Suffixes of files with an object a line, or, if they begin with `[`, an array of objects."""
+
+
+def has_documents(field: str | None) -> bool:
+    """Return whether the `field` of a run names documents in place of plain text."""
+    return field is not None and (field in CHATS or JOINED in field)
+
+
+def check_packages(field: str | None) -> None:
+    """Check that the packages that documents need are installed.
+
+    Raises:
+        ArbError: one is missing.
+    """
+    if field is None or not has_documents(field):
+        return
+    optional_module("tokenizers", f"--field {field}", "tokenizers", "'arb[chat]'")
+    if not field.startswith(JOINED):
+        optional_module("jinja2", f"--field {field}", "jinja2", "'arb[chat]'")
 
 
 def find_files(entries: Sequence[str], left_out: list[str], conversion: Conversion) -> list[Path]:
@@ -132,6 +185,8 @@ def check_records(entries: Iterable[str]) -> None:
     Raises:
         ArbError: its first record has a field with texts or messages.
     """
+    from arbcli.data.conversion import first_record
+
     for entry in entries:
         path = Path(os.path.expanduser(weight_of(entry)[0]))
         record = first_record(path) if stat.S_ISREG(_mode(path)) else {}
@@ -262,6 +317,19 @@ def _is_left_out(path: Path, conversion: Conversion) -> bool:
         raise unreadable(path, error) from error
 
 
+def may_have_records(path: Path) -> bool:
+    """Return whether a file may have records, by its suffix."""
+    return name_inside(path).endswith((*RECORDS, ".parquet"))
+
+
+def name_inside(path: Path) -> str:
+    """Return the file's name in lower case, without suffixes of compression."""
+    name = path.name.lower()
+    for suffix in COMPRESSED:
+        name = name.removesuffix(suffix)
+    return name
+
+
 def _mode(path: str | Path) -> int:
     """Return the mode of a path with links followed, 0 if it does not exist."""
     try:
@@ -270,19 +338,3 @@ def _mode(path: str | Path) -> int:
         return 0
     except OSError as error:
         raise unreadable(path, error) from error
-
-
-def file_bytes(path: Path) -> int:
-    """Return the size of a file, which must be regular and readable."""
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    if not stat.S_ISREG(status.st_mode):
-        raise ArbError(
-            f"`{path}` is not a regular file",
-            hint="texts are memory-mapped: write it to a file first, and name that file",
-        )
-    if not os.access(path, os.R_OK):
-        raise unreadable(path, PermissionError("Permission denied"))
-    return status.st_size

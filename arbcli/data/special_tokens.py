@@ -48,11 +48,11 @@ def special_tokens(folder: Path) -> dict[str, str]:
     settings = read_settings(folder, SETTINGS)
     if LEARNT_BEFORE not in settings:
         settings = settings | read_settings(folder, MAP)
-    tokens = {name: settings.get(name) for name in NAMED}
+    entries = {name: settings.get(name) for name in NAMED}
     for name in OWN_NAMES:
         others = settings.get(name)
-        tokens |= others if isinstance(others, dict) else {}
-    texts = {name: _text(value) for name, value in tokens.items()}
+        entries |= others if isinstance(others, dict) else {}
+    texts = {name: _text(value) for name, value in entries.items()}
     return {name: text for name, text in texts.items() if text}
 
 

@@ -6,7 +6,6 @@ positions only depend on (seed, step, micro): to resume, a run only needs the nu
 
 import os
 import struct
-import sys
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,16 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from arbcli.base.errors import ArbError
-from arbcli.base.reading import unreadable
-from arbcli.data.conversion import PLAIN, Conversion, plain_file
-from arbcli.data.files import (
-    SAVED,
-    check_weights,
-    file_bytes,
-    find_files,
-    find_standard_library,
-    weight_of,
-)
+from arbcli.base.reading import file_bytes, unreadable
 
 if TYPE_CHECKING:
     import torch
@@ -43,10 +33,6 @@ EVAL_SEED = 7
 """Seed of these batches, and of the masks of a masked model in them."""
 MAX_BLOCKS = 256
 """Maximum number of blocks that `entropy` and `digest` read; longer texts are sampled."""
-FEW_FILES = 20
-"""Minimum number of files of which a tenth is a representative sample."""
-USUAL_SHARES = (0.02, 0.3)
-"""Usual share of bytes in a tenth of the files; outside of it file sizes are too uneven."""
 FAR_NATS = 0.5
 """Difference of order-0 entropies in nats for texts of different kinds; within a kind, hundredths
 are usual."""
@@ -123,12 +109,12 @@ class Text:
 
     def times(self) -> dict[Path, tuple[int, int]]:
         """Return the size and modification time of each file in bytes and ns, if it exists."""
-        found = {}
+        times = {}
         for path in self.files:
             with suppress(OSError):
                 status = os.stat(path)
-                found[path] = status.st_size, status.st_mtime_ns
-        return found
+                times[path] = status.st_size, status.st_mtime_ns
+        return times
 
     def read(self, offset: int, length: int) -> bytes:
         """Return bytes [offset, offset + length) of the text, across files if needed.
@@ -151,6 +137,8 @@ class Text:
 
     packs = False
     """Whether windows are packed with documents: see `arbcli.data.chats`."""
+    template_digest: str | None = None
+    """Digest of the template of these documents."""
 
     def contains(self, byte: bytes) -> bool:
         """Return whether the text has a byte."""
@@ -382,166 +370,3 @@ class Texts:
     file); None for one file or a mixture."""
     tokenizer: Any = None
     """The `arbcli.data.tokens.Tokenizer` of texts of tokens; None for bytes."""
-
-
-def open_texts(
-    data: Sequence[str] | None,
-    val: Sequence[str] | None,
-    *,
-    seed: int,
-    context: int,
-    conversion: Conversion = PLAIN,
-    split: str | None = None,
-) -> Texts:
-    """Open the files of a run, split into training and validation texts.
-
-    An entry is a file, a glob (`**` for any depth) or a folder: all regular files below it, except
-    hidden files, files below links to folders, saved runs and models, and binary files, including
-    media unless `conversion` has a format for them. A file named twice counts once. Files that are
-    not plain are unpacked: see `plain_text`.
-
-    Entries of the form `book.txt:0.7` are a mixture: windows are drawn from each entry by its
-    weight, and each entry is split separately.
-
-    Args:
-        data: entries; None is the standard library source of the running Python.
-        val: entries of the validation text; all of `data` is then for training. None holds out the
-            last tenth of a single file, or a tenth of several files, chosen by a hash of `seed` and
-            their relative paths; or the last tenth of each file, if there are few and that sample
-            is not representative.
-        seed: seed of the split by file.
-        context: context in bytes; each text must have one window of `context` + 1.
-        conversion: conversion of files that are not plain to bytes.
-        split: split of several files, see `Texts.split`; None chooses.
-
-    Raises:
-        ArbError: an entry matches no file or cannot be read, or a text is too short.
-    """
-    left_out: list[str] = []
-    if data:
-        parts = _find_parts(data, left_out, conversion)
-        name = _name(data)
-    else:
-        parts = [(find_standard_library(), None)]
-        name = f"standard library source of Python {sys.version_info[0]}.{sys.version_info[1]}"
-    weights, found = [weight for _, weight in parts], None
-    if val:
-        train = _mix([_plain_text(files, conversion) for files, _ in parts], weights)
-        held_out = _plain_text(find_files(val, left_out, conversion), conversion)
-    else:
-        split = split if data else "files"
-        each = [_split(files, seed, conversion, split, context) for files, _ in parts]
-        train = _mix([text for _, (text, _) in each], weights)
-        held_out = _mix([text for _, (_, text) in each], weights)
-        if len(each) == 1:  # the texts of a mixture may be split differently
-            found = each[0][0]
-    for text, role in ((train, "training"), (held_out, "validation")):
-        if not text.windows(context + 1):
-            shortest = min(map(len, text.texts)) if isinstance(text, Mixture) else len(text)
-            raise ArbError(
-                f"a context of {context:,} needs a {role} text of {context + 1:,} bytes or more,"
-                f" and this one has {shortest:,}",
-                hint="choose a smaller `--ctx`, or name more text with `--data` and `--val`",
-            )
-    num_files = sum(len(files) for files, _ in parts)
-    return Texts(train, held_out, _describe(name, num_files, left_out), found)
-
-
-def open_text(entries: Sequence[str], conversion: Conversion = PLAIN) -> tuple[Text, str]:
-    """Open the files that `entries` name, with the rules of `open_texts`, as one text.
-
-    Returns:
-        The text, and a short description for display.
-
-    Raises:
-        ArbError: an entry matches no file or cannot be read.
-    """
-    left_out: list[str] = []
-    files = find_files(entries, left_out, conversion)
-    return _plain_text(files, conversion), _describe(_name(entries), len(files), left_out)
-
-
-def _find_parts(
-    entries: Sequence[str], left_out: list[str], conversion: Conversion
-) -> list[tuple[list[Path], float | None]]:
-    """Return the files and the weight of each text of a mixture, or of one text with weight None.
-
-    Raises:
-        ArbError: only some entries have weights, or one is 0.
-    """
-    check_weights(entries)
-    weighed = [weight_of(entry) for entry in entries]
-    if all(weight is None for _, weight in weighed):
-        return [(find_files(entries, left_out, conversion), None)]
-    return [(find_files([entry], left_out, conversion), weight) for entry, weight in weighed]
-
-
-def _mix(texts: list[Text], weights: list[float | None]) -> Text:
-    if weights == [None]:
-        return texts[0]
-    return Mixture([(text, weight or 0.0) for text, weight in zip(texts, weights, strict=True)])
-
-
-def _plain_text(files: Sequence[Path], conversion: Conversion) -> Text:
-    return Text([plain_file(file, conversion) for file in files])
-
-
-def _name(entries: Sequence[str]) -> str:
-    return entries[0] if len(entries) == 1 else f"{entries[0]} and {len(entries) - 1} more"
-
-
-def _describe(name: str, num_files: int, left_out: Sequence[str]) -> str:
-    saved = sum(path.endswith(SAVED) or os.path.isdir(path) for path in set(left_out))
-    kinds = {"saved by arb": saved, "binary": len(set(left_out)) - saved}
-    counts = " and ".join(f"{count:,} {kind}" for kind, count in kinds.items() if count)
-    more = f"; {counts} left out" if counts else ""
-    return f"{name} ({num_files:,} file{'' if num_files == 1 else 's'}{more})"
-
-
-def _split(
-    files: list[Path], seed: int, conversion: Conversion, split: str | None, context: int
-) -> tuple[str | None, tuple[Text, Text]]:
-    """Hold out the last tenth of a single file, or a tenth of several files.
-
-    Args:
-        files: one or more files.
-        seed: seed of a split by file.
-        conversion: conversion of files that are not plain to bytes.
-        split: split of several files, see `Texts.split`; None chooses.
-        context: context in bytes.
-
-    Returns:
-        The split of several files, or None for a single one; and the training and validation texts.
-    """
-    plain = {file: plain_file(file, conversion) for file in files}
-    if len(files) > 1 and split != "within":
-        train, val = (Text([plain[file] for file in part]) for part in _split_files(files, seed))
-        if split == "files" or len(files) >= FEW_FILES or _are_alike(train, val):
-            return "files", (train, val)
-    sizes = [(path, file_bytes(path)) for path in plain.values()]
-    cuts = [(path, size - size // 10, size) for path, size in sizes]
-    within = Text.of_parts([(path, 0, cut) for path, cut, _ in cuts]), Text.of_parts(cuts)
-    if len(files) == 1:
-        return None, within
-    if split is None and len(within[1]) <= context:  # the ends of the files are too short
-        return "files", (train, val)
-    return "within", within
-
-
-def _are_alike(train: Text, val: Text) -> bool:
-    """Return whether the size and entropy of a held-out text fit those of the training text."""
-    least, most = USUAL_SHARES
-    share = len(val) / max(1, len(train) + len(val))
-    return least <= share <= most and abs(entropy(train) - entropy(val)) <= FAR_NATS
-
-
-def _split_files(files: list[Path], seed: int) -> tuple[list[Path], list[Path]]:
-    """Choose a tenth of two or more files, at least one, for validation."""
-    root = os.path.commonpath([file.parent for file in files])
-
-    def rank(file: Path) -> bytes:
-        # fsencode, as names may not be valid UTF-8
-        return sha256(b"%d/" % seed + os.fsencode(file.relative_to(root).as_posix())).digest()
-
-    val = set(sorted(files, key=rank)[: max(1, round(len(files) / 10))])
-    return [file for file in files if file not in val], [file for file in files if file in val]

@@ -24,8 +24,6 @@ from arbcli.data.text import Mixture, Text
 if TYPE_CHECKING:
     from torch import Tensor
 
-FILE = "tokenizer.json"
-"""File name of a run's tokenizer."""
 BLOCK_BYTES = 2**20
 """Maximum size of a block that is tokenised at once; blocks end with a line or word if possible."""
 BLOCKS = 8

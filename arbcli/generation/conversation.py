@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from arbcli.base.errors import ArbError
+from arbcli.base.run_files import TOKENIZER
 from arbcli.data.chat_template import Message, template_of, without_template
 from arbcli.data.special_tokens import stop_tokens
-from arbcli.data.tokens import FILE
 from arbcli.model.language_model import LanguageModel
 
 
@@ -29,7 +29,7 @@ class Conversation:
         self.messages: list[Message] = []
         if system is not None:
             self.messages.append(self._message("system", system.encode(errors="replace")))
-        self.ends = {*stop_tokens(model.tokenizer, checkpoint.parent / FILE)}
+        self.ends = {*stop_tokens(model.tokenizer, checkpoint.parent / TOKENIZER)}
         """Tokens that end an answer."""
 
     def ask(self, message: bytes) -> list[int]:

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from arbcli.base.run_files import TOKENIZER
 from arbcli.data.chats import Chats, open_documents
 from arbcli.data.text import Text
-from arbcli.data.tokens import FILE
 from arbcli.model.language_model import LanguageModel
 
 SHORTEST_WINDOW = 1024
@@ -23,7 +23,7 @@ def documents_for(model: LanguageModel, checkpoint: Path, text: Text, field: str
     Raises:
         ArbError: the model has no tokenizer or no template, or a record is invalid.
     """
-    path, context = checkpoint.with_name(FILE), model.config.ctx
+    path, context = checkpoint.with_name(TOKENIZER), model.config.ctx
     documents = open_documents(text, field, model.tokenizer, path, context)
     shorter = max(documents.longest, SHORTEST_WINDOW)
     if shorter >= context:

@@ -25,6 +25,7 @@ from arbcli.model.checkpoint import (
     Accept,
     Checkpoint,
     check_layout,
+    is_export,
     latest_checkpoint,
     load_checkpoint,
 )
@@ -133,24 +134,6 @@ def accept_weights(checkpoint: Checkpoint) -> set[str]:
     """Check like `check_saved`, and select the tensors that are not training state."""
     check_saved(checkpoint)
     return set(empty_model(checkpoint, weights_only=True).state_dict())
-
-
-def is_export(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint only has weights, as `arb export --to safetensors` writes it."""
-    return "origin" in checkpoint.data
-
-
-def check_trainable(checkpoint: Checkpoint) -> None:
-    """Check that a checkpoint has training state.
-
-    Raises:
-        ArbError: it is an export, which only has weights.
-    """
-    if is_export(checkpoint):
-        raise ArbError(
-            "the file is an export without training state",
-            hint="name a checkpoint of the run that it was exported from",
-        )
 
 
 def empty_model(

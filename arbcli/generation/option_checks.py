@@ -2,7 +2,7 @@
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import VOCABULARY, ModelConfig
-from arbcli.data.chats import has_documents
+from arbcli.data.files import has_documents
 
 
 def check_stride(config: ModelConfig, stride: int | None) -> int:

@@ -2,19 +2,20 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from arbcli.base.errors import ArbError
+from arbcli.base.run_files import TOKENIZER
 from arbcli.config.model import VOCABULARY, ModelConfig
-from arbcli.data.special_tokens import stop_tokens
-from arbcli.data.tokens import FILE, Tokenizer
-from arbcli.model.checkpoint import Checkpoint
-from arbcli.model.language_model import LanguageModel
+from arbcli.model.checkpoint import TOKENIZER_DIGEST
 
-DIGEST = "tokenizer"
-"""Key of the tokenizer's digest in the `data` of a checkpoint."""
+if TYPE_CHECKING:
+    from arbcli.data.tokens import Tokenizer
+    from arbcli.model.checkpoint import Checkpoint
+    from arbcli.model.language_model import LanguageModel
 
 
-def check_vocabulary(config: ModelConfig, tokenizer: Tokenizer | None, name: str) -> None:
+def check_vocabulary(config: ModelConfig, tokenizer: "Tokenizer | None", name: str) -> None:
     """Check that a model's vocabulary matches its tokenizer.
 
     Args:
@@ -38,7 +39,9 @@ def check_vocabulary(config: ModelConfig, tokenizer: Tokenizer | None, name: str
         )
 
 
-def saved_tokenizer(file: Path, checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer | None:
+def saved_tokenizer(
+    file: Path, checkpoint: "Checkpoint", config: ModelConfig
+) -> "Tokenizer | None":
     """Read the tokenizer next to a checkpoint; None for a model of bytes.
 
     Args:
@@ -49,15 +52,18 @@ def saved_tokenizer(file: Path, checkpoint: Checkpoint, config: ModelConfig) -> 
     Raises:
         ArbError: the tokenizer is missing, or has another digest.
     """
-    digest = checkpoint.data.get(DIGEST)
+    digest = checkpoint.data.get(TOKENIZER_DIGEST)
     if digest is None and config.vocabulary == VOCABULARY:
         return None
-    path = file.parent / FILE
+    path = file.parent / TOKENIZER
     if not path.exists():
         raise ArbError(
             f"the model of `{file}` needs its tokenizer, and there is no `{path}`",
-            hint=f"copy the run's `{FILE}` to this folder",
+            hint=f"copy the run's `{TOKENIZER}` to this folder",
         )
+    from arbcli.data.special_tokens import stop_tokens  # models of bytes have none
+    from arbcli.data.tokens import Tokenizer
+
     tokenizer = Tokenizer.read(path)
     check_digest(tokenizer, digest, path)
     check_vocabulary(config, tokenizer, str(path))
@@ -65,12 +71,12 @@ def saved_tokenizer(file: Path, checkpoint: Checkpoint, config: ModelConfig) -> 
     return tokenizer
 
 
-def ends_of(model: LanguageModel) -> frozenset[int]:
+def ends_of(model: "LanguageModel") -> frozenset[int]:
     """Return the tokens that end a text of a model; none for a model of bytes."""
     return frozenset() if model.tokenizer is None else model.tokenizer.ends
 
 
-def check_digest(tokenizer: Tokenizer, digest: str | None, path: Path) -> None:
+def check_digest(tokenizer: "Tokenizer", digest: str | None, path: Path) -> None:
     """Check that a tokenizer is the one of training, by its digest; None if that is unknown.
 
     Raises:
@@ -83,7 +89,7 @@ def check_digest(tokenizer: Tokenizer, digest: str | None, path: Path) -> None:
         )
 
 
-def symbols_of(model: LanguageModel, text: bytes | list[int]) -> Sequence[int]:
+def symbols_of(model: "LanguageModel", text: bytes | list[int]) -> Sequence[int]:
     """Encode a prompt to the model's symbols, with the special tokens at the beginning.
 
     A list is already encoded.
@@ -100,7 +106,7 @@ def symbols_of(model: LanguageModel, text: bytes | list[int]) -> Sequence[int]:
 
 
 def bytes_of(
-    model: LanguageModel, prompt: Sequence[int], parts: Iterable[Sequence[int]]
+    model: "LanguageModel", prompt: Sequence[int], parts: Iterable[Sequence[int]]
 ) -> Iterator[bytes]:
     """Decode generated symbols to bytes, piece by piece.
 

@@ -18,7 +18,7 @@ import torch
 
 from arbcli.base.atomic_files import write_file
 from arbcli.config.training import TrainConfig
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.inspect.budget import budget_bytes
 from arbcli.inspect.floats import FloatTensor, FloatTensors
 from arbcli.inspect.memory import MeasuredState, StateReport, measure, predict

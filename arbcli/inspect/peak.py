@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from arbcli.config.training import TrainConfig
-from arbcli.data.chats import has_documents
+from arbcli.data.files import has_documents
 from arbcli.data.text import Texts
 from arbcli.inspect.allocator import Allocator, round_up
 from arbcli.inspect.trace import (

@@ -44,7 +44,7 @@ class RanksReport:
     device: str
     batch: int
     accum: int
-    wire: str
+    reduce_dtype: str
     state_bytes: int
     """Size of the state in bytes in a run of a single process."""
     budget_bytes: int | None
@@ -125,13 +125,13 @@ def _declared(config: TrainConfig) -> tuple[list[TernaryTensor], int]:
 
 def _report(config: TrainConfig, ranks: list[RankReport], budget: int | None) -> RanksReport:
     fits = budget is None or all(r.predicted_peak.evaluated_bytes <= budget for r in ranks)
-    if config.wire is None:
-        raise ValueError("processes can only share a run whose `wire` is set")
+    if config.reduce_dtype is None:
+        raise ValueError("processes can only share a run whose `reduce_dtype` is set")
     return RanksReport(
         device=torch.device(config.device).type,
         batch=config.batch,
         accum=config.accum,
-        wire=config.wire,
+        reduce_dtype=config.reduce_dtype,
         state_bytes=_declared(config)[1],
         budget_bytes=budget,
         ranks=tuple(ranks),

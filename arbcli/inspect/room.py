@@ -8,10 +8,10 @@ once and refuses no run that fits; `arb audit-memory --budget` predicts the whol
 import torch
 
 from arbcli.config.model import ModelConfig
+from arbcli.config.site import MOST_AT_ONCE, in_chunks
 from arbcli.config.training import TrainConfig
 from arbcli.inspect.memory import predict
 from arbcli.kernels.runtime.device import COMPUTE, check_room, free_bytes
-from arbcli.model.layers.symbols import MOST_AT_ONCE, in_chunks
 
 HINT = "use a smaller `--batch`, `--ctx` or `--preset`"
 BATCH_BYTES = 2 * 8

@@ -15,7 +15,7 @@ from torch import Tensor
 from arbcli.base.errors import ArbError
 from arbcli.base.reading import check_schema, open_regular, read_json
 from arbcli.base.run_files import CONFIG, checkpoints
-from arbcli.generation.load import empty_model, is_export, read_saved
+from arbcli.generation.load import empty_model, read_saved
 from arbcli.inspect.parts import PartReport, list_parts
 from arbcli.interop.gguf.container import MAGIC, GGUFFile
 from arbcli.interop.gguf.export import in_our_order
@@ -24,7 +24,7 @@ from arbcli.interop.huggingface.export import ModelFolder
 from arbcli.interop.huggingface.folder import INDEX, WEIGHTS
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.model.checkpoint import Checkpoint
+from arbcli.model.checkpoint import Checkpoint, is_export
 from arbcli.model.packed import TernaryTensor
 from arbcli.training.directory import FACTS
 from arbcli.training.record import METRICS, finite, read_all_records

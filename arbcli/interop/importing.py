@@ -14,10 +14,8 @@ import torch
 from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError
 from arbcli.base.reading import ALTERED, parse_json, read_json
-from arbcli.base.run_files import COMPANIONS, CONFIG, checkpoints
+from arbcli.base.run_files import COMPANIONS, CONFIG, TOKENIZER, checkpoints
 from arbcli.config.model import VOCABULARY, ModelConfig
-from arbcli.data.tokens import FILE as TOKENIZER
-from arbcli.generation.tokens import DIGEST
 from arbcli.interop.huggingface.companions import copy_companions, read_companion, write_companion
 from arbcli.interop.huggingface.config_json import NAME, model_name, read_folder_config
 from arbcli.interop.huggingface.dense import Part, Source, known_shape, sources
@@ -26,7 +24,7 @@ from arbcli.interop.rounding import put
 from arbcli.kernels.runtime.device import check_room
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.build import build_model
-from arbcli.model.checkpoint import Checkpoint, save_checkpoint
+from arbcli.model.checkpoint import TOKENIZER_DIGEST, Checkpoint, save_checkpoint
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
 
@@ -138,7 +136,7 @@ def import_folder(
     if not of_bytes and (source / TOKENIZER).exists():
         content = read_companion(source / TOKENIZER)
         write_companion(run / TOKENIZER, content)
-        data[DIGEST] = sha256(content).hexdigest()
+        data[TOKENIZER_DIGEST] = sha256(content).hexdigest()
     tensors = model.state_dict()
     saved = Checkpoint(0, dataclasses.asdict(config), {}, data, tensors)
     path = save_checkpoint(run, saved)

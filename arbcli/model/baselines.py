@@ -18,12 +18,13 @@ from arbcli.model.initial import head_std, projection_std
 from arbcli.model.layers.norm import NORM_EPS, clamp_halves
 from arbcli.model.layers.rotary import rotary_table
 from arbcli.model.layers.table import SPARSE_SPREAD
+from arbcli.model.packed import Weight
 
 TINY = 1e-30
 """Minimum scale, for matrices that are initialised to zero."""
 
 
-class FloatWeight(nn.Module):
+class FloatWeight(Weight):
     """A float32 matrix; with `ste` the forward uses ternary weights, and the gradient ignores that.
 
     w = clip(round(latent / s), -1, 1) * s with s = mean |latent| over the matrix.

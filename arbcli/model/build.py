@@ -4,7 +4,6 @@ import torch
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig, gates_to_pack
-from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.norm import TernaryGate
 from arbcli.model.low_precision import LowPrecision
@@ -47,6 +46,8 @@ def build_model(
             continue
         parts = [part for part in model.modules() if isinstance(part, LowPrecision)]
         if sum(part.multiply_in(number_format) for part in parts) == 0:
+            from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
+
             raise ArbError(
                 f"`--compute {number_format}` multiplies matrices whose sizes are multiples of"
                 f" {MULTIPLE}, and this model has none",

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from arbcli.base.errors import ArbError
-from arbcli.kernels.attention.kept import Kept
+from arbcli.kernels.attention.decode_attention import Kept
+from arbcli.model.decoding import forward_with_cache
 from arbcli.model.ngrams import HISTORY
 from arbcli.model.state import StateSpec, Track
 
@@ -58,6 +59,13 @@ class Cache:
         clocks = [track.clock for track in self.tracks]
         self.window = min(clock.window for clock in clocks)
         """Maximum number of bytes that can be read at once."""
+
+    texts: "list[TextCache] | None" = None
+    """A view of each text of a batch, to read its prompt; None for a single text."""
+
+    def forward(self, model: "LanguageModel", ids: Tensor) -> Tensor:
+        """Compute logits of new positions: see `LanguageModel.forward`."""
+        return forward_with_cache(model, ids, self)
 
     @property
     def tracks(self) -> list[Track]:
@@ -143,8 +151,7 @@ class BatchCache(Cache):
         inside = [*(stage.clock for stage in self.stages[1:]), self.main.clock]
         for stage, clock in zip(self.stages, inside, strict=False):
             stage.inner = clock
-        self.texts = [TextCache(self, index) for index in range(texts)]
-        """One cache for each text, to read its prompt; views of the same tensors."""
+        self.texts: list[TextCache] = [TextCache(self, index) for index in range(texts)]
 
     @property
     def active(self) -> Tensor:

@@ -61,6 +61,8 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+TOKENIZER_DIGEST = "tokenizer"
+"""Key of the tokenizer's digest in the `data` of a checkpoint."""
 FORMAT = 1
 LARGEST_HEADER = 2**22
 """Maximum size of a header: enough for ten thousand tensors, and safe to parse untrusted."""
@@ -229,13 +231,13 @@ def latest_checkpoint(
         if refusals:
             note(f"{refusals[-1]}; using the one before it")
         try:
-            found = load_checkpoint(path, accept)
+            checkpoint = load_checkpoint(path, accept)
         except DamagedError as error:
             refusals.append(str(error))
         else:
-            if found.step == step_of(path):
-                return found
-            refusals.append(f"checkpoint `{path}`: refused: it belongs to step {found.step:,}")
+            if checkpoint.step == step_of(path):
+                return checkpoint
+            refusals.append(f"checkpoint `{path}`: refused: it belongs to step {checkpoint.step:,}")
     if not refusals:
         raise without_checkpoint(directory)
     raise ArbError(
@@ -329,6 +331,24 @@ def _copy(path: Path, file: BufferedIOBase) -> None:
         shutil.copyfileobj(source, file)
 
 
+def is_export(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint only has weights, as `arb export --to safetensors` writes it."""
+    return "origin" in checkpoint.data
+
+
+def check_trainable(checkpoint: Checkpoint) -> None:
+    """Check that a checkpoint has training state.
+
+    Raises:
+        ArbError: it is an export, which only has weights.
+    """
+    if is_export(checkpoint):
+        raise ArbError(
+            "the file is an export without training state",
+            hint="name a checkpoint of the run that it was exported from",
+        )
+
+
 def check_layout(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Check that a checkpoint has the tensors of a model.
 
@@ -340,13 +360,13 @@ def check_layout(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
         ArbError: a name, dtype or shape differs.
     """
     for name in sorted(tensors.keys() | expected.keys()):
-        found, wanted = (
+        given, wanted = (
             f"{state[name].dtype} {list(state[name].shape)}" if name in state else "missing"
             for state in (tensors, expected)
         )
-        if found != wanted:
+        if given != wanted:
             raise ArbError(
-                f"`{name}` is {found} in the checkpoint and {wanted} in the model",
+                f"`{name}` is {given} in the checkpoint and {wanted} in the model",
                 hint="the checkpoint has another preset, rule or scale type: use those of its run",
             )
 

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from arbcli.kernels.matmul.swizzled import fits_prepacked
-from arbcli.model.cache import BatchCache, Cache
 from arbcli.model.flow import Flow, Reading, each_text
 from arbcli.model.stack import pass_one
 
 if TYPE_CHECKING:
+    from arbcli.model.cache import Cache
     from arbcli.model.language_model import LanguageModel
 
 
-def forward_with_cache(model: "LanguageModel", ids: Tensor, cache: Cache) -> Tensor:
+def forward_with_cache(model: "LanguageModel", ids: Tensor, cache: "Cache") -> Tensor:
     """Compute logits of new positions: see `LanguageModel.forward`."""
-    if model.stages and isinstance(cache, BatchCache):  # some text nearly always begins a chunk
+    if model.stages and cache.texts is not None:  # some text nearly always begins a chunk
         *_, logits = [phase.run() for phase in step_phases(model, ids, cache)]
         assert logits is not None  # the last phase returns them
         return logits
@@ -49,7 +49,7 @@ class Phase(NamedTuple):
     if conditional nodes are not supported."""
 
 
-def step_phases(model: "LanguageModel", ids: Tensor, cache: Cache) -> list[Phase]:
+def step_phases(model: "LanguageModel", ids: Tensor, cache: "Cache") -> list[Phase]:
     """Return the phases of a decoding step, in order.
 
     A byte that does not begin a chunk only needs the outer stages.
@@ -100,7 +100,7 @@ def step_phases(model: "LanguageModel", ids: Tensor, cache: Cache) -> list[Phase
 
 
 def _continue_stages(
-    model: "LanguageModel", index: int, x: Tensor, ids: Tensor, reading: Reading, cache: Cache
+    model: "LanguageModel", index: int, x: Tensor, ids: Tensor, reading: Reading, cache: "Cache"
 ) -> Flow:
     """Run stage `index` and all inner ones for new positions of a text, like `_run_stages`."""
     if index == len(model.stages):

@@ -1,12 +1,13 @@
 """Values passed between the blocks of a model: the residual stream, losses and other inputs."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from arbcli.model.ngrams import ngram_keys
+if TYPE_CHECKING:
+    from arbcli.model.layers.dropout import Dropout
 
 
 def rows_of(x: Tensor) -> list[Tensor]:
@@ -28,11 +29,11 @@ Losses = dict[str, list[Tensor]]
 
 def merge(*losses: Losses) -> Losses:
     """Concatenate the lists of each loss, in order."""
-    found: Losses = {}
+    merged: Losses = {}
     for each in losses:
         for name, parts in each.items():
-            found.setdefault(name, []).extend(parts)
-    return found
+            merged.setdefault(name, []).extend(parts)
+    return merged
 
 
 class Flow(NamedTuple):
@@ -69,46 +70,6 @@ class Documents(NamedTuple):
         return self.seen.triu(1 - window)
 
 
-class Mask(NamedTuple):
-    """A mask of dropout, drawn by kernels from its key."""
-
-    key: Tensor
-    """int32 scalar."""
-    rate: float
-    """Probability that an element is dropped."""
-
-
-class Dropout(NamedTuple):
-    """Dropout of branches, which are mixers and channel mixers, and of the embedding, in training.
-
-    A rate of 0 drops nothing.
-    """
-
-    keys: Tensor
-    """(branches,) int32, key of the mask of each branch's output."""
-    rate: float
-    """Probability that an element of a branch's output is dropped."""
-    attention_keys: Tensor | None = None
-    """(branches,) int32, key of the mask of each branch's attention weights."""
-    attention_rate: float = 0.0
-    """Probability that an attention weight is dropped."""
-    embedding: Mask | None = None
-    """Mask of the embedding; None drops nothing."""
-
-    def of(self, first: int, branches: int) -> "Dropout":
-        """Select consecutive branches."""
-        selected = slice(first, first + branches)
-        attention_keys = None if self.attention_keys is None else self.attention_keys[selected]
-        return self._replace(keys=self.keys[selected], attention_keys=attention_keys)
-
-    @property
-    def attention(self) -> Mask | None:
-        """Mask of the attention weights of a single branch; None drops nothing."""
-        if self.attention_keys is None or not self.attention_rate:
-            return None
-        return Mask(self.attention_keys[0], self.attention_rate)
-
-
 class Reading(NamedTuple):
     """Additional inputs of parts, indexed by the positions of the present stage."""
 
@@ -119,18 +80,8 @@ class Reading(NamedTuple):
     """(B, T) int64, keys of the n-grams that end at each position; None if no part reads them."""
     documents: Documents | None = None
     """Attention mask of packed documents; None if a window is one text."""
-    dropout: Dropout | None = None
+    dropout: "Dropout | None" = None
     """Dropout of the model, of a block, or of a branch that reads it; None outside of training."""
-
-    @classmethod
-    def of_text(cls, text: Tensor, length: int) -> "Reading":
-        """Compute the n-gram keys of a text.
-
-        Args:
-            text: (B, history + T) int64 bytes, negative before the text.
-            length: T.
-        """
-        return cls(grams=ngram_keys(text)[:, -length:])
 
     @property
     def valid(self) -> Tensor | None:

@@ -7,7 +7,7 @@ configuration omits are None.
 """
 
 from importlib import import_module
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,23 +16,25 @@ from torch.nn import functional
 from arbcli.base.lazy import imported
 from arbcli.config.kinds import BESIDE
 from arbcli.config.model import ModelConfig
+from arbcli.config.site import in_chunks
 from arbcli.families import BETWEEN, OBJECTIVES
-from arbcli.model.cache import BatchCache, Cache
-from arbcli.model.decoding import forward_with_cache
-from arbcli.model.flow import Documents, Dropout, Flow, Reading
+from arbcli.model.flow import Documents, Flow, Reading
 from arbcli.model.layers.decoded_groups import decode_in_groups
-from arbcli.model.layers.dropout import dropout as drop
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.loss import divergence
-from arbcli.model.layers.symbols import Predictions, in_chunks
+from arbcli.model.packed import JoinedStatistics
 from arbcli.model.packed_model import PackedModel
-from arbcli.model.parts.mlp import MLP
-from arbcli.model.registry import build_part
+from arbcli.model.parts.base import build_part
 from arbcli.model.stack import Stack
-from arbcli.model.state import Track
-from arbcli.model.step_memory import JoinedStatistics
 
+if TYPE_CHECKING:
+    from arbcli.model.cache import Cache
+    from arbcli.model.layers.dropout import Dropout
+    from arbcli.model.layers.symbols import Predictions
+    from arbcli.model.state import Track
+
+NGRAMS = "arbcli.model.ngrams:reading_of"
 TEACHER_WEIGHT = 1.0
 """Weight of the divergence from a teacher in the training loss."""
 
@@ -62,7 +64,7 @@ class LanguageModel(PackedModel):
         main, memories = config.main, config.main.memories
         parts = layers_for(outermost)
         self.cross_entropy = parts.cross_entropy
-        # initialisation and random bits depend on the order of modules: never change it
+        # random bits of updates depend on the order of modules: never change it
         self.embedding = symbol_embedding(config)
         beside = {part.kind: part for part in config.beside}
         for name in BESIDE:
@@ -76,7 +78,7 @@ class LanguageModel(PackedModel):
         else:
             self.stages = ()
         self.blocks = Stack(main.blocks, main, site)
-        self._between: tuple[nn.Module, ...] = ()  # whose children are those of the model
+        self._between: tuple[Any, ...] = ()  # whose children are those of the model
         if memories or main.router:
             between = imported(BETWEEN)(memories, site, main.router)
             self._between = (between,)
@@ -84,7 +86,7 @@ class LanguageModel(PackedModel):
                 self.add_module(name, module)
         if config.head:
             self.byte_norm = stream_norm(outermost)
-            self.byte_mlp = MLP(config.head, config.head.own_site(outermost), area="head")
+            self.byte_mlp = build_part(config.head, outermost, "head")
         self.norm = stream_norm(outermost)
         if config.composite:
             self.head: Any = build_part(config.composite, outermost)
@@ -106,7 +108,14 @@ class LanguageModel(PackedModel):
         self._with_gauges: list[Any] | None = None
         """Parts with `gauges`; None before they are first read."""
 
-    def forward(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
+    @property
+    def draws(self) -> tuple[str, ...]:
+        """See `DrawOrder`."""
+        between = (name for module in self._between for name in module.draws)
+        last = "byte_norm", "byte_mlp", "norm", "head", "ahead"
+        return ("embedding", *BESIDE, "stages", "blocks", *between, *last)
+
+    def forward(self, ids: Tensor, cache: "Cache | None" = None) -> Tensor:
         """Compute logits, (B, T, V) in `compute_dtype`, from bytes or tokens, (B, T) int64.
 
         With a `Cache`, B is 1, and the symbols continue the text of the cache. With a
@@ -114,7 +123,7 @@ class LanguageModel(PackedModel):
         depend on the others.
         """
         if cache is not None:
-            return forward_with_cache(self, ids, cache)
+            return cache.forward(self, ids)
         return self.logits(self._hidden(ids))
 
     def new_cache(
@@ -124,11 +133,13 @@ class LanguageModel(PackedModel):
         *,
         first: int = 0,
         device: torch.device | None = None,
-    ) -> Cache:
+    ) -> "Cache":
         """Create the decoding cache of texts of at most `positions` bytes.
 
         See `Cache`; for several texts it is a `BatchCache`.
         """
+        from arbcli.model.cache import BatchCache, Cache  # training needs no cache
+
         if texts > 1:
             return BatchCache(self, texts, positions, first=first, device=device)
         return Cache(self, positions, first=first, device=device)
@@ -144,7 +155,7 @@ class LanguageModel(PackedModel):
         documents: Tensor | None = None,
         *,
         teacher: "LanguageModel | None" = None,
-        dropout: Dropout | None = None,
+        dropout: "Dropout | None" = None,
     ) -> dict[str, Tensor]:
         """Compute the terms of the training loss, which is their sum weighted by `loss_weights`.
 
@@ -224,7 +235,7 @@ class LanguageModel(PackedModel):
         """Whether losses are computed in chunks of the vocabulary, without storing all logits."""
         return self.config.weights == "ternary" and in_chunks(self.config.vocabulary)
 
-    def _score(self, flow: Flow, targets: Tensor | Predictions) -> Tensor:
+    def _score(self, flow: Flow, targets: "Tensor | Predictions") -> Tensor:
         return self.head.losses(self._before_head(flow), targets, self.norm)
 
     def _before_head(self, flow: Flow) -> Tensor:
@@ -264,10 +275,10 @@ class LanguageModel(PackedModel):
 
     def reading(self, text: Tensor, length: int) -> Reading:
         """Return the inputs of the last T symbols other than the stream, from (B, history + T)."""
-        return Reading.of_text(text, length) if self.config.reads_text else Reading()
+        return imported(NGRAMS)(text, length) if self.config.reads_text else Reading()
 
     def _hidden(
-        self, ids: Tensor, documents: Tensor | None = None, dropout: Dropout | None = None
+        self, ids: Tensor, documents: Tensor | None = None, dropout: "Dropout | None" = None
     ) -> Flow:
         """Compute the stream before the head."""
         length = ids.shape[1]
@@ -276,8 +287,7 @@ class LanguageModel(PackedModel):
             reading = reading._replace(documents=Documents.of(documents))
         if dropout is not None:
             reading = reading._replace(dropout=dropout)
-            if dropout.embedding is not None:
-                x = drop(x, *dropout.embedding)
+            x = dropout.drop_embedding(x)
         return self._run_stages(0, x, ids, reading)
 
     def _run_stages(self, index: int, x: Tensor, ids: Tensor, reading: Reading) -> Flow:
@@ -291,7 +301,7 @@ class LanguageModel(PackedModel):
         return self.stages[index](x, ids, reading, inner, recompute=self.recompute)
 
     def run_innermost(
-        self, x: Tensor, reading: Reading, track: Track | None = None, *, fused: bool = False
+        self, x: Tensor, reading: Reading, track: "Track | None" = None, *, fused: bool = False
     ) -> Flow:
         """Run the stream through the innermost stage.
 

@@ -1,7 +1,5 @@
 """Products in eight or four bits, in training."""
 
-from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
-
 
 class LowPrecision:
     """A module that can multiply in FP8 or in NVFP4."""
@@ -20,4 +18,6 @@ class LowPrecision:
 
 def fits(rows: int, columns: int) -> bool:
     """Return whether both sizes of a matrix are multiples of `MULTIPLE`."""
+    from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
+
     return rows % MULTIPLE == 0 and columns % MULTIPLE == 0

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.model.flow import Reading
+
 MIX = 0x9E3779B97F4A7C15 - 2**64
 """The golden ratio in 64 bits, as a signed integer. Source: D. Knuth, TAOCP 3, 6.4."""
 KEY_ORDER = 3
@@ -24,17 +26,27 @@ def ngram_ids(ids: Tensor, num_rows: int, orders: tuple[int, ...]) -> Tensor:
     Returns:
         (B, T, len(orders)) int64 in 0..num_rows-1, or -1 for an n-gram that begins before the text.
     """
-    found, key, complete = [], torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)
+    row_ids, key, complete = [], torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)
     for back in range(max(orders)):
         byte = functional.pad(ids, (back, 0), value=-1)[:, : ids.shape[1]]
         key, complete = key * 257 + byte + 1, complete & (byte >= 0)
         if back + 1 in orders:
             mixed = (key + ((back + 1) << 40)) * MIX
             row = (((mixed >> 32) & 0x7FFFFFFF) * num_rows) >> 31  # the high bits are mixed best
-            found.append(torch.where(complete, row, -1))
-    return torch.stack(found, dim=-1)
+            row_ids.append(torch.where(complete, row, -1))
+    return torch.stack(row_ids, dim=-1)
 
 
 def ngram_keys(text: Tensor) -> Tensor:
     """Hash the `KEY_ORDER`-gram that ends at each byte of (B, T) to `KEY_BITS` bits, or -1."""
     return ngram_ids(text, 1 << KEY_BITS, (KEY_ORDER,))[..., 0]
+
+
+def reading_of(text: Tensor, length: int) -> Reading:
+    """Compute the n-gram keys of a text as an input of parts.
+
+    Args:
+        text: (B, history + T) int64 bytes, negative before the text.
+        length: T.
+    """
+    return Reading(grams=ngram_keys(text)[:, -length:])

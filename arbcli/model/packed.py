@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +19,39 @@ from arbcli.kernels.codec.packed import (
     num_groups,
 )
 from arbcli.kernels.codec.packing import pack_trits
-from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.update.quantise_gradient import NONE
 from arbcli.kernels.update.random_bits import random_bits, stream_key
 from arbcli.model.optimizers import find_direction
-from arbcli.model.optimizers.base import State
 from arbcli.model.rules import DIRECTION, find_rule
 from arbcli.model.rules.start import digit_tables
+
+if TYPE_CHECKING:
+    from arbcli.model.optimizers.base import State
+
+
+class Weight(nn.Module):
+    """A weight of a model: a packed tensor, or the float matrix of a baseline."""
+
+    def initialise(self, seed: int, index: int) -> None:
+        """Draw the weight; it only depends on `seed` and `index`."""
+        raise NotImplementedError
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight, (N, K) of a dtype."""
+        raise NotImplementedError
+
+    def cast_once(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Cache the cast weight within the block; packed weights have none."""
+        return nullcontext()
+
+
+class DecodingLayer(nn.Module):
+    """A layer that derives tensors from its weights for decoding steps."""
+
+    def prepacked_once(self) -> AbstractContextManager[None]:
+        """Cache these tensors within the block; the weights must not change meanwhile."""
+        raise NotImplementedError
 
 
 class StateModule(nn.Module):
@@ -49,7 +75,61 @@ class StateModule(nn.Module):
         self.kinds[name] = kind
 
 
-class TernaryTensor(StateModule):
+@runtime_checkable
+class DrawOrder(Protocol):
+    """A module with several parts that have weights; `draws` numbers them for initialisation."""
+
+    @property
+    def draws(self) -> tuple[str, ...]:
+        """Names of the parts, in the order of their random streams; a new one comes last."""
+
+
+def drawn_weights(module: nn.Module) -> list[Weight]:
+    """List the weights of a module in the order of their random streams.
+
+    The order of modules does not matter.
+
+    Raises:
+        ValueError: a module does not declare the order of its parts.
+    """
+    if isinstance(module, Weight):
+        return [module]
+    children = {name: drawn_weights(child) for name, child in module.named_children()}
+    names = [name for name, weights in children.items() if weights]
+    if isinstance(module, nn.ModuleList):
+        names.sort(key=int)
+    elif len(names) > 1:
+        draws = module.draws if isinstance(module, DrawOrder) else ()
+        if missing := [name for name in names if name not in draws]:
+            raise ValueError(f"`draws` of `{type(module).__name__}` lacks {missing}")
+        names.sort(key=draws.index)
+    weights = [weight for name in names for weight in children[name]]
+    return list(dict.fromkeys(weights))  # tied weights are drawn once
+
+
+class JoinedStatistics:
+    """A part that records statistics in forward passes, which processes combine after a step."""
+
+    def join(self, group: Any) -> None:
+        """Combine the statistics of all processes.
+
+        Args:
+            group: the `arbcli.training.parallel.group.Group` of the run.
+        """
+
+
+class StepMemory(StateModule, JoinedStatistics):
+    """A part whose integer state is updated after a step, without gradients."""
+
+    def after_step(self) -> None:
+        """Update the state from the recorded statistics, and clear them; does not synchronise."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Clear the statistics of a step that was aborted."""
+
+
+class TernaryTensor(StateModule, Weight):
     """An N by K weight matrix that is stored as packed trits with integer scales.
 
     Buffers, in addition to those of its rule and direction:
@@ -140,6 +220,8 @@ class TernaryTensor(StateModule):
         `wire_exponent`, (N, 1) int8, has the exponent of two for each row, or `NONE` before the
         first gradient. It is saved in checkpoints of runs with several processes.
         """
+        from arbcli.kernels.update.quantise_gradient import NONE
+
         if not self.frozen:
             exponents = torch.full((self.out_features, 1), NONE, dtype=torch.int8)
             self.declare("wire_exponent", exponents.to(self.trits.device), "wire")
@@ -163,7 +245,7 @@ class TernaryTensor(StateModule):
         """The weights as kernels read them: views of trits, scales and remainder."""
         return self.packed_of(self.state)
 
-    def packed_of(self, state: State) -> Packed:
+    def packed_of(self, state: "State") -> Packed:
         """Return `packed` for a partial state, of one matrix or of some rows."""
         scales = state["exponent"], state.get("fraction")
         packed = Packed(state["trits"], *scales, self.in_features, self.group_size)
@@ -174,7 +256,7 @@ class TernaryTensor(StateModule):
         return decode_weight(self.packed, dtype)
 
     @property
-    def state(self) -> State:
+    def state(self) -> "State":
         """The buffers that a step reads and writes, by name."""
         return {
             name: getattr(self, name)
@@ -189,7 +271,7 @@ class TernaryTensor(StateModule):
             part._version for part in (self.trits, *self.scales) if part is not None
         )
 
-    def matrix(self, index: int) -> State:
+    def matrix(self, index: int) -> "State":
         """Return the state of one of the stacked matrices, as views."""
         if self.matrices == 1:
             return self.state
@@ -221,19 +303,6 @@ class TernaryTensor(StateModule):
         """Whether the moment averages gradients, and its direction is taken afterwards."""
         takes_average = self.direction is not None and self.direction.takes_average
         return self.rule.averages_gradients and takes_average
-
-    def gather(self, rows: Tensor) -> State:
-        """Copy the state of rows, (R,) int64; rows out of range are zero."""
-        return {
-            name: part if name == "column_statistic" else gather_rows(part, rows)
-            for name, part in self.state.items()
-        }
-
-    def scatter(self, rows: Tensor, state: State) -> None:
-        """Write back the state of rows from `gather`; rows out of range are ignored."""
-        for name, part in state.items():
-            if name != "column_statistic":
-                scatter_rows_(getattr(self, name), rows, part)
 
     @torch.no_grad()
     def fill(self, trit: int = 1) -> None:

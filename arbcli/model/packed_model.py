@@ -9,15 +9,18 @@ from torch import nn
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig
-from arbcli.kernels.attention.eight_bits import CacheFormat
-from arbcli.model.baselines import FloatWeight
-from arbcli.model.layers.linear import LinearWeight, TernaryLinear
+from arbcli.model.layers.linear import LinearWeight
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.streamed import StreamedTensor
-from arbcli.model.layers.vector import TernaryTaps, TernaryVector
-from arbcli.model.packed import StateModule, TernaryTensor
-from arbcli.model.parts.base import CachedAttention
-from arbcli.model.step_memory import StepMemory
+from arbcli.model.packed import (
+    DecodingLayer,
+    StateModule,
+    StepMemory,
+    TernaryTensor,
+    Weight,
+    drawn_weights,
+)
+from arbcli.model.parts.cached import CachedAttention, CacheFormat
 
 
 class PackedModel(nn.Module):
@@ -76,9 +79,9 @@ class PackedModel(nn.Module):
                 for weight in self._matrices():
                     stack.enter_context(weight.decoded_once())
             for part in self.modules():
-                if isinstance(part, FloatWeight):
+                if isinstance(part, Weight):
                     stack.enter_context(part.cast_once(self.compute_dtype))
-                elif isinstance(part, TernaryLinear | TernaryTaps | TernaryVector):
+                elif isinstance(part, DecodingLayer):
                     stack.enter_context(part.prepacked_once())
             before, self.weights_are_prepared = self.weights_are_prepared, True
             try:
@@ -139,7 +142,7 @@ class PackedModel(nn.Module):
 
     def initialise(self, seed: int) -> None:
         """Initialise all weights from a seed: see `arbcli.model.initial`."""
-        for index, weight in enumerate(self.weights().values()):
+        for index, weight in enumerate(drawn_weights(self)):
             weight.initialise(seed, index)
 
     def drop_training_state(self) -> None:
@@ -166,7 +169,6 @@ class PackedModel(nn.Module):
         """Number of packed weights, including those of frozen norms."""
         return sum(tensor.num_weights for tensor in self.packed_tensors().values())
 
-    def weights(self) -> dict[str, TernaryTensor | FloatWeight]:
+    def weights(self) -> dict[str, Weight]:
         """Return all weights by name, in the order of the model."""
-        kinds = (TernaryTensor, FloatWeight)
-        return {name: part for name, part in self.named_modules() if isinstance(part, kinds)}
+        return {name: part for name, part in self.named_modules() if isinstance(part, Weight)}

@@ -14,17 +14,15 @@ from arbcli.config.model import BlockConfig, Blocks, StageConfig
 from arbcli.config.site import Site
 from arbcli.families import RESIDUAL
 from arbcli.model.flow import Flow, Losses, Reading, each_text, merge, rows_of
-from arbcli.model.layers.dropout import dropout
 from arbcli.model.layers.kinds import stream_norm
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.streamed import recompute_contexts
-from arbcli.model.parts.base import Part
-from arbcli.model.registry import build_part
-from arbcli.model.state import Clock, State, StateSpec, Track
+from arbcli.model.parts.base import Part, build_part
 
 if TYPE_CHECKING:
     from arbcli.families.streams.hyper_connection import HyperConnection
+    from arbcli.model.state import Clock, State, StateSpec, Track
 
 recomputed = partial(
     checkpoint, use_reentrant=False, preserve_rng_state=False, determinism_check="none",
@@ -40,6 +38,10 @@ class Branch(NamedTuple):
     part: Part
     norm: nn.Module
     connection: "HyperConnection | None"
+
+
+def _norm_name(part: Part) -> str:
+    return part.norm_name or f"{part.name}_norm"
 
 
 class Block(nn.Module):
@@ -59,7 +61,7 @@ class Block(nn.Module):
         norms, connections = [], []
         for part in parts:
             norms.append(stream_norm(site))
-            self.add_module(part.norm_name or f"{part.name}_norm", norms[-1])
+            self.add_module(_norm_name(part), norms[-1])
             self.add_module(part.name, part)
         for number, part in enumerate(parts, first):
             connection = None
@@ -72,12 +74,19 @@ class Block(nn.Module):
         self.branches = [*map(Branch, parts, norms, connections)]
         """The parts in order; each is also a submodule under its own name."""
 
+    @property
+    def draws(self) -> tuple[str, ...]:
+        """See `arbcli.model.packed.DrawOrder`."""
+        parts = [branch.part for branch in self.branches]
+        pairs = [name for part in parts for name in (_norm_name(part), part.name)]
+        return (*pairs, *(f"{part.name}_streams" for part in parts))
+
     def forward(
         self,
         x: Tensor,
         added: Tensor | None = None,
         reading: Reading | None = None,
-        state: State | None = None,
+        state: "State | None" = None,
         *,
         add_residual: bool = True,
     ) -> Flow:
@@ -102,9 +111,9 @@ class Block(nn.Module):
             losses.append(flow.losses)
             if self.contribution != 1:
                 flow = flow._replace(added=self.contribution * flow.added)
-            if drops is None or not drops.rate:
+            if drops is None:
                 return flow
-            return flow._replace(added=dropout(flow.added, drops.keys[number], drops.rate))
+            return flow._replace(added=drops.drop(number, flow.added))
 
         for number, branch in enumerate(self.branches):
             if branch.connection is None:
@@ -115,7 +124,7 @@ class Block(nn.Module):
             x, added = x + added, None
         return Flow(x if self.bound is None else bounded(x, self.bound), added, merge(*losses))
 
-    def step(self, x: Tensor, state: State | None, reading: Reading | None = None) -> Tensor:
+    def step(self, x: Tensor, state: "State | None", reading: Reading | None = None) -> Tensor:
         """Run the block for positions of a text, or one of each text, by fused kernels if any."""
         read = reading or Reading()
 
@@ -143,15 +152,15 @@ class Block(nn.Module):
                 x = branch.connection(x, partial(apply, branch, None), fused=True)
         return x
 
-    def new_state(self, clock: Clock) -> State | None:
+    def new_state(self, clock: "Clock") -> "State | None":
         """Create the decoding state of a text."""
-        found = [branch.part.new_state(clock) for branch in self.branches]
-        return next(filter(None, found), None)
+        states = [branch.part.new_state(clock) for branch in self.branches]
+        return next(filter(None, states), None)
 
     def linears(self) -> list[nn.Module] | None:
         """Return the linear layers in order of use; None if a part decodes its own weights."""
-        found = [branch.part.linears() for branch in self.branches]
-        return [layer for layers in found for layer in layers] if all(found) else None
+        by_part = [branch.part.linears() for branch in self.branches]
+        return [layer for layers in by_part for layer in layers] if all(by_part) else None
 
 
 def bounded(x: Tensor, most: float) -> Tensor:
@@ -213,7 +222,7 @@ class Stack(nn.ModuleList):
         self,
         x: Tensor,
         reading: Reading | None = None,
-        track: Track | None = None,
+        track: "Track | None" = None,
         *,
         recompute: bool = False,
         span: slice = slice(None),
@@ -262,7 +271,7 @@ class Stack(nn.ModuleList):
         return Flow(x, added, merge(*losses))
 
     def step(
-        self, x: Tensor, track: Track, reading: Reading | None = None, span: slice = slice(None)
+        self, x: Tensor, track: "Track", reading: Reading | None = None, span: slice = slice(None)
     ) -> Tensor:
         """Run positions of a text, or one of each text, through the blocks: see `Block.step`."""
         residual = import_module(RESIDUAL) if self.streams > 1 else None
@@ -272,13 +281,15 @@ class Stack(nn.ModuleList):
             x = block.step(x, state, reading)
         return each_text(residual.average_streams, x) if residual else x
 
-    def new_track(self, ctx: int, texts: StateSpec) -> Track:
+    def new_track(self, ctx: int, texts: "StateSpec") -> "Track":
         """Create the decoding states of a text, or of a batch of texts: see `Clock`."""
+        from arbcli.model.state import Clock, Track  # training needs no states
+
         clock = Clock(ctx, texts)
         return Track(clock, [block.new_state(clock) for block in self])
 
 
-def pass_one(stack: Stack, x: Tensor, track: Track, reading: Reading, *, fused: bool) -> Tensor:
+def pass_one(stack: Stack, x: Tensor, track: "Track", reading: Reading, *, fused: bool) -> Tensor:
     """Run one position of each text through a stack; the caller counts it."""
     with track.clock.reading_uncounted():
         if fused:

@@ -14,17 +14,16 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from arbcli.kernels.attention.decode_attention import count_on_
+from arbcli.kernels.attention.decode_attention import Kept, count_on_
 from arbcli.kernels.attention.eight_bits import (
-    CacheFormat,
     decode_entries,
     join_rotated,
     part_rotated,
     quantise_entries,
     round_entries,
 )
-from arbcli.kernels.attention.kept import Kept
 from arbcli.model.flow import rows_of
+from arbcli.model.parts.cached import CacheFormat
 
 
 class StateSpec(NamedTuple):

@@ -15,67 +15,36 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from arbcli.base.errors import ArbError, quoted
-from arbcli.kernels.rows.weighted_rows import TouchedRows
+from arbcli.kernels.rows.table_rows import TouchedRows, gather_rows, scatter_rows_
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.merged import merge_launches
-from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.gradient_gains import GradientGains, gradient_gains
-from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
+from arbcli.kernels.update.gradient_statistics import (
+    GradientStatistics,
+    SignGradient,
+    gradient_statistics,
+)
 from arbcli.kernels.update.random_bits import stream_keys
-from arbcli.kernels.update.sign_gradient import SignGradient
-from arbcli.kernels.update.step_trits import GOLDEN_TURN, LARGEST_DECAY
 from arbcli.model.optimizers.base import Direction, Ingredients
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.rules.base import (
     COLUMN,
-    DECAY_OF_LR,
     NUM_STREAMS,
     ROW,
-    SCALE_STEP,
-    STEP_CLIP,
-    STEP_OF_RADIX,
     TRIT,
     Gradient,
     State,
     StepControl,
-    blend_gains,
-    fixed_point_gains,
 )
+from arbcli.model.step_parameters import Pace, StepLayout, step_values
 
 HELD_BYTES = 2**25
 """Maximum size of held gradients."""
-ROW_CLIP = 2
-"""Maximum step of a weight in a row of a table, relative to the RMS of the direction. The most
-frequent rows dominate the direction, and oscillate with a larger limit."""
-
-
-class _StepSizes(NamedTuple):
-    """Fixed-point learning rates of slopes, directions and moments: see `StepControl`."""
-
-    scale_gain: tuple[Tensor, Tensor]
-    direct_gain: tuple[Tensor, Tensor]
-    whole_gain: tuple[Tensor, Tensor]
-    blend_gain: tuple[Tensor, Tensor]
-    alone_gain: tuple[Tensor, Tensor]
-    limit: Tensor
-    row_limit: Tensor
-    """Limit for rows of tables."""
-    decay: Tensor
-    direct_decay: Tensor
-    step_size: Tensor
-    share_size: Tensor
-
-
-NUM_GAINS = 5
-"""Number of gains with shifts in `_StepSizes`."""
-NUM_INTEGERS = 2 * NUM_GAINS + 4
-"""Number of int32 parameters in `_StepSizes`: gains, shifts and limits."""
 
 
 class _Target(NamedTuple):
@@ -106,9 +75,9 @@ class _Averaged(NamedTuple):
     control: StepControl
 
 
-def _pace(tensor: TernaryTensor) -> tuple[float, int, float]:
-    """Return what sets step sizes: the factor of the rate, and P and `blend_units` of the rule."""
-    return tensor.lr_factor, tensor.rule.radix, tensor.rule.blend_units
+def _pace(tensor: TernaryTensor) -> Pace:
+    """Return the pace of a tensor, which its rule may change."""
+    return Pace(tensor.lr_factor, tensor.rule.radix, tensor.rule.blend_units)
 
 
 def _step_one(averaged: _Averaged, values: Tensor) -> None:
@@ -118,9 +87,12 @@ def _step_one(averaged: _Averaged, values: Tensor) -> None:
     tensor.rule.step_along(state, ingredients, gains.ok, control)
 
 
-def step_limits(step_sizes: np.ndarray) -> np.ndarray:
-    """Return the maximum steps of z in units of 2**-16, for steps with an RMS of `step_sizes`."""
-    return np.minimum(np.rint(STEP_CLIP * step_sizes * UNIT), 2**30)
+def _gathered(tensor: TernaryTensor, rows: Tensor) -> State:
+    """Copy the state of rows, (R,) int64; rows out of range are zero."""
+    return {
+        name: part if name == "column_statistic" else gather_rows(part, rows)
+        for name, part in tensor.state.items()
+    }
 
 
 def loaded(numbers: Tensor, before: Tensor) -> Tensor:
@@ -174,7 +146,7 @@ class Updater:
         }
         self.num_weights = sum(tensor.num_weights for tensor in self.tensors)
         self._paces = sorted({_pace(tensor) for tensor in self.tensors})
-        self._lr_factors, self._radices, self._blend_units = np.array(self._paces).T
+        self._layout = StepLayout(self._num_matrices, len(self._paces))
         self._parameters = torch.empty(0, dtype=torch.int64, device=self.device)
         """Parameters of the step on the device, if `set_step` wrote them."""
         first_keys = self._keys_of(range(1)).view(-1, NUM_STREAMS)
@@ -255,47 +227,12 @@ class Updater:
         Returns:
             (steps, numbers) int64 on the host.
         """
-        weights = np.array([1] * accumulation if counts is None else counts, np.int64)
-        total = max(1, weights.sum())
-        with np.errstate(divide="ignore"):  # a micro-batch without a loss has no share
-            divisors = (total / weights)[:, None]
-        lrs = (np.array(rates)[:, None] * self._lr_factors)[:, None]  # (steps, 1, paces)
-        sizes = lrs * self._radices * STEP_OF_RADIX
-        shape = len(steps), accumulation, len(self._paces)
-        by_share = [lrs * SCALE_STEP / divisors, sizes / divisors]
-        factors = np.stack([*by_share, np.broadcast_to(sizes, shape)])
-        blends = self._blend_units / np.stack([divisors, np.ones_like(divisors)])[:, None]
-        blends = np.broadcast_to(blends, (2, *shape))
-        gains = np.concatenate([fixed_point_gains(factors), blend_gains(blends)], axis=1)
-        limits = np.broadcast_to(step_limits(sizes), shape)
-        whole = [*gains.swapaxes(0, 1).reshape(-1, *shape), limits]
-        decays = np.rint(lrs * self.weight_decay * DECAY_OF_LR * 2**24)
-        decays = np.broadcast_to(np.minimum(decays, LARGEST_DECAY), shape)
-        both_decays = decays, np.rint(decays / divisors)
-        others = np.stack([*whole, limits * ROW_CLIP // STEP_CLIP, *both_decays], axis=-1)
+        shares = [1] * accumulation if counts is None else counts
+        values = step_values(self._paces, self.weight_decay, steps, rates, shares)
         ticks = range(steps.start * accumulation, steps.stop * accumulation)
-        updates = np.arange(ticks.start, ticks.stop).reshape(len(steps), accumulation)
-        begin, ends = self._num_matrices + 1, NUM_INTEGERS * len(self._paces)
-        numbers = np.empty((*updates.shape, ends + 3), np.int32)
-        numbers[..., :ends] = others.reshape(len(steps), accumulation, ends)
-        numbers[..., ends] = np.array(steps)[:, None]
-        numbers[..., ends + 1] = np.array(steps)[:, None] * GOLDEN_TURN % UNIT
-        numbers[..., ends + 2] = updates * GOLDEN_TURN % UNIT
-        keys = self._keys_of(ticks).view(*updates.shape, -1)
-        end = begin + 2 * len(self._paces)
-        width = end + (ends + 4 + keys.shape[-1]) // 2
-        parameters = torch.zeros(*updates.shape, width, dtype=torch.int64, device="cpu")
-        moments = np.broadcast_to(np.rint(sizes * 2**32).astype(np.int64), shape)
-        # whole and remainder apart, as the product with a count may overflow
-        quotients, remainders = np.divmod(moments, total)
-        shares = quotients * weights[:, None] + remainders * weights[:, None] // total
-        both = np.stack([moments, shares], axis=-1).reshape(*updates.shape, -1)
-        parameters[..., begin:end] = torch.from_numpy(both)
-        # two numbers share an int64, so that the device only has to view them
-        narrow = parameters[..., end:].view(torch.int32)
-        narrow[..., : ends + 3] = torch.from_numpy(numbers)
-        narrow[..., ends + 3 :][..., : keys.shape[-1]] = keys
-        return parameters.flatten(1)
+        keys = self._keys_of(ticks).view(len(steps), accumulation, -1, NUM_STREAMS)
+        rows = self._layout.pack({**values, "keys": keys}, len(steps), accumulation)
+        return rows.flatten(1)
 
     def _keys_of(self, ticks: range) -> Tensor:
         """Return the keys of all matrices, (updates, matrices * NUM_STREAMS), on the host."""
@@ -306,35 +243,15 @@ class Updater:
         """Prepare for the backward of micro-batch `micro`, from 0, on the device."""
         self.step_held()
         self.first, self.last = micro == 0, micro == self.accumulation - 1
-        matrices, paces = self._num_matrices, len(self._paces)
-        parts = self._control[micro].tensor_split([matrices, matrices + 1])
-        self._squares, nonfinite, control = parts
+        row = self._control[micro]
+        field = {name: self._layout.view(row, name) for name in self._layout.fields}
+        self._squares, self.keys = field["squares"], field["keys"]
         if micro == 0:  # set by the first of all gradients that is not finite
-            self._nonfinite = nonfinite[0]
-        integers = control[2 * paces :].view(torch.int32)
-        ends = NUM_INTEGERS * paces
-        self._step, self._turn, self._turn_alone = integers[ends : ends + 3].unbind()
-        keys = integers[ends + 3 :][: self._num_matrices * NUM_STREAMS]
-        self.keys = keys.view(self._num_matrices, NUM_STREAMS)
-        sizes = integers[:ends].view(paces, NUM_INTEGERS)
-        self._sizes = {
-            pace: _StepSizes(
-                scale_gain=(found[0], found[1]),
-                direct_gain=(found[2], found[3]),
-                whole_gain=(found[4], found[5]),
-                blend_gain=(found[6], found[7]),
-                alone_gain=(found[8], found[9]),
-                limit=found[10],
-                row_limit=found[11],
-                decay=found[12],
-                direct_decay=found[13],
-                step_size=whole,
-                share_size=share,
-            )
-            for pace, (whole, share), found in zip(
-                self._paces, control[: 2 * paces].view(paces, 2), sizes, strict=True
-            )
-        }
+            self._nonfinite = field["nonfinite"][0]
+        self._step, self._turn, self._turn_alone = (
+            field[name][0] for name in ("step", "turn", "turn_alone")
+        )
+        self._sizes = dict(zip(self._paces, self._layout.sizes(row), strict=True))
 
     def finish(self, of_all: Callable[[Tensor], Tensor] = lambda flag: flag) -> None:
         """Finish a step: count it if one of its gradients was not finite.
@@ -382,11 +299,13 @@ class Updater:
         elif isinstance(where, range):
             self._update_stack(tensor, grad, where)
         else:
-            rows = tensor.gather(where.rows)
+            rows = _gathered(tensor, where.rows)
             share = where.count.clamp(min=1) / len(where.rows)
             target = _Target(tensor, rows, index, self._unused[index], True, True, share)
             self._step_along(self._begin(target, grad))
-            tensor.scatter(where.rows, rows)
+            for name, part in rows.items():
+                if name != "column_statistic":
+                    scatter_rows_(tensor.state[name], where.rows, part)
 
     @property
     def counts_rows(self) -> bool:
@@ -419,12 +338,12 @@ class Updater:
         if isinstance(where, range):
             parts = [(index + n, tensor.matrix(n), grad[i]) for i, n in enumerate(where)]
         else:
-            state = tensor.matrix(0) if where is None else tensor.gather(where.rows)
+            state = tensor.matrix(0) if where is None else _gathered(tensor, where.rows)
             parts = [(index, state, grad)]
         for number, state, values in parts:
             packed, signs = tensor.packed_of(state), tensor.rule.steps_by_signs
-            found = gradient_statistics(values, packed, factored=False, signs=signs)
-            self._slopes[number] = found.slope, found.slope_squares
+            statistics = gradient_statistics(values, packed, factored=False, signs=signs)
+            self._slopes[number] = statistics.slope, statistics.slope_squares
 
     def _with_own_slope(
         self, tensor: TernaryTensor, statistics: GradientStatistics, index: int
@@ -479,8 +398,8 @@ class Updater:
         moments = [each.tensor.rule.digits(each.state)["moment"][0] for each in averaged]
         directions = [each.direction for each in averaged]
         squares = [each.control.squares for each in averaged]
-        found = self._values_of(list(zip(directions, moments, strict=True)), squares)
-        pairs = zip(averaged, found, strict=True)
+        transformed = self._values_of(list(zip(directions, moments, strict=True)), squares)
+        pairs = zip(averaged, transformed, strict=True)
         merge = all(self._merges(each.tensor) for each in averaged)
         self._run((partial(_step_one, each, values) for each, values in pairs), merge=merge)
 
@@ -499,8 +418,8 @@ class Updater:
                 continue
             places = [i for i, (each, _) in enumerate(pairs) if each is direction]
             sums = None if squares is None else [squares[i] for i in places]
-            found = direction.values_of([pairs[i][1] for i in places], self.dtype, sums)
-            for i, part in zip(places, found, strict=True):
+            transformed = direction.values_of([pairs[i][1] for i in places], self.dtype, sums)
+            for i, part in zip(places, transformed, strict=True):
                 values[i] = part
         return values
 

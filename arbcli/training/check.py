@@ -179,14 +179,16 @@ def _check_records(good: int, bad: int) -> Finding:
 
 def _check_checkpoint(path: Path, accept: Accept) -> Finding:
     try:
-        found = load_checkpoint(path, accept)
+        checkpoint = load_checkpoint(path, accept)
     except DamagedError as error:
         return Finding(name=path.name, state="damaged", detail=str(error))
     except ArbError as error:
         return Finding(name=path.name, state="refused", detail=str(error))
-    size = sum(tensor.nbytes for tensor in found.tensors.values())
-    if found.step != step_of(path):
-        return Finding(name=path.name, state="damaged", detail=f"it belongs to step {found.step:,}")
+    size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    if checkpoint.step != step_of(path):
+        return Finding(
+            name=path.name, state="damaged", detail=f"it belongs to step {checkpoint.step:,}"
+        )
     return Finding(name=path.name, state="ok", detail=f"{size:,} bytes of state, as written")
 
 

@@ -45,16 +45,13 @@ def compile_twin(model: LanguageModel, backend: str = "inductor") -> None:
 
 
 @contextmanager
-def side_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+def side_stream(stream: torch.cuda.Stream) -> Iterator[None]:
     """Run the block on a stream, ordered with the current stream before and after it.
 
-    None is the current stream. Work before a capture must not run on the default stream: autograd
+    Work before a capture must not run on the default stream: autograd
     may remember on which stream a parameter was last used, and a capture that touches the default
     stream fails.
     """
-    if stream is None:
-        yield
-        return
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield

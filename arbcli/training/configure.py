@@ -5,8 +5,6 @@ from typing import Any
 
 from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.config.training import TrainConfig, train_config
-from arbcli.data.tokens import Tokenizer
-from arbcli.generation.tokens import check_vocabulary
 from arbcli.kernels.runtime.device import (
     check_compute,
     default_compute,
@@ -45,6 +43,9 @@ def new_config(
 
 def _with_tokenizer(config: TrainConfig, path: str) -> TrainConfig:
     """Set the model's vocabulary to that of the tokenizer, unless it has one already."""
+    from arbcli.data.tokens import Tokenizer
+    from arbcli.generation.tokens import check_vocabulary
+
     model, tokenizer = config.model, Tokenizer.read(path)
     if model.vocabulary == VOCABULARY:
         model = dataclasses.replace(model, vocabulary=tokenizer.size)

@@ -10,24 +10,21 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from arbcli.base.errors import ArbError, os_errors, quoted
 from arbcli.base.reading import read_json
-from arbcli.base.run_files import CONFIG, RUNS, run_of
+from arbcli.base.run_files import CONFIG, RUNS, TOKENIZER, run_of
 from arbcli.config.checks import check_at_least
 from arbcli.config.initial import first_difference
 from arbcli.config.presets import config_from_dict
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
-from arbcli.data.chat_template import check_template, find_template
-from arbcli.data.chats import Chats, has_documents, open_documents
-from arbcli.data.conversion import DOCUMENTS, Conversion
-from arbcli.data.text import Text, Texts, entropy, open_texts
-from arbcli.data.tokens import FILE, Tokenizer, tokenised
-from arbcli.generation.load import SavedModel, check_saved, read_saved
-from arbcli.generation.tokens import check_digest, check_vocabulary
+from arbcli.data.files import DOCUMENTS, Conversion, has_documents
+from arbcli.data.opening import open_texts
+from arbcli.data.text import Text, Texts, entropy
+from arbcli.generation.tokens import check_vocabulary
 from arbcli.model.checkpoint import Accept, Checkpoint
 from arbcli.training.recent import check_recent
 from arbcli.training.record import read_records
@@ -35,7 +32,11 @@ from arbcli.training.schedule import fade_stage
 from arbcli.training.trainer import text_digest
 from arbcli.version import __version__
 
-DATA = {"seed": "seed", "text": "digest", "tokenizer": "tokenizer", "wire": "wire"}
+if TYPE_CHECKING:
+    from arbcli.generation.load import SavedModel
+
+
+DATA = {"seed": "seed", "text": "digest", "tokenizer": "tokenizer", "reduce_dtype": "wire"}
 """Facts about the run in each checkpoint, by their keys in its `data`."""
 MOST_NAMED = 3
 """Maximum number of fields that an error lists."""
@@ -120,8 +121,8 @@ def read_facts(run: Path) -> dict[str, Any]:
     Raises:
         ArbError: it cannot be read, or a field is missing or has the wrong type.
     """
-    found = read_json(run / CONFIG, FACTS)
-    facts = {name: value for name, value in found.items() if value is not None}
+    content = read_json(run / CONFIG, FACTS)
+    facts = {name: value for name, value in content.items() if value is not None}
     check_at_least("threads", facts.get("threads", 1))
     return facts
 
@@ -135,9 +136,9 @@ def field_digests(config: TrainConfig, written: dict[str, Any] | None = None) ->
             the run; these are not hashed. None is a new run.
     """
     model, values = asdict(config.model), config.decisive()
-    found = written or {}
+    earlier = written or {}
     values |= {
-        f"model.{name}": _without_newer(value, found.get(name)) for name, value in model.items()
+        f"model.{name}": _without_newer(value, earlier.get(name)) for name, value in model.items()
     }
     return {name: sha256(json.dumps(value).encode()).hexdigest() for name, value in values.items()}
 
@@ -177,7 +178,11 @@ def check_same_run(
     made_with = _all_fields(checkpoint.config)
     made_with |= {name: checkpoint.data.get(key) for name, key in DATA.items()}
     expected = json.loads(json.dumps(asdict(config.model)))
-    expected |= {"seed": config.seed, "text": facts["text"]["digest"], "wire": config.wire}
+    expected |= {
+        "seed": config.seed,
+        "text": facts["text"]["digest"],
+        "reduce_dtype": config.reduce_dtype,
+    }
     expected |= {"tokenizer": facts["text"].get("tokenizer")}
     settings = checkpoint.data.get("settings", {})  # missing in those of earlier versions
     if not isinstance(settings, dict):
@@ -191,13 +196,13 @@ def check_same_run(
     if config.model.digits == "fade":
         steps = expected.get("steps", config.steps)
         expected["digits"] = fade_stage(checkpoint.step, steps, config.fades)
-    found = [
+    differences = [
         first_difference(made_with.get(name, "missing"), expected.get(name, "missing"), name)
         for name in sorted(made_with.keys() | expected.keys())
     ]
     differing = [
         f"its `{name}` is {ours!s:.60}, not {theirs!s:.60}"
-        for name, ours, theirs in filter(None, found)
+        for name, ours, theirs in filter(None, differences)
     ]
     if differing:
         more = f", and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
@@ -216,6 +221,7 @@ def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig) -> Accept:
         facts: contents of `config.json`.
         config: the configuration in `facts`.
     """
+    from arbcli.generation.load import check_saved  # new runs do not need it
 
     def accept(checkpoint: Checkpoint) -> None:
         check_same_run(run, facts, config, checkpoint)
@@ -233,7 +239,7 @@ def can_begin_again(run: Path) -> bool:
     return not read_records(run)
 
 
-def initial_again(facts: dict[str, Any]) -> SavedModel | None:
+def initial_again(facts: dict[str, Any]) -> "SavedModel | None":
     """Read the weights from which a run begins again; None if it draws them.
 
     Raises:
@@ -241,6 +247,8 @@ def initial_again(facts: dict[str, Any]) -> SavedModel | None:
     """
     if "init_from" not in facts:
         return None
+    from arbcli.generation.load import read_saved
+
     saved = read_saved(Path(facts["init_from"]), lambda _: None)
     if saved.checkpoint.digest != facts.get("init_digest"):
         raise ArbError(
@@ -252,12 +260,12 @@ def initial_again(facts: dict[str, Any]) -> SavedModel | None:
 
 def _earlier_steps(facts: dict[str, Any], step: int) -> list[int]:
     """Return earlier total numbers of steps, which were changed at `step` or later."""
-    found = []
+    totals = []
     for change in facts.get("extended", []):
         with suppress(TypeError, KeyError):  # the file may have been edited
             if step <= change["at"]:
-                found.append(change["from"])
-    return found
+                totals.append(change["from"])
+    return totals
 
 
 def _all_fields(config: dict[str, Any]) -> dict[str, Any]:
@@ -308,34 +316,12 @@ def open_run_texts(
         conversion=DOCUMENTS if documents else config.conversion,
         split=split,
     )
-    tokenizer = None if config.tokenizer is None else Tokenizer.read(config.tokenizer)
-    check_vocabulary(config.model, tokenizer, str(config.tokenizer))
-    if documents:
-        return _document_texts(texts, tokenizer, config)
-    return texts if tokenizer is None else _tokenised_texts(texts, tokenizer, config.model.ctx)
+    if not documents and config.tokenizer is None:
+        check_vocabulary(config.model, None, "")
+        return texts
+    from arbcli.training.token_texts import token_texts
 
-
-def _tokenised_texts(texts: Texts, tokenizer: Tokenizer, context: int) -> Texts:
-    train, val = (tokenised(text, tokenizer) for text in (texts.train, texts.val))
-    for text, role in ((train, "training"), (val, "validation")):
-        if not text.windows(context + 1):
-            raise ArbError(
-                f"a context of {context:,} needs a {role} text of {context + 1:,} tokens or more,"
-                f" and this one has {len(text):,}",
-                hint="use a smaller `--ctx`, or more text for `--data` and `--val`",
-            )
-    return dataclasses.replace(texts, train=train, val=val, tokenizer=tokenizer)
-
-
-def _document_texts(texts: Texts, tokenizer: Tokenizer | None, config: TrainConfig) -> Texts:
-    assert config.field is not None, "a run of documents has a field"
-    config.model.check_documents()
-    path, context = str(config.tokenizer), config.model.ctx
-    train, val = (
-        open_documents(text, config.field, tokenizer, path, context)
-        for text in (texts.train, texts.val)
-    )
-    return dataclasses.replace(texts, train=train, val=val, tokenizer=tokenizer)
+    return token_texts(texts, config)
 
 
 def run_config(run: Path, facts: dict[str, Any]) -> TrainConfig:
@@ -348,7 +334,11 @@ def run_config(run: Path, facts: dict[str, Any]) -> TrainConfig:
     config = train_config_from(facts)
     if config.tokenizer is None:
         return config
-    path = run / FILE
+    from arbcli.data.chat_template import check_template, find_template
+    from arbcli.data.tokens import Tokenizer
+    from arbcli.generation.tokens import check_digest
+
+    path = run / TOKENIZER
     check_digest(Tokenizer.read(path), facts["text"].get("tokenizer"), path)
     if has_documents(config.field):
         check_template(find_template(path), facts["text"].get("template"), run)
@@ -418,7 +408,7 @@ def run_facts(run: Path | None, config: TrainConfig, texts: Texts) -> dict[str, 
             "digest": text_digest(texts),
             "entropy": entropy(texts.val),
             "paths": {name: _absolute(getattr(config, name)) for name in ("data", "val")},
-            "template": texts.train.template_digest if isinstance(texts.train, Chats) else None,
+            "template": texts.train.template_digest,
             "tokenizer": texts.tokenizer and texts.tokenizer.digest,
             "train_bytes": len(texts.train.source),
             "val_bytes": len(texts.val.source),

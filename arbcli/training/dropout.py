@@ -4,7 +4,7 @@ import torch
 
 from arbcli.config.training import TrainConfig
 from arbcli.kernels.update.random_bits import stream_keys
-from arbcli.model.flow import Dropout, Mask
+from arbcli.model.layers.dropout import Dropout, Mask
 from arbcli.model.updater import loaded
 
 SEED = int.from_bytes(b"drop")

@@ -182,9 +182,9 @@ def read_all_records(run: Path) -> tuple[list[dict[str, Any]], int]:
     Raises:
         ArbError: the file cannot be read.
     """
-    found = [record for _, record in _lines(run)]
-    records = [record for record in found if record is not None]
-    return records, len(found) - len(records)
+    lines = [record for _, record in _lines(run)]
+    records = [record for record in lines if record is not None]
+    return records, len(lines) - len(records)
 
 
 def keep_records(run: Path, keep: Callable[[dict[str, Any]], bool]) -> None:

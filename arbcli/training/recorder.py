@@ -57,9 +57,9 @@ class Recorder:
 
     def _find_recorded(self) -> int:
         """Return the step of the last record, or of the last one that was due if it is missing."""
-        found = max((record["step"] for record in self._records.read()), default=0)
+        recorded = max((record["step"] for record in self._records.read()), default=0)
         due = last_due_record(self._trainer.config, self._trainer.step)
-        return self._trainer.group.broadcast_object(max(found, due))
+        return self._trainer.group.broadcast_object(max(recorded, due))
 
     def step_done(self, loss: Tensor) -> None:
         """Count a step, whose loss a GPU may still be computing."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,25 +16,21 @@ from arbcli.base.errors import ArbError
 from arbcli.base.run_files import (
     COMPANIONS,
     CONFIG,
+    TOKENIZER,
     check_free,
     checkpoint_path,
     checkpoints,
     directory_of,
 )
-from arbcli.config.initial import check_initial
 from arbcli.config.training import (
     FADE_LEARNT_TO,
     TrainConfig,
     train_config_dict,
     train_config_from,
 )
-from arbcli.data.chat_template import keep_template
-from arbcli.data.chats import Chats, has_documents
+from arbcli.data.files import has_documents
 from arbcli.data.text import Texts
-from arbcli.data.tokens import FILE
-from arbcli.generation.load import SavedModel, check_trainable, saved_config
-from arbcli.generation.tokens import DIGEST, check_digest
-from arbcli.interop.huggingface.companions import copy_companions
+from arbcli.generation.tokens import check_digest
 from arbcli.kernels.runtime.device import (
     check_compute,
     cpu_threads,
@@ -45,6 +41,8 @@ from arbcli.kernels.runtime.device import (
     resolve_device,
 )
 from arbcli.model.checkpoint import (
+    TOKENIZER_DIGEST,
+    check_trainable,
     copy_aside,
     keep_best,
     latest_checkpoint,
@@ -68,7 +66,6 @@ from arbcli.training.directory import (
     run_facts,
 )
 from arbcli.training.loop import Loop
-from arbcli.training.minutes import check_minutes, steps_in
 from arbcli.training.observer import Observer
 from arbcli.training.parallel.group import Group, joined, own_device
 from arbcli.training.recent import FIELD
@@ -84,12 +81,18 @@ from arbcli.training.record import (
 from arbcli.training.recorder import Resumed
 from arbcli.training.saving import later_checkpoints, note_aside, sweep_run
 from arbcli.training.schedule import is_evaluated, learning_rate
-from arbcli.training.teacher import read_teacher, teacher_again
 from arbcli.training.text_warnings import text_warnings
 from arbcli.training.trainer import Trainer, check_shares, text_digest
 
+if TYPE_CHECKING:
+    from arbcli.generation.load import SavedModel
+
+
 EMULATED = "NVFP4 products are emulated on this device: same results, at most the speed of bf16"
-SHARED = ("save_every", "eval_every", "log_every", "keep_best", "wire", "sample_every", "patience")
+SHARED = (
+    "save_every", "eval_every", "log_every", "keep_best", "reduce_dtype", "sample_every",
+    "patience",
+)  # fmt: skip
 """Settings that no weights depend on, and that all processes need to agree on."""
 
 
@@ -99,7 +102,7 @@ def start_run(
     observer: Observer,
     *,
     minutes: float | None = None,
-    initial: SavedModel | None = None,
+    initial: "SavedModel | None" = None,
     profile: int | None = None,
     check: Callable[[TrainConfig], None] = lambda _: None,
     save: bool = True,
@@ -125,8 +128,15 @@ def start_run(
     """
     if not save and (run is not None or profile is not None):
         raise ValueError("a run that is not saved has no directory and no trace")
-    check_minutes(minutes)
+    if minutes is not None:
+        from arbcli.training.minutes import check_minutes, steps_in
+
+        check_minutes(minutes)
     if initial is not None:
+        from arbcli.config.initial import check_initial
+        from arbcli.generation.load import saved_config
+        from arbcli.interop.huggingface.companions import copy_companions
+
         check_trainable(initial.checkpoint)
         begun = saved_config(initial.checkpoint)
         check_initial(config.model, begun)
@@ -142,10 +152,10 @@ def start_run(
         check_shares(config, group.size)
         texts = open_run_texts(config)
         if initial is not None and texts.tokenizer:
-            trained_with = initial.checkpoint.data.get(DIGEST)
+            trained_with = initial.checkpoint.data.get(TOKENIZER_DIGEST)
             check_digest(texts.tokenizer, trained_with, Path(str(config.tokenizer)))
         initial_digest = initial and initial.checkpoint.digest
-        teacher = read_teacher(config, observer.noted)
+        teacher = _read_teacher(config, observer.noted)
         if teacher is not None:  # the checkpoint's own path, as its run may write later ones
             config = dataclasses.replace(config, teacher=os.path.abspath(teacher.path))
         digests = {"teacher": teacher and teacher.checkpoint.digest, "init_from": initial_digest}
@@ -180,8 +190,10 @@ def start_run(
                 del initial  # it may be large
             if group.first and save:
                 if texts.tokenizer:
-                    write_file(run / FILE, lambda file: file.write(texts.tokenizer.content))
+                    write_file(run / TOKENIZER, lambda file: file.write(texts.tokenizer.content))
                 if has_documents(config.field):
+                    from arbcli.data.chat_template import keep_template
+
                     keep_template(str(config.tokenizer), run)
                 write_json(run / CONFIG, facts)
             return _run(trainer, run, facts, observer, profile)
@@ -260,7 +272,7 @@ def resume_run(
             _compare_settings(config, texts, group, steps=steps or config.steps)
             new_run = "start a new run on the new text with `--out`"
             check_same_text(run, facts, text_digest(texts), new_run)
-            teacher = teacher_again(facts, config)
+            teacher = _read_teacher(config, facts=facts)
             if steps not in (None, config.steps):
                 config, facts = _extended(run, facts, config, done, steps, observer, group)
             trainer = _build(config, texts, group, teacher)
@@ -343,7 +355,7 @@ def shared_settings(config: TrainConfig, texts: Texts) -> dict[str, Any]:
     on_gpu = device.type == "cuda"
     return field_digests(config) | {
         "text": text_digest(texts),
-        "template": texts.train.template_digest if isinstance(texts.train, Chats) else None,
+        "template": texts.train.template_digest,
         "tokenizer": texts.tokenizer and texts.tokenizer.digest,
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "backend": config.backend,
@@ -399,7 +411,22 @@ def _extended(
     return longer, facts
 
 
-def _build(config: TrainConfig, texts: Texts, group: Group, teacher: SavedModel | None) -> Trainer:
+def _read_teacher(
+    config: TrainConfig,
+    note: Callable[[str], None] = lambda _: None,
+    facts: dict[str, Any] | None = None,
+) -> "SavedModel | None":
+    """Read the teacher of a run, or of a resumed one with `facts`; None if it has none."""
+    if config.teacher is None:
+        return None
+    from arbcli.training.teacher import read_teacher, teacher_again
+
+    return read_teacher(config, note) if facts is None else teacher_again(facts, config)
+
+
+def _build(
+    config: TrainConfig, texts: Texts, group: Group, teacher: "SavedModel | None"
+) -> Trainer:
     with explained_out_of_memory():
         return Trainer(
             config, texts, capture=True, group=group, teacher=teacher and teacher.checkpoint

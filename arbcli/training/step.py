@@ -1,17 +1,19 @@
 """The computation of one training step, shared by runs, CUDA graphs and the audit."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.updater import Updater
-from arbcli.training.dropout import DropoutKeys
-from arbcli.training.float_optimizer import FloatOptimizer
 from arbcli.training.parallel.group import Group
-from arbcli.training.parallel.shared_updater import SharedUpdater
+
+if TYPE_CHECKING:
+    from arbcli.training.dropout import DropoutKeys
+    from arbcli.training.float_optimizer import FloatOptimizer
+    from arbcli.training.parallel.shared_updater import SharedUpdater
 
 
 def minimised(parts: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
@@ -38,7 +40,7 @@ class TrainingStep:
     def __init__(
         self,
         model: LanguageModel,
-        updates: Updater | SharedUpdater | FloatOptimizer,
+        updates: "Updater | SharedUpdater | FloatOptimizer",
         accumulation: int,
         group: Group,
     ) -> None:

@@ -10,8 +10,8 @@ from arbcli.base.errors import ArbError
 from arbcli.config.training import TrainConfig
 from arbcli.data.tokens import Tokenizer
 from arbcli.generation.load import SavedModel, accept_weights, empty_model, read_saved, saved_config
-from arbcli.generation.tokens import DIGEST, check_digest
-from arbcli.model.checkpoint import Checkpoint
+from arbcli.generation.tokens import check_digest
+from arbcli.model.checkpoint import TOKENIZER_DIGEST, Checkpoint
 from arbcli.model.language_model import LanguageModel
 
 
@@ -46,7 +46,7 @@ def read_teacher(
             fields=("teacher",),
         )
     if config.tokenizer is not None:
-        trained_with = saved.checkpoint.data.get(DIGEST)
+        trained_with = saved.checkpoint.data.get(TOKENIZER_DIGEST)
         check_digest(Tokenizer.read(config.tokenizer), trained_with, Path(config.tokenizer))
     return saved
 

@@ -3,11 +3,14 @@
 import codecs
 import unicodedata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from arbcli.base.lazy import imported
 from arbcli.data.text import FAR_NATS, Text, Texts, entropy
-from arbcli.data.tokens import Tokenizer
 from arbcli.families import MEDIA_MARK
+
+if TYPE_CHECKING:
+    from arbcli.data.tokens import Tokenizer
 
 LOOKED_AT_BYTES = 2**13
 """Bytes at the beginning of each file that are checked."""
@@ -20,12 +23,12 @@ MOST_FILES = 1000
 def text_warnings(texts: Texts) -> list[str]:
     """Return warnings about binary files, and about dissimilar training and held-out texts."""
     both = texts.train.source, texts.val.source
-    binary = [file for text in both for file in _binary_files(text)]
+    binaries = [file for text in both for file in _binary_files(text)]
     warnings = []
-    if binary:
-        more = f" and {len(binary) - 1} more" if len(binary) > 1 else ""
+    if binaries:
+        more = f" and {len(binaries) - 1} more" if len(binaries) > 1 else ""
         warnings.append(
-            f"warning: NUL bytes in `{binary[0]}`{more}, which may be binary: leave binary files"
+            f"warning: NUL bytes in `{binaries[0]}`{more}, which may be binary: leave binary files"
             " out"
         )
     if shared := {*both[0].pieces} & {*both[1].pieces}:
@@ -45,7 +48,7 @@ def text_warnings(texts: Texts) -> list[str]:
     return warnings
 
 
-def lost_text(sample: bytes, tokenizer: Tokenizer) -> list[str]:
+def lost_text(sample: bytes, tokenizer: "Tokenizer") -> list[str]:
     """Return warnings about what of a text's beginning is lost in tokens.
 
     A space at the beginning, and composed characters, may change.
@@ -86,10 +89,10 @@ def _has_media(content: bytes) -> bool:
 
 
 def _binary_files(text: Text) -> list[Path]:
-    binary, begin = [], 0
+    files, begin = [], 0
     for file, size in list(zip(text.files, text.sizes, strict=True))[:MOST_FILES]:
         beginning = text.read(begin, min(size, LOOKED_AT_BYTES))
         if b"\0" in beginning and not _has_media(beginning + _beginning(file)):
-            binary.append(file)
+            files.append(file)
         begin += size
-    return binary
+    return files

@@ -2,10 +2,11 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,27 +26,30 @@ from arbcli.data.text import (
     evaluation_batches,
 )
 from arbcli.families import BYTE_KINDS, OBJECTIVES
-from arbcli.generation.load import check_trainable
-from arbcli.generation.tokens import DIGEST
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import COMPUTE, capturing, set_compiler_determinism
 from arbcli.kernels.runtime.merged import TABLES
 from arbcli.model.build import build_model
-from arbcli.model.checkpoint import Checkpoint, check_layout, tensor_digest
+from arbcli.model.checkpoint import (
+    TOKENIZER_DIGEST,
+    Checkpoint,
+    check_layout,
+    check_trainable,
+    tensor_digest,
+)
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.streamed import StreamedTensor
+from arbcli.model.packed import TernaryTensor
 from arbcli.model.rules import stage_rule
 from arbcli.model.updater import HELD_BYTES, Updater
-from arbcli.training.compiled_twin import compile_twin, side_stream
-from arbcli.training.dropout import DropoutKeys
-from arbcli.training.float_optimizer import FloatOptimizer
 from arbcli.training.parallel.group import Group
-from arbcli.training.parallel.replicas import Replicas
-from arbcli.training.parallel.shared_updater import SharedUpdater
 from arbcli.training.schedule import fade_growth, fade_stage, learning_rate
 from arbcli.training.step import TrainingStep, minimised
 from arbcli.training.step_inputs import StepInputs
-from arbcli.training.teacher import frozen_model
+
+if TYPE_CHECKING:
+    from arbcli.training.float_optimizer import FloatOptimizer
+    from arbcli.training.parallel.shared_updater import SharedUpdater
 
 EAGER_STEPS = 3
 """Steps before the capture, in which kernels are compiled and libraries choose algorithms."""
@@ -66,11 +70,11 @@ def check_shares(config: TrainConfig, size: int) -> None:
             hint=f"use an `accum` that is a multiple of {size}",
             fields=("accum",),
         )
-    if size > 1 and config.model.weights == "ternary" and config.wire is None:
+    if size > 1 and config.model.weights == "ternary" and config.reduce_dtype is None:
         raise ArbError(
             "uncompressed gradients cannot be shared across processes",
-            hint="use one process, or start a run with `wire=int12`",
-            fields=("wire",),
+            hint="use one process, or start a run with `reduce_dtype=int12`",
+            fields=("reduce_dtype",),
         )
 
 
@@ -153,51 +157,54 @@ class Trainer:
             self.model.initialise(config.seed)
         if config.model.weights == "ternary":
             tensors = self.model.packed_tensors().values()
-            if config.wire is None:
+            if config.reduce_dtype is None:
                 self.updater = Updater(
                     tensors, config.seed, dtype, HELD_BYTES, weight_decay=config.decay
                 )
             else:
                 self.model.declare_wire()
-                largest = config.lr * fade_growth(config)
-                self.updater = self.shared = SharedUpdater(
-                    tensors, config.seed, dtype, config.wire, config.accum, self.group, largest,
-                    config.decay,
-                )  # fmt: skip
-            if self.shared:
-                self.shared.release()
+                self.updater = self.shared = self._new_shared_updater(
+                    tensors, dtype, config.reduce_dtype
+                )
             for tensor in tensors:
                 if isinstance(tensor, StreamedTensor):
                     tensor.sink = self.updater
             self._updates: Updater | SharedUpdater | FloatOptimizer = self.updater
         else:
-            self.optimizer = FloatOptimizer(
-                self.model, config.optimizer, config.decay, compiled=compiled
-            )
-            self._updates = self.optimizer
+            self._updates = self.optimizer = self._new_float_optimizer(compiled)
         self._compute = TrainingStep(self.model, self._updates, config.accum, self.group)
         self._compute.scale_routes = config.scale_routes
         if config.drops:
+            from arbcli.training.dropout import DropoutKeys
+
             self._compute.dropout = DropoutKeys(config, self.model.num_branches, self.device)
         self.teacher_digest = teacher and teacher.digest
-        self.teacher = frozen_model(teacher, self.device, dtype) if teacher else None
-        if self.teacher:
+        self.teacher: LanguageModel | None = None
+        if teacher:
+            from arbcli.training.teacher import frozen_model
+
+            self.teacher = frozen_model(teacher, self.device, dtype)
             self._compute.losses = partial(self.model.losses, teacher=self.teacher)
         check_areas(config, self.model)
         self._kinds: dict[Text, Any] = {}
         """Kinds of the bytes of texts, for a composite head."""
         self._local = self.group.local(config.accum)
         if self.optimizer and self.group.size > 1:
+            from arbcli.training.parallel.replicas import Replicas
+
             capture = False
             self._compute.losses = Replicas(self.model, len(self._local))
-        self._warm_up_stream: torch.cuda.Stream | None = None
+        self._eager_context: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Context of steps that are not replayed."""
         self.is_compiled = compiled and self.optimizer is not None
         """Whether `torch.compile` is used, as for float baselines on a GPU."""
         if self.is_compiled:
+            from arbcli.training.compiled_twin import compile_twin, side_stream
+
             set_compiler_determinism()
             compile_twin(self.model)
-        if capture and self.optimizer:
-            self._warm_up_stream = torch.cuda.Stream(self.device)
+            if capture:
+                self._eager_context = partial(side_stream, torch.cuda.Stream(self.device))
         self._capture_at = EAGER_STEPS if capture else None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._tables: Tensor | None = None
@@ -215,6 +222,34 @@ class Trainer:
         self.digits = config.model.digits
         """Form of the weights as in `ModelConfig`; while they fade, the stage of this step."""
         self._fade()
+
+    # what a dense run in one process does not need is imported here
+
+    def _new_shared_updater(
+        self, tensors: Collection[TernaryTensor], dtype: torch.dtype, reduce_dtype: str
+    ) -> "SharedUpdater":
+        from arbcli.training.parallel.shared_updater import SharedUpdater
+
+        config, largest = self.config, self.config.lr * fade_growth(self.config)
+        shared = SharedUpdater(
+            tensors,
+            config.seed,
+            dtype,
+            reduce_dtype,
+            config.accum,
+            self.group,
+            largest,
+            config.decay,
+        )
+        shared.release()
+        return shared
+
+    def _new_float_optimizer(self, compiled: bool) -> "FloatOptimizer":
+        from arbcli.training.float_optimizer import FloatOptimizer
+
+        return FloatOptimizer(
+            self.model, self.config.optimizer, self.config.decay, compiled=compiled
+        )
 
     @property
     def captures(self) -> bool:
@@ -269,7 +304,7 @@ class Trainer:
                 self.loss_parts = self._captured_parts
             else:
                 before = TABLES.brought
-                with side_stream(self._warm_up_stream):
+                with self._eager_context():
                     self.loss_parts = self._compute(self._micro_batches, reached)
                 self._table_numbers = TABLES.brought - before
             loss = self.loss_parts["text"].clone()  # replays overwrite the tensor
@@ -378,7 +413,7 @@ class Trainer:
         self._compute.weights = weights
 
     @property
-    def _packed_updater(self) -> Updater | SharedUpdater:
+    def _packed_updater(self) -> "Updater | SharedUpdater":
         """The updater of packed weights.
 
         Raises:
@@ -487,9 +522,9 @@ class Trainer:
         settings = self.config.decisive() | {"init_from": init_digest}
         settings |= {"teacher": self.teacher_digest} if self.teacher else {}
         seed = settings.pop("seed")
-        tensors, wire = self.model.state_dict(), {}
+        tensors, reduced = self.model.state_dict(), {}
         if self.shared:
-            wire = {"wire": self.config.wire}
+            reduced = {"wire": self.config.reduce_dtype}
             tensors |= self.shared.gather(self.model)
         return Checkpoint(
             step=self.step,
@@ -501,8 +536,8 @@ class Trainer:
                 "position": self.step,
                 "settings": settings,
             }
-            | ({DIGEST: self.texts.tokenizer.digest} if self.texts.tokenizer else {})
-            | wire,
+            | ({TOKENIZER_DIGEST: self.texts.tokenizer.digest} if self.texts.tokenizer else {})
+            | reduced,
             tensors=tensors,
         )
 
@@ -514,8 +549,8 @@ class Trainer:
         """
         if self.group.size > 1 and self.shared:
             parts = self.shared.common(self.model)
-            found = {name: tensor_digest(name, part) for name, part in parts.items()}
-            self.group.compare(found, "state", RELOAD)
+            digests = {name: tensor_digest(name, part) for name, part in parts.items()}
+            self.group.compare(digests, "state", RELOAD)
 
     @property
     def has_traffic(self) -> bool:

@@ -66,7 +66,7 @@ def _window(
     tokenizer: Tokenizer | None,
 ) -> Window:
     """Divide a window into its documents, without padding, and these into runs."""
-    found = []
+    rows = []
     places = range(len(ids))
     for _, group in itertools.groupby(places, lambda at: documents[at] if documents else 0):
         here = list(group)
@@ -75,8 +75,8 @@ def _window(
         if documents and not any(learnt):  # padding
             continue
         kept = len(symbols) if symbols[-1] >= 0 else -1
-        found.append(tuple(_runs(symbols[:kept], learnt[:kept], tokenizer)))
-    return Window(tuple(found))
+        rows.append(tuple(_runs(symbols[:kept], learnt[:kept], tokenizer)))
+    return Window(tuple(rows))
 
 
 def _runs(

@@ -27,12 +27,12 @@ from arbcli.families.votes.verify.cast_votes import (
 )
 from arbcli.inspect.trace import without_memory
 from arbcli.kernels.attention.rotation import rotate
-from arbcli.kernels.rows.weighted_rows import TouchedRows
+from arbcli.kernels.rows.table_rows import TouchedRows
 from arbcli.kernels.runtime.backend import compile_for, gpu_of, use_backend
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.build import build_model
-from arbcli.model.flow import Dropout
 from arbcli.model.language_model import LanguageModel
+from arbcli.model.layers.dropout import Dropout
 from arbcli.model.layers.rotary import rotary_table
 from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.model.packed import GradientSink, TernaryTensor

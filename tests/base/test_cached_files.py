@@ -19,7 +19,7 @@ from arbcli.base import caches as cached_files
 from arbcli.base.caches import cache_folder, is_cached, own_folder, read_cached, write_cached
 from arbcli.base.errors import ArbError
 from arbcli.data.chats import Chats
-from arbcli.data.conversion import plain_file
+from arbcli.data.opening import plain_file
 from arbcli.data.text import Text
 from arbcli.data.tokens import TokenText
 

@@ -11,8 +11,9 @@ import pytest
 from arbcli.base import output
 from arbcli.base.signals import Interrupted
 from arbcli.commands import _chat
-from arbcli.generation.generation import Sampling, generate
+from arbcli.generation.generation import generate
 from arbcli.generation.load import load_model
+from arbcli.generation.sampling import Sampling
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ SHOWN = {
     ("leave `compute=fp8` out", "compute"): "leave `--compute fp8` out",
     ("use `digits=all` or `digits=fade`", "digits"): "use `--weights int8` or `--weights anneal`",
     ("leave `direction=factored` out", "direction"): "leave `--optimizer adafactor` out",
-    ("leave `wire` out", "wire"): "leave `--reduce-dtype` out",
+    ("leave `reduce_dtype` out", "reduce_dtype"): "leave `--reduce-dtype` out",
     ("leave `compute` out", "lr"): "leave `compute` out",
     ("no such part: `moe`", "moe"): "no such part: `--moe/--no-moe`",
 }
@@ -71,7 +71,7 @@ def test_words_of_options_are_words_of_files_and_of_the_library(tmp_path):
     file = tmp_path / "a.toml"
     file.write_text("optimizer = 'adafactor'\nreduce_dtype = 'int8'\n[model]\nweights = 'int8'\n")
     assert read_settings(file) == {
-        "direction": "factored", "wire": "int8", "weights": "ternary", "digits": "all",
+        "direction": "factored", "reduce_dtype": "int8", "weights": "ternary", "digits": "all",
     }  # fmt: skip
     given = {"preset": "tiny", "device": "cpu", "backend": "torch", "compute": "fp32"}
     for words, expected in (
@@ -117,7 +117,7 @@ def test_page_of_train_has_the_common_options_and_the_complete_page_all():
 
 @pytest.mark.parametrize(("assigned", "expected"), [
     ("steps=7", {"steps": 7}),
-    ("reduce-dtype=int8", {"wire": "int8"}),
+    ("reduce-dtype=int8", {"reduce_dtype": "int8"}),
     ("weights=int8", {"weights": "ternary", "digits": "all"}),
     ("model.lr=1", {"lr": 1.0}),
     ("data=['a', 'b']", {"data": ("a", "b")}),
@@ -148,7 +148,7 @@ CHOSEN = {
     "attention_rule": "carry", "mlp_rule": "moment",
     "scale_type": "T6", "weights": "ste", "optimizer": "muon", "compute": "fp32",
     "device": "cuda:1", "backend": "torch", "boundaries": "space", "outer_blocks": "mamba",
-    "wire": "int8", "moe_gate": "hash", "attention": "compressed",
+    "reduce_dtype": "int8", "moe_gate": "hash", "attention": "compressed",
     "votes_fixes": ("start", "bound"), "objective": "masked", "code_search": "nearest",
 }  # fmt: skip
 """A value of each option that is neither a number nor a switch."""

@@ -10,7 +10,8 @@ from processes import environment
 
 from arbcli.base.errors import ArbError
 from arbcli.commands import _processes
-from arbcli.training.parallel.launch import STORE, Failure
+from arbcli.training.parallel.launch import Failure
+from arbcli.training.parallel.process import STORE
 
 
 @pytest.mark.parametrize(

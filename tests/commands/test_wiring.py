@@ -113,18 +113,18 @@ def test_tuned_model_has_defaults_of_its_own(words, lr, tokenizer, recorded_call
 
 
 @pytest.mark.parametrize(
-    ("words", "processes", "wire"),
+    ("words", "processes", "reduce_dtype"),
     [([], 1, None), ([], 2, "int12"), (["--reduce-dtype", "int16"], 2, "int16"),
      (["--weights", "float"], 2, None)],
 )  # fmt: skip
 def test_several_processes_send_twelve_bits_by_default(
-    words, processes, wire, recorded_call, monkeypatch
+    words, processes, reduce_dtype, recorded_call, monkeypatch
 ):
     monkeypatch.setattr(train, "this_process", lambda: (0, processes))
     call = recorded_call(
         "arbcli.training.run.start_run", "train", "--device", "cpu", "--accum", "2", *words
     )
-    assert call.args[0].wire == wire
+    assert call.args[0].reduce_dtype == reduce_dtype
     # a run that goes on has its own
     call = recorded_call("arbcli.training.run.resume_run", "train", "--resume", "x")
     assert call.args[0] == Path("x")
@@ -257,9 +257,9 @@ def test_audit_of_ranks_is_called_with_its_options(recorded_call, monkeypatch):
     words = ["audit-memory", *SIZES, "--device", "cpu", "--ranks", "2"]
     predict = "arbcli.inspect.ranks.predict_ranks"
     config, ranks, budget = recorded_call(predict, *words, "--budget", "3KB").args
-    assert (config.accum, config.wire, ranks, budget) == (2, "int12", 2, 3000)
+    assert (config.accum, config.reduce_dtype, ranks, budget) == (2, "int12", 2, 3000)
     config, ranks, _ = recorded_call(predict, *words, "--budget", "3KB", "--accum", "4").args
-    assert (config.accum, config.wire, ranks) == (4, "int12", 2)
+    assert (config.accum, config.reduce_dtype, ranks) == (4, "int12", 2)
     assert recorded_call("arbcli.commands.audit_memory.start_processes", *words).args == (2,)
     monkeypatch.setattr(audit_memory, "this_process", lambda: (1, 2))
     call = recorded_call("arbcli.commands.audit_memory._audit_ranks", *words)

@@ -13,16 +13,8 @@ from opened import WRITTEN, opened
 from arbcli.base.errors import ArbError
 from arbcli.data import text as data
 from arbcli.data.files import weight_of
-from arbcli.data.text import (
-    MAX_OPEN_MAPS,
-    Mixture,
-    Text,
-    batch,
-    digest,
-    entropy,
-    open_text,
-    open_texts,
-)
+from arbcli.data.opening import open_text, open_texts
+from arbcli.data.text import MAX_OPEN_MAPS, Mixture, Text, batch, digest, entropy
 
 BATCH = {"batch_size": 4, "context": 8, "device": "cpu"}
 

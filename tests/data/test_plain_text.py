@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from arbcli.base.errors import ArbError
-from arbcli.data.conversion import DOCUMENTS, RECORD_BYTES, Conversion, plain_file, texts_folder
+from arbcli.data.conversion import RECORD_BYTES, texts_folder
+from arbcli.data.files import DOCUMENTS, Conversion
+from arbcli.data.opening import plain_file
 
 TEXT = ("naïve ternary weights\n" * 100).encode()
 

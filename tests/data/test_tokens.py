@@ -9,7 +9,8 @@ import torch
 
 from arbcli.base.errors import ArbError
 from arbcli.data import tokens
-from arbcli.data.text import Mixture, Text, open_texts
+from arbcli.data.opening import open_texts
+from arbcli.data.text import Mixture, Text
 from arbcli.data.tokens import Tokenizer, tokenised
 from arbcli.generation.tokens import bytes_of
 

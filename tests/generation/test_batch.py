@@ -13,10 +13,11 @@ from arbcli.config.presets import preset
 from arbcli.generation import batch as batches
 from arbcli.generation.batch import Request, generate_batch
 from arbcli.generation.decoder import Decoder
-from arbcli.generation.generation import Sampling, generate
+from arbcli.generation.generation import generate
 from arbcli.generation.prompts import read_prompts
-from arbcli.kernels.attention.eight_bits import CacheFormat
+from arbcli.generation.sampling import Sampling
 from arbcli.model.language_model import LanguageModel
+from arbcli.model.parts.cached import CacheFormat
 
 
 @pytest.fixture

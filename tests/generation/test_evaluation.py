@@ -9,7 +9,8 @@ from torch import nn
 
 from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
-from arbcli.data.text import Text, open_text
+from arbcli.data.opening import open_text
+from arbcli.data.text import Text
 from arbcli.generation import evaluation
 from arbcli.generation.evaluation import evaluate, mean_loss, windows
 from arbcli.model.language_model import LanguageModel

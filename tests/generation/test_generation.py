@@ -13,7 +13,8 @@ from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
 from arbcli.generation.decoder import Decoder
-from arbcli.generation.generation import Sampling, continue_text, generate
+from arbcli.generation.generation import continue_text, generate
+from arbcli.generation.sampling import Sampling
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.decoding import fused_logits, fuses

@@ -17,8 +17,9 @@ from arbcli.generation import load
 from arbcli.generation.batch import Request, continue_batch, generate_batch
 from arbcli.generation.decoder import OUT_OF_MEMORY
 from arbcli.generation.evaluation import evaluate
-from arbcli.generation.generation import Sampling, continue_text, generate
+from arbcli.generation.generation import continue_text, generate
 from arbcli.generation.load import load_model, load_weights
+from arbcli.generation.sampling import Sampling
 from arbcli.kernels.runtime import backend as backends
 from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches

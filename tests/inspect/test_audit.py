@@ -11,19 +11,12 @@ from marks import mostly_slow
 from torch.nn import functional
 
 from arbcli.base.errors import ArbError
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.inspect import audit as audit_module
-from arbcli.inspect.audit import (
-    LiveTensors,
-    _check_floats,
-    _check_levels,
-    _check_prediction,
-    audit,
-    check_fit,
-)
+from arbcli.inspect.audit import _check_floats, _check_levels, _check_prediction, audit, check_fit
 from arbcli.inspect.floats import FloatTensor, FloatTensors
 from arbcli.inspect.room import least_bytes
-from arbcli.inspect.trace import calling_function, without_memory
+from arbcli.inspect.trace import LiveTensors, calling_function, without_memory
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.model.layers.rotary import fresh_tables
 from arbcli.training.configure import new_config

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from arbcli.config.presets import preset
 from arbcli.config.training import TrainConfig, train_config
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.families.media.config import CompositeConfig
 from arbcli.inspect import peak
 from arbcli.inspect.peak import predict_peak
@@ -272,7 +272,7 @@ MEASURE = """
 import sys, json, torch
 from arbcli.base.environment import set_environment
 set_environment()
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.inspect import peak
 from arbcli.inspect.peak import predict_peak
@@ -367,8 +367,8 @@ def test_hidden_memory_of_torch_kernels_is_as_measured():
 
 def test_process_of_several_is_predicted_to_hold_its_share():
     config = new_config(
-        dim=32, layers=1, heads=2, ffn=48, ctx=16, batch=2, accum=2, wire="int12", device="cpu",
-        compute="fp32",
+        dim=32, layers=1, heads=2, ffn=48, ctx=16, batch=2, accum=2, reduce_dtype="int12",
+        device="cpu", compute="fp32",
     )  # fmt: skip
     shares = share_out(config, 2)
     found = predict_peak(config, rank=1, size=2)

@@ -12,7 +12,8 @@ from marks import mostly_slow
 from torch.nn import functional
 
 from arbcli.config.training import train_config_from
-from arbcli.data.text import entropy, evaluation_batches, open_texts
+from arbcli.data.opening import open_texts
+from arbcli.data.text import entropy, evaluation_batches
 from arbcli.inspect.probe import (
     _histogram,
     _ranges_of_blocks,

@@ -12,7 +12,7 @@ from arbcli.inspect.ranks import audit_ranks, predict_ranks, share_out
 from arbcli.training.configure import new_config
 
 SHAPE = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2, "steps": 2}
-SHARED = SHAPE | {"accum": 4, "wire": "int12", "device": "cpu", "compute": "fp32"}
+SHARED = SHAPE | {"accum": 4, "reduce_dtype": "int12", "device": "cpu", "compute": "fp32"}
 
 
 def audited(group, config):
@@ -63,9 +63,14 @@ def test_report_of_ranks_has_state_and_budget(monkeypatch):
         return SimpleNamespace(evaluated_bytes=5)
 
     monkeypatch.setattr(ranks, "predict_peak", predicted)
-    config = new_config(**SHARED | {"wire": "int16"})
+    config = new_config(**SHARED | {"reduce_dtype": "int16"})
     report = predict_ranks(config, 2, 4)
-    assert (report.device, report.batch, report.accum, report.wire) == ("cpu", 2, 4, "int16")
+    assert (report.device, report.batch, report.accum, report.reduce_dtype) == (
+        "cpu",
+        2,
+        4,
+        "int16",
+    )
     assert report.state_bytes == share_out(config, 1)[0].state_bytes
     assert (report.budget_bytes, report.passed) == (4, False)
     assert asked == [{"captured": True, "rank": rank, "size": 2} for rank in range(2)]

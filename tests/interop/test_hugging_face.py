@@ -12,8 +12,9 @@ from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError
 from arbcli.base.reading import read_json
 from arbcli.base.run_files import COMPANIONS
-from arbcli.generation.generation import Sampling, generate
+from arbcli.generation.generation import generate
 from arbcli.generation.load import load_model, load_weights
+from arbcli.generation.sampling import Sampling
 from arbcli.interop.exporting import export
 from arbcli.interop.huggingface.dense import read, sources
 from arbcli.kernels.runtime.device import default_compute

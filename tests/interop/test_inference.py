@@ -10,8 +10,9 @@ import torch
 
 import arbcli
 from arbcli.base.errors import ArbError
-from arbcli.generation.generation import Sampling, generate
+from arbcli.generation.generation import generate
 from arbcli.generation.load import load_model
+from arbcli.generation.sampling import Sampling
 from arbcli.interop.exporting import export
 from arbcli.model.checkpoint import load_checkpoint, write_checkpoint
 from arbcli.model.rules import FADED

@@ -20,9 +20,9 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import chunks_of, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.check_kernels import KERNELS, compare, copies, peers_of
+from arbcli.verify.check_kernels import compare, copies, peers_of
 from arbcli.verify.compare import as_tuple, poisoned
-from arbcli.verify.registry import BY_NAME
+from arbcli.verify.registry import BY_NAME, KERNELS
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
 NATIVE = [pytest.mark.skipif(not native.available(), reason=native.why_not())]

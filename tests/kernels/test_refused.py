@@ -17,8 +17,7 @@ from arbcli.families.compressed.kernels.append_position import append_position_
 from arbcli.families.compressed.kernels.decode_compressed import decode_compressed
 from arbcli.families.compressed.verify.append_position import in_eight_bits
 from arbcli.kernels.attention.attend_parts import attend_parts
-from arbcli.kernels.attention.decode_attention import decode_attention
-from arbcli.kernels.attention.kept import Kept
+from arbcli.kernels.attention.decode_attention import Kept, decode_attention
 from arbcli.kernels.codec.decode_e4m3 import decode_e4m3
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
@@ -26,7 +25,8 @@ from arbcli.kernels.matmul.int8_matmul import PrepackedInt8, int8_matmul, prepac
 from arbcli.kernels.matmul.prepacked import Prepacked, prepack
 from arbcli.kernels.matmul.prepacked_rows import prepacked_rows
 from arbcli.kernels.matmul.row_matmul import row_matmul
-from arbcli.kernels.rows.weighted_rows import TouchedRows, weighted_rows_grad
+from arbcli.kernels.rows.table_rows import TouchedRows
+from arbcli.kernels.rows.weighted_rows import weighted_rows_grad
 from arbcli.kernels.runtime.arguments import REAL, Argument, Array, Matrix, Number, names_in
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.launches import replaced_launches

@@ -9,8 +9,9 @@ import torch
 
 from arbcli.kernels.runtime import backend
 from arbcli.kernels.runtime.backend import chunks_of, use_backend
-from arbcli.verify.check_kernels import KERNELS, copies
+from arbcli.verify.check_kernels import copies
 from arbcli.verify.compare import as_tuple, compare, poisoned
+from arbcli.verify.registry import KERNELS
 
 CPU = torch.device("cpu")
 ASKED = ("chunk_elements(", "tiles_of_a_program(")

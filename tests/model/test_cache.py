@@ -5,7 +5,6 @@ import torch
 
 from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
-from arbcli.kernels.attention.eight_bits import CacheFormat
 from arbcli.kernels.norm import gated_rms_norm, rms_norm
 from arbcli.kernels.norm.rms_norm import norm_weight_torch
 from arbcli.kernels.runtime import native
@@ -14,6 +13,7 @@ from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import attend as attend_module
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.parts.attention import Ring
+from arbcli.model.parts.cached import CacheFormat
 from arbcli.model.state import Clock, StateSpec
 
 WINDOW = 8

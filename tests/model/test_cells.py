@@ -3,7 +3,7 @@
 import torch
 from cells import AHEAD, COVER, FEW, Cell, each_cell
 
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.language_model import LanguageModel

@@ -61,6 +61,30 @@ def build(seed: int = 0, **options):
     return model
 
 
+@pytest.mark.parametrize(
+    "config",
+    [preset("tiny"), preset("tiny", weights="float"), preset("hnet-tiny"), preset("arb-tiny")],
+    ids=["dense", "float", "hnet", "graph"],
+)
+def test_first_weights_do_not_depend_on_the_order_of_modules(config):
+    model, reversed_model = (build_model(config, torch.float32) for _ in range(2))
+    for module in reversed_model.modules():
+        module._modules = dict(reversed(module._modules.items()))
+    assert [*reversed_model.weights()] != [*model.weights()]
+    for each in (model, reversed_model):
+        each.initialise(3)
+    expected, found = model.state_dict(), reversed_model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_module_that_declares_no_order_of_its_weights_is_refused():
+    model = build_model(preset("tiny"), torch.float32)
+    model.add_module("more", torch.nn.ModuleDict({"a": model.norm, "b": model.embedding}))
+    with pytest.raises(ValueError, match="`draws` of `ModuleDict` lacks"):
+        model.initialise(0)
+
+
 def kind_of(name: str, stds: dict[str, float]) -> str:
     return max((part for part in stds if f".{part}." in f".{name}."), key=len)
 

@@ -13,7 +13,7 @@ from arbcli.base.run_files import checkpoint_path
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.generation.load import saved_config
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from arbcli.config.presets import preset
-from arbcli.inspect.audit import LiveTensors
+from arbcli.inspect.trace import LiveTensors
 from arbcli.kernels.codec.packing import unpack_trits
-from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows
+from arbcli.kernels.rows.table_rows import TouchedRows
+from arbcli.kernels.rows.weighted_rows import touched_rows
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.update.newton_schulz import gram
 from arbcli.kernels.update.random_bits import stream_keys
+from arbcli.model import step_parameters
 from arbcli.model import updater as update
 from arbcli.model.layers import symbols
 from arbcli.model.layers.symbols import SymbolWeight
@@ -23,7 +25,8 @@ from arbcli.model.optimizers.orthogonal import near_polar, newton_schulz, orthog
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.rules import DIRECTION, RULES, moment
 from arbcli.model.rules.base import NUM_STREAMS, STEP_OF_RADIX, blend_gains, fixed_point_gains
-from arbcli.model.updater import ROW_CLIP, Updater
+from arbcli.model.step_parameters import ROW_CLIP
+from arbcli.model.updater import Updater
 
 COMBINATIONS = [
     (rule, direction)
@@ -350,7 +353,7 @@ def test_rows_of_a_table_step_as_a_matrix_of_them(rule, direction, slots, monkey
 
     Else what is multiplied by the share differs in its last bit, and so a few random roundings.
     """
-    monkeypatch.setattr(update, "STEP_CLIP", ROW_CLIP)
+    monkeypatch.setattr(step_parameters, "STEP_CLIP", ROW_CLIP)
     table, updater, config = table_of(rule, direction)
     compact = TernaryTensor(len(ROWS), DIM, config.site(), area="mlp", std=0.1)
     for name, buffer in compact.named_buffers():

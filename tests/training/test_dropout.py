@@ -7,13 +7,12 @@ import torch
 from marks import mostly_slow
 
 from arbcli.config.parts.attention import AttentionConfig
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.families.latent.config import LatentAttentionConfig
 from arbcli.kernels.rows.dropout import dropout as drop
 from arbcli.kernels.runtime.device import deterministic
-from arbcli.model.flow import Dropout, Mask
-from arbcli.model.layers.attend import attend_dropped
-from arbcli.model.layers.dropout import dropout
+from arbcli.model.layers.attend_dropped import attend_dropped
+from arbcli.model.layers.dropout import Dropout, Mask
 from arbcli.training.compiled_twin import compile_twin
 from arbcli.training.configure import new_config
 from arbcli.training.dropout import DropoutKeys
@@ -53,7 +52,7 @@ def assert_equal(some: dict, others: dict) -> None:
 def test_masks_are_those_of_the_key_forward_and_backward():
     x = torch.randn(2, 5, 33, requires_grad=True)
     key = torch.tensor(-9, dtype=torch.int32)
-    y = dropout(x, key, 0.25)
+    y = Dropout(key[None], 0.25).drop(0, x)
     grad = torch.randn_like(y)
     y.backward(grad)
     kept = drop(torch.ones(10, 33), key, 0.25).view_as(x)
@@ -137,7 +136,9 @@ def test_training_differs_from_that_without_and_evaluation_does_not(texts):
 
 @pytest.mark.parametrize(
     "options",
-    mostly_slow([ALL_DROPPED, {"wire": "int12", "accum": 2}, {"preset": "hnet-small"}], str),
+    mostly_slow(
+        [ALL_DROPPED, {"reduce_dtype": "int12", "accum": 2}, {"preset": "hnet-small"}], str
+    ),
 )
 def test_resumed_run_has_the_masks_of_one_that_was_not_stopped(options, texts):
     if "preset" in options:

@@ -8,9 +8,10 @@ import torch
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import checkpoint_path
 from arbcli.config.training import FADE_FROM, FADING_SHARE
-from arbcli.data.text import open_texts
-from arbcli.generation.generation import Sampling, generate
+from arbcli.data.opening import open_texts
+from arbcli.generation.generation import generate
 from arbcli.generation.load import load_model, saved_config
+from arbcli.generation.sampling import Sampling
 from arbcli.interop.exporting import export
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.checkpoint import load_checkpoint

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from arbcli.config.presets import preset
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.model.language_model import LanguageModel
 from arbcli.training.compiled_twin import WHOLE_LAYERS
 from arbcli.training.configure import new_config

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from arbcli.data.text import EVAL_BATCHES, open_texts
+from arbcli.data.opening import open_texts
+from arbcli.data.text import EVAL_BATCHES
 from arbcli.model import updater
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import FADING, RULES, WITH_DIGITS, moment

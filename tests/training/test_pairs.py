@@ -16,7 +16,7 @@ from processes import in_processes
 
 from arbcli.base.errors import ArbError
 from arbcli.config.training import TrainConfig
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.inspect.memory import predict
 from arbcli.inspect.ranks import share_out
 from arbcli.kernels.runtime import native
@@ -60,8 +60,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "direction": {"usual": {}, "orthogonal": {"direction": "orthogonal"},
         "factored": {"direction": "factored"}, "sign": {"direction": "sign"}, },
     "micro-batches": {"1": {}, "2": {"accum": 2}, "3": {"accum": 3}},
-    "wire": {"none": {}, "int8": {"wire": "int8"}, "int12": {"wire": "int12"},
-        "int16": {"wire": "int16"}},
+    "reduce_dtype": {"none": {}, "int8": {"reduce_dtype": "int8"},
+        "int12": {"reduce_dtype": "int12"}, "int16": {"reduce_dtype": "int16"}},
     "processes": {"1": {}, "2": {}},
     "compute": {name: {"compute": name} for name in ("fp32", "bf16", "fp8", "nvfp4")},
     "kept": {"activations": {}, "inputs": {"recompute": True},
@@ -86,7 +86,7 @@ REFUSED = (
     ("weights", TWINS, "digits", ("all", "fade"), "stores no digits below"),
     ("weights", VOTES, "direction", ("orthogonal", "factored", "sign"), "takes no direction"),
     ("weights", TWINS, "direction", ("factored", "sign"), "trained by AdamW or Muon"),
-    ("weights", TWINS, "wire", ("int8", "int12", "int16"), "are not rounded"),
+    ("weights", TWINS, "reduce_dtype", ("int8", "int12", "int16"), "are not rounded"),
     ("weights", TWINS, "compute", ("fp8", "nvfp4"), "products of a float baseline are in bf16"),
     ("weights", TWINS, "kept", ("packed",), "does not pack gates"),
     ("compute", ("fp32",), "kept", ("packed",), "gates in fp32"),
@@ -94,7 +94,13 @@ REFUSED = (
     ("weights", TWINS, "scales", ("routed",), "which has no scales"),
     ("weights", ("votes mended",), "scales", ("routed",), "the fix `order` of votes"),
     ("micro-batches", ("2", "3"), "scales", ("routed",), "several batches per step"),
-    ("wire", ("int8", "int12", "int16"), "scales", ("routed",), "does not combine with `wire`"),
+    (
+        "reduce_dtype",
+        ("int8", "int12", "int16"),
+        "scales",
+        ("routed",),
+        "does not combine with `reduce_dtype`",
+    ),
     ("micro-batches", ("1", "3"), "processes", ("2",), "cannot be divided evenly"),
     ("processes", ("2",), "scales", ("routed",), "cannot be divided evenly"),
     ("objective", ("masked",), "model", ("compressed",), "entries are of positions before"),
@@ -125,7 +131,7 @@ def fits(chosen: dict[str, str], refused: dict[frozenset, str]) -> bool:
         return False
     # several processes step ternary weights by what travelled
     ternary = chosen.get("weights", TWINS[0]) not in TWINS
-    return not (ternary and chosen.get("processes") == "2" and chosen.get("wire") == "none")
+    return not (ternary and chosen.get("processes") == "2" and chosen.get("reduce_dtype") == "none")
 
 
 @cache
@@ -212,7 +218,7 @@ def trained(group: Group, config: TrainConfig, texts, steps: int, saved=None):
 def check_ternary(config: TrainConfig, processes: int, texts, folder, monkeypatch) -> None:
     whole = Trainer(config, texts)
     expected = predict(config.model).total.state_bytes
-    if config.wire is not None:
+    if config.reduce_dtype is not None:
         expected = share_out(config, 1)[0].state_bytes
     assert whole.state_bytes() == expected
     losses = [whole.train_step() for _ in range(MIDDLE)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from arbcli.config.presets import preset
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
@@ -94,7 +94,7 @@ def test_gradients_on_the_wire_share_no_key_with_updates(shape, used_keys, tmp_p
     path = tmp_path / "text.txt"
     path.write_bytes(b"gradients on the wire share no key. " * 30)
     dense = {"dim": 16, "layers": 2, "heads": 2, "ffn": 24, "ctx": 8, "batch": 2}
-    options = (small_graph if shape == "graph" else dense) | {"accum": 2, "wire": "int8"}
+    options = (small_graph if shape == "graph" else dense) | {"accum": 2, "reduce_dtype": "int8"}
     about = {"device": "cpu", "backend": "torch", "compute": "fp32"}
     config = new_config(data=[str(path)], steps=2, **about, **options)
     trainer = Trainer(config, open_texts(config.data, None, seed=0, context=config.model.ctx))

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from arbcli.data.text import EVAL_BATCHES, open_texts
+from arbcli.data.opening import open_texts
+from arbcli.data.text import EVAL_BATCHES
 from arbcli.model.checkpoint import load_checkpoint
 from arbcli.model.operations import step_operations
 from arbcli.training import loop, recorder, saving, schedule
@@ -98,7 +99,7 @@ def test_model_is_measured_on_the_held_out_text_alone(options, monkeypatch):
 @pytest.mark.parametrize(("before", "after"), [(None, "int8"), ("int8", None), ("int8", "int16")])
 def test_weights_are_taken_from_a_run_whose_gradients_travelled_otherwise(before, after, options):
     """State that only sharing gradients needs is new, unless both trainers have it."""
-    first, second = (trainer_of(options, wire=wire, seed=seed) for seed, wire in
+    first, second = (trainer_of(options, reduce_dtype=wire, seed=seed) for seed, wire in
                      enumerate((before, after)))  # fmt: skip
     first.train_step()
     first.train_step()
@@ -238,12 +239,12 @@ def test_record_of_several_processes_is_of_all_of_them(options, tmp_path, monkey
 
 
 def test_everything_that_decides_a_run_is_compared_between_processes(options, monkeypatch):
-    config = new_config(**options | {"keep_best": False, "wire": "int8"})
+    config = new_config(**options | {"keep_best": False, "reduce_dtype": "int8"})
     texts = open_texts(config.data, config.val, seed=0, context=16)
     before = runs.shared_settings(config, texts)
     changes = {
-        "save_every": 7, "eval_every": 3, "keep_best": True, "wire": "int16", "sample_every": 2,
-        "log_every": 7, "patience": 3,
+        "save_every": 7, "eval_every": 3, "keep_best": True, "reduce_dtype": "int16",
+        "sample_every": 2, "log_every": 7, "patience": 3,
         "backend": "interpreter", "seed": 1, "lr": 0.5, "steps": 9, "compute": "bf16",
     }  # fmt: skip
     for name, value in changes.items():
@@ -269,7 +270,7 @@ def test_record_has_the_mean_of_all_steps_since_the_last(records, options, tmp_p
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_counters_that_are_added_up_go_on_in_one_process_alone(rank, options):
-    trainer = trainer_of(options, wire="int8")
+    trainer = trainer_of(options, reduce_dtype="int8")
     shared = trainer.shared
     shared.group = Group(rank, 2)
     shared.group.sum = lambda tensor: tensor + 1000 * rank  # of the other process

@@ -422,7 +422,8 @@ FREE = {
     "data", "val", "field", "sound", "picture",  # the text itself is compared, wherever it lies
     "save_every", "eval_every", "log_every", "sample_every", "keep", "keep_best", "patience",
     "recompute", "device", "backend",
-    "wire", "tokenizer", "teacher",  # a checkpoint says them, or their digests, and is compared
+    # a checkpoint says them, or their digests, and is compared
+    "reduce_dtype", "tokenizer", "teacher",
 }  # fmt: skip
 """Settings that change no bit of a checkpoint, that a resume may change, or that are seen besides.
 """

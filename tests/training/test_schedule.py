@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from arbcli.config.training import SCHEDULES
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.data.tokens import Tokenizer
 from arbcli.training import configure
 from arbcli.training.configure import new_config

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.rules import RULES
 from arbcli.training.configure import new_config

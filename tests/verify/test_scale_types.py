@@ -7,7 +7,8 @@ from syntax import parsed, walk
 
 from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.sources import kernel_files
-from arbcli.verify.check_kernels import KERNELS, find_kernels
+from arbcli.verify.check_kernels import find_kernels
+from arbcli.verify.registry import KERNELS
 from arbcli.verify.scale_types import ALWAYS, verified_scale_types
 
 WITH_SCALES = [spec for spec in KERNELS if spec.uses_scales]

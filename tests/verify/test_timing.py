@@ -13,9 +13,9 @@ from arbcli.base.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
 from arbcli.verify import check_kernels as verify
 from arbcli.verify import timing
-from arbcli.verify.check_kernels import KERNELS
 from arbcli.verify.compare import as_tuple
 from arbcli.verify.kernels.codec.packing import pack_trits_verification, unpack_trits_verification
+from arbcli.verify.registry import KERNELS
 from arbcli.verify.timing import (
     Roofline,
     Stopwatch,

@@ -21,12 +21,13 @@ from arbcli.model.build import build_model
 from arbcli.verify import check_kernels as verify
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.cases import LARGE_MATRIX, SMALL_MATRIX, TILES, production_cases, random_cases
-from arbcli.verify.check_kernels import KERNELS, CompiledCases, copies, find_kernels, kernel_jobs
+from arbcli.verify.check_kernels import CompiledCases, copies, find_kernels, kernel_jobs
 from arbcli.verify.compare import compare, errors, worst
 from arbcli.verify.kernels.codec.packing import pack_trits_verification
 from arbcli.verify.kernels.norm.rms_norm import rms_norm_verification
 from arbcli.verify.models import FULL_SIZE
 from arbcli.verify.names import kernel_names, sources_of_kernels
+from arbcli.verify.registry import KERNELS
 from arbcli.verify.scale_types import ALWAYS, verified_scale_types
 from arbcli.verify.variants import Launch
 from arbcli.verify.verification import Case, Gate

@@ -25,6 +25,8 @@ from arbcli.model.parts.mlp import MLP
 class Ahead(nn.Module):
     """Predicts bytes after the next one, autoregressively."""
 
+    draws = ("norm", "carry", "embedding", "mlp_norm", "mlp", "head_norm", "head")
+
     def __init__(self, config: AheadConfig, site: Site) -> None:
         super().__init__()
         parts, dim, self.config = layers_for(site), site.dim, config

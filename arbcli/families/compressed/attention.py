@@ -61,7 +61,7 @@ from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.layers.rotary import Angles, for_heads, rotary_table, rows_at
 from arbcli.model.low_precision import LowPrecision
-from arbcli.model.parts.base import CachedAttention
+from arbcli.model.parts.cached import CachedAttention
 from arbcli.model.state import Clock
 
 SINK = 1.0
@@ -163,6 +163,7 @@ class Indexer(nn.Module, LowPrecision):
         site: storage settings and width of the stage.
     """
 
+    draws = ("query", "key")
     fp8 = False
     """Whether scores are computed in FP8: see `build_model`."""
 
@@ -279,6 +280,7 @@ def takes_all(chosen: Tensor | None, number: int, sight: Sight) -> bool:
 class CompressedAttention(CachedAttention):
     """Causal self-attention to recent positions and to compressed entries."""
 
+    draws = ("projection", "beta", "key_gain", "sink", "sub_norm", "output", "indexer")
     name = "attention"
     rounds_queries = True
 

@@ -36,8 +36,8 @@ from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import Findable, KeepsInputs, operator
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.streamed import recomputing
+from arbcli.model.packed import StepMemory
 from arbcli.model.parts.base import Part
-from arbcli.model.step_memory import StepMemory
 
 BALANCE_UNIT = 1 / 8
 """Score of one unit of balance with the gate `softmax`."""
@@ -116,6 +116,7 @@ class Gate(Findable, StepMemory):
         area: parameter group of the tensors.
     """
 
+    draws = ("norm", "keys")
     balance: Tensor
     _load: Tensor | None
 
@@ -212,6 +213,8 @@ _counted = operator(_count, lambda chosen, *_: chosen)
 class SharedExpert(nn.Module):
     """The expert of all positions, in addition to the selected ones."""
 
+    draws = ("gate_up", "sub_norm", "down")
+
     def __init__(
         self, config: ExpertsConfig, dim: int, site: Site, *, area: str, std: float | None
     ) -> None:
@@ -251,6 +254,7 @@ class Experts(Part):
         area: parameter group of the tensors.
     """
 
+    draws = ("gate", "gate_up", "sub_norm", "down", "shared")
     name = "experts"
     steps_texts = True
 

@@ -59,6 +59,8 @@ class Codebook(nn.Module):
         area: parameter group of the tensors.
     """
 
+    draws = ("norm", "query", "query_norm", "left", "right", "table", "sub_norm", "output")
+
     def __init__(self, config: CodebookConfig, site: Site, area: str) -> None:
         super().__init__()
         layers, self.area = layers_for(site), area

@@ -16,7 +16,7 @@ from arbcli.families.graph.config import MemGramConfig
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.ngrams import ngram_ids
-from arbcli.model.step_memory import StepMemory
+from arbcli.model.packed import StepMemory
 
 ORDER = 6
 """Length of the n-grams."""
@@ -31,6 +31,7 @@ class MemGram(StepMemory):
         strength: int8, 0..127; 0 marks an empty entry.
     """
 
+    draws = ("table", "norm", "output")
     symbol: Tensor
     strength: Tensor
 

@@ -16,7 +16,7 @@ from arbcli.families.graph.moe_graph import MoEGraph
 from arbcli.families.graph.quantiser import Quantiser
 from arbcli.families.graph.router import Router
 from arbcli.model.flow import Flow, Losses, Reading, merge, rows_of
-from arbcli.model.registry import build_part
+from arbcli.model.parts.base import build_part
 
 
 class Memories(nn.Module):
@@ -28,6 +28,7 @@ class Memories(nn.Module):
         router: whether there is a router.
     """
 
+    draws = ("codebook", "knowledge", "moe_graph", "router")
     codebook: Codebook | Quantiser | None
     knowledge: Codebook | Quantiser | None
 

@@ -67,6 +67,18 @@ class MoEGraph(nn.Module):
         code_width: width of a row of the codebook whose codes are the nodes; None without a graph.
     """
 
+    draws = (
+        "norm",
+        "inward",
+        "experts",
+        "sub_norm",
+        "output",
+        "adapter_norm",
+        "adapters",
+        "message_norm",
+        "message",
+    )
+
     def __init__(self, config: IteratedConfig, site: Site, code_width: int | None) -> None:
         super().__init__()
         self.config, area, layers = config, "moe_graph", layers_for(site)

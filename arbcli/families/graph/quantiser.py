@@ -30,7 +30,7 @@ from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.ngrams import MIX
-from arbcli.model.step_memory import StepMemory
+from arbcli.model.packed import StepMemory
 
 UNIT = 32
 """Integer value of 1 in codes."""
@@ -54,6 +54,7 @@ class Quantiser(StepMemory):
         area: parameter group of the tensors.
     """
 
+    draws = ("norm", "query", "sub_norm", "output")
     codes: Tensor
     uses: Tensor
     lives: Tensor

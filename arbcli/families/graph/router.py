@@ -13,6 +13,8 @@ ROUTER_BIAS = 3.0
 class Router(nn.Module):
     """Computes a softmax-weighted sum of streams for each position."""
 
+    draws = ("norm", "scores")
+
     def __init__(self, streams: int, site: Site) -> None:
         super().__init__()
         layers = layers_for(site)

@@ -15,6 +15,8 @@ ORDERS = (2, 3, 4)
 class TextSequencer(nn.Module):
     """The projected sum of the hashed embeddings of a position's 2-, 3- and 4-grams."""
 
+    draws = ("table", "norm", "projection")
+
     def __init__(self, config: SequencerConfig, site: Site) -> None:
         super().__init__()
         layers, self.rows = layers_for(site), config.rows

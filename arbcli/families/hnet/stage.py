@@ -31,9 +31,9 @@ from arbcli.kernels.runtime.conditions import has_conditions
 from arbcli.model.flow import Flow, Reading, each_text, merge, project
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
+from arbcli.model.packed import JoinedStatistics
 from arbcli.model.stack import Stack, pass_one
 from arbcli.model.state import Clock, State, StateSpec, Track
-from arbcli.model.step_memory import JoinedStatistics
 
 
 class Stage(nn.Module, JoinedStatistics):
@@ -44,6 +44,7 @@ class Stage(nn.Module, JoinedStatistics):
         index: index of the stage, outermost first.
     """
 
+    draws = ("encoder", "router", "inward", "outward_norm", "outward", "residual", "decoder")
     counts: Tensor | None = None
     """(3,) int64 of the last training batch: positions, chunks, boundaries that found no slot."""
     recorded: list[Tensor] | None = None

@@ -21,11 +21,11 @@ from arbcli.families.latent.kernels.decode_latent import decode_latent
 from arbcli.kernels.attention.rotation import rotate
 from arbcli.model.flow import Flow, Reading, project
 from arbcli.model.initial import output_std
-from arbcli.model.layers.attend import attend_dropped, positions_seen
+from arbcli.model.layers.attend import positions_seen
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.layers.rotary import rotary_table, table_rows
-from arbcli.model.parts.base import CachedAttention
+from arbcli.model.parts.cached import CachedAttention
 from arbcli.model.state import Clock, Rows, State
 
 SHARPNESS = 2.0
@@ -38,6 +38,7 @@ ALIGNMENT = 16
 class LatentAttention(CachedAttention):
     """Latent self-attention; queries and keys are normalised after the rotation."""
 
+    draws = ("query_down", "latent_norm", "up", "sub_norm", "output")
     name = "attention"
     steps_fused = True
 
@@ -89,6 +90,8 @@ class LatentAttention(CachedAttention):
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         causal, scale = self.causal and mask is None, SHARPNESS * self.head_dim**-0.5
         if state is None and reading and reading.dropout and reading.dropout.attention:
+            from arbcli.model.layers.attend_dropped import attend_dropped
+
             seen = positions_seen(length, None, self.causal, q.device)
             y = attend_dropped(q, k, v, reading.dropout.attention, seen=seen, scale=scale)
         else:

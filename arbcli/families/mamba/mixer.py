@@ -53,6 +53,7 @@ def mamba_values(heads: int) -> tuple[list[float], list[float]]:
 class Mamba(Part):
     """The Mamba-2 mixer, with `EXPAND` times the heads of its configuration."""
 
+    draws = ("projection", "taps", "rate", "bias", "skip", "gate", "output")
     name = "mamba"
     norm_name = "norm"
     steps_fused = True

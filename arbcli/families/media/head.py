@@ -30,6 +30,8 @@ class Heads(NamedTuple):
 class CompositeHead(nn.Module):
     """Predicts the next byte by a mixture of heads."""
 
+    draws = ("heads", "gate")
+
     def __init__(self, _config: CompositeConfig, site: Site) -> None:
         super().__init__()
         self.heads = linear_head(len(KINDS) * BYTES, site, area="head")

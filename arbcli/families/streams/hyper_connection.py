@@ -55,6 +55,8 @@ class HyperConnection(nn.Module):
         read: index of the stream that the branch initially reads most.
     """
 
+    draws = ("norm", "projection", "bias")
+
     def __init__(self, site: Site, streams: int, read: int) -> None:
         super().__init__()
         layers, width = layers_for(site), streams * site.dim

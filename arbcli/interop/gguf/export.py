@@ -16,10 +16,9 @@ from torch import Tensor
 from arbcli.base.atomic_files import write_file
 from arbcli.base.errors import ArbError
 from arbcli.base.reading import read_json
-from arbcli.base.run_files import CONFIG
+from arbcli.base.run_files import CONFIG, TOKENIZER
 from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.config.parts.rotary import RotaryConfig
-from arbcli.data.tokens import FILE
 from arbcli.generation.load import Weights
 from arbcli.interop.gguf.block_types import (
     BF16,
@@ -99,7 +98,7 @@ def write_model(path: Path, weights: Weights, name: str, kind: str | None) -> Bl
         tokens = _byte_tokens()
     else:
         raise ArbError(
-            f"`{weights.path.parent}` has no `{FILE}`, and GGUF holds a tokenizer",
+            f"`{weights.path.parent}` has no `{TOKENIZER}`, and GGUF holds a tokenizer",
             hint="put that of the model there, or use `--to hf`",
         )
     chosen = TYPES[kind] if kind else smallest_type(model.config)

@@ -11,15 +11,14 @@ from pathlib import Path
 from arbcli.base.atomic_files import make_folder, write_file
 from arbcli.base.errors import ArbError
 from arbcli.base.reading import read_small
-from arbcli.base.run_files import COMPANIONS, CONFIG
+from arbcli.base.run_files import COMPANIONS, CONFIG, TOKENIZER
 from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.data.chat_template import OLD_TEMPLATE, TEMPLATE
 from arbcli.data.special_tokens import GENERATION, MAP, SETTINGS
-from arbcli.data.tokens import FILE
 from arbcli.generation.load import Weights
-from arbcli.generation.tokens import DIGEST
 from arbcli.interop.huggingface.config_json import read_folder_config
 from arbcli.interop.huggingface.dense import shape_of
+from arbcli.model.checkpoint import TOKENIZER_DIGEST
 
 NAMES = (
     CONFIG, GENERATION, TEMPLATE, SETTINGS, MAP, OLD_TEMPLATE, "added_tokens.json", "vocab.json",
@@ -87,10 +86,10 @@ def tokenizer_of(weights: Weights) -> Path | None:
     Raises:
         ArbError: it is missing or has changed, and no other file has the tokens.
     """
-    config, digest = weights.model.config, weights.checkpoint.data.get(DIGEST)
+    config, digest = weights.model.config, weights.checkpoint.data.get(TOKENIZER_DIGEST)
     if digest is None and config.vocabulary == VOCABULARY:
         return None
-    path = weights.path.with_name(FILE)
+    path = weights.path.with_name(TOKENIZER)
     if not path.exists():
         if digest is None and (weights.path.parent / COMPANIONS).exists():
             return None

@@ -12,10 +12,9 @@ from torch import Tensor
 from arbcli.base.atomic_files import new_folder, write_file, write_json, write_text
 from arbcli.base.errors import ArbError, os_errors
 from arbcli.base.reading import read_json
-from arbcli.base.run_files import COMPANIONS, CONFIG
+from arbcli.base.run_files import COMPANIONS, CONFIG, TOKENIZER
 from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.data.special_tokens import GENERATION, SETTINGS, read_settings
-from arbcli.data.tokens import FILE as TOKENIZER
 from arbcli.generation.load import Weights
 from arbcli.interop.gguf.block_types import BF16, F16, F32, BlockType, encode_numbers
 from arbcli.interop.gguf.container import Entry

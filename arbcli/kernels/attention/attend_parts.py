@@ -167,12 +167,12 @@ def sum_across(values, FROM: tl.constexpr, TO: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def _angles(pointer, PTX: tl.constexpr):
     """Load eight float32 per thread."""
-    found = ()
+    angles = ()
     for i in tl.static_range(2):
         words = load_new(pointer + 4 * i, PTX)
         for j in tl.static_range(4):
-            found = found + (words[j].to(tl.float32, bitcast=True),)  # noqa: RUF005
-    return found
+            angles = angles + (words[j].to(tl.float32, bitcast=True),)  # noqa: RUF005
+    return angles
 
 
 @triton.jit
@@ -378,11 +378,11 @@ def store_part(
 ):  # fmt: skip
     """Sum the partial sums of all warps, and store the average and the total."""
     OF_WARP: tl.constexpr = 4 * WIDTH + 16
-    found, whole = tl.zeros(of_d.shape, tl.float32), tl.zeros(of_d.shape, tl.float32)
+    weighted, whole = tl.zeros(of_d.shape, tl.float32), tl.zeros(of_d.shape, tl.float32)
     for w in tl.static_range(WARPS):
-        found += read_float(memory + (OF_WARP * w + 4 * of_d), PTX)
+        weighted += read_float(memory + (OF_WARP * w + 4 * of_d), PTX)
         whole += read_float(memory + (OF_WARP * w + 4 * WIDTH), PTX)
-    average = found / whole
+    average = weighted / whole
     rounded = round_pair(average, average, PTX).to(tl.int16)
     tl.store(averages_ptr + place * WIDTH + of_d, rounded, mask=some)
     tl.store(totals_ptr + place + 0 * of_d, whole, mask=some & (of_d == 0))

@@ -66,6 +66,16 @@ SLOTS_OF_TEXTS, SPAN_OF_TEXTS = 64, 512
 """Maximum slots per block and per program, if several texts fill the GPU."""
 
 
+class Kept(NamedTuple):
+    """Rings of one attention layer, and the new vectors that may be stored in them."""
+
+    keys: Tensor
+    """(heads, W, d)."""
+    values: Tensor
+    new: Tensor
+    """(2, M, heads, d)."""
+
+
 def rotated_torch(qkv: Tensor, position: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """Rotate and normalise the query and the key of one byte."""
     rotated = rotate(qkv[:2], *(table.index_select(0, position[None]) for table in (cos, sin)))
@@ -151,7 +161,7 @@ def add_parts(
     tl.debug_barrier()  # all threads store their sums before the program is counted
     arrived = tl.atomic_add(semaphores_ptr + head, 1, sem="acq_rel")
     if arrived == tl.minimum(splits, PROGRAMS) - 1:
-        total, found = 0.0, tl.zeros(offs_d.shape, dtype=tl.float32)
+        total, weighted = 0.0, tl.zeros(offs_d.shape, dtype=tl.float32)
         for start in range(0, splits, BLOCK_P):
             offs_p = start + tl.arange(0, BLOCK_P)
             mask_p, parts = offs_p < splits, head * SPLITS + offs_p
@@ -160,8 +170,8 @@ def add_parts(
                 mask=mask_p[:, None] & mask_d[None, :], other=0,
             )  # fmt: skip
             total += tl.sum(tl.load(totals_ptr + parts, mask=mask_p, other=0))
-            found += tl.sum(sums, axis=0)
-        y = (found / total).to(y_ptr.dtype.element_ty)
+            weighted += tl.sum(sums, axis=0)
+        y = (weighted / total).to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + head * WIDTH + offs_d, y, mask=mask_d)
         tl.store(semaphores_ptr + head, 0)
 
@@ -343,12 +353,12 @@ def _decode_attention_triton(
     else:
         tile = tiling(heads, window, width, qkv.dtype, one_program)
     parts = semaphores.numel() * tile.splits if tile.splits > 1 else 0
-    found = torch.empty(parts * (width + 1), dtype=torch.float32, device=qkv.device)
+    sums = torch.empty(parts * (width + 1), dtype=torch.float32, device=qkv.device)
     y = qkv.new_empty(*position.shape, heads, width)
     rings = [ring.view(torch.uint8) if is_e4m3 else ring for ring in (keys, values)]
     _decode_attention_kernel[(heads, tile.splits, position.numel())](
         qkv, *rings, exponents, position, cos, sin, semaphores,
-        *found.split([parts, parts * width]), y, window, heads, width**-0.5, eps,
+        *sums.split([parts, parts * width]), y, window, heads, width**-0.5, eps,
         HALF=width // 2, BLOCK_D=triton.next_power_of_2(width), BLOCK_S=tile.slots,
         SPLITS=tile.splits, SEVERAL=tile.several, SPAN=tile.span,
         BLOCK_P=min(triton.next_power_of_2(tile.splits), MAX_PARTS),

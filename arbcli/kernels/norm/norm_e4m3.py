@@ -33,8 +33,8 @@ def in_turn(norm: Callable, round_rows: Callable) -> Callable[..., Any]:
     """Compose a norm, rounded to the dtype of its input, and `quantise_rows`."""
 
     def run(*inputs: Any) -> tuple[Tensor, ...]:
-        found = norm(*inputs)
-        *before, y = found if isinstance(found, tuple) else (found,)
+        results = norm(*inputs)
+        *before, y = results if isinstance(results, tuple) else (results,)
         return *before, *round_rows(y.to(inputs[0].dtype))
 
     return run

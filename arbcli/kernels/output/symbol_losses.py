@@ -50,10 +50,10 @@ def _add_symbols_kernel(
     before, so_far = tl.load(total_ptr + m), tl.load(of_target_ptr + m)
     highest = tl.maximum(tl.max(x, axis=0), before)
     total = tl.sum(tl.exp(x - highest), axis=0) + tl.exp(before - highest)
-    found = tl.sum(tl.where((offs_n == target) & inside, x, 0.0), axis=0)
+    logit = tl.sum(tl.where((offs_n == target) & inside, x, 0.0), axis=0)
     tl.debug_barrier()  # all threads read before any thread writes
     tl.store(total_ptr + m, tl.log(total) + highest)
-    tl.store(of_target_ptr + m, so_far + found)
+    tl.store(of_target_ptr + m, so_far + logit)
 
 
 @triton.jit

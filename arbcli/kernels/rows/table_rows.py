@@ -4,6 +4,8 @@ A step that touches few rows of a large table works on a compact matrix of these
 copy bytes. Out-of-range row indices read zeros and are not written, so lists of rows can be padded.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,13 +14,26 @@ from arbcli.kernels.runtime.arguments import INT64, Array
 from arbcli.kernels.runtime.operation import Operation
 
 
+class TouchedRows(NamedTuple):
+    """The distinct rows of a table that slots refer to, and the slots of each row."""
+
+    rows: Tensor
+    """(R,) int64: distinct row ids, ascending, padded with V."""
+    order: Tensor
+    """(S,) int64: slots in a stable sort by id; slots without a row are last."""
+    bounds: Tensor
+    """(R + 1,) int64: the slots of rows[r] are order[bounds[r] : bounds[r + 1]]."""
+    count: Tensor  # type: ignore[assignment]  # in place of the method of tuples
+    """int64 scalar: number of touched rows; the others of the R rows are padding."""
+
+
 def _gather_rows_torch(buffer: Tensor, rows: Tensor) -> Tensor:
     num_rows = len(buffer)
     if num_rows == 0:
         return buffer.new_zeros(len(rows), buffer.shape[1])
     outside = (rows < 0) | (rows >= num_rows)
-    found = buffer.index_select(0, rows.clamp(0, num_rows - 1))
-    return found.masked_fill_(outside[:, None], 0)
+    gathered = buffer.index_select(0, rows.clamp(0, num_rows - 1))
+    return gathered.masked_fill_(outside[:, None], 0)
 
 
 def _scatter_rows_torch(buffer: Tensor, rows: Tensor, values: Tensor) -> Tensor:

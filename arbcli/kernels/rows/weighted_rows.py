@@ -10,7 +10,6 @@ use no atomics and their order depends only on the ids, so the gradient is bitwi
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from arbcli.kernels.codec.decode_digits import add_remainder, decode_digits_torc
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import trit_at, trit_positions
 from arbcli.kernels.codec.scales import load_scale
+from arbcli.kernels.rows.table_rows import TouchedRows
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array, Matrix, Number, compiled_check
 from arbcli.kernels.runtime.backend import chunk_elements
@@ -29,19 +29,6 @@ FEW = 8
 """Maximum slots of rows that are summed in parallel, one slot at a time."""
 CHUNK_ELEMENTS = 1 << 20
 """Weights that the torch backend decodes at a time."""
-
-
-class TouchedRows(NamedTuple):
-    """The distinct rows of a table that slots refer to, and the slots of each row."""
-
-    rows: Tensor
-    """(R,) int64: distinct row ids, ascending, padded with V."""
-    order: Tensor
-    """(S,) int64: slots in a stable sort by id; slots without a row are last."""
-    bounds: Tensor
-    """(R + 1,) int64: the slots of rows[r] are order[bounds[r] : bounds[r + 1]]."""
-    count: Tensor  # type: ignore[assignment]  # in place of the method of tuples
-    """int64 scalar: number of touched rows; the others of the R rows are padding."""
 
 
 def _decoded_slots(ids: Tensor, packed: Packed) -> Iterator[tuple[slice, Tensor, Tensor]]:

@@ -110,10 +110,10 @@ def compiled_check(
         name = next(name for name in waiting if _is_ready(arguments[name], known))
         waiting.remove(name)
         kind = arguments[name]
-        found = _lines_of(name, kind, known, space)
-        if kind.optional and found:
-            found = [f"if {name} is not None:", *(f"    {line}" for line in found)]
-        lines += found
+        checks = _lines_of(name, kind, known, space)
+        if kind.optional and checks:
+            checks = [f"if {name} is not None:", *(f"    {line}" for line in checks)]
+        lines += checks
     for index, condition in enumerate(where):
         lines.append(f"if not ({condition}): _refuse_values(_operation, _where[{index}], locals())")
     body = "\n    ".join(lines or ["pass"])

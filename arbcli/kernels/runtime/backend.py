@@ -150,8 +150,8 @@ def num_processors(tensor: Tensor) -> int:
 
 def gpu_of(device: torch.device) -> tuple[tuple[int, int], int]:
     """Return the compute capability and the multiprocessors of a GPU, for `compile_for`."""
-    found = torch.cuda.get_device_properties(device)
-    return (found.major, found.minor), found.multi_processor_count
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor), properties.multi_processor_count
 
 
 @contextmanager

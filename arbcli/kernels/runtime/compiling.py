@@ -24,22 +24,22 @@ class Compiling:
 @contextmanager
 def counted_compiling() -> Iterator[Compiling]:
     """Count the kernels that Triton compiles and loads inside the context, in this process."""
-    found = Compiling()
+    counts = Compiling()
     if not HAS_TRITON:
-        yield found
+        yield counts
         return
     knobs = triton.knobs.compilation
     before = knobs.listener
 
     def listen(*, times: Any, cache_hit: bool, **others: Any) -> None:
-        found.loaded += cache_hit
-        found.compiled += not cache_hit
-        found.seconds += times.total * MICROSECOND
+        counts.loaded += cache_hit
+        counts.compiled += not cache_hit
+        counts.seconds += times.total * MICROSECOND
         if before is not None:
             before(times=times, cache_hit=cache_hit, **others)
 
     knobs.listener = listen
     try:
-        yield found
+        yield counts
     finally:
         knobs.listener = before

@@ -207,17 +207,17 @@ def available_bytes() -> int | None:
 
     On Linux the available memory, limited by the container; on other systems all memory.
     """
-    found = []
+    limits = []
     with suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [int(ln.split()[1]) * 1024 for ln in lines if ln.startswith("MemAvailable:")]
+        limits += [int(ln.split()[1]) * 1024 for ln in lines if ln.startswith("MemAvailable:")]
     for limit, used in CONTAINER_MEMORY:
         with suppress(OSError, ValueError):  # `max` means no limit
-            found.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
-    if not found:
+            limits.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+    if not limits:
         with suppress(AttributeError, OSError, ValueError):  # Windows
-            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return max(0, min(found)) if found else None
+            limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return max(0, min(limits)) if limits else None
 
 
 def spare_bytes(device: torch.device) -> int:

@@ -176,12 +176,12 @@ def write_four(address, words, PTX: tl.constexpr = True):
 def read_float(address, PTX: tl.constexpr):
     """Read a float32."""
     if PTX:
-        found = tl.inline_asm_elementwise(
+        value = tl.inline_asm_elementwise(
             _READ, "=f,r", [address], dtype=tl.float32, is_pure=False, pack=1
         )
     else:
-        found = tl.load(_words(address, tl.float32))
-    return found
+        value = tl.load(_words(address, tl.float32))
+    return value
 
 
 @triton.jit

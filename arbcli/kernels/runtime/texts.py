@@ -25,16 +25,16 @@ def text_by_text(place: int, *shared: int) -> Callable[[Callable], Callable]:
         def each(*inputs: Any) -> Any:
             if not inputs[place].dim():
                 return run(*inputs)
-            found = []
+            results = []
             for text in range(len(inputs[place])):
                 own = (
                     part if index in shared else _own(part, text)
                     for index, part in enumerate(inputs)
                 )
-                found.append(run(*own))
-            if isinstance(found[0], tuple):
-                return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
-            return None if found[0] is None else torch.stack(found)
+                results.append(run(*own))
+            if isinstance(results[0], tuple):
+                return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+            return None if results[0] is None else torch.stack(results)
 
         return each
 

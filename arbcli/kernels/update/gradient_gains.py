@@ -288,8 +288,8 @@ def gradient_gains(
         ValueError: a dtype or a shape does not fit.
     """
     running = row_statistic, column_statistic
-    found = GRADIENT_GAINS(*statistics, *running, row_key, column_key, refused, nonfinite)
-    return GradientGains(*found)
+    gains = GRADIENT_GAINS(*statistics, *running, row_key, column_key, refused, nonfinite)
+    return GradientGains(*gains)
 
 
 GRADIENT_GAINS = Operation(

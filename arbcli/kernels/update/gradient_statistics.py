@@ -46,6 +46,15 @@ class GradientStatistics(NamedTuple):
     """(P, K) float32, squares of each column; (0, K) unless asked for."""
 
 
+class SignGradient(NamedTuple):
+    """Signs and statistics of a gradient."""
+
+    signs: Tensor
+    """(N, K) int8."""
+    statistics: GradientStatistics
+    """Slopes of the signs, and squares of the gradient."""
+
+
 def _gradient_statistics_torch(
     grad: Tensor, packed: Packed, factored: bool = False, signs: bool = False
 ) -> GradientStatistics:
@@ -200,7 +209,7 @@ def _read_planes(
             )
         left = first_digit(byte)
         of_rows = tl.zeros((BLOCK_N, 32), dtype=tl.float32)
-        found = tl.zeros((BLOCK_N, 8), dtype=tl.float32)
+        slopes = tl.zeros((BLOCK_N, 8), dtype=tl.float32)
         summed = ()
         for digit in tl.static_range(4, -1, -1):
             value = grads[digit].to(tl.float32)
@@ -216,19 +225,19 @@ def _read_planes(
                 double = add_remainder(
                     trit, remainder_ptr, offset, mask_n, of_trit, of_low, INT8, NIBBLE
                 )
-            found = tl.where(part == digit, tl.sum(value * double, axis=1)[:, None], found)
+            slopes = tl.where(part == digit, tl.sum(value * double, axis=1)[:, None], slopes)
         of_columns = summed
         of_row = tl.sum(of_rows, axis=1)
         of_matrix += of_row
-        found = tl.where(part == 5, of_row[:, None], found)
+        slopes = tl.where(part == 5, of_row[:, None], slopes)
         mask, group = mask_n & (part < 5), block * 5 + part
         scale = scale_of(exponent, fraction)
-        slope = found * (scale if INT8 else scale * half)
+        slope = slopes * (scale if INT8 else scale * half)
         tl.store(slope_ptr + n * stride_sn + group, slope, mask=mask)
         of_slope += tl.where(mask, slope * slope, 0)
         if FACTORED:
             rows_ptrs = rows_ptr + n + tl.zeros_like(part)
-            tl.store(rows_ptrs, found, mask=mask_n & (part == 5))
+            tl.store(rows_ptrs, slopes, mask=mask_n & (part == 5))
     tl.store(slope_squares_ptr, tl.sum(of_slope.to(tl.float64)))
     tl.store(squares_ptr, tl.sum(of_matrix))
     if FACTORED:
@@ -316,7 +325,7 @@ def _gradient_statistics_triton(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=grad.device)
 
-    found = (
+    statistics = (
         empty(rows, groups),
         empty(tiles_n * tiles, dtype=torch.float64),
         empty(tiles_n * tiles),
@@ -324,12 +333,12 @@ def _gradient_statistics_triton(
         empty(tiles_n * factored, columns),
     )
     _gradient_statistics_kernel[(tiles_n * tiles,)](
-        grad, *packed.all_pointers, *found, rows, columns, groups, blocks, tiles,
+        grad, *packed.all_pointers, *statistics, rows, columns, groups, blocks, tiles,
         *grad.stride(), *packed.all_strides, *packed.worths, groups, columns,
         **packed.all_constants, LANES=lanes, GROUPS=groups_of_tile,
         FACTORED=factored, SIGNS=signs, BLOCK_N=block_n, STEPS=steps, AHEAD=ahead, num_warps=1,
     )  # fmt: skip
-    return GradientStatistics(*found)
+    return GradientStatistics(*statistics)
 
 
 gradient_statistics = Operation(

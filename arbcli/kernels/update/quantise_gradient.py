@@ -64,8 +64,8 @@ def _quantise_gradient_torch(
         values = mixed(grad[rows].float(), block)
         size = values.abs()
         largest = size.view(torch.int32).amax(dim=1).view(torch.float32)
-        found = fitting_exponents(largest, limit)
-        fitting[rows] = torch.maximum(fitting[rows], found) if add else found
+        exponents = fitting_exponents(largest, limit)
+        fitting[rows] = torch.maximum(fitting[rows], exponents) if add else exponents
         size = torch.where(size < torch.inf, size * inverse[rows], 0).clamp_(max=limit)
         whole = size.floor()
         part = (size - whole).mul_(65536).to(torch.int32)

@@ -8,8 +8,6 @@ shape of the weight is stored. The squares of g are added up besides, which tell
 used; a NaN has the sign 0.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -20,21 +18,16 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Array, Matrix
 from arbcli.kernels.runtime.backend import chunk_elements
 from arbcli.kernels.runtime.operation import Operation
-from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
+from arbcli.kernels.update.gradient_statistics import (
+    GradientStatistics,
+    SignGradient,
+    gradient_statistics,
+)
 
 TILE = 128
 """Columns of a tile: as many whole groups as fit, and at least one."""
 PARTS = 4
 """Minimum number of parts into which the torch backend splits a matrix."""
-
-
-class SignGradient(NamedTuple):
-    """Signs and statistics of a gradient."""
-
-    signs: Tensor
-    """(N, K) int8."""
-    statistics: GradientStatistics
-    """Slopes of the signs, and squares of the gradient."""
 
 
 def _found(signs: Tensor, slope: Tensor, slope_squares: Tensor, squares: Tensor) -> SignGradient:
@@ -46,13 +39,13 @@ def _sign_gradient_torch(grad_y: Tensor, x: Tensor, packed: Packed) -> SignGradi
     rows, columns, x = packed.out_features, x.shape[1], x.float()
     signs = torch.empty(rows, columns, dtype=torch.int8, device=x.device)
     step = max(1, min(-(-rows // PARTS), chunk_elements(1 << 22) // columns))
-    found = []
+    of_parts = []
     for start in range(0, rows, step):
         some = slice(start, min(start + step, rows))
         grad = grad_y[:, some].T.float() @ x
-        found.append(gradient_statistics(grad, packed.rows(some), signs=True))
+        of_parts.append(gradient_statistics(grad, packed.rows(some), signs=True))
         signs[some] = grad.sign_().nan_to_num_(0).to(torch.int8)
-    sums = zip(*(part[:3] for part in found), strict=True)
+    sums = zip(*(part[:3] for part in of_parts), strict=True)
     return _found(signs, *(torch.cat(parts) for parts in sums))
 
 

@@ -12,15 +12,9 @@ from arbcli.kernels.attention.causal_attention_backward import (
     causal_attention_backward,
     flash_attention_backward,
 )
-from arbcli.kernels.attention.dropped_attention import (
-    dropped_attention,
-    dropped_attention_backward,
-)
 from arbcli.kernels.attention.rotary_attention_backward import rotary_attention_backward
 from arbcli.kernels.attention.rotary_norm import rotary_norm_, unpack_qkv
 from arbcli.kernels.runtime.backend import capability, uses_triton
-from arbcli.model.flow import Mask
-from arbcli.model.layers.dropout import dropout
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import Angles, rotary_norm
 
@@ -31,8 +25,6 @@ WIDTHS = (64, 128)
 LENGTH_MULTIPLE = 64
 """cuDNN needs a mask for sequence lengths that are not a multiple."""
 
-FUSED_WIDTHS = 16, 128
-"""Range of the head widths, powers of two, of our own kernels of attention."""
 SHORT = 128
 """Maximum length for which torch's backward on a CPU is faster in float32 than in bfloat16."""
 EXTRA = 8
@@ -113,56 +105,6 @@ def attend_with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, seen: Tensor
     seen = functional.pad(seen, (0, 1), value=True)
     y = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=width**-0.5)
     return y[..., :width]
-
-
-def attend_dropped(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    *,
-    seen: Tensor | None = None,
-    sink: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Compute attention with dropout of its weights, which are stored for the backward.
-
-    Source: N. Srivastava et al., "Dropout", JMLR 15 (2014); of attention weights as in A. Vaswani
-    et al., "Attention Is All You Need", https://arxiv.org/abs/1706.03762.
-
-    Args:
-        q: (B, heads, T, d).
-        k: (B, heads, S, d).
-        v: like k.
-        mask: dropout of the weights, of which it sees (B * heads * T, S).
-        seen: attention mask, (T, S) or (B, 1, T, S) bool, True to attend; None attends to all.
-        sink: (heads,) float32, logit of a further position with value 0; None for no sink.
-        scale: factor of the scores; None is 1 / sqrt(d).
-
-    Returns:
-        (B, heads, T, d).
-    """
-    scores = (q @ k.mT).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if seen is not None:
-        scores = scores.masked_fill(~seen, -torch.inf)
-    if sink is not None:
-        logits = sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat((scores, logits), dim=-1)
-    weights = scores.softmax(dim=-1)[..., : k.shape[2]].to(v.dtype)
-    return dropout(weights, *mask) @ v
-
-
-def attend_causally_dropped(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Compute causal attention with dropout of its weights: see `attend_dropped`.
-
-    On the Triton backend the weights are not stored, but computed again in the backward.
-    """
-    width = q.shape[-1]
-    fits = FUSED_WIDTHS[0] <= width <= FUSED_WIDTHS[1] and width & (width - 1) == 0
-    if fits and not torch.compiler.is_compiling() and uses_triton(q):
-        return _DroppedAttention.apply(q, k, v, *mask)
-    seen = positions_seen(q.shape[2], None, True, q.device)
-    return attend_dropped(q, k, v, mask, seen=seen)
 
 
 def positions_seen(length: int, window: int | None, causal: bool, device: torch.device) -> Tensor:
@@ -261,23 +203,6 @@ class _ShortAttention(Function):
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         grads = backward(*inputs, logs, dropout_p=0.0, is_causal=True)
         return tuple(grad.to(grad_y.dtype) for grad in grads)
-
-
-class _DroppedAttention(Function):
-    """Attention with dropout: the backward draws the mask again."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, key: Tensor, rate: float) -> Tensor:
-        y, logs = dropped_attention(q, k, v, key, rate)
-        ctx.save_for_backward(q, k, v, y, logs, key)
-        ctx.rate = rate
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, y, logs, key = ctx.saved_tensors
-        grads = dropped_attention_backward(grad_y, q, k, v, y, logs, key, ctx.rate)
-        return *grads, None, None
 
 
 class _RotaryAttention(Function):

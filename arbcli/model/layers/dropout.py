@@ -1,6 +1,6 @@
 """Differentiable dropout: the backward draws the mask again from the key."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,12 +33,59 @@ _dropout = operator(
 )
 
 
-def dropout(x: Tensor, key: Tensor, rate: float) -> Tensor:
+class Mask(NamedTuple):
+    """A mask of dropout, drawn by kernels from its key."""
+
+    key: Tensor
+    """int32 scalar."""
+    rate: float
+    """Probability that an element is dropped."""
+
+
+class Dropout(NamedTuple):
+    """Dropout of branches, which are mixers and channel mixers, and of the embedding, in training.
+
+    A rate of 0 drops nothing.
+    """
+
+    keys: Tensor
+    """(branches,) int32, key of the mask of each branch's output."""
+    rate: float
+    """Probability that an element of a branch's output is dropped."""
+    attention_keys: Tensor | None = None
+    """(branches,) int32, key of the mask of each branch's attention weights."""
+    attention_rate: float = 0.0
+    """Probability that an attention weight is dropped."""
+    embedding: Mask | None = None
+    """Mask of the embedding; None drops nothing."""
+
+    def of(self, first: int, branches: int) -> "Dropout":
+        """Select consecutive branches."""
+        selected = slice(first, first + branches)
+        attention_keys = None if self.attention_keys is None else self.attention_keys[selected]
+        return self._replace(keys=self.keys[selected], attention_keys=attention_keys)
+
+    @property
+    def attention(self) -> Mask | None:
+        """Mask of the attention weights of a single branch; None drops nothing."""
+        if self.attention_keys is None or not self.attention_rate:
+            return None
+        return Mask(self.attention_keys[0], self.attention_rate)
+
+    def drop(self, branch: int, x: Tensor) -> Tensor:
+        """Drop elements of the output of a branch, (..., D)."""
+        return dropout(x, Mask(self.keys[branch], self.rate)) if self.rate else x
+
+    def drop_embedding(self, x: Tensor) -> Tensor:
+        """Drop elements of the output of the embedding, (B, T, D)."""
+        return x if self.embedding is None else dropout(x, self.embedding)
+
+
+def dropout(x: Tensor, mask: Mask) -> Tensor:
     """Drop elements of (..., D): see `arbcli.kernels.rows.dropout`.
 
     Args:
         x: float32 or bfloat16; its leading dimensions are flattened to rows.
-        key: int32 scalar tensor.
-        rate: probability that an element is dropped.
+        mask: key and rate.
     """
-    return _dropout(x, key, rate)
+    return _dropout(x, mask.key, mask.rate)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from arbcli.config.site import Site
+from arbcli.base.lazy import imported
+from arbcli.config.site import Site, in_chunks
 from arbcli.kernels.rows.ternary_embedding import embedding_grad, embedding_rows
 from arbcli.model.layers.compiled import anchor
 from arbcli.model.layers.streamed import StreamedTensor
-from arbcli.model.layers.symbols import SymbolWeight, in_chunks
 
 
 class EmbeddingWeight(StreamedTensor):
@@ -19,18 +19,6 @@ class EmbeddingWeight(StreamedTensor):
     def gradient(self, source: Tensor, grad_y: Tensor) -> Tensor:
         """Sum the gradients over all occurrences of each symbol."""
         return embedding_grad(grad_y, source, self.out_features)
-
-
-class ManyEmbeddingsWeight(SymbolWeight):
-    """The weight of a `TernaryEmbedding` with a large vocabulary, stepped in chunks of rows.
-
-    Chunks of which a batch reads no row are not stepped.
-    """
-
-    always_has_gradients = False
-
-    def __init__(self, vocabulary: int, dim: int, site: Site, *, area: str) -> None:
-        super().__init__(vocabulary, dim, site, area=area, std=1.0, lr_factor=1.0)
 
 
 class _Embedding(Function):
@@ -67,9 +55,9 @@ class TernaryEmbedding(nn.Module):
         super().__init__()
         kind: type[StreamedTensor] = EmbeddingWeight
         if tied:
-            kind = SymbolWeight
+            kind = imported("arbcli.model.layers.symbols:SymbolWeight")
         elif in_chunks(num_embeddings):
-            kind = ManyEmbeddingsWeight
+            kind = imported("arbcli.model.layers.symbols:ManyEmbeddingsWeight")
         self.weight = kind(num_embeddings, dim, site, area=area)
 
     def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,80 +1,76 @@
-"""The classes of layers for each kind of weights: packed, or float for baselines."""
+"""The table of layers for each kind of weights: packed, or float for baselines."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from arbcli.config.model import ModelConfig
-from arbcli.config.parts.rotary import RotaryConfig
-from arbcli.config.site import Site
-from arbcli.model import baselines
-from arbcli.model.initial import head_std
-from arbcli.model.layers.embedding import TernaryEmbedding
-from arbcli.model.layers.gained_norm import GainedRMSNorm
+from arbcli.base.lazy import imported
+from arbcli.config.site import Site, in_chunks
+from arbcli.model.initial import head_lr_factor, head_std
 from arbcli.model.layers.linear import TernaryLinear
-from arbcli.model.layers.loss import cross_entropy
 from arbcli.model.layers.norm import ClampedGate, TernaryGate, TernaryRMSNorm
-from arbcli.model.layers.rotary import rotary_norm, turned_heads
-from arbcli.model.layers.symbols import SymbolHead, TiedHead, in_chunks
-from arbcli.model.layers.table import TernaryTable
-from arbcli.model.layers.vector import TernaryTaps, TernaryVector
-from arbcli.model.widths import head_lr_factor
+
+if TYPE_CHECKING:
+    from arbcli.config.model import ModelConfig
+
+PACKED = {
+    "linear": TernaryLinear,
+    "norm": TernaryRMSNorm,
+    "gate": TernaryGate,
+    "clamped_gate": ClampedGate,
+    "embedding": "arbcli.model.layers.embedding:TernaryEmbedding",
+    "cross_entropy": "arbcli.model.layers.loss:cross_entropy",
+    "rotary_norm": "arbcli.model.layers.rotary:new_rotary_norm",
+    "turned_heads": "arbcli.model.layers.turned_heads:new_turned_heads",
+    "gained_norm": "arbcli.model.layers.gained_norm:GainedRMSNorm",
+    "vector": "arbcli.model.layers.vector:TernaryVector",
+    "taps": "arbcli.model.layers.vector:TernaryTaps",
+    "table": "arbcli.model.layers.table:TernaryTable",
+}
+"""Packed layers: those of every block, and the places of others, which are imported on first use.
+`rotary_norm` and `turned_heads` take context, width of heads and angles, and return a function or
+module."""
+FLOAT = {
+    "linear": "arbcli.model.baselines:FloatLinear",
+    "norm": "arbcli.model.baselines:FloatRMSNorm",
+    "gate": "arbcli.model.baselines:FloatGate",
+    "clamped_gate": "arbcli.model.baselines:FloatClampedGate",
+    "embedding": "arbcli.model.baselines:FloatEmbedding",
+    "cross_entropy": "arbcli.model.baselines:cross_entropy",
+    "rotary_norm": "arbcli.model.baselines:FloatRotaryNorm",
+    "turned_heads": "arbcli.model.baselines:FloatTurnedHeads",
+    "gained_norm": "arbcli.model.baselines:FloatGainedRMSNorm",
+    "vector": "arbcli.model.baselines:FloatVector",
+    "taps": "arbcli.model.baselines:FloatTaps",
+    "table": "arbcli.model.baselines:FloatTable",
+}
+"""Their counterparts in baselines."""
 
 
-class Layers(NamedTuple):
+class Layers:
     """Constructors of layers; packed and float ones take the same arguments.
 
     Only packed layers have fused decoding steps, such as `TernaryLinear.fused`.
+
+    Args:
+        table: each layer, or its place as `module:attribute`.
     """
 
-    linear: Callable[..., Any]
-    embedding: Callable[..., Any]
-    norm: Callable[..., Any]
-    gained_norm: Callable[..., Any]
-    gate: Callable[..., Any]
-    rotary_norm: Callable[[int, int, RotaryConfig], Callable[..., tuple[Tensor, Tensor, Tensor]]]
-    """Takes context, head width and angles; returns a function or module."""
-    turned_heads: Callable[[int, int, RotaryConfig], Callable[..., tuple[Tensor, Tensor, Tensor]]]
-    """Like `rotary_norm`, with separate numbers of heads, optional gains and an optional norm."""
-    cross_entropy: Callable[[Tensor, Tensor], Tensor]
-    vector: Callable[..., Any]
-    taps: Callable[..., Any]
-    clamped_gate: Callable[..., Any]
-    table: Callable[..., Any]
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        self._table = table
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a constructor, or `cross_entropy`."""
+        if name not in self._table:
+            raise AttributeError(f"no layer is named `{name}`")
+        layer = self._table[name]
+        return imported(layer) if isinstance(layer, str) else layer
 
 
 def layers_for(site: Site) -> Layers:
     """Return the constructors for the kind of weights of a site."""
-    if site.weights == "ternary":
-        return Layers(
-            TernaryLinear, TernaryEmbedding, TernaryRMSNorm, GainedRMSNorm, TernaryGate,
-            _rotary_norm, _turned_heads, cross_entropy, TernaryVector, TernaryTaps,
-            ClampedGate, TernaryTable,
-        )  # fmt: skip
-    return Layers(
-        baselines.FloatLinear,
-        baselines.FloatEmbedding,
-        baselines.FloatRMSNorm,
-        baselines.FloatGainedRMSNorm,
-        baselines.FloatGate,
-        baselines.FloatRotaryNorm,
-        baselines.FloatTurnedHeads,
-        baselines.cross_entropy,
-        baselines.FloatVector,
-        baselines.FloatTaps,
-        baselines.FloatClampedGate,
-        baselines.FloatTable,
-    )
-
-
-def _rotary_norm(_ctx: int, _width: int, rotary: RotaryConfig) -> Callable:
-    return partial(rotary_norm, rotary=rotary)
-
-
-def _turned_heads(_ctx: int, _width: int, rotary: RotaryConfig) -> Callable:
-    return partial(turned_heads, rotary=rotary)
+    return Layers(PACKED if site.weights == "ternary" else FLOAT)
 
 
 def stream_norm(site: Site) -> nn.Module:
@@ -83,20 +79,21 @@ def stream_norm(site: Site) -> nn.Module:
     return (parts.gained_norm if site.norm_gain else parts.norm)(site.dim, site)
 
 
-def symbol_embedding(config: ModelConfig) -> nn.Module:
+def symbol_embedding(config: "ModelConfig") -> nn.Module:
     """Build the embedding of bytes or tokens."""
     site = config.site()
     kind = layers_for(site).embedding
     return kind(config.symbols, site.dim, site, area="embedding", tied=config.tied)
 
 
-def symbol_head(config: ModelConfig, embedding: Any) -> Any:
+def symbol_head(config: "ModelConfig", embedding: Any) -> Any:
     """Build the head, a linear layer that is never multiplied in eight bits."""
     site, ternary = config.site(), config.weights == "ternary"
     if config.tied and ternary:
-        return TiedHead(embedding.weight)
+        return imported("arbcli.model.layers.symbols:TiedHead")(embedding.weight)
     if ternary and in_chunks(config.vocabulary):
-        return SymbolHead(config.vocabulary, site.dim, site, area="head")
+        kind = imported("arbcli.model.layers.symbols:SymbolHead")
+        return kind(config.vocabulary, site.dim, site, area="head")
     head = linear_head(config.vocabulary, site, area="head")
     if config.tied:
         head.weight = embedding.weight

@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
 from arbcli.config.site import Site
 from arbcli.kernels.codec.packed import Packed
-from arbcli.model.initial import projection_std
+from arbcli.model.initial import inner_lr_factor, projection_std
 from arbcli.model.layers.compiled import anchor, operator
 from arbcli.model.layers.norm import NORM_EPS, PackedGates, TernaryGate, TernaryRMSNorm
 from arbcli.model.layers.products import (
@@ -25,7 +25,7 @@ from arbcli.model.layers.products import (
 )
 from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 from arbcli.model.low_precision import LowPrecision, fits
-from arbcli.model.widths import inner_lr_factor
+from arbcli.model.packed import DecodingLayer
 
 if TYPE_CHECKING:
     from arbcli.kernels.attention.attend_parts import AttentionParts
@@ -247,7 +247,7 @@ class _LinearOfGates(Function):
         return grad, None, None, None
 
 
-class TernaryLinear(nn.Module):
+class TernaryLinear(DecodingLayer):
     """y = x @ w.T with packed ternary weights.
 
     Args:

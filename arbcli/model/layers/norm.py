@@ -16,11 +16,6 @@ from arbcli.kernels.norm.gated_rms_norm import (
     gated_rms_norm_backward,
     packed_gates_backward,
 )
-from arbcli.kernels.norm.norm_e4m3 import (
-    add_rms_norm_e4m3,
-    gated_rms_norm_e4m3,
-    rms_norm_e4m3,
-)
 from arbcli.kernels.norm.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
 from arbcli.model.layers.compiled import Findable
 from arbcli.model.packed import TernaryTensor
@@ -114,11 +109,15 @@ class TernaryRMSNorm(Findable):
     @torch.no_grad()
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise (M, D) and quantise rows to e4m3: codes and scales; not differentiable."""
+        from arbcli.kernels.norm.norm_e4m3 import rms_norm_e4m3
+
         return rms_norm_e4m3(x, *self._norm())
 
     @torch.no_grad()
     def rounded_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return x + added, (M, D), with the codes and scales of `rounded`; not differentiable."""
+        from arbcli.kernels.norm.norm_e4m3 import add_rms_norm_e4m3
+
         return add_rms_norm_e4m3(x, added, *self._norm())
 
     trained = False
@@ -170,6 +169,8 @@ class TernaryGate(TernaryRMSNorm):
     @torch.no_grad()
     def rounded(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
         """Compute (M, D) from (M, 2 D), and quantise rows to e4m3; not differentiable."""
+        from arbcli.kernels.norm.norm_e4m3 import gated_rms_norm_e4m3
+
         return gated_rms_norm_e4m3(gate_up, *self._norm_of_gate())
 
     def backward(

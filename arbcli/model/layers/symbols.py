@@ -12,28 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from arbcli.config.site import Site
+from arbcli.config.site import MOST_AT_ONCE, Site
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.output.symbol_losses import add_symbols_, grade_symbols_
 from arbcli.kernels.rows.table_rows import scatter_rows_
 from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows, weighted_rows_grad
-from arbcli.model.initial import head_std
+from arbcli.model.initial import head_lr_factor, head_std
 from arbcli.model.layers.compiled import anchor
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.loss import add_divergence_, grade_divergence_
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.packed import GradientSink
-from arbcli.model.widths import head_lr_factor
 
-MOST_AT_ONCE = 4096
-"""Maximum number of symbols in a chunk; larger vocabularies are split."""
 ALIGNMENT = 64
 """The number of rows in a chunk is a multiple of this."""
-
-
-def in_chunks(vocabulary: int) -> bool:
-    """Return whether a vocabulary is split into chunks."""
-    return vocabulary > MOST_AT_ONCE
 
 
 class Predictions(NamedTuple):
@@ -208,6 +200,18 @@ class SymbolWeight(LinearWeight):
         for chunk in self.gradient_ranges():
             rows = self.rows_of(chunk)
             yield rows, self.decode_rows(rows, dtype)
+
+
+class ManyEmbeddingsWeight(SymbolWeight):
+    """The weight of a `TernaryEmbedding` with a large vocabulary, stepped in chunks of rows.
+
+    Chunks of which a batch reads no row are not stepped.
+    """
+
+    always_has_gradients = False
+
+    def __init__(self, vocabulary: int, dim: int, site: Site, *, area: str) -> None:
+        super().__init__(vocabulary, dim, site, area=area, std=1.0, lr_factor=1.0)
 
 
 def _are_ids(source: Scored | Tensor) -> bool:

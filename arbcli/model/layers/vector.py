@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
 from arbcli.config.site import Site
@@ -19,6 +19,7 @@ from arbcli.kernels.codec.packing import pack_trits
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 from arbcli.model.optimizers.base import State
+from arbcli.model.packed import DecodingLayer
 
 DIRECTION = "factored"
 """Direction of the steps: orthogonalisation makes no sense for single columns."""
@@ -107,7 +108,7 @@ _read = operator(
 )
 
 
-class _DecodedLayer(nn.Module):
+class _DecodedLayer(DecodingLayer):
     """Base of layers whose output is a decoded packed tensor."""
 
     weight: ReadWeight

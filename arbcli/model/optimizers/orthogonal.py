@@ -154,7 +154,7 @@ def orthogonalise_stacked(
     Returns:
         Like `grads`, of `dtype`; views of the stacks.
     """
-    found: list[Tensor] = [*grads]
+    results: list[Tensor] = [*grads]
     stacks = _normal_stacks(grads, dtype, squares)
     together: dict[int, list[tuple[list[int], bool, Tensor]]] = {}
     while stacks:
@@ -167,14 +167,14 @@ def orthogonalise_stacked(
         for steps in _runs(x):
             x = _product(_compose(gram(x), steps), x)
         for i, part in zip(places, x.mT if tall else x, strict=True):
-            found[i] = part
+            results[i] = part
     for alike in together.values():
         all_places, all_tall, xs = zip(*alike, strict=True)
         del alike[:]
         for places, tall, x in zip(all_places, all_tall, _orthogonalise_alike([*xs]), strict=True):
             for i, part in zip(places, x.mT if tall else x, strict=True):
-                found[i] = part
-    return found
+                results[i] = part
+    return results
 
 
 def _orthogonalise_alike(stacks: list[Tensor]) -> list[Tensor]:

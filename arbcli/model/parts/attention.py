@@ -31,7 +31,7 @@ keys and values, including its own, whether it is read alone or with others.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,19 +41,12 @@ from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.site import Site
 from arbcli.families import SPECULATIVE_ATTENTION
-from arbcli.kernels.attention.attend_parts import (
-    AttentionParts,
-    attend_parts,
-    fits_parts,
-)
-from arbcli.kernels.attention.decode_attention import decode_attention
-from arbcli.kernels.attention.kept import Kept
+from arbcli.kernels.attention.decode_attention import Kept, decode_attention
+from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.model.flow import Flow, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.attend import (
     attend_causally,
-    attend_causally_dropped,
-    attend_dropped,
     attend_rotated,
     attend_to,
     attend_with_sink,
@@ -63,9 +56,16 @@ from arbcli.model.layers.attend import (
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, table_for, table_rows
-from arbcli.model.parts.base import CachedAttention
+from arbcli.model.parts.cached import CachedAttention
 from arbcli.model.parts.window import attend_in_window
 from arbcli.model.state import Clock, Rows, State
+
+if TYPE_CHECKING:
+    from arbcli.kernels.attention.attend_parts import AttentionParts
+
+
+SPLIT_ATTENTION = "arbcli.kernels.attention.attend_parts"
+"""Module of attention in several parts, for one text on a GPU."""
 
 
 def fits_kernels(config: AttentionConfig) -> bool:
@@ -77,6 +77,7 @@ def fits_kernels(config: AttentionConfig) -> bool:
 class Attention(CachedAttention):
     """Self-attention with rotary position embedding."""
 
+    draws = ("qkv", "bias", "query_gain", "key_gain", "sinks", "sub_norm", "output", "output_bias")
     name = "attention"
     steps_along = rounds_queries = True
 
@@ -168,23 +169,24 @@ class Attention(CachedAttention):
         (k,), (v,) = self.cache_format.round(k, rotated=self.rotated), self.cache_format.round(v)
         q = self.cache_format.round_queries(q, self.rotated)
         k, v = (repeat_heads(part, self.heads // self.kv_heads) for part in (k, v))
-        if mask and self.causal and window is None and documents is None and sink is None:
-            return attend_causally_dropped(q, k, v, mask)
-        if documents is not None or sink is not None or mask is not None:
-            if documents is not None:
-                seen = documents.within(self.window)
-            else:
-                seen = positions_seen(length, window, self.causal, q.device)
-            if mask is not None:
-                return attend_dropped(q, k, v, mask, seen=seen, sink=sink)
-            if sink is not None:
-                return attend_with_sink(q, k, v, sink, seen)
-            return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        if window is not None:
-            return attend_in_window(q, k, v, window, causal=self.causal)
-        if not self.causal:
-            return functional.scaled_dot_product_attention(q, k, v)
-        return attend_causally(q, k, v)
+        if documents is None and sink is None and mask is None:
+            if window is not None:
+                return attend_in_window(q, k, v, window, causal=self.causal)
+            if not self.causal:
+                return functional.scaled_dot_product_attention(q, k, v)
+            return attend_causally(q, k, v)
+        if documents is not None:
+            seen = documents.within(self.window)
+        else:
+            seen = positions_seen(length, window, self.causal, q.device)
+        if mask is not None:
+            from arbcli.model.layers.attend_dropped import attend_dropped
+
+            plain = self.causal and window is None and documents is None
+            return attend_dropped(q, k, v, mask, seen=None if plain else seen, sink=sink)
+        if sink is not None:
+            return attend_with_sink(q, k, v, sink, seen)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
     def step(self, x: Tensor, state: "Ring", residual: Tensor | None) -> Tensor:
         """Attend from new positions: see `Part.step`."""
@@ -203,7 +205,7 @@ class Attention(CachedAttention):
             y = state.attend_one(qkv).view(len(x), 1, -1)
         return self._projected(y, residual)
 
-    def _projected(self, y: Tensor | AttentionParts, residual: Tensor | None) -> Tensor:
+    def _projected(self, y: "Tensor | AttentionParts", residual: Tensor | None) -> Tensor:
         normalise, early = self.sub_norm is not None, self.output_bias is None
         return self._biased(self.output.fused(y, normalise=normalise, added=residual, early=early))
 
@@ -363,13 +365,14 @@ class Ring(State):
 
     def leaves_parts(self, qkv: Tensor) -> bool:
         """Return whether to use `attend_in_parts`: not for short rings, one program a head."""
-        one = self.clock.texts is None
-        return one and self.exponents is None and not self.short and fits_parts(qkv)
+        if self.clock.texts is not None or self.exponents is not None or self.short:
+            return False
+        return uses_triton(qkv) and import_module(SPLIT_ATTENTION).fits_parts(qkv)
 
-    def attend_in_parts(self, qkv: Tensor) -> AttentionParts:
+    def attend_in_parts(self, qkv: Tensor) -> "AttentionParts":
         """Run split-KV `attend_one` for a single text, without the final reduction."""
         cos, sin = self.table
-        return attend_parts(
+        return import_module(SPLIT_ATTENTION).attend_parts(
             qkv[0, 0], self.keys.codes, self.values.codes, self.clock.position, cos, sin, NORM_EPS
         )
 

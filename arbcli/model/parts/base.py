@@ -1,12 +1,27 @@
 """Interface of the parts of a block: mixers and channel mixers."""
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from arbcli.kernels.attention.eight_bits import CacheFormat
+from arbcli.base.lazy import imported
+from arbcli.config.parts.base import PartConfig
+from arbcli.config.site import Site
 from arbcli.model.flow import Flow, Reading
-from arbcli.model.state import Clock, State
+
+if TYPE_CHECKING:
+    from arbcli.model.state import Clock, State
+
+
+def build_part(config: PartConfig, site: Site, *arguments: Any) -> Any:
+    """Build a part with uninitialised weights; the class is imported on first use.
+
+    Args:
+        config: configuration of the part, whose class names that of the module.
+        site: site of the part; a rule of the configuration replaces that of the site.
+        arguments: further arguments of the module's class.
+    """
+    return imported(config.module)(config, config.own_site(site), *arguments)
 
 
 class Part(nn.Module):
@@ -73,19 +88,10 @@ class Part(nn.Module):
         """
         raise NotImplementedError
 
-    def new_state(self, clock: Clock) -> State | None:
+    def new_state(self, clock: "Clock") -> "State | None":
         """Create the decoding state of a text; None for a part without state."""
         return None
 
     def linears(self) -> tuple[nn.Module, ...]:
         """Return the linear layers in order of use, if they can be decoded in groups."""
         return ()
-
-
-class CachedAttention(Part):
-    """Attention with a state of keys and values."""
-
-    cache_format = CacheFormat()
-    """Storage format, to which a forward without a state rounds keys and values too."""
-    rounds_queries = False
-    """Whether queries can be quantised too."""

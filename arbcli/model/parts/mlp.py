@@ -13,6 +13,7 @@ from arbcli.model.parts.base import Part
 class MLP(Part):
     """Gated MLP: down(norm(silu(gate) * up))."""
 
+    draws = ("gate_up", "sub_norm", "output")
     name = "mlp"
     steps_ahead = True
     steps_along = True

@@ -4,11 +4,8 @@ NCCL transfers tensors on GPUs, and gloo those on CPUs. On a single machine both
 interface. All reductions are over integers, so that their order does not matter.
 """
 
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import Thread
 from typing import Any
 from weakref import WeakSet
 
@@ -17,14 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arbcli.base.errors import ArbError, quoted
-from arbcli.training.parallel.launch import Place, this_process
-from arbcli.training.parallel.rendezvous import SAME, WAIT, meet, seconds_to_join, within
+from arbcli.training.parallel.process import SAME_PROGRAM, explained_loss, this_process
 
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-INTERFACES = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
-"""Environment variables that select the interface; `=` makes NCCL match the exact name."""
 CPU = torch.device("cpu")
-ABORT_SECONDS = 15
 
 
 class Group:
@@ -104,11 +96,11 @@ class Group:
         if self.size == 1 or not tensors:
             return tensors
         own = torch.stack(tensors)
-        found = [torch.empty_like(own) for _ in range(self.size)]
+        gathered = [torch.empty_like(own) for _ in range(self.size)]
         with explained_loss():
-            dist.all_gather(found, own)
+            dist.all_gather(gathered, own)
         self.received += self.size * (self.size - 1) * own.nbytes
-        return [tensor for part in found for tensor in part]
+        return [tensor for part in gathered for tensor in part]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum an integer tensor over all processes."""
@@ -131,10 +123,10 @@ class Group:
         """Return the maximum of each number over all processes, without a GPU."""
         if self.size == 1:
             return [*numbers]
-        found = torch.tensor(numbers, dtype=torch.int64, device=CPU)
+        maxima = torch.tensor(numbers, dtype=torch.int64, device=CPU)
         with explained_loss():
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        return found.tolist()
+            dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        return maxima.tolist()
 
     def broadcast_object(self, value: Any) -> Any:
         """Broadcast a picklable object from rank 0."""
@@ -149,12 +141,12 @@ class Group:
         """Gather picklable objects of all processes, in the order of ranks."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
+        gathered: list[Any] = [None] * self.size
         with explained_loss():
-            dist.all_gather_object(found, value)
-        return found
+            dist.all_gather_object(gathered, value)
+        return gathered
 
-    def compare(self, values: dict[str, Any], what: str, hint: str = SAME) -> None:
+    def compare(self, values: dict[str, Any], what: str, hint: str = SAME_PROGRAM) -> None:
         """Check that values are equal in all processes.
 
         Args:
@@ -165,9 +157,9 @@ class Group:
         Raises:
             ArbError: in all processes, if one differs from rank 0.
         """
-        found = self.collect(values)
-        for rank, other in enumerate(found):
-            names = [n for n in values.keys() | other.keys() if found[0].get(n) != other.get(n)]
+        gathered = self.collect(values)
+        for rank, other in enumerate(gathered):
+            names = [n for n in values.keys() | other.keys() if gathered[0].get(n) != other.get(n)]
             if names:
                 listed = quoted(sorted(names)[:5])
                 raise ArbError(
@@ -225,19 +217,6 @@ def _exchange(*operations: dist.P2POp) -> None:
         work.wait()
 
 
-@contextmanager
-def explained_loss() -> Iterator[None]:
-    """Convert torch's error about a lost process to an `ArbError`."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
-        raise ArbError(
-            f"another process of the run is lost, or does not answer: {reason}",
-            hint="continue from the last checkpoint with `--resume`, with any number of processes",
-        ) from error
-
-
 def own_device(place: torch.device) -> torch.device:
     """Return the device of this process; with several processes, each has its own GPU.
 
@@ -272,59 +251,17 @@ def joined(device: torch.device, command: str) -> Iterator[Group]:
     if place.size == 1:
         yield Group(device=device)
         return
-    if place.one_machine:
-        os.environ |= INTERFACES
-    _connect(place, device, meet(place, command))
+    from arbcli.training.parallel.rendezvous import abort, connect
+
+    connect(place, device, command)
     group = Group(place.rank, place.size, device)
     try:
         yield group
     except BaseException:
         group.forget_graphs()
-        _abort()
+        abort()
         raise
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # running graphs cannot be freed
     group.forget_graphs()
     dist.destroy_process_group()
-
-
-def _connect(place: Place, device: torch.device, store: dist.Store) -> None:
-    """Initialise the process group after the rendezvous.
-
-    Raises:
-        ArbError: a process has ended, or does not answer.
-    """
-    on_gpus = device.type == "cuda"
-
-    def connect() -> None:
-        if on_gpus:
-            torch.cuda.set_device(device)  # it is a property of the thread
-        dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if on_gpus else "gloo",
-            rank=place.rank,
-            world_size=place.size,
-            store=store,
-            device_id=device if on_gpus else None,
-        )
-
-    seconds = seconds_to_join()
-    try:
-        with explained_loss():
-            within(seconds, connect)
-    except TimeoutError:
-        raise ArbError(
-            f"another process of the run ended, or does not connect within {seconds} s",
-            hint=f"{SAME}, or set `{WAIT}` to wait longer",
-        ) from None
-
-
-def _abort() -> None:
-    """Abort all communication, without waiting for other processes.
-
-    It has a time limit, so that the original error is reported even if NCCL hangs.
-    """
-    if dist.group.WORLD is None:
-        return
-    thread = Thread(target=dist.group.WORLD.abort, daemon=True)
-    thread.start()
-    thread.join(ABORT_SECONDS)

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -16,31 +16,14 @@ from subprocess import Popen
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from arbcli.base.environment import number_in
 from arbcli.base.signals import RememberedSignal
+from arbcli.training.parallel.process import STORE
 
-STORE = "ARB_STORE"
-"""Environment variable with the path of the rendezvous file of `launch`."""
-RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-MASTER = ("MASTER_ADDR", "MASTER_PORT")
-"""Environment variables of `torchrun`: ranks, and the address of the rendezvous."""
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 POLL_SECONDS = 0.05
 ASK_SECONDS, KILL_SECONDS = 2, 25
 """Seconds after a failure until other processes get SIGTERM, and until they are killed."""
 PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: signal to receive when the parent ends."""
-
-
-class Place(NamedTuple):
-    """The rank of this process; the defaults are those of a single process."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    """Rank among the processes of this machine."""
-    one_machine: bool = True
-    """Whether all processes are on this machine."""
 
 
 class Failure(NamedTuple):
@@ -49,25 +32,6 @@ class Failure(NamedTuple):
     rank: int
     code: int
     """Exit code; the negative number of the signal that killed it."""
-
-
-def this_process(environment: Mapping[str, str] = os.environ) -> Place:
-    """Read the rank of this process from the environment of `launch` or `torchrun`.
-
-    Raises:
-        ArbError: a variable is not a number, or is out of range.
-    """
-    where = (STORE,) if STORE in environment else MASTER
-    if not all(name in environment for name in (*RANKS, *where)):
-        return Place()
-    if where == MASTER:
-        number_in(environment, "MASTER_PORT", 1, 65535)
-    size = number_in(environment, "WORLD_SIZE", 1)
-    rank = number_in(environment, "RANK", 0, size - 1)
-    local_rank = number_in(environment, "LOCAL_RANK", 0, size - 1)
-    one_machine = environment.get("LOCAL_WORLD_SIZE") == str(size)
-    one_machine |= environment.get("MASTER_ADDR") in LOCAL_HOSTS
-    return Place(rank, size, local_rank, one_machine)
 
 
 def launch(command: Sequence[str], number: int) -> Failure | None:

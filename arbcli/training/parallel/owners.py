@@ -21,7 +21,7 @@ from arbcli.kernels.update.quantise_gradient import LARGEST_OF_PLANES
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.rules.base import DECAY_OF_LR, STEP_OF_RADIX
-from arbcli.model.updater import step_limits
+from arbcli.model.step_parameters import step_limits
 
 BUCKET_WEIGHTS = 2**25
 """Approximate number of weights in a bucket."""

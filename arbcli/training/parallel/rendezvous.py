@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -18,9 +19,20 @@ import torch.distributed as dist
 
 from arbcli.base.environment import number_in
 from arbcli.base.errors import ArbError
-from arbcli.training.parallel.launch import MASTER, STORE, Place
+from arbcli.training.parallel.process import (
+    MASTER,
+    SAME_PROGRAM,
+    STORE,
+    TOGETHER,
+    Place,
+    explained_loss,
+)
 from arbcli.version import __version__
 
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+INTERFACES = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
+"""Environment variables that select the interface; `=` makes NCCL match the exact name."""
+ABORT_SECONDS = 15
 WAIT = "ARB_JOIN_SECONDS"
 """Environment variable with the timeout of the rendezvous in seconds."""
 WAIT_SECONDS = 20
@@ -31,8 +43,6 @@ READ_SECONDS = 2
 """Time for which the process with the store waits for others to read the outcome."""
 OUTCOME, READERS = "outcome", "readers"
 ALL_HERE = "all are here"
-TOGETHER = "start all of them together"
-SAME = f"{TOGETHER}, with the same arguments, files and versions"
 T = TypeVar("T")
 
 
@@ -43,6 +53,56 @@ def seconds_to_join() -> int:
         ArbError: the environment variable is invalid.
     """
     return number_in(os.environ, WAIT, 1) if WAIT in os.environ else WAIT_SECONDS
+
+
+def connect(place: Place, device: torch.device, command: str) -> None:
+    """Wait for all processes, and initialise the process group.
+
+    Args:
+        place: rank of this process.
+        device: device of transferred tensors.
+        command: name of the command, which must be the same in all processes.
+
+    Raises:
+        ArbError: processes are missing, do not answer, or run another command or version.
+    """
+    if place.one_machine:
+        os.environ |= INTERFACES
+    store = meet(place, command)
+    on_gpus = device.type == "cuda"
+
+    def initialise() -> None:
+        if on_gpus:
+            torch.cuda.set_device(device)  # it is a property of the thread
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if on_gpus else "gloo",
+            rank=place.rank,
+            world_size=place.size,
+            store=store,
+            device_id=device if on_gpus else None,
+        )
+
+    seconds = seconds_to_join()
+    try:
+        with explained_loss():
+            within(seconds, initialise)
+    except TimeoutError:
+        raise ArbError(
+            f"another process of the run ended, or does not connect within {seconds} s",
+            hint=f"{SAME_PROGRAM}, or set `{WAIT}` to wait longer",
+        ) from None
+
+
+def abort() -> None:
+    """Abort all communication, without waiting for other processes.
+
+    It has a time limit, so that the original error is reported even if NCCL hangs.
+    """
+    if dist.group.WORLD is None:
+        return
+    thread = Thread(target=dist.group.WORLD.abort, daemon=True)
+    thread.start()
+    thread.join(ABORT_SECONDS)
 
 
 def meet(place: Place, command: str) -> dist.Store:
@@ -86,7 +146,7 @@ def meet(place: Place, command: str) -> dist.Store:
         time.sleep(POLL_SECONDS)
         readers = store.add(READERS, 0)
     message, _, hint = outcome.partition("\n")
-    raise ArbError(message, hint=hint or SAME)
+    raise ArbError(message, hint=hint or SAME_PROGRAM)
 
 
 def program(command: str) -> dict[str, str]:
@@ -110,10 +170,10 @@ def source_digest(package: Path = Path(__file__).parents[2]) -> str:
     return digest.hexdigest()
 
 
-def _difference(found: Sequence[dict[str, str]]) -> str | None:
+def _difference(programs: Sequence[dict[str, str]]) -> str | None:
     """Describe the first difference from process 0; None if there is none."""
-    for rank, other in enumerate(found):
-        for name, value in found[0].items():
+    for rank, other in enumerate(programs):
+        for name, value in programs[0].items():
             if other.get(name) != value:
                 return (
                     f"process {rank} has another {name} than process 0:"

@@ -45,7 +45,7 @@ from arbcli.training.parallel.owners import (
 )
 
 LARGEST = {"int8": 127, "int12": 2047, "int16": 32767}
-"""Maximum magnitude of a quantised gradient, by `wire`."""
+"""Maximum magnitude of a quantised gradient, by `reduce_dtype`."""
 MOST_NARROWED = 4
 """Up to this many micro-batches, gradients are narrowed so that their sum needs no more bits."""
 LARGEST_OF_ROWS = 127
@@ -59,12 +59,12 @@ IN_FLIGHT = 1
 """Number of buckets in flight during the backward."""
 
 
-def part_limit(wire: str, micro_batches: int) -> int:
+def part_limit(reduce_dtype: str, micro_batches: int) -> int:
     """Return the maximum magnitude of a quantised gradient, given the number of micro-batches.
 
     It does not depend on the number of processes.
     """
-    return LARGEST[wire] // min(micro_batches, MOST_NARROWED)
+    return LARGEST[reduce_dtype] // min(micro_batches, MOST_NARROWED)
 
 
 def sums_for(limit: int, local: int, micro_batches: int) -> Sums:
@@ -90,7 +90,7 @@ class SharedUpdater:
         tensors: the packed tensors of the model, always in the same order, after `declare_wire`.
         seed: seed of the stochastic rounding, 0..2**31-1.
         dtype: dtype of the Newton-Schulz products.
-        wire: integer format of gradients, one of `WIRES`.
+        reduce_dtype: integer format of gradients, one of `REDUCE_DTYPES`.
         micro_batches: number of micro-batches in a step, over all processes.
         group: the processes of the run.
         lr: maximum learning rate.
@@ -109,7 +109,7 @@ class SharedUpdater:
         tensors: Iterable[TernaryTensor],
         seed: int,
         dtype: torch.dtype,
-        wire: str,
+        reduce_dtype: str,
         micro_batches: int,
         group: Group,
         lr: float,
@@ -118,7 +118,7 @@ class SharedUpdater:
         self.updates = Updater(tensors, seed, dtype, weight_decay=weight_decay)
         self.group, self.micro_batches, self.dtype = group, micro_batches, dtype
         self.local = group.local(micro_batches)
-        self.limit = part_limit(wire, micro_batches)
+        self.limit = part_limit(reduce_dtype, micro_batches)
         self.sums = sums_for(self.limit, len(self.local), micro_batches)
         self.tensors = self.updates.tensors
         self.num_weights = self.updates.num_weights
@@ -176,11 +176,11 @@ class SharedUpdater:
         """Return the state of a model that is replicated in all processes, by name."""
         modules = _names(model)
         own = self.layout(model)
-        found = {name: part for name, part in model.state_dict().items() if name not in own}
+        parts = {name: part for name, part in model.state_dict().items() if name not in own}
         for tensor in self.tensors:
             for name, part in self._half_broadcast(tensor).items():
-                found[f"{modules[id(tensor)]}.{name}"] = part & 15
-        return found
+                parts[f"{modules[id(tensor)]}.{name}"] = part & 15
+        return parts
 
     def layout(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the state that is only valid in owners, by name, as tensors on `meta`."""
@@ -201,7 +201,7 @@ class SharedUpdater:
             Tensors by their names in the state; in other processes only their own.
         """
         modules = _names(model)
-        layout, found = self.layout(model), {}
+        layout, tensors = self.layout(model), {}
         for tensor in self.tensors:
             owner = self.owners[id(tensor)]
             for own in self._kept[id(tensor)]:
@@ -209,8 +209,8 @@ class SharedUpdater:
                 part = self.group.fetch(getattr(tensor, own), layout[name], owner)
                 if part is not None:
                     # a GPU may not have enough memory for all of them
-                    found[name] = part.cpu() if owner else part
-        return found
+                    tensors[name] = part.cpu() if owner else part
+        return tensors
 
     # a step
 
@@ -562,9 +562,9 @@ class SharedUpdater:
             for tensor in self._measurable()
         }
         yield
-        found = torch.cat([self._measured[id(tensor)] for tensor in self._measurable()])
-        found = self.group.largest(found).split([t.out_features for t in self._measurable()])
-        for tensor, fitting in zip(self._measurable(), found, strict=True):
+        measured = torch.cat([self._measured[id(tensor)] for tensor in self._measurable()])
+        parts = self.group.largest(measured).split([t.out_features for t in self._measurable()])
+        for tensor, fitting in zip(self._measurable(), parts, strict=True):
             exponent = tensor.wire_exponent[:, 0]
             exponent.copy_(next_exponents(exponent, fitting, self._fall))
         self._forget()
@@ -574,12 +574,12 @@ class SharedUpdater:
         if self._measured is None:
             raise ValueError("nothing is being measured")
         so_far = self._measured[id(member.tensor)][member.rows]
-        none, found = torch.full_like(so_far, NONE), torch.empty_like(so_far)
+        none, fitting = torch.full_like(so_far, NONE), torch.empty_like(so_far)
         sums = torch.empty(grad.shape, dtype=torch.int16, device=self.device)
         key = torch.zeros((), dtype=torch.int32, device=self.device)
         block = block_of(member.tensor.in_features)
-        quantise_gradient(grad, none, key, sums, None, found, self.limit, block, False)
-        so_far.copy_(torch.maximum(so_far, found))
+        quantise_gradient(grad, none, key, sums, None, fitting, self.limit, block, False)
+        so_far.copy_(torch.maximum(so_far, fitting))
 
     # what is counted
 
@@ -595,9 +595,9 @@ class SharedUpdater:
 
     def counters(self) -> dict[str, int]:
         """Return the counters of all processes: see `Updater.counters`."""
-        found = self.updates.counters()
-        refused = torch.tensor([found["refused"]], device=self.device)
-        return found | {"refused": int(self.group.sum(refused))}
+        counters = self.updates.counters()
+        refused = torch.tensor([counters["refused"]], device=self.device)
+        return counters | {"refused": int(self.group.sum(refused))}
 
     def restore(self, counters: dict[str, int]) -> None:
         """Restore the counters of a checkpoint.
@@ -629,6 +629,6 @@ def next_exponents(exponent: Tensor, fitting: Tensor, fall: Tensor) -> Tensor:
     """
     down = (exponent.to(torch.int16) - fall).clamp(min=LOWEST).to(torch.int8)
     moved = torch.where(exponent == NONE, fitting, torch.maximum(fitting, down))
-    found = (fitting != NONE) & (fitting != NOT_FINITE)
-    moved = torch.where(found, moved, exponent)
+    is_known = (fitting != NONE) & (fitting != NOT_FINITE)
+    moved = torch.where(is_known, moved, exponent)
     return torch.where(moved == NONE, moved.amax(), moved)

@@ -28,9 +28,8 @@ from arbcli.families.graph.moe_graph import Iterated, MoEGraph
 from arbcli.kernels.codec.packing import pack_trits
 from arbcli.kernels.norm.rms_norm import FEW_ROWS
 from arbcli.model.build import build_model
-from arbcli.model.flow import Reading
 from arbcli.model.layers.norm import ClampedGate, TernaryGate
-from arbcli.model.ngrams import ngram_keys
+from arbcli.model.ngrams import ngram_keys, reading_of
 from arbcli.model.updater import Updater
 
 ITERATED = graph_config().main.memories.iterated
@@ -83,7 +82,7 @@ def test_hashed_experts_are_those_of_the_reference(number, top_k):
     wanted = [chosen for row in ids for chosen in experts_by_hash(reading(config, ids=row))]
     assert hashed.tolist() == wanted
     assert all(len(set(row)) == top_k for row in wanted)
-    later = hashed_experts(Reading.of_text(ids, 4).grams, number, top_k)  # the last of a text
+    later = hashed_experts(reading_of(ids, 4).grams, number, top_k)  # the last of a text
     assert torch.equal(later.view(3, 4, -1), hashed.view(3, 9, -1)[:, -4:])
 
 

@@ -8,6 +8,7 @@ from torch.nn import functional
 from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
+from arbcli.config.site import NORM_EPS
 from arbcli.families.hnet.boundaries import chunk_depths, chunk_starts
 from arbcli.families.hnet.chunking import Routed, ratio_loss, share_of, spread
 from arbcli.families.hnet.kernels.find_chunks import find_chunks
@@ -16,7 +17,6 @@ from arbcli.generation.decoder import Decoder
 from arbcli.generation.sampling import Sampling
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.linear import TernaryLinear
-from arbcli.model.layers.norm import NORM_EPS
 
 SHAPE = {
     "dim": 32, "layers": 1, "heads": 2, "ffn": 40, "ctx": 24, "outer_dim": (24,),

@@ -11,8 +11,8 @@ from torch.nn import functional
 from arbcli.families.latent.attention import LatentAttention
 from arbcli.families.latent.config import LatentAttentionConfig
 from arbcli.families.latent.reference import latent_attention
-from arbcli.kernels.attention.eight_bits import FORMATS, CacheFormat
 from arbcli.model.layers.norm import TernaryRMSNorm
+from arbcli.model.parts.cached import FORMATS, CacheFormat
 from arbcli.model.state import Clock, StateSpec, Track
 from arbcli.verify.parts.base import norm
 

@@ -11,7 +11,7 @@ from arbcli.config.presets import preset
 from arbcli.families.ahead.config import AheadConfig
 from arbcli.families.masked.filling import EXTRA, LEAD, cut, in_layout, led_in
 from arbcli.families.masked.holes import fill_in_order
-from arbcli.generation.generation import Sampling
+from arbcli.generation.sampling import Sampling
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 

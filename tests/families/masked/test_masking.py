@@ -14,14 +14,15 @@ from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.presets import preset
-from arbcli.data.text import Text, open_texts
+from arbcli.data.opening import open_texts
+from arbcli.data.text import Text
 from arbcli.families.ahead.config import AheadConfig
 from arbcli.families.latent.config import LatentAttentionConfig
 from arbcli.families.masked import masking
 from arbcli.families.masked.holes import fill
 from arbcli.families.masked.masking import hide
 from arbcli.generation.evaluation import mean_loss
-from arbcli.generation.generation import Sampling
+from arbcli.generation.sampling import Sampling
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.training.configure import new_config

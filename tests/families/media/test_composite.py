@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
-from arbcli.data.text import Mixture, Text, open_texts
+from arbcli.data.opening import open_texts
+from arbcli.data.text import Mixture, Text
 from arbcli.families.ahead.config import AheadConfig
 from arbcli.families.media.byte_kinds import ByteKinds
 from arbcli.families.media.config import CompositeConfig

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from arbcli.base.errors import ArbError
-from arbcli.data.conversion import Conversion, plain_file
-from arbcli.data.text import Text, open_text
+from arbcli.data.files import Conversion
+from arbcli.data.opening import open_text, plain_file
+from arbcli.data.text import Text
 from arbcli.families.media import bounded, pictures, sound
 from arbcli.families.media.evaluation import MediaLosses
 from arbcli.families.media.spans import (

@@ -7,8 +7,9 @@ from arbcli.kernels.attention import decode_attention as module
 from arbcli.kernels.attention.decode_attention import (
     decode_attention,
 )
-from arbcli.kernels.attention.eight_bits import FORMATS, quantise_entries, round_entries
+from arbcli.kernels.attention.eight_bits import quantise_entries, round_entries
 from arbcli.kernels.runtime.backend import use_backend
+from arbcli.model.parts.cached import FORMATS
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.check_kernels import copies
 from arbcli.verify.compare import as_tuple, compare

@@ -15,7 +15,7 @@ import torch
 
 from arbcli.base.errors import ArbError
 from arbcli.kernels.codec.decode_digits import decode_digits_native, decode_digits_torch
-from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime import native, native_library
 from arbcli.kernels.runtime.backend import check_backend, default_backend, use_backend, uses_native
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.check_kernels import copies
@@ -40,7 +40,7 @@ def one_loop(afresh, monkeypatch, tmp_path):
     """Have a source that is compiled at once, where it does not matter what the loops are."""
     source = tmp_path / "native.c"
     source.write_text("int one(void) { return 1; }\n")
-    monkeypatch.setattr(native, "SOURCE", source)
+    monkeypatch.setattr(native_library, "SOURCE", source)
 
 
 @compiled
@@ -84,7 +84,7 @@ def test_compiled_library_is_cached_and_compiled_again_if_damaged(afresh, monkey
     assert native.available()
     assert kept.stat().st_size == size
     native._library.cache_clear()
-    monkeypatch.setattr(native, "_compile", lambda _: pytest.fail("it is there"))
+    monkeypatch.setattr(native_library, "_compile", lambda _: pytest.fail("it is there"))
     assert native.available()
 
 
@@ -99,8 +99,8 @@ def test_library_that_another_user_can_write_is_not_loaded(afresh, tmp_path, mon
         "#include <fcntl.h>\n__attribute__((constructor)) static void run(void)"
         f' {{ open("{planted}", O_CREAT, 0600); }}\n'
     )
-    command = [*native._compiler(), "-shared", "-fPIC", str(source), "-o", str(kept)]
-    native._compile(command)
+    command = [*native_library._compiler(), "-shared", "-fPIC", str(source), "-o", str(kept)]
+    native_library._compile(command)
     digest = sha256(kept.read_bytes()).hexdigest()
     kept.with_name(f"{kept.name}.sha256").write_text(digest)
     kept.chmod(0o666)
@@ -165,16 +165,18 @@ def test_loops_are_compiled_for_the_requested_level(
 
     def refused(given):
         commands.append(given)
-        raise native._Missing("that is enough")
+        raise native_library.MissingLibrary("that is enough")
 
-    monkeypatch.setattr(native, "_compile", refused)
+    monkeypatch.setattr(native_library, "_compile", refused)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     if level:
-        monkeypatch.setenv(native.LEVEL, level)
+        monkeypatch.setenv(native_library.LEVEL, level)
     else:
-        monkeypatch.delenv(native.LEVEL, raising=False)
+        monkeypatch.delenv(native_library.LEVEL, raising=False)
     for model in "one", "other":
-        monkeypatch.setattr(native, "describe_cpu", lambda model=model: [model, f"flags : {flags}"])
+        monkeypatch.setattr(
+            native_library, "describe_cpu", lambda model=model: [model, f"flags : {flags}"]
+        )
         native._library.cache_clear()
         assert native.why_not() == "that is enough"
     first, second = commands
@@ -185,9 +187,11 @@ def test_loops_are_compiled_for_the_requested_level(
 
 @pytest.mark.parametrize("level", ["x86-64-v3", "armv8-a", "none such"])
 def test_level_that_this_cpu_does_not_have_is_refused(level, afresh, monkeypatch):
-    monkeypatch.setenv(native.LEVEL, level)
+    monkeypatch.setenv(native_library.LEVEL, level)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(native, "describe_cpu", lambda: ["flags : avx2 cx16 popcnt sse4_2 ssse3"])
+    monkeypatch.setattr(
+        native_library, "describe_cpu", lambda: ["flags : avx2 cx16 popcnt sse4_2 ssse3"]
+    )
     with pytest.raises(ArbError, match=f"is `{level}`, and the levels of this CPU") as refused:
         default_backend(CPU)
     assert str(refused.value).endswith(": `x86-64`, `x86-64-v2`")
@@ -225,8 +229,8 @@ def test_loop_skips_tensors_on_meta():
 WATCHED = """
 import sys
 import pytest
-from arbcli.kernels.runtime import native
-native.FLAGS += ("-fsanitize=address",)
+from arbcli.kernels.runtime import native, native_library
+native_library.FLAGS += ("-fsanitize=address",)
 tests = ["-m", "not slow", "-p", "no:cacheprovider", "-q", "-s", "-x", sys.argv[1]]
 sys.exit(pytest.main([*tests, "-k", "native or loop_in_c"]))
 """

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from arbcli.config.presets import preset
+from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.model.baselines import FloatWeight, rotate
+from arbcli.model.baselines import FloatWeight
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import fp8_product
 from arbcli.model.layers.embedding import TernaryEmbedding

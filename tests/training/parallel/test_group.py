@@ -86,7 +86,7 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch):
     assert "start at most 2" in refused.value.hint
 
 
-@pytest.mark.parametrize(("wire", "micro_batches", "local", "limit", "bits"), [
+@pytest.mark.parametrize(("reduce_dtype", "micro_batches", "local", "limit", "bits"), [
     ("int8", 1, 1, 127, 8), ("int8", 2, 2, 63, 8), ("int8", 3, 3, 42, 8), ("int8", 4, 4, 31, 8),
     ("int8", 8, 2, 31, 8), ("int8", 5, 5, 31, 12), ("int8", 67, 67, 31, 16),
     ("int12", 1, 1, 2047, 12), ("int12", 4, 1, 511, 12), ("int12", 16, 4, 511, 12),
@@ -94,9 +94,9 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch):
     ("int16", 1, 1, 32767, 16), ("int16", 4, 4, 8191, 16), ("int16", 5, 5, 8191, 32),
 ])  # fmt: skip
 def test_sum_of_parts_is_as_narrow_as_it_can_be_and_never_wraps(
-    wire, micro_batches, local, limit, bits
+    reduce_dtype, micro_batches, local, limit, bits
 ):
-    assert part_limit(wire, micro_batches) == limit
+    assert part_limit(reduce_dtype, micro_batches) == limit
     sums = sums_for(limit, local, micro_batches)
     assert sum(sums.sizes(2, 8)) == 2 * bits
     assert limit * local <= sums.largest < 2 ** (bits - 1)

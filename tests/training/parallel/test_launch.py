@@ -12,7 +12,8 @@ import pytest
 from arbcli.base.errors import ArbError
 from arbcli.base.signals import Interrupted
 from arbcli.training.parallel import launch as launching
-from arbcli.training.parallel.launch import STORE, Failure, Place, launch, this_process
+from arbcli.training.parallel.launch import Failure, launch
+from arbcli.training.parallel.process import STORE, Place, this_process
 
 STARTED = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 LONGEST = 60

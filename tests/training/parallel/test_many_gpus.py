@@ -14,7 +14,7 @@ import torch
 from marks import on_gpus
 from processes import in_processes
 
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.checkpoint import tensor_digest
 from arbcli.training.configure import new_config
@@ -41,7 +41,7 @@ def trained(group, text, given, capture):
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     place = f"cuda:{torch.cuda.current_device()}"
     texts = open_texts((str(text),), (), seed=3, context=32)
-    about = SHAPE | given | {"steps": 9, "seed": 3, "wire": "int12", "device": place}
+    about = SHAPE | given | {"steps": 9, "seed": 3, "reduce_dtype": "int12", "device": place}
     with deterministic():
         trainer = Trainer(new_config(**about), texts, group=group, capture=capture)
         losses = [float(trainer.train_step()) for _ in range(STEPS)]

@@ -16,7 +16,7 @@ from apparatus.killing import processes_of, start
 from marks import on_gpus
 from network import listening_addresses, outside
 
-from arbcli.training.parallel.group import INTERFACES
+from arbcli.training.parallel.rendezvous import INTERFACES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 SHAPE = "--dim 32 --layers 1 --heads 2 --ffn 48 --ctx 16 --batch 2 --accum 4 --steps 1000000"

@@ -18,6 +18,7 @@ from arbcli.training import run as runs
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
 from arbcli.training.parallel import group as group_module
+from arbcli.training.parallel import rendezvous
 from arbcli.training.parallel.group import joined
 from arbcli.training.run import resume_run, start_run
 
@@ -32,7 +33,8 @@ def order(monkeypatch):
         group=SimpleNamespace(WORLD=SimpleNamespace(abort=lambda: happened.append("aborted"))),
     )
     monkeypatch.setattr(group_module, "dist", imagined)
-    monkeypatch.setattr(group_module, "meet", lambda *_: None)
+    monkeypatch.setattr(rendezvous, "dist", imagined)
+    monkeypatch.setattr(rendezvous, "meet", lambda *_: None)
     with mock.patch.dict(os.environ, environment(0, 2, 1)):
         yield happened
 
@@ -70,7 +72,7 @@ def test_processes_of_one_machine_use_its_loopback_interface(about, bound, order
 
 ABOUT = {
     "dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2, "accum": 2, "steps": 2,
-    "wire": "int12", "device": "cpu", "compute": "fp32",
+    "reduce_dtype": "int12", "device": "cpu", "compute": "fp32",
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from arbcli.base.errors import ArbError
 from arbcli.base.signals import Interrupted, RaisedSignal
 from arbcli.training.parallel import rendezvous
 from arbcli.training.parallel.group import CPU, joined
-from arbcli.training.parallel.launch import STORE, Place
+from arbcli.training.parallel.process import STORE, Place
 from arbcli.training.parallel.rendezvous import WAIT, meet, program, source_digest
 
 

@@ -9,7 +9,7 @@ from processes import in_processes
 
 from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
-from arbcli.data.text import open_texts
+from arbcli.data.opening import open_texts
 from arbcli.families.experts import weight as expert_weight
 from arbcli.model.checkpoint import tensor_digest
 from arbcli.model.packed import StateModule
@@ -21,7 +21,14 @@ from arbcli.training.schedule import fade_growth, learning_rate
 from arbcli.training.trainer import Trainer
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2}
-ABOUT = {"accum": 4, "steps": 9, "seed": 3, "wire": "int12", "device": "cpu", "compute": "fp32"}
+ABOUT = {
+    "accum": 4,
+    "steps": 9,
+    "seed": 3,
+    "reduce_dtype": "int12",
+    "device": "cpu",
+    "compute": "fp32",
+}
 DECIDED = {"lr": 0.5} | ABOUT
 
 
@@ -76,7 +83,7 @@ def test_four_processes_give_the_bits_of_a_single_process(texts):
         # sums of 16 bits in one process, and of 12 in two
         {"direction": "factored", "accum": 8, "tscale": "T6"},
         {"objective": "fill"},  # micro-batches with unequal numbers of learnt symbols
-        pytest.param({"wire": "int8"}, marks=pytest.mark.slow),
+        pytest.param({"reduce_dtype": "int8"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -153,7 +160,7 @@ def test_batches_that_cannot_be_dealt_out_are_refused(texts):
     with pytest.raises(ArbError, match="4 micro-batches cannot be divided evenly among 3"):
         Trainer(config, texts, group=Group(0, 3))
     with pytest.raises(ArbError, match="cannot be shared across processes"):
-        Trainer(dataclasses.replace(config, wire=None), texts, group=Group(0, 2))
+        Trainer(dataclasses.replace(config, reduce_dtype=None), texts, group=Group(0, 2))
 
 
 @pytest.mark.parametrize("owner", [1])
@@ -186,10 +193,10 @@ def test_non_finite_gradient_is_counted_once_by_any_number_of_processes(owner, t
         assert second[1] == counters
 
 
-@pytest.mark.parametrize("wire", ["int8", "int12"])  # sums of one part, and of two
-def test_tensor_without_a_gradient_in_a_step_does_not_change(wire, texts):
+@pytest.mark.parametrize("reduce_dtype", ["int8", "int12"])  # sums of one part, and of two
+def test_tensor_without_a_gradient_in_a_step_does_not_change(reduce_dtype, texts):
     """Others of its message step, and of its exponents nothing is known."""
-    trainer = Trainer(new_config(**(DECIDED | SMALL | {"wire": wire})), texts)
+    trainer = Trainer(new_config(**(DECIDED | SMALL | {"reduce_dtype": reduce_dtype})), texts)
     trainer.train_step()
     mlp = trainer.model.blocks[0].mlp
     before = [
@@ -223,7 +230,7 @@ def test_no_step_of_a_run_is_beyond_the_largest_rate(rule, digits, texts):
 
 
 def twin_losses(group, texts):
-    given = SMALL | ABOUT | {"wire": None, "weights": "float", "dropout": 0.25}
+    given = SMALL | ABOUT | {"reduce_dtype": None, "weights": "float", "dropout": 0.25}
     trainer = Trainer(new_config(**given), texts, group=group)
     losses = [float(trainer.train_step()) for _ in range(3)]
     return [*losses, trainer.evaluate(num_batches=4)]

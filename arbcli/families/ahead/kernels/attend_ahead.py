@@ -44,8 +44,7 @@ from arbcli.kernels.attention.attend_parts import (
     turn,
     write_sums,
 )
-from arbcli.kernels.attention.decode_attention import PLACE, decode_attention
-from arbcli.kernels.attention.kept import Kept
+from arbcli.kernels.attention.decode_attention import PLACE, Kept, decode_attention
 from arbcli.kernels.codec.warp_products import HAS_PTX, round_pair, unpair_four
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import BF16, INT32, Arguments, Array, Number, compiled_check

@@ -1,0 +1,185 @@
+"""Parameters of a step on the device: their layout, and their values for consecutive steps.
+
+A row of int64 has the parameters of a micro-batch, so that a step is one copy to the device. Fields
+are views of the row, on the host and on the device.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from arbcli.kernels.update.direction import UNIT
+from arbcli.kernels.update.step_trits import GOLDEN_TURN, LARGEST_DECAY
+from arbcli.model.rules.base import (
+    DECAY_OF_LR,
+    NUM_STREAMS,
+    SCALE_STEP,
+    STEP_CLIP,
+    STEP_OF_RADIX,
+    blend_gains,
+    fixed_point_gains,
+)
+
+ROW_CLIP = 2
+"""Maximum step of a weight in a row of a table, relative to the RMS of the direction. The most
+frequent rows dominate the direction, and oscillate with a larger limit."""
+
+
+class Pace(NamedTuple):
+    """What sets the step sizes of a tensor."""
+
+    lr_factor: float
+    """Factor of the learning rate."""
+    radix: int
+    """P of the rule."""
+    blend_units: float
+    """`blend_units` of the rule."""
+
+
+class StepSizes(NamedTuple):
+    """Fixed-point learning rates of slopes, directions and moments: see `StepControl`."""
+
+    scale_gain: tuple[Tensor, Tensor]
+    direct_gain: tuple[Tensor, Tensor]
+    whole_gain: tuple[Tensor, Tensor]
+    blend_gain: tuple[Tensor, Tensor]
+    alone_gain: tuple[Tensor, Tensor]
+    limit: Tensor
+    row_limit: Tensor
+    """Limit for rows of tables."""
+    decay: Tensor
+    direct_decay: Tensor
+    step_size: Tensor
+    share_size: Tensor
+
+
+GAINS = "scale_gain", "direct_gain", "whole_gain", "blend_gain", "alone_gain"
+"""Fields of `StepSizes` that are a gain and a shift."""
+
+
+class StepLayout:
+    """Layout of the parameters of a micro-batch in a row of `width` int64.
+
+    | field | dtype | shape | content |
+    |---|---|---|---|
+    | `squares` | int64 | matrices | sums of squares of moments, which updates add up |
+    | `nonfinite` | int64 | | whether a gradient was not finite, which updates set |
+    | `step_size`, `share_size` | int64 | paces | see `StepControl` |
+    | `GAINS` | int32 | paces, 2 | gain and shift of each |
+    | `limit`, `row_limit`, `decay`, `direct_decay` | int32 | paces | see `StepSizes` |
+    | `step` | int32 | | number of the step |
+    | `turn`, `turn_alone` | int32 | | offsets of a step, and of a micro-batch |
+    | `keys` | int32 | matrices, NUM_STREAMS | keys of random bits |
+
+    Args:
+        matrices: number of matrices of all tensors.
+        paces: number of paces.
+    """
+
+    def __init__(self, matrices: int, paces: int) -> None:
+        wide, narrow = torch.int64, torch.int32
+        self.fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "squares": (wide, (matrices,)),
+            "nonfinite": (wide, (1,)),
+            "step_size": (wide, (paces,)),
+            "share_size": (wide, (paces,)),
+            **dict.fromkeys(GAINS, (narrow, (paces, 2))),
+            **dict.fromkeys(("limit", "row_limit", "decay"), (narrow, (paces,))),
+            "direct_decay": (narrow, (paces,)),
+            **dict.fromkeys(("step", "turn", "turn_alone"), (narrow, (1,))),
+            "keys": (narrow, (matrices, NUM_STREAMS)),
+        }
+        self._places: dict[str, slice] = {}
+        begin = 0
+        for name, (dtype, shape) in self.fields.items():
+            end = begin + math.prod(shape) * dtype.itemsize // narrow.itemsize
+            self._places[name] = slice(begin, end)
+            begin = end
+        self.width = -(-begin // 2)
+
+    def view(self, rows: Tensor, name: str) -> Tensor:
+        """View a field of rows, (..., width) int64, as (..., *shape of the field)."""
+        dtype, shape = self.fields[name]
+        return rows.view(torch.int32)[..., self._places[name]].view(dtype).unflatten(-1, shape)
+
+    def sizes(self, row: Tensor) -> list[StepSizes]:
+        """View the step sizes of each pace in a row, (width,) int64."""
+        fields: dict[str, Any] = {name: self.view(row, name).unbind() for name in StepSizes._fields}
+        fields |= {name: [tuple(pair.unbind()) for pair in fields[name]] for name in GAINS}
+        return [
+            StepSizes(**dict(zip(fields, values, strict=True)))
+            for values in zip(*fields.values(), strict=True)
+        ]
+
+    def pack(self, values: dict[str, np.ndarray | Tensor], steps: int, micros: int) -> Tensor:
+        """Write values of fields to rows, (steps, micros, width) int64 on the host.
+
+        Args:
+            values: by name, (steps, micros, *shape of the field), or broadcastable to it; fields
+                without values are 0.
+            steps: number of steps.
+            micros: number of micro-batches of each.
+        """
+        rows = torch.zeros(steps, micros, self.width, dtype=torch.int64, device="cpu")
+        for name, value in values.items():
+            self.view(rows, name).copy_(torch.as_tensor(value))
+        return rows
+
+
+def step_limits(step_sizes: np.ndarray) -> np.ndarray:
+    """Return the maximum steps of z in units of 2**-16, for steps with an RMS of `step_sizes`."""
+    return np.minimum(np.rint(STEP_CLIP * step_sizes * UNIT), 2**30)
+
+
+def step_values(
+    paces: Sequence[Pace],
+    weight_decay: float,
+    steps: range,
+    rates: Sequence[float],
+    counts: Sequence[int],
+) -> dict[str, np.ndarray]:
+    """Compute the values of all fields of `StepLayout` but `keys`, for consecutive steps.
+
+    Args:
+        paces: paces of the tensors.
+        weight_decay: weight decay, multiplied by the learning rate.
+        steps: numbers of the steps.
+        rates: their learning rates.
+        counts: number of learnt symbols of each micro-batch, the same in all steps.
+    """
+    lr_factors, radices, units = np.array(paces).T
+    weights = np.array(counts, np.int64)
+    total = max(1, weights.sum())
+    with np.errstate(divide="ignore"):  # a micro-batch without a loss has no share
+        divisors = (total / weights)[:, None]
+    lrs = (np.array(rates)[:, None] * lr_factors)[:, None]  # (steps, 1, paces)
+    sizes = lrs * radices * STEP_OF_RADIX
+    shape = len(steps), len(weights), len(paces)
+    shares = [lrs * SCALE_STEP / divisors, sizes / divisors]
+    factors = np.stack([*shares, np.broadcast_to(sizes, shape)])
+    blends = units / np.stack([divisors, np.ones_like(divisors)])[:, None]
+    blends = np.broadcast_to(blends, (2, *shape))
+    gains = np.concatenate([fixed_point_gains(factors), blend_gains(blends)], axis=1)
+    limits = step_limits(sizes)
+    decays = np.minimum(np.rint(lrs * weight_decay * DECAY_OF_LR * 2**24), LARGEST_DECAY)
+    moments = np.rint(sizes * 2**32).astype(np.int64)
+    # whole and remainder apart, as the product with a count may overflow
+    quotients, remainders = np.divmod(moments, total)
+    numbers = np.array(steps)[:, None, None]
+    updates = numbers * len(weights) + np.arange(len(weights))[:, None]
+    return {
+        "step_size": moments,
+        "share_size": quotients * weights[:, None] + remainders * weights[:, None] // total,
+        **dict(zip(GAINS, np.moveaxis(gains, 0, -1), strict=True)),
+        "limit": limits,
+        "row_limit": limits * ROW_CLIP // STEP_CLIP,
+        "decay": decays,
+        "direct_decay": np.rint(decays / divisors),
+        "step": numbers,
+        "turn": numbers * GOLDEN_TURN % UNIT,
+        "turn_alone": updates * GOLDEN_TURN % UNIT,
+    }
