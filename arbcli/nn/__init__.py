@@ -1,0 +1,10 @@
+"""Integer weights for any module of PyTorch: docs/library.md describes them, with examples."""
+
+from arbcli.nn.convert import floats as floats
+from arbcli.nn.convert import to_integers as to_integers
+from arbcli.nn.layers import Embedding as Embedding
+from arbcli.nn.layers import Experts as Experts
+from arbcli.nn.layers import Linear as Linear
+from arbcli.nn.layers import Vector as Vector
+from arbcli.nn.optimizer import IntegerOptimizer as IntegerOptimizer
+from arbcli.nn.storage import Storage as Storage
