@@ -128,6 +128,9 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
         take_class(module, experts.get(module, False))
     if hasattr(model, "config") and hasattr(model.config, "to_dict"):
         setattr(model.config, MARK, {"quant_method": "arb", **settings})
+        # patterns by which Transformers renames float weights when it saves them
+        model._float_conversions = getattr(model, "_weight_conversions", None)  # type: ignore[assignment]
+        model._weight_conversions = []  # type: ignore[assignment]
 
 
 def _grouped(model: nn.Module, settings: dict[str, Any]) -> list[list[_Use]]:
