@@ -7,7 +7,7 @@ from arbcli.nn.layers import Experts as Experts
 from arbcli.nn.layers import Linear as Linear
 from arbcli.nn.layers import Vector as Vector
 from arbcli.nn.optimizer import IntegerOptimizer as IntegerOptimizer
-from arbcli.nn.storage import Storage as Storage
 from arbcli.nn.saving import export_float as export_float
 from arbcli.nn.saving import float_state_dict as float_state_dict
 from arbcli.nn.saving import load_integers as load_integers
+from arbcli.nn.storage import Storage as Storage

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from arbcli.base.environment import set_environment
-from arbcli.base.errors import ArbError, quoted
+from arbcli.base.errors import ArbError
 from arbcli.model.rules import LR_OF_TUNING
-from arbcli.nn.layers import IntegerModule, are_experts, hold, is_transposed, role, take_class
+from arbcli.nn.layers import hold, is_transposed, role, take_class
 from arbcli.nn.optimizer import IntegerOptimizer
 from arbcli.nn.storage import Storage, new_packed
 from arbcli.nn.weights import DTYPES, Anchored
@@ -27,6 +27,7 @@ class _Use(NamedTuple):
     name: str
     full_name: str
     value: nn.Parameter
+    role: str
 
     def matches(self, pattern: str) -> bool:
         """Return whether a pattern matches the name of the parameter or of a module above it."""
@@ -108,12 +109,11 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
     head = _output_weight(model)
     width = _width(model)
     own_grid = "arb.origin" in _configuration(model)
-    experts = {uses[0].module: are_experts(uses[0].module) for uses in groups}
-    changed: dict[nn.Module, None] = {}
+    changed: dict[nn.Module, str] = {}
     while groups:
         uses, storage = groups.pop(0), storages.pop(0)
         first, value = uses[0], uses[0].value
-        roles = frozenset(role(use.module, use.name) for use in uses)
+        roles = frozenset(use.role for use in uses)
         packed = new_packed(
             value, roles, storage, dim=width or value.shape[-1], is_head=value is head,
             transposed=is_transposed(first.module, first.name),
@@ -122,10 +122,10 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
             packed.round(value, own_grid)
         for use in uses:
             hold(use.module, use.name, packed, registers=use is first)
-            changed[use.module] = None
+            changed[use.module] = use.role
         del uses, first, value
-    for module in changed:
-        take_class(module, experts.get(module, False))
+    for module, last_role in changed.items():
+        take_class(module, last_role == "experts")
     if hasattr(model, "config") and hasattr(model.config, "to_dict"):
         setattr(model.config, MARK, {"quant_method": "arb", **settings})
         # patterns by which Transformers renames float weights when it saves them
@@ -144,7 +144,7 @@ def _grouped(model: nn.Module, settings: dict[str, Any]) -> list[list[_Use]]:
         for name, value in module._parameters.items():
             if value is not None:
                 full_name = f"{module_name}.{name}" if module_name else name
-                use = _Use(module, name, full_name, value)
+                use = _Use(module, name, full_name, value, role(module, name))
                 by_value.setdefault(id(value), []).append(use)
     groups = [*by_value.values()]
     for pattern in (*settings["skip"], *settings["rules"], *settings["scale_types"]):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from arbcli.base.errors import ArbError
-from arbcli.nn.storage import Storage, new_packed
+from arbcli.nn.storage import DEFAULT, Storage, new_packed
 from arbcli.nn.weights import Anchored, ExpertStack, Matrix, Symbols, look_up
 
 
@@ -106,7 +106,7 @@ class Linear(IntegerModule, nn.Linear):
         bias: bool = True,
         device: Any = None,
         dtype: Any = None,
-        storage: Storage = Storage(),
+        storage: Storage = DEFAULT,
     ) -> None:
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
         pack(self, storage)
@@ -116,7 +116,7 @@ class Linear(IntegerModule, nn.Linear):
     bias = _reader("bias")  # type: ignore[assignment]
 
     @classmethod
-    def from_float(cls, layer: nn.Linear, storage: Storage = Storage()) -> Any:
+    def from_float(cls, layer: nn.Linear, storage: Storage = DEFAULT) -> Any:
         """Round a layer of torch to a new one with integers."""
         return pack(copy.deepcopy(layer), storage)
 
@@ -151,7 +151,7 @@ class Embedding(IntegerModule, nn.Embedding):
         padding_idx: int | None = None,
         device: Any = None,
         dtype: Any = None,
-        storage: Storage = Storage(),
+        storage: Storage = DEFAULT,
     ) -> None:
         nn.Embedding.__init__(
             self, num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype
@@ -162,7 +162,7 @@ class Embedding(IntegerModule, nn.Embedding):
     weight = _reader("weight")  # type: ignore[assignment]
 
     @classmethod
-    def from_float(cls, layer: nn.Embedding, storage: Storage = Storage()) -> Any:
+    def from_float(cls, layer: nn.Embedding, storage: Storage = DEFAULT) -> Any:
         """Round a layer of torch to a new one with integers."""
         return pack(copy.deepcopy(layer), storage)
 
@@ -182,7 +182,7 @@ class Vector(IntegerModule):
         storage: rule and direction: see `Storage`.
     """
 
-    def __init__(self, values: Tensor, storage: Storage = Storage()) -> None:
+    def __init__(self, values: Tensor, storage: Storage = DEFAULT) -> None:
         super().__init__()
         self.register_parameter("value", nn.Parameter(values.detach()))
         pack(self, storage)
@@ -190,7 +190,7 @@ class Vector(IntegerModule):
     value = _reader("value")
 
     @classmethod
-    def from_float(cls, values: Tensor, storage: Storage = Storage()) -> Any:
+    def from_float(cls, values: Tensor, storage: Storage = DEFAULT) -> Any:
         """Round values to a new vector."""
         return cls(values, storage)
 
@@ -235,7 +235,7 @@ class Experts(IntegerModule):
         gate_up: Tensor,
         down: Tensor,
         act_fn: Callable[[Tensor], Tensor] = nn.functional.silu,
-        storage: Storage = Storage(),
+        storage: Storage = DEFAULT,
     ) -> None:
         super().__init__()
         self.register_parameter("gate_up_proj", nn.Parameter(gate_up.detach()))
@@ -246,9 +246,7 @@ class Experts(IntegerModule):
     gate_up_proj = _reader("gate_up_proj")
     down_proj = _reader("down_proj")
 
-    def forward(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Add the results of the chosen experts.
 
         Args:
@@ -267,7 +265,12 @@ class Experts(IntegerModule):
 
 @torch.compiler.disable
 def _mix(
-    x: Tensor, chosen: Tensor, shares: Tensor, gate_up: ExpertStack, down: ExpertStack, act: Callable
+    x: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    gate_up: ExpertStack,
+    down: ExpertStack,
+    act: Callable,
 ) -> Tensor:
     count, each = chosen.shape
     owners, order = chosen.reshape(-1).sort(stable=True)
@@ -285,7 +288,7 @@ def _is_conv1d(kind: type) -> bool:
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Return whether a module has stacked experts as `_StackedExperts` computes them."""
+    """Return whether a module has stacked experts as `Experts` computes them."""
     parts = {name: part for name, part in module._parameters.items() if part is not None}
     if {*parts} != {"gate_up_proj", "down_proj"} or not callable(getattr(module, "act_fn", None)):
         return False
@@ -358,10 +361,11 @@ def take_class(module: nn.Module, experts: bool) -> None:
 def pack(module: Any, storage: Storage) -> Any:
     """Round all parameters of a module, but not of its children, to integers, in place."""
     experts = are_experts(module)
+    roles_of = {name: frozenset({role(module, name)}) for name in module._parameters}
     for name, value in [*module._parameters.items()]:
         if value is None:
             continue
-        roles = frozenset({role(module, name)})
+        roles = roles_of[name]
         dim = value.shape[-1]
         packed = new_packed(value, roles, storage, dim=dim, transposed=is_transposed(module, name))
         packed.round(value.detach())

@@ -105,12 +105,12 @@ class IntegerOptimizer(torch.optim.Optimizer):
                 hint="call `optimizer.step()`, or pass the number of backward passes in a step as"
                 " `accumulation`",
             )
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            if torch.distributed.get_world_size() > 1:
-                raise ArbError(
-                    "integer weights of other models are trained in one process",
-                    hint="use one GPU, or `arb train` for several",
-                )
+        shared = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if shared and torch.distributed.get_world_size() > 1:
+            raise ArbError(
+                "integer weights of other models are trained in one process",
+                hint="use one GPU, or `arb train` for several",
+            )
         updater = self._updater_now
         if self._micro == 0:
             updater.weight_decay = group["weight_decay"]

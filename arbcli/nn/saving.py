@@ -14,7 +14,9 @@ from arbcli.nn.convert import MARK, convert
 from arbcli.nn.layers import IntegerModule
 
 
-def load_integers(folder: Path | str, *, device: Any = None, dtype: torch.dtype | None = None) -> Any:
+def load_integers(
+    folder: Path | str, *, device: Any = None, dtype: torch.dtype | None = None
+) -> Any:
     """Load a model of Transformers from a folder that `save_pretrained` wrote with integers.
 
     Args:
@@ -80,7 +82,9 @@ def float_state_dict(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> d
     Returns:
         Tensors on the CPU by name; tied weights are one tensor with several names.
     """
-    modules = {name: part for name, part in model.named_modules() if isinstance(part, IntegerModule)}
+    modules = {
+        name: part for name, part in model.named_modules() if isinstance(part, IntegerModule)
+    }
     names = {
         f"{name}.{own}" if name else own: packed
         for name, part in modules.items()

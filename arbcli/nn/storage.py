@@ -75,6 +75,9 @@ class Storage:
         )
 
 
+DEFAULT = Storage()
+
+
 def new_packed(
     value: nn.Parameter,
     roles: frozenset[str],

@@ -10,10 +10,15 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size"
 
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", HEADS),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", HEADS | {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3": (
+        "Qwen3ForCausalLM", "Qwen3Config", HEADS | {"head_dim": 16, "tie_word_embeddings": True},
+    ),
     "gemma3": (
         "Gemma3ForCausalLM", "Gemma3TextConfig",
-        HEADS | {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+        HEADS | {
+            "head_dim": 16, "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
     ),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", HEADS),
     "gpt2": (
@@ -22,7 +27,9 @@ ARCHITECTURES = {
     ),
     "qwen3_moe": (
         "Qwen3MoeForCausalLM", "Qwen3MoeConfig",
-        HEADS | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        HEADS | {
+            "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        },
     ),
     "mamba": ("MambaForCausalLM", "MambaConfig", {"state_size": 8}),
 }  # fmt: skip
