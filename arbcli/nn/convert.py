@@ -17,7 +17,11 @@ from arbcli.nn.storage import Storage, new_packed
 from arbcli.nn.weights import DTYPES, Anchored
 
 MARK = "quantization_config"
-"""Field of a configuration of Transformers that describes the integers of a model."""
+"""Field of a configuration of Transformers that has the settings of integers in `KEY`. Without a
+`quant_method` in it, Transformers refuses to load the folder as floats."""
+KEY = "arb_integers"
+ORIGIN = "arb.origin"
+"""Field of a configuration whose float weights were decoded by this package."""
 
 
 class _Use(NamedTuple):
@@ -108,7 +112,7 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
     storages = [_storage(uses, settings) for uses in groups]
     head = _output_weight(model)
     width = _width(model)
-    own_grid = "arb.origin" in _configuration(model)
+    own_grid = ORIGIN in _configuration(model)
     changed: dict[nn.Module, str] = {}
     while groups:
         uses, storage = groups.pop(0), storages.pop(0)
@@ -127,7 +131,7 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
     for module, last_role in changed.items():
         take_class(module, last_role == "experts")
     if hasattr(model, "config") and hasattr(model.config, "to_dict"):
-        setattr(model.config, MARK, {"quant_method": "arb", **settings})
+        setattr(model.config, MARK, {KEY: settings})
         # patterns by which Transformers renames float weights when it saves them
         model._float_conversions = getattr(model, "_weight_conversions", None)  # type: ignore[assignment]
         model._weight_conversions = []  # type: ignore[assignment]

@@ -18,6 +18,9 @@ from arbcli.base.errors import ArbError
 from arbcli.nn.storage import DEFAULT, Storage, new_packed
 from arbcli.nn.weights import Anchored, ExpertStack, Matrix, Symbols, look_up
 
+SUFFIX = "_packed"
+"""End of the name of a packed tensor in its module, after the name of the parameter."""
+
 
 class IntegerModule(nn.Module):
     """Base of modules with packed parameters."""
@@ -49,7 +52,8 @@ class IntegerModule(nn.Module):
             name: nn.Parameter(packed.decoded().clone(), packed.anchor.requires_grad)
             for name, packed in self._packed.items()
         }
-        others = {name: part for name, part in self._modules.items() if name not in values}
+        own = {name + SUFFIX for name in values}
+        others = {name: part for name, part in self._modules.items() if name not in own}
         made.__dict__.update(content | {"_modules": others})
         made._parameters = self._parameters | values
         return made
@@ -348,7 +352,7 @@ def hold(module: nn.Module, name: str, packed: Anchored, *, registers: bool) -> 
     del module._parameters[name]
     module.__dict__.setdefault("_packed", {})[name] = packed
     if registers:
-        module._modules[name] = packed
+        module._modules[name + SUFFIX] = packed
 
 
 def take_class(module: nn.Module, experts: bool) -> None:

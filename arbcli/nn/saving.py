@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from arbcli.base.errors import ArbError, library_errors
 from arbcli.base.reading import ALTERED, read_json
 from arbcli.base.run_files import CONFIG
-from arbcli.nn.convert import MARK, convert
-from arbcli.nn.layers import IntegerModule
+from arbcli.nn.convert import KEY, MARK, ORIGIN, convert
+from arbcli.nn.layers import SUFFIX, IntegerModule
 
 
 def load_integers(
@@ -33,8 +33,8 @@ def load_integers(
     import transformers
 
     folder = Path(folder)
-    settings = read_json(folder / CONFIG).get(MARK)
-    if not isinstance(settings, dict) or settings.get("quant_method") != "arb":
+    mark = read_json(folder / CONFIG).get(MARK)
+    if not isinstance(mark, dict) or KEY not in mark:
         raise ArbError(
             f"`{folder}` has no integer weights",
             hint="load it with Transformers, and convert it with `arbcli.to_integers`",
@@ -49,7 +49,7 @@ def load_integers(
         )
     dtype = dtype or configuration.dtype or torch.float32
     model = getattr(transformers, name)._from_config(configuration, dtype=dtype)
-    convert(model, {key: settings[key] for key in settings if key != "quant_method"}, rounds=False)
+    convert(model, mark[KEY], rounds=False)
     _read_into(model, folder)
     if device is not None:
         model.to(device)
@@ -98,7 +98,7 @@ def float_state_dict(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> d
                 decoded[id(packed)] = packed.decoded().to("cpu", dtype, copy=True).contiguous()
             found[name] = decoded[id(packed)]
     for name, value in model.state_dict().items():
-        if not any(name.startswith(f"{own}.") for own in names):
+        if not any(name.startswith(f"{own}{SUFFIX}.") for own in names):
             found[name] = value.to("cpu", dtype if value.is_floating_point() else value.dtype)
     return found
 
@@ -126,6 +126,7 @@ def export_float(model: Any, folder: Path | str, dtype: torch.dtype = torch.bflo
         if hasattr(model.config, MARK):
             delattr(model.config, MARK)
         model.config.dtype = dtype
+        setattr(model.config, ORIGIN, "arbcli.nn")
         model.save_pretrained(folder, state_dict=float_state_dict(model, dtype))
     finally:
         model.config, model._weight_conversions = configuration, conversions

@@ -28,7 +28,7 @@ class Collected:
         for name, part in module.named_modules():
             if hasattr(part, "anchor"):
                 part.sink = self
-                part.known_as = name
+                part.known_as = name.removesuffix("_packed")
 
     def __call__(self, tensor, grad, where=None):
         self.calls += 1
