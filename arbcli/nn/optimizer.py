@@ -38,6 +38,8 @@ class IntegerOptimizer(torch.optim.Optimizer):
 
     takes_signs = False
     """Whether gradients may be passed as signs: see `Updater`."""
+    is_set = False
+    """Whether `set_step` is called before the backward, as for captured steps."""
 
     def __init__(
         self,
@@ -59,7 +61,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         super().__init__([weight.anchor for weight in self._weights], {"lr": lr, **settings})
         self._updater: Updater | None = None
         self._counters = {"nonfinite_steps": 0, "refused": 0}
-        self._step = self._micro = 0
+        self.step_number = self._micro = 0
         self._in_backward = False
         self._stepped: set[tuple[int, int]] = set()
         """Tensors with a gradient in this backward, by their addresses and first matrices."""
@@ -111,14 +113,18 @@ class IntegerOptimizer(torch.optim.Optimizer):
                 "integer weights of other models are trained in one process",
                 hint="use one GPU, or `arb train` for several",
             )
-        updater = self._updater_now
-        if self._micro == 0:
-            updater.weight_decay = group["weight_decay"]
-            updater.set_step(self._step, float(group["lr"]), accumulation)
-        updater.begin_micro(self._micro)
+        if self._micro == 0 and not self.is_set:
+            self.set_step()
+        self._updater_now.begin_micro(self._micro)
         self._micro += 1
         self._in_backward = True
         Variable._execution_engine.queue_callback(self._end_backward)
+
+    def set_step(self) -> None:
+        """Copy number, learning rate and settings of the step to the device."""
+        group, updater = self.param_groups[0], self._updater_now
+        updater.weight_decay = group["weight_decay"]
+        updater.set_step(self.step_number, float(group["lr"]), group["accumulation"])
 
     def _end_backward(self) -> None:
         self._in_backward = False
@@ -157,11 +163,15 @@ class IntegerOptimizer(torch.optim.Optimizer):
             if self._micro < self.param_groups[0]["accumulation"]:
                 updater.end_early(self._touched.values())
             updater.finish()
-            self._step += 1
+            self.count_step()
         self._micro, self._in_backward = 0, False
         self._stepped.clear()
         self._touched.clear()
         return found
+
+    def count_step(self) -> None:
+        """Count a step that was done, by `step` or by a replay."""
+        self.step_number += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing, as gradients are not stored; an interrupted step ends."""
@@ -179,14 +189,14 @@ class IntegerOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return step, counters and settings; moments are in the state of the model."""
-        self.state[self._weights[0].anchor] = {"step_of_run": self._step} | self.counters()
+        self.state[self._weights[0].anchor] = {"step_of_run": self.step_number} | self.counters()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore step, counters and settings."""
         super().load_state_dict(state_dict)
         state = {name: int(value) for name, value in self.state[self._weights[0].anchor].items()}
-        self._step = state.pop("step_of_run")
+        self.step_number = state.pop("step_of_run")
         self._counters, self._updater = state, None
 
 

@@ -25,7 +25,7 @@ from arbcli.kernels.rows.ternary_embedding import embedding_rows
 from arbcli.model.layers.embedding import EmbeddingWeight, ManyEmbeddingsWeight
 from arbcli.model.layers.linear import LinearWeight
 from arbcli.model.layers.streamed import GradientSink, StreamedTensor
-from arbcli.model.layers.symbols import SymbolWeight
+from arbcli.model.layers.symbols import Scored, SymbolWeight
 from arbcli.model.layers.vector import DIRECTION, ReadWeight, VectorWeight
 
 READ_AT_ONCE = 1 << 22
@@ -272,6 +272,27 @@ class _Lookup(_Use):
         return None, None, None, None
 
 
+class _Losses(_Use):
+    """Cross-entropy of each row of x @ w.T; logits are computed in chunks of the vocabulary."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, targets: Tensor, weight: "Symbols", token: Tensor
+    ) -> Tensor:
+        _Use.keep(ctx, weight, token)
+        losses, total = weight.score(x, targets)
+        ctx.save_for_backward(x, targets, total)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        x, targets, total = ctx.saved_tensors
+        scored, scale = Scored(x, targets, total), grad.contiguous()
+        grad_x = ctx.weight.propagate_losses(scored, scale) if ctx.needs_input_grad[0] else None
+        _Use.collect(ctx, scored, scale)
+        return grad_x, None, None, None
+
+
 class _GroupedProduct(_Use):
     """y = x @ w[expert].T for slots sorted by expert."""
 
@@ -321,6 +342,20 @@ class Symbols(Anchored, SymbolWeight):
     """The weight of a head for many symbols, or one that an embedding shares."""
 
     product = _Multiplied.product
+
+    @torch.compiler.disable
+    def losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Compute the cross-entropy of each row in nats; differentiable.
+
+        Args:
+            x: (M, K) bfloat16 or float32.
+            targets: (M,) int64 in 0..N-1.
+
+        Returns:
+            (M,) float32.
+        """
+        check_dtype(x.dtype)
+        return _Losses.apply(x, targets, self, self.token())
 
 
 class Rows(Anchored, EmbeddingWeight):
