@@ -91,7 +91,8 @@ class CapturedStep:
             for old, new in zip(kept, given, strict=True):
                 old.copy_(new, non_blocking=True)
         self.optimizer.set_step()
-        assert self._graph is not None and self._total is not None, "it was captured"
+        assert self._graph is not None, "it was captured"
+        assert self._total is not None, "with its loss"
         self._graph.replay()
         self.optimizer.count_step()
         return self._total.clone()

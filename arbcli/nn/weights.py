@@ -276,9 +276,7 @@ class _Losses(_Use):
     """Cross-entropy of each row of x @ w.T; logits are computed in chunks of the vocabulary."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, targets: Tensor, weight: "Symbols", token: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, targets: Tensor, weight: "Symbols", token: Tensor) -> Tensor:
         _Use.keep(ctx, weight, token)
         losses, total = weight.score(x, targets)
         ctx.save_for_backward(x, targets, total)
