@@ -1,5 +1,6 @@
 """Integer weights for any module of PyTorch: docs/library.md describes them, with examples."""
 
+from arbcli.nn.convert import PROJECTIONS as PROJECTIONS
 from arbcli.nn.convert import floats as floats
 from arbcli.nn.convert import to_integers as to_integers
 from arbcli.nn.layers import Embedding as Embedding

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from arbcli.base.environment import set_environment
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, quoted
 from arbcli.model.rules import LR_OF_TUNING
 from arbcli.nn.layers import hold, is_transposed, role, take_class
 from arbcli.nn.optimizer import IntegerOptimizer
-from arbcli.nn.storage import Storage, new_packed
-from arbcli.nn.weights import DTYPES, Anchored
+from arbcli.nn.storage import Storage, new_fused, new_packed
+from arbcli.nn.weights import DTYPES, Anchored, MatrixRows
 
 MARK = "quantization_config"
 """Field of a configuration of Transformers that has the settings of integers in `KEY`. Without a
@@ -22,6 +22,10 @@ MARK = "quantization_config"
 KEY = "arb_integers"
 ORIGIN = "arb.origin"
 """Field of a configuration whose float weights were decoded by this package."""
+
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+"""Names of the linear layers with the same input in Llama, Qwen, Gemma and many others."""
 
 
 class _Use(NamedTuple):
@@ -52,6 +56,7 @@ def to_integers(
     scale_types: Mapping[str, str] | None = None,
     skip: Sequence[str] = (),
     skip_unsupported: bool = False,
+    fuse: Sequence[Sequence[str]] = (),
     accumulation: int = 1,
     weight_decay: float = 0.0,
     seed: int = 0,
@@ -76,6 +81,8 @@ def to_integers(
         scale_types: scale types by pattern.
         skip: patterns of parameters that stay float.
         skip_unsupported: whether parameters that cannot be converted stay float.
+        fuse: names of linear layers of a module that multiply the same input, and are stepped as
+            one matrix, as `arb train` does; `PROJECTIONS` are those of most models.
         accumulation: number of backward passes in a step.
         weight_decay: weight decay, multiplied by the learning rate.
         seed: seed of the stochastic rounding, 0..2**31-1.
@@ -91,7 +98,7 @@ def to_integers(
     settings: dict[str, Any] = {
         "rule": rule, "weights": weights, "scale_type": scale_type, "direction": direction,
         "rules": dict(rules or {}), "scale_types": dict(scale_types or {}), "skip": [*skip],
-        "skip_unsupported": skip_unsupported,
+        "skip_unsupported": skip_unsupported, "fuse": [[*names] for names in fuse],
     }  # fmt: skip
     convert(model, settings, rounds=True)
     return IntegerOptimizer(
@@ -113,20 +120,33 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
     head = _output_weight(model)
     width = _width(model)
     own_grid = ORIGIN in _configuration(model)
+    together = _fused(model, groups, storages, settings["fuse"])
     changed: dict[nn.Module, str] = {}
     while groups:
         uses, storage = groups.pop(0), storages.pop(0)
         first, value = uses[0], uses[0].value
-        roles = frozenset(use.role for use in uses)
-        packed = new_packed(
-            value, roles, storage, dim=width or value.shape[-1], is_head=value is head,
-            transposed=is_transposed(first.module, first.name),
-        )  # fmt: skip
-        if rounds:
-            packed.round(value, own_grid)
-        for use in uses:
-            hold(use.module, use.name, packed, registers=use is first)
-            changed[use.module] = use.role
+        dim = width or value.shape[-1]
+        changed |= {use.module: use.role for use in uses}
+        if first.name not in first.module._parameters:
+            pass  # it was fused with another
+        elif first.name == "weight" and first.module in together:
+            members = together[first.module]
+            values = [member._parameters["weight"] for member in members]
+            matrix = new_fused(values, storage, dim=dim)
+            if rounds:
+                matrix.round(torch.cat(values), own_grid)
+            for part, member in enumerate(members):
+                hold(member, "weight", MatrixRows(matrix, part), None if part else matrix)
+            del values
+        else:
+            packed = new_packed(
+                value, frozenset(use.role for use in uses), storage, dim=dim,
+                is_head=value is head, transposed=is_transposed(first.module, first.name),
+            )  # fmt: skip
+            if rounds:
+                packed.round(value, own_grid)
+            for use in uses:
+                hold(use.module, use.name, packed, packed if use is first else None)
         del uses, first, value
     for module, last_role in changed.items():
         take_class(module, last_role == "experts")
@@ -170,6 +190,42 @@ def _grouped(model: nn.Module, settings: dict[str, Any]) -> list[list[_Use]]:
     found = [uses for uses, problem in problems if problem is None and uses[0].value.numel()]
     if not found:
         raise ArbError("the model has no float weights to convert", hint="check `skip`")
+    return found
+
+
+def _fused(
+    model: nn.Module,
+    groups: list[list[_Use]],
+    storages: list[Storage],
+    names: Iterable[Sequence[str]],
+) -> dict[nn.Module, list[nn.Module]]:
+    """Return the layers that are fused, by each of them.
+
+    Raises:
+        ArbError: no module has the layers, or they differ in more than their outputs.
+    """
+    known = {
+        uses[0].module: (uses[0].value, storage)
+        for uses, storage in zip(groups, storages, strict=True)
+        if len(uses) == 1 and uses[0].role == "product"
+    }
+    found: dict[nn.Module, list[nn.Module]] = {}
+    for siblings in names:
+        number = len(found)
+        for module in model.modules():
+            layers = [layer for name in siblings if (layer := module._modules.get(name))]
+            parts = [known[layer] for layer in layers if layer in known]
+            alike = {
+                (value.shape[1], value.dtype, value.device, value.requires_grad, storage)
+                for value, storage in parts
+            }
+            if len(parts) == len(siblings) and len(alike) == 1:
+                found |= dict.fromkeys(layers, layers)
+        if len(found) == number:
+            raise ArbError(
+                f"no module has linear layers {quoted(siblings)} that can be fused",
+                hint="they need equal inputs, dtypes and settings, and are neither skipped nor tied",
+            )
     return found
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from arbcli.base.errors import ArbError
 from arbcli.nn.storage import DEFAULT, Storage, new_packed
-from arbcli.nn.weights import Anchored, ExpertStack, Matrix, Symbols, look_up
+from arbcli.nn.weights import Anchored, ExpertStack, Matrix, MatrixRows, Symbols, look_up
 
 SUFFIX = "_packed"
 """End of the name of a packed tensor in its module, after the name of the parameter."""
@@ -25,7 +25,7 @@ SUFFIX = "_packed"
 class IntegerModule(nn.Module):
     """Base of modules with packed parameters."""
 
-    _packed: dict[str, Anchored]
+    _packed: dict[str, Anchored | MatrixRows]
     """Packed tensors by the name of the parameter; those of tied layers are registered once."""
     _float_class: "type[nn.Module] | None" = None
     """Class of the module before its conversion."""
@@ -127,7 +127,7 @@ class Linear(IntegerModule, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Multiply (..., K) bfloat16 or float32 activations to (..., N) of their dtype."""
         packed = self._packed.get("weight")
-        if not isinstance(packed, Matrix | Symbols):
+        if not isinstance(packed, Matrix | MatrixRows | Symbols):
             return super().forward(input)
         y = packed.product(input)
         bias = self.bias
@@ -340,19 +340,21 @@ def integer_class(kind: type[nn.Module], names: tuple[str, ...], experts: bool) 
     return type(kind.__name__, bases, content)
 
 
-def hold(module: nn.Module, name: str, packed: Anchored, *, registers: bool) -> None:
+def hold(
+    module: nn.Module, name: str, packed: Anchored | MatrixRows, registered: Anchored | None
+) -> None:
     """Replace a parameter of a module by a packed tensor.
 
     Args:
         module: the module; `take_class` follows when all its parameters are replaced.
         name: name of the parameter.
-        packed: the tensor.
-        registers: whether it becomes a part of the module's state; else it is that of a tied layer.
+        packed: the tensor, or rows of one.
+        registered: tensor that becomes a part of the module's state; None if it is another's.
     """
     del module._parameters[name]
     module.__dict__.setdefault("_packed", {})[name] = packed
-    if registers:
-        module._modules[name + SUFFIX] = packed
+    if registered is not None:
+        module._modules[name + SUFFIX] = registered
 
 
 def take_class(module: nn.Module, experts: bool) -> None:
@@ -373,6 +375,6 @@ def pack(module: Any, storage: Storage) -> Any:
         dim = value.shape[-1]
         packed = new_packed(value, roles, storage, dim=dim, transposed=is_transposed(module, name))
         packed.round(value.detach())
-        hold(module, name, packed, registers=True)
+        hold(module, name, packed, packed)
     take_class(module, experts)
     return module

@@ -63,7 +63,7 @@ def _read_into(model: nn.Module, folder: Path) -> None:
     own = model.state_dict()
     for path in sorted(folder.glob("*.safetensors")):
         with library_errors(f"`{path}` cannot be read", ALTERED), safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no dictionary
+            for name in file.keys():  # noqa: SIM118  # not a dictionary
                 tensor = file.get_tensor(name)
                 if name not in own or own[name].shape != tensor.shape:
                     raise ArbError(f"`{path}`: `{name}` does not fit the model", hint=ALTERED)

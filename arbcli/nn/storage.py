@@ -14,6 +14,7 @@ from arbcli.model.widths import head_lr_factor, inner_lr_factor
 from arbcli.nn.weights import (
     Anchored,
     ExpertStack,
+    FusedMatrix,
     ManyRows,
     Matrix,
     Numbers,
@@ -118,6 +119,28 @@ def new_packed(
             packed = Stack(matrices, rows, columns, site, area="read", dtype=value.dtype)
         packed.anchor.requires_grad_(value.requires_grad)
     packed.shape, packed.transposed = tuple(value.shape), transposed
+    return packed
+
+
+def new_fused(values: list[nn.Parameter], storage: Storage, *, dim: int) -> FusedMatrix:
+    """Build the packed tensor that replaces the weights of layers with the same input.
+
+    Args:
+        values: the weights, of the same number of columns, dtype and device.
+        storage: how they are stored.
+        dim: width of the model.
+    """
+    first, site = values[0], storage.site(dim)
+    with first.device:
+        packed = FusedMatrix(
+            [len(value) for value in values],
+            first.shape[1],
+            site,
+            area="linear",
+            lr_factor=inner_lr_factor(site, site.direction),
+            dtype=first.dtype,
+        )
+        packed.anchor.requires_grad_(first.requires_grad)
     return packed
 
 

@@ -10,6 +10,8 @@ and output gradients that these have collected, and passes it to the optimizer, 
 Forward passes without a backward, recomputed ones, and tied weights therefore need no bookkeeping.
 """
 
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from arbcli.base.errors import ArbError
 from arbcli.config.site import Site
 from arbcli.families.experts.weight import ExpertWeight
 from arbcli.interop.rounding import put
+from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
 from arbcli.kernels.rows.ternary_embedding import embedding_rows
 from arbcli.model.layers.embedding import EmbeddingWeight, ManyEmbeddingsWeight
 from arbcli.model.layers.linear import LinearWeight
@@ -168,8 +171,9 @@ class Anchored(StreamedTensor):
         for buffer in self.buffers():
             buffer.zero_()
         matrix = self.as_matrix(values)
-        for rows in torch.arange(len(matrix)).split(max(1, READ_AT_ONCE // matrix.shape[1])):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
+        step = max(1, READ_AT_ONCE // matrix.shape[1])
+        for begin in range(0, len(matrix), step):
+            part = slice(begin, min(begin + step, len(matrix)))
             put(self, part, matrix[part].to("cpu", torch.float32).contiguous(), own_grid)
         if self.direction is not None:
             self.direction.start(self.state)
@@ -253,6 +257,27 @@ class _Product(_Use):
         return grad_x, None, None
 
 
+class _ProductOfRows(_Use):
+    """y = x @ w[rows].T."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: "FusedMatrix", token: Tensor, part: int) -> Tensor:
+        _Use.keep(ctx, weight, token)
+        ctx.part = part
+        ctx.save_for_backward(x)
+        return ternary_matmul(x, weight.packed.rows(weight.parts[part]))
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (x,) = ctx.saved_tensors
+        grad_y, weight = grad_y.contiguous(), ctx.weight
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = ternary_matmul_grad_x(grad_y, weight.packed.rows(weight.parts[ctx.part]))
+        _Use.collect(ctx, (x, ctx.part), grad_y)
+        return grad_x, None, None, None
+
+
 class _Lookup(_Use):
     """Rows of w."""
 
@@ -323,17 +348,91 @@ class _Multiplied(Anchored, LinearWeight):
         Raises:
             ArbError: x is neither bfloat16 nor float32.
         """
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
-        check_dtype(x.dtype)
-        with torch.autocast(kind, enabled=False):
-            y = _Product.apply(x.reshape(-1, self.in_features), self, self.token())
-        return y.view(*x.shape[:-1], self.out_features)
+        return _multiplied(x, lambda rows: _Product.apply(rows, self, self.token()))
+
+
+def _multiplied(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """Run a product of (M, K) on (..., K), in the dtype of autocast."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
+    check_dtype(x.dtype)
+    with torch.autocast(kind, enabled=False):
+        y = run(x.reshape(-1, x.shape[-1]))
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class Matrix(_Multiplied):
     """The weight of a linear layer."""
+
+
+class FusedMatrix(Matrix):
+    """The weights of several linear layers with the same input, which are stepped as one matrix.
+
+    Args:
+        heights: number of outputs of each layer.
+        args, kwargs: as of `Matrix`, without the number of outputs.
+    """
+
+    def __init__(self, heights: Sequence[int], *args: Any, **kwargs: Any) -> None:
+        super().__init__(sum(heights), *args, **kwargs)
+        ends = accumulate(heights)
+        self.parts = [slice(end - height, end) for height, end in zip(heights, ends, strict=True)]
+
+    def emit_gradient_of_uses(self, sink: GradientSink, uses: list[tuple[Any, Tensor]]) -> None:
+        """Compute the gradient from the uses of all layers, and pass it to the sink."""
+        by_part: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.parts]
+        for (x, part), grad_y in uses:
+            by_part[part].append((x, grad_y))
+        inputs = {x.data_ptr() for found in by_part for x, _ in found}
+        if len(inputs) == 1 and all(len(found) == 1 for found in by_part):
+            x = by_part[0][0][0]
+            self.emit_gradient(sink, (x,), torch.cat([found[0][1] for found in by_part], dim=1))
+            return
+        grads = [
+            sum((grad_y.T @ x for x, grad_y in found[1:]), found[0][1].T @ found[0][0])
+            if found
+            else self.decoded()[rows].zero_()
+            for found, rows in zip(by_part, self.parts, strict=True)
+        ]
+        sink(self, torch.cat(grads))
+
+
+class MatrixRows:
+    """The rows of a `FusedMatrix` that are the weight of one layer.
+
+    Args:
+        matrix: the matrix.
+        part: number of the layer.
+    """
+
+    transposed = False
+
+    def __init__(self, matrix: FusedMatrix, part: int) -> None:
+        self.matrix, self.part = matrix, part
+
+    @property
+    def anchor(self) -> Anchor:
+        """The anchor of the matrix."""
+        return self.matrix.anchor
+
+    @torch.compiler.disable
+    def product(self, x: Tensor) -> Tensor:
+        """Multiply (..., K): see `Matrix.product`."""
+        matrix = self.matrix
+        return _multiplied(
+            x, lambda rows: _ProductOfRows.apply(rows, matrix, matrix.token(), self.part)
+        )
+
+    def decoded(self) -> Tensor:
+        """Decode to the dtype of the float parameter; not differentiable."""
+        return self.matrix.decoded()[self.matrix.parts[self.part]]
+
+    def read(self) -> Tensor:
+        """Decode to the dtype of the float parameter; differentiable."""
+        columns = self.matrix.in_features
+        unit = torch.eye(columns, dtype=self.anchor.dtype, device=self.anchor.device)
+        return self.product(unit).T
 
 
 class Symbols(Anchored, SymbolWeight):

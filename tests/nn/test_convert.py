@@ -13,6 +13,8 @@ from arbcli.generation.load import read_saved, saved_config
 from arbcli.interop.huggingface.dense import sources
 from arbcli.interop.importing import import_folder
 from arbcli.model.build import build_model
+from arbcli.model.rules import DIRECTION
+from arbcli.model.updater import Updater
 from arbcli.nn.weights import Anchored, ExpertStack, Matrix, Numbers, Symbols
 
 
@@ -93,7 +95,7 @@ def test_experts_are_not_decoded_whole(transformers):
 @pytest.fixture
 def folder(transformers, tmp_path):
     """A folder of a Qwen 3, and its model."""
-    model = tiny.build("qwen3", tie_word_embeddings=False)
+    model = tiny.build("qwen3", tie_word_embeddings=False, pad_token_id=None)
     model.save_pretrained(tmp_path / "folder")
     return tmp_path / "folder", model
 
@@ -101,10 +103,7 @@ def folder(transformers, tmp_path):
 @pytest.mark.parametrize("rule", ["moment", "nibble"])
 def test_import_reads_the_same_integers(folder, rule, tmp_path):
     path, model = folder
-    import_folder(path, tmp_path / "run", rule=rule)
-    saved = read_saved(tmp_path / "run", print).checkpoint
-    imported = build_model(saved_config(saved), torch.float32)
-    imported.load_state_dict(dict(saved.tensors))
+    imported = import_to(tmp_path / "run", path, rule)
     arbcli.to_integers(model, rule=rule)
     number = 0
     for source in sources(imported):
@@ -115,6 +114,79 @@ def test_import_reads_the_same_integers(folder, rule, tmp_path):
                 assert torch.equal(getattr(own, name), wanted.view_as(getattr(own, name)))
                 number += 1
     assert number == 4 * (3 + 2 * 11)
+
+
+def import_to(run, path, rule: str = "moment"):
+    import_folder(path, run, rule=rule, direction=DIRECTION[rule])
+    saved = read_saved(run, print).checkpoint
+    imported = build_model(saved_config(saved), torch.float32)
+    imported.load_state_dict(dict(saved.tensors))
+    return imported
+
+
+def test_fused_projections_learn_as_an_imported_model(folder, tmp_path):
+    """20 steps of `arb train`, with the same random numbers: those of a tensor are by its place."""
+    path, model = folder
+    imported = import_to(tmp_path / "run", path)
+    optimizer = arbcli.to_integers(model, fuse=arbcli.nn.PROJECTIONS)
+    own = [part.hugging_face for source in sources(imported) for part in source.parts[:1]]
+    theirs = [source.tensor for source in sources(imported)]
+    optimizer._weights = [model.get_submodule(f"{name}_packed") for name in own]
+    updater = Updater(theirs, 0, torch.float32)
+    for tensor in theirs:
+        tensor.sink = updater
+    # enough different contexts: the direction amplifies rounding where gradients have a low rank
+    ids = torch.randint(96, (8, 33), generator=torch.Generator().manual_seed(3))
+    inputs, targets = ids[:, :-1], ids[:, 1:].contiguous()
+    losses = []
+    for step in range(20):
+        updater.begin(step, 0.03)
+        wanted = imported.losses(inputs, targets)["text"]
+        wanted.backward()
+        updater.finish()
+        found = nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
+        found.backward()
+        optimizer.step()
+        losses.append((wanted.item(), found.item()))
+    assert losses[-1][0] < losses[0][0] - 0.05
+    for wanted, found in losses:
+        assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_fused_layers_equal_separate_ones():
+    """One backward, from the same and from other inputs; what is read has a gradient too."""
+    torch.manual_seed(0)
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 8), nn.Linear(16, 4)
+
+        def forward(self, x, other):
+            return self.a(x).sin().sum() + self.b(other).cos().sum() + self.b.weight.sin().sum()
+
+    model = Pair()
+    twin = copy.deepcopy(model)
+    arbcli.to_integers(model, fuse=[["a", "b"]])
+    found = arbcli.nn.float_state_dict(model, torch.float32)
+    assert {name: part.shape for name, part in found.items()} == {
+        name: part.shape for name, part in twin.state_dict().items()
+    }
+    twin.load_state_dict(found)
+    x = torch.randn(5, 16)
+    for other in (x, torch.randn(3, 16)):
+        seen = {}
+        for name, part in packed(model).items():
+            part.sink = lambda tensor, grad, where=None, name=name, seen=seen: seen.update(
+                {name: grad}
+            )
+        twin.zero_grad()
+        for each in (model, twin):
+            each(x, other).backward()
+        wanted = torch.cat([twin.a.weight.grad, twin.b.weight.grad])
+        torch.testing.assert_close(seen["a.weight"], wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ArbError, match="no module has linear layers `a`, `c`"):
+        arbcli.to_integers(Pair(), fuse=[["a", "c"]])
 
 
 def test_exported_weights_are_read_as_they_were(transformers, tmp_path):

@@ -187,7 +187,7 @@ def test_second_backward_of_a_graph_is_refused():
     optimizer.step()
 
 
-def test_interrupted_backward_leaves_nothing_behind():
+def test_interrupted_backward_leaves_no_gradient():
     model, optimizer, ids = build()
     twin = copy.deepcopy(model)
 
