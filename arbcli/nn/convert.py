@@ -224,7 +224,7 @@ def _fused(
         if len(found) == number:
             raise ArbError(
                 f"no module has linear layers {quoted(siblings)} that can be fused",
-                hint="they need equal inputs, dtypes and settings, and are neither skipped nor tied",
+                hint="they need equal inputs, dtypes and settings, and are not skipped or tied",
             )
     return found
 

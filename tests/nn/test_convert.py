@@ -35,7 +35,7 @@ def test_model_is_converted_trained_saved_and_exported(transformers, name, tmp_p
     model, ids = tiny.build(name), tiny.batch()
     with torch.no_grad():
         wanted = model(ids).logits
-    optimizer = arbcli.to_integers(model, lr=0.15)
+    optimizer = arbcli.to_integers(model, lr=0.3)
     assert all(value.numel() == 0 for value in model.parameters())
     assert all(each.endswith(FLOATS) for each in arbcli.floats(model))
     with torch.no_grad():
@@ -68,7 +68,7 @@ def test_model_is_converted_trained_saved_and_exported(transformers, name, tmp_p
         assert torch.equal(again(ids).logits, found)
         torch.testing.assert_close(plain(ids).logits, found, rtol=0, atol=1e-5)
     texts = [
-        each.generate(ids[:, :8], max_new_tokens=8, do_sample=False) for each in (plain, model)
+        each.generate(ids[:, :8], max_new_tokens=4, do_sample=False) for each in (plain, model)
     ]
     assert torch.equal(*texts)
 
@@ -89,7 +89,7 @@ def test_experts_are_not_decoded_whole(transformers):
     model = tiny.build("qwen3_moe")
     arbcli.to_integers(model)
     kinds = [type(part).__name__ for part in model.modules() if isinstance(part, ExpertStack)]
-    assert len(kinds) == 4  # of two layers
+    assert len(kinds) == 2
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_import_reads_the_same_integers(folder, rule, tmp_path):
                 wanted = getattr(source.tensor, name)[part.rows]
                 assert torch.equal(getattr(own, name), wanted.view_as(getattr(own, name)))
                 number += 1
-    assert number == 4 * (3 + 2 * 11)
+    assert number == 4 * (3 + 11)
 
 
 def import_to(run, path, rule: str = "moment"):

@@ -3,7 +3,7 @@
 import torch
 
 SIZES = {
-    "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64,
+    "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 64,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
@@ -16,7 +16,7 @@ ARCHITECTURES = {
     "gemma3": (
         "Gemma3ForCausalLM", "Gemma3TextConfig",
         HEADS | {
-            "head_dim": 16, "sliding_window": 16,
+            "head_dim": 16, "sliding_window": 16, "num_hidden_layers": 2,
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
