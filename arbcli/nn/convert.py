@@ -131,7 +131,9 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
             pass  # it was fused with another
         elif first.name == "weight" and first.module in together:
             members = together[first.module]
-            values = [member._parameters["weight"] for member in members]
+            values = [
+                own for member in members if (own := member._parameters["weight"]) is not None
+            ]
             matrix = new_fused(values, storage, dim=dim)
             if rounds:
                 matrix.round(torch.cat(values), own_grid)
@@ -236,7 +238,7 @@ def _any_matches(uses: Iterable[_Use], patterns: Iterable[str]) -> bool:
 def _problem(uses: list[_Use]) -> str | None:
     """Return why a parameter cannot be converted; None if it can."""
     value = uses[0].value
-    if isinstance(value, nn.parameter.UninitializedTensorMixin):
+    if nn.parameter.is_lazy(value):
         return "it has no values yet"
     if value.dtype not in DTYPES:
         return f"it is {str(value.dtype).removeprefix('torch.')}, and not bfloat16 or float32"
@@ -286,8 +288,8 @@ def _width(model: nn.Module) -> int | None:
 
 
 def _configuration(model: nn.Module) -> dict[str, Any]:
-    configuration = getattr(model, "config", None)
-    return configuration.to_dict() if hasattr(configuration, "to_dict") else {}
+    to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
+    return to_dict()
 
 
 def floats(model: nn.Module) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ class IntegerModule(nn.Module):
         arguments = self._float_class, tuple(sorted(self._packed)), isinstance(self, Experts)
         return _blank, arguments, self.__dict__
 
-    def to_float(self) -> nn.Module:
+    def to_float(self) -> Any:
         """Decode to a new module of the class before its conversion."""
         assert self._float_class is not None, "a `Vector` has its own"
         made = self._float_class.__new__(self._float_class)
@@ -55,11 +55,11 @@ class IntegerModule(nn.Module):
         own = {name + SUFFIX for name in values}
         others = {name: part for name, part in self._modules.items() if name not in own}
         made.__dict__.update(content | {"_modules": others})
-        made._parameters = self._parameters | values
+        made._parameters = {**self._parameters, **values}
         return made
 
 
-def _blank(kind: type[nn.Module], names: tuple[str, ...], experts: bool) -> nn.Module:
+def _blank(kind: Any, names: tuple[str, ...], experts: bool) -> nn.Module:
     made = integer_class(kind, names, experts)
     return made.__new__(made)
 
@@ -116,8 +116,8 @@ class Linear(IntegerModule, nn.Linear):
         pack(self, storage)
 
     _float_class = nn.Linear
-    weight = _reader("weight")  # type: ignore[assignment]
-    bias = _reader("bias")  # type: ignore[assignment]
+    weight = _reader("weight")
+    bias = _reader("bias")
 
     @classmethod
     def from_float(cls, layer: nn.Linear, storage: Storage = DEFAULT) -> Any:
@@ -163,7 +163,7 @@ class Embedding(IntegerModule, nn.Embedding):
         pack(self, storage)
 
     _float_class = nn.Embedding
-    weight = _reader("weight")  # type: ignore[assignment]
+    weight = _reader("weight")
 
     @classmethod
     def from_float(cls, layer: nn.Embedding, storage: Storage = DEFAULT) -> Any:
@@ -214,7 +214,7 @@ class _Conv1D(IntegerModule):
         """Multiply (..., K) to (..., N)."""
         packed = self._packed.get("weight")
         if not isinstance(packed, Matrix):
-            return super().forward(x)  # type: ignore[misc]
+            return super().forward(x)
         y = packed.product(x)
         return y + self.bias.to(y.dtype)
 
@@ -263,7 +263,7 @@ class Experts(IntegerModule):
         """
         gate_up, down = (self._packed.get(name) for name in ("gate_up_proj", "down_proj"))
         if not isinstance(gate_up, ExpertStack) or not isinstance(down, ExpertStack):
-            return super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc]
+            return super().forward(hidden_states, top_k_index, top_k_weights)
         return _mix(hidden_states, top_k_index, top_k_weights, gate_up, down, self.act_fn)
 
 
@@ -318,7 +318,7 @@ def is_transposed(module: nn.Module, name: str) -> bool:
 
 
 @cache
-def integer_class(kind: type[nn.Module], names: tuple[str, ...], experts: bool) -> Any:
+def integer_class(kind: Any, names: tuple[str, ...], experts: bool) -> Any:
     """Derive the class of modules of a class with packed parameters of these names.
 
     Args:
@@ -360,8 +360,8 @@ def hold(
 def take_class(module: nn.Module, experts: bool) -> None:
     """Give a module with packed parameters its class."""
     if not isinstance(module, IntegerModule):
-        names = tuple(sorted(module._packed))
-        module.__class__ = integer_class(type(module), names, experts)
+        kind: Any = type(module)
+        module.__class__ = integer_class(kind, tuple(sorted(module.__dict__["_packed"])), experts)
 
 
 def pack(module: Any, storage: Storage) -> Any:

@@ -145,7 +145,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
             self._updater.restore(self._counters)
         return self._updater
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """End the step; without a backward since the last one, nothing happens.
 
         Args:

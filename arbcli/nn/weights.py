@@ -81,13 +81,13 @@ class Anchored(StreamedTensor):
         )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         del destination[f"{prefix}anchor"]
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list, *rest: Any
     ) -> None:
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)  # type: ignore[misc]
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
         missing.remove(f"{prefix}anchor")
 
     @property
@@ -99,7 +99,7 @@ class Anchored(StreamedTensor):
         """Return the tensor that all uses of a graph depend on; they must keep it."""
         if not self.trained:
             return self.anchor.detach()
-        token = self._token and self._token()
+        token = None if self._token is None else self._token()
         if token is None:
             token = _Token.apply(self.anchor, self)
             self._token = TensorWeakRef(token)

@@ -160,6 +160,33 @@ def test_all_uses_of_a_graph_are_one_gradient_however_it_is_run():
             assert torch.equal(found[name], grad), name
 
 
+def test_a_kept_graph_does_not_delay_gradients():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(integers.Linear(8, 8, bias=False) for _ in range(3)))
+    order, kept = [], []
+    for name, part in model.named_modules():
+        if hasattr(part, "anchor"):
+            part.sink = lambda tensor, grad, where=None, name=name: order.append(name)
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            order.append("backward of the first layer")
+            return grad
+
+    for _ in range(2):
+        order.clear()
+        kept.append(model[2](model[1](Noted.apply(model[0](torch.randn(2, 8))))).sum())
+        kept[-1].backward()
+        assert order[:3] == [
+            "2.weight_packed", "1.weight_packed", "backward of the first layer",
+        ]  # fmt: skip
+
+
 def test_reentrant_checkpoints_work_or_are_refused():
     model = integers.Linear(16, 16)
     plain = gradients(model, model)
