@@ -136,7 +136,7 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
             ]
             matrix = new_fused(values, storage, dim=dim)
             if rounds:
-                matrix.round(torch.cat(values), own_grid)
+                matrix.round(torch.cat(tuple(values)), own_grid)
             for part, member in enumerate(members):
                 hold(member, "weight", MatrixRows(matrix, part), None if part else matrix)
             del values
@@ -147,8 +147,7 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
             )  # fmt: skip
             if rounds:
                 packed.round(value, own_grid)
-            for use in uses:
-                hold(use.module, use.name, packed, packed if use is first else None)
+            _hold(uses, packed)
         del uses, first, value
     for module, last_role in changed.items():
         take_class(module, last_role == "experts")
@@ -157,6 +156,12 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
         # patterns by which Transformers renames float weights when it saves them
         model._float_conversions = getattr(model, "_weight_conversions", None)  # type: ignore[assignment]
         model._weight_conversions = []  # type: ignore[assignment]
+
+
+def _hold(uses: list[_Use], packed: Anchored) -> None:
+    """Replace all uses of a parameter by a packed tensor, which the first module registers."""
+    for use in uses:
+        hold(use.module, use.name, packed, packed if use is uses[0] else None)
 
 
 def _grouped(model: nn.Module, settings: dict[str, Any]) -> list[list[_Use]]:

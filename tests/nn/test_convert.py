@@ -1,6 +1,7 @@
 """Models of Transformers are converted, trained, saved, loaded and exported."""
 
 import copy
+import weakref
 
 import pytest
 import tiny
@@ -286,6 +287,21 @@ def test_what_cannot_be_converted_is_refused_by_name_or_skipped(change, problem)
     arbcli.to_integers(model, skip_unsupported=True)
     assert any(name.startswith("inner.") for name in arbcli.floats(model))
     assert "embedding.weight" in packed(model)
+
+
+def test_each_parameter_is_freed_before_the_next_is_rounded(monkeypatch):
+    model = nn.Sequential(*(nn.Linear(64, 8) for _ in range(4)))
+    living = [weakref.ref(value) for value in model.parameters()]
+    counts, original = [], Anchored.round
+
+    def counted(self, *given):
+        counts.append(sum(value() is not None for value in living))
+        original(self, *given)
+
+    monkeypatch.setattr(Anchored, "round", counted)
+    arbcli.to_integers(model)
+    assert counts == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert not any(value() is not None for value in living)
 
 
 @pytest.mark.parametrize(
