@@ -15,15 +15,14 @@ from arbcli.version import __version__ as __version__
 if TYPE_CHECKING:
     from torch import Tensor
 
-    import arbcli.nn as nn
+    from arbcli import nn as nn
+    from arbcli.config.training import TrainConfig
+    from arbcli.generation.evaluation import EvaluateReport
+    from arbcli.model.language_model import LanguageModel
     from arbcli.nn import export_float as export_float
     from arbcli.nn import floats as floats
     from arbcli.nn import load_integers as load_integers
     from arbcli.nn import to_integers as to_integers
-
-    from arbcli.config.training import TrainConfig
-    from arbcli.generation.evaluation import EvaluateReport
-    from arbcli.model.language_model import LanguageModel
     from arbcli.training.observer import Observer
     from arbcli.training.record import TrainReport
 

@@ -619,7 +619,8 @@ class Updater:
         """
         self.step_held()
         for tensor in tensors:
-            if not (tensor.matrices == 1 or tensor.always_has_gradients):
+            whole = tensor.matrices == 1 or tensor.always_has_gradients
+            if not whole or not tensor.rule.moment_range:
                 continue  # its matrices have stepped with each gradient
             for number in range(tensor.matrices):
                 state, index = tensor.matrix(number), self._index[id(tensor)] + number

@@ -218,7 +218,8 @@ class Rule(ABC):
         step_scales(state["exponent"], state["fraction"], *slope, key, *control.scale_gain, ok)
 
     def step_by_average(self, state: State, ok: Tensor, control: StepControl) -> None:
-        """Step weights along their moment; a rule without one has stepped with each gradient."""
+        """Step weights along their moment, for a rule with a moment that averages directions."""
+        raise ValueError(f"weights of `{self.name}` have no moment to step along")
 
     @abstractmethod
     def step(self, state: State, gradient: Gradient, control: StepControl) -> None:
