@@ -15,11 +15,29 @@ from arbcli.version import __version__ as __version__
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from arbcli import nn as nn
     from arbcli.config.training import TrainConfig
     from arbcli.generation.evaluation import EvaluateReport
     from arbcli.model.language_model import LanguageModel
+    from arbcli.nn import export_float as export_float
+    from arbcli.nn import floats as floats
+    from arbcli.nn import load_integers as load_integers
+    from arbcli.nn import to_integers as to_integers
     from arbcli.training.observer import Observer
     from arbcli.training.record import TrainReport
+
+_OF_NN = ("to_integers", "floats", "load_integers", "export_float")
+
+
+def __getattr__(name: str) -> Any:
+    """Import `arbcli.nn`, or one of its functions, on first use."""
+    if name not in ("nn", *_OF_NN):
+        raise AttributeError(f"module `arbcli` has no attribute `{name}`")
+    set_environment()
+    from importlib import import_module
+
+    module = import_module("arbcli.nn")
+    return module if name == "nn" else getattr(module, name)
 
 
 def load(

@@ -31,7 +31,8 @@ def test_every_example_of_the_page_runs(book, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_bytes(book.read_bytes())
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(examples) >= 6
+    examples = [example for example in examples if "transformers" not in example]
+    assert len(examples) >= 10
     names: dict = {}
     for example in examples:
         exec(compile(example, str(PAGE), "exec"), names)

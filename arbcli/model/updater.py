@@ -466,14 +466,9 @@ class Updater:
         Returns:
             The matrix, if its weights have yet to step: see `_step_along`.
         """
-        tensor, state, index, refused, first, last, share = target
+        tensor, state, index, refused, _, last, share = target
         tensor.updates += 1
         keys, rule, direction = self.keys[index].unbind(), tensor.rule, tensor.direction
-        turn = self._no_turn
-        if rule.turns_bits:  # offset for each step, or for each gradient that steps separately
-            turn = self._turn_alone if first and last else self._turn
-            keys = (*keys[:TRIT], self._steady_keys[index], *keys[TRIT + 1 :])
-        sizes = self._sizes[_pace(tensor)]
         packed = tensor.packed_of(state)
         averages = direction is not None and direction.averages
         if isinstance(grad, SignGradient):
@@ -497,8 +492,24 @@ class Updater:
         elif direction is not None:
             values = direction.values(grad, self.dtype) if values is None else values
             ingredients = direction.ingredients(values, gains, share)
+        control = self._control_of(target)
+        gradient = Gradient(grad, packed, statistics, gains, ingredients)
+        if direction is None or not tensor.averages_gradients:
+            rule.step(state, gradient, control)
+            return []
+        rule.average(state, gradient, control)
+        return [_Averaged(tensor, direction, state, gains, control)] if last else []
+
+    def _control_of(self, target: _Target) -> StepControl:
+        """Return the parameters of an update of a matrix."""
+        tensor, _, index, _, first, last, share = target
+        keys, turn = self.keys[index].unbind(), self._no_turn
+        if tensor.rule.turns_bits:  # offset for each step, or for each gradient that steps alone
+            turn = self._turn_alone if first and last else self._turn
+            keys = (*keys[:TRIT], self._steady_keys[index], *keys[TRIT + 1 :])
+        sizes = self._sizes[_pace(tensor)]
         decays = bool(self.weight_decay) and tensor.decays
-        control = StepControl(
+        return StepControl(
             step=self._step,
             turn=turn,
             keys=keys,
@@ -518,12 +529,29 @@ class Updater:
             first=first,
             last=last,
         )
-        gradient = Gradient(grad, packed, statistics, gains, ingredients)
-        if direction is None or not tensor.averages_gradients:
-            rule.step(state, gradient, control)
-            return []
-        rule.average(state, gradient, control)
-        return [_Averaged(tensor, direction, state, gains, control)] if last else []
+
+    def end_early(self, tensors: Iterable[TernaryTensor]) -> None:
+        """Step weights whose step ends before its last micro-batch, along their moments.
+
+        Args:
+            tensors: those that had a gradient in the step.
+        """
+        self.step_held()
+        for tensor in tensors:
+            whole = tensor.matrices == 1 or tensor.always_has_gradients
+            if not whole or not tensor.rule.moment_range:
+                continue  # its matrices have stepped with each gradient
+            for number in range(tensor.matrices):
+                state, index = tensor.matrix(number), self._index[id(tensor)] + number
+                target = _Target(tensor, state, index, self._unused[index], False, True)
+                ok, control = torch.ones_like(self._step), self._control_of(target)
+                tensor.updates += 1
+                if tensor.direction is None or not tensor.averages_gradients:
+                    tensor.rule.step_by_average(state, ok, control)
+                    continue
+                empty = torch.empty(0, device=self.device)
+                gains = GradientGains(ok, *[empty] * 4)
+                self._step_along([_Averaged(tensor, tensor.direction, state, gains, control)])
 
     def index_of(self, tensor: TernaryTensor) -> int:
         """Return the index of a tensor's first matrix among all matrices."""

@@ -127,14 +127,20 @@ class SymbolWeight(LinearWeight):
         Returns:
             The gradient of x, (M, D) in its dtype.
         """
-        grad_x = torch.zeros(scored.x.shape, dtype=torch.float32, device=scored.x.device)
-        if self.is_last_use:
-            self.forget()
-            self._form_gradients([(scored, scale)], grad_x)
-        else:
-            for rows, w in self._chunks(scored.x.dtype):
-                grad_x += _gradient_of_logits(scored, scale, rows, w) @ w
+        if not self.is_last_use:
+            grad_x = self.propagate_losses(scored, scale)
             self.collect(scored, scale)
+            return grad_x
+        grad_x = torch.zeros(scored.x.shape, dtype=torch.float32, device=scored.x.device)
+        self.forget()
+        self._form_gradients([(scored, scale)], grad_x)
+        return grad_x.to(scored.x.dtype)
+
+    def propagate_losses(self, scored: Scored, scale: Tensor) -> Tensor:
+        """Compute the gradient of x of losses: see `losses_backward`."""
+        grad_x = torch.zeros(scored.x.shape, dtype=torch.float32, device=scored.x.device)
+        for rows, w in self._chunks(scored.x.dtype):
+            grad_x += _gradient_of_logits(scored, scale, rows, w) @ w
         return grad_x.to(scored.x.dtype)
 
     def emit_gradient_of_uses(

@@ -217,6 +217,10 @@ class Rule(ABC):
         key, ok = control.keys[SCALE], gradient.gains.ok
         step_scales(state["exponent"], state["fraction"], *slope, key, *control.scale_gain, ok)
 
+    def step_by_average(self, state: State, ok: Tensor, control: StepControl) -> None:
+        """Step weights along their moment, for a rule with a moment that averages directions."""
+        raise ValueError(f"weights of `{self.name}` have no moment to step along")
+
     @abstractmethod
     def step(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Update the state of one matrix by a gradient, in place."""

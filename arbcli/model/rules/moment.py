@@ -58,8 +58,11 @@ class Moment(Rule):
     def step(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Blend the direction into the moment; after the last gradient, step along the moment."""
         self.average(state, gradient, control)
-        if not control.last:
-            return
+        if control.last:
+            self.step_by_average(state, gradient.gains.ok, control)
+
+    def step_by_average(self, state: State, ok: Tensor, control: StepControl) -> None:
+        """Step weights along the moment, if it averages directions."""
         step_size, squares = control.step_size, control.squares
         if control.share is not None:
             squares = (squares / control.share).to(torch.int64)
@@ -67,7 +70,7 @@ class Moment(Rule):
             step_size = control.share_size
         step_by_moment(
             state["trits"], state["remainder"], None if self.share_a_byte else state["moment"],
-            control.keys[TRIT], control.turn, step_size, squares, control.limit, gradient.gains.ok,
+            control.keys[TRIT], control.turn, step_size, squares, control.limit, ok,
             control.flips, self.radix, self.remainder_max,
             control.direct_decay if control.alone else control.decay,
         )  # fmt: skip

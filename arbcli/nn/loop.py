@@ -1,0 +1,124 @@
+"""Parts of plain training loops: a loss without logits, and steps as CUDA graphs."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from arbcli.base.errors import ArbError
+from arbcli.kernels.runtime.device import capturing
+from arbcli.kernels.runtime.merged import TABLES
+from arbcli.nn.layers import IntegerModule
+from arbcli.nn.optimizer import IntegerOptimizer
+from arbcli.nn.weights import Symbols
+
+EAGER_STEPS = 3
+"""Steps before the capture, in which kernels are compiled and libraries choose algorithms."""
+
+
+def linear_cross_entropy(
+    head: nn.Module, x: Tensor, targets: Tensor, ignore_index: int = -100
+) -> Tensor:
+    """Compute the mean cross-entropy of a head's logits, in nats.
+
+    The logits of a large head, or of one that an embedding shares, are never in memory: they are
+    computed in chunks of the vocabulary, and again in the backward.
+
+    Args:
+        head: a linear layer without a bias.
+        x: (..., K) bfloat16 or float32.
+        targets: (...) int64.
+        ignore_index: target without a loss.
+
+    Returns:
+        A float32 scalar.
+    """
+    rows, symbols = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    packed = head._packed.get("weight") if isinstance(head, IntegerModule) else None
+    if not isinstance(packed, Symbols) or getattr(head, "bias", None) is not None:
+        logits = head(rows).float()
+        return functional.cross_entropy(logits, symbols, ignore_index=ignore_index)
+    kept = symbols != ignore_index
+    losses = packed.losses(rows, symbols.where(kept, 0))
+    return (losses * kept).sum() / kept.sum()
+
+
+class CapturedStep:
+    """The step of a plain loop, which a GPU replays as a CUDA graph.
+
+    The first steps run as they are, and so do all steps on a CPU. A replay runs the same kernels
+    without Python between them, so hooks and prints of the model are not repeated, and inputs have
+    the shapes of the first ones. Float parameters are not stepped.
+
+    Args:
+        optimizer: optimizer of the integers.
+        loss: computes the loss of a micro-batch from its tensors, without reading values.
+    """
+
+    def __init__(self, optimizer: IntegerOptimizer, loss: Callable[..., Tensor]) -> None:
+        self.optimizer, self.loss = optimizer, loss
+        self._steps = self._table_numbers = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: list[tuple[Tensor, ...]] = []
+        self._total: Tensor | None = None
+
+    def __call__(self, *micro_batches: Sequence[Tensor]) -> Tensor:
+        """Run a step.
+
+        Args:
+            micro_batches: arguments of `loss`, as many as the optimizer's `accumulation`.
+
+        Returns:
+            The mean loss before the step, a scalar on the device.
+        """
+        accumulation = self.optimizer.param_groups[0]["accumulation"]
+        if len(micro_batches) != accumulation:
+            raise ArbError(
+                f"a step has {accumulation} micro-batches, and {len(micro_batches)} were passed",
+                hint="pass as many as the optimizer's `accumulation`",
+            )
+        on_gpu = micro_batches[0][0].is_cuda
+        self._steps += 1
+        if not on_gpu or self._steps <= EAGER_STEPS:
+            before = TABLES.brought
+            total = self._run(micro_batches)
+            self._table_numbers = TABLES.brought - before
+            return total
+        if self._graph is None:
+            self._capture(micro_batches)
+        for kept, given in zip(self._inputs, micro_batches, strict=True):
+            for old, new in zip(kept, given, strict=True):
+                old.copy_(new, non_blocking=True)
+        self.optimizer.set_step()
+        assert self._graph is not None, "it was captured"
+        assert self._total is not None, "with its loss"
+        self._graph.replay()
+        self.optimizer.count_step()
+        return self._total.clone()
+
+    def _run(self, micro_batches: Sequence[Sequence[Tensor]]) -> Tensor:
+        total: Tensor | None = None
+        for inputs in micro_batches:
+            loss = self.loss(*inputs)
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        self.optimizer.step()
+        assert total is not None, "there is a micro-batch"
+        return total / len(micro_batches)
+
+    def _capture(self, micro_batches: Sequence[Sequence[Tensor]]) -> None:
+        """Capture a step, which changes no state."""
+        self._inputs = [tuple(part.clone() for part in inputs) for inputs in micro_batches]
+        torch.cuda.empty_cache()  # the graph has a memory pool of its own
+        self._graph = torch.cuda.CUDAGraph()
+        self.optimizer.set_step()
+        self.optimizer.is_set = True
+        number = self.optimizer.step_number
+        device = self._inputs[0][0].device
+        try:
+            room = TABLES.captured(self._table_numbers, device)
+            with room as self._tables, capturing(self._graph):
+                self._total = self._run(self._inputs)
+        finally:
+            self.optimizer.is_set, self.optimizer.step_number = False, number

@@ -1,0 +1,223 @@
+"""The optimizer of integer weights, which consumes gradients in the backward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from arbcli.base.errors import ArbError
+from arbcli.kernels.rows.weighted_rows import TouchedRows
+from arbcli.kernels.update.sign_gradient import SignGradient
+from arbcli.model.packed import TernaryTensor
+from arbcli.model.rules import LR_OF_TUNING
+from arbcli.model.updater import HELD_BYTES, Updater
+from arbcli.nn.weights import Anchor, Anchored
+
+
+class IntegerOptimizer(torch.optim.Optimizer):
+    """Steps the integer weights of a model.
+
+    Each backward consumes its gradients: it blends them into the moments, and the last one of a
+    step also steps the weights. `step` ends the step. As gradients are normalised, factors of the
+    loss and clipping have no effect.
+
+    Args:
+        model: a model with integer weights.
+        lr: learning rate. Schedulers set it in `param_groups`, and a step reads it in its first
+            backward.
+        accumulation: number of backward passes in a step.
+        weight_decay: weight decay, multiplied by the learning rate.
+        seed: seed of the stochastic rounding, 0..2**31-1.
+
+    Raises:
+        ArbError: the model has no integer weights, or is trained in several processes.
+    """
+
+    takes_signs = False
+    """Whether gradients may be passed as signs: see `Updater`."""
+    is_set = False
+    """Whether `set_step` is called before the backward, as for captured steps."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = LR_OF_TUNING,
+        *,
+        accumulation: int = 1,
+        weight_decay: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self._weights = [part for part in model.modules() if isinstance(part, Anchored)]
+        if not self._weights:
+            raise ArbError(
+                "the model has no integer weights", hint="convert it with `arbcli.to_integers`"
+            )
+        if accumulation < 1:
+            raise ArbError(f"`accumulation` is {accumulation}", hint="use at least 1")
+        settings = {"accumulation": accumulation, "weight_decay": weight_decay, "seed": seed}
+        super().__init__([weight.anchor for weight in self._weights], {"lr": lr, **settings})
+        self._updater: Updater | None = None
+        self._counters = {"nonfinite_steps": 0, "refused": 0}
+        self.step_number = self._micro = 0
+        self._in_backward = False
+        self._stepped: set[tuple[int, int]] = set()
+        """Tensors with a gradient in this backward, by their addresses and first matrices."""
+        self._touched: dict[int, TernaryTensor] = {}
+        """Tensors with a gradient in this step."""
+        for weight in self._weights:
+            weight.sink = self._consume
+        _guard_other_optimizers()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse copies, whose weights would be others'."""
+        raise ArbError(
+            "the optimizer of integer weights cannot be copied or pickled",
+            hint="save `optimizer.state_dict()` and `model.state_dict()`",
+        )
+
+    def _consume(
+        self,
+        tensor: TernaryTensor,
+        grad: Tensor | SignGradient,
+        where: "range | TouchedRows | None" = None,
+    ) -> None:
+        """Update a tensor from its gradient; the sink of all weights."""
+        if not self._in_backward:
+            self._begin_backward()
+        key = id(tensor), where.start if isinstance(where, range) else 0
+        if key in self._stepped:
+            raise ArbError(
+                "integer weights have two gradients in a backward",
+                hint="use `use_reentrant=False` for activation checkpointing",
+            )
+        self._stepped.add(key)
+        self._touched[id(tensor)] = tensor
+        self._updater_now(tensor, grad, where)
+
+    def _begin_backward(self) -> None:
+        group = self.param_groups[0]
+        accumulation = group["accumulation"]
+        if self._micro == accumulation:
+            raise ArbError(
+                f"this is backward {self._micro + 1} of a step, which has"
+                f" `accumulation={accumulation}`",
+                hint="call `optimizer.step()`, or pass the number of backward passes in a step as"
+                " `accumulation`",
+            )
+        shared = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if shared and torch.distributed.get_world_size() > 1:
+            raise ArbError(
+                "integer weights of other models are trained in one process",
+                hint="use one GPU, or `arb train` for several",
+            )
+        if self._micro == 0 and not self.is_set:
+            self.set_step()
+        self._updater_now.begin_micro(self._micro)
+        self._micro += 1
+        self._in_backward = True
+        Variable._execution_engine.queue_callback(self._end_backward)
+
+    def set_step(self) -> None:
+        """Copy number, learning rate and settings of the step to the device."""
+        group, updater = self.param_groups[0], self._updater_now
+        updater.weight_decay = group["weight_decay"]
+        updater.set_step(self.step_number, float(group["lr"]), group["accumulation"])
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self._stepped.clear()
+        self._updater_now.step_held()
+
+    @property
+    def _updater_now(self) -> Updater:
+        """The updater, on the device where the weights are."""
+        device = self._weights[0].trits.device
+        if self._updater is None or self._updater.device != device:
+            group = self.param_groups[0]
+            if self._updater is not None:
+                self._counters = self._updater.counters()
+            self._updater = Updater(
+                self._weights, group["seed"], self._weights[0].anchor.dtype, HELD_BYTES
+            )
+            self._updater.restore(self._counters)
+        return self._updater
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """End the step; without a backward since the last one, nothing happens.
+
+        Args:
+            closure: computes a loss and its backward.
+
+        Returns:
+            The result of the closure.
+        """
+        found = None
+        if closure is not None:
+            with torch.enable_grad():
+                found = closure()
+        if self._micro:
+            updater = self._updater_now
+            if self._micro < self.param_groups[0]["accumulation"]:
+                updater.end_early(self._touched.values())
+            updater.finish()
+            self.count_step()
+        self._micro, self._in_backward = 0, False
+        self._stepped.clear()
+        self._touched.clear()
+        return found
+
+    def count_step(self) -> None:
+        """Count a step that was done, by `step` or by a replay."""
+        self.step_number += 1
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing, as gradients are not stored; an interrupted step ends."""
+        if self._micro:
+            self.step()
+
+    def counters(self) -> dict[str, int]:
+        """Return counts of rejected gradients since the start; synchronises with the device.
+
+        Returns:
+            nonfinite_steps: number of steps with a gradient that was not finite.
+            refused: number of gradients that were not finite or zero, and were ignored.
+        """
+        return self._counters if self._updater is None else self._updater.counters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return step, counters and settings; moments are in the state of the model."""
+        self.state[self._weights[0].anchor] = {"step_of_run": self.step_number} | self.counters()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore step, counters and settings."""
+        super().load_state_dict(state_dict)
+        state = {name: int(value) for name, value in self.state[self._weights[0].anchor].items()}
+        self.step_number = state.pop("step_of_run")
+        self._counters, self._updater = state, None
+
+
+_guarded = False
+
+
+def _guard_other_optimizers() -> None:
+    """Refuse steps of float optimizers whose parameters include integer weights."""
+    global _guarded
+    if not _guarded:
+        register_optimizer_step_pre_hook(_refuse_anchors)
+        _guarded = True
+
+
+def _refuse_anchors(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if isinstance(optimizer, IntegerOptimizer):
+        return
+    parameters = (value for group in optimizer.param_groups for value in group["params"])
+    if any(isinstance(value, Anchor) for value in parameters):
+        raise ArbError(
+            f"{type(optimizer).__name__} has integer weights among its parameters",
+            hint="train these with the optimizer of `arbcli.to_integers`, and give"
+            f" {type(optimizer).__name__} the parameters in `arbcli.floats(model)`",
+        )

@@ -1,0 +1,156 @@
+"""How the weights of a layer are stored, and the packed tensor for a float parameter."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from arbcli.base.errors import ArbError, quoted
+from arbcli.config.site import SCALE_TYPES, Site
+from arbcli.model.layers.symbols import in_chunks
+from arbcli.model.optimizers import DIRECTIONS
+from arbcli.model.rules import DIRECTION, WITH_DIGITS
+from arbcli.model.widths import head_lr_factor, inner_lr_factor
+from arbcli.nn.weights import (
+    Anchored,
+    ExpertStack,
+    FusedMatrix,
+    ManyRows,
+    Matrix,
+    Numbers,
+    Rows,
+    Stack,
+    Symbols,
+    check_dtype,
+)
+
+FEWEST_COLUMNS = 64
+"""Parameters that a module reads itself have a scale for each number if their rows are shorter."""
+WEIGHTS = ("int8",)
+"""Forms of weights: `int8` is all digits of z."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """Settings of packed tensors.
+
+    Raises:
+        ArbError: a setting is unknown, or does not fit the others.
+    """
+
+    rule: str = "moment"
+    """Update rule: `moment`, `nibble` or `carry`."""
+    weights: str = "int8"
+    """Form of the weights."""
+    scale_type: str = "T32"
+    """Scale type: `T32` has a scale for 32 weights of a row."""
+    direction: str | None = None
+    """Direction of the steps of matrices; None is the default of the rule."""
+    lr_rule: str | None = None
+    """Rule that the learning rate is meant for; None is `rule`."""
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        for name, value, known in (
+            ("rule", self.rule, WITH_DIGITS),
+            ("weights", self.weights, WEIGHTS),
+            ("scale_type", self.scale_type, tuple(SCALE_TYPES)),
+            ("direction", self.direction or DIRECTION[self.rule], DIRECTIONS),
+        ):
+            if value not in known:
+                raise ArbError(
+                    f"`{name}={value!r}` is not supported", hint=f"choose one of: {quoted(known)}"
+                )
+
+    def site(self, dim: int) -> Site:
+        """Return the site of layers in a model of this width."""
+        return Site(
+            dim=dim,
+            depth=1,
+            ctx=1,
+            scale_type=self.scale_type,
+            rule=self.rule,
+            lr_rule=self.lr_rule,
+            digits="all",
+            direction=self.direction or DIRECTION[self.rule],
+        )
+
+
+DEFAULT = Storage()
+
+
+def new_packed(
+    value: nn.Parameter,
+    roles: frozenset[str],
+    storage: Storage,
+    *,
+    dim: int,
+    is_head: bool = False,
+    transposed: bool = False,
+) -> Anchored:
+    """Build the packed tensor that replaces a float parameter, with uninitialised weights.
+
+    Args:
+        value: the parameter.
+        roles: how modules use it: see `role`.
+        storage: how it is stored.
+        dim: width of the model.
+        is_head: whether its outputs are logits of symbols.
+        transposed: whether the packed matrix is its transpose.
+
+    Returns:
+        The tensor, on the device of the parameter.
+    """
+    check_dtype(value.dtype)
+    site = storage.site(dim)
+    shape = value.shape[::-1] if transposed else value.shape
+    packed: Anchored
+    with value.device:
+        if roles & {"product", "lookup"}:
+            packed = _matrix(shape[0], shape[1], roles, site, value.dtype, is_head)
+        elif "experts" in roles:
+            packed = ExpertStack(*shape, site, area="experts", dtype=value.dtype)
+        elif value.ndim < 2 or value[0].numel() < FEWEST_COLUMNS:
+            packed = Numbers(value.numel(), site, area="vectors", dtype=value.dtype)
+        else:
+            matrices = len(value) if value.ndim == 3 else 1
+            rows = shape[1] if value.ndim == 3 else len(value)
+            columns = value.numel() // (matrices * rows)
+            packed = Stack(matrices, rows, columns, site, area="read", dtype=value.dtype)
+        packed.anchor.requires_grad_(value.requires_grad)
+    packed.shape, packed.transposed = tuple(value.shape), transposed
+    return packed
+
+
+def new_fused(values: list[nn.Parameter], storage: Storage, *, dim: int) -> FusedMatrix:
+    """Build the packed tensor that replaces the weights of layers with the same input.
+
+    Args:
+        values: the weights, of the same number of columns, dtype and device.
+        storage: how they are stored.
+        dim: width of the model.
+    """
+    first, site = values[0], storage.site(dim)
+    with first.device:
+        packed = FusedMatrix(
+            [len(value) for value in values],
+            first.shape[1],
+            site,
+            area="linear",
+            lr_factor=inner_lr_factor(site, site.direction),
+            dtype=first.dtype,
+        )
+        packed.anchor.requires_grad_(first.requires_grad)
+    return packed
+
+
+def _matrix(
+    rows: int, columns: int, roles: frozenset[str], site: Site, dtype: torch.dtype, is_head: bool
+) -> Anchored:
+    if roles >= {"product", "lookup"} or (is_head and in_chunks(rows)):
+        return Symbols(rows, columns, site, area="head", dtype=dtype)
+    if "product" in roles:
+        factor = head_lr_factor(site) if is_head else inner_lr_factor(site, site.direction)
+        return Matrix(rows, columns, site, area="linear", lr_factor=factor, dtype=dtype)
+    kind = ManyRows if in_chunks(rows) else Rows
+    return kind(rows, columns, site, area="embedding", dtype=dtype)

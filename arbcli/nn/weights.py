@@ -1,0 +1,539 @@
+"""Packed tensors in modules of other libraries, and how their gradients reach the optimizer.
+
+A packed tensor has no float parameter. In its place `model.parameters()` lists its `anchor`, an
+empty tensor: `anchor.requires_grad` says whether the weights are trained, `anchor.dtype` is the
+dtype that they are decoded to, and `anchor.grad` stays None.
+
+All uses of a tensor in a graph take the same `token`, which depends on the anchor. Autograd runs
+the backward of the token once, after those of all uses. It computes the gradient from the inputs
+and output gradients that these have collected, and passes it to the optimizer, which consumes it.
+Forward passes without a backward, recomputed ones, and tied weights therefore need no bookkeeping.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils.weak import TensorWeakRef
+
+from arbcli.base.errors import ArbError
+from arbcli.config.site import Site
+from arbcli.families.experts.weight import ExpertWeight
+from arbcli.interop.rounding import put
+from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
+from arbcli.kernels.rows.ternary_embedding import embedding_rows
+from arbcli.model.layers.embedding import EmbeddingWeight, ManyEmbeddingsWeight
+from arbcli.model.layers.linear import LinearWeight
+from arbcli.model.layers.streamed import GradientSink, StreamedTensor
+from arbcli.model.layers.symbols import Scored, SymbolWeight
+from arbcli.model.layers.vector import DIRECTION, ReadWeight, VectorWeight
+
+READ_AT_ONCE = 1 << 22
+"""Number of weights that are in float32 at a time while they are rounded."""
+DTYPES = torch.bfloat16, torch.float32
+"""Dtypes that weights are decoded to."""
+
+
+class Anchor(nn.Parameter):
+    """The empty parameter that stands for a packed tensor."""
+
+
+class Anchored(StreamedTensor):
+    """A packed tensor of a module of another library.
+
+    Args:
+        args, kwargs: arguments of the packed tensor.
+        dtype: dtype that it is decoded to, bfloat16 or float32.
+    """
+
+    anchor: Anchor
+    shape: tuple[int, ...]
+    """Shape of the float parameter that it replaces."""
+    transposed = False
+    """Whether the float parameter is the transpose of the packed matrix."""
+    _token: TensorWeakRef | None = None
+
+    def __init__(self, *args: Any, dtype: torch.dtype, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.anchor = Anchor(torch.empty(0, dtype=dtype))
+        self.shape = self.out_features, self.in_features
+        self._uses: list[tuple[Any, Tensor]] = []
+        self._backward = -1
+        """Number of the backward that the collected uses belong to."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the optimizer, and uses of this process, out of copies and pickles."""
+        return self.__dict__ | {"sink": None, "_token": None, "_uses": [], "_backward": -1}
+
+    def _apply(self, function: Any, recurse: bool = True) -> "Anchored":
+        """Move the tensor, or change the dtype that it is decoded to."""
+        super()._apply(function, recurse)
+        check_dtype(self.anchor.dtype)
+        return self
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise ArbError(
+            "integer weights cannot be replicated on several GPUs of a process",
+            hint="set `CUDA_VISIBLE_DEVICES` to one GPU",
+        )
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[f"{prefix}anchor"]
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list, *rest: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *rest)
+        missing.remove(f"{prefix}anchor")
+
+    @property
+    def trained(self) -> bool:
+        """Whether a graph that is recorded now trains the tensor."""
+        return torch.is_grad_enabled() and self.anchor.requires_grad
+
+    def token(self) -> Tensor:
+        """Return the tensor that all uses of a graph depend on; they must keep it."""
+        if not self.trained:
+            return self.anchor.detach()
+        token = None if self._token is None else self._token()
+        if token is None:
+            token = _Token.apply(self.anchor, self)
+            self._token = TensorWeakRef(token)
+        return token
+
+    def add_use(self, source: Any, grad_y: Tensor, version: tuple[int, ...]) -> None:
+        """Collect the input and output gradient of a use, in its backward.
+
+        Args:
+            source: input of the use, as `emit_gradient_of_uses` of the tensor expects it.
+            grad_y: gradient of its result.
+            version: `version` in the forward.
+
+        Raises:
+            ArbError: the weights have changed since the forward.
+        """
+        if self.version != version:
+            raise ArbError(
+                "integer weights have changed between a forward and its backward",
+                hint="run the backward of each forward before the next one, and use"
+                " `use_reentrant=False` for activation checkpointing",
+            )
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:  # an earlier one was interrupted
+            self._uses, self._backward = [], backward
+        self._uses.append((source, grad_y))
+
+    def emit(self) -> None:
+        """Pass the gradient of all uses to the optimizer, in the backward of the token."""
+        uses, self._uses, self._token = self._uses, [], None
+        if not uses:
+            return
+        if self.sink is None:
+            raise ArbError(
+                "integer weights have a gradient, and no optimizer that consumes it",
+                hint="build one with `arbcli.nn.IntegerOptimizer(model)`, or freeze the weights"
+                " with `model.requires_grad_(False)`",
+            )
+        self.emit_gradient_of_uses(self.sink, uses)
+
+    def dense_use(self, grad: Tensor) -> tuple[Any, Tensor]:
+        """Express a gradient of the matrix itself, (N, K), as a use: w @ 1."""
+        return torch.eye(self.in_features, dtype=grad.dtype, device=grad.device), grad.T
+
+    def as_matrix(self, values: Tensor) -> Tensor:
+        """Reshape values of the float parameter to (N, K)."""
+        return values.T if self.transposed else values.reshape(self.out_features, self.in_features)
+
+    def decoded(self) -> Tensor:
+        """Decode to the shape and dtype of the float parameter; not differentiable."""
+        matrix = self.weight(self.anchor.dtype)
+        return matrix.T if self.transposed else matrix.view(self.shape)
+
+    @torch.compiler.disable
+    def read(self) -> Tensor:
+        """Decode to the shape and dtype of the float parameter; differentiable."""
+        return _Read.apply(self, self.token())
+
+    @torch.no_grad()
+    def round(self, values: Tensor, own_grid: bool = False) -> None:
+        """Set the weights to those closest to float values, with zero training state.
+
+        Args:
+            values: of the shape of the float parameter, finite; on any device.
+            own_grid: whether the values may have been decoded by this package.
+        """
+        device = self.trits.device
+        self.to("cpu")
+        for buffer in self.buffers():
+            buffer.zero_()
+        matrix = self.as_matrix(values)
+        step = max(1, READ_AT_ONCE // matrix.shape[1])
+        for begin in range(0, len(matrix), step):
+            part = slice(begin, min(begin + step, len(matrix)))
+            put(self, part, matrix[part].to("cpu", torch.float32).contiguous(), own_grid)
+        if self.direction is not None:
+            self.direction.start(self.state)
+        self.to(device)
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Check that weights can be decoded to a dtype.
+
+    Raises:
+        ArbError: they cannot.
+    """
+    if dtype not in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        raise ArbError(
+            f"integer weights compute in bfloat16 or float32, and not in {name}",
+            hint="use `dtype=torch.bfloat16`, `model.bfloat16()` or `bf16=True`",
+        )
+
+
+class _Token(Function):
+    """An empty tensor; its backward emits the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, weight: Anchored) -> Tensor:
+        ctx.weight = weight
+        ctx.set_materialize_grads(False)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None) -> tuple[None, None]:
+        ctx.weight.emit()
+        return None, None
+
+
+class _Use(Function):
+    """Base of the uses of a packed tensor."""
+
+    @staticmethod
+    def keep(ctx: Any, weight: Anchored, token: Tensor) -> None:
+        """Keep weight and token for the backward."""
+        ctx.weight, ctx.token, ctx.version = weight, token, weight.version
+
+    @staticmethod
+    def collect(ctx: Any, source: Any, grad_y: Tensor) -> None:
+        """Collect the gradients of a use whose weight is trained."""
+        if ctx.token.requires_grad:
+            ctx.weight.add_use(source, grad_y, ctx.version)
+
+
+class _Read(_Use):
+    """Decoded weights."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Anchored, token: Tensor) -> Tensor:
+        _Use.keep(ctx, weight, token)
+        return weight.decoded()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        matrix = ctx.weight.as_matrix(grad).contiguous()
+        _Use.collect(ctx, *ctx.weight.dense_use(matrix))
+        return None, None
+
+
+class _Product(_Use):
+    """y = x @ w.T."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: "Matrix | Symbols", token: Tensor) -> Tensor:
+        _Use.keep(ctx, weight, token)
+        ctx.save_for_backward(x)
+        return weight.multiply(x, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None]:
+        (x,) = ctx.saved_tensors
+        grad_y = grad_y.contiguous()
+        grad_x = ctx.weight.propagate(grad_y) if ctx.needs_input_grad[0] else None
+        _Use.collect(ctx, x, grad_y)
+        return grad_x, None, None
+
+
+class _ProductOfRows(_Use):
+    """y = x @ w[rows].T."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: "FusedMatrix", token: Tensor, part: int) -> Tensor:
+        _Use.keep(ctx, weight, token)
+        ctx.part = part
+        ctx.save_for_backward(x)
+        return ternary_matmul(x, weight.packed.rows(weight.parts[part]))
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (x,) = ctx.saved_tensors
+        grad_y, weight = grad_y.contiguous(), ctx.weight
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = ternary_matmul_grad_x(grad_y, weight.packed.rows(weight.parts[ctx.part]))
+        _Use.collect(ctx, (x, ctx.part), grad_y)
+        return grad_x, None, None, None
+
+
+class _Lookup(_Use):
+    """Rows of w."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Anchored, token: Tensor, padding: int) -> Tensor:
+        _Use.keep(ctx, weight, token)
+        ctx.padding = padding
+        ctx.save_for_backward(ids)
+        return embedding_rows(ids, weight.packed, weight.anchor.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[None, None, None, None]:
+        (ids,) = ctx.saved_tensors
+        if ctx.padding >= 0:
+            grad_y = grad_y.masked_fill((ids == ctx.padding)[:, None], 0)
+        _Use.collect(ctx, ids, grad_y.contiguous())
+        return None, None, None, None
+
+
+class _Losses(_Use):
+    """Cross-entropy of each row of x @ w.T; logits are computed in chunks of the vocabulary."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, targets: Tensor, weight: "Symbols", token: Tensor) -> Tensor:
+        _Use.keep(ctx, weight, token)
+        losses, total = weight.score(x, targets)
+        ctx.save_for_backward(x, targets, total)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        x, targets, total = ctx.saved_tensors
+        scored, scale = Scored(x, targets, total), grad.contiguous()
+        grad_x = ctx.weight.propagate_losses(scored, scale) if ctx.needs_input_grad[0] else None
+        _Use.collect(ctx, scored, scale)
+        return grad_x, None, None, None
+
+
+class _GroupedProduct(_Use):
+    """y = x @ w[expert].T for slots sorted by expert."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bounds: Tensor, weight: "ExpertStack", token: Tensor
+    ) -> Tensor:
+        _Use.keep(ctx, weight, token)
+        ctx.save_for_backward(x, bounds)
+        return weight.product(x, bounds)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None]:
+        x, bounds = ctx.saved_tensors
+        grad_y = grad_y.contiguous()
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = ctx.weight.product(grad_y, bounds, transposed=True)
+        _Use.collect(ctx, (x, bounds), grad_y)
+        return grad_x, None, None, None
+
+
+class _Multiplied(Anchored, LinearWeight):
+    """A packed matrix that activations are multiplied by."""
+
+    @torch.compiler.disable
+    def product(self, x: Tensor) -> Tensor:
+        """Multiply (..., K) to (..., N); differentiable.
+
+        Raises:
+            ArbError: x is neither bfloat16 nor float32.
+        """
+        return _multiplied(x, lambda rows: _Product.apply(rows, self, self.token()))
+
+
+def _multiplied(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """Run a product of (M, K) on (..., K), in the dtype of autocast."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
+    check_dtype(x.dtype)
+    with torch.autocast(kind, enabled=False):
+        y = run(x.reshape(-1, x.shape[-1]))
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class Matrix(_Multiplied):
+    """The weight of a linear layer."""
+
+
+class FusedMatrix(Matrix):
+    """The weights of several linear layers with the same input, which are stepped as one matrix.
+
+    Args:
+        heights: number of outputs of each layer.
+        args, kwargs: as of `Matrix`, without the number of outputs.
+    """
+
+    def __init__(self, heights: Sequence[int], *args: Any, **kwargs: Any) -> None:
+        super().__init__(sum(heights), *args, **kwargs)
+        ends = accumulate(heights)
+        self.parts = [slice(end - height, end) for height, end in zip(heights, ends, strict=True)]
+
+    def emit_gradient_of_uses(self, sink: GradientSink, uses: list[tuple[Any, Tensor]]) -> None:
+        """Compute the gradient from the uses of all layers, and pass it to the sink."""
+        by_part: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.parts]
+        for (x, part), grad_y in uses:
+            by_part[part].append((x, grad_y))
+        inputs = {x.data_ptr() for found in by_part for x, _ in found}
+        if len(inputs) == 1 and all(len(found) == 1 for found in by_part):
+            x = by_part[0][0][0]
+            self.emit_gradient(sink, (x,), torch.cat([found[0][1] for found in by_part], dim=1))
+            return
+        grads = [
+            sum((grad_y.T @ x for x, grad_y in found[1:]), found[0][1].T @ found[0][0])
+            if found
+            else self.decoded()[rows].zero_()
+            for found, rows in zip(by_part, self.parts, strict=True)
+        ]
+        sink(self, torch.cat(grads))
+
+
+class MatrixRows:
+    """The rows of a `FusedMatrix` that are the weight of one layer.
+
+    Args:
+        matrix: the matrix.
+        part: number of the layer.
+    """
+
+    transposed = False
+
+    def __init__(self, matrix: FusedMatrix, part: int) -> None:
+        self.matrix, self.part = matrix, part
+
+    @property
+    def anchor(self) -> Anchor:
+        """The anchor of the matrix."""
+        return self.matrix.anchor
+
+    @torch.compiler.disable
+    def product(self, x: Tensor) -> Tensor:
+        """Multiply (..., K): see `Matrix.product`."""
+        matrix = self.matrix
+        return _multiplied(
+            x, lambda rows: _ProductOfRows.apply(rows, matrix, matrix.token(), self.part)
+        )
+
+    def decoded(self) -> Tensor:
+        """Decode to the dtype of the float parameter; not differentiable."""
+        return self.matrix.decoded()[self.matrix.parts[self.part]]
+
+    def read(self) -> Tensor:
+        """Decode to the dtype of the float parameter; differentiable."""
+        columns = self.matrix.in_features
+        unit = torch.eye(columns, dtype=self.anchor.dtype, device=self.anchor.device)
+        return self.product(unit).T
+
+
+class Symbols(Anchored, SymbolWeight):
+    """The weight of a head for many symbols, or one that an embedding shares."""
+
+    product = _Multiplied.product
+
+    @torch.compiler.disable
+    def losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Compute the cross-entropy of each row in nats; differentiable.
+
+        Args:
+            x: (M, K) bfloat16 or float32.
+            targets: (M,) int64 in 0..N-1.
+
+        Returns:
+            (M,) float32.
+        """
+        check_dtype(x.dtype)
+        return _Losses.apply(x, targets, self, self.token())
+
+
+class Rows(Anchored, EmbeddingWeight):
+    """The weight of an embedding."""
+
+    def dense_use(self, grad: Tensor) -> tuple[Any, Tensor]:
+        """Express a gradient of the matrix itself as that of all rows."""
+        return torch.arange(self.out_features, device=grad.device), grad
+
+
+class ManyRows(Anchored, ManyEmbeddingsWeight):
+    """The weight of an embedding with many rows."""
+
+    dense_use = Rows.dense_use
+
+
+class Numbers(Anchored, VectorWeight):
+    """Numbers that have a scale each, such as gains, biases and taps."""
+
+    def __init__(self, count: int, site: Site, *, area: str, dtype: torch.dtype) -> None:
+        super().__init__([0.0] * count, site, area=area, dtype=dtype)
+        self.values = ()
+
+    def dense_use(self, grad: Tensor) -> tuple[Any, Tensor]:
+        """Return the gradient without an input."""
+        return None, grad
+
+
+class Stack(Anchored, ReadWeight):
+    """Matrices that a module reads, stacked by rows and stepped separately."""
+
+    def __init__(
+        self, matrices: int, rows: int, columns: int, site: Site, *, area: str, dtype: torch.dtype
+    ) -> None:
+        super().__init__(
+            matrices * rows, columns, site, area=area, direction=DIRECTION, matrices=matrices,
+            dtype=dtype,
+        )  # fmt: skip
+
+    always_has_gradients = True
+
+    def dense_use(self, grad: Tensor) -> tuple[Any, Tensor]:
+        """Return the gradient without an input."""
+        return None, grad
+
+    def emit_gradient(self, sink: GradientSink, sources: tuple[Any, ...], grad_y: Tensor) -> None:
+        """Sum the gradients of all uses, and pass the sum to the sink."""
+        if self.matrices == 1:
+            super().emit_gradient(sink, sources, grad_y)
+            return
+        shape = len(sources), self.matrices, self.matrix_rows, self.in_features
+        sink(self, grad_y.reshape(shape).sum(dim=0), range(self.matrices))
+
+
+class ExpertStack(Anchored, ExpertWeight):
+    """The matrices of all experts of a layer."""
+
+    def multiply_slots(self, x: Tensor, bounds: Tensor) -> Tensor:
+        """Multiply slots that are sorted by expert: see `ExpertWeight.multiply`."""
+        return _GroupedProduct.apply(x, bounds, self, self.token())
+
+    def dense_use(self, grad: Tensor) -> tuple[Any, Tensor]:
+        """Express a gradient of the matrices as slots that are unit vectors."""
+        unit = torch.eye(self.in_features, dtype=grad.dtype, device=grad.device)
+        bounds = torch.arange(self.matrices + 1, device=grad.device) * self.in_features
+        grads = grad.view(self.matrices, self.expert_rows, -1).transpose(1, 2)
+        return (unit.repeat(self.matrices, 1), bounds), grads.reshape(-1, self.expert_rows)
+
+
+@torch.compiler.disable
+def look_up(weight: Anchored, ids: Tensor, padding: int | None) -> Tensor:
+    """Look up rows of an embedding's weight; differentiable.
+
+    Args:
+        weight: of V rows and D columns.
+        ids: (...) integers.
+        padding: row that is not trained; None for none.
+
+    Returns:
+        (..., D) of the dtype that the weight is decoded to.
+    """
+    flat = ids.reshape(-1).to(torch.int64)
+    y = _Lookup.apply(flat, weight, weight.token(), -1 if padding is None else padding)
+    return y.view(*ids.shape, weight.in_features)

@@ -1,0 +1,335 @@
+"""Models of Transformers are converted, trained, saved, loaded and exported."""
+
+import copy
+import weakref
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+import arbcli
+from arbcli.base.errors import ArbError
+from arbcli.generation.load import read_saved, saved_config
+from arbcli.interop.huggingface.dense import sources
+from arbcli.interop.importing import import_folder
+from arbcli.model.build import build_model
+from arbcli.model.rules import DIRECTION
+from arbcli.model.updater import Updater
+from arbcli.nn.weights import Anchored, ExpertStack, Matrix, Numbers, Symbols
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    found = pytest.importorskip("transformers", reason="needs the extra `export-test`")
+    found.logging.set_verbosity_error()
+    found.logging.disable_progress_bar()
+    return found
+
+
+FLOATS = ("inv_freq", "embed_scale")
+"""Ends of the names of the floats that these models keep: constants."""
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_model_is_converted_trained_saved_and_exported(transformers, name, tmp_path):
+    model, ids = tiny.build(name), tiny.batch()
+    with torch.no_grad():
+        wanted = model(ids).logits
+    optimizer = arbcli.to_integers(model, lr=0.3)
+    assert all(value.numel() == 0 for value in model.parameters())
+    assert all(each.endswith(FLOATS) for each in arbcli.floats(model))
+    with torch.no_grad():
+        found = model(ids).logits
+    # each of about ten products in sequence errs by about 0.5 %, as with `arb import`
+    assert (found - wanted).norm() < 0.02 * wanted.norm()
+
+    def loss():
+        return model(input_ids=ids, labels=ids).loss
+
+    before = loss().item()
+    for _ in range(50):
+        step = loss()
+        if step < 0.8 * before:
+            break
+        step.backward()
+        optimizer.step()
+    assert step < 0.8 * before
+    assert optimizer.counters() == {"nonfinite_steps": 0, "refused": 0}
+
+    model.save_pretrained(tmp_path / "integers")
+    again = arbcli.load_integers(tmp_path / "integers")
+    arbcli.export_float(model, tmp_path / "floats")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "floats", dtype=torch.float32
+    ).eval()
+    assert not any(isinstance(part, Anchored) for part in plain.modules())
+    with torch.no_grad():
+        found = model(ids).logits
+        assert torch.equal(again(ids).logits, found)
+        torch.testing.assert_close(plain(ids).logits, found, rtol=0, atol=1e-5)
+    texts = [
+        each.generate(ids[:, :8], max_new_tokens=4, do_sample=False) for each in (plain, model)
+    ]
+    assert torch.equal(*texts)
+
+
+def test_plain_transformers_refuses_integers(transformers, tmp_path):
+    model = tiny.build("llama")
+    arbcli.to_integers(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="quant_method"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = tiny.build("llama")
+    model.save_pretrained(tmp_path / "floats")
+    with pytest.raises(ArbError, match="has no integer weights"):
+        arbcli.load_integers(tmp_path / "floats")
+
+
+def test_experts_are_not_decoded_whole(transformers):
+    model = tiny.build("qwen3_moe")
+    arbcli.to_integers(model)
+    kinds = [type(part).__name__ for part in model.modules() if isinstance(part, ExpertStack)]
+    assert len(kinds) == 2
+
+
+@pytest.fixture
+def folder(transformers, tmp_path):
+    """A folder of a Qwen 3, and its model."""
+    model = tiny.build("qwen3", tie_word_embeddings=False, pad_token_id=None)
+    model.save_pretrained(tmp_path / "folder")
+    return tmp_path / "folder", model
+
+
+@pytest.mark.parametrize("rule", ["moment", "nibble"])
+def test_import_reads_the_same_integers(folder, rule, tmp_path):
+    path, model = folder
+    imported = import_to(tmp_path / "run", path, rule)
+    arbcli.to_integers(model, rule=rule)
+    number = 0
+    for source in sources(imported):
+        for part in source.parts:
+            own = model.get_submodule(f"{part.hugging_face}_packed")
+            for name in ("trits", "exponent", "fraction", "remainder"):
+                wanted = getattr(source.tensor, name)[part.rows]
+                assert torch.equal(getattr(own, name), wanted.view_as(getattr(own, name)))
+                number += 1
+    assert number == 4 * (3 + 11)
+
+
+def import_to(run, path, rule: str = "moment"):
+    import_folder(path, run, rule=rule, direction=DIRECTION[rule])
+    saved = read_saved(run, print).checkpoint
+    imported = build_model(saved_config(saved), torch.float32)
+    imported.load_state_dict(dict(saved.tensors))
+    return imported
+
+
+def test_fused_projections_learn_as_an_imported_model(folder, tmp_path):
+    """20 steps of `arb train`, with the same random numbers: those of a tensor are by its place."""
+    path, model = folder
+    imported = import_to(tmp_path / "run", path)
+    optimizer = arbcli.to_integers(model, fuse=arbcli.nn.PROJECTIONS)
+    own = [part.hugging_face for source in sources(imported) for part in source.parts[:1]]
+    theirs = [source.tensor for source in sources(imported)]
+    optimizer._weights = [model.get_submodule(f"{name}_packed") for name in own]
+    updater = Updater(theirs, 0, torch.float32)
+    for tensor in theirs:
+        tensor.sink = updater
+    # enough different contexts: the direction amplifies rounding where gradients have a low rank
+    ids = torch.randint(96, (8, 33), generator=torch.Generator().manual_seed(3))
+    inputs, targets = ids[:, :-1], ids[:, 1:].contiguous()
+    losses = []
+    for step in range(20):
+        updater.begin(step, 0.03)
+        wanted = imported.losses(inputs, targets)["text"]
+        wanted.backward()
+        updater.finish()
+        found = nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
+        found.backward()
+        optimizer.step()
+        losses.append((wanted.item(), found.item()))
+    assert losses[-1][0] < losses[0][0] - 0.05
+    for wanted, found in losses:
+        assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_fused_layers_equal_separate_ones():
+    """One backward, from the same and from other inputs; what is read has a gradient too."""
+    torch.manual_seed(0)
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 8), nn.Linear(16, 4)
+
+        def forward(self, x, other):
+            return self.a(x).sin().sum() + self.b(other).cos().sum() + self.b.weight.sin().sum()
+
+    model = Pair()
+    twin = copy.deepcopy(model)
+    arbcli.to_integers(model, fuse=[["a", "b"]])
+    found = arbcli.nn.float_state_dict(model, torch.float32)
+    assert {name: part.shape for name, part in found.items()} == {
+        name: part.shape for name, part in twin.state_dict().items()
+    }
+    twin.load_state_dict(found)
+    x = torch.randn(5, 16)
+    for other in (x, torch.randn(3, 16)):
+        seen = {}
+        for name, part in packed(model).items():
+            part.sink = lambda tensor, grad, where=None, name=name, seen=seen: seen.update(
+                {name: grad}
+            )
+        twin.zero_grad()
+        for each in (model, twin):
+            each(x, other).backward()
+        wanted = torch.cat([twin.a.weight.grad, twin.b.weight.grad])
+        torch.testing.assert_close(seen["a.weight"], wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ArbError, match="no module has linear layers `a`, `c`"):
+        arbcli.to_integers(Pair(), fuse=[["a", "c"]])
+
+
+def test_exported_weights_are_read_as_they_were(transformers, tmp_path):
+    model, ids = tiny.build("llama"), tiny.batch()
+    optimizer = arbcli.to_integers(model, lr=0.2)
+    for _ in range(3):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    arbcli.export_float(model, tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    arbcli.to_integers(again)
+    with torch.no_grad():
+        assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
+
+
+class Small(nn.Module):
+    """A model with a tied head, a gain and a layer that is skipped."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(12, 64)
+        self.inner = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+        self.head = nn.Linear(64, 12, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(self.inner(self.embedding(ids)))
+
+
+def packed(model: nn.Module) -> dict:
+    return {
+        name.removesuffix("_packed"): part
+        for name, part in model.named_modules()
+        if isinstance(part, Anchored)
+    }
+
+
+def test_patterns_choose_what_is_converted_and_how():
+    model = Small()
+    arbcli.to_integers(
+        model, skip=["inner.1"], rules={"inner.*": "nibble", "*.2.weight": "carry"},
+        scale_types={"embedding": "T64"},
+    )  # fmt: skip
+    assert {*arbcli.floats(model)} == {"inner.1.weight", "inner.1.bias"}
+    found = packed(model)
+    assert {
+        name: (type(part), part.rule.name, part.group_size) for name, part in found.items()
+    } == {
+        "embedding.weight": (Symbols, "moment", 64),
+        "inner.0.weight": (Matrix, "nibble", 32),
+        "inner.0.bias": (Numbers, "nibble", 32),
+        "inner.2.weight": (Matrix, "carry", 32),
+        "inner.2.bias": (Numbers, "nibble", 32),
+    }
+    assert model.head._packed["weight"] is found["embedding.weight"]
+    assert not any(name.startswith("head") for name in model.state_dict())
+    for pattern in ({"skip": ["innner"]}, {"rules": {"x*": "carry"}}):
+        with pytest.raises(ArbError, match="no parameter matches"):
+            arbcli.to_integers(Small(), **pattern)
+
+
+def test_tied_weights_step_once_by_both_gradients():
+    model, twin = Small(), Small()
+    arbcli.to_integers(model)
+    table = packed(model)["embedding.weight"]
+    twin.load_state_dict(arbcli.nn.float_state_dict(model, torch.float32))
+    seen = []
+    for part in packed(model).values():
+        part.sink = lambda tensor, grad, where=None: seen.append((tensor, grad))
+    ids = torch.tensor([[1, 5, 5, 0]])
+    for each in (model, twin):
+        each(ids).sin().sum().backward()
+    (grad,) = [grad for tensor, grad in seen if tensor is table]
+    torch.testing.assert_close(grad, twin.embedding.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda model: model.inner[0].half(), "it is float16"),
+        (lambda model: nn.init.constant_(model.inner[0].bias, torch.inf), "not finite"),
+        (lambda model: model.inner.append(nn.LSTM(4, 4)), "LSTM reads its weights"),
+        (lambda model: nn.utils.parametrizations.weight_norm(model.inner[0]), "parametrized"),
+        (lambda model: model.inner.append(nn.Embedding(3, 4, max_norm=1.0)), "max_norm"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused_by_name_or_skipped(change, problem):
+    model = Small()
+    change(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ArbError, match=problem) as refused:
+        arbcli.to_integers(model)
+    assert "`inner." in str(refused.value)
+    after = model.state_dict()
+    assert {*before} == {*after}  # nothing was converted
+    arbcli.to_integers(model, skip_unsupported=True)
+    assert any(name.startswith("inner.") for name in arbcli.floats(model))
+    assert "embedding.weight" in packed(model)
+
+
+def test_each_parameter_is_freed_before_the_next_is_rounded(monkeypatch):
+    model = nn.Sequential(*(nn.Linear(64, 8) for _ in range(4)))
+    living = [weakref.ref(value) for value in model.parameters()]
+    counts, original = [], Anchored.round
+
+    def counted(self, *given):
+        counts.append(sum(value() is not None for value in living))
+        original(self, *given)
+
+    monkeypatch.setattr(Anchored, "round", counted)
+    arbcli.to_integers(model)
+    assert counts == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert not any(value() is not None for value in living)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"rule": "votes"}, {"weights": "int4"}, {"scale_type": "T5"}, {"direction": "adam"}],
+)
+def test_unknown_settings_are_refused(settings):
+    with pytest.raises(ArbError, match="is not supported"):
+        arbcli.to_integers(Small(), **settings)
+
+
+def test_a_model_is_converted_once():
+    model = Small()
+    arbcli.to_integers(model)
+    with pytest.raises(ArbError, match="no float weights to convert"):
+        arbcli.to_integers(model)
+
+
+def test_frozen_parameters_stay_frozen():
+    model = Small()
+    model.inner[0].requires_grad_(False)
+    optimizer = arbcli.to_integers(model, lr=0.3)
+    frozen = copy.deepcopy(model.inner[0].state_dict())
+    other = model.inner[2].weight.detach().clone()
+    for _ in range(2):
+        model(torch.tensor([[1, 5, 5, 0]])).logsumexp(-1).sum().backward()
+        optimizer.step()
+    assert all(
+        torch.equal(frozen[name], value) for name, value in model.inner[0].state_dict().items()
+    )
+    assert not torch.equal(other, model.inner[2].weight)

@@ -1,0 +1,259 @@
+"""Layers of integers give what float layers of the decoded weights give, in every use of torch."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from arbcli import nn as integers
+from arbcli.base.errors import ArbError
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(33, 20), lambda: torch.randn(2, 3, 33)),
+    "linear without a bias": (lambda: nn.Linear(33, 1, bias=False), lambda: torch.randn(33)),
+    "transposed input": (lambda: nn.Linear(8, 5), lambda: torch.randn(8, 3, 2).transpose(0, 2)),
+    "expanded input": (lambda: nn.Linear(8, 5), lambda: torch.randn(1, 8).expand(4, 8)),
+    "no rows": (lambda: nn.Linear(8, 5), lambda: torch.randn(0, 8)),
+}
+
+
+class Collected:
+    """A sink that keeps the gradients of each tensor."""
+
+    def __init__(self, module: nn.Module):
+        self.grads, self.calls = {}, 0
+        for name, part in module.named_modules():
+            if hasattr(part, "anchor"):
+                part.sink = self
+                part.known_as = name.removesuffix("_packed")
+
+    def __call__(self, tensor, grad, where=None):
+        self.calls += 1
+        self.grads[tensor.known_as] = grad if where is None else grad.flatten(0, 1)
+
+
+def float_twin(layer: nn.Module) -> nn.Module:
+    return layer.to_float().requires_grad_()
+
+
+def assert_close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_equals_a_float_layer_of_the_decoded_weights(name):
+    torch.manual_seed(0)
+    build, draw = LAYERS[name]
+    layer = integers.Linear.from_float(build())
+    twin, seen = float_twin(layer), Collected(layer)
+    x = draw()
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, expected = layer(ours), twin(theirs)
+    assert_close(y, expected)
+    (y.sin().sum()).backward()
+    (expected.sin().sum()).backward()
+    assert_close(ours.grad, theirs.grad)
+    assert_close(seen.grads["weight"], twin.weight.grad)
+    if twin.bias is not None:
+        assert_close(seen.grads["bias"].flatten(), twin.bias.grad)
+
+
+def test_embedding_leaves_its_padding_row_alone():
+    torch.manual_seed(0)
+    layer = integers.Embedding(12, 40, padding_idx=3)
+    twin, seen = float_twin(layer), Collected(layer)
+    ids = torch.tensor([[3, 1, 1], [7, 3, 11]], dtype=torch.int32)
+    y, expected = layer(ids), twin(ids)
+    assert torch.equal(y, expected)
+    (y.sin().sum()).backward()
+    (expected.sin().sum()).backward()
+    assert_close(seen.grads["weight"], twin.weight.grad)
+
+
+def test_experts_equal_a_loop_over_experts():
+    torch.manual_seed(0)
+    gate_up, down = torch.randn(3, 20, 40) / 6, torch.randn(3, 40, 10) / 3
+    layer = integers.Experts(gate_up, down)
+    seen = Collected(layer)
+    a, b = (part.detach().requires_grad_() for part in (layer.gate_up_proj, layer.down_proj))
+    x = torch.randn(7, 40)
+    chosen = torch.tensor([[0, 2]] * 4 + [[2, 0]] * 3)  # expert 1 has no slot
+    shares = torch.rand(7, 2)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected = 0
+    for slot in range(2):
+        gate, up = torch.einsum("md,mnd->mn", theirs, a[chosen[:, slot]]).chunk(2, dim=1)
+        made = torch.einsum("mi,mdi->md", nn.functional.silu(gate) * up, b[chosen[:, slot]])
+        expected = expected + made * shares[:, slot, None]
+    y = layer(ours, chosen, shares)
+    assert_close(y, expected)
+    y.sin().sum().backward()
+    expected.sin().sum().backward()
+    assert_close(ours.grad, theirs.grad)
+    assert_close(seen.grads["gate_up_proj"], a.grad.flatten(0, 1))
+    assert_close(seen.grads["down_proj"], b.grad.flatten(0, 1))
+
+
+def test_weights_that_are_read_have_gradients_too():
+    torch.manual_seed(0)
+    layer = integers.Linear(16, 4)
+    twin, seen = float_twin(layer), Collected(layer)
+    x = torch.randn(5, 16)
+    for each in (layer, twin):
+        product = each(x) + nn.functional.linear(x, each.weight)  # both uses in one graph
+        (product.sin().sum() + each.weight.square().sum()).backward()
+    assert seen.calls == 2  # weight and bias, once each
+    assert_close(seen.grads["weight"], twin.weight.grad)
+    for table in (integers.Embedding(6, 8), integers.Vector(torch.randn(5))):
+        seen = Collected(table)
+        read = table.weight if isinstance(table, nn.Embedding) else table()
+        (3 * read).sum().backward()
+        grad = next(iter(seen.grads.values()))
+        assert torch.equal(grad, torch.full_like(grad, 3))
+
+
+def test_vector_keeps_numbers_to_seven_bits():
+    values = torch.tensor([1.0, -3e-4, 0.0, 250.0, 0.1])
+    vector = integers.Vector(values)
+    torch.testing.assert_close(vector().detach(), values, rtol=2**-7, atol=0)
+    assert {part.dtype for part in vector.state_dict().values()} == {torch.uint8, torch.int8}
+
+
+class Twice(nn.Module):
+    """A layer that is used twice, with a nonlinearity between."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = integers.Linear(16, 16)
+        self.gain = integers.Vector(torch.ones(16))
+
+    def forward(self, x):
+        return self.layer((self.layer(x) * self.gain()).tanh())
+
+
+def gradients(module: nn.Module, run) -> dict:
+    seen = Collected(module)
+    x = torch.linspace(-1, 1, 48).view(3, 16).requires_grad_()
+    run(x).sin().sum().backward()
+    return seen.grads | {"x": x.grad, "calls": torch.tensor(seen.calls)}
+
+
+def test_all_uses_of_a_graph_are_one_gradient_however_it_is_run():
+    model = Twice()
+    plain = gradients(model, model)
+    assert plain["calls"] == 3
+    model(torch.randn(3, 16))  # a forward without a backward
+    for run in (
+        model,
+        lambda x: checkpoint(model, x, use_reentrant=False),
+        torch.compile(model, backend="eager"),
+        copy.deepcopy(model),
+    ):
+        target = run if isinstance(run, Twice) else model
+        found = gradients(target, run)
+        assert {*found} == {*plain}
+        for name, grad in plain.items():
+            assert torch.equal(found[name], grad), name
+
+
+def test_a_kept_graph_does_not_delay_gradients():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(integers.Linear(8, 8, bias=False) for _ in range(3)))
+    order, kept = [], []
+    for name, part in model.named_modules():
+        if hasattr(part, "anchor"):
+            part.sink = lambda tensor, grad, where=None, name=name: order.append(name)
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            order.append("backward of the first layer")
+            return grad
+
+    for _ in range(2):
+        order.clear()
+        kept.append(model[2](model[1](Noted.apply(model[0](torch.randn(2, 8))))).sum())
+        kept[-1].backward()
+        assert order[:3] == [
+            "2.weight_packed", "1.weight_packed", "backward of the first layer",
+        ]  # fmt: skip
+
+
+def test_reentrant_checkpoints_work_or_are_refused():
+    model = integers.Linear(16, 16)
+    plain = gradients(model, model)
+    found = gradients(model, lambda x: checkpoint(model, x, use_reentrant=True))
+    assert all(torch.equal(found[name], grad) for name, grad in plain.items())
+    optimizer = integers.IntegerOptimizer(model)
+    x = torch.randn(3, 16, requires_grad=True)
+    y = checkpoint(model, checkpoint(model, x, use_reentrant=True), use_reentrant=True)
+    with pytest.raises(ArbError, match=r"integer weights|backward 2"):
+        y.sum().backward()
+    assert optimizer.counters()["refused"] == 0
+
+
+def test_autocast_multiplies_in_bfloat16():
+    layer = integers.Linear(16, 8)
+    x = torch.randn(4, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, layer(x.bfloat16()))
+    with torch.autocast("cpu", torch.float16), pytest.raises(ArbError, match="float16"):
+        layer(x)
+
+
+def test_evaluation_records_nothing():
+    layer = integers.Linear(16, 8)
+    with torch.no_grad():
+        assert not layer(torch.randn(1, 16)).requires_grad
+    with torch.inference_mode():
+        assert not layer(torch.randn(1, 16)).requires_grad
+    layer.requires_grad_(False)
+    assert not layer(torch.randn(1, 16)).requires_grad
+    seen = Collected(layer)
+    x = torch.randn(1, 16, requires_grad=True)
+    layer(x).sum().backward()
+    assert seen.calls == 0
+    assert_close(x.grad, layer.weight.sum(dim=0)[None])
+
+
+def test_state_is_integers_and_survives_pickles():
+    layer = integers.Linear(40, 8)
+    state = layer.state_dict()
+    assert {part.dtype for part in state.values()} == {torch.uint8, torch.int8}
+    again = pickle.loads(pickle.dumps(layer))
+    other = integers.Linear(40, 8)
+    other.load_state_dict(state)
+    for found in (again, other):
+        assert torch.equal(found.weight, layer.weight)
+        assert torch.equal(found.bias, layer.bias)
+
+
+def test_dtype_changes_what_weights_are_decoded_to():
+    layer = integers.Linear(16, 8).to(torch.bfloat16)
+    assert layer.weight.dtype == layer.bias.dtype == torch.bfloat16
+    assert {part.dtype for part in layer.state_dict().values()} == {torch.uint8, torch.int8}
+    for convert in (nn.Module.half, nn.Module.double):
+        with pytest.raises(ArbError, match="compute in bfloat16 or float32"):
+            convert(integers.Linear(16, 8))
+
+
+def test_weights_cannot_be_assigned():
+    layer = integers.Linear(16, 8)
+    for value in (nn.Parameter(torch.zeros(8, 16)), torch.zeros(8, 16)):
+        with pytest.raises(ArbError, match="cannot be assigned"):
+            layer.weight = value
+
+
+def test_gradients_without_an_optimizer_are_refused():
+    with pytest.raises(ArbError, match="no optimizer that consumes it"):
+        integers.Linear(16, 8)(torch.randn(2, 16)).sum().backward()

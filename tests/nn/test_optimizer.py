@@ -1,0 +1,277 @@
+"""The optimizer steps as `arb train` does, and wrong uses are refused in a line."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import arbcli
+from arbcli.base.errors import ArbError
+from arbcli.kernels.codec.packing import unpack_trits
+from arbcli.model.updater import Updater
+from arbcli.nn.weights import Anchored
+
+
+def build(rule: str = "moment", lr: float = 0.2, **settings):
+    """Return a model, its optimizer, and a batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Embedding(20, 16), nn.LayerNorm(16), nn.Linear(16, 24), nn.SiLU(), nn.Linear(24, 20)
+    )
+    optimizer = arbcli.to_integers(model, rule=rule, lr=lr, **settings)
+    generator = torch.Generator().manual_seed(1)
+    return model, optimizer, torch.randint(20, (4, 6), generator=generator)
+
+
+def loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+def state(model: nn.Module) -> dict:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def equal(a: dict, b: dict) -> bool:
+    return {*a} == {*b} and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+@pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_steps_equal_those_of_the_updater(rule, accumulation):
+    model, optimizer, ids = build(rule, accumulation=accumulation)
+    twin = copy.deepcopy(model)
+    tensors = [part for part in twin.modules() if isinstance(part, Anchored)]
+    updater = Updater(tensors, 0, torch.float32)
+    for tensor in tensors:
+        tensor.sink = updater
+    for step in range(2):
+        optimizer.param_groups[0]["lr"] = 0.2 / (step + 1)
+        for micro in range(accumulation):
+            updater.begin(step, 0.2 / (step + 1), micro, accumulation)
+            loss(twin, ids + 0 * micro).backward()
+            loss(model, ids).backward()
+        updater.finish()
+        optimizer.step()
+    assert equal(state(model), state(twin))
+
+
+def test_no_gradient_is_stored():
+    model, optimizer, ids = build()
+    before = state(model)
+    loss(model, ids).backward()
+    assert all(value.grad is None for value in model.parameters())
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not equal(before, state(model))
+
+
+def test_factors_of_the_loss_change_nothing():
+    results = []
+    for factor in (1.0, 2.0**-12):
+        model, optimizer, ids = build()
+        (factor * loss(model, ids)).backward()
+        optimizer.step()
+        results.append({k: v for k, v in state(model).items() if "statistic" not in k})
+    assert equal(*results)
+
+
+def digits(model: nn.Module) -> dict:
+    """Return z, in units of the remainder, of all packed tensors."""
+    found = {}
+    for name, part in model.named_modules():
+        if isinstance(part, Anchored):
+            trits = unpack_trits(part.trits, part.in_features).int()
+            below = part.rule.digits(part.state)["remainder"][0].int()
+            found[name] = trits * part.rule.radix + below
+    return found
+
+
+@pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
+def test_a_step_that_ends_early_steps_weights(rule):
+    model, optimizer, ids = build(rule, accumulation=4, lr=2.0)
+    before = digits(model)
+    for _ in range(3):
+        loss(model, ids).backward()
+    # `carry` steps with each gradient
+    assert equal(before, digits(model)) == (rule != "carry")
+    optimizer.step()
+    after = digits(model)
+    assert all(not torch.equal(part, before[name]) for name, part in after.items())
+    loss(model, ids).backward()  # the next step begins
+    assert optimizer.state_dict()["state"][0]["step_of_run"] == 1
+
+
+def test_an_early_step_is_close_to_a_complete_one():
+    """Two of two gradients step as two of three, but for their shares of the moment."""
+    moved = []
+    for accumulation in (2, 3):
+        model, optimizer, ids = build(accumulation=accumulation, lr=2.0)
+        before = digits(model)
+        for _ in range(2):
+            loss(model, ids).backward()
+        optimizer.step()
+        steps = [(part - before[name]).flatten() for name, part in digits(model).items()]
+        moved.append(torch.cat(steps).float())
+    a, b = moved
+    # orthogonalisation amplifies the rounding of a moment of few gradients
+    assert nn.functional.cosine_similarity(a, b, dim=0) > 0.8
+    assert 0.9 < b.norm() / a.norm() < 1.1
+
+
+def test_schedulers_set_the_learning_rate():
+    model, optimizer, ids = build()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step != 1))
+    changes = []
+    for _ in range(3):
+        before = state(model)
+        loss(model, ids).backward()
+        optimizer.step()
+        schedule.step()
+        after = state(model)
+        changes.append(any(
+            not torch.equal(before[name], after[name]) for name in before if "trits" in name or
+            "remainder" in name
+        ))  # fmt: skip
+    assert changes == [True, False, True]
+
+
+def test_training_continues_from_its_state():
+    model, optimizer, ids = build(accumulation=2)
+
+    def step(model, optimizer):
+        for _ in range(2):
+            loss(model, ids).backward()
+        optimizer.step()
+
+    step(model, optimizer)
+    saved = pickle.loads(pickle.dumps((model.state_dict(), optimizer.state_dict())))
+    step(model, optimizer)
+    other, again, _ = build(accumulation=2, seed=5)
+    other.load_state_dict(saved[0])
+    again.load_state_dict(saved[1])
+    assert again.param_groups[0]["seed"] == 0
+    step(other, again)
+    assert equal(state(model), state(other))
+
+
+def test_gradients_that_are_not_finite_are_counted_and_ignored():
+    model, optimizer, ids = build()
+    before = state(model)
+    (loss(model, ids) * torch.nan).backward()
+    optimizer.step()
+    assert equal(before, state(model))
+    # two matrices and their biases, gain, bias and embedding
+    assert optimizer.counters() == {"nonfinite_steps": 1, "refused": 7}
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.counters() == {"nonfinite_steps": 1, "refused": 7}
+
+
+def test_another_backward_than_announced_is_refused():
+    model, optimizer, ids = build()
+    loss(model, ids).backward()
+    with pytest.raises(ArbError, match="backward 2 of a step"):
+        loss(model, ids).backward()
+    optimizer.zero_grad()
+    loss(model, ids).backward()
+
+
+def test_second_backward_of_a_graph_is_refused():
+    model, optimizer, ids = build(accumulation=2)
+    value = loss(model, ids)
+    value.backward(retain_graph=True)
+    with pytest.raises(ArbError, match="changed between a forward and its backward"):
+        value.backward()
+    optimizer.step()
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_interrupted_backward_leaves_no_gradient():
+    """A layer is used twice, and the backward ends between its uses."""
+    layer = arbcli.nn.Linear(8, 8)
+    optimizer = arbcli.nn.IntegerOptimizer(layer)
+    twin, x = copy.deepcopy(layer), torch.randn(3, 8)
+    before = state(layer)
+
+    def interrupt(_):
+        raise Interrupted
+
+    between = layer(x)
+    between.register_hook(interrupt)
+    with pytest.raises(Interrupted):
+        layer(between.tanh()).sum().backward()
+    optimizer.zero_grad()
+    assert equal(before, state(layer))
+    own = arbcli.nn.IntegerOptimizer(twin)
+    for each, stepping in ((layer, optimizer), (twin, own)):
+        each(each(x).tanh()).sum().backward()
+        stepping.step()
+    assert equal(state(layer), state(twin))
+
+
+def test_optimizer_of_torch_over_integers_is_refused():
+    model, _, ids = build()
+    other = torch.optim.AdamW(model.parameters())
+    loss(model, ids).backward()
+    with pytest.raises(ArbError, match="AdamW has integer weights among its parameters"):
+        other.step()
+
+
+def test_floats_are_trained_by_an_optimizer_of_torch():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20))
+    optimizer = arbcli.to_integers(model, skip=["1.bias"])
+    other = torch.optim.SGD(arbcli.floats(model).values(), lr=0.1)
+    ids = torch.arange(20)[None]
+    bias = model[1].bias.detach().clone()
+    loss(model, ids).backward()
+    optimizer.step()
+    other.step()
+    assert isinstance(model[1].bias, nn.Parameter)
+    assert not torch.equal(model[1].bias, bias)
+
+
+def test_copies_are_models_of_their_own():
+    model, optimizer, ids = build()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert equal(state(copied), state(model))
+        before = state(model)
+        with pytest.raises(ArbError, match="no optimizer that consumes it"):
+            loss(copied, ids).backward()
+        own = arbcli.nn.IntegerOptimizer(copied)
+        loss(copied, ids).backward()
+        own.step()
+        assert equal(before, state(model))
+        assert not equal(before, state(copied))
+    for duplicate in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ArbError, match="cannot be copied or pickled"):
+            duplicate(optimizer)
+
+
+def test_frozen_models_pass_gradients_on():
+    model, optimizer, ids = build()
+    model.requires_grad_(False)
+    before = state(model)
+    x = model[0](ids).requires_grad_()
+    model[4](model[3](model[2](model[1](x)))).sum().backward()
+    optimizer.step()
+    assert x.grad.abs().sum() > 0
+    assert equal(before, state(model))
+
+
+def test_models_without_integers_are_refused():
+    with pytest.raises(ArbError, match="has no integer weights"):
+        arbcli.nn.IntegerOptimizer(nn.Linear(3, 3))
+    with pytest.raises(ArbError, match="`accumulation` is 0"):
+        build(accumulation=0)
+
+
+def test_several_gpus_of_a_process_are_refused():
+    model, _, _ = build()
+    with pytest.raises(ArbError, match="several GPUs"):
+        model[2].weight_packed._replicate_for_data_parallel()

@@ -1,0 +1,124 @@
+"""The trainers of Transformers and TRL train integers, and continue after they are killed."""
+
+import copy
+import random
+
+import pytest
+import tiny
+import torch
+
+import arbcli
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    found = pytest.importorskip("transformers", reason="needs the extra `export-test`")
+    pytest.importorskip("accelerate", reason="needs the extra `export-test`")
+    found.logging.set_verbosity_error()
+    found.logging.disable_progress_bar()
+    return found
+
+
+class Killed(Exception):
+    pass
+
+
+def test_killed_trainer_continues_to_the_same_integers(transformers, tmp_path):
+    """With activation checkpoints, a cosine and four micro-batches; every third step has three."""
+
+    class Kill(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == 3:
+                raise Killed
+
+    rows = [{"input_ids": row, "labels": row} for row in tiny.batch(11, 12)]
+
+    def run(folder, callbacks=(), resume=None):
+        model = tiny.build("qwen3")
+        optimizer = arbcli.to_integers(model, lr=0.1, accumulation=4)
+        schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 1, 4)
+        settings = transformers.TrainingArguments(
+            folder, per_device_train_batch_size=1, gradient_accumulation_steps=4, max_steps=4,
+            save_steps=2, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
+            eval_strategy="steps", eval_steps=3, gradient_checkpointing=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model, settings, train_dataset=rows, eval_dataset=rows[:2],
+            optimizers=(optimizer, schedule), callbacks=[*callbacks],
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return model, trainer
+
+    whole, trainer = run(tmp_path / "whole")
+    rates = [record["learning_rate"] for record in trainer.state.log_history if "loss" in record]
+    assert len(set(rates)) == 4
+    with pytest.raises(Killed):
+        run(tmp_path / "killed", [Kill()])
+    resumed, _ = run(tmp_path / "killed", resume=True)
+    wanted, found = whole.state_dict(), resumed.state_dict()
+    assert {*wanted} == {*found}
+    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
+    fresh = tiny.build("qwen3")
+    arbcli.to_integers(fresh)
+    assert not all(torch.equal(value, wanted[name]) for name, value in fresh.state_dict().items())
+
+
+def test_dpo_raises_a_margin_that_sft_does_not(transformers, tmp_path):
+    trl = pytest.importorskip("trl", reason="needs `trl`")
+    datasets = pytest.importorskip("datasets", reason="needs `trl`")
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `tokens`")
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{number}": number for number in range(3, 96)}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+    draw = random.Random(0)
+    prompts = [" ".join(f"w{draw.randint(3, 95)}" for _ in range(4)) + " " for _ in range(16)]
+    chosen, rejected = "w10 w11 w12", "w20 w21 w22"
+    settings = {
+        "per_device_train_batch_size": 4, "max_steps": 8, "report_to": [], "use_cpu": True,
+        "disable_tqdm": True, "save_strategy": "no", "bf16": False, "max_length": 32,
+        "gradient_checkpointing": True,
+    }  # fmt: skip
+
+    @torch.no_grad()
+    def margin(model) -> float:
+        """Return by how much likelier the chosen answer is, in nats."""
+        model.eval()
+        totals = []
+        for answer in (chosen, rejected):
+            ids = torch.tensor(tokenizer([prompt + answer for prompt in prompts])["input_ids"])
+            found = model(ids).logits[:, -4:-1].log_softmax(-1)
+            totals.append(found.gather(2, ids[:, -3:, None]).sum() / len(prompts))
+        return float(totals[0] - totals[1])
+
+    def build():
+        model = tiny.build("qwen3")
+        optimizer = arbcli.to_integers(model, lr=0.1)
+        return model, (optimizer, transformers.get_constant_schedule(optimizer))
+
+    model, optimizers = build()
+    before = margin(model)
+    texts = [{"text": prompt + answer} for prompt in prompts for answer in (chosen, rejected)]
+    trainer = trl.SFTTrainer(
+        model, trl.SFTConfig(tmp_path / "sft", **settings), processing_class=tokenizer,
+        train_dataset=datasets.Dataset.from_list(texts), optimizers=optimizers,
+    )  # fmt: skip
+    trainer.train()
+    losses = [
+        record["train_loss"] for record in trainer.state.log_history if "train_loss" in record
+    ]
+    assert losses
+    by_sft = margin(model) - before
+
+    model, optimizers = build()
+    pairs = [{"prompt": each, "chosen": chosen, "rejected": rejected} for each in prompts]
+    reference = copy.deepcopy(model).requires_grad_(False)
+    trl.DPOTrainer(
+        model, reference, trl.DPOConfig(tmp_path / "dpo", beta=0.5, **settings),
+        processing_class=tokenizer, train_dataset=datasets.Dataset.from_list(pairs),
+        optimizers=optimizers,
+    ).train()  # fmt: skip
+    assert margin(reference) == before
+    assert margin(model) - before > 0.8 > 0.3 > abs(by_sft)
