@@ -32,10 +32,10 @@ from arbcli.config.presets import ATTENTIONS, check_preset
 from arbcli.config.settings import MODEL, OUTPUT, RUN, Setting, replaced
 from arbcli.config.short_forms import MODEL_SETTINGS
 from arbcli.config.training import BACKENDS, SETTINGS, spelled_out, train_config, words_of
+from arbcli.data.conversion import check_records
 from arbcli.data.files import (
     check_named,
     check_packages,
-    check_records,
     check_weights,
     has_documents,
 )

@@ -22,10 +22,10 @@ from typing import Any
 
 from arbcli.base.caches import cache_folder, is_cached, write_cached
 from arbcli.base.environment import number_in
-from arbcli.base.errors import ArbError, library_errors, optional_module
+from arbcli.base.errors import ArbError, library_errors, optional_module, quoted
 from arbcli.base.lazy import imported
 from arbcli.base.reading import unreadable
-from arbcli.data.files import PLAIN, RECORDS, Conversion, name_inside
+from arbcli.data.files import PLAIN, RECORDS, Conversion, name_inside, weight_of
 from arbcli.families import MEDIA, medium_of
 
 BLOCK_BYTES = 2**20
@@ -45,6 +45,11 @@ ARRAY_BYTES = 2**31
 """Maximum size of an array of records, which is read at once."""
 NAMES_MEDIA = tuple(f'"{kind}"'.encode() for kind in MEDIA)
 """Keys of sounds and pictures, as they stand in the line of a record."""
+FIELDS_OF_RECORDS = (
+    ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"),
+    ("question", "answer"), ("text",),
+)  # fmt: skip
+"""Usual fields of records, whose names together are a `--field`."""
 
 
 def texts_folder() -> Path:
@@ -107,6 +112,26 @@ def converted(path: Path, settings: str, make: Callable[[int], Iterable[bytes]])
     if not is_cached(cached):
         write_cached(cached, make(status.st_size))
     return cached
+
+
+def check_records(entries: Iterable[str]) -> None:
+    """Check that no file of records that an entry names would be read as plain text, with its JSON.
+
+    Files in folders, and those that globs match, are not read.
+
+    Raises:
+        ArbError: its first record has a field with texts or messages.
+    """
+    for entry in entries:
+        path = Path(os.path.expanduser(weight_of(entry)[0]))
+        record = first_record(path) if path.is_file() else {}
+        for names in FIELDS_OF_RECORDS:
+            if all(name in record for name in names):
+                raise ArbError(
+                    f"`{path}` has records with {quoted(names)}, and no `--field` was given",
+                    hint=f"add `--field {'+'.join(names)}`; or, to read the JSON itself as text,"
+                    " rename the file to .txt",
+                )
 
 
 def first_record(path: Path) -> dict[str, Any]:

@@ -120,13 +120,6 @@ def _expand(entry: str, left_out: list[str], conversion: Conversion) -> list[Pat
     return files
 
 
-FIELDS_OF_RECORDS = (
-    ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"),
-    ("question", "answer"), ("text",),
-)  # fmt: skip
-"""Usual fields of records, whose names together are a `--field`."""
-
-
 def find_standard_library() -> list[Path]:
     """List the Python files of the standard library, without tests.
 
@@ -175,28 +168,6 @@ def check_named(entries: Iterable[str], field: str | None = None) -> None:
             " .ndjson, .json or .parquet file",
             hint="leave `--field` out: plain texts are read as they are",
         )
-
-
-def check_records(entries: Iterable[str]) -> None:
-    """Check that no file of records that an entry names would be read as plain text, with its JSON.
-
-    Files in folders, and those that globs match, are not read.
-
-    Raises:
-        ArbError: its first record has a field with texts or messages.
-    """
-    from arbcli.data.conversion import first_record
-
-    for entry in entries:
-        path = Path(os.path.expanduser(weight_of(entry)[0]))
-        record = first_record(path) if stat.S_ISREG(_mode(path)) else {}
-        for names in FIELDS_OF_RECORDS:
-            if all(name in record for name in names):
-                raise ArbError(
-                    f"`{path}` has records with {quoted(names)}, and no `--field` was given",
-                    hint=f"add `--field {'+'.join(names)}`; or, to read the JSON itself as text,"
-                    " rename the file to .txt",
-                )
 
 
 def check_weights(entries: Sequence[str]) -> None:

@@ -6,11 +6,10 @@ import torch
 from torch import nn
 
 from arbcli.base.errors import ArbError, quoted
-from arbcli.config.site import SCALE_TYPES, Site
-from arbcli.model.layers.symbols import in_chunks
+from arbcli.config.site import SCALE_TYPES, Site, in_chunks
+from arbcli.model.initial import head_lr_factor, inner_lr_factor
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import DIRECTION, WITH_DIGITS
-from arbcli.model.widths import head_lr_factor, inner_lr_factor
 from arbcli.nn.weights import (
     Anchored,
     ExpertStack,

@@ -25,10 +25,10 @@ from arbcli.families.experts.weight import ExpertWeight
 from arbcli.interop.rounding import put
 from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
 from arbcli.kernels.rows.ternary_embedding import embedding_rows
-from arbcli.model.layers.embedding import EmbeddingWeight, ManyEmbeddingsWeight
+from arbcli.model.layers.embedding import EmbeddingWeight
 from arbcli.model.layers.linear import LinearWeight
 from arbcli.model.layers.streamed import GradientSink, StreamedTensor
-from arbcli.model.layers.symbols import Scored, SymbolWeight
+from arbcli.model.layers.symbols import ManyEmbeddingsWeight, Scored, SymbolWeight
 from arbcli.model.layers.vector import DIRECTION, ReadWeight, VectorWeight
 
 READ_AT_ONCE = 1 << 22
