@@ -7,7 +7,7 @@ import torch
 from arbcli.config.model import ModelConfig
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.presets import preset
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
 from arbcli.verify import parity
@@ -34,7 +34,7 @@ def graph_config(**options) -> ModelConfig:
     return preset("arb-tiny", **SHAPE | options)
 
 
-def site(**options) -> Site:
+def site(**options) -> LayerSpec:
     """Describe where parts of such a model stand."""
     return graph_config(**options).site(-1)
 

@@ -26,7 +26,7 @@ from arbcli.config.kinds import (
 from arbcli.config.parts.base import BetweenConfig, PartConfig, SplitConfig, every_part
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.settings import PRESETS_OWN, Setting
-from arbcli.config.site import NORM_EPS, SCALE_TYPES, VOCABULARY, Site
+from arbcli.config.site import NORM_EPS, SCALE_TYPES, VOCABULARY, LayerSpec
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import DIGITS, DIRECTION, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS
 
@@ -589,7 +589,7 @@ class ModelConfig:
             total += reach
         return total
 
-    def site(self, stage: int = 0, depth: int | None = None) -> Site:
+    def site(self, stage: int = 0, depth: int | None = None) -> LayerSpec:
         """Return the site of parts of a stage.
 
         Args:
@@ -597,7 +597,7 @@ class ModelConfig:
             depth: length of the list of blocks; None for the stage's first list.
         """
         own = self.stages[stage]
-        return Site(
+        return LayerSpec(
             dim=own.dim,
             depth=len(own.lists[0]) if depth is None else depth,
             ctx=self.slots[stage],
@@ -612,7 +612,7 @@ class ModelConfig:
             causal=not self.is_masked,
         )
 
-    def blocks(self) -> Iterator[tuple[Site, BlockConfig]]:
+    def blocks(self) -> Iterator[tuple[LayerSpec, BlockConfig]]:
         """Yield the blocks of all stages with their sites."""
         for index, stage in enumerate(self.stages):
             for blocks in stage.lists:
@@ -625,7 +625,7 @@ class ModelConfig:
             for blocks in stage.lists:
                 yield from gates_to_pack(blocks).values()
 
-    def sited_parts(self) -> Iterator[tuple[Site, PartConfig]]:
+    def sited_parts(self) -> Iterator[tuple[LayerSpec, PartConfig]]:
         """Yield all parts with their sites."""
         yield from ((self.site(), part) for part in self.beside)
         for site, block in self.blocks():

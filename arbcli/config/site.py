@@ -20,7 +20,7 @@ def in_chunks(vocabulary: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class LayerSpec:
     """Properties of the stage and the model that a part and its layers depend on."""
 
     dim: int
@@ -49,7 +49,7 @@ class Site:
         """Number of weights that share a scale."""
         return SCALE_TYPES[self.scale_type]
 
-    def with_rule(self, rule: str) -> "Site":
+    def with_rule(self, rule: str) -> "LayerSpec":
         """Return the site with another rule, at the learning rate of the same run."""
         return replace(self, rule=rule, lr_rule=self.lr_rule or self.rule)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.kernels.attention.rotation import rotate
 from arbcli.model.initial import head_std, projection_std
 from arbcli.model.layers.norm import NORM_EPS, clamp_halves
@@ -31,7 +31,7 @@ class FloatWeight(Weight):
     Source: S. Ma et al., "The Era of 1-bit LLMs", https://arxiv.org/abs/2402.17764, eq. 1-3.
     """
 
-    def __init__(self, out_features: int, in_features: int, site: Site, *, std: float) -> None:
+    def __init__(self, out_features: int, in_features: int, site: LayerSpec, *, std: float) -> None:
         super().__init__()
         self.std = std
         self.straight_through = site.weights == "ste"
@@ -73,7 +73,7 @@ class FloatLinear(nn.Module):
         self,
         out_features: int,
         in_features: int,
-        site: Site,
+        site: LayerSpec,
         *,
         area: str,
         std: float | None = None,
@@ -108,7 +108,7 @@ class FloatEmbedding(nn.Module):
     """Look up rows of a float or straight-through table."""
 
     def __init__(
-        self, num_embeddings: int, dim: int, site: Site, *, area: str, tied: bool = False
+        self, num_embeddings: int, dim: int, site: LayerSpec, *, area: str, tied: bool = False
     ) -> None:
         super().__init__()
         std = head_std(dim) if tied else 1.0
@@ -130,7 +130,7 @@ class FloatTable(nn.Module):
     The initial standard deviation is also that of `TernaryTable`, whose trits are nearly all zero.
     """
 
-    def __init__(self, num_rows: int, dim: int, site: Site, *, area: str) -> None:
+    def __init__(self, num_rows: int, dim: int, site: LayerSpec, *, area: str) -> None:
         super().__init__()
         std = SPARSE_SPREAD * projection_std(dim)
         self.weight = FloatWeight(num_rows, dim, site, std=std)
@@ -149,7 +149,7 @@ class FloatTable(nn.Module):
 class FloatVector(nn.Module):
     """A float vector of n numbers; the counterpart of `TernaryVector`."""
 
-    def __init__(self, values: Sequence[float], site: Site, *, area: str) -> None:
+    def __init__(self, values: Sequence[float], site: LayerSpec, *, area: str) -> None:
         super().__init__()
         self.weight = FloatNumbers(len(values), 1, site, std=0.0)
         self.weight.values = tuple(values)
@@ -162,7 +162,7 @@ class FloatVector(nn.Module):
 class FloatTaps(nn.Module):
     """Float taps of a depthwise convolution; the counterpart of `TernaryTaps`."""
 
-    def __init__(self, channels: int, taps: int, site: Site, *, area: str) -> None:
+    def __init__(self, channels: int, taps: int, site: LayerSpec, *, area: str) -> None:
         super().__init__()
         self.weight = FloatNumbers(channels, taps, site, std=1 / math.sqrt(taps))
 
@@ -187,7 +187,7 @@ class FloatNumbers(FloatWeight):
 class FloatRMSNorm(nn.Module):
     """RMS norm without gain, as the gain of `TernaryRMSNorm` is always 1."""
 
-    def __init__(self, dim: int, site: Site) -> None:
+    def __init__(self, dim: int, site: LayerSpec) -> None:
         super().__init__()
         self.dim = dim
 
@@ -204,7 +204,7 @@ class FloatRMSNorm(nn.Module):
 class FloatGainedRMSNorm(FloatVector):
     """RMS norm with trained float gains, initially 1."""
 
-    def __init__(self, dim: int, site: Site) -> None:
+    def __init__(self, dim: int, site: LayerSpec) -> None:
         super().__init__([1.0] * dim, site, area="norms")
         self.eps = site.norm_eps
 
@@ -217,7 +217,7 @@ class FloatGainedRMSNorm(FloatVector):
 class FloatGate(FloatRMSNorm):
     """silu(gate) * up of a gated MLP, with an optional RMS norm."""
 
-    def __init__(self, dim: int, site: Site, *, normalise: bool) -> None:
+    def __init__(self, dim: int, site: LayerSpec, *, normalise: bool) -> None:
         super().__init__(dim, site)
         self.normalise = normalise
 

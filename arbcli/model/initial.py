@@ -26,7 +26,7 @@ the head were tuned.
 
 import math
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 
 REFERENCE_WIDTH = 384
 HEAD = 0.25
@@ -50,7 +50,7 @@ def head_std(in_features: int) -> float:
     return 1 / math.sqrt(in_features)
 
 
-def inner_lr_factor(site: Site, direction: str | None) -> float:
+def inner_lr_factor(site: LayerSpec, direction: str | None) -> float:
     """Return the learning-rate factor of a matrix inside the model.
 
     Args:
@@ -60,10 +60,10 @@ def inner_lr_factor(site: Site, direction: str | None) -> float:
     return _width_factor(site) if direction in ("factored", "sign") else 1.0
 
 
-def head_lr_factor(site: Site) -> float:
+def head_lr_factor(site: LayerSpec) -> float:
     """Return the learning-rate factor of the head."""
     return HEAD * _width_factor(site)
 
 
-def _width_factor(site: Site) -> float:
+def _width_factor(site: LayerSpec) -> float:
     return math.sqrt(REFERENCE_WIDTH / site.dim)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.layout import row_bytes
 from arbcli.kernels.codec.packed import (
@@ -165,7 +165,7 @@ class TernaryTensor(StateModule, Weight):
         self,
         out_features: int,
         in_features: int,
-        site: Site,
+        site: LayerSpec,
         *,
         area: str,
         std: float = 1.0,

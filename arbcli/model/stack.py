@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from arbcli.config.model import BlockConfig, Blocks, StageConfig
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families import RESIDUAL
 from arbcli.model.flow import Flow, Losses, Reading, each_text, merge, rows_of
 from arbcli.model.layers.kinds import stream_norm
@@ -54,7 +54,9 @@ class Block(nn.Module):
         first: index of its first branch in the stack; branches read the streams in turn.
     """
 
-    def __init__(self, config: BlockConfig, stage: StageConfig, site: Site, first: int = 0) -> None:
+    def __init__(
+        self, config: BlockConfig, stage: StageConfig, site: LayerSpec, first: int = 0
+    ) -> None:
         super().__init__()
         streams, self.contribution, self.bound = stage.streams, stage.contribution, stage.bound
         parts = [build_part(part, site) for part in config.parts]
@@ -191,7 +193,7 @@ class Stack(nn.ModuleList):
         self,
         blocks: Blocks,
         stage: StageConfig,
-        site: Site,
+        site: LayerSpec,
     ) -> None:
         *firsts, self.num_branches = accumulate((len(block.parts) for block in blocks), initial=0)
         made = [

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from arbcli.base.errors import ArbError, quoted
-from arbcli.config.site import SCALE_TYPES, Site, in_chunks
+from arbcli.config.site import SCALE_TYPES, LayerSpec, in_chunks
 from arbcli.model.initial import head_lr_factor, inner_lr_factor
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import DIRECTION, WITH_DIGITS
@@ -61,9 +61,9 @@ class Storage:
                     f"`{name}={value!r}` is not supported", hint=f"choose one of: {quoted(known)}"
                 )
 
-    def site(self, dim: int) -> Site:
+    def site(self, dim: int) -> LayerSpec:
         """Return the site of layers in a model of this width."""
-        return Site(
+        return LayerSpec(
             dim=dim,
             depth=1,
             ctx=1,
@@ -144,7 +144,12 @@ def new_fused(values: list[nn.Parameter], storage: Storage, *, dim: int) -> Fuse
 
 
 def _matrix(
-    rows: int, columns: int, roles: frozenset[str], site: Site, dtype: torch.dtype, is_head: bool
+    rows: int,
+    columns: int,
+    roles: frozenset[str],
+    site: LayerSpec,
+    dtype: torch.dtype,
+    is_head: bool,
 ) -> Anchored:
     if roles >= {"product", "lookup"} or (is_head and in_chunks(rows)):
         return Symbols(rows, columns, site, area="head", dtype=dtype)

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.utils.weak import TensorWeakRef
 
 from arbcli.base.errors import ArbError
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families.experts.weight import ExpertWeight
 from arbcli.interop.rounding import put
 from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
@@ -472,7 +472,7 @@ class ManyRows(Anchored, ManyEmbeddingsWeight):
 class Numbers(Anchored, VectorWeight):
     """Numbers that have a scale each, such as gains, biases and taps."""
 
-    def __init__(self, count: int, site: Site, *, area: str, dtype: torch.dtype) -> None:
+    def __init__(self, count: int, site: LayerSpec, *, area: str, dtype: torch.dtype) -> None:
         super().__init__([0.0] * count, site, area=area, dtype=dtype)
         self.values = ()
 
@@ -485,7 +485,14 @@ class Stack(Anchored, ReadWeight):
     """Matrices that a module reads, stacked by rows and stepped separately."""
 
     def __init__(
-        self, matrices: int, rows: int, columns: int, site: Site, *, area: str, dtype: torch.dtype
+        self,
+        matrices: int,
+        rows: int,
+        columns: int,
+        site: LayerSpec,
+        *,
+        area: str,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__(
             matrices * rows, columns, site, area=area, direction=DIRECTION, matrices=matrices,

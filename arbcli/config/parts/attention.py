@@ -7,12 +7,12 @@ from arbcli.base.errors import ArbError
 from arbcli.config.checks import check_choice
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 
 QUERY_KEY_NORMS = ("unit", "gain", "none")
 
 
-def check_heads(heads: int, site: Site) -> None:
+def check_heads(heads: int, site: LayerSpec) -> None:
     """Check that the width of the stream is divisible into heads of even width.
 
     Raises:
@@ -95,7 +95,7 @@ class AttentionConfig(PartConfig):
         check_kv_heads(self.heads, self.key_heads)
         check_choice("query_key_norm", self.query_key_norm, QUERY_KEY_NORMS)
 
-    def check_at(self, site: Site) -> None:
+    def check_at(self, site: LayerSpec) -> None:
         """Check the widths of heads and of their rotated part; see `PartConfig.check_at`."""
         if self.head_width is None:
             check_heads(self.heads, site)
@@ -112,24 +112,24 @@ class AttentionConfig(PartConfig):
         """Number of key and value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
-    def width(self, site: Site) -> int:
+    def width(self, site: LayerSpec) -> int:
         """Width of a head."""
         return self.head_width or site.dim // self.heads
 
-    def rotated(self, site: Site) -> int:
+    def rotated(self, site: LayerSpec) -> int:
         """Width of the rotated part of a head."""
         return self.rotary.rotated(self.width(site))
 
-    def products(self, site: Site, positions: float) -> float:
+    def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
         seen = positions if self.window is None else min(self.window, positions)
         inner, kv = self.heads * self.width(site), self.key_heads * self.width(site)
         return 2 * site.dim * (inner + kv) + 2 * inner * seen
 
-    def reach(self, site: Site) -> int:
+    def reach(self, site: LayerSpec) -> int:
         """Return the window's number of earlier positions."""
         return min(self.window or site.ctx, site.ctx) - 1
 
-    def saved_width(self, site: Site) -> int:
+    def saved_width(self, site: LayerSpec) -> int:
         """Return the widths of input, queries, keys, values and output."""
         return site.dim + 2 * (self.heads + self.key_heads) * self.width(site)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from arbcli.config.checks import check_choice, check_fields, check_sizes
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.model.rules import RULES
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ class PartConfig:
         if self.rule is not None:
             check_choice("rule", self.rule, RULES)
 
-    def own_site(self, site: Site) -> Site:
+    def own_site(self, site: LayerSpec) -> LayerSpec:
         """Return the site of the part's own weights, from the site of the part."""
         return site if self.rule is None else site.with_rule(self.rule)
 
-    def check_at(self, site: Site) -> None:
+    def check_at(self, site: LayerSpec) -> None:
         """Check that the part is valid at a site.
 
         Raises:
@@ -71,7 +71,7 @@ class PartConfig:
             ArbError: it cannot.
         """
 
-    def products(self, site: Site, positions: float) -> float:
+    def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications in matrix products per position.
 
         Args:
@@ -80,11 +80,11 @@ class PartConfig:
         """
         raise NotImplementedError
 
-    def reach(self, site: Site) -> int | None:
+    def reach(self, site: LayerSpec) -> int | None:
         """Return the number of earlier positions that an output depends on; None: unlimited."""
         return None
 
-    def saved_width(self, site: Site) -> int:
+    def saved_width(self, site: LayerSpec) -> int:
         """Return a lower bound of the activations per position that a training step stores."""
         return site.dim
 
@@ -107,7 +107,7 @@ class SplitConfig(PartConfig):
         """Return the maximum number of chunks in a window."""
         raise NotImplementedError
 
-    def products_with(self, site: Site, inner: int, positions: float) -> float:
+    def products_with(self, site: LayerSpec, inner: int, positions: float) -> float:
         """Return the multiplications per window.
 
         Args:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from arbcli.config.parts.base import PartConfig
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,14 +21,14 @@ class MLPConfig(PartConfig):
     sub_norm: bool = True
     """Whether a norm precedes the output projection."""
 
-    def products(self, site: Site, positions: float) -> float:
+    def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
         return 3 * site.dim * self.width
 
-    def reach(self, site: Site) -> int:
+    def reach(self, site: LayerSpec) -> int:
         """Return 0, as positions are independent."""
         return 0
 
-    def saved_width(self, site: Site) -> int:
+    def saved_width(self, site: LayerSpec) -> int:
         """Return the widths of the input, the gate and the product."""
         return site.dim + 2 * self.width

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from arbcli.base.errors import ArbError
 from arbcli.config.parts.base import PartConfig
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 
 BYTES = 256
 """Number of symbols that the head predicts."""
@@ -57,7 +57,7 @@ class AheadConfig(PartConfig):
         """Weights of the losses by their names."""
         return dict.fromkeys(self.losses, self.weight / len(self.losses))
 
-    def check_at(self, site: Site) -> None:
+    def check_at(self, site: LayerSpec) -> None:
         """Check that a window is longer than the prediction.
 
         Raises:
@@ -70,7 +70,7 @@ class AheadConfig(PartConfig):
                 fields=("positions",),
             )
 
-    def products(self, site: Site, positions: float) -> float:
+    def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
         each = site.dim * (site.dim + BYTES) + 3 * site.dim * self.width
         return (self.positions - 1) * each

@@ -15,7 +15,7 @@ training the b_k are those of the text (teacher forcing); in generation they are
 from torch import Tensor, nn
 
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families.ahead.config import BYTES, AheadConfig
 from arbcli.model.flow import project
 from arbcli.model.layers.kinds import layers_for, linear_head, stream_norm
@@ -27,7 +27,7 @@ class Ahead(nn.Module):
 
     draws = ("norm", "carry", "embedding", "mlp_norm", "mlp", "head_norm", "head")
 
-    def __init__(self, config: AheadConfig, site: Site) -> None:
+    def __init__(self, config: AheadConfig, site: LayerSpec) -> None:
         super().__init__()
         parts, dim, self.config = layers_for(site), site.dim, config
         self.cross_entropy = parts.cross_entropy

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families.compressed.config import CompressedAttentionConfig
 from arbcli.families.compressed.kernels.choose_entries import choose_entries as choose_by_scores
 from arbcli.families.compressed.kernels.compress_blocks import (
@@ -167,7 +167,7 @@ class Indexer(nn.Module, LowPrecision):
     fp8 = False
     """Whether scores are computed in FP8: see `build_model`."""
 
-    def __init__(self, config: CompressedAttentionConfig, site: Site) -> None:
+    def __init__(self, config: CompressedAttentionConfig, site: LayerSpec) -> None:
         super().__init__()
         parts = layers_for(site)
         self.heads, self.width = config.index_heads, config.index_width
@@ -284,7 +284,7 @@ class CompressedAttention(CachedAttention):
     name = "attention"
     rounds_queries = True
 
-    def __init__(self, config: CompressedAttentionConfig, site: Site) -> None:
+    def __init__(self, config: CompressedAttentionConfig, site: LayerSpec) -> None:
         super().__init__()
         parts = layers_for(site)
         self.heads, self.kv_heads, self.width = config.heads, config.kv_heads, config.width(site)

@@ -7,7 +7,7 @@ from arbcli.base.errors import ArbError
 from arbcli.config.checks import check_choice
 from arbcli.config.parts.attention import check_even_width, check_heads, check_kv_heads
 from arbcli.config.parts.base import PartConfig
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 
 WIDEST_HEAD = 512
 POOLINGS = ("softmax", "mean")
@@ -74,7 +74,7 @@ class CompressedAttentionConfig(PartConfig):
         """Weight of the indexer's loss: arbitrary, as its parameters have no other loss."""
         return {} if self.top_k is None else {"indexer": 1.0}
 
-    def check_at(self, site: Site) -> None:
+    def check_at(self, site: LayerSpec) -> None:
         """Check the width of heads; see `PartConfig.check_at`."""
         if self.head_width is None:
             check_heads(self.heads, site)
@@ -86,11 +86,11 @@ class CompressedAttentionConfig(PartConfig):
                 fields=("head_width", "rotary"),
             )
 
-    def width(self, site: Site) -> int:
+    def width(self, site: LayerSpec) -> int:
         """Width of a head."""
         return self.head_width or site.dim // self.heads
 
-    def rotated(self, site: Site) -> int:
+    def rotated(self, site: LayerSpec) -> int:
         """Width of the rotated part of a head."""
         return self.rotary or self.width(site) // 4 * 2
 
@@ -99,11 +99,11 @@ class CompressedAttentionConfig(PartConfig):
         """Number of projections per key head: key, value, and gate with softmax pooling."""
         return 3 if self.pooling == "softmax" else 2
 
-    def entries(self, site: Site) -> int:
+    def entries(self, site: LayerSpec) -> int:
         """Return the maximum number of entries: those of a full window."""
         return max(1, site.ctx // self.ratio)
 
-    def products(self, site: Site, positions: float) -> float:
+    def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
         inner, kv = self.heads * self.width(site), self.kv_heads * self.width(site)
         found: float = site.dim * (2 * inner + self.vectors * kv)
@@ -115,6 +115,6 @@ class CompressedAttentionConfig(PartConfig):
             entries = min(entries, self.top_k)
         return found + 2 * inner * (min(self.window, positions) + entries)
 
-    def saved_width(self, site: Site) -> int:
+    def saved_width(self, site: LayerSpec) -> int:
         """Return the widths of the stream, queries and outputs of heads."""
         return site.dim + 2 * self.heads * self.width(site)

@@ -6,7 +6,7 @@ from typing import ClassVar
 from arbcli.base.errors import ArbError
 from arbcli.config.checks import check_choice
 from arbcli.config.parts.base import PartConfig
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 
 GATES = ("softmax", "softplus", "hash")
 """Kinds of routing; see `arbcli.families.experts.mixture`."""
@@ -62,10 +62,10 @@ class ExpertsConfig(PartConfig):
         """
         return query * self.experts + (self.top_k + self.shared) * 3 * dim * self.width
 
-    def products(self, site: Site, positions: float) -> float:
+    def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
         return self.products_of(site.dim, site.dim)
 
-    def saved_width(self, site: Site) -> int:
+    def saved_width(self, site: LayerSpec) -> int:
         """Return the widths of the input, and of the gates and products of the experts."""
         return site.dim + 2 * self.top_k * self.width

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families.experts.kernels.grouped_matmul import grouped_grad_w, grouped_matmul
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.initial import projection_std
@@ -20,7 +20,7 @@ class FloatExpertWeight(FloatWeight):
         experts: int,
         out_features: int,
         in_features: int,
-        site: Site,
+        site: LayerSpec,
         *,
         area: str,
         std: float | None = None,

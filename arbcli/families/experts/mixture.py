@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families.experts.config import ExpertsConfig
 from arbcli.families.experts.float_weight import FloatExpertWeight
 from arbcli.families.experts.hashed import hashed_experts
@@ -120,7 +120,7 @@ class Gate(Findable, StepMemory):
     balance: Tensor
     _load: Tensor | None
 
-    def __init__(self, config: ExpertsConfig, width: int, site: Site, area: str) -> None:
+    def __init__(self, config: ExpertsConfig, width: int, site: LayerSpec, area: str) -> None:
         super().__init__(area=area)
         parts = layers_for(site)
         self.top_k, self.experts, self.kind = config.top_k, config.experts, config.gate
@@ -216,7 +216,7 @@ class SharedExpert(nn.Module):
     draws = ("gate_up", "sub_norm", "down")
 
     def __init__(
-        self, config: ExpertsConfig, dim: int, site: Site, *, area: str, std: float | None
+        self, config: ExpertsConfig, dim: int, site: LayerSpec, *, area: str, std: float | None
     ) -> None:
         super().__init__()
         parts = layers_for(site)
@@ -229,7 +229,7 @@ class SharedExpert(nn.Module):
         return self.down(self.gate_up(x, norm), self.sub_norm)
 
 
-def _gate_and_norm(config: ExpertsConfig, site: Site) -> nn.Module:
+def _gate_and_norm(config: ExpertsConfig, site: LayerSpec) -> nn.Module:
     """Build the gate and norm between the two matrices of an expert."""
     parts = layers_for(site)
     kind = parts.clamped_gate if config.clamp else parts.gate
@@ -261,7 +261,7 @@ class Experts(Part):
     def __init__(
         self,
         config: ExpertsConfig,
-        site: Site,
+        site: LayerSpec,
         dim: int | None = None,
         query: int | None = None,
         area: str = "experts",

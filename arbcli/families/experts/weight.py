@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families import FOUR_BIT_PRODUCTS
 from arbcli.families.experts.kernels.grouped_matmul import (
     MOST_EXPERTS,
@@ -37,7 +37,7 @@ class ExpertWeight(StreamedTensor, LowPrecision):
         experts: int,
         out_features: int,
         in_features: int,
-        site: Site,
+        site: LayerSpec,
         *,
         area: str,
         std: float | None = None,

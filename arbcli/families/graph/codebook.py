@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families.graph.config import CodebookConfig
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
@@ -61,7 +61,7 @@ class Codebook(nn.Module):
 
     draws = ("norm", "query", "query_norm", "left", "right", "table", "sub_norm", "output")
 
-    def __init__(self, config: CodebookConfig, site: Site, area: str) -> None:
+    def __init__(self, config: CodebookConfig, site: LayerSpec, area: str) -> None:
         super().__init__()
         layers, self.area = layers_for(site), area
         self.heads, self.key_dim, self.top_k = config.heads, config.key_width, config.top_k

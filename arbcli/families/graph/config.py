@@ -11,7 +11,7 @@ from typing import ClassVar
 from arbcli.base.errors import ArbError
 from arbcli.config.checks import check_at_most
 from arbcli.config.parts.base import BetweenConfig, PartConfig
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families.experts.config import ExpertsConfig
 
 MOST_CODE_WIDTH = 2**15
@@ -55,7 +55,7 @@ class CodebookConfig(PartConfig):
                 fields=("top_k",),
             )
 
-    def products(self, site: Site, positions: float) -> float:
+    def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
         keys = self.heads * self.key_width * (2 * site.dim + sum(self.halves))
         return keys + self.heads * self.width * site.dim
@@ -93,7 +93,7 @@ class QuantiserConfig(PartConfig):
         for name, most in (("width", MOST_CODE_WIDTH), ("patience", 127)):
             check_at_most(name, getattr(self, name), most)
 
-    def products(self, site: Site, positions: float) -> float:
+    def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
         return self.width * (2 * site.dim + self.codes)
 
@@ -147,7 +147,7 @@ class IteratedConfig(PartConfig):
         """Whether experts are selected by a hash of the text's bytes."""
         return self.experts is not None and self.experts.reads_text
 
-    def products_with(self, site: Site, code_width: int) -> float:
+    def products_with(self, site: LayerSpec, code_width: int) -> float:
         """Return the number of multiplications per position, with codes of a width."""
         inward, found = self.adapter_rank + 1, site.dim * self.adapter_rank
         if self.experts:
@@ -203,7 +203,7 @@ class MemoriesConfig(BetweenConfig):
         """Whether experts are selected by a hash of the text's bytes."""
         return self.iterated is not None and self.iterated.reads_text
 
-    def products(self, site: Site, positions: float) -> float:
+    def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
         found = sum(book.products(site, positions) for book in self.codebooks.values())
         if self.iterated:
@@ -223,7 +223,7 @@ class SequencerConfig(PartConfig):
     width: int
     """Width of a row."""
 
-    def products(self, site: Site, positions: float) -> float:
+    def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
         return site.dim * self.width
 
@@ -238,6 +238,6 @@ class MemGramConfig(PartConfig):
     rows: int = 65536
     """Number of entries."""
 
-    def products(self, site: Site, positions: float) -> float:
+    def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
         return site.dim**2

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from arbcli.config.model import VOCABULARY
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families.graph.config import MemGramConfig
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
@@ -35,7 +35,7 @@ class MemGram(StepMemory):
     symbol: Tensor
     strength: Tensor
 
-    def __init__(self, config: MemGramConfig, site: Site) -> None:
+    def __init__(self, config: MemGramConfig, site: LayerSpec) -> None:
         super().__init__(area="memgram")
         for name in ("symbol", "strength"):
             self.declare(name, torch.zeros(config.rows, dtype=torch.int8), "counters")

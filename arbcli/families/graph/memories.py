@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families.graph.codebook import Codebook
 from arbcli.families.graph.config import MemoriesConfig
 from arbcli.families.graph.moe_graph import MoEGraph
@@ -32,7 +32,7 @@ class Memories(nn.Module):
     codebook: Codebook | Quantiser | None
     knowledge: Codebook | Quantiser | None
 
-    def __init__(self, config: MemoriesConfig | None, site: Site, router: bool) -> None:
+    def __init__(self, config: MemoriesConfig | None, site: LayerSpec, router: bool) -> None:
         super().__init__()
         self.config = config
         books, between = (config.codebooks, config.own_site(site)) if config else ({}, site)

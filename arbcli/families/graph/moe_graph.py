@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families.experts.mixture import Experts
 from arbcli.families.graph.codebook import Codebook, Found
 from arbcli.families.graph.config import IteratedConfig
@@ -79,7 +79,7 @@ class MoEGraph(nn.Module):
         "message",
     )
 
-    def __init__(self, config: IteratedConfig, site: Site, code_width: int | None) -> None:
+    def __init__(self, config: IteratedConfig, site: LayerSpec, code_width: int | None) -> None:
         super().__init__()
         self.config, area, layers = config, "moe_graph", layers_for(site)
         width = config.expert_dim if config.experts else 0

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families.graph.codebook import Found
 from arbcli.families.graph.config import QuantiserConfig
 from arbcli.families.graph.kernels.nearest_codes import nearest_codes
@@ -60,7 +60,7 @@ class Quantiser(StepMemory):
     lives: Tensor
     hand: Tensor
 
-    def __init__(self, config: QuantiserConfig, site: Site, area: str) -> None:
+    def __init__(self, config: QuantiserConfig, site: LayerSpec, area: str) -> None:
         super().__init__(area)
         layers, self.config = layers_for(site), config
         self.norm = layers.norm(site.dim, site)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.model.layers.kinds import layers_for
 
 ROUTER_BIAS = 3.0
@@ -15,7 +15,7 @@ class Router(nn.Module):
 
     draws = ("norm", "scores")
 
-    def __init__(self, streams: int, site: Site) -> None:
+    def __init__(self, streams: int, site: LayerSpec) -> None:
         super().__init__()
         layers = layers_for(site)
         self.norm = layers.norm(site.dim, site)

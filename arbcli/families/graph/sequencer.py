@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families.graph.config import SequencerConfig
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.ngrams import ngram_ids
@@ -17,7 +17,7 @@ class TextSequencer(nn.Module):
 
     draws = ("table", "norm", "projection")
 
-    def __init__(self, config: SequencerConfig, site: Site) -> None:
+    def __init__(self, config: SequencerConfig, site: LayerSpec) -> None:
         super().__init__()
         layers, self.rows = layers_for(site), config.rows
         self.table = layers.table(config.rows, config.width, site, area="sequencer")

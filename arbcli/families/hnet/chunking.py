@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families.hnet.kernels.boundary_scores import boundary_scores, boundary_scores_backward
 from arbcli.families.hnet.kernels.find_chunks import Chunks
 from arbcli.families.hnet.kernels.gather_chunks import gather_chunks
@@ -47,7 +47,7 @@ class BoundaryRouter(nn.Module):
     diagonal.
     """
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: LayerSpec) -> None:
         super().__init__()
         options = {"area": "chunking", "spread": 0.0, "in_eight_bits": False}
         self.query_key = layers_for(site).linear(2 * site.dim, site.dim, site, **options)

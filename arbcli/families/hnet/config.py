@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from arbcli.base.errors import ArbError
 from arbcli.config.checks import check_choice
 from arbcli.config.parts.base import PartConfig, SplitConfig
-from arbcli.config.site import VOCABULARY, Site
+from arbcli.config.site import VOCABULARY, LayerSpec
 
 if TYPE_CHECKING:
     from arbcli.config.model import ModelConfig
@@ -79,7 +79,7 @@ class ChunkingConfig(SplitConfig):
         share = 1 if self.boundaries == "every" else SPARE_SLOTS
         return math.ceil(positions * share / self.length)
 
-    def products_with(self, site: Site, inner: int, positions: float) -> float:
+    def products_with(self, site: LayerSpec, inner: int, positions: float) -> float:
         """Return the multiplications per window: router, residual, and projections in and out.
 
         Args:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families.latent.config import LatentAttentionConfig
 from arbcli.families.latent.kernels.decode_latent import decode_latent
 from arbcli.kernels.attention.rotation import rotate
@@ -42,7 +42,7 @@ class LatentAttention(CachedAttention):
     name = "attention"
     steps_fused = True
 
-    def __init__(self, config: LatentAttentionConfig, site: Site) -> None:
+    def __init__(self, config: LatentAttentionConfig, site: LayerSpec) -> None:
         super().__init__()
         parts, dim = layers_for(site), site.dim
         self.heads, self.head_dim = config.heads, config.head_width(site)

@@ -6,7 +6,7 @@ from typing import ClassVar
 from arbcli.base.errors import ArbError
 from arbcli.config.parts.attention import check_heads
 from arbcli.config.parts.base import PartConfig
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class LatentAttentionConfig(PartConfig):
     sub_norm: bool = True
     """Whether a norm precedes the output projection."""
 
-    def check_at(self, site: Site) -> None:
+    def check_at(self, site: LayerSpec) -> None:
         """Check that the rotated part fits a head; see `PartConfig.check_at`."""
         check_heads(self.heads, site)
         width = self.head_width(site)
@@ -38,16 +38,16 @@ class LatentAttentionConfig(PartConfig):
                 fields=("dim", "heads"),
             )
 
-    def head_width(self, site: Site) -> int:
+    def head_width(self, site: LayerSpec) -> int:
         """Width of a head."""
         return site.dim // self.heads
 
-    def products(self, site: Site, positions: float) -> float:
+    def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
         down = site.dim * (site.dim + self.latent + self.rotary)
         up = self.latent * (2 * site.dim - self.heads * self.rotary)
         return down + up + site.dim**2 + 2 * site.dim * positions
 
-    def saved_width(self, site: Site) -> int:
+    def saved_width(self, site: LayerSpec) -> int:
         """Return the widths of input, queries, keys, values and output."""
         return 5 * site.dim

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from arbcli.config.parts.attention import check_heads
 from arbcli.config.parts.base import PartConfig
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 
 EXPAND = 2
 """Factor of the inner width over the width of the stream."""
@@ -25,20 +25,20 @@ class MambaConfig(PartConfig):
     states: int = 64
     """State size per channel."""
 
-    def check_at(self, site: Site) -> None:
+    def check_at(self, site: LayerSpec) -> None:
         """Check that the heads divide the stream; see `PartConfig.check_at`."""
         check_heads(self.heads, site)
 
-    def head_width(self, site: Site) -> int:
+    def head_width(self, site: LayerSpec) -> int:
         """Width of a head."""
         return site.dim // self.heads
 
-    def products(self, site: Site, positions: float) -> float:
+    def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position, with the scan as a recurrence."""
         inner = EXPAND * site.dim
         projection = site.dim * (2 * inner + 2 * self.states + EXPAND * self.heads)
         return projection + inner * site.dim + 2 * self.states * inner
 
-    def saved_width(self, site: Site) -> int:
+    def saved_width(self, site: LayerSpec) -> int:
         """Return the widths of the input and the inner projections."""
         return site.dim + 2 * EXPAND * site.dim

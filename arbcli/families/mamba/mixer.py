@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families.mamba.config import EXPAND, MambaConfig
 from arbcli.families.mamba.kernels.causal_conv import causal_conv, causal_conv_grad_w
 from arbcli.families.mamba.kernels.decay_scan import decay_scan
@@ -58,7 +58,7 @@ class Mamba(Part):
     norm_name = "norm"
     steps_fused = True
 
-    def __init__(self, config: MambaConfig, site: Site) -> None:
+    def __init__(self, config: MambaConfig, site: LayerSpec) -> None:
         super().__init__()
         self.heads, self.inner = EXPAND * config.heads, EXPAND * site.dim
         self.states = config.states

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from arbcli.base.errors import ArbError
 from arbcli.config.parts.base import PartConfig
-from arbcli.config.site import VOCABULARY, Site
+from arbcli.config.site import VOCABULARY, LayerSpec
 
 if TYPE_CHECKING:
     from arbcli.config.model import ModelConfig
@@ -69,6 +69,6 @@ class CompositeConfig(PartConfig):
                     fields=(name,),
                 )
 
-    def products(self, site: Site, positions: float) -> float:
+    def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
         return site.dim * len(KINDS) * (BYTES + 1)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families.media.config import BYTES, KINDS, CompositeConfig
 from arbcli.model.layers.kinds import linear_head
 
@@ -32,7 +32,7 @@ class CompositeHead(nn.Module):
 
     draws = ("heads", "gate")
 
-    def __init__(self, _config: CompositeConfig, site: Site) -> None:
+    def __init__(self, _config: CompositeConfig, site: LayerSpec) -> None:
         super().__init__()
         self.heads = linear_head(len(KINDS) * BYTES, site, area="head")
         self.gate = linear_head(len(KINDS), site, area="head")

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families.streams.layers import average_streams as average_streams
 from arbcli.families.streams.layers import functions_for
 from arbcli.families.streams.layers import spread_streams as spread_streams
@@ -57,7 +57,7 @@ class HyperConnection(nn.Module):
 
     draws = ("norm", "projection", "bias")
 
-    def __init__(self, site: Site, streams: int, read: int) -> None:
+    def __init__(self, site: LayerSpec, streams: int, read: int) -> None:
         super().__init__()
         layers, width = layers_for(site), streams * site.dim
         self.stream_weights, self.mix_streams = functions_for(site)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families.streams.kernels.mix_streams import mix_streams as mix
 from arbcli.families.streams.kernels.mix_streams import mix_streams_backward, mix_streams_torch
 from arbcli.families.streams.kernels.stream_weights import stream_weights as make_weights
@@ -57,7 +57,7 @@ def mix_streams(
     return _mix_streams(x, weights, added, gains)
 
 
-def functions_for(site: Site) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
+def functions_for(site: LayerSpec) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
     """Return `stream_weights` and `mix_streams`; those of float baselines are in plain torch."""
     if site.weights == "ternary":
         return stream_weights, mix_streams

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from arbcli.base.lazy import imported
-from arbcli.config.site import Site, in_chunks
+from arbcli.config.site import LayerSpec, in_chunks
 from arbcli.kernels.rows.ternary_embedding import embedding_grad, embedding_rows
 from arbcli.model.layers.compiled import anchor
 from arbcli.model.layers.streamed import StreamedTensor
@@ -50,7 +50,7 @@ class TernaryEmbedding(nn.Module):
     """
 
     def __init__(
-        self, num_embeddings: int, dim: int, site: Site, *, area: str, tied: bool = False
+        self, num_embeddings: int, dim: int, site: LayerSpec, *, area: str, tied: bool = False
     ) -> None:
         super().__init__()
         kind: type[StreamedTensor] = EmbeddingWeight

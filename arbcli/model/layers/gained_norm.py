@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
 from arbcli.kernels.norm.gained_rms_norm import (
     add_gained_rms_norm,
@@ -26,7 +26,7 @@ class GainedRMSNorm(TernaryRMSNorm):
     plain = False
     weight: VectorWeight  # type: ignore[assignment]
 
-    def __init__(self, dim: int, site: Site) -> None:
+    def __init__(self, dim: int, site: LayerSpec) -> None:
         Findable.__init__(self)
         self.weight = VectorWeight([1.0] * dim, site, area="norms")
         self.eps = site.norm_eps

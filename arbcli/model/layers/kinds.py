@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from arbcli.base.lazy import imported
-from arbcli.config.site import Site, in_chunks
+from arbcli.config.site import LayerSpec, in_chunks
 from arbcli.model.initial import head_lr_factor, head_std
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import ClampedGate, TernaryGate, TernaryRMSNorm
@@ -68,12 +68,12 @@ class Layers:
         return imported(layer) if isinstance(layer, str) else layer
 
 
-def layers_for(site: Site) -> Layers:
+def layers_for(site: LayerSpec) -> Layers:
     """Return the constructors for the kind of weights of a site."""
     return Layers(PACKED if site.weights == "ternary" else FLOAT)
 
 
-def stream_norm(site: Site) -> nn.Module:
+def stream_norm(site: LayerSpec) -> nn.Module:
     """Build the norm of the residual stream before a part or the head."""
     parts = layers_for(site)
     return (parts.gained_norm if site.norm_gain else parts.norm)(site.dim, site)
@@ -100,7 +100,7 @@ def symbol_head(config: "ModelConfig", embedding: Any) -> Any:
     return head
 
 
-def linear_head(symbols: int, site: Site, *, area: str) -> Any:
+def linear_head(symbols: int, site: LayerSpec, *, area: str) -> Any:
     """Build a head for a small vocabulary."""
     return layers_for(site).linear(
         symbols,

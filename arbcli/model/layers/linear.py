@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.kernels.codec.packed import Packed
 from arbcli.model.initial import inner_lr_factor, projection_std
 from arbcli.model.layers.compiled import anchor, operator
@@ -270,7 +270,7 @@ class TernaryLinear(DecodingLayer):
         self,
         out_features: int,
         in_features: int,
-        site: Site,
+        site: LayerSpec,
         *,
         area: str,
         std: float | None = None,

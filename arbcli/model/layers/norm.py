@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.config.site import NORM_EPS as NORM_EPS
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.kernels.codec.decode_digits import decode_digits_torch
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.norm.gated_rms_norm import (
@@ -45,7 +45,7 @@ class NormWeight(TernaryTensor):
     This is determined when they are set, as a forward must not synchronise with the device.
     """
 
-    def __init__(self, dim: int, site: Site) -> None:
+    def __init__(self, dim: int, site: LayerSpec) -> None:
         super().__init__(1, dim, site, area="norms", frozen=True)
         self._versions_of_ones: list[int] | None = None
         self.register_load_state_dict_post_hook(_find_ones)
@@ -87,7 +87,7 @@ class TernaryRMSNorm(Findable):
     The linear layer after the norm runs it and its backward: see `TernaryLinear`.
     """
 
-    def __init__(self, dim: int, site: Site) -> None:
+    def __init__(self, dim: int, site: LayerSpec) -> None:
         super().__init__()
         self.weight = NormWeight(dim, site)
 
@@ -152,7 +152,7 @@ class TernaryGate(TernaryRMSNorm):
     packs = False
     """Whether gate and up are packed for the backward pass."""
 
-    def __init__(self, dim: int, site: Site, *, normalise: bool) -> None:
+    def __init__(self, dim: int, site: LayerSpec, *, normalise: bool) -> None:
         Findable.__init__(self)
         self.weight = NormWeight(dim, site) if normalise else None  # type: ignore[assignment]
 

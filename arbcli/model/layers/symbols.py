@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from arbcli.config.site import MOST_AT_ONCE, Site
+from arbcli.config.site import MOST_AT_ONCE, LayerSpec
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.output.symbol_losses import add_symbols_, grade_symbols_
 from arbcli.kernels.rows.table_rows import scatter_rows_
@@ -72,7 +72,7 @@ class SymbolWeight(LinearWeight):
         self,
         vocabulary: int,
         dim: int,
-        site: Site,
+        site: LayerSpec,
         *,
         area: str,
         std: float | None = None,
@@ -216,7 +216,7 @@ class ManyEmbeddingsWeight(SymbolWeight):
 
     always_has_gradients = False
 
-    def __init__(self, vocabulary: int, dim: int, site: Site, *, area: str) -> None:
+    def __init__(self, vocabulary: int, dim: int, site: LayerSpec, *, area: str) -> None:
         super().__init__(vocabulary, dim, site, area=area, std=1.0, lr_factor=1.0)
 
 
@@ -288,7 +288,7 @@ class SymbolHead(TernaryLinear):
 
     weight: SymbolWeight
 
-    def __init__(self, vocabulary: int, dim: int, site: Site, *, area: str) -> None:
+    def __init__(self, vocabulary: int, dim: int, site: LayerSpec, *, area: str) -> None:
         nn.Module.__init__(self)
         self.weight = SymbolWeight(vocabulary, dim, site, area=area)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.rows.weighted_rows import (
     touched_rows,
@@ -38,7 +38,7 @@ class TableWeight(StreamedTensor):
 
     usage: Tensor
 
-    def __init__(self, num_rows: int, dim: int, site: Site, *, area: str) -> None:
+    def __init__(self, num_rows: int, dim: int, site: LayerSpec, *, area: str) -> None:
         std = projection_std(dim)
         super().__init__(num_rows, dim, site, area=area, std=std, spread=SPARSE_SPREAD)
         self.declare("usage", torch.empty(num_rows, 1, dtype=torch.int8), "counters")
@@ -110,7 +110,7 @@ class TernaryTable(nn.Module):
         area: parameter group of the rows.
     """
 
-    def __init__(self, num_rows: int, dim: int, site: Site, *, area: str) -> None:
+    def __init__(self, num_rows: int, dim: int, site: LayerSpec, *, area: str) -> None:
         super().__init__()
         self.weight = TableWeight(num_rows, dim, site, area=area)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, Packed
 from arbcli.kernels.codec.packing import pack_trits
 from arbcli.model.layers.compiled import operator
@@ -40,7 +40,7 @@ SCALE_OF_ZERO = 0.1
 class VectorWeight(ReadWeight):
     """A packed vector with given initial values."""
 
-    def __init__(self, values: Sequence[float], site: Site, *, area: str) -> None:
+    def __init__(self, values: Sequence[float], site: LayerSpec, *, area: str) -> None:
         super().__init__(len(values), 1, site, area=area, direction=DIRECTION)
         self.values, self.decays = tuple(values), False
         # the forward of a vector always reads the remainder
@@ -140,7 +140,7 @@ class TernaryVector(_DecodedLayer):
         area: parameter group of the vector.
     """
 
-    def __init__(self, values: Sequence[float], site: Site, *, area: str) -> None:
+    def __init__(self, values: Sequence[float], site: LayerSpec, *, area: str) -> None:
         super().__init__()
         self.weight = VectorWeight(values, site, area=area)
 
@@ -159,7 +159,7 @@ class TernaryTaps(_DecodedLayer):
         area: parameter group of the taps.
     """
 
-    def __init__(self, channels: int, taps: int, site: Site, *, area: str) -> None:
+    def __init__(self, channels: int, taps: int, site: LayerSpec, *, area: str) -> None:
         super().__init__()
         self.weight = ReadWeight(
             channels, taps, site, area=area, std=1 / math.sqrt(taps), direction=DIRECTION

@@ -39,7 +39,7 @@ from torch.nn import functional
 
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families import SPECULATIVE_ATTENTION
 from arbcli.kernels.attention.decode_attention import Kept, decode_attention
 from arbcli.kernels.runtime.backend import uses_triton
@@ -81,7 +81,7 @@ class Attention(CachedAttention):
     name = "attention"
     steps_along = rounds_queries = True
 
-    def __init__(self, config: AttentionConfig, site: Site) -> None:
+    def __init__(self, config: AttentionConfig, site: LayerSpec) -> None:
         super().__init__()
         parts, dim = layers_for(site), site.dim
         self.heads, self.kv_heads, self.width = config.heads, config.key_heads, config.width(site)

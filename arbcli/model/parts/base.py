@@ -6,14 +6,14 @@ from torch import Tensor, nn
 
 from arbcli.base.lazy import imported
 from arbcli.config.parts.base import PartConfig
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.model.flow import Flow, Reading
 
 if TYPE_CHECKING:
     from arbcli.model.state import Clock, State
 
 
-def build_part(config: PartConfig, site: Site, *arguments: Any) -> Any:
+def build_part(config: PartConfig, site: LayerSpec, *arguments: Any) -> Any:
     """Build a part with uninitialised weights; the class is imported on first use.
 
     Args:
@@ -25,7 +25,7 @@ def build_part(config: PartConfig, site: Site, *arguments: Any) -> Any:
 
 
 class Part(nn.Module):
-    """A mixer or a channel mixer, constructed from its configuration and its `Site`."""
+    """A mixer or a channel mixer, constructed from its configuration and its `LayerSpec`."""
 
     name: ClassVar[str]
     """Name of the part in its block, and prefix of its tensors."""

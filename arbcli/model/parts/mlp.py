@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.model.flow import Flow, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
@@ -18,7 +18,7 @@ class MLP(Part):
     steps_ahead = True
     steps_along = True
 
-    def __init__(self, config: MLPConfig, site: Site, area: str = "mlp") -> None:
+    def __init__(self, config: MLPConfig, site: LayerSpec, area: str = "mlp") -> None:
         super().__init__()
         parts, width = layers_for(site), config.width
         self.gate_up = parts.linear(2 * width, site.dim, site, area=area)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 
 Weights = Mapping[str, Tensor]
 Kind = TypeVar("Kind", bound=PartConfig)
@@ -45,7 +45,7 @@ class Reading:
 
     config: PartConfig | None
     """Configuration of the part; None outside of all parts."""
-    site: Site
+    site: LayerSpec
     name: str = ""
     """Name of the part in the model."""
     text: Sequence[int] = ()

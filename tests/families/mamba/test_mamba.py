@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arbcli.config.model import BlockConfig, StageConfig
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.families.mamba import mixer as module
 from arbcli.families.mamba.config import MambaConfig
 from arbcli.families.mamba.mixer import mamba_values, running_sum
@@ -15,7 +15,7 @@ from arbcli.model.packed import TernaryTensor
 from arbcli.model.stack import Block
 
 CONFIG = MambaConfig(heads=2, states=7)
-SITE = Site(dim=20, depth=1, ctx=64)
+SITE = LayerSpec(dim=20, depth=1, ctx=64)
 
 
 def mamba_block(site=SITE) -> Block:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from arbcli.config.site import Site
+from arbcli.config.site import LayerSpec
 from arbcli.kernels.norm.pack_gates import pack_gates, unpack_gates
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
@@ -17,7 +17,7 @@ ROWS, WIDTH, OUTPUTS = 80, 48, 32
 
 def gradients(gate_up: Tensor, *, packs: bool, fp8: bool, normalise: bool) -> list[Tensor]:
     """Return a product of gated activations, and the gradients of gate and up and of the weight."""
-    site, of_weight = Site(dim=OUTPUTS, depth=1, ctx=ROWS), []
+    site, of_weight = LayerSpec(dim=OUTPUTS, depth=1, ctx=ROWS), []
     gate = TernaryGate(WIDTH, site, normalise=normalise)
     layer = TernaryLinear(OUTPUTS, WIDTH, site, area="mlp")
     layer.weight.initialise(1, 0)
