@@ -41,7 +41,7 @@ from arbcli.kernels.runtime.device import (
     resolve_device,
 )
 from arbcli.model.checkpoint import Checkpoint
-from arbcli.model.flow import Flow
+from arbcli.model.flow import BlockOutput
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.model.packed import TernaryTensor
@@ -249,7 +249,9 @@ class _Watch:
 
     def _leave(self, name: str, _module: nn.Module, _args: object, output: Any) -> None:
         self._note(f"output of `{name or 'model'}`", output)
-        if isinstance(output, Flow) and output.added is not None:  # of a part, and not the stream
+        if (
+            isinstance(output, BlockOutput) and output.added is not None
+        ):  # of a part, and not the stream
             output = output.added
         if (first := next(_floats(output), None)) is not None:
             norm = torch.linalg.vector_norm(first.detach(), dtype=torch.float32)
@@ -509,8 +511,8 @@ def _projected(model: LanguageModel) -> Iterator[list[Tensor]]:
     """
     projections: list[Tensor] = []
 
-    def take(_module: nn.Module, _args: Any, output: Tensor | Flow) -> None:
-        x = output.total() if isinstance(output, Flow) else output
+    def take(_module: nn.Module, _args: Any, output: Tensor | BlockOutput) -> None:
+        x = output.total() if isinstance(output, BlockOutput) else output
         x = x.flatten(2).double()
         along = torch.arange(1, x.shape[2] + 1, dtype=torch.float64, device=x.device)
         along = along * 2.0**0.5 % 1 - 0.5  # uniform, of variance 1/12

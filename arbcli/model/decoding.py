@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from arbcli.kernels.matmul.swizzled import fits_prepacked
-from arbcli.model.flow import Flow, Reading, each_text
+from arbcli.model.flow import BlockOutput, Reading, each_text
 from arbcli.model.stack import pass_one
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def forward_with_cache(model: "LanguageModel", ids: Tensor, cache: "Cache") -> T
         if fused:
             return fused_logits(model, flow.x)
         if len(x) > 1:
-            return each_text(lambda row: model.logits(Flow(row)), flow.total())
+            return each_text(lambda row: model.logits(BlockOutput(row)), flow.total())
         return model.logits(flow)
 
 
@@ -89,7 +89,7 @@ def step_phases(model: "LanguageModel", ids: Tensor, cache: "Cache") -> list[Pha
             return model.stages[index - 1].step_outward(x, before, None, fused=is_fused)
         if is_fused:
             return fused_logits(model, x)
-        return each_text(lambda row: model.logits(Flow(row)), x)
+        return each_text(lambda row: model.logits(BlockOutput(row)), x)
 
     phases = []
     for index, past in enumerate(cache.stages):
@@ -101,13 +101,13 @@ def step_phases(model: "LanguageModel", ids: Tensor, cache: "Cache") -> list[Pha
 
 def _continue_stages(
     model: "LanguageModel", index: int, x: Tensor, ids: Tensor, reading: Reading, cache: "Cache"
-) -> Flow:
+) -> BlockOutput:
     """Run stage `index` and all inner ones for new positions of a text, like `_run_stages`."""
     if index == len(model.stages):
         with cache.main.clock.reading(x.shape[1]):
             return model.run_innermost(x, reading, cache.main)
 
-    def inner(x: Tensor, inside: Reading) -> Flow:
+    def inner(x: Tensor, inside: Reading) -> BlockOutput:
         return _continue_stages(model, index + 1, x, ids, inside, cache)
 
     return model.stages[index].follow(x, ids, reading, cache.stages[index], inner)
@@ -138,7 +138,7 @@ def fuses(model: "LanguageModel", x: Tensor) -> bool:
 def fused_logits(model: "LanguageModel", x: Tensor) -> Tensor:
     """Compute logits of one position of each text with fused kernels."""
     if model.config.composite:
-        return each_text(lambda row: model.logits(Flow(row)), x)
+        return each_text(lambda row: model.logits(BlockOutput(row)), x)
     if model.config.head:
         if model.byte_mlp.steps_fused:
             x = model.byte_mlp.step(x, None, x)

@@ -36,7 +36,7 @@ def merge(*losses: Losses) -> Losses:
     return merged
 
 
-class Flow(NamedTuple):
+class BlockOutput(NamedTuple):
     """The residual stream after a part; immutable."""
 
     x: Tensor

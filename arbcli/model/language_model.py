@@ -18,7 +18,7 @@ from arbcli.config.kinds import BESIDE
 from arbcli.config.model import ModelConfig
 from arbcli.config.site import in_chunks
 from arbcli.families import BETWEEN, OBJECTIVES
-from arbcli.model.flow import Documents, Flow, Reading
+from arbcli.model.flow import BlockOutput, Documents, Reading
 from arbcli.model.layers.decoded_groups import decode_in_groups
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
 from arbcli.model.layers.linear import TernaryLinear
@@ -202,18 +202,18 @@ class LanguageModel(PackedModel):
         """Weight of each term of `losses`; that of the text is 1."""
         return self.config.loss_weights | {"teacher": TEACHER_WEIGHT}
 
-    def _text_loss(self, flow: Flow, targets: Tensor) -> Tensor:
+    def _text_loss(self, flow: BlockOutput, targets: Tensor) -> Tensor:
         if self.scores_in_chunks:
             return self._score(flow, targets).mean()
         logits = self.logits(flow)
         return self.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def _mean_loss(self, flow: Flow, targets: Tensor) -> Tensor:
+    def _mean_loss(self, flow: BlockOutput, targets: Tensor) -> Tensor:
         """Compute the mean loss over the targets that are not negative."""
         learnt = targets >= 0
         return self._symbol_losses(flow, targets).sum() / learnt.sum().clamp(min=1)
 
-    def _masked_losses(self, flow: Flow, targets: Tensor) -> Tensor:
+    def _masked_losses(self, flow: BlockOutput, targets: Tensor) -> Tensor:
         """Compute (B, T) float32 losses, whose mean is `arbcli.families.masked.masking`'s bound.
 
         The cross-entropy of each of a window's k hidden symbols is weighted by T / k; the loss of
@@ -222,7 +222,7 @@ class LanguageModel(PackedModel):
         weights = import_module(OBJECTIVES["masked"]).bound_weights(targets)
         return self._symbol_losses(flow, targets) * weights
 
-    def _symbol_losses(self, flow: Flow, targets: Tensor) -> Tensor:
+    def _symbol_losses(self, flow: BlockOutput, targets: Tensor) -> Tensor:
         """Compute the cross-entropy of each target, (B, T) float32; 0 for negative targets."""
         if self.scores_in_chunks:
             return self._score(flow, targets) * (targets >= 0)
@@ -235,15 +235,15 @@ class LanguageModel(PackedModel):
         """Whether losses are computed in chunks of the vocabulary, without storing all logits."""
         return self.config.weights == "ternary" and in_chunks(self.config.vocabulary)
 
-    def _score(self, flow: Flow, targets: "Tensor | Predictions") -> Tensor:
+    def _score(self, flow: BlockOutput, targets: "Tensor | Predictions") -> Tensor:
         return self.head.losses(self._before_head(flow), targets, self.norm)
 
-    def _before_head(self, flow: Flow) -> Tensor:
+    def _before_head(self, flow: BlockOutput) -> Tensor:
         x = flow.total()
         return x + self.byte_mlp(x, self.byte_norm).added if self.config.head else x
 
     def _divergences(
-        self, flow: Flow, teacher: "LanguageModel", ids: Tensor, documents: Tensor | None
+        self, flow: BlockOutput, teacher: "LanguageModel", ids: Tensor, documents: Tensor | None
     ) -> Tensor:
         """Compute the KL divergence from the teacher's predictions, (B, T) float32, in nats."""
         with torch.no_grad():
@@ -279,7 +279,7 @@ class LanguageModel(PackedModel):
 
     def _hidden(
         self, ids: Tensor, documents: Tensor | None = None, dropout: "Dropout | None" = None
-    ) -> Flow:
+    ) -> BlockOutput:
         """Compute the stream before the head."""
         length = ids.shape[1]
         x, reading = self.embed(ids, length), self.reading(ids, length)
@@ -290,19 +290,19 @@ class LanguageModel(PackedModel):
             x = dropout.drop_embedding(x)
         return self._run_stages(0, x, ids, reading)
 
-    def _run_stages(self, index: int, x: Tensor, ids: Tensor, reading: Reading) -> Flow:
+    def _run_stages(self, index: int, x: Tensor, ids: Tensor, reading: Reading) -> BlockOutput:
         """Run the stream through stage `index` and all inner ones, down to the blocks."""
         if index == len(self.stages):
             return self.run_innermost(x, reading)
 
-        def inner(x: Tensor, inside: Reading) -> Flow:
+        def inner(x: Tensor, inside: Reading) -> BlockOutput:
             return self._run_stages(index + 1, x, ids, inside)
 
         return self.stages[index](x, ids, reading, inner, recompute=self.recompute)
 
     def run_innermost(
         self, x: Tensor, reading: Reading, track: "Track | None" = None, *, fused: bool = False
-    ) -> Flow:
+    ) -> BlockOutput:
         """Run the stream through the innermost stage.
 
         Args:
@@ -312,9 +312,9 @@ class LanguageModel(PackedModel):
             fused: whether to use the fused kernels for one position of each text.
         """
 
-        def run(x: Tensor, span: slice) -> Flow:
+        def run(x: Tensor, span: slice) -> BlockOutput:
             if track is not None and fused:
-                return Flow(self.blocks.step(x, track, reading, span))
+                return BlockOutput(self.blocks.step(x, track, reading, span))
             return self.blocks(x, reading, track, recompute=self.recompute, span=span)
 
         if not self._between:
@@ -322,7 +322,7 @@ class LanguageModel(PackedModel):
         (between,) = self._between
         return between(run, x, reading, by_text=bool(track and track.each))
 
-    def logits(self, flow: Flow) -> Tensor:
+    def logits(self, flow: BlockOutput) -> Tensor:
         """Compute logits from the stream."""
         if self.config.composite:
             return self.head(self._before_head(flow), self.norm).logits

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from arbcli.config.model import BlockConfig, Blocks, StageConfig
 from arbcli.config.site import LayerSpec
 from arbcli.families import RESIDUAL
-from arbcli.model.flow import Flow, Losses, Reading, each_text, merge, rows_of
+from arbcli.model.flow import BlockOutput, Losses, Reading, each_text, merge, rows_of
 from arbcli.model.layers.kinds import stream_norm
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.norm import NORM_EPS
@@ -91,7 +91,7 @@ class Block(nn.Module):
         state: "State | None" = None,
         *,
         add_residual: bool = True,
-    ) -> Flow:
+    ) -> BlockOutput:
         """Add the outputs of the parts to the residual stream.
 
         Args:
@@ -105,7 +105,7 @@ class Block(nn.Module):
         losses: list[Losses] = []
         drops = reading.dropout if reading else None
 
-        def apply(number: int, x: Tensor, added: Tensor | None = None) -> Flow:
+        def apply(number: int, x: Tensor, added: Tensor | None = None) -> BlockOutput:
             branch, inputs = self.branches[number], reading
             if reading and drops:
                 inputs = reading._replace(dropout=drops.of(number, 1))
@@ -124,7 +124,9 @@ class Block(nn.Module):
                 x = branch.connection(x, lambda h, number=number: apply(number, h).added)
         if (add_residual or self.bound is not None) and added is not None:
             x, added = x + added, None
-        return Flow(x if self.bound is None else bounded(x, self.bound), added, merge(*losses))
+        return BlockOutput(
+            x if self.bound is None else bounded(x, self.bound), added, merge(*losses)
+        )
 
     def step(self, x: Tensor, state: "State | None", reading: Reading | None = None) -> Tensor:
         """Run the block for positions of a text, or one of each text, by fused kernels if any."""
@@ -228,7 +230,7 @@ class Stack(nn.ModuleList):
         *,
         recompute: bool = False,
         span: slice = slice(None),
-    ) -> Flow:
+    ) -> BlockOutput:
         """Run the stream (B, T, D) through the blocks.
 
         Args:
@@ -246,7 +248,7 @@ class Stack(nn.ModuleList):
             texts = enumerate(zip(rows_of(x), track.each, strict=True))
             read = reading or Reading()
             rows = [self(row, read.of(text), own, span=span) for text, (row, own) in texts]
-            return Flow(torch.cat([flow.total() for flow in rows]))
+            return BlockOutput(torch.cat([flow.total() for flow in rows]))
         if self.streams > 1:
             x = import_module(RESIDUAL).spread_streams(x, self.streams)
             if any(map(is_compiled, self)):
@@ -270,7 +272,7 @@ class Stack(nn.ModuleList):
             losses.append(flow.losses)
         if self.streams > 1:
             x = import_module(RESIDUAL).average_streams(x)
-        return Flow(x, added, merge(*losses))
+        return BlockOutput(x, added, merge(*losses))
 
     def step(
         self, x: Tensor, track: "Track", reading: Reading | None = None, span: slice = slice(None)

@@ -18,7 +18,7 @@ from arbcli.generation.sampling import Sampling
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.decoding import fused_logits, fuses
-from arbcli.model.flow import Flow
+from arbcli.model.flow import BlockOutput
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import rotary
 
@@ -155,7 +155,7 @@ def test_fused_head_normalises_the_stream():
     with lm.prepared_weights(), use_backend("native"):
         assert fuses(lm, x)
         small, large = (fused_logits(lm, size * x).float() for size in (1, 8))
-        torch.testing.assert_close(small, lm.logits(Flow(x)).float(), rtol=0.05, atol=0.05)
+        torch.testing.assert_close(small, lm.logits(BlockOutput(x)).float(), rtol=0.05, atol=0.05)
     torch.testing.assert_close(large, small, rtol=0.02, atol=0.02)
     assert small.std() > 0.1
 

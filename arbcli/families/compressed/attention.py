@@ -54,7 +54,7 @@ from arbcli.families.compressed.kernels.sum_choices import sum_choices
 from arbcli.families.compressed.state import CompressedState
 from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3
-from arbcli.model.flow import Flow, Reading, project
+from arbcli.model.flow import BlockOutput, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.kinds import layers_for
@@ -319,7 +319,7 @@ class CompressedAttention(CachedAttention):
         added: Tensor | None = None,
         reading: Reading | None = None,
         state: CompressedState | None = None,
-    ) -> Flow:
+    ) -> BlockOutput:
         """Attend from each position of (B, T, D): see `Part.forward`.
 
         While gradients are recorded, the losses include the divergence of the indexer.
@@ -332,7 +332,7 @@ class CompressedAttention(CachedAttention):
         q = cached.round_queries(q, self.rotated)
         if state is not None:
             y = state.attend(x, norm, q, *rest.split(self.kv, dim=-1))
-            return Flow(x, self.output(y.reshape(batch, length, self.inner), self.sub_norm))
+            return BlockOutput(x, self.output(y.reshape(batch, length, self.inner), self.sub_norm))
         table = self.table(length, x.device)
         recent, entries, still = self._compressed(rest, table)
         number = entries.shape[1]
@@ -354,7 +354,7 @@ class CompressedAttention(CachedAttention):
                 valid = valid[:, last.clamp(max=length - 1)]
             divergence = self.indexer.divergence(*found, chosen[:, 1:], shares[:, 1:], valid)
             losses["indexer"] = [divergence]
-        return Flow(x, self.output(y.flatten(2), self.sub_norm), losses)
+        return BlockOutput(x, self.output(y.flatten(2), self.sub_norm), losses)
 
     def step(self, x: Tensor, state: CompressedState, residual: Tensor | None) -> Tensor:
         """Attend from one new position: see `Part.step`."""

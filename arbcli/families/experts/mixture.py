@@ -31,7 +31,7 @@ from arbcli.families.experts.hashed import hashed_experts
 from arbcli.families.experts.kernels.expert_combine import expert_combine, expert_combine_backward
 from arbcli.families.experts.weight import ExpertWeight
 from arbcli.kernels.norm.rms_norm import FEW_ROWS
-from arbcli.model.flow import Flow, Reading, each_text
+from arbcli.model.flow import BlockOutput, Reading, each_text
 from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import Findable, KeepsInputs, operator
 from arbcli.model.layers.kinds import layers_for
@@ -286,13 +286,13 @@ class Experts(Part):
         added: Tensor | None = None,
         reading: Reading | None = None,
         state: None = None,
-    ) -> Flow:
+    ) -> BlockOutput:
         """Apply the experts to (B, T, D): see `Part.forward`."""
         x = x if added is None else x + added
         rows, valid = x.flatten(0, 1), reading.valid if reading else None
         chosen = self.by_hash(reading)
         valid = None if valid is None else valid.flatten()
-        return Flow(x, self.mix(rows, rows, chosen, norm, valid).view(x.shape))
+        return BlockOutput(x, self.mix(rows, rows, chosen, norm, valid).view(x.shape))
 
     @torch.no_grad()
     def step_texts(self, x: Tensor, norm: nn.Module, reading: Reading) -> Tensor:

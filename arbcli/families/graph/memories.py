@@ -15,7 +15,7 @@ from arbcli.families.graph.config import MemoriesConfig
 from arbcli.families.graph.moe_graph import MoEGraph
 from arbcli.families.graph.quantiser import Quantiser
 from arbcli.families.graph.router import Router
-from arbcli.model.flow import Flow, Losses, Reading, merge, rows_of
+from arbcli.model.flow import BlockOutput, Losses, Reading, merge, rows_of
 from arbcli.model.parts.base import build_part
 
 
@@ -48,12 +48,12 @@ class Memories(nn.Module):
 
     def forward(
         self,
-        run: Callable[[Tensor, slice], Flow],
+        run: Callable[[Tensor, slice], BlockOutput],
         x: Tensor,
         reading: Reading,
         *,
         by_text: bool = False,
-    ) -> Flow:
+    ) -> BlockOutput:
         """Run the blocks of the stage, with the memories between them.
 
         Args:
@@ -74,7 +74,7 @@ class Memories(nn.Module):
             flow = flow._replace(losses=merge(before.losses, losses, flow.losses))
         if self.router:
             route = self._route_by_text if by_text else self.router
-            flow = Flow(route([flow.total(), *taps]), None, flow.losses)
+            flow = BlockOutput(route([flow.total(), *taps]), None, flow.losses)
         return flow
 
     def _remember(self, x: Tensor, taps: list[Tensor], reading: Reading) -> tuple[Tensor, Losses]:

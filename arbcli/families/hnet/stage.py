@@ -28,7 +28,7 @@ from arbcli.families.hnet.kernels.route_position import route_position_, take_ch
 from arbcli.families.hnet.kernels.smooth_chunks import smooth_chunks
 from arbcli.families.hnet.kernels.spread_chunks import spread_chunks
 from arbcli.kernels.runtime.conditions import has_conditions
-from arbcli.model.flow import Flow, Reading, each_text, merge, project
+from arbcli.model.flow import BlockOutput, Reading, each_text, merge, project
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.packed import JoinedStatistics
@@ -71,10 +71,10 @@ class Stage(nn.Module, JoinedStatistics):
         x: Tensor,
         ids: Tensor,
         reading: Reading,
-        inner: Callable[[Tensor, Reading], Flow],
+        inner: Callable[[Tensor, Reading], BlockOutput],
         *,
         recompute: bool = False,
-    ) -> Flow:
+    ) -> BlockOutput:
         """Run (B, T, D) through the stage and the inner network.
 
         Args:
@@ -152,8 +152,8 @@ class Stage(nn.Module, JoinedStatistics):
         ids: Tensor,
         reading: Reading,
         past: "StageState",
-        inner: Callable[[Tensor, Reading], Flow],
-    ) -> Flow:
+        inner: Callable[[Tensor, Reading], BlockOutput],
+    ) -> BlockOutput:
         """Run `forward` for new positions of a text, (1, T, D); synchronises to count the chunks.
 
         Args:

@@ -19,7 +19,7 @@ from arbcli.config.site import LayerSpec
 from arbcli.families.latent.config import LatentAttentionConfig
 from arbcli.families.latent.kernels.decode_latent import decode_latent
 from arbcli.kernels.attention.rotation import rotate
-from arbcli.model.flow import Flow, Reading, project
+from arbcli.model.flow import BlockOutput, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.attend import positions_seen
 from arbcli.model.layers.kinds import layers_for
@@ -64,7 +64,7 @@ class LatentAttention(CachedAttention):
         added: Tensor | None = None,
         reading: Reading | None = None,
         state: "LatentRing | None" = None,
-    ) -> Flow:
+    ) -> BlockOutput:
         """Attend from each position of (B, T, D): see `Part.forward`."""
         projected, x = project(self.query_down, x, norm, added)
         batch, length, dim = x.shape
@@ -82,7 +82,7 @@ class LatentAttention(CachedAttention):
             latent, rotated, mask = state.extend(latent, rotated)
             if length == 1:
                 y = self._attend_one(q, latent, rotated, state)
-                return Flow(x, self.output(y.view(batch, length, dim), self.sub_norm))
+                return BlockOutput(x, self.output(y.view(batch, length, dim), self.sub_norm))
         k, v = self._keys_and_values(latent, rotated)
         if state is not None:
             state.extend_lengths(k[:, -length:])
@@ -98,7 +98,9 @@ class LatentAttention(CachedAttention):
             y = functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=causal, scale=scale
             )  # (B, H, T, head_dim)
-        return Flow(x, self.output(y.transpose(1, 2).reshape(batch, length, dim), self.sub_norm))
+        return BlockOutput(
+            x, self.output(y.transpose(1, 2).reshape(batch, length, dim), self.sub_norm)
+        )
 
     def step(self, x: Tensor, state: "LatentRing", residual: Tensor | None) -> Tensor:
         """Attend from one new position: see `Part.step`."""

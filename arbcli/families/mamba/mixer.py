@@ -25,7 +25,7 @@ from arbcli.families.mamba.config import EXPAND, MambaConfig
 from arbcli.families.mamba.kernels.causal_conv import causal_conv, causal_conv_grad_w
 from arbcli.families.mamba.kernels.decay_scan import decay_scan
 from arbcli.families.mamba.kernels.mamba_step import mamba_step
-from arbcli.model.flow import Flow, Reading, project
+from arbcli.model.flow import BlockOutput, Reading, project
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import KeepsInputs, operator
 from arbcli.model.layers.kinds import layers_for
@@ -82,7 +82,7 @@ class Mamba(Part):
         added: Tensor | None = None,
         reading: Reading | None = None,
         state: "MambaState | None" = None,
-    ) -> Flow:
+    ) -> BlockOutput:
         """Mix each position of (B, T, D) with those before it: see `Part.forward`."""
         projected, x = project(self.projection, x, norm, added)
         z, mixed, dt = projected.split((self.inner, self.mixed, self.heads), dim=-1)
@@ -98,7 +98,7 @@ class Mamba(Part):
         b, c = (part[:, :, None].expand(-1, -1, self.heads, -1) for part in (b, c))
         scan = _scan if state is None else state.scan
         y = scan(c, b, values, decay)
-        return Flow(x, self.output(_gate_and_scan(z, y, self.skip(), u), self.gate))
+        return BlockOutput(x, self.output(_gate_and_scan(z, y, self.skip(), u), self.gate))
 
     def step(self, x: Tensor, state: "MambaState", residual: Tensor | None) -> Tensor:
         """Process one new position: see `Part.step`."""

@@ -43,7 +43,7 @@ from arbcli.config.site import LayerSpec
 from arbcli.families import SPECULATIVE_ATTENTION
 from arbcli.kernels.attention.decode_attention import Kept, decode_attention
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.model.flow import Flow, Reading, project
+from arbcli.model.flow import BlockOutput, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.attend import (
     attend_causally,
@@ -120,7 +120,7 @@ class Attention(CachedAttention):
         added: Tensor | None = None,
         reading: Reading | None = None,
         state: "Ring | None" = None,
-    ) -> Flow:
+    ) -> BlockOutput:
         """Attend from each position of (B, T, D): see `Part.forward`."""
         qkv, x = project(self.qkv, x, norm, added)
         batch, length, _ = x.shape
@@ -131,7 +131,7 @@ class Attention(CachedAttention):
         else:
             y = self._attend_after(state, qkv) if state else self._attend(qkv, reading or Reading())
         y = y.transpose(1, 2).reshape(batch, length, -1)
-        return Flow(x, self._biased(self.output(y, self.sub_norm)))
+        return BlockOutput(x, self._biased(self.output(y, self.sub_norm)))
 
     def _sinks(self) -> Tensor | None:
         return self.sinks() if self.sinks else None

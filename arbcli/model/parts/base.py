@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from arbcli.base.lazy import imported
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.site import LayerSpec
-from arbcli.model.flow import Flow, Reading
+from arbcli.model.flow import BlockOutput, Reading
 
 if TYPE_CHECKING:
     from arbcli.model.state import Clock, State
@@ -53,7 +53,7 @@ class Part(nn.Module):
         added: Tensor | None = None,
         reading: Reading | None = None,
         state: Any = None,
-    ) -> Flow:
+    ) -> BlockOutput:
         """Compute the part's contribution to the residual stream.
 
         Args:

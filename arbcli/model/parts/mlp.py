@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.site import LayerSpec
-from arbcli.model.flow import Flow, Reading, project
+from arbcli.model.flow import BlockOutput, Reading, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.parts.base import Part
@@ -34,10 +34,10 @@ class MLP(Part):
         added: Tensor | None = None,
         reading: Reading | None = None,
         state: None = None,
-    ) -> Flow:
+    ) -> BlockOutput:
         """Apply the MLP to (B, T, D): see `Part.forward`."""
         hidden, x = project(self.gate_up, x, norm, added)
-        return Flow(x, self.output(hidden, self.sub_norm, consumes=True))
+        return BlockOutput(x, self.output(hidden, self.sub_norm, consumes=True))
 
     def step(self, x: Tensor, state: None, residual: Tensor | None) -> Tensor:
         """Apply the MLP in a decoding step: see `Part.step`."""
