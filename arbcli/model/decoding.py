@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from arbcli.kernels.matmul.swizzled import fits_prepacked
-from arbcli.model.flow import BlockOutput, Reading, each_text
+from arbcli.model.flow import BlockInputs, BlockOutput, each_text
 from arbcli.model.stack import pass_one
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def step_phases(model: "LanguageModel", ids: Tensor, cache: "Cache") -> list[Pha
     last = len(model.stages)
     if not last:
         return [Phase(0, lambda: model(ids, cache))]
-    reading, is_fused = Reading(), False
+    reading, is_fused = BlockInputs(), False
 
     def down(index: int) -> None:
         nonlocal reading, is_fused
@@ -100,20 +100,20 @@ def step_phases(model: "LanguageModel", ids: Tensor, cache: "Cache") -> list[Pha
 
 
 def _continue_stages(
-    model: "LanguageModel", index: int, x: Tensor, ids: Tensor, reading: Reading, cache: "Cache"
+    model: "LanguageModel", index: int, x: Tensor, ids: Tensor, reading: BlockInputs, cache: "Cache"
 ) -> BlockOutput:
     """Run stage `index` and all inner ones for new positions of a text, like `_run_stages`."""
     if index == len(model.stages):
         with cache.main.clock.reading(x.shape[1]):
             return model.run_innermost(x, reading, cache.main)
 
-    def inner(x: Tensor, inside: Reading) -> BlockOutput:
+    def inner(x: Tensor, inside: BlockInputs) -> BlockOutput:
         return _continue_stages(model, index + 1, x, ids, inside, cache)
 
     return model.stages[index].follow(x, ids, reading, cache.stages[index], inner)
 
 
-def _embed(model: "LanguageModel", text: Tensor, length: int) -> tuple[Tensor, Reading]:
+def _embed(model: "LanguageModel", text: Tensor, length: int) -> tuple[Tensor, BlockInputs]:
     """Embed while decoding, each text separately; also return the additional inputs."""
     if model.config.beside:
         x = each_text(lambda row: model.embed(row, length), text)

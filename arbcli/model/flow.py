@@ -70,7 +70,7 @@ class Documents(NamedTuple):
         return self.seen.triu(1 - window)
 
 
-class Reading(NamedTuple):
+class BlockInputs(NamedTuple):
     """Additional inputs of parts, indexed by the positions of the present stage."""
 
     places: Tensor | None = None
@@ -88,19 +88,19 @@ class Reading(NamedTuple):
         """Mask of the slots that hold a position, (B, T) bool; None if all do."""
         return None if self.places is None else self.places >= 0
 
-    def of(self, text: int) -> "Reading":
+    def of(self, text: int) -> "BlockInputs":
         """Select one text of a batch."""
         places, grams = (
             None if part is None else part[text : text + 1] for part in (self.places, self.grams)
         )
-        return Reading(places, grams)
+        return BlockInputs(places, grams)
 
-    def at(self, first: Tensor) -> "Reading":
+    def at(self, first: Tensor) -> "BlockInputs":
         """Select the positions at which chunks begin, (B, C) int64, -1 for an empty slot."""
         index = first.clamp(min=0)
         grams = None if self.grams is None else self.grams.gather(1, index)
         places = index if self.places is None else self.places.gather(1, index)
-        return Reading(places.masked_fill(first < 0, -1), grams, dropout=self.dropout)
+        return BlockInputs(places.masked_fill(first < 0, -1), grams, dropout=self.dropout)
 
 
 def project(

@@ -18,7 +18,7 @@ from arbcli.config.kinds import BESIDE
 from arbcli.config.model import ModelConfig
 from arbcli.config.site import in_chunks
 from arbcli.families import BETWEEN, OBJECTIVES
-from arbcli.model.flow import BlockOutput, Documents, Reading
+from arbcli.model.flow import BlockInputs, BlockOutput, Documents
 from arbcli.model.layers.decoded_groups import decode_in_groups
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
 from arbcli.model.layers.linear import TernaryLinear
@@ -273,9 +273,9 @@ class LanguageModel(PackedModel):
                 x = x + part(text, length, self.compute_dtype)
         return x
 
-    def reading(self, text: Tensor, length: int) -> Reading:
+    def reading(self, text: Tensor, length: int) -> BlockInputs:
         """Return the inputs of the last T symbols other than the stream, from (B, history + T)."""
-        return imported(NGRAMS)(text, length) if self.config.reads_text else Reading()
+        return imported(NGRAMS)(text, length) if self.config.reads_text else BlockInputs()
 
     def _hidden(
         self, ids: Tensor, documents: Tensor | None = None, dropout: "Dropout | None" = None
@@ -290,18 +290,18 @@ class LanguageModel(PackedModel):
             x = dropout.drop_embedding(x)
         return self._run_stages(0, x, ids, reading)
 
-    def _run_stages(self, index: int, x: Tensor, ids: Tensor, reading: Reading) -> BlockOutput:
+    def _run_stages(self, index: int, x: Tensor, ids: Tensor, reading: BlockInputs) -> BlockOutput:
         """Run the stream through stage `index` and all inner ones, down to the blocks."""
         if index == len(self.stages):
             return self.run_innermost(x, reading)
 
-        def inner(x: Tensor, inside: Reading) -> BlockOutput:
+        def inner(x: Tensor, inside: BlockInputs) -> BlockOutput:
             return self._run_stages(index + 1, x, ids, inside)
 
         return self.stages[index](x, ids, reading, inner, recompute=self.recompute)
 
     def run_innermost(
-        self, x: Tensor, reading: Reading, track: "Track | None" = None, *, fused: bool = False
+        self, x: Tensor, reading: BlockInputs, track: "Track | None" = None, *, fused: bool = False
     ) -> BlockOutput:
         """Run the stream through the innermost stage.
 

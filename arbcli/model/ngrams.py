@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.model.flow import Reading
+from arbcli.model.flow import BlockInputs
 
 MIX = 0x9E3779B97F4A7C15 - 2**64
 """The golden ratio in 64 bits, as a signed integer. Source: D. Knuth, TAOCP 3, 6.4."""
@@ -42,11 +42,11 @@ def ngram_keys(text: Tensor) -> Tensor:
     return ngram_ids(text, 1 << KEY_BITS, (KEY_ORDER,))[..., 0]
 
 
-def reading_of(text: Tensor, length: int) -> Reading:
+def reading_of(text: Tensor, length: int) -> BlockInputs:
     """Compute the n-gram keys of a text as an input of parts.
 
     Args:
         text: (B, history + T) int64 bytes, negative before the text.
         length: T.
     """
-    return Reading(grams=ngram_keys(text)[:, -length:])
+    return BlockInputs(grams=ngram_keys(text)[:, -length:])

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from arbcli.config.model import BlockConfig, Blocks, StageConfig
 from arbcli.config.site import LayerSpec
 from arbcli.families import RESIDUAL
-from arbcli.model.flow import BlockOutput, Losses, Reading, each_text, merge, rows_of
+from arbcli.model.flow import BlockInputs, BlockOutput, Losses, each_text, merge, rows_of
 from arbcli.model.layers.kinds import stream_norm
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.norm import NORM_EPS
@@ -87,7 +87,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         added: Tensor | None = None,
-        reading: Reading | None = None,
+        reading: BlockInputs | None = None,
         state: "State | None" = None,
         *,
         add_residual: bool = True,
@@ -128,9 +128,9 @@ class Block(nn.Module):
             x if self.bound is None else bounded(x, self.bound), added, merge(*losses)
         )
 
-    def step(self, x: Tensor, state: "State | None", reading: Reading | None = None) -> Tensor:
+    def step(self, x: Tensor, state: "State | None", reading: BlockInputs | None = None) -> Tensor:
         """Run the block for positions of a text, or one of each text, by fused kernels if any."""
-        read = reading or Reading()
+        read = reading or BlockInputs()
 
         def apply(branch: Branch, residual: Tensor | None, x: Tensor) -> Tensor:
             part, norm, _ = branch
@@ -225,7 +225,7 @@ class Stack(nn.ModuleList):
     def forward(
         self,
         x: Tensor,
-        reading: Reading | None = None,
+        reading: BlockInputs | None = None,
         track: "Track | None" = None,
         *,
         recompute: bool = False,
@@ -246,7 +246,7 @@ class Stack(nn.ModuleList):
         """
         if track and track.each:
             texts = enumerate(zip(rows_of(x), track.each, strict=True))
-            read = reading or Reading()
+            read = reading or BlockInputs()
             rows = [self(row, read.of(text), own, span=span) for text, (row, own) in texts]
             return BlockOutput(torch.cat([flow.total() for flow in rows]))
         if self.streams > 1:
@@ -275,7 +275,11 @@ class Stack(nn.ModuleList):
         return BlockOutput(x, added, merge(*losses))
 
     def step(
-        self, x: Tensor, track: "Track", reading: Reading | None = None, span: slice = slice(None)
+        self,
+        x: Tensor,
+        track: "Track",
+        reading: BlockInputs | None = None,
+        span: slice = slice(None),
     ) -> Tensor:
         """Run positions of a text, or one of each text, through the blocks: see `Block.step`."""
         residual = import_module(RESIDUAL) if self.streams > 1 else None
@@ -293,7 +297,9 @@ class Stack(nn.ModuleList):
         return Track(clock, [block.new_state(clock) for block in self])
 
 
-def pass_one(stack: Stack, x: Tensor, track: "Track", reading: Reading, *, fused: bool) -> Tensor:
+def pass_one(
+    stack: Stack, x: Tensor, track: "Track", reading: BlockInputs, *, fused: bool
+) -> Tensor:
     """Run one position of each text through a stack; the caller counts it."""
     with track.clock.reading_uncounted():
         if fused:

@@ -54,7 +54,7 @@ from arbcli.families.compressed.kernels.sum_choices import sum_choices
 from arbcli.families.compressed.state import CompressedState
 from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3
-from arbcli.model.flow import BlockOutput, Reading, project
+from arbcli.model.flow import BlockInputs, BlockOutput, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.kinds import layers_for
@@ -317,7 +317,7 @@ class CompressedAttention(CachedAttention):
         x: Tensor,
         norm: nn.Module,
         added: Tensor | None = None,
-        reading: Reading | None = None,
+        reading: BlockInputs | None = None,
         state: CompressedState | None = None,
     ) -> BlockOutput:
         """Attend from each position of (B, T, D): see `Part.forward`.

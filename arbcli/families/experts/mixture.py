@@ -31,7 +31,7 @@ from arbcli.families.experts.hashed import hashed_experts
 from arbcli.families.experts.kernels.expert_combine import expert_combine, expert_combine_backward
 from arbcli.families.experts.weight import ExpertWeight
 from arbcli.kernels.norm.rms_norm import FEW_ROWS
-from arbcli.model.flow import BlockOutput, Reading, each_text
+from arbcli.model.flow import BlockInputs, BlockOutput, each_text
 from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import Findable, KeepsInputs, operator
 from arbcli.model.layers.kinds import layers_for
@@ -284,7 +284,7 @@ class Experts(Part):
         x: Tensor,
         norm: nn.Module,
         added: Tensor | None = None,
-        reading: Reading | None = None,
+        reading: BlockInputs | None = None,
         state: None = None,
     ) -> BlockOutput:
         """Apply the experts to (B, T, D): see `Part.forward`."""
@@ -295,7 +295,7 @@ class Experts(Part):
         return BlockOutput(x, self.mix(rows, rows, chosen, norm, valid).view(x.shape))
 
     @torch.no_grad()
-    def step_texts(self, x: Tensor, norm: nn.Module, reading: Reading) -> Tensor:
+    def step_texts(self, x: Tensor, norm: nn.Module, reading: BlockInputs) -> Tensor:
         """Apply the experts to one position of each text: see `Part.step_texts`."""
         rows = x.flatten(0, 1)
         scores = self.gate.keys.fused(rows, normalise=True).float()
@@ -311,7 +311,7 @@ class Experts(Part):
             y = y + each_text(lambda row: shared(row, norm), rows)
         return y.view(x.shape)
 
-    def by_hash(self, reading: Reading | None) -> Tensor | None:
+    def by_hash(self, reading: BlockInputs | None) -> Tensor | None:
         """Select experts by a hash of the text, (M, k) int64; None if the gate selects."""
         if self.gate.kind != "hash":
             return None

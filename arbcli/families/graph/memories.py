@@ -15,7 +15,7 @@ from arbcli.families.graph.config import MemoriesConfig
 from arbcli.families.graph.moe_graph import MoEGraph
 from arbcli.families.graph.quantiser import Quantiser
 from arbcli.families.graph.router import Router
-from arbcli.model.flow import BlockOutput, Losses, Reading, merge, rows_of
+from arbcli.model.flow import BlockInputs, BlockOutput, Losses, merge, rows_of
 from arbcli.model.parts.base import build_part
 
 
@@ -50,7 +50,7 @@ class Memories(nn.Module):
         self,
         run: Callable[[Tensor, slice], BlockOutput],
         x: Tensor,
-        reading: Reading,
+        reading: BlockInputs,
         *,
         by_text: bool = False,
     ) -> BlockOutput:
@@ -77,7 +77,9 @@ class Memories(nn.Module):
             flow = BlockOutput(route([flow.total(), *taps]), None, flow.losses)
         return flow
 
-    def _remember(self, x: Tensor, taps: list[Tensor], reading: Reading) -> tuple[Tensor, Losses]:
+    def _remember(
+        self, x: Tensor, taps: list[Tensor], reading: BlockInputs
+    ) -> tuple[Tensor, Losses]:
         """Add the outputs of codebooks and graph to the stream; append the former to `taps`."""
         found = [book(x) for book in (self.codebook, self.knowledge) if book]
         taps += [each.y for each in found]
@@ -94,7 +96,7 @@ class Memories(nn.Module):
         return iterated.x, losses | ponder
 
     def _remember_by_text(
-        self, x: Tensor, taps: list[Tensor], reading: Reading
+        self, x: Tensor, taps: list[Tensor], reading: BlockInputs
     ) -> tuple[Tensor, Losses]:
         """Run `_remember` for one position of each text of a batch, separately."""
         found = []

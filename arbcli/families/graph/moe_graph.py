@@ -20,7 +20,7 @@ from arbcli.families.graph.codebook import Codebook, Found
 from arbcli.families.graph.config import IteratedConfig
 from arbcli.families.graph.edges import Edges
 from arbcli.families.graph.quantiser import Quantiser
-from arbcli.model.flow import Reading
+from arbcli.model.flow import BlockInputs
 from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import anchor
 from arbcli.model.layers.kinds import layers_for
@@ -120,7 +120,7 @@ class MoEGraph(nn.Module):
         x: Tensor,
         codebook: Codebook | Quantiser | None,
         found: Found | None,
-        reading: Reading | None = None,
+        reading: BlockInputs | None = None,
     ) -> Iterated:
         """Iterate over the stream (B, T, D).
 

@@ -28,7 +28,7 @@ from arbcli.families.hnet.kernels.route_position import route_position_, take_ch
 from arbcli.families.hnet.kernels.smooth_chunks import smooth_chunks
 from arbcli.families.hnet.kernels.spread_chunks import spread_chunks
 from arbcli.kernels.runtime.conditions import has_conditions
-from arbcli.model.flow import BlockOutput, Reading, each_text, merge, project
+from arbcli.model.flow import BlockInputs, BlockOutput, each_text, merge, project
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.packed import JoinedStatistics
@@ -70,8 +70,8 @@ class Stage(nn.Module, JoinedStatistics):
         self,
         x: Tensor,
         ids: Tensor,
-        reading: Reading,
-        inner: Callable[[Tensor, Reading], BlockOutput],
+        reading: BlockInputs,
+        inner: Callable[[Tensor, BlockInputs], BlockOutput],
         *,
         recompute: bool = False,
     ) -> BlockOutput:
@@ -150,9 +150,9 @@ class Stage(nn.Module, JoinedStatistics):
         self,
         x: Tensor,
         ids: Tensor,
-        reading: Reading,
+        reading: BlockInputs,
         past: "StageState",
-        inner: Callable[[Tensor, Reading], BlockOutput],
+        inner: Callable[[Tensor, BlockInputs], BlockOutput],
     ) -> BlockOutput:
         """Run `forward` for new positions of a text, (1, T, D); synchronises to count the chunks.
 
@@ -187,7 +187,7 @@ class Stage(nn.Module, JoinedStatistics):
             return self.decoder(past.spread(), reading, past.decoder)
 
     def step_down(
-        self, x: Tensor, ids: Tensor, reading: Reading, past: "StageState", *, fused: bool
+        self, x: Tensor, ids: Tensor, reading: BlockInputs, past: "StageState", *, fused: bool
     ) -> None:
         """Encode one position, decide whether it begins a chunk, and prepare the decoder input.
 
@@ -228,7 +228,7 @@ class Stage(nn.Module, JoinedStatistics):
             z = each_text(lambda row: self.outward(row, self.outward_norm), x)
         past.take(z, counted)
 
-    def step_up(self, reading: Reading, past: "StageState", *, fused: bool) -> Tensor:
+    def step_up(self, reading: BlockInputs, past: "StageState", *, fused: bool) -> Tensor:
         """Run the decoder for the position of the last `step_down`."""
         x = pass_one(self.decoder, past.y, past.decoder, reading, fused=fused)
         if past.encoder.each:  # a mark reads the count; for a single text the next step sets it

@@ -19,7 +19,7 @@ from arbcli.config.site import LayerSpec
 from arbcli.families.latent.config import LatentAttentionConfig
 from arbcli.families.latent.kernels.decode_latent import decode_latent
 from arbcli.kernels.attention.rotation import rotate
-from arbcli.model.flow import BlockOutput, Reading, project
+from arbcli.model.flow import BlockInputs, BlockOutput, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.attend import positions_seen
 from arbcli.model.layers.kinds import layers_for
@@ -62,7 +62,7 @@ class LatentAttention(CachedAttention):
         x: Tensor,
         norm: nn.Module,
         added: Tensor | None = None,
-        reading: Reading | None = None,
+        reading: BlockInputs | None = None,
         state: "LatentRing | None" = None,
     ) -> BlockOutput:
         """Attend from each position of (B, T, D): see `Part.forward`."""

@@ -25,7 +25,7 @@ from arbcli.families.mamba.config import EXPAND, MambaConfig
 from arbcli.families.mamba.kernels.causal_conv import causal_conv, causal_conv_grad_w
 from arbcli.families.mamba.kernels.decay_scan import decay_scan
 from arbcli.families.mamba.kernels.mamba_step import mamba_step
-from arbcli.model.flow import BlockOutput, Reading, project
+from arbcli.model.flow import BlockInputs, BlockOutput, project
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import KeepsInputs, operator
 from arbcli.model.layers.kinds import layers_for
@@ -80,7 +80,7 @@ class Mamba(Part):
         x: Tensor,
         norm: nn.Module,
         added: Tensor | None = None,
-        reading: Reading | None = None,
+        reading: BlockInputs | None = None,
         state: "MambaState | None" = None,
     ) -> BlockOutput:
         """Mix each position of (B, T, D) with those before it: see `Part.forward`."""

@@ -43,7 +43,7 @@ from arbcli.config.site import LayerSpec
 from arbcli.families import SPECULATIVE_ATTENTION
 from arbcli.kernels.attention.decode_attention import Kept, decode_attention
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.model.flow import BlockOutput, Reading, project
+from arbcli.model.flow import BlockInputs, BlockOutput, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.attend import (
     attend_causally,
@@ -118,7 +118,7 @@ class Attention(CachedAttention):
         x: Tensor,
         norm: nn.Module,
         added: Tensor | None = None,
-        reading: Reading | None = None,
+        reading: BlockInputs | None = None,
         state: "Ring | None" = None,
     ) -> BlockOutput:
         """Attend from each position of (B, T, D): see `Part.forward`."""
@@ -129,7 +129,11 @@ class Attention(CachedAttention):
         if self.fits_kernels and state is not None and length == 1 and state.fuses:
             y = state.attend_one(qkv)
         else:
-            y = self._attend_after(state, qkv) if state else self._attend(qkv, reading or Reading())
+            y = (
+                self._attend_after(state, qkv)
+                if state
+                else self._attend(qkv, reading or BlockInputs())
+            )
         y = y.transpose(1, 2).reshape(batch, length, -1)
         return BlockOutput(x, self._biased(self.output(y, self.sub_norm)))
 
@@ -156,7 +160,7 @@ class Attention(CachedAttention):
         heads = qkv.unflatten(-1, (-1, self.width))
         return self.turned_heads(heads, gains, self.kv_heads, self.eps, angles)
 
-    def _attend(self, qkv: Tensor, reading: Reading) -> Tensor:
+    def _attend(self, qkv: Tensor, reading: BlockInputs) -> Tensor:
         """Compute (2) and (3) within windows, or within their documents."""
         length, sink, documents = qkv.shape[1], self._sinks(), reading.documents
         mask = reading.dropout.attention if reading.dropout else None

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from arbcli.base.lazy import imported
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.site import LayerSpec
-from arbcli.model.flow import BlockOutput, Reading
+from arbcli.model.flow import BlockInputs, BlockOutput
 
 if TYPE_CHECKING:
     from arbcli.model.state import Clock, State
@@ -51,7 +51,7 @@ class Part(nn.Module):
         x: Tensor,
         norm: nn.Module,
         added: Tensor | None = None,
-        reading: Reading | None = None,
+        reading: BlockInputs | None = None,
         state: Any = None,
     ) -> BlockOutput:
         """Compute the part's contribution to the residual stream.
@@ -81,7 +81,7 @@ class Part(nn.Module):
         """
         raise NotImplementedError
 
-    def step_texts(self, x: Tensor, norm: nn.Module, reading: Reading) -> Tensor:
+    def step_texts(self, x: Tensor, norm: nn.Module, reading: BlockInputs) -> Tensor:
         """Compute the contribution to one position of each text, (B, 1, D), without a state.
 
         The bits of a text's result depend neither on the other texts nor on their number.

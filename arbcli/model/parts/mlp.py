@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.site import LayerSpec
-from arbcli.model.flow import BlockOutput, Reading, project
+from arbcli.model.flow import BlockInputs, BlockOutput, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.parts.base import Part
@@ -32,7 +32,7 @@ class MLP(Part):
         x: Tensor,
         norm: nn.Module,
         added: Tensor | None = None,
-        reading: Reading | None = None,
+        reading: BlockInputs | None = None,
         state: None = None,
     ) -> BlockOutput:
         """Apply the MLP to (B, T, D): see `Part.forward`."""
