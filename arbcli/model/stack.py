@@ -22,7 +22,7 @@ from arbcli.model.parts.base import Part, build_part
 
 if TYPE_CHECKING:
     from arbcli.families.streams.hyper_connection import HyperConnection
-    from arbcli.model.state import Clock, State, StateSpec, Track
+    from arbcli.model.state import PositionCounter, State, StateSpec, Track
 
 recomputed = partial(
     checkpoint, use_reentrant=False, preserve_rng_state=False, determinism_check="none",
@@ -156,7 +156,7 @@ class Block(nn.Module):
                 x = branch.connection(x, partial(apply, branch, None), fused=True)
         return x
 
-    def new_state(self, clock: "Clock") -> "State | None":
+    def new_state(self, clock: "PositionCounter") -> "State | None":
         """Create the decoding state of a text."""
         states = [branch.part.new_state(clock) for branch in self.branches]
         return next(filter(None, states), None)
@@ -290,10 +290,10 @@ class Stack(nn.ModuleList):
         return each_text(residual.average_streams, x) if residual else x
 
     def new_track(self, ctx: int, texts: "StateSpec") -> "Track":
-        """Create the decoding states of a text, or of a batch of texts: see `Clock`."""
-        from arbcli.model.state import Clock, Track  # training needs no states
+        """Create the decoding states of a text, or of a batch of texts: see `PositionCounter`."""
+        from arbcli.model.state import PositionCounter, Track  # training needs no states
 
-        clock = Clock(ctx, texts)
+        clock = PositionCounter(ctx, texts)
         return Track(clock, [block.new_state(clock) for block in self])
 
 

@@ -43,7 +43,7 @@ class StateSpec(NamedTuple):
     """First position that is read; earlier ones are only counted."""
 
 
-class Clock:
+class PositionCounter:
     """Counts the positions that a stack of blocks has read.
 
     Args:
@@ -147,11 +147,11 @@ class Clock:
         )
 
     @cached_property
-    def each(self) -> list["Clock"]:
+    def each(self) -> list["PositionCounter"]:
         """The clock of each text of a batch, with a view of the same counter."""
         clocks = []
         for text in range(self.texts or 0):
-            clock = Clock(self.ctx, self.of._replace(texts=None))
+            clock = PositionCounter(self.ctx, self.of._replace(texts=None))
             clock.position, clock.window = self.position[text], self.window
             clocks.append(clock)
         return clocks
@@ -163,7 +163,7 @@ class State:
     by_text: ClassVar[tuple[str, ...]] = ()
     """Names of the attributes with a batch dimension in front."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: PositionCounter) -> None:
         self.clock = clock
 
     def tensors(self) -> Iterator[Tensor]:
@@ -223,7 +223,7 @@ class Rows:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: PositionCounter,
         slots: int,
         heads: int,
         width: int,
@@ -302,7 +302,7 @@ class Track:
         blocks: state of each block; None for a block without one.
     """
 
-    def __init__(self, clock: Clock, blocks: list[State | None]) -> None:
+    def __init__(self, clock: PositionCounter, blocks: list[State | None]) -> None:
         self.clock, self.blocks = clock, blocks
 
     @property

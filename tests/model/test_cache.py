@@ -14,7 +14,7 @@ from arbcli.model.layers import attend as attend_module
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.parts.attention import Ring
 from arbcli.model.parts.cached import CacheFormat
-from arbcli.model.state import Clock, StateSpec
+from arbcli.model.state import PositionCounter, StateSpec
 
 WINDOW = 8
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": WINDOW}
@@ -223,7 +223,7 @@ def test_unsupported_cache_dtype_is_refused(device):
 ])  # fmt: skip
 def test_window_is_no_longer_than_context_or_text(window, positions, expected):
     def ring(stored=None) -> Ring:
-        clock = Clock(
+        clock = PositionCounter(
             16, StateSpec(positions, torch.float32, torch.device("cpu"), None, CacheFormat(stored))
         )
         return Ring(clock, 2, 16, window)

@@ -132,7 +132,7 @@ def test_learning_rate_follows_the_schedule(weights, options, monkeypatch):
         assert float(trainer.optimizer._lr) == pytest.approx(0.01 * shares[5])
 
 
-class Clock(SimpleNamespace):
+class PositionCounter(SimpleNamespace):
     """A clock that only stands or leaps: half a second a step, minutes for all else."""
 
     now = 0.0
@@ -170,7 +170,7 @@ TRITS = 25088
 
 @pytest.fixture(scope="module")
 def records(options, tmp_path_factory) -> list[dict]:
-    clock, run = Clock(), tmp_path_factory.mktemp("golden") / "run"
+    clock, run = PositionCounter(), tmp_path_factory.mktemp("golden") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "LOG_EVERY", 1)
         for module in (loop, recorder, saving):

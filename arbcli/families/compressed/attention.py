@@ -62,7 +62,7 @@ from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.layers.rotary import Angles, for_heads, rotary_table, rows_at
 from arbcli.model.low_precision import LowPrecision
 from arbcli.model.parts.cached import CachedAttention
-from arbcli.model.state import Clock
+from arbcli.model.state import PositionCounter
 
 SINK = 1.0
 """Initial logit of the sinks."""
@@ -369,7 +369,7 @@ class CompressedAttention(CachedAttention):
         normalise = self.sub_norm is not None
         return self.output.fused(y.flatten(2), normalise=normalise, added=residual)
 
-    def new_state(self, clock: Clock) -> CompressedState:
+    def new_state(self, clock: PositionCounter) -> CompressedState:
         """Create the ring buffers of recent positions and entries."""
         return CompressedState(clock, self)
 

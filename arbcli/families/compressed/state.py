@@ -22,7 +22,7 @@ from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.layers.rotary import for_heads, rotary_table, rows_at, table_rows
-from arbcli.model.state import Clock, Rows, State
+from arbcli.model.state import PositionCounter, Rows, State
 
 
 class CompressedState(State):
@@ -35,7 +35,7 @@ class CompressedState(State):
 
     by_text = ("recent", "entries", "open", "keys", "choice", "semaphores")
 
-    def __init__(self, clock: Clock, layer: Any) -> None:
+    def __init__(self, clock: PositionCounter, layer: Any) -> None:
         super().__init__(clock)
         clock.limit(min(clock.ctx, clock.positions))
         self.layer, self.ratio, positions = layer, layer.ratio, clock.positions

@@ -33,7 +33,7 @@ from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.packed import JoinedStatistics
 from arbcli.model.stack import Stack, pass_one
-from arbcli.model.state import Clock, State, StateSpec, Track
+from arbcli.model.state import PositionCounter, State, StateSpec, Track
 
 
 class Stage(nn.Module, JoinedStatistics):
@@ -142,7 +142,7 @@ class Stage(nn.Module, JoinedStatistics):
         return route_every(self.chunking.length, positions)
 
     def new_state(self, ctx: int, texts: StateSpec) -> "StageState":
-        """Create the decoding state of a text, or of a batch of texts: see `Clock`."""
+        """Create the decoding state of a text, or of a batch of texts: see `PositionCounter`."""
         tracks = (stack.new_track(ctx, texts) for stack in (self.encoder, self.decoder))
         return StageState(self, *tracks)
 
@@ -258,7 +258,7 @@ class StageState(State):
     """(1, T) bool, whether each position begins a chunk."""
     y: Tensor
     """(B, 1, D), input of the decoder for a single position of each text."""
-    inner: Clock
+    inner: PositionCounter
     """Batches only: clock of the inner stage, which only steps texts that begin a chunk."""
 
     def __init__(self, stage: Stage, encoder: Track, decoder: Track) -> None:

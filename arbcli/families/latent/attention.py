@@ -26,7 +26,7 @@ from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.layers.rotary import rotary_table, table_rows
 from arbcli.model.parts.cached import CachedAttention
-from arbcli.model.state import Clock, Rows, State
+from arbcli.model.state import PositionCounter, Rows, State
 
 SHARPNESS = 2.0
 """Factor of the scores. As only part of a normalised key depends on the position, attention cannot
@@ -110,7 +110,7 @@ class LatentAttention(CachedAttention):
         normalise = self.sub_norm is not None
         return self.output.fused(y.view(x.shape), normalise=normalise, added=residual)
 
-    def new_state(self, clock: Clock) -> "LatentRing":
+    def new_state(self, clock: PositionCounter) -> "LatentRing":
         """Create the ring buffer of latent vectors."""
         return LatentRing(clock, self)
 
@@ -160,7 +160,7 @@ class LatentRing(State):
 
     by_text = ("latent", "rotated", "lengths")
 
-    def __init__(self, clock: Clock, layer: LatentAttention) -> None:
+    def __init__(self, clock: PositionCounter, layer: LatentAttention) -> None:
         super().__init__(clock)
         self.window = min(clock.ctx, clock.positions)
         clock.limit(self.window)

@@ -30,7 +30,7 @@ from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import KeepsInputs, operator
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.parts.base import Part
-from arbcli.model.state import Clock, State
+from arbcli.model.state import PositionCounter, State
 
 TAPS = 4
 RATES = (1.0, 16.0)
@@ -107,7 +107,7 @@ class Mamba(Part):
         y = state.step(rows, *vectors)
         return self.output.fused(y, normalise=True, added=residual)
 
-    def new_state(self, clock: Clock) -> "MambaState":
+    def new_state(self, clock: PositionCounter) -> "MambaState":
         """Create the states of the heads, and the ring buffer of the convolution."""
         return MambaState(clock, self)
 
@@ -218,7 +218,7 @@ class MambaState(State):
 
     by_text = ("state", "ring")
 
-    def __init__(self, clock: Clock, layer: Mamba) -> None:
+    def __init__(self, clock: PositionCounter, layer: Mamba) -> None:
         super().__init__(clock)
         width = layer.inner // layer.heads
         self.state = clock.zeros(layer.heads, layer.states, width, dtype=torch.float32)

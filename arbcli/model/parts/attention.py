@@ -58,7 +58,7 @@ from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, table_for, table_rows
 from arbcli.model.parts.cached import CachedAttention
 from arbcli.model.parts.window import attend_in_window
-from arbcli.model.state import Clock, Rows, State
+from arbcli.model.state import PositionCounter, Rows, State
 
 if TYPE_CHECKING:
     from arbcli.kernels.attention.attend_parts import AttentionParts
@@ -219,7 +219,7 @@ class Attention(CachedAttention):
         q = state.clock.cache_format.round_queries(q, self.rotated)
         return state.attend(q, k, v, self._sinks())
 
-    def new_state(self, clock: Clock) -> "Ring":
+    def new_state(self, clock: PositionCounter) -> "Ring":
         """Create the ring buffers of keys and values."""
         return Ring(clock, self.kv_heads, self.width, self.window, self.rotary, self.rotated)
 
@@ -262,7 +262,7 @@ class Ring(State):
 
     def __init__(
         self,
-        clock: Clock,
+        clock: PositionCounter,
         heads: int,
         width: int,
         window: int | None,

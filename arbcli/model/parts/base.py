@@ -10,7 +10,7 @@ from arbcli.config.site import LayerSpec
 from arbcli.model.flow import BlockInputs, BlockOutput
 
 if TYPE_CHECKING:
-    from arbcli.model.state import Clock, State
+    from arbcli.model.state import PositionCounter, State
 
 
 def build_part(config: PartConfig, site: LayerSpec, *arguments: Any) -> Any:
@@ -88,7 +88,7 @@ class Part(nn.Module):
         """
         raise NotImplementedError
 
-    def new_state(self, clock: "Clock") -> "State | None":
+    def new_state(self, clock: "PositionCounter") -> "State | None":
         """Create the decoding state of a text; None for a part without state."""
         return None
 

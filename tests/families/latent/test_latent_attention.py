@@ -13,7 +13,7 @@ from arbcli.families.latent.config import LatentAttentionConfig
 from arbcli.families.latent.reference import latent_attention
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.parts.cached import FORMATS, CacheFormat
-from arbcli.model.state import Clock, StateSpec, Track
+from arbcli.model.state import PositionCounter, StateSpec, Track
 from arbcli.verify.parts.base import norm
 
 CONFIG = LatentAttentionConfig(heads=2, latent=24, rotary=8)
@@ -53,7 +53,7 @@ def reference(config=CONFIG, **at):
 
 
 def new_track(part, positions=LENGTH, stored=None) -> Track:
-    clock = Clock(
+    clock = PositionCounter(
         WINDOW, StateSpec(positions, torch.float32, torch.device("cpu"), None, CacheFormat(stored))
     )
     return Track(clock, [part.attention.new_state(clock)])
