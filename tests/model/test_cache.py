@@ -12,7 +12,7 @@ from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import attend as attend_module
 from arbcli.model.layers.linear import TernaryLinear
-from arbcli.model.parts.attention import Ring
+from arbcli.model.parts.attention import KVCache
 from arbcli.model.parts.cached import CacheFormat
 from arbcli.model.state import PositionCounter, StateSpec
 
@@ -124,13 +124,13 @@ def test_product_of_parts_has_the_bits_of_that_of_their_average(device, monkeypa
     """Of a full part and one that is not, which is what the ring of a single text is left in."""
     lm = model(device, torch.bfloat16, dim=64, heads=1, layers=1, ctx=220)
     x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(2)).bfloat16().to(device)
-    product, attend, averaged = one_position(lm, x, 200), Ring.attend_in_parts, []
+    product, attend, averaged = one_position(lm, x, 200), KVCache.attend_in_parts, []
 
     def average(*given):
         averaged.append(attend(*given).average())
         return averaged[-1].view(1, 1, -1)
 
-    monkeypatch.setattr(Ring, "attend_in_parts", average)
+    monkeypatch.setattr(KVCache, "attend_in_parts", average)
     assert torch.equal(one_position(lm, x, 200), product)
     assert len(averaged) == 1
 
@@ -222,11 +222,11 @@ def test_unsupported_cache_dtype_is_refused(device):
     (None, 100, 16), (None, 9, 9), (5, 100, 5), (20, 100, 16), (20, 12, 12), (5, 3, 3),
 ])  # fmt: skip
 def test_window_is_no_longer_than_context_or_text(window, positions, expected):
-    def ring(stored=None) -> Ring:
+    def ring(stored=None) -> KVCache:
         clock = PositionCounter(
             16, StateSpec(positions, torch.float32, torch.device("cpu"), None, CacheFormat(stored))
         )
-        return Ring(clock, 2, 16, window)
+        return KVCache(clock, 2, 16, window)
 
     plain = ring()
     assert plain.window == plain.clock.window == expected

@@ -119,7 +119,7 @@ class Attention(CachedAttention):
         norm: nn.Module,
         added: Tensor | None = None,
         reading: BlockInputs | None = None,
-        state: "Ring | None" = None,
+        state: "KVCache | None" = None,
     ) -> BlockOutput:
         """Attend from each position of (B, T, D): see `Part.forward`."""
         qkv, x = project(self.qkv, x, norm, added)
@@ -192,7 +192,7 @@ class Attention(CachedAttention):
             return attend_with_sink(q, k, v, sink, seen)
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
-    def step(self, x: Tensor, state: "Ring", residual: Tensor | None) -> Tensor:
+    def step(self, x: Tensor, state: "KVCache", residual: Tensor | None) -> Tensor:
         """Attend from new positions: see `Part.step`."""
         qkv = self.qkv.fused(x, normalise=True, early=self.fits_kernels)
         if self.fits_kernels:
@@ -213,15 +213,15 @@ class Attention(CachedAttention):
         normalise, early = self.sub_norm is not None, self.output_bias is None
         return self._biased(self.output.fused(y, normalise=normalise, added=residual, early=early))
 
-    def _attend_after(self, state: "Ring", qkv: Tensor) -> Tensor:
+    def _attend_after(self, state: "KVCache", qkv: Tensor) -> Tensor:
         prepare = self.rotary_norm if self.fits_kernels else self._turned
         q, k, v = prepare(qkv, state.angles)
         q = state.clock.cache_format.round_queries(q, self.rotated)
         return state.attend(q, k, v, self._sinks())
 
-    def new_state(self, clock: PositionCounter) -> "Ring":
+    def new_state(self, clock: PositionCounter) -> "KVCache":
         """Create the ring buffers of keys and values."""
-        return Ring(clock, self.kv_heads, self.width, self.window, self.rotary, self.rotated)
+        return KVCache(clock, self.kv_heads, self.width, self.window, self.rotary, self.rotated)
 
     def linears(self) -> tuple[nn.Module, ...]:
         """Return the projections."""
@@ -241,7 +241,7 @@ class _Here:
     position (1, W), over the slots of the ring after it is stored."""
 
 
-class Ring(State):
+class KVCache(State):
     """Ring buffers of keys and values, (heads, W, d) each, or (B, heads, W, d) for a batch.
 
     Position p is in slot p mod W until p + W overwrites it; W is the window, or the length of a
