@@ -30,7 +30,7 @@ from arbcli.kernels.update.gradient_statistics import (
     gradient_statistics,
 )
 from arbcli.kernels.update.random_bits import stream_keys
-from arbcli.model.optimizers.base import Direction, Ingredients
+from arbcli.model.optimizers.base import Direction, FactoredUpdate
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.rules.base import (
     COLUMN,
@@ -488,7 +488,7 @@ class Updater:
         ingredients = None
         if direction is not None and tensor.averages_gradients:
             unit = gains.unit if share is None else gains.unit * share.sqrt()
-            ingredients = Ingredients(grad, unit.expand(len(grad)), None)
+            ingredients = FactoredUpdate(grad, unit.expand(len(grad)), None)
         elif direction is not None:
             values = direction.values(grad, self.dtype) if values is None else values
             ingredients = direction.ingredients(values, gains, share)

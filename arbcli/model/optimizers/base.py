@@ -20,7 +20,7 @@ class Buffer(NamedTuple):
     """Name of the buffer's purpose in reports."""
 
 
-class Ingredients(NamedTuple):
+class FactoredUpdate(NamedTuple):
     """Factors of a direction u = values * row_gain * column_gain, which kernels multiply."""
 
     values: Tensor
@@ -77,7 +77,7 @@ class Direction:
 
     def ingredients(
         self, values: Tensor, gains: GradientGains, share: Tensor | None
-    ) -> Ingredients:
+    ) -> FactoredUpdate:
         """Return the direction as values with gains of rows and columns.
 
         Args:
@@ -87,4 +87,4 @@ class Direction:
         """
         rows, columns = (gain if gain.numel() else None for gain in (gains.rows, gains.columns))
         unit = unit_gain(values, rows, columns, gains.ok)
-        return Ingredients(values, unit if share is None else unit * share.sqrt(), columns)
+        return FactoredUpdate(values, unit if share is None else unit * share.sqrt(), columns)

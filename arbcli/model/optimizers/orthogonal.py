@@ -15,7 +15,7 @@ from arbcli.kernels.update.gram_inverses import gram_inverses
 from arbcli.kernels.update.newton_schulz import gram, gram_polynomial, shares_polynomial
 from arbcli.kernels.update.unit_moment import unit_moments
 from arbcli.kernels.update.unit_rows import unit_rows
-from arbcli.model.optimizers.base import Direction, Ingredients
+from arbcli.model.optimizers.base import Direction, FactoredUpdate
 
 TINY = 1e-30
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -60,10 +60,10 @@ class Orthogonal(Direction):
 
     def ingredients(
         self, values: Tensor, gains: GradientGains, share: Tensor | None
-    ) -> Ingredients:
+    ) -> FactoredUpdate:
         """Return gains that normalise the rows; rows of zeros stay zero."""
         unit = unit_rows(values, gains.ok)
-        return Ingredients(values, unit if share is None else unit * share.sqrt(), None)
+        return FactoredUpdate(values, unit if share is None else unit * share.sqrt(), None)
 
 
 def orthogonalise(grad: Tensor, dtype: torch.dtype) -> Tensor:

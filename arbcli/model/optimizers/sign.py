@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from arbcli.kernels.update.gradient_gains import GradientGains
-from arbcli.model.optimizers.base import Direction, Ingredients
+from arbcli.model.optimizers.base import Direction, FactoredUpdate
 
 
 class Sign(Direction):
@@ -11,9 +11,9 @@ class Sign(Direction):
 
     def ingredients(
         self, values: Tensor, gains: GradientGains, share: Tensor | None
-    ) -> Ingredients:
+    ) -> FactoredUpdate:
         """Return values without gains, of which kernels take the sign."""
-        return Ingredients(values, None, None)
+        return FactoredUpdate(values, None, None)
 
 
 DIRECTION = Sign()

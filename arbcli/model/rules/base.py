@@ -13,7 +13,7 @@ from arbcli.kernels.codec.packed import Packed, unit_of
 from arbcli.kernels.update.gradient_gains import GradientGains
 from arbcli.kernels.update.gradient_statistics import GradientStatistics
 from arbcli.kernels.update.step_scales import step_scales
-from arbcli.model.optimizers.base import Buffer, Ingredients, State
+from arbcli.model.optimizers.base import Buffer, FactoredUpdate, State
 from arbcli.model.rules.start import root_mean_square, share_of_nonzero
 
 STEP_CLIP = 4
@@ -41,11 +41,11 @@ class Gradient:
     """The weights, as views of the state."""
     statistics: GradientStatistics
     gains: GradientGains
-    direction: Ingredients | None
+    direction: FactoredUpdate | None
     """The direction, of unit RMS; None for a rule without one."""
 
     @property
-    def ingredients(self) -> Ingredients:
+    def ingredients(self) -> FactoredUpdate:
         """The direction, for a rule that needs one.
 
         Raises:
@@ -230,7 +230,7 @@ class Rule(ABC):
         raise NotImplementedError
 
     def step_along(
-        self, state: State, direction: Ingredients, ok: Tensor, control: StepControl
+        self, state: State, direction: FactoredUpdate, ok: Tensor, control: StepControl
     ) -> None:
         """Step weights along the direction of the moment, after the last gradient of a step.
 

@@ -15,8 +15,8 @@ from arbcli.model.rules.base import (
     MOMENT,
     TRIT,
     Buffer,
+    FactoredUpdate,
     Gradient,
-    Ingredients,
     Rule,
     State,
     StepControl,
@@ -87,7 +87,7 @@ class Moment(Rule):
         )  # fmt: skip
 
     def step_along(
-        self, state: State, direction: Ingredients, ok: Tensor, control: StepControl
+        self, state: State, direction: FactoredUpdate, ok: Tensor, control: StepControl
     ) -> None:
         """Step weights along the direction of the moment."""
         gain, decay = control.whole_gain, control.decay
