@@ -34,7 +34,7 @@ KINDS = {
 def serve(kind: str, compute: str | None) -> None:
     """Run steps for every line of stdin, and print the milliseconds per step."""
     from arbcli.data.opening import open_texts
-    from arbcli.training.compiled_twin import compile_twin
+    from arbcli.training.compiled_baseline import compile_baseline
     from arbcli.training.configure import new_config
     from arbcli.training.trainer import Trainer
 
@@ -42,7 +42,7 @@ def serve(kind: str, compute: str | None) -> None:
     config = new_config(ctx=CTX, device="cpu", steps=1000, compute=compute, **KINDS[kind])
     trainer = Trainer(config, texts)
     if kind.endswith("compiled"):
-        compile_twin(trainer.model)
+        compile_baseline(trainer.model)
     for _ in sys.stdin:
         started = time.perf_counter(), time.process_time()
         for _ in range(STEPS):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from arbcli.kernels.runtime.device import capturing
-from arbcli.training.compiled_twin import side_stream
+from arbcli.training.compiled_baseline import side_stream
 from benchmarks.float_qwen import FloatQwen
 
 BETAS = (0.9, 0.95)

@@ -76,7 +76,7 @@ def measure(kind: str, shape: str, steps: int, text: dict, seed: int) -> dict:
     texts = open_texts(config.data, config.val, seed=seed, context=CTX)
     plain = mock.patch.multiple(
         training,
-        compile_twin=lambda model: None,
+        compile_baseline=lambda model: None,
         FloatOptimizer=lambda model, name, decay, compiled: FloatOptimizer(model, name, decay),
     )
     with plain, nullcontext() if "weights" in KINDS[kind] else deterministic():

@@ -33,7 +33,7 @@ LOOKS_FOR_THREADS = 20
 COUNTS = Path("/proc/stat")
 """Linux's file with the number of running processes."""
 
-TWINS = ("float", "ste")
+BASELINES = ("float", "ste")
 """Choices of `--weights` that train a float baseline."""
 INTERPRET = "TRITON_INTERPRET"
 """Triton's variable: at `1`, kernels run in its interpreter. It is read when they are defined."""
@@ -47,7 +47,7 @@ def set_environment(words: Sequence[str] = ()) -> None:
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    if not trains_twin(words) and "GOMP_SPINCOUNT" not in os.environ:
+    if not trains_baseline(words) and "GOMP_SPINCOUNT" not in os.environ:
         os.environ["GOMP_SPINCOUNT"] = SPINS[words[:1] == ["train"] and others_running() > 0]
 
 
@@ -118,7 +118,7 @@ def free_threads(threads: int, processors: int) -> int:
     return min(threads, processors - busy) if 2 * busy <= processors else threads
 
 
-def trains_twin(words: Sequence[str]) -> bool:
+def trains_baseline(words: Sequence[str]) -> bool:
     """Return whether a command line trains a float baseline; the last `--weights` counts."""
     weights = "ternary"
     for index, word in enumerate(words):
@@ -126,7 +126,7 @@ def trains_twin(words: Sequence[str]) -> bool:
             weights = "".join(words[index + 1 : index + 2])
         elif word.startswith("--weights="):
             weights = word.removeprefix("--weights=")
-    return weights in TWINS
+    return weights in BASELINES
 
 
 def is_for_cpu(device: str | None) -> bool:

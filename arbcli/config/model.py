@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
-from arbcli.base.environment import TWINS
+from arbcli.base.environment import BASELINES
 from arbcli.base.errors import ArbError
 from arbcli.config.checks import check_at_least, check_at_most, check_choice, check_fields
 from arbcli.config.kinds import (
@@ -30,7 +30,7 @@ from arbcli.config.site import NORM_EPS, SCALE_TYPES, VOCABULARY, LayerSpec
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import DIGITS, DIRECTION, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS
 
-WEIGHTS = ("ternary", *TWINS)
+WEIGHTS = ("ternary", *BASELINES)
 OBJECTIVES = ("next", "masked", "fill")
 FILL_SYMBOLS = 3
 """Number of marks in windows with a hole, for `objective=fill`: see

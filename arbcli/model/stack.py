@@ -206,7 +206,7 @@ class Stack(nn.ModuleList):
         self.first_branch = 0
         """Number of branches of the model before this stack, in the order of a forward."""
         self.configs, self.streams = blocks, stage.streams
-        self.float_twin = site.weights != "ternary"
+        self.is_baseline = site.weights != "ternary"
 
     def weights_of_blocks(self) -> list[list[LinearWeight]]:
         """Return the weights of each block in the order of a forward.
@@ -214,7 +214,7 @@ class Stack(nn.ModuleList):
         Empty if blocks differ, or have a part that decodes its own weights.
         """
         linears = [block.linears() for block in self]
-        if self.float_twin or len(set(self.configs)) > 1 or not all(linears):
+        if self.is_baseline or len(set(self.configs)) > 1 or not all(linears):
             return []
         return [
             [each.weight for each in layers if isinstance(each, TernaryLinear)]
@@ -265,7 +265,7 @@ class Stack(nn.ModuleList):
                 flow = recomputed(block, x, None, reading)
             else:
                 # hooks expect the complete stream, and compiled blocks fuse the addition themselves
-                add_residual = self.float_twin or is_compiled(block) or bool(block._forward_hooks)
+                add_residual = self.is_baseline or is_compiled(block) or bool(block._forward_hooks)
                 state = states[index] if states else None
                 flow = block(x, added, reading, state, add_residual=add_residual)
             x, added = flow.x, flow.added

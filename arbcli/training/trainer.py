@@ -199,10 +199,10 @@ class Trainer:
         self.is_compiled = compiled and self.optimizer is not None
         """Whether `torch.compile` is used, as for float baselines on a GPU."""
         if self.is_compiled:
-            from arbcli.training.compiled_twin import compile_twin, side_stream
+            from arbcli.training.compiled_baseline import compile_baseline, side_stream
 
             set_compiler_determinism()
-            compile_twin(self.model)
+            compile_baseline(self.model)
             if capture:
                 self._eager_context = partial(side_stream, torch.cuda.Stream(self.device))
         self._capture_at = EAGER_STEPS if capture else None

@@ -13,7 +13,7 @@ from arbcli import __main__, cli
 from arbcli.base import sockets
 from arbcli.base.environment import (
     set_environment,
-    trains_twin,
+    trains_baseline,
 )
 from arbcli.base.signals import (
     HANGUP,
@@ -40,7 +40,7 @@ def empty(monkeypatch) -> dict[str, str]:
 
 @pytest.mark.parametrize("line", LINES)
 def test_threads_of_a_twin_spin_as_libgomp_has_it(line, empty):
-    assert trains_twin(line.split()) == LINES[line]
+    assert trains_baseline(line.split()) == LINES[line]
     set_environment(line.split())
     assert ("GOMP_SPINCOUNT" in empty) != LINES[line]
     assert empty["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

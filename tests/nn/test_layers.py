@@ -35,7 +35,7 @@ class Collected:
         self.grads[tensor.known_as] = grad if where is None else grad.flatten(0, 1)
 
 
-def float_twin(layer: nn.Module) -> nn.Module:
+def is_baseline(layer: nn.Module) -> nn.Module:
     return layer.to_float().requires_grad_()
 
 
@@ -48,7 +48,7 @@ def test_layer_equals_a_float_layer_of_the_decoded_weights(name):
     torch.manual_seed(0)
     build, draw = LAYERS[name]
     layer = integers.Linear.from_float(build())
-    twin, seen = float_twin(layer), Collected(layer)
+    twin, seen = is_baseline(layer), Collected(layer)
     x = draw()
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     y, expected = layer(ours), twin(theirs)
@@ -64,7 +64,7 @@ def test_layer_equals_a_float_layer_of_the_decoded_weights(name):
 def test_embedding_leaves_its_padding_row_alone():
     torch.manual_seed(0)
     layer = integers.Embedding(12, 40, padding_idx=3)
-    twin, seen = float_twin(layer), Collected(layer)
+    twin, seen = is_baseline(layer), Collected(layer)
     ids = torch.tensor([[3, 1, 1], [7, 3, 11]], dtype=torch.int32)
     y, expected = layer(ids), twin(ids)
     assert torch.equal(y, expected)
@@ -100,7 +100,7 @@ def test_experts_equal_a_loop_over_experts():
 def test_weights_that_are_read_have_gradients_too():
     torch.manual_seed(0)
     layer = integers.Linear(16, 4)
-    twin, seen = float_twin(layer), Collected(layer)
+    twin, seen = is_baseline(layer), Collected(layer)
     x = torch.randn(5, 16)
     for each in (layer, twin):
         product = each(x) + nn.functional.linear(x, each.weight)  # both uses in one graph

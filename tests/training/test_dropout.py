@@ -13,7 +13,7 @@ from arbcli.kernels.rows.dropout import dropout as drop
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.layers.attend_dropped import attend_dropped
 from arbcli.model.layers.dropout import Dropout, Mask
-from arbcli.training.compiled_twin import compile_twin
+from arbcli.training.compiled_baseline import compile_baseline
 from arbcli.training.configure import new_config
 from arbcli.training.dropout import DropoutKeys
 from arbcli.training.trainer import Trainer
@@ -163,7 +163,7 @@ def test_compiled_baseline_has_the_same_masks(texts):
     options = {"weights": "float", "lr": 1e-3}
     plain, compiled = (trainer_of(texts, **options).model for _ in range(2))
     torch._dynamo.reset()
-    compile_twin(compiled, backend="aot_eager")
+    compile_baseline(compiled, backend="aot_eager")
     keys = torch.arange(9, dtype=torch.int32)
     masks = Dropout(keys[:4], 0.25, keys[4:8], 0.2, Mask(keys[8], 0.1))
     ids = torch.randint(256, (2, 2, 8), generator=torch.Generator().manual_seed(1))

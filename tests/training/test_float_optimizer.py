@@ -6,7 +6,7 @@ import torch
 from arbcli.config.presets import preset
 from arbcli.data.opening import open_texts
 from arbcli.model.language_model import LanguageModel
-from arbcli.training.compiled_twin import WHOLE_LAYERS
+from arbcli.training.compiled_baseline import WHOLE_LAYERS
 from arbcli.training.configure import new_config
 from arbcli.training.float_optimizer import BETAS, CLIP_NORM, FloatOptimizer, Muon
 from arbcli.training.trainer import EAGER_STEPS, Trainer

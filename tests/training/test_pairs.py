@@ -77,21 +77,21 @@ VOCABULARY = {"tied": 300, "in chunks": 301}
 AT_ONCE = 160
 """Symbols of a chunk here."""
 
-TWINS = ("float", "float by Muon", "straight-through")
+BASELINES = ("float", "float by Muon", "straight-through")
 VOTES = ("votes", "votes mended")
 REFUSED = (
     ("model", ("graph",), "symbols", ("tied", "in chunks"), "reads bytes"),
     ("weights", ("carry",), "digits", ("fade",), "does not fade"),
     ("weights", VOTES, "digits", ("all", "fade"), "stores no digits below"),
-    ("weights", TWINS, "digits", ("all", "fade"), "stores no digits below"),
+    ("weights", BASELINES, "digits", ("all", "fade"), "stores no digits below"),
     ("weights", VOTES, "direction", ("orthogonal", "factored", "sign"), "takes no direction"),
-    ("weights", TWINS, "direction", ("factored", "sign"), "trained by AdamW or Muon"),
-    ("weights", TWINS, "reduce_dtype", ("int8", "int12", "int16"), "are not rounded"),
-    ("weights", TWINS, "compute", ("fp8", "nvfp4"), "products of a float baseline are in bf16"),
-    ("weights", TWINS, "kept", ("packed",), "does not pack gates"),
+    ("weights", BASELINES, "direction", ("factored", "sign"), "trained by AdamW or Muon"),
+    ("weights", BASELINES, "reduce_dtype", ("int8", "int12", "int16"), "are not rounded"),
+    ("weights", BASELINES, "compute", ("fp8", "nvfp4"), "products of a float baseline are in bf16"),
+    ("weights", BASELINES, "kept", ("packed",), "does not pack gates"),
     ("compute", ("fp32",), "kept", ("packed",), "gates in fp32"),
     ("model", ("experts",), "kept", ("packed",), "has a gated MLP"),
-    ("weights", TWINS, "scales", ("routed",), "which has no scales"),
+    ("weights", BASELINES, "scales", ("routed",), "which has no scales"),
     ("weights", ("votes mended",), "scales", ("routed",), "the fix `order` of votes"),
     ("micro-batches", ("2", "3"), "scales", ("routed",), "several batches per step"),
     (
@@ -130,7 +130,7 @@ def fits(chosen: dict[str, str], refused: dict[frozenset, str]) -> bool:
     if any(frozenset(pair) in refused for pair in itertools.combinations(chosen.items(), 2)):
         return False
     # several processes step ternary weights by what travelled
-    ternary = chosen.get("weights", TWINS[0]) not in TWINS
+    ternary = chosen.get("weights", BASELINES[0]) not in BASELINES
     return not (ternary and chosen.get("processes") == "2" and chosen.get("reduce_dtype") == "none")
 
 

@@ -18,7 +18,7 @@ COMPILATIONS = 64
 """Limit of recompilations of a block; torch's default is eight."""
 
 
-def compile_twin(model: LanguageModel, backend: str = "inductor") -> None:
+def compile_baseline(model: LanguageModel, backend: str = "inductor") -> None:
     """Compile the losses of a float baseline; the compilation happens at the first use.
 
     The method `losses` is compiled as a whole. Large models are compiled block by block in place,
