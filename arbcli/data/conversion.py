@@ -126,7 +126,7 @@ def check_records(entries: Iterable[str]) -> None:
         path = Path(os.path.expanduser(weight_of(entry)[0]))
         record = first_record(path) if path.is_file() else {}
         for names in FIELDS_OF_RECORDS:
-            if all(name in record for name in names):
+            if all(isinstance(record.get(name), str | list) for name in names):
                 raise ArbError(
                     f"`{path}` has records with {quoted(names)}, and no `--field` was given",
                     hint=f"add `--field {'+'.join(names)}`; or, to read the JSON itself as text,"

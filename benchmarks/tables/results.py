@@ -179,10 +179,10 @@ def steps_by_size(runs: Runs) -> str:
 TABLES: Tables = {
     "quality-small": ("quality", quality_of_small),
     "quality-code": ("code", quality_of_code),
+    "shakespeare": ("shakespeare", shakespeare),
     "scaling": ("scaling", losses_by_size),
     "scaling-laws": ("scaling", laws),
     "frontier": ("frontier", frontier),
     "frontier-steps": ("frontier", steps_by_size),
     "curves-code": ("code_base", curves_of_code),
-    "shakespeare": ("shakespeare", shakespeare),
 }

@@ -28,7 +28,9 @@ WIDE = {
 }
 """By kernel: arguments that may begin anywhere and are loaded so; attention refuses other rings."""
 
-BORROWED = {"int8_matmul", "gram", "rotary_attention_backward"}
+BORROWED = {
+    "dropped_attention_backward", "gram", "int8_matmul", "rotary_attention_backward",
+}  # fmt: skip
 """Operations that launch kernels of another one's file."""
 HELPERS = {"descriptors", "threads"}
 OWN = {"newton_schulz"}

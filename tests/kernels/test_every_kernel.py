@@ -336,7 +336,9 @@ def by_columns(value):
 
 FAR = 8 if torch.cuda.is_available() else 2**30
 """Least number of elements between rows: on a CPU, rows after the second are beyond int32."""
-NOT_FAR = {"decode_weight", "decode_e4m3", "ternary_matmul_grad_x", "choose_entries"}
+NOT_FAR = {
+    "choose_entries", "decode_e4m3", "decode_weight", "ternary_matmul", "ternary_matmul_grad_x",
+}  # fmt: skip
 """Kernels that count rows within a tile, or heads of a position, in int32, which is enough."""
 MAP_NORESERVE = 0x4000  # the module has no name for it before Python 3.13
 

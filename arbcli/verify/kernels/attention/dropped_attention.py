@@ -18,6 +18,8 @@ from arbcli.verify.verification import Case, Gate, Timing, Verification
 
 RATE = 0.2
 """Rate of timings."""
+TIMED = 64, 256, 6, 64
+"""Batch, length, heads and width of timings, those of `small`."""
 
 
 def _factors(q: Tensor, key: Tensor, rate: float) -> Tensor:
@@ -73,7 +75,7 @@ def _rounded_gradients(
     g, q, k, v, y = (part.double() for part in (grad_y, q, k, v, y))
     p = torch.exp(q @ k.mT * scale - logs.double()[..., None]).tril()
     e = p * (factors * (g @ v.mT) - (g * y).sum(dim=-1, keepdim=True))
-    p, e = ((part).to(dtype).double() for part in (p * factors, e))
+    p, e = (part.to(dtype).double() for part in (p * factors, e))
     return (e @ k * scale).to(dtype), (e.mT @ q * scale).to(dtype), (p.mT @ g).to(dtype)
 
 
@@ -140,19 +142,48 @@ def _draw_backward(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) 
     return _draw(rng, m, True)
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    batch, heads, length, width = 64, 6, 256, 64
+def _drawn_for_timing(device: torch.device) -> tuple[list[Tensor], Tensor]:
+    """Draw grad_y, q, k and v of `small`, and a key."""
     draw: TensorOptions = {"device": device, "dtype": torch.bfloat16}
-    q, k, v = torch.randn(3, batch, length, heads, width, **draw).transpose(2, 3)
-    key = torch.tensor(5, dtype=torch.int32, device=device)
+    tensors = torch.randn(4, *TIMED, **draw).transpose(2, 3)
+    return [*tensors], torch.tensor(5, dtype=torch.int32, device=device)
+
+
+def _flops(products: int) -> float:
+    batch, length, heads, width = TIMED
+    return products * batch * heads * length**2 * width
+
+
+LABEL = "64x6x256x64 bf16"
+
+
+def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    (_, q, k, v), key = _drawn_for_timing(device)
 
     def peer() -> Tensor:
         return functional.scaled_dot_product_attention(q, k, v, dropout_p=RATE, is_causal=True)
 
+    inputs = (q, k, v, key, RATE)
     yield Timing(
-        f"{batch}x{heads}x{length}x{width} bf16", (q, k, v, key, RATE),
-        run=dropped_attention.triton,
-        peer=peer, peer_name="torch", flops=2 * batch * heads * length**2 * width,
+        LABEL, inputs, run=dropped_attention.triton, peer=peer, peer_name="torch", flops=_flops(2)
+    )
+
+
+def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
+    (grad_y, q, k, v), key = _drawn_for_timing(device)
+    y, logs, _, _, most, longest, seed, offset, _ = (
+        torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, RATE, True)
+    )
+
+    def peer() -> tuple[Tensor, ...]:
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad_y, q, k, v, y, logs, None, None, most, longest, RATE, True, seed, offset
+        )
+
+    inputs = (grad_y, q, k, v, y, logs, key, RATE)
+    yield Timing(
+        LABEL, inputs, run=dropped_attention_backward.triton, peer=peer,
+        peer_name="torch's flash attention", flops=_flops(5),
     )  # fmt: skip
 
 
@@ -170,5 +201,5 @@ dropped_attention_backward_verification = Verification(
         relative=2e-5, peer_slack=0.2,
         reason="float32 sums; in bf16 the peer rounds what products take, and nothing else",
     ),
-    draw=_draw_backward, peer=_rounded_gradients, needs_rows=True,
+    draw=_draw_backward, peer=_rounded_gradients, needs_rows=True, timings=_backward_timings,
 )  # fmt: skip

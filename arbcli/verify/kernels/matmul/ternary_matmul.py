@@ -108,7 +108,6 @@ ternary_matmul_verification = Verification(
     large_reference=partial(ternary_matmul_reference, decode=decode_large), torch_is_peer=True,
     scale_path=in_planes,
     timings=partial(_timings, False),
-    long=("2x3x5480 * float32", "2x3x5480*zeros", "3x2x5280*", "9x17x805*"),
 )  # fmt: skip
 ternary_matmul_grad_x_verification = Verification(
     ternary_matmul_grad_x, ternary_matmul_grad_x_reference, _grad_x_cases, GATE,
