@@ -118,10 +118,10 @@ def drop_weights(x, key_ptr, rows, columns, THRESHOLD: tl.constexpr, FACTOR: tl.
         THRESHOLD: smallest word that is kept, minus 2**31; None drops nothing.
         FACTOR: factor of what is kept.
     """
-    if THRESHOLD is None:
-        return x
-    words = random_words(tl.load(key_ptr), rows, columns).to(tl.int32, bitcast=True)
-    return tl.where((words ^ -2147483648) >= THRESHOLD, x * FACTOR, 0.0)
+    if THRESHOLD is not None:  # a branch, as what follows a return is compiled, too
+        words = random_words(tl.load(key_ptr), rows, columns).to(tl.int32, bitcast=True)
+        x = tl.where((words ^ -2147483648) >= THRESHOLD, x * FACTOR, 0.0)
+    return x
 
 
 @triton.jit
