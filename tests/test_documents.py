@@ -208,9 +208,9 @@ def test_benchmarks_of_pages_exist_unless_the_log_names_a_commit():
         assert importlib.util.find_spec(f"benchmarks.{name}"), name
 
 
-def test_documents_have_at_most_350_kb_and_the_readme_does_not_open_the_log():
+def test_documents_have_at_most_350_000_bytes_and_the_readme_does_not_open_the_log():
     sizes = [len(page.read_bytes()) for page in (ROOT / "docs").rglob("*.md")]
-    assert sum(sizes) <= 350 * 1024
+    assert sum(sizes) <= 350_000
     assert "docs/log" not in (ROOT / "README.md").read_text()
 
 
