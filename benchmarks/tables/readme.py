@@ -1,12 +1,15 @@
 """Tables of `README.md`."""
 
+from statistics import mean
+
 from benchmarks.tables.cells import markdown, number, source
-from benchmarks.tables.results import losses_by_state
-from benchmarks.tables.rows import Row, Runs, Tables, row_of, value
+from benchmarks.tables.results import SHAKESPEARE, losses_by_state
+from benchmarks.tables.rows import Row, Runs, Tables, row_of, rows_of, value
 from benchmarks.tables.steps import PRESETS, faster, speed_ratio
 
 LEFT_TO_RESULTS = (
     "--no-sub-norms", "carry", "--lr 2e-3", "--weights ste --lr 3e-3", "--lr 0.35", "--lr 0.65",
+    "--lr 5e-3", "--lr 1e-3",
 )  # fmt: skip
 """Options that the short table leaves out: others of their kind do better, or as well."""
 
@@ -19,6 +22,18 @@ def quality(runs: Runs) -> str:
 
 def _is_left_out(row: Row) -> bool:
     return any(part in row["options"] for part in LEFT_TO_RESULTS)
+
+
+def shakespeare(runs: Runs) -> str:
+    """Mean lowest loss, state and seconds of every kind on tiny Shakespeare."""
+    lines = []
+    for kind in dict.fromkeys(row["kind"] for row in rows_of(runs)):
+        rows = rows_of(runs, kind=kind)
+        seconds = next((row["seconds"] for row in rows if "seconds" in row), None)
+        loss = number(mean(row["best_nats"] for row in rows), ".4f")
+        state = f"{rows[0]['state_mib']} MiB"
+        lines.append([SHAKESPEARE.get(kind, kind), loss, state, number(seconds, ".0f")])
+    return markdown(["model", "lowest loss", "state", "seconds"], lines) + source(runs)
 
 
 def speed(runs: Runs) -> str:
@@ -44,5 +59,6 @@ def speed(runs: Runs) -> str:
 
 TABLES: Tables = {
     "quality": ("quality", quality),
+    "shakespeare": ("shakespeare", shakespeare),
     "speed": ("training_step", speed),
 }
