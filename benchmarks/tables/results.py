@@ -90,7 +90,7 @@ def shakespeare(runs: Runs) -> str:
     """Lowest held-out losses of tiny Shakespeare, with seconds and state."""
     lines = []
     for kind in dict.fromkeys(row["kind"] for row in rows_of(runs)):
-        rows = rows_of(runs, kind=kind)
+        rows = sorted(rows_of(runs, kind=kind), key=lambda row: row["seed"])
         losses = [row["best_nats"] for row in rows]
         seconds = [row["seconds"] for row in rows if "seconds" in row]
         lines.append(
