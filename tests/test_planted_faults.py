@@ -160,7 +160,7 @@ FAULTS = [
         rewrite("(e - 1) << 23", "(e - 2) << 23")),
     kernel("group", "short group given its neighbour's scale by torch", "ternary_matmul_grad_x",
         rewrite("w *= s[:, g]", "w *= s[:, g - 1]"), place=torch_backend),
-    kernel("alignment", "rows begin on a whole word", "ternary_matmul",
+    kernel("alignment", "rows begin on a whole word", "decode_weight",
         rewrite("shift_pair(a, b, 8 * s, p)", "shift_pair(a, b, 0 * s, p)"), scale="T32"),
     # products
     # experts
@@ -293,8 +293,11 @@ FAULTS = [
         rewrite("t % T", "(t + 1) % T")),
     kernel("gradient", "result of attention not taken from what a weight gives",
         "causal_attention_backward",
-        rewrite("p * (tl.dot(v, g.T, input_precision=a) - d[None, :])",
-        "p * tl.dot(v, g.T, input_precision=a)")),
+        rewrite("p * (g - d[None, :])", "p * g")),
+    kernel("partial sum", "sum of weights not shrunk to a new maximum", "dropped_attention",
+        rewrite("t * s + tl.sum(p, axis=1)", "t + tl.sum(p, axis=1)")),
+    kernel("gradient", "kept weights not divided by their share", "dropped_attention_backward",
+        rewrite("tl.where(w, x * FACTOR, 0.0)", "tl.where(w, x, 0.0)")),
     kernel("sign", "gradient of attention turned on instead of back", "rotary_attention_backward",
         rewrite("a * c + b * s", "a * c - b * s")),
     kernel("missing term", "sum of a stream left out in eight bits", "add_rms_norm_e4m3",
