@@ -116,20 +116,20 @@ class Sharing(NamedTuple):
     """Number of slots per span."""
 
 
-def sharing(window: int, width: int, most: int) -> Sharing:
-    """Choose the partition that was fastest on an H200, with at most `most` parts."""
+def sharing(window: int, width: int, limit: int) -> Sharing:
+    """Choose the partition that was fastest on an H200, with at most `limit` parts."""
     slots = WARPS * 256 // width  # slots per pass
-    passes = PASSES[window > most * PASSES[0] * slots]
+    passes = PASSES[window > limit * PASSES[0] * slots]
     span = passes * slots
-    return Sharing(min(-(-window // span), most), passes, span)
+    return Sharing(min(-(-window // span), limit), passes, span)
 
 
 def _attend_parts_torch(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    eps: float, most: int = MOST_PARTS,
+    eps: float, max_parts: int = MOST_PARTS,
 ) -> AttentionParts:  # fmt: skip
     window, width = keys.shape[1:]
-    parts, _, span = sharing(window, width, most)
+    parts, _, span = sharing(window, width, max_parts)
     slot = (position % window).long()[None]
     q, k = rotated_torch(qkv, position, cos, sin, eps)
     keys.index_copy_(1, slot, k[:, None])
@@ -390,10 +390,10 @@ def store_part(
 
 def _attend_parts_triton(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    eps: float, most: int = MOST_PARTS,
+    eps: float, max_parts: int = MOST_PARTS,
 ) -> AttentionParts:  # fmt: skip
     heads, window, width = keys.shape
-    parts, passes, span = sharing(window, width, most)
+    parts, passes, span = sharing(window, width, max_parts)
     averages = torch.empty(parts, heads * width, dtype=qkv.dtype, device=qkv.device)
     totals = torch.empty(parts, heads, dtype=torch.float32, device=qkv.device)
     aligned = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (qkv, cos, sin))
@@ -431,7 +431,7 @@ attend_parts = Operation(
     "attend_parts", _attend_parts_triton, _attend_parts_torch,
     {
         "qkv": Array("3, H, D", BF16, dense=True), "keys": _RING, "values": _RING,
-        **PLACE, "position": Array("", INT32), "eps": Number(), "most": Number(),
+        **PLACE, "position": Array("", INT32), "eps": Number(), "max_parts": Number(),
     },
     where=(
         f"D in {WIDTHS}", "W > 0", ALIGNED,
@@ -450,7 +450,7 @@ Args:
     cos: (P, d / 2) float32, contiguous.
     sin: like `cos`.
     eps: added to the mean square.
-    most: maximum number of parts per head.
+    max_parts: maximum number of parts per head.
 
 Returns:
     Parts whose average is the mean of the last min(position + 1, W) values, with the weights

@@ -327,10 +327,10 @@ def tiling(
     if one_program and block_d * triton.next_power_of_2(window) <= TILE:
         return Tiling(triton.next_power_of_2(window), 1, False, 8)
     slots = max(1, min(SLOTS, TILE // block_d))
-    blocks, most = triton.cdiv(window, slots), max(1, PROGRAMS // heads)
-    light = width == block_d and blocks <= most  # masks and a second block need registers
+    blocks, limit = triton.cdiv(window, slots), max(1, PROGRAMS // heads)
+    light = width == block_d and blocks <= limit  # masks and a second block need registers
     warps = 8 if dtype == torch.float32 else 2 if light else 4
-    return Tiling(slots, min(blocks, most), blocks > most, warps)
+    return Tiling(slots, min(blocks, limit), blocks > limit, warps)
 
 
 def _tiling_of_texts(window: int, width: int) -> Tiling:

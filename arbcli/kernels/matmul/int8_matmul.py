@@ -90,9 +90,9 @@ def prepack_int8(packed: Packed, gated: bool = False) -> PrepackedInt8:
     rows, in_features = packed.out_features, packed.in_features
     planes = -(-in_features // PLANE)
     codes = torch.zeros(rows, planes * PLANE, dtype=torch.uint8, device=packed.trits.device)
-    most = max(1, (1 << 26) // max(1, in_features))
-    for start in range(0, rows, most):
-        part = slice(start, min(start + most, rows))
+    limit = max(1, (1 << 26) // max(1, in_features))
+    for start in range(0, rows, limit):
+        part = slice(start, min(start + limit, rows))
         z = digits_torch(packed, torch.float32, part).mul_(packed.unit)
         magnitude = z.abs()
         _check_bytes(bool(magnitude.amax() > LARGEST_Z))

@@ -96,11 +96,11 @@ def prepack(packed: Packed, gated: bool = False) -> Prepacked:
     if uses_native(packed.trits):
         arrange_native(packed, pieces, None, gated)
         return Prepacked(pieces, rows, packed.in_features, gated)
-    most = max(1, PREPACKED_AT_ONCE // (ROWS * BLOCK * blocks))
-    for start in range(0, tiles, most):
-        index = torch.arange(height * start, min(height * (start + most), rows), device=device)
+    limit = max(1, PREPACKED_AT_ONCE // (ROWS * BLOCK * blocks))
+    for start in range(0, tiles, limit):
+        index = torch.arange(height * start, min(height * (start + limit), rows), device=device)
         index = torch.cat([index + rows * half for half in range(halves)])
-        pieces[start : start + most] = _pieces(packed.rows(index), gated, blocks)
+        pieces[start : start + limit] = _pieces(packed.rows(index), gated, blocks)
     # a kernel that overlaps the one before it reads the pieces without waiting for any kernel
     if pieces.is_cuda:
         torch.cuda.synchronize(device)

@@ -135,11 +135,11 @@ def few_rows_of(pieces: Arguments) -> Arguments:
     }
 
 
-def few_rows_fit(most: int) -> tuple[str, ...]:
-    """Return the conditions on up to `most` rows; on a CPU float32 and more rows are allowed."""
+def few_rows_fit(limit: int) -> tuple[str, ...]:
+    """Return the conditions on up to `limit` rows; on a CPU float32 and more rows are allowed."""
     return (
         "x.dtype == torch.bfloat16 or uses_native(x)",
-        "M == 1" if most == 1 else f"M > 0 and (M <= {most} or uses_native(x))",
+        "M == 1" if limit == 1 else f"M > 0 and (M <= {limit} or uses_native(x))",
         "in_features % 8 == 0",
         "added is None or added.dtype == (dtype or x.dtype)",
     )

@@ -270,9 +270,9 @@ def _chunking(packed: Packed) -> tuple[int, int]:
     return width, whole * triton.cdiv(group_size, width) + triton.cdiv(rest, width)
 
 
-def _tile(chunks: int, slots: int, threads: int, most: int, unroll: int) -> dict[str, int]:
+def _tile(chunks: int, slots: int, threads: int, max_chunks: int, unroll: int) -> dict[str, int]:
     """Choose the tile of a program, with one chunk of one token a thread."""
-    chunks = min(most, triton.next_power_of_2(chunks))
+    chunks = min(max_chunks, triton.next_power_of_2(chunks))
     return {
         "BLOCK_M": threads // chunks, "CHUNKS": chunks, "num_warps": threads // 32,
         "UNROLL": min(unroll, triton.next_power_of_2(slots)),
@@ -287,7 +287,7 @@ def _weighted_rows_triton(
     y = make(num_tokens, dim, dtype=dtype, device=ids.device)
     if slots * num_rows * y.numel():
         width, chunks = _chunking(packed)
-        tile = _tile(chunks, slots, threads=64, most=32, unroll=8)
+        tile = _tile(chunks, slots, threads=64, max_chunks=32, unroll=8)
         grid = (triton.cdiv(num_tokens, tile["BLOCK_M"]), triton.cdiv(chunks, tile["CHUNKS"]))
         _weighted_rows_kernel[grid](
             ids, weights, *packed.all_pointers, y, num_tokens, num_rows, dim, slots,
@@ -302,7 +302,7 @@ def _weighted_rows_grad_weights_triton(grad_y: Tensor, ids: Tensor, packed: Pack
     if dim * num_rows * ids.numel() == 0:
         return torch.zeros(ids.shape, device=ids.device)
     width, chunks = _chunking(packed)
-    tile = _tile(chunks, slots, threads=128, most=32, unroll=4)  # no sum crosses warps
+    tile = _tile(chunks, slots, threads=128, max_chunks=32, unroll=4)  # no sum crosses warps
     grid = (triton.cdiv(num_tokens, tile["BLOCK_M"]), triton.cdiv(chunks, tile["CHUNKS"]))
     parts = torch.empty(grid[1], num_tokens, slots, device=ids.device)
     _weighted_rows_grad_weights_kernel[grid](

@@ -75,9 +75,9 @@ def _step_by_moment_torch(
             u = remainder[rows] >> 4 if moment is None else moment[rows]
             return u.to(torch.int32).mul_(gain)
 
-        nibble, most = moment is None, int(limit)
+        nibble, largest_step = moment is None, int(limit)
         _step_torch(
-            packed, remainder, step_of, key, most, flips, radix, remainder_max, nibble, int(turn),
+            packed, remainder, step_of, key, largest_step, flips, radix, remainder_max, nibble, int(turn),
             decay,
         )  # fmt: skip
 
@@ -88,14 +88,23 @@ def _step_by_direction_torch(
     flips: Tensor, radix: int, remainder_max: int, decay: Tensor | None = None,
 ) -> None:  # fmt: skip
     if ok:
-        factor, bits, most = int(gain), int(shift), int(limit)
+        factor, bits, largest_step = int(gain), int(shift), int(limit)
 
         def step_of(rows: slice) -> Tensor:
             u = fixed_point_torch(values, row_gain, column_gain, rows, CLIP)
             return u.mul_(factor).bitwise_right_shift_(bits)
 
         _step_torch(
-            packed, remainder, step_of, key, most, flips, radix, remainder_max, False, decay=decay
+            packed,
+            remainder,
+            step_of,
+            key,
+            largest_step,
+            flips,
+            radix,
+            remainder_max,
+            False,
+            decay=decay,
         )
 
 

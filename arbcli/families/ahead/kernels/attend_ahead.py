@@ -95,10 +95,10 @@ def _in_turn(
 
 def _attend_ahead_torch(
     qkv: Tensor, keys: Tensor, values: Tensor, new: Tensor, position: Tensor, cos: Tensor,
-    sin: Tensor, eps: float, most: int = MOST_PARTS,
+    sin: Tensor, eps: float, max_parts: int = MOST_PARTS,
 ) -> Tensor:  # fmt: skip
     def attend(row: Tensor, place: Tensor) -> Tensor:
-        return attend_parts(row, keys, values, place, cos, sin, eps, most).average()
+        return attend_parts(row, keys, values, place, cos, sin, eps, max_parts).average()
 
     return torch.stack(_in_turn(attend, qkv, keys, values, new, position))
 
@@ -358,10 +358,10 @@ def _average_parts_kernel(
 
 def _attend_ahead_triton(
     qkv: Tensor, keys: Tensor, values: Tensor, new: Tensor, position: Tensor, cos: Tensor,
-    sin: Tensor, eps: float, most: int = MOST_PARTS,
+    sin: Tensor, eps: float, max_parts: int = MOST_PARTS,
 ) -> Tensor:  # fmt: skip
     rows, (heads, window, width) = len(qkv), keys.shape
-    parts, passes, span = sharing(window, width, most)
+    parts, passes, span = sharing(window, width, max_parts)
     several = window > parts * span
     each = rows_of_program(rows, heads * parts, num_processors(qkv), several=several)
     averages = torch.empty(rows, parts, heads * width, dtype=qkv.dtype, device=qkv.device)
@@ -535,7 +535,7 @@ attend_ahead = Operation(
     "attend_ahead", _attend_ahead_triton, _attend_ahead_torch,
     {
         **{name: Array(of, BF16, dense=True) for name, of in zip(_NAMES, _BYTES, strict=True)},
-        **_PLACE, "eps": Number(), "most": Number(),
+        **_PLACE, "eps": Number(), "max_parts": Number(),
     },
     where=(*_FIT, "M > 1", f"D in {WIDTHS}", ALIGNED),
 )  # fmt: skip
@@ -550,7 +550,7 @@ Args:
     cos: (P, d / 2) float32, contiguous.
     sin: like `cos`.
     eps: added to the mean square.
-    most: parts of a head at most.
+    max_parts: maximum number of parts per head.
 
 Returns:
     (M, heads * d) bfloat16, with the bits that a product computes from `attend_parts`.
