@@ -184,6 +184,6 @@ class TextCache(Cache):
 
     def __init__(self, batch: BatchCache, index: int) -> None:
         self.positions, self.window = batch.positions, batch.window
-        self.stages = [stage.each[index] for stage in batch.stages]
-        self.main = batch.main.each[index]
+        self.stages = [stage.text_views[index] for stage in batch.stages]
+        self.main = batch.main.text_views[index]
         self.history = None if batch.history is None else batch.history[index : index + 1]

@@ -59,7 +59,7 @@ from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
-from arbcli.model.layers.rotary import Angles, for_heads, rotary_table, rows_at
+from arbcli.model.layers.rotary import Angles, broadcast_heads, rotary_table, rows_at
 from arbcli.model.low_precision import LowPrecision
 from arbcli.model.parts.cached import CachedAttention
 from arbcli.model.state import PositionCounter
@@ -204,7 +204,7 @@ class Indexer(nn.Module, LowPrecision):
             with torch.no_grad():
                 x, norm = norm(x), None
         q, w = self.query(x.detach(), norm).split((self.heads * self.width, self.heads), dim=-1)
-        q = rotated(q.unflatten(-1, (self.heads, self.width)), for_heads(angles))
+        q = rotated(q.unflatten(-1, (self.heads, self.width)), broadcast_heads(angles))
         return q, w * (self.heads * self.width) ** -0.5
 
     def keys(self, entries: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
@@ -400,7 +400,7 @@ class CompressedAttention(CachedAttention):
         cos, sin = table
         flat = torch.ones_like(cos), torch.zeros_like(sin)
         recent, entries, still = _compress(rest, beta, *flat, self.kv_heads)
-        here = for_heads(table)
+        here = broadcast_heads(table)
         starts = rows_at(here, slice(0, entries.shape[1] * self.ratio, self.ratio))
         recent, entries = self.placed(recent, here), self.placed(entries, starts)
         return recent.to(rest.dtype), entries.to(rest.dtype), still
@@ -439,7 +439,7 @@ class CompressedAttention(CachedAttention):
             (B, T, G, d).
         """
         x = recent.unflatten(-1, (self.kv_heads, -1)).float()
-        return self.placed(unit_rms(x), for_heads(angles)).to(recent.dtype)
+        return self.placed(unit_rms(x), broadcast_heads(angles)).to(recent.dtype)
 
     def placed(self, x: Tensor, angles: Angles) -> Tensor:
         """Multiply normalised (..., d) by the gains, if any, and rotate it; float32."""

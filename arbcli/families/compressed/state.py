@@ -21,7 +21,7 @@ from arbcli.families.compressed.kernels.decode_compressed import decode_compress
 from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
-from arbcli.model.layers.rotary import for_heads, rotary_table, rows_at, table_rows
+from arbcli.model.layers.rotary import broadcast_heads, rotary_table, rows_at, table_rows
 from arbcli.model.state import PositionCounter, Rows, State
 
 
@@ -125,7 +125,7 @@ class CompressedState(State):
         full = [part[:, : number * m].unflatten(1, (number, m)) for part in block]
         still = layer.compress(*full)  # (1, number, G, d)
         firsts = torch.arange(done, done + number, device=device)
-        angles = for_heads(rows_at(self.table, firsts * m))
+        angles = broadcast_heads(rows_at(self.table, firsts * m))
         rotated = layer.placed(still[0], angles).to(still.dtype)
         rest = block[0].shape[1] - number * m
         for kept_part, part in zip(self.open, block, strict=True):
@@ -237,7 +237,7 @@ class CompressedState(State):
             (self.recent, place, place, rows[0]),
             (self.entries, number, number * self.ratio, rows[1]),
         ):
-            angles = for_heads(rows_at(self.table, at))
+            angles = broadcast_heads(rows_at(self.table, at))
             kept.put(slot % len(kept), self.layer.placed(row, angles).to(new.dtype))
         return still
 

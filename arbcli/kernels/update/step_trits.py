@@ -77,8 +77,8 @@ def _step_by_moment_torch(
 
         nibble, largest_step = moment is None, int(limit)
         _step_torch(
-            packed, remainder, step_of, key, largest_step, flips, radix, remainder_max, nibble, int(turn),
-            decay,
+            packed, remainder, step_of, key, largest_step, flips, radix, remainder_max, nibble,
+            int(turn), decay,
         )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def choose_next_reference(
     return choice, keys
 
 
-def _with_state(inputs: tuple, _found: None) -> tuple[Tensor, Tensor]:
+def _append_state(inputs: tuple, _found: None) -> tuple[Tensor, Tensor]:
     """Return the modified buffers."""
     _, _, keys, choice, *_ = inputs
     return choice, keys.float() if keys.dtype == E4M3 else keys
@@ -136,7 +136,7 @@ choose_next_verification = Verification(
         relative=1e-6,
         reason="choices and drawn keys are exact; a square root may err in its last bit",
     ),
-    compared=_with_state, draw=_draw, needs_rows=False,
+    compared=_append_state, draw=_draw, needs_rows=False,
     timed=[
         Timed(f"{'16 texts of ' * len(texts)}128 of 4096 at {position}", T=texts, Q=132, D=32,
               E=4097, K=128, P=16384, position=position, m=4, most=4096, eps=1e-6)

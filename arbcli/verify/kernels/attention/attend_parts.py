@@ -73,7 +73,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (*parts, at, angle.cos(), angle.sin(), 0.1, max_parts))
 
 
-def _with_state(inputs: tuple, parts: AttentionParts) -> tuple[Tensor, ...]:
+def _append_state(inputs: tuple, parts: AttentionParts) -> tuple[Tensor, ...]:
     """Return the result and the rings; parts that are not written are zeros."""
     _, keys, values, position, *_ = inputs
     used = torch.arange(len(parts.totals), device=keys.device)[:, None] * parts.span <= position
@@ -117,5 +117,5 @@ attend_parts_verification = Verification(
         reason="parts are rounded to bf16 once; where query and key are rounded otherwise than in"
         " float64, in the last bit, weights differ by less",
     ),
-    compared=_with_state, draw=_draw, needs_rows=False, timings=_timings,
+    compared=_append_state, draw=_draw, needs_rows=False, timings=_timings,
 )  # fmt: skip

@@ -15,9 +15,9 @@ from arbcli.kernels.matmul.ternary_matmul import (
 )
 from arbcli.kernels.runtime.inputs import dtype_name, real_dtypes
 from arbcli.verify.kernels.codec.decode_digits import (
+    add_remainders,
     decode_digits_reference,
     decode_large,
-    with_remainders,
 )
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.verification import Case, Gate, Timing, Verification
@@ -56,7 +56,7 @@ def _inputs(
         for dtype in real_dtypes(device):
             label = f"{rows}x{out_features}x{in_features} {dtype_name(dtype)}"
             yield label, source[:, :width].to(dtype), packed
-    for name, all_digits in with_remainders(packed, generator):
+    for name, all_digits in add_remainders(packed, generator):
         yield f"{label} {name}", source[:, :width].to(dtype), all_digits
     yield label + " strided", source.to(dtype)[:, ::2], packed
     few = source[:3, ::2].to(dtype)

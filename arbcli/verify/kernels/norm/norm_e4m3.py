@@ -52,9 +52,9 @@ def _timings_of(spec: Verification, run: Callable) -> MakeTimings:
     return timings
 
 
-def _as_product(_inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _as_product(_inputs: tuple, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return q * scale, which a different rounding of a tie changes little."""
-    *before, q, scale = found
+    *before, q, scale = results
     return *before, q.float() * scale
 
 
