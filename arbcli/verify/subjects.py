@@ -218,7 +218,8 @@ def all_subjects(
 
     Compiling and interpreting take long. So the interpreter compares `FEW_MODELS` from the bytes
     on. A GPU compiles all models but `TRAINED_MODEL` for any number, and small ones in float32,
-    whose gates are the closer ones; torch, which a GPU uses on request, compares `FEW_MODELS` there.
+    whose gates are the closer ones; torch, which a GPU uses on request, compares `FEW_MODELS`
+    there.
 
     Args:
         device: the device; on a GPU the presets `LARGEST` are among the subjects.

@@ -119,7 +119,7 @@ class MoEGraph(nn.Module):
         self,
         x: Tensor,
         codebook: Codebook | Quantiser | None,
-        found: Found | None,
+        lookup: Found | None,
         reading: BlockInputs | None = None,
     ) -> Iterated:
         """Iterate over the stream (B, T, D).
@@ -127,7 +127,7 @@ class MoEGraph(nn.Module):
         Args:
             x: the stream.
             codebook: codebook whose rows are the messages of the graph's edges.
-            found: result of the codebook for this stream.
+            lookup: result of the codebook for this stream.
             reading: additional inputs, with the n-grams for hash routing.
         """
         batch, length, dim = x.shape
@@ -135,13 +135,13 @@ class MoEGraph(nn.Module):
         codes, mixture = None, self.config.experts
         chosen = self.experts.by_hash(reading) if mixture else None
         if self.config.edges:
-            if found is None or codebook is None:
+            if lookup is None or codebook is None:
                 raise ValueError("a graph of codes needs a codebook and its result")
-            codes = found.codes.flatten()
+            codes = lookup.codes.flatten()
             if torch.is_grad_enabled():
-                self.edges.note(found.codes)
+                self.edges.note(lookup.codes)
             # straight-through: the value is 1, and the gradient goes to the weight of the code
-            confidence = (1 + found.confidence - found.confidence.detach()).reshape(-1, 1)
+            confidence = (1 + lookup.confidence - lookup.confidence.detach()).reshape(-1, 1)
         halted = torch.zeros(len(stream), device=x.device)  # halted probability, 0..1
         result, shares = torch.zeros_like(stream), []
         for index, adapter in enumerate(self.adapters):

@@ -72,7 +72,7 @@ def hnet(
     A single number in place of a tuple applies to all outer stages.
     """
     check_choice("outer_blocks", outer_blocks, OUTER_BLOCKS)
-    given = dict(
+    options = dict(
         zip(
             OF_STAGES,
             (outer_dim, outer_layers, outer_heads, outer_ffn, chunk_length),
@@ -82,7 +82,7 @@ def hnet(
     number = len(outer_dim) if isinstance(outer_dim, tuple) else 1
     sizes = {
         name: value if isinstance(value, tuple) else (value,) * number
-        for name, value in given.items()
+        for name, value in options.items()
     }
     for name, values in sizes.items():
         if len(values) != number or not number:

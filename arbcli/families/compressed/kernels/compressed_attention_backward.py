@@ -44,12 +44,12 @@ def _compressed_attention_backward_torch(
     sums = [torch.zeros(t.shape, device=x.device) for t in (recent, entries, sink)]
     grad_recent, grad_entries, grad_sink = sums
     for part in parts_of(length, lead, sight, groups_of_part(x, recent, entries, chosen, sight)):
-        own = None if chosen is None else chosen[:, part.groups]
-        given = x[:, part.queries], recent[:, part.keys], entries, sink
-        leaves = [t.detach().float().requires_grad_() for t in given]
+        chosen_here = None if chosen is None else chosen[:, part.groups]
+        sources = x[:, part.queries], recent[:, part.keys], entries, sink
+        leaves = [t.detach().float().requires_grad_() for t in sources]
         with torch.enable_grad():
             y, *_ = attend_part(
-                leaves[0], leaves[1], leaves[2], own, leaves[3],
+                leaves[0], leaves[1], leaves[2], chosen_here, leaves[3],
                 cos[part.queries], sin[part.queries], sight, eps, part, lead,
             )  # fmt: skip
         grads = torch.autograd.grad(y, leaves, grad_y[:, part.queries].float())
@@ -126,10 +126,10 @@ def _grad_queries_kernel(
         part = tl.program_id(2)
     of_kv: tl.constexpr = HEADS // KV
     row = part * ROWS + tl.arange(0, ROWS)
-    place, own = row // OF_KV, row % OF_KV
+    place, head = row // OF_KV, row % OF_KV
     first = block * QUERIES + SHIFT
-    t, h = first + place, kv * of_kv + own
-    valid = (place < QUERIES) & (own < of_kv) & (t >= 0) & (t < T)
+    t, h = first + place, kv * of_kv + head
+    valid = (place < QUERIES) & (head < of_kv) & (t >= 0) & (t < T)
     low, high = tl.maximum(first, 0), tl.minimum(first + QUERIES, T) - 1
     rows = (b * T + t) * HEADS + h
     q1, q2 = _load_rows(q_ptr, rows, valid, HALF, BLOCK_H)
@@ -229,9 +229,9 @@ def _grad_vectors_kernel(
     dk2 = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
     for start in range(first * OF_KV, tl.minimum(first + share, high) * OF_KV, ROWS):
         row = start + tl.arange(0, ROWS)  # OF_KV rows per position
-        t, own = row // OF_KV, row % OF_KV
-        h = kv * of_kv + own
-        valid = (own < of_kv) & (t < high)
+        t, head = row // OF_KV, row % OF_KV
+        h = kv * of_kv + head
+        valid = (head < of_kv) & (t < high)
         rows = (b * T + t) * HEADS + h
         q1, q2 = _load_rows(q_ptr, rows, valid, HALF, BLOCK_H)
         do1, do2 = _load_rows(do_ptr, rows, valid, HALF, BLOCK_H)
@@ -285,42 +285,42 @@ def _compressed_attention_backward_triton(
         chosen, (number, size) = chosen.contiguous(), chosen.shape[1:]
         shape_of_pairs = batch, number * tile.parts, size, kv * width
         pairs = torch.empty(shape_of_pairs, dtype=x.dtype, device=x.device)
-    options, most = {"num_warps": num_warps(x, tile)}, most_rows(tile.block_h)
+    options, max_rows = {"num_warps": num_warps(x, tile)}, most_rows(tile.block_h)
     if x.dtype == torch.float32:  # prefetched vectors leave too little shared memory
         options["num_stages"] = 1
-        most = most // 2 if width > 64 else most  # more rows spill registers
+        max_rows = max_rows // 2 if width > 64 else max_rows  # more rows spill registers
     shape |= {"HEADS": heads, "KV": kv, "OF_KV": tile.of_kv, "PRECISION": precision}
     _grad_queries_kernel[(tile.programs, batch * kv, tile.parts)](
         q, do, x, recent, entries, chosen, cos, sin, logs, delta, grad_x, pairs,
-        length, lead, number, size, sight.start, tile.shift, sight.window, sight.most,
+        length, lead, number, size, sight.start, tile.shift, sight.window, sight.max_entries,
         sight.ratio, width**-0.5, eps,
         *x.stride()[:3], *recent.stride()[:3], *entries.stride()[:3],
         **shape, QUERIES=tile.queries, ROWS=tile.rows, PARTS=tile.parts,
         BLOCK_N=block_n(x, 32), CHOSEN=chosen is not None, **options,
     )  # fmt: skip
-    block_rows = max(16, most)
+    block_rows = max(16, max_rows)
 
     def grad_of(vectors: Tensor, splits: int, of_entries: bool) -> Tensor:
         count, size = vectors.shape[1], block_n(x, 32)
-        found = torch.empty(splits, *vectors.shape, dtype=torch.float32, device=x.device)
-        if found.numel():
+        grad = torch.empty(splits, *vectors.shape, dtype=torch.float32, device=x.device)
+        if grad.numel():
             _grad_vectors_kernel[(triton.cdiv(count, size), splits, batch * kv)](
-                q, do, vectors, logs, delta, found,
-                length, lead, count, sight.start, sight.window, sight.most, sight.ratio,
+                q, do, vectors, logs, delta, grad,
+                length, lead, count, sight.start, sight.window, sight.max_entries, sight.ratio,
                 width**-0.5, *vectors.stride()[:3],
                 **shape, ROWS=block_rows, BLOCK_N=size, SPLITS=splits, ENTRIES=of_entries,
                 **options,
             )  # fmt: skip
-        return found[0] if splits == 1 else found.sum(dim=0)
+        return grad[0] if splits == 1 else grad.sum(dim=0)
 
     grad_recent = grad_of(recent, 1, False)
     if chosen is None:
         splits = min(SPLITS, triton.cdiv(length, 4 * triton.cdiv(block_rows, tile.of_kv)))
         grad_entries = grad_of(entries, splits, True)
     else:
-        own = chosen.repeat_interleave(tile.parts, dim=1)
-        found = sum_choices(pairs, own, entries.shape[1])
-        grad_entries = found.view(entries.shape)
+        chosen_by_part = chosen.repeat_interleave(tile.parts, dim=1)
+        sums = sum_choices(pairs, chosen_by_part, entries.shape[1])
+        grad_entries = sums.view(entries.shape)
     grad_sink = -((sink - logs).exp() * delta).sum(dim=(0, 1))
     return grad_x, grad_recent, grad_entries, grad_sink
 

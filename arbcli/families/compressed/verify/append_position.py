@@ -57,10 +57,10 @@ def append_position_8bit_reference(
     still, *after, opened = append_position_reference(
         new, numbers[0], numbers[1], opened, beta, position, cos, sin, eps
     )
-    for old, found in zip(before, after, strict=True):
-        changed = (old != found).any(dim=-1)
-        x = found[changed].to(new.dtype).double()
-        found[changed] = round_entries_reference(x, recent.dtype)
+    for old, new_rows in zip(before, after, strict=True):
+        changed = (old != new_rows).any(dim=-1)
+        x = new_rows[changed].to(new.dtype).double()
+        new_rows[changed] = round_entries_reference(x, recent.dtype)
     return still, *after, opened
 
 
@@ -82,12 +82,12 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         for dtype in dtypes:
             label = f"{kv}x{width} at {position}, {m} of an entry, {slots} slots"
             label += " bf16" if dtype == torch.bfloat16 else ""
-            given = tuple(part.to(device, dtype) for part in parts)
+            tensors = tuple(part.to(device, dtype) for part in parts)
             rest = (beta, place, angle.cos(), angle.sin(), 0.1)
-            inputs = (*given, *rest)
+            inputs = (*tensors, *rest)
             yield Case(label, inputs)
             if kv == 2:  # one text of the batch is at its first position
-                begins = (-given[0], *inputs[1:5], torch.zeros_like(place), *inputs[6:])
+                begins = (-tensors[0], *inputs[1:5], torch.zeros_like(place), *inputs[6:])
                 texts = stacked_texts([inputs, begins, inputs], *SHARED)
                 yield Case(f"3 texts of {label}", texts)
 

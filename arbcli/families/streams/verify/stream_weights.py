@@ -46,10 +46,10 @@ def stream_weights_backward_reference(
 ) -> Tensor:
     """Compute the reference result of `stream_weights_backward`, by autograd in float64."""
     raw = raw.double().requires_grad_()
-    found = stream_weights_reference(raw, bias, rounds)
+    weights = stream_weights_reference(raw, bias, rounds)
     if not len(raw):
         return torch.zeros_like(raw)
-    weighted = zip(found, (grad_a, grad_b, grad_c), strict=True)
+    weighted = zip(weights, (grad_a, grad_b, grad_c), strict=True)
     total = torch.stack([(w * g).sum() for w, g in weighted]).sum()
     return torch.autograd.grad(total, raw)[0]
 

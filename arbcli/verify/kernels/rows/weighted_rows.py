@@ -242,8 +242,8 @@ weighted_rows_verification = Verification(
     weighted_rows, weighted_rows_reference, _weighted_rows_cases,
     Gate(relative=1e-6, reason="float32 sums of up to tens of rows"),
     triton=fix_float32(weighted_rows.triton), torch=fix_float32(weighted_rows.torch),
-    draw=_draw, large_reference=partial(weighted_rows_reference, decode=decode_large), needs_rows=True,
-    scale_path=_scale_path, timings=_weighted_rows_timings,
+    draw=_draw, large_reference=partial(weighted_rows_reference, decode=decode_large),
+    needs_rows=True, scale_path=_scale_path, timings=_weighted_rows_timings,
     long=("150x3*", "3x19*"),
 )  # fmt: skip
 weighted_rows_grad_weights_verification = Verification(
