@@ -158,7 +158,7 @@ class BatchCache(Cache):
         """Mask of the texts that a step continues, (B,) int32, 1 or 0."""
         active = self.tracks[0].clock.active
         if active is None:
-            raise ValueError("the clock belongs to a single text")
+            raise ValueError("the position counter belongs to a single text")
         return active
 
     @contextmanager

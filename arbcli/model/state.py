@@ -1,8 +1,8 @@
 """Decoding states: position counters, and the tensors that parts keep of a text.
 
-Each part declares a state of fixed-shape tensors that only it accesses. A state belongs to a clock,
-which counts the positions that a stack of blocks has read. The encoder, the decoder and the inner
-network of a stage have a clock each.
+Each part declares a state of fixed-shape tensors that only it accesses. A state belongs to a
+counter of the positions that a stack of blocks has read. The encoder, the decoder and the inner
+network of a stage have one each.
 """
 
 import copy
@@ -148,7 +148,7 @@ class PositionCounter:
 
     @cached_property
     def text_views(self) -> list["PositionCounter"]:
-        """The clock of each text of a batch, with a view of the same counter."""
+        """The position counter of each text of a batch, with views of the same positions."""
         clocks = []
         for text in range(self.texts or 0):
             clock = PositionCounter(self.ctx, self.of._replace(texts=None))
@@ -212,7 +212,7 @@ class Rows:
     A batch of texts has a batch dimension in front.
 
     Args:
-        clock: clock of the stack of blocks, which has the storage format.
+        clock: position counter of the stack of blocks, which has the storage format.
         slots: n.
         heads: G.
         width: d.
@@ -295,7 +295,7 @@ class Rows:
 
 
 class Track:
-    """The decoding states of a stack of blocks, and their clock.
+    """The decoding states of a stack of blocks, and their position counter.
 
     Args:
         clock: counter of the stack's positions.

@@ -29,7 +29,7 @@ class CompressedState(State):
     """The state of one layer: see the module's docstring.
 
     Args:
-        clock: clock of the stack of blocks.
+        clock: position counter of the stack of blocks.
         layer: the `CompressedAttention`.
     """
 

@@ -261,7 +261,7 @@ class StageState(State):
     y: Tensor
     """(B, 1, D), input of the decoder for a single position of each text."""
     inner: PositionCounter
-    """Batches only: clock of the inner stage, which only steps texts that begin a chunk."""
+    """Batches only: counter of the inner stage, which only steps texts that begin a chunk."""
 
     def __init__(self, stage: Stage, encoder: Track, decoder: Track) -> None:
         super().__init__(encoder.clock)

@@ -154,7 +154,7 @@ class LatentRing(State):
     inverse RMS of each key.
 
     Args:
-        clock: clock of the stack of blocks.
+        clock: position counter of the stack of blocks.
         layer: the attention layer.
     """
 

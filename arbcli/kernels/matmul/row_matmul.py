@@ -339,6 +339,7 @@ def _take_octets(
     """Round groups of eight from `first` on to shared memory, and return their squares."""
     TURNS: tl.constexpr = (GROUPS + SQUARES - 1) // SQUARES
     octets, some, units, to, tables = (), (), (), (), ()
+    # issue the loads of all groups before the first is used
     for k in tl.static_range(first, first + COUNT):
         row, group = _task_of(k // TURNS, thread // 32, ROWS, WARPS, SQUARES)
         group += SQUARES * (k % TURNS)
@@ -539,11 +540,13 @@ def _multiply_block(
             min(_ROWS_OF_INSTRUCTION, ROWS - first), OF_ROW, PTX,
         )  # fmt: skip
         of_rows, sums = of_rows + (some,), sums + (zero, zero)  # noqa: RUF005
+    # a plane of codes is masked once, and multiplied by all rows of x
     for i in tl.static_range(4):
         masked, of_upper, of_lower = _plane_of(codes, scales, i, PTX)
         added = ()
         for k in tl.static_range(len(of_rows)):
             x, totals, units = of_rows[k]
+            # the instruction multiplies bytes: those of the two halves of x are combined here
             four = add_byte_products((nothing,) * 4, masked, (x[2 * i], x[2 * i + 1]), PTX)
             unit = units[i].to(tl.float32, bitcast=True)
             upper = ((four[0] << 8) + (four[1] - totals[i])).to(tl.float32)
@@ -580,6 +583,7 @@ def _do_step(
             sums = _sum_pairwise(
                 _sum_pairwise(of_blocks[0], of_blocks[1]), _sum_pairwise(of_blocks[2], of_blocks[3])
             )
+    # sums of a step go to shared memory, where `_finish` adds those of a tile
     for k in tl.static_range(len(sums)):
         row = _ROWS_OF_INSTRUCTION * (k // 2) + c
         at = sums_at + (OF_SUMS * row + SUMS * step + 4 * r + 32 * (k % 2))
@@ -610,6 +614,7 @@ def _finish(
         if k + 1 < PER_TILE:
             odd += read_float(sums_at + SUMS * (k + 1), PTX)
     y += odd
+    # the norm is a factor of the product: the mean square was summed while x was rounded
     if NORM:
         total = tl.zeros(added.shape, tl.float32)
         for first in tl.static_range(0, SQUARES, 4):
@@ -617,6 +622,7 @@ def _finish(
             for i in tl.static_range(min(4, SQUARES - first)):
                 total += four[i].to(tl.float32, bitcast=True)
         y *= tl.rsqrt(total * share + eps)
+    # gate and up of a result are eight threads apart
     if GATED:
         y = y / (1 + tl.exp(-y)) * across(y, 8, PTX)
     return y + added

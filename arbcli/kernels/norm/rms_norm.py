@@ -183,6 +183,7 @@ def _rms_norm_kernel(
         r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
         store_rows(y_ptr, x * r * weight, offs_m, offs_d, mask, D)
     else:
+        # rows too long for registers are read twice: for the mean square, then for the result
         squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
         for start in range(0, D, BLOCK_D):
             offs_d = start + tl.arange(0, BLOCK_D)
@@ -223,6 +224,7 @@ def _rms_norm_backward_kernel(
         mask = (offs_m < M) & (offs_d < D)[None, :]
         x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
         weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
+        # gradient of the normalised row, which is projected off that row
         grad_xhat = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym) * weight
         r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
         xhat = x * r
@@ -233,6 +235,7 @@ def _rms_norm_backward_kernel(
         )  # fmt: skip
         store_rows(y_ptr, xhat * weight, offs_m, offs_d, mask, D)
     else:
+        # first pass: mean square, and mean product of the row and its gradient
         squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
         products = tl.zeros((BLOCK_M,), dtype=tl.float32)
         for start in range(0, D, BLOCK_D):
@@ -246,6 +249,7 @@ def _rms_norm_backward_kernel(
         r = tl.rsqrt(squares / D + eps)
         mean = (products * r / D)[:, None]  # of xhat * gy * w
         r = r[:, None]
+        # second pass: the gradient, and y again
         for start in range(0, D, BLOCK_D):
             offs_d = start + tl.arange(0, BLOCK_D)
             mask = (offs_m < M) & (offs_d < D)[None, :]

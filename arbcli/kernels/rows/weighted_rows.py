@@ -144,10 +144,12 @@ def _weighted_rows_kernel(
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[None, :, None]
     mask_m = offs_m < M
     limit = tl.where(mask_m, slots, 0)
+    # a thread has a chunk of columns of one group, of one token
     group, k = _chunk_columns(D, GROUP, WIDTH, CHUNKS)
     offs_byte, factor = _chunk_bytes(k, D)
     total = tl.zeros((CHUNKS, BLOCK_M, WIDTH), dtype=tl.float32)
     for start in range(0, slots, UNROLL):
+        # unrolled, so that loads of several slots are under way
         for step in tl.static_range(UNROLL):
             j = start + step
             mask_j = j < limit
@@ -160,6 +162,7 @@ def _weighted_rows_kernel(
             )  # fmt: skip
             weights_ptrs = weights_ptr + offs_m * stride_wm + j * stride_wj
             weight = tl.load(weights_ptrs, mask=inside, other=0)
+            # a weight of all digits is rounded as in a product; the scale of a trit is a factor
             if INT8:
                 total += weight * round_weight(scale * digits, INT8)
             else:
@@ -183,6 +186,7 @@ def _weighted_rows_grad_weights_kernel(
     mask_m = offs_m < M
     limit = tl.where(mask_m, slots, 0)
     group, k = _chunk_columns(D, GROUP, WIDTH, CHUNKS)
+    # the gradient of a token is loaded once for all slots
     grad_y = tl.load(  # [CHUNKS, BLOCK_M, WIDTH]
         grad_y_ptr + offs_m * stride_ym + k.to(tl.int64) * stride_yd, mask=mask_m & (k < D), other=0
     ).to(tl.float32)
@@ -204,6 +208,7 @@ def _weighted_rows_grad_weights_kernel(
                 of_chunk = tl.sum(grad_y * weight, axis=2, keep_dims=True)
             else:
                 of_chunk = tl.sum(grad_y * digits, axis=2, keep_dims=True) * scale
+            # the chunks of this program; the launcher adds up programs
             product = tl.sum(of_chunk, axis=0, keep_dims=True)
             tl.store(parts_ptrs + j, tl.where(inside, product, 0), mask=mask_j)
 
@@ -236,6 +241,7 @@ def _weighted_rows_grad_kernel(
     mask_r = offs_r < R
     first = tl.load(bounds_ptr + offs_r, mask=mask_r, other=0)
     last = tl.load(bounds_ptr + offs_r + 1, mask=mask_r, other=0)
+    # rows of few slots: one slot of each row at a time
     few = last - first <= MOST
     total = tl.zeros((BLOCK_R, BLOCK_D), dtype=tl.float32)
     for step in range(0, tl.max(tl.where(few, last - first, 0), axis=0)):
@@ -246,6 +252,7 @@ def _weighted_rows_grad_kernel(
     grad_ptrs = grad_ptr + offs_r[:, None] * D + offs_d[None, :]
     mask = (mask_r & few)[:, None] & (offs_d < D)[None, :]
     tl.store(grad_ptrs, total.to(grad_ptr.dtype.element_ty), mask=mask)
+    # rows of many slots, one by one: BLOCK_M slots at a time
     if tl.max(last - first, axis=0) > MOST:
         for r in range(first_r, tl.minimum(first_r + BLOCK_R, R)):
             begin = tl.load(bounds_ptr + r)

@@ -145,6 +145,7 @@ def _store_tile(
 ):  # fmt: skip
     """Store a tile and its transpose; one on the diagonal is made its own transpose."""
     offs = tl.arange(0, BLOCK)
+    # the polynomial of the Gram matrix, in float32
     if addend_ptr is not None:
         rows, columns = (m + offs)[:, None], (n + offs)[None, :]
         addend_ptrs = addend_ptr + matrix.to(tl.int64) * stride_matrix
@@ -152,6 +153,7 @@ def _store_tile(
         addend = tl.load(addend_ptrs, mask=(rows < N) & (columns < N), other=0)
         acc = gamma * acc + beta * addend.to(tl.float32)
         acc += tl.where(rows == columns, alpha, 0.0)
+    # both triangles, rounded once, so the result is symmetric to the last bit
     y = acc.to(y_desc.dtype)
     if m == n:
         y = tl.where(offs[:, None] >= offs[None, :], y, y.T)
@@ -173,6 +175,7 @@ def _symmetric_kernel(
     tiles = tl.cdiv(N, BLOCK)
     tiles_of_matrix = tiles * (tiles + 1) // 2
     if not SHARED:
+        # one program per tile of the lower triangle
         index = tl.program_id(0)
         matrix = index // tiles_of_matrix
         row, column = _tile_at(index - matrix * tiles_of_matrix, tiles, BAND)
@@ -184,6 +187,7 @@ def _symmetric_kernel(
             alpha, beta, gamma, BLOCK,
         )  # fmt: skip
     else:
+        # the steps of all tiles, one after another, are divided evenly among programs
         num_programs = tl.num_programs(0)
         mine = num_programs - 1 - tl.program_id(0)  # waits are for programs that began before
         share, rest = num_tiles * steps // num_programs, num_tiles * steps % num_programs
@@ -192,6 +196,7 @@ def _symmetric_kernel(
         offs = tl.arange(0, BLOCK)
         offs_part = offs[:, None] * BLOCK + offs[None, :]
         while step < end:
+            # the part of a tile that is in this program's share
             index = step // steps
             first = step - index * steps
             last = tl.minimum(first + end - step, steps)
@@ -205,6 +210,7 @@ def _symmetric_kernel(
                 tl.debug_barrier()
                 tl.atomic_xchg(ready_ptr + mine, 1, sem="release")
             else:
+                # the program with the first steps of a tile adds the parts of the others, in order
                 other = mine + 1
                 while last < steps:
                     while tl.atomic_add(ready_ptr + other, 0, sem="acquire") == 0:

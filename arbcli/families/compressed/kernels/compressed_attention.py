@@ -213,12 +213,14 @@ def _compressed_attention_kernel(
     if PARTS > 1:
         part = tl.program_id(2)
     of_kv: tl.constexpr = HEADS // KV
+    # a row of the tile is a query of one head; heads that share keys are adjacent
     row = part * ROWS + tl.arange(0, ROWS)
     place, head = row // OF_KV, row % OF_KV
     first = block * QUERIES + SHIFT
     t, h = first + place, kv * of_kv + head
     valid = (place < QUERIES) & (head < of_kv) & (t >= 0) & (t < T)
     low, high = tl.maximum(first, 0), tl.minimum(first + QUERIES, T) - 1
+    # normalise and rotate the queries, as halves
     x1, x2, cos, sin = load_queries(
         x_ptr + b * stride_xb, cos_ptr, sin_ptr, t, h, valid, stride_xt, stride_xh, HALF, BLOCK_H
     )
@@ -227,6 +229,7 @@ def _compressed_attention_kernel(
     q1 = ((x1 * cos - x2 * sin) * r).to(dtype)
     q2 = ((x1 * sin + x2 * cos) * r).to(dtype)
 
+    # recent bytes: those of the window of any query of the block, masked for each
     total = tl.zeros((ROWS,), dtype=tl.float32)
     y1 = tl.zeros((ROWS, BLOCK_H), dtype=tl.float32)
     y2 = tl.zeros((ROWS, BLOCK_H), dtype=tl.float32)
@@ -242,6 +245,7 @@ def _compressed_attention_kernel(
         p = p.to(dtype)
         y1 = tl.dot(p, k1, y1, input_precision=PRECISION)
         y2 = tl.dot(p, k2, y2, input_precision=PRECISION)
+    # entries: the chosen ones of the group, or all that are complete and in reach
     entries_ptr += b * stride_eb + kv * stride_eg
     complete = (START + t + 1) // RATIO
     if CHOSEN:
@@ -265,15 +269,18 @@ def _compressed_attention_kernel(
         p = p.to(dtype)
         y1 = tl.dot(p, k1, y1, input_precision=PRECISION)
         y2 = tl.dot(p, k2, y2, input_precision=PRECISION)
+    # the sink adds to the sum of weights only
     total += tl.exp(tl.load(sink_ptr + h, mask=valid, other=0))
     out = (b * T + t) * HEADS + h
     tl.store(logs_ptr + out, tl.log(total), mask=valid)
+    # values were rotated like keys: turn the output back by the query's angle
     y1, y2 = y1 / total[:, None], y2 / total[:, None]
     offs = tl.arange(0, BLOCK_H)[None, :]
     ptrs = y_ptr + out[:, None] * (2 * HALF) + offs
     both = valid[:, None] & (offs < HALF)
     tl.store(ptrs, (y1 * cos + y2 * sin).to(dtype), mask=both)
     tl.store(ptrs + HALF, (y2 * cos - y1 * sin).to(dtype), mask=both)
+    # shares of the chosen entries, which train the indexer, need the total: weights again
     if CHOSEN:
         share = tl.where(valid, 1 / total, 0)[:, None]
         shares_ptr += (((b * KV + kv) * PARTS + part) * NUMBER + block) * SIZE

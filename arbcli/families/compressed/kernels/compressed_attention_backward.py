@@ -131,6 +131,7 @@ def _grad_queries_kernel(
     t, h = first + place, kv * of_kv + head
     valid = (place < QUERIES) & (head < of_kv) & (t >= 0) & (t < T)
     low, high = tl.maximum(first, 0), tl.minimum(first + QUERIES, T) - 1
+    # queries, output gradients and row sums that the first kernel prepared
     rows = (b * T + t) * HEADS + h
     q1, q2 = _load_rows(q_ptr, rows, valid, HALF, BLOCK_H)
     do1, do2 = _load_rows(do_ptr, rows, valid, HALF, BLOCK_H)
@@ -139,6 +140,7 @@ def _grad_queries_kernel(
     dtype = x_ptr.dtype.element_ty
     dq1 = tl.zeros((ROWS, BLOCK_H), dtype=tl.float32)
     dq2 = tl.zeros((ROWS, BLOCK_H), dtype=tl.float32)
+    # recent bytes
     offs_n = tl.arange(0, BLOCK_N)
     offs = tl.arange(0, BLOCK_H)[None, :]
     recent_ptr += b * stride_rb + kv * stride_rg
@@ -151,6 +153,7 @@ def _grad_queries_kernel(
         ds = ds.to(dtype)
         dq1 = tl.dot(ds, k1, dq1, input_precision=PRECISION)
         dq2 = tl.dot(ds, k2, dq2, input_precision=PRECISION)
+    # entries; a chosen one's gradient is stored per choice, and summed by `sum_choices`
     entries_ptr += b * stride_eb + kv * stride_eg
     complete = (START + t + 1) // RATIO
     if CHOSEN:
@@ -186,6 +189,7 @@ def _grad_queries_kernel(
             pair_type = pairs_ptr.dtype.element_ty
             tl.store(pairs_ptr + at, dk1.to(pair_type), mask=both)
             tl.store(pairs_ptr + at + HALF, dk2.to(pair_type), mask=both)
+    # backward of rotation and norm
     x1, x2, cos, sin = load_queries(
         x_ptr + b * stride_xb, cos_ptr, sin_ptr, t, h, valid, stride_xt, stride_xh, HALF, BLOCK_H
     )
@@ -216,12 +220,14 @@ def _grad_vectors_kernel(
     last = tl.minimum(block * BLOCK_N + BLOCK_N, VECTORS) - 1
     vectors_ptr += b * stride_vb + kv * stride_vg
     k1, k2 = load_vectors(vectors_ptr, offs_n, offs_n < VECTORS, stride_vs, HALF, BLOCK_H)
+    # the range of queries that see any vector of the block
     if ENTRIES:  # from the byte that completes the first of these entries
         low = tl.maximum((block * BLOCK_N + 1) * RATIO - 1 - START, 0)
         high = tl.minimum((last + MOST + 1) * RATIO - 1 - START, T)
     else:
         low = tl.maximum(block * BLOCK_N - LEAD, 0)
         high = tl.minimum(last - LEAD + WINDOW, T)
+    # programs divide that range
     share = tl.cdiv(tl.cdiv(high - low, SPLITS), queries) * queries
     first = low + split * share
     dtype = q_ptr.dtype.element_ty
@@ -237,6 +243,7 @@ def _grad_vectors_kernel(
         do1, do2 = _load_rows(do_ptr, rows, valid, HALF, BLOCK_H)
         log = tl.load(logs_ptr + rows, mask=valid, other=0)
         delta = tl.load(delta_ptr + rows, mask=valid, other=0)
+        # which query sees which vector
         if ENTRIES:
             complete = ((START + t + 1) // RATIO)[:, None]
             seen = (offs_n[None, :] < complete) & (offs_n[None, :] >= complete - MOST)
@@ -244,6 +251,7 @@ def _grad_vectors_kernel(
             ago = t[:, None] + LEAD - offs_n[None, :]
             seen = (ago >= 0) & (ago < WINDOW)
         seen = seen & valid[:, None]
+        # a vector is key and value: its gradient has a term of each
         p, ds = _slopes(q1, q2, do1, do2, k1, k2, log, delta, seen, scale, PRECISION)
         p, ds = tl.trans(p.to(dtype)), tl.trans(ds.to(dtype))
         dk1 = tl.dot(ds, q1, dk1, input_precision=PRECISION)

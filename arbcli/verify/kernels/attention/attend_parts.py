@@ -53,8 +53,8 @@ def attend_parts_reference(
 
 SHAPES = ((2, 7, 64, 0, 16), (1, 40, 128, 30, 16), (1, 100, 128, 99, 16), (2, 200, 64, 450, 16),
           (1, 5, 128, 7, 1), (1, 210, 128, 201, 2), (2, 300, 64, 550, 1))  # fmt: skip
-"""(heads, W, d, position, most parts): rings that are empty, filling, just full and overwritten; of
-one span, of two, and of more than there are parts."""
+"""(heads, W, d, position, maximum number of parts): rings that are empty, filling, just full and
+overwritten; of one span, of two, and of more than there are parts."""
 LARGE = ((16, 737, 128, 176), (16, 2048, 128, 2047), (16, 2048, 128, 5000), (6, 8192, 64, 8191),
          (4, 50000, 64, 49999), (2, 16384, 128, 40000))  # fmt: skip
 
