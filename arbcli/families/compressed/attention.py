@@ -434,7 +434,7 @@ class CompressedAttention(CachedAttention):
         """Return the angles of `length` positions."""
         return rotary_table(length, self.width, device, self.rotated)
 
-    def in_place(self, recent: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def place_recent(self, recent: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Normalise and rotate bytes, (B, T, G d), by the angles of their positions.
 
         Returns:

@@ -109,7 +109,7 @@ class CompressedState(State):
         kept = min(start, ring, self.window - 1)
         before = torch.arange(start - kept, start, device=device) % ring
         before = self.recent.get(before)
-        new = layer.in_place(recent, here)[0]
+        new = layer.place_recent(recent, here)[0]
         last = min(length, ring)
         places = torch.arange(start + length - last, start + length, device=device) % ring
         stored = self.recent.rounded(new)

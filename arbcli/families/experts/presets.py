@@ -50,7 +50,7 @@ def build_experts(
     )
 
 
-def with_experts(
+def replace_mlps(
     config: ModelConfig,
     *,
     experts: Annotated[int | None, EXPERTS] = None,
@@ -112,4 +112,4 @@ def with_experts(
     return replace(config, stages=(*config.outer, stage))
 
 
-MODIFIER = with_experts
+MODIFIER = replace_mlps

@@ -21,7 +21,7 @@ from arbcli.families.mamba.config import MambaConfig
 
 OUTER_BLOCKS = ("attention", "mamba")
 """Blocks of encoders and decoders: windowed attention with an MLP, or Mamba-2."""
-OF_STAGES = ("outer_dim", "outer_layers", "outer_heads", "outer_ffn", "chunk_length")
+STAGE_SETTINGS = ("outer_dim", "outer_layers", "outer_heads", "outer_ffn", "chunk_length")
 """Arguments with a number for each stage, the outermost first."""
 
 
@@ -74,7 +74,7 @@ def hnet(
     check_choice("outer_blocks", outer_blocks, OUTER_BLOCKS)
     options = dict(
         zip(
-            OF_STAGES,
+            STAGE_SETTINGS,
             (outer_dim, outer_layers, outer_heads, outer_ffn, chunk_length),
             strict=True,
         )
@@ -93,7 +93,7 @@ def hnet(
             )
     stages = []
     for index in range(number):
-        width, depth, own_heads, own_ffn, length = (sizes[name][index] for name in OF_STAGES)
+        width, depth, own_heads, own_ffn, length = (sizes[name][index] for name in STAGE_SETTINGS)
         if outer_blocks == "mamba":
             block = BlockConfig(mixer=MambaConfig(heads=own_heads, states=states))
         else:

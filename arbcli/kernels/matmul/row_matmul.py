@@ -198,7 +198,7 @@ def _sum_bytes(word, total, PTX: tl.constexpr):
 
 
 @triton.jit
-def _over_four(values, PTX: tl.constexpr):
+def _sum_over_four(values, PTX: tl.constexpr):
     """Sum each int32 of a tuple over four neighbouring threads."""
     for turn in tl.static_range(2):
         others, sums = (), ()
@@ -258,7 +258,7 @@ def _round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
         write_two(at, high_0, high_1, PTX)
         write_two(at + HALF, low_0, low_1, PTX)
     # the table of a block: sums and units of planes, with the factor 4**i of their codes
-    totals = _over_four(totals, PTX)
+    totals = _sum_over_four(totals, PTX)
     for t in tl.static_range(TURNS):
         u = units[t]
         plane = u // 4 % 4

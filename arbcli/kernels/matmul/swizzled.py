@@ -38,7 +38,7 @@ check_trits = compiled_check(
 """Check that a matrix can be prepacked: trits, groups of whole planes, even N if gated."""
 
 
-def in_tiles(rows: Tensor, gated: bool) -> Tensor:
+def split_tiles(rows: Tensor, gated: bool) -> Tensor:
     """Split rows, padded with zeros, into (tiles, 2, 8, ...), two eights per tile."""
     halves = rows.unflatten(0, (2, -1)) if gated else rows[None]
     missing = -halves.shape[1] % (8 if gated else ROWS)

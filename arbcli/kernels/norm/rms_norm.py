@@ -33,7 +33,7 @@ Weight = Packed | Tensor | None
 """One packed row of frozen weights; or gains, (D,) float32: see `gained_rms_norm`; None is ones."""
 
 
-def of_sum(norm: Callable) -> Callable[..., Any]:
+def normalise_sum(norm: Callable) -> Callable[..., Any]:
     """Add to the first input of a norm, rounded as in torch; return the sum and its norm."""
 
     def run(x: Tensor, added: Tensor, weight: Weight, eps: float) -> tuple[Tensor, Tensor]:
@@ -316,7 +316,7 @@ def _add_rms_norm_triton(
     width = x.shape[-1]
     grid, tile = tiling(x.numel() // max(width, 1), width)
     if not (x.numel() and tile["WHOLE"]):
-        return of_sum(_rms_norm_triton)(x, added, weight, eps)
+        return normalise_sum(_rms_norm_triton)(x, added, weight, eps)
     total, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     x, added, decoded = dense_rows(x), dense_rows(added), norm_weight(weight)
     _rms_norm_kernel[grid](
@@ -366,9 +366,9 @@ Returns:
     (..., D) in the dtype of `x`, contiguous; computed in float32 and rounded once.
 """
 add_rms_norm = Operation(
-    "add_rms_norm", _add_rms_norm_triton, of_sum(_rms_norm_torch),
+    "add_rms_norm", _add_rms_norm_triton, normalise_sum(_rms_norm_torch),
     {"x": ROWS, "added": ROWS, "weight": NORM_WEIGHT, "eps": Number()},
-    native=of_sum(rms_norm_native),
+    native=normalise_sum(rms_norm_native),
 )  # fmt: skip
 """Compute `rms_norm` of x + added.
 

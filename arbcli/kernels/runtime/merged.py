@@ -262,7 +262,7 @@ def _read(table: Table) -> dict[str, tuple]:
     return dict(zip(("HOW", "TYPES", "WHERE"), zip(*table.plan, strict=True), strict=True))
 
 
-def _on_host(numbers: list[int], device: torch.device) -> Tensor:
+def _pinned(numbers: list[int], device: torch.device) -> Tensor:
     """Copy integers to memory from which `device` can read without a wait of the host."""
     host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return host.pin_memory() if device.type == "cuda" else host
@@ -285,7 +285,7 @@ class Tables:
         """
         self.brought += len(numbers)
         if self._room is None:
-            return _on_host(numbers, device).to(device, non_blocking=True)
+            return _pinned(numbers, device).to(device, non_blocking=True)
         begin = len(self._numbers)
         self._numbers += numbers
         if len(self._numbers) > len(self._room):
@@ -310,7 +310,7 @@ class Tables:
         self._numbers = []
         try:
             yield room
-            written = _on_host(self._numbers, device)
+            written = _pinned(self._numbers, device)
             room[: len(written)].copy_(written, non_blocking=True)
         finally:
             self._room = None

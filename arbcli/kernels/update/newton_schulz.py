@@ -230,7 +230,7 @@ def _symmetric(x: Tensor, has_addend: bool, alpha: float, beta: float, gamma: fl
     """Compute a product for a matrix or a stack of them; the addend is x itself."""
     stack = _readable(x if x.dim() == 3 else x[None])
     number, rows, _ = stack.shape
-    y = with_aligned_rows(number, rows, rows, x)
+    y = empty_aligned(number, rows, rows, x)
     if stack.numel():
         _launch(stack, has_addend, y, alpha, beta, gamma)
     else:
@@ -289,7 +289,7 @@ def _readable(stack: Tensor) -> Tensor:
     if has_aligned_rows(stack) or has_aligned_rows(stack.mT):
         return stack
     number, rows, columns = stack.shape
-    return with_aligned_rows(number, rows, columns, stack).copy_(stack)
+    return empty_aligned(number, rows, columns, stack).copy_(stack)
 
 
 def has_aligned_rows(stack: Tensor) -> bool:
@@ -298,7 +298,7 @@ def has_aligned_rows(stack: Tensor) -> bool:
     return stack.stride(2) == 1 and all(start % 16 == 0 and start > 0 for start in starts)
 
 
-def with_aligned_rows(matrices: int, n: int, k: int, like: Tensor) -> Tensor:
+def empty_aligned(matrices: int, n: int, k: int, like: Tensor) -> Tensor:
     """Make an uninitialised stack whose rows begin at multiples of 16 bytes."""
     unit = 16 // like.itemsize
     width = triton.cdiv(k, unit) * unit

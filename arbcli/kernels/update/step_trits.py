@@ -179,7 +179,7 @@ def _step_by_direction_native(
 
 
 def _native_can(*state: Tensor | None) -> bool:
-    return all(part is None or native.in_rows(part) for part in state)
+    return all(part is None or native.has_dense_rows(part) for part in state)
 
 
 def _step_native(

@@ -63,7 +63,7 @@ def slots_of(position: Tensor, rows: int, window: int) -> Tensor:
     return ((position + torch.arange(rows, device=position.device)) % window).long()
 
 
-def _in_turn(
+def _attend_in_turn(
     attend: Callable[[Tensor, Tensor], Tensor],
     qkv: Tensor,
     keys: Tensor,
@@ -100,7 +100,7 @@ def _attend_ahead_torch(
     def attend(row: Tensor, place: Tensor) -> Tensor:
         return attend_parts(row, keys, values, place, cos, sin, eps, max_parts).average()
 
-    return torch.stack(_in_turn(attend, qkv, keys, values, new, position))
+    return torch.stack(_attend_in_turn(attend, qkv, keys, values, new, position))
 
 
 @triton.jit
@@ -431,7 +431,7 @@ def attend_in_turn(
     def attend(row: Tensor, place: Tensor) -> Tensor:
         return decode_attention(row, keys, values, place, cos, sin, semaphores, eps, one_program)
 
-    return torch.stack(_in_turn(attend, qkv, keys, values, new, position))
+    return torch.stack(_attend_in_turn(attend, qkv, keys, values, new, position))
 
 
 _BYTES = "M, 3, H, D", "H, W, D", "H, W, D", "2, M, H, D"
@@ -560,23 +560,23 @@ Raises:
 """
 
 
-def _in_one_pair(run: Callable[[Table, Tensor, Tensor], None]) -> Callable:
+def _take_one_pair(run: Callable[[Table, Tensor, Tensor], None]) -> Callable:
     """Wrap an implementation so that it takes one pair of rings and returns it."""
 
-    def in_one_pair(
+    def run_pair(
         keys: Tensor, values: Tensor, new: Tensor, position: Tensor, accepted: Tensor
     ) -> tuple[Tensor, Tensor]:
         run(table_of([Kept(keys, values, new)]), position, accepted)
         return keys, values
 
-    return in_one_pair
+    return run_pair
 
 
 _RING, _COUNT = Array("H, W, D", dense=True), Array("", INT32)
 
 KEEP_ACCEPTED = Operation(
-    "keep_accepted", _in_one_pair(_keep_accepted_triton),
-    _in_one_pair(lambda table, *arguments: _keep_accepted_torch(table.rings, *arguments)),
+    "keep_accepted", _take_one_pair(_keep_accepted_triton),
+    _take_one_pair(lambda table, *arguments: _keep_accepted_torch(table.rings, *arguments)),
     {
         "keys": _RING, "values": _RING, "new": Array("2, M, H, D", dense=True),
         "position": _COUNT, "accepted": _COUNT,

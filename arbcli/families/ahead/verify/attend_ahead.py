@@ -78,7 +78,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(label, (*parts, at, angle.cos(), angle.sin(), 0.1, max_parts))
 
 
-def _with_rings(inputs: tuple, y: Tensor) -> tuple[Tensor, ...]:
+def _append_rings(inputs: tuple, y: Tensor) -> tuple[Tensor, ...]:
     """Return the result, the new keys and values, and the rings, which must not change."""
     _, keys, values, new, *_ = inputs
     return y, new, keys, values
@@ -104,7 +104,7 @@ attend_ahead_verification = Verification(
         relative=4e-3,
         reason="as of `attend_parts`; then the average of rounded parts is rounded to bf16 again",
     ),
-    compared=_with_rings, draw=_draw_ahead, needs_rows=False,
+    compared=_append_rings, draw=_draw_ahead, needs_rows=False,
     long=("8 rows of 1x100x128*",),
 )  # fmt: skip
 

@@ -92,14 +92,14 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
                 yield Case(f"3 texts of {label}", texts)
 
 
-def _with_numbers(inputs: tuple, still: Tensor) -> tuple[Tensor, ...]:
+def _append_buffers(inputs: tuple, still: Tensor) -> tuple[Tensor, ...]:
     """Return the result and the contents of the buffers, decoded to floats."""
     _, recent, entries, opened, *_, exponents = inputs
     rows = zip((recent, entries), exponents, strict=True)
     return still, *(decode_entries(*row, torch.float32) for row in rows), opened
 
 
-def in_eight_bits(inputs: tuple, stored: torch.dtype) -> tuple:
+def quantise_inputs(inputs: tuple, stored: torch.dtype) -> tuple:
     """Quantise the inputs of `append_position_` to codes and exponents."""
     quantised = [quantise_entries(part, stored) for part in inputs[1:3]]
     codes, exponents = zip(*quantised, strict=True)
@@ -109,13 +109,13 @@ def in_eight_bits(inputs: tuple, stored: torch.dtype) -> tuple:
 def _cases_8bit(device: torch.device, group_size: int) -> Iterator[Case]:
     for case in _cases(device, group_size):
         for name, stored in FORMATS.items():
-            yield Case(f"{case.label} {name}", in_eight_bits(case.inputs, stored))
+            yield Case(f"{case.label} {name}", quantise_inputs(case.inputs, stored))
 
 
 def _timings_8bit(device: torch.device, group_size: int) -> Iterator[Timing]:
     for timing in append_position_verification.draw_timings(device, group_size):
         for name, stored in FORMATS.items():
-            inputs = in_eight_bits(timing.inputs, stored)
+            inputs = quantise_inputs(timing.inputs, stored)
             yield Timing(f"{timing.label} {name}", inputs, run=APPEND_POSITION.triton)
 
 
@@ -148,7 +148,7 @@ append_position_8bit_verification = Verification(
         relative=1e-2,
         reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is",
     ),
-    compared=_with_numbers,
-    draw=lambda rng, *sizes: in_eight_bits(_draw(rng, *sizes), rng.pick(CODES)),
+    compared=_append_buffers,
+    draw=lambda rng, *sizes: quantise_inputs(_draw(rng, *sizes), rng.pick(CODES)),
     needs_rows=False, timings=_timings_8bit,
 )  # fmt: skip

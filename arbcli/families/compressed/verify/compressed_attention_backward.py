@@ -79,15 +79,15 @@ def rounded_attention_gradients(
     delta = (grad_y * y).sum(dim=-1)
     p, ds = rounded(p), rounded(p * (dp - delta[..., None]) * width**-0.5)
 
-    def of_vectors(queries: Tensor) -> Tensor:
+    def sum_queries(queries: Tensor) -> Tensor:
         grad = torch.einsum("bthj,bthd->bjhd", p[:, queries], do[:, queries])
         grad += torch.einsum("bthj,bthd->bjhd", ds[:, queries], q[:, queries])
         return grad.unflatten(2, (-1, of_kv)).sum(dim=3)
 
-    grad_recent, grad_entries = of_vectors(place[:, 0]).tensor_split([near], dim=1)
+    grad_recent, grad_entries = sum_queries(place[:, 0]).tensor_split([near], dim=1)
     if chosen is not None:
         groups = [place[complete == g] for g in complete.unique()]
-        of_groups = [rounded(of_vectors(group)[:, near:]) for group in groups]
+        of_groups = [rounded(sum_queries(group)[:, near:]) for group in groups]
         grad_entries = torch.stack(of_groups).sum(0)
     grad_q = rotate_reference(torch.einsum("bthj,bjhd->bthd", ds, vectors), cos, -sin)
     grad_x = (grad_q - x * r * (grad_q * x * r).mean(dim=-1, keepdim=True)) * r

@@ -16,7 +16,7 @@ from arbcli.kernels.codec.decode_digits import (
     digits_torch,
 )
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import in_planes
+from arbcli.kernels.codec.packing import has_planes
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.kernels.codec.packing import unpack_trits_reference
 from arbcli.verify.verification import Case, Timing, Verification
@@ -129,5 +129,5 @@ def rounded_float32(decode: Callable[P, Tensor]) -> Callable[P, Tensor]:
 decode_digits_verification = Verification(
     DECODE_DIGITS, decode_digits_reference, _cases, triton=rounded_float32(decode_digits_triton),
     torch=rounded_float32(decode_digits_torch), native=rounded_float32(decode_digits_native),
-    scale_path=in_planes, timings=_timings, values={"packed": {"spread": 90, "digits": "all"}},
+    scale_path=has_planes, timings=_timings, values={"packed": {"spread": 90, "digits": "all"}},
 )  # fmt: skip

@@ -10,7 +10,7 @@ from arbcli.kernels.codec.decode_e4m3 import (
 )
 from arbcli.kernels.codec.layout import BLOCK
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import in_planes
+from arbcli.kernels.codec.packing import has_planes
 from arbcli.verify.kernels.codec.decode_digits import add_remainders, decode_digits_reference
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.kernels.matmul.quantise_rows import codes_to_float32, round_e4m3_reference
@@ -62,7 +62,7 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
 
 decode_e4m3_verification = Verification(
     decode_e4m3, decode_e4m3_reference, _cases, compared=codes_to_float32,
-    scale_path=lambda group_size: (in_planes(group_size), BLOCK % group_size == 0),
+    scale_path=lambda group_size: (has_planes(group_size), BLOCK % group_size == 0),
     timings=_timings,
     values={"packed": {"spread": 12}, "transposed": (False, True), "largest": never},
     long=("12x328*", "4x651*", "65x43", "2x651*digits*transposed", "E = 31"),

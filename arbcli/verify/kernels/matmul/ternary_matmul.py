@@ -8,7 +8,7 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import in_planes
+from arbcli.kernels.codec.packing import has_planes
 from arbcli.kernels.matmul.ternary_matmul import (
     ternary_matmul,
     ternary_matmul_grad_x,
@@ -106,11 +106,11 @@ GATE = Gate(
 ternary_matmul_verification = Verification(
     ternary_matmul, ternary_matmul_reference, _forward_cases, GATE,
     large_reference=partial(ternary_matmul_reference, decode=decode_large), torch_is_peer=True,
-    scale_path=in_planes,
+    scale_path=has_planes,
     timings=partial(_timings, False),
 )  # fmt: skip
 ternary_matmul_grad_x_verification = Verification(
     ternary_matmul_grad_x, ternary_matmul_grad_x_reference, _grad_x_cases, GATE,
     large_reference=partial(ternary_matmul_grad_x_reference, decode=decode_large),
-    torch_is_peer=True, scale_path=in_planes, timings=partial(_timings, True),
+    torch_is_peer=True, scale_path=has_planes, timings=partial(_timings, True),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from torch.nn.functional import embedding
 
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import in_planes
+from arbcli.kernels.codec.packing import has_planes
 from arbcli.kernels.rows.ternary_embedding import (
     embedding_grad,
     embedding_rows,
@@ -98,7 +98,7 @@ embedding_rows_verification = Verification(
     embedding_rows, embedding_rows_reference, _rows_cases,
     triton=rounded_float32(embedding_rows.triton),
     torch=rounded_float32(embedding_rows.torch),
-    native=rounded_float32(embedding_rows_native), sizes={"V": "n"}, scale_path=in_planes,
+    native=rounded_float32(embedding_rows_native), sizes={"V": "n"}, scale_path=has_planes,
     timings=_rows_timings, values={"ids": (0, "V - 1"), "packed": {"spread": 127}},
 )  # fmt: skip
 
