@@ -52,7 +52,7 @@ propose_byte_verification = Verification(
     values={
         "repeated": (-1, "V - 1"), "equal": (0, 16),
         "logits": lambda rng, *shape: 4 * rng.reals(*shape), "position": (0, 9),
-        "each": (0.0, 0.25, 1.0), "temperature": (0.0, 0.5, 1.0, 2.0),
+        "equal_bonus": (0.0, 0.25, 1.0), "temperature": (0.0, 0.5, 1.0, 2.0),
         "top_k": ("1", "(V + 1) // 2", "V"), "top_p": (1.0, 0.9, 0.3),
     },
 )  # fmt: skip

@@ -149,7 +149,7 @@ def _drawn_for_timing(device: torch.device) -> tuple[list[Tensor], Tensor]:
     return [*tensors], torch.tensor(5, dtype=torch.int32, device=device)
 
 
-def _flops(products: int) -> float:
+def _flops(products: int) -> int:
     batch, length, heads, width = TIMED
     return products * batch * heads * length**2 * width
 
