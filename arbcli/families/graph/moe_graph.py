@@ -77,6 +77,8 @@ class MoEGraph(nn.Module):
         "adapters",
         "message_norm",
         "message",
+        "edge_query",
+        "edge_scale",
     )
 
     def __init__(self, config: IteratedConfig, site: LayerSpec, code_width: int | None) -> None:
