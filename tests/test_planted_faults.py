@@ -475,7 +475,7 @@ FAULTS = [
         "masked: end to end"),
     # the composite head
     module("normaliser", "heads averaged over bytes of all kinds", "families.media.head",
-        rewrite("total / own.sum().clamp(min=1)", "total / own.numel()"),
+        rewrite("total / of_kind.sum().clamp(min=1)", "total / of_kind.numel()"),
         "composite: end to end"),
     # the vector quantiser
     module("missing term", "half of a gradient goes through a quantiser", "families.graph",

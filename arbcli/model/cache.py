@@ -158,7 +158,7 @@ class BatchCache(Cache):
         """Mask of the texts that a step continues, (B,) int32, 1 or 0."""
         active = self.tracks[0].clock.active
         if active is None:
-            raise ValueError("the clock belongs to a single text")
+            raise ValueError("the position counter belongs to a single text")
         return active
 
     @contextmanager
@@ -184,6 +184,6 @@ class TextCache(Cache):
 
     def __init__(self, batch: BatchCache, index: int) -> None:
         self.positions, self.window = batch.positions, batch.window
-        self.stages = [stage.each[index] for stage in batch.stages]
-        self.main = batch.main.each[index]
+        self.stages = [stage.text_views[index] for stage in batch.stages]
+        self.main = batch.main.text_views[index]
         self.history = None if batch.history is None else batch.history[index : index + 1]

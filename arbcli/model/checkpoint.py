@@ -72,7 +72,7 @@ FIELDS = {
 }  # fmt: skip
 """Contents of the metadata key `arb`."""
 
-IN_HAND = 2**30
+PENDING_BYTES = 2**30
 """Maximum size of tensors in flight between device, threads and disk, in bytes."""
 THREADS = min(16, os.cpu_count() or 1)
 
@@ -122,7 +122,7 @@ def save_checkpoint(directory: Path, checkpoint: Checkpoint, keep: int = 2) -> P
 
     Args:
         directory: directory of the run, which exists.
-        checkpoint: the checkpoint; tensors on a GPU are copied `IN_HAND` bytes at a time.
+        checkpoint: the checkpoint; tensors on a GPU are copied `PENDING_BYTES` bytes at a time.
         keep: number of checkpoints to keep, including this one; later steps are not deleted.
 
     Returns:
@@ -167,7 +167,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     def write(file: BufferedIOBase) -> None:
         digests = {}
         file.write(placeholder)
-        for name, data, digest in _in_threads(_to_save, tensors.items()):
+        for name, data, digest in _map_threads(_serialise, tensors.items()):
             file.write(data)
             digests[name] = digest
         file.seek(0)
@@ -360,13 +360,13 @@ def check_layout(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
         ArbError: a name, dtype or shape differs.
     """
     for name in sorted(tensors.keys() | expected.keys()):
-        given, wanted = (
+        stored, built = (
             f"{state[name].dtype} {list(state[name].shape)}" if name in state else "missing"
             for state in (tensors, expected)
         )
-        if given != wanted:
+        if stored != built:
             raise ArbError(
-                f"`{name}` is {given} in the checkpoint and {wanted} in the model",
+                f"`{name}` is {stored} in the checkpoint and {built} in the model",
                 hint="the checkpoint has another preset, rule or scale type: use those of its run",
             )
 
@@ -412,9 +412,9 @@ def _is_legal(name: str, tensor: Tensor) -> bool:
     allowed = _RANGES.get(name.rpartition(".")[2])
     if allowed is None or not tensor.numel():
         return True
-    least, most = allowed
+    lowest_allowed, highest_allowed = allowed
     lowest, highest = tensor.aminmax()
-    return least <= int(lowest) and int(highest) <= most
+    return lowest_allowed <= int(lowest) and int(highest) <= highest_allowed
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -429,13 +429,13 @@ def tensor_digest(name: str, tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _in_threads(
+def _map_threads(
     work: Callable[[str, Tensor], Any], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[Any]:
     """Map a function over tensors in threads, and yield the results in order.
 
     Hashing and copying release the GIL. Tensors are only taken from the iterable while those with
-    pending results have less than `IN_HAND` bytes.
+    pending results have less than `PENDING_BYTES` bytes.
     """
     waiting: deque[tuple[int, Future]] = deque()
     in_hand = 0
@@ -445,7 +445,7 @@ def _in_threads(
             waiting.append((tensor.nbytes, pool.submit(work, name, tensor)))
             in_hand += tensor.nbytes
             del tensor
-            while in_hand >= IN_HAND:
+            while in_hand >= PENDING_BYTES:
                 size, future = waiting.popleft()
                 yield future.result()
                 in_hand -= size
@@ -455,7 +455,7 @@ def _in_threads(
         pool.shutdown(cancel_futures=True)
 
 
-def _to_save(name: str, tensor: Tensor) -> tuple[str, memoryview, str]:
+def _serialise(name: str, tensor: Tensor) -> tuple[str, memoryview, str]:
     """Copy a tensor to the CPU, and hash it there."""
     on_cpu = tensor.cpu().contiguous()
     if not _is_legal(name, on_cpu):
@@ -512,7 +512,7 @@ def _read_checkpoint(file: BufferedReader, accept: Accept) -> Checkpoint:
         for name, shape in shapes.items()
     }
     chosen = accept(Checkpoint(**fields, tensors=layout))
-    wanted = shapes if chosen is None else chosen
+    names_to_load = shapes if chosen is None else chosen
 
     def read() -> Iterator[tuple[str, Tensor]]:
         for name, shape in shapes.items():
@@ -523,9 +523,9 @@ def _read_checkpoint(file: BufferedReader, accept: Accept) -> Checkpoint:
     def verify(name: str, tensor: Tensor) -> tuple[str, Tensor | None]:
         _require(tensor_digest(name, tensor) == metadata["digests"][name], f"`{name}` was altered")
         _require(_is_legal(name, tensor), f"`{name}` has a byte that cannot be there")
-        return name, tensor if name in wanted else None
+        return name, tensor if name in names_to_load else None
 
-    checked = _in_threads(verify, read())
+    checked = _map_threads(verify, read())
     tensors = {name: tensor for name, tensor in checked if tensor is not None}
     return Checkpoint(**fields, tensors=tensors)
 

@@ -30,8 +30,8 @@ Losses = dict[str, list[Tensor]]
 def merge(*losses: Losses) -> Losses:
     """Concatenate the lists of each loss, in order."""
     merged: Losses = {}
-    for each in losses:
-        for name, parts in each.items():
+    for terms in losses:
+        for name, parts in terms.items():
             merged.setdefault(name, []).extend(parts)
     return merged
 

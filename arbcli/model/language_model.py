@@ -103,9 +103,11 @@ class LanguageModel(PackedModel):
             follows = decodes_whole and not self.ahead and not config.outer
             head = self.head.weight if follows else None
             decode_in_groups(self.blocks.weights_of_blocks(), head, across=not recompute)
-            for stack in [stack for each in self.stages for stack in (each.encoder, each.decoder)]:
+            for stack in (
+                stack for stage in self.stages for stack in (stage.encoder, stage.decoder)
+            ):
                 decode_in_groups(stack.weights_of_blocks(), None, across=not recompute)
-        self._with_gauges: list[Any] | None = None
+        self._gauged_parts: list[Any] | None = None
         """Parts with `gauges`; None before they are first read."""
 
     @property
@@ -179,8 +181,8 @@ class LanguageModel(PackedModel):
         """
         flow = self._hidden(ids, documents, dropout)
         if self.config.composite:
-            before_head = self._before_head(flow)
-            losses = self.head.next_losses(before_head, self.norm, targets, self.cross_entropy)
+            head_input = self._head_input(flow)
+            losses = self.head.next_losses(head_input, self.norm, targets, self.cross_entropy)
         elif self.config.is_masked:
             losses = {"text": self._masked_losses(flow, targets).mean()}
         elif self.config.fills or documents is not None:
@@ -236,9 +238,9 @@ class LanguageModel(PackedModel):
         return self.config.weights == "ternary" and in_chunks(self.config.vocabulary)
 
     def _score(self, flow: BlockOutput, targets: "Tensor | Predictions") -> Tensor:
-        return self.head.losses(self._before_head(flow), targets, self.norm)
+        return self.head.losses(self._head_input(flow), targets, self.norm)
 
-    def _before_head(self, flow: BlockOutput) -> Tensor:
+    def _head_input(self, flow: BlockOutput) -> Tensor:
         x = flow.total()
         return x + self.byte_mlp(x, self.byte_norm).added if self.config.head else x
 
@@ -249,7 +251,7 @@ class LanguageModel(PackedModel):
         with torch.no_grad():
             known = teacher._hidden(ids, documents)
             if self.scores_in_chunks:
-                theirs = teacher.head.predictions(teacher._before_head(known), teacher.norm)
+                theirs = teacher.head.predictions(teacher._head_input(known), teacher.norm)
             else:
                 logits = teacher.logits(known).flatten(0, 1)
         if self.scores_in_chunks:
@@ -320,14 +322,14 @@ class LanguageModel(PackedModel):
         if not self._between:
             return run(x, slice(None))
         (between,) = self._between
-        return between(run, x, reading, by_text=bool(track and track.each))
+        return between(run, x, reading, by_text=bool(track and track.text_views))
 
     def logits(self, flow: BlockOutput) -> Tensor:
         """Compute logits from the stream."""
         if self.config.composite:
-            return self.head(self._before_head(flow), self.norm).logits
+            return self.head(self._head_input(flow), self.norm).logits
         if self.config.head:
-            return self.head(self._before_head(flow), self.norm)
+            return self.head(self._head_input(flow), self.norm)
         if flow.added is None:
             return self.head(flow.x, self.norm)
         return self.head(flow.x, self.norm, flow.added)[0]
@@ -364,10 +366,10 @@ class LanguageModel(PackedModel):
             `gauges` of all parts; the maximum if several have the same name.
         """
         gauges: dict[str, float] = {}
-        if self._with_gauges is None:
+        if self._gauged_parts is None:
             others = [part for part in self.modules() if part is not self]
-            self._with_gauges = [part for part in others if hasattr(part, "gauges")]
-        for part in self._with_gauges:
+            self._gauged_parts = [part for part in others if hasattr(part, "gauges")]
+        for part in self._gauged_parts:
             for name, value in part.gauges().items():
                 gauges[name] = max(value, gauges.get(name, value))
         return gauges

@@ -7,17 +7,17 @@ https://arxiv.org/abs/2204.02311, appendix B.
 
 from arbcli.config.model import ModelConfig
 
-OF_A_PRODUCT = 2
+OPERATIONS_PER_PRODUCT = 2
 """Operations of a multiply-add."""
-OF_A_STEP = 3
+PASSES_PER_STEP = 3
 """Cost of a step in forward passes; the backward has two products for each of the forward."""
 
 
 def step_operations(config: ModelConfig) -> int:
     """Return the operations of forward and backward for a window of `ctx` bytes."""
-    return OF_A_STEP * forward_operations(config)
+    return PASSES_PER_STEP * forward_operations(config)
 
 
 def forward_operations(config: ModelConfig) -> int:
     """Return the operations of a forward pass over a window of `ctx` bytes."""
-    return OF_A_PRODUCT * round(config.products())
+    return OPERATIONS_PER_PRODUCT * round(config.products())

@@ -143,7 +143,7 @@ class Block(nn.Module):
                 added = part.step_texts(x, norm, read)
             else:
                 rows = [
-                    part(row, norm, None, read.of(text), state and state.each[text]).added
+                    part(row, norm, None, read.of(text), state and state.text_views[text]).added
                     for text, row in enumerate(rows_of(x))
                 ]
                 added = torch.cat(rows)
@@ -167,10 +167,10 @@ class Block(nn.Module):
         return [layer for layers in by_part for layer in layers] if all(by_part) else None
 
 
-def bounded(x: Tensor, most: float) -> Tensor:
-    """Scale down vectors (..., D) whose RMS exceeds `most`, in float32."""
+def bounded(x: Tensor, limit: float) -> Tensor:
+    """Scale down vectors (..., D) whose RMS exceeds `limit`, in float32."""
     inverse = torch.rsqrt(x.float().square().mean(dim=-1, keepdim=True) + NORM_EPS)
-    return (x * (most * inverse).clamp(max=1)).to(x.dtype)
+    return (x * (limit * inverse).clamp(max=1)).to(x.dtype)
 
 
 def is_compiled(block: Block) -> bool:
@@ -198,10 +198,10 @@ class Stack(nn.ModuleList):
         site: LayerSpec,
     ) -> None:
         *firsts, self.num_branches = accumulate((len(block.parts) for block in blocks), initial=0)
-        made = [
+        modules = [
             Block(config, stage, site, first) for config, first in zip(blocks, firsts, strict=True)
         ]
-        super().__init__(made)
+        super().__init__(modules)
         self._firsts = firsts
         self.first_branch = 0
         """Number of branches of the model before this stack, in the order of a forward."""
@@ -217,7 +217,7 @@ class Stack(nn.ModuleList):
         if self.is_baseline or len(set(self.configs)) > 1 or not all(linears):
             return []
         return [
-            [each.weight for each in layers if isinstance(each, TernaryLinear)]
+            [layer.weight for layer in layers if isinstance(layer, TernaryLinear)]
             for layers in linears
             if layers
         ]
@@ -244,10 +244,10 @@ class Stack(nn.ModuleList):
         Returns:
             The stream, (B, T, D), with a pending addition.
         """
-        if track and track.each:
-            texts = enumerate(zip(rows_of(x), track.each, strict=True))
+        if track and track.text_views:
+            texts = enumerate(zip(rows_of(x), track.text_views, strict=True))
             read = reading or BlockInputs()
-            rows = [self(row, read.of(text), own, span=span) for text, (row, own) in texts]
+            rows = [self(row, read.of(text), view, span=span) for text, (row, view) in texts]
             return BlockOutput(torch.cat([flow.total() for flow in rows]))
         if self.streams > 1:
             x = import_module(RESIDUAL).spread_streams(x, self.streams)

@@ -1,8 +1,8 @@
 """Decoding states: position counters, and the tensors that parts keep of a text.
 
-Each part declares a state of fixed-shape tensors that only it accesses. A state belongs to a clock,
-which counts the positions that a stack of blocks has read. The encoder, the decoder and the inner
-network of a stage have a clock each.
+Each part declares a state of fixed-shape tensors that only it accesses. A state belongs to a
+counter of the positions that a stack of blocks has read. The encoder, the decoder and the inner
+network of a stage have one each.
 """
 
 import copy
@@ -118,15 +118,15 @@ class PositionCounter:
     def reading_uncounted(self, length: int = 1) -> Iterator[None]:
         """Read `length` positions in the block, which the caller counts."""
         self.length = length
-        for text, clock in enumerate(self.each):
+        for text, clock in enumerate(self.text_views):
             clock.length = length
             clock.active = None if self.active is None else self.active[text]
         try:
             yield
         finally:
-            for clock in (self, *self.each):
+            for clock in (self, *self.text_views):
                 clock._here.clear()
-            for clock in self.each:
+            for clock in self.text_views:
                 clock.active = None
 
     @contextmanager
@@ -147,8 +147,8 @@ class PositionCounter:
         )
 
     @cached_property
-    def each(self) -> list["PositionCounter"]:
-        """The clock of each text of a batch, with a view of the same counter."""
+    def text_views(self) -> list["PositionCounter"]:
+        """The position counter of each text of a batch, with views of the same positions."""
         clocks = []
         for text in range(self.texts or 0):
             clock = PositionCounter(self.ctx, self.of._replace(texts=None))
@@ -178,16 +178,16 @@ class State:
         """Begin a new text; slots that are written before they are read need no reset."""
 
     @cached_property
-    def each(self) -> list[Self]:
+    def text_views(self) -> list[Self]:
         """The state of each text of a batch, as views."""
         states = []
-        for text, clock in enumerate(self.clock.each):
-            own = copy.copy(self)
-            own.clock = clock
+        for text, clock in enumerate(self.clock.text_views):
+            view = copy.copy(self)
+            view.clock = clock
             for name in self.by_text:
                 part = getattr(self, name)
-                setattr(own, name, None if part is None else part[text])
-            states.append(own)
+                setattr(view, name, None if part is None else part[text])
+            states.append(view)
         return states
 
     def each_text(self, run: Callable[..., Tensor], *rows: Tensor) -> Tensor:
@@ -202,8 +202,8 @@ class State:
         """
         if self.clock.texts is None:
             return run(self, *rows)
-        parts = zip(self.each, *map(rows_of, rows), strict=True)
-        return torch.cat([run(*own) for own in parts])
+        parts = zip(self.text_views, *map(rows_of, rows), strict=True)
+        return torch.cat([run(*inputs) for inputs in parts])
 
 
 class Rows:
@@ -212,7 +212,7 @@ class Rows:
     A batch of texts has a batch dimension in front.
 
     Args:
-        clock: clock of the stack of blocks, which has the storage format.
+        clock: position counter of the stack of blocks, which has the storage format.
         slots: n.
         heads: G.
         width: d.
@@ -251,11 +251,11 @@ class Rows:
 
     def __getitem__(self, text: int) -> "Rows":
         """Select one text of a batch, as views."""
-        own = copy.copy(self)
+        view = copy.copy(self)
         for name in ("codes", "exponents", "rotated"):
             part = getattr(self, name)
-            setattr(own, name, None if part is None else part[text])
-        return own
+            setattr(view, name, None if part is None else part[text])
+        return view
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that exist."""
@@ -295,7 +295,7 @@ class Rows:
 
 
 class Track:
-    """The decoding states of a stack of blocks, and their clock.
+    """The decoding states of a stack of blocks, and their position counter.
 
     Args:
         clock: counter of the stack's positions.
@@ -323,9 +323,9 @@ class Track:
                 state.reset()
 
     @cached_property
-    def each(self) -> list["Track"]:
+    def text_views(self) -> list["Track"]:
         """The track of each text of a batch, as views."""
         return [
-            Track(clock, [state and state.each[text] for state in self.blocks])
-            for text, clock in enumerate(self.clock.each)
+            Track(clock, [state and state.text_views[text] for state in self.blocks])
+            for text, clock in enumerate(self.clock.text_views)
         ]

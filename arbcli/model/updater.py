@@ -345,7 +345,7 @@ class Updater:
             statistics = gradient_statistics(values, packed, factored=False, signs=signs)
             self._slopes[number] = statistics.slope, statistics.slope_squares
 
-    def _with_own_slope(
+    def _replace_slope(
         self, tensor: TernaryTensor, statistics: GradientStatistics, index: int
     ) -> GradientStatistics:
         """Replace the slopes of a routed matrix by the computed ones, or by zero."""
@@ -367,7 +367,10 @@ class Updater:
         """Update the tensors of all held gradients in merged launches."""
         held, self._held = self._held, []
         values = self._values_of(
-            [(None if each.averages_gradients else each.direction, grad) for each, grad in held]
+            [
+                (None if tensor.averages_gradients else tensor.direction, grad)
+                for tensor, grad in held
+            ]
         )
         averaged: list[_Averaged] = []
 
@@ -395,13 +398,13 @@ class Updater:
 
     def _step_along(self, averaged: list[_Averaged]) -> None:
         """Step weights along the directions of their updated moments."""
-        moments = [each.tensor.rule.digits(each.state)["moment"][0] for each in averaged]
-        directions = [each.direction for each in averaged]
-        squares = [each.control.squares for each in averaged]
+        moments = [matrix.tensor.rule.digits(matrix.state)["moment"][0] for matrix in averaged]
+        directions = [matrix.direction for matrix in averaged]
+        squares = [matrix.control.squares for matrix in averaged]
         transformed = self._values_of(list(zip(directions, moments, strict=True)), squares)
         pairs = zip(averaged, transformed, strict=True)
-        merge = all(self._merges(each.tensor) for each in averaged)
-        self._run((partial(_step_one, each, values) for each, values in pairs), merge=merge)
+        merge = all(self._merges(matrix.tensor) for matrix in averaged)
+        self._run((partial(_step_one, matrix, values) for matrix, values in pairs), merge=merge)
 
     def _values_of(
         self, pairs: list[tuple[Direction | None, Tensor]], squares: list[Tensor] | None = None
@@ -416,7 +419,7 @@ class Updater:
         for direction in dict.fromkeys(direction for direction, _ in pairs):
             if direction is None:
                 continue
-            places = [i for i, (each, _) in enumerate(pairs) if each is direction]
+            places = [i for i, (other, _) in enumerate(pairs) if other is direction]
             sums = None if squares is None else [squares[i] for i in places]
             transformed = direction.values_of([pairs[i][1] for i in places], self.dtype, sums)
             for i, part in zip(places, transformed, strict=True):
@@ -442,7 +445,9 @@ class Updater:
             target = _Target(tensor, state, at, refused[at], first, last)
             averaged.extend(self._begin(target, grad[part], values[part]))
 
-        self._run((partial(begin, *each) for each in enumerate(where)), merge=self._merges(tensor))
+        self._run(
+            (partial(begin, *place) for place in enumerate(where)), merge=self._merges(tensor)
+        )
         self._step_along(averaged)
 
     def _begin_whole(
@@ -477,7 +482,7 @@ class Updater:
             statistics = gradient_statistics(
                 grad, packed, factored=averages, signs=rule.steps_by_signs
             )
-        statistics = self._with_own_slope(tensor, statistics, index)
+        statistics = self._replace_slope(tensor, statistics, index)
         if share is not None:
             statistics = statistics._replace(
                 slope_squares=statistics.slope_squares / share, columns=statistics.columns / share

@@ -17,7 +17,7 @@ from arbcli.verify.cases import production_cases, random_cases
 from arbcli.verify.compare import CaseResult, as_tuple, compare, poisoned, worst
 from arbcli.verify.names import check_kernel_names
 from arbcli.verify.registry import KERNELS
-from arbcli.verify.scale_types import IN_TRITON, verified_scale_types
+from arbcli.verify.scale_types import TRITON_BACKENDS, verified_scale_types
 from arbcli.verify.variants import Variant, general_launches, general_variant, recorded_launches
 from arbcli.verify.verification import Case, Verification
 
@@ -139,7 +139,7 @@ def kernel_jobs(
         if "triton" in backends:  # in one process: a variant is compiled for several scale types
             parts = [({name: sizes[name] for name in chosen}, backends)]
         else:
-            others = tuple(backend for backend in backends if backend not in IN_TRITON)
+            others = tuple(backend for backend in backends if backend not in TRITON_BACKENDS)
             parts = [
                 ({name: size}, backends if name in chosen else others)
                 for name, size in sizes.items()
@@ -271,11 +271,11 @@ class _Check:
                 left_out[backend] += 1
             if not run_on:
                 continue
-            wanted = self._expected(case)
-            peers = peers_of(self.spec, case, len(wanted))
+            expected = self._expected(case)
+            peers = peers_of(self.spec, case, len(expected))
             for backend in run_on:
                 started = time.perf_counter()
-                compared[backend] += self._compare(case, backend, wanted, peers)
+                compared[backend] += self._compare(case, backend, expected, peers)
                 seconds[backend] += time.perf_counter() - started
                 labels[backend].append(case.label)
         gate = self.spec.gate
@@ -308,8 +308,8 @@ class _Check:
         """Return the backends that run a case; torch on a GPU runs those of Triton."""
         if self.compiled and self.kind == "cases":
             with use_backend("triton"):
-                wanted = self.compiled.wants(lambda: self.spec.triton(*copies(case.inputs)))
-            return [*backends] if wanted else []
+                compiles = self.compiled.wants(lambda: self.spec.triton(*copies(case.inputs)))
+            return [*backends] if compiles else []
         skips = self.interpreter_skips and self.spec.is_long(case.label)
         return [backend for backend in backends if not (skips and backend == "interpreter")]
 
@@ -333,7 +333,7 @@ class _Check:
         self,
         case: Case,
         backend: str,
-        wanted: tuple[Tensor, ...],
+        references: tuple[Tensor, ...],
         peers: tuple[Tensor | None, ...],
     ) -> list[CaseResult]:
         """Run a case on a backend, and compare its results.
@@ -351,7 +351,7 @@ class _Check:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         except Exception as error:  # a kernel that raises has failed its case, and only that
-            return [CaseResult.of_error(case.label, error, wanted)]
+            return [CaseResult.of_error(case.label, error, references)]
         return [
             compare(
                 self.spec,
@@ -360,7 +360,7 @@ class _Check:
                 expected,
                 None if peer is None else peer.to(expected.device),
             )
-            for result, expected, peer in zip(got, wanted, peers, strict=True)
+            for result, expected, peer in zip(got, references, peers, strict=True)
         ]
 
 

@@ -34,9 +34,9 @@ class CaseResult:
     """Exception that was raised instead of a result."""
 
     @classmethod
-    def of_error(cls, label: str, error: Exception, wanted: tuple[Tensor, ...]) -> "CaseResult":
+    def of_error(cls, label: str, error: Exception, references: tuple[Tensor, ...]) -> "CaseResult":
         """Record that there are no results, as the kernel raised an error."""
-        size = sum(expected.numel() for expected in wanted)
+        size = sum(expected.numel() for expected in references)
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         return cls(label, size, size, size, None, None, 0.0, False, text)
 
@@ -60,8 +60,8 @@ def compare(
     if not spec.gate.exact and not passed and peer is not None:
         b = expected.double()
         allowed = float((peer.double() - b).norm()) * (1 + spec.gate.peer_slack)
-        most = spec.gate.peer_relative * float(b.norm())
-        passed = float((got.double() - b).norm()) <= min(allowed, most)
+        limit = spec.gate.peer_relative * float(b.norm())
+        passed = float((got.double() - b).norm()) <= min(allowed, limit)
     return CaseResult(label, size, unwritten, unequal, *figures, passed)
 
 
@@ -83,12 +83,12 @@ def errors(got: Tensor, expected: Tensor) -> tuple[float | None, float | None, f
 
 def worst(values: Iterable[float | None]) -> float | None:
     """Return the largest error; None, for a value that is not finite, exceeds any number."""
-    most = 0.0
+    largest = 0.0
     for value in values:
         if value is None:
             return None
-        most = max(most, value)
-    return most
+        largest = max(largest, value)
+    return largest
 
 
 def as_tuple(result: Tensor | tuple[Any, ...]) -> tuple[Any, ...]:

@@ -200,7 +200,7 @@ def _figures(text: str, pattern: str) -> tuple[int, ...]:
     return tuple(map(int, match.groups()))
 
 
-OF_VALUES = {
+VALUE_DEPENDENT = {
     "unpack_trits", "int8_matmul", "grouped_matmul", "grouped_grad_w",
     "spread_chunks", "spread_chunks_backward", "mamba_step",
     "gradient_gains", "smooth_chunks_backward",
@@ -219,11 +219,11 @@ def _variants(spec: Verification, group_size: int) -> list[Variant]:
         variant = variant_of(launch)
         variants.setdefault(variant.key, variant._replace(may_spill=may_spill))
 
-    if spec.name in OF_VALUES:
+    if spec.name in VALUE_DEPENDENT:
         with recorded_launches(record):
             for case in spec.cases(cpu, group_size):
                 for dtype in DTYPES:
-                    spec.triton(*_with_dtype(case.inputs, dtype, spec.bfloat16))
+                    spec.triton(*_convert_floats(case.inputs, dtype, spec.bfloat16))
             may_spill = True
             for case in production_cases(spec, cpu, group_size, SMALL_MATRIX, dtypes=DTYPES):
                 spec.triton(*case.inputs)
@@ -239,7 +239,7 @@ def _variants(spec: Verification, group_size: int) -> list[Variant]:
     return [*variants.values()]
 
 
-def _with_dtype(inputs: tuple, dtype: torch.dtype, which: tuple[int, ...]) -> Iterator:
+def _convert_floats(inputs: tuple, dtype: torch.dtype, which: tuple[int, ...]) -> Iterator:
     """Convert the float32 tensors among inputs to another dtype."""
     for index, value in enumerate(inputs):
         real = isinstance(value, torch.Tensor) and value.dtype == torch.float32

@@ -79,7 +79,7 @@ CHECKS = {
 """Description of each check."""
 
 
-OF_MANY_KERNELS = ("arb-deep", "mixed", "graph", "hnet-two-stage", "arb-tiny with all parts", "1b")
+LARGE_MODELS = ("arb-deep", "mixed", "graph", "hnet-two-stage", "arb-tiny with all parts", "1b")
 """Models for which several processes compile before any is compared."""
 SHARES = 4
 """Number of processes that share this compilation."""
@@ -105,7 +105,7 @@ def compilations(subjects: Iterable[Subject]) -> list[Compilation]:
     return [
         Compilation(subject, index)
         for subject in subjects
-        if subject.backend == "triton" and subject.name.split(" T")[0] in OF_MANY_KERNELS
+        if subject.backend == "triton" and subject.name.split(" T")[0] in LARGE_MODELS
         for index in range(SHARES)
     ]
 
@@ -203,8 +203,8 @@ class Trace:
 
         parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "choices"}
         every = {name: {key: move(x) for key, x in part.items()} for name, part in parts.items()}
-        made = {name: [x.to(device) for x in xs] for name, xs in self.choices.made.items()}
-        return Trace(**every, choices=Choices(made))
+        choices = {name: [x.to(device) for x in xs] for name, xs in self.choices.by_module.items()}
+        return Trace(**every, choices=Choices(choices))
 
 
 def trace(subject: Subject, model: LanguageModel, *, watched: bool = False) -> Trace:
@@ -218,10 +218,10 @@ def trace(subject: Subject, model: LanguageModel, *, watched: bool = False) -> T
     """
     traced, handles = Trace(), []
 
-    def enter(name: str, _module: nn.Module, given: tuple) -> tuple:
-        traced.inputs[name] = given[0].view_as(given[0])
+    def enter(name: str, _module: nn.Module, inputs: tuple) -> tuple:
+        traced.inputs[name] = inputs[0].view_as(inputs[0])
         traced.inputs[name].retain_grad()
-        return traced.inputs[name], *given[1:]
+        return traced.inputs[name], *inputs[1:]
 
     def leave(
         name: str, _module: nn.Module, _given: tuple, output: Tensor | tuple[Tensor, ...]
@@ -259,20 +259,20 @@ def _noted(model: LanguageModel, batch: int) -> Iterator[Choices]:
     """Record the choices of a model's parts in a forward of a batch."""
     choices, handles, indexers = Choices(), [], []
 
-    def note(name: str, choose: Callable[..., Tensor], *given: Any) -> None:
-        chosen = choose(*given)
-        choices.made.setdefault(name, []).append(chosen.view(batch, -1, *chosen.shape[1:]))
+    def note(name: str, choose: Callable[..., Tensor], *arguments: Any) -> None:
+        chosen = choose(*arguments)
+        choices.by_module.setdefault(name, []).append(chosen.view(batch, -1, *chosen.shape[1:]))
 
-    def note_rows(name: str, heads: int, _table: nn.Module, given: tuple) -> None:
-        if name not in choices.made:  # a graph reads rows, too, after its codebook
-            note(name, lambda: given[0].view(-1, heads, given[0].shape[1]))
+    def note_rows(name: str, heads: int, _table: nn.Module, inputs: tuple) -> None:
+        if name not in choices.by_module:  # a graph reads rows, too, after its codebook
+            note(name, lambda: inputs[0].view(-1, heads, inputs[0].shape[1]))
 
     def note_entries(
-        name: str, choose: Callable[..., Tensor], *given: Any, **options: Any
+        name: str, choose: Callable[..., Tensor], *arguments: Any, **options: Any
     ) -> Tensor:
-        q, _, keys = (part.double() for part in given[:3])
-        entries = choose(*given, **options)
-        choices.made[name] = [entries, torch.einsum("bnhd,bjd->bnhj", q, keys) > 0]
+        q, _, keys = (part.double() for part in arguments[:3])
+        entries = choose(*arguments, **options)
+        choices.by_module[name] = [entries, torch.einsum("bnhd,bjd->bnhj", q, keys) > 0]
         return entries
 
     of_outputs = {
@@ -350,8 +350,10 @@ def _end_to_end(
     } | {f"{name} loss": [(traced.losses[name], losses[name])] for name in losses | traced.losses}
     for name, every in pairs.items():
         if every:
-            got, wanted = (torch.cat([x.flatten() for x in xs]) for xs in zip(*every, strict=True))
-            yield subject.result("end to end", name, got, wanted, of_losses)
+            got, expected = (
+                torch.cat([x.flatten() for x in xs]) for xs in zip(*every, strict=True)
+            )
+            yield subject.result("end to end", name, got, expected, of_losses)
     if whole:
         grads = torch.autograd.grad(_total(losses), [*leaves.values()])
         for name, grad in zip(leaves, grads, strict=True):
@@ -378,13 +380,13 @@ def _blocks(
         name: str,
         got: Tensor,
         grad: Tensor,
-        wanted: Tensor,
+        expected: Tensor,
         tensors: dict,
         besides: Tensor | float = 0,
     ) -> Iterator[ParityResult]:
         """Compare an output, and the gradients of leaves for a gradient of it."""
-        yield subject.result("output", name, got, wanted, subject.gate)
-        objective = (wanted * grad.double()).sum() + besides
+        yield subject.result("output", name, got, expected, subject.gate)
+        objective = (expected * grad.double()).sum() + besides
         grads = torch.autograd.grad(objective, [leaf for leaf, _ in tensors.values()])
         for (key, (_, of_kernels)), exact in zip(tensors.items(), grads, strict=True):
             yield subject.result("gradient", key, of_kernels, exact, subject.gate)
@@ -394,8 +396,8 @@ def _blocks(
         return {name: (leaves[name], traced.gradients[name]) for name in chosen}
 
     got = traced.outputs["embedding"]
-    wanted = leaves["embedding.weight"][subject.bytes()[0]]
-    yield from compare("embedding", got, _gradient(got), wanted, within("embedding."))
+    expected = leaves["embedding.weight"][subject.bytes()[0]]
+    yield from compare("embedding", got, _gradient(got), expected, within("embedding."))
     terms, last = reference.terms, None
     for name, stage, block in named_blocks(config):
         counts = [len(reference.places[stage, row]) for row in rows]
@@ -407,10 +409,12 @@ def _blocks(
         )
         source, reference.terms = source.detach().double().requires_grad_(), {}
         texts = zip(rows, source.split(counts), strict=True)
-        wanted = torch.cat([reference.block(name, stage, block, part, row) for row, part in texts])
+        expected = torch.cat(
+            [reference.block(name, stage, block, part, row) for row, part in texts]
+        )
         besides = sum(loss / len(terms[key]) for key, loss in reference.losses().items())
-        own = within(f"{name}.") | {f"input of {name}": (source, of_x)}
-        yield from compare(name, got, grad, wanted, own, besides)
+        compared = within(f"{name}.") | {f"input of {name}": (source, of_x)}
+        yield from compare(name, got, grad, expected, compared, besides)
         last = (y, stage)
     memories = config.main.memories
     after_blocks = config.main.router or (memories and memories.place == config.layers)
@@ -418,14 +422,16 @@ def _blocks(
         y, got = last[0], traced.outputs["head"]
         source = y.detach().double().requires_grad_()
         x = source.mean(dim=2) if source.dim() == 4 else source
-        wanted = torch.stack([reference.head(x[row], row) for row in rows])
+        expected = torch.stack([reference.head(x[row], row) for row in rows])
         reference.terms = {}
         for row in rows:
             reference.ahead(x[row], row)
         of_kinds = reference.kind_losses(subject.bytes()[1])
         besides = sum([*reference.losses().values(), *of_kinds.values()])
-        own = within("byte_mlp.", "head.", "ahead.") | {"input of head": (source, _gradient(y))}
-        yield from compare("head", got, _gradient(got), wanted, own, besides)
+        compared = within("byte_mlp.", "head.", "ahead.") | {
+            "input of head": (source, _gradient(y))
+        }
+        yield from compare("head", got, _gradient(got), expected, compared, besides)
 
 
 @torch.no_grad()
@@ -445,8 +451,8 @@ def _causality(subject: Subject) -> Iterator[ParityResult]:
             same = changed[:, :position], logits[:, :position]
             yield subject.result("causality", f"before byte {position}", *same, gate)
             moved = (changed != logits)[:, position].any(dim=-1)
-            wanted = torch.ones_like(moved)
-            yield subject.result("causality", f"at byte {position}", moved, wanted, EXACT)
+            expected = torch.ones_like(moved)
+            yield subject.result("causality", f"at byte {position}", moved, expected, EXACT)
 
 
 def _determinism(subject: Subject) -> Iterator[ParityResult]:
@@ -488,8 +494,8 @@ def check_rotary(device: torch.device) -> Iterator[ParityResult]:
             angle = rotary_angles(torch.arange(length, device=device), width)
             reason = "the angle of the last position, rounded to float32"
             gate = Gate(relative=length * 2.0**-23, reason=reason)
-            table, wanted = torch.cat([cos, sin]), torch.cat([angle.cos(), angle.sin()])
-            yield subject.result("rotary", f"angles {item}", table, wanted, gate)
+            table, expected = torch.cat([cos, sin]), torch.cat([angle.cos(), angle.sin()])
+            yield subject.result("rotary", f"angles {item}", table, expected, gate)
 
 
 def _tensor(subject: Subject, rule: str) -> tuple[TernaryTensor, list[Tensor]]:
@@ -516,14 +522,14 @@ def _update(subject: Subject) -> Iterator[ParityResult]:
     config = subject.config
     assert config.direction is not None
     for micros, decay in ((1, 0.0), (2, 0.0), (1, DECAY), (2, DECAY)):
-        made = {name: _tensor(subject, name) for name in config.rules}
-        tensors = [tensor for tensor, _ in made.values()]
+        tensors_of_rules = {name: _tensor(subject, name) for name in config.rules}
+        tensors = [tensor for tensor, _ in tensors_of_rules.values()]
         updater = Updater(tensors, 3, torch.float32, weight_decay=decay)
         for micro in range(micros):
             with use_backend(subject.backend):
                 updater.begin(0, LR, micro, micros)
-            for name, (tensor, grads) in made.items():
-                of = f" of {name}" if len(made) > 1 else ""
+            for name, (tensor, grads) in tensors_of_rules.items():
+                of = f" of {name}" if len(tensors_of_rules) > 1 else ""
                 grad, before = grads[micro], state_values(tensor)
                 slope = reference_slope(grad, reference_weight(tensor), tensor.group_size)
                 with use_backend(subject.backend):
@@ -534,19 +540,19 @@ def _update(subject: Subject) -> Iterator[ParityResult]:
                     of_moment = reference_direction(after["m"], config.direction, before)
                     direction = unit_gradient(grad)
                 lr = LR * reference_rate(name, config.rule, config.digits)
-                wanted = reference_step(
+                expected = reference_step(
                     tensor, before, after["m"], direction, slope, lr, micro, micros, of_moment,
                     decay,
                 )  # fmt: skip
                 for digit, size in _units(name, config.digits).items():
-                    got = (after[digit] / size, wanted[digit] / size)
+                    got = (after[digit] / size, expected[digit] / size)
                     # of statistics stored to 0.54 % a moment is as far off, of 127 units
                     within = 1.7 if digit == "m" and config.direction == "factored" else 1.1
                     item = f"{digit}{of} of micro-batch {micro + 1}/{micros}"
                     item += " with weight decay" if decay else ""
                     yield _rounded(subject, item, *got, within)
-    for name, (tensor, grads) in made.items():
-        of = f" of {name}" if len(made) > 1 else ""
+    for name, (tensor, grads) in tensors_of_rules.items():
+        of = f" of {name}" if len(tensors_of_rules) > 1 else ""
         before = {key: buffer.clone() for key, buffer in tensor.named_buffers()}
         grads[1][3, 5] = torch.nan
         with use_backend(subject.backend):
@@ -565,12 +571,12 @@ def _units(name: str, digits: str) -> dict[str, float]:
 
 
 def _rounded(
-    subject: Subject, item: str, got: Tensor, wanted: Tensor, within: float
+    subject: Subject, item: str, got: Tensor, expected: Tensor, within: float
 ) -> ParityResult:
     """Compare numbers that were rounded stochastically to integers, first each, then the mean."""
-    error, bias = got - wanted, 5 * 0.5 / got.numel() ** 0.5
+    error, bias = got - expected, 5 * 0.5 / got.numel() ** 0.5
     gate = Gate(reason="rounding moves by less than 1; statistics are stored to 0.5 %")
-    result = subject.result("update", item, got, wanted, gate)
+    result = subject.result("update", item, got, expected, gate)
     passed = bool((error.abs() <= within).all()) and abs(float(error.mean())) <= bias
     return replace(result, gate=f"each within {within}, mean within {bias:.2f}", passed=passed)
 
@@ -580,7 +586,7 @@ def _votes(subject: Subject) -> Iterator[ParityResult]:
     buffers = dict(tensor.named_buffers())
     ok, threshold = torch.tensor(1, dtype=torch.int32), torch.tensor(3, dtype=torch.int32)
     slope, *_ = gradient_statistics_reference(grad, tensor.packed, factored=False, signs=True)
-    wanted = (
+    results = (
         *cast_trit_votes_reference(tensor.trits, buffers["votes"], grad, ok, threshold)[1:],
         *cast_scale_votes_reference(tensor.exponent, buffers["scale_votes"], slope, ok),
     )
@@ -588,5 +594,5 @@ def _votes(subject: Subject) -> Iterator[ParityResult]:
     with use_backend(subject.backend):
         updater.begin(0, LR)
         updater(tensor, grad)
-    for name, expected in zip(("trits", "votes", "exponent", "scale_votes"), wanted, strict=True):
+    for name, expected in zip(("trits", "votes", "exponent", "scale_votes"), results, strict=True):
         yield subject.result("update", name, getattr(tensor, name), expected, EXACT)

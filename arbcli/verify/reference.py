@@ -130,7 +130,7 @@ class Reference:
         self.memories, self.choices = memories or {}, choices
         self.terms: dict[str, dict[str, list[Tensor]]] = {}
         """Terms of the losses, which are their averages, by loss and by part."""
-        self.each: dict[int, Tensor] = {}
+        self.log_probabilities: dict[int, Tensor] = {}
         """Log-probabilities of each head of a composite head, by the row of a text."""
         self.places: dict[tuple[int, int], list[int]] = {}
         """The bytes that positions stand for, by stage and text."""
@@ -154,12 +154,12 @@ class Reference:
             if loss != "ratio"
         }
         ratios = self.terms.get("ratio", {})
-        found = []
+        ratio_losses = []
         for index, chunking in enumerate(self.config.chunkings):
             if pairs := ratios.get(f"stages.{index}"):
                 p, begins = torch.cat(pairs).T
-                found.append(ratio_loss(p, begins, chunking.length))
-        return means | ({"ratio": torch.stack(found).sum()} if found else {})
+                ratio_losses.append(ratio_loss(p, begins, chunking.length))
+        return means | ({"ratio": torch.stack(ratio_losses).sum()} if ratio_losses else {})
 
     def block(self, name: str, stage: int, config: BlockConfig, x: Tensor, row: int) -> Tensor:
         """Pass the stream of one text, (T, D), or streams, (T, n, D), through a block."""
@@ -185,12 +185,12 @@ class Reference:
         return self.bounded(x, self.config.stages[stage].bound)
 
     @staticmethod
-    def bounded(x: Tensor, most: float | None) -> Tensor:
-        """Scale streams down whose root-mean-square is above `most`."""
-        if most is None:
+    def bounded(x: Tensor, limit: float | None) -> Tensor:
+        """Scale streams down whose root-mean-square is above `limit`."""
+        if limit is None:
             return x
         size = (x.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
-        return torch.where(size > most, x * (most / size), x)
+        return torch.where(size > limit, x * (limit / size), x)
 
     def head(self, x: Tensor, row: int) -> Tensor:
         """Compute (T, V) logits of one text from the outermost stage's result, (T, D)."""
@@ -200,9 +200,11 @@ class Reference:
             x = x + mlp(under(w, "byte_mlp"), x, norm(x, w.get("byte_norm")), reading)
         x = norm(x, w.get("norm"), self.config.norm_eps)
         if self.config.composite:
-            self.each[row] = (x @ w["head.heads"].T).view(len(x), len(KINDS), -1).log_softmax(-1)
+            self.log_probabilities[row] = (
+                (x @ w["head.heads"].T).view(len(x), len(KINDS), -1).log_softmax(-1)
+            )
             shares = (x @ w["head.gate"].T).log_softmax(-1)
-            return torch.logsumexp(self.each[row] + shares[..., None], dim=1)
+            return torch.logsumexp(self.log_probabilities[row] + shares[..., None], dim=1)
         return x @ w["embedding" if self.config.tied else "head"].T
 
     def kind_losses(self, targets: Tensor) -> dict[str, Tensor]:
@@ -213,11 +215,13 @@ class Reference:
         """
         if not self.config.composite:
             return {}
-        each = torch.stack([self.each[row] for row in range(len(targets))])
+        log_probabilities = torch.stack(
+            [self.log_probabilities[row] for row in range(len(targets))]
+        )
         losses = {}
         for number, name in enumerate(KINDS):
             of_kind = targets // BYTES == number
-            logs = each[:, :, number][of_kind]
+            logs = log_probabilities[:, :, number][of_kind]
             losses[f"of_{name}"] = -_mean(logs.gather(1, targets[of_kind][:, None] % BYTES))
         return losses
 

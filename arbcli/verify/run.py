@@ -24,8 +24,8 @@ from arbcli.verify.compile_ahead import CompileResult, compile_kernels, find_tar
 from arbcli.verify.ledger import Ledger, new_ledger, verdict
 from arbcli.verify.models import LARGEST, LONGEST
 from arbcli.verify.parity import check_model, check_rotary, compilations, compile_share
-from arbcli.verify.scale_types import ALWAYS, DEFAULT_SCALE_TYPE, IN_TRITON
-from arbcli.verify.subjects import AS_TRAINED, FEW_MODELS, ParityResult, Subject, all_subjects
+from arbcli.verify.scale_types import ALWAYS, DEFAULT_SCALE_TYPE, TRITON_BACKENDS
+from arbcli.verify.subjects import FEW_MODELS, TRAINED_MODEL, ParityResult, Subject, all_subjects
 from arbcli.verify.timing import Stopwatch, TimingReport, check_timeable, time_kernels
 from arbcli.verify.workers import Job, Workers
 
@@ -203,10 +203,10 @@ def _sampled(
     request: VerifyRequest, backends: tuple[str, ...], kernels: Iterable[KernelResult]
 ) -> Iterable[str]:
     """State what Triton left out, besides scale types that were not asked for."""
-    if not (request.sampled and {*backends} & {*IN_TRITON}):
+    if not (request.sampled and {*backends} & {*TRITON_BACKENDS}):
         return
     again = "all with `--exhaustive`"
-    in_triton = [result for result in kernels if result.backend in IN_TRITON]
+    in_triton = [result for result in kernels if result.backend in TRITON_BACKENDS]
     left_out = sum(result.left_out for result in in_triton)
     if left_out:
         cases = sum(len(result.shapes) for result in in_triton)
@@ -224,7 +224,7 @@ def _sampled(
     elif request.whole_model:
         yield (
             f"models on a GPU: {', '.join(LARGEST)} in bf16, with up to {LONGEST} bytes, and small"
-            f" ones in float32; of kernels compiled for any number, but for {AS_TRAINED}"
+            f" ones in float32; of kernels compiled for any number, but for {TRAINED_MODEL}"
         )
 
 

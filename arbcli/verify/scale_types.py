@@ -14,7 +14,7 @@ DEFAULT_SCALE_TYPE = "T32"
 ALWAYS = (DEFAULT_SCALE_TYPE, "T6")
 """In every verification: groups are planes of a block in one, and straddle all in the other.
 Planted faults are looked for in these."""
-IN_TRITON = ("triton", "interpreter")
+TRITON_BACKENDS = ("triton", "interpreter")
 """Backends that run a kernel in some scale types only."""
 
 

@@ -35,7 +35,7 @@ from arbcli.verify.verification import Gate
 
 FEW_MODELS = ("graph", "hnet", "compressed")
 """Models that the interpreter compares, besides `RAGGED`; each takes it 10 s."""
-AS_TRAINED = "1b"
+TRAINED_MODEL = "1b"
 """The model whose kernels a GPU compiles for its sizes, as a training does."""
 DROPOUT = 0.25
 """Probability with which outputs are dropped in a compared model."""
@@ -146,10 +146,10 @@ class Subject:
         return ids[:, :-1], targets
 
     def result(
-        self, check: str, item: str, got: Tensor, wanted: Tensor, gate: Gate
+        self, check: str, item: str, got: Tensor, expected: Tensor, gate: Gate
     ) -> ParityResult:
         """Compare two tensors by a gate."""
-        largest, relative, cosine = errors(got, wanted)
+        largest, relative, cosine = errors(got, expected)
         close = relative is not None and relative <= gate.relative
         return ParityResult(
             check=check,
@@ -157,13 +157,13 @@ class Subject:
             model=f"{self.name} {'bf16' if self.dtype == torch.bfloat16 else 'fp32'}",
             scale_type=self.config.scale_type,
             backend=self.backend,
-            shape=tuple(wanted.shape),
+            shape=tuple(expected.shape),
             gate=gate.text,
             reason=gate.reason,
             max_error=largest,
             relative_error=relative,
             cosine=cosine,
-            passed=torch.equal(got, wanted) if gate.exact else close,
+            passed=torch.equal(got, expected) if gate.exact else close,
         )
 
     @property
@@ -217,8 +217,9 @@ def all_subjects(
     """Yield the subjects on a device.
 
     Compiling and interpreting take long. So the interpreter compares `FEW_MODELS` from the bytes
-    on. A GPU compiles all models but `AS_TRAINED` for any number, and small ones in float32, whose
-    gates are the closer ones; torch, which a GPU uses on request, compares `FEW_MODELS` there.
+    on. A GPU compiles all models but `TRAINED_MODEL` for any number, and small ones in float32,
+    whose gates are the closer ones; torch, which a GPU uses on request, compares `FEW_MODELS`
+    there.
 
     Args:
         device: the device; on a GPU the presets `LARGEST` are among the subjects.
@@ -236,7 +237,7 @@ def all_subjects(
                     checks = ("blocks", "whole" if config.main.memories else "bits")
                     yield Subject(
                         name, config, 1, torch.bfloat16, device, backend, checks,
-                        generally=name != AS_TRAINED,
+                        generally=name != TRAINED_MODEL,
                     )  # fmt: skip
         new = partial(
             Subject,

@@ -13,7 +13,7 @@ from arbcli.verify.verification import Timing
 
 MATRIX = (11264, 2048)
 """(N, K) that kernels are timed on: the largest matrix of a model of 1.2 billion weights."""
-OF_MATRIX: dict[str, Any] = {"N": MATRIX[0], "K": MATRIX[1]}
+MATRIX_SIZES: dict[str, Any] = {"N": MATRIX[0], "K": MATRIX[1]}
 """Sizes of the largest matrix that is timed."""
 
 
@@ -35,17 +35,17 @@ class Timed:
         peer: torch's operation, called with the same inputs.
         peer_name: name of the peer.
         flops: multiplications and additions of a bf16 product, computed from sizes.
-        given: sizes and arguments. A number fills a tensor, two numbers are the range of its
+        sizes: sizes and arguments. A number fills a tensor, two numbers are the range of its
             integers, a dtype is that of its values, and a function of a generator and the shape
             returns it.
     """
 
     def __init__(
         self, label: str, peer: Callable | None = None, peer_name: str = "torch",
-        flops: str = "0", **given: Any,
+        flops: str = "0", **sizes: Any,
     ) -> None:  # fmt: skip
         self.label, self.peer, self.peer_name = label, peer, peer_name
-        self.flops, self.given = flops, given
+        self.flops, self.sizes = flops, sizes
 
     def draw(
         self, arguments: Arguments, values: Mapping[str, Any], device: torch.device, group_size: int
@@ -57,15 +57,15 @@ class Timed:
             for name, kind in arguments.items()
         ]
         peer = None if self.peer is None else partial(self.peer, *inputs)
-        flops = evaluate(self.flops, self.given)
+        flops = evaluate(self.flops, self.sizes)
         return Timing(self.label, tuple(inputs), None, peer, self.peer_name, flops)
 
     def _draw(
         self, name: str, kind: Argument, values: Any, rng: CaseGenerator, group_size: int
     ) -> Any:
-        value = self.given.get(name)
+        value = self.sizes.get(name)
         if isinstance(kind, Number):
-            if name in self.given:
+            if name in self.sizes:
                 return value
         elif value is None and kind.optional:
             return None
@@ -75,7 +75,7 @@ class Timed:
             elif not isinstance(value, tuple) and not callable(value):
                 value = partial(_filled, value=value, dtype=kind.dtypes[0])
             values = value
-        return draw_argument(kind, values, rng, group_size, self.given)
+        return draw_argument(kind, values, rng, group_size, self.sizes)
 
 
 def _filled(rng: CaseGenerator, *shape: int, value: float, dtype: torch.dtype) -> Tensor:

@@ -98,8 +98,8 @@ def time_calls(
     started = time.perf_counter()
     stopwatch.times(replays, WARM_UPS)
     seconds_per_turn = (time.perf_counter() - started) / WARM_UPS
-    least, most = TURNS
-    return stopwatch.times(replays, min(most, max(least, round(seconds / seconds_per_turn))))
+    minimum, maximum = TURNS
+    return stopwatch.times(replays, min(maximum, max(minimum, round(seconds / seconds_per_turn))))
 
 
 def median_ratio(ours: Sequence[float], peers: Sequence[float]) -> float:

@@ -54,10 +54,12 @@ def variant_of(launch: Launch) -> Variant:
         name: "constexpr" if name in constants else type_of(named[name])
         for name in function.arg_names
     }
-    given = [None if signature[name] == "constexpr" else named[name] for name in function.arg_names]
+    values = [
+        None if signature[name] == "constexpr" else named[name] for name in function.arg_names
+    ]
     multiples = {
         path
-        for path, value in _flat(given)
+        for path, value in _flat(values)
         if function.arg_names[path[0]] not in plain and _is_multiple(value)
     }
     attributes = {path: [["tt.divisibility", 16]] for path in sorted(multiples)}

@@ -250,7 +250,7 @@ class Verification:
         compared, names = self.compared, [*self.arguments]
 
         @wraps(run)
-        def with_changes(*inputs: Any) -> Any:
+        def run_in_place(*inputs: Any) -> Any:
             results = run(*inputs)
             if callable(compared):
                 return compared(inputs, results)
@@ -261,7 +261,7 @@ class Verification:
             outputs = (*returned, *(tensor for tensor in changed if tensor is not None))
             return outputs[0] if len(outputs) == 1 else outputs
 
-        return with_changes
+        return run_in_place
 
     def drawn(self, rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
         """Draw the inputs of a random case.

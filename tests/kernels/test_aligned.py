@@ -7,7 +7,7 @@ import pytest
 import torch
 from marks import needs_triton
 
-from arbcli.kernels.codec.decode_weight import _by_block
+from arbcli.kernels.codec.decode_weight import _has_wide_loads
 from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.sources import kernel_files
@@ -74,5 +74,5 @@ def test_no_kernel_that_loads_so_is_left_out():
 
 def test_weights_are_stored_by_16_bytes_where_rows_begin_at_multiples():
     generator, columns = torch.Generator().manual_seed(0), range(320, 340)
-    by_block = [_by_block(random_packed(3, number, 32, generator)) for number in columns]
+    by_block = [_has_wide_loads(random_packed(3, number, 32, generator)) for number in columns]
     assert by_block == [number * torch.bfloat16.itemsize % 16 == 0 for number in columns]

@@ -15,7 +15,7 @@ from torch import Tensor
 from arbcli.families.ahead.kernels.attend_ahead import keep_accepted_, table_of
 from arbcli.families.compressed.kernels.append_position import append_position_
 from arbcli.families.compressed.kernels.decode_compressed import decode_compressed
-from arbcli.families.compressed.verify.append_position import in_eight_bits
+from arbcli.families.compressed.verify.append_position import quantise_inputs
 from arbcli.kernels.attention.attend_parts import attend_parts
 from arbcli.kernels.attention.decode_attention import Kept, decode_attention
 from arbcli.kernels.codec.decode_e4m3 import decode_e4m3
@@ -293,7 +293,7 @@ def test_values_that_inputs_cannot_have_are_refused(name):
 
 
 def test_codes_are_read_with_exponents_that_fit_them():
-    *inputs, exponents = in_eight_bits(tuple(drawn("decode_compressed")), INT8)
+    *inputs, exponents = quantise_inputs(tuple(drawn("decode_compressed")), INT8)
     decode_compressed(*inputs, exponents)
     for place in range(2):
         for wrong in dict(alterations(exponents[place])).values():

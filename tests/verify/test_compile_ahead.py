@@ -84,7 +84,7 @@ def test_a_variant_is_as_triton_specialises_it():
 
 
 def test_every_kernel_whose_tensors_need_memory_is_known():
-    assert {spec.name for spec in find_kernels([])} > compile_ahead.OF_VALUES
+    assert {spec.name for spec in find_kernels([])} > compile_ahead.VALUE_DEPENDENT
 
 
 def test_spills_and_shared_memory_have_limits():

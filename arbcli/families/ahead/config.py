@@ -72,5 +72,5 @@ class AheadConfig(PartConfig):
 
     def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
-        each = site.dim * (site.dim + BYTES) + 3 * site.dim * self.width
-        return (self.positions - 1) * each
+        products_of_position = site.dim * (site.dim + BYTES) + 3 * site.dim * self.width
+        return (self.positions - 1) * products_of_position

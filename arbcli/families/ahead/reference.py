@@ -16,7 +16,7 @@ def ahead(w: Weights, s: Tensor, reading: Reading) -> None:
         reading: with the bytes of the text.
     """
     config, text = reading.config_of(AheadConfig), [*reading.text]
-    mlp, found = under(w, "mlp"), dict[str, list[Tensor]]()
+    mlp, losses_by_name = under(w, "mlp"), dict[str, list[Tensor]]()
     for t in range(len(text)):
         state = s[t]
         following = text[t + 1 : t + 1 + config.positions]
@@ -26,6 +26,6 @@ def ahead(w: Weights, s: Tensor, reading: Reading) -> None:
             state = x + mlp["output"] @ norm(hidden, mlp.get("sub_norm"))
             logits = w["head"] @ norm(state, w.get("head_norm"))
             loss = torch.logsumexp(logits, dim=0) - logits[following[k]]
-            found.setdefault(f"next_{k + 1}", []).append(loss)
-    for name, losses in found.items():
+            losses_by_name.setdefault(f"next_{k + 1}", []).append(loss)
+    for name, losses in losses_by_name.items():
         reading.note(name, torch.stack(losses))

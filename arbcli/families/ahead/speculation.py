@@ -116,5 +116,5 @@ class Checks:
         for number in range(1, self.size):
             byte, place = self._ids[:, number - 1 : number], self._places[number]
             x, logits = head.step(x, byte) if fused else head(x, byte)
-            byte, own = self._ids[0, number : number + 1], repeated[number - 1 : number + 1]
-            propose_byte_(byte, own, equal, logits[0, 0], place, key, EACH_EQUAL, *sampling)
+            byte, pair = self._ids[0, number : number + 1], repeated[number - 1 : number + 1]
+            propose_byte_(byte, pair, equal, logits[0, 0], place, key, EACH_EQUAL, *sampling)

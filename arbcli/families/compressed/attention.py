@@ -59,7 +59,7 @@ from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
-from arbcli.model.layers.rotary import Angles, for_heads, rotary_table, rows_at
+from arbcli.model.layers.rotary import Angles, broadcast_heads, rotary_table, rows_at
 from arbcli.model.low_precision import LowPrecision
 from arbcli.model.parts.cached import CachedAttention
 from arbcli.model.state import PositionCounter
@@ -150,9 +150,11 @@ _keys_of_choices = operator(_KeysOfChoices)
 
 
 @operator
-def choose_entries(q: Tensor, w: Tensor, k: Tensor, first: int, most: int, top_k: int) -> Tensor:
+def choose_entries(
+    q: Tensor, w: Tensor, k: Tensor, first: int, max_entries: int, top_k: int
+) -> Tensor:
     """Select the entries with the largest scores: see the kernel `choose_entries`."""
-    return choose_by_scores(q, w, k, first, most, top_k)
+    return choose_by_scores(q, w, k, first, max_entries, top_k)
 
 
 class Indexer(nn.Module, LowPrecision):
@@ -204,7 +206,7 @@ class Indexer(nn.Module, LowPrecision):
             with torch.no_grad():
                 x, norm = norm(x), None
         q, w = self.query(x.detach(), norm).split((self.heads * self.width, self.heads), dim=-1)
-        q = rotated(q.unflatten(-1, (self.heads, self.width)), for_heads(angles))
+        q = rotated(q.unflatten(-1, (self.heads, self.width)), broadcast_heads(angles))
         return q, w * (self.heads * self.width) ** -0.5
 
     def keys(self, entries: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
@@ -217,7 +219,7 @@ class Indexer(nn.Module, LowPrecision):
         w: Tensor,
         keys: Tensor,
         first: int,
-        most: int,
+        max_entries: int,
         *,
         in_eight_bits: bool = False,
     ) -> Tensor:
@@ -231,7 +233,7 @@ class Indexer(nn.Module, LowPrecision):
             q, keys = q.to(E4M3), keys.to(E4M3)
         elif in_eight_bits:
             keys = keys.to(E4M3).to(q.dtype)
-        return choose_entries(q, w, keys, first, most, self.top_k)
+        return choose_entries(q, w, keys, first, max_entries, self.top_k)
 
     def divergence(
         self,
@@ -274,7 +276,7 @@ def rotated(x: Tensor, angles: Angles) -> Tensor:
 
 def takes_all(chosen: Tensor | None, number: int, sight: Sight) -> bool:
     """Return whether all entries are selected, so that the indexer makes no difference."""
-    return chosen is not None and chosen.shape[-1] >= number <= sight.most
+    return chosen is not None and chosen.shape[-1] >= number <= sight.max_entries
 
 
 class CompressedAttention(CachedAttention):
@@ -337,14 +339,14 @@ class CompressedAttention(CachedAttention):
         recent, entries, still = self._compressed(rest, table)
         number = entries.shape[1]
         recent, entries = self.cache_format.round(recent, entries, rotated=self.rotated)
-        chosen, found = None, None
+        chosen, index_inputs = None, None
         if self.indexer:
-            found, chosen = self._choose(self.indexer, x, norm, still)
+            index_inputs, chosen = self._choose(self.indexer, x, norm, still)
         sink, sight = self.sink(), self.sight
         selection = None if takes_all(chosen, number, sight) else chosen
         y, _, shares = _attend(q, recent, entries, selection, sink, *table, sight)
         losses = {}
-        if self.indexer and found and chosen is not None and torch.is_grad_enabled():
+        if self.indexer and index_inputs and chosen is not None and torch.is_grad_enabled():
             if selection is None:
                 with torch.no_grad():
                     shares = _attend(q, recent, entries, chosen, sink, *table, sight)[2]
@@ -352,7 +354,7 @@ class CompressedAttention(CachedAttention):
             if valid is not None:  # groups with empty slots do not count
                 last = self.ratio * torch.arange(2, number + 2, device=x.device) - 2
                 valid = valid[:, last.clamp(max=length - 1)]
-            divergence = self.indexer.divergence(*found, chosen[:, 1:], shares[:, 1:], valid)
+            divergence = self.indexer.divergence(*index_inputs, chosen[:, 1:], shares[:, 1:], valid)
             losses["indexer"] = [divergence]
         return BlockOutput(x, self.output(y.flatten(2), self.sub_norm), losses)
 
@@ -400,7 +402,7 @@ class CompressedAttention(CachedAttention):
         cos, sin = table
         flat = torch.ones_like(cos), torch.zeros_like(sin)
         recent, entries, still = _compress(rest, beta, *flat, self.kv_heads)
-        here = for_heads(table)
+        here = broadcast_heads(table)
         starts = rows_at(here, slice(0, entries.shape[1] * self.ratio, self.ratio))
         recent, entries = self.placed(recent, here), self.placed(entries, starts)
         return recent.to(rest.dtype), entries.to(rest.dtype), still
@@ -418,7 +420,7 @@ class CompressedAttention(CachedAttention):
         k = indexer.keys(still, rows_at(table, slice(0, number * self.ratio, self.ratio)))
         with torch.no_grad():
             kept = self.cache_format.stored is not None
-            chosen = indexer.choose(q, w, k, 1, self.sight.most, in_eight_bits=kept)
+            chosen = indexer.choose(q, w, k, 1, self.sight.max_entries, in_eight_bits=kept)
             # bytes before the first complete entry select none
             chosen = functional.pad(chosen, (0, 0, 1, 0), value=-1)
         return (q, w, k), chosen
@@ -432,14 +434,14 @@ class CompressedAttention(CachedAttention):
         """Return the angles of `length` positions."""
         return rotary_table(length, self.width, device, self.rotated)
 
-    def in_place(self, recent: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def place_recent(self, recent: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Normalise and rotate bytes, (B, T, G d), by the angles of their positions.
 
         Returns:
             (B, T, G, d).
         """
         x = recent.unflatten(-1, (self.kv_heads, -1)).float()
-        return self.placed(unit_rms(x), for_heads(angles)).to(recent.dtype)
+        return self.placed(unit_rms(x), broadcast_heads(angles)).to(recent.dtype)
 
     def placed(self, x: Tensor, angles: Angles) -> Tensor:
         """Multiply normalised (..., d) by the gains, if any, and rotate it; float32."""

@@ -106,14 +106,14 @@ class CompressedAttentionConfig(PartConfig):
     def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
         inner, kv = self.heads * self.width(site), self.kv_heads * self.width(site)
-        found: float = site.dim * (2 * inner + self.vectors * kv)
+        total: float = site.dim * (2 * inner + self.vectors * kv)
         entries = self.entries(site)
         if self.top_k is not None:
             width = self.index_heads * self.index_width
             per_entry = site.dim * (width + self.index_heads) + kv * self.index_width
-            found += (per_entry + width * entries) / self.ratio
+            total += (per_entry + width * entries) / self.ratio
             entries = min(entries, self.top_k)
-        return found + 2 * inner * (min(self.window, positions) + entries)
+        return total + 2 * inner * (min(self.window, positions) + entries)
 
     def saved_width(self, site: LayerSpec) -> int:
         """Return the widths of the stream, queries and outputs of heads."""

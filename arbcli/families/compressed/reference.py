@@ -86,9 +86,9 @@ def _scores(w: Weights, ends: Tensor, still: Tensor, sees: Tensor, reading: Read
     above = torch.relu(products)
     taken = reading.taken("indexer")
     if taken:  # a rounding may change a sign
-        wanted, above = above.detach(), products * taken[1][: len(ends), :, : len(ends)]
+        exact, above = above.detach(), products * taken[1][: len(ends), :, : len(ends)]
         shown = sees[:, None].expand_as(above)
-        reading.judged.products.append((above.detach()[shown], wanted[shown]))
+        reading.judged.products.append((above.detach()[shown], exact[shown]))
     return (weight[..., None] * above).sum(dim=1) / math.sqrt(heads * width)
 
 

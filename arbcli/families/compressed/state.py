@@ -21,7 +21,7 @@ from arbcli.families.compressed.kernels.decode_compressed import decode_compress
 from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
-from arbcli.model.layers.rotary import for_heads, rotary_table, rows_at, table_rows
+from arbcli.model.layers.rotary import broadcast_heads, rotary_table, rows_at, table_rows
 from arbcli.model.state import PositionCounter, Rows, State
 
 
@@ -29,7 +29,7 @@ class CompressedState(State):
     """The state of one layer: see the module's docstring.
 
     Args:
-        clock: clock of the stack of blocks.
+        clock: position counter of the stack of blocks.
         layer: the `CompressedAttention`.
     """
 
@@ -39,7 +39,7 @@ class CompressedState(State):
         super().__init__(clock)
         clock.limit(min(clock.ctx, clock.positions))
         self.layer, self.ratio, positions = layer, layer.ratio, clock.positions
-        self.window, self.most = layer.sight.window, layer.sight.most
+        self.window, self.max_entries = layer.sight.window, layer.sight.max_entries
         vector, device = (layer.kv_heads, layer.width), clock.device
         rows = table_rows(positions, clock.ctx)
         self.table = rotary_table(rows, layer.width, device, layer.rotated)
@@ -51,7 +51,7 @@ class CompressedState(State):
             ("semaphores", layer.heads), lambda: clock.zeros(layer.heads, dtype=torch.int32)
         )
         self.recent = Rows(clock, min(self.window, positions), *vector, layer.rotated)
-        slots = min(self.most, positions // self.ratio) + 1
+        slots = min(self.max_entries, positions // self.ratio) + 1
         self.entries = Rows(clock, slots, *vector, layer.rotated)
         self.open = clock.zeros(2, self.ratio, layer.kv)
         """Values and gates of the bytes of the incomplete block."""
@@ -109,7 +109,7 @@ class CompressedState(State):
         kept = min(start, ring, self.window - 1)
         before = torch.arange(start - kept, start, device=device) % ring
         before = self.recent.get(before)
-        new = layer.in_place(recent, here)[0]
+        new = layer.place_recent(recent, here)[0]
         last = min(length, ring)
         places = torch.arange(start + length - last, start + length, device=device) % ring
         stored = self.recent.rounded(new)
@@ -125,21 +125,21 @@ class CompressedState(State):
         full = [part[:, : number * m].unflatten(1, (number, m)) for part in block]
         still = layer.compress(*full)  # (1, number, G, d)
         firsts = torch.arange(done, done + number, device=device)
-        angles = for_heads(rows_at(self.table, firsts * m))
+        angles = broadcast_heads(rows_at(self.table, firsts * m))
         rotated = layer.placed(still[0], angles).to(still.dtype)
         rest = block[0].shape[1] - number * m
         for kept_part, part in zip(self.open, block, strict=True):
             kept_part[:rest] = part[0, number * m :]
 
         group = (start + 1) // m
-        lowest = max(0, group - self.most)
+        lowest = max(0, group - self.max_entries)
         slots = len(self.entries)
         old = torch.arange(lowest, done, device=device) % slots
         entries = torch.cat((self.entries.get(old), self.entries.rounded(rotated)))[None]
         self.entries.put(
             firsts % slots, rotated
         )  # a window has no more of them than there are slots
-        sight = Sight(self.window, m, self.most, start - lowest * m)
+        sight = Sight(self.window, m, self.max_entries, start - lowest * m)
         chosen = None
         if self.keys is not None:
             bits = torch.int8 if self.keys.dtype == E4M3 else self.keys.dtype
@@ -151,9 +151,9 @@ class CompressedState(State):
                 # torch does not support index_copy_ for e4m3
                 self.keys.view(bits).index_copy_(0, firsts % slots, new_keys.view(bits))
                 keys = torch.cat((keys, new_keys.to(q.dtype)))
-            found = self._choose(x, norm, keys[None], start, group, lowest)
-            if not found.shape[2] == len(keys) <= self.most:
-                chosen = found  # else all are selected
+            selected = self._choose(x, norm, keys[None], start, group, lowest)
+            if not selected.shape[2] == len(keys) <= self.max_entries:
+                chosen = selected  # else all are selected
         cos, sin = here
         return compressed_attention(
             q, recent, entries, chosen, layer.sink(), cos, sin, sight, NORM_EPS
@@ -179,8 +179,8 @@ class CompressedState(State):
         if ends.start < x.shape[1]:
             angles = rows_at(rows_at(self.index_table, slice(start, start + x.shape[1])), ends)
             q, w = indexer.queries(x[:, ends], norm, angles)
-            made = indexer.choose(q, w, keys, first - lowest, self.most)[..., :size]
-            parts.append(functional.pad(made, (0, size - made.shape[2]), value=-1))
+            entries = indexer.choose(q, w, keys, first - lowest, self.max_entries)[..., :size]
+            parts.append(functional.pad(entries, (0, size - entries.shape[2]), value=-1))
         chosen = torch.cat(parts, dim=1)
         last = chosen[0, -1]
         choice.copy_(torch.where(last >= 0, last + lowest, -1))
@@ -237,7 +237,7 @@ class CompressedState(State):
             (self.recent, place, place, rows[0]),
             (self.entries, number, number * self.ratio, rows[1]),
         ):
-            angles = for_heads(rows_at(self.table, at))
+            angles = broadcast_heads(rows_at(self.table, at))
             kept.put(slot % len(kept), self.layer.placed(row, angles).to(new.dtype))
         return still
 
@@ -265,7 +265,7 @@ class CompressedState(State):
         assert self.keys is not None
         choose_next_(
             query, key, self.keys, self._choice(), self.clock.position, cos, sin, self.ratio,
-            self.most, NORM_EPS,
+            self.max_entries, NORM_EPS,
         )  # fmt: skip
 
     def attend_one(self, q: Tensor, sink: Tensor) -> Tensor:
@@ -279,7 +279,7 @@ class CompressedState(State):
         x = q.reshape(*self.clock.position.shape, *q.shape[2:]).contiguous()
         y = decode_compressed(
             x, self.recent.codes, self.entries.codes, choice, sink, self.clock.position, cos, sin,
-            self.semaphores, self.ratio, self.most, NORM_EPS, self.exponents,
+            self.semaphores, self.ratio, self.max_entries, NORM_EPS, self.exponents,
         )  # fmt: skip
         return y.view(q.shape)
 
@@ -292,7 +292,7 @@ class CompressedState(State):
         else:  # the latest entry of each slot, one of which may be incomplete
             every = torch.arange(slots, device=q.device)
             numbers = complete - 1 - (complete - 1 - every) % slots
-        there = (numbers >= 0) & (numbers >= complete - self.most)
+        there = (numbers >= 0) & (numbers >= complete - self.max_entries)
         places = torch.arange(window, device=q.device)
         seen = torch.cat((there, places <= position))
         keys = torch.cat((self.entries.get(numbers % slots), self.recent.get(places)))

@@ -290,7 +290,7 @@ class Experts(Part):
         """Apply the experts to (B, T, D): see `Part.forward`."""
         x = x if added is None else x + added
         rows, valid = x.flatten(0, 1), reading.valid if reading else None
-        chosen = self.by_hash(reading)
+        chosen = self.choose_by_hash(reading)
         valid = None if valid is None else valid.flatten()
         return BlockOutput(x, self.mix(rows, rows, chosen, norm, valid).view(x.shape))
 
@@ -299,7 +299,7 @@ class Experts(Part):
         """Apply the experts to one position of each text: see `Part.step_texts`."""
         rows = x.flatten(0, 1)
         scores = self.gate.keys.fused(rows, normalise=True).float()
-        chosen, gates = self.gate.weigh(scores, self.by_hash(reading))
+        chosen, gates = self.gate.weigh(scores, self.choose_by_hash(reading))
         routing = route(chosen, self.gate.experts)
         slots = _norm_row_by_row(norm, rows[routing.tokens])
         slots = self.gate_up.product(slots, routing.bounds, apart=True)
@@ -311,7 +311,7 @@ class Experts(Part):
             y = y + each_text(lambda row: shared(row, norm), rows)
         return y.view(x.shape)
 
-    def by_hash(self, reading: BlockInputs | None) -> Tensor | None:
+    def choose_by_hash(self, reading: BlockInputs | None) -> Tensor | None:
         """Select experts by a hash of the text, (M, k) int64; None if the gate selects."""
         if self.gate.kind != "hash":
             return None

@@ -50,7 +50,7 @@ def build_experts(
     )
 
 
-def with_experts(
+def replace_mlps(
     config: ModelConfig,
     *,
     experts: Annotated[int | None, EXPERTS] = None,
@@ -83,14 +83,14 @@ def with_experts(
         ArbError: a value is invalid, or is given without `experts`.
     """
     if experts is None:
-        given = {
+        is_set = {
             "top_k_experts": top_k_experts is not None,
             "moe_gate": moe_gate != GATES[0],
             "hash_layers": hash_layers,
             "shared_expert": shared_expert,
             "moe_clamp": moe_clamp,
         }
-        if names := [name for name, is_given in given.items() if is_given]:
+        if names := [name for name, differs in is_set.items() if differs]:
             raise ArbError(
                 f"`{names[0]}` only applies to experts, and the model has none",
                 hint="give `experts` too",
@@ -112,4 +112,4 @@ def with_experts(
     return replace(config, stages=(*config.outer, stage))
 
 
-MODIFIER = with_experts
+MODIFIER = replace_mlps

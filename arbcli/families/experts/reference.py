@@ -52,7 +52,7 @@ def _gates(w: Weights, query: Tensor, reading: Reading) -> Tensor:
 
 def hashed_experts(reading: Reading) -> list[list[int]]:
     """Draw experts by the 3-gram that ends at each position's byte, from those that are left."""
-    found = []
+    experts = []
     for place in reading.places:
         left, chosen = list(range(reading.config_of(ExpertsConfig).experts)), []
         row = ngram_row(ngrams(reading.text, HASHED)[place], 2**31)
@@ -60,5 +60,5 @@ def hashed_experts(reading: Reading) -> list[list[int]]:
             key = (row + draw * 2**40) * MIX % 2**64
             key = (key ^ (key >> 32)) * MIX % 2**64
             chosen.append(left.pop((key >> 32) % 2**31 * len(left) >> 31))
-        found.append(chosen)
-    return found
+        experts.append(chosen)
+    return experts

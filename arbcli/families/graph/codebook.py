@@ -65,7 +65,7 @@ class Codebook(nn.Module):
         super().__init__()
         layers, self.area = layers_for(site), area
         self.heads, self.key_dim, self.top_k = config.heads, config.key_width, config.top_k
-        halves, width, found = config.halves, config.width, config.heads * config.width
+        halves, width, values_dim = config.halves, config.width, config.heads * config.width
         self.norm = layers.norm(site.dim, site)
         queries = config.heads * 2 * config.key_width
         self.query = layers.linear(queries, site.dim, site, area=area)
@@ -73,9 +73,9 @@ class Codebook(nn.Module):
         self.left = layers.linear(halves[0], config.key_width, site, area=area)
         self.right = layers.linear(halves[1], config.key_width, site, area=area)
         self.table = layers.table(halves[0] * halves[1], width, site, area=area)
-        self.sub_norm = layers.norm(found, site)
-        std = output_std(found, site.depth)
-        self.output = layers.linear(site.dim, found, site, area=area, std=std)
+        self.sub_norm = layers.norm(values_dim, site)
+        std = output_std(values_dim, site.depth)
+        self.output = layers.linear(site.dim, values_dim, site, area=area, std=std)
 
     def forward(self, x: Tensor) -> Found:
         """Look up the memory for a stream, (B, T, D)."""
@@ -86,7 +86,7 @@ class Codebook(nn.Module):
         weights = torch.softmax(scores, dim=1)
         values = self.table(rows, weights, x.dtype).view(batch, length, -1)
         first = (batch, length, self.heads, self.top_k)
-        codes, confidence = (found.view(first)[:, :, 0, 0] for found in (rows, weights))
+        codes, confidence = (part.view(first)[:, :, 0, 0] for part in (rows, weights))
         return Found(self.output(values, self.sub_norm), codes, confidence)
 
     def gauges(self) -> dict[str, float]:

@@ -90,8 +90,8 @@ class QuantiserConfig(PartConfig):
             ArbError: a value is invalid.
         """
         PartConfig.__post_init__(self)
-        for name, most in (("width", MOST_CODE_WIDTH), ("patience", 127)):
-            check_at_most(name, getattr(self, name), most)
+        for name, limit in (("width", MOST_CODE_WIDTH), ("patience", 127)):
+            check_at_most(name, getattr(self, name), limit)
 
     def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
@@ -149,16 +149,16 @@ class IteratedConfig(PartConfig):
 
     def products_with(self, site: LayerSpec, code_width: int) -> float:
         """Return the number of multiplications per position, with codes of a width."""
-        inward, found = self.adapter_rank + 1, site.dim * self.adapter_rank
+        inward, inner = self.adapter_rank + 1, site.dim * self.adapter_rank
         if self.experts:
             inward += self.expert_dim + self.gate_dim
-            found += site.dim * self.expert_dim
-            found += self.experts.products_of(self.expert_dim, self.gate_dim)
+            inner += site.dim * self.expert_dim
+            inner += self.experts.products_of(self.expert_dim, self.gate_dim)
         if self.edges:
-            found += site.dim * code_width
-            found += code_width * self.gate_dim * self.graph_gate
-            found += code_width * self.adapter_rank * self.graph_adapters
-        return self.iterations * (found + site.dim * inward)
+            inner += site.dim * code_width
+            inner += code_width * self.gate_dim * self.graph_gate
+            inner += code_width * self.adapter_rank * self.graph_adapters
+        return self.iterations * (inner + site.dim * inward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,8 +190,8 @@ class MemoriesConfig(BetweenConfig):
     @property
     def codebooks(self) -> dict[str, BookConfig]:
         """The existing codebooks by name."""
-        found = {"codebook": self.codebook, "knowledge": self.knowledge}
-        return {name: book for name, book in found.items() if book}
+        codebooks = {"codebook": self.codebook, "knowledge": self.knowledge}
+        return {name: book for name, book in codebooks.items() if book}
 
     @property
     def outputs(self) -> int:
@@ -205,11 +205,11 @@ class MemoriesConfig(BetweenConfig):
 
     def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""
-        found = sum(book.products(site, positions) for book in self.codebooks.values())
+        total = sum(book.products(site, positions) for book in self.codebooks.values())
         if self.iterated:
             width = self.codebook.width if self.codebook else 0
-            found += self.iterated.products_with(site, width)
-        return found
+            total += self.iterated.products_with(site, width)
+        return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

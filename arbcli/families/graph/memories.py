@@ -81,15 +81,15 @@ class Memories(nn.Module):
         self, x: Tensor, taps: list[Tensor], reading: BlockInputs
     ) -> tuple[Tensor, Losses]:
         """Add the outputs of codebooks and graph to the stream; append the former to `taps`."""
-        found = [book(x) for book in (self.codebook, self.knowledge) if book]
-        taps += [each.y for each in found]
-        for each in found:
-            x = x + each.y
-        costs = [each.cost for each in found if each.cost is not None]
+        outputs = [book(x) for book in (self.codebook, self.knowledge) if book]
+        taps += [output.y for output in outputs]
+        for output in outputs:
+            x = x + output.y
+        costs = [output.cost for output in outputs if output.cost is not None]
         losses = {"commitment": costs} if costs else {}
         if self.moe_graph is None:
             return x, losses
-        first = found[0] if self.codebook else None
+        first = outputs[0] if self.codebook else None
         iterated = self.moe_graph(x, self.codebook, first, reading)
         # only training needs the cost
         ponder = {"ponder": [iterated.ponder_cost()]} if torch.is_grad_enabled() else {}
@@ -99,11 +99,11 @@ class Memories(nn.Module):
         self, x: Tensor, taps: list[Tensor], reading: BlockInputs
     ) -> tuple[Tensor, Losses]:
         """Run `_remember` for one position of each text of a batch, separately."""
-        found = []
+        results = []
         for text, row in enumerate(rows_of(x)):
             outputs: list[Tensor] = []
-            found.append((self._remember(row, outputs, reading.of(text))[0], *outputs))
-        x, *books = (torch.cat(parts) for parts in zip(*found, strict=True))
+            results.append((self._remember(row, outputs, reading.of(text))[0], *outputs))
+        x, *books = (torch.cat(parts) for parts in zip(*results, strict=True))
         taps += books
         return x, {}
 

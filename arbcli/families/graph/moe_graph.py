@@ -77,6 +77,8 @@ class MoEGraph(nn.Module):
         "adapters",
         "message_norm",
         "message",
+        "edge_query",
+        "edge_scale",
     )
 
     def __init__(self, config: IteratedConfig, site: LayerSpec, code_width: int | None) -> None:
@@ -87,7 +89,7 @@ class MoEGraph(nn.Module):
         def linear(out_features: int, in_features: int, std: float | None = None) -> nn.Module:
             return layers.linear(out_features, in_features, site, area=area, std=std)
 
-        def to_stream(in_features: int) -> nn.Module:
+        def stream_layer(in_features: int) -> nn.Module:
             return linear(site.dim, in_features, output_std(in_features, site.depth))
 
         query = config.gate_dim if config.experts else 0
@@ -98,17 +100,17 @@ class MoEGraph(nn.Module):
             own_site = config.experts.own_site(site)
             self.experts = Experts(config.experts, own_site, width, query, area)
             self.sub_norm = layers.norm(width, site)
-            self.output = to_stream(width)
+            self.output = stream_layer(width)
         self.adapter_norm = layers.norm(config.adapter_rank, site)
         self.adapters = nn.ModuleList(
-            to_stream(config.adapter_rank) for _ in range(config.iterations)
+            stream_layer(config.adapter_rank) for _ in range(config.iterations)
         )
         if config.edges:
             if code_width is None:
                 raise ValueError("a graph of codes needs the width of a codebook")
             self.edges = Edges(config.edges)
             self.message_norm = layers.norm(code_width, site)
-            self.message = to_stream(code_width)
+            self.message = stream_layer(code_width)
         self.edge_query = self.edge_scale = None
         if config.graph_gate and code_width is not None:
             self.edge_query = linear(query, code_width)
@@ -119,7 +121,7 @@ class MoEGraph(nn.Module):
         self,
         x: Tensor,
         codebook: Codebook | Quantiser | None,
-        found: Found | None,
+        lookup: Found | None,
         reading: BlockInputs | None = None,
     ) -> Iterated:
         """Iterate over the stream (B, T, D).
@@ -127,21 +129,21 @@ class MoEGraph(nn.Module):
         Args:
             x: the stream.
             codebook: codebook whose rows are the messages of the graph's edges.
-            found: result of the codebook for this stream.
+            lookup: result of the codebook for this stream.
             reading: additional inputs, with the n-grams for hash routing.
         """
         batch, length, dim = x.shape
         start = stream = x.reshape(-1, dim)
         codes, mixture = None, self.config.experts
-        chosen = self.experts.by_hash(reading) if mixture else None
+        chosen = self.experts.choose_by_hash(reading) if mixture else None
         if self.config.edges:
-            if found is None or codebook is None:
+            if lookup is None or codebook is None:
                 raise ValueError("a graph of codes needs a codebook and its result")
-            codes = found.codes.flatten()
+            codes = lookup.codes.flatten()
             if torch.is_grad_enabled():
-                self.edges.note(found.codes)
+                self.edges.note(lookup.codes)
             # straight-through: the value is 1, and the gradient goes to the weight of the code
-            confidence = (1 + found.confidence - found.confidence.detach()).reshape(-1, 1)
+            confidence = (1 + lookup.confidence - lookup.confidence.detach()).reshape(-1, 1)
         halted = torch.zeros(len(stream), device=x.device)  # halted probability, 0..1
         result, shares = torch.zeros_like(stream), []
         for index, adapter in enumerate(self.adapters):

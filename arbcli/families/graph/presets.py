@@ -137,18 +137,18 @@ def graph(
     return ModelConfig(ctx=ctx, stages=(stage,), beside=tuple(beside), head=head, **storage)
 
 
-def adapted(given: dict[str, Any]) -> dict[str, Any]:
+def adapted(options: dict[str, Any]) -> dict[str, Any]:
     """Replace the options `attention` and `top_k_experts` by arguments of the form.
 
     Raises:
         ArbError: there is no such attention, or the number of experts is given twice.
     """
-    adapted = dict(given)
-    if isinstance(attention := given.get("attention"), str):
+    adapted = dict(options)
+    if isinstance(attention := options.get("attention"), str):
         check_choice("attention", attention, ATTENTIONS)
         adapted["attention"] = attention == ATTENTIONS[0]
-    if "top_k_experts" in given:
-        if "moe_top_k" in given:
+    if "top_k_experts" in options:
+        if "moe_top_k" in options:
             raise ArbError(
                 "`top_k_experts` and `moe_top_k` both say how many experts a position uses",
                 hint="give one of them",

@@ -28,20 +28,20 @@ def memories(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, list[Tens
         The stream, and the result of each codebook.
     """
     config, before = reading.config_of(MemoriesConfig), x
-    found: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    results: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     for name, book in config.codebooks.items():
         find = quantiser if isinstance(book, QuantiserConfig) else codebook
-        found[name] = find(under(w, name), before, reading.within(name, book))
-        x = x + found[name][0]
+        results[name] = find(under(w, name), before, reading.within(name, book))
+        x = x + results[name][0]
     if config.iterated:
-        codes = found["codebook"][1:] if config.codebook else None  # rows and weights
-        own = reading.within("moe_graph", config.iterated)
+        codes = results["codebook"][1:] if config.codebook else None  # rows and weights
+        reading_of_graph = reading.within("moe_graph", config.iterated)
         table = w.get("codebook.table")
         if isinstance(config.codebook, QuantiserConfig):
             table = reading.memory("codebook.codes").double() / UNIT
-        x, shares = iterated(under(w, "moe_graph"), x, codes, table, own)
-        own.note("ponder", ponder_costs(shares))
-    return x, [y for y, *_ in found.values()]
+        x, shares = iterated(under(w, "moe_graph"), x, codes, table, reading_of_graph)
+        reading_of_graph.note("ponder", ponder_costs(shares))
+    return x, [y for y, *_ in results.values()]
 
 
 def codebook(w: Weights, x: Tensor, reading: Reading) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,8 +121,8 @@ def iterated(
             low = low * (1 + carried @ w["edge_scale"].T * strong)
         change = norm(low, w.get("adapter_norm")) @ w[f"adapters.{index}"].T
         if mixture:
-            own = reading.within("experts", mixture, index)
-            mixed = experts(under(w, "experts"), asked, into, own) + into
+            reading_of_experts = reading.within("experts", mixture, index)
+            mixed = experts(under(w, "experts"), asked, into, reading_of_experts) + into
             change = change + output_of(mixed, w)
         if config.edges:
             change = change + carried @ w["message"].T * strong
@@ -160,13 +160,13 @@ def _hop(
 
 def edges_by_code(reading: Reading) -> dict[int, list[tuple[int, float]]]:
     """List the (target, weight) of each code's edges."""
-    found: dict[int, list] = {}
+    targets: dict[int, list] = {}
     names = ("source", "target", "sign", "score")
     buffers = (reading.memory(f"edges.{name}").flatten().tolist() for name in names)
     for source, target, sign, score in zip(*buffers, strict=True):
         if score > 0:
-            found.setdefault(source, []).append((target, sign * score / 127**2))
-    return found
+            targets.setdefault(source, []).append((target, sign * score / 127**2))
+    return targets
 
 
 def ponder_costs(shares: Tensor) -> Tensor:

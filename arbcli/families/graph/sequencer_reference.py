@@ -33,7 +33,7 @@ def sequencer(w: Weights, reading: Reading) -> Tensor:
     table = w["table"]
     y = table.new_zeros(len(reading.text), table.shape[1])
     for order in ORDERS:
-        found = [ngram_row(history, len(table)) for history in ngrams(reading.text, order)]
-        rows = torch.tensor(found, device=table.device)
+        row_numbers = [ngram_row(history, len(table)) for history in ngrams(reading.text, order)]
+        rows = torch.tensor(row_numbers, device=table.device)
         y = y + table[rows.clamp(min=0)] * (rows >= 0)[:, None]
     return norm(y, w.get("norm")) @ w["projection"].T

@@ -21,7 +21,7 @@ from arbcli.families.mamba.config import MambaConfig
 
 OUTER_BLOCKS = ("attention", "mamba")
 """Blocks of encoders and decoders: windowed attention with an MLP, or Mamba-2."""
-OF_STAGES = ("outer_dim", "outer_layers", "outer_heads", "outer_ffn", "chunk_length")
+STAGE_SETTINGS = ("outer_dim", "outer_layers", "outer_heads", "outer_ffn", "chunk_length")
 """Arguments with a number for each stage, the outermost first."""
 
 
@@ -72,9 +72,9 @@ def hnet(
     A single number in place of a tuple applies to all outer stages.
     """
     check_choice("outer_blocks", outer_blocks, OUTER_BLOCKS)
-    given = dict(
+    options = dict(
         zip(
-            OF_STAGES,
+            STAGE_SETTINGS,
             (outer_dim, outer_layers, outer_heads, outer_ffn, chunk_length),
             strict=True,
         )
@@ -82,7 +82,7 @@ def hnet(
     number = len(outer_dim) if isinstance(outer_dim, tuple) else 1
     sizes = {
         name: value if isinstance(value, tuple) else (value,) * number
-        for name, value in given.items()
+        for name, value in options.items()
     }
     for name, values in sizes.items():
         if len(values) != number or not number:
@@ -93,7 +93,7 @@ def hnet(
             )
     stages = []
     for index in range(number):
-        width, depth, own_heads, own_ffn, length = (sizes[name][index] for name in OF_STAGES)
+        width, depth, own_heads, own_ffn, length = (sizes[name][index] for name in STAGE_SETTINGS)
         if outer_blocks == "mamba":
             block = BlockConfig(mixer=MambaConfig(heads=own_heads, states=states))
         else:

@@ -53,18 +53,18 @@ class Stage(nn.Module, JoinedStatistics):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
-        own = config.stages[index]
+        stage = config.stages[index]
         self.chunking, self.index, self.config = config.chunkings[index], index, config
-        outer = config.site(index, len(own.before))
+        outer = config.site(index, len(stage.before))
         site, inner = self.chunking.own_site(outer), config.site(index + 1)
         parts = layers_for(site)
-        self.encoder = Stack(own.before, own, outer)
+        self.encoder = Stack(stage.before, stage, outer)
         self.router = BoundaryRouter(site) if self.chunking.boundaries == "learned" else None
         self.inward = parts.linear(inner.dim, site.dim, site, area="chunking")
         self.outward_norm = parts.norm(inner.dim, inner)
         self.outward = parts.linear(site.dim, inner.dim, site, area="chunking")
         self.residual = parts.linear(site.dim, site.dim, site, spread=0.0, area="chunking")
-        self.decoder = Stack(own.after, own, config.site(index, len(own.after)))
+        self.decoder = Stack(stage.after, stage, config.site(index, len(stage.after)))
 
     def forward(
         self,
@@ -231,7 +231,9 @@ class Stage(nn.Module, JoinedStatistics):
     def step_up(self, reading: BlockInputs, past: "StageState", *, fused: bool) -> Tensor:
         """Run the decoder for the position of the last `step_down`."""
         x = pass_one(self.decoder, past.y, past.decoder, reading, fused=fused)
-        if past.encoder.each:  # a mark reads the count; for a single text the next step sets it
+        if (
+            past.encoder.text_views
+        ):  # a mark reads the count; for a single text the next step sets it
             past.decoder.clock.count()
         return x
 
@@ -259,7 +261,7 @@ class StageState(State):
     y: Tensor
     """(B, 1, D), input of the decoder for a single position of each text."""
     inner: PositionCounter
-    """Batches only: clock of the inner stage, which only steps texts that begin a chunk."""
+    """Batches only: counter of the inner stage, which only steps texts that begin a chunk."""
 
     def __init__(self, stage: Stage, encoder: Track, decoder: Track) -> None:
         super().__init__(encoder.clock)
@@ -279,11 +281,12 @@ class StageState(State):
         self._means: Tensor | None = None
 
     @cached_property
-    def each(self) -> list["StageState"]:
+    def text_views(self) -> list["StageState"]:
         """The state of each text of a batch, as views."""
-        states = super().each
-        for own, encoder, decoder in zip(states, self.encoder.each, self.decoder.each, strict=True):
-            own.encoder, own.decoder = encoder, decoder
+        states = super().text_views
+        stacks = zip(self.encoder.text_views, self.decoder.text_views, strict=True)
+        for state, (encoder, decoder) in zip(states, stacks, strict=True):
+            state.encoder, state.decoder = encoder, decoder
         return states
 
     @property

@@ -154,7 +154,7 @@ class LatentRing(State):
     inverse RMS of each key.
 
     Args:
-        clock: clock of the stack of blocks.
+        clock: position counter of the stack of blocks.
         layer: the attention layer.
     """
 
@@ -211,9 +211,9 @@ class LatentRing(State):
             (W + T, heads) float32.
         """
         lengths = torch.rsqrt(k[0].float().square().mean(dim=-1) + NORM_EPS)
-        found = torch.cat((self.lengths, lengths))
+        extended = torch.cat((self.lengths, lengths))
         self.lengths.index_copy_(0, self.clock.places % self.window, lengths)
-        return found
+        return extended
 
     def attend_one(self, rows: Tensor, up: Tensor, scale: float) -> Tensor:
         """Store a new position of each text, and attend from it: see `decode_latent`."""
@@ -232,6 +232,6 @@ class LatentRing(State):
         slots = self.clock.places % self.window
         before = self.latent.get().clone()
         after = torch.cat((before, self.latent.put(slots, latent)), dim=1)
-        found = after, torch.cat((self.rotated, rotated), dim=1)
+        extended = after, torch.cat((self.rotated, rotated), dim=1)
         self.rotated.index_copy_(1, slots, rotated)
-        return *found, self.mask
+        return *extended, self.mask

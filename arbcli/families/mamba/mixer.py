@@ -212,7 +212,7 @@ class MambaState(State):
     """States of the heads, and a ring buffer of the convolution's inputs: see `mamba_step`.
 
     Args:
-        clock: clock of the stack of blocks.
+        clock: position counter of the stack of blocks.
         layer: the mixer.
     """
 

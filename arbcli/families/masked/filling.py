@@ -26,7 +26,7 @@ LEAD = 8
 are hard to predict, as it separates them from the text that they continue."""
 
 
-def in_layout(before: Tensor, hole: Tensor, after: Tensor, vocabulary: int) -> Tensor:
+def lay_out(before: Tensor, hole: Tensor, after: Tensor, vocabulary: int) -> Tensor:
     """Return the parts of a text in the order in which a model reads them, with marks.
 
     Args:
@@ -45,7 +45,7 @@ def in_layout(before: Tensor, hole: Tensor, after: Tensor, vocabulary: int) -> T
 
 
 def led_in(before: Tensor, hole: Tensor, after: Tensor, vocabulary: int) -> Tensor:
-    """Lay out a text like `in_layout`, as if the hole began `LEAD` symbols earlier.
+    """Lay out a text like `lay_out`, as if the hole began `LEAD` symbols earlier.
 
     Args:
         before: text before the hole; all of it is read after the mark if it is shorter than `LEAD`.
@@ -54,10 +54,10 @@ def led_in(before: Tensor, hole: Tensor, after: Tensor, vocabulary: int) -> Tens
         vocabulary: V.
 
     Returns:
-        (N,) int64, with the length of `in_layout`; the hole's symbols are the last ones.
+        (N,) int64, with the length of `lay_out`; the hole's symbols are the last ones.
     """
     begin = max(0, len(before) - LEAD)
-    return in_layout(before[:begin], torch.cat([before[begin:], hole]), after, vocabulary)
+    return lay_out(before[:begin], torch.cat([before[begin:], hole]), after, vocabulary)
 
 
 def training_windows(
@@ -110,7 +110,7 @@ def cut(
         length = min(int((size + 1) ** share), size)
         begin = min(int(place * (size - length + 1)), size - length)
         parts = row[:begin], row[begin : begin + length], row[begin + length : size]
-        inputs = in_layout(*parts, vocabulary)
+        inputs = lay_out(*parts, vocabulary)
         targets = inputs.masked_fill(inputs >= vocabulary, -1)
         targets[1:3] = -1
         rows.append((inputs, targets))

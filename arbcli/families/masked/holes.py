@@ -113,8 +113,8 @@ def filled(
     """Generate a text of `length` symbols from a single hole, and yield its bytes."""
     hidden = [model.config.vocabulary] * length
     with use_backend(backend), model.prepared_weights(spare_bytes(model.device)):
-        found = fill(model, hidden, min(steps, length), sampling)
-    yield from bytes_of(model, [], [found])
+        symbols = fill(model, hidden, min(steps, length), sampling)
+    yield from bytes_of(model, [], [symbols])
 
 
 def fill_in_order(
@@ -177,10 +177,10 @@ def fill_text(
     before = 0 if model.tokenizer is None else len(model.tokenizer.beginning)
     encode = list if model.tokenizer is None else model.tokenizer.encode
     symbols = [[*symbols_of(model, first)], *map(encode, others)]
-    size, most = filled + sum(map(len, symbols)), config.ctx - EXTRA * (not config.is_masked)
-    if size > most:
+    size, capacity = filled + sum(map(len, symbols)), config.ctx - EXTRA * (not config.is_masked)
+    if size > capacity:
         raise ArbError(
-            f"the text has {size:,} symbols with its holes, and the model reads {most:,}",
+            f"the text has {size:,} symbols with its holes, and the model reads {capacity:,}",
             hint="use a smaller `--length`, or a shorter text",
         )
     steps = filled if steps is None else min(steps, filled)
@@ -194,10 +194,10 @@ def fill_text(
         if config.is_masked:
             hidden = [config.vocabulary] * length
             masked = [*symbols[0], *(one for part in symbols[1:] for one in (*hidden, *part))]
-            found = fill(model, masked, steps, sampling)
+            filling = fill(model, masked, steps, sampling)
         else:
-            found = fill_in_order(model, symbols, length, sampling, backend)
-    content = b"".join(bytes_of(model, found[:before], [found[before:]]))
+            filling = fill_in_order(model, symbols, length, sampling, backend)
+    content = b"".join(bytes_of(model, filling[:before], [filling[before:]]))
     report = FillReport(
         checkpoint=checkpoint,
         text=content.decode(errors="replace"),

@@ -18,14 +18,14 @@ class BoundedFile:
 
     Args:
         path: path of the file.
-        most: maximum number of bytes to read, which `allow` raises.
+        limit: maximum number of bytes to read, which `allow` raises.
 
     Raises:
         OSError: the file cannot be opened.
     """
 
-    def __init__(self, path: Path, most: int) -> None:
-        self._file, self._left, self._allowed = path.open("rb"), most, most
+    def __init__(self, path: Path, limit: int) -> None:
+        self._file, self._left, self._allowed = path.open("rb"), limit, limit
         self._size = os.fstat(self._file.fileno()).st_size
         self.cut_by = ""
         """Reason why the file ended early; empty if no read exceeded the bound."""
@@ -49,10 +49,10 @@ class BoundedFile:
     def read(self, size: int = -1) -> bytes:
         """Read `size` bytes or the rest of the file; fewer at its end, or at the bound."""
         there = max(0, self._size - self._file.tell())
-        wanted = there if size < 0 else min(size, there)
-        if wanted > self._left:
+        length = there if size < 0 else min(size, there)
+        if length > self._left:
             self.cut_by = f"its decoder reads more than the {self._allowed:,} bytes of its bound"
-        content = self._file.read(min(wanted, self._left))
+        content = self._file.read(min(length, self._left))
         self._left -= min(self._left, max(SMALLEST_READ, len(content)))
         return content
 

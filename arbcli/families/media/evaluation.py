@@ -78,23 +78,23 @@ class MediaLosses:
             return ()
         sums = self._sums.tolist()
         sums[1 if self.parts[0].start == 0 else 0] += math.log(256)  # the first byte
-        found = []
+        losses = []
         if between := len(self.text) - sum(part.stop - part.start for part in self.parts):
             nats = sum(sums[::2]) / between
-            found.append(KindLoss(kind="text", bytes=between, nats_per_byte=nats))
+            losses.append(KindLoss(kind="text", bytes=between, nats_per_byte=nats))
         for kind, unit in (("sound", "sample"), ("picture", "pixel")):
-            each = [
+            parts = [
                 (part, nats)
                 for part, nats in zip(self.parts, sums[1::2], strict=True)
                 if part.header.kind == kind
             ]
-            if each:
-                found.append(self._of_kind(kind, unit, each))
-        return tuple(found)
+            if parts:
+                losses.append(self._kind_loss(kind, unit, parts))
+        return tuple(losses)
 
-    def _of_kind(self, kind: str, unit: str, each: list[tuple[Part, float]]) -> KindLoss:
+    def _kind_loss(self, kind: str, unit: str, parts: list[tuple[Part, float]]) -> KindLoss:
         units, peers = 0, dict[str, int]()
-        for part, _ in each:
+        for part, _ in parts:
             body, header = self.text.read(*part.body_range), part.header
             sizes: dict[str, int] = {}
             with suppress(ImportError):  # optional packages
@@ -107,7 +107,8 @@ class MediaLosses:
                     sizes = encoded_bytes(decode_pixels(body, header))
             for name, count in sizes.items():
                 peers[name] = peers.get(name, 0) + count
-        size, nats = sum(part.stop - part.start for part, _ in each), sum(nats for _, nats in each)
+        size = sum(part.stop - part.start for part, _ in parts)
+        nats = sum(nats for _, nats in parts)
         return KindLoss(
             kind=kind,
             bytes=size,

@@ -23,7 +23,7 @@ class Heads(NamedTuple):
 
     logits: Tensor
     """(B, T, 256) in the dtype of the stream, log-probabilities of the mixture."""
-    each: Tensor
+    by_kind: Tensor
     """(B, T, kinds, 256) float32, log-probabilities of each head."""
 
 
@@ -39,9 +39,9 @@ class CompositeHead(nn.Module):
 
     def forward(self, x: Tensor, norm: nn.Module) -> Heads:
         """Compute log-probabilities from norm(x), with x (B, T, D)."""
-        each = self.heads(x, norm).unflatten(-1, (len(KINDS), BYTES)).float().log_softmax(dim=-1)
+        by_kind = self.heads(x, norm).unflatten(-1, (len(KINDS), BYTES)).float().log_softmax(dim=-1)
         shares = self.gate(x, norm).float().log_softmax(dim=-1)
-        return Heads(torch.logsumexp(each + shares[..., None], dim=-2).to(x.dtype), each)
+        return Heads(torch.logsumexp(by_kind + shares[..., None], dim=-2).to(x.dtype), by_kind)
 
     def next_losses(
         self, x: Tensor, norm: nn.Module, targets: Tensor, cross_entropy: Callable
@@ -55,26 +55,27 @@ class CompositeHead(nn.Module):
             cross_entropy: mean cross-entropy of (N, 256) logits and (N,) targets.
         """
         kinds, targets = targets // BYTES, targets % BYTES
-        logits, each = self(x, norm)
+        logits, by_kind = self(x, norm)
         of_text = cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return {"text": of_text} | self.losses(each, targets, kinds)
+        return {"text": of_text} | self.losses(by_kind, targets, kinds)
 
     @staticmethod
-    def losses(each: Tensor, targets: Tensor, kinds: Tensor) -> dict[str, Tensor]:
+    def losses(by_kind: Tensor, targets: Tensor, kinds: Tensor) -> dict[str, Tensor]:
         """Compute the mean cross-entropy of each head over the bytes of its kind.
 
         Args:
-            each: `Heads.each`.
+            by_kind: `Heads.by_kind`.
             targets: (B, T) int64 bytes.
             kinds: (B, T) int64 indices into `KINDS`.
 
         Returns:
             Float32 scalars in nats per byte; 0 for kinds without bytes.
         """
-        of_target = each.gather(-1, targets[..., None, None].expand(*each.shape[:-1], 1))[..., 0]
+        index = targets[..., None, None].expand(*by_kind.shape[:-1], 1)
+        of_target = by_kind.gather(-1, index)[..., 0]
         losses = {}
         for number, name in enumerate(KINDS):
-            own = kinds == number
-            total = (-of_target[..., number] * own).sum()
-            losses[f"of_{name}"] = total / own.sum().clamp(min=1)
+            of_kind = kinds == number
+            total = (-of_target[..., number] * of_kind).sum()
+            losses[f"of_{name}"] = total / of_kind.sum().clamp(min=1)
         return losses

@@ -120,11 +120,11 @@ def webp_size(content: BoundedFile) -> tuple[int, int] | None:
     content.seek(0)
     if match is None:
         return None
-    found = int.from_bytes(match[match.lastgroup or ""], "little")
+    size_bits = int.from_bytes(match[match.lastgroup or ""], "little")
     if match["lossy"]:
-        return found & 0x3FFF, found >> 16 & 0x3FFF
+        return size_bits & 0x3FFF, size_bits >> 16 & 0x3FFF
     bits = 24 if match["canvas"] else 14
-    return (found & (1 << bits) - 1) + 1, (found >> bits & (1 << bits) - 1) + 1
+    return (size_bits & (1 << bits) - 1) + 1, (size_bits >> bits & (1 << bits) - 1) + 1
 
 
 def _allow(content: BoundedFile, size: tuple[int, int], path: Path) -> None:
@@ -157,8 +157,8 @@ def decode_pixels(body: bytes, header: PictureHeader) -> "np.ndarray":
     import numpy as np  # takes a tenth of a second, and help needs none
 
     rows = np.zeros((header.height, header.item_bytes), np.uint8)
-    given = np.frombuffer(body, np.uint8)[: rows.size]
-    rows.reshape(-1)[: len(given)] = given
+    pixels = np.frombuffer(body, np.uint8)[: rows.size]
+    rows.reshape(-1)[: len(pixels)] = pixels
     shape = (header.height, header.width, 3) if header.mode == "rgb" else rows[:, :-1].shape
     return rows[:, :-1].reshape(shape)
 

@@ -82,8 +82,8 @@ class HyperConnection(nn.Module):
         rows = x.reshape(-1, streams, dim)
         weigh = self.step_weights if fused else self.weights
         read, keep, write = weigh(rows)
-        found = branch(self.mix_streams(rows, read[:, None]).view(batch, length, dim))
-        return self.mix_streams(rows, keep, found.reshape(-1, dim), write).view(x.shape)
+        output = branch(self.mix_streams(rows, read[:, None]).view(batch, length, dim))
+        return self.mix_streams(rows, keep, output.reshape(-1, dim), write).view(x.shape)
 
     def weights(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute a, B and c, (M, n), (M, n, n) and (M, n) float32, from streams (M, n, D)."""

@@ -86,8 +86,8 @@ class Votes(Rule):
             fallen = control.step // STEPS_OF_THRESHOLD
             threshold = (FIRST_THRESHOLD - fallen).clamp_(min=THRESHOLD)
         if "bound" in self.fixes:
-            most = math.ceil(FLIP_SHARE * gradient.values.numel())
-            held = hold_flips(*ballot, threshold, control.keys[TRIT], most)
+            max_flips = math.ceil(FLIP_SHARE * gradient.values.numel())
+            held = hold_flips(*ballot, threshold, control.keys[TRIT], max_flips)
         control.flips.add_(cast_trit_votes(*ballot, gradient.gains.ok, threshold, held))
 
 

@@ -116,20 +116,20 @@ class Sharing(NamedTuple):
     """Number of slots per span."""
 
 
-def sharing(window: int, width: int, most: int) -> Sharing:
-    """Choose the partition that was fastest on an H200, with at most `most` parts."""
+def sharing(window: int, width: int, limit: int) -> Sharing:
+    """Choose the partition that was fastest on an H200, with at most `limit` parts."""
     slots = WARPS * 256 // width  # slots per pass
-    passes = PASSES[window > most * PASSES[0] * slots]
+    passes = PASSES[window > limit * PASSES[0] * slots]
     span = passes * slots
-    return Sharing(min(-(-window // span), most), passes, span)
+    return Sharing(min(-(-window // span), limit), passes, span)
 
 
 def _attend_parts_torch(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    eps: float, most: int = MOST_PARTS,
+    eps: float, max_parts: int = MOST_PARTS,
 ) -> AttentionParts:  # fmt: skip
     window, width = keys.shape[1:]
-    parts, _, span = sharing(window, width, most)
+    parts, _, span = sharing(window, width, max_parts)
     slot = (position % window).long()[None]
     q, k = rotated_torch(qkv, position, cos, sin, eps)
     keys.index_copy_(1, slot, k[:, None])
@@ -182,12 +182,14 @@ def turn(words, cos, sin, eps, WIDTH: tl.constexpr, PTX: tl.constexpr):
     `sin` has the sign of each half.
     """
     LANES: tl.constexpr = WIDTH // 8
+    # mean square of the vector, over the threads that share it
     x, partner = unpair_four(words), ()
     square = x[0] * x[0]
     for i in tl.static_range(1, 8):
         square += x[i] * x[i]
     squares = sum_across((square,), 1, LANES, PTX)
     r = tl.rsqrt(squares[0] / WIDTH + eps)
+    # the partner of an element is in the other half, LANES / 2 threads away
     for i in tl.static_range(4):
         partner = partner + unpair(across(words[i], LANES // 2, PTX))
     rotated = ()
@@ -237,10 +239,12 @@ def add_span(
 
     With `AGAIN`, the span is kept for further queries.
     """
+    # scores of all slots of the thread: products of eight elements, then sums over LANES
     scores = ()
     for i in tl.static_range(len(keys)):
         scores = scores + (products(_unpaired(keys[i], AGAIN, PTX), q),)  # noqa: RUF005
     scores = sum_across(scores, 1, WIDTH // 8, PTX)
+    # weights need no maximum: queries and keys are normalised, so scores are bounded
     for i in tl.static_range(len(keys)):
         s = mine + STRIDE * i
         weight = tl.where((s < seen) & (s != slot), tl.exp(scores[i] * scale), 0.0)
@@ -274,6 +278,7 @@ def _attend_parts_kernel(
     LANES: tl.constexpr = WIDTH // 8  # threads per slot
     STRIDE: tl.constexpr = 32 // LANES * WARPS
     OF_WARP: tl.constexpr = 4 * WIDTH + 16  # bytes of shared memory
+    # a group of LANES threads has a slot, and a thread eight elements of its vectors
     thread = tl.arange(0, 32 * WARPS)
     warp, lane = thread // 32, thread % 32
     d = 8 * (lane % LANES)
@@ -281,8 +286,10 @@ def _attend_parts_kernel(
     position = tl.load(position_ptr)
     slot, seen = position % W, tl.minimum(position + 1, W)
     SPAN: tl.constexpr = STRIDE * PASSES
+    # the first span of this part; parts take spans in turns
     first = part * SPAN
     if first < seen:
+        # issue the loads that do not depend on the previous kernel, then wait for it
         mine = first + thread // LANES
         at = head.to(tl.int64) * W * HALF + d // 2  # words here, of two elements
         keys_of_head, values_of_head = keys_ptr + at, values_ptr + at
@@ -294,6 +301,7 @@ def _attend_parts_kernel(
         adds_new = slot // SPAN % tl.num_programs(1) == part
         wait_for_last(OVERLAP, True)
 
+        # the query of the new byte, rotated and normalised, stays in registers
         of_q = qkv_ptr + head * HALF + d // 2
         q_words = load_new(of_q, PTX)
         k_words = load_new(of_q + HEADS * HALF, PTX)
@@ -317,6 +325,7 @@ def _attend_parts_kernel(
             for i in tl.static_range(4):
                 tl.store(to_key + i, k_words[i], mask=stores)
                 tl.store(to_value + i, v_words[i], mask=stores)
+        # all other slots: load the next span while this one is added
         if SEVERAL:
             apart = SPAN * tl.num_programs(1)
             for start in range(first, seen, apart):
@@ -346,6 +355,7 @@ def _attend_parts_kernel(
                 sums, total, keys, values, q, mine, seen, slot, scale, WIDTH, STRIDE, False, PTX
             )
 
+        # add up the warps through shared memory, and store the average of this part
         write_sums(memory + OF_WARP * warp, sums, total, d, lane, WIDTH, PTX)
         tl.debug_barrier()
         has_element = True
@@ -382,6 +392,7 @@ def store_part(
     for w in tl.static_range(WARPS):
         weighted += read_float(memory + (OF_WARP * w + 4 * of_d), PTX)
         whole += read_float(memory + (OF_WARP * w + 4 * WIDTH), PTX)
+    # the average is rounded once; the total stays float32, to weight it
     average = weighted / whole
     rounded = round_pair(average, average, PTX).to(tl.int16)
     tl.store(averages_ptr + place * WIDTH + of_d, rounded, mask=some)
@@ -390,10 +401,10 @@ def store_part(
 
 def _attend_parts_triton(
     qkv: Tensor, keys: Tensor, values: Tensor, position: Tensor, cos: Tensor, sin: Tensor,
-    eps: float, most: int = MOST_PARTS,
+    eps: float, max_parts: int = MOST_PARTS,
 ) -> AttentionParts:  # fmt: skip
     heads, window, width = keys.shape
-    parts, passes, span = sharing(window, width, most)
+    parts, passes, span = sharing(window, width, max_parts)
     averages = torch.empty(parts, heads * width, dtype=qkv.dtype, device=qkv.device)
     totals = torch.empty(parts, heads, dtype=torch.float32, device=qkv.device)
     aligned = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (qkv, cos, sin))
@@ -431,7 +442,7 @@ attend_parts = Operation(
     "attend_parts", _attend_parts_triton, _attend_parts_torch,
     {
         "qkv": Array("3, H, D", BF16, dense=True), "keys": _RING, "values": _RING,
-        **PLACE, "position": Array("", INT32), "eps": Number(), "most": Number(),
+        **PLACE, "position": Array("", INT32), "eps": Number(), "max_parts": Number(),
     },
     where=(
         f"D in {WIDTHS}", "W > 0", ALIGNED,
@@ -450,7 +461,7 @@ Args:
     cos: (P, d / 2) float32, contiguous.
     sin: like `cos`.
     eps: added to the mean square.
-    most: maximum number of parts per head.
+    max_parts: maximum number of parts per head.
 
 Returns:
     Parts whose average is the mean of the last min(position + 1, W) values, with the weights

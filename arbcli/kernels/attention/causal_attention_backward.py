@@ -79,9 +79,11 @@ def _store_turned(
     """Store the gradient of these queries or keys before `rotary_norm_`."""
     t, offs_h = first + tl.arange(0, ROWS), tl.arange(0, D // 2)[None, :]
     known, token = t < T, b.to(tl.int64) * T + t
+    # backward of the norm: project the gradient off y, times the inverse RMS
     y = _load_rows(y_desc, b, h, first, ROWS, D).to(tl.float32)
     r = tl.load(r_ptr + (token * 2 + part) * H + h, mask=known, other=0)[:, None]
     values = (values - y * (tl.sum(y * values, axis=1) / D)[:, None]) * r
+    # backward of the rotation: turn by the negative angle
     one, other = tl.split(values.reshape(ROWS, 2, D // 2).permute(0, 2, 1))
     table, mask = t.to(tl.int64)[:, None] * (D // 2) + offs_h, known[:, None]
     cos = tl.load(cos_ptr + table, mask=mask, other=0)
@@ -132,17 +134,20 @@ def _add_keys(
 ):  # fmt: skip
     """Add the contributions of keys `begin` to `end` to the gradient of a block of queries."""
     for first in range(begin, end, BLOCK):
+        # attention weights again, from the logarithm of their sum
         k = _load_rows(k_desc, b, h, first, BLOCK, D)
         p = tl.exp2(tl.dot(q, k.T, input_precision=PRECISION) * scale - log[:, None])
         if MASKED:
             n = first + tl.arange(0, BLOCK)
             p = tl.where(n[None, :] <= m[:, None], p, 0)
+        # gradient of the weights, through the mask of dropout
         v = _load_rows(v_desc, b, h, first, BLOCK, D)
         grad_p = tl.dot(g, v.T, input_precision=PRECISION)
         places = first + tl.arange(0, BLOCK)
         grad_p = drop_weights(
             grad_p, key_ptr, (row + m)[:, None], places[None, :], THRESHOLD, FACTOR
         )
+        # backward of the softmax, then of the scores
         e = p * (grad_p - delta[:, None])
         grad = tl.dot(e.to(k.dtype), k, grad, input_precision=PRECISION)
     return grad
@@ -166,15 +171,18 @@ def _queries(
     of_head = b.to(tl.int64) * H + h
     q = _load_rows(q_desc, b, h, first, BLOCK, D)
     g = _load_rows(grad_y_desc, b, h, first, BLOCK, D)
+    # sums that every pair of query and key needs; programs for keys load them
     delta = _delta(g, _load_rows(y_desc, b, h, first, BLOCK, D))
     log = tl.load(logs_ptr + of_head * T + m, mask=m < T, other=0) * log2_e
     tl.store(delta_ptr + of_head * padded + m, delta)
     tl.store(log2_ptr + of_head * padded + m, log)
     grad = tl.zeros((BLOCK, D), dtype=tl.float32)
+    # keys before the block are all visible
     grad = _add_keys(
         grad, q, g, log, delta, k_desc, v_desc, key_ptr, b, h, m, of_head * T, 0, first,
         scale * log2_e, D, BLOCK, False, PRECISION, THRESHOLD, FACTOR,
     )  # fmt: skip
+    # keys of the block itself are masked
     grad = _add_keys(
         grad, q, g, log, delta, k_desc, v_desc, key_ptr, b, h, m, of_head * T, first, first + BLOCK,
         scale * log2_e, D, BLOCK, True, PRECISION, THRESHOLD, FACTOR,
@@ -218,8 +226,10 @@ def _add_queries(
             log = tl.load(log_ptr + m)
         else:
             log = tl.load(log_ptr + m, mask=m < T, other=0) * log2_e
+        # attention weights again, transposed: [keys, queries]
         p = tl.exp2(tl.dot(k, q.T, input_precision=PRECISION) * scale - log[None, :])
         p = tl.where(n[:, None] <= m[None, :], p, 0)
+        # gradient of the values: the dropped weights times that of the outputs
         g = _load_rows(grad_y_desc, b, h, first, BLOCK, D)  # zeros beyond the last query
         rows, columns = (row + m)[None, :], n[:, None]
         dropped = drop_weights(p, key_ptr, rows, columns, THRESHOLD, FACTOR)
@@ -228,6 +238,7 @@ def _add_queries(
             delta = tl.load(delta_ptr + m)
         else:
             delta = _delta(g, _load_rows(y_desc, b, h, first, BLOCK, D))
+        # gradient of the keys: backward of dropout, softmax and scores
         grad_p = tl.dot(v, g.T, input_precision=PRECISION)
         grad_p = drop_weights(grad_p, key_ptr, rows, columns, THRESHOLD, FACTOR)
         e = p * (grad_p - delta[None, :])

@@ -159,9 +159,11 @@ def add_parts(
 ):  # fmt: skip
     """Count this program; in the last one, add the `splits` partial sums of a head."""
     tl.debug_barrier()  # all threads store their sums before the program is counted
+    # the last program to arrive sees the sums of all others
     arrived = tl.atomic_add(semaphores_ptr + head, 1, sem="acq_rel")
     if arrived == tl.minimum(splits, PROGRAMS) - 1:
         total, weighted = 0.0, tl.zeros(offs_d.shape, dtype=tl.float32)
+        # parts are added in a fixed order, whichever program is last
         for start in range(0, splits, BLOCK_P):
             offs_p = start + tl.arange(0, BLOCK_P)
             mask_p, parts = offs_p < splits, head * SPLITS + offs_p
@@ -173,6 +175,7 @@ def add_parts(
             weighted += tl.sum(sums, axis=0)
         y = (weighted / total).to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + head * WIDTH + offs_d, y, mask=mask_d)
+        # ready for the next launch
         tl.store(semaphores_ptr + head, 0)
 
 
@@ -229,6 +232,7 @@ def _decode_attention_kernel(
     qkv_ptr += text * 3 * HEADS * WIDTH
     if EIGHT:
         exponents_ptr += ring + text * entries
+    # the slots of this program; one beyond the filled slots does nothing
     slot, seen = position % W, tl.minimum(position + 1, W)
     span = SPAN if SPAN > 0 else span_of(seen, BLOCK_S, SPLITS) if SEVERAL else BLOCK_S
     first = split * span
@@ -240,12 +244,14 @@ def _decode_attention_kernel(
             keys_ptr, values_ptr, exponents_ptr, first, end, slot, offs_d, mask_d, entries,
             WIDTH, BLOCK_S, EIGHT,
         )  # fmt: skip
+        # query, key and value of the new byte; every program of the head computes them
         q, k, v = load_rotated(
             qkv_ptr, cos_ptr, sin_ptr, position, head, offs_d, mask_d, HEADS, eps, HALF, OVERLAP
         )
         q = q.to(tl.float32)
         if SPAN > 0:  # scale the query once, not every score
             q, scale = q * scale, 1.0
+        # the program whose span has the new slot stores key and value
         mine = slot // span == split
         if EIGHT:
             k, of_new_key = quantise_entry(k.to(tl.float32), E4M3, NATIVE)
@@ -263,6 +269,7 @@ def _decode_attention_kernel(
         weights = tl.zeros((BLOCK_S, 1), dtype=tl.float32)
         sums = tl.zeros((BLOCK_S, BLOCK_D), dtype=tl.float32)
         for start in range(first, end if SEVERAL else first + 1, BLOCK_S):
+            # prefetch the next block, then weight the values of this one
             key, value, of_key, of_value = block
             if SEVERAL:
                 block = _load_slots(
@@ -288,6 +295,7 @@ def _decode_attention_kernel(
         of_new = tl.where(mine, tl.exp(score), 0)
 
         place = text * HEADS + head
+        # add up the slots, and store the output or, if programs share a head, a part of it
         sums = tl.sum(sums, axis=0) + of_new * new_value
         total = tl.sum(weights) + of_new
         if SPLITS == 1:
@@ -327,10 +335,10 @@ def tiling(
     if one_program and block_d * triton.next_power_of_2(window) <= TILE:
         return Tiling(triton.next_power_of_2(window), 1, False, 8)
     slots = max(1, min(SLOTS, TILE // block_d))
-    blocks, most = triton.cdiv(window, slots), max(1, PROGRAMS // heads)
-    light = width == block_d and blocks <= most  # masks and a second block need registers
+    blocks, limit = triton.cdiv(window, slots), max(1, PROGRAMS // heads)
+    light = width == block_d and blocks <= limit  # masks and a second block need registers
     warps = 8 if dtype == torch.float32 else 2 if light else 4
-    return Tiling(slots, min(blocks, most), blocks > most, warps)
+    return Tiling(slots, min(blocks, limit), blocks > limit, warps)
 
 
 def _tiling_of_texts(window: int, width: int) -> Tiling:

@@ -28,13 +28,13 @@ from arbcli.kernels.codec.decode_digits import (
 )
 from arbcli.kernels.codec.layout import BLOCK, PLANE
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import in_planes, positions_in_block, trit_at
+from arbcli.kernels.codec.packing import has_planes, positions_in_block, trit_at
 from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.codec.warp_products import (
     HAS_PTX,
-    from_lane,
     multiply_pairs,
     pair,
+    read_lane,
     shift_pair,
     spread,
     take_digits,
@@ -155,7 +155,7 @@ def _decode_blocks(
         lane = tl.full(c.shape, i, tl.int32)
         for digit in tl.static_range(4, -1, -1):
             trits, qs = take_digits(qs, digit, PTX)
-            scale = from_lane(scales[digit], lane, PTX)
+            scale = read_lane(scales[digit], lane, PTX)
             pairs = ()
             for j in tl.static_range(4):
                 pairs = pairs + (multiply_pairs(trits[j], scale, PTX),)  # noqa: RUF005
@@ -203,9 +203,9 @@ def _store_four(pointer, words, mask):
     tl.store(tl.multiple_of(pointers, (1, 16)), four, mask=mask[:, None])
 
 
-def _by_block(packed: Packed) -> bool:
+def _has_wide_loads(packed: Packed) -> bool:
     """Return whether planes have one scale, and words and eight weights can be accessed at once."""
-    whole = in_planes(packed.group_size) and packed.in_features % 8 == 0
+    whole = has_planes(packed.group_size) and packed.in_features % 8 == 0
     return whole and packed.trits.stride(1) == 1 and torch.version.hip is None
 
 
@@ -216,7 +216,7 @@ def decode_weight_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
     rows, in_features = packed.out_features, packed.in_features
     weight = torch.empty(rows, in_features, dtype=dtype, device=packed.trits.device)
     if weight.numel():
-        by_block = _by_block(packed)
+        by_block = _has_wide_loads(packed)
         blocks = in_features // BLOCK if by_block else 0
         narrow = by_block and blocks <= NARROW and weight.numel() < LARGE_ELEMENTS
         abreast, column_rows = NARROW_TILE if narrow else (ABREAST, COLUMN_ROWS)

@@ -12,7 +12,7 @@ from arbcli.kernels.runtime.arguments import INT8, UINT8, Array, Number
 from arbcli.kernels.runtime.operation import Operation
 
 
-def in_planes(group_size: int) -> bool:
+def has_planes(group_size: int) -> bool:
     """Return whether groups consist of whole planes, so that each plane has one scale."""
     return group_size % PLANE == 0
 

@@ -37,7 +37,7 @@ _ODD_DIGIT = tl.constexpr("""
 lop3.b32 $0, $2, 0xC000C000, 0, 0x0C;  // ~q & ..
 mad.lo.s32 $1, $2, -3, $0;
 """)
-_FROM_LANE = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 0x1c1f, 0xffffffff;")
+_READ_LANE = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 0x1c1f, 0xffffffff;")
 _SHIFT_PAIR = tl.constexpr("shf.r.wrap.b32 $0, $1, $2, $3;")
 _ROUND_PAIR = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 _UNPAIR = tl.constexpr(
@@ -187,12 +187,12 @@ def shift_pair(low, high, bits, PTX: tl.constexpr):
 
 
 @triton.jit
-def from_lane(value, lane, PTX: tl.constexpr):
+def read_lane(value, lane, PTX: tl.constexpr):
     """Fetch an int32 or float32 from thread c = `lane` among the four threads of a row."""
     if PTX:
         REGISTERS: tl.constexpr = "=f,f,r" if value.dtype == tl.float32 else "=r,r,r"
         return tl.inline_asm_elementwise(
-            _FROM_LANE, REGISTERS, [value, lane], dtype=value.dtype, is_pure=True, pack=1
+            _READ_LANE, REGISTERS, [value, lane], dtype=value.dtype, is_pure=True, pack=1
         )
     thread = tl.arange(0, value.shape[0])
     return tl.gather(value, thread // 4 * 4 + lane, 0)

@@ -39,9 +39,9 @@ from arbcli.kernels.matmul.swizzled import (
     few_rows_fit,
     few_rows_of,
     grid_of,
-    in_tiles,
     multiply_native,
     rows_torch,
+    split_tiles,
     tiles_by,
 )
 from arbcli.kernels.runtime.arguments import (
@@ -90,17 +90,17 @@ def prepack_int8(packed: Packed, gated: bool = False) -> PrepackedInt8:
     rows, in_features = packed.out_features, packed.in_features
     planes = -(-in_features // PLANE)
     codes = torch.zeros(rows, planes * PLANE, dtype=torch.uint8, device=packed.trits.device)
-    most = max(1, (1 << 26) // max(1, in_features))
-    for start in range(0, rows, most):
-        part = slice(start, min(start + most, rows))
+    limit = max(1, (1 << 26) // max(1, in_features))
+    for start in range(0, rows, limit):
+        part = slice(start, min(start + limit, rows))
         z = digits_torch(packed, torch.float32, part).mul_(packed.unit)
         magnitude = z.abs()
         _check_bytes(bool(magnitude.amax() > LARGEST_Z))
         codes[part, :in_features] = magnitude.add_(SIGN * (z < 0)).to(torch.uint8)
     group = torch.arange(planes, device=codes.device) * PLANE // packed.group_size
     scales = scales_torch(packed.exponent, packed.fraction)[:, group] / packed.unit
-    pieces = in_tiles(codes.unflatten(1, (planes, 4, 8)), gated).permute(0, 3, 2, 4, 1, 5)
-    scales = in_tiles(scales.bfloat16(), gated).permute(0, 3, 2, 1)
+    pieces = split_tiles(codes.unflatten(1, (planes, 4, 8)), gated).permute(0, 3, 2, 4, 1, 5)
+    scales = split_tiles(scales.bfloat16(), gated).permute(0, 3, 2, 1)
     pieces, scales = pieces.contiguous(), scales.contiguous()
     # a kernel that overlaps the one before it reads them without waiting for any kernel
     if pieces.is_cuda:
@@ -109,7 +109,7 @@ def prepack_int8(packed: Packed, gated: bool = False) -> PrepackedInt8:
 
 
 def prepack_in_lanes(packed: Packed, gated: bool = False) -> PrepackedInt8:
-    """Compute `in_lanes` of `prepack_int8` with the native loop."""
+    """Compute `permute_lanes` of `prepack_int8` with the native loop."""
     _check_int8(packed, gated)
     rows = packed.out_features // (1 + gated)
     grid, device = grid_of(rows, packed.in_features, gated, PLANE), packed.trits.device
@@ -131,7 +131,7 @@ _check_int8 = compiled_check(
 )
 
 
-def in_lanes(weight: PrepackedInt8) -> PrepackedInt8:
+def permute_lanes(weight: PrepackedInt8) -> PrepackedInt8:
     """Permute pieces for the native loop: (T, P, 16, 16, 2) int8, z of 16 rows by two columns."""
     if weight.pieces.dtype == torch.int8:
         return weight
@@ -161,7 +161,7 @@ def _int8_matmul_native(
     x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    weight = in_lanes(PrepackedInt8(pieces, scales, out_features, in_features, gated))
+    weight = permute_lanes(PrepackedInt8(pieces, scales, out_features, in_features, gated))
     return multiply_native(x, weight.pieces, scales, out_features, gated, eps, added, dtype)
 
 
@@ -183,7 +183,7 @@ def int8_matmul(
     Args:
         x: (M, K) bfloat16, contiguous, 1 to 64 rows, K a multiple of 8; on a CPU float32 too, and
             any number of rows.
-        weight: the prepacked matrix; on a CPU, calling `in_lanes` once is faster than in every
+        weight: the prepacked matrix; on a CPU, calling `permute_lanes` once is faster than in every
             call.
         eps: added to the mean square; None omits the norm.
         added: like the result; None omits the sum.
@@ -197,8 +197,8 @@ def int8_matmul(
         ValueError: a dtype or a shape does not fit.
     """
     inputs = x, *weight, eps, added, dtype or x.dtype
-    in_lanes = weight.pieces.dtype == torch.int8 and uses_native(x)
-    (_check_lanes if in_lanes else INT8_MATMUL.check)(*inputs)
+    is_native = weight.pieces.dtype == torch.int8 and uses_native(x)
+    (_check_lanes if is_native else INT8_MATMUL.check)(*inputs)
     return INT8_MATMUL.chosen(x)(*inputs)
 
 

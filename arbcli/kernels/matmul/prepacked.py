@@ -39,9 +39,9 @@ from arbcli.kernels.matmul.swizzled import (
     arrange_native,
     check_trits,
     few_rows_of,
-    in_tiles,
     multiply_native,
     rows_torch,
+    split_tiles,
     tiles_by,
 )
 from arbcli.kernels.runtime._triton import tl
@@ -96,11 +96,11 @@ def prepack(packed: Packed, gated: bool = False) -> Prepacked:
     if uses_native(packed.trits):
         arrange_native(packed, pieces, None, gated)
         return Prepacked(pieces, rows, packed.in_features, gated)
-    most = max(1, PREPACKED_AT_ONCE // (ROWS * BLOCK * blocks))
-    for start in range(0, tiles, most):
-        index = torch.arange(height * start, min(height * (start + most), rows), device=device)
+    limit = max(1, PREPACKED_AT_ONCE // (ROWS * BLOCK * blocks))
+    for start in range(0, tiles, limit):
+        index = torch.arange(height * start, min(height * (start + limit), rows), device=device)
         index = torch.cat([index + rows * half for half in range(halves)])
-        pieces[start : start + most] = _pieces(packed.rows(index), gated, blocks)
+        pieces[start : start + limit] = _pieces(packed.rows(index), gated, blocks)
     # a kernel that overlaps the one before it reads the pieces without waiting for any kernel
     if pieces.is_cuda:
         torch.cuda.synchronize(device)
@@ -116,10 +116,10 @@ def _pieces(packed: Packed, gated: bool, blocks: int) -> Tensor:
     codes = unpack_trits(packed.trits, packed.in_features).to(torch.uint8) + 1
     codes = functional.pad(codes, (0, BLOCK * blocks - packed.in_features))
     # tile, half, row, block, plane i, j, q, byte
-    codes = in_tiles(codes.unflatten(1, (blocks, 4, 4, 2, 4)), gated)[..., COLUMNS]
+    codes = split_tiles(codes.unflatten(1, (blocks, 4, 4, 2, 4)), gated)[..., COLUMNS]
     shift = torch.arange(0, 8, 2, dtype=torch.uint8, device=device).view(4, 1, 1, 1)
     codes = (codes << shift).sum(4, dtype=torch.uint8).permute(0, 3, 4, 2, 5, 1, 6)
-    scales = in_tiles(scales.unflatten(1, (blocks, 4)), gated).permute(0, 3, 2, 1, 4)
+    scales = split_tiles(scales.unflatten(1, (blocks, 4)), gated).permute(0, 3, 2, 1, 4)
     return torch.cat([codes.flatten(2), scales.flatten(2).view(torch.uint8)], dim=2)
 
 

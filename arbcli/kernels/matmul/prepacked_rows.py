@@ -156,6 +156,7 @@ def _copy_block(
             source = (scales_ptr + (4 * first + 2 * lane)).to(tl.int64)
             copy(target + 2048, source, lane // 2 < left, lane < 8, False)
         else:
+            # a piece of trits has its scales after its codes, and is copied as a whole
             piece = tile * BLOCKS + tl.minimum(block, BLOCKS - 1)
             source = (pieces_ptr + (PIECE_BYTES // 8 * piece + 2 * lane)).to(tl.int64)
             for j in tl.static_range(0, UNITS, 32):
@@ -311,6 +312,7 @@ def _prepacked_rows_kernel(
     OF_WARP: tl.constexpr = OF_TILE * HEIGHT
     memory = memory_of(instead_ptr, thread, BYTES, PTX)
     mine, squares_at = memory + OF_WARP * warp, memory + OF_WARP * WARPS
+    # weights do not depend on the previous kernel: their copies start before the wait
     if PTX:
         for stage in tl.static_range(STAGES):
             _copy_block(

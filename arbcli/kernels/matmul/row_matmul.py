@@ -198,7 +198,7 @@ def _sum_bytes(word, total, PTX: tl.constexpr):
 
 
 @triton.jit
-def _over_four(values, PTX: tl.constexpr):
+def _sum_over_four(values, PTX: tl.constexpr):
     """Sum each int32 of a tuple over four neighbouring threads."""
     for turn in tl.static_range(2):
         others, sums = (), ()
@@ -214,12 +214,12 @@ def _over_four(values, PTX: tl.constexpr):
 def _largest_of_four(values, PTX: tl.constexpr):
     """Compute the maximum of each pair of a tuple over four neighbouring threads."""
     for turn in tl.static_range(2):
-        others, most = (), ()
+        others, maxima = (), ()
         for t in tl.static_range(len(values)):
             others = others + (across(values[t], 1 << turn, PTX),)  # noqa: RUF005
         for t in tl.static_range(len(values)):
-            most = most + (_max_pairs(values[t], others[t], PTX),)  # noqa: RUF005
-        values = most
+            maxima = maxima + (_max_pairs(values[t], others[t], PTX),)  # noqa: RUF005
+        values = maxima
     return values
 
 
@@ -244,10 +244,10 @@ def _round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
     largest = _largest_of_four(largest, PTX)
     for t in tl.static_range(TURNS):
         u, four = units[t], octets[t]
-        most = tl.maximum(largest[t] & 0xFFFF, (largest[t] >> 16) & 0xFFFF)
-        exponent = tl.maximum(most >> 7, _LEAST)
+        maximum = tl.maximum(largest[t] & 0xFFFF, (largest[t] >> 16) & 0xFFFF)
+        exponent = tl.maximum(maximum >> 7, _LEAST)
         inverse = ((267 - exponent) << 23).to(tl.float32, bitcast=True)  # 2**14 / 2**(e + 1)
-        exponents = exponents + (tl.where(most >= _NOT_FINITE, -1, exponent),)  # noqa: RUF005
+        exponents = exponents + (tl.where(maximum >= _NOT_FINITE, -1, exponent),)  # noqa: RUF005
         # integers below 2**15, split to bytes; the sum is what codes T + 1 add too much
         low_0, high_0 = _round_four(four[0], four[1], inverse, PTX)
         low_1, high_1 = _round_four(four[2], four[3], inverse, PTX)
@@ -258,7 +258,7 @@ def _round_x(octets, units, x_at, tables_at, PTX: tl.constexpr):
         write_two(at, high_0, high_1, PTX)
         write_two(at + HALF, low_0, low_1, PTX)
     # the table of a block: sums and units of planes, with the factor 4**i of their codes
-    totals = _over_four(totals, PTX)
+    totals = _sum_over_four(totals, PTX)
     for t in tl.static_range(TURNS):
         u = units[t]
         plane = u // 4 % 4
@@ -339,6 +339,7 @@ def _take_octets(
     """Round groups of eight from `first` on to shared memory, and return their squares."""
     TURNS: tl.constexpr = (GROUPS + SQUARES - 1) // SQUARES
     octets, some, units, to, tables = (), (), (), (), ()
+    # issue the loads of all groups before the first is used
     for k in tl.static_range(first, first + COUNT):
         row, group = _task_of(k // TURNS, thread // 32, ROWS, WARPS, SQUARES)
         group += SQUARES * (k % TURNS)
@@ -539,11 +540,13 @@ def _multiply_block(
             min(_ROWS_OF_INSTRUCTION, ROWS - first), OF_ROW, PTX,
         )  # fmt: skip
         of_rows, sums = of_rows + (some,), sums + (zero, zero)  # noqa: RUF005
+    # a plane of codes is masked once, and multiplied by all rows of x
     for i in tl.static_range(4):
         masked, of_upper, of_lower = _plane_of(codes, scales, i, PTX)
         added = ()
         for k in tl.static_range(len(of_rows)):
             x, totals, units = of_rows[k]
+            # the instruction multiplies bytes: those of the two halves of x are combined here
             four = add_byte_products((nothing,) * 4, masked, (x[2 * i], x[2 * i + 1]), PTX)
             unit = units[i].to(tl.float32, bitcast=True)
             upper = ((four[0] << 8) + (four[1] - totals[i])).to(tl.float32)
@@ -580,6 +583,7 @@ def _do_step(
             sums = _sum_pairwise(
                 _sum_pairwise(of_blocks[0], of_blocks[1]), _sum_pairwise(of_blocks[2], of_blocks[3])
             )
+    # sums of a step go to shared memory, where `_finish` adds those of a tile
     for k in tl.static_range(len(sums)):
         row = _ROWS_OF_INSTRUCTION * (k // 2) + c
         at = sums_at + (OF_SUMS * row + SUMS * step + 4 * r + 32 * (k % 2))
@@ -610,6 +614,7 @@ def _finish(
         if k + 1 < PER_TILE:
             odd += read_float(sums_at + SUMS * (k + 1), PTX)
     y += odd
+    # the norm is a factor of the product: the mean square was summed while x was rounded
     if NORM:
         total = tl.zeros(added.shape, tl.float32)
         for first in tl.static_range(0, SQUARES, 4):
@@ -617,6 +622,7 @@ def _finish(
             for i in tl.static_range(min(4, SQUARES - first)):
                 total += four[i].to(tl.float32, bitcast=True)
         y *= tl.rsqrt(total * share + eps)
+    # gate and up of a result are eight threads apart
     if GATED:
         y = y / (1 + tl.exp(-y)) * across(y, 8, PTX)
     return y + added
@@ -636,11 +642,11 @@ def _place_of(
     return unit // HEIGHT if ROWS > 1 else 0, of_tile, row, n, stores
 
 
-@triton.jit(do_not_specialize=["N", "K", "tiles", "most", "span"])
+@triton.jit(do_not_specialize=["N", "K", "tiles", "max_parts", "span"])
 @no_type_check
 def _row_matmul_kernel(
     x_ptr, pieces_ptr, added_ptr, y_ptr, instead_ptr, totals_ptr, position_ptr,
-    N, K, tiles, share, eps, most, span,
+    N, K, tiles, share, eps, max_parts, span,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, M: tl.constexpr,
     OF_PROGRAM: tl.constexpr, ROWS: tl.constexpr, ABREAST: tl.constexpr, HEIGHT: tl.constexpr,
     BLOCKS: tl.constexpr, WARPS: tl.constexpr, SQUARES: tl.constexpr, WIDTH: tl.constexpr,
@@ -680,7 +686,7 @@ def _row_matmul_kernel(
     squares_at = sums_at + OF_SUMS * ROWS
     parts = 1
     if WIDTH > 0:
-        parts = tl.minimum(tl.cdiv(tl.load(position_ptr) + 1, span), most)
+        parts = tl.minimum(tl.cdiv(tl.load(position_ptr) + 1, span), max_parts)
     wait_for_last(OVERLAP, EARLY)
 
     first_row = 0
@@ -770,9 +776,9 @@ def tiling_of(tiles: int, blocks: int, processors: int) -> Tiling:
     if of_processor == 1 and blocks <= 16:  # one warp per block
         return Tiling(1, 1, max(4, triton.next_power_of_2(blocks)), 64)
     steps = -(-blocks // 4)
-    most = 8 if steps <= 16 else 16
-    height = max(1, min(of_processor, 4, 2 * most // steps))  # at most two steps per warp
-    warps = max(4, min(most, triton.next_power_of_2(height * steps)))
+    max_warps = 8 if steps <= 16 else 16
+    height = max(1, min(of_processor, 4, 2 * max_warps // steps))  # at most two steps per warp
+    warps = max(4, min(max_warps, triton.next_power_of_2(height * steps)))
     return Tiling(4, height, warps, 96 if height == 4 else 128)
 
 
@@ -815,9 +821,9 @@ def _row_matmul_triton(
     y = torch.empty(rows, out_features, dtype=dtype, device=pieces.device)
     tiles, blocks = pieces.shape[:2]
     to = y if added is None else added.contiguous()
-    totals, position, most, span, width = to, to, 1, 1, 0
+    totals, position, max_parts, span, width = to, to, 1, 1, 0
     if isinstance(x, AttentionParts):
-        most, heads = x.totals.shape
+        max_parts, heads = x.totals.shape
         totals, position, span, width = x.totals, x.position, x.span, in_features // heads
         x = x.values
     x = x if x.data_ptr() % 16 == 0 else x.clone()
@@ -830,7 +836,7 @@ def _row_matmul_triton(
     _row_matmul_kernel[grid](
         x.flatten().view(torch.int64), pieces.view(torch.int64), to, y, instead, totals, position,
         out_features, in_features, tiles, 1 / in_features, 0.0 if eps is None else eps,
-        most, span,
+        max_parts, span,
         NORM=eps is not None, GATED=gated, ADD=added is not None, M=rows,
         OF_PROGRAM=tiling.of_program, ROWS=tiling.rows, ABREAST=tiling.abreast,
         HEIGHT=tiling.height, BLOCKS=blocks, WARPS=tiling.warps,

@@ -38,7 +38,7 @@ check_trits = compiled_check(
 """Check that a matrix can be prepacked: trits, groups of whole planes, even N if gated."""
 
 
-def in_tiles(rows: Tensor, gated: bool) -> Tensor:
+def split_tiles(rows: Tensor, gated: bool) -> Tensor:
     """Split rows, padded with zeros, into (tiles, 2, 8, ...), two eights per tile."""
     halves = rows.unflatten(0, (2, -1)) if gated else rows[None]
     missing = -halves.shape[1] % (8 if gated else ROWS)
@@ -135,11 +135,11 @@ def few_rows_of(pieces: Arguments) -> Arguments:
     }
 
 
-def few_rows_fit(most: int) -> tuple[str, ...]:
-    """Return the conditions on up to `most` rows; on a CPU float32 and more rows are allowed."""
+def few_rows_fit(limit: int) -> tuple[str, ...]:
+    """Return the conditions on up to `limit` rows; on a CPU float32 and more rows are allowed."""
     return (
         "x.dtype == torch.bfloat16 or uses_native(x)",
-        "M == 1" if most == 1 else f"M > 0 and (M <= {most} or uses_native(x))",
+        "M == 1" if limit == 1 else f"M > 0 and (M <= {limit} or uses_native(x))",
         "in_features % 8 == 0",
         "added is None or added.dtype == (dtype or x.dtype)",
     )

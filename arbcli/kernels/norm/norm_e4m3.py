@@ -29,7 +29,7 @@ from arbcli.kernels.runtime.arguments import Array
 from arbcli.kernels.runtime.operation import Operation
 
 
-def in_turn(norm: Callable, round_rows: Callable) -> Callable[..., Any]:
+def compose(norm: Callable, round_rows: Callable) -> Callable[..., Any]:
     """Compose a norm, rounded to the dtype of its input, and `quantise_rows`."""
 
     def run(*inputs: Any) -> tuple[Tensor, ...]:
@@ -117,7 +117,7 @@ def _gated_rms_norm_e4m3_triton(
 _X = Array("M, D")
 
 rms_norm_e4m3 = Operation(
-    "rms_norm_e4m3", _rms_norm_e4m3_triton, in_turn(rms_norm, quantise_rows),
+    "rms_norm_e4m3", _rms_norm_e4m3_triton, compose(rms_norm, quantise_rows),
     {**rms_norm.arguments, "x": _X}, where=("D > 0",),
 )  # fmt: skip
 """Compute `rms_norm` of the rows of `x`, and quantise them with `quantise_rows`.
@@ -131,7 +131,7 @@ Returns:
     (M, D) float8_e4m3fn, and (M, 1) float32 scales.
 """
 add_rms_norm_e4m3 = Operation(
-    "add_rms_norm_e4m3", _add_rms_norm_e4m3_triton, in_turn(add_rms_norm, quantise_rows),
+    "add_rms_norm_e4m3", _add_rms_norm_e4m3_triton, compose(add_rms_norm, quantise_rows),
     {**add_rms_norm.arguments, "x": _X, "added": _X}, where=("D > 0",),
 )  # fmt: skip
 """Compute x + added as in `add_rms_norm`, and `rms_norm_e4m3` of the sum.
@@ -140,7 +140,7 @@ Returns:
     (M, D) x + added in the dtype of `x`; (M, D) float8_e4m3fn, and (M, 1) float32 scales.
 """
 gated_rms_norm_e4m3 = Operation(
-    "gated_rms_norm_e4m3", _gated_rms_norm_e4m3_triton, in_turn(gated_rms_norm, quantise_rows),
+    "gated_rms_norm_e4m3", _gated_rms_norm_e4m3_triton, compose(gated_rms_norm, quantise_rows),
     {**GATED_ARGUMENTS, "gate_up": Array("M, W")}, where=("W > 0", *GATED_WHERE),
 )  # fmt: skip
 """Compute `gated_rms_norm` of (M, 2 D) `gate_up`, and quantise its rows to e4m3."""

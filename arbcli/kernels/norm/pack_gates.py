@@ -108,13 +108,13 @@ def _pack_gates_kernel(
 ):  # fmt: skip
     """Pack a row."""
     offs_m = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64)
-    most, most_up = tl.zeros((1,), tl.int32), tl.zeros((1,), tl.int32)
+    maximum, maximum_up = tl.zeros((1,), tl.int32), tl.zeros((1,), tl.int32)
     for start in range(0, D, BLOCK_D):
         offs_d = start + tl.arange(0, BLOCK_D)
         gate, up = _load(x_ptr, offs_m, offs_d, D, stride_xm, stride_xd)
-        most = tl.maximum(most, tl.max(_sizes_of(gate, ROUND), axis=1))
-        most_up = tl.maximum(most_up, tl.max(_sizes_of(up, ROUND), axis=1))
-    base, base_up = _bases_of(most), _bases_of(most_up)
+        maximum = tl.maximum(maximum, tl.max(_sizes_of(gate, ROUND), axis=1))
+        maximum_up = tl.maximum(maximum_up, tl.max(_sizes_of(up, ROUND), axis=1))
+    base, base_up = _bases_of(maximum), _bases_of(maximum_up)
     tl.store(bases_ptr + offs_m * 2, base[:, None].to(tl.uint8))
     tl.store(bases_ptr + offs_m * 2 + 1, base_up[:, None].to(tl.uint8))
     for start in range(0, D, BLOCK_D):

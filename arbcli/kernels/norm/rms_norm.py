@@ -33,7 +33,7 @@ Weight = Packed | Tensor | None
 """One packed row of frozen weights; or gains, (D,) float32: see `gained_rms_norm`; None is ones."""
 
 
-def of_sum(norm: Callable) -> Callable[..., Any]:
+def normalise_sum(norm: Callable) -> Callable[..., Any]:
     """Add to the first input of a norm, rounded as in torch; return the sum and its norm."""
 
     def run(x: Tensor, added: Tensor, weight: Weight, eps: float) -> tuple[Tensor, Tensor]:
@@ -183,6 +183,7 @@ def _rms_norm_kernel(
         r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
         store_rows(y_ptr, x * r * weight, offs_m, offs_d, mask, D)
     else:
+        # rows too long for registers are read twice: for the mean square, then for the result
         squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
         for start in range(0, D, BLOCK_D):
             offs_d = start + tl.arange(0, BLOCK_D)
@@ -223,6 +224,7 @@ def _rms_norm_backward_kernel(
         mask = (offs_m < M) & (offs_d < D)[None, :]
         x = load_rows(x_ptr, offs_m, offs_d, mask, stride_xm)
         weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
+        # gradient of the normalised row, which is projected off that row
         grad_xhat = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym) * weight
         r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
         xhat = x * r
@@ -233,6 +235,7 @@ def _rms_norm_backward_kernel(
         )  # fmt: skip
         store_rows(y_ptr, xhat * weight, offs_m, offs_d, mask, D)
     else:
+        # first pass: mean square, and mean product of the row and its gradient
         squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
         products = tl.zeros((BLOCK_M,), dtype=tl.float32)
         for start in range(0, D, BLOCK_D):
@@ -246,6 +249,7 @@ def _rms_norm_backward_kernel(
         r = tl.rsqrt(squares / D + eps)
         mean = (products * r / D)[:, None]  # of xhat * gy * w
         r = r[:, None]
+        # second pass: the gradient, and y again
         for start in range(0, D, BLOCK_D):
             offs_d = start + tl.arange(0, BLOCK_D)
             mask = (offs_m < M) & (offs_d < D)[None, :]
@@ -312,7 +316,7 @@ def _add_rms_norm_triton(
     width = x.shape[-1]
     grid, tile = tiling(x.numel() // max(width, 1), width)
     if not (x.numel() and tile["WHOLE"]):
-        return of_sum(_rms_norm_triton)(x, added, weight, eps)
+        return normalise_sum(_rms_norm_triton)(x, added, weight, eps)
     total, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     x, added, decoded = dense_rows(x), dense_rows(added), norm_weight(weight)
     _rms_norm_kernel[grid](
@@ -362,9 +366,9 @@ Returns:
     (..., D) in the dtype of `x`, contiguous; computed in float32 and rounded once.
 """
 add_rms_norm = Operation(
-    "add_rms_norm", _add_rms_norm_triton, of_sum(_rms_norm_torch),
+    "add_rms_norm", _add_rms_norm_triton, normalise_sum(_rms_norm_torch),
     {"x": ROWS, "added": ROWS, "weight": NORM_WEIGHT, "eps": Number()},
-    native=of_sum(rms_norm_native),
+    native=normalise_sum(rms_norm_native),
 )  # fmt: skip
 """Compute `rms_norm` of x + added.
 

@@ -71,8 +71,8 @@ def choose_among_many(
         kept = rank < top_k
         # integer sums are the same in any order
         share = (torch.where(kept, score, -torch.inf).softmax(0) * 2.0**40).long()
-        most = top_p.double() * 2**40 if isinstance(top_p, Tensor) else top_p * 2.0**40
-        kept &= (share.cumsum(0) - share < most) | (top_p == 1)
+        limit = top_p.double() * 2**40 if isinstance(top_p, Tensor) else top_p * 2.0**40
+        kept &= (share.cumsum(0) - share < limit) | (top_p == 1)
         noise = _noise(key, position, symbol.to(torch.int32)) * (temperature > 0)
         # a zero-dimensional index would be read by the host
         choice = symbol.gather(0, torch.where(kept, score + noise, -torch.inf).argmax()[None])

@@ -20,8 +20,8 @@ def _add_symbols_torch(total: Tensor, of_target: Tensor, logits: Tensor, targets
     for rows in row_chunks(logits):
         part, place = logits[rows].float(), targets[rows]
         inside = (place >= 0) & (place < part.shape[1])
-        found = part.gather(1, place.clamp(0, part.shape[1] - 1)[:, None])[:, 0]
-        of_target[rows] += torch.where(inside, found, 0)
+        target_logits = part.gather(1, place.clamp(0, part.shape[1] - 1)[:, None])[:, 0]
+        of_target[rows] += torch.where(inside, target_logits, 0)
         highest = part.amax(dim=1)
         sums = (part - highest[:, None]).exp_().sum(dim=1)
         total[rows] = torch.logaddexp(total[rows], sums.log_().add_(highest))

@@ -144,10 +144,12 @@ def _weighted_rows_kernel(
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[None, :, None]
     mask_m = offs_m < M
     limit = tl.where(mask_m, slots, 0)
+    # a thread has a chunk of columns of one group, of one token
     group, k = _chunk_columns(D, GROUP, WIDTH, CHUNKS)
     offs_byte, factor = _chunk_bytes(k, D)
     total = tl.zeros((CHUNKS, BLOCK_M, WIDTH), dtype=tl.float32)
     for start in range(0, slots, UNROLL):
+        # unrolled, so that loads of several slots are under way
         for step in tl.static_range(UNROLL):
             j = start + step
             mask_j = j < limit
@@ -160,6 +162,7 @@ def _weighted_rows_kernel(
             )  # fmt: skip
             weights_ptrs = weights_ptr + offs_m * stride_wm + j * stride_wj
             weight = tl.load(weights_ptrs, mask=inside, other=0)
+            # a weight of all digits is rounded as in a product; the scale of a trit is a factor
             if INT8:
                 total += weight * round_weight(scale * digits, INT8)
             else:
@@ -183,6 +186,7 @@ def _weighted_rows_grad_weights_kernel(
     mask_m = offs_m < M
     limit = tl.where(mask_m, slots, 0)
     group, k = _chunk_columns(D, GROUP, WIDTH, CHUNKS)
+    # the gradient of a token is loaded once for all slots
     grad_y = tl.load(  # [CHUNKS, BLOCK_M, WIDTH]
         grad_y_ptr + offs_m * stride_ym + k.to(tl.int64) * stride_yd, mask=mask_m & (k < D), other=0
     ).to(tl.float32)
@@ -204,6 +208,7 @@ def _weighted_rows_grad_weights_kernel(
                 of_chunk = tl.sum(grad_y * weight, axis=2, keep_dims=True)
             else:
                 of_chunk = tl.sum(grad_y * digits, axis=2, keep_dims=True) * scale
+            # the chunks of this program; the launcher adds up programs
             product = tl.sum(of_chunk, axis=0, keep_dims=True)
             tl.store(parts_ptrs + j, tl.where(inside, product, 0), mask=mask_j)
 
@@ -236,6 +241,7 @@ def _weighted_rows_grad_kernel(
     mask_r = offs_r < R
     first = tl.load(bounds_ptr + offs_r, mask=mask_r, other=0)
     last = tl.load(bounds_ptr + offs_r + 1, mask=mask_r, other=0)
+    # rows of few slots: one slot of each row at a time
     few = last - first <= MOST
     total = tl.zeros((BLOCK_R, BLOCK_D), dtype=tl.float32)
     for step in range(0, tl.max(tl.where(few, last - first, 0), axis=0)):
@@ -246,6 +252,7 @@ def _weighted_rows_grad_kernel(
     grad_ptrs = grad_ptr + offs_r[:, None] * D + offs_d[None, :]
     mask = (mask_r & few)[:, None] & (offs_d < D)[None, :]
     tl.store(grad_ptrs, total.to(grad_ptr.dtype.element_ty), mask=mask)
+    # rows of many slots, one by one: BLOCK_M slots at a time
     if tl.max(last - first, axis=0) > MOST:
         for r in range(first_r, tl.minimum(first_r + BLOCK_R, R)):
             begin = tl.load(bounds_ptr + r)
@@ -270,9 +277,9 @@ def _chunking(packed: Packed) -> tuple[int, int]:
     return width, whole * triton.cdiv(group_size, width) + triton.cdiv(rest, width)
 
 
-def _tile(chunks: int, slots: int, threads: int, most: int, unroll: int) -> dict[str, int]:
+def _tile(chunks: int, slots: int, threads: int, max_chunks: int, unroll: int) -> dict[str, int]:
     """Choose the tile of a program, with one chunk of one token a thread."""
-    chunks = min(most, triton.next_power_of_2(chunks))
+    chunks = min(max_chunks, triton.next_power_of_2(chunks))
     return {
         "BLOCK_M": threads // chunks, "CHUNKS": chunks, "num_warps": threads // 32,
         "UNROLL": min(unroll, triton.next_power_of_2(slots)),
@@ -287,7 +294,7 @@ def _weighted_rows_triton(
     y = make(num_tokens, dim, dtype=dtype, device=ids.device)
     if slots * num_rows * y.numel():
         width, chunks = _chunking(packed)
-        tile = _tile(chunks, slots, threads=64, most=32, unroll=8)
+        tile = _tile(chunks, slots, threads=64, max_chunks=32, unroll=8)
         grid = (triton.cdiv(num_tokens, tile["BLOCK_M"]), triton.cdiv(chunks, tile["CHUNKS"]))
         _weighted_rows_kernel[grid](
             ids, weights, *packed.all_pointers, y, num_tokens, num_rows, dim, slots,
@@ -302,7 +309,7 @@ def _weighted_rows_grad_weights_triton(grad_y: Tensor, ids: Tensor, packed: Pack
     if dim * num_rows * ids.numel() == 0:
         return torch.zeros(ids.shape, device=ids.device)
     width, chunks = _chunking(packed)
-    tile = _tile(chunks, slots, threads=128, most=32, unroll=4)  # no sum crosses warps
+    tile = _tile(chunks, slots, threads=128, max_chunks=32, unroll=4)  # no sum crosses warps
     grid = (triton.cdiv(num_tokens, tile["BLOCK_M"]), triton.cdiv(chunks, tile["CHUNKS"]))
     parts = torch.empty(grid[1], num_tokens, slots, device=ids.device)
     _weighted_rows_grad_weights_kernel[grid](

@@ -218,30 +218,30 @@ def _wrong_dtype(name: str, kind: Array, known: set[str], space: dict[str, Any])
 
 
 def _refuse(
-    operation: str, name: str, given: Any, arguments: Mapping[str, Argument], known: dict[str, Any]
+    operation: str, name: str, value: Any, arguments: Mapping[str, Argument], known: dict[str, Any]
 ) -> None:
     """Raise a ValueError with the required and the actual argument."""
-    need, got = _needed(arguments[name], given, known)
+    need, got = _needed(arguments[name], value, known)
     raise ValueError(f"{operation}: {name}: need {need}, got {got}")
 
 
-def _needed(kind: Argument, given: Any, known: dict[str, Any]) -> tuple[str, str]:
+def _needed(kind: Argument, value: Any, known: dict[str, Any]) -> tuple[str, str]:
     if isinstance(kind, Number):
-        return f"one of {kind.allowed}", repr(given)
+        return f"one of {kind.allowed}", repr(value)
     sizes = {n for size in kind.dims for n in names_in(size.strip("*"))} & known.keys()
     values = ", ".join(f"{n} = {_plain(known[n])}" for n in sorted(sizes))
     need = f"of shape ({kind.sizes}{',' if len(kind.dims) == 1 else ''})"
     need += f" where {values}" if values else ""
     if isinstance(kind, Matrix):
-        return f"a packed matrix {need}", f"{given.out_features} x {given.in_features}"
+        return f"a packed matrix {need}", f"{value.out_features} x {value.in_features}"
     dtypes = (known["_real"],) if kind.dtypes == REAL and "_real" in known else kind.dtypes
     types = " or ".join(dtype_name(t) for t in dtypes if isinstance(t, torch.dtype))
     need = f"one {types} of each text" if kind.one else f"{types} {need}"
-    got = f"{dtype_name(given.dtype)} of shape {tuple(given.shape)}"
+    got = f"{dtype_name(value.dtype)} of shape {tuple(value.shape)}"
     if kind.dense or kind.one:
         which = f" {kind.dense}" if isinstance(kind.dense, str) else ""
-        need, strided = f"contiguous{which} {need}", not given.is_contiguous()
-        got += f" and strides {given.stride()}" if strided else ""
+        need, strided = f"contiguous{which} {need}", not value.is_contiguous()
+        got += f" and strides {value.stride()}" if strided else ""
     return need, got
 
 

@@ -178,19 +178,19 @@ def _groups(recorded: list[list[Launch]]) -> Iterator[list[list[Launch]]]:
 
 
 def _described(kernel: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> Launch:
-    given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     constant = [name for name in kernel.arg_names if name in _constant_names(kernel)]
     varying = [name for name in kernel.arg_names if name not in constant]
     if len(grid) != 1 or [*kernel.arg_names] != varying + constant:
         raise ValueError(f"{kernel.__name__} cannot be merged: a grid of one axis, constants last")
-    options = {name: value for name, value in given.items() if name not in kernel.arg_names}
+    options = {name: value for name, value in arguments.items() if name not in kernel.arg_names}
     return Launch(
         kernel,
         grid[0],
-        tuple(given[name] for name in varying),
-        tuple(given[name] for name in constant),
+        tuple(arguments[name] for name in varying),
+        tuple(arguments[name] for name in constant),
         tuple(sorted(options.items())),
-        not given.get("PTX"),
+        not arguments.get("PTX"),
     )
 
 
@@ -240,20 +240,20 @@ def _launch(first: Arguments, second: Arguments | None = None) -> None:
         (launch,) = wave
         launch.kernel[(launch.programs,)](*launch.arguments, *launch.constants, **options)
         return
-    own = {"KERNEL": wave[0].kernel, "WIDTH": len(table.columns[0]), **_read(table)}
+    table_options = {"KERNEL": wave[0].kernel, "WIDTH": len(table.columns[0]), **_read(table)}
     constants = tuple(map(tl.constexpr, wave[0].constants))
     if second is None:
         grid = programs, len(wave)
-        _merged_kernel[grid](on_device, table.shared, constants, **own, **options)
+        _merged_kernel[grid](on_device, table.shared, constants, **table_options, **options)
         return
     other, their_table, theirs = second
     grid = max(programs, *(launch.programs for launch in other)), len(wave) + len(other)
-    own |= {"SECOND": other[0].kernel, "SECOND_WIDTH": len(their_table.columns[0])}
-    own |= {f"SECOND_{name}": value for name, value in _read(their_table).items()}
+    table_options |= {"SECOND": other[0].kernel, "SECOND_WIDTH": len(their_table.columns[0])}
+    table_options |= {f"SECOND_{name}": value for name, value in _read(their_table).items()}
     their_constants = tuple(map(tl.constexpr, other[0].constants))
     _paired_kernel[grid](
         on_device, table.shared, constants, theirs, their_table.shared, their_constants,
-        len(wave), **own, **options,
+        len(wave), **table_options, **options,
     )  # fmt: skip
 
 
@@ -262,7 +262,7 @@ def _read(table: Table) -> dict[str, tuple]:
     return dict(zip(("HOW", "TYPES", "WHERE"), zip(*table.plan, strict=True), strict=True))
 
 
-def _on_host(numbers: list[int], device: torch.device) -> Tensor:
+def _pinned(numbers: list[int], device: torch.device) -> Tensor:
     """Copy integers to memory from which `device` can read without a wait of the host."""
     host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return host.pin_memory() if device.type == "cuda" else host
@@ -285,7 +285,7 @@ class Tables:
         """
         self.brought += len(numbers)
         if self._room is None:
-            return _on_host(numbers, device).to(device, non_blocking=True)
+            return _pinned(numbers, device).to(device, non_blocking=True)
         begin = len(self._numbers)
         self._numbers += numbers
         if len(self._numbers) > len(self._room):
@@ -310,7 +310,7 @@ class Tables:
         self._numbers = []
         try:
             yield room
-            written = _on_host(self._numbers, device)
+            written = _pinned(self._numbers, device)
             room[: len(written)].copy_(written, non_blocking=True)
         finally:
             self._room = None

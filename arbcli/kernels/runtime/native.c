@@ -965,7 +965,7 @@ EXPORT void rotary_norm_backward(const void *grad_q, const void *grad_k, const v
 
 /* ---- text: products of rows with prepacked weights -------------------------------------------- */
 
-/* `arbcli/kernels/matmul/prepacked.py` and `in_lanes` of `int8_matmul.py` say how weights lie. x is
+/* `arbcli/kernels/matmul/prepacked.py` and `permute_lanes` of `int8_matmul.py` say how weights lie. x is
  * rounded to int16, and sums of a plane are integers, which are exact. Lanes are the 16 rows of a tile,
  * so every sum over planes is one lane's, and its order does not depend on how many lanes an instruction
  * has, nor on how many rows x has. */

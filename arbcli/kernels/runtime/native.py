@@ -174,11 +174,11 @@ def dense_rows(x: Tensor) -> Tensor:
     return as_rows(x.reshape(-1, x.shape[-1]))
 
 
-def in_rows(matrix: Tensor) -> bool:
+def has_dense_rows(matrix: Tensor) -> bool:
     """Return whether the columns of a matrix lie next to each other, as the loops need."""
     return matrix.shape[1] <= 1 or matrix.stride(1) == 1
 
 
 def as_rows(matrix: Tensor) -> Tensor:
     """Copy a matrix whose columns do not lie next to each other."""
-    return matrix if in_rows(matrix) else matrix.contiguous()
+    return matrix if has_dense_rows(matrix) else matrix.contiguous()

@@ -72,8 +72,8 @@ def load_library() -> ctypes.CDLL:
 
 
 def _compiler() -> list[str]:
-    given = shlex.split(os.environ.get("CC", ""))
-    for command in [given] if given else [[name] for name in COMPILERS]:
+    words = shlex.split(os.environ.get("CC", ""))
+    for command in [words] if words else [[name] for name in COMPILERS]:
         if shutil.which(command[0]):
             return command
     raise MissingLibrary("no C compiler was found")

@@ -22,28 +22,28 @@ def text_by_text(place: int, *shared: int) -> Callable[[Callable], Callable]:
 
     def decorate(run: Callable) -> Callable:
         @wraps(run)
-        def each(*inputs: Any) -> Any:
+        def run_by_text(*inputs: Any) -> Any:
             if not inputs[place].dim():
                 return run(*inputs)
             results = []
             for text in range(len(inputs[place])):
-                own = (
-                    part if index in shared else _own(part, text)
+                inputs_of_text = (
+                    part if index in shared else _select_text(part, text)
                     for index, part in enumerate(inputs)
                 )
-                results.append(run(*own))
+                results.append(run(*inputs_of_text))
             if isinstance(results[0], tuple):
                 return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
             return None if results[0] is None else torch.stack(results)
 
-        return each
+        return run_by_text
 
     return decorate
 
 
-def _own(part: Any, text: int) -> Any:
+def _select_text(part: Any, text: int) -> Any:
     if isinstance(part, tuple):
-        return tuple(_own(each, text) for each in part)
+        return tuple(_select_text(element, text) for element in part)
     return part[text] if isinstance(part, Tensor) else part
 
 

@@ -70,7 +70,7 @@ def _blend_moment_native(
     nibble: bool,
 ) -> None:  # fmt: skip
     direction = values, row_gain, column_gain
-    if not native.in_rows(moment):
+    if not native.has_dense_rows(moment):
         _blend_moment_torch(moment, *direction, key, ok, squares, decay, gain, shift, nibble)
     elif ok:
         squares += native.call(

@@ -207,6 +207,7 @@ def _read_planes(
             byte, exponent, fraction, grads = _load_planes(
                 pointers, strides, n, block, mask_n, HAS_FRACTION
             )
+        # digit by digit: squares of the gradient, and its products with the weights
         left = first_digit(byte)
         of_rows = tl.zeros((BLOCK_N, 32), dtype=tl.float32)
         slopes = tl.zeros((BLOCK_N, 8), dtype=tl.float32)
@@ -226,6 +227,7 @@ def _read_planes(
                     trit, remainder_ptr, offset, mask_n, of_trit, of_low, INT8, NIBBLE
                 )
             slopes = tl.where(part == digit, tl.sum(value * double, axis=1)[:, None], slopes)
+        # a row's results: five slopes, scaled here once, and its sum of squares
         of_columns = summed
         of_row = tl.sum(of_rows, axis=1)
         of_matrix += of_row
@@ -238,6 +240,7 @@ def _read_planes(
         if FACTORED:
             rows_ptrs = rows_ptr + n + tl.zeros_like(part)
             tl.store(rows_ptrs, slopes, mask=mask_n & (part == 5))
+    # partial sums of this program, which `gradient_gains` sums
     tl.store(slope_squares_ptr, tl.sum(of_slope.to(tl.float64)))
     tl.store(squares_ptr, tl.sum(of_matrix))
     if FACTORED:
@@ -276,6 +279,7 @@ def _read_groups(
         mask_n = n < N
         mask = mask_n[:, None] & mask_k[None, :]
         mask_g = mask_n[:, None] & (offs_g < num_groups)[None, :]
+        # scales, gradients and digits of the tile; zeros where masked
         scale = load_scale(
             exponent_ptr, fraction_ptr, n[:, None], offs_g[None, :], mask_g,
             stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
@@ -292,10 +296,12 @@ def _read_groups(
         product = value * add_remainder(
             trit, remainder_ptr, offset, mask, of_trit, of_low, INT8, NIBBLE
         )
+        # the slope of a group: its sum of products, times its scale
         slope = tl.sum(tl.reshape(product, (BLOCK_N, GROUPS, LANES)), axis=2) * scale
         tl.store(slope_ptr + n[:, None] * stride_sn + offs_g[None, :], slope, mask=mask_g)
         slope = tl.where(mask_g, slope, 0).to(tl.float64)
         of_slope += slope * slope
+        # squares, by column and by row
         squares = grad * grad
         of_columns += squares
         if FACTORED:

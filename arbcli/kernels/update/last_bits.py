@@ -52,10 +52,10 @@ def _take_last_bits_torch(
     for some in row_chunks(remainder):
         state = remainder[some]
         z = _z_torch(trits[some], state, radix, nibble)
-        told = bits[some.start // 2 : (some.stop + 1) // 2].to(torch.int16)
-        z[::2] += (told - z[::2] + 8).bitwise_and_(15) - 8
+        low_bits = bits[some.start // 2 : (some.stop + 1) // 2].to(torch.int16)
+        z[::2] += (low_bits - z[::2] + 8).bitwise_and_(15) - 8
         odd = z[1::2]
-        odd += ((told[: len(odd)] >> 4) - odd + 8).bitwise_and_(15) - 8
+        odd += ((low_bits[: len(odd)] >> 4) - odd + 8).bitwise_and_(15) - 8
         new = (z > half).to(torch.int8) - (z < -half).to(torch.int8)
         z.sub_(new, alpha=radix)
         if nibble:
@@ -127,9 +127,9 @@ def _take_last_bits_kernel(
             mask = mask_n & (k < K)
             low_ptrs = remainder_ptr + n * stride_an + k * stride_ak
             state = tl.load(low_ptrs, mask=mask, other=0).to(tl.int32)
-            told = tl.load(bits_ptr + pair * stride_bp + k, mask=mask, other=0).to(tl.int32)
+            low_bits = tl.load(bits_ptr + pair * stride_bp + k, mask=mask, other=0).to(tl.int32)
             z = _z_of(state, digit_of(old, digit), RADIX, NIBBLE)
-            z += (((told >> (4 * half)) - z + 8) & 15) - 8
+            z += (((low_bits >> (4 * half)) - z + 8) & 15) - 8
             new = (z > RADIX // 2).to(tl.int32) - (z < -(RADIX // 2)).to(tl.int32)
             low = z - new * RADIX
             if NIBBLE:

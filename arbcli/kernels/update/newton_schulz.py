@@ -145,6 +145,7 @@ def _store_tile(
 ):  # fmt: skip
     """Store a tile and its transpose; one on the diagonal is made its own transpose."""
     offs = tl.arange(0, BLOCK)
+    # the polynomial of the Gram matrix, in float32
     if addend_ptr is not None:
         rows, columns = (m + offs)[:, None], (n + offs)[None, :]
         addend_ptrs = addend_ptr + matrix.to(tl.int64) * stride_matrix
@@ -152,6 +153,7 @@ def _store_tile(
         addend = tl.load(addend_ptrs, mask=(rows < N) & (columns < N), other=0)
         acc = gamma * acc + beta * addend.to(tl.float32)
         acc += tl.where(rows == columns, alpha, 0.0)
+    # both triangles, rounded once, so the result is symmetric to the last bit
     y = acc.to(y_desc.dtype)
     if m == n:
         y = tl.where(offs[:, None] >= offs[None, :], y, y.T)
@@ -173,6 +175,7 @@ def _symmetric_kernel(
     tiles = tl.cdiv(N, BLOCK)
     tiles_of_matrix = tiles * (tiles + 1) // 2
     if not SHARED:
+        # one program per tile of the lower triangle
         index = tl.program_id(0)
         matrix = index // tiles_of_matrix
         row, column = _tile_at(index - matrix * tiles_of_matrix, tiles, BAND)
@@ -184,6 +187,7 @@ def _symmetric_kernel(
             alpha, beta, gamma, BLOCK,
         )  # fmt: skip
     else:
+        # the steps of all tiles, one after another, are divided evenly among programs
         num_programs = tl.num_programs(0)
         mine = num_programs - 1 - tl.program_id(0)  # waits are for programs that began before
         share, rest = num_tiles * steps // num_programs, num_tiles * steps % num_programs
@@ -192,6 +196,7 @@ def _symmetric_kernel(
         offs = tl.arange(0, BLOCK)
         offs_part = offs[:, None] * BLOCK + offs[None, :]
         while step < end:
+            # the part of a tile that is in this program's share
             index = step // steps
             first = step - index * steps
             last = tl.minimum(first + end - step, steps)
@@ -205,6 +210,7 @@ def _symmetric_kernel(
                 tl.debug_barrier()
                 tl.atomic_xchg(ready_ptr + mine, 1, sem="release")
             else:
+                # the program with the first steps of a tile adds the parts of the others, in order
                 other = mine + 1
                 while last < steps:
                     while tl.atomic_add(ready_ptr + other, 0, sem="acquire") == 0:
@@ -224,7 +230,7 @@ def _symmetric(x: Tensor, has_addend: bool, alpha: float, beta: float, gamma: fl
     """Compute a product for a matrix or a stack of them; the addend is x itself."""
     stack = _readable(x if x.dim() == 3 else x[None])
     number, rows, _ = stack.shape
-    y = with_aligned_rows(number, rows, rows, x)
+    y = empty_aligned(number, rows, rows, x)
     if stack.numel():
         _launch(stack, has_addend, y, alpha, beta, gamma)
     else:
@@ -283,7 +289,7 @@ def _readable(stack: Tensor) -> Tensor:
     if has_aligned_rows(stack) or has_aligned_rows(stack.mT):
         return stack
     number, rows, columns = stack.shape
-    return with_aligned_rows(number, rows, columns, stack).copy_(stack)
+    return empty_aligned(number, rows, columns, stack).copy_(stack)
 
 
 def has_aligned_rows(stack: Tensor) -> bool:
@@ -292,7 +298,7 @@ def has_aligned_rows(stack: Tensor) -> bool:
     return stack.stride(2) == 1 and all(start % 16 == 0 and start > 0 for start in starts)
 
 
-def with_aligned_rows(matrices: int, n: int, k: int, like: Tensor) -> Tensor:
+def empty_aligned(matrices: int, n: int, k: int, like: Tensor) -> Tensor:
     """Make an uninitialised stack whose rows begin at multiples of 16 bytes."""
     unit = 16 // like.itemsize
     width = triton.cdiv(k, unit) * unit

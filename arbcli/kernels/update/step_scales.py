@@ -48,7 +48,7 @@ def _step_scales_native(
     gain: Tensor, shift: Tensor, ok: Tensor,
 ) -> None:  # fmt: skip
     state = exponent, fraction
-    if not all(map(native.in_rows, state)):
+    if not all(map(native.has_dense_rows, state)):
         _step_scales_torch(*state, slope, slope_gain, key, gain, shift, ok)
     elif ok:
         slope = native.as_rows(slope)

@@ -75,10 +75,10 @@ def _step_by_moment_torch(
             u = remainder[rows] >> 4 if moment is None else moment[rows]
             return u.to(torch.int32).mul_(gain)
 
-        nibble, most = moment is None, int(limit)
+        nibble, largest_step = moment is None, int(limit)
         _step_torch(
-            packed, remainder, step_of, key, most, flips, radix, remainder_max, nibble, int(turn),
-            decay,
+            packed, remainder, step_of, key, largest_step, flips, radix, remainder_max, nibble,
+            int(turn), decay,
         )  # fmt: skip
 
 
@@ -88,14 +88,23 @@ def _step_by_direction_torch(
     flips: Tensor, radix: int, remainder_max: int, decay: Tensor | None = None,
 ) -> None:  # fmt: skip
     if ok:
-        factor, bits, most = int(gain), int(shift), int(limit)
+        factor, bits, largest_step = int(gain), int(shift), int(limit)
 
         def step_of(rows: slice) -> Tensor:
             u = fixed_point_torch(values, row_gain, column_gain, rows, CLIP)
             return u.mul_(factor).bitwise_right_shift_(bits)
 
         _step_torch(
-            packed, remainder, step_of, key, most, flips, radix, remainder_max, False, decay=decay
+            packed,
+            remainder,
+            step_of,
+            key,
+            largest_step,
+            flips,
+            radix,
+            remainder_max,
+            False,
+            decay=decay,
         )
 
 
@@ -170,7 +179,7 @@ def _step_by_direction_native(
 
 
 def _native_can(*state: Tensor | None) -> bool:
-    return all(part is None or native.in_rows(part) for part in state)
+    return all(part is None or native.has_dense_rows(part) for part in state)
 
 
 def _step_native(
@@ -200,9 +209,11 @@ def _step_trits_kernel(
     """Step pairs of rows in one block of 160 columns; `SOURCE` is moment, nibble or direction."""
     if tl.load(ok_ptr) == 0:
         return
+    # scalars of the step, the same for all programs
     gain, shift = _gain(gain_ptr, shift_ptr, squares_ptr, num_weights, SOURCE, LARGEST_GAIN)
     key, limit = tl.load(key_ptr), tl.load(limit_ptr)
     decay = tl.load(decay_ptr) if HAS_DECAY else 0
+    # a program has BLOCK_P pairs of rows of a block: 32 bytes of five planes
     block = tl.program_id(0) % blocks
     first = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_P
     width = (K - block * 160 + 4) // 5  # of a plane; the last block may be short
@@ -266,6 +277,7 @@ def _step_block(
         for plane in range(5):
             k = block * 160 + width * (4 - plane) + j
             mask_k = mask_j & (k < K)
+            # direction and remainder of the plane
             even_u, even_low = _load_tile(
                 remainder_ptr, values_ptr, row_gain_ptr, column_gain_ptr, even, k, N, mask_k,
                 stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
@@ -276,14 +288,17 @@ def _step_block(
                 stride_an, stride_ak, stride_vn, stride_vk, stride_rn,
                 SOURCE, HAS_ROWS, HAS_COLUMNS, CLIP,
             )  # fmt: skip
+            # one word of random bits serves two rows
             words = random_words(key, pair, k)
             even_random, odd_random = words & 0xFFFF, words >> 16
             if SOURCE != "direction":
                 even_random = (even_random + shift.to(tl.uint32)) & 0xFFFF
                 odd_random = (odd_random + shift.to(tl.uint32)) & 0xFFFF
+            # the next trit of each byte
             even_thrice, odd_thrice = even_left.to(tl.uint64) * 3, odd_left.to(tl.uint64) * 3
             even_left, odd_left = even_thrice.to(tl.uint32), odd_thrice.to(tl.uint32)
             even_old, odd_old = (even_thrice >> 32).to(tl.int32), (odd_thrice >> 32).to(tl.int32)
+            # step trit and remainder together, as one number
             even_new, even_low = _step(
                 even_old, even_low, even_u, even_random, gain, shift, limit, decay,
                 SOURCE, HAS_DECAY, RADIX, REMAINDER_MAX,
@@ -292,6 +307,7 @@ def _step_block(
                 odd_old, odd_low, odd_u, odd_random, gain, shift, limit, decay,
                 SOURCE, HAS_DECAY, RADIX, REMAINDER_MAX,
             )  # fmt: skip
+            # store the remainders, and append the new trits to the bytes
             even_ptrs = remainder_ptr + even * stride_an + k * stride_ak
             odd_ptrs = remainder_ptr + odd * stride_an + k * stride_ak
             tl.store(even_ptrs, even_low.to(tl.int8), mask=(even < N) & mask_k)

@@ -69,7 +69,7 @@ Args:
 
 def unit_moments(moments: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
     """Divide several moments, by one launch; each is given as to `unit_moment`."""
-    runs = [partial(unit_moment, *each) for each in moments]
+    runs = [partial(unit_moment, *inputs) for inputs in moments]
     first, *_ = runs[0].args
     if uses_triton(first):
         merge_launches(runs, first.device)

@@ -136,7 +136,7 @@ class LinearWeight(StreamedTensor, LowPrecision):
         grad_y: Tensor,
         x: Tensor | PackedGates,
         before: TernaryRMSNorm | None,
-        wanted: bool,
+        needs_grad_x: bool,
         *,
         other_grad: Tensor | None = None,
         overwrite: bool = False,
@@ -147,13 +147,13 @@ class LinearWeight(StreamedTensor, LowPrecision):
             grad_y: (M, N).
             x: (M, K), or the input of `before`, packed or not.
             before: as in `multiply`.
-            wanted: whether the gradient of x is needed; else the result may be None.
+            needs_grad_x: whether the gradient of x is needed; else the result may be None.
             other_grad: another gradient of x, which `before` adds.
             overwrite: whether the gradient of a gate may overwrite x.
         """
         grad_x: Tensor | None = None
         source: Any = x
-        if wanted or (before and before.trained):
+        if needs_grad_x or (before and before.trained):
             grad_x = self.propagate(grad_y)
             if before:
                 grad_x, source = before.backward(grad_x, source, other_grad, overwrite)

@@ -186,7 +186,7 @@ def rows_at(table: Angles, places: Tensor | slice) -> Angles:
     return table[0][places], table[1][places]
 
 
-def for_heads(angles: Angles) -> Angles:
+def broadcast_heads(angles: Angles) -> Angles:
     """View (T, d / 2) as (T, 1, d / 2), to broadcast over heads."""
     return angles[0][:, None], angles[1][:, None]
 

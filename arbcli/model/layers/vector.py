@@ -63,8 +63,8 @@ class VectorWeight(ReadWeight):
         steps = [round(OCTAVE * math.log2(size / share)) for size in sizes]
         if not rule.has_fraction:
             steps = [round(step / OCTAVE) * OCTAVE for step in steps]
-        least, most = LOWEST_EXPONENT * OCTAVE, HIGHEST_EXPONENT * OCTAVE + OCTAVE - 1
-        v = torch.tensor([[min(max(step, least), most)] for step in steps], device=device)
+        lowest, highest = LOWEST_EXPONENT * OCTAVE, HIGHEST_EXPONENT * OCTAVE + OCTAVE - 1
+        v = torch.tensor([[min(max(step, lowest), highest)] for step in steps], device=device)
         self.exponent.copy_(v // OCTAVE)
         if rule.has_fraction:
             self.fraction.copy_(v % OCTAVE)

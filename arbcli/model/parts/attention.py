@@ -250,7 +250,7 @@ class KVCache(State):
     elements are not quantised, torch reads them instead of the fused kernels.
 
     Args:
-        clock: clock of the stack of blocks.
+        clock: position counter of the stack of blocks.
         heads: number of key heads.
         width: d.
         window: number of positions that each one attends to; None is `ctx`.

@@ -34,7 +34,7 @@ def attend_in_window(
     pieces = -(-length // window)
     q, k, v = (functional.pad(part, (0, 0, 0, pieces * window - length)) for part in (q, k, v))
     q = q.unflatten(2, (pieces, window)).flatten(0, 1)  # (B * heads, pieces, W, d)
-    k, v = (_with_neighbours(part, window, causal) for part in (k, v))
+    k, v = (_neighbours(part, window, causal) for part in (k, v))
     query = torch.arange(window, device=q.device)[:, None] + window
     key = torch.arange(k.shape[2], device=q.device)
     seen = (key <= query) if causal else (key < query + window)
@@ -56,7 +56,7 @@ def _attend_by_flash(q: Tensor, k: Tensor, v: Tensor, window: int, causal: bool)
     return y.transpose(1, 2)
 
 
-def _with_neighbours(x: Tensor, window: int, causal: bool) -> Tensor:
+def _neighbours(x: Tensor, window: int, causal: bool) -> Tensor:
     """Concatenate each piece of (B, heads, n W, d) with the previous one: (B * heads, n, 2 W, d).
 
     If not causal, the next piece follows too: (B * heads, n, 3 W, d).

@@ -99,4 +99,4 @@ def stage_rule(name: str, stage: str) -> "Rule":
     """
     if stage != "trit":
         return find_rule(name, stage)
-    return _module(name).ALL_DIGITS.without_digits()
+    return _module(name).ALL_DIGITS.strip_digits()

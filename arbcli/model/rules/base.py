@@ -197,7 +197,7 @@ class Rule(ABC):
         rule.kept = kept
         return rule
 
-    def without_digits(self) -> "Rule":
+    def strip_digits(self) -> "Rule":
         """Return a copy of the rule for weights that are the trit."""
         rule = copy.copy(self)
         rule.reads_all = False

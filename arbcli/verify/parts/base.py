@@ -25,7 +25,7 @@ Kind = TypeVar("Kind", bound=PartConfig)
 class Choices:
     """Choices of a model, so that its reference goes the same way where scores are close."""
 
-    made: dict[str, list[Tensor]] = field(default_factory=dict)
+    by_module: dict[str, list[Tensor]] = field(default_factory=dict)
     """Choices by the name of the module, (B, ...) each, in order."""
     scores: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Scores of the entries that were chosen, and of the best ones, sorted, by the reference."""
@@ -102,7 +102,7 @@ class Reading:
         """Return the model's choices for this text in the part or one within it; None: choose."""
         if self.choices is None:
             return None
-        return [choice[self.row] for choice in self.choices.made[self.full_name(name)]]
+        return [choice[self.row] for choice in self.choices.by_module[self.full_name(name)]]
 
     def note(self, loss: str, terms: Tensor) -> None:
         """Note (n, ...) terms of a loss."""

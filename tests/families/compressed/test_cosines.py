@@ -37,7 +37,7 @@ def softmax_in_float64(inputs: tuple, places: torch.Tensor) -> torch.Tensor:
     q = rotated(q / (q.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt(), turn)
     complete = ((sight.start + places + 1) // sight.ratio)[:, None]
     slots = torch.arange(number, device=x.device)
-    seen = ((slots < complete) & (slots >= complete - sight.most))[None]
+    seen = ((slots < complete) & (slots >= complete - sight.max_entries))[None]
     if chosen is not None:
         picked = chosen[:, complete[:, 0] - sight.group(0)].long()  # (B, n, k)
         marks = torch.zeros(*picked.shape[:2], number + 1, dtype=torch.bool, device=x.device)
@@ -117,7 +117,7 @@ def test_one_byte_at_the_end_is_close_to_float64(width, dtype, kind, device):
     position = torch.tensor(LONG - 1, dtype=torch.int32, device=device)
     semaphores = torch.zeros(4, dtype=torch.int32, device=device)
     choice = None if chosen is None else chosen[0, -1].contiguous()
-    about = (sink, position, *table, semaphores, sight.ratio, sight.most, 1e-6)
+    about = (sink, position, *table, semaphores, sight.ratio, sight.max_entries, 1e-6)
     with use_backend("triton" if on_gpu else "torch"):
         got = decode_compressed(x[0, 0].contiguous(), ring, slots, choice, *about)
     wanted = softmax_in_float64(inputs, torch.zeros(1, dtype=torch.int64, device=device))

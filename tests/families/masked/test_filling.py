@@ -9,7 +9,7 @@ import torch
 from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
 from arbcli.families.ahead.config import AheadConfig
-from arbcli.families.masked.filling import EXTRA, LEAD, cut, in_layout, led_in
+from arbcli.families.masked.filling import EXTRA, LEAD, cut, lay_out, led_in
 from arbcli.families.masked.holes import fill_in_order
 from arbcli.generation.sampling import Sampling
 from arbcli.model.build import build_model
@@ -37,7 +37,7 @@ def apart(row: list[int]) -> tuple[list[int], list[int], list[int]]:
 @pytest.mark.parametrize("sizes", [(2, 3, 4), (0, 1, 0), (5, 300, 0)])
 def test_a_hole_comes_after_both_sides(sizes):
     parts = torch.arange(sum(sizes)).remainder(251).split(sizes)
-    row = in_layout(parts[0], parts[1], parts[2], 256)
+    row = lay_out(parts[0], parts[1], parts[2], 256)
     assert len(row) == sum(sizes) + EXTRA
     assert apart(row.tolist()) == tuple(part.tolist() for part in parts)
 

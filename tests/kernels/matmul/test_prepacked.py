@@ -9,8 +9,8 @@ from arbcli.kernels.matmul import prepacked
 from arbcli.kernels.matmul import prepacked_rows as module
 from arbcli.kernels.matmul import row_matmul as of_row
 from arbcli.kernels.matmul.int8_matmul import (
-    in_lanes,
     int8_matmul,
+    permute_lanes,
     prepack_in_lanes,
     prepack_int8,
 )
@@ -163,7 +163,7 @@ def test_loops_lay_a_matrix_out_as_torch_does(in_features, gated):
         assert torch.equal(prepack(packed, gated).pieces, expected.pieces)
     digits = random_int8(22, in_features, 64, torch.Generator().manual_seed(0))
     expected, prepacked_by_loops = (
-        in_lanes(prepack_int8(digits, gated)),
+        permute_lanes(prepack_int8(digits, gated)),
         prepack_in_lanes(digits, gated),
     )
     assert torch.equal(prepacked_by_loops.pieces, expected.pieces)

@@ -63,7 +63,7 @@ def slots_of(position: Tensor, rows: int, window: int) -> Tensor:
     return ((position + torch.arange(rows, device=position.device)) % window).long()
 
 
-def _in_turn(
+def _attend_in_turn(
     attend: Callable[[Tensor, Tensor], Tensor],
     qkv: Tensor,
     keys: Tensor,
@@ -86,21 +86,21 @@ def _in_turn(
     """
     slots = slots_of(position, len(qkv), keys.shape[1])
     before = keys[:, slots], values[:, slots]
-    found = [attend(row, position + number) for number, row in enumerate(qkv.unbind())]
+    results = [attend(row, position + number) for number, row in enumerate(qkv.unbind())]
     for ring, old, stored in zip((keys, values), before, new, strict=True):
         stored.copy_(ring[:, slots].transpose(0, 1))
         ring.index_copy_(1, slots, old)
-    return found
+    return results
 
 
 def _attend_ahead_torch(
     qkv: Tensor, keys: Tensor, values: Tensor, new: Tensor, position: Tensor, cos: Tensor,
-    sin: Tensor, eps: float, most: int = MOST_PARTS,
+    sin: Tensor, eps: float, max_parts: int = MOST_PARTS,
 ) -> Tensor:  # fmt: skip
     def attend(row: Tensor, place: Tensor) -> Tensor:
-        return attend_parts(row, keys, values, place, cos, sin, eps, most).average()
+        return attend_parts(row, keys, values, place, cos, sin, eps, max_parts).average()
 
-    return torch.stack(_in_turn(attend, qkv, keys, values, new, position))
+    return torch.stack(_attend_in_turn(attend, qkv, keys, values, new, position))
 
 
 @triton.jit
@@ -315,11 +315,11 @@ def _attend_ahead_kernel(
         tl.debug_barrier()
         for turn in tl.static_range(0, EACH * WIDTH, 32 * WARPS):
             i = (turn + thread) // WIDTH
-            own = tl.minimum(i, EACH - 1)
-            row = tl.minimum(start + own, M - 1)
+            local = tl.minimum(i, EACH - 1)
+            row = tl.minimum(start + local, M - 1)
             place = (row * tl.num_programs(1) + part) * HEADS + head
             store_part(
-                sums_at + OF_ROW * own, averages_ptr, totals_ptr, place, thread % WIDTH, i < EACH,
+                sums_at + OF_ROW * local, averages_ptr, totals_ptr, place, thread % WIDTH, i < EACH,
                 WIDTH, WARPS, PTX,
             )  # fmt: skip
 
@@ -358,26 +358,26 @@ def _average_parts_kernel(
 
 def _attend_ahead_triton(
     qkv: Tensor, keys: Tensor, values: Tensor, new: Tensor, position: Tensor, cos: Tensor,
-    sin: Tensor, eps: float, most: int = MOST_PARTS,
+    sin: Tensor, eps: float, max_parts: int = MOST_PARTS,
 ) -> Tensor:  # fmt: skip
     rows, (heads, window, width) = len(qkv), keys.shape
-    parts, passes, span = sharing(window, width, most)
+    parts, passes, span = sharing(window, width, max_parts)
     several = window > parts * span
-    each = rows_of_program(rows, heads * parts, num_processors(qkv), several=several)
+    program_rows = rows_of_program(rows, heads * parts, num_processors(qkv), several=several)
     averages = torch.empty(rows, parts, heads * width, dtype=qkv.dtype, device=qkv.device)
     totals = torch.empty(rows, parts, heads, dtype=torch.float32, device=qkv.device)
     y = torch.empty(rows, heads * width, dtype=qkv.dtype, device=qkv.device)
     aligned = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (qkv, cos, sin))
     qkv, cos, sin = (x.view(torch.int32) for x in aligned)
-    size = 6 * width * rows + each * WARPS * (4 * width + 16)
+    size = 6 * width * rows + program_rows * WARPS * (4 * width + 16)
     room = 0 if HAS_PTX else heads * parts * size
     instead = torch.empty(room, dtype=torch.uint8, device=qkv.device) if room else totals
-    _attend_ahead_kernel[(heads, parts, triton.cdiv(rows, each))](
+    _attend_ahead_kernel[(heads, parts, triton.cdiv(rows, program_rows))](
         qkv, keys.view(torch.int32), values.view(torch.int32), position, cos, sin,
         averages.view(torch.int16), totals, new.view(torch.int32), instead,
         window, heads, width**-0.5, eps,
-        M=rows, EACH=each, WIDTH=width, PASSES=passes, SEVERAL=several, WARPS=WARPS, BYTES=size,
-        PTX=HAS_PTX, num_warps=WARPS, maxnreg=REGISTERS, **overlap_options(qkv),
+        M=rows, EACH=program_rows, WIDTH=width, PASSES=passes, SEVERAL=several, WARPS=WARPS,
+        BYTES=size, PTX=HAS_PTX, num_warps=WARPS, maxnreg=REGISTERS, **overlap_options(qkv),
     )  # fmt: skip
     _average_parts_kernel[(triton.cdiv(heads * width, 256), rows)](
         averages.flatten().view(torch.int64), totals, position, y.view(torch.int32),
@@ -431,7 +431,7 @@ def attend_in_turn(
     def attend(row: Tensor, place: Tensor) -> Tensor:
         return decode_attention(row, keys, values, place, cos, sin, semaphores, eps, one_program)
 
-    return torch.stack(_in_turn(attend, qkv, keys, values, new, position))
+    return torch.stack(_attend_in_turn(attend, qkv, keys, values, new, position))
 
 
 _BYTES = "M, 3, H, D", "H, W, D", "H, W, D", "2, M, H, D"
@@ -535,7 +535,7 @@ attend_ahead = Operation(
     "attend_ahead", _attend_ahead_triton, _attend_ahead_torch,
     {
         **{name: Array(of, BF16, dense=True) for name, of in zip(_NAMES, _BYTES, strict=True)},
-        **_PLACE, "eps": Number(), "most": Number(),
+        **_PLACE, "eps": Number(), "max_parts": Number(),
     },
     where=(*_FIT, "M > 1", f"D in {WIDTHS}", ALIGNED),
 )  # fmt: skip
@@ -550,7 +550,7 @@ Args:
     cos: (P, d / 2) float32, contiguous.
     sin: like `cos`.
     eps: added to the mean square.
-    most: parts of a head at most.
+    max_parts: maximum number of parts per head.
 
 Returns:
     (M, heads * d) bfloat16, with the bits that a product computes from `attend_parts`.
@@ -560,23 +560,23 @@ Raises:
 """
 
 
-def _in_one_pair(run: Callable[[Table, Tensor, Tensor], None]) -> Callable:
+def _take_one_pair(run: Callable[[Table, Tensor, Tensor], None]) -> Callable:
     """Wrap an implementation so that it takes one pair of rings and returns it."""
 
-    def in_one_pair(
+    def run_pair(
         keys: Tensor, values: Tensor, new: Tensor, position: Tensor, accepted: Tensor
     ) -> tuple[Tensor, Tensor]:
         run(table_of([Kept(keys, values, new)]), position, accepted)
         return keys, values
 
-    return in_one_pair
+    return run_pair
 
 
 _RING, _COUNT = Array("H, W, D", dense=True), Array("", INT32)
 
 KEEP_ACCEPTED = Operation(
-    "keep_accepted", _in_one_pair(_keep_accepted_triton),
-    _in_one_pair(lambda table, *given: _keep_accepted_torch(table.rings, *given)),
+    "keep_accepted", _take_one_pair(_keep_accepted_triton),
+    _take_one_pair(lambda table, *arguments: _keep_accepted_torch(table.rings, *arguments)),
     {
         "keys": _RING, "values": _RING, "new": Array("2, M, H, D", dense=True),
         "position": _COUNT, "accepted": _COUNT,

@@ -19,10 +19,10 @@ NONE = tl.constexpr(-1)
 
 def _propose_byte_torch(
     byte: Tensor, repeated: Tensor, equal: Tensor, logits: Tensor, position: Tensor, key: Tensor,
-    each: float, temperature: float, top_k: int, top_p: float,
+    equal_bonus: float, temperature: float, top_k: int, top_p: float,
 ) -> None:  # fmt: skip
     symbols = torch.arange(len(logits), device=logits.device)
-    logits = logits.float() + torch.where(symbols == repeated[0], each * equal.float(), 0.0)
+    logits = logits.float() + torch.where(symbols == repeated[0], equal_bonus * equal.float(), 0.0)
     choice = choice_torch(logits, position, key, temperature, top_k, top_p)
     byte.copy_(choice)
     repeated[1:] = torch.where(choice == repeated[:1], repeated[1:], NONE.value)
@@ -31,13 +31,13 @@ def _propose_byte_torch(
 @triton.jit
 def _propose_byte_kernel(
     byte_ptr, repeated_ptr, equal_ptr, logits_ptr, position_ptr, key_ptr,
-    each, temperature, top_k, top_p, V,
+    equal_bonus, temperature, top_k, top_p, V,
     DRAWN: tl.constexpr, SOME: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_last(OVERLAP)
     favoured = tl.load(repeated_ptr).to(tl.int32)
-    bonus = each * tl.load(equal_ptr).to(tl.float32)
+    bonus = equal_bonus * tl.load(equal_ptr).to(tl.float32)
     choice = choose_symbol(
         logits_ptr, tl.load(position_ptr), tl.load(key_ptr), temperature, top_k, top_p, V,
         DRAWN, SOME, BLOCK_V, BLOCK_J, favoured, bonus,
@@ -48,12 +48,12 @@ def _propose_byte_kernel(
 
 def _propose_byte_triton(
     byte: Tensor, repeated: Tensor, equal: Tensor, logits: Tensor, position: Tensor, key: Tensor,
-    each: float, temperature: float, top_k: int, top_p: float,
+    equal_bonus: float, temperature: float, top_k: int, top_p: float,
 ) -> None:  # fmt: skip
     symbols = len(logits)
     _propose_byte_kernel[(1,)](
         byte, repeated, equal, logits, position, key,
-        float(each), float(temperature), top_k, float(top_p), symbols,
+        float(equal_bonus), float(temperature), top_k, float(top_p), symbols,
         DRAWN=temperature > 0, SOME=top_k < symbols or top_p < 1,
         BLOCK_V=triton.next_power_of_2(symbols), BLOCK_J=32, num_warps=8,
         **overlap_options(logits),
@@ -69,7 +69,7 @@ propose_byte_ = Operation(
         "logits": Array("V", dense=True),
         "position": Array("", INT32),
         "key": Array("", INT32),
-        "each": Number(),
+        "equal_bonus": Number(),
         "temperature": Number(),
         "top_k": Number(),
         "top_p": Number(),
@@ -86,7 +86,7 @@ Args:
     logits: (V,) float32 or bfloat16, contiguous, V at most 256.
     position: int32 scalar: position of the byte. It is read on the device.
     key: int32 scalar tensor: key of the random stream.
-    each: bonus of the repeated byte's logit per equal byte.
+    equal_bonus: bonus of the repeated byte's logit per equal byte.
     temperature: as in `choose_byte_`.
     top_k: likewise.
     top_p: likewise.

@@ -22,13 +22,13 @@ def accept_ahead_reference(
     accepted: Tensor,
 ) -> tuple[Tensor, ...]:
     """Compute the buffers of `accept_ahead_` with Python integers."""
-    proposed, found, count = ids.tolist(), chosen.tolist(), 1
-    while count < len(found) and proposed[count] == found[count - 1]:
+    proposed, chosen_ids, count = ids.tolist(), chosen.tolist(), 1
+    while count < len(chosen_ids) and proposed[count] == chosen_ids[count - 1]:
         count += 1
     ids = ids.clone()
-    ids[0] = found[count - 1]
+    ids[0] = chosen_ids[count - 1]
     first = int(position)
-    after = torch.tensor([first + count + k for k in range(len(found))]).to(places)
+    after = torch.tensor([first + count + k for k in range(len(chosen_ids))]).to(places)
     kept = torch.tensor([first, count]).to(accepted)
     return ids, rows[count - 1].clone(), after[0], after, kept
 

@@ -29,21 +29,21 @@ def attend_ahead_reference(
     cos: Tensor,
     sin: Tensor,
     eps: float,
-    most: int = MOST_PARTS,
+    max_parts: int = MOST_PARTS,
 ) -> tuple[Tensor, ...]:
     """Compute the result of `attend_ahead`, its new keys and values, and the rings, in float64."""
-    before, found, stored = (keys, values), [], []
+    before, averages, stored = (keys, values), [], []
     for row, of_row in enumerate(qkv):
         at = int(position) + row
         place = torch.tensor(at)
         average, total, keys, values = attend_parts_reference(
-            of_row, keys, values, place, cos, sin, eps, most
+            of_row, keys, values, place, cos, sin, eps, max_parts
         )
         shares = (total / total.sum(0))[..., None]  # (S, heads, 1)
-        found.append((shares * average.unflatten(1, (total.shape[1], -1))).sum(0).flatten())
+        averages.append((shares * average.unflatten(1, (total.shape[1], -1))).sum(0).flatten())
         slot = at % keys.shape[1]
         stored.append(torch.stack([keys[:, slot], values[:, slot]]))
-    return torch.stack(found), torch.stack(stored, dim=1), *before
+    return torch.stack(averages), torch.stack(stored, dim=1), *before
 
 
 def keep_accepted_reference(
@@ -66,7 +66,7 @@ LARGE = ((4, 16, 2048, 128, 2046, 16), (8, 16, 2048, 128, 5000, 16), (4, 12, 102
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-    for rows, heads, window, width, position, most in (
+    for rows, heads, window, width, position, max_parts in (
         *SHAPES, *(LARGE if device.type == "cuda" else ()),
     ):  # fmt: skip
         sizes = (rows, 3, heads, width), (heads, window, width), (heads, window, width)
@@ -74,14 +74,14 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         angle = 7 * torch.randn(position + rows, width // 2, generator=generator).to(device)
         at = torch.tensor(position, dtype=torch.int32, device=device)
         parts.append(torch.zeros(2, rows, heads, width, dtype=torch.bfloat16, device=device))
-        label = f"{rows} rows of {heads}x{window}x{width} at {position} in {most} or fewer"
-        yield Case(label, (*parts, at, angle.cos(), angle.sin(), 0.1, most))
+        label = f"{rows} rows of {heads}x{window}x{width} at {position} in {max_parts} or fewer"
+        yield Case(label, (*parts, at, angle.cos(), angle.sin(), 0.1, max_parts))
 
 
-def _with_rings(inputs: tuple, found: Tensor) -> tuple[Tensor, ...]:
+def _append_rings(inputs: tuple, y: Tensor) -> tuple[Tensor, ...]:
     """Return the result, the new keys and values, and the rings, which must not change."""
     _, keys, values, new, *_ = inputs
-    return found, new, keys, values
+    return y, new, keys, values
 
 
 def _draw_ahead(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -104,7 +104,7 @@ attend_ahead_verification = Verification(
         relative=4e-3,
         reason="as of `attend_parts`; then the average of rounded parts is rounded to bf16 again",
     ),
-    compared=_with_rings, draw=_draw_ahead, needs_rows=False,
+    compared=_append_rings, draw=_draw_ahead, needs_rows=False,
     long=("8 rows of 1x100x128*",),
 )  # fmt: skip
 

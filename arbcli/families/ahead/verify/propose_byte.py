@@ -16,12 +16,12 @@ from arbcli.verify.verification import Case, Verification
 
 def propose_byte_reference(
     byte: Tensor, repeated: Tensor, equal: Tensor, logits: Tensor, position: Tensor, key: Tensor,
-    each: float, temperature: float, top_k: int, top_p: float,
+    equal_bonus: float, temperature: float, top_k: int, top_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the reference result of `propose_byte_` in `byte` and `repeated`."""
     logits, favoured, repeated = logits.clone(), int(repeated[0]), repeated.clone()
     if favoured != NONE.value:
-        logits[favoured] += each * int(equal)
+        logits[favoured] += equal_bonus * int(equal)
     text = torch.zeros(int(position) + 1, dtype=torch.uint8)
     byte, _ = choose_byte_reference(byte, text, logits, position, key, temperature, top_k, top_p)
     if int(byte) != favoured:
@@ -37,7 +37,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         for favoured, equal in ((-1, 9), (7, 0), (7, 3), (32, 16)):
             for choice in CHOICES[:5]:
                 numbers = (equal, 3 + number, -(7**number) - int(100 * choice[0]))
-                counts = (torch.tensor(each, dtype=torch.int32) for each in numbers)
+                counts = (torch.tensor(value, dtype=torch.int32) for value in numbers)
                 count, position, key = (part.to(device) for part in counts)
                 byte, repeated = torch.tensor([300]), torch.tensor([favoured, 9])
                 inputs = (part.to(device) for part in (byte, repeated))
@@ -52,7 +52,7 @@ propose_byte_verification = Verification(
     values={
         "repeated": (-1, "V - 1"), "equal": (0, 16),
         "logits": lambda rng, *shape: 4 * rng.reals(*shape), "position": (0, 9),
-        "each": (0.0, 0.25, 1.0), "temperature": (0.0, 0.5, 1.0, 2.0),
+        "equal_bonus": (0.0, 0.25, 1.0), "temperature": (0.0, 0.5, 1.0, 2.0),
         "top_k": ("1", "(V + 1) // 2", "V"), "top_p": (1.0, 0.9, 0.3),
     },
 )  # fmt: skip

@@ -18,17 +18,17 @@ def repeat_ahead_reference(
     repeated: Tensor, equal: Tensor, text: Tensor, position: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute the buffers of `repeat_ahead_`, one position at a time."""
-    known, most = bytes(text[: int(position) + 1].tolist()), MOST_EQUAL.value
+    known, limit = bytes(text[: int(position) + 1].tolist()), MOST_EQUAL.value
     best, longest = len(known) - 1, 0
     for end in range(max(1, len(known) - SPAN.value), len(known)):
         length = 0
-        while length < min(most, end) and known[end - 1 - length] == known[-1 - length]:
+        while length < min(limit, end) and known[end - 1 - length] == known[-1 - length]:
             length += 1
         if length >= longest:
             best, longest = end, length
     followed = known[best:]
-    found = [followed[i % len(followed)] for i in range(len(repeated))]
-    return torch.tensor(found).to(repeated), torch.tensor(longest).to(equal)
+    repeats = [followed[i % len(followed)] for i in range(len(repeated))]
+    return torch.tensor(repeats).to(repeated), torch.tensor(longest).to(equal)
 
 
 TEXTS = (b"a", b"ab", b"aaaa", b"abcdabcdab", b"xyz_1 xyz_2 xyz_1 xyz_", b"no two alike",

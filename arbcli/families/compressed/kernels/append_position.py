@@ -66,9 +66,9 @@ def _append_in_eight_bits(
         (place % len(recent), place // m % len(entries)), rows, (recent, entries), exponents,
         strict=True,
     ):  # fmt: skip
-        found, power = quantise_entries(row, codes.dtype)
+        quantised, power = quantise_entries(row, codes.dtype)
         # torch copies no e4m3 by index
-        codes.view(torch.int8).index_copy_(0, slot, found.view(torch.int8))
+        codes.view(torch.int8).index_copy_(0, slot, quantised.view(torch.int8))
         exponent.index_copy_(0, slot, power)
     return still
 

@@ -21,7 +21,7 @@ ELEMENTS = 1 << 24
 
 
 def _choose_entries_torch(
-    q: Tensor, w: Tensor, k: Tensor, first: int, most: int, top_k: int
+    q: Tensor, w: Tensor, k: Tensor, first: int, max_entries: int, top_k: int
 ) -> Tensor:
     (batch, groups, heads, _), number = q.shape, k.shape[1]
     size = min(top_k, number)
@@ -33,7 +33,7 @@ def _choose_entries_torch(
         dots = torch.einsum("bnhd,bjd->bnhj", q[:, some].float(), k.float())
         scores = (dots.relu() * w[:, some].float()[..., None]).sum(dim=2)
         complete = torch.arange(some.start, some.stop, device=q.device)[:, None] + first
-        seen = (places < complete) & (places >= complete - most)
+        seen = (places < complete) & (places >= complete - max_entries)
         # reversed, so that ties go to the later entry
         scores = scores.masked_fill(~seen, -torch.inf).flip(-1)
         order = scores.sort(dim=-1, descending=True, stable=True)
@@ -59,19 +59,19 @@ def _score_entries_kernel(
         offs = tl.arange(0, BLOCK_W)
         k_ptrs = k_ptr + b * stride_kb + j[:, None] * stride_kj + offs[None, :]
         k = tl.load(k_ptrs, mask=(j < E)[:, None] & (offs < WIDTH)[None, :], other=0.0)
-        found = tl.zeros((BLOCK_N, BLOCK_E), dtype=tl.float32)
+        scores = tl.zeros((BLOCK_N, BLOCK_E), dtype=tl.float32)
         for h in tl.static_range(HEADS):
             q_ptrs = q_ptr + b * stride_qb + n[:, None] * stride_qn + h * stride_qh + offs[None, :]
             q = tl.load(q_ptrs, mask=(n < N)[:, None] & (offs < WIDTH)[None, :], other=0.0)
             w_ptrs = w_ptr + b * stride_wb + n * stride_wn + h * stride_wh
             w = tl.load(w_ptrs, mask=n < N, other=0).to(tl.float32)
             dots = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            found += tl.maximum(dots, 0) * w[:, None]
+            scores += tl.maximum(dots, 0) * w[:, None]
         complete = FIRST + n[:, None]
         seen = (j[None, :] < complete) & (j[None, :] >= complete - MOST)
         out = (b * N + n[:, None]) * E + j[None, :]
-        found = tl.where(seen, found, -float("inf"))
-        tl.store(scores_ptr + out, found, mask=(n < N)[:, None] & (j < E)[None, :])
+        scores = tl.where(seen, scores, -float("inf"))
+        tl.store(scores_ptr + out, scores, mask=(n < N)[:, None] & (j < E)[None, :])
 
 
 @triton.jit
@@ -91,9 +91,9 @@ def _take_best_kernel(scores_ptr, chosen_ptr, N, E, FIRST, MOST, SIZE, BLOCK: tl
         least = tl.where(enough, higher, least)
     above = seen & (order > least)
     equal = (seen & (order == least)).to(tl.int32)
-    wanted = SIZE - tl.sum(above.to(tl.int32))
+    remaining = SIZE - tl.sum(above.to(tl.int32))
     from_here = tl.sum(equal) - tl.cumsum(equal) + equal  # ties from this entry on are selected
-    taken = above | ((equal > 0) & (from_here <= wanted))
+    taken = above | ((equal > 0) & (from_here <= remaining))
     count = tl.cumsum(taken.to(tl.int32))
     chosen_ptr += (b * N + n) * SIZE
     tl.store(chosen_ptr + count - 1, j, mask=taken)
@@ -102,7 +102,7 @@ def _take_best_kernel(scores_ptr, chosen_ptr, N, E, FIRST, MOST, SIZE, BLOCK: tl
 
 
 def _choose_entries_triton(
-    q: Tensor, w: Tensor, k: Tensor, first: int, most: int, top_k: int
+    q: Tensor, w: Tensor, k: Tensor, first: int, max_entries: int, top_k: int
 ) -> Tensor:
     (batch, groups, heads, width), number = q.shape, k.shape[1]
     size = min(top_k, number)
@@ -117,17 +117,17 @@ def _choose_entries_triton(
     scores = torch.empty(together, groups, number, dtype=torch.float32, device=q.device)
     block = triton.next_power_of_2(number)
     for start in range(0, batch, together):  # texts per pass, to bound the size of the scores
-        qs, ws, ks, found = (part[start : start + together] for part in (q, w, k, chosen))
+        qs, ws, ks, chosen_of_texts = (part[start : start + together] for part in (q, w, k, chosen))
         grid = triton.cdiv(groups, tile), triton.cdiv(number, tile), len(qs)
         _score_entries_kernel[grid](
-            qs, ws, ks, scores, groups, number, first, most,
+            qs, ws, ks, scores, groups, number, first, max_entries,
             *q.stride()[:3], *w.stride(), *k.stride()[:2],
             HEADS=heads, WIDTH=width, BLOCK_N=tile, BLOCK_E=tile,
             BLOCK_W=max(32 if q.dtype == E4M3 else 16, triton.next_power_of_2(width)),
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         )  # fmt: skip
         _take_best_kernel[(groups, len(qs))](
-            scores, found, groups, number, first, most, size,
+            scores, chosen_of_texts, groups, number, first, max_entries, size,
             BLOCK=block, num_warps=4 if block <= 4096 else 16,
         )  # fmt: skip
     return chosen
@@ -139,7 +139,7 @@ choose_entries = Operation(
     "choose_entries", _choose_entries_triton, _choose_entries_torch,
     {
         "q": Array("B, N, H, D", _KINDS), "w": Array("B, N, H", SOME_REAL),
-        "k": Array("B, E, D", _KINDS), "first": Number(), "most": Number(),
+        "k": Array("B, E, D", _KINDS), "first": Number(), "max_entries": Number(),
         "top_k": Number(),
     },
     where=("q.dtype == k.dtype", "q.dtype in (w.dtype, torch.float8_e4m3fn)"),
@@ -151,7 +151,7 @@ Args:
     w: (B, N, h) float32 or bfloat16: weights of the heads.
     k: (B, E, d) like q: keys of the entries.
     first: index of the first group, equal to its number of complete entries.
-    most: M, the maximum number of entries that a group sees.
+    max_entries: M, the maximum number of entries that a group sees.
     top_k: maximum number of entries per group.
 
 Returns:

@@ -34,7 +34,7 @@ SHARED = (5, 6)
 @text_by_text(4, *SHARED)
 def _choose_next_torch(
     query: Tensor, key: Tensor, keys: Tensor, choice: Tensor, position: Tensor, cos: Tensor,
-    sin: Tensor, m: int, most: int, eps: float,
+    sin: Tensor, m: int, max_entries: int, eps: float,
 ) -> None:  # fmt: skip
     (slots, width), size = keys.shape, len(choice)
     heads = len(query) // (width + 1)
@@ -53,7 +53,7 @@ def _choose_next_torch(
     q = rotated(query[: heads * width].view(heads, width), place)
     w = query[heads * width :].float()
     numbers = number - (number - torch.arange(slots, device=keys.device)) % slots
-    seen = (numbers >= 0) & (numbers < complete) & (numbers >= complete - most)
+    seen = (numbers >= 0) & (numbers < complete) & (numbers >= complete - max_entries)
     scores = ((q.float() @ keys.float().T).relu() * w[:, None]).sum(dim=0)
     by_age = numbers.argsort(descending=True)  # ties: the later entry comes first
     order = scores.masked_fill(~seen, -torch.inf)[by_age].sort(descending=True, stable=True)
@@ -128,8 +128,8 @@ def _choose_next_kernel(
                 n2 = numbers_of(n2, True, NATIVE).to(dtype)
             dots = tl.dot(n1, tl.trans(q1), input_precision=PRECISION)
             dots = tl.dot(n2, tl.trans(q2), dots, input_precision=PRECISION)
-            found = tl.sum(tl.maximum(dots, 0) * w[None, :], axis=1)
-            tl.store(scores_ptr + slot, found, mask=slot < E)
+            slot_scores = tl.sum(tl.maximum(dots, 0) * w[None, :], axis=1)
+            tl.store(scores_ptr + slot, slot_scores, mask=slot < E)
         tl.debug_barrier()  # other threads read these scores
         # scores are in the order of entries: index s is one of the visible entries
         first = tl.maximum(complete - MOST, 0)
@@ -145,9 +145,9 @@ def _choose_next_kernel(
             least = tl.where(enough, higher, least)
         above = there & (order > least)
         equal = (there & (order == least)).to(tl.int32)
-        wanted = SIZE - tl.sum(above.to(tl.int32))
+        remaining = SIZE - tl.sum(above.to(tl.int32))
         from_here = tl.sum(equal) - tl.cumsum(equal) + equal
-        taken = above | ((equal > 0) & (from_here <= wanted))
+        taken = above | ((equal > 0) & (from_here <= remaining))
         count = tl.cumsum(taken.to(tl.int32))
         tl.store(choice_ptr + count - 1, first + s, mask=taken)
         tl.store(choice_ptr + s, -1, mask=(s >= tl.sum(taken.to(tl.int32))) & (s < SIZE))
@@ -155,16 +155,16 @@ def _choose_next_kernel(
 
 def _choose_next_triton(
     query: Tensor, key: Tensor, keys: Tensor, choice: Tensor, position: Tensor, cos: Tensor,
-    sin: Tensor, m: int, most: int, eps: float,
+    sin: Tensor, m: int, max_entries: int, eps: float,
 ) -> None:  # fmt: skip
     (slots, width), size = keys.shape[-2:], choice.shape[-1]
     heads = query.shape[-1] // (width + 1)
     scores = torch.empty(keys.shape[:-1], dtype=torch.float32, device=keys.device)
-    block = triton.next_power_of_2(max(1, min(most, slots), size))
+    block = triton.next_power_of_2(max(1, min(max_entries, slots), size))
     in_eight_bits = keys.dtype == E4M3
     codes = keys.view(torch.uint8) if in_eight_bits else keys
     _choose_next_kernel[(position.numel(),)](
-        query, key, codes, choice, position, cos, sin, scores, slots, m, most, size, eps,
+        query, key, codes, choice, position, cos, sin, scores, slots, m, max_entries, size, eps,
         HEADS=heads, HALF=width // 2, BLOCK_R=max(16, triton.next_power_of_2(heads)),
         BLOCK_H=max(16, triton.next_power_of_2(width // 2)),
         BLOCK_N=min(256, max(16, triton.next_power_of_2(slots))), BLOCK=block,
@@ -179,7 +179,7 @@ choose_next_ = Operation(
         "query": Array("*T, Q", dense=True), "key": Array("*T, D", dense=True),
         "keys": Array("*T, E, D", (*REAL, E4M3), dense=True),
         "choice": Array("*T, K", INT32, dense=True), **PLACE,
-        "m": Number(), "most": Number(), "eps": Number(),
+        "m": Number(), "max_entries": Number(), "eps": Number(),
     },
     where=(
         "len(T) < 2", "E > 0", "D % 2 == 0", "Q % (D + 1) == 0",
@@ -193,13 +193,13 @@ With several texts, all arguments but `cos` and `sin` have a leading batch dimen
 Args:
     query: (h (d + 1),) float32 or bfloat16, contiguous: h queries of even width d, then h weights.
     key: (d,) in the dtype of `query`, contiguous.
-    keys: (E, d) in that dtype or float8_e4m3fn, contiguous, modified in place; E is above `most`,
-        or the ring never fills.
+    keys: (E, d) in that dtype or float8_e4m3fn, contiguous, modified in place; E is above
+        `max_entries`, or the ring never fills.
     choice: (k,) int32, contiguous, modified in place: ascending indices, padded with -1.
     position: int32 scalar tensor, below P.
     cos: (P, d / 2) float32, contiguous.
     sin: like `cos`.
     m: bytes per entry.
-    most: M, the maximum number of entries that are visible.
+    max_entries: M, the maximum number of entries that are visible.
     eps: added to mean squares.
 """

@@ -40,7 +40,7 @@ class Sight(NamedTuple):
     """W, the number of recent bytes that a byte sees, itself included."""
     ratio: int
     """m, the number of bytes per entry."""
-    most: int
+    max_entries: int
     """M, the maximum number of complete entries that a byte sees: the last ones."""
     start: int = 0
     """Position of the first query."""
@@ -99,7 +99,7 @@ def attend_part(
     complete = (sight.start + place + 1) // sight.ratio
     if chosen is None:
         number = torch.arange(entries.shape[1], device=device)
-        seen = (number < complete[:, None]) & (number >= complete[:, None] - sight.most)
+        seen = (number < complete[:, None]) & (number >= complete[:, None] - sight.max_entries)
         scores.append(torch.einsum("btghd,bjgd->btghj", q, entries))
         masks.append(seen[None, :, None, None])
     else:
@@ -153,12 +153,12 @@ def _compressed_attention_torch(
     logs = torch.empty(batch, length, heads, dtype=torch.float32, device=x.device)
     shares = None if chosen is None else torch.empty(chosen.shape, device=x.device)
     for part in parts_of(length, lead, sight, groups_of_part(x, recent, entries, chosen, sight)):
-        own = None if chosen is None else chosen[:, part.groups]
-        found = attend_part(
-            x[:, part.queries], recent[:, part.keys], entries, own, sink,
+        chosen_here = None if chosen is None else chosen[:, part.groups]
+        results = attend_part(
+            x[:, part.queries], recent[:, part.keys], entries, chosen_here, sink,
             cos[part.queries], sin[part.queries], sight, eps, part, lead,
         )  # fmt: skip
-        y[:, part.queries], logs[:, part.queries], share = found
+        y[:, part.queries], logs[:, part.queries], share = results
         if shares is not None and share is not None:
             shares[:, part.groups] = share
     return y, logs, shares
@@ -193,8 +193,8 @@ def load_vectors(ptr, rows, mask, stride, HALF: tl.constexpr, BLOCK_H: tl.conste
 @triton.jit
 def scores_of(q1, q2, k1, k2, scale, PRECISION: tl.constexpr):
     """Multiply queries by vectors, both given as halves: [ROWS, BLOCK_N] float32."""
-    found = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-    return tl.dot(q2, tl.trans(k2), found, input_precision=PRECISION) * scale
+    scores = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+    return tl.dot(q2, tl.trans(k2), scores, input_precision=PRECISION) * scale
 
 
 @triton.jit
@@ -213,12 +213,14 @@ def _compressed_attention_kernel(
     if PARTS > 1:
         part = tl.program_id(2)
     of_kv: tl.constexpr = HEADS // KV
+    # a row of the tile is a query of one head; heads that share keys are adjacent
     row = part * ROWS + tl.arange(0, ROWS)
-    place, own = row // OF_KV, row % OF_KV
+    place, head = row // OF_KV, row % OF_KV
     first = block * QUERIES + SHIFT
-    t, h = first + place, kv * of_kv + own
-    valid = (place < QUERIES) & (own < of_kv) & (t >= 0) & (t < T)
+    t, h = first + place, kv * of_kv + head
+    valid = (place < QUERIES) & (head < of_kv) & (t >= 0) & (t < T)
     low, high = tl.maximum(first, 0), tl.minimum(first + QUERIES, T) - 1
+    # normalise and rotate the queries, as halves
     x1, x2, cos, sin = load_queries(
         x_ptr + b * stride_xb, cos_ptr, sin_ptr, t, h, valid, stride_xt, stride_xh, HALF, BLOCK_H
     )
@@ -227,6 +229,7 @@ def _compressed_attention_kernel(
     q1 = ((x1 * cos - x2 * sin) * r).to(dtype)
     q2 = ((x1 * sin + x2 * cos) * r).to(dtype)
 
+    # recent bytes: those of the window of any query of the block, masked for each
     total = tl.zeros((ROWS,), dtype=tl.float32)
     y1 = tl.zeros((ROWS, BLOCK_H), dtype=tl.float32)
     y2 = tl.zeros((ROWS, BLOCK_H), dtype=tl.float32)
@@ -242,6 +245,7 @@ def _compressed_attention_kernel(
         p = p.to(dtype)
         y1 = tl.dot(p, k1, y1, input_precision=PRECISION)
         y2 = tl.dot(p, k2, y2, input_precision=PRECISION)
+    # entries: the chosen ones of the group, or all that are complete and in reach
     entries_ptr += b * stride_eb + kv * stride_eg
     complete = (START + t + 1) // RATIO
     if CHOSEN:
@@ -265,15 +269,18 @@ def _compressed_attention_kernel(
         p = p.to(dtype)
         y1 = tl.dot(p, k1, y1, input_precision=PRECISION)
         y2 = tl.dot(p, k2, y2, input_precision=PRECISION)
+    # the sink adds to the sum of weights only
     total += tl.exp(tl.load(sink_ptr + h, mask=valid, other=0))
     out = (b * T + t) * HEADS + h
     tl.store(logs_ptr + out, tl.log(total), mask=valid)
+    # values were rotated like keys: turn the output back by the query's angle
     y1, y2 = y1 / total[:, None], y2 / total[:, None]
     offs = tl.arange(0, BLOCK_H)[None, :]
     ptrs = y_ptr + out[:, None] * (2 * HALF) + offs
     both = valid[:, None] & (offs < HALF)
     tl.store(ptrs, (y1 * cos + y2 * sin).to(dtype), mask=both)
     tl.store(ptrs + HALF, (y2 * cos - y1 * sin).to(dtype), mask=both)
+    # shares of the chosen entries, which train the indexer, need the total: weights again
     if CHOSEN:
         share = tl.where(valid, 1 / total, 0)[:, None]
         shares_ptr += (((b * KV + kv) * PARTS + part) * NUMBER + block) * SIZE
@@ -282,8 +289,8 @@ def _compressed_attention_kernel(
             j = tl.load(chosen_ptr + at, mask=at < SIZE, other=-1)
             k1, k2 = load_vectors(entries_ptr, j, j >= 0, stride_ej, HALF, BLOCK_H)
             p = tl.exp(scores_of(q1, q2, k1, k2, scale, PRECISION)) * share
-            found = tl.where(j >= 0, tl.sum(p, axis=0), 0)
-            tl.store(shares_ptr + at, found, mask=at < SIZE)
+            entry_shares = tl.where(j >= 0, tl.sum(p, axis=0), 0)
+            tl.store(shares_ptr + at, entry_shares, mask=at < SIZE)
 
 
 class Tiling(NamedTuple):
@@ -344,7 +351,7 @@ def _compressed_attention_triton(
     _compressed_attention_kernel[(tile.programs, batch * kv, tile.parts)](
         x, recent, entries, chosen, sink, cos, sin, y, logs, shares,
         length, recent.shape[1] - length, number, size, sight.start, tile.shift, sight.window,
-        sight.most, sight.ratio, width**-0.5, eps,
+        sight.max_entries, sight.ratio, width**-0.5, eps,
         *x.stride()[:3], *recent.stride()[:3], *entries.stride()[:3],
         HEADS=heads, KV=kv, QUERIES=tile.queries, ROWS=tile.rows, PARTS=tile.parts,
         OF_KV=tile.of_kv, HALF=width // 2, BLOCK_H=tile.block_h, BLOCK_N=block_n(x),
@@ -361,11 +368,11 @@ def dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def block_n(x: Tensor, most: int = 64) -> int:
+def block_n(x: Tensor, limit: int = 64) -> int:
     """Choose the vectors per product; few in float32, whose products need registers."""
     if x.dtype == torch.float32:
         return 16
-    return min(most, 32 if x.shape[-1] > 128 else 64)
+    return min(limit, 32 if x.shape[-1] > 128 else 64)
 
 
 def num_warps(x: Tensor, tile: Tiling) -> int:

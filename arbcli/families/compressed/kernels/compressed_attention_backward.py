@@ -44,12 +44,12 @@ def _compressed_attention_backward_torch(
     sums = [torch.zeros(t.shape, device=x.device) for t in (recent, entries, sink)]
     grad_recent, grad_entries, grad_sink = sums
     for part in parts_of(length, lead, sight, groups_of_part(x, recent, entries, chosen, sight)):
-        own = None if chosen is None else chosen[:, part.groups]
-        given = x[:, part.queries], recent[:, part.keys], entries, sink
-        leaves = [t.detach().float().requires_grad_() for t in given]
+        chosen_here = None if chosen is None else chosen[:, part.groups]
+        sources = x[:, part.queries], recent[:, part.keys], entries, sink
+        leaves = [t.detach().float().requires_grad_() for t in sources]
         with torch.enable_grad():
             y, *_ = attend_part(
-                leaves[0], leaves[1], leaves[2], own, leaves[3],
+                leaves[0], leaves[1], leaves[2], chosen_here, leaves[3],
                 cos[part.queries], sin[part.queries], sight, eps, part, lead,
             )  # fmt: skip
         grads = torch.autograd.grad(y, leaves, grad_y[:, part.queries].float())
@@ -126,11 +126,12 @@ def _grad_queries_kernel(
         part = tl.program_id(2)
     of_kv: tl.constexpr = HEADS // KV
     row = part * ROWS + tl.arange(0, ROWS)
-    place, own = row // OF_KV, row % OF_KV
+    place, head = row // OF_KV, row % OF_KV
     first = block * QUERIES + SHIFT
-    t, h = first + place, kv * of_kv + own
-    valid = (place < QUERIES) & (own < of_kv) & (t >= 0) & (t < T)
+    t, h = first + place, kv * of_kv + head
+    valid = (place < QUERIES) & (head < of_kv) & (t >= 0) & (t < T)
     low, high = tl.maximum(first, 0), tl.minimum(first + QUERIES, T) - 1
+    # queries, output gradients and row sums that the first kernel prepared
     rows = (b * T + t) * HEADS + h
     q1, q2 = _load_rows(q_ptr, rows, valid, HALF, BLOCK_H)
     do1, do2 = _load_rows(do_ptr, rows, valid, HALF, BLOCK_H)
@@ -139,6 +140,7 @@ def _grad_queries_kernel(
     dtype = x_ptr.dtype.element_ty
     dq1 = tl.zeros((ROWS, BLOCK_H), dtype=tl.float32)
     dq2 = tl.zeros((ROWS, BLOCK_H), dtype=tl.float32)
+    # recent bytes
     offs_n = tl.arange(0, BLOCK_N)
     offs = tl.arange(0, BLOCK_H)[None, :]
     recent_ptr += b * stride_rb + kv * stride_rg
@@ -151,6 +153,7 @@ def _grad_queries_kernel(
         ds = ds.to(dtype)
         dq1 = tl.dot(ds, k1, dq1, input_precision=PRECISION)
         dq2 = tl.dot(ds, k2, dq2, input_precision=PRECISION)
+    # entries; a chosen one's gradient is stored per choice, and summed by `sum_choices`
     entries_ptr += b * stride_eb + kv * stride_eg
     complete = (START + t + 1) // RATIO
     if CHOSEN:
@@ -186,6 +189,7 @@ def _grad_queries_kernel(
             pair_type = pairs_ptr.dtype.element_ty
             tl.store(pairs_ptr + at, dk1.to(pair_type), mask=both)
             tl.store(pairs_ptr + at + HALF, dk2.to(pair_type), mask=both)
+    # backward of rotation and norm
     x1, x2, cos, sin = load_queries(
         x_ptr + b * stride_xb, cos_ptr, sin_ptr, t, h, valid, stride_xt, stride_xh, HALF, BLOCK_H
     )
@@ -216,12 +220,14 @@ def _grad_vectors_kernel(
     last = tl.minimum(block * BLOCK_N + BLOCK_N, VECTORS) - 1
     vectors_ptr += b * stride_vb + kv * stride_vg
     k1, k2 = load_vectors(vectors_ptr, offs_n, offs_n < VECTORS, stride_vs, HALF, BLOCK_H)
+    # the range of queries that see any vector of the block
     if ENTRIES:  # from the byte that completes the first of these entries
         low = tl.maximum((block * BLOCK_N + 1) * RATIO - 1 - START, 0)
         high = tl.minimum((last + MOST + 1) * RATIO - 1 - START, T)
     else:
         low = tl.maximum(block * BLOCK_N - LEAD, 0)
         high = tl.minimum(last - LEAD + WINDOW, T)
+    # programs divide that range
     share = tl.cdiv(tl.cdiv(high - low, SPLITS), queries) * queries
     first = low + split * share
     dtype = q_ptr.dtype.element_ty
@@ -229,14 +235,15 @@ def _grad_vectors_kernel(
     dk2 = tl.zeros((BLOCK_N, BLOCK_H), dtype=tl.float32)
     for start in range(first * OF_KV, tl.minimum(first + share, high) * OF_KV, ROWS):
         row = start + tl.arange(0, ROWS)  # OF_KV rows per position
-        t, own = row // OF_KV, row % OF_KV
-        h = kv * of_kv + own
-        valid = (own < of_kv) & (t < high)
+        t, head = row // OF_KV, row % OF_KV
+        h = kv * of_kv + head
+        valid = (head < of_kv) & (t < high)
         rows = (b * T + t) * HEADS + h
         q1, q2 = _load_rows(q_ptr, rows, valid, HALF, BLOCK_H)
         do1, do2 = _load_rows(do_ptr, rows, valid, HALF, BLOCK_H)
         log = tl.load(logs_ptr + rows, mask=valid, other=0)
         delta = tl.load(delta_ptr + rows, mask=valid, other=0)
+        # which query sees which vector
         if ENTRIES:
             complete = ((START + t + 1) // RATIO)[:, None]
             seen = (offs_n[None, :] < complete) & (offs_n[None, :] >= complete - MOST)
@@ -244,6 +251,7 @@ def _grad_vectors_kernel(
             ago = t[:, None] + LEAD - offs_n[None, :]
             seen = (ago >= 0) & (ago < WINDOW)
         seen = seen & valid[:, None]
+        # a vector is key and value: its gradient has a term of each
         p, ds = _slopes(q1, q2, do1, do2, k1, k2, log, delta, seen, scale, PRECISION)
         p, ds = tl.trans(p.to(dtype)), tl.trans(ds.to(dtype))
         dk1 = tl.dot(ds, q1, dk1, input_precision=PRECISION)
@@ -285,42 +293,42 @@ def _compressed_attention_backward_triton(
         chosen, (number, size) = chosen.contiguous(), chosen.shape[1:]
         shape_of_pairs = batch, number * tile.parts, size, kv * width
         pairs = torch.empty(shape_of_pairs, dtype=x.dtype, device=x.device)
-    options, most = {"num_warps": num_warps(x, tile)}, most_rows(tile.block_h)
+    options, max_rows = {"num_warps": num_warps(x, tile)}, most_rows(tile.block_h)
     if x.dtype == torch.float32:  # prefetched vectors leave too little shared memory
         options["num_stages"] = 1
-        most = most // 2 if width > 64 else most  # more rows spill registers
+        max_rows = max_rows // 2 if width > 64 else max_rows  # more rows spill registers
     shape |= {"HEADS": heads, "KV": kv, "OF_KV": tile.of_kv, "PRECISION": precision}
     _grad_queries_kernel[(tile.programs, batch * kv, tile.parts)](
         q, do, x, recent, entries, chosen, cos, sin, logs, delta, grad_x, pairs,
-        length, lead, number, size, sight.start, tile.shift, sight.window, sight.most,
+        length, lead, number, size, sight.start, tile.shift, sight.window, sight.max_entries,
         sight.ratio, width**-0.5, eps,
         *x.stride()[:3], *recent.stride()[:3], *entries.stride()[:3],
         **shape, QUERIES=tile.queries, ROWS=tile.rows, PARTS=tile.parts,
         BLOCK_N=block_n(x, 32), CHOSEN=chosen is not None, **options,
     )  # fmt: skip
-    block_rows = max(16, most)
+    block_rows = max(16, max_rows)
 
     def grad_of(vectors: Tensor, splits: int, of_entries: bool) -> Tensor:
         count, size = vectors.shape[1], block_n(x, 32)
-        found = torch.empty(splits, *vectors.shape, dtype=torch.float32, device=x.device)
-        if found.numel():
+        grad = torch.empty(splits, *vectors.shape, dtype=torch.float32, device=x.device)
+        if grad.numel():
             _grad_vectors_kernel[(triton.cdiv(count, size), splits, batch * kv)](
-                q, do, vectors, logs, delta, found,
-                length, lead, count, sight.start, sight.window, sight.most, sight.ratio,
+                q, do, vectors, logs, delta, grad,
+                length, lead, count, sight.start, sight.window, sight.max_entries, sight.ratio,
                 width**-0.5, *vectors.stride()[:3],
                 **shape, ROWS=block_rows, BLOCK_N=size, SPLITS=splits, ENTRIES=of_entries,
                 **options,
             )  # fmt: skip
-        return found[0] if splits == 1 else found.sum(dim=0)
+        return grad[0] if splits == 1 else grad.sum(dim=0)
 
     grad_recent = grad_of(recent, 1, False)
     if chosen is None:
         splits = min(SPLITS, triton.cdiv(length, 4 * triton.cdiv(block_rows, tile.of_kv)))
         grad_entries = grad_of(entries, splits, True)
     else:
-        own = chosen.repeat_interleave(tile.parts, dim=1)
-        found = sum_choices(pairs, own, entries.shape[1])
-        grad_entries = found.view(entries.shape)
+        chosen_by_part = chosen.repeat_interleave(tile.parts, dim=1)
+        sums = sum_choices(pairs, chosen_by_part, entries.shape[1])
+        grad_entries = sums.view(entries.shape)
     grad_sink = -((sink - logs).exp() * delta).sum(dim=(0, 1))
     return grad_x, grad_recent, grad_entries, grad_sink
 

@@ -44,8 +44,8 @@ SHARED = (4, 6, 7)
 @text_by_text(5, *SHARED)
 def _decode_compressed_torch(
     x: Tensor, recent: Tensor, entries: Tensor, choice: Tensor | None, sink: Tensor,
-    position: Tensor, cos: Tensor, sin: Tensor, semaphores: Tensor, m: int, most: int, eps: float,
-    exponents: tuple[Tensor, Tensor] | None = None,
+    position: Tensor, cos: Tensor, sin: Tensor, semaphores: Tensor, m: int, max_entries: int,
+    eps: float, exponents: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     slots, ring, device = len(entries), len(recent), x.device
     place = position.long()[None]
@@ -56,7 +56,7 @@ def _decode_compressed_torch(
     if choice is None:
         number = place // m  # the open entry
         numbers = number - (number - torch.arange(slots, device=device)) % slots
-        seen = (numbers >= 0) & (numbers < complete) & (numbers >= complete - most)
+        seen = (numbers >= 0) & (numbers < complete) & (numbers >= complete - max_entries)
         chosen = entries
     else:
         seen = choice >= 0
@@ -165,8 +165,8 @@ def _decode_compressed_kernel(
 
 def _decode_compressed_triton(
     x: Tensor, recent: Tensor, entries: Tensor, choice: Tensor | None, sink: Tensor,
-    position: Tensor, cos: Tensor, sin: Tensor, semaphores: Tensor, m: int, most: int, eps: float,
-    exponents: tuple[Tensor, Tensor] | None = None,
+    position: Tensor, cos: Tensor, sin: Tensor, semaphores: Tensor, m: int, max_entries: int,
+    eps: float, exponents: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     (heads, width), (ring, kv, _) = x.shape[-2:], recent.shape[-3:]
     floats, (of_recent, of_entries) = recent.dtype == E4M3, exponents or (None, None)
@@ -176,12 +176,12 @@ def _decode_compressed_triton(
     size = slots if choice is None else choice.shape[-1]
     splits = triton.cdiv(ring + size, SLOTS)
     parts = semaphores.numel() * splits
-    found = torch.empty(parts * (width + 1), dtype=torch.float32, device=x.device)
+    scratch = torch.empty(parts * (width + 1), dtype=torch.float32, device=x.device)
     y = torch.empty_like(x)
     _decode_compressed_kernel[(heads, splits, position.numel())](
         x, recent, entries, of_recent, of_entries, choice, sink, position, cos, sin, semaphores,
-        *found.split([parts, parts * width]), y,
-        ring, slots, size, m, most, heads, kv, width**-0.5, eps,
+        *scratch.split([parts, parts * width]), y,
+        ring, slots, size, m, max_entries, heads, kv, width**-0.5, eps,
         HALF=width // 2, BLOCK_H=triton.next_power_of_2(width // 2), BLOCK_S=SLOTS,
         SPLITS=splits, BLOCK_P=min(32, triton.next_power_of_2(splits)),
         CHOSEN=choice is not None, EIGHT=exponents is not None, FLOATS=floats,
@@ -192,8 +192,8 @@ def _decode_compressed_triton(
 
 def decode_compressed(
     x: Tensor, recent: Tensor, entries: Tensor, choice: Tensor | None, sink: Tensor,
-    position: Tensor, cos: Tensor, sin: Tensor, semaphores: Tensor, m: int, most: int, eps: float,
-    exponents: tuple[Tensor, Tensor] | None = None,
+    position: Tensor, cos: Tensor, sin: Tensor, semaphores: Tensor, m: int, max_entries: int,
+    eps: float, exponents: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend with one byte that `append_position_` has stored.
 
@@ -203,7 +203,7 @@ def decode_compressed(
     Args:
         x: (H, d) float32 or bfloat16, contiguous, d even: projected queries.
         recent: (W, G, d) like x, contiguous: the ring; all filled slots are visible.
-        entries: (E, G, d) like x, contiguous; E is above `most`, or the ring never fills.
+        entries: (E, G, d) like x, contiguous; E is above `max_entries`, or the ring never fills.
         choice: (k,) int32, contiguous: indices of entries, or -1; None selects all complete ones.
         sink: (H,) float32, contiguous.
         position: int32 scalar tensor, below P.
@@ -211,7 +211,7 @@ def decode_compressed(
         sin: like `cos`.
         semaphores: (H,) int32 zeros, reset to zeros.
         m: bytes per entry.
-        most: M, the maximum number of visible entries.
+        max_entries: M, the maximum number of visible entries.
         eps: added to mean squares.
         exponents: int8, (W, G) and (E, G), contiguous, if `recent` and `entries` are codes in
             float8_e4m3fn or int8.
@@ -222,7 +222,7 @@ def decode_compressed(
     Raises:
         ValueError: a dtype or a shape does not fit.
     """
-    inputs = x, recent, entries, choice, sink, position, cos, sin, semaphores, m, most, eps
+    inputs = x, recent, entries, choice, sink, position, cos, sin, semaphores, m, max_entries, eps
     if exponents is None:
         DECODE_COMPRESSED.check(*inputs)
     else:
@@ -239,7 +239,7 @@ _ARGUMENTS: Arguments = {
     **PLACE,
     "semaphores": Array("*T, H", INT32, dense=True),
     "m": Number(),
-    "most": Number(),
+    "max_entries": Number(),
     "eps": Number(),
 }
 _WHERE = ("len(T) < 2", "D % 2 == 0", "G > 0 and H % G == 0")

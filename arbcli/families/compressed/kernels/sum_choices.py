@@ -73,9 +73,9 @@ def _sum_choices_triton(x: Tensor, chosen: Tensor, entries: int) -> Tensor:
     if chosen.numel():
         block = triton.next_power_of_2(min(size, 1024))
         _place_choices_kernel[(number, batch)](chosen, places, number, size, entries, BLOCK=block)
-    found = torch.empty(places.shape, dtype=torch.int32, device=x.device)
+    slots = torch.empty(places.shape, dtype=torch.int32, device=x.device)
     _sum_choices_kernel[(entries, batch)](
-        x, places, found, y, number, size, entries, width,
+        x, places, slots, y, number, size, entries, width,
         BLOCK_G=min(1024, triton.next_power_of_2(number)), BLOCK_R=32,
         BLOCK_W=min(128, triton.next_power_of_2(width)),
     )  # fmt: skip

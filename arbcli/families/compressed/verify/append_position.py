@@ -57,10 +57,10 @@ def append_position_8bit_reference(
     still, *after, opened = append_position_reference(
         new, numbers[0], numbers[1], opened, beta, position, cos, sin, eps
     )
-    for old, found in zip(before, after, strict=True):
-        changed = (old != found).any(dim=-1)
-        x = found[changed].to(new.dtype).double()
-        found[changed] = round_entries_reference(x, recent.dtype)
+    for old, new_rows in zip(before, after, strict=True):
+        changed = (old != new_rows).any(dim=-1)
+        x = new_rows[changed].to(new.dtype).double()
+        new_rows[changed] = round_entries_reference(x, recent.dtype)
     return still, *after, opened
 
 
@@ -82,24 +82,24 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         for dtype in dtypes:
             label = f"{kv}x{width} at {position}, {m} of an entry, {slots} slots"
             label += " bf16" if dtype == torch.bfloat16 else ""
-            given = tuple(part.to(device, dtype) for part in parts)
+            tensors = tuple(part.to(device, dtype) for part in parts)
             rest = (beta, place, angle.cos(), angle.sin(), 0.1)
-            inputs = (*given, *rest)
+            inputs = (*tensors, *rest)
             yield Case(label, inputs)
             if kv == 2:  # one text of the batch is at its first position
-                begins = (-given[0], *inputs[1:5], torch.zeros_like(place), *inputs[6:])
+                begins = (-tensors[0], *inputs[1:5], torch.zeros_like(place), *inputs[6:])
                 texts = stacked_texts([inputs, begins, inputs], *SHARED)
                 yield Case(f"3 texts of {label}", texts)
 
 
-def _with_numbers(inputs: tuple, still: Tensor) -> tuple[Tensor, ...]:
+def _append_buffers(inputs: tuple, still: Tensor) -> tuple[Tensor, ...]:
     """Return the result and the contents of the buffers, decoded to floats."""
     _, recent, entries, opened, *_, exponents = inputs
     rows = zip((recent, entries), exponents, strict=True)
     return still, *(decode_entries(*row, torch.float32) for row in rows), opened
 
 
-def in_eight_bits(inputs: tuple, stored: torch.dtype) -> tuple:
+def quantise_inputs(inputs: tuple, stored: torch.dtype) -> tuple:
     """Quantise the inputs of `append_position_` to codes and exponents."""
     quantised = [quantise_entries(part, stored) for part in inputs[1:3]]
     codes, exponents = zip(*quantised, strict=True)
@@ -109,13 +109,13 @@ def in_eight_bits(inputs: tuple, stored: torch.dtype) -> tuple:
 def _cases_8bit(device: torch.device, group_size: int) -> Iterator[Case]:
     for case in _cases(device, group_size):
         for name, stored in FORMATS.items():
-            yield Case(f"{case.label} {name}", in_eight_bits(case.inputs, stored))
+            yield Case(f"{case.label} {name}", quantise_inputs(case.inputs, stored))
 
 
 def _timings_8bit(device: torch.device, group_size: int) -> Iterator[Timing]:
     for timing in append_position_verification.draw_timings(device, group_size):
         for name, stored in FORMATS.items():
-            inputs = in_eight_bits(timing.inputs, stored)
+            inputs = quantise_inputs(timing.inputs, stored)
             yield Timing(f"{timing.label} {name}", inputs, run=APPEND_POSITION.triton)
 
 
@@ -148,7 +148,7 @@ append_position_8bit_verification = Verification(
         relative=1e-2,
         reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is",
     ),
-    compared=_with_numbers,
-    draw=lambda rng, *sizes: in_eight_bits(_draw(rng, *sizes), rng.pick(CODES)),
+    compared=_append_buffers,
+    draw=lambda rng, *sizes: quantise_inputs(_draw(rng, *sizes), rng.pick(CODES)),
     needs_rows=False, timings=_timings_8bit,
 )  # fmt: skip

@@ -15,7 +15,7 @@ from arbcli.verify.verification import Case, Verification
 
 
 def choose_entries_reference(
-    q: Tensor, w: Tensor, k: Tensor, first: int, most: int, top_k: int
+    q: Tensor, w: Tensor, k: Tensor, first: int, max_entries: int, top_k: int
 ) -> Tensor:
     """Compute `choose_entries` in float64, one group at a time."""
     q, w, k = (part.double() for part in (q, w, k))
@@ -23,12 +23,12 @@ def choose_entries_reference(
     chosen = torch.full((*q.shape[:2], size), -1, dtype=torch.int32, device=q.device)
     for b in range(len(q)):
         for n in range(q.shape[1]):
-            seen = range(max(0, first + n - most), min(first + n, k.shape[1]))
+            seen = range(max(0, first + n - max_entries), min(first + n, k.shape[1]))
             dots = k[b, seen.start : seen.stop] @ q[b, n].T  # (entries, h)
             scores = (dots.clamp(min=0) * w[b, n]).sum(dim=1).tolist()
             best = sorted(zip(scores, seen, strict=True), reverse=True)[:size]
-            found = sorted(j for _, j in best)
-            chosen[b, n, : len(found)] = torch.tensor(found, dtype=torch.int32)
+            indices = sorted(j for _, j in best)
+            chosen[b, n, : len(indices)] = torch.tensor(indices, dtype=torch.int32)
     return chosen
 
 
@@ -54,14 +54,14 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         shapes += [(2, 300, 4, 32, 300, 1, 4096, 64), (1, 100, 4, 32, 4096, 3997, 4096, 128)]
         dtypes += [torch.bfloat16]
-    for batch, groups, heads, width, entries, first, most, top_k in shapes:
+    for batch, groups, heads, width, entries, first, max_entries, top_k in shapes:
         parts = random_index(generator, batch, groups, heads, width, entries)
         for dtype in dtypes:
             label = f"{batch}x{groups} from {first} of {heads}x{width}, {top_k} of {entries}"
             label += " bf16" if dtype == torch.bfloat16 else ""
             q, w, k = (part.to(device, dtype) for part in parts)
-            yield Case(label, (q, w, k, first, most, top_k))
-            eight = (q.to(E4M3), w, k.to(E4M3), first, most, top_k)
+            yield Case(label, (q, w, k, first, max_entries, top_k))
+            eight = (q.to(E4M3), w, k.to(E4M3), first, max_entries, top_k)
             yield Case(f"{label}, e4m3", eight)
 
 
@@ -79,7 +79,7 @@ choose_entries_verification = Verification(
     choose_entries, choose_entries_reference, _cases, draw=_draw, needs_rows=True,
     timed=[
         Timed(f"1x4096 of 4x32, 128 of 4096 {name}", choose_entries.torch, B=1, N=4096, H=4, D=32,
-              E=4096, q=dtype, k=dtype, w=torch.bfloat16, first=1, most=4096, top_k=128)
+              E=4096, q=dtype, k=dtype, w=torch.bfloat16, first=1, max_entries=4096, top_k=128)
         for name, dtype in (("bf16", torch.bfloat16), ("e4m3", E4M3))
     ],
     not_verified=("scores that differ by a rounding alone: which of them is chosen",),

@@ -21,7 +21,7 @@ from arbcli.verify.verification import Case, Gate, Verification
 @text_by_text(4, *SHARED)
 def choose_next_reference(
     query: Tensor, key: Tensor, keys: Tensor, choice: Tensor, position: Tensor, cos: Tensor,
-    sin: Tensor, m: int, most: int, eps: float,
+    sin: Tensor, m: int, max_entries: int, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `choice` and `keys` after `choose_next_`, in float64.
 
@@ -41,7 +41,7 @@ def choose_next_reference(
     choice = torch.full_like(choice, -1) if complete == 0 else choice.clone()
     if (p + 1) % m == 0:
         q, w = rotated(query[: heads * width].view(heads, width), p), query[heads * width :]
-        seen = range(max(0, complete - most), complete)
+        seen = range(max(0, complete - max_entries), complete)
         q, stored = (part.to(dtype).double() for part in (q, keys))
         dots = stored[[j % slots for j in seen]] @ q.T  # (entries, h)
         scores = (dots.clamp(min=0) * w).sum(dim=1).tolist()
@@ -52,7 +52,7 @@ def choose_next_reference(
     return choice, keys
 
 
-def _with_state(inputs: tuple, _found: None) -> tuple[Tensor, Tensor]:
+def _append_state(inputs: tuple, _result: None) -> tuple[Tensor, Tensor]:
     """Return the modified buffers."""
     _, _, keys, choice, *_ = inputs
     return choice, keys.float() if keys.dtype == E4M3 else keys
@@ -64,7 +64,7 @@ _QUARTERS = (1.0, 0.0, -1.0, 0.0), (0.0, 1.0, 0.0, -1.0)
 
 def index_of_byte(
     generator: torch.Generator, device: torch.device, dtype: torch.dtype, heads: int, width: int,
-    slots: int, size: int, m: int, most: int, position: int,
+    slots: int, size: int, m: int, max_entries: int, position: int,
 ) -> tuple:  # fmt: skip
     """Draw inputs of `choose_next_` whose scores are often equal, and exact in every dtype.
 
@@ -84,13 +84,13 @@ def index_of_byte(
     quarter = integers(0, 3, position + 1, width // 2)
     cos, sin = (torch.tensor(of, device=device)[quarter.to(device)] for of in _QUARTERS)
     place = torch.tensor(position, dtype=torch.int32, device=device)
-    given = (part.to(device, dtype) for part in (query, vectors[0], keys))
-    return (*given, choice, place, cos, sin, m, most, 3.0)
+    tensors = (part.to(device, dtype) for part in (query, vectors[0], keys))
+    return (*tensors, choice, place, cos, sin, m, max_entries, 3.0)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-    # (heads, width, slots, k, m, most, position)
+    # (heads, width, slots, k, m, max_entries, position)
     shapes = [
         (1, 4, 5, 2, 3, 4, 0), (2, 8, 5, 2, 3, 4, 2), (2, 8, 5, 3, 3, 4, 29),
         (3, 4, 9, 4, 4, 8, 30), (4, 32, 40, 7, 4, 39, 119), (2, 6, 20, 30, 2, 99, 37),
@@ -100,12 +100,12 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         shapes += [(4, 32, 4097, 128, 4, 4096, 16383), (4, 32, 4097, 128, 4, 4096, 17003)]
         dtypes += [torch.bfloat16]
-    for heads, width, slots, size, m, most, position in shapes:
+    for heads, width, slots, size, m, max_entries, position in shapes:
         for dtype in dtypes:
             label = f"{heads}x{width} at {position}, {size} of {slots} slots"
             label += " bf16" if dtype == torch.bfloat16 else ""
             inputs = index_of_byte(
-                generator, device, dtype, heads, width, slots, size, m, most, position
+                generator, device, dtype, heads, width, slots, size, m, max_entries, position
             )
             yield Case(label, inputs)
             if size < slots:  # all scores are equal: the last entries are selected
@@ -123,10 +123,10 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    ratio, most, size = 2 + rng.below(4), 1 + rng.below(60), 1 + rng.below(9)
+    ratio, max_entries, size = 2 + rng.below(4), 1 + rng.below(60), 1 + rng.below(9)
     return index_of_byte(
         rng.seeded(), rng.device, rng.dtype, rng.pick((1, 3)), 2 * (1 + min(k, 19)),
-        most + 1, size, ratio, most, rng.below(3 * most * ratio),
+        max_entries + 1, size, ratio, max_entries, rng.below(3 * max_entries * ratio),
     )  # fmt: skip
 
 
@@ -136,10 +136,10 @@ choose_next_verification = Verification(
         relative=1e-6,
         reason="choices and drawn keys are exact; a square root may err in its last bit",
     ),
-    compared=_with_state, draw=_draw, needs_rows=False,
+    compared=_append_state, draw=_draw, needs_rows=False,
     timed=[
         Timed(f"{'16 texts of ' * len(texts)}128 of 4096 at {position}", T=texts, Q=132, D=32,
-              E=4097, K=128, P=16384, position=position, m=4, most=4096, eps=1e-6)
+              E=4097, K=128, P=16384, position=position, m=4, max_entries=4096, eps=1e-6)
         for position in (16383, 16382) for texts in ((), (16,))
     ],
 )  # fmt: skip

@@ -63,8 +63,8 @@ def rounded_block_gradients(
 
     The gradient of a bias after a bf16 product is rounded in the same way.
     """
-    found = compress_blocks_backward.torch(grad_recent, grad_entries, x, beta, cos, sin, heads, eps)
-    return found[0], grad_beta(found[0], beta)
+    grads = compress_blocks_backward.torch(grad_recent, grad_entries, x, beta, cos, sin, heads, eps)
+    return grads[0], grad_beta(grads[0], beta)
 
 
 def _draw(device: torch.device) -> Iterator[tuple[str, tuple]]:

@@ -34,7 +34,7 @@ def compressed_attention_reference(
         for t in range(length):
             complete = (sight.start + t + 1) // sight.ratio
             if chosen is None:
-                seen = list(range(max(0, complete - sight.most), complete))
+                seen = list(range(max(0, complete - sight.max_entries), complete))
             else:
                 group = complete - (sight.start + 1) // sight.ratio
                 seen = [j for j in picked[b][group] if j >= 0]
@@ -80,11 +80,11 @@ def random_sight(
         complete = torch.arange(groups.start, groups.stop)[:, None]
         scores = torch.rand(batch, len(groups), entries, generator=generator)
         places = torch.arange(entries)
-        unseen = (places >= complete) | (places < complete - sight.most)
+        unseen = (places >= complete) | (places < complete - sight.max_entries)
         order = scores.masked_fill(unseen, -1).sort(-1, descending=True)
         size = min(top_k, entries)
-        found = torch.where(order.values < 0, entries, order.indices)[..., :size].sort(-1).values
-        chosen = torch.where(found == entries, -1, found).int()
+        indices = torch.where(order.values < 0, entries, order.indices)[..., :size].sort(-1).values
+        chosen = torch.where(indices == entries, -1, indices).int()
     return x, *vectors, chosen, normal(heads), angle.cos(), angle.sin(), sight
 
 
@@ -136,8 +136,8 @@ def draw_timed(device: torch.device) -> Iterator[tuple[str, tuple]]:
         yield f"16384 bytes, entries of {sight.ratio} bf16", (*real, *rest, 1e-6)
 
 
-def _those_there_are(_inputs: tuple, found: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    return tuple(part for part in found if part is not None)
+def _those_there_are(_inputs: tuple, results: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    return tuple(part for part in results if part is not None)
 
 
 def _reference(*inputs: Any) -> tuple[Tensor, ...]:

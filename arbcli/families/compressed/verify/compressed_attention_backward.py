@@ -35,10 +35,10 @@ def compressed_attention_backward_reference(
         y, *_ = compressed_attention_reference(
             x, recent, entries, chosen, sink, cos, sin, sight, eps
         )
-    found = torch.autograd.grad(y, leaves, grad_y.double(), allow_unused=True)
+    grads = torch.autograd.grad(y, leaves, grad_y.double(), allow_unused=True)
     grad_x, grad_recent, grad_entries, grad_sink = (
         torch.zeros_like(leaf) if grad is None else grad
-        for leaf, grad in zip(leaves, found, strict=True)
+        for leaf, grad in zip(leaves, grads, strict=True)
     )
     return grad_x, grad_recent, grad_entries, grad_sink
 
@@ -65,7 +65,7 @@ def rounded_attention_gradients(
     ago = place + near - length - torch.arange(near, device=x.device)
     complete = (sight.start + place + 1) // sight.ratio
     j = torch.arange(entries.shape[1] + 1, device=x.device)  # the last row stands for -1
-    far = ((j < complete) & (j >= complete - sight.most)).expand(len(x), -1, -1)
+    far = ((j < complete) & (j >= complete - sight.max_entries)).expand(len(x), -1, -1)
     if chosen is not None:
         mine = chosen[:, (complete - complete[0])[:, 0]].long()  # (B, T, k)
         far = torch.zeros_like(far).scatter(2, mine.where(mine >= 0, j[-1]), True)
@@ -79,15 +79,15 @@ def rounded_attention_gradients(
     delta = (grad_y * y).sum(dim=-1)
     p, ds = rounded(p), rounded(p * (dp - delta[..., None]) * width**-0.5)
 
-    def of_vectors(queries: Tensor) -> Tensor:
-        found = torch.einsum("bthj,bthd->bjhd", p[:, queries], do[:, queries])
-        found += torch.einsum("bthj,bthd->bjhd", ds[:, queries], q[:, queries])
-        return found.unflatten(2, (-1, of_kv)).sum(dim=3)
+    def sum_queries(queries: Tensor) -> Tensor:
+        grad = torch.einsum("bthj,bthd->bjhd", p[:, queries], do[:, queries])
+        grad += torch.einsum("bthj,bthd->bjhd", ds[:, queries], q[:, queries])
+        return grad.unflatten(2, (-1, of_kv)).sum(dim=3)
 
-    grad_recent, grad_entries = of_vectors(place[:, 0]).tensor_split([near], dim=1)
+    grad_recent, grad_entries = sum_queries(place[:, 0]).tensor_split([near], dim=1)
     if chosen is not None:
         groups = [place[complete == g] for g in complete.unique()]
-        of_groups = [rounded(of_vectors(group)[:, near:]) for group in groups]
+        of_groups = [rounded(sum_queries(group)[:, near:]) for group in groups]
         grad_entries = torch.stack(of_groups).sum(0)
     grad_q = rotate_reference(torch.einsum("bthj,bjhd->bthd", ds, vectors), cos, -sin)
     grad_x = (grad_q - x * r * (grad_q * x * r).mean(dim=-1, keepdim=True)) * r

@@ -24,8 +24,8 @@ from arbcli.verify.verification import Case, Gate, Verification
 @text_by_text(5, *SHARED)
 def decode_compressed_reference(
     x: Tensor, recent: Tensor, entries: Tensor, choice: Tensor | None, sink: Tensor,
-    position: Tensor, cos: Tensor, sin: Tensor, semaphores: Tensor, m: int, most: int, eps: float,
-    exponents: tuple[Tensor, Tensor] | None = None,
+    position: Tensor, cos: Tensor, sin: Tensor, semaphores: Tensor, m: int, max_entries: int,
+    eps: float, exponents: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the result and the `semaphores` of `decode_compressed`, in float64."""
     p, (heads, width) = int(position), x.shape
@@ -34,15 +34,15 @@ def decode_compressed_reference(
         recent, entries = (decode_entries_reference(*ring) for ring in rings)
     x, recent, entries = (part.double() for part in (x, recent, entries))
     complete = (p + 1) // m
-    seen = range(max(0, complete - most), complete) if choice is None else choice.tolist()
+    seen = range(max(0, complete - max_entries), complete) if choice is None else choice.tolist()
     numbers = [j for j in seen if j >= 0]
     rows = []
     for head in range(heads):
-        own = head // (heads // recent.shape[1])
+        kv_head = head // (heads // recent.shape[1])
         near = range(max(0, p - len(recent) + 1), p + 1)
         keys = torch.stack(
-            [entries[j % len(entries), own] for j in numbers]
-            + [recent[i % len(recent), own] for i in near]
+            [entries[j % len(entries), kv_head] for j in numbers]
+            + [recent[i % len(recent), kv_head] for i in near]
         )
         q = rotate_reference(normalise_reference(x[head], eps), cos[p], sin[p])
         weights = (keys @ q / width**0.5).exp()
@@ -53,22 +53,23 @@ def decode_compressed_reference(
 
 def attention_of_byte(
     generator: torch.Generator, device: torch.device, dtype: torch.dtype, heads: int, kv: int,
-    width: int, ring: int, slots: int, size: int, m: int, most: int, position: int,
+    width: int, ring: int, slots: int, size: int, m: int, max_entries: int, position: int,
 ) -> tuple:  # fmt: skip
     """Draw the inputs of `decode_compressed`; `size` 0 stands for no selection."""
     normal = normals(generator)
     vectors = [functional.rms_norm(normal(n, kv, width), (width,)) for n in (ring, slots)]
     complete, choice = (position + 1) // m, None
     if size:
-        seen = torch.arange(max(0, complete - most), complete)
+        seen = torch.arange(max(0, complete - max_entries), complete)
         picked = seen[torch.randperm(len(seen), generator=generator)[: size - 1]].sort().values
         choice = functional.pad(picked, (0, size - len(picked)), value=-1).int().to(device)
     angle = (7 * normal(position + 1, width // 2)).to(device)
     place = torch.tensor(position, dtype=torch.int32, device=device)
     semaphores = torch.zeros(heads, dtype=torch.int32, device=device)
-    given = (part.to(device, dtype) for part in (normal(heads, width), *vectors))
+    tensors = (part.to(device, dtype) for part in (normal(heads, width), *vectors))
     sink = normal(heads).to(device)
-    return (*given, choice, sink, place, angle.cos(), angle.sin(), semaphores, m, most, 0.1)
+    rest = place, angle.cos(), angle.sin(), semaphores, m, max_entries, 0.1
+    return (*tensors, choice, sink, *rest)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -106,11 +107,11 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    ratio, most, kv = 2 + rng.below(4), 1 + rng.below(60), rng.pick((1, 2))
+    ratio, max_entries, kv = 2 + rng.below(4), 1 + rng.below(60), rng.pick((1, 2))
     return attention_of_byte(
         rng.seeded(), rng.device, rng.dtype, kv * rng.pick((1, 3, 8)), kv,
-        2 * (1 + min(k, 63)), 1 + rng.below(70), most + 1, rng.pick((0, 2, 9, 40)), ratio, most,
-        rng.below(2 * most * ratio),
+        2 * (1 + min(k, 63)), 1 + rng.below(70), max_entries + 1, rng.pick((0, 2, 9, 40)), ratio,
+        max_entries, rng.below(2 * max_entries * ratio),
     )  # fmt: skip
 
 
@@ -120,8 +121,8 @@ decode_compressed_verification = Verification(
     compared=("semaphores",), draw=_draw, torch_is_peer=True, needs_rows=False,
     timed=[
         Timed(f"{'16 texts of ' * len(texts)}12x128, entries of {m}", T=texts, H=12, D=128, W=128,
-              G=1, E=most + 1, K=size, P=16384, choice=(0, most) if size else None, sink=0,
-              position=16383, semaphores=0, m=m, most=most, eps=1e-6)
-        for m, most, size in ((4, 4096, 128), (128, 128, 0)) for texts in ((), (16,))
+              G=1, E=max_entries + 1, K=size, P=16384, choice=(0, max_entries) if size else None,
+              sink=0, position=16383, semaphores=0, m=m, max_entries=max_entries, eps=1e-6)
+        for m, max_entries, size in ((4, 4096, 128), (128, 128, 0)) for texts in ((), (16,))
     ],
 )  # fmt: skip

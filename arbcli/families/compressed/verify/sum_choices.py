@@ -29,9 +29,9 @@ def random_choices(
 ) -> Tensor:
     """Draw ascending indices of distinct entries, with a padding of -1."""
     scores = torch.rand(batch, number, entries, generator=generator)
-    found = scores.argsort(dim=-1)[..., :size].sort(dim=-1).values.int()
+    indices = scores.argsort(dim=-1)[..., :size].sort(dim=-1).values.int()
     kept = torch.randint(0, size + 1, (batch, number, 1), generator=generator)
-    return torch.where(torch.arange(size) < kept, found, -1).int()
+    return torch.where(torch.arange(size) < kept, indices, -1).int()
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:

@@ -33,7 +33,7 @@ from arbcli.kernels.runtime.arguments import INT64, Array, Number
 from arbcli.kernels.runtime.backend import capability, num_processors
 from arbcli.kernels.runtime.descriptors import described
 from arbcli.kernels.runtime.operation import Operation
-from arbcli.kernels.update.newton_schulz import HOPPER, has_aligned_rows, with_aligned_rows
+from arbcli.kernels.update.newton_schulz import HOPPER, empty_aligned, has_aligned_rows
 
 MOST_EXPERTS = 256
 """Maximum number of experts; every program loads all bounds at once."""
@@ -233,7 +233,7 @@ def _tiles_of(stack: Tensor, rows: int, columns: int) -> tuple[Any, tuple[int, .
         return stack, stack.stride()
     if not has_aligned_rows(stack):
         number, height, width = stack.shape
-        stack = with_aligned_rows(number, height, width, stack).copy_(stack)
+        stack = empty_aligned(number, height, width, stack).copy_(stack)
     return described(stack, [1, rows, columns]), stack.stride()
 
 

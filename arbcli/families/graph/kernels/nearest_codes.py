@@ -46,10 +46,10 @@ def _nearest_codes_torch(q: Tensor, codes: Tensor) -> Tensor:
     size = max(1, CHUNK_ELEMENTS // max(len(q), q.shape[1]))
     for first in range(0, len(codes), size):
         some = codes[first : first + size].to(kind)
-        own = 2 * (vectors @ some.T).to(torch.int64) - some.square().sum(dim=1).to(torch.int64)
+        score = 2 * (vectors @ some.T).to(torch.int64) - some.square().sum(dim=1).to(torch.int64)
         at = torch.arange(first, first + len(some), device=q.device)
-        places.append(_best(own, at))
-        scores.append(own.gather(1, (places[-1] - first)[:, None])[:, 0])
+        places.append(_best(score, at))
+        scores.append(score.gather(1, (places[-1] - first)[:, None])[:, 0])
     return _best(torch.stack(scores, dim=1), torch.stack(places, dim=1))
 
 

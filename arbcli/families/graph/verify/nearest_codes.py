@@ -15,11 +15,11 @@ from arbcli.verify.verification import Case, Verification
 
 def nearest_codes_reference(q: Tensor, codes: Tensor) -> Tensor:
     """Compute the reference result of `nearest_codes`, one vector at a time."""
-    table, found = codes.to(torch.int64), []
+    table, nearest = codes.to(torch.int64), []
     for row in q.to(torch.int64):
         apart = ((table - row) ** 2).sum(dim=1).tolist()
-        found.append(apart.index(min(apart)))
-    return torch.tensor(found, dtype=torch.int64, device=q.device)
+        nearest.append(apart.index(min(apart)))
+    return torch.tensor(nearest, dtype=torch.int64, device=q.device)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -50,9 +50,9 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 
 def _draw(rng: CaseGenerator, _group_size: int, m: int, n: int, k: int) -> tuple:
-    width, most = 1 + min(k, 300), rng.pick((2, 127))
+    width, limit = 1 + min(k, 300), rng.pick((2, 127))
     q, codes = (
-        rng.integers(-most, most, rows, width).contiguous() for rows in (m, 1 + min(n, 2000))
+        rng.integers(-limit, limit, rows, width).contiguous() for rows in (m, 1 + min(n, 2000))
     )
     return q, codes
 

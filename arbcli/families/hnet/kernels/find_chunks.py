@@ -34,14 +34,14 @@ class Chunks(NamedTuple):
 def _find_chunks_torch(boundaries: Tensor, capacity: int) -> Chunks:
     batch, length = boundaries.shape
     begins = functional.pad(boundaries[:, 1:], (1, 0), value=True) if length else boundaries
-    found = begins.long().cumsum(1)
-    fits = begins & (found <= capacity)
-    slot = torch.where(fits, found - 1, -1)
+    counts = begins.long().cumsum(1)
+    fits = begins & (counts <= capacity)
+    slot = torch.where(fits, counts - 1, -1)
     # positions without a boundary write to an extra slot, which is cut off
-    first = found.new_full((batch, capacity + 1), -1)
-    places = torch.arange(length, device=found.device).expand(batch, length)
+    first = counts.new_full((batch, capacity + 1), -1)
+    places = torch.arange(length, device=counts.device).expand(batch, length)
     first.scatter_(1, torch.where(fits, slot, capacity), torch.where(fits, places, -1))
-    owner = found.clamp(max=capacity) - 1
+    owner = counts.clamp(max=capacity) - 1
     return Chunks(first[:, :capacity].contiguous(), owner, slot, (begins & ~fits).sum(1))
 
 
@@ -53,24 +53,24 @@ def _find_chunks_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
-    found = 0
+    count = 0
     for start in range(0, T, BLOCK):
         t = start + offs
         inside = t < T
         marks_ptr = boundaries_ptr + row * stride_bb + t.to(tl.int64) * stride_bt
         begins = ((tl.load(marks_ptr, mask=inside, other=0) != 0) | (t == 0)) & inside
-        number = found + tl.cumsum(begins.to(tl.int32), axis=0)
+        number = count + tl.cumsum(begins.to(tl.int32), axis=0)
         fits = begins & (number <= C)
         tl.store(first_ptr + row * C + number - 1, t.to(tl.int64), mask=fits)
         slot = tl.where(fits, number - 1, -1)
         tl.store(slot_ptr + row * T + t, slot.to(tl.int64), mask=inside)
         owner = tl.minimum(number, C) - 1
         tl.store(owner_ptr + row * T + t, owner.to(tl.int64), mask=inside)
-        found += tl.sum(begins.to(tl.int32), axis=0)
-    tl.store(overflow_ptr + row, tl.maximum(found - C, 0).to(tl.int64))
+        count += tl.sum(begins.to(tl.int32), axis=0)
+    tl.store(overflow_ptr + row, tl.maximum(count - C, 0).to(tl.int64))
     for start in range(0, C, BLOCK):
         c = start + offs
-        tl.store(first_ptr + row * C + c, tl.full((BLOCK,), -1, tl.int64), (c >= found) & (c < C))
+        tl.store(first_ptr + row * C + c, tl.full((BLOCK,), -1, tl.int64), (c >= count) & (c < C))
 
 
 def _find_chunks_triton(boundaries: Tensor, capacity: int) -> Chunks:

@@ -23,14 +23,14 @@ def find_chunks_reference(boundaries: Tensor, capacity: int) -> Chunks:
     owner, slot = torch.zeros(batch, length, **like), torch.full((batch, length), -1, **like)
     overflow = torch.zeros(batch, **like)
     for row, marks in enumerate(boundaries.tolist()):
-        found = 0
+        count = 0
         for t, mark in enumerate(marks):
-            if (mark or t == 0) and found < capacity:
-                first[row, found], slot[row, t] = t, found
-                found += 1
+            if (mark or t == 0) and count < capacity:
+                first[row, count], slot[row, t] = t, count
+                count += 1
             elif mark:
                 overflow[row] += 1
-            owner[row, t] = found - 1
+            owner[row, t] = count - 1
     return Chunks(first, owner, slot, overflow)
 
 

@@ -59,10 +59,10 @@ def take_chunk_reference(
     """Compute the buffers of `take_chunk_`, in float64."""
     one = z.dim() == 1
     share = p.double().clamp(1e-4, 1 - 1e-4)
-    found = share * z.double() + (1 - share) * mean
+    smoothed = share * z.double() + (1 - share) * mean
     taken = torch.ones_like(p) if begins is None else begins[:, None]
-    y = torch.where(taken > 0, residual.double() + found, y.double())
-    mean = torch.where(taken > 0, found, mean.double())
+    y = torch.where(taken > 0, residual.double() + smoothed, y.double())
+    mean = torch.where(taken > 0, smoothed, mean.double())
     if position is None:
         return y, mean
     return y, mean, position + (1 if one or begins is None else begins)
@@ -132,9 +132,9 @@ _GATE = Gate(
 )  # fmt: skip
 
 
-def _routed(inputs: tuple, found: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+def _routed(inputs: tuple, results: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
     router, _, _, _, last, byte, ids, encoder, decoder, *_ = inputs
-    p, begins, y = found
+    p, begins, y = results
     return 1 + p, begins.long(), y, last, byte if router == "space" else ids, encoder, decoder
 
 

@@ -43,22 +43,22 @@ def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor, T
         (1, 5, 2, 261, 0.5),
     ):  # fmt: skip
         marks = torch.rand(batch, length, generator=generator) < share
-        found = find_chunks_reference(marks.to(device), chunks)
+        partition = find_chunks_reference(marks.to(device), chunks)
         label = f"{batch}x{length} in {chunks} of {width}"
         sizes = normal(batch, length, width), normal(batch, chunks, width)
-        yield label, *sizes, found.owner, found.first
+        yield label, *sizes, partition.owner, partition.first
     x, s = normal(10, 9, 6).permute(2, 1, 0)[::2], normal(10, 4, 3).permute(2, 1, 0)
-    found = find_chunks_reference((torch.rand(3, 9, generator=generator) < 0.4).to(device), 4)
-    owner, first = (part.T.contiguous().T for part in (found.owner, found.first))
+    partition = find_chunks_reference((torch.rand(3, 9, generator=generator) < 0.4).to(device), 4)
+    owner, first = (part.T.contiguous().T for part in (partition.owner, partition.first))
     yield "3x9 in 4 of 10 strided", x, s, owner, first
-    found = find_chunks_reference(torch.ones(2, 0, dtype=torch.bool, device=device), 3)
-    yield "2x0 in 3 of 5 empty", normal(2, 0, 5), normal(2, 3, 5), found.owner, found.first
+    partition = find_chunks_reference(torch.ones(2, 0, dtype=torch.bool, device=device), 3)
+    yield "2x0 in 3 of 5 empty", normal(2, 0, 5), normal(2, 3, 5), partition.owner, partition.first
     if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        found = find_chunks_reference(
+        partition = find_chunks_reference(
             (torch.rand(3, 700, generator=generator) < 0.3).to(device), 200
         )
         x = normal(3, 700, 776).bfloat16()
-        yield "3x700 in 200 of 776 bf16", x, normal(3, 200, 776), found.owner, found.first
+        yield "3x700 in 200 of 776 bf16", x, normal(3, 200, 776), partition.owner, partition.first
 
 
 _GATE = Gate(
@@ -69,9 +69,9 @@ _GATE = Gate(
 
 def _draw_backward(rng: CaseGenerator, _group_size: int, m: int, _n: int, k: int) -> tuple:
     sequences, chunks = rng.pick((1, 3)), rng.pick((1, 7, m))
-    found = find_chunks.torch(draw_boundaries(rng, sequences, m), chunks)
+    partition = find_chunks.torch(draw_boundaries(rng, sequences, m), chunks)
     s = rng.reals(sequences, chunks, k, dtype=torch.float32)
-    return rng.reals(sequences, m, k), s, rng.view(found.owner), rng.view(found.first)
+    return rng.reals(sequences, m, k), s, rng.view(partition.owner), rng.view(partition.first)
 
 
 _TIMED: dict[str, Any] = {

@@ -37,10 +37,10 @@ def _decay_scan_torch(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool 
         c = g[:, piece].transpose(1, 2).cumsum(2)
         later = torch.ones(c.shape[2], c.shape[2], dtype=torch.bool, device=c.device).triu(1)
         weight = (c[..., :, None] - c[..., None, :]).masked_fill(later, -torch.inf).exp()
-        found = (qs @ ks.mT * weight) @ vs
+        outputs = (qs @ ks.mT * weight) @ vs
         if start:
-            found = found + c.exp()[..., None] * (qs @ state)
-        y[:, piece] = found.transpose(1, 2)
+            outputs = outputs + c.exp()[..., None] * (qs @ state)
+        y[:, piece] = outputs.transpose(1, 2)
         end = c[..., -1:]
         state = end.exp()[..., None] * state + (ks * (end - c).exp()[..., None]).mT @ vs
     return y

@@ -43,9 +43,9 @@ def _mamba_step_torch(
     dt = functional.softplus(t.float() + bias)
     values = u * dt[:, None]
     decay = (-rate.exp() * dt).exp()
-    found = decay[:, None, None] * state + b[:, None] * values[:, None]
-    y = ((c[:, None] * found).sum(dim=1) + skip[:, None] * u).flatten()
-    state.copy_(found if active is None else torch.where(active > 0, found, state))
+    new_state = decay[:, None, None] * state + b[:, None] * values[:, None]
+    y = ((c[:, None] * new_state).sum(dim=1) + skip[:, None] * u).flatten()
+    state.copy_(new_state if active is None else torch.where(active > 0, new_state, state))
     return (functional.silu(z.float()) * y).to(rows.dtype)
 
 
@@ -59,10 +59,10 @@ def _softplus(x):
     """Compute log(1 + exp(x)), to all digits where exp(x) is small."""
     small = tl.exp(tl.minimum(x, 20.0))
     whole = 1 + small
-    found = tl.where(
+    value = tl.where(
         whole == 1, small, tl.log(whole) * (small / tl.where(whole == 1, 1, whole - 1))
     )
-    return tl.where(x > 20, x, found)
+    return tl.where(x > 20, x, value)
 
 
 @triton.jit

@@ -34,11 +34,11 @@ def mamba_step_reference(
     u, b, c = mixed.split((inner, states, states))
     y = torch.empty_like(u)
     for head in range(heads):
-        own = slice(head * width, (head + 1) * width)
+        columns = slice(head * width, (head + 1) * width)
         dt = torch.log1p(torch.exp(t[head] + bias[head].double()))
         decay = torch.exp(-torch.exp(rate[head].double()) * dt)
-        state[head] = decay * state[head] + b[:, None] * (dt * u[own])
-        y[own] = c @ state[head] + skip[head].double() * u[own]
+        state[head] = decay * state[head] + b[:, None] * (dt * u[columns])
+        y[columns] = c @ state[head] + skip[head].double() * u[columns]
     stays = active is not None and not active
     return z / (1 + torch.exp(-z)) * y, ring, before if stays else state
 

@@ -35,10 +35,10 @@ _BLOCK, _SIXTH, _LARGEST = map(tl.constexpr, (BLOCK, SIXTH, LARGEST_SCALE))
 
 def nvfp4_numbers(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Decode codes and scales: (M, K)."""
-    found = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1).long()
+    indices = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1).long()
     numbers = torch.tensor([*NUMBERS, *(-number for number in NUMBERS)], dtype=dtype)
     scales = scales.view(E4M3).to(dtype).repeat_interleave(BLOCK, dim=1)
-    return numbers.to(codes.device)[found] * scales
+    return numbers.to(codes.device)[indices] * scales
 
 
 def global_scale(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -62,8 +62,8 @@ def _stream_weights_backward_torch(
 ) -> Tensor:
     with torch.enable_grad():
         z = (raw.float() + bias).detach().requires_grad_()
-        found = stream_weights_torch(z, torch.zeros_like(bias), rounds)
-    return torch.autograd.grad(found, z, (grad_a, grad_b, grad_c))[0]
+        weights = stream_weights_torch(z, torch.zeros_like(bias), rounds)
+    return torch.autograd.grad(weights, z, (grad_a, grad_b, grad_c))[0]
 
 
 @triton.jit

@@ -27,10 +27,10 @@ def stream_weights_reference(
     if not len(raw):
         none = raw.new_zeros(0, n, dtype=torch.float64)
         return none, none.new_zeros(0, n, n), none.clone()
-    return torch.vmap(partial(_of_one, n=n, rounds=rounds))(raw.double() + bias.double())
+    return torch.vmap(partial(_stream_weights, n=n, rounds=rounds))(raw.double() + bias.double())
 
 
-def _of_one(z: Tensor, n: int, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
+def _stream_weights(z: Tensor, n: int, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
     a, c = 1 / (1 + torch.exp(-z[:n])), 2 / (1 + torch.exp(2 - z[n : 2 * n]))
     p = torch.exp(z[2 * n :].view(n, n).clamp(-16, 16))
     for _ in range(rounds):
@@ -46,10 +46,10 @@ def stream_weights_backward_reference(
 ) -> Tensor:
     """Compute the reference result of `stream_weights_backward`, by autograd in float64."""
     raw = raw.double().requires_grad_()
-    found = stream_weights_reference(raw, bias, rounds)
+    weights = stream_weights_reference(raw, bias, rounds)
     if not len(raw):
         return torch.zeros_like(raw)
-    weighted = zip(found, (grad_a, grad_b, grad_c), strict=True)
+    weighted = zip(weights, (grad_a, grad_b, grad_c), strict=True)
     total = torch.stack([(w * g).sum() for w, g in weighted]).sum()
     return torch.autograd.grad(total, raw)[0]
 

@@ -1,8 +1,9 @@
 """Bound on flips: only the trits with the most votes may flip in a step.
 
 A trit would flip if its votes, this gradient's counted, reach the threshold and it is not at that
-end of its range. These are ranked by |votes|, and equal ones by 16 random bits; the first `most`
-flip. Trits of the same rank as the first that is held are held too, so never more than `most` flip.
+end of its range. These are ranked by |votes|, and equal ones by 16 random bits; the first
+`max_flips` flip. Trits of the same rank as the first that is held are held too, so never more than
+`max_flips` flip.
 """
 
 import torch
@@ -20,14 +21,14 @@ check = compiled_check(
     {
         "packed": Array("N, row_bytes(K)", UINT8), "votes": Array("N, K", INT8),
         "grad": Array("N, K", GRADIENTS), "threshold": Array("", INT32),
-        "key": Array("", INT32), "most": Number(),
+        "key": Array("", INT32), "max_flips": Number(),
     },
-    ("most > 0",),
+    ("max_flips > 0",),
 )  # fmt: skip
 
 
 def hold_flips(
-    packed: Tensor, votes: Tensor, grad: Tensor, threshold: Tensor, key: Tensor, most: int
+    packed: Tensor, votes: Tensor, grad: Tensor, threshold: Tensor, key: Tensor, max_flips: int
 ) -> Tensor:
     """Compute the mask of trits that a bound on flips holds back.
 
@@ -37,7 +38,7 @@ def hold_flips(
         grad: (N, K) float32, bfloat16 or int8, dL/dw or its sign; only its sign is read.
         threshold: int32 scalar tensor, 1..127.
         key: int32 scalar tensor, from `stream_keys`.
-        most: maximum number of trits that may flip, 1 or more.
+        max_flips: maximum number of trits that may flip, 1 or more.
 
     Returns:
         (N, K) bool.
@@ -45,7 +46,7 @@ def hold_flips(
     Raises:
         ValueError: a dtype, a shape or the bound does not fit.
     """
-    check(packed, votes, grad, threshold, key, most)
+    check(packed, votes, grad, threshold, key, max_flips)
     integer: TensorOptions = {"dtype": torch.int32, "device": votes.device}
     columns = torch.arange(votes.shape[1], **integer)
     rank = torch.empty(votes.shape, **integer)
@@ -58,7 +59,7 @@ def hold_flips(
         index = torch.arange(rows.start, rows.stop, **integer)
         bits = (random_bits(key, index, columns) >> 16) & 0xFFFF
         rank[rows] = torch.where(flips, (total.abs().to(torch.int32) << 16) + bits, -1)
-    if most >= rank.numel():
+    if max_flips >= rank.numel():
         return torch.zeros_like(rank, dtype=torch.bool)
-    highest_held = rank.flatten().topk(most + 1).values[-1]
+    highest_held = rank.flatten().topk(max_flips + 1).values[-1]
     return (rank >= 0) & (rank <= highest_held)

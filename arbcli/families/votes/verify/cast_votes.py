@@ -15,7 +15,7 @@ from arbcli.verify.kernels.codec.packing import (
     random_trits,
     unpack_trits_reference,
 )
-from arbcli.verify.timed import OF_MATRIX, Timed
+from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import Case, Verification
 
 
@@ -108,7 +108,7 @@ def _draw_trits(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> 
 cast_trit_votes_verification = Verification(
     cast_trit_votes, cast_trit_votes_reference, _trit_cases, compared=("packed", "votes"),
     draw=_draw_trits, needs_rows=False,
-    timed=[Timed("11264x2048 bf16", **OF_MATRIX, packed=(0, 242), votes=(-2, 2),
+    timed=[Timed("11264x2048 bf16", **MATRIX_SIZES, packed=(0, 242), votes=(-2, 2),
                  grad=torch.bfloat16, threshold=3)],
     values={"ok": CaseGenerator.ok},
     long=("2x1311",),

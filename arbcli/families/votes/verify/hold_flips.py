@@ -8,7 +8,7 @@ from arbcli.verify.kernels.update.random_bits import random_bits_reference
 
 
 def hold_flips_reference(
-    packed: Tensor, votes: Tensor, grad: Tensor, threshold: Tensor, key: Tensor, most: int
+    packed: Tensor, votes: Tensor, grad: Tensor, threshold: Tensor, key: Tensor, max_flips: int
 ) -> Tensor:
     """Compute `hold_flips`, a trit at a time."""
     rows, columns = votes.shape
@@ -22,8 +22,8 @@ def hold_flips_reference(
             if (up and old[n][k] < 1) or (down and old[n][k] > -1):
                 ranks[n, k] = (abs(total[n][k]), bits[n][k])
     held = torch.zeros(rows, columns, dtype=torch.bool)
-    if len(ranks) > most:
-        highest_held = sorted(ranks.values(), reverse=True)[most]
+    if len(ranks) > max_flips:
+        highest_held = sorted(ranks.values(), reverse=True)[max_flips]
         for place, rank in ranks.items():
             held[place] = rank <= highest_held
     return held

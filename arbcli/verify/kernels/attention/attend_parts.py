@@ -28,14 +28,14 @@ def attend_parts_reference(
     cos: Tensor,
     sin: Tensor,
     eps: float,
-    most: int = MOST_PARTS,
+    max_parts: int = MOST_PARTS,
 ) -> tuple[Tensor, ...]:
     """Compute the values, totals and ring of `attend_parts`, in float64.
 
     Query and key are rounded to bf16. Parts that the kernel does not write are 0.
     """
     p, (heads, window, width) = int(position), keys.shape
-    parts, _, span = sharing(window, width, most)
+    parts, _, span = sharing(window, width, max_parts)
     x, keys, values = (part.to(torch.float64) for part in (qkv, keys, values))
     q, k = rotated_reference(x, cos[p], sin[p], eps).to(qkv.dtype).to(torch.float64)
     keys[:, p % window], values[:, p % window] = k, x[2]
@@ -53,8 +53,8 @@ def attend_parts_reference(
 
 SHAPES = ((2, 7, 64, 0, 16), (1, 40, 128, 30, 16), (1, 100, 128, 99, 16), (2, 200, 64, 450, 16),
           (1, 5, 128, 7, 1), (1, 210, 128, 201, 2), (2, 300, 64, 550, 1))  # fmt: skip
-"""(heads, W, d, position, most parts): rings that are empty, filling, just full and overwritten; of
-one span, of two, and of more than there are parts."""
+"""(heads, W, d, position, maximum number of parts): rings that are empty, filling, just full and
+overwritten; of one span, of two, and of more than there are parts."""
 LARGE = ((16, 737, 128, 176), (16, 2048, 128, 2047), (16, 2048, 128, 5000), (6, 8192, 64, 8191),
          (4, 50000, 64, 49999), (2, 16384, 128, 40000))  # fmt: skip
 
@@ -64,20 +64,20 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     shapes = [*SHAPES]
     if device.type == "cuda":
         shapes += [(*shape, MOST_PARTS) for shape in LARGE]
-    for heads, window, width, position, most in shapes:
+    for heads, window, width, position, max_parts in shapes:
         sizes = ((3, heads, width), (heads, window, width), (heads, window, width))
         parts = [torch.randn(size, generator=generator).bfloat16().to(device) for size in sizes]
         angle = 7 * torch.randn(position + 2, width // 2, generator=generator).to(device)
         at = torch.tensor(position, dtype=torch.int32, device=device)
-        label = f"{heads}x{window}x{width} at {position} in {most} or fewer"
-        yield Case(label, (*parts, at, angle.cos(), angle.sin(), 0.1, most))
+        label = f"{heads}x{window}x{width} at {position} in {max_parts} or fewer"
+        yield Case(label, (*parts, at, angle.cos(), angle.sin(), 0.1, max_parts))
 
 
-def _with_state(inputs: tuple, found: AttentionParts) -> tuple[Tensor, ...]:
+def _append_state(inputs: tuple, parts: AttentionParts) -> tuple[Tensor, ...]:
     """Return the result and the rings; parts that are not written are zeros."""
     _, keys, values, position, *_ = inputs
-    used = torch.arange(len(found.totals), device=keys.device)[:, None] * found.span <= position
-    sums, totals = (torch.where(used, part, 0) for part in found[:2])
+    used = torch.arange(len(parts.totals), device=keys.device)[:, None] * parts.span <= position
+    sums, totals = (torch.where(used, part, 0) for part in parts[:2])
     return sums, totals, keys, values
 
 
@@ -117,5 +117,5 @@ attend_parts_verification = Verification(
         reason="parts are rounded to bf16 once; where query and key are rounded otherwise than in"
         " float64, in the last bit, weights differ by less",
     ),
-    compared=_with_state, draw=_draw, needs_rows=False, timings=_timings,
+    compared=_append_state, draw=_draw, needs_rows=False, timings=_timings,
 )  # fmt: skip

@@ -71,7 +71,7 @@ SHORT = ((1, 33, 10, 20), (3, 65, 16, 64), (2, 100, 6, 130))
 """Rings that fit in one program."""
 LARGE = ((6, 256, 64, 300), (16, 2048, 128, 2047), (16, 2048, 128, 77), (4, 5000, 96, 4999))
 
-OF_TEXTS = ((1, 1, 1, 2, (0,)), (3, 2, 70, 10, (0, 69, 200)), (2, 3, 100, 64, (199, 5)),
+TEXT_SHAPES = ((1, 1, 1, 2, (0,)), (3, 2, 70, 10, (0, 69, 200)), (2, 3, 100, 64, (199, 5)),
             (4, 1, 40, 16, (31, 32, 40, 79)), (3, 1, 1100, 2, (5, 1090, 1400)))  # fmt: skip
 """(texts, heads, W, d, positions)."""
 LARGE_OF_TEXTS = ((16, 16, 2048, 128, tuple(range(0, 2400, 150))), (2, 6, 256, 64, (300, 7)))
@@ -112,7 +112,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 def _cases_of_texts(device: torch.device) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(*shape, torch.float32) for shape in OF_TEXTS]
+    shapes = [(*shape, torch.float32) for shape in TEXT_SHAPES]
     if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
         both = (torch.float32, torch.bfloat16)
         shapes += [(*shape, dtype) for shape in LARGE_OF_TEXTS for dtype in both]
@@ -158,7 +158,7 @@ def _cases_8bit(device: torch.device, _group_size: int) -> Iterator[Case]:
                 yield Case(f"3 texts of {label}", stacked_texts(texts, *SHARED))
 
 
-def _with_state(inputs: tuple, y: Tensor) -> tuple[Tensor, ...]:
+def _append_state(inputs: tuple, y: Tensor) -> tuple[Tensor, ...]:
     """Return the result, the semaphores and the decoded rings."""
     _, keys, values, *_, semaphores, _, _, exponents = inputs
     rings = zip((keys, values), exponents.unbind(-3), strict=True)
@@ -239,5 +239,5 @@ decode_attention_8bit_verification = Verification(
         relative=3e-3,
         reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is",
     ),
-    compared=_with_state, draw=_draw_8bit, needs_rows=False, timings=_timings_8bit,
+    compared=_append_state, draw=_draw_8bit, needs_rows=False, timings=_timings_8bit,
 )  # fmt: skip

@@ -149,7 +149,7 @@ def _drawn_for_timing(device: torch.device) -> tuple[list[Tensor], Tensor]:
     return [*tensors], torch.tensor(5, dtype=torch.int32, device=device)
 
 
-def _flops(products: int) -> float:
+def _flops(products: int) -> int:
     batch, length, heads, width = TIMED
     return products * batch * heads * length**2 * width
 
@@ -171,13 +171,13 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 
 def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     (grad_y, q, k, v), key = _drawn_for_timing(device)
-    y, logs, _, _, most, longest, seed, offset, _ = (
+    y, logs, _, _, max_q, max_k, seed, offset, _ = (
         torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, RATE, True)
     )
 
     def peer() -> tuple[Tensor, ...]:
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad_y, q, k, v, y, logs, None, None, most, longest, RATE, True, seed, offset
+            grad_y, q, k, v, y, logs, None, None, max_q, max_k, RATE, True, seed, offset
         )
 
     inputs = (grad_y, q, k, v, y, logs, key, RATE)

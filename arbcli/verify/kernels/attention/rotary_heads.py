@@ -42,9 +42,9 @@ def rotary_heads_backward_reference(
     with torch.enable_grad():
         y = rotary_heads_reference(x, g, cos, sin, kv, eps)
         sources = (x,) if g is None else (x, g)
-        found = torch.autograd.grad(y, sources, torch.cat((grad_q, grad_k), dim=2))
-    found[0][:, :, -kv:] = grad_v
-    return found[0], no_gains(qkv) if g is None else found[1]
+        of_sources = torch.autograd.grad(y, sources, torch.cat((grad_q, grad_k), dim=2))
+    of_sources[0][:, :, -kv:] = grad_v
+    return of_sources[0], no_gains(qkv) if g is None else of_sources[1]
 
 
 SHAPES = (

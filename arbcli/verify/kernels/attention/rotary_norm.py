@@ -109,13 +109,13 @@ def _draw_backward(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) 
     return *grads, qkv, r, cos, sin
 
 
-def _with_qkv(inputs: tuple, r: Tensor) -> tuple[Tensor, Tensor]:
+def _append_qkv(inputs: tuple, r: Tensor) -> tuple[Tensor, Tensor]:
     return inputs[0], r
 
 
 rotary_norm_verification = Verification(
     rotary_norm_, rotary_norm_reference, cases_of(_inputs, lambda _, *inputs: (*inputs, 0.1)),
-    _GATE, compared=_with_qkv, draw=_draw, needs_rows=True,
+    _GATE, compared=_append_qkv, draw=_draw, needs_rows=True,
     timed=[Timed("8x2048x16x128 bf16", B=8, T=2048, H=16, D=128, eps=1e-6)],
 )  # fmt: skip
 rotary_norm_backward_verification = Verification(

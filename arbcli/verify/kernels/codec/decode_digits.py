@@ -16,7 +16,7 @@ from arbcli.kernels.codec.decode_digits import (
     digits_torch,
 )
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import in_planes
+from arbcli.kernels.codec.packing import has_planes
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.kernels.codec.packing import unpack_trits_reference
 from arbcli.verify.verification import Case, Timing, Verification
@@ -50,7 +50,7 @@ def decode_digits_reference(packed: Packed) -> Tensor:
     return (digits_reference(packed) * scale).to(torch.bfloat16)
 
 
-def with_remainders(packed: Packed, generator: torch.Generator) -> Iterator[tuple[str, Packed]]:
+def add_remainders(packed: Packed, generator: torch.Generator) -> Iterator[tuple[str, Packed]]:
     """Add remainders of any int8 value to a packed matrix, whose weights are then all digits.
 
     Yields:
@@ -68,7 +68,7 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     for rows, in_features in ((1, 1), (3, 33), (33, 123), (2, 165), (9, 1000)):
         packed = random_packed(rows, in_features, group_size, generator, spread=90).to(device)
-        for name, all_digits in with_remainders(packed, generator):
+        for name, all_digits in add_remainders(packed, generator):
             yield Case(f"{rows}x{in_features} {name}", (all_digits,))
     packed = all_digits
     yield Case("9x1000 whole octaves", (packed._replace(fraction=None),))
@@ -84,11 +84,11 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
 def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     generator = torch.Generator(device)
     packed = random_packed(8192, 8192, group_size, generator)
-    for name, all_digits in with_remainders(packed, generator):
+    for name, all_digits in add_remainders(packed, generator):
         yield Timing(f"8192x8192 {name}", (all_digits,), run=decode_digits_triton)
 
 
-def in_float32(run: Callable[P, Tensor]) -> Callable[P, Tensor]:
+def fix_float32(run: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """Wrap an implementation with `dtype` fixed to float32."""
 
     @wraps(run)
@@ -109,12 +109,12 @@ def decode_large(packed: Packed) -> Tensor:
     return decode_digits_torch(packed, torch.float32)
 
 
-def in_rounded_float32(decode: Callable[P, Tensor]) -> Callable[P, Tensor]:
+def rounded_float32(decode: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """Wrap an implementation to decode to float32, rounded to bf16 for the comparison.
 
     Triton's interpreter rounds bf16 wrongly; float32 holds the same values.
     """
-    decode = in_float32(decode)
+    decode = fix_float32(decode)
 
     @wraps(decode)
     def run(*inputs: P.args, **named: P.kwargs) -> Tensor:
@@ -127,7 +127,7 @@ def in_rounded_float32(decode: Callable[P, Tensor]) -> Callable[P, Tensor]:
 
 
 decode_digits_verification = Verification(
-    DECODE_DIGITS, decode_digits_reference, _cases, triton=in_rounded_float32(decode_digits_triton),
-    torch=in_rounded_float32(decode_digits_torch), native=in_rounded_float32(decode_digits_native),
-    scale_path=in_planes, timings=_timings, values={"packed": {"spread": 90, "digits": "all"}},
+    DECODE_DIGITS, decode_digits_reference, _cases, triton=rounded_float32(decode_digits_triton),
+    torch=rounded_float32(decode_digits_torch), native=rounded_float32(decode_digits_native),
+    scale_path=has_planes, timings=_timings, values={"packed": {"spread": 90, "digits": "all"}},
 )  # fmt: skip

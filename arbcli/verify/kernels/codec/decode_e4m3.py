@@ -10,10 +10,10 @@ from arbcli.kernels.codec.decode_e4m3 import (
 )
 from arbcli.kernels.codec.layout import BLOCK
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import in_planes
-from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference, with_remainders
+from arbcli.kernels.codec.packing import has_planes
+from arbcli.verify.kernels.codec.decode_digits import add_remainders, decode_digits_reference
 from arbcli.verify.kernels.codec.packed import random_packed
-from arbcli.verify.kernels.matmul.quantise_rows import in_float32, round_e4m3_reference
+from arbcli.verify.kernels.matmul.quantise_rows import codes_to_float32, round_e4m3_reference
 from arbcli.verify.timed import MATRIX
 from arbcli.verify.verification import Case, Timing, Verification, never
 
@@ -38,9 +38,9 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     yield Case("2x651 strided", (packed, True))
     yield Case("whole octaves", (packed._replace(fraction=None), False))
     tall = random_packed(33, 7, group_size, generator, spread=9).to(device)
-    for name, all_digits in with_remainders(tall, generator):
+    for name, all_digits in add_remainders(tall, generator):
         yield Case(f"33x7 {name}", (all_digits, False))
-    for name, all_digits in with_remainders(packed, generator):
+    for name, all_digits in add_remainders(packed, generator):
         for transposed in (False, True):
             yield Case(f"2x651 {name}{' transposed' * transposed}", (all_digits, transposed))
     for end in (-96, 31):
@@ -54,15 +54,15 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     for transposed in (False, True):
         label = f"11264x2048{' transposed' * transposed}"
         yield Timing(label, (packed, transposed), run=decode_e4m3.triton)
-    _, (name, all_digits) = with_remainders(packed, generator)
+    _, (name, all_digits) = add_remainders(packed, generator)
     for transposed in (False, True):
         label = f"11264x2048 {name}{' transposed' * transposed}"
         yield Timing(label, (all_digits, transposed), run=decode_e4m3.triton)
 
 
 decode_e4m3_verification = Verification(
-    decode_e4m3, decode_e4m3_reference, _cases, compared=in_float32,
-    scale_path=lambda group_size: (in_planes(group_size), BLOCK % group_size == 0),
+    decode_e4m3, decode_e4m3_reference, _cases, compared=codes_to_float32,
+    scale_path=lambda group_size: (has_planes(group_size), BLOCK % group_size == 0),
     timings=_timings,
     values={"packed": {"spread": 12}, "transposed": (False, True), "largest": never},
     long=("12x328*", "4x651*", "65x43", "2x651*digits*transposed", "E = 31"),

@@ -13,8 +13,8 @@ from arbcli.kernels.codec.decode_weight import (
     decode_weight_triton,
 )
 from arbcli.kernels.codec.layout import LARGEST_BYTE
-from arbcli.kernels.codec.packing import in_planes
-from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference, in_rounded_float32
+from arbcli.kernels.codec.packing import has_planes
+from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference, rounded_float32
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Case, Verification
@@ -45,9 +45,9 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
 
 
 decode_weight_verification = Verification(
-    decode_weight, decode_digits_reference, _cases, triton=in_rounded_float32(decode_weight_triton),
-    torch=in_rounded_float32(decode_digits_torch), native=in_rounded_float32(decode_digits_native),
-    scale_path=in_planes,
+    decode_weight, decode_digits_reference, _cases, triton=rounded_float32(decode_weight_triton),
+    torch=rounded_float32(decode_digits_torch), native=rounded_float32(decode_digits_native),
+    scale_path=has_planes,
     timed=[
         Timed(f"{n}x{k}", N=n, K=k, dtype=torch.bfloat16) for n, k in ((8192, 8192), (2048, 5632))
     ],

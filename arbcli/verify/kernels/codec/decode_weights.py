@@ -12,26 +12,26 @@ from arbcli.kernels.codec.decode_weights import decode_weights_triton
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.kernels.codec.decode_digits import in_rounded_float32
+from arbcli.verify.kernels.codec.decode_digits import rounded_float32
 from arbcli.verify.kernels.codec.decode_weight import decode_weight_verification
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.verification import Case, Timing, Verification
 
 
 def _one_by_one(decode: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-    def of_all(*matrices: Packed) -> tuple[Tensor, ...]:
+    def run_all(*matrices: Packed) -> tuple[Tensor, ...]:
         return tuple(map(decode, matrices))
 
-    return of_all
+    return run_all
 
 
-def _in_one_launch(*matrices: Packed) -> tuple[Tensor, ...]:
-    found = iter(decode_weights_triton([*matrices], torch.float32))
+def _decode_in_one_launch(*matrices: Packed) -> tuple[Tensor, ...]:
+    matrices_decoded = iter(decode_weights_triton([*matrices], torch.float32))
 
     def next_one(matrix: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
-        return next(found)
+        return next(matrices_decoded)
 
-    return tuple(map(in_rounded_float32(next_one), matrices))
+    return tuple(map(rounded_float32(next_one), matrices))
 
 
 def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
@@ -61,7 +61,7 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 
 decode_weights_verification = Verification(
     Operation(
-        "decode_weights", _in_one_launch, _one_by_one(in_rounded_float32(decode_digits_torch))
+        "decode_weights", _decode_in_one_launch, _one_by_one(rounded_float32(decode_digits_torch))
     ),
     _one_by_one(decode_weight_verification.reference), _cases, draw=_draw, needs_rows=False,
     uses_scales=True, scale_path=decode_weight_verification.scale_path, timings=_timings,

@@ -21,10 +21,10 @@ from arbcli.kernels.matmul.swizzled import (
 )
 from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.kernels.codec.decode_digits import with_remainders
+from arbcli.verify.kernels.codec.decode_digits import add_remainders
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.kernels.matmul.prepacked import prepacked_cases
-from arbcli.verify.kernels.matmul.swizzled import tiles_reference, with_torch
+from arbcli.verify.kernels.matmul.swizzled import multiply_densely, tiles_reference
 from arbcli.verify.timed import MATRIX
 from arbcli.verify.verification import Gate, Timing, Verification
 
@@ -43,7 +43,7 @@ def int8_matmul_reference(
     return tiles_reference(x, weight[..., :in_features], out_features, gated, eps, added)
 
 
-def _with_rounded_weights(
+def _multiply_rounded_weights(
     x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
@@ -64,7 +64,7 @@ SHAPES = (
 def random_int8(rows: int, in_features: int, group_size: int, generator: torch.Generator) -> Packed:
     """Draw a matrix of all digits with |z| up to 127."""
     packed = random_packed(rows, in_features, group_size, generator, spread=8)
-    _, (_, packed) = with_remainders(packed, generator)
+    _, (_, packed) = add_remainders(packed, generator)
     return packed
 
 
@@ -92,7 +92,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         yield Timing(
             f"{m}x{rows}x{in_features}{' gate' * gated}",
             (x, *weight, 1e-6, added, x.dtype),
-            peer=partial(with_torch, x, dense, gated, added),
+            peer=partial(multiply_densely, x, dense, gated, added),
             peer_name="torch and cuBLAS bf16",
             flops=2 * m * rows * in_features,
         )
@@ -117,5 +117,5 @@ int8_matmul_verification = Verification(
         peer_slack=0.1,
         reason="the native loop rounds x to 16 bits; in bf16 the peer rounds weights, as GPUs do",
     ),
-    draw=_draw, peer=_with_rounded_weights, needs_rows=False, timings=_timings,
+    draw=_draw, peer=_multiply_rounded_weights, needs_rows=False, timings=_timings,
 )  # fmt: skip

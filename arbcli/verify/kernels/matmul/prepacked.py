@@ -20,7 +20,7 @@ from arbcli.kernels.matmul.prepacked import (
 from arbcli.kernels.runtime.inputs import TensorOptions, dtype_name
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.packed import random_packed
-from arbcli.verify.kernels.matmul.swizzled import tiles_reference, with_torch
+from arbcli.verify.kernels.matmul.swizzled import multiply_densely, tiles_reference
 from arbcli.verify.verification import Case, Timing
 
 
@@ -111,7 +111,7 @@ def prepacked_timings(
         yield Timing(
             f"{m}x{rows}x{in_features}{' gate' * gated}",
             (x, *weight, 1e-6, added, x.dtype),
-            peer=partial(with_torch, x, decode_weight(packed), gated, added),
+            peer=partial(multiply_densely, x, decode_weight(packed), gated, added),
             peer_name="torch and cuBLAS bf16",
             flops=2 * m * rows * in_features,
         )

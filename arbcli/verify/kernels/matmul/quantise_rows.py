@@ -55,9 +55,9 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     yield Case("0x7", (few[:0, :7].to(device),))
 
 
-def in_float32(_inputs: tuple, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def codes_to_float32(_inputs: tuple, results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return (q, scale) with q in float32, for comparisons."""
-    return found[0].float(), found[1]
+    return results[0].float(), results[1]
 
 
 def draw_of_any_size(rng: CaseGenerator, *shape: int) -> Tensor:
@@ -66,7 +66,7 @@ def draw_of_any_size(rng: CaseGenerator, *shape: int) -> Tensor:
 
 
 quantise_rows_verification = Verification(
-    quantise_rows, quantise_rows_reference, _cases, compared=in_float32,
+    quantise_rows, quantise_rows_reference, _cases, compared=codes_to_float32,
     timed=[
         Timed(f"16384x{columns}", lambda x: x.to(E4M3), "torch's cast", M=16384, D=columns)
         for columns in (2048, 11264)

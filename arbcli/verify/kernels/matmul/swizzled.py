@@ -20,7 +20,7 @@ def tiles_reference(
     return y if added is None else added.double() + y
 
 
-def with_torch(x: Tensor, weight: Tensor, gated: bool, added: Tensor) -> Tensor:
+def multiply_densely(x: Tensor, weight: Tensor, gated: bool, added: Tensor) -> Tensor:
     """Compute the same from dense weights, one torch operation at a time."""
     y = functional.linear(functional.rms_norm(x, x.shape[1:], eps=1e-6), weight)
     if gated:

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import in_planes
+from arbcli.kernels.codec.packing import has_planes
 from arbcli.kernels.matmul.ternary_matmul import (
     ternary_matmul,
     ternary_matmul_grad_x,
 )
 from arbcli.kernels.runtime.inputs import dtype_name, real_dtypes
 from arbcli.verify.kernels.codec.decode_digits import (
+    add_remainders,
     decode_digits_reference,
     decode_large,
-    with_remainders,
 )
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.verification import Case, Gate, Timing, Verification
@@ -56,7 +56,7 @@ def _inputs(
         for dtype in real_dtypes(device):
             label = f"{rows}x{out_features}x{in_features} {dtype_name(dtype)}"
             yield label, source[:, :width].to(dtype), packed
-    for name, all_digits in with_remainders(packed, generator):
+    for name, all_digits in add_remainders(packed, generator):
         yield f"{label} {name}", source[:, :width].to(dtype), all_digits
     yield label + " strided", source.to(dtype)[:, ::2], packed
     few = source[:3, ::2].to(dtype)
@@ -106,11 +106,11 @@ GATE = Gate(
 ternary_matmul_verification = Verification(
     ternary_matmul, ternary_matmul_reference, _forward_cases, GATE,
     large_reference=partial(ternary_matmul_reference, decode=decode_large), torch_is_peer=True,
-    scale_path=in_planes,
+    scale_path=has_planes,
     timings=partial(_timings, False),
 )  # fmt: skip
 ternary_matmul_grad_x_verification = Verification(
     ternary_matmul_grad_x, ternary_matmul_grad_x_reference, _grad_x_cases, GATE,
     large_reference=partial(ternary_matmul_grad_x_reference, decode=decode_large),
-    torch_is_peer=True, scale_path=in_planes, timings=partial(_timings, True),
+    torch_is_peer=True, scale_path=has_planes, timings=partial(_timings, True),
 )  # fmt: skip

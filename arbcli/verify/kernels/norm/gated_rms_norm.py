@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import in_planes
+from arbcli.kernels.codec.packing import has_planes
 from arbcli.kernels.norm.gated_rms_norm import (
     gated_rms_norm,
     gated_rms_norm_backward,
@@ -160,17 +160,17 @@ _TIMED = [Timed("16384x5632 bf16", B=(16384,), W=2 * 5632, eps=TIMED_EPS)]
 GATED_VALUES = {"weight": {"spread": 2}, "eps": (*EPS_VALUES, *EPS_VALUES, None)}
 gated_rms_norm_verification = Verification(
     gated_rms_norm, gated_rms_norm_reference, _cases, _GATE, sizes=GATED_SIZES,
-    peer=gated_rms_norm_in_its_dtype, scale_path=in_planes, timed=_TIMED, values=GATED_VALUES,
+    peer=gated_rms_norm_in_its_dtype, scale_path=has_planes, timed=_TIMED, values=GATED_VALUES,
     long=("2x4096",),
 )  # fmt: skip
 gated_rms_norm_backward_verification = Verification(
     gated_rms_norm_backward, gated_rms_norm_backward_reference, _backward_cases, _GATE,
-    sizes=GATED_SIZES, peer=backward_in_its_dtype, scale_path=in_planes, timed=_TIMED,
+    sizes=GATED_SIZES, peer=backward_in_its_dtype, scale_path=has_planes, timed=_TIMED,
     values=GATED_VALUES | {"overwrite": (False, True)},
     long=("1x8209", "2x4096"),
 )  # fmt: skip
 packed_gates_backward_verification = Verification(
     packed_gates_backward, packed_gates_backward_reference, _packed_backward_cases, _GATE,
-    draw=_draw_packed, peer=_packed_backward_in_its_dtype, needs_rows=True, scale_path=in_planes,
+    draw=_draw_packed, peer=_packed_backward_in_its_dtype, needs_rows=True, scale_path=has_planes,
     timings=_packed_timings,
 )  # fmt: skip

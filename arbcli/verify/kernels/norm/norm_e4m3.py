@@ -9,8 +9,8 @@ from torch import Tensor
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
 from arbcli.kernels.norm.norm_e4m3 import (
     add_rms_norm_e4m3,
+    compose,
     gated_rms_norm_e4m3,
-    in_turn,
     rms_norm_e4m3,
 )
 from arbcli.verify.kernels.matmul.quantise_rows import quantise_rows_reference
@@ -46,15 +46,15 @@ def _timings_of(spec: Verification, run: Callable) -> MakeTimings:
 
     def timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         for timing in spec.draw_timings(device, group_size):
-            peer = partial(in_turn(spec.triton, quantise_rows), *timing.inputs)
+            peer = partial(compose(spec.triton, quantise_rows), *timing.inputs)
             yield Timing(timing.label, timing.inputs, run=run, peer=peer, peer_name="apart")
 
     return timings
 
 
-def _as_product(_inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _as_product(_inputs: tuple, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return q * scale, which a different rounding of a tie changes little."""
-    *before, q, scale = found
+    *before, q, scale = results
     return *before, q.float() * scale
 
 
@@ -65,17 +65,17 @@ def _rounded_reference(y: Tensor) -> tuple[Tensor, ...]:
 _GATE = Gate(relative=3e-3, reason="where a sum's last bit decides, rounding differs")
 
 rms_norm_e4m3_verification = Verification(
-    rms_norm_e4m3, in_turn(rms_norm_reference, _rounded_reference),
+    rms_norm_e4m3, compose(rms_norm_reference, _rounded_reference),
     _cases_of(rms_norm_verification), _GATE, compared=_as_product, uses_scales=False,
     timings=_timings_of(rms_norm_verification, rms_norm_e4m3.triton), values=NORM_VALUES,
 )  # fmt: skip
 add_rms_norm_e4m3_verification = Verification(
-    add_rms_norm_e4m3, in_turn(add_rms_norm_reference, _rounded_reference),
+    add_rms_norm_e4m3, compose(add_rms_norm_reference, _rounded_reference),
     _cases_of(add_rms_norm_verification), _GATE, compared=_as_product, uses_scales=False,
     timings=_timings_of(add_rms_norm_verification, add_rms_norm_e4m3.triton), values=NORM_VALUES,
 )  # fmt: skip
 gated_rms_norm_e4m3_verification = Verification(
-    gated_rms_norm_e4m3, in_turn(gated_rms_norm_reference, _rounded_reference),
+    gated_rms_norm_e4m3, compose(gated_rms_norm_reference, _rounded_reference),
     _cases_of(gated_rms_norm_verification), _GATE, compared=_as_product, sizes={"W": "2 * k"},
     uses_scales=False, timings=_timings_of(gated_rms_norm_verification, gated_rms_norm_e4m3.triton),
     values=GATED_VALUES,

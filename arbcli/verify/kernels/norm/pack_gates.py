@@ -35,11 +35,11 @@ def pack_gates_reference(gate_up: Tensor) -> tuple[Tensor, Tensor]:
         ]
         codes.append(low + [gate >> 7 | up >> 7 << 4 for gate, up in zip(*code, strict=True)])
         bases.append(of_row)
-    found = (
+    tensors = (
         torch.tensor(numbers, dtype=torch.uint8).view(len(gate_up), columns)
         for numbers, columns in ((codes, 3 * width), (bases, 2))
     )
-    of_codes, of_bases = (part.to(gate_up.device) for part in found)
+    of_codes, of_bases = (part.to(gate_up.device) for part in tensors)
     return of_codes, of_bases
 
 

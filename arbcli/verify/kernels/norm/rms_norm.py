@@ -9,11 +9,11 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 
 from arbcli.kernels.codec.decode_digits import decode_digits_torch
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import in_planes
+from arbcli.kernels.codec.packing import has_planes
 from arbcli.kernels.norm.rms_norm import (
     WHOLE_ROW,
     add_rms_norm,
-    of_sum,
+    normalise_sum,
     rms_norm,
     rms_norm_backward,
 )
@@ -174,17 +174,17 @@ NORM_VALUES = {"weight": {"spread": 2}, "eps": EPS_VALUES}
 
 rms_norm_verification = Verification(
     rms_norm, rms_norm_reference, _cases, _GATE, sizes=ROW_SIZES, peer=rms_norm_in_its_dtype,
-    scale_path=in_planes, timings=_timings, values=NORM_VALUES,
+    scale_path=has_planes, timings=_timings, values=NORM_VALUES,
     long=("1x8197",),
 )  # fmt: skip
 add_rms_norm_verification = Verification(
     add_rms_norm, add_rms_norm_reference, _add_cases, _GATE, sizes=ROW_SIZES,
-    peer=of_sum(rms_norm_in_its_dtype), scale_path=in_planes, timings=_add_timings,
+    peer=normalise_sum(rms_norm_in_its_dtype), scale_path=has_planes, timings=_add_timings,
     values=NORM_VALUES,
     long=("1x8197", "2x4096"),
 )  # fmt: skip
 rms_norm_backward_verification = Verification(
     rms_norm_backward, rms_norm_backward_reference, _backward_added_cases, _GATE, sizes=ROW_SIZES,
-    peer=backward_in_its_dtype, scale_path=in_planes, timings=_backward_timings, values=NORM_VALUES,
-    long=("1x8197", "1x8197 added", "2x4096"),
+    peer=backward_in_its_dtype, scale_path=has_planes, timings=_backward_timings,
+    values=NORM_VALUES, long=("1x8197", "1x8197 added", "2x4096"),
 )  # fmt: skip

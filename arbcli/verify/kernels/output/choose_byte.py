@@ -23,13 +23,13 @@ def choose_byte_reference(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the reference result of `choose_byte_` in `byte` and `text`, with Python floats."""
     if logits.dim() == 2:
-        found = []
+        choices = []
         for row, of_row in enumerate(logits):
             one, text = choose_byte_reference(
                 byte.view(-1)[:1], text, of_row, position + row, key, temperature, top_k, top_p
             )
-            found.append(one)
-        return torch.cat(found).view_as(byte), text
+            choices.append(one)
+        return torch.cat(choices).view_as(byte), text
     logit, place = logits.tolist(), int(position)
     order = sorted(range(len(logit)), key=lambda i: (-logit[i], i))
     choice = order[0]

@@ -26,8 +26,8 @@ def choose_bytes_reference(
         byte, text, logits, position, key,
         temperature.tolist(), top_k.tolist(), top_p.tolist(), strict=True,
     )  # fmt: skip
-    found = [choose_byte_reference(*row) for row in rows]
-    chosen, texts = zip(*found, strict=True)
+    results = [choose_byte_reference(*row) for row in rows]
+    chosen, texts = zip(*results, strict=True)
     return torch.stack(chosen), torch.stack(texts)
 
 
@@ -61,7 +61,7 @@ def _picked(*values: float) -> Callable[[CaseGenerator, int], Tensor]:
 choose_bytes_verification = Verification(
     choose_bytes_, choose_bytes_reference, _cases, compared=("byte", "text"),
     sizes={"B": "1 + m % 5", "V": f"min(k + 1, {MAX_SYMBOLS})", "P": "n"}, needs_rows=False,
-    timed=[Timed("64x256 logits", lambda *given: torch.multinomial(given[2].softmax(1), 1),
+    timed=[Timed("64x256 logits", lambda *arguments: torch.multinomial(arguments[2].softmax(1), 1),
                  "torch's multinomial", B=64, P=9, V=256, logits=torch.float32, position=0,
                  temperature=0.95, top_k=40, top_p=0.95)],
     values={

@@ -90,7 +90,7 @@ _SIZES = {"V": f"min(k + 1, {MOST_SYMBOLS})"}
 add_symbols_verification = Verification(
     add_symbols_, add_symbols_reference, _add_cases, _GATE, compared=("total", "of_target"),
     sizes=_SIZES,
-    timed=[Timed("16384x4032 bf16", lambda *given: torch.logsumexp(given[2], 1), M=16384, V=4032)],
+    timed=[Timed("16384x4032 bf16", lambda *args: torch.logsumexp(args[2], 1), M=16384, V=4032)],
     values={"total": _total_so_far, "targets": ("-V", "2 * V")},
 )  # fmt: skip
 grade_symbols_verification = Verification(

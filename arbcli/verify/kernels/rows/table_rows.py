@@ -17,9 +17,9 @@ from arbcli.verify.verification import Case, Timing, Verification
 def gather_rows_reference(buffer: Tensor, rows: Tensor) -> Tensor:
     """Compute the reference result of `gather_rows`, one row at a time."""
     table = buffer.tolist()
-    found = [table[v] if 0 <= v < len(table) else [0] * buffer.shape[1] for v in rows.tolist()]
+    gathered = [table[v] if 0 <= v < len(table) else [0] * buffer.shape[1] for v in rows.tolist()]
     shape = (len(rows), buffer.shape[1])
-    return torch.tensor(found, dtype=buffer.dtype, device=buffer.device).reshape(shape)
+    return torch.tensor(gathered, dtype=buffer.dtype, device=buffer.device).reshape(shape)
 
 
 def scatter_rows_reference(buffer: Tensor, rows: Tensor, values: Tensor) -> Tensor:

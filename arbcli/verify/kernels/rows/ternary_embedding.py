@@ -9,7 +9,7 @@ from torch.nn.functional import embedding
 
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import in_planes
+from arbcli.kernels.codec.packing import has_planes
 from arbcli.kernels.rows.ternary_embedding import (
     embedding_grad,
     embedding_rows,
@@ -17,9 +17,9 @@ from arbcli.kernels.rows.ternary_embedding import (
 )
 from arbcli.kernels.runtime.inputs import placed
 from arbcli.verify.kernels.codec.decode_digits import (
+    add_remainders,
     decode_digits_reference,
-    in_rounded_float32,
-    with_remainders,
+    rounded_float32,
 )
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.verification import Case, Gate, Timing, Verification
@@ -59,7 +59,7 @@ def _rows_cases(device: torch.device, group_size: int) -> Iterator[Case]:
     ids = torch.tensor([6, 1, 6], device=device)
     yield Case("3 of 14x70 whole octaves", (ids, packed._replace(fraction=None)))
     yield Case("3 of 7x70 strided table", (ids, packed.rows(slice(None, None, 2))))
-    for name, all_digits in with_remainders(packed, generator):
+    for name, all_digits in add_remainders(packed, generator):
         yield Case(f"3 of 14x70 {name}", (ids, all_digits))
 
 
@@ -96,9 +96,9 @@ def _grad_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 
 embedding_rows_verification = Verification(
     embedding_rows, embedding_rows_reference, _rows_cases,
-    triton=in_rounded_float32(embedding_rows.triton),
-    torch=in_rounded_float32(embedding_rows.torch),
-    native=in_rounded_float32(embedding_rows_native), sizes={"V": "n"}, scale_path=in_planes,
+    triton=rounded_float32(embedding_rows.triton),
+    torch=rounded_float32(embedding_rows.torch),
+    native=rounded_float32(embedding_rows_native), sizes={"V": "n"}, scale_path=has_planes,
     timings=_rows_timings, values={"ids": (0, "V - 1"), "packed": {"spread": 127}},
 )  # fmt: skip
 

@@ -19,10 +19,10 @@ from arbcli.kernels.rows.weighted_rows import (
 from arbcli.kernels.runtime.inputs import normals, placed
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.decode_digits import (
+    add_remainders,
     decode_digits_reference,
     decode_large,
-    in_float32,
-    with_remainders,
+    fix_float32,
 )
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.verification import Case, Gate, Timing, Verification
@@ -32,7 +32,7 @@ def weighted_rows_reference(
     ids: Tensor, weights: Tensor, packed: Packed, *, decode: Callable = decode_digits_reference
 ) -> Tensor:
     """Compute the reference result of `weighted_rows`, one slot at a time, in float64."""
-    table, ids = _with_no_row(decode(packed), ids)
+    table, ids = _append_zero_row(decode(packed), ids)
     weights = weights.double().masked_fill(ids == packed.out_features, 0)  # even if it is NaN
     y = table.new_zeros(len(ids), packed.in_features)
     for j in range(ids.shape[1]):
@@ -44,14 +44,14 @@ def weighted_rows_grad_weights_reference(
     grad_y: Tensor, ids: Tensor, packed: Packed, *, decode: Callable = decode_digits_reference
 ) -> Tensor:
     """Compute `weighted_rows_grad_weights` in float64, one slot at a time."""
-    table, ids = _with_no_row(decode(packed), ids)
+    table, ids = _append_zero_row(decode(packed), ids)
     grad = table.new_zeros(ids.shape)
     for j in range(ids.shape[1]):
         grad[:, j] = (grad_y.double() * table[ids[:, j]]).sum(dim=1)
     return grad
 
 
-def _with_no_row(table: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+def _append_zero_row(table: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Append a row of zeros, in float64, for ids out of range."""
     inside = (ids >= 0) & (ids < len(table))
     zeros = table.new_zeros(1, table.shape[1])
@@ -102,7 +102,7 @@ def _table_cases(device: torch.device, group_size: int) -> Iterator[tuple[str, T
         yield label, placed(ids, device), packed
     packed = random_packed(14, 70, group_size, generator, spread=127).to(device)
     ids = torch.tensor([[6, 1, 6], [0, 5, 3]], device=device)
-    for name, all_digits in with_remainders(packed, generator):
+    for name, all_digits in add_remainders(packed, generator):
         yield f"2x3 of 14x70 {name}", ids, all_digits
     yield "2x3 of 14x70 whole octaves", ids, packed._replace(fraction=None)
     yield "2x3 of 7x70 strided table", ids, packed.rows(slice(None, None, 2))
@@ -199,10 +199,10 @@ def _grad_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
             ids = torch.randint(rows, (size,), device=device)
             if kind != "spread":
                 ids[::2] = 7
-            found = touched_rows(ids, rows)
-            inputs = (grad_y, weights, of_slot, found.order, found.bounds)
+            touched = touched_rows(ids, rows)
+            inputs = (grad_y, weights, of_slot, touched.order, touched.bounds)
             peer = partial(
-                _add_products, grad_y, weights, of_slot, torch.searchsorted(found.rows, ids)
+                _add_products, grad_y, weights, of_slot, torch.searchsorted(touched.rows, ids)
             )
             label = f"{tokens}x{slots} to {rows}x{dim} bf16, {kind}"
             yield Timing(label, inputs, peer=peer)
@@ -241,9 +241,9 @@ def _draw_grad(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> t
 weighted_rows_verification = Verification(
     weighted_rows, weighted_rows_reference, _weighted_rows_cases,
     Gate(relative=1e-6, reason="float32 sums of up to tens of rows"),
-    triton=in_float32(weighted_rows.triton), torch=in_float32(weighted_rows.torch), draw=_draw,
-    large_reference=partial(weighted_rows_reference, decode=decode_large), needs_rows=True,
-    scale_path=_scale_path, timings=_weighted_rows_timings,
+    triton=fix_float32(weighted_rows.triton), torch=fix_float32(weighted_rows.torch),
+    draw=_draw, large_reference=partial(weighted_rows_reference, decode=decode_large),
+    needs_rows=True, scale_path=_scale_path, timings=_weighted_rows_timings,
     long=("150x3*", "3x19*"),
 )  # fmt: skip
 weighted_rows_grad_weights_verification = Verification(
@@ -257,6 +257,6 @@ weighted_rows_grad_weights_verification = Verification(
 weighted_rows_grad_verification = Verification(
     WEIGHTED_ROWS_GRAD, weighted_rows_grad_reference, _grad_cases,
     Gate(relative=1e-6, reason="float32 sums of up to thousands of slots"),
-    triton=in_float32(WEIGHTED_ROWS_GRAD.triton), torch=in_float32(WEIGHTED_ROWS_GRAD.torch),
+    triton=fix_float32(WEIGHTED_ROWS_GRAD.triton), torch=fix_float32(WEIGHTED_ROWS_GRAD.torch),
     draw=_draw_grad, needs_rows=True, timings=_grad_timings,
 )  # fmt: skip

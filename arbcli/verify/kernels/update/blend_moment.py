@@ -12,7 +12,7 @@ from arbcli.kernels.update.blend_moment import (
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.direction import draw_gains, fixed_point_reference
 from arbcli.verify.kernels.update.random_bits import random_halves_reference
-from arbcli.verify.timed import OF_MATRIX, Timed
+from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import Case, Verification
 
 
@@ -93,7 +93,7 @@ blend_moment_verification = Verification(
     blend_moment, blend_moment_reference, _cases, compared=("moment", "squares"), draw=_draw,
     needs_rows=False,
     timed=[
-        Timed(f"11264x2048 bf16{' nibble' * nibble}", **OF_MATRIX, moment=(-112, 112),
+        Timed(f"11264x2048 bf16{' nibble' * nibble}", **MATRIX_SIZES, moment=(-112, 112),
               row_gain=2.0**8, column_gain=2.0**8, squares=0, decay=58982, gain=813, shift=7,
               nibble=nibble)
         for nibble in (False, True)

@@ -15,7 +15,7 @@ from arbcli.kernels.update.gradient_gains import (
 )
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.random_bits import random_bits_reference
-from arbcli.verify.timed import OF_MATRIX, Timed
+from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import Case, Gate, Verification
 
 
@@ -59,8 +59,8 @@ def gradient_gains_reference(
         ]
     slope_gain = 2**16 / math.sqrt(mean) if mean > 0 else 0.0
     unit = 2**16 / math.sqrt(total / (rows.shape[1] * columns.shape[1])) if ok else 0.0
-    found = torch.tensor(slope_gain, **like), torch.tensor([unit], **like)
-    return torch.tensor(ok, device=squares.device), *found, *gains
+    scalars = torch.tensor(slope_gain, **like), torch.tensor([unit], **like)
+    return torch.tensor(ok, device=squares.device), *scalars, *gains
 
 
 def _average_reference(statistic: Tensor, value: Tensor, key: Tensor, ok: int) -> None:
@@ -96,33 +96,33 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
         yield Case(f"{rows}x{columns}", (*sums(rows, columns, parts), *running, *control()))
     unset = digits(rows, -3, 3), digits(columns, -9, 9)
     unset[0][::3, 0] = UNSET
-    found = sums(rows, columns, (1, 1))
-    yield Case("130x64 a third unset", (*found, *unset, *control()))
+    statistics = sums(rows, columns, (1, 1))
+    yield Case("130x64 a third unset", (*statistics, *unset, *control()))
     yield Case("130x64 tiny", (*sums(rows, columns, (1, 2), 2.0**-100), *unset, *control()))
     yield Case("130x64 huge", (*sums(rows, columns, (2, 1), 2.0**100), *unset, *control()))
-    yield Case("130x64 not factored", (*found, None, None, *control()))
-    still = (found[0], found[1] * 0, *found[2:])
+    yield Case("130x64 not factored", (*statistics, None, None, *control()))
+    still = (statistics[0], statistics[1] * 0, *statistics[2:])
     yield Case("130x64 no slope", (*still, *unset, *control()))
     for total in (0.0, 2.0**-121, 2.0**121, math.inf, math.nan):
-        wrong = (*found[:2], torch.full_like(found[2], total), *found[3:])
+        wrong = (*statistics[:2], torch.full_like(statistics[2], total), *statistics[3:])
         yield Case(f"130x64 refused {total:g}", (*wrong, *unset, *control()))
     for total in (2.0**-120, 2.0**120):
-        just = (*found[:2], torch.full_like(found[2], total), *found[3:])
+        just = (*statistics[:2], torch.full_like(statistics[2], total), *statistics[3:])
         yield Case(f"130x64 just {total:g}", (*just, *unset, *control()))
     wide = digits(195, -9, 9).T.contiguous().T
     yield Case("65x64 strided", (*sums(65, 64, (3, 3)), wide[::3], unset[1], *control()))
 
 
-def _with_state(inputs: tuple, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _append_state(inputs: tuple, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the result, counters and decoded statistics."""
-    if int(found[0]) == 0:  # nobody reads these then
-        found = (found[0], *(torch.zeros_like(gain) for gain in found[1:]))
+    if int(results[0]) == 0:  # nobody reads these then
+        results = (results[0], *(torch.zeros_like(gain) for gain in results[1:]))
     running = [statistic_value_reference(x) for x in inputs[5:7] if x is not None]
-    return *found, *running, *inputs[-2:]
+    return *results, *running, *inputs[-2:]
 
 
 def _reference_with_state(*inputs: Any) -> tuple[Tensor, ...]:
-    return _with_state(inputs, gradient_gains_reference(*inputs))
+    return _append_state(inputs, gradient_gains_reference(*inputs))
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -149,8 +149,8 @@ gradient_gains_verification = Verification(
         relative=2 ** (1 / 128) - 1 + 1e-5,
         reason="a float log2 at a rounding boundary lands one step of 1/128, 0.54 %, to the side",
     ),
-    compared=_with_state, draw=_draw, needs_rows=False,
-    timed=[Timed("11264x2048", **OF_MATRIX, G=64, P=16 * 88, R=16, C=88,
+    compared=_append_state, draw=_draw, needs_rows=False,
+    timed=[Timed("11264x2048", **MATRIX_SIZES, G=64, P=16 * 88, R=16, C=88,
                  slope_squares=1, squares=1, rows=1, columns=1, row_statistic=0,
                  column_statistic=0, refused=0, nonfinite=0)],
 )  # fmt: skip

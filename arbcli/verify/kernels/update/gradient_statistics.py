@@ -13,13 +13,13 @@ from arbcli.kernels.update.gradient_statistics import (
     gradient_statistics,
 )
 from arbcli.verify.kernels.codec.decode_digits import (
+    add_remainders,
     digits_large,
     digits_reference,
     scales_reference,
-    with_remainders,
 )
 from arbcli.verify.kernels.codec.packed import random_packed
-from arbcli.verify.timed import OF_MATRIX, Timed
+from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import Case, Gate, Verification
 
 
@@ -64,15 +64,15 @@ def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
     yield case("65x7 transposed", 7, 65, lambda x: x.T)
     yield case("5x7 zeros", 5, 7, torch.zeros_like)
     grad, packed, *flags = case("", 3, 333).inputs
-    for name, all_digits in with_remainders(packed, generator):
+    for name, all_digits in add_remainders(packed, generator):
         yield Case(f"3x333 {name}", (grad, all_digits, *flags))
     if device.type == "cuda":  # the interpreter's bf16 is wrong, and slow
         yield case("2049x2080 bf16", 2049, 2080, lambda x: x.bfloat16())
 
 
-def _in_one_part(_inputs: tuple, found: GradientStatistics) -> tuple[Tensor, ...]:
+def _sum_parts(_inputs: tuple, statistics: GradientStatistics) -> tuple[Tensor, ...]:
     """Sum the parts, in float64."""
-    slope, *sums, rows, columns = found
+    slope, *sums, rows, columns = statistics
     sums = [part.double().sum() for part in sums]
     return slope, *sums, *(part.double().sum(0) for part in (rows, columns))
 
@@ -80,11 +80,11 @@ def _in_one_part(_inputs: tuple, found: GradientStatistics) -> tuple[Tensor, ...
 gradient_statistics_verification = Verification(
     gradient_statistics, gradient_statistics_reference, _cases,
     Gate(relative=4e-6, reason="float32 sums of products that cancel in part"),
-    compared=_in_one_part,
+    compared=_sum_parts,
     large_reference=partial(gradient_statistics_reference, digits=digits_large),
     scale_path=_scale_path,
     timed=[
-        Timed(f"11264x2048 bf16{' factored' * factored}", **OF_MATRIX, factored=factored)
+        Timed(f"11264x2048 bf16{' factored' * factored}", **MATRIX_SIZES, factored=factored)
         for factored in (False, True)
     ],
     values={"factored": (False, True), "signs": (False, False, False, True)},

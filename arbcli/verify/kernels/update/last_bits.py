@@ -13,7 +13,7 @@ from arbcli.kernels.update.last_bits import (
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.packing import pack_trits_reference, unpack_trits_reference
 from arbcli.verify.kernels.update.step_trits import draw_weights
-from arbcli.verify.timed import OF_MATRIX, Timed
+from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import Case, Verification
 
 
@@ -30,8 +30,8 @@ def take_last_bits_reference(
 ) -> tuple[Tensor, Tensor]:
     """Compute the reference result of `take_last_bits_` in `trits` and `remainder`, in int64."""
     z = _z_reference(trits, remainder, radix, nibble)
-    told = torch.stack([bits.long() % 16, bits.long() // 16], dim=1).flatten(0, 1)[: len(z)]
-    z += (told - z + 8) % 16 - 8
+    low_bits = torch.stack([bits.long() % 16, bits.long() // 16], dim=1).flatten(0, 1)[: len(z)]
+    z += (low_bits - z + 8) % 16 - 8
     new = torch.sign(z) * (z.abs() > radix // 2)
     low = z - new * radix
     if nibble:
@@ -92,7 +92,7 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 
 
 _TIMED: dict[str, Any] = {
-    **OF_MATRIX, "trits": (0, 242), "remainder": (-31, 31), "radix": 64,
+    **MATRIX_SIZES, "trits": (0, 242), "remainder": (-31, 31), "radix": 64,
     "nibble": False,
 }  # fmt: skip
 last_bits_verification = Verification(

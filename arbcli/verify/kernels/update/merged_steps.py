@@ -24,10 +24,10 @@ def _parts(inputs: tuple) -> Iterator[tuple]:
 
 
 def _one_by_one(run: Callable) -> Callable:
-    def of_all(*inputs: Tensor) -> tuple[Tensor, ...]:
+    def run_all(*inputs: Tensor) -> tuple[Tensor, ...]:
         return tuple(itertools.chain(*(run(*part) for part in _parts(inputs))))
 
-    return of_all
+    return run_all
 
 
 def _merged_steps_triton(*inputs: Tensor) -> tuple[Tensor, ...]:

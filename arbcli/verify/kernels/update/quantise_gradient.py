@@ -18,7 +18,7 @@ from arbcli.kernels.update.quantise_gradient import (
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.hadamard import mixed_reference
 from arbcli.verify.kernels.update.random_bits import random_halves_reference
-from arbcli.verify.timed import OF_MATRIX, Timed
+from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import Case, Verification
 
 
@@ -34,14 +34,14 @@ def quantise_gradient_reference(
     parts = torch.floor(size * 65536).long()  # exact: below 2**53
     random = random_halves_reference(int(key), *grad.shape).to(grad.device)
     q = torch.sign(values).nan_to_num(0).long() * ((parts + random) // 65536).clamp(max=limit)
-    found = []
+    octaves = []
     for row in values.abs():
         largest = float(row.max()) if bool(torch.isfinite(row).all()) else float("inf")
         fits = torch.frexp(torch.tensor(largest, dtype=torch.float64)).exponent.item()
         normal = 2.0**-126 <= largest < float("inf")
         octave = min(max(fits - limit.bit_length(), -100), 100) if normal else -128
-        found.append(127 if largest == float("inf") else octave)
-    new = torch.tensor(found, dtype=torch.int8, device=fitting.device)
+        octaves.append(127 if largest == float("inf") else octave)
+    new = torch.tensor(octaves, dtype=torch.int8, device=fitting.device)
     exponents = torch.maximum(fitting, new) if add else new
     if low is None:
         return (sums.long() + q if add else q).to(sums.dtype), exponents
@@ -78,8 +78,8 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             pairs = pairs.to(torch.uint8)
         fitting = torch.randint(-9, 0, (rows,), generator=generator).to(torch.int8)
         key = torch.tensor(-987654321, dtype=torch.int32)
-        found = (grad, exponent, key, sums, pairs, fitting)
-        tensors = (None if part is None else placed(part, device) for part in found)
+        arguments = (grad, exponent, key, sums, pairs, fitting)
+        tensors = (None if part is None else placed(part, device) for part in arguments)
         return Case(label, (*tensors, limit, block or block_of(columns), add))
 
     def draw(rows: int, columns: int) -> Tensor:
@@ -128,7 +128,7 @@ quantise_gradient_verification = Verification(
     quantise_gradient, quantise_gradient_reference, _cases, compared=("sums", "low", "fitting"),
     draw=_draw, needs_rows=False,
     timed=[
-        Timed(f"11264x2048 bf16, {bits} bits{' added' * add}", **OF_MATRIX, exponent=-4,
+        Timed(f"11264x2048 bf16, {bits} bits{' added' * add}", **MATRIX_SIZES, exponent=-4,
               sums=0, low=low, fitting=-4, limit=limit, block=LARGEST_BLOCK, add=add)
         for add in (False, True) for bits, limit, low in ((8, 31, None), (12, 511, 0))
     ],

@@ -24,8 +24,8 @@ def sign_gradient_reference(
 ) -> tuple[Tensor, ...]:
     """Compute the reference result of `sign_gradient`, in float64, and sums in one part each."""
     grad = grad_y.double().T @ x.double()
-    found = gradient_statistics_reference(grad, packed, False, True, digits=digits)
-    return torch.sign(grad).to(torch.int8), *found[:3]
+    results = gradient_statistics_reference(grad, packed, False, True, digits=digits)
+    return torch.sign(grad).to(torch.int8), *results[:3]
 
 
 def _scale_path(group_size: int) -> bool:
@@ -74,9 +74,9 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     )  # fmt: skip
 
 
-def _in_one_part(_inputs: tuple, found: SignGradient) -> tuple[Tensor, ...]:
+def _sum_parts(_inputs: tuple, results: SignGradient) -> tuple[Tensor, ...]:
     """Add parts up, in float64."""
-    signs, (slope, *sums, _, _) = found
+    signs, (slope, *sums, _, _) = results
     return signs, slope, *(part.double().sum() for part in sums)
 
 
@@ -91,7 +91,7 @@ sign_gradient_verification = Verification(
         relative=4e-6,
         reason="signs equal; float32 sums over a group, and products in float32 in either type",
     ),
-    compared=_in_one_part, large_reference=partial(sign_gradient_reference, digits=digits_large),
+    compared=_sum_parts, large_reference=partial(sign_gradient_reference, digits=digits_large),
     scale_path=_scale_path, timings=_timings,
     values={"grad_y": _draw_small, "x": _draw_small, "packed": {"digits": "trit"}},
 )  # fmt: skip

@@ -17,7 +17,7 @@ from arbcli.verify.kernels.codec.packing import (
 )
 from arbcli.verify.kernels.update.direction import draw_gains, fixed_point_reference
 from arbcli.verify.kernels.update.random_bits import random_halves_reference
-from arbcli.verify.timed import OF_MATRIX, Timed
+from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import Case, Verification
 
 
@@ -211,7 +211,7 @@ def _draw_by_direction(rng: CaseGenerator, group_size: int, m: int, n: int, k: i
 
 
 _TIMED: dict[str, Any] = {
-    **OF_MATRIX, "packed": (0, 242), "remainder": (-15, 15), "limit": 2**19,
+    **MATRIX_SIZES, "packed": (0, 242), "remainder": (-15, 15), "limit": 2**19,
     "flips": 0,
 }  # fmt: skip
 step_by_moment_verification = Verification(

@@ -17,7 +17,7 @@ from arbcli.kernels.update.sum_gradients import (
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.hadamard import hadamard_matrix, signs_reference
 from arbcli.verify.kernels.update.quantise_gradient import together_reference
-from arbcli.verify.timed import OF_MATRIX, Timed
+from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import Case, Verification
 
 
@@ -33,10 +33,10 @@ def sum_gradients_reference(
         blocks = total.reshape(-1, block, 1) * mixer  # a product of integers, on a GPU too
         signs = torch.tensor(signs_reference(total.shape[1]), **integer)
         total = blocks.sum(1).reshape(total.shape) * signs
-    found = total.double() / block * torch.exp2(exponent.double())[:, None]
-    found = torch.where((exponent == -128)[:, None], 0, found)
+    values = total.double() / block * torch.exp2(exponent.double())[:, None]
+    values = torch.where((exponent == -128)[:, None], 0, values)
     wrong = (fitting == 127).any(dim=0)[:, None]
-    return torch.where(wrong, torch.inf, found).to(dtype)
+    return torch.where(wrong, torch.inf, values).to(dtype)
 
 
 def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
@@ -84,14 +84,14 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     room = torch.zeros(number, n * k + rng.below(3), dtype=dtype, device=rng.device)
     parts = room[:, : n * k].unflatten(1, (n, k))
     parts.copy_(rng.integers(-127, 127, number, n, k))
-    one, each = (rng.integers(-9, 9, *shape).contiguous() for shape in ((n,), (number, n)))
-    return parts, low, one, each, block_of(k) if rng.chance(0.9) else 1
+    exponent, fitting = (rng.integers(-9, 9, *shape).contiguous() for shape in ((n,), (number, n)))
+    return parts, low, exponent, fitting, block_of(k) if rng.chance(0.9) else 1
 
 
 sum_gradients_verification = Verification(
     sum_gradients, sum_gradients_reference, _cases, draw=_draw, needs_rows=False,
     timed=[
-        Timed(f"{parts} parts of 11264x2048{', 12 bits' * bool(low)}", P=parts, **OF_MATRIX,
+        Timed(f"{parts} parts of 11264x2048{', 12 bits' * bool(low)}", P=parts, **MATRIX_SIZES,
               parts=1, low=low, exponent=-4, fitting=-4, block=LARGEST_BLOCK, dtype=torch.bfloat16)
         for parts, low in ((1, None), (4, None), (4, 1))
     ],

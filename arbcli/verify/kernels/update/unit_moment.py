@@ -10,7 +10,7 @@ from arbcli.kernels.update.unit_moment import (
     unit_moment,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.timed import OF_MATRIX, Timed
+from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import Case, Verification
 
 
@@ -55,5 +55,5 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 
 unit_moment_verification = Verification(
     unit_moment, unit_moment_reference, _cases, compared=("out",), draw=_draw, needs_rows=False,
-    timed=[Timed("11264x2048 bf16", **OF_MATRIX, moment=(-112, 112), squares=2**36)],
+    timed=[Timed("11264x2048 bf16", **MATRIX_SIZES, moment=(-112, 112), squares=2**36)],
 )  # fmt: skip
