@@ -56,8 +56,8 @@ OTHER_NAMES = {
 """Options by the names that they have in other programs."""
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(f"arb {__version__}")
         raise typer.Exit
 

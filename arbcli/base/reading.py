@@ -63,22 +63,22 @@ def without_blocking(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
 
 
-def read_small(path: Path, most: int | None = None, advice: str = "name another file") -> bytes:
+def read_small(path: Path, limit: int | None = None, advice: str = "name another file") -> bytes:
     """Read a whole file.
 
     Args:
         path: path of the file.
-        most: maximum size in bytes; None is `LARGEST_FILE`.
+        limit: maximum size in bytes; None is `LARGEST_FILE`.
         advice: hint of the error for a larger file.
 
     Raises:
         ArbError: it is larger, or `open_regular` refuses it.
     """
-    most = LARGEST_FILE if most is None else most
+    limit = LARGEST_FILE if limit is None else limit
     with open_regular(path) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise ArbError(f"`{path}` has more than {most:,} bytes", hint=advice)
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ArbError(f"`{path}` has more than {limit:,} bytes", hint=advice)
     return content
 
 
@@ -143,11 +143,13 @@ def _reason(error: Exception) -> str:
 def _flat_enough(value: Any) -> Any:
     level = [value]
     for _ in range(MOST_NESTED + 1):
-        level = [each for each in level if isinstance(each, dict | list)]
+        level = [container for container in level if isinstance(container, dict | list)]
         if not level:
             return value
-        parts = (each.values() if isinstance(each, dict) else each for each in level)
-        level = [part for each in parts for part in each]
+        parts = (
+            container.values() if isinstance(container, dict) else container for container in level
+        )
+        level = [part for container in parts for part in container]
     raise RecursionError
 
 

@@ -78,7 +78,7 @@ def refuse_kept(names: Collection[str], otherwise: str) -> None:
 def in_options(text: str, fields: Iterable[str]) -> str:
     """Replace quoted fields of an error, `name` or `name=value`, by command-line options."""
     for field in fields:
-        text = re.sub(rf"`{field}=(\w+)`", lambda found: _with_value(field, found[1]), text)  # noqa: B023
+        text = re.sub(rf"`{field}=(\w+)`", lambda match: _with_value(field, match[1]), text)  # noqa: B023
         # only the first one: a later one may be a value of the same spelling
         text = text.replace(f"`{field}`", f"`{option_of(field)}`", 1)
     return text
@@ -143,14 +143,14 @@ RENAMED: dict[str, tuple[str, dict[str, str]]] = {
 
 def rename_options(words: list[str]) -> list[str]:
     """Replace options of version 0.1 by the present ones, with a note on stderr."""
-    found: list[str] = []
+    renamed_words: list[str] = []
     if {"--digits", "--weights"} <= {*words}:
         place = words.index("--weights")
         if words[place + 1 : place + 2] != ["ternary"]:
             raise ArbError("`--digits` is part of `--weights` now", hint="give `--weights` alone")
         words = words[:place] + words[place + 2 :]
     for number, word in enumerate(words):
-        if found[-1:] and (renamed := RENAMED.get(words[number - 1])):
+        if renamed_words[-1:] and (renamed := RENAMED.get(words[number - 1])):
             word = renamed[1].get(word, word)
             note(f"`{words[number - 1]} {words[number]}` is now `{renamed[0]} {word}`")
         option, equals, value = word.partition("=")
@@ -159,23 +159,23 @@ def rename_options(words: list[str]) -> list[str]:
             word = f"{now}{equals}{values.get(value, value)}"
             if equals:
                 note(f"`{option}={value}` is now `{word}`")
-        found.append(word)
-    return found
+        renamed_words.append(word)
+    return renamed_words
 
 
 def fill_options(words: list[str]) -> list[str]:
     """Expand `SHORT`, and add omitted values, as Typer does not support optional ones."""
-    found: list[str] = []
+    expanded: list[str] = []
     for word, following in pairwise([*words, ""]):
-        found += SHORT.get(word, (word,))
+        expanded += SHORT.get(word, (word,))
         if word in OPTIONAL and not re.fullmatch(VALUE_OF[word], following):
-            found.append(OPTIONAL[word])
-    return found
+            expanded.append(OPTIONAL[word])
+    return expanded
 
 
 def repeat_options(words: list[str]) -> list[str]:
     """Expand `--data a.txt b.txt` to `--data a.txt --data b.txt`, the form that Typer parses."""
-    found: list[str] = []
+    expanded: list[str] = []
     option, values = None, 0
     for word in words:
         if word.startswith("-") and word != "-":
@@ -183,9 +183,9 @@ def repeat_options(words: list[str]) -> list[str]:
         elif option is not None:
             values += 1
             if values > 1:
-                found.append(option)
-        found.append(word)
-    return found
+                expanded.append(option)
+        expanded.append(word)
+    return expanded
 
 
 def one_path(run: Path | None, checkpoint: Path | None) -> Path:
@@ -196,8 +196,8 @@ def one_path(run: Path | None, checkpoint: Path | None) -> Path:
     """
     if run is not None and checkpoint is not None:
         raise ArbError(f"`{run}` and `--checkpoint` both name a model", hint="give one of them")
-    if found := run or checkpoint:
-        return found
+    if path := run or checkpoint:
+        return path
     raise ArbError(
         "no saved model is named",
         hint="name a run or a checkpoint, or `auto` for the run that was started last",
@@ -508,16 +508,16 @@ def takes_settings(*names: str, rare: Collection[str] = ()) -> Callable[[Callabl
 
     def add(command: Callable) -> Callable:
         signature = inspect.signature(command)
-        *own, _ = signature.parameters.values()
-        own_names = {parameter.name for parameter in own}
+        *parameters, _ = signature.parameters.values()
+        names_of_command = {parameter.name for parameter in parameters}
         added = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
             for name, kind in options.items()
-            if name not in own_names
+            if name not in names_of_command
         ]
         result: Any = command
         result.rare_options = frozenset(rare)
-        result.__signature__ = signature.replace(parameters=[*own, *added])
+        result.__signature__ = signature.replace(parameters=[*parameters, *added])
         return command
 
     return add

@@ -179,8 +179,8 @@ def _layers(report: "ProbeReport") -> Table:
     branches = zip((None, *last.mixer_rms), (None, *last.channel_rms), strict=True)
     figures = zip(first.residual_rms, last.residual_rms, last.residual_most, branches, strict=True)
     rows = [
-        [name, *(_number(size, 3) for size in (before, after, most, *branch))]
-        for name, (before, after, most, branch) in zip(names, figures, strict=True)
+        [name, *(_number(size, 3) for size in (before, after, largest, *branch))]
+        for name, (before, after, largest, branch) in zip(names, figures, strict=True)
     ]
     if last.takeoff_layer is not None:
         rows[last.takeoff_layer + 1][0] += ", takes off"
@@ -200,8 +200,8 @@ def _streams(report: "ProbeReport") -> Iterator[Table]:
         yield table("Streams: weights that branches read and write by", columns, rows)
 
 
-def _pair(least: float | None, most: float | None) -> str:
-    return f"{_number(least, 3)} to {_number(most, 3)}"
+def _pair(low: float | None, high: float | None) -> str:
+    return f"{_number(low, 3)} to {_number(high, 3)}"
 
 
 def _tensors(report: "ProbeReport") -> Table:

@@ -134,7 +134,7 @@ def _changed(
     if not is_dataclass(node) or isinstance(node, type):
         return node
     paths = _without(paths, getattr(node, "kind", None))
-    given: dict[str, Any] = {}
+    changed_fields: dict[str, Any] = {}
     for field in dataclasses.fields(node):
         if not field.init:
             continue
@@ -143,7 +143,7 @@ def _changed(
         if isinstance(old, tuple):
             below = (_at_index(inner, index) for index in range(len(old)))
             pairs = zip(old, below, strict=True)
-            new: Any = tuple(_changed(each, left, values, changes) for each, left in pairs)
+            new: Any = tuple(_changed(entry, left, values, changes) for entry, left in pairs)
         else:
             new = _changed(old, inner, values, changes)
         for path, names in paths.items():
@@ -153,8 +153,8 @@ def _changed(
                 new = as_type(new, kind, f"`{path}`")
                 changes[path] += 1
         if new != old or type(new) is not type(old):
-            given[field.name] = new
-    return dataclasses.replace(node, **given) if given else node
+            changed_fields[field.name] = new
+    return dataclasses.replace(node, **changed_fields) if changed_fields else node
 
 
 def _at_index(paths: dict[str, tuple[str, ...]], index: int) -> dict[str, tuple[str, ...]]:

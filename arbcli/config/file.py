@@ -121,8 +121,8 @@ def settings_text(config: TrainConfig, without: Collection[str] = ()) -> str:
     """
     values = train_config_dict(config)
     values = {name: value for name, value in values.items() if name not in ("model", *without)}
-    given = {name: value for name, value in values.items() if value is not None}
-    lines = [f"{name} = {to_toml(value)}" for name, value in given.items()]
+    settings = {name: value for name, value in values.items() if value is not None}
+    lines = [f"{name} = {to_toml(value)}" for name, value in settings.items()]
     return "\n".join([*lines, "", *model_lines(config.model)]) + "\n"
 
 

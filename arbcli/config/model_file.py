@@ -113,9 +113,9 @@ def _expand(text: Any, blocks: dict[str, BlockConfig], where: str) -> Blocks:
 def model_lines(config: ModelConfig) -> list[str]:
     """Return a model as lines of TOML for `model_from_toml`."""
     names = _block_names(config)
-    own = given_fields(config, without=("stages",))
-    own["direction"] = config.direction  # its default depends on the rule
-    lines = ["[model]", *(f"{name} = {to_toml(value)}" for name, value in own.items())]
+    values = given_fields(config, without=("stages",))
+    values["direction"] = config.direction  # its default depends on the rule
+    lines = ["[model]", *(f"{name} = {to_toml(value)}" for name, value in values.items())]
     for block, name in names.items():
         lines += ["", f"[model.block.{name}]"]
         lines += [f"{field} = {to_toml(value)}" for field, value in given_fields(block).items()]

@@ -89,13 +89,13 @@ def preset(name: str, **overrides: object) -> ModelConfig:
         ArbError: there is no such preset, or a value is invalid.
     """
     check_preset(name)
-    given = {key: value for key, value in overrides.items() if value is not None}
+    changes = {key: value for key, value in overrides.items() if value is not None}
     form, values = SHORT_FORMS[name]
-    given = FORMS[form].adapt(given)
-    if isinstance(given.get("attention"), str):
-        form, given = _with_attention(form, given)
+    changes = FORMS[form].adapt(changes)
+    if isinstance(changes.get("attention"), str):
+        form, changes = _with_attention(form, changes)
     known = arguments(form)
-    if others := [key for key in given if key not in known]:
+    if others := [key for key in changes if key not in known]:
         able = (k for k, v in SHORT_FORMS.items() if others[0] in arguments(v.form))
         having = " or ".join(f"`{known}`" for known in able)
         raise ArbError(
@@ -104,9 +104,9 @@ def preset(name: str, **overrides: object) -> ModelConfig:
             fields=tuple(others),
         )
     own_rule = values.get("rule", known["rule"].default)
-    _set_direction(given, own_rule, values.get("direction", known["direction"].default))
+    _set_direction(changes, own_rule, values.get("direction", known["direction"].default))
     shared = {key: value for key, value in values.items() if key in known}
-    return assemble(form, shared | given)
+    return assemble(form, shared | changes)
 
 
 def assembled(
@@ -139,44 +139,44 @@ def with_storage(config: ModelConfig, **overrides: object) -> ModelConfig:
     Raises:
         ArbError: a value is invalid, or only applies to presets.
     """
-    given: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
-    rules = {name: given.pop(name) for name in PART_RULES if name in given}
-    if others := [key for key in given if key not in ("ctx", *STORAGE)]:
+    changes: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
+    rules = {name: changes.pop(name) for name in PART_RULES if name in changes}
+    if others := [key for key in changes if key not in ("ctx", *STORAGE)]:
         raise ArbError(
             f"{quoted(others)} only applies to a preset",
             hint="leave it out, or change the model itself",
             fields=tuple(others),
         )
-    _set_direction(given, config.rule, config.direction)
-    return with_part_rules(dataclasses.replace(config, **given), **rules)
+    _set_direction(changes, config.rule, config.direction)
+    return with_part_rules(dataclasses.replace(config, **changes), **rules)
 
 
-def _set_direction(given: dict[str, Any], own_rule: str, own_direction: str | None) -> None:
-    """Set rule and direction in `given` to their defaults if they are missing."""
-    rule_name = given.setdefault("rule", own_rule)
+def _set_direction(changes: dict[str, Any], own_rule: str, own_direction: str | None) -> None:
+    """Set rule and direction in `changes` to their defaults if they are missing."""
+    rule_name = changes.setdefault("rule", own_rule)
     if rule_name not in RULES:
         return
     direction = DIRECTION[rule_name]
-    if direction is None and "direction" in given:
+    if direction is None and "direction" in changes:
         raise ArbError(
             f"the rule `{rule_name}` takes no direction",
             hint="leave `direction` out",
             fields=("direction",),
         )
-    given.setdefault("direction", own_direction if rule_name == own_rule else direction)
+    changes.setdefault("direction", own_direction if rule_name == own_rule else direction)
 
 
-def _with_attention(form: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _with_attention(form: str, overrides: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Replace the name of a kind of attention by the short form of that name.
 
     Raises:
         ArbError: there is no such kind.
     """
-    chosen = given["attention"]
+    chosen = overrides["attention"]
     check_choice("attention", chosen, ATTENTIONS)
     if form not in ATTENTIONS:
-        return form, given  # `preset` refuses `attention` for this form
-    return chosen, {key: value for key, value in given.items() if key != "attention"}
+        return form, overrides  # `preset` refuses `attention` for this form
+    return chosen, {key: value for key, value in overrides.items() if key != "attention"}
 
 
 def config_from_dict(values: dict[str, Any]) -> ModelConfig:

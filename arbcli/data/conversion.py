@@ -181,16 +181,16 @@ def _bounded(blocks: Iterator[bytes], path: Path, packed_bytes: int) -> Iterator
     Raises:
         ArbError: there are more bytes, or the file cannot be read.
     """
-    most = max(FEWEST_BYTES, MOST_TIMES * packed_bytes)
+    limit = max(FEWEST_BYTES, MOST_TIMES * packed_bytes)
     if LIMIT in os.environ:
-        most = number_in(os.environ, LIMIT, 1) * 2**30
+        limit = number_in(os.environ, LIMIT, 1) * 2**30
     total = 0
     try:
         for block in blocks:
             total += len(block)
-            if total > most:
+            if total > limit:
                 raise ArbError(
-                    f"`{path}`, of {packed_bytes:,} bytes, unpacks to more than {most:,}",
+                    f"`{path}`, of {packed_bytes:,} bytes, unpacks to more than {limit:,}",
                     hint=f"if this is intended, set `{LIMIT}` to the maximum size in GiB",
                 )
             yield block
@@ -266,14 +266,14 @@ def _frames(blocks: Iterator[bytes], decompressor: Any) -> Iterator[bytes]:
 
 
 def _records(
-    path: Path, name: str, wanted: Callable[[bytes], bool] = lambda line: True
+    path: Path, name: str, selects: Callable[[bytes], bool] = lambda line: True
 ) -> Iterator[tuple[int, Any]]:
     """Yield the number and the value of each record.
 
     Args:
         path: path of the file.
         name: its name without suffixes of compression.
-        wanted: whether a line is parsed.
+        selects: whether a line is parsed.
 
     Raises:
         ArbError: the file is not JSON.
@@ -288,11 +288,11 @@ def _records(
                     hint="write its records as JSON lines",
                 )
         content = bytes(read)
-        if wanted(content):
+        if selects(content):
             yield from enumerate(_parsed(content, "", path), 1)
         return
     for number, line in enumerate(_lines(_unpacked(path), path), 1):
-        if line.strip() and wanted(line):
+        if line.strip() and selects(line):
             yield number, _parsed(line, f"line {number} of ", path)
 
 

@@ -109,7 +109,7 @@ def _generate(
         return
     ask = ask or partial(symbols_of, model)
     prompts = [ask(request.prompt) for request in requests]
-    ends = [len(prompt) + each.length for prompt, each in zip(prompts, requests, strict=True)]
+    ends = [len(prompt) + request.length for prompt, request in zip(prompts, requests, strict=True)]
     slots, shortest, stops = min(batch, len(requests)), min(map(len, prompts)), ends_of(model)
     weights = model.prepared_weights(spare_bytes(model.device))
     with explained_out_of_memory(OUT_OF_MEMORY), weights, use_backend(backend):
@@ -125,7 +125,9 @@ def _generate(
                 request = requests[index]
                 decoder.begin(prompts[index], request.sampling, slot=slot, stream=request.stream)
             if running:
-                decoder.step(min(ends[each] - decoder.lengths[at] for at, each in running.items()))
+                decoder.step(
+                    min(ends[index] - decoder.lengths[slot] for slot, index in running.items())
+                )
             for index, fetch in ended:  # while the steps run on the GPU
                 symbols = _before_end(fetch(), stops)
                 yield index, b"".join(bytes_of(model, prompts[index], [symbols])), len(symbols)

@@ -45,9 +45,9 @@ class Conversation:
         """Return the tokens of a chat with this message next, without appending it: see `ask`."""
         return self._tokens([*self.messages, self._message("user", message)])
 
-    def answered(self, made: bytes) -> None:
+    def answered(self, output: bytes) -> None:
         """Append the model's answer."""
-        text = made.decode(errors="replace")
+        text = output.decode(errors="replace")
         self.messages.append({"role": "assistant", "content": text})
 
     def _message(self, role: str, content: bytes) -> Message:

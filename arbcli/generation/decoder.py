@@ -329,9 +329,9 @@ class Decoder:
             more = min(together, (end - begin) // size - launched)
             if more > 0 and len(in_flight) < 2:
                 self.check(more)
-                most = self._texts[0][begin : begin + (launched + more) * size]
+                checked = self._texts[0][begin : begin + (launched + more) * size]
                 position = copied_to_host(self.cache.position[None])
-                in_flight.append(_Fetch(more, begin, position, copied_to_host(most)))
+                in_flight.append(_Fetch(more, begin, position, copied_to_host(checked)))
             elif in_flight:
                 group = in_flight.popleft()
                 self.lengths[0] = group.position()[0] + 1

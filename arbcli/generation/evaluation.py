@@ -300,10 +300,10 @@ def evaluate(
     ):
         cache_dtype = model.cache_dtype
         length = min(context, len(text) - 1)
-        each, last = text.symbol_bytes, len(text) - 1
+        symbol_bytes, last = text.symbol_bytes, len(text) - 1
 
         def report_progress(done: int, loss: float) -> None:
-            progress(round(done * each), round(last * each), loss / each)
+            progress(round(done * symbol_bytes), round(last * symbol_bytes), loss / symbol_bytes)
 
         sums = torch.zeros(length, dtype=torch.float64, device=model.device)
         media: MediaLosses | None = None

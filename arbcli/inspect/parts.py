@@ -53,12 +53,14 @@ def _parts(model: "LanguageModel", config: ModelConfig) -> Iterator[PartReport]:
             for index, (stage, chunking) in enumerate(
                 zip(module.children(), config.chunkings, strict=True)
             ):
-                path, own = f"stages.{index}", config.stages[index]
-                about = _stream(own)
+                path, stage_config = f"stages.{index}", config.stages[index]
+                about = _stream(stage_config)
                 about |= {"boundaries": chunking.boundaries, "length": chunking.length}
                 yield _part(path, [stage], kind="stage", shape=_words(about))
                 for child, part in stage.named_children():
-                    blocks = {"encoder": own.before, "decoder": own.after}.get(child)
+                    blocks = {"encoder": stage_config.before, "decoder": stage_config.after}.get(
+                        child
+                    )
                     if blocks is None:
                         yield _part(f"{path}.{child}", [part], depth=1)
                     else:

@@ -151,7 +151,7 @@ def _topk(args: tuple) -> _Hidden:
     """Return the counters of a radix search whose blocks share slices, with 256 digits each."""
     x = args[0]
     slices, length = x.numel() // x.shape[-1], x.shape[-1]
-    if length < next((least for most, least in TOPK_SLICES if slices <= most), 400):
+    if length < next((least for limit, least in TOPK_SLICES if slices <= limit), 400):
         return _Hidden()
     threads = num_processors(x) * 6 * 256
     per_thread = min(max(-(-x.numel() // threads), 4), 64)

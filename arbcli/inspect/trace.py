@@ -241,8 +241,8 @@ def _has_its_own_storage(result: Tensor, arguments: Any) -> bool:
     a new tensor.
     """
     storage = result.untyped_storage()
-    given = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
-    if any(leaf.untyped_storage()._cdata == storage._cdata for leaf in given):
+    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
+    if any(leaf.untyped_storage()._cdata == storage._cdata for leaf in tensors):
         return False
     return storage.nbytes() == result.numel() * result.itemsize
 

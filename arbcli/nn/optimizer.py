@@ -154,10 +154,10 @@ class IntegerOptimizer(torch.optim.Optimizer):
         Returns:
             The result of the closure.
         """
-        found = None
+        result = None
         if closure is not None:
             with torch.enable_grad():
-                found = closure()
+                result = closure()
         if self._micro:
             updater = self._updater_now
             if self._micro < self.param_groups[0]["accumulation"]:
@@ -167,7 +167,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         self._micro, self._in_backward = 0, False
         self._stepped.clear()
         self._touched.clear()
-        return found
+        return result
 
     def count_step(self) -> None:
         """Count a step that was done, by `step` or by a replay."""

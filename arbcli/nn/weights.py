@@ -384,16 +384,21 @@ class FusedMatrix(Matrix):
         by_part: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.parts]
         for (x, part), grad_y in uses:
             by_part[part].append((x, grad_y))
-        inputs = {x.data_ptr() for found in by_part for x, _ in found}
-        if len(inputs) == 1 and all(len(found) == 1 for found in by_part):
+        inputs = {x.data_ptr() for uses_of_part in by_part for x, _ in uses_of_part}
+        if len(inputs) == 1 and all(len(uses_of_part) == 1 for uses_of_part in by_part):
             x = by_part[0][0][0]
-            self.emit_gradient(sink, (x,), torch.cat([found[0][1] for found in by_part], dim=1))
+            self.emit_gradient(
+                sink, (x,), torch.cat([uses_of_part[0][1] for uses_of_part in by_part], dim=1)
+            )
             return
         grads = [
-            sum((grad_y.T @ x for x, grad_y in found[1:]), found[0][1].T @ found[0][0])
-            if found
+            sum(
+                (grad_y.T @ x for x, grad_y in uses_of_part[1:]),
+                uses_of_part[0][1].T @ uses_of_part[0][0],
+            )
+            if uses_of_part
             else self.decoded()[rows].zero_()
-            for found, rows in zip(by_part, self.parts, strict=True)
+            for uses_of_part, rows in zip(by_part, self.parts, strict=True)
         ]
         sink(self, torch.cat(grads))
 

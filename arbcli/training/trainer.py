@@ -271,7 +271,9 @@ class Trainer:
         """Numbers of elements of float parameters and of float buffers; 0 for ternary models."""
         parameters, buffers = self.model.parameters(), self.model.buffers()
         floats = (buffer for buffer in buffers if buffer.is_floating_point())
-        return sum(each.numel() for each in parameters), sum(each.numel() for each in floats)
+        return sum(tensor.numel() for tensor in parameters), sum(
+            tensor.numel() for tensor in floats
+        )
 
     @property
     def lr(self) -> float:
@@ -355,11 +357,11 @@ class Trainer:
             return None
         if self.texts.train.packs:
             starts = (self._starts(self.step, micro) for micro in micros)
-            return [self.texts.train.learnt_symbols(each, model.ctx) for each in starts]
+            return [self.texts.train.learnt_symbols(batch, model.ctx) for batch in starts]
         if model.fills and not model.is_masked:
             numbers = map(self._window_numbers, micros)
             count = import_module(OBJECTIVES[model.objective]).learnt_symbols
-            return [count(model.ctx, step=self.step, numbers=each) for each in numbers]
+            return [count(model.ctx, step=self.step, numbers=batch) for batch in numbers]
         return None
 
     def bytes_of_steps(self, steps: range) -> int:
@@ -408,7 +410,9 @@ class Trainer:
             self._micro_batches = self._step_inputs.load(self.step, batches, self._counts, weights)
             weights = self._step_inputs.weights
         else:
-            self._micro_batches = [tuple(part.to(self.device) for part in each) for each in batches]
+            self._micro_batches = [
+                tuple(part.to(self.device) for part in batch) for batch in batches
+            ]
             weights = None if weights is None else weights.to(self.device)
         self._compute.weights = weights
 
@@ -578,10 +582,10 @@ class Trainer:
         if ("wire" in checkpoint.data) != (self.shared is not None):
             tensors = {n: part for n, part in tensors.items() if not n.endswith(WIRE)}
             tensors |= {n: part for n, part in self.model.state_dict().items() if n.endswith(WIRE)}
-        own = self.model.state_dict()
+        state = self.model.state_dict()
         whole = self.shared.layout(self.model) if self.shared else {}
-        check_layout(tensors, own | whole)
-        self.model.load_state_dict({n: part[: len(own[n])] for n, part in tensors.items()})
+        check_layout(tensors, state | whole)
+        self.model.load_state_dict({n: part[: len(state[n])] for n, part in tensors.items()})
         self._measured = False
 
     def restore(self, checkpoint: Checkpoint) -> None:

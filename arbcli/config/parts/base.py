@@ -134,13 +134,13 @@ class BetweenConfig(PartConfig):
 def every_part(config: Any) -> Iterator[PartConfig]:
     """Yield all parts in a configuration, also those within parts."""
     if isinstance(config, tuple):
-        for each in config:
-            yield from every_part(each)
+        for entry in config:
+            yield from every_part(entry)
     elif is_dataclass(config):
         if isinstance(config, PartConfig):
             yield config
-        for each in fields(config):
-            yield from every_part(getattr(config, each.name))
+        for field in fields(config):
+            yield from every_part(getattr(config, field.name))
 
 
 def without_rules(config: Any) -> Any:
@@ -149,7 +149,7 @@ def without_rules(config: Any) -> Any:
         return tuple(map(without_rules, config))
     if not is_dataclass(config) or isinstance(config, type):
         return config
-    changed = {each.name: without_rules(getattr(config, each.name)) for each in fields(config)}
+    changed = {field.name: without_rules(getattr(config, field.name)) for field in fields(config)}
     changed = {name: value for name, value in changed.items() if value != getattr(config, name)}
     changed |= {"rule": None} if isinstance(config, PartConfig) and config.rule else {}
     return replace(config, **changed) if changed else config

@@ -116,8 +116,8 @@ def check_tensors(folder: WeightFolder, model: LanguageModel) -> None:
     Raises:
         ArbError: one is missing, unknown or of another shape.
     """
-    wanted = {part.hugging_face: part.shape for source in sources(model) for part in source.parts}
-    for name, shape in wanted.items():
+    shapes = {part.hugging_face: part.shape for source in sources(model) for part in source.parts}
+    for name, shape in shapes.items():
         if name not in folder.tensors:
             raise ArbError(
                 f"`{folder.path}` has no `{name}`",
@@ -128,7 +128,7 @@ def check_tensors(folder: WeightFolder, model: LanguageModel) -> None:
                 f"`{folder.path}`: `{name}` is {list(stored)}, and by `{CONFIG}` {list(shape)}",
                 hint="copy the folder again",
             )
-    for name in sorted(folder.tensors.keys() - wanted.keys()):
+    for name in sorted(folder.tensors.keys() - shapes.keys()):
         tied = model.config.tied and name == f"{HEAD}.weight"
         if not tied and not name.endswith(UNREAD):
             raise ArbError(
