@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from arbcli.training.observer import Observer
     from arbcli.training.record import TrainReport
 
-_OF_NN = ("to_integers", "floats", "load_integers", "export_float")
+_NN_NAMES = ("to_integers", "floats", "load_integers", "export_float")
 
 
 def __getattr__(name: str) -> Any:
     """Import `arbcli.nn`, or one of its functions, on first use."""
-    if name not in ("nn", *_OF_NN):
+    if name not in ("nn", *_NN_NAMES):
         raise AttributeError(f"module `arbcli` has no attribute `{name}`")
     set_environment()
     from importlib import import_module

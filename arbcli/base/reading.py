@@ -35,7 +35,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
         ArbError: it is missing, unreadable, or not regular.
     """
     try:
-        with open(path, "rb", opener=without_blocking) as file:
+        with open(path, "rb", opener=open_nonblocking) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ArbError(f"cannot read `{path}`: it is not a regular file", hint=READ_HINT)
             yield file
@@ -58,7 +58,7 @@ def check_regular(path: Path) -> None:
         pass
 
 
-def without_blocking(path: str, flags: int) -> int:
+def open_nonblocking(path: str, flags: int) -> int:
     """Open a file without waiting for the other end of a FIFO; an `opener` for `open`."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
 

@@ -49,7 +49,7 @@ class Command(TyperCommand):
                 if rare:
                     record = record[0], _first_sentence(record[1])
                 title = getattr(param, "rich_help_panel", None) or "Options"
-                row = (_with_readable_type(param, record[0]), _without_range(record[1]))
+                row = (_readable_type(param, record[0]), _strip_range(record[1]))
                 groups[title].append(row)
         for title, rows in groups.items():
             if rows:
@@ -64,13 +64,13 @@ def _first_sentence(text: str) -> str:
     return f"{sentence}.{bracket}{default}"
 
 
-def _without_range(text: str) -> str:
+def _strip_range(text: str) -> str:
     """Remove the range from `[default: 200; x>=1]` or `[x>=1]`, with one space before the rest."""
     text = _RANGE.sub(lambda match: match[1] if match[0][0] == ";" else "", text)
     return text.replace("  [", " [")
 
 
-def _with_readable_type(param: Any, text: str) -> str:
+def _readable_type(param: Any, text: str) -> str:
     """Return `--steps N` for `--steps <int range>`."""
     if param.metavar is not None:
         return text.partition(" <")[0]

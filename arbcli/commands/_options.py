@@ -42,7 +42,7 @@ from arbcli.data.files import (
 from arbcli.families.graph.presets import ATTENTIONS as GRAPH_ATTENTIONS
 from arbcli.model.rules import FADING
 
-BY_HAND_NAMES = {"model_file": "--model", "fields": "--set"}
+MANUAL_NAMES = {"model_file": "--model", "fields": "--set"}
 """Options that set no field of their own name."""
 
 
@@ -50,7 +50,7 @@ def option_of(field: str) -> str:
     """Return the option that sets a field, with its negation after a `/` if it has one."""
     if field in SETTINGS:
         return SETTINGS[field].option
-    return BY_HAND_NAMES.get(field, f"--{field.replace('_', '-')}")
+    return MANUAL_NAMES.get(field, f"--{field.replace('_', '-')}")
 
 
 def quoted_options(fields: Iterable[str]) -> str:
@@ -75,16 +75,16 @@ def refuse_kept(names: Collection[str], otherwise: str) -> None:
         )
 
 
-def in_options(text: str, fields: Iterable[str]) -> str:
+def replace_fields(text: str, fields: Iterable[str]) -> str:
     """Replace quoted fields of an error, `name` or `name=value`, by command-line options."""
     for field in fields:
-        text = re.sub(rf"`{field}=(\w+)`", lambda match: _with_value(field, match[1]), text)  # noqa: B023
+        text = re.sub(rf"`{field}=(\w+)`", lambda match: _quoted_option(field, match[1]), text)  # noqa: B023
         # only the first one: a later one may be a value of the same spelling
         text = text.replace(f"`{field}`", f"`{option_of(field)}`", 1)
     return text
 
 
-def _with_value(field: str, value: str) -> str:
+def _quoted_option(field: str, value: str) -> str:
     option, _, off = option_of(field).partition("/")
     if value == "True":
         return f"`{option}`"
@@ -108,7 +108,7 @@ def given_options(**values: Any) -> dict[str, Any]:
     return settings | ({"fields": fields} if fields else {})
 
 
-def with_model_file(settings: dict[str, Any]) -> dict[str, Any]:
+def expand_model_file(settings: dict[str, Any]) -> dict[str, Any]:
     """Replace `model_file`, the path of `--model`, by `preset` with the model that it describes.
 
     Raises:
@@ -223,7 +223,7 @@ def find_run(path: Path, root: Path | None = None, *, loads: bool = False) -> Pa
     elif not path.exists():
         raise ArbError(f"there is no run at `{path}`", hint="name a run, or a file that was saved")
     elif loads and path.is_dir() and not run_files.checkpoints(path):
-        raise run_files.without_checkpoint(path)
+        raise run_files.missing_checkpoint(path)
     elif loads and not path.is_dir():
         check_is_model(path)
     return path
@@ -351,7 +351,7 @@ def option_for(*names: str, callback: Callable | None = None, **changes: Any) ->
         metavar = "|".join(setting.choices)
         metavar = metavar if len(metavar) <= MOST_METAVAR else first.option[2:].upper()
     text = " ".join(one.setting.help for one in (first, *others))
-    text = in_options(text, SETTINGS).replace("`", "")
+    text = replace_fields(text, SETTINGS).replace("`", "")
     return Annotated[
         (str if splits else kind) | None,
         typer.Option(
@@ -431,7 +431,7 @@ Json = Annotated[
     typer.Option("--json", help="Print JSON on stdout, and no table.", rich_help_panel=OUTPUT),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Hide progress.", rich_help_panel=OUTPUT)]
-BY_HAND = {
+MANUAL_OPTIONS = {
     "preset": Annotated[
         str | None,
         typer.Option(
@@ -504,7 +504,7 @@ def takes_settings(*names: str, rare: Collection[str] = ()) -> Callable[[Callabl
         sharing.setdefault(SETTINGS[name].option, []).append(name)
     rare = {"attention", *rare}
     rare |= {f[0] for f in sharing.values() if not any(SETTINGS[n].setting.common for n in f)}
-    options = BY_HAND | {fields[0]: option_for(*fields) for fields in sharing.values()}
+    options = MANUAL_OPTIONS | {fields[0]: option_for(*fields) for fields in sharing.values()}
 
     def add(command: Callable) -> Callable:
         signature = inspect.signature(command)

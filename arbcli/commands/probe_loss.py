@@ -22,12 +22,12 @@ from arbcli.commands._options import (
     HalfWarmup,
     Json,
     check_settings,
+    expand_model_file,
     find_run,
     given_options,
     one_path,
     refuse_kept,
     takes_settings,
-    with_model_file,
 )
 from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.config.presets import config_from_dict
@@ -69,7 +69,7 @@ def probe_loss(
     steps = settings.pop("steps", steps)  # of `--set`
     path = None if run is None and checkpoint is None else one_path(run, checkpoint)
     if path is None:
-        settings = with_model_file(settings)
+        settings = expand_model_file(settings)
         check_settings(settings | {"steps": steps})
     else:
         changed = [name for name in settings if name not in STEP_FIELDS]

@@ -145,7 +145,7 @@ def read_assignments(texts: Iterable[str]) -> tuple[dict[str, Any], dict[str, An
     """Read assignments of the form FIELD=VALUE, with the value as TOML or a plain word.
 
     Returns:
-        Settings by name, and fields of the model by path, for `with_fields`.
+        Settings by name, and fields of the model by path, for `change_fields`.
 
     Raises:
         ArbError: a text assigns nothing, assigns twice, or a setting has the wrong type.

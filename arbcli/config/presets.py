@@ -9,7 +9,7 @@ from arbcli.base.errors import ArbError, quoted
 from arbcli.base.lazy import LoadedMapping
 from arbcli.base.reading import shown
 from arbcli.config.checks import check_choice
-from arbcli.config.fields import from_fields, with_fields
+from arbcli.config.fields import build_dataclass, change_fields
 from arbcli.config.kinds import MIXERS
 from arbcli.config.model import ModelConfig
 from arbcli.config.short_forms import (
@@ -19,7 +19,7 @@ from arbcli.config.short_forms import (
     arguments,
     assemble,
     family_of,
-    with_part_rules,
+    set_part_rules,
 )
 from arbcli.families import FAMILIES
 from arbcli.model.rules import DIRECTION, RULES
@@ -93,7 +93,7 @@ def preset(name: str, **overrides: object) -> ModelConfig:
     form, values = SHORT_FORMS[name]
     changes = FORMS[form].adapt(changes)
     if isinstance(changes.get("attention"), str):
-        form, changes = _with_attention(form, changes)
+        form, changes = _expand_attention(form, changes)
     known = arguments(form)
     if others := [key for key in changes if key not in known]:
         able = (k for k, v in SHORT_FORMS.items() if others[0] in arguments(v.form))
@@ -112,11 +112,11 @@ def preset(name: str, **overrides: object) -> ModelConfig:
 def assembled(
     model: str | ModelConfig, *, fields: Mapping[str, Any] | None = None, **overrides: object
 ) -> ModelConfig:
-    """Build a preset with overrides, or change a model's storage: see `preset`, `with_storage`.
+    """Build a preset with overrides, or change a model's storage: see `preset`, `change_storage`.
 
     Args:
         model: name of a preset, or the configuration of a model.
-        fields: further fields by path: see `with_fields`.
+        fields: further fields by path: see `change_fields`.
         overrides: arguments of the preset's short form, or storage.
 
     Raises:
@@ -125,11 +125,11 @@ def assembled(
     if isinstance(model, str):
         config = preset(model, **overrides)
     else:
-        config = with_storage(model, **overrides)
-    return with_fields(config, fields) if fields else config
+        config = change_storage(model, **overrides)
+    return change_fields(config, fields) if fields else config
 
 
-def with_storage(config: ModelConfig, **overrides: object) -> ModelConfig:
+def change_storage(config: ModelConfig, **overrides: object) -> ModelConfig:
     """Return a model with other storage of its weights, or another context.
 
     Args:
@@ -148,7 +148,7 @@ def with_storage(config: ModelConfig, **overrides: object) -> ModelConfig:
             fields=tuple(others),
         )
     _set_direction(changes, config.rule, config.direction)
-    return with_part_rules(dataclasses.replace(config, **changes), **rules)
+    return set_part_rules(dataclasses.replace(config, **changes), **rules)
 
 
 def _set_direction(changes: dict[str, Any], own_rule: str, own_direction: str | None) -> None:
@@ -166,7 +166,7 @@ def _set_direction(changes: dict[str, Any], own_rule: str, own_direction: str | 
     changes.setdefault("direction", own_direction if rule_name == own_rule else direction)
 
 
-def _with_attention(form: str, overrides: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _expand_attention(form: str, overrides: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Replace the name of a kind of attention by the short form of that name.
 
     Raises:
@@ -193,7 +193,7 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
     if not isinstance(values, dict):
         raise TypeError(f"a model is `{shown(values)}`, not an object")
     if "stages" in values:
-        return from_fields(ModelConfig, values, "model")
+        return build_dataclass(ModelConfig, values, "model")
     fields = {name: value for name, value in values.items() if name != "kind"}
     for name in FORMS:
         if values.get("kind", name) == name and all(field in arguments(name) for field in fields):

@@ -127,7 +127,7 @@ def dense(
     )  # fmt: skip
 
 
-def with_part_rules(
+def set_part_rules(
     config: ModelConfig,
     *,
     attention_rule: Annotated[
@@ -156,15 +156,15 @@ def with_part_rules(
     if attention_rule is None and mlp_rule is None:
         return config
     if attention_rule and not any(block.mixer for _, block in config.blocks()):
-        raise _without_part("attention_rule", "attention or Mamba")
+        raise _missing_part("attention_rule", "attention or Mamba")
     if mlp_rule and not any(block.channel for _, block in config.blocks()):
-        raise _without_part("mlp_rule", "an MLP or experts")
+        raise _missing_part("mlp_rule", "an MLP or experts")
 
     def of(blocks: Blocks) -> Blocks:
         return tuple(
             BlockConfig(
-                mixer=_with_rule(block.mixer, attention_rule),
-                channel=_with_rule(block.channel, mlp_rule),
+                mixer=_set_rule(block.mixer, attention_rule),
+                channel=_set_rule(block.channel, mlp_rule),
             )
             for block in blocks
         )
@@ -176,7 +176,7 @@ def with_part_rules(
     return replace(config, stages=tuple(stages))
 
 
-def _without_part(name: str, part: str) -> ArbError:
+def _missing_part(name: str, part: str) -> ArbError:
     return ArbError(
         f"`{name}` is for blocks with {part}, and the model has none",
         hint=f"leave `{name}` out",
@@ -184,7 +184,7 @@ def _without_part(name: str, part: str) -> ArbError:
     )
 
 
-def _with_rule(part: PartConfig | None, rule: str | None) -> PartConfig | None:
+def _set_rule(part: PartConfig | None, rule: str | None) -> PartConfig | None:
     """Return a part with another rule, if there is a part and a rule."""
     return replace(part, rule=rule) if part and rule else part
 
@@ -240,16 +240,16 @@ def arguments(form: str) -> ExtendedMapping[inspect.Parameter]:
     """
     form_arguments = _arguments_of(FORMS[form].build)
     storage = {name: inspect.signature(ModelConfig).parameters[name] for name in STORAGE}
-    rules = _arguments_of(with_part_rules)
+    rules = _arguments_of(set_part_rules)
 
-    def of_modifiers() -> dict[str, inspect.Parameter]:
+    def modifier_arguments() -> dict[str, inspect.Parameter]:
         return {
             n: parameter
             for function in _modifiers_of(form)
             for n, parameter in _arguments_of(function).items()
         }
 
-    return ExtendedMapping(form_arguments | storage | rules, of_modifiers)
+    return ExtendedMapping(form_arguments | storage | rules, modifier_arguments)
 
 
 def _functions_of_families() -> list[Callable[..., ModelConfig]]:
@@ -283,7 +283,7 @@ def _family_settings() -> dict[str, Declared]:
 ARGUMENTS = ExtendedMapping(arguments("dense").first, _family_arguments)
 """Arguments of all forms and modifiers by name."""
 MODEL_SETTINGS = ExtendedMapping(
-    settings_of(ModelConfig) | settings_of(with_part_rules) | settings_of(dense), _family_settings
+    settings_of(ModelConfig) | settings_of(set_part_rules) | settings_of(dense), _family_settings
 )
 """Settings of models, by name of the argument."""
 
@@ -316,4 +316,4 @@ def assemble(form: str, values: dict[str, Any]) -> ModelConfig:
             names = checked.keys() & _arguments_of(modify).keys()
             config = modify(config, **{name: checked[name] for name in names})
     rules: dict[str, Any] = {name: checked[name] for name in PART_RULES if name in checked}
-    return with_part_rules(config, **rules)
+    return set_part_rules(config, **rules)

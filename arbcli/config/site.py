@@ -14,7 +14,7 @@ NORM_EPS = 1e-6
 """Default epsilon of norms, which is added to the mean square."""
 
 
-def in_chunks(vocabulary: int) -> bool:
+def is_chunked(vocabulary: int) -> bool:
     """Return whether a vocabulary is split into chunks."""
     return vocabulary > MOST_AT_ONCE
 
@@ -49,7 +49,7 @@ class LayerSpec:
         """Number of weights that share a scale."""
         return SCALE_TYPES[self.scale_type]
 
-    def with_rule(self, rule: str) -> "LayerSpec":
+    def replace_rule(self, rule: str) -> "LayerSpec":
         """Return the site with another rule, at the learning rate of the same run."""
         return replace(self, rule=rule, lr_rule=self.lr_rule or self.rule)
 

@@ -745,7 +745,7 @@ def train_config(
         device: name of the device in torch.
         backend: backend of the kernels.
         compute: one of `COMPUTES`.
-        fields: further fields of the model by path: see `arbcli.config.fields.with_fields`.
+        fields: further fields of the model by path: see `arbcli.config.fields.change_fields`.
         settings: fields of `TrainConfig` and arguments of the preset's short form.
 
     Raises:

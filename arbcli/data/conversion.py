@@ -388,7 +388,7 @@ def _rows(path: Path) -> Iterator[bytes]:
         for rows in table.iter_batches(batch_size=ROWS):
             for row in rows.to_pylist():
                 try:
-                    text = json.dumps(_without_missing(row), ensure_ascii=False)
+                    text = json.dumps(_drop_missing(row), ensure_ascii=False)
                 except TypeError as error:  # such as bytes, or a date
                     raise ArbError(
                         f"`{path}` has a column that JSON has no form for: {error}",
@@ -397,11 +397,11 @@ def _rows(path: Path) -> Iterator[bytes]:
                 yield text.encode() + b"\n"
 
 
-def _without_missing(value: Any) -> Any:
+def _drop_missing(value: Any) -> Any:
     """Leave out fields that are None: columns have every field that any row has."""
     if isinstance(value, dict):
-        return {k: _without_missing(part) for k, part in value.items() if part is not None}
-    return [*map(_without_missing, value)] if isinstance(value, list) else value
+        return {k: _drop_missing(part) for k, part in value.items() if part is not None}
+    return [*map(_drop_missing, value)] if isinstance(value, list) else value
 
 
 def _column(path: Path, field: str) -> Iterator[bytes]:

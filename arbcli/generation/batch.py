@@ -129,7 +129,7 @@ def _generate(
                     min(ends[index] - decoder.lengths[slot] for slot, index in running.items())
                 )
             for index, fetch in ended:  # while the steps run on the GPU
-                symbols = _before_end(fetch(), stops)
+                symbols = _truncate(fetch(), stops)
                 yield index, b"".join(bytes_of(model, prompts[index], [symbols])), len(symbols)
             free = [at for at, index in running.items() if decoder.lengths[at] == ends[index]]
             ended = [
@@ -138,7 +138,7 @@ def _generate(
             ]
 
 
-def _before_end(symbols: Sequence[int], ends: Collection[int]) -> Sequence[int]:
+def _truncate(symbols: Sequence[int], ends: Collection[int]) -> Sequence[int]:
     """Return the symbols before the first that ends a text."""
     place = next((i for i, symbol in enumerate(symbols) if symbol in ends), len(symbols))
     return symbols[:place]

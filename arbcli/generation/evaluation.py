@@ -229,7 +229,7 @@ def _masked_losses(model: LanguageModel, ids: Tensor, numbers: range, draws: int
     return losses
 
 
-def _by_position(sums: Tensor, count: float) -> tuple[OfPositions, ...]:
+def _average_positions(sums: Tensor, count: float) -> tuple[OfPositions, ...]:
     """Average the sums of losses in buckets of positions.
 
     Args:
@@ -340,7 +340,7 @@ def evaluate(
         bytes_per_second=size / seconds,
         kv=cache_dtype,
         draws=draws if is_masked else None,
-        by_position=_by_position(sums, count),
+        by_position=_average_positions(sums, count),
         by_kind=() if media is None else media.report(),
         device=str(model.device),
         backend=backend,

@@ -209,7 +209,7 @@ def _count_tensors(checkpoint: Checkpoint) -> int:
     To save time, only one of each kind of block is built.
     """
     config = saved_config(checkpoint)
-    few = dataclasses.replace(config, stages=tuple(map(_with_few_blocks, config.stages)))
+    few = dataclasses.replace(config, stages=tuple(map(_distinct_blocks, config.stages)))
     smallest = dataclasses.replace(checkpoint, config=dataclasses.asdict(few))
     num_tensors = Counter(map(_block_of, empty_model(smallest).state_dict()))
     total = num_tensors.pop(None)
@@ -222,7 +222,7 @@ def _count_tensors(checkpoint: Checkpoint) -> int:
     return total
 
 
-def _with_few_blocks(stage: StageConfig) -> StageConfig:
+def _distinct_blocks(stage: StageConfig) -> StageConfig:
     """Return a stage that has each distinct block once."""
 
     def few(blocks: Blocks) -> Blocks:

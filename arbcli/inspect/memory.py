@@ -12,7 +12,7 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from arbcli.config.model import ModelConfig
-from arbcli.config.parts.base import without_rules
+from arbcli.config.parts.base import remove_rules
 from arbcli.config.site import SCALE_TYPES
 from arbcli.inspect.parts import PartReport, list_parts
 from arbcli.model.rules import DIRECTION, RULES
@@ -160,7 +160,7 @@ def what_if(config: ModelConfig) -> WhatIfReport:
 
     Rules of parts are left out.
     """
-    config, choices = without_rules(config), []
+    config, choices = remove_rules(config), []
     for scale_type, name in itertools.product(SCALE_TYPES, RULES):
         stored = dataclasses.replace(
             config, rule=name, direction=DIRECTION[name], scale_type=scale_type

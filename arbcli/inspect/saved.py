@@ -18,7 +18,7 @@ from arbcli.base.run_files import CONFIG, checkpoints
 from arbcli.generation.load import empty_model, read_saved
 from arbcli.inspect.parts import PartReport, list_parts
 from arbcli.interop.gguf.container import MAGIC, GGUFFile
-from arbcli.interop.gguf.export import in_our_order
+from arbcli.interop.gguf.export import read_reordered
 from arbcli.interop.huggingface.dense import shape_of, sources
 from arbcli.interop.huggingface.export import ModelFolder
 from arbcli.interop.huggingface.folder import INDEX, WEIGHTS
@@ -200,7 +200,7 @@ class Plain(Saved):
         """List the matrices."""
         read = self.file.tensor
         if isinstance(self.file, GGUFFile):
-            read = partial(in_our_order, self.file)
+            read = partial(read_reordered, self.file)
         return {
             entry.name: partial(read, entry.name)
             for entry in self.file.entries.values()

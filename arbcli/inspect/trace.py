@@ -108,7 +108,7 @@ class Storages(TorchDispatchMode):
 
 
 @contextmanager
-def without_compiler() -> Iterator[None]:
+def no_compiler() -> Iterator[None]:
     """Prevent torch from importing its compiler only to exclude functions from it, for a second.
 
     Torch marks functions of `torch._refs` so at their first call, which many operations on `meta`
@@ -257,7 +257,7 @@ def _described(value: Any) -> tuple:
 
 
 @contextmanager
-def without_memory(device: torch.device) -> Iterator[None]:
+def no_memory(device: torch.device) -> Iterator[None]:
     """Run code for `device` on tensors that have shapes and storages, but no memory.
 
     They are torch's own `meta` tensors, and what is asked for on `device` is made there. Kernels

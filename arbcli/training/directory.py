@@ -138,22 +138,22 @@ def field_digests(config: TrainConfig, written: dict[str, Any] | None = None) ->
     model, values = asdict(config.model), config.decisive()
     earlier = written or {}
     values |= {
-        f"model.{name}": _without_newer(value, earlier.get(name)) for name, value in model.items()
+        f"model.{name}": _drop_newer(value, earlier.get(name)) for name, value in model.items()
     }
     return {name: sha256(json.dumps(value).encode()).hexdigest() for name, value in values.items()}
 
 
-def _without_newer(value: Any, written: Any) -> Any:
+def _drop_newer(value: Any, written: Any) -> Any:
     """Leave out fields in nested values that the same value in a file does not have."""
     if isinstance(value, dict) and isinstance(written, dict):
         return {
-            name: _without_newer(entry, written[name])
+            name: _drop_newer(entry, written[name])
             for name, entry in value.items()
             if name in written
         }
     both_lists = isinstance(value, list | tuple) and isinstance(written, list)
     if both_lists and len(value) == len(written):
-        return [*map(_without_newer, value, written)]
+        return [*map(_drop_newer, value, written)]
     return value
 
 

@@ -104,7 +104,7 @@ class TrainingStep:
         self.model.join(self.group)
         self.model.after_step()
         for name, local_shares in shares.items():
-            for share in self.group.in_order(local_shares):
+            for share in self.group.gather(local_shares):
                 totals[name] = totals.get(name, 0) + share
         return totals
 

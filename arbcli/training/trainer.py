@@ -327,10 +327,10 @@ class Trainer:
             device=device,
         )
         if self.config.model.composite:
-            return self._with_kinds(drawn, self.texts.train, self.config.seed, self.step, micro)
+            return self._add_kinds(drawn, self.texts.train, self.config.seed, self.step, micro)
         windows = self.config.accum * self.config.batch
         numbers = self._window_numbers(micro)
-        return self._for_objective(drawn, self.config.seed, self.step, numbers, windows)
+        return self._prepare_windows(drawn, self.config.seed, self.step, numbers, windows)
 
     def _window_numbers(self, micro: int) -> range:
         """Return the numbers of a micro-batch's windows in the step, for the objective.
@@ -377,7 +377,7 @@ class Trainer:
             for micro in micros
         )
 
-    def _with_kinds(
+    def _add_kinds(
         self, drawn: tuple[Tensor, ...], text: Text, seed: int, step: int, micro: int
     ) -> tuple[Tensor, Tensor]:
         """Add 256 times the kinds of bytes to their targets, for a composite head."""
@@ -388,7 +388,7 @@ class Trainer:
         kinds = self._kinds[text].windows([start + 1 for start in starts], ids.shape[1])
         return ids, targets + VOCABULARY * kinds.to(targets.device)
 
-    def _for_objective(
+    def _prepare_windows(
         self, drawn: tuple[Tensor, ...], seed: int, step: int, numbers: range, of: int
     ) -> tuple[Tensor, ...]:
         """Mask symbols or cut holes, if the objective needs it."""
@@ -496,14 +496,14 @@ class Trainer:
             )
             windows = range(self.config.batch)
             for number, drawn in itertools.islice(enumerate(batches), mine.start, mine.stop):
-                inputs = self._for_objective(drawn, EVAL_SEED, number, windows, len(windows))
+                inputs = self._prepare_windows(drawn, EVAL_SEED, number, windows, len(windows))
                 if self.config.model.composite:
-                    inputs = self._with_kinds(drawn, self.texts.val, EVAL_SEED, number, 0)
+                    inputs = self._add_kinds(drawn, self.texts.val, EVAL_SEED, number, 0)
                 losses.append(self.model.loss(*inputs))
                 counts.append((inputs[1] >= 0).sum())
-        means = torch.stack(group.in_order(losses))
+        means = torch.stack(group.gather(losses))
         if not self.config.model.is_masked:
-            count = torch.stack(group.in_order(counts))
+            count = torch.stack(group.gather(counts))
             means *= count * len(count) / count.sum()  # integers: exactly 1 if all are equal
         return float(means.mean())
 

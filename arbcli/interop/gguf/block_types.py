@@ -116,7 +116,7 @@ TYPES = {kind.name.lower(): kind for kind in (F32, F16, BF16, Q8_0, Q4_0, Q2_0)}
 LEAST_NORMAL = 2.0**-14
 """Scales below it lose digits in fp16. Those of Q8_0 may: a weight is off by 127 * 2**-25 at most,
 3.8e-6, where the largest of its group is below 0.008."""
-BY_NUMBER = {kind.number: kind for kind in TYPES.values()}
+TYPE_OF_NUMBER = {kind.number: kind for kind in TYPES.values()}
 
 
 def encode_numbers(name: str, weight: Tensor, kind: BlockType) -> Tensor:

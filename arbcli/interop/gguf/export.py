@@ -66,7 +66,7 @@ END = 0
 """The byte that ends a text: no text has it, and generation stops there."""
 ROTATED = re.compile(r"\.attn_[qk]\.")
 """Pattern of the names of matrices and biases whose results are rotated."""
-OF_GROUP_SIZE = {32: Q4_0, 96: Q4_0, 64: Q2_0, 128: Q2_0}
+TYPE_OF_GROUP_SIZE = {32: Q4_0, 96: Q4_0, 64: Q2_0, 128: Q2_0}
 """The smallest type that holds trits, by the weights that share a scale; for others BF16."""
 
 
@@ -159,7 +159,7 @@ def _divisors(config: ModelConfig) -> Tensor | None:
     return (plain / rotary_rates(width, rotary)).to(torch.float32)
 
 
-def in_our_order(file: GGUFFile, name: str) -> Tensor:
+def read_reordered(file: GGUFFile, name: str) -> Tensor:
     """Read a tensor of a file, float32, with its rows in the order of `arb`."""
     weight, kind = file.tensor(name), file.keys.get("general.architecture")
     width = file.keys.get(f"{kind}.attention.key_length")
@@ -183,7 +183,7 @@ def _order(source: Source, config: ModelConfig, architecture: Architecture) -> d
 
 def smallest_type(config: ModelConfig) -> BlockType:
     """Choose the smallest type that represents the integers of a model's weights."""
-    of_trits = OF_GROUP_SIZE.get(config.group_size, BF16)
+    of_trits = TYPE_OF_GROUP_SIZE.get(config.group_size, BF16)
     return of_trits if config.digits == "trit" or of_trits is BF16 else Q8_0
 
 

@@ -64,7 +64,7 @@ class WeightFolder:
         """List the files, and the tensors of each that an index names; None is all of them."""
         if not (self.path / INDEX).exists():
             if not (self.path / WEIGHTS).exists():
-                raise self._without_weights()
+                raise self._missing_weights()
             return {WEIGHTS: None}
         index = read_json(self.path / INDEX, {"weight_map": dict[str, str]}, HINT)
         files: dict[str, set[str] | None] = {}
@@ -77,7 +77,7 @@ class WeightFolder:
             files[name] = (files.get(name) or set()) | {tensor}
         return files
 
-    def _without_weights(self) -> ArbError:
+    def _missing_weights(self) -> ArbError:
         """Make the error of a folder without safetensors."""
         with suppress(OSError):
             for name in sorted(os.listdir(self.path)):

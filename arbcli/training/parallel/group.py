@@ -87,7 +87,7 @@ class Group:
         self.received += (self.size - 1) * tensor.nbytes
         return PendingTensor(tensor, work)
 
-    def in_order(self, tensors: list[Tensor]) -> list[Tensor]:
+    def gather(self, tensors: list[Tensor]) -> list[Tensor]:
         """Gather the tensors of all micro-batches, in the order of these.
 
         Args:

@@ -55,7 +55,7 @@ WIRE_SEED = 0x5BD1E995
 STEPS_OF_AN_OCTAVE = 16
 """Steps in which an exponent falls by at most one. Maxima of rows vary from step to step, and
 clipping is worse than coarse rounding."""
-IN_FLIGHT = 1
+MAX_IN_FLIGHT = 1
 """Number of buckets in flight during the backward."""
 
 
@@ -363,7 +363,7 @@ class SharedUpdater:
             self._fill_missing(bucket)
             sent, sizes = self._sent.pop(id(bucket)), bucket.up_sizes
         self._up.append((bucket, self.group.send_to_owners(sent, sizes)))
-        while len(self._up) > IN_FLIGHT:
+        while len(self._up) > MAX_IN_FLIGHT:
             self._complete()
 
     def _fill_missing(self, bucket: Bucket) -> None:
@@ -397,7 +397,7 @@ class SharedUpdater:
                     self._copy(bucket, owner, message, into=True)
                 broadcasts.append((owner, self.group.broadcast(message, owner)))
             self._down.append((bucket, broadcasts))
-            while len(self._down) > IN_FLIGHT:
+            while len(self._down) > MAX_IN_FLIGHT:
                 self._receive()
 
     def _step(self, member: Member, sums: Tensor, low: Tensor | None, fitting: Tensor) -> None:
@@ -499,7 +499,7 @@ class SharedUpdater:
             for part, place in places:
                 place.copy_(gather_rows(part, rows))
         self._down.append((bucket, [(member.owner, self.group.broadcast(message, member.owner))]))
-        while len(self._down) > IN_FLIGHT:
+        while len(self._down) > MAX_IN_FLIGHT:
             self._receive()
 
     def _step_rows(self, tensor: TernaryTensor, parts: Tensor, number: int) -> Tensor:

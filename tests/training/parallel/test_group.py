@@ -43,7 +43,7 @@ def test_lost_process_is_reported_by_the_call_that_waits_for_it(late, monkeypatc
     group, tensor = Group(rank=1, size=2), torch.zeros(4, dtype=torch.uint8)
     talks = [lambda: group.send_to_owners(tensor, [2, 2]).wait()]
     talks += [lambda: group.broadcast(tensor, 0).wait()]
-    talks += [] if late else [lambda: group.in_order([tensor]), lambda: group.sum(tensor)]
+    talks += [] if late else [lambda: group.gather([tensor]), lambda: group.sum(tensor)]
     for talk in talks:
         with pytest.raises(ArbError, match=r"process of the run is lost.*connection closed"):
             talk()
