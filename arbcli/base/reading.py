@@ -199,9 +199,11 @@ def test_of(kind: Any) -> Callable[[Any], bool]:
         test = test_of(parts[0])
         return lambda value: type(value) is list and all(map(test, value))
     if origin is dict:
-        of_name, of_part = map(test_of, parts)
+        fits_key, fits_value = map(test_of, parts)
         return lambda value: (
-            type(value) is dict and all(map(of_name, value)) and all(map(of_part, value.values()))
+            type(value) is dict
+            and all(map(fits_key, value))
+            and all(map(fits_value, value.values()))
         )
     if origin is tuple:
         tests = [test_of(part) for part in parts if part is not Ellipsis]

@@ -116,7 +116,7 @@ def _tables(report: "ProbeReport") -> Group:
     rules = config_from_dict(model).rule_text
     starts = [*report.position_starts, model["ctx"]]
     buckets = zip(pairwise(starts), last.loss_by_position, strict=True)
-    by_position = "  ".join(f"{a}-{b - 1}: {_number(loss, 2)}" for (a, b), loss in buckets)
+    losses_text = "  ".join(f"{a}-{b - 1}: {_number(loss, 2)}" for (a, b), loss in buckets)
     growths = zip(pairwise(starts), last.growth_by_position, strict=False)
     growth = "  ".join(f"{a}-{b - 1}: {_number(value, 2)}" for (a, b), value in growths)
     scales = [tensor.digits["scale"] for tensor in report.tensors]
@@ -127,7 +127,7 @@ def _tables(report: "ProbeReport") -> Group:
         f" {config['device']}, backend {config['backend']}, {config['compute']}; {report.text}",
         f"held-out loss     {_number(last.val_loss, 4)} nats; uniform {report.uniform_loss:.4f},"
         f" order-0 entropy {report.text_entropy:.4f}",
-        f"by position       {by_position}",
+        f"by position       {losses_text}",
         *([f"growth            {growth}"] if growth else []),
         f"scales            v from {lowest} to {highest}, in 1/128 octaves",
         f"first NaN or Inf  {report.first_nonfinite or 'none'}",

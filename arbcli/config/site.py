@@ -56,5 +56,5 @@ class LayerSpec:
     @property
     def lr_factor(self) -> float:
         """Learning rate of the rule relative to that of the run: see `relative_lr`."""
-        of_run = self.lr_rule or self.rule
-        return 1.0 if self.rule == of_run else relative_lr(self.rule, of_run, self.digits)
+        run_rule = self.lr_rule or self.rule
+        return 1.0 if self.rule == run_rule else relative_lr(self.rule, run_rule, self.digits)

@@ -800,8 +800,8 @@ def default_lr(model: ModelConfig, optimizer: str) -> float:
     """Return the default learning rate of a model."""
     if model.weights != "ternary":
         return FLOAT_LR.get((model.weights, optimizer), 1e-3)
-    of_digits = {"trit": LR, "all": LR_OF_DIGITS}
-    return of_digits.get(model.digits, LR_OF_FADING)[model.rule]
+    tables = {"trit": LR, "all": LR_OF_DIGITS}
+    return tables.get(model.digits, LR_OF_FADING)[model.rule]
 
 
 def train_config_from(facts: dict[str, Any]) -> TrainConfig:

@@ -320,18 +320,18 @@ def evaluate(
             draws=draws,
         )
     seconds = time.perf_counter() - started
-    of_token, nats = nats, nats / text.symbol_bytes
+    token_nats, nats = nats, nats / text.symbol_bytes
     bits = nats / math.log(2)
     count = sum(1 for _ in windows(len(text), context, stride)) * text.symbol_bytes
-    size, of_tokens = len(text.source), model.tokenizer is not None
+    size, has_tokenizer = len(text.source), model.tokenizer is not None
     return EvaluateReport(
         checkpoint=checkpoint,
         text=description,
         bytes=size,
         nats_per_byte=nats,
         bits_per_byte=bits,
-        tokens=len(text) if of_tokens else None,
-        nats_per_token=of_token if of_tokens else None,
+        tokens=len(text) if has_tokenizer else None,
+        nats_per_token=token_nats if has_tokenizer else None,
         entropy=entropy(text),
         compression_ratio=8 * size / (8 + bits * (size - 1)),
         context=context,

@@ -47,7 +47,7 @@ def list_parts(model: "LanguageModel") -> tuple[PartReport, ...]:
 
 
 def _parts(model: "LanguageModel", config: ModelConfig) -> Iterator[PartReport]:
-    of_name = _configs(config)
+    configs = _configs(config)
     for name, module in model.named_children():
         if name == "stages":
             for index, (stage, chunking) in enumerate(
@@ -73,7 +73,7 @@ def _parts(model: "LanguageModel", config: ModelConfig) -> Iterator[PartReport]:
         elif name == "head" and config.tied:
             yield _part(name, [module], kind=name, shape="that of the embedding")
         else:
-            yield _part(name, [module], config=of_name.get(name))
+            yield _part(name, [module], config=configs.get(name))
 
 
 def _stream(stage: StageConfig) -> dict[str, Any]:

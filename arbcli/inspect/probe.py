@@ -496,10 +496,10 @@ def _count_acausal(model: LanguageModel, ids: Tensor) -> tuple[int, tuple[int, .
         before = model(ids)
     with _projected(model) as second:
         after = model(changed)
-    of_layers: tuple[int, ...] = ()
+    layer_counts: tuple[int, ...] = ()
     if all(layer.shape[:2] == ids.shape for layer in first):
-        of_layers = tuple(map(moved, first, second))
-    return moved(before, after), of_layers
+        layer_counts = tuple(map(moved, first, second))
+    return moved(before, after), layer_counts
 
 
 @contextmanager

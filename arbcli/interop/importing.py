@@ -132,8 +132,8 @@ def import_folder(
     about = {name: value for name, value in values.items() if name not in ignored}
     write_json(run / COMPANIONS / CONFIG, about | {NAME: model_name(source)})
     data: dict[str, Any] = {"imported": {"model_type": values["model_type"]}}
-    of_bytes = own_grid and config.vocabulary == VOCABULARY
-    if not of_bytes and (source / TOKENIZER).exists():
+    reads_bytes = own_grid and config.vocabulary == VOCABULARY
+    if not reads_bytes and (source / TOKENIZER).exists():
         content = read_companion(source / TOKENIZER)
         write_companion(run / TOKENIZER, content)
         data[TOKENIZER_DIGEST] = sha256(content).hexdigest()

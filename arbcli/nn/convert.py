@@ -170,14 +170,14 @@ def _grouped(model: nn.Module, settings: dict[str, Any]) -> list[list[_Use]]:
     Raises:
         ArbError: a parameter cannot be converted, or a pattern matches none.
     """
-    by_value: dict[int, list[_Use]] = {}
+    uses_of_value: dict[int, list[_Use]] = {}
     for module_name, module in model.named_modules():
         for name, value in module._parameters.items():
             if value is not None:
                 full_name = f"{module_name}.{name}" if module_name else name
                 use = _Use(module, name, full_name, value, role(module, name))
-                by_value.setdefault(id(value), []).append(use)
-    groups = [*by_value.values()]
+                uses_of_value.setdefault(id(value), []).append(use)
+    groups = [*uses_of_value.values()]
     for pattern in (*settings["skip"], *settings["rules"], *settings["scale_types"]):
         if not any(use.matches(pattern) for uses in groups for use in uses):
             raise ArbError(

@@ -71,8 +71,8 @@ class StepInputs:
         if self._on_device is None:
             self._on_device = inputs.to(self._device)
             size = windows.numel()
-            by_micro_batch = self._on_device[:size].view(len(batches), -1, *windows.shape[1:])
-            self._micro_batches = [tuple(windows_of_batch) for windows_of_batch in by_micro_batch]
+            stacked = self._on_device[:size].view(len(batches), -1, *windows.shape[1:])
+            self._micro_batches = [tuple(micro_batch) for micro_batch in stacked]
             if weights is not None:
                 self.weights = _weights_of(self._on_device, size, len(weights))
                 size += (len(weights) + 1) // 2

@@ -183,8 +183,8 @@ def _order(source: Source, config: ModelConfig, architecture: Architecture) -> d
 
 def smallest_type(config: ModelConfig) -> BlockType:
     """Choose the smallest type that represents the integers of a model's weights."""
-    of_trits = TYPE_OF_GROUP_SIZE.get(config.group_size, BF16)
-    return of_trits if config.digits == "trit" or of_trits is BF16 else Q8_0
+    trit_type = TYPE_OF_GROUP_SIZE.get(config.group_size, BF16)
+    return trit_type if config.digits == "trit" or trit_type is BF16 else Q8_0
 
 
 def check_model(model: LanguageModel) -> None:
@@ -226,8 +226,8 @@ def _encoded(source: Source, kind: BlockType, orders: dict[str, Tensor]) -> Iter
     digits, scales = integers(packed), scales_torch(packed.exponent, packed.fraction) / packed.unit
     for part in source.parts:
         order = orders.get(part.gguf, all_rows)
-        of_part = digits[part.rows][order], scales[part.rows][order]
-        yield encode_digits(part.gguf, *of_part, packed.group_size, kind)
+        rounded = digits[part.rows][order], scales[part.rows][order]
+        yield encode_digits(part.gguf, *rounded, packed.group_size, kind)
 
 
 def integers(packed: Packed) -> Tensor:

@@ -139,8 +139,8 @@ def read_config(
     model_type = fields.take("model_type", str)
     if model_type not in (*BIASES, CUSTOM_CODE_TYPE):
         raise fields.refused("model_type", model_type)
-    with_code = model_type == CUSTOM_CODE_TYPE
-    if with_code:
+    is_ours = model_type == CUSTOM_CODE_TYPE
+    if is_ours:
         fields.take("auto_map", dict)
     for name, only in ONLY.items():
         if (value := fields.take(name, object, only)) != only:
@@ -161,12 +161,12 @@ def read_config(
         kv_heads=fields.take("num_key_value_heads", int, heads if model_type == "llama" else ...),
         head_width=fields.take("head_dim", int, ... if gains else None),
         rotary=_rotary(fields, ctx),
-        query_key_norm="none" if not gains else "unit" if with_code else "gain",
+        query_key_norm="none" if not gains else "unit" if is_ours else "gain",
         bias=biases[0],
         output_bias=biases[1],
-        sub_norm=with_code,
+        sub_norm=is_ours,
     )
-    channel = MLPConfig(width=fields.take("intermediate_size", int), sub_norm=with_code)
+    channel = MLPConfig(width=fields.take("intermediate_size", int), sub_norm=is_ours)
     blocks = tuple(
         BlockConfig(mixer=_within(mixer, window, ctx), channel=channel)
         for window in _windows(fields, model_type, layers)
@@ -175,7 +175,7 @@ def read_config(
     config = ModelConfig(
         ctx=ctx,
         stages=(StageConfig(dim=fields.take("hidden_size", int), blocks=blocks),),
-        norm_gain=not with_code,
+        norm_gain=not is_ours,
         norm_eps=float(fields.take("rms_norm_eps", float)),
         vocabulary=fields.take("vocab_size", int),
         tied=fields.take("tie_word_embeddings", bool, False),

@@ -169,8 +169,8 @@ class SharedUpdater:
 
     def _half_broadcast(self, tensor: TernaryTensor) -> dict[str, Tensor]:
         """Return the buffer of which only four bits per byte are broadcast, if any."""
-        by_bits = uses_low_bits(tensor, self._largest_lr, self.updates.weight_decay)
-        return {"remainder": tensor.remainder} if by_bits and tensor.rule.share_a_byte else {}
+        sends_bits = uses_low_bits(tensor, self._largest_lr, self.updates.weight_decay)
+        return {"remainder": tensor.remainder} if sends_bits and tensor.rule.share_a_byte else {}
 
     def common(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the state of a model that is replicated in all processes, by name."""
@@ -418,7 +418,7 @@ class SharedUpdater:
         for member in bucket.members:
             if member.owner == owner:
                 begin = member.down
-                if member.by_bits:
+                if member.sends_bits:
                     size = math.prod(member.bits_shape)
                     self._pass_bits(member, message[begin : begin + size], into=into)
                     begin += rounded_up(size)
