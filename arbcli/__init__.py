@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from arbcli.training.observer import Observer
     from arbcli.training.record import TrainReport
 
-_OF_NN = ("to_integers", "floats", "load_integers", "export_float")
+_NN_NAMES = ("to_integers", "floats", "load_integers", "export_float")
 
 
 def __getattr__(name: str) -> Any:
     """Import `arbcli.nn`, or one of its functions, on first use."""
-    if name not in ("nn", *_OF_NN):
+    if name not in ("nn", *_NN_NAMES):
         raise AttributeError(f"module `arbcli` has no attribute `{name}`")
     set_environment()
     from importlib import import_module
@@ -203,15 +203,15 @@ def generate(
         if batch is not None:
             raise ArbError("`batch` is for a list of prompts", hint="give a list, or leave it out")
         with deterministic():
-            made = generation.generate(
+            parts = generation.generate(
                 model, _bytes(prompt), length, sampling, kv=kv, ahead=1 if ahead is None else ahead
             )
-            return b"".join(made)
+            return b"".join(parts)
     if ahead is not None:
         raise ArbError("`ahead` is for a single prompt", hint="leave it out, or give one prompt")
     requests = [
-        Request(prompt=_bytes(each), length=length, sampling=sampling, stream=index)
-        for index, each in enumerate(prompt)
+        Request(prompt=_bytes(text), length=length, sampling=sampling, stream=index)
+        for index, text in enumerate(prompt)
     ]
     with deterministic():
         texts = dict(generate_batch(model, requests, batch, kv=kv))

@@ -11,7 +11,7 @@ from arbcli.base.errors import ArbError
 from arbcli.base.output import OutputError, fail, note_text, open_closed_streams
 from arbcli.base.signals import STOPPED_UNSAVED, Interrupted, RaisedSignal
 from arbcli.commands._help import Command, summary
-from arbcli.commands._options import fill_options, in_options, rename_options, repeat_options
+from arbcli.commands._options import fill_options, rename_options, repeat_options, replace_fields
 from arbcli.commands._processes import check_shared
 from arbcli.commands.audit_memory import audit_memory
 from arbcli.commands.check import check
@@ -56,8 +56,8 @@ OTHER_NAMES = {
 """Options by the names that they have in other programs."""
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(f"arb {__version__}")
         raise typer.Exit
 
@@ -99,8 +99,8 @@ def main() -> None:
             _fail(str(error), error.hint)
         sys.exit(2)
     except ArbError as error:
-        hint = error.hint and in_options(error.hint, error.fields)
-        _fail(in_options(str(error), error.fields), hint)
+        hint = error.hint and replace_fields(error.hint, error.fields)
+        _fail(replace_fields(str(error), error.fields), hint)
         sys.exit(2)
     except OSError as error:
         if error.filename is None:

@@ -74,7 +74,7 @@ def _values(one: Declared) -> str:
         return "yes or no"
     if int in kinds or float in kinds:
         kind = "integer" if int in kinds else "number"
-        return kind if setting.least is None else f"{kind}, {setting.least} or more"
+        return kind if setting.minimum is None else f"{kind}, {setting.minimum} or more"
     return re.sub(r"\|", ", ", setting.metavar or "text").lower()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from arbcli.base.errors import ArbError
 from arbcli.commands import audit_memory
-from arbcli.config.fields import from_fields
+from arbcli.config.fields import build_dataclass
 from arbcli.config.file import read_settings
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.parts.attention import AttentionConfig
@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "fields of another version": (
         toml('[model]\nkind = "x"\n'), "has no model of this version of arb"),
     "too many entries": (
-        lambda _: from_fields(StageConfig, {"dim": 8, "blocks": [{}] * 10**6}, "model.stage"),
+        lambda _: build_dataclass(StageConfig, {"dim": 8, "blocks": [{}] * 10**6}, "model.stage"),
         "`model.stage.blocks` has 1,000,000 entries, more than"),
     "unknown size": (
         lambda _: assemble("dense", {"dim": 32, "layers": 1, "heads": 2, "ffn": 8, "ctx": 8,

@@ -35,9 +35,9 @@ def own_folder(name: str) -> Path | None:
     """Make a folder in the cache that only this user or root can write; None if that fails."""
     try:
         folder = cache_folder().absolute() / name
-        for each in (folder.parent, folder):
-            _make_own(each)
-            if not _is_own(each.stat()):  # root can change the mode of another user's folder
+        for directory in (folder.parent, folder):
+            _make_own(directory)
+            if not _is_own(directory.stat()):  # root can change the mode of another user's folder
                 return None
     except OSError:
         return None

@@ -184,17 +184,19 @@ def may_have_gpu() -> bool:
     return True
 
 
-def number_in(environment: Mapping[str, str], name: str, least: int, most: int = 2**31 - 1) -> int:
+def number_in(
+    environment: Mapping[str, str], name: str, minimum: int, maximum: int = 2**31 - 1
+) -> int:
     """Parse a whole number from an environment variable.
 
     Raises:
-        ArbError: the value is not a whole number, or is not in `least` to `most`.
+        ArbError: the value is not a whole number, or is not in `minimum` to `maximum`.
     """
     text = environment[name]
     number = int(text) if text.isascii() and text.isdigit() and len(text) < 12 else -1
-    if not least <= number <= most:
+    if not minimum <= number <= maximum:
         raise ArbError(
             f"the environment variable `{name}` is `{text}`",
-            hint=f"set it to a whole number from {least} to {most}",
+            hint=f"set it to a whole number from {minimum} to {maximum}",
         )
     return number

@@ -35,7 +35,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
         ArbError: it is missing, unreadable, or not regular.
     """
     try:
-        with open(path, "rb", opener=without_blocking) as file:
+        with open(path, "rb", opener=open_nonblocking) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ArbError(f"cannot read `{path}`: it is not a regular file", hint=READ_HINT)
             yield file
@@ -58,27 +58,27 @@ def check_regular(path: Path) -> None:
         pass
 
 
-def without_blocking(path: str, flags: int) -> int:
+def open_nonblocking(path: str, flags: int) -> int:
     """Open a file without waiting for the other end of a FIFO; an `opener` for `open`."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
 
 
-def read_small(path: Path, most: int | None = None, advice: str = "name another file") -> bytes:
+def read_small(path: Path, limit: int | None = None, advice: str = "name another file") -> bytes:
     """Read a whole file.
 
     Args:
         path: path of the file.
-        most: maximum size in bytes; None is `LARGEST_FILE`.
+        limit: maximum size in bytes; None is `LARGEST_FILE`.
         advice: hint of the error for a larger file.
 
     Raises:
         ArbError: it is larger, or `open_regular` refuses it.
     """
-    most = LARGEST_FILE if most is None else most
+    limit = LARGEST_FILE if limit is None else limit
     with open_regular(path) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise ArbError(f"`{path}` has more than {most:,} bytes", hint=advice)
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ArbError(f"`{path}` has more than {limit:,} bytes", hint=advice)
     return content
 
 
@@ -143,11 +143,13 @@ def _reason(error: Exception) -> str:
 def _flat_enough(value: Any) -> Any:
     level = [value]
     for _ in range(MOST_NESTED + 1):
-        level = [each for each in level if isinstance(each, dict | list)]
+        level = [container for container in level if isinstance(container, dict | list)]
         if not level:
             return value
-        parts = (each.values() if isinstance(each, dict) else each for each in level)
-        level = [part for each in parts for part in each]
+        parts = (
+            container.values() if isinstance(container, dict) else container for container in level
+        )
+        level = [part for container in parts for part in container]
     raise RecursionError
 
 
@@ -197,9 +199,11 @@ def test_of(kind: Any) -> Callable[[Any], bool]:
         test = test_of(parts[0])
         return lambda value: type(value) is list and all(map(test, value))
     if origin is dict:
-        of_name, of_part = map(test_of, parts)
+        fits_key, fits_value = map(test_of, parts)
         return lambda value: (
-            type(value) is dict and all(map(of_name, value)) and all(map(of_part, value.values()))
+            type(value) is dict
+            and all(map(fits_key, value))
+            and all(map(fits_value, value.values()))
         )
     if origin is tuple:
         tests = [test_of(part) for part in parts if part is not Ellipsis]

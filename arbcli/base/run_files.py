@@ -48,7 +48,7 @@ def step_of(path: Path) -> int:
     return int(named[1])
 
 
-def without_checkpoint(directory: Path) -> ArbError:
+def missing_checkpoint(directory: Path) -> ArbError:
     """Return the error for a directory without a checkpoint."""
     with suppress(ArbError):
         if "model_type" in read_json(directory / CONFIG, {}):

@@ -44,9 +44,9 @@ class Continued:
             return text[-context:]
         return [*symbols_of(self._model, text)][-context:]
 
-    def answered(self, made: bytes) -> None:
+    def answered(self, output: bytes) -> None:
         """Append the model's output."""
-        self._text += made
+        self._text += output
 
 
 def chat(
@@ -84,17 +84,17 @@ def chat(
             continue
         if line is None:
             return
-        seen, made = text.ask(os.fsencode(line)), bytearray()
+        seen, output = text.ask(os.fsencode(line)), bytearray()
         options: dict[str, Any] = {"backend": backend, "kv": kv, "ends": text.ends}
         try:
             with RaisedSignal(), TextWriter() as writer:
                 for part in generate(model, seen, length, sampling, **options):
-                    made += part
+                    output += part
                     writer.write(part)
         except Interrupted as stopped:
             _raise_unless_sigint(stopped)
         note("")
-        text.answered(bytes(made))
+        text.answered(bytes(output))
         sampling = dataclasses.replace(sampling, seed=(sampling.seed + 1) % 2**31)
 
 

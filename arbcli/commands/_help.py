@@ -24,9 +24,9 @@ def summary(command: Callable) -> str:
     return re.split(r": `|[;.]", (inspect.getdoc(command) or "").splitlines()[0])[0] + "."
 
 
-def show_all(context: typer.Context, wanted: bool | None) -> None:
+def show_all(context: typer.Context, is_set: bool | None) -> None:
     """Print the help page with all options and complete texts, and exit."""
-    if wanted:
+    if is_set:
         context.meta[ALL] = True
         typer.echo(context.get_help())
         raise typer.Exit
@@ -49,7 +49,7 @@ class Command(TyperCommand):
                 if rare:
                     record = record[0], _first_sentence(record[1])
                 title = getattr(param, "rich_help_panel", None) or "Options"
-                row = (_with_readable_type(param, record[0]), _without_range(record[1]))
+                row = (_readable_type(param, record[0]), _strip_range(record[1]))
                 groups[title].append(row)
         for title, rows in groups.items():
             if rows:
@@ -64,21 +64,21 @@ def _first_sentence(text: str) -> str:
     return f"{sentence}.{bracket}{default}"
 
 
-def _without_range(text: str) -> str:
+def _strip_range(text: str) -> str:
     """Remove the range from `[default: 200; x>=1]` or `[x>=1]`, with one space before the rest."""
-    text = _RANGE.sub(lambda found: found[1] if found[0][0] == ";" else "", text)
+    text = _RANGE.sub(lambda match: match[1] if match[0][0] == ";" else "", text)
     return text.replace("  [", " [")
 
 
-def _with_readable_type(param: Any, text: str) -> str:
+def _readable_type(param: Any, text: str) -> str:
     """Return `--steps N` for `--steps <int range>`."""
     if param.metavar is not None:
         return text.partition(" <")[0]
 
-    def shorten(found: re.Match) -> str:
+    def shorten(match: re.Match) -> str:
         if getattr(param, "multiple", False):
             return " PATH"
-        kind = found[1].strip("<").lower()
+        kind = match[1].strip("<").lower()
         return " " + next((name for start, name in TYPES.items() if kind.startswith(start)), "NAME")
 
     return _TYPE.sub(shorten, text)

@@ -42,7 +42,7 @@ from arbcli.data.files import (
 from arbcli.families.graph.presets import ATTENTIONS as GRAPH_ATTENTIONS
 from arbcli.model.rules import FADING
 
-BY_HAND_NAMES = {"model_file": "--model", "fields": "--set"}
+MANUAL_NAMES = {"model_file": "--model", "fields": "--set"}
 """Options that set no field of their own name."""
 
 
@@ -50,7 +50,7 @@ def option_of(field: str) -> str:
     """Return the option that sets a field, with its negation after a `/` if it has one."""
     if field in SETTINGS:
         return SETTINGS[field].option
-    return BY_HAND_NAMES.get(field, f"--{field.replace('_', '-')}")
+    return MANUAL_NAMES.get(field, f"--{field.replace('_', '-')}")
 
 
 def quoted_options(fields: Iterable[str]) -> str:
@@ -75,16 +75,16 @@ def refuse_kept(names: Collection[str], otherwise: str) -> None:
         )
 
 
-def in_options(text: str, fields: Iterable[str]) -> str:
+def replace_fields(text: str, fields: Iterable[str]) -> str:
     """Replace quoted fields of an error, `name` or `name=value`, by command-line options."""
     for field in fields:
-        text = re.sub(rf"`{field}=(\w+)`", lambda found: _with_value(field, found[1]), text)  # noqa: B023
+        text = re.sub(rf"`{field}=(\w+)`", lambda match: _quoted_option(field, match[1]), text)  # noqa: B023
         # only the first one: a later one may be a value of the same spelling
         text = text.replace(f"`{field}`", f"`{option_of(field)}`", 1)
     return text
 
 
-def _with_value(field: str, value: str) -> str:
+def _quoted_option(field: str, value: str) -> str:
     option, _, off = option_of(field).partition("/")
     if value == "True":
         return f"`{option}`"
@@ -108,7 +108,7 @@ def given_options(**values: Any) -> dict[str, Any]:
     return settings | ({"fields": fields} if fields else {})
 
 
-def with_model_file(settings: dict[str, Any]) -> dict[str, Any]:
+def expand_model_file(settings: dict[str, Any]) -> dict[str, Any]:
     """Replace `model_file`, the path of `--model`, by `preset` with the model that it describes.
 
     Raises:
@@ -143,14 +143,14 @@ RENAMED: dict[str, tuple[str, dict[str, str]]] = {
 
 def rename_options(words: list[str]) -> list[str]:
     """Replace options of version 0.1 by the present ones, with a note on stderr."""
-    found: list[str] = []
+    renamed_words: list[str] = []
     if {"--digits", "--weights"} <= {*words}:
         place = words.index("--weights")
         if words[place + 1 : place + 2] != ["ternary"]:
             raise ArbError("`--digits` is part of `--weights` now", hint="give `--weights` alone")
         words = words[:place] + words[place + 2 :]
     for number, word in enumerate(words):
-        if found[-1:] and (renamed := RENAMED.get(words[number - 1])):
+        if renamed_words[-1:] and (renamed := RENAMED.get(words[number - 1])):
             word = renamed[1].get(word, word)
             note(f"`{words[number - 1]} {words[number]}` is now `{renamed[0]} {word}`")
         option, equals, value = word.partition("=")
@@ -159,23 +159,23 @@ def rename_options(words: list[str]) -> list[str]:
             word = f"{now}{equals}{values.get(value, value)}"
             if equals:
                 note(f"`{option}={value}` is now `{word}`")
-        found.append(word)
-    return found
+        renamed_words.append(word)
+    return renamed_words
 
 
 def fill_options(words: list[str]) -> list[str]:
     """Expand `SHORT`, and add omitted values, as Typer does not support optional ones."""
-    found: list[str] = []
+    expanded: list[str] = []
     for word, following in pairwise([*words, ""]):
-        found += SHORT.get(word, (word,))
+        expanded += SHORT.get(word, (word,))
         if word in OPTIONAL and not re.fullmatch(VALUE_OF[word], following):
-            found.append(OPTIONAL[word])
-    return found
+            expanded.append(OPTIONAL[word])
+    return expanded
 
 
 def repeat_options(words: list[str]) -> list[str]:
     """Expand `--data a.txt b.txt` to `--data a.txt --data b.txt`, the form that Typer parses."""
-    found: list[str] = []
+    expanded: list[str] = []
     option, values = None, 0
     for word in words:
         if word.startswith("-") and word != "-":
@@ -183,9 +183,9 @@ def repeat_options(words: list[str]) -> list[str]:
         elif option is not None:
             values += 1
             if values > 1:
-                found.append(option)
-        found.append(word)
-    return found
+                expanded.append(option)
+        expanded.append(word)
+    return expanded
 
 
 def one_path(run: Path | None, checkpoint: Path | None) -> Path:
@@ -196,8 +196,8 @@ def one_path(run: Path | None, checkpoint: Path | None) -> Path:
     """
     if run is not None and checkpoint is not None:
         raise ArbError(f"`{run}` and `--checkpoint` both name a model", hint="give one of them")
-    if found := run or checkpoint:
-        return found
+    if path := run or checkpoint:
+        return path
     raise ArbError(
         "no saved model is named",
         hint="name a run or a checkpoint, or `auto` for the run that was started last",
@@ -223,7 +223,7 @@ def find_run(path: Path, root: Path | None = None, *, loads: bool = False) -> Pa
     elif not path.exists():
         raise ArbError(f"there is no run at `{path}`", hint="name a run, or a file that was saved")
     elif loads and path.is_dir() and not run_files.checkpoints(path):
-        raise run_files.without_checkpoint(path)
+        raise run_files.missing_checkpoint(path)
     elif loads and not path.is_dir():
         check_is_model(path)
     return path
@@ -351,7 +351,7 @@ def option_for(*names: str, callback: Callable | None = None, **changes: Any) ->
         metavar = "|".join(setting.choices)
         metavar = metavar if len(metavar) <= MOST_METAVAR else first.option[2:].upper()
     text = " ".join(one.setting.help for one in (first, *others))
-    text = in_options(text, SETTINGS).replace("`", "")
+    text = replace_fields(text, SETTINGS).replace("`", "")
     return Annotated[
         (str if splits else kind) | None,
         typer.Option(
@@ -431,7 +431,7 @@ Json = Annotated[
     typer.Option("--json", help="Print JSON on stdout, and no table.", rich_help_panel=OUTPUT),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Hide progress.", rich_help_panel=OUTPUT)]
-BY_HAND = {
+MANUAL_OPTIONS = {
     "preset": Annotated[
         str | None,
         typer.Option(
@@ -504,20 +504,20 @@ def takes_settings(*names: str, rare: Collection[str] = ()) -> Callable[[Callabl
         sharing.setdefault(SETTINGS[name].option, []).append(name)
     rare = {"attention", *rare}
     rare |= {f[0] for f in sharing.values() if not any(SETTINGS[n].setting.common for n in f)}
-    options = BY_HAND | {fields[0]: option_for(*fields) for fields in sharing.values()}
+    options = MANUAL_OPTIONS | {fields[0]: option_for(*fields) for fields in sharing.values()}
 
     def add(command: Callable) -> Callable:
         signature = inspect.signature(command)
-        *own, _ = signature.parameters.values()
-        own_names = {parameter.name for parameter in own}
+        *parameters, _ = signature.parameters.values()
+        names_of_command = {parameter.name for parameter in parameters}
         added = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
             for name, kind in options.items()
-            if name not in own_names
+            if name not in names_of_command
         ]
         result: Any = command
         result.rare_options = frozenset(rare)
-        result.__signature__ = signature.replace(parameters=[*own, *added])
+        result.__signature__ = signature.replace(parameters=[*parameters, *added])
         return command
 
     return add

@@ -26,18 +26,18 @@ def parts_table(parts: Iterable["PartReport"]) -> Table:
         ]
         for part in parts
     ]
-    found = table(
+    result = table(
         "Parts: sizes of equal blocks are added up; lr multiplies the learning rate",
         COLUMNS,
         rows,
         left=3,
     )
-    for name, column in zip(COLUMNS, found.columns, strict=True):
+    for name, column in zip(COLUMNS, result.columns, strict=True):
         column.no_wrap = name != "shape"
-    return found
+    return result
 
 
 def _name(part: "PartReport") -> str:
     names = part.path.split(".")
-    own = ".".join(names[-2:]) if names[-1][0].isdigit() else names[-1]
-    return f"{'  ' * part.depth}{own.replace('.', ' ')}"
+    name = ".".join(names[-2:]) if names[-1][0].isdigit() else names[-1]
+    return f"{'  ' * part.depth}{name.replace('.', ' ')}"

@@ -177,8 +177,8 @@ class RunDisplay(Observer):
     def _uniform(self) -> str:
         """Return the loss of a uniform prediction as text."""
         nats = math.log(self.symbols) / self.symbol_bytes
-        of_token = "" if self.symbol_bytes == 1 else f" over {self.symbol_bytes:.2f} bytes a token"
-        return f"{nats:.4f} nats is uniform, ln {self.symbols}{of_token}"
+        unit = "" if self.symbol_bytes == 1 else f" over {self.symbol_bytes:.2f} bytes a token"
+        return f"{nats:.4f} nats is uniform, ln {self.symbols}{unit}"
 
     def _emit(self, value: dict[str, Any]) -> None:
         """Print a JSON object with `as_json`, until stdout is closed."""

@@ -36,7 +36,7 @@ def check_is_model(path: Path) -> None:
     """
     if path.is_dir():
         if not any(path.glob("*.safetensors*")):
-            raise run_files.without_checkpoint(path)
+            raise run_files.missing_checkpoint(path)
         return
     with open_regular(path) as file:
         head = file.read(9)

@@ -17,9 +17,9 @@ from arbcli.commands._options import (
     PredictedDevice,
     check_device,
     check_settings,
+    expand_model_file,
     given_options,
     takes_settings,
-    with_model_file,
 )
 from arbcli.commands._outputs import check_file
 from arbcli.commands._processes import start_processes, this_process
@@ -89,7 +89,7 @@ def audit_memory(
     else:
         check_device(device)
     settings = given_options(**settings, steps=steps)
-    settings = with_model_file(settings)
+    settings = expand_model_file(settings)
     if ranks is not None:
         settings = {"accum": ranks, "reduce_dtype": "int12"} | settings
     check_settings(settings)

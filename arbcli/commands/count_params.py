@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from arbcli.base.output import emit, table
-from arbcli.commands._options import Json, given_options, takes_settings, with_model_file
+from arbcli.commands._options import Json, expand_model_file, given_options, takes_settings
 from arbcli.commands._parts_table import parts_table
 from arbcli.config.presets import assembled
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @takes_settings()
 def count_params(as_json: Json = False, **settings: Any) -> None:
     """Count weights and bytes of a model without building it: `arb count-params --preset 1b`."""
-    settings = with_model_file(given_options(**settings))
+    settings = expand_model_file(given_options(**settings))
     config = assembled(settings.pop("preset", "tiny"), **settings)
     from arbcli.inspect.memory import predict_parts  # imports torch, which takes seconds
 

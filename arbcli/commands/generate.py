@@ -191,7 +191,7 @@ def generate(
     prompts are read interactively. A model that fills holes completes the text of --infill, a
     masked one a prompt too, and the whole text is written to stdout.
     """
-    given = {
+    set_options = {
         "--prompt": prompt is not None, "--prompt-file": prompt_file is not None,
         "--infill": infill is not None, "--prompts": prompts is not None,
         "--batch": batch is not None, "--steps": steps is not None, "--keep": keep is not None,
@@ -199,18 +199,18 @@ def generate(
         "--chat": chats, "--system": system is not None, "--bytes": raw, "--chunks": chunks,
         "--json": as_json,
     }  # fmt: skip
-    _check_combinations(given)
+    _check_combinations(set_options)
     if out is not None:
         check_file(out, "--out", tuple(chain(*MEDIA.values())))
     checkpoint = find_run(one_path(run, checkpoint), loads=True)
     if prompt_file is not None:
         check_regular(prompt_file)
     if config := config_in_header(checkpoint):
-        _check_model(config, given, ahead, steps)
+        _check_model(config, set_options, ahead, steps)
         if chats:
             template_of(checkpoint if checkpoint.is_dir() else checkpoint.parent)
     lines = read_lines(prompts) if prompts else []
-    is_interactive = not any(given[option] for option in NOT_INTERACTIVE) and is_terminal()
+    is_interactive = not any(set_options[option] for option in NOT_INTERACTIVE) and is_terminal()
     with LiveLine() as line, typing_dropped() if is_interactive else nullcontext():
         line.show_wait("loading")
         from arbcli.families.hnet import boundaries as chunking
@@ -232,7 +232,7 @@ def generate(
     if requests:
         _continue_batch(model, requests, batch, backend, kv, conversation)
         return
-    _check_model(model.config, given, ahead, steps)
+    _check_model(model.config, set_options, ahead, steps)
     fills = infill is not None or model.config.is_masked
     if is_interactive and not fills:
         chat(model, length or LENGTH, sampling, backend, kv, conversation)
@@ -287,28 +287,28 @@ def generate(
     )
 
 
-def _check_combinations(given: dict[str, bool]) -> None:
+def _check_combinations(set_options: dict[str, bool]) -> None:
     """Check that options can be combined.
 
     Args:
-        given: whether each option was given.
+        set_options: whether each option was given.
 
     Raises:
         ArbError: an option excludes or needs another one.
     """
     for option, (needed, hint) in NEEDED.items():
-        if given[option] and not given[needed]:
+        if set_options[option] and not set_options[needed]:
             raise ArbError(f"`{option}` only applies with `{needed}`", hint=hint)
     for option, others in EXCLUDED.items():
         for other in others:
-            if given[option] and given[other]:
+            if set_options[option] and set_options[other]:
                 raise ArbError(
                     f"`{other}` cannot be combined with `{option}`", hint=f"leave `{other}` out"
                 )
 
 
 def _check_model(
-    config: "ModelConfig", given: dict[str, bool], ahead: int | None, steps: int | None
+    config: "ModelConfig", set_options: dict[str, bool], ahead: int | None, steps: int | None
 ) -> None:
     """Check that a model supports the options.
 
@@ -316,10 +316,10 @@ def _check_model(
         ArbError: the model does not support an option.
     """
     check_masked_option(config, "--steps", steps)
-    if given["--infill"]:
+    if set_options["--infill"]:
         check_fills(config)
     for option in ("--chat", "--chunks", "--ahead", "--kv"):
-        if given[option] and config.is_masked:
+        if set_options[option] and config.is_masked:
             raise ArbError(
                 f"`{option}` only applies to text that is generated from left to right",
                 hint=f"leave `{option}` out",

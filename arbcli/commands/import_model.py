@@ -80,7 +80,7 @@ def import_model(
 
     with LiveLine() as line:
         report = importing.import_folder(
-            folder, run, **storage, ignored=ignored, told=line.show_wait
+            folder, run, **storage, ignored=ignored, on_read=line.show_wait
         )
     emit(report, _tables(report), as_json=as_json)
     if report.vocabulary != VOCABULARY and not (run / TOKENIZER).exists():

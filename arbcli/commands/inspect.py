@@ -105,14 +105,14 @@ def _differences(report: "DifferenceReport") -> RenderableType:
     rows = [[f"model.{name}", f"{a} and {b}", "", ""] for name, (a, b) in report.config.items()]
     rows += [[f"run.{name}", f"{a} and {b}", "", ""] for name, (a, b) in report.settings.items()]
     rows += [[name, what, "", ""] for name, what in report.missing.items()]
-    for found in report.tensors[:SHOWN]:
-        share = f"{found.different:,} of {found.elements:,}"
-        relative = "" if found.relative is None else f"{found.relative:.2%}"
+    for tensor in report.tensors[:SHOWN]:
+        share = f"{tensor.different:,} of {tensor.elements:,}"
+        relative = "" if tensor.relative is None else f"{tensor.relative:.2%}"
         rows.append(
             [
-                found.name,
+                tensor.name,
                 share,
-                "not finite" if found.largest is None else f"{found.largest:.3g}",
+                "not finite" if tensor.largest is None else f"{tensor.largest:.3g}",
                 relative,
             ]
         )

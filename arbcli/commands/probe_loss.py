@@ -22,12 +22,12 @@ from arbcli.commands._options import (
     HalfWarmup,
     Json,
     check_settings,
+    expand_model_file,
     find_run,
     given_options,
     one_path,
     refuse_kept,
     takes_settings,
-    with_model_file,
 )
 from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.config.presets import config_from_dict
@@ -69,7 +69,7 @@ def probe_loss(
     steps = settings.pop("steps", steps)  # of `--set`
     path = None if run is None and checkpoint is None else one_path(run, checkpoint)
     if path is None:
-        settings = with_model_file(settings)
+        settings = expand_model_file(settings)
         check_settings(settings | {"steps": steps})
     else:
         changed = [name for name in settings if name not in STEP_FIELDS]
@@ -116,7 +116,7 @@ def _tables(report: "ProbeReport") -> Group:
     rules = config_from_dict(model).rule_text
     starts = [*report.position_starts, model["ctx"]]
     buckets = zip(pairwise(starts), last.loss_by_position, strict=True)
-    by_position = "  ".join(f"{a}-{b - 1}: {_number(loss, 2)}" for (a, b), loss in buckets)
+    losses_text = "  ".join(f"{a}-{b - 1}: {_number(loss, 2)}" for (a, b), loss in buckets)
     growths = zip(pairwise(starts), last.growth_by_position, strict=False)
     growth = "  ".join(f"{a}-{b - 1}: {_number(value, 2)}" for (a, b), value in growths)
     scales = [tensor.digits["scale"] for tensor in report.tensors]
@@ -127,7 +127,7 @@ def _tables(report: "ProbeReport") -> Group:
         f" {config['device']}, backend {config['backend']}, {config['compute']}; {report.text}",
         f"held-out loss     {_number(last.val_loss, 4)} nats; uniform {report.uniform_loss:.4f},"
         f" order-0 entropy {report.text_entropy:.4f}",
-        f"by position       {by_position}",
+        f"by position       {losses_text}",
         *([f"growth            {growth}"] if growth else []),
         f"scales            v from {lowest} to {highest}, in 1/128 octaves",
         f"first NaN or Inf  {report.first_nonfinite or 'none'}",
@@ -179,8 +179,8 @@ def _layers(report: "ProbeReport") -> Table:
     branches = zip((None, *last.mixer_rms), (None, *last.channel_rms), strict=True)
     figures = zip(first.residual_rms, last.residual_rms, last.residual_most, branches, strict=True)
     rows = [
-        [name, *(_number(size, 3) for size in (before, after, most, *branch))]
-        for name, (before, after, most, branch) in zip(names, figures, strict=True)
+        [name, *(_number(size, 3) for size in (before, after, largest, *branch))]
+        for name, (before, after, largest, branch) in zip(names, figures, strict=True)
     ]
     if last.takeoff_layer is not None:
         rows[last.takeoff_layer + 1][0] += ", takes off"
@@ -200,8 +200,8 @@ def _streams(report: "ProbeReport") -> Iterator[Table]:
         yield table("Streams: weights that branches read and write by", columns, rows)
 
 
-def _pair(least: float | None, most: float | None) -> str:
-    return f"{_number(least, 3)} to {_number(most, 3)}"
+def _pair(low: float | None, high: float | None) -> str:
+    return f"{_number(low, 3)} to {_number(high, 3)}"
 
 
 def _tensors(report: "ProbeReport") -> Table:

@@ -21,12 +21,12 @@ from arbcli.commands._options import (
     Quiet,
     check_settings,
     check_texts,
+    expand_model_file,
     find_run,
     given_options,
     quoted_options,
     refuse_kept,
     takes_settings,
-    with_model_file,
 )
 from arbcli.commands._outputs import PICTURES, check_file, check_folder
 from arbcli.commands._processes import start_processes, this_process
@@ -204,7 +204,7 @@ def train(
         others |= given_options(minutes=minutes, init_from=init_from, config=config_file)
         _refuse_changes(others)
     else:
-        settings = _with_files(settings, config_file, init_from)
+        settings = _merge_files(settings, config_file, init_from)
         if minutes is not None and steps is not None:
             raise ArbError(
                 "`--minutes` and `--steps` both set the length of the run", hint="give one of them"
@@ -310,12 +310,12 @@ def _leave_busy_processors(device: str | None, display: RunDisplay) -> None:
         display.noted(f"other programs are running: computing with {threads} of {usual} threads")
 
 
-def _with_files(
+def _merge_files(
     settings: dict[str, Any], config_file: Path | None, init_from: Path | None
 ) -> dict[str, Any]:
     """Add the settings of the files given by `--model` and `--config`."""
     if init_from is None:
-        settings = with_model_file(settings)
+        settings = expand_model_file(settings)
     if config_file is not None:
         settings = read_settings(config_file) | settings
     if init_from is not None:

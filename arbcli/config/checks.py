@@ -57,10 +57,10 @@ def check_setting(field: str, value: Any, setting: Setting) -> None:
             continue
         if setting.choices:
             check_choice(field, one, (*setting.choices, *setting.also))
-        if setting.least is not None:
-            check_at_least(field, one, setting.least)
-        if setting.most is not None:
-            check_at_most(field, one, setting.most)
+        if setting.minimum is not None:
+            check_at_least(field, one, setting.minimum)
+        if setting.maximum is not None:
+            check_at_most(field, one, setting.maximum)
 
 
 def check_type(field: str, value: Any, kind: Any) -> None:
@@ -118,20 +118,20 @@ def check_sizes(config: Any) -> None:
         value = getattr(config, field.name)
         if field.type is float:  # an integer in a field of floats may be 0
             continue
-        least, most = LEAST_OF.get(field.name, 1), LARGEST_OF.get(field.name, LARGEST)
-        check_integers(field.name, value, least, most)
+        minimum, maximum = LEAST_OF.get(field.name, 1), LARGEST_OF.get(field.name, LARGEST)
+        check_integers(field.name, value, minimum, maximum)
 
 
-def check_integers(field: str, value: Any, least: int, most: int) -> None:
-    """Check that a value, or those of a tuple, are in `least` to `most` where they are integers.
+def check_integers(field: str, value: Any, minimum: int, maximum: int) -> None:
+    """Check that a value, or those of a tuple, are within `minimum` and `maximum` if integers.
 
     Raises:
         ArbError: an integer is out of bounds.
     """
     for size in value if isinstance(value, tuple) else (value,):
         if type(size) is int:
-            check_at_least(field, size, least)
-            check_at_most(field, size, most)
+            check_at_least(field, size, minimum)
+            check_at_most(field, size, maximum)
 
 
 def check_choice(field: str, value: object, known: Iterable[object]) -> None:
@@ -148,23 +148,25 @@ def check_choice(field: str, value: object, known: Iterable[object]) -> None:
         )
 
 
-def check_at_least(field: str, value: float, least: float = 1) -> None:
-    """Check that a number is at least `least`.
+def check_at_least(field: str, value: float, minimum: float = 1) -> None:
+    """Check that a number is at least `minimum`.
 
     Raises:
         ArbError: it is smaller.
     """
-    if value < least:
-        raise ArbError(f"`{field}` is {shown(value)}", hint=f"use {least} or more", fields=(field,))
+    if value < minimum:
+        raise ArbError(
+            f"`{field}` is {shown(value)}", hint=f"use {minimum} or more", fields=(field,)
+        )
 
 
-def check_at_most(field: str, value: float, most: float) -> None:
-    """Check that a number is at most `most`.
+def check_at_most(field: str, value: float, maximum: float) -> None:
+    """Check that a number is at most `maximum`.
 
     Raises:
         ArbError: it is larger.
     """
-    if value > most:
+    if value > maximum:
         raise ArbError(
-            f"`{field}` is {shown(value)}", hint=f"use at most {most:,}", fields=(field,)
+            f"`{field}` is {shown(value)}", hint=f"use at most {maximum:,}", fields=(field,)
         )

@@ -19,7 +19,7 @@ NONE = "none"
 """None in files, as TOML has no null."""
 
 
-def from_fields(kind: type, values: Any, where: str) -> Any:
+def build_dataclass(kind: type, values: Any, where: str) -> Any:
     """Build a dataclass from a dictionary, recursively.
 
     Args:
@@ -70,13 +70,13 @@ def _value(kind: Any, value: Any, union: Kinds | None, where: str) -> Any:
         return None
     if union is not None and not isinstance(value, list | tuple):
         if len(union) == 1:  # the only kind is not named by older files
-            return from_fields(union[union.names[0]], value, where)
+            return build_dataclass(union[union.names[0]], value, where)
         name = value.get("kind", union.usual) if isinstance(value, dict) else None
         if not isinstance(name, str) or name not in union:
             raise TypeError(
                 f"`{where}` is of the kind `{shown(name)}`, which is none of: {quoted(union)}"
             )
-        return from_fields(union[name], value, where)
+        return build_dataclass(union[name], value, where)
     kinds = get_args(kind) if get_origin(kind) is UnionType else (kind,)
     for one in kinds:
         if get_origin(one) is tuple and isinstance(value, list | tuple):
@@ -88,11 +88,11 @@ def _value(kind: Any, value: Any, union: Kinds | None, where: str) -> Any:
                 for index, part in enumerate(value)
             )
         if isinstance(one, type) and is_dataclass(one) and not isinstance(value, one):
-            return from_fields(one, value, where)
+            return build_dataclass(one, value, where)
     return value
 
 
-def with_fields(config: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
+def change_fields(config: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
     """Return a model with other values of some fields, in every part that has them.
 
     Args:
@@ -134,16 +134,16 @@ def _changed(
     if not is_dataclass(node) or isinstance(node, type):
         return node
     paths = _without(paths, getattr(node, "kind", None))
-    given: dict[str, Any] = {}
+    changed_fields: dict[str, Any] = {}
     for field in dataclasses.fields(node):
         if not field.init:
             continue
         old = getattr(node, field.name)
         inner = _without(paths, field.name)
         if isinstance(old, tuple):
-            below = (_at_index(inner, index) for index in range(len(old)))
+            below = (_entry_paths(inner, index) for index in range(len(old)))
             pairs = zip(old, below, strict=True)
-            new: Any = tuple(_changed(each, left, values, changes) for each, left in pairs)
+            new: Any = tuple(_changed(entry, left, values, changes) for entry, left in pairs)
         else:
             new = _changed(old, inner, values, changes)
         for path, names in paths.items():
@@ -153,11 +153,11 @@ def _changed(
                 new = as_type(new, kind, f"`{path}`")
                 changes[path] += 1
         if new != old or type(new) is not type(old):
-            given[field.name] = new
-    return dataclasses.replace(node, **given) if given else node
+            changed_fields[field.name] = new
+    return dataclasses.replace(node, **changed_fields) if changed_fields else node
 
 
-def _at_index(paths: dict[str, tuple[str, ...]], index: int) -> dict[str, tuple[str, ...]]:
+def _entry_paths(paths: dict[str, tuple[str, ...]], index: int) -> dict[str, tuple[str, ...]]:
     """Return the paths for an entry of a tuple: without its index, or without any."""
     return {
         path: names[1:] if names[0] == str(index) else names

@@ -121,8 +121,8 @@ def settings_text(config: TrainConfig, without: Collection[str] = ()) -> str:
     """
     values = train_config_dict(config)
     values = {name: value for name, value in values.items() if name not in ("model", *without)}
-    given = {name: value for name, value in values.items() if value is not None}
-    lines = [f"{name} = {to_toml(value)}" for name, value in given.items()]
+    settings = {name: value for name, value in values.items() if value is not None}
+    lines = [f"{name} = {to_toml(value)}" for name, value in settings.items()]
     return "\n".join([*lines, "", *model_lines(config.model)]) + "\n"
 
 
@@ -145,7 +145,7 @@ def read_assignments(texts: Iterable[str]) -> tuple[dict[str, Any], dict[str, An
     """Read assignments of the form FIELD=VALUE, with the value as TOML or a plain word.
 
     Returns:
-        Settings by name, and fields of the model by path, for `with_fields`.
+        Settings by name, and fields of the model by path, for `change_fields`.
 
     Raises:
         ArbError: a text assigns nothing, assigns twice, or a setting has the wrong type.

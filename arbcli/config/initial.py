@@ -31,8 +31,8 @@ def check_initial(model: ModelConfig, saved: ModelConfig) -> None:
         ArbError: a setting not in `FREE` differs, or `digits` would change the weights' values.
     """
     free = {name: getattr(saved, name) for name in FREE}
-    wanted, given = map(dataclasses.asdict, (dataclasses.replace(model, **free), saved))
-    if difference := first_difference(wanted, given):
+    fields, saved_fields = map(dataclasses.asdict, (dataclasses.replace(model, **free), saved))
+    if difference := first_difference(fields, saved_fields):
         name, ours, theirs = difference
         raise ArbError(
             f"`{name}` is {ours}, and {theirs} in the saved model",

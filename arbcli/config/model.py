@@ -51,7 +51,11 @@ EPS_KINDS = ("attention", "mlp")
 Context = Annotated[
     int,
     Setting(
-        "Context length in bytes or tokens.", least=1, most=MOST, default=PRESETS_OWN, common=True
+        "Context length in bytes or tokens.",
+        minimum=1,
+        maximum=MOST,
+        default=PRESETS_OWN,
+        common=True,
     ),
 ]
 
@@ -480,11 +484,11 @@ class ModelConfig:
                 hint="use a preset of dense blocks, such as `base`, or `objective=next`",
                 fields=("objective",),
             )
-        most = min(MOST, self.vocabulary**2 - 1)
-        if not LEAST_FILL_CTX <= self.ctx <= most:
+        maximum = min(MOST, self.vocabulary**2 - 1)
+        if not LEAST_FILL_CTX <= self.ctx <= maximum:
             raise ArbError(
                 f"`objective` is `fill`, and `ctx` is {self.ctx}",
-                hint=f"use a context of {LEAST_FILL_CTX} to {most:,}",
+                hint=f"use a context of {LEAST_FILL_CTX} to {maximum:,}",
                 fields=("objective", "ctx"),
             )
 
@@ -526,8 +530,8 @@ class ModelConfig:
     @property
     def rules(self) -> tuple[str, ...]:
         """The rules of all weights, each once, beginning with the model's."""
-        own = (part.rule for part in every_part((self.stages, self.beside, *self._heads)))
-        return (*dict.fromkeys((self.rule, *filter(None, own))),)
+        part_rules = (part.rule for part in every_part((self.stages, self.beside, *self._heads)))
+        return (*dict.fromkeys((self.rule, *filter(None, part_rules))),)
 
     @property
     def loss_weights(self) -> dict[str, float]:
@@ -596,10 +600,10 @@ class ModelConfig:
             stage: index of the stage.
             depth: length of the list of blocks; None for the stage's first list.
         """
-        own = self.stages[stage]
+        stage_config = self.stages[stage]
         return LayerSpec(
-            dim=own.dim,
-            depth=len(own.lists[0]) if depth is None else depth,
+            dim=stage_config.dim,
+            depth=len(stage_config.lists[0]) if depth is None else depth,
             ctx=self.slots[stage],
             scale_type=self.scale_type,
             rule=self.rule,

@@ -34,7 +34,7 @@ from typing import Any
 
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.reading import shown
-from arbcli.config.fields import NONE, from_fields
+from arbcli.config.fields import NONE, build_dataclass
 from arbcli.config.model import LISTS, MOST_BLOCKS, BlockConfig, Blocks, ModelConfig, StageConfig
 from arbcli.model.rules import DIRECTION, RULES
 
@@ -66,13 +66,13 @@ def model_from_toml(values: dict[str, Any], where: str) -> ModelConfig:
         if "stages" in fields:
             raise TypeError("`model` has no field `stages`, which files call `stage`")
         named = {
-            name: from_fields(BlockConfig, block, f"model.block.{shown(name)}")
+            name: build_dataclass(BlockConfig, block, f"model.block.{shown(name)}")
             for name, block in blocks.items()
         }
         fields["stages"] = [
             _stage(stage, named, f"model.stage[{index}]") for index, stage in enumerate(stages)
         ]
-        return from_fields(ModelConfig, fields, "model")
+        return build_dataclass(ModelConfig, fields, "model")
     except TypeError as error:
         raise ArbError(
             f"`{where}`: {error}", hint="see docs/models.md for the fields of a model"
@@ -85,7 +85,7 @@ def _stage(stage: Any, blocks: dict[str, BlockConfig], where: str) -> StageConfi
     lists = {
         name: _expand(stage[name], blocks, f"{where}.{name}") for name in LISTS if name in stage
     }
-    return from_fields(StageConfig, stage | lists, where)
+    return build_dataclass(StageConfig, stage | lists, where)
 
 
 def _expand(text: Any, blocks: dict[str, BlockConfig], where: str) -> Blocks:
@@ -113,9 +113,9 @@ def _expand(text: Any, blocks: dict[str, BlockConfig], where: str) -> Blocks:
 def model_lines(config: ModelConfig) -> list[str]:
     """Return a model as lines of TOML for `model_from_toml`."""
     names = _block_names(config)
-    own = given_fields(config, without=("stages",))
-    own["direction"] = config.direction  # its default depends on the rule
-    lines = ["[model]", *(f"{name} = {to_toml(value)}" for name, value in own.items())]
+    values = given_fields(config, without=("stages",))
+    values["direction"] = config.direction  # its default depends on the rule
+    lines = ["[model]", *(f"{name} = {to_toml(value)}" for name, value in values.items())]
     for block, name in names.items():
         lines += ["", f"[model.block.{name}]"]
         lines += [f"{field} = {to_toml(value)}" for field, value in given_fields(block).items()]

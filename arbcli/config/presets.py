@@ -9,7 +9,7 @@ from arbcli.base.errors import ArbError, quoted
 from arbcli.base.lazy import LoadedMapping
 from arbcli.base.reading import shown
 from arbcli.config.checks import check_choice
-from arbcli.config.fields import from_fields, with_fields
+from arbcli.config.fields import build_dataclass, change_fields
 from arbcli.config.kinds import MIXERS
 from arbcli.config.model import ModelConfig
 from arbcli.config.short_forms import (
@@ -19,7 +19,7 @@ from arbcli.config.short_forms import (
     arguments,
     assemble,
     family_of,
-    with_part_rules,
+    set_part_rules,
 )
 from arbcli.families import FAMILIES
 from arbcli.model.rules import DIRECTION, RULES
@@ -89,13 +89,13 @@ def preset(name: str, **overrides: object) -> ModelConfig:
         ArbError: there is no such preset, or a value is invalid.
     """
     check_preset(name)
-    given = {key: value for key, value in overrides.items() if value is not None}
+    changes = {key: value for key, value in overrides.items() if value is not None}
     form, values = SHORT_FORMS[name]
-    given = FORMS[form].adapt(given)
-    if isinstance(given.get("attention"), str):
-        form, given = _with_attention(form, given)
+    changes = FORMS[form].adapt(changes)
+    if isinstance(changes.get("attention"), str):
+        form, changes = _expand_attention(form, changes)
     known = arguments(form)
-    if others := [key for key in given if key not in known]:
+    if others := [key for key in changes if key not in known]:
         able = (k for k, v in SHORT_FORMS.items() if others[0] in arguments(v.form))
         having = " or ".join(f"`{known}`" for known in able)
         raise ArbError(
@@ -104,19 +104,19 @@ def preset(name: str, **overrides: object) -> ModelConfig:
             fields=tuple(others),
         )
     own_rule = values.get("rule", known["rule"].default)
-    _set_direction(given, own_rule, values.get("direction", known["direction"].default))
+    _set_direction(changes, own_rule, values.get("direction", known["direction"].default))
     shared = {key: value for key, value in values.items() if key in known}
-    return assemble(form, shared | given)
+    return assemble(form, shared | changes)
 
 
 def assembled(
     model: str | ModelConfig, *, fields: Mapping[str, Any] | None = None, **overrides: object
 ) -> ModelConfig:
-    """Build a preset with overrides, or change a model's storage: see `preset`, `with_storage`.
+    """Build a preset with overrides, or change a model's storage: see `preset`, `change_storage`.
 
     Args:
         model: name of a preset, or the configuration of a model.
-        fields: further fields by path: see `with_fields`.
+        fields: further fields by path: see `change_fields`.
         overrides: arguments of the preset's short form, or storage.
 
     Raises:
@@ -125,11 +125,11 @@ def assembled(
     if isinstance(model, str):
         config = preset(model, **overrides)
     else:
-        config = with_storage(model, **overrides)
-    return with_fields(config, fields) if fields else config
+        config = change_storage(model, **overrides)
+    return change_fields(config, fields) if fields else config
 
 
-def with_storage(config: ModelConfig, **overrides: object) -> ModelConfig:
+def change_storage(config: ModelConfig, **overrides: object) -> ModelConfig:
     """Return a model with other storage of its weights, or another context.
 
     Args:
@@ -139,44 +139,44 @@ def with_storage(config: ModelConfig, **overrides: object) -> ModelConfig:
     Raises:
         ArbError: a value is invalid, or only applies to presets.
     """
-    given: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
-    rules = {name: given.pop(name) for name in PART_RULES if name in given}
-    if others := [key for key in given if key not in ("ctx", *STORAGE)]:
+    changes: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
+    rules = {name: changes.pop(name) for name in PART_RULES if name in changes}
+    if others := [key for key in changes if key not in ("ctx", *STORAGE)]:
         raise ArbError(
             f"{quoted(others)} only applies to a preset",
             hint="leave it out, or change the model itself",
             fields=tuple(others),
         )
-    _set_direction(given, config.rule, config.direction)
-    return with_part_rules(dataclasses.replace(config, **given), **rules)
+    _set_direction(changes, config.rule, config.direction)
+    return set_part_rules(dataclasses.replace(config, **changes), **rules)
 
 
-def _set_direction(given: dict[str, Any], own_rule: str, own_direction: str | None) -> None:
-    """Set rule and direction in `given` to their defaults if they are missing."""
-    rule_name = given.setdefault("rule", own_rule)
+def _set_direction(changes: dict[str, Any], own_rule: str, own_direction: str | None) -> None:
+    """Set rule and direction in `changes` to their defaults if they are missing."""
+    rule_name = changes.setdefault("rule", own_rule)
     if rule_name not in RULES:
         return
     direction = DIRECTION[rule_name]
-    if direction is None and "direction" in given:
+    if direction is None and "direction" in changes:
         raise ArbError(
             f"the rule `{rule_name}` takes no direction",
             hint="leave `direction` out",
             fields=("direction",),
         )
-    given.setdefault("direction", own_direction if rule_name == own_rule else direction)
+    changes.setdefault("direction", own_direction if rule_name == own_rule else direction)
 
 
-def _with_attention(form: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _expand_attention(form: str, overrides: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Replace the name of a kind of attention by the short form of that name.
 
     Raises:
         ArbError: there is no such kind.
     """
-    chosen = given["attention"]
+    chosen = overrides["attention"]
     check_choice("attention", chosen, ATTENTIONS)
     if form not in ATTENTIONS:
-        return form, given  # `preset` refuses `attention` for this form
-    return chosen, {key: value for key, value in given.items() if key != "attention"}
+        return form, overrides  # `preset` refuses `attention` for this form
+    return chosen, {key: value for key, value in overrides.items() if key != "attention"}
 
 
 def config_from_dict(values: dict[str, Any]) -> ModelConfig:
@@ -193,7 +193,7 @@ def config_from_dict(values: dict[str, Any]) -> ModelConfig:
     if not isinstance(values, dict):
         raise TypeError(f"a model is `{shown(values)}`, not an object")
     if "stages" in values:
-        return from_fields(ModelConfig, values, "model")
+        return build_dataclass(ModelConfig, values, "model")
     fields = {name: value for name, value in values.items() if name != "kind"}
     for name in FORMS:
         if values.get("kind", name) == name and all(field in arguments(name) for field in fields):

@@ -1,6 +1,6 @@
 """Settings: the help, choices, bounds, heading and option name of a field, declared at the field.
 
-    steps: Annotated[int, Setting("Training steps.", OPTIMISATION, least=1)] = 400
+    steps: Annotated[int, Setting("Training steps.", OPTIMISATION, minimum=1)] = 400
 
 The options of `arb`, their help pages, files of settings, the validation of configurations and
 docs/settings.md are generated from these declarations. A field without one has no option.
@@ -40,9 +40,9 @@ class Setting:
     that it sets. Fields whose options have the same name share the option and its words."""
     also: tuple[str, ...] = ()
     """Further valid values in saved configurations."""
-    least: float | None = None
+    minimum: float | None = None
     """Lower bound, inclusive."""
-    most: float | None = None
+    maximum: float | None = None
     """Upper bound, inclusive."""
     default: str | None = None
     """Description of the default, if it is not the declared value."""

@@ -36,17 +36,17 @@ STORAGE = ("scale_type", "rule", "digits", "votes_fixes", "direction", "weights"
 PART_RULES = ("attention_rule", "mlp_rule")
 """Arguments of every form that are rules of parts."""
 
-Dim = Annotated[int, Setting("Width of the residual stream.", least=1, default=PRESETS_OWN)]
-Layers = Annotated[int, Setting("Number of blocks.", least=1, default=PRESETS_OWN)]
-Heads = Annotated[int, Setting("Attention heads.", least=1, default=PRESETS_OWN)]
-FFN = Annotated[int, Setting("Width of the MLPs.", least=1, default=PRESETS_OWN)]
+Dim = Annotated[int, Setting("Width of the residual stream.", minimum=1, default=PRESETS_OWN)]
+Layers = Annotated[int, Setting("Number of blocks.", minimum=1, default=PRESETS_OWN)]
+Heads = Annotated[int, Setting("Attention heads.", minimum=1, default=PRESETS_OWN)]
+FFN = Annotated[int, Setting("Width of the MLPs.", minimum=1, default=PRESETS_OWN)]
 SubNorms = Annotated[bool, Setting("A norm before each output projection.")]
 Streams = Annotated[
     int,
     Setting(
         "Residual streams of the innermost stage, mixed by hyper-connections: 1, 2, 4 or 8."
         " Codebooks and the router need 1.",
-        least=1,
+        minimum=1,
     ),
 ]
 Window = Annotated[
@@ -54,7 +54,7 @@ Window = Annotated[
     Setting(
         "Bytes of the sliding window of compressed attention, or of the outer blocks of hnet"
         " presets.",
-        least=1,
+        minimum=1,
         default=PRESETS_OWN,
     ),
 ]
@@ -62,7 +62,7 @@ TopK = Annotated[
     int,
     Setting(
         "Entries that compressed attention selects, or rows that each head of a codebook reads.",
-        least=1,
+        minimum=1,
         default=PRESETS_OWN,
     ),
 ]
@@ -113,7 +113,7 @@ def dense(
         Setting(
             "Only with tiny, small, base and 1b: heads of keys and values, each shared by as many"
             " query heads (grouped-query attention).",
-            least=1,
+            minimum=1,
             default="as many as heads",
         ),
     ] = None,
@@ -127,7 +127,7 @@ def dense(
     )  # fmt: skip
 
 
-def with_part_rules(
+def set_part_rules(
     config: ModelConfig,
     *,
     attention_rule: Annotated[
@@ -156,15 +156,15 @@ def with_part_rules(
     if attention_rule is None and mlp_rule is None:
         return config
     if attention_rule and not any(block.mixer for _, block in config.blocks()):
-        raise _without_part("attention_rule", "attention or Mamba")
+        raise _missing_part("attention_rule", "attention or Mamba")
     if mlp_rule and not any(block.channel for _, block in config.blocks()):
-        raise _without_part("mlp_rule", "an MLP or experts")
+        raise _missing_part("mlp_rule", "an MLP or experts")
 
     def of(blocks: Blocks) -> Blocks:
         return tuple(
             BlockConfig(
-                mixer=_with_rule(block.mixer, attention_rule),
-                channel=_with_rule(block.channel, mlp_rule),
+                mixer=_set_rule(block.mixer, attention_rule),
+                channel=_set_rule(block.channel, mlp_rule),
             )
             for block in blocks
         )
@@ -176,7 +176,7 @@ def with_part_rules(
     return replace(config, stages=tuple(stages))
 
 
-def _without_part(name: str, part: str) -> ArbError:
+def _missing_part(name: str, part: str) -> ArbError:
     return ArbError(
         f"`{name}` is for blocks with {part}, and the model has none",
         hint=f"leave `{name}` out",
@@ -184,7 +184,7 @@ def _without_part(name: str, part: str) -> ArbError:
     )
 
 
-def _with_rule(part: PartConfig | None, rule: str | None) -> PartConfig | None:
+def _set_rule(part: PartConfig | None, rule: str | None) -> PartConfig | None:
     """Return a part with another rule, if there is a part and a rule."""
     return replace(part, rule=rule) if part and rule else part
 
@@ -226,8 +226,10 @@ def _arguments_of(function: Callable) -> dict[str, inspect.Parameter]:
 @cache
 def _modifiers_of(form: str) -> tuple[Callable[..., ModelConfig], ...]:
     """Return the modifiers for models of a form: those that share none of its arguments."""
-    own = _arguments_of(FORMS[form].build)
-    return tuple(one for one in _modifiers() if own.keys().isdisjoint(_arguments_of(one)))
+    form_arguments = _arguments_of(FORMS[form].build)
+    return tuple(
+        one for one in _modifiers() if form_arguments.keys().isdisjoint(_arguments_of(one))
+    )
 
 
 @cache
@@ -236,14 +238,18 @@ def arguments(form: str) -> ExtendedMapping[inspect.Parameter]:
 
     Modifiers are imported for names that the form itself does not have.
     """
-    own = _arguments_of(FORMS[form].build)
+    form_arguments = _arguments_of(FORMS[form].build)
     storage = {name: inspect.signature(ModelConfig).parameters[name] for name in STORAGE}
-    rules = _arguments_of(with_part_rules)
+    rules = _arguments_of(set_part_rules)
 
-    def of_modifiers() -> dict[str, inspect.Parameter]:
-        return {n: one for each in _modifiers_of(form) for n, one in _arguments_of(each).items()}
+    def modifier_arguments() -> dict[str, inspect.Parameter]:
+        return {
+            n: parameter
+            for function in _modifiers_of(form)
+            for n, parameter in _arguments_of(function).items()
+        }
 
-    return ExtendedMapping(own | storage | rules, of_modifiers)
+    return ExtendedMapping(form_arguments | storage | rules, modifier_arguments)
 
 
 def _functions_of_families() -> list[Callable[..., ModelConfig]]:
@@ -253,23 +259,31 @@ def _functions_of_families() -> list[Callable[..., ModelConfig]]:
         for name, family in FAMILIES.items()
         if family.form or family.modifies
     ]
-    return [each.FORM.build if hasattr(each, "FORM") else each.MODIFIER for each in modules]
+    return [module.FORM.build if hasattr(module, "FORM") else module.MODIFIER for module in modules]
 
 
 @cache
 def _family_arguments() -> dict[str, inspect.Parameter]:
-    return {n: one for each in _functions_of_families() for n, one in _arguments_of(each).items()}
+    return {
+        n: parameter
+        for function in _functions_of_families()
+        for n, parameter in _arguments_of(function).items()
+    }
 
 
 @cache
 def _family_settings() -> dict[str, Declared]:
-    return {n: one for each in _functions_of_families() for n, one in settings_of(each).items()}
+    return {
+        n: setting
+        for function in _functions_of_families()
+        for n, setting in settings_of(function).items()
+    }
 
 
 ARGUMENTS = ExtendedMapping(arguments("dense").first, _family_arguments)
 """Arguments of all forms and modifiers by name."""
 MODEL_SETTINGS = ExtendedMapping(
-    settings_of(ModelConfig) | settings_of(with_part_rules) | settings_of(dense), _family_settings
+    settings_of(ModelConfig) | settings_of(set_part_rules) | settings_of(dense), _family_settings
 )
 """Settings of models, by name of the argument."""
 
@@ -282,8 +296,10 @@ def assemble(form: str, values: dict[str, Any]) -> ModelConfig:
         TypeError: an argument is missing or unknown.
     """
     build, largest, _ = FORMS[form]
-    own, known = _arguments_of(build), arguments(form)
-    if missing := [n for n, one in own.items() if one.default is one.empty and n not in values]:
+    form_arguments, known = _arguments_of(build), arguments(form)
+    if missing := [
+        n for n, one in form_arguments.items() if one.default is one.empty and n not in values
+    ]:
         raise TypeError(f"a model of the family `{form}` has no {', '.join(missing)}")
     checked = {}
     for name, value in values.items():
@@ -293,11 +309,11 @@ def assemble(form: str, values: dict[str, Any]) -> ModelConfig:
         check_type(name, value, plain_type(known[name].annotation))
         checked[name] = value
         check_integers(name, value, 1, largest.get(name, LARGEST))
-    built = {name: value for name, value in checked.items() if name in (*own, *STORAGE)}
+    built = {name: value for name, value in checked.items() if name in (*form_arguments, *STORAGE)}
     config = build(**built)
     if checked.keys() - built.keys() - {*PART_RULES}:
         for modify in _modifiers_of(form):
             names = checked.keys() & _arguments_of(modify).keys()
             config = modify(config, **{name: checked[name] for name in names})
     rules: dict[str, Any] = {name: checked[name] for name in PART_RULES if name in checked}
-    return with_part_rules(config, **rules)
+    return set_part_rules(config, **rules)

@@ -14,7 +14,7 @@ NORM_EPS = 1e-6
 """Default epsilon of norms, which is added to the mean square."""
 
 
-def in_chunks(vocabulary: int) -> bool:
+def is_chunked(vocabulary: int) -> bool:
     """Return whether a vocabulary is split into chunks."""
     return vocabulary > MOST_AT_ONCE
 
@@ -49,12 +49,12 @@ class LayerSpec:
         """Number of weights that share a scale."""
         return SCALE_TYPES[self.scale_type]
 
-    def with_rule(self, rule: str) -> "LayerSpec":
+    def replace_rule(self, rule: str) -> "LayerSpec":
         """Return the site with another rule, at the learning rate of the same run."""
         return replace(self, rule=rule, lr_rule=self.lr_rule or self.rule)
 
     @property
     def lr_factor(self) -> float:
         """Learning rate of the rule relative to that of the run: see `relative_lr`."""
-        of_run = self.lr_rule or self.rule
-        return 1.0 if self.rule == of_run else relative_lr(self.rule, of_run, self.digits)
+        run_rule = self.lr_rule or self.rule
+        return 1.0 if self.rule == run_rule else relative_lr(self.rule, run_rule, self.digits)

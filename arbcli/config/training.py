@@ -138,8 +138,8 @@ class TrainConfig:
         Setting(
             "Training steps.",
             OPTIMISATION,
-            least=1,
-            most=MOST,
+            minimum=1,
+            maximum=MOST,
             decisive=True,
             common=True,
         ),
@@ -149,8 +149,8 @@ class TrainConfig:
         Setting(
             "Windows in a batch.",
             OPTIMISATION,
-            least=1,
-            most=MOST,
+            minimum=1,
+            maximum=MOST,
             decisive=True,
             common=True,
         ),
@@ -160,8 +160,8 @@ class TrainConfig:
         Setting(
             "Batches whose gradients are summed for one step.",
             OPTIMISATION,
-            least=1,
-            most=MOST,
+            minimum=1,
+            maximum=MOST,
             decisive=True,
             common=True,
         ),
@@ -181,8 +181,8 @@ class TrainConfig:
         Setting(
             "Steps of linear warm-up, at most half of the run.",
             OPTIMISATION,
-            least=0,
-            most=MOST,
+            minimum=0,
+            maximum=MOST,
             decisive=True,
             common=True,
         ),
@@ -201,7 +201,7 @@ class TrainConfig:
     final_lr: Annotated[
         float | None,
         Setting(
-            "Learning rate at the end.", OPTIMISATION, least=0, default="lr / 20", decisive=True
+            "Learning rate at the end.", OPTIMISATION, minimum=0, default="lr / 20", decisive=True
         ),
     ] = None
     fade_from: Annotated[
@@ -209,7 +209,7 @@ class TrainConfig:
         Setting(
             "Share of the steps after which weights begin to anneal.",
             OPTIMISATION,
-            least=0,
+            minimum=0,
             default="half of the steps before the end of the fade, so 0.4; 0 for a run that starts"
             " from weights of all digits",
             decisive=True,
@@ -220,7 +220,7 @@ class TrainConfig:
         Setting(
             "Share of the steps after which annealed weights are ternary.",
             OPTIMISATION,
-            least=0,
+            minimum=0,
             default="half of the steps after the beginning of the fade, so 0.9; 0.1 for a run that"
             " starts from weights of all digits",
             decisive=True,
@@ -232,7 +232,7 @@ class TrainConfig:
             "Probability with which each output of a mixer or an MLP is dropped in training, for"
             " texts that are read several times.",
             OPTIMISATION,
-            least=0,
+            minimum=0,
             metavar="P",
             decisive=True,
         ),
@@ -242,7 +242,7 @@ class TrainConfig:
         Setting(
             "Probability with which each attention weight is dropped in training.",
             OPTIMISATION,
-            least=0,
+            minimum=0,
             metavar="P",
             decisive=True,
         ),
@@ -252,7 +252,7 @@ class TrainConfig:
         Setting(
             "Probability with which each number of the embedding's output is dropped in training.",
             OPTIMISATION,
-            least=0,
+            minimum=0,
             metavar="P",
             decisive=True,
         ),
@@ -262,7 +262,7 @@ class TrainConfig:
         Setting(
             "Share by which weights shrink in a step, relative to the learning rate: as AdamW's.",
             OPTIMISATION,
-            least=0,
+            minimum=0,
             default="0; 0.1 for the baselines float and ste",
             decisive=True,
         ),
@@ -272,8 +272,8 @@ class TrainConfig:
         Setting(
             "Random seed.",
             RUN,
-            least=0,
-            most=MOST,
+            minimum=0,
+            maximum=MOST,
             metavar="N",
             decisive=True,
             common=True,
@@ -284,8 +284,8 @@ class TrainConfig:
         Setting(
             "Steps between checkpoints. One is also saved at the start and every 5 minutes.",
             RUN,
-            least=1,
-            most=MOST,
+            minimum=1,
+            maximum=MOST,
             common=True,
         ),
     ] = 500
@@ -294,21 +294,21 @@ class TrainConfig:
         Setting(
             "Steps between evaluations; 0 is never.",
             RUN,
-            least=0,
+            minimum=0,
             default=f"a quarter of the run, {EVAL_EVERY[0]} to {EVAL_EVERY[1]}",
             common=True,
         ),
     ] = None
     log_every: Annotated[
         int | None,
-        Setting("Steps between records.", RUN, least=1, most=LONGEST_LOG, default="10"),
+        Setting("Steps between records.", RUN, minimum=1, maximum=LONGEST_LOG, default="10"),
     ] = None
     """Steps between records; None is `arbcli.training.schedule.LOG_EVERY`."""
     sample_every: Annotated[
         int | None,
-        Setting("Steps between samples of text.", RUN, least=1, default="only at the end"),
+        Setting("Steps between samples of text.", RUN, minimum=1, default="only at the end"),
     ] = None
-    keep: Annotated[int, Setting("Newest checkpoints to keep.", RUN, least=1, most=MOST)] = 2
+    keep: Annotated[int, Setting("Newest checkpoints to keep.", RUN, minimum=1, maximum=MOST)] = 2
     keep_best: Annotated[
         bool,
         Setting("Also keep the checkpoint of the lowest held-out loss.", RUN, negatable=False),
@@ -319,8 +319,8 @@ class TrainConfig:
             "Stop after so many evaluations without a lower held-out loss, and keep the checkpoint"
             " of the lowest.",
             RUN,
-            least=1,
-            most=MOST,
+            minimum=1,
+            maximum=MOST,
             default="all steps are done",
         ),
     ] = None
@@ -484,12 +484,12 @@ class TrainConfig:
             raise ArbError(
                 f"`lr` is {self.lr}", hint="use a number above 0 and at most 64", fields=("lr",)
             )
-        given = [name for name in ("fade_from", "fade_to") if getattr(self, name) is not None]
-        if given and self.model.digits != "fade":
+        ends = [name for name in ("fade_from", "fade_to") if getattr(self, name) is not None]
+        if ends and self.model.digits != "fade":
             raise ArbError(
-                f"`{given[0]}` only applies to weights that fade",
-                hint=f"leave `{given[0]}` out, or use `digits=fade`",
-                fields=(*given, "digits"),
+                f"`{ends[0]}` only applies to weights that fade",
+                hint=f"leave `{ends[0]}` out, or use `digits=fade`",
+                fields=(*ends, "digits"),
             )
         begin, end = self.fades
         if not 0 <= begin < end <= 1:
@@ -581,12 +581,12 @@ class TrainConfig:
         """Check the formats of sounds and pictures, which need a model of bytes."""
         if self.picture is not None:
             import_module("arbcli.families.media.pictures").check_form(self.picture)
-        given = [name for name in ("sound", "picture") if getattr(self, name) is not None]
-        if given and self.tokenizer is not None:
+        formats = [name for name in ("sound", "picture") if getattr(self, name) is not None]
+        if formats and self.tokenizer is not None:
             raise ArbError(
-                f"`{given[0]}` needs a model of bytes, and the tokenizer reads text",
-                hint=f"leave `{given[0]}` or `tokenizer` out",
-                fields=(given[0], "tokenizer"),
+                f"`{formats[0]}` needs a model of bytes, and the tokenizer reads text",
+                hint=f"leave `{formats[0]}` or `tokenizer` out",
+                fields=(formats[0], "tokenizer"),
             )
 
     def _check_scale_losses(self) -> None:
@@ -644,8 +644,8 @@ class TrainConfig:
         """Number of steps between evaluations; 0 for no evaluations."""
         if self.eval_every is not None:
             return self.eval_every
-        least, most = EVAL_EVERY
-        return min(max(self.steps // 4, least), most)
+        fewest, limit = EVAL_EVERY
+        return min(max(self.steps // 4, fewest), limit)
 
     def decisive(self) -> dict[str, Any]:
         """Return the settings that the weights depend on, without the model's, by name."""
@@ -692,7 +692,7 @@ def words_of(option: str) -> dict[str, Mapping[str, str]]:
     return {word: fields for words in shared for word, fields in words.items()}
 
 
-def spelled_out(given: dict[str, Any]) -> dict[str, Any]:
+def spelled_out(values: dict[str, Any]) -> dict[str, Any]:
     """Replace names and words of options by fields and their values.
 
     Raises:
@@ -700,7 +700,7 @@ def spelled_out(given: dict[str, Any]) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for spelling, value in given.items():
+    for spelling, value in values.items():
         name = field_of(spelling)
         known = CORE_SETTINGS.get(name)  # settings of families have no words
         fields: Mapping[str, Any] = {name: value}
@@ -711,7 +711,7 @@ def spelled_out(given: dict[str, Any]) -> dict[str, Any]:
             source = sources.setdefault(field, spelling)
             if source != spelling and settings[field] != setting:
                 raise ArbError(
-                    f"`{source}={given[source]}` and `{spelling}={value}` contradict each other",
+                    f"`{source}={values[source]}` and `{spelling}={value}` contradict each other",
                     hint="give one of them",
                 )
             settings[field] = setting
@@ -725,8 +725,8 @@ def trains_ternary(preset: str | ModelConfig, weights: str | None) -> bool:
         preset: name of a preset, or the configuration of a model.
         weights: value of the setting `weights`; None for the model's own.
     """
-    own = "ternary" if isinstance(preset, str) else preset.weights
-    return (weights or own) == "ternary"
+    default = "ternary" if isinstance(preset, str) else preset.weights
+    return (weights or default) == "ternary"
 
 
 def train_config(
@@ -736,7 +736,7 @@ def train_config(
     backend: str,
     compute: str,
     fields: Mapping[str, Any] | None = None,
-    **given: Any,
+    **settings: Any,
 ) -> TrainConfig:
     """Build a configuration from settings, with defaults for all others.
 
@@ -745,16 +745,16 @@ def train_config(
         device: name of the device in torch.
         backend: backend of the kernels.
         compute: one of `COMPUTES`.
-        fields: further fields of the model by path: see `arbcli.config.fields.with_fields`.
-        given: fields of `TrainConfig` and arguments of the preset's short form.
+        fields: further fields of the model by path: see `arbcli.config.fields.change_fields`.
+        settings: fields of `TrainConfig` and arguments of the preset's short form.
 
     Raises:
         ArbError: settings are invalid or contradict each other.
     """
-    given = spelled_out(given)
-    shape = {n: given.pop(n) for n in [*given] if n not in FIELDS and n in ARGUMENTS}
+    settings = spelled_out(settings)
+    shape = {n: settings.pop(n) for n in [*settings] if n not in FIELDS and n in ARGUMENTS}
     ternary = trains_ternary(preset, shape.get("weights"))
-    if ternary and given.get("optimizer") == "muon":  # a word for both kinds of weights
+    if ternary and settings.get("optimizer") == "muon":  # a word for both kinds of weights
         direction = shape.get("direction")
         if direction not in (None, "orthogonal"):
             raise ArbError(
@@ -763,14 +763,14 @@ def train_config(
                 fields=("direction", "optimizer"),
             )
         shape["direction"] = "orthogonal"
-        del given["optimizer"]
+        del settings["optimizer"]
     if not ternary and shape.get("direction") == "orthogonal":
-        given.setdefault("optimizer", "muon")
+        settings.setdefault("optimizer", "muon")
         del shape["direction"]
     model = assembled(preset, fields=fields, **shape)
-    if ternary and "optimizer" in given:
+    if ternary and "optimizer" in settings:
         raise ArbError(
-            f"`optimizer={given['optimizer']}` only works with float weights",
+            f"`optimizer={settings['optimizer']}` only works with float weights",
             hint="use `muon`, `adafactor` or `sign`, or `weights=float`",
             fields=("optimizer", "weights"),
         )
@@ -782,17 +782,17 @@ def train_config(
             hint="use `adamw` or `muon` and no rule, or `weights=ternary`",
             fields=(*stepped, "weights"),
         )
-    optimizer = given.pop("optimizer", "rule" if ternary else "adamw")
-    given.setdefault("lr", default_lr(model, optimizer))
-    data, val = (tuple(map(str, given.pop(name, ()))) for name in ("data", "val"))
-    given["scale_losses"] = tuple(given.pop("scale_losses", ()))
-    if given.get("tokenizer") is not None:
-        given["tokenizer"] = str(given["tokenizer"])
-    if given.get("teacher") is not None:
-        given["teacher"] = str(given["teacher"])
+    optimizer = settings.pop("optimizer", "rule" if ternary else "adamw")
+    settings.setdefault("lr", default_lr(model, optimizer))
+    data, val = (tuple(map(str, settings.pop(name, ()))) for name in ("data", "val"))
+    settings["scale_losses"] = tuple(settings.pop("scale_losses", ()))
+    if settings.get("tokenizer") is not None:
+        settings["tokenizer"] = str(settings["tokenizer"])
+    if settings.get("teacher") is not None:
+        settings["teacher"] = str(settings["teacher"])
     return TrainConfig(
         model=model, optimizer=optimizer, data=data, val=val,
-        device=device, backend=backend, compute=compute, **given,
+        device=device, backend=backend, compute=compute, **settings,
     )  # fmt: skip
 
 
@@ -800,8 +800,8 @@ def default_lr(model: ModelConfig, optimizer: str) -> float:
     """Return the default learning rate of a model."""
     if model.weights != "ternary":
         return FLOAT_LR.get((model.weights, optimizer), 1e-3)
-    of_digits = {"trit": LR, "all": LR_OF_DIGITS}
-    return of_digits.get(model.digits, LR_OF_FADING)[model.rule]
+    tables = {"trit": LR, "all": LR_OF_DIGITS}
+    return tables.get(model.digits, LR_OF_FADING)[model.rule]
 
 
 def train_config_from(facts: dict[str, Any]) -> TrainConfig:

@@ -23,8 +23,8 @@ from arbcli.data.special_tokens import (
     folders_of,
     keep_special_tokens,
     read_settings,
+    set_special_tokens,
     special_tokens,
-    with_special_tokens,
 )
 
 TEMPLATE = "chat_template.jinja"
@@ -293,7 +293,7 @@ def keep_template(tokenizer: Path | str, run: Path) -> None:
         )
     make_folder(folder)
     write_text(folder / TEMPLATE, template.source)
-    write_json(folder / SETTINGS, with_special_tokens(settings, template.tokens))
+    write_json(folder / SETTINGS, set_special_tokens(settings, template.tokens))
     (folder / MAP).unlink(missing_ok=True)  # it would be read before the settings
 
 
@@ -344,11 +344,11 @@ def template_of(run: Path) -> ChatTemplate:
     """
     template = find_template(run / TOKENIZER)
     if template is None:
-        raise without_template(run)
+        raise missing_template(run)
     return template
 
 
-def without_template(run: Path) -> ArbError:
+def missing_template(run: Path) -> ArbError:
     """Return the error for a saved model without a chat template."""
     return ArbError(
         f"`{run}` has no chat template",

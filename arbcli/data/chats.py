@@ -128,9 +128,9 @@ class Chats(Text):
         self._flat = np.concatenate(documents)
         self.bins = pack([size - 1 for _, size in self._places], context)
         """Numbers of the documents of each window."""
-        of_documents = np.array(totals)
-        of_windows = [of_documents[window].sum(axis=0) for window in self.bins]
-        self._learnt, self._bytes = np.array(of_windows).T
+        document_totals = np.array(totals)
+        window_totals = [document_totals[window].sum(axis=0) for window in self.bins]
+        self._learnt, self._bytes = np.array(window_totals).T
         """Number of tokens with a loss, and bytes of text, of each window."""
 
     def __len__(self) -> int:

@@ -181,16 +181,16 @@ def _bounded(blocks: Iterator[bytes], path: Path, packed_bytes: int) -> Iterator
     Raises:
         ArbError: there are more bytes, or the file cannot be read.
     """
-    most = max(FEWEST_BYTES, MOST_TIMES * packed_bytes)
+    limit = max(FEWEST_BYTES, MOST_TIMES * packed_bytes)
     if LIMIT in os.environ:
-        most = number_in(os.environ, LIMIT, 1) * 2**30
+        limit = number_in(os.environ, LIMIT, 1) * 2**30
     total = 0
     try:
         for block in blocks:
             total += len(block)
-            if total > most:
+            if total > limit:
                 raise ArbError(
-                    f"`{path}`, of {packed_bytes:,} bytes, unpacks to more than {most:,}",
+                    f"`{path}`, of {packed_bytes:,} bytes, unpacks to more than {limit:,}",
                     hint=f"if this is intended, set `{LIMIT}` to the maximum size in GiB",
                 )
             yield block
@@ -266,14 +266,14 @@ def _frames(blocks: Iterator[bytes], decompressor: Any) -> Iterator[bytes]:
 
 
 def _records(
-    path: Path, name: str, wanted: Callable[[bytes], bool] = lambda line: True
+    path: Path, name: str, selects: Callable[[bytes], bool] = lambda line: True
 ) -> Iterator[tuple[int, Any]]:
     """Yield the number and the value of each record.
 
     Args:
         path: path of the file.
         name: its name without suffixes of compression.
-        wanted: whether a line is parsed.
+        selects: whether a line is parsed.
 
     Raises:
         ArbError: the file is not JSON.
@@ -288,11 +288,11 @@ def _records(
                     hint="write its records as JSON lines",
                 )
         content = bytes(read)
-        if wanted(content):
+        if selects(content):
             yield from enumerate(_parsed(content, "", path), 1)
         return
     for number, line in enumerate(_lines(_unpacked(path), path), 1):
-        if line.strip() and wanted(line):
+        if line.strip() and selects(line):
             yield number, _parsed(line, f"line {number} of ", path)
 
 
@@ -388,7 +388,7 @@ def _rows(path: Path) -> Iterator[bytes]:
         for rows in table.iter_batches(batch_size=ROWS):
             for row in rows.to_pylist():
                 try:
-                    text = json.dumps(_without_missing(row), ensure_ascii=False)
+                    text = json.dumps(_drop_missing(row), ensure_ascii=False)
                 except TypeError as error:  # such as bytes, or a date
                     raise ArbError(
                         f"`{path}` has a column that JSON has no form for: {error}",
@@ -397,11 +397,11 @@ def _rows(path: Path) -> Iterator[bytes]:
                 yield text.encode() + b"\n"
 
 
-def _without_missing(value: Any) -> Any:
+def _drop_missing(value: Any) -> Any:
     """Leave out fields that are None: columns have every field that any row has."""
     if isinstance(value, dict):
-        return {k: _without_missing(part) for k, part in value.items() if part is not None}
-    return [*map(_without_missing, value)] if isinstance(value, list) else value
+        return {k: _drop_missing(part) for k, part in value.items() if part is not None}
+    return [*map(_drop_missing, value)] if isinstance(value, list) else value
 
 
 def _column(path: Path, field: str) -> Iterator[bytes]:

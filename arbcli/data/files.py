@@ -97,7 +97,7 @@ def find_files(entries: Sequence[str], left_out: list[str], conversion: Conversi
             unique.setdefault(os.path.realpath(file), file)
     files = [file for file in unique.values() if file_bytes(file)]
     if not files:
-        raise _without_text(entries)
+        raise _missing_text(entries)
     return files
 
 
@@ -116,7 +116,7 @@ def _expand(entry: str, left_out: list[str], conversion: Conversion) -> list[Pat
         elif is_named or stat.S_ISREG(mode):
             files.append(Path(os.path.abspath(match)))
     if not files:
-        raise _without_files(entry, is_named=is_named, media=media)
+        raise _missing_files(entry, is_named=is_named, media=media)
     return files
 
 
@@ -156,12 +156,12 @@ def check_named(entries: Iterable[str], field: str | None = None) -> None:
             has_bytes |= file_bytes(Path(path)) > 0
             plain.append(not may_have_records(Path(path)))
         elif not mode and next(_matches(path), None) is None:
-            raise _without_files(weight_of(entry)[0], is_named=False)
+            raise _missing_files(weight_of(entry)[0], is_named=False)
         else:
             plain.append(False)
             has_bytes = True  # unknown until the folder or glob is read
     if entries and not has_bytes:
-        raise _without_text(entries)
+        raise _missing_text(entries)
     if field is not None and plain and all(plain):
         raise ArbError(
             f"`--field {field}` only applies to records, and none of the texts is a .jsonl,"
@@ -197,11 +197,11 @@ def weight_of(entry: str) -> tuple[str, float | None]:
     return path, float(weight)
 
 
-def _without_text(entries: Iterable[str]) -> ArbError:
+def _missing_text(entries: Iterable[str]) -> ArbError:
     return ArbError(f"there is no text in {quoted(entries)}", hint="name files that are not empty")
 
 
-def _without_files(entry: str, *, is_named: bool, media: Collection[str] = frozenset()) -> ArbError:
+def _missing_files(entry: str, *, is_named: bool, media: Collection[str] = frozenset()) -> ArbError:
     """Return the error of an entry without texts, with the kinds of media that it has."""
     if media:
         options = {"sound": "`--sound mulaw`", "picture": "`--picture rgb`"}

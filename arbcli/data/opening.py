@@ -74,11 +74,11 @@ def open_texts(
         held_out = _plain_text(find_files(val, left_out, conversion), conversion)
     else:
         split = split if data else "files"
-        each = [_split(files, seed, conversion, split, context) for files, _ in parts]
-        train = _mix([text for _, (text, _) in each], weights)
-        held_out = _mix([text for _, (_, text) in each], weights)
-        if len(each) == 1:  # the texts of a mixture may be split differently
-            kind_of_split = each[0][0]
+        splits = [_split(files, seed, conversion, split, context) for files, _ in parts]
+        train = _mix([text for _, (text, _) in splits], weights)
+        held_out = _mix([text for _, (_, text) in splits], weights)
+        if len(splits) == 1:  # the texts of a mixture may be split differently
+            kind_of_split = splits[0][0]
     for text, role in ((train, "training"), (held_out, "validation")):
         if not text.windows(context + 1):
             shortest = min(map(len, text.texts)) if isinstance(text, Mixture) else len(text)
@@ -194,9 +194,9 @@ def _split(
 
 def _are_alike(train: Text, val: Text) -> bool:
     """Return whether the size and entropy of a held-out text fit those of the training text."""
-    least, most = USUAL_SHARES
+    lowest, highest = USUAL_SHARES
     share = len(val) / max(1, len(train) + len(val))
-    return least <= share <= most and abs(entropy(train) - entropy(val)) <= FAR_NATS
+    return lowest <= share <= highest and abs(entropy(train) - entropy(val)) <= FAR_NATS
 
 
 def _split_files(files: list[Path], seed: int) -> tuple[list[Path], list[Path]]:

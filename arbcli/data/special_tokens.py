@@ -56,7 +56,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text}
 
 
-def with_special_tokens(settings: Mapping[str, Any], tokens: Mapping[str, str]) -> dict[str, Any]:
+def set_special_tokens(settings: Mapping[str, Any], tokens: Mapping[str, str]) -> dict[str, Any]:
     """Return a tokenizer's settings with other special tokens: see `special_tokens`."""
     others = {name: text for name, text in tokens.items() if name not in NAMED}
     kept = {name: value for name, value in settings.items() if name not in (*NAMED, *OWN_NAMES)}
@@ -114,7 +114,7 @@ def keep_special_tokens(tokenizer: Path | str, run: Path) -> None:
         return
     tokens = next(filter(None, map(special_tokens, folders_of(tokenizer))), {})
     stops = list(dict.fromkeys(chain(*map(_declared, folders_of(tokenizer)))))
-    settings = with_special_tokens({}, tokens)
+    settings = set_special_tokens({}, tokens)
     written = {SETTINGS: settings, GENERATION: {"eos_token_id": stops} if stops else {}}
     for name, content in written.items():
         if content:

@@ -77,12 +77,12 @@ class Tokenizer:
 
     def _find_beginning(self) -> list[int]:
         """Return the tokens that the tokenizer's post-processor adds before a text."""
-        with_special, plain = (
+        encoded, plain = (
             self._tokenizer.encode("a", add_special_tokens=x).ids for x in (True, False)
         )
-        starts = range(len(with_special) - len(plain) + 1)
-        start = next((at for at in starts if with_special[at : at + len(plain)] == plain), 0)
-        return with_special[:start]
+        starts = range(len(encoded) - len(plain) + 1)
+        start = next((at for at in starts if encoded[at : at + len(plain)] == plain), 0)
+        return encoded[:start]
 
     @classmethod
     def read(cls, path: Path | str) -> "Tokenizer":

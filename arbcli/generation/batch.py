@@ -109,7 +109,7 @@ def _generate(
         return
     ask = ask or partial(symbols_of, model)
     prompts = [ask(request.prompt) for request in requests]
-    ends = [len(prompt) + each.length for prompt, each in zip(prompts, requests, strict=True)]
+    ends = [len(prompt) + request.length for prompt, request in zip(prompts, requests, strict=True)]
     slots, shortest, stops = min(batch, len(requests)), min(map(len, prompts)), ends_of(model)
     weights = model.prepared_weights(spare_bytes(model.device))
     with explained_out_of_memory(OUT_OF_MEMORY), weights, use_backend(backend):
@@ -125,9 +125,11 @@ def _generate(
                 request = requests[index]
                 decoder.begin(prompts[index], request.sampling, slot=slot, stream=request.stream)
             if running:
-                decoder.step(min(ends[each] - decoder.lengths[at] for at, each in running.items()))
+                decoder.step(
+                    min(ends[index] - decoder.lengths[slot] for slot, index in running.items())
+                )
             for index, fetch in ended:  # while the steps run on the GPU
-                symbols = _before_end(fetch(), stops)
+                symbols = _truncate(fetch(), stops)
                 yield index, b"".join(bytes_of(model, prompts[index], [symbols])), len(symbols)
             free = [at for at, index in running.items() if decoder.lengths[at] == ends[index]]
             ended = [
@@ -136,7 +138,7 @@ def _generate(
             ]
 
 
-def _before_end(symbols: Sequence[int], ends: Collection[int]) -> Sequence[int]:
+def _truncate(symbols: Sequence[int], ends: Collection[int]) -> Sequence[int]:
     """Return the symbols before the first that ends a text."""
     place = next((i for i, symbol in enumerate(symbols) if symbol in ends), len(symbols))
     return symbols[:place]

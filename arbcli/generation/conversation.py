@@ -4,7 +4,7 @@ from pathlib import Path
 
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import TOKENIZER
-from arbcli.data.chat_template import Message, template_of, without_template
+from arbcli.data.chat_template import Message, missing_template, template_of
 from arbcli.data.special_tokens import stop_tokens
 from arbcli.model.language_model import LanguageModel
 
@@ -23,7 +23,7 @@ class Conversation:
 
     def __init__(self, model: LanguageModel, checkpoint: Path, system: str | None = None) -> None:
         if model.tokenizer is None:
-            raise without_template(checkpoint.parent)
+            raise missing_template(checkpoint.parent)
         self._template = template_of(checkpoint.parent)
         self._tokenizer = model.tokenizer
         self.messages: list[Message] = []
@@ -45,9 +45,9 @@ class Conversation:
         """Return the tokens of a chat with this message next, without appending it: see `ask`."""
         return self._tokens([*self.messages, self._message("user", message)])
 
-    def answered(self, made: bytes) -> None:
+    def answered(self, output: bytes) -> None:
         """Append the model's answer."""
-        text = made.decode(errors="replace")
+        text = output.decode(errors="replace")
         self.messages.append({"role": "assistant", "content": text})
 
     def _message(self, role: str, content: bytes) -> Message:

@@ -323,17 +323,17 @@ class Decoder:
         end = begin + length
         together = FETCHED_STEPS if self.device.type == "cuda" else 1
         checks.begin(self._byte)
-        in_flight: deque[_Fetch] = deque()
+        pending: deque[_Fetch] = deque()
         while True:
-            launched = sum(group.checks for group in in_flight)
+            launched = sum(group.checks for group in pending)
             more = min(together, (end - begin) // size - launched)
-            if more > 0 and len(in_flight) < 2:
+            if more > 0 and len(pending) < 2:
                 self.check(more)
-                most = self._texts[0][begin : begin + (launched + more) * size]
+                checked = self._texts[0][begin : begin + (launched + more) * size]
                 position = copied_to_host(self.cache.position[None])
-                in_flight.append(_Fetch(more, begin, position, copied_to_host(most)))
-            elif in_flight:
-                group = in_flight.popleft()
+                pending.append(_Fetch(more, begin, position, copied_to_host(checked)))
+            elif pending:
+                group = pending.popleft()
                 self.lengths[0] = group.position()[0] + 1
                 self.checks_made += group.checks
                 self.checked_bytes += self.lengths[0] - begin

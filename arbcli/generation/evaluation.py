@@ -229,7 +229,7 @@ def _masked_losses(model: LanguageModel, ids: Tensor, numbers: range, draws: int
     return losses
 
 
-def _by_position(sums: Tensor, count: float) -> tuple[OfPositions, ...]:
+def _average_positions(sums: Tensor, count: float) -> tuple[OfPositions, ...]:
     """Average the sums of losses in buckets of positions.
 
     Args:
@@ -300,10 +300,10 @@ def evaluate(
     ):
         cache_dtype = model.cache_dtype
         length = min(context, len(text) - 1)
-        each, last = text.symbol_bytes, len(text) - 1
+        symbol_bytes, last = text.symbol_bytes, len(text) - 1
 
         def report_progress(done: int, loss: float) -> None:
-            progress(round(done * each), round(last * each), loss / each)
+            progress(round(done * symbol_bytes), round(last * symbol_bytes), loss / symbol_bytes)
 
         sums = torch.zeros(length, dtype=torch.float64, device=model.device)
         media: MediaLosses | None = None
@@ -320,18 +320,18 @@ def evaluate(
             draws=draws,
         )
     seconds = time.perf_counter() - started
-    of_token, nats = nats, nats / text.symbol_bytes
+    token_nats, nats = nats, nats / text.symbol_bytes
     bits = nats / math.log(2)
     count = sum(1 for _ in windows(len(text), context, stride)) * text.symbol_bytes
-    size, of_tokens = len(text.source), model.tokenizer is not None
+    size, has_tokenizer = len(text.source), model.tokenizer is not None
     return EvaluateReport(
         checkpoint=checkpoint,
         text=description,
         bytes=size,
         nats_per_byte=nats,
         bits_per_byte=bits,
-        tokens=len(text) if of_tokens else None,
-        nats_per_token=of_token if of_tokens else None,
+        tokens=len(text) if has_tokenizer else None,
+        nats_per_token=token_nats if has_tokenizer else None,
         entropy=entropy(text),
         compression_ratio=8 * size / (8 + bits * (size - 1)),
         context=context,
@@ -340,7 +340,7 @@ def evaluate(
         bytes_per_second=size / seconds,
         kv=cache_dtype,
         draws=draws if is_masked else None,
-        by_position=_by_position(sums, count),
+        by_position=_average_positions(sums, count),
         by_kind=() if media is None else media.report(),
         device=str(model.device),
         backend=backend,

@@ -209,20 +209,20 @@ def _count_tensors(checkpoint: Checkpoint) -> int:
     To save time, only one of each kind of block is built.
     """
     config = saved_config(checkpoint)
-    few = dataclasses.replace(config, stages=tuple(map(_with_few_blocks, config.stages)))
+    few = dataclasses.replace(config, stages=tuple(map(_distinct_blocks, config.stages)))
     smallest = dataclasses.replace(checkpoint, config=dataclasses.asdict(few))
-    found = Counter(map(_block_of, empty_model(smallest).state_dict()))
-    total = found.pop(None)
+    num_tensors = Counter(map(_block_of, empty_model(smallest).state_dict()))
+    total = num_tensors.pop(None)
     for index, (stage, short) in enumerate(zip(config.stages, few.stages, strict=True)):
         names = (f"stages.{index}.encoder", f"stages.{index}.decoder")
         for name, blocks, distinct in zip(names, stage.lists, short.lists, strict=False):
             prefix = name if stage.chunking else "blocks"
-            counts = {own: found[f"{prefix}.{at}"] for at, own in enumerate(distinct)}
+            counts = {block: num_tensors[f"{prefix}.{at}"] for at, block in enumerate(distinct)}
             total += sum(counts[block] for block in blocks)
     return total
 
 
-def _with_few_blocks(stage: StageConfig) -> StageConfig:
+def _distinct_blocks(stage: StageConfig) -> StageConfig:
     """Return a stage that has each distinct block once."""
 
     def few(blocks: Blocks) -> Blocks:
@@ -240,8 +240,8 @@ def _with_few_blocks(stage: StageConfig) -> StageConfig:
 
 def _block_of(name: str) -> str | None:
     """Return the name of the block that a tensor belongs to; None for other tensors."""
-    found = re.match(r"(blocks|stages\.\d+\.(?:encoder|decoder))\.\d+", name)
-    return found[0] if found else None
+    match = re.match(r"(blocks|stages\.\d+\.(?:encoder|decoder))\.\d+", name)
+    return match[0] if match else None
 
 
 def check_saved(checkpoint: Checkpoint) -> None:

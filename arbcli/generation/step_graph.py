@@ -98,11 +98,13 @@ class StepGraph:
         self, graph: ctypes.c_void_p, last: ctypes.c_void_p, handle: Tensor
     ) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
         """Add a conditional node after the last one; return its empty body, and the node."""
-        found = ctypes.c_uint64()
+        condition = ctypes.c_uint64()
         flags = ctypes.c_uint(0), ctypes.c_uint(0)  # no default value
-        _call("cuGraphConditionalHandleCreate", ctypes.byref(found), graph, self._context, *flags)
-        handle.fill_(ctypes.c_int64(found.value).value)
-        params = _NodeParams(type=_CONDITIONAL, handle=found, condition=_IF, size=1)
+        _call(
+            "cuGraphConditionalHandleCreate", ctypes.byref(condition), graph, self._context, *flags
+        )
+        handle.fill_(ctypes.c_int64(condition.value).value)
+        params = _NodeParams(type=_CONDITIONAL, handle=condition, condition=_IF, size=1)
         params.context = self._context
         node, (before, count) = ctypes.c_void_p(), _after(last)
         _call(

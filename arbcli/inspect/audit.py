@@ -107,12 +107,12 @@ class AuditReport:
     """Every float tensor of the first step; None unless it was asked for."""
 
 
-def config_of_any_gpu(**given: Any) -> TrainConfig:
+def config_of_any_gpu(**settings: Any) -> TrainConfig:
     """Build a configuration for a GPU, which need not be there: for predictions alone."""
     if torch.cuda.is_available():
-        return new_config(**given, device="cuda")
-    compute = given.pop("compute", "bf16")
-    config = new_config(**given, device="cpu", compute=compute)
+        return new_config(**settings, device="cuda")
+    compute = settings.pop("compute", "bf16")
+    config = new_config(**settings, device="cpu", compute=compute)
     return dataclasses.replace(config, device="cuda", backend="triton")
 
 

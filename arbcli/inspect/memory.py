@@ -12,7 +12,7 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from arbcli.config.model import ModelConfig
-from arbcli.config.parts.base import without_rules
+from arbcli.config.parts.base import remove_rules
 from arbcli.config.site import SCALE_TYPES
 from arbcli.inspect.parts import PartReport, list_parts
 from arbcli.model.rules import DIRECTION, RULES
@@ -119,8 +119,8 @@ def predict_parts(config: ModelConfig) -> ModelReport:
     """Count the weights and bytes of a model and of each of its parts: see `predict`."""
     model = _empty(config)
     report = _state(config, model)
-    of_model = {field.name: getattr(report, field.name) for field in fields(report)}
-    return ModelReport(**of_model, parts=list_parts(model))
+    fields_of_model = {field.name: getattr(report, field.name) for field in fields(report)}
+    return ModelReport(**fields_of_model, parts=list_parts(model))
 
 
 def _empty(config: ModelConfig) -> "LanguageModel":
@@ -140,8 +140,8 @@ def _state(config: ModelConfig, model: "LanguageModel") -> StateReport:
             sizes[kind] = sizes.get(kind, 0) + getattr(tensor, name).nbytes
         weights = getattr(tensor, "num_weights", 0)
         trits = TRITS_PER_BYTE * sizes["trits"]
-        of_area = parts.setdefault(tensor.area, [])
-        of_area.append(_add_up(weights, trits - weights, sizes))
+        area_parts = parts.setdefault(tensor.area, [])
+        area_parts.append(_add_up(weights, trits - weights, sizes))
     areas = {area: _sum(footprints) for area, footprints in parts.items() if footprints}
     total = _sum(list(areas.values()))
     tensors = model.packed_tensors().values()
@@ -160,7 +160,7 @@ def what_if(config: ModelConfig) -> WhatIfReport:
 
     Rules of parts are left out.
     """
-    config, choices = without_rules(config), []
+    config, choices = remove_rules(config), []
     for scale_type, name in itertools.product(SCALE_TYPES, RULES):
         stored = dataclasses.replace(
             config, rule=name, direction=DIRECTION[name], scale_type=scale_type

@@ -47,18 +47,20 @@ def list_parts(model: "LanguageModel") -> tuple[PartReport, ...]:
 
 
 def _parts(model: "LanguageModel", config: ModelConfig) -> Iterator[PartReport]:
-    of_name = _configs(config)
+    configs = _configs(config)
     for name, module in model.named_children():
         if name == "stages":
             for index, (stage, chunking) in enumerate(
                 zip(module.children(), config.chunkings, strict=True)
             ):
-                path, own = f"stages.{index}", config.stages[index]
-                about = _stream(own)
+                path, stage_config = f"stages.{index}", config.stages[index]
+                about = _stream(stage_config)
                 about |= {"boundaries": chunking.boundaries, "length": chunking.length}
                 yield _part(path, [stage], kind="stage", shape=_words(about))
                 for child, part in stage.named_children():
-                    blocks = {"encoder": own.before, "decoder": own.after}.get(child)
+                    blocks = {"encoder": stage_config.before, "decoder": stage_config.after}.get(
+                        child
+                    )
                     if blocks is None:
                         yield _part(f"{path}.{child}", [part], depth=1)
                     else:
@@ -71,7 +73,7 @@ def _parts(model: "LanguageModel", config: ModelConfig) -> Iterator[PartReport]:
         elif name == "head" and config.tied:
             yield _part(name, [module], kind=name, shape="that of the embedding")
         else:
-            yield _part(name, [module], config=of_name.get(name))
+            yield _part(name, [module], config=configs.get(name))
 
 
 def _stream(stage: StageConfig) -> dict[str, Any]:

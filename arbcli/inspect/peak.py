@@ -23,8 +23,8 @@ from arbcli.inspect.trace import (
     KnownShapes,
     Storages,
     calling_function,
-    without_compiler,
-    without_memory,
+    no_compiler,
+    no_memory,
 )
 from arbcli.kernels.runtime.backend import compile_for, gpu_of, num_processors
 from arbcli.kernels.runtime.device import COMPUTE, deterministic
@@ -151,7 +151,7 @@ def _topk(args: tuple) -> _Hidden:
     """Return the counters of a radix search whose blocks share slices, with 256 digits each."""
     x = args[0]
     slices, length = x.numel() // x.shape[-1], x.shape[-1]
-    if length < next((least for most, least in TOPK_SLICES if slices <= most), 400):
+    if length < next((least for limit, least in TOPK_SLICES if slices <= limit), 400):
         return _Hidden()
     threads = num_processors(x) * 6 * 256
     per_thread = min(max(-(-x.numel() // threads), 4), 64)
@@ -188,7 +188,7 @@ HIDDEN: dict[Any, Callable[[tuple], _Hidden]] = {
 They are from records of the allocator, and for `scatter_`, `cumsum` and `topk` from torch's source.
 Sums in two steps, 512 bytes each, are omitted.
 """
-IN_PLACE = {
+INPLACE_VARIANTS = {
     torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
     torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
     torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
@@ -248,8 +248,8 @@ class _Trace(Storages):
                 dtype = kwargs.get("dtype") or args[0].dtype  # numbers that the host computes with
                 return torch.ones(args[0].shape, dtype=dtype, device="cpu")
             return super().__torch_dispatch__(func, types, args, kwargs)
-        if func in IN_PLACE and self._is_own(args[0]):
-            func = IN_PLACE[func]
+        if func in INPLACE_VARIANTS and self._is_own(args[0]):
+            func = INPLACE_VARIANTS[func]
         hidden = HIDDEN[func](args) if func in HIDDEN else _Hidden()
         taken = [self._take(size, func) for size in hidden.before]
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -260,7 +260,7 @@ class _Trace(Storages):
             # one for each thread that has had a product, and others where steps are captured
             first = self.memories[0]
             captured = isinstance(first, Allocator) and first.is_capturing
-            place = (WORKSPACES[func], self._in_backward, captured)
+            place = (WORKSPACES[func], self._runs_backward, captured)
             if place not in self._workspaces:
                 self._workspaces.add(place)
                 self._take(WORKSPACES[func], func, "constant")
@@ -331,16 +331,18 @@ class _Trace(Storages):
             yield
 
     @property
-    def _in_backward(self) -> bool:
+    def _runs_backward(self) -> bool:
         """Whether autograd runs, which has a thread of its own for a GPU."""
         return torch._C._current_graph_task_id() >= 0
 
     def _is_own(self, total: Tensor) -> bool:
         """Whether autograd itself is adding something to a tensor that is not a view."""
-        return self._in_backward and not total._is_view() and calling_function() == "autograd"
+        return self._runs_backward and not total._is_view() and calling_function() == "autograd"
 
     def _take(self, size: int, op: Any, part: str | None = None, *, tensor: str = "") -> "_Taken":
-        part = part or ("state" if self.loading else "transient" if self._in_backward else "saved")
+        part = part or (
+            "state" if self.loading else "transient" if self._runs_backward else "saved"
+        )
         before = self.allocated
         blocks = tuple(memory.allocate(size) for memory in self.memories)
         size = self.allocated - before
@@ -428,7 +430,7 @@ class _Imagined(Group):
         """Return the tensor unchanged, without communication."""
         return PendingTensor(tensor)
 
-    def in_order(self, tensors: list[Tensor]) -> list[Tensor]:
+    def gather(self, tensors: list[Tensor]) -> list[Tensor]:
         """Allocate memory for the tensors of all processes."""
         if not tensors:
             return tensors
@@ -487,9 +489,9 @@ def predict_peak(
     with (
         deterministic(),
         compile_for(*_gpu(device)),
-        without_compiler(),
+        no_compiler(),
         trace,
-        without_memory(device),
+        no_memory(device),
         _initialising_once(),
     ):
         text: Any = _AnyText(config)  # all of a text that a step asks for

@@ -83,8 +83,10 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
         label = f"after step {reading['step']}"
         sizes = [_number(size) for size in reading["residual_rms"]]
         stream.plot(range(len(sizes)), sizes, "o-", color=color, markersize=4, label=label)
-    most = [_number(size) for size in last["residual_most"]]
-    stream.plot(range(len(most)), most, "^:", color=BLUE, markersize=3, label="largest of a byte")
+    largest = [_number(size) for size in last["residual_most"]]
+    stream.plot(
+        range(len(largest)), largest, "^:", color=BLUE, markersize=3, label="largest of a byte"
+    )
     for name, color in (("mixer_rms", ORANGE), ("channel_rms", GREEN)):
         sizes = [_number(size) for size in last[name]]
         label = name.replace("channel_rms", "channel mixer").removesuffix("_rms")
@@ -139,9 +141,15 @@ def _draw_ranges(axes: "Axes", ranges: list[list[float | None]]) -> None:
         for place, branch in enumerate((0, 4)):
             ends = [[_number(value) for value in of[branch + shift :][:2]] for of in ranges]
             at = [index + 0.5 * place for index in range(len(ends))]
-            least, most = zip(*ends, strict=True)
+            lowest, highest = zip(*ends, strict=True)
             axes.vlines(
-                at, least, most, label="" if place else label, color=color, linewidth=3, alpha=0.7
+                at,
+                lowest,
+                highest,
+                label="" if place else label,
+                color=color,
+                linewidth=3,
+                alpha=0.7,
             )
     axes.legend(frameon=False, fontsize=8)
     _label(axes, "weights of streams", "blocks, attention and MLP", "least to largest")

@@ -92,7 +92,7 @@ def open_saved(
     note: Callable[[str], None],
     device: str | None = None,
     backend: str | None = None,
-    **given: Any,
+    **settings: Any,
 ) -> tuple[TrainConfig, Checkpoint]:
     """Read the arguments with which `probe` continues a saved model.
 
@@ -102,7 +102,7 @@ def open_saved(
         note: called with a message for each checkpoint that is skipped.
         device: device; None is the GPU if there is one.
         backend: kernel backend; None is the default of the device.
-        given: fields of `TrainConfig` to use instead of the run's.
+        settings: fields of `TrainConfig` to use instead of the run's.
 
     Raises:
         ArbError: there is no checkpoint, or it is damaged.
@@ -111,15 +111,15 @@ def open_saved(
     checkpoint = read_saved(path, note).checkpoint
     config = run_config(run, read_facts(run))
     place = resolve_device(device)
-    if "data" in given:
-        given.setdefault("val", ())
-        given.setdefault("field", None)
-    given |= {name: tuple(given[name]) for name in ("data", "val") if name in given}
-    given |= {"device": str(place), "backend": resolve_backend(backend, place)}
-    if given.get("compute") == "fp32":
-        given["pack"] = False  # only gates in bfloat16 are packed
+    if "data" in settings:
+        settings.setdefault("val", ())
+        settings.setdefault("field", None)
+    settings |= {name: tuple(settings[name]) for name in ("data", "val") if name in settings}
+    settings |= {"device": str(place), "backend": resolve_backend(backend, place)}
+    if settings.get("compute") == "fp32":
+        settings["pack"] = False  # only gates in bfloat16 are packed
     longest = max(config.steps, checkpoint.step + steps)
-    return dataclasses.replace(config, steps=longest, **given), checkpoint
+    return dataclasses.replace(config, steps=longest, **settings), checkpoint
 
 
 class _Stepped(NamedTuple):
@@ -375,16 +375,16 @@ class _Tally:
         )
 
 
-def _histogram(values: Tensor, least: int, most: int, *, zoom: bool = False) -> Histogram:
-    """Count the values of a digit that holds `least` to `most`, or zoom to those that occur."""
-    low, high = (int(values.min()), int(values.max())) if zoom else (least, most)
+def _histogram(values: Tensor, minimum: int, maximum: int, *, zoom: bool = False) -> Histogram:
+    """Count the values of a digit within `minimum` and `maximum`, or zoom to those that occur."""
+    low, high = (int(values.min()), int(values.max())) if zoom else (minimum, maximum)
     bins = min(BINS, high - low + 1)
     index = (values.int().clamp(low, high) - low) * bins // (high - low + 1)
     return Histogram(
         low=low,
         high=high,
         counts=tuple(index.flatten().bincount(minlength=bins).tolist()),
-        saturated_share=float(((values <= least) | (values >= most)).float().mean()),
+        saturated_share=float(((values <= minimum) | (values >= maximum)).float().mean()),
     )
 
 
@@ -496,10 +496,10 @@ def _count_acausal(model: LanguageModel, ids: Tensor) -> tuple[int, tuple[int, .
         before = model(ids)
     with _projected(model) as second:
         after = model(changed)
-    of_layers: tuple[int, ...] = ()
+    layer_counts: tuple[int, ...] = ()
     if all(layer.shape[:2] == ids.shape for layer in first):
-        of_layers = tuple(map(moved, first, second))
-    return moved(before, after), of_layers
+        layer_counts = tuple(map(moved, first, second))
+    return moved(before, after), layer_counts
 
 
 @contextmanager

@@ -102,13 +102,13 @@ def share_out(config: TrainConfig, size: int) -> list[Share]:
         owner = owners[id(tensor)]
         weights[owner] += tensor.num_weights
         owned_bytes[owner] += sum(part.nbytes for part in owner_buffers(tensor).values())
-    told = whole - sum(owned_bytes)
+    replicated_bytes = whole - sum(owned_bytes)
     return [
         Share(
             rank=rank,
             weights=weights[rank],
             kept_bytes=owned_bytes[rank],
-            state_bytes=told + owned_bytes[rank],
+            state_bytes=replicated_bytes + owned_bytes[rank],
         )
         for rank in range(size)
     ]

@@ -8,7 +8,7 @@ once and refuses no run that fits; `arb audit-memory --budget` predicts the whol
 import torch
 
 from arbcli.config.model import ModelConfig
-from arbcli.config.site import MOST_AT_ONCE, in_chunks
+from arbcli.config.site import MOST_AT_ONCE, is_chunked
 from arbcli.config.training import TrainConfig
 from arbcli.inspect.memory import predict
 from arbcli.kernels.runtime.device import COMPUTE, check_room, free_bytes
@@ -33,7 +33,7 @@ def least_bytes(config: TrainConfig) -> int:
 
 def _logits_width(model: ModelConfig) -> int:
     """Count the logits of each position that are there at once, and their gradients."""
-    if model.weights == "ternary" and in_chunks(model.vocabulary):
+    if model.weights == "ternary" and is_chunked(model.vocabulary):
         return model.vocabulary // -(-model.vocabulary // MOST_AT_ONCE)  # the same memory has both
     return 2 * model.vocabulary
 

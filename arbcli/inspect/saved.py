@@ -18,7 +18,7 @@ from arbcli.base.run_files import CONFIG, checkpoints
 from arbcli.generation.load import empty_model, read_saved
 from arbcli.inspect.parts import PartReport, list_parts
 from arbcli.interop.gguf.container import MAGIC, GGUFFile
-from arbcli.interop.gguf.export import in_our_order
+from arbcli.interop.gguf.export import read_reordered
 from arbcli.interop.huggingface.dense import shape_of, sources
 from arbcli.interop.huggingface.export import ModelFolder
 from arbcli.interop.huggingface.folder import INDEX, WEIGHTS
@@ -163,12 +163,12 @@ class Packed(Saved):
 
     def bytes_by_area(self) -> dict[str, Counter]:
         """Sum the bytes of the state by area and purpose."""
-        found: dict[str, Counter] = {}
+        sizes: dict[str, Counter] = {}
         for module in self.model.state_modules():
             for name, kind in module.kinds.items():
                 size = getattr(module, name).nbytes
-                found.setdefault(module.area, Counter())[kind] += size
-        return found
+                sizes.setdefault(module.area, Counter())[kind] += size
+        return sizes
 
     def histograms(self) -> tuple[dict[str, list[int]], dict[str, Counter]]:
         """Count trits and the octaves of scales."""
@@ -192,15 +192,15 @@ class Plain(Saved):
         self.kind, self.file = kind, file
         lists = [name for name, value in file.keys.items() if isinstance(value, list)]
         self.config = {name: file.keys[name] for name in file.keys if name not in lists}
-        told = {name: file.keys.get(f"arb.{name}") for name in ("step", "origin")}
-        check_schema(told, ORIGIN, f"`{path}`: `arb`", "name an export of `arb export`")
-        self.step, self.origin = told["step"], told["origin"]
+        about = {name: file.keys.get(f"arb.{name}") for name in ("step", "origin")}
+        check_schema(about, ORIGIN, f"`{path}`: `arb`", "name an export of `arb export`")
+        self.step, self.origin = about["step"], about["origin"]
 
     def weights(self) -> Decoders:
         """List the matrices."""
         read = self.file.tensor
         if isinstance(self.file, GGUFFile):
-            read = partial(in_our_order, self.file)
+            read = partial(read_reordered, self.file)
         return {
             entry.name: partial(read, entry.name)
             for entry in self.file.entries.values()
@@ -209,11 +209,11 @@ class Plain(Saved):
 
     def bytes_by_area(self) -> dict[str, Counter]:
         """Add up the tensors by type."""
-        found: dict[str, Counter] = {}
+        sizes: dict[str, Counter] = {}
         for entry in self.file.entries.values():
             area = _area(entry.name) if len(entry.shape) == 2 else "norms"
-            found.setdefault(area, Counter())[entry.kind.name] += entry.num_bytes
-        return found
+            sizes.setdefault(area, Counter())[entry.kind.name] += entry.num_bytes
+        return sizes
 
     def histograms(self) -> tuple[dict[str, list[int]], dict[str, Counter]]:
         """Count signs and octaves of the weights."""
@@ -255,8 +255,10 @@ def _run_facts(run: Path, note: Callable[[str], None]) -> dict[str, Any]:
     """Read facts from the other files of a run; missing files are left out."""
     facts: dict[str, Any] = {"checkpoints": [path.name for path in checkpoints(run)]}
     if (run / CONFIG).exists():
-        told = read_json(run / CONFIG, {name: kind | None for name, kind in FACTS.items()})
-        facts |= {name: told[name] for name in ("text", "versions", "started") if name in told}
+        settings = read_json(run / CONFIG, {name: kind | None for name, kind in FACTS.items()})
+        facts |= {
+            name: settings[name] for name in ("text", "versions", "started") if name in settings
+        }
     records, bad = read_all_records(run)
     facts["last_record"] = records[-1] if records else None
     if bad:
@@ -352,13 +354,13 @@ def compare(first: Saved, second: Saved) -> DifferenceReport:
             )
         else:
             equal += 1
-    told = first.settings and second.settings
+    has_settings = first.settings and second.settings
     return DifferenceReport(
         first=str(first.path),
         second=str(second.path),
         compared="state" if packed else "weights",
         config=_differing(first.config, second.config) if packed else {},
-        settings=_differing(first.settings, second.settings) if told else {},
+        settings=_differing(first.settings, second.settings) if has_settings else {},
         missing=missing,
         tensors=differences,
         num_equal=equal,

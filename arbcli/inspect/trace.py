@@ -108,7 +108,7 @@ class Storages(TorchDispatchMode):
 
 
 @contextmanager
-def without_compiler() -> Iterator[None]:
+def no_compiler() -> Iterator[None]:
     """Prevent torch from importing its compiler only to exclude functions from it, for a second.
 
     Torch marks functions of `torch._refs` so at their first call, which many operations on `meta`
@@ -241,8 +241,8 @@ def _has_its_own_storage(result: Tensor, arguments: Any) -> bool:
     a new tensor.
     """
     storage = result.untyped_storage()
-    given = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
-    if any(leaf.untyped_storage()._cdata == storage._cdata for leaf in given):
+    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
+    if any(leaf.untyped_storage()._cdata == storage._cdata for leaf in tensors):
         return False
     return storage.nbytes() == result.numel() * result.itemsize
 
@@ -257,7 +257,7 @@ def _described(value: Any) -> tuple:
 
 
 @contextmanager
-def without_memory(device: torch.device) -> Iterator[None]:
+def no_memory(device: torch.device) -> Iterator[None]:
     """Run code for `device` on tensors that have shapes and storages, but no memory.
 
     They are torch's own `meta` tensors, and what is asked for on `device` is made there. Kernels

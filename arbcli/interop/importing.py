@@ -78,7 +78,7 @@ def import_folder(
     scale_type: str = "T32",
     direction: str | None = "orthogonal",
     ignored: Collection[str] = (),
-    told: Callable[[str], None] = lambda name: None,
+    on_read: Callable[[str], None] = lambda name: None,
 ) -> ImportReport:
     """Read a folder for Transformers into a run, whose weights are all digits.
 
@@ -93,7 +93,7 @@ def import_folder(
         scale_type: scale type of the weights.
         direction: direction whose state is created.
         ignored: names of fields of `config.json` that are unknown and decide nothing.
-        told: called with the name of each tensor before it is read.
+        on_read: called with the name of each tensor before it is read.
 
     Raises:
         ArbError: the folder is damaged or its model is not supported, or the run cannot be created.
@@ -124,7 +124,7 @@ def import_folder(
     own_grid = "arb.origin" in values
     reports, error, squares = [], 0.0, 0.0
     for tensor_source in sources(model):
-        for taken in _take(folder, tensor_source, own_grid, told):
+        for taken in _take(folder, tensor_source, own_grid, on_read):
             reports.append(taken.report)
             if len(taken.report.shape) == 2:
                 error, squares = error + taken.error, squares + taken.squares
@@ -132,8 +132,8 @@ def import_folder(
     about = {name: value for name, value in values.items() if name not in ignored}
     write_json(run / COMPANIONS / CONFIG, about | {NAME: model_name(source)})
     data: dict[str, Any] = {"imported": {"model_type": values["model_type"]}}
-    of_bytes = own_grid and config.vocabulary == VOCABULARY
-    if not of_bytes and (source / TOKENIZER).exists():
+    reads_bytes = own_grid and config.vocabulary == VOCABULARY
+    if not reads_bytes and (source / TOKENIZER).exists():
         content = read_companion(source / TOKENIZER)
         write_companion(run / TOKENIZER, content)
         data[TOKENIZER_DIGEST] = sha256(content).hexdigest()
@@ -188,14 +188,14 @@ def _check_tokens(path: Path, vocabulary: int) -> None:
 
 
 def _take(
-    folder: WeightFolder, source: Source, own_grid: bool, told: Callable[[str], None]
+    folder: WeightFolder, source: Source, own_grid: bool, on_read: Callable[[str], None]
 ) -> list[_Taken]:
     """Round all parts of a tensor."""
     tensor = source.tensor
     assert isinstance(tensor, TernaryTensor), "a run has packed weights, and no ones"
     for buffer in tensor.buffers():
         buffer.zero_()
-    taken = [_take_part(folder, tensor, part, own_grid, told) for part in source.parts]
+    taken = [_take_part(folder, tensor, part, own_grid, on_read) for part in source.parts]
     if tensor.direction is not None:
         tensor.direction.start(tensor.state)
     return taken
@@ -206,9 +206,9 @@ def _take_part(
     tensor: TernaryTensor,
     part: Part,
     own_grid: bool,
-    told: Callable[[str], None],
+    on_read: Callable[[str], None],
 ) -> _Taken:
-    told(part.hugging_face)
+    on_read(part.hugging_face)
     width = tensor.in_features
     error = squares = largest = 0.0
     for chunk in _chunks(part, width):

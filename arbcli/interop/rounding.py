@@ -36,7 +36,7 @@ CLIPPED = 2
 """Places below s0 where the scale of a clipped group of our own grid may be."""
 SEEN_FIRST = 4
 """Weights of a group, the largest, that a scale of our own grid must fit before all are read."""
-IN_HAND = 1 << 18
+ROUNDED_AT_ONCE = 1 << 18
 """Number of weights that are rounded at a time."""
 ZERO = 0
 """v of a group of zeros."""
@@ -226,17 +226,17 @@ def round_weights(weight: Tensor, group_size: int, grid: Grid, own_grid: bool = 
         grid: the levels of its rule.
         own_grid: whether the weights may have been decoded by this package.
     """
-    return _by_groups(weight, group_size, ZERO, lambda some: _round_groups(some, grid, own_grid))
+    return _round_chunks(weight, group_size, ZERO, lambda some: _round_groups(some, grid, own_grid))
 
 
 def round_vector(weight: Tensor, grid: Grid) -> Rounded:
     """Round (N, 1) float32 numbers, each with a scale of its own."""
     middle = torch.tensor(SCALE_OF_ZERO * grid.unit / (3 * grid.largest // 4)).double()
     zero = int(_v(_place_above(middle)))
-    return _by_groups(weight, 1, zero, lambda some: _round_numbers(some, grid))
+    return _round_chunks(weight, 1, zero, lambda some: _round_numbers(some, grid))
 
 
-def _by_groups(
+def _round_chunks(
     weight: Tensor, group_size: int, zero: int, run: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> Rounded:
     """Round the groups of some rows at a time, all but those of zeros."""
@@ -244,7 +244,7 @@ def _by_groups(
     groups = num_groups(columns, group_size)
     z = torch.empty(rows, columns, dtype=torch.int8)
     v = torch.empty(rows, groups, dtype=torch.int32)
-    for some in torch.arange(rows).split(max(1, IN_HAND // (groups * group_size))):
+    for some in torch.arange(rows).split(max(1, ROUNDED_AT_ONCE // (groups * group_size))):
         here = slice(int(some[0]), int(some[-1]) + 1)
         padded = functional.pad(weight[here], (0, groups * group_size - columns))
         flat = padded.view(-1, group_size)

@@ -94,8 +94,8 @@ class Logger(Observer):
             trainer = self._trainer
             if record.val_loss is not None and trainer is not None:
                 with use_backend(trainer.config.backend):
-                    found = state_histograms(trainer.model)
-                self.histograms(record.step, found)
+                    histograms = state_histograms(trainer.model)
+                self.histograms(record.step, histograms)
             if record.sample is not None:
                 self.text(record.step, record.sample)
 
@@ -147,8 +147,8 @@ def state_histograms(model: LanguageModel) -> dict[str, Histogram]:
         if not isinstance(tensor, TernaryTensor) or tensor.frozen:
             continue
         for rows in row_chunks(tensor.trits, 1 << 22):
-            found = unpack_trits(tensor.trits[rows], tensor.in_features).flatten().long() + 1
-            trits[tensor.area] = trits.get(tensor.area, 0) + found.bincount(minlength=3)
+            digits = unpack_trits(tensor.trits[rows], tensor.in_features).flatten().long() + 1
+            trits[tensor.area] = trits.get(tensor.area, 0) + digits.bincount(minlength=3)
         exponents = tensor.exponent.flatten().long() + 128
         octaves[tensor.area] = octaves.get(tensor.area, 0) + exponents.bincount(minlength=256)
     return {f"trits/{area}": _histogram(counts, -1) for area, counts in trits.items()} | {

@@ -30,7 +30,7 @@ class Logger(base.Logger):
 
     def histograms(self, step: int, values: dict[str, base.Histogram]) -> None:
         """Log histograms as a JSON file, as MLflow has no histograms."""
-        bars = {name: asdict(found) for name, found in values.items()}
+        bars = {name: asdict(histogram) for name, histogram in values.items()}
         self._client.log_dict(self._id, bars, f"histograms/step-{step:06d}.json")
 
     def text(self, step: int, text: str) -> None:

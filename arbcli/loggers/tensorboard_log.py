@@ -28,18 +28,20 @@ class Logger(base.Logger):
 
     def histograms(self, step: int, values: dict[str, base.Histogram]) -> None:
         """Write histograms with their own bins."""
-        for name, found in values.items():
-            middles = [(a + b) / 2 for a, b in zip(found.edges, found.edges[1:], strict=False)]
-            pairs = list(zip(middles, found.counts, strict=True))
+        for name, histogram in values.items():
+            middles = [
+                (a + b) / 2 for a, b in zip(histogram.edges, histogram.edges[1:], strict=False)
+            ]
+            pairs = list(zip(middles, histogram.counts, strict=True))
             self._writer.add_histogram_raw(
                 name,
-                min=found.edges[0],
-                max=found.edges[-1],
-                num=sum(found.counts),
+                min=histogram.edges[0],
+                max=histogram.edges[-1],
+                num=sum(histogram.counts),
                 sum=sum(middle * count for middle, count in pairs),
                 sum_squares=sum(middle**2 * count for middle, count in pairs),
-                bucket_limits=found.edges[1:],
-                bucket_counts=found.counts,
+                bucket_limits=histogram.edges[1:],
+                bucket_counts=histogram.counts,
                 global_step=step,
             )
 

@@ -50,8 +50,8 @@ from arbcli.base.run_files import (
     best_checkpoints,
     checkpoint_path,
     checkpoints,
+    missing_checkpoint,
     step_of,
-    without_checkpoint,
 )
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE
 from arbcli.kernels.codec.packing import illegal_bytes
@@ -239,7 +239,7 @@ def latest_checkpoint(
                 return checkpoint
             refusals.append(f"checkpoint `{path}`: refused: it belongs to step {checkpoint.step:,}")
     if not refusals:
-        raise without_checkpoint(directory)
+        raise missing_checkpoint(directory)
     raise ArbError(
         f"no checkpoint in `{directory}` can be used: {'; '.join(refusals)}",
         hint="restore one from a copy, or start again in another directory",

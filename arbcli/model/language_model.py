@@ -16,7 +16,7 @@ from torch.nn import functional
 from arbcli.base.lazy import imported
 from arbcli.config.kinds import BESIDE
 from arbcli.config.model import ModelConfig
-from arbcli.config.site import in_chunks
+from arbcli.config.site import is_chunked
 from arbcli.families import BETWEEN, OBJECTIVES
 from arbcli.model.flow import BlockInputs, BlockOutput, Documents
 from arbcli.model.layers.decoded_groups import decode_in_groups
@@ -235,7 +235,7 @@ class LanguageModel(PackedModel):
     @property
     def scores_in_chunks(self) -> bool:
         """Whether losses are computed in chunks of the vocabulary, without storing all logits."""
-        return self.config.weights == "ternary" and in_chunks(self.config.vocabulary)
+        return self.config.weights == "ternary" and is_chunked(self.config.vocabulary)
 
     def _score(self, flow: BlockOutput, targets: "Tensor | Predictions") -> Tensor:
         return self.head.losses(self._head_input(flow), targets, self.norm)

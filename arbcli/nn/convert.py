@@ -132,7 +132,7 @@ def convert(model: nn.Module, settings: dict[str, Any], *, rounds: bool) -> None
         elif first.name == "weight" and first.module in together:
             members = together[first.module]
             values = [
-                own for member in members if (own := member._parameters["weight"]) is not None
+                weight for member in members if (weight := member._parameters["weight"]) is not None
             ]
             matrix = new_fused(values, storage, dim=dim)
             if rounds:
@@ -170,14 +170,14 @@ def _grouped(model: nn.Module, settings: dict[str, Any]) -> list[list[_Use]]:
     Raises:
         ArbError: a parameter cannot be converted, or a pattern matches none.
     """
-    by_value: dict[int, list[_Use]] = {}
+    uses_of_value: dict[int, list[_Use]] = {}
     for module_name, module in model.named_modules():
         for name, value in module._parameters.items():
             if value is not None:
                 full_name = f"{module_name}.{name}" if module_name else name
                 use = _Use(module, name, full_name, value, role(module, name))
-                by_value.setdefault(id(value), []).append(use)
-    groups = [*by_value.values()]
+                uses_of_value.setdefault(id(value), []).append(use)
+    groups = [*uses_of_value.values()]
     for pattern in (*settings["skip"], *settings["rules"], *settings["scale_types"]):
         if not any(use.matches(pattern) for uses in groups for use in uses):
             raise ArbError(
@@ -194,10 +194,10 @@ def _grouped(model: nn.Module, settings: dict[str, Any]) -> list[list[_Use]]:
             f"`{name}`{others} cannot be converted to integers: {problem}",
             hint="pass its name in `skip`, or `skip_unsupported=True`",
         )
-    found = [uses for uses, problem in problems if problem is None and uses[0].value.numel()]
-    if not found:
+    convertible = [uses for uses, problem in problems if problem is None and uses[0].value.numel()]
+    if not convertible:
         raise ArbError("the model has no float weights to convert", hint="check `skip`")
-    return found
+    return convertible
 
 
 def _fused(
@@ -216,9 +216,9 @@ def _fused(
         for uses, storage in zip(groups, storages, strict=True)
         if len(uses) == 1 and uses[0].role == "product"
     }
-    found: dict[nn.Module, list[nn.Module]] = {}
+    fused: dict[nn.Module, list[nn.Module]] = {}
     for siblings in names:
-        number = len(found)
+        number = len(fused)
         for module in model.modules():
             layers = [layer for name in siblings if (layer := module._modules.get(name))]
             parts = [known[layer] for layer in layers if layer in known]
@@ -227,13 +227,13 @@ def _fused(
                 for value, storage in parts
             }
             if len(parts) == len(siblings) and len(alike) == 1:
-                found |= dict.fromkeys(layers, layers)
-        if len(found) == number:
+                fused |= dict.fromkeys(layers, layers)
+        if len(fused) == number:
             raise ArbError(
                 f"no module has linear layers {quoted(siblings)} that can be fused",
                 hint="they need equal inputs, dtypes and settings, and are not skipped or tied",
             )
-    return found
+    return fused
 
 
 def _any_matches(uses: Iterable[_Use], patterns: Iterable[str]) -> bool:

@@ -46,22 +46,22 @@ class IntegerModule(nn.Module):
     def to_float(self) -> Any:
         """Decode to a new module of the class before its conversion."""
         assert self._float_class is not None, "a `Vector` has its own"
-        made = self._float_class.__new__(self._float_class)
+        module = self._float_class.__new__(self._float_class)
         content = {name: value for name, value in self.__dict__.items() if name != "_packed"}
         values = {
             name: nn.Parameter(packed.decoded().clone(), packed.anchor.requires_grad)
             for name, packed in self._packed.items()
         }
-        own = {name + SUFFIX for name in values}
-        others = {name: part for name, part in self._modules.items() if name not in own}
-        made.__dict__.update(content | {"_modules": others})
-        made._parameters = {**self._parameters, **values}
-        return made
+        children = {name + SUFFIX for name in values}
+        others = {name: part for name, part in self._modules.items() if name not in children}
+        module.__dict__.update(content | {"_modules": others})
+        module._parameters = {**self._parameters, **values}
+        return module
 
 
 def _blank(kind: Any, names: tuple[str, ...], experts: bool) -> nn.Module:
-    made = integer_class(kind, names, experts)
-    return made.__new__(made)
+    derived = integer_class(kind, names, experts)
+    return derived.__new__(derived)
 
 
 def _not_assignable(module: nn.Module, name: str) -> ArbError:
@@ -276,14 +276,14 @@ def _mix(
     down: ExpertStack,
     act: Callable,
 ) -> Tensor:
-    count, each = chosen.shape
+    count, experts_per_row = chosen.shape
     owners, order = chosen.reshape(-1).sort(stable=True)
     bounds = torch.searchsorted(owners, torch.arange(gate_up.matrices + 1, device=x.device))
     # a permutation of repeated rows: its backward adds in a fixed order
-    slots = x[:, None].expand(-1, each, -1).reshape(count * each, -1)[order]
+    slots = x[:, None].expand(-1, experts_per_row, -1).reshape(count * experts_per_row, -1)[order]
     gate, up = gate_up.multiply_slots(slots, bounds).chunk(2, dim=-1)
     y = down.multiply_slots((act(gate) * up).contiguous(), bounds)
-    y = y[order.argsort()].view(count, each, -1) * shares[..., None]
+    y = y[order.argsort()].view(count, experts_per_row, -1) * shares[..., None]
     return y.sum(dim=1).to(x.dtype)
 
 

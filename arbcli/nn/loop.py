@@ -87,9 +87,9 @@ class CapturedStep:
             return total
         if self._graph is None:
             self._capture(micro_batches)
-        for kept, given in zip(self._inputs, micro_batches, strict=True):
-            for old, new in zip(kept, given, strict=True):
-                old.copy_(new, non_blocking=True)
+        for buffers, micro_batch in zip(self._inputs, micro_batches, strict=True):
+            for buffer, tensor in zip(buffers, micro_batch, strict=True):
+                buffer.copy_(tensor, non_blocking=True)
         self.optimizer.set_step()
         assert self._graph is not None, "it was captured"
         assert self._total is not None, "with its loss"

@@ -62,7 +62,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         self._updater: Updater | None = None
         self._counters = {"nonfinite_steps": 0, "refused": 0}
         self.step_number = self._micro = 0
-        self._in_backward = False
+        self._runs_backward = False
         self._stepped: set[tuple[int, int]] = set()
         """Tensors with a gradient in this backward, by their addresses and first matrices."""
         self._touched: dict[int, TernaryTensor] = {}
@@ -85,7 +85,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         where: "range | TouchedRows | None" = None,
     ) -> None:
         """Update a tensor from its gradient; the sink of all weights."""
-        if not self._in_backward:
+        if not self._runs_backward:
             self._begin_backward()
         key = id(tensor), where.start if isinstance(where, range) else 0
         if key in self._stepped:
@@ -117,7 +117,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
             self.set_step()
         self._updater_now.begin_micro(self._micro)
         self._micro += 1
-        self._in_backward = True
+        self._runs_backward = True
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def set_step(self) -> None:
@@ -127,7 +127,7 @@ class IntegerOptimizer(torch.optim.Optimizer):
         updater.set_step(self.step_number, float(group["lr"]), group["accumulation"])
 
     def _end_backward(self) -> None:
-        self._in_backward = False
+        self._runs_backward = False
         self._stepped.clear()
         self._updater_now.step_held()
 
@@ -154,20 +154,20 @@ class IntegerOptimizer(torch.optim.Optimizer):
         Returns:
             The result of the closure.
         """
-        found = None
+        result = None
         if closure is not None:
             with torch.enable_grad():
-                found = closure()
+                result = closure()
         if self._micro:
             updater = self._updater_now
             if self._micro < self.param_groups[0]["accumulation"]:
                 updater.end_early(self._touched.values())
             updater.finish()
             self.count_step()
-        self._micro, self._in_backward = 0, False
+        self._micro, self._runs_backward = 0, False
         self._stepped.clear()
         self._touched.clear()
-        return found
+        return result
 
     def count_step(self) -> None:
         """Count a step that was done, by `step` or by a replay."""

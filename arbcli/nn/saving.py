@@ -60,16 +60,16 @@ def _read_into(model: nn.Module, folder: Path) -> None:
     """Copy the tensors of a folder to those of a model, one at a time."""
     from safetensors import safe_open
 
-    own = model.state_dict()
+    state = model.state_dict()
     for path in sorted(folder.glob("*.safetensors")):
         with library_errors(f"`{path}` cannot be read", ALTERED), safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  # not a dictionary
                 tensor = file.get_tensor(name)
-                if name not in own or own[name].shape != tensor.shape:
+                if name not in state or state[name].shape != tensor.shape:
                     raise ArbError(f"`{path}`: `{name}` does not fit the model", hint=ALTERED)
-                own.pop(name).copy_(tensor)
-    if own:
-        raise ArbError(f"`{folder}` has no `{next(iter(own))}`", hint=ALTERED)
+                state.pop(name).copy_(tensor)
+    if state:
+        raise ArbError(f"`{folder}` has no `{next(iter(state))}`", hint=ALTERED)
 
 
 def float_state_dict(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
@@ -86,21 +86,21 @@ def float_state_dict(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> d
         name: part for name, part in model.named_modules() if isinstance(part, IntegerModule)
     }
     names = {
-        f"{name}.{own}" if name else own: packed
+        f"{name}.{weight}" if name else weight: packed
         for name, part in modules.items()
-        for own, packed in part._packed.items()
+        for weight, packed in part._packed.items()
     }
     decoded: dict[int, Tensor] = {}
-    found: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, packed in names.items():
             if id(packed) not in decoded:
                 decoded[id(packed)] = packed.decoded().to("cpu", dtype, copy=True).contiguous()
-            found[name] = decoded[id(packed)]
+            state[name] = decoded[id(packed)]
     for name, value in model.state_dict().items():
-        if not any(name.startswith(f"{own}{SUFFIX}.") for own in names):
-            found[name] = value.to("cpu", dtype if value.is_floating_point() else value.dtype)
-    return found
+        if not any(name.startswith(f"{prefix}{SUFFIX}.") for prefix in names):
+            state[name] = value.to("cpu", dtype if value.is_floating_point() else value.dtype)
+    return state
 
 
 def export_float(model: Any, folder: Path | str, dtype: torch.dtype = torch.bfloat16) -> None:

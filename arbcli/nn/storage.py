@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from arbcli.base.errors import ArbError, quoted
-from arbcli.config.site import SCALE_TYPES, LayerSpec, in_chunks
+from arbcli.config.site import SCALE_TYPES, LayerSpec, is_chunked
 from arbcli.model.initial import head_lr_factor, inner_lr_factor
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import DIRECTION, WITH_DIGITS
@@ -151,10 +151,10 @@ def _matrix(
     dtype: torch.dtype,
     is_head: bool,
 ) -> Anchored:
-    if roles >= {"product", "lookup"} or (is_head and in_chunks(rows)):
+    if roles >= {"product", "lookup"} or (is_head and is_chunked(rows)):
         return Symbols(rows, columns, site, area="head", dtype=dtype)
     if "product" in roles:
         factor = head_lr_factor(site) if is_head else inner_lr_factor(site, site.direction)
         return Matrix(rows, columns, site, area="linear", lr_factor=factor, dtype=dtype)
-    kind = ManyRows if in_chunks(rows) else Rows
+    kind = ManyRows if is_chunked(rows) else Rows
     return kind(rows, columns, site, area="embedding", dtype=dtype)

@@ -381,19 +381,22 @@ class FusedMatrix(Matrix):
 
     def emit_gradient_of_uses(self, sink: GradientSink, uses: list[tuple[Any, Tensor]]) -> None:
         """Compute the gradient from the uses of all layers, and pass it to the sink."""
-        by_part: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.parts]
+        groups: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.parts]
         for (x, part), grad_y in uses:
-            by_part[part].append((x, grad_y))
-        inputs = {x.data_ptr() for found in by_part for x, _ in found}
-        if len(inputs) == 1 and all(len(found) == 1 for found in by_part):
-            x = by_part[0][0][0]
-            self.emit_gradient(sink, (x,), torch.cat([found[0][1] for found in by_part], dim=1))
+            groups[part].append((x, grad_y))
+        inputs = {x.data_ptr() for group in groups for x, _ in group}
+        if len(inputs) == 1 and all(len(group) == 1 for group in groups):
+            x = groups[0][0][0]
+            self.emit_gradient(sink, (x,), torch.cat([group[0][1] for group in groups], dim=1))
             return
         grads = [
-            sum((grad_y.T @ x for x, grad_y in found[1:]), found[0][1].T @ found[0][0])
-            if found
+            sum(
+                (grad_y.T @ x for x, grad_y in group[1:]),
+                group[0][1].T @ group[0][0],
+            )
+            if group
             else self.decoded()[rows].zero_()
-            for found, rows in zip(by_part, self.parts, strict=True)
+            for group, rows in zip(groups, self.parts, strict=True)
         ]
         sink(self, torch.cat(grads))
 

@@ -98,12 +98,12 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
     records, bad = read_all_records(run)
     findings.append(_check_records(len(records), bad))
     accepted = accept_of(run, facts, config) if config else lambda _: None
-    with_recent: set[int] = set()
+    recent_steps: set[int] = set()
 
     def accept(checkpoint: Checkpoint) -> None:
         accepted(checkpoint)
         if FIELD in checkpoint.data:
-            with_recent.add(checkpoint.step)
+            recent_steps.add(checkpoint.step)
 
     verified = {file: _check_checkpoint(file, accept) for file in checkpoints(run)}
     findings += [*verified.values(), *(_check_checkpoint(f, accept) for f in best_checkpoints(run))]
@@ -125,7 +125,7 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
     dropped, evaluates = 0, False
     if config is not None and resumes_at is not None:
         then = dataclasses.replace(config, steps=steps or config.steps)
-        has_recent = resumes_at in with_recent
+        has_recent = resumes_at in recent_steps
         kept = [record for record in records if stays(record, resumes_at, then, has_recent)]
         dropped = len(records) - len(kept)
         recorded = any(record["step"] == resumes_at for record in kept)

@@ -38,10 +38,10 @@ def new_config(
     check_compute(compute, place)
     backend = resolve_backend(backend, place)
     config = train_config(preset, device=str(place), backend=backend, compute=compute, **settings)
-    return config if config.tokenizer is None else _with_tokenizer(config, config.tokenizer)
+    return config if config.tokenizer is None else _set_vocabulary(config, config.tokenizer)
 
 
-def _with_tokenizer(config: TrainConfig, path: str) -> TrainConfig:
+def _set_vocabulary(config: TrainConfig, path: str) -> TrainConfig:
     """Set the model's vocabulary to that of the tokenizer, unless it has one already."""
     from arbcli.data.tokens import Tokenizer
     from arbcli.generation.tokens import check_vocabulary

@@ -57,7 +57,7 @@ def make_next_directory(config: TrainConfig, root: Path = RUNS) -> Path:
         with os_errors("make", root, OTHER_OUT):
             names = os.listdir(root) if root.exists() else []
         numbers = (re.match("[0-9]+(?=-)", name) for name in names)
-        number = max((int(found[0]) for found in numbers if found), default=0) + 1
+        number = max((int(match[0]) for match in numbers if match), default=0) + 1
         run = root / f"{number:03d}-{config.model.dim}x{config.model.layers}-{kind}"
         with os_errors("make", run, OTHER_OUT), suppress(FileExistsError):  # of another process
             root.mkdir(parents=True, exist_ok=True)
@@ -138,22 +138,22 @@ def field_digests(config: TrainConfig, written: dict[str, Any] | None = None) ->
     model, values = asdict(config.model), config.decisive()
     earlier = written or {}
     values |= {
-        f"model.{name}": _without_newer(value, earlier.get(name)) for name, value in model.items()
+        f"model.{name}": _drop_newer(value, earlier.get(name)) for name, value in model.items()
     }
     return {name: sha256(json.dumps(value).encode()).hexdigest() for name, value in values.items()}
 
 
-def _without_newer(value: Any, written: Any) -> Any:
+def _drop_newer(value: Any, written: Any) -> Any:
     """Leave out fields in nested values that the same value in a file does not have."""
     if isinstance(value, dict) and isinstance(written, dict):
         return {
-            name: _without_newer(each, written[name])
-            for name, each in value.items()
+            name: _drop_newer(entry, written[name])
+            for name, entry in value.items()
             if name in written
         }
     both_lists = isinstance(value, list | tuple) and isinstance(written, list)
     if both_lists and len(value) == len(written):
-        return [*map(_without_newer, value, written)]
+        return [*map(_drop_newer, value, written)]
     return value
 
 

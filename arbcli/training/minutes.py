@@ -36,14 +36,14 @@ def steps_in(minutes: float, trainer: Trainer, started: float) -> int:
         trainer: a trainer at step 0, which is then of no further use.
         started: time before the trainer was built, by `time.perf_counter`.
     """
-    config, most = trainer.config, minutes * 60
+    config, seconds = trainer.config, minutes * 60
     for _ in range(EAGER_STEPS + 1 if trainer.captures else 1):
         loss = trainer.train_step()
     float(loss)  # synchronises with the GPU
     begun, done = time.perf_counter(), 0
 
     def is_enough() -> bool:
-        return done > 0 and time.perf_counter() - started >= TIMED_SHARE * most
+        return done > 0 and time.perf_counter() - started >= TIMED_SHARE * seconds
 
     while done < TIMED_STEPS and not any(trainer.group.agree(is_enough())):
         loss = trainer.train_step()
@@ -56,7 +56,7 @@ def steps_in(minutes: float, trainer: Trainer, started: float) -> int:
     now = time.perf_counter()
     step_seconds = (ended - begun) / done
     evaluation_seconds = (now - ended) * EVAL_BATCHES / TIMED_BATCHES
-    left = most - (now - started)
+    left = seconds - (now - started)
     steps = max(1, int(left / step_seconds))
     for _ in range(3):  # the number of evaluations depends on the number of steps
         interval = dataclasses.replace(config, steps=steps).eval_interval

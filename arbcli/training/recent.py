@@ -75,8 +75,8 @@ class RecentSteps:
             flips: Sequence[int | None] = totals
             if totals[0] is not None:
                 counts = [self._flips_before, *torch.stack(totals).tolist()]
-                own = torch.tensor(counts, device=self._group.device).diff()
-                flips, self._flips_before = self._group.sum(own).tolist(), counts[-1]
+                local_flips = torch.tensor(counts, device=self._group.device).diff()
+                flips, self._flips_before = self._group.sum(local_flips).tolist(), counts[-1]
             self._read.extend(map(Step, torch.stack(losses).tolist(), flips))
             self._unread.clear()
         return [*self._read][max(0, len(self._read) - number) :]
@@ -111,5 +111,5 @@ def check_recent(checkpoint: Checkpoint) -> None:
     if saved is None:
         return
     flips = saved["flips"]
-    if len(saved["losses"]) != len(flips) or not all(0 <= each < 2**63 for each in flips):
+    if len(saved["losses"]) != len(flips) or not all(0 <= count < 2**63 for count in flips):
         raise ArbError(f"its header has no valid `{FIELD}.flips`", hint=hint)

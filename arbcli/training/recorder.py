@@ -99,7 +99,7 @@ class Recorder:
             sample: generated text, if a sample was due.
         """
         trainer, config, texts = self._trainer, self._trainer.config, self._trainer.texts
-        of_train, of_val = texts.train.symbol_bytes, texts.val.symbol_bytes
+        train_bytes, val_bytes = texts.train.symbol_bytes, texts.val.symbol_bytes
         # before steps are read, as a GPU is idle from then to the next step
         self._state_bytes = self._state_bytes or trainer.state_bytes()
         # maximum over processes
@@ -109,7 +109,7 @@ class Recorder:
         now, loss = time.perf_counter(), math.nan  # NaN if the checkpoint has no recent losses
         flip_share, nonfinite = None, 0
         if steps:
-            loss = sum(step.loss for step in steps) / len(steps) / of_train
+            loss = sum(step.loss for step in steps) / len(steps) / train_bytes
         if steps and trainer.updater:
             flips = sum(step.flips or 0 for step in steps)
             flip_share = flips / len(steps) / trainer.updater.num_weights
@@ -131,8 +131,8 @@ class Recorder:
             loss=loss,
             bits_per_byte=loss / math.log(2),
             val_loss=val_loss,
-            token_loss=loss * of_train if has_tokens else None,
-            token_val_loss=val_loss * of_val if has_tokens and val_loss is not None else None,
+            token_loss=loss * train_bytes if has_tokens else None,
+            token_val_loss=val_loss * val_bytes if has_tokens and val_loss is not None else None,
             lr=learning_rate(config, trainer.step - 1),
             bytes_seen=self._bytes_seen,
             seconds=self._resumed.seconds + now - self.started,
@@ -151,6 +151,6 @@ class Recorder:
         self._last_record, self._paused = now, 0.0
         # only a step measures its traffic, which is the same in each; no checkpoint can hold it, as
         # the bytes of a checkpoint are the same for any number of processes
-        to_come = trainer.has_traffic and not trainer.wire_gauges()
-        self._records.append(record, hold=to_come and trainer.step < config.steps)
+        is_pending = trainer.has_traffic and not trainer.wire_gauges()
+        self._records.append(record, hold=is_pending and trainer.step < config.steps)
         return record

@@ -302,14 +302,14 @@ def _finished_report(
     run: Path, facts: dict[str, Any], config: TrainConfig, observer: Observer, group: Group
 ) -> TrainReport | None:
     """Return the report of a finished run; None if its last record is incomplete."""
-    found = None
+    last_loss = None
     if group.first:
         last = [record for record in read_records(run) if record["step"] == config.steps]
-        found = (last[-1].get("val_loss"),) if last else None
-    found = group.broadcast_object(found)
-    if found is None or (found[0] is None and is_evaluated(config, config.steps)):
+        last_loss = (last[-1].get("val_loss"),) if last else None
+    last_loss = group.broadcast_object(last_loss)
+    if last_loss is None or (last_loss[0] is None and is_evaluated(config, config.steps)):
         return None
-    (val_loss,) = found
+    (val_loss,) = last_loss
     saved = checkpoint_path(run, config.steps)
     if group.first:  # the run may have been killed before it did so
         records = read_records(run)
@@ -394,7 +394,9 @@ def _extended(
     """Change the total number of steps, with a note about the learning rate."""
     check_steps(run, done, steps)
     longer = dataclasses.replace(config, steps=steps)
-    rates = [learning_rate(each, min(done, each.steps)) for each in (config, longer)]
+    rates = [
+        learning_rate(run_config, min(done, run_config.steps)) for run_config in (config, longer)
+    ]
     observer.noted(
         f"{steps:,} steps instead of {config.steps:,}: the `{config.schedule}` schedule changes at"
         f" step {done:,}, where the learning rate is {rates[1]:.4g} instead of {rates[0]:.4g}"

@@ -103,8 +103,8 @@ class TrainingStep:
         self.updates.finish()
         self.model.join(self.group)
         self.model.after_step()
-        for name, own in shares.items():
-            for share in self.group.in_order(own):
+        for name, local_shares in shares.items():
+            for share in self.group.gather(local_shares):
                 totals[name] = totals.get(name, 0) + share
         return totals
 

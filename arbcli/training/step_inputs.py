@@ -61,7 +61,7 @@ class StepInputs:
         Returns:
             The micro-batches on the GPU, in the same memory for every step.
         """
-        parts = [part for each in batches for part in each]
+        parts = [part for batch in batches for part in batch]
         if step not in self._pinned:
             self._pin(step, parts, counts, 0 if weights is None else len(weights))
         inputs, windows = self._pinned.pop(step)
@@ -71,8 +71,8 @@ class StepInputs:
         if self._on_device is None:
             self._on_device = inputs.to(self._device)
             size = windows.numel()
-            by_micro_batch = self._on_device[:size].view(len(batches), -1, *windows.shape[1:])
-            self._micro_batches = [tuple(each) for each in by_micro_batch]
+            stacked = self._on_device[:size].view(len(batches), -1, *windows.shape[1:])
+            self._micro_batches = [tuple(micro_batch) for micro_batch in stacked]
             if weights is not None:
                 self.weights = _weights_of(self._on_device, size, len(weights))
                 size += (len(weights) + 1) // 2
@@ -103,7 +103,7 @@ class StepInputs:
         steps = range(step, stop)
         parameters = torch.empty(len(steps), 0, dtype=torch.int64, device="cpu")
         if self.updater:
-            rates = [learning_rate(config, each) for each in steps]
+            rates = [learning_rate(config, number) for number in steps]
             parameters = self.updater.step_parameters(steps, rates, config.accum, counts)
         # not pinned as a copy: the system would map the pages of a large tensor anew each time
         before, pin_memory = size + (num_weights + 1) // 2, torch.cuda.is_available()

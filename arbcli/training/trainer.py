@@ -271,7 +271,9 @@ class Trainer:
         """Numbers of elements of float parameters and of float buffers; 0 for ternary models."""
         parameters, buffers = self.model.parameters(), self.model.buffers()
         floats = (buffer for buffer in buffers if buffer.is_floating_point())
-        return sum(each.numel() for each in parameters), sum(each.numel() for each in floats)
+        return sum(tensor.numel() for tensor in parameters), sum(
+            tensor.numel() for tensor in floats
+        )
 
     @property
     def lr(self) -> float:
@@ -325,10 +327,10 @@ class Trainer:
             device=device,
         )
         if self.config.model.composite:
-            return self._with_kinds(drawn, self.texts.train, self.config.seed, self.step, micro)
+            return self._add_kinds(drawn, self.texts.train, self.config.seed, self.step, micro)
         windows = self.config.accum * self.config.batch
         numbers = self._window_numbers(micro)
-        return self._for_objective(drawn, self.config.seed, self.step, numbers, windows)
+        return self._prepare_windows(drawn, self.config.seed, self.step, numbers, windows)
 
     def _window_numbers(self, micro: int) -> range:
         """Return the numbers of a micro-batch's windows in the step, for the objective.
@@ -355,11 +357,11 @@ class Trainer:
             return None
         if self.texts.train.packs:
             starts = (self._starts(self.step, micro) for micro in micros)
-            return [self.texts.train.learnt_symbols(each, model.ctx) for each in starts]
+            return [self.texts.train.learnt_symbols(batch, model.ctx) for batch in starts]
         if model.fills and not model.is_masked:
             numbers = map(self._window_numbers, micros)
             count = import_module(OBJECTIVES[model.objective]).learnt_symbols
-            return [count(model.ctx, step=self.step, numbers=each) for each in numbers]
+            return [count(model.ctx, step=self.step, numbers=batch) for batch in numbers]
         return None
 
     def bytes_of_steps(self, steps: range) -> int:
@@ -375,7 +377,7 @@ class Trainer:
             for micro in micros
         )
 
-    def _with_kinds(
+    def _add_kinds(
         self, drawn: tuple[Tensor, ...], text: Text, seed: int, step: int, micro: int
     ) -> tuple[Tensor, Tensor]:
         """Add 256 times the kinds of bytes to their targets, for a composite head."""
@@ -386,7 +388,7 @@ class Trainer:
         kinds = self._kinds[text].windows([start + 1 for start in starts], ids.shape[1])
         return ids, targets + VOCABULARY * kinds.to(targets.device)
 
-    def _for_objective(
+    def _prepare_windows(
         self, drawn: tuple[Tensor, ...], seed: int, step: int, numbers: range, of: int
     ) -> tuple[Tensor, ...]:
         """Mask symbols or cut holes, if the objective needs it."""
@@ -408,7 +410,9 @@ class Trainer:
             self._micro_batches = self._step_inputs.load(self.step, batches, self._counts, weights)
             weights = self._step_inputs.weights
         else:
-            self._micro_batches = [tuple(part.to(self.device) for part in each) for each in batches]
+            self._micro_batches = [
+                tuple(part.to(self.device) for part in batch) for batch in batches
+            ]
             weights = None if weights is None else weights.to(self.device)
         self._compute.weights = weights
 
@@ -492,14 +496,14 @@ class Trainer:
             )
             windows = range(self.config.batch)
             for number, drawn in itertools.islice(enumerate(batches), mine.start, mine.stop):
-                inputs = self._for_objective(drawn, EVAL_SEED, number, windows, len(windows))
+                inputs = self._prepare_windows(drawn, EVAL_SEED, number, windows, len(windows))
                 if self.config.model.composite:
-                    inputs = self._with_kinds(drawn, self.texts.val, EVAL_SEED, number, 0)
+                    inputs = self._add_kinds(drawn, self.texts.val, EVAL_SEED, number, 0)
                 losses.append(self.model.loss(*inputs))
                 counts.append((inputs[1] >= 0).sum())
-        means = torch.stack(group.in_order(losses))
+        means = torch.stack(group.gather(losses))
         if not self.config.model.is_masked:
-            count = torch.stack(group.in_order(counts))
+            count = torch.stack(group.gather(counts))
             means *= count * len(count) / count.sum()  # integers: exactly 1 if all are equal
         return float(means.mean())
 
@@ -578,10 +582,10 @@ class Trainer:
         if ("wire" in checkpoint.data) != (self.shared is not None):
             tensors = {n: part for n, part in tensors.items() if not n.endswith(WIRE)}
             tensors |= {n: part for n, part in self.model.state_dict().items() if n.endswith(WIRE)}
-        own = self.model.state_dict()
+        state = self.model.state_dict()
         whole = self.shared.layout(self.model) if self.shared else {}
-        check_layout(tensors, own | whole)
-        self.model.load_state_dict({n: part[: len(own[n])] for n, part in tensors.items()})
+        check_layout(tensors, state | whole)
+        self.model.load_state_dict({n: part[: len(state[n])] for n, part in tensors.items()})
         self._measured = False
 
     def restore(self, checkpoint: Checkpoint) -> None:

@@ -131,7 +131,7 @@ class CaseGenerator:
 
 
 class ShapeGenerator(CaseGenerator):
-    """Generator that draws on the CPU, for tensors without memory (see `without_memory`)."""
+    """Generator that draws on the CPU, for tensors without memory (see `no_memory`)."""
 
     def __init__(self, seed: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
         super().__init__(seed, torch.device("cpu"), dtype)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from arbcli.base.errors import ArbError
-from arbcli.inspect.trace import without_memory
+from arbcli.inspect.trace import no_memory
 from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED
 from arbcli.kernels.runtime.backend import compile_for
 from arbcli.verify.case_generator import ShapeGenerator
@@ -229,7 +229,7 @@ def _variants(spec: Verification, group_size: int) -> list[Variant]:
                 spec.triton(*case.inputs)
         return [*variants.values()]
     labels = {case.label for case in spec.cases(cpu, group_size)}
-    with without_memory(gpu), recorded_launches(record):
+    with no_memory(gpu), recorded_launches(record):
         for case in spec.cases(gpu, group_size):
             may_spill = case.label.removesuffix(" bf16") not in labels
             spec.triton(*case.inputs)

@@ -25,7 +25,7 @@ from arbcli.families.votes.verify.cast_votes import (
     cast_scale_votes_reference,
     cast_trit_votes_reference,
 )
-from arbcli.inspect.trace import without_memory
+from arbcli.inspect.trace import no_memory
 from arbcli.kernels.attention.rotation import rotate
 from arbcli.kernels.rows.table_rows import TouchedRows
 from arbcli.kernels.runtime.backend import compile_for, gpu_of, use_backend
@@ -116,7 +116,7 @@ def compile_share(share: Compilation) -> None:
     with ExitStack() as stack:
         stack.enter_context(suppress(Exception))  # checks will tell what is wrong
         stack.enter_context(compile_for(*gpu_of(device)))
-        stack.enter_context(without_memory(device))
+        stack.enter_context(no_memory(device))
         stack.enter_context(compiled_share(share.index, SHARES, generally=subject.generally))
         stack.enter_context(use_backend(subject.backend))
         with torch.device(device):
@@ -501,7 +501,7 @@ def check_rotary(device: torch.device) -> Iterator[ParityResult]:
 def _tensor(subject: Subject, rule: str) -> tuple[TernaryTensor, list[Tensor]]:
     """Create a packed tensor, and two long-tailed gradients whose rows and columns differ."""
     generator = torch.Generator(subject.device).manual_seed(4)
-    site = subject.config.site().with_rule(rule)
+    site = subject.config.site().replace_rule(rule)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=subject.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from arbcli.config.model import VOCABULARY, ModelConfig
-from arbcli.config.short_forms import with_part_rules
+from arbcli.config.short_forms import set_part_rules
 from arbcli.families.masked.filling import cut
 from arbcli.families.masked.masking import hide
 from arbcli.families.media.config import KINDS
@@ -208,7 +208,7 @@ def fill_memories(part: nn.Module, codes: int) -> None:
 def several_rules(digits: str) -> ModelConfig:
     """Return `RAGGED` with a rule for attention, one for MLPs, and one for all other weights."""
     config = replace(RAGGED, digits=digits)
-    return with_part_rules(config, attention_rule="nibble", mlp_rule="carry")
+    return set_part_rules(config, attention_rule="nibble", mlp_rule="carry")
 
 
 def all_subjects(

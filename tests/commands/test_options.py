@@ -13,9 +13,9 @@ from arbcli.base.errors import ArbError
 from arbcli.cli import app
 from arbcli.commands._options import (
     given_options,
-    in_options,
     rename_options,
     repeat_options,
+    replace_fields,
 )
 from arbcli.config.file import read_settings
 from arbcli.config.short_forms import ARGUMENTS
@@ -40,7 +40,7 @@ SHOWN = {
 
 @pytest.mark.parametrize(("text", "field"), SHOWN)
 def test_field_of_an_error_is_shown_as_its_option(text, field):
-    assert in_options(text, (field,)) == SHOWN[text, field]
+    assert replace_fields(text, (field,)) == SHOWN[text, field]
 
 
 def test_values_of_an_option_may_follow_one_another():

@@ -3,7 +3,7 @@
 import pytest
 
 from arbcli.base.errors import ArbError
-from arbcli.config.fields import with_fields
+from arbcli.config.fields import change_fields
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
 
@@ -27,22 +27,22 @@ def values(config: ModelConfig, name: str) -> list:
 ])  # fmt: skip
 def test_field_is_set_in_the_parts_on_its_path(path, heads):
     assert values(HNET, "heads") == [4] * 5
-    changed = with_fields(HNET, {path: 2})
+    changed = change_fields(HNET, {path: 2})
     assert values(changed, "heads") == heads
     assert values(changed, "rule") == values(HNET, "rule")
 
 
 def test_fields_that_need_each_other_are_set_together():
-    changed = with_fields(preset("tiny"), {"kv_heads": 3, "attention.heads": 6, "head_width": 32})
+    changed = change_fields(preset("tiny"), {"kv_heads": 3, "attention.heads": 6, "head_width": 32})
     assert {(b.mixer.heads, b.mixer.kv_heads, b.mixer.head_width) for b in changed.main.blocks} == {
         (6, 3, 32)
     }
 
 
 def test_part_is_set_by_a_table_and_removed_by_none():
-    changed = with_fields(HNET, {"channel": {"kind": "experts", "experts": 3, "width": 8}})
+    changed = change_fields(HNET, {"channel": {"kind": "experts", "experts": 3, "width": 8}})
     assert changed.main.blocks[0].channel.experts == 3
-    assert with_fields(changed, {"blocks.0.channel": "none"}).main.blocks[0].channel is None
+    assert change_fields(changed, {"blocks.0.channel": "none"}).main.blocks[0].channel is None
 
 
 @pytest.mark.parametrize(("path", "value", "says"), [
@@ -58,5 +58,5 @@ def test_part_is_set_by_a_table_and_removed_by_none():
 ])  # fmt: skip
 def test_field_that_no_part_has_or_a_wrong_value_is_refused(path, value, says):
     with pytest.raises(ArbError, match=says) as caught:
-        with_fields(preset("tiny"), {path: value})
+        change_fields(preset("tiny"), {path: value})
     assert caught.value.hint

@@ -16,7 +16,7 @@ from arbcli.inspect import audit as audit_module
 from arbcli.inspect.audit import _check_floats, _check_levels, _check_prediction, audit, check_fit
 from arbcli.inspect.floats import FloatTensor, FloatTensors
 from arbcli.inspect.room import least_bytes
-from arbcli.inspect.trace import LiveTensors, calling_function, without_memory
+from arbcli.inspect.trace import LiveTensors, calling_function, no_memory
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.model.layers.rotary import fresh_tables
 from arbcli.training.configure import new_config
@@ -223,7 +223,7 @@ def test_peak_of_an_absent_gpu_is_predicted():
 
 @pytest.mark.parametrize("mask", [None, torch.ones(4, 4, dtype=torch.bool)])
 def test_attention_on_a_gpu_is_traced_with_a_mask_or_none(mask):
-    with without_memory(torch.device("cuda")):
+    with no_memory(torch.device("cuda")):
         q = torch.empty(1, 2, 4, 12, dtype=torch.bfloat16, device="cuda")
         mask = None if mask is None else mask.to("cuda")
         y = functional.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=mask is None)

@@ -22,7 +22,7 @@ from arbcli.families.media.config import CompositeConfig
 from arbcli.inspect import peak
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.ranks import share_out
-from arbcli.inspect.trace import KnownShapes, LiveTensors, without_memory
+from arbcli.inspect.trace import KnownShapes, LiveTensors, no_memory
 from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.layers.rotary import fresh_tables
@@ -74,7 +74,7 @@ def shapes_received(group, sizes: list[int]) -> list[tuple]:
     rows = [torch.zeros(3, 2, dtype=torch.int32)] * 2
     got = [
         group.send_to_owners(sent, sizes).wait(), group.broadcast(sent, 1).wait(),
-        *group.in_order(rows), group.sum(rows[0]), group.largest(rows[0]),
+        *group.gather(rows), group.sum(rows[0]), group.largest(rows[0]),
     ]  # fmt: skip
     return [(tuple(part.shape), part.dtype) for part in got]
 
@@ -158,7 +158,7 @@ def test_predicted_peak_of_a_stack_that_is_orthogonalised_again_equals_the_measu
     with use_backend("torch"):
         with LiveTensors(CPU) as tensors:
             orthogonalise_twice()
-        with peak._Trace(CPU) as trace, without_memory(CPU):
+        with peak._Trace(CPU) as trace, no_memory(CPU):
             trace.end_stage()
             orthogonalise_twice()
     assert trace.peak == tensors.stage_peak > 0

@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from arbcli.inspect.trace import MARK, without_compiler
+from arbcli.inspect.trace import MARK, no_compiler
 
 
 def test_functions_that_torch_keeps_from_its_compiler_run_without_it(monkeypatch):
@@ -15,7 +15,7 @@ def test_functions_that_torch_keeps_from_its_compiler_run_without_it(monkeypatch
         return "torch._dynamo" in sys.modules
 
     kept_out, version = torch._disable_dynamo(function), f"torch {torch.__version__}"
-    with without_compiler():
+    with no_compiler():
         assert getattr(function, MARK, None) is function, version
         assert not kept_out(), version
     assert not hasattr(function, MARK)

@@ -87,7 +87,7 @@ def test_model_is_read_and_given_back(transformers, kind, tmp_path, monkeypatch)
     torch.testing.assert_close(again(ids).logits, logits, rtol=0, atol=1e-4)
     if kind == "Qwen 3, tied":  # some rows at a time, as of large ones
         monkeypatch.setattr(importing, "READ_AT_ONCE", 4000)
-        monkeypatch.setattr(rounding, "IN_HAND", 2000)
+        monkeypatch.setattr(rounding, "ROUNDED_AT_ONCE", 2000)
     report = import_folder(back, tmp_path / "again")
     assert report.relative_error == 0
     second = load_weights(tmp_path / "again", print).model.state_dict()

@@ -11,7 +11,7 @@ from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.model_file import model_from_toml, model_lines
 from arbcli.config.parts.attention import AttentionConfig
-from arbcli.config.parts.base import every_part, without_rules
+from arbcli.config.parts.base import every_part, remove_rules
 from arbcli.config.presets import assembled, config_from_dict, preset
 from arbcli.families.ahead.config import AheadConfig
 from arbcli.families.media.config import CompositeConfig
@@ -94,7 +94,7 @@ def test_all_weights_of_a_part_are_stored_and_stepped_by_its_rule_and_no_others(
         assert tensor.direction is before[name].direction
     weights = sum(after[name].num_weights for name in of_part)
     assert predict(config).total.state_bytes == predict(plain).total.state_bytes - weights
-    assert without_rules(config) == plain
+    assert remove_rules(config) == plain
     text = "\n".join(model_lines(config))
     assert model_from_toml(tomllib.loads(text)["model"], "it") == config
     assert config_from_dict(asdict(config)) == config != plain

@@ -55,7 +55,7 @@ class PartConfig:
 
     def own_site(self, site: LayerSpec) -> LayerSpec:
         """Return the site of the part's own weights, from the site of the part."""
-        return site if self.rule is None else site.with_rule(self.rule)
+        return site if self.rule is None else site.replace_rule(self.rule)
 
     def check_at(self, site: LayerSpec) -> None:
         """Check that the part is valid at a site.
@@ -134,22 +134,22 @@ class BetweenConfig(PartConfig):
 def every_part(config: Any) -> Iterator[PartConfig]:
     """Yield all parts in a configuration, also those within parts."""
     if isinstance(config, tuple):
-        for each in config:
-            yield from every_part(each)
+        for entry in config:
+            yield from every_part(entry)
     elif is_dataclass(config):
         if isinstance(config, PartConfig):
             yield config
-        for each in fields(config):
-            yield from every_part(getattr(config, each.name))
+        for field in fields(config):
+            yield from every_part(getattr(config, field.name))
 
 
-def without_rules(config: Any) -> Any:
+def remove_rules(config: Any) -> Any:
     """Return a configuration whose parts have no rules of their own."""
     if isinstance(config, tuple):
-        return tuple(map(without_rules, config))
+        return tuple(map(remove_rules, config))
     if not is_dataclass(config) or isinstance(config, type):
         return config
-    changed = {each.name: without_rules(getattr(config, each.name)) for each in fields(config)}
+    changed = {field.name: remove_rules(getattr(config, field.name)) for field in fields(config)}
     changed = {name: value for name, value in changed.items() if value != getattr(config, name)}
     changed |= {"rule": None} if isinstance(config, PartConfig) and config.rule else {}
     return replace(config, **changed) if changed else config

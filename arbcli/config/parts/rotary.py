@@ -51,13 +51,13 @@ class RotaryConfig:
         """
         check_fields(self)
         check_choice("scaling", self.scaling, SCALINGS)
-        for name, most in (("base", MOST), ("share", 1), ("factor", MOST)):
+        for name, maximum in (("base", MOST), ("share", 1), ("factor", MOST)):
             value = getattr(self, name)
-            if not (0 < value <= most and (name == "share" or value >= 1)):
+            if not (0 < value <= maximum and (name == "share" or value >= 1)):
                 raise ArbError(
                     f"`{name}` is {value}",
                     hint=f"use {'more than 0' if name == 'share' else '1 or more'},"
-                    f" and at most {most:g}",
+                    f" and at most {maximum:g}",
                     fields=(name,),
                 )
         banded = self.scaling in HIGH

@@ -15,7 +15,7 @@ TOP_K_EXPERTS = 2
 EXPERTS = Setting(
     "Experts in each block of the innermost stage, each as wide as `ffn`, instead of its MLP; for"
     " presets with a graph, the iterated experts.",
-    least=1,
+    minimum=1,
     default=PRESETS_OWN,
 )
 Gate = Annotated[
@@ -58,7 +58,7 @@ def replace_mlps(
         int | None,
         Setting(
             "Experts that a position uses; for presets with a graph, the same as `moe_top_k`.",
-            least=1,
+            minimum=1,
             default="the preset's, or 2",
         ),
     ] = None,
@@ -67,7 +67,7 @@ def replace_mlps(
         int,
         Setting(
             "First blocks of the innermost stage that choose experts by a hash.",
-            least=0,
+            minimum=0,
             default=PRESETS_OWN,
         ),
     ] = 0,

@@ -84,7 +84,7 @@ class Edges(StepMemory):
 
     def join(self, group: Any) -> None:
         """Combine pairs, in the order of the micro-batches, and votes of all processes."""
-        self._pairs = group.in_order(self._pairs)
+        self._pairs = group.gather(self._pairs)
         self._votes = None if self._votes is None else group.sum(self._votes)
 
     @torch.no_grad()

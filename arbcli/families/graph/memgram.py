@@ -75,7 +75,7 @@ class MemGram(StepMemory):
 
     def join(self, group: Any) -> None:
         """Combine the n-grams of all processes, in the order of the micro-batches."""
-        self._seen = group.in_order(self._seen)
+        self._seen = group.gather(self._seen)
 
     @torch.no_grad()
     def after_step(self) -> None:

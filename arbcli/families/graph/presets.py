@@ -62,10 +62,11 @@ def graph(
     streams: Streams = 1,
     memory_rows: int = 65536,
     moe_top_k: Annotated[
-        int, Setting("Iterated experts that a position uses.", GRAPH, least=1, default=PRESETS_OWN)
+        int,
+        Setting("Iterated experts that a position uses.", GRAPH, minimum=1, default=PRESETS_OWN),
     ] = 2,
     max_moe_iters: Annotated[
-        int, Setting("Iterations over the experts.", GRAPH, least=1, default=PRESETS_OWN)
+        int, Setting("Iterations over the experts.", GRAPH, minimum=1, default=PRESETS_OWN)
     ] = 4,
     moe_gate: Gate = GATES[0],
     shared_expert: SharedExpert = False,

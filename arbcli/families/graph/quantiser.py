@@ -113,7 +113,7 @@ class Quantiser(StepMemory):
 
     def join(self, group: Any) -> None:
         """Combine the vectors and selections of all processes, in the order of micro-batches."""
-        self._seen, self._chosen = group.in_order(self._seen), group.in_order(self._chosen)
+        self._seen, self._chosen = group.gather(self._seen), group.gather(self._chosen)
 
     @torch.no_grad()
     def after_step(self) -> None:

@@ -41,7 +41,7 @@ def hnet(
         Setting(
             "Average length of a chunk, in positions, at every stage.",
             HNET,
-            least=2,
+            minimum=2,
             default=PRESETS_OWN,
         ),
     ],

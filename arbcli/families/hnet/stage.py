@@ -117,7 +117,7 @@ class Stage(nn.Module, JoinedStatistics):
     def join(self, group: Any) -> None:
         """Take the counts of the last micro-batch, which one process has computed."""
         if self.counts is not None:
-            self.counts = group.in_order([self.counts])[-1]
+            self.counts = group.gather([self.counts])[-1]
 
     def gauges(self) -> dict[str, float]:
         """Return metrics of the chunks of the last training batch.

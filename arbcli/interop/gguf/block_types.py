@@ -116,7 +116,7 @@ TYPES = {kind.name.lower(): kind for kind in (F32, F16, BF16, Q8_0, Q4_0, Q2_0)}
 LEAST_NORMAL = 2.0**-14
 """Scales below it lose digits in fp16. Those of Q8_0 may: a weight is off by 127 * 2**-25 at most,
 3.8e-6, where the largest of its group is below 0.008."""
-BY_NUMBER = {kind.number: kind for kind in TYPES.values()}
+TYPE_OF_NUMBER = {kind.number: kind for kind in TYPES.values()}
 
 
 def encode_numbers(name: str, weight: Tensor, kind: BlockType) -> Tensor:
@@ -168,17 +168,17 @@ def encode_digits(
             f"`{name}` has weights of more digits than {kind.name} holds",
             hint="use `--type q8_0`, or `--type bf16`, which holds any weights",
         )
-    of_blocks = scales.repeat_interleave(group_size // kind.block, dim=1)
-    of_blocks = of_blocks[:, : columns // kind.block]
+    block_scales = scales.repeat_interleave(group_size // kind.block, dim=1)
+    block_scales = block_scales[:, : columns // kind.block]
     words = digits.view(torch.int64).unflatten(1, (-1, kind.block // 8))  # eight at once
     used = words.ne(0).any(dim=2)
-    of_blocks = torch.where(used, of_blocks, 0.0)
-    held = of_blocks.to(torch.float16).to(torch.float32)
+    block_scales = torch.where(used, block_scales, 0.0)
+    held = block_scales.to(torch.float16).to(torch.float32)
     if kind is Q8_0:
-        held = torch.where(of_blocks < LEAST_NORMAL, of_blocks, held)
-    if not torch.equal(held, of_blocks):
+        held = torch.where(block_scales < LEAST_NORMAL, block_scales, held)
+    if not torch.equal(held, block_scales):
         raise _not_held(name, kind)
-    return kind.encode(digits, of_blocks)
+    return kind.encode(digits, block_scales)
 
 
 def _not_held(name: str, kind: BlockType) -> ArbError:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from arbcli.base.errors import ArbError
 from arbcli.base.reading import open_regular
-from arbcli.interop.gguf.block_types import BY_NUMBER, BlockType
+from arbcli.interop.gguf.block_types import TYPE_OF_NUMBER, BlockType
 
 MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
 UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64 = 4, 5, 6, 7, 8, 9, 10
@@ -162,9 +162,9 @@ class GGUFFile:
                 raise self._refused(f"`{name}` has {num_sizes:,} dimensions")
             sizes = self._take(f"<{num_sizes}Q")
             number, offset = self._take("<IQ")
-            if number not in BY_NUMBER:
+            if number not in TYPE_OF_NUMBER:
                 raise self._refused(f"`{name}` has a type that arb does not write: {number}")
-            kind = BY_NUMBER[number]
+            kind = TYPE_OF_NUMBER[number]
             if not sizes or not all(sizes) or sizes[0] % kind.block:
                 raise self._refused(f"`{name}` has rows that are not whole blocks")
             self.entries[name] = Entry(name, sizes[::-1], kind)

@@ -66,7 +66,7 @@ END = 0
 """The byte that ends a text: no text has it, and generation stops there."""
 ROTATED = re.compile(r"\.attn_[qk]\.")
 """Pattern of the names of matrices and biases whose results are rotated."""
-OF_GROUP_SIZE = {32: Q4_0, 96: Q4_0, 64: Q2_0, 128: Q2_0}
+TYPE_OF_GROUP_SIZE = {32: Q4_0, 96: Q4_0, 64: Q2_0, 128: Q2_0}
 """The smallest type that holds trits, by the weights that share a scale; for others BF16."""
 
 
@@ -159,7 +159,7 @@ def _divisors(config: ModelConfig) -> Tensor | None:
     return (plain / rotary_rates(width, rotary)).to(torch.float32)
 
 
-def in_our_order(file: GGUFFile, name: str) -> Tensor:
+def read_reordered(file: GGUFFile, name: str) -> Tensor:
     """Read a tensor of a file, float32, with its rows in the order of `arb`."""
     weight, kind = file.tensor(name), file.keys.get("general.architecture")
     width = file.keys.get(f"{kind}.attention.key_length")
@@ -183,8 +183,8 @@ def _order(source: Source, config: ModelConfig, architecture: Architecture) -> d
 
 def smallest_type(config: ModelConfig) -> BlockType:
     """Choose the smallest type that represents the integers of a model's weights."""
-    of_trits = OF_GROUP_SIZE.get(config.group_size, BF16)
-    return of_trits if config.digits == "trit" or of_trits is BF16 else Q8_0
+    trit_type = TYPE_OF_GROUP_SIZE.get(config.group_size, BF16)
+    return trit_type if config.digits == "trit" or trit_type is BF16 else Q8_0
 
 
 def check_model(model: LanguageModel) -> None:
@@ -226,8 +226,8 @@ def _encoded(source: Source, kind: BlockType, orders: dict[str, Tensor]) -> Iter
     digits, scales = integers(packed), scales_torch(packed.exponent, packed.fraction) / packed.unit
     for part in source.parts:
         order = orders.get(part.gguf, all_rows)
-        of_part = digits[part.rows][order], scales[part.rows][order]
-        yield encode_digits(part.gguf, *of_part, packed.group_size, kind)
+        rounded = digits[part.rows][order], scales[part.rows][order]
+        yield encode_digits(part.gguf, *rounded, packed.group_size, kind)
 
 
 def integers(packed: Packed) -> Tensor:

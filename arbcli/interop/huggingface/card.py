@@ -33,15 +33,15 @@ def model_card(weights: Weights, name: str) -> str:
     number = weights.model.num_weights
     of = "-1, 0 or +1" if config.digits == "trit" else "an integer of one byte"
     keys = "" if shape.kv_heads == shape.heads else f" on {shape.kv_heads} of keys"
-    of_bytes = shape.vocabulary == VOCABULARY
+    reads_bytes = shape.vocabulary == VOCABULARY
     base = base_model(weights.path.parent / COMPANIONS)
     rows = {
         **({"base model": base} if base else {}),
         "weights": f"{number:,}, each {of} times a scale of {config.group_size}",
         "shape": f"{shape.layers} blocks of width {shape.dim}, {shape.heads} heads{keys},"
-        f" MLP {shape.ffn}, context {shape.ctx} {'bytes' if of_bytes else 'tokens'}",
+        f" MLP {shape.ffn}, context {shape.ctx} {'bytes' if reads_bytes else 'tokens'}",
         "tokens": "the 256 bytes; byte 0 ends a text"
-        if of_bytes
+        if reads_bytes
         else f"{shape.vocabulary:,}, of `tokenizer.json`",
         "norms before the output projections": "yes" if shape.sub_norms else "no",
         "update rule": config.rule_text,
@@ -53,11 +53,11 @@ def model_card(weights: Weights, name: str) -> str:
     table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
     use = USE.format(trust=", trust_remote_code=True" if shape.sub_norms else "")
     kind = "ternary" if config.digits == "trit" else "int8"
-    of_hub = f"base_model: {base}\n" if base and "/" in base else ""
+    base_line = f"base_model: {base}\n" if base and "/" in base else ""
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
-        f"tags: [arb, {kind}]\n{of_hub}---\n\n# {name}\n\n"
-        f"A language model over {'bytes' if of_bytes else 'tokens'}, trained by `arb` with"
+        f"tags: [arb, {kind}]\n{base_line}---\n\n# {name}\n\n"
+        f"A language model over {'bytes' if reads_bytes else 'tokens'}, trained by `arb` with"
         " packed trits and int8 as its whole state.\n\n"
         f"| | |\n|---|---|\n{table}\n{use}"
     )

@@ -17,17 +17,17 @@ from arbcli.config.model import MOST_BLOCKS, BlockConfig, ModelConfig, StageConf
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
-from arbcli.config.short_forms import PART_RULES, with_part_rules
+from arbcli.config.short_forms import PART_RULES, set_part_rules
 
 HINT = "import a Llama, Mistral, Qwen 2 or Qwen 3, dense and not quantised"
 NAME = "_name_or_path"
 """Field with the name of the model that another one was made from."""
-IN_CACHE = "models--"
+CACHE_PREFIX = "models--"
 """Beginning of a folder's name in the cache of Hugging Face; `--` separates its parts."""
 BIASES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False),
           "qwen3": (False, False)}  # fmt: skip
 """Whether queries, keys and values, and the output, have biases, by `model_type`."""
-WITH_CODE = "arb_byte_lm"
+CUSTOM_CODE_TYPE = "arb_byte_lm"
 """A Qwen 3 with sub-norms, which `arb export --to hf` writes with code of ours."""
 SILENT = {
     "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_flash_attn_2_enabled",
@@ -50,7 +50,7 @@ ONLY: dict[str, Any] = {
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 """`scaling` of rotary positions by `rope_type`."""
 FACTORS = {"factor": "factor", "original_max_position_embeddings": "original_ctx"}
-OF_ROPE = {
+ROPE_FIELDS = {
     "default": {},
     "linear": {"factor": "factor"},
     "llama3": FACTORS | {"low_freq_factor": "low", "high_freq_factor": "high"},
@@ -105,7 +105,7 @@ class _Fields:
 def model_name(folder: Path) -> str:
     """Return the name of a model's folder: `ORGANISATION/NAME` in a cache of Hugging Face."""
     for part in reversed(folder.absolute().parts):
-        if part.startswith(IN_CACHE):
+        if part.startswith(CACHE_PREFIX):
             return "/".join(part.split("--")[1:])
     return folder.resolve().name
 
@@ -137,10 +137,10 @@ def read_config(
     """
     fields = _Fields(values, where)
     model_type = fields.take("model_type", str)
-    if model_type not in (*BIASES, WITH_CODE):
+    if model_type not in (*BIASES, CUSTOM_CODE_TYPE):
         raise fields.refused("model_type", model_type)
-    with_code = model_type == WITH_CODE
-    if with_code:
+    is_ours = model_type == CUSTOM_CODE_TYPE
+    if is_ours:
         fields.take("auto_map", dict)
     for name, only in ONLY.items():
         if (value := fields.take(name, object, only)) != only:
@@ -155,18 +155,18 @@ def read_config(
         if model_type not in ("llama", "qwen3"):
             raise fields.refused("attention_bias", True)
         biases = True, True
-    gains = model_type in ("qwen3", WITH_CODE)
+    gains = model_type in ("qwen3", CUSTOM_CODE_TYPE)
     mixer = AttentionConfig(
         heads=heads,
         kv_heads=fields.take("num_key_value_heads", int, heads if model_type == "llama" else ...),
         head_width=fields.take("head_dim", int, ... if gains else None),
         rotary=_rotary(fields, ctx),
-        query_key_norm="none" if not gains else "unit" if with_code else "gain",
+        query_key_norm="none" if not gains else "unit" if is_ours else "gain",
         bias=biases[0],
         output_bias=biases[1],
-        sub_norm=with_code,
+        sub_norm=is_ours,
     )
-    channel = MLPConfig(width=fields.take("intermediate_size", int), sub_norm=with_code)
+    channel = MLPConfig(width=fields.take("intermediate_size", int), sub_norm=is_ours)
     blocks = tuple(
         BlockConfig(mixer=_within(mixer, window, ctx), channel=channel)
         for window in _windows(fields, model_type, layers)
@@ -175,7 +175,7 @@ def read_config(
     config = ModelConfig(
         ctx=ctx,
         stages=(StageConfig(dim=fields.take("hidden_size", int), blocks=blocks),),
-        norm_gain=not with_code,
+        norm_gain=not is_ours,
         norm_eps=float(fields.take("rms_norm_eps", float)),
         vocabulary=fields.take("vocab_size", int),
         tied=fields.take("tie_word_embeddings", bool, False),
@@ -184,7 +184,7 @@ def read_config(
     for name in SILENT:
         fields.take(name, object, None)
     fields.end(ignored)
-    return with_part_rules(config, **rules)
+    return set_part_rules(config, **rules)
 
 
 def _within(mixer: AttentionConfig, window: int | None, ctx: int) -> AttentionConfig:
@@ -220,25 +220,25 @@ def _rotary(fields: _Fields, ctx: int) -> RotaryConfig:
     kind = rope.take("rope_type", str, kind)
     if kind not in SCALINGS:
         raise rope.refused("rope_type", kind)
-    given = {}
-    for theirs, ours in OF_ROPE[kind].items():
+    values = {}
+    for theirs, ours in ROPE_FIELDS[kind].items():
         number = int if ours == "original_ctx" else float
         default = ctx if ours == "original_ctx" else ... if ours == "factor" else None
-        given[ours] = rope.take(theirs, number, default)
+        values[ours] = rope.take(theirs, number, default)
     base = rope.take("rope_theta", float, theta)
     if (share := rope.take("partial_rotary_factor", float, 1.0)) != 1:
         raise rope.refused("partial_rotary_factor", share)
     rope.end()
     floats: dict[str, Any] = {name: v if name == "original_ctx" or v is None else float(v)
-              for name, v in given.items()}  # fmt: skip
+              for name, v in values.items()}  # fmt: skip
     return RotaryConfig(base=float(base), scaling=SCALINGS[kind], **floats)
 
 
 def rope_parameters(rotary: RotaryConfig) -> dict[str, Any]:
     """Write the angles as `rope_parameters`."""
     kind = next(theirs for theirs, ours in SCALINGS.items() if ours == rotary.scaling)
-    values = {theirs: getattr(rotary, ours) for theirs, ours in OF_ROPE[kind].items()}
+    values = {theirs: getattr(rotary, ours) for theirs, ours in ROPE_FIELDS[kind].items()}
     if kind in ("llama3", "yarn"):
-        low, high = (name for name, ours in OF_ROPE[kind].items() if ours in ("low", "high"))
+        low, high = (name for name, ours in ROPE_FIELDS[kind].items() if ours in ("low", "high"))
         values[low], values[high] = rotary.bounds
     return {"rope_type": kind, "rope_theta": rotary.base} | values

@@ -64,7 +64,7 @@ class WeightFolder:
         """List the files, and the tensors of each that an index names; None is all of them."""
         if not (self.path / INDEX).exists():
             if not (self.path / WEIGHTS).exists():
-                raise self._without_weights()
+                raise self._missing_weights()
             return {WEIGHTS: None}
         index = read_json(self.path / INDEX, {"weight_map": dict[str, str]}, HINT)
         files: dict[str, set[str] | None] = {}
@@ -77,7 +77,7 @@ class WeightFolder:
             files[name] = (files.get(name) or set()) | {tensor}
         return files
 
-    def _without_weights(self) -> ArbError:
+    def _missing_weights(self) -> ArbError:
         """Make the error of a folder without safetensors."""
         with suppress(OSError):
             for name in sorted(os.listdir(self.path)):
@@ -116,8 +116,8 @@ def check_tensors(folder: WeightFolder, model: LanguageModel) -> None:
     Raises:
         ArbError: one is missing, unknown or of another shape.
     """
-    wanted = {part.hugging_face: part.shape for source in sources(model) for part in source.parts}
-    for name, shape in wanted.items():
+    shapes = {part.hugging_face: part.shape for source in sources(model) for part in source.parts}
+    for name, shape in shapes.items():
         if name not in folder.tensors:
             raise ArbError(
                 f"`{folder.path}` has no `{name}`",
@@ -128,7 +128,7 @@ def check_tensors(folder: WeightFolder, model: LanguageModel) -> None:
                 f"`{folder.path}`: `{name}` is {list(stored)}, and by `{CONFIG}` {list(shape)}",
                 hint="copy the folder again",
             )
-    for name in sorted(folder.tensors.keys() - wanted.keys()):
+    for name in sorted(folder.tensors.keys() - shapes.keys()):
         tied = model.config.tied and name == f"{HEAD}.weight"
         if not tied and not name.endswith(UNREAD):
             raise ArbError(

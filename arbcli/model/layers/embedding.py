@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from arbcli.base.lazy import imported
-from arbcli.config.site import LayerSpec, in_chunks
+from arbcli.config.site import LayerSpec, is_chunked
 from arbcli.kernels.rows.ternary_embedding import embedding_grad, embedding_rows
 from arbcli.model.layers.compiled import anchor
 from arbcli.model.layers.streamed import StreamedTensor
@@ -56,7 +56,7 @@ class TernaryEmbedding(nn.Module):
         kind: type[StreamedTensor] = EmbeddingWeight
         if tied:
             kind = imported("arbcli.model.layers.symbols:SymbolWeight")
-        elif in_chunks(num_embeddings):
+        elif is_chunked(num_embeddings):
             kind = imported("arbcli.model.layers.symbols:ManyEmbeddingsWeight")
         self.weight = kind(num_embeddings, dim, site, area=area)
 

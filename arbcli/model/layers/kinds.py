@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from arbcli.base.lazy import imported
-from arbcli.config.site import LayerSpec, in_chunks
+from arbcli.config.site import LayerSpec, is_chunked
 from arbcli.model.initial import head_lr_factor, head_std
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import ClampedGate, TernaryGate, TernaryRMSNorm
@@ -91,7 +91,7 @@ def symbol_head(config: "ModelConfig", embedding: Any) -> Any:
     site, ternary = config.site(), config.weights == "ternary"
     if config.tied and ternary:
         return imported("arbcli.model.layers.symbols:TiedHead")(embedding.weight)
-    if ternary and in_chunks(config.vocabulary):
+    if ternary and is_chunked(config.vocabulary):
         kind = imported("arbcli.model.layers.symbols:SymbolHead")
         return kind(config.vocabulary, site.dim, site, area="head")
     head = linear_head(config.vocabulary, site, area="head")

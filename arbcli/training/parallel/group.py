@@ -56,8 +56,8 @@ class Group:
 
     def local(self, number: int) -> range:
         """Return the micro-batches of this process, out of `number`."""
-        each = number // self.size
-        return range(self.rank * each, (self.rank + 1) * each)
+        count = number // self.size
+        return range(self.rank * count, (self.rank + 1) * count)
 
     def send_to_owners(self, sent: Tensor, sizes: Sequence[int]) -> "PendingTensor":
         """Send each process its part, and receive this process's part from all (all-to-all).
@@ -71,12 +71,12 @@ class Group:
         """
         if self.size == 1:
             return PendingTensor(sent[None])
-        own = sizes[self.rank]
-        result = sent.new_empty(self.size * own)
+        size = sizes[self.rank]
+        result = sent.new_empty(self.size * size)
         with explained_loss():
-            work = dist.all_to_all_single(result, sent, [own] * self.size, [*sizes], async_op=True)
+            work = dist.all_to_all_single(result, sent, [size] * self.size, [*sizes], async_op=True)
         self.received += (self.size - 1) * sum(sizes)
-        return PendingTensor(result.view(self.size, own), work, sent)
+        return PendingTensor(result.view(self.size, size), work, sent)
 
     def broadcast(self, tensor: Tensor, owner: int) -> "PendingTensor":
         """Broadcast a tensor from its owner, in place and asynchronously."""
@@ -87,7 +87,7 @@ class Group:
         self.received += (self.size - 1) * tensor.nbytes
         return PendingTensor(tensor, work)
 
-    def in_order(self, tensors: list[Tensor]) -> list[Tensor]:
+    def gather(self, tensors: list[Tensor]) -> list[Tensor]:
         """Gather the tensors of all micro-batches, in the order of these.
 
         Args:
@@ -95,11 +95,11 @@ class Group:
         """
         if self.size == 1 or not tensors:
             return tensors
-        own = torch.stack(tensors)
-        gathered = [torch.empty_like(own) for _ in range(self.size)]
+        stacked = torch.stack(tensors)
+        gathered = [torch.empty_like(stacked) for _ in range(self.size)]
         with explained_loss():
-            dist.all_gather(gathered, own)
-        self.received += self.size * (self.size - 1) * own.nbytes
+            dist.all_gather(gathered, stacked)
+        self.received += self.size * (self.size - 1) * stacked.nbytes
         return [tensor for part in gathered for tensor in part]
 
     def sum(self, tensor: Tensor) -> Tensor:

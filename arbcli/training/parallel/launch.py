@@ -56,8 +56,8 @@ def launch(command: Sequence[str], number: int) -> Failure | None:
         shared |= {STORE: str(Path(folder) / "store")}
         try:
             for rank in range(number):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                processes.append(_start(command, shared | own))
+                ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(_start(command, shared | ranks))
             return _first_failure(processes, stop)
         finally:
             for process in processes:
@@ -108,7 +108,9 @@ def _first_failure(processes: Sequence[Popen], stop: RememberedSignal) -> Failur
             forwarded = True
             for process in running.values():
                 process.send_signal(stop.received)
-        ended = {rank: code for rank, each in running.items() if (code := each.poll()) is not None}
+        ended = {
+            rank: code for rank, process in running.items() if (code := process.poll()) is not None
+        }
         for rank in ended:
             del running[rank]
         if failure is None and any(ended.values()):

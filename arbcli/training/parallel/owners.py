@@ -72,7 +72,7 @@ class Member:
     """Offset of its sums in the owner's part, in bytes."""
     down: int
     """Offset of its state in the owner's message, in bytes."""
-    by_bits: bool
+    sends_bits: bool
     """Whether trits and remainders are sent as low bits of z: see `uses_low_bits`."""
 
     @property
@@ -94,7 +94,7 @@ class Member:
     def copied(self) -> list[Tensor]:
         """Return the buffers that the owner sends unchanged, as views."""
         parts = broadcast_buffers(self.tensor).items()
-        return [part[self.rows] for name, part in parts if not (self.by_bits and name in DIGITS)]
+        return [part[self.rows] for name, part in parts if not (self.sends_bits and name in DIGITS)]
 
 
 @dataclass(eq=False, slots=True)
@@ -202,7 +202,7 @@ def plan(
     weights = 0
     for tensor in reversed([*tensors]):
         alone, owner = isinstance(tensor, TableWeight), owners[id(tensor)]
-        by_bits = uses_low_bits(tensor, lr, weight_decay)
+        sends_bits = uses_low_bits(tensor, lr, weight_decay)
         for matrices in tensor.gradient_ranges():
             number = len(matrices) * (tensor.num_weights // tensor.matrices)
             # starts a new bucket if more than half of the tensor would exceed the limit
@@ -211,11 +211,11 @@ def plan(
                 weights = 0
             bucket = buckets[-1]
             up, down = bucket.up_sizes[owner], bucket.down_sizes[owner]
-            member = Member(tensor, matrices, owner, up, down, by_bits)
+            member = Member(tensor, matrices, owner, up, down, sends_bits)
             bucket.members.append(member)
             parts = *sums.sizes(*member.shape), member.shape[0]
             bucket.up_sizes[owner] += sum(map(rounded_up, parts))
-            bits = rounded_up(math.prod(member.bits_shape)) if by_bits else 0
+            bits = rounded_up(math.prod(member.bits_shape)) if sends_bits else 0
             copied = sum(rounded_up(part.nbytes) for part in member.copied())
             bucket.down_sizes[owner] += bits + copied
             weights = 2 * BUCKET_WEIGHTS if alone else weights + number

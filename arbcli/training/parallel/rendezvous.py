@@ -226,13 +226,13 @@ def within(seconds: float, make: Callable[[], T]) -> T:
     Raises:
         TimeoutError: it did not return in time; the thread keeps running.
     """
-    made: Future[T] = Future()
+    future: Future[T] = Future()
 
     def call() -> None:
         try:
-            made.set_result(make())
+            future.set_result(make())
         except Exception as error:
-            made.set_exception(error)
+            future.set_exception(error)
 
     Thread(target=call, daemon=True).start()
-    return made.result(seconds)
+    return future.result(seconds)

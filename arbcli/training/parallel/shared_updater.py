@@ -55,7 +55,7 @@ WIRE_SEED = 0x5BD1E995
 STEPS_OF_AN_OCTAVE = 16
 """Steps in which an exponent falls by at most one. Maxima of rows vary from step to step, and
 clipping is worse than coarse rounding."""
-IN_FLIGHT = 1
+MAX_IN_FLIGHT = 1
 """Number of buckets in flight during the backward."""
 
 
@@ -169,14 +169,14 @@ class SharedUpdater:
 
     def _half_broadcast(self, tensor: TernaryTensor) -> dict[str, Tensor]:
         """Return the buffer of which only four bits per byte are broadcast, if any."""
-        by_bits = uses_low_bits(tensor, self._largest_lr, self.updates.weight_decay)
-        return {"remainder": tensor.remainder} if by_bits and tensor.rule.share_a_byte else {}
+        sends_bits = uses_low_bits(tensor, self._largest_lr, self.updates.weight_decay)
+        return {"remainder": tensor.remainder} if sends_bits and tensor.rule.share_a_byte else {}
 
     def common(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the state of a model that is replicated in all processes, by name."""
         modules = _names(model)
-        own = self.layout(model)
-        parts = {name: part for name, part in model.state_dict().items() if name not in own}
+        layout = self.layout(model)
+        parts = {name: part for name, part in model.state_dict().items() if name not in layout}
         for tensor in self.tensors:
             for name, part in self._half_broadcast(tensor).items():
                 parts[f"{modules[id(tensor)]}.{name}"] = part & 15
@@ -187,8 +187,8 @@ class SharedUpdater:
         modules = _names(model)
         return {
             f"{modules[key]}.{name}": torch.empty(shape, dtype=dtype, device="meta")
-            for key, own in self._kept.items()
-            for name, (shape, dtype) in own.items()
+            for key, buffers in self._kept.items()
+            for name, (shape, dtype) in buffers.items()
         }
 
     def gather(self, model: nn.Module) -> dict[str, Tensor]:
@@ -204,9 +204,9 @@ class SharedUpdater:
         layout, tensors = self.layout(model), {}
         for tensor in self.tensors:
             owner = self.owners[id(tensor)]
-            for own in self._kept[id(tensor)]:
-                name = f"{modules[id(tensor)]}.{own}"
-                part = self.group.fetch(getattr(tensor, own), layout[name], owner)
+            for buffer in self._kept[id(tensor)]:
+                name = f"{modules[id(tensor)]}.{buffer}"
+                part = self.group.fetch(getattr(tensor, buffer), layout[name], owner)
                 if part is not None:
                     # a GPU may not have enough memory for all of them
                     tensors[name] = part.cpu() if owner else part
@@ -235,8 +235,8 @@ class SharedUpdater:
     def begin_step(self, parameters: Tensor, accumulation: int) -> None:
         """Begin a step: see `Updater.begin_step`."""
         ticks = (len(self.local) + 1) // 2
-        own, numbers, fall = parameters.split([len(parameters) - ticks - 1, ticks, 1])
-        self.updates.begin_step(own, 1)
+        inner, numbers, fall = parameters.split([len(parameters) - ticks - 1, ticks, 1])
+        self.updates.begin_step(inner, 1)
         self._ticks, self._fall = numbers.view(torch.int32), fall.view(torch.int8)[:1]
 
     def step_parameters(
@@ -256,11 +256,11 @@ class SharedUpdater:
         numbers = torch.arange(steps.start, steps.stop, device="cpu")[:, None]
         local = torch.arange(self.local.start, self.local.stop, device="cpu")
         size = (len(local) + 1) // 2 + 1
-        own = torch.zeros(len(steps), size, dtype=torch.int64, device="cpu")
-        own.view(torch.int32)[:, : len(local)] = numbers * self.micro_batches + local
+        outer = torch.zeros(len(steps), size, dtype=torch.int64, device="cpu")
+        outer.view(torch.int32)[:, : len(local)] = numbers * self.micro_batches + local
         falls = numbers % STEPS_OF_AN_OCTAVE == STEPS_OF_AN_OCTAVE - 1
-        own[:, -1:].view(torch.int8)[:, :1] = falls
-        return torch.cat([self.updates.step_parameters(steps, rates, 1), own], dim=1)
+        outer[:, -1:].view(torch.int8)[:, :1] = falls
+        return torch.cat([self.updates.step_parameters(steps, rates, 1), outer], dim=1)
 
     def begin_micro(self, micro: int) -> None:
         """Prepare for the backward of the process's micro-batch `micro`, from 0."""
@@ -326,8 +326,8 @@ class SharedUpdater:
             like: TensorOptions = {"dtype": torch.uint8, "device": self.device}
             self._sent[id(bucket)] = torch.empty(sum(bucket.up_sizes), **like)
         begin = sum(bucket.up_sizes[: member.owner])
-        own = self._sent[id(bucket)][begin : begin + bucket.up_sizes[member.owner]]
-        sums, low, fitting = self._read_sums(own[None], member)
+        message = self._sent[id(bucket)][begin : begin + bucket.up_sizes[member.owner]]
+        sums, low, fitting = self._read_sums(message[None], member)
         return sums[0], None if low is None else low[0], fitting[0]
 
     def _read_sums(self, parts: Tensor, member: Member) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -363,7 +363,7 @@ class SharedUpdater:
             self._fill_missing(bucket)
             sent, sizes = self._sent.pop(id(bucket)), bucket.up_sizes
         self._up.append((bucket, self.group.send_to_owners(sent, sizes)))
-        while len(self._up) > IN_FLIGHT:
+        while len(self._up) > MAX_IN_FLIGHT:
             self._complete()
 
     def _fill_missing(self, bucket: Bucket) -> None:
@@ -397,7 +397,7 @@ class SharedUpdater:
                     self._copy(bucket, owner, message, into=True)
                 broadcasts.append((owner, self.group.broadcast(message, owner)))
             self._down.append((bucket, broadcasts))
-            while len(self._down) > IN_FLIGHT:
+            while len(self._down) > MAX_IN_FLIGHT:
                 self._receive()
 
     def _step(self, member: Member, sums: Tensor, low: Tensor | None, fitting: Tensor) -> None:
@@ -418,7 +418,7 @@ class SharedUpdater:
         for member in bucket.members:
             if member.owner == owner:
                 begin = member.down
-                if member.by_bits:
+                if member.sends_bits:
                     size = math.prod(member.bits_shape)
                     self._pass_bits(member, message[begin : begin + size], into=into)
                     begin += rounded_up(size)
@@ -481,19 +481,25 @@ class SharedUpdater:
         """
         (member,) = bucket.members
         tensor, number = member.tensor, self._num_rows[id(bucket)]
-        own = member.owner == self.group.rank
-        rows = self._step_rows(tensor, parts.view(self.micro_batches, -1), number) if own else None
+        is_owner = member.owner == self.group.rank
+        rows = (
+            self._step_rows(tensor, parts.view(self.micro_batches, -1), number)
+            if is_owner
+            else None
+        )
         if self.group.size == 1:
             return
-        most = min(number * self.micro_batches, tensor.out_features)
-        message = torch.empty(self._rows_bytes(tensor, most), dtype=torch.uint8, device=self.device)
+        limit = min(number * self.micro_batches, tensor.out_features)
+        message = torch.empty(
+            self._rows_bytes(tensor, limit), dtype=torch.uint8, device=self.device
+        )
         if rows is not None:
-            row_indices, places = self._places_of_rows(tensor, message, most)
+            row_indices, places = self._places_of_rows(tensor, message, limit)
             row_indices.copy_(rows[:, None])
             for part, place in places:
                 place.copy_(gather_rows(part, rows))
         self._down.append((bucket, [(member.owner, self.group.broadcast(message, member.owner))]))
-        while len(self._down) > IN_FLIGHT:
+        while len(self._down) > MAX_IN_FLIGHT:
             self._receive()
 
     def _step_rows(self, tensor: TernaryTensor, parts: Tensor, number: int) -> Tensor:

@@ -102,7 +102,7 @@ def test_processes_step_by_the_data_of_all():
     alone.after_step()
     for other in others:
         told = iter((seen, chosen))
-        other.join(SimpleNamespace(in_order=lambda _own, told=told: next(told)))
+        other.join(SimpleNamespace(gather=lambda _own, told=told: next(told)))
         other.after_step()
         for name, buffer in alone.named_buffers():
             assert torch.equal(buffer, dict(other.named_buffers())[name]), name

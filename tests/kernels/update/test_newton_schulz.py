@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from arbcli.inspect.trace import without_memory
+from arbcli.inspect.trace import no_memory
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.launches import replaced_launches
@@ -170,7 +170,7 @@ def test_sum_is_right_though_it_was_first_computed_without_memory():
     module._table.cache_clear()
     x, wanted = draw((6, 9)), gram_inverses_reference(draw((6, 9)), SHIFTS, POLAR_WEIGHTS)
     with use_backend("native"):
-        with without_memory(torch.device("cpu")):
+        with no_memory(torch.device("cpu")):
             gram_inverses(torch.empty(6, 9, device="cpu"), SHIFTS, POLAR_WEIGHTS)
         inverses = gram_inverses(x, SHIFTS, POLAR_WEIGHTS)
     assert relative_error(inverses @ x, wanted @ x.double()) < 1e-4

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arbcli.inspect.trace import without_memory
+from arbcli.inspect.trace import no_memory
 from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.kernels.runtime.launches import replaced_launches
@@ -44,7 +44,7 @@ def at_once(qkv):
 def gone_back(backend="triton", capability=HOPPER, width=64, length=128, attend=one_by_one):
     """Go forward and back as on a GPU; list the operations and the kernels of the backward."""
     launched, device = [], torch.device("cuda")
-    with without_memory(device), compile_for(capability), use_backend(backend):
+    with no_memory(device), compile_for(capability), use_backend(backend):
         qkv = torch.empty(2, length, 3, 4, width, dtype=torch.bfloat16, device=device)
         qkv.requires_grad_()
         y = attend(qkv * 1).transpose(1, 2).reshape(2, length, -1)

@@ -43,7 +43,7 @@ def test_lost_process_is_reported_by_the_call_that_waits_for_it(late, monkeypatc
     group, tensor = Group(rank=1, size=2), torch.zeros(4, dtype=torch.uint8)
     talks = [lambda: group.send_to_owners(tensor, [2, 2]).wait()]
     talks += [lambda: group.broadcast(tensor, 0).wait()]
-    talks += [] if late else [lambda: group.in_order([tensor]), lambda: group.sum(tensor)]
+    talks += [] if late else [lambda: group.gather([tensor]), lambda: group.sum(tensor)]
     for talk in talks:
         with pytest.raises(ArbError, match=r"process of the run is lost.*connection closed"):
             talk()
@@ -160,10 +160,10 @@ def test_nothing_that_travels_overlaps(size, sums, digits, small_graph, monkeypa
             rows, columns = member.shape
             up = rounded_up(rows * columns * (1, 1, 2, 4)[sums]) + rounded_up(rows)
             up += rounded_up((rows + 1) // 2 * columns) if sums == 1 else 0
-            by_bits = digits == "all" and not isinstance(member.tensor, TableWeight)
-            assert member.by_bits == by_bits
+            sends_bits = digits == "all" and not isinstance(member.tensor, TableWeight)
+            assert member.sends_bits == sends_bits
             down = sum(rounded_up(part.nbytes) for part in member.copied())
-            down += rounded_up((rows + 1) // 2 * columns) if by_bits else 0
+            down += rounded_up((rows + 1) // 2 * columns) if sends_bits else 0
             for way, begin, length in (("up", member.up, up), ("down", member.down, down)):
                 assert begin == ends[way, member.owner]  # one after the other, each at a multiple
                 assert begin % 16 == 0
