@@ -30,9 +30,9 @@ from arbcli.generation.step_graph import StepGraph
 from arbcli.kernels.output.choose_byte import choose_byte_
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.device import capturing, check_room
-from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.kernels.update.random_bits import stream_key
 from arbcli.model.cache import BatchCache, Cache

@@ -24,9 +24,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.codec.decode_weight import decode_weight
-from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, num_groups
+from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, ROOTS, num_groups
 from arbcli.kernels.codec.packing import pack_trits
-from arbcli.kernels.codec.scales import ROOTS
 from arbcli.model.layers.vector import SCALE_OF_ZERO, VectorWeight
 from arbcli.model.packed import TernaryTensor
 

@@ -19,8 +19,8 @@ from arbcli.kernels.codec.packed import (
     num_groups,
 )
 from arbcli.kernels.codec.packing import pack_trits
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.update.random_bits import random_bits, stream_key
 from arbcli.model.optimizers import find_direction
 from arbcli.model.rules import DIRECTION, find_rule
@@ -359,3 +359,25 @@ class TernaryTensor(StateModule, Weight):
 
 GradientSink = Callable[..., None]
 """Consumer of gradients, such as an `Updater`; called once per tensor and backward."""
+
+
+class LowPrecision:
+    """A module that can multiply in FP8 or in NVFP4."""
+
+    def multiply_in(self, number_format: str) -> bool:
+        """Multiply in a format from now on, if the module's shapes allow it.
+
+        Args:
+            number_format: `fp8` or `nvfp4`.
+
+        Returns:
+            Whether the module has matrices that it multiplies in the format.
+        """
+        raise NotImplementedError
+
+
+def fits_low_precision(rows: int, columns: int) -> bool:
+    """Return whether both sizes of a matrix are multiples of `MULTIPLE`."""
+    from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
+
+    return rows % MULTIPLE == 0 and columns % MULTIPLE == 0

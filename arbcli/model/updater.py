@@ -20,8 +20,8 @@ from torch import Tensor
 
 from arbcli.base.errors import ArbError, quoted
 from arbcli.kernels.rows.table_rows import TouchedRows, gather_rows, scatter_rows_
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
-from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.merged import merge_launches
 from arbcli.kernels.update.gradient_gains import GradientGains, gradient_gains
 from arbcli.kernels.update.gradient_statistics import (

@@ -15,13 +15,12 @@ from arbcli.base.run_files import best_checkpoints
 from arbcli.base.signals import RememberedSignal
 from arbcli.kernels.runtime.compiling import counted_compiling
 from arbcli.training.observer import Observer
-from arbcli.training.patience import Patience
 from arbcli.training.profiling import StepTrace
 from arbcli.training.record import FirstStep, RunRecords, TrainReport
 from arbcli.training.recorder import Recorder, Resumed
 from arbcli.training.sample import sample_text
 from arbcli.training.saving import Saver
-from arbcli.training.schedule import is_evaluated, is_recorded
+from arbcli.training.schedule import Patience, is_evaluated, is_recorded
 from arbcli.training.trainer import Trainer
 
 MAX_NONFINITE_STEPS = 3

@@ -26,7 +26,7 @@ from arbcli.families.votes.verify.cast_votes import (
     cast_trit_votes_reference,
 )
 from arbcli.inspect.trace import without_memory
-from arbcli.kernels.attention.rotation import rotate
+from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.rows.table_rows import TouchedRows
 from arbcli.kernels.runtime.backend import compile_for, gpu_of, use_backend
 from arbcli.kernels.runtime.device import deterministic

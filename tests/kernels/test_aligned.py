@@ -8,8 +8,8 @@ import torch
 from marks import needs_triton
 
 from arbcli.kernels.codec.decode_weight import _by_block
+from arbcli.kernels.runtime._triton import replaced_launches
 from arbcli.kernels.runtime.backend import compile_for, use_backend
-from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.sources import kernel_files
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.registry import KERNELS

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import add_remainder, decode_digits_torch, round_weight
 from arbcli.kernels.codec.layout import BLOCK
-from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packed import Packed, load_scale, scale_of
 from arbcli.kernels.codec.packing import byte_tiles, digit_of, plane_offsets
-from arbcli.kernels.codec.scales import load_scale, scale_of
 from arbcli.kernels.codec.warp_products import first_digits, take_digits
 from arbcli.kernels.matmul.quantise_rows import E4M3, LARGEST_OCTAVE, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton

@@ -27,9 +27,8 @@ from arbcli.kernels.codec.decode_digits import (
     decode_digits_triton,
 )
 from arbcli.kernels.codec.layout import BLOCK, PLANE
-from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packed import Packed, load_scale
 from arbcli.kernels.codec.packing import in_planes, positions_in_block, trit_at
-from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.codec.warp_products import (
     HAS_PTX,
     from_lane,

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import digits_torch
 from arbcli.kernels.codec.layout import PLANE
-from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.scales import scales_torch
+from arbcli.kernels.codec.packed import Packed, scales_torch
 from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS, multiply_prepacked
 from arbcli.kernels.matmul.swizzled import (
     ROWS,

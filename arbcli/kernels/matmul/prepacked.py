@@ -31,9 +31,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.codec.layout import PLANE
-from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packed import Packed, scales_torch
 from arbcli.kernels.codec.packing import unpack_trits
-from arbcli.kernels.codec.scales import scales_torch
 from arbcli.kernels.matmul.swizzled import (
     ROWS,
     arrange_native,

@@ -21,8 +21,8 @@ from torch import Tensor
 from arbcli.base.lazy import imported
 from arbcli.families import FOUR_BIT_PRODUCTS
 from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
+from arbcli.kernels.runtime.arguments import dtype_name
 from arbcli.kernels.runtime.backend import uses_native, uses_triton
-from arbcli.kernels.runtime.inputs import dtype_name
 
 if TYPE_CHECKING:
     from arbcli.model.layers.linear import LinearWeight

@@ -11,7 +11,7 @@ from arbcli.families.compressed.kernels.decode_compressed import (
     SHARED,
 )
 from arbcli.kernels.attention.eight_bits import quantise_entries
-from arbcli.kernels.runtime.inputs import normals
+from arbcli.kernels.runtime.arguments import normals
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 from arbcli.model.parts.cached import FORMATS
 from arbcli.verify.case_generator import CaseGenerator

@@ -1,4 +1,4 @@
-"""References and random inputs for `arbcli.kernels.attention.rotation`."""
+"""References and random inputs for `arbcli.kernels.attention.rotary_norm`."""
 
 import torch
 from torch import Tensor
