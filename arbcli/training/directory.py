@@ -17,9 +17,9 @@ import torch
 from arbcli.base.errors import ArbError, os_errors, quoted
 from arbcli.base.reading import read_json
 from arbcli.base.run_files import CONFIG, RUNS, TOKENIZER, run_of
-from arbcli.config.checks import check_at_least
 from arbcli.config.initial import first_difference
 from arbcli.config.presets import config_from_dict
+from arbcli.config.settings import check_at_least
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
 from arbcli.data.files import DOCUMENTS, Conversion, has_documents
 from arbcli.data.opening import open_texts

@@ -38,8 +38,7 @@ from arbcli.model.checkpoint import (
     tensor_digest,
 )
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers.streamed import StreamedTensor
-from arbcli.model.packed import TernaryTensor
+from arbcli.model.packed import StreamedTensor, TernaryTensor
 from arbcli.model.rules import stage_rule
 from arbcli.model.updater import HELD_BYTES, Updater
 from arbcli.training.parallel.group import Group

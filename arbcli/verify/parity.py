@@ -34,8 +34,7 @@ from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.dropout import Dropout
 from arbcli.model.layers.rotary import rotary_table
-from arbcli.model.layers.streamed import StreamedTensor
-from arbcli.model.packed import GradientSink, TernaryTensor
+from arbcli.model.packed import GradientSink, StreamedTensor, TernaryTensor
 from arbcli.model.rules import find_rule
 from arbcli.model.updater import Updater
 from arbcli.verify.compare import poisoned

@@ -12,8 +12,8 @@ import torch
 from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import latest_run
-from arbcli.config.checks import LARGEST, LARGEST_OF
 from arbcli.config.presets import config_from_dict
+from arbcli.config.settings import LARGEST, LARGEST_OF
 from arbcli.data.opening import open_texts
 from arbcli.generation.load import load_model
 from arbcli.model.build import build_model

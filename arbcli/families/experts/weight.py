@@ -19,8 +19,7 @@ from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.products import FEW_ROWS
-from arbcli.model.layers.streamed import GradientSink, StreamedTensor
-from arbcli.model.packed import LowPrecision, fits_low_precision
+from arbcli.model.packed import GradientSink, LowPrecision, StreamedTensor, fits_low_precision
 
 WEIGHTS_AT_ONCE = 2**25
 """Maximum number of weights that are decoded, or whose gradient is computed, at once."""

@@ -23,8 +23,13 @@ from arbcli.model.layers.products import (
     choose_product,
     fits_row_matmul,
 )
-from arbcli.model.layers.streamed import GradientSink, StreamedTensor
-from arbcli.model.packed import DecodingLayer, LowPrecision, fits_low_precision
+from arbcli.model.packed import (
+    DecodingLayer,
+    GradientSink,
+    LowPrecision,
+    StreamedTensor,
+    fits_low_precision,
+)
 
 if TYPE_CHECKING:
     from arbcli.kernels.attention.attend_parts import AttentionParts
