@@ -44,11 +44,11 @@ from arbcli.model.updater import HELD_BYTES, Updater
 from arbcli.training.parallel.group import Group
 from arbcli.training.schedule import fade_growth, fade_stage, learning_rate
 from arbcli.training.step import TrainingStep, minimised
-from arbcli.training.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from arbcli.training.float_optimizer import FloatOptimizer
     from arbcli.training.parallel.shared_updater import SharedUpdater
+    from arbcli.training.step_inputs import StepInputs
 
 EAGER_STEPS = 3
 """Steps before the capture, in which kernels are compiled and libraries choose algorithms."""
@@ -213,7 +213,7 @@ class Trainer:
         self._step_inputs: StepInputs | None = None
         """Copies windows, and parameters of updates, to a GPU; None on other devices."""
         if self.device.type == "cuda":
-            self._step_inputs = StepInputs(config, self.device, self.updater)
+            self._step_inputs = self._new_step_inputs(self.updater)
         self._measured = False
         """Whether the quantisation scales of gradients are known."""
         self._counts: list[int] | None = None
@@ -242,6 +242,11 @@ class Trainer:
         )
         shared.release()
         return shared
+
+    def _new_step_inputs(self, updater: "Updater | SharedUpdater | None") -> "StepInputs":
+        from arbcli.training.step_inputs import StepInputs
+
+        return StepInputs(self.config, self.device, updater)
 
     def _new_float_optimizer(self, compiled: bool) -> "FloatOptimizer":
         from arbcli.training.float_optimizer import FloatOptimizer

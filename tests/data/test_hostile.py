@@ -20,7 +20,8 @@ from arbcli.model.build import build_model
 from arbcli.model.checkpoint import save_checkpoint
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
-from arbcli.training.run import resume_run, start_run
+from arbcli.training.resume import resume_run
+from arbcli.training.run import start_run
 from arbcli.training.trainer import Trainer, text_digest
 from tests.model.test_checkpoint import pack, reseal, unpack
 

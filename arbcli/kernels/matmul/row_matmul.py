@@ -45,6 +45,7 @@ from torch import Tensor
 from arbcli.kernels.attention.attend_parts import AttentionParts
 from arbcli.kernels.matmul.prepacked import (
     BLOCK,
+    MOST_COLUMNS,
     PIECE_BYTES,
     PREPACKED_ARGUMENTS,
     Prepacked,
@@ -803,10 +804,6 @@ def tiling_of_rows(rows: int, alone: Tiling, tiles: int, blocks: int, processors
 def programs_of_tiles(rows: int, programs: int, processors: int) -> int:
     """Choose the number of programs that divide the rows of x, per program of tiles."""
     return max(1, min(rows, processors // programs))
-
-
-MOST_COLUMNS = 17_920
-"""Largest K: more columns of x do not fit in shared memory."""
 
 
 def _row_matmul_triton(
