@@ -335,7 +335,7 @@ class TernaryTensor(StateModule, Weight):
         device = self.trits.device
         integer: TensorOptions = {"dtype": torch.int32, "device": device}
         key = stream_key(seed, -1 - index, device)  # updates have ticks from 0
-        from arbcli.model.rules.start import digit_tables
+        from arbcli.model.rules.base import digit_tables
 
         tables = digit_tables(self.spread * rule.spread * radix, radix, largest)
         trits, remainders = (torch.tensor(table, device=device) for table in tables)

@@ -28,7 +28,6 @@ from arbcli.data.text import (
 from arbcli.families import BYTE_KINDS, OBJECTIVES
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import COMPUTE, capturing, set_compiler_determinism
-from arbcli.kernels.runtime.merged import TABLES
 from arbcli.model.build import build_model
 from arbcli.model.checkpoint import (
     TOKENIZER_DIGEST,
@@ -307,10 +306,10 @@ class Trainer:
                 self._graph.replay()
                 self.loss_parts = self._captured_parts
             else:
-                before = TABLES.brought
+                before = self._table_numbers_so_far()
                 with self._eager_context():
                     self.loss_parts = self._compute(self._micro_batches, reached)
-                self._table_numbers = TABLES.brought - before
+                self._table_numbers = self._table_numbers_so_far() - before
             loss = self.loss_parts["text"].clone()  # replays overwrite the tensor
         self.step += 1
         self._fade()
@@ -449,9 +448,17 @@ class Trainer:
         # NCCL's watchdog thread queries events during the capture
         mode = "global" if self.group.size == 1 else "thread_local"
         graph = capturing(self._graph, capture_error_mode=mode)
+        from arbcli.kernels.runtime.merged import TABLES
+
         room = TABLES.captured(self._table_numbers, self.device)
         with room as self._tables, use_backend(self.config.backend), graph:
             self._captured_parts = self._compute(self._micro_batches)
+
+    def _table_numbers_so_far(self) -> int:
+        """Return the number of integers in all tables of merged launches; 0 without a capture."""
+        if self._capture_at is None:
+            return 0
+        return imported("arbcli.kernels.runtime.merged:TABLES").brought
 
     def _fade(self) -> None:
         """Switch the rules to the stage of this step, if weights fade."""

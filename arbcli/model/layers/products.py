@@ -117,7 +117,7 @@ def choose_product(
     if many and number_format in FORMATS:
         kind = imported(FORMATS[number_format])
     elif many and in_group and backend == "triton":
-        kind = imported("arbcli.model.layers.decoded_groups:GroupProduct")
+        kind = imported("arbcli.model.layers.group_product:GroupProduct")
     elif kept and backend != "triton":
         kind = KeptProduct
     return kind(storage, many, dtype, backend)
