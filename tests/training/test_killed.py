@@ -23,7 +23,8 @@ from arbcli.base.run_files import COMPANIONS, checkpoints
 from arbcli.config.training import TrainConfig
 from arbcli.data.chat_template import SETTINGS, TEMPLATE
 from arbcli.generation.load import SavedModel, read_saved
-from arbcli.training import loop, record, resume, sample, schedule
+from arbcli.training import loop, record, sample, schedule
+from arbcli.training import run as running
 from arbcli.training.check import check_run
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
@@ -278,7 +279,7 @@ def test_run_whose_template_or_first_weights_have_changed_is_refused(config, tmp
     start_run(config(steps=1), other, Observer())
     start_run(config(steps=2, save_every=1), whole, Observer())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resume, "run_loop", lambda *_: None)  # killed before it saves
+        patch.setattr(running, "run_loop", lambda *_: None)  # killed before it saves
         start_run(config(), later, Observer(), initial=read_saved(other, pytest.fail))
     assert check_run(later).resumes_at == 0
     shutil.copy(whole / "step-000002.safetensors", other / "step-000001.safetensors")
