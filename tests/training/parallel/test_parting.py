@@ -67,8 +67,8 @@ def test_processes_of_one_machine_use_its_loopback_interface(about, bound, order
         monkeypatch.setenv(name, value)
     with joined(torch.device("cpu"), "train"):
         interfaces = {name: os.environ[name] for name in chosen}
-    assert interfaces == (group_module.INTERFACES if bound else chosen)
-    assert group_module.INTERFACES.keys() == chosen.keys()
+    assert interfaces == (rendezvous.INTERFACES if bound else chosen)
+    assert rendezvous.INTERFACES.keys() == chosen.keys()
 
 
 ABOUT = {
@@ -156,7 +156,7 @@ def test_all_processes_end_if_the_text_was_changed(run, config, tmp_path):
 
 def test_end_that_hangs_does_not_hide_the_error(order, monkeypatch):
     never = Event()
-    monkeypatch.setattr(group_module, "ABORT_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous, "ABORT_SECONDS", 0.01)
     monkeypatch.setattr(group_module.dist.group.WORLD, "abort", never.wait)
     with pytest.raises(RuntimeError, match="first"), joined(torch.device("cpu"), "train"):
         raise RuntimeError("first")

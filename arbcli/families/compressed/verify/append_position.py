@@ -20,7 +20,7 @@ from arbcli.verify.kernels.attention.eight_bits import (
     decode_entries_reference,
     round_entries_reference,
 )
-from arbcli.verify.kernels.attention.rotation import normalise_reference, rotate_reference
+from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Case, Gate, Timing, Verification
 

@@ -16,7 +16,7 @@ from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 from arbcli.model.parts.cached import FORMATS
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.eight_bits import decode_entries_reference
-from arbcli.verify.kernels.attention.rotation import normalise_reference, rotate_reference
+from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Case, Gate, Verification
 
