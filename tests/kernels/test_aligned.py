@@ -32,7 +32,7 @@ BORROWED = {
     "dropped_attention_backward", "gram", "int8_matmul", "rotary_attention_backward",
 }  # fmt: skip
 """Operations that launch kernels of another one's file."""
-HELPERS = {"descriptors", "threads"}
+HELPERS = {"_triton", "ptx"}
 OWN = {"newton_schulz"}
 """Files that have a function for it, with a test of its own."""
 
