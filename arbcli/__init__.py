@@ -105,7 +105,7 @@ def train(
 def resume(
     run: Path | str, *, steps: int | None = None, observer: "Observer | None" = None
 ) -> "TrainReport":
-    """Resume a run, or from a checkpoint in one: see `arbcli.training.run.resume_run`.
+    """Resume a run, or from a checkpoint in one: see `arbcli.training.resume.resume_run`.
 
     Args:
         run: a run directory, or a checkpoint in one.
@@ -117,7 +117,7 @@ def resume(
     """
     set_environment()
     from arbcli.training.observer import Observer
-    from arbcli.training.run import resume_run
+    from arbcli.training.resume import resume_run
 
     return resume_run(Path(run), observer or Observer(), steps=steps)
 

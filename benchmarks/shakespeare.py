@@ -27,7 +27,7 @@ from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.training.configure import new_config
-from arbcli.training.patience import Patience
+from arbcli.training.schedule import Patience
 from arbcli.training.trainer import Trainer
 from benchmarks import results
 from benchmarks.nanogpt import train_nanogpt

@@ -37,8 +37,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arbcli.kernels.runtime import merged
+from arbcli.kernels.runtime._triton import replaced_launches
 from arbcli.kernels.runtime.device import deterministic
-from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.model.updater import Updater
 from arbcli.training import trainer as training
 from arbcli.training.trainer import Trainer

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from arbcli.training.patience import Patience
+from arbcli.training.schedule import Patience
 from arbcli.training.trainer import Trainer
 
 AHEAD = 8

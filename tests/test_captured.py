@@ -95,7 +95,7 @@ class JoinedGraphs:
 def test_no_step_outside_a_graph_sets_a_condition(monkeypatch):
     """The nodes of a capture are gone when the step is captured for another text."""
     monkeypatch.setattr("arbcli.families.hnet.stage.has_conditions", lambda device: True)
-    monkeypatch.setattr("arbcli.generation.decoder.StepGraph", JoinedGraphs)
+    monkeypatch.setattr("arbcli.generation.step_graph.StepGraph", JoinedGraphs)
     lm, texts, handles = model("chunks"), [], []
     step_down = Stage.step_down
 

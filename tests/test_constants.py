@@ -28,7 +28,7 @@ from arbcli.kernels.update import (
 )
 from arbcli.model import initial, language_model, ngrams, step_parameters
 from arbcli.model.layers import norm, table
-from arbcli.model.optimizers import orthogonal
+from arbcli.model.optimizers import newton_schulz as iterations
 from arbcli.model.rules import DIRECTION, LR, RULES, base, find_rule, moment
 from arbcli.training import float_optimizer
 
@@ -47,7 +47,7 @@ CONSTANTS = {
     hadamard: {"LARGEST_BLOCK": 64},
     step_scales: {"CLIP": 3 * 65536, "LOWEST": -12288, "HIGHEST": 4095},
     step_trits: {"CLIP": 4 * 65536, "LARGEST_GAIN": 8388608, "LARGEST_DECAY": 2097152},
-    orthogonal: {"COEFFICIENTS": (3.4445, -4.7750, 2.0315), "STEPS": 5, "RUNS": (3, 2)},
+    iterations: {"COEFFICIENTS": (3.4445, -4.7750, 2.0315), "STEPS": 5, "RUNS": (3, 2)},
     initial: {"REFERENCE_WIDTH": 384, "HEAD": 0.25},
     base: {"STEP_CLIP": 4, "STEP_OF_RADIX": 0.0625, "SCALE_STEP": 4, "NUM_STREAMS": 5,
         "DECAY_OF_LR": 0.0078125},

@@ -97,7 +97,10 @@ def test_every_argument_is_passed_on(book, monkeypatch):
         return watched
 
     loads, started = spy("arbcli.generation.load.load_model"), spy("arbcli.training.run.start_run")
-    resumed, read = spy("arbcli.training.run.resume_run"), spy("arbcli.generation.load.read_saved")
+    resumed, read = (
+        spy("arbcli.training.resume.resume_run"),
+        spy("arbcli.generation.load.read_saved"),
+    )
     made, measured = (
         spy("arbcli.generation.generation.generate"),
         spy("arbcli.generation.evaluation.evaluate"),

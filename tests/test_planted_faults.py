@@ -35,7 +35,7 @@ from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model import checkpoint
 from arbcli.model.build import build_model
-from arbcli.model.flow import Documents
+from arbcli.model.parts.base import Documents
 from arbcli.model.stack import Block
 from arbcli.verify import models, parity
 from arbcli.verify.check_kernels import copies, find_kernels, peers_of
@@ -499,7 +499,7 @@ FAULTS = [
     # blocks of any kind, around chunks and on them
     module("wiring", "experts given the stream that is not normalised", "families.experts",
         rewrite("self.mix(r, r, c, n, v)", "self.mix(r, r, c, None, v)"), "mixed: output"),
-    module("neighbour", "experts of chunks hashed by the first bytes", "model.flow",
+    module("neighbour", "experts of chunks hashed by the first bytes", "model.parts.base",
         rewrite("self.grams.gather(1, i)", "self.grams[:, : i.shape[1]]"), "mixed: end to end"),
     # documents of a window
     Fault("neighbour", "documents see each other",

@@ -26,10 +26,17 @@ from arbcli.base.output import note
 from arbcli.base.reading import check_regular
 from arbcli.commands._help import show_all
 from arbcli.commands._saved import check_is_model
-from arbcli.config.checks import check_choice, check_setting
 from arbcli.config.file import read_assignments, read_model
 from arbcli.config.presets import ATTENTIONS, check_preset
-from arbcli.config.settings import MODEL, OUTPUT, RUN, Setting, replaced
+from arbcli.config.settings import (
+    MODEL,
+    OUTPUT,
+    RUN,
+    Setting,
+    check_choice,
+    check_setting,
+    replaced,
+)
 from arbcli.config.short_forms import MODEL_SETTINGS
 from arbcli.config.training import BACKENDS, SETTINGS, spelled_out, train_config, words_of
 from arbcli.data.conversion import check_records

@@ -242,7 +242,8 @@ def train(
         display.wait("loading")
         from arbcli.inspect import plots, room  # imports torch: not needed for `arb --help`
         from arbcli.training.configure import new_config
-        from arbcli.training.run import resume_run, start_run
+        from arbcli.training.resume import resume_run
+        from arbcli.training.run import start_run
 
         if plot is not None:
             plots.require_matplotlib()

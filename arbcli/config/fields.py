@@ -10,10 +10,9 @@ from typing import Any, get_args, get_origin
 
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.reading import shown
-from arbcli.config.checks import as_type
 from arbcli.config.kinds import SLOTS, Kinds
 from arbcli.config.model import MOST_BLOCKS, ModelConfig
-from arbcli.config.settings import plain_type
+from arbcli.config.settings import as_type, plain_type
 
 NONE = "none"
 """None in files, as TOML has no null."""

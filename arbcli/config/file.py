@@ -19,11 +19,10 @@ from typing import Any
 
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.reading import read_json, read_toml, shown
-from arbcli.config.checks import as_type
 from arbcli.config.model import ModelConfig
 from arbcli.config.model_file import model_from_toml, model_lines, to_toml
 from arbcli.config.presets import config_from_dict
-from arbcli.config.settings import plain_type
+from arbcli.config.settings import as_type, plain_type
 from arbcli.config.short_forms import ARGUMENTS
 from arbcli.config.training import (
     OPTIMIZERS,

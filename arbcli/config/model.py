@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 from arbcli.base.environment import BASELINES
 from arbcli.base.errors import ArbError
-from arbcli.config.checks import check_at_least, check_at_most, check_choice, check_fields
 from arbcli.config.kinds import (
     AHEAD,
     BESIDE,
@@ -25,7 +24,14 @@ from arbcli.config.kinds import (
 )
 from arbcli.config.parts.base import BetweenConfig, PartConfig, SplitConfig, every_part
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.settings import PRESETS_OWN, Setting
+from arbcli.config.settings import (
+    PRESETS_OWN,
+    Setting,
+    check_at_least,
+    check_at_most,
+    check_choice,
+    check_fields,
+)
 from arbcli.config.site import NORM_EPS, SCALE_TYPES, VOCABULARY, LayerSpec
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import DIGITS, DIRECTION, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS

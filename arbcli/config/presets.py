@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.lazy import LoadedMapping
 from arbcli.base.reading import shown
-from arbcli.config.checks import check_choice
 from arbcli.config.fields import build_dataclass, change_fields
 from arbcli.config.kinds import MIXERS
 from arbcli.config.model import ModelConfig
+from arbcli.config.settings import check_choice
 from arbcli.config.short_forms import (
     FORMS,
     PART_RULES,

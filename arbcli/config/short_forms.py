@@ -15,7 +15,6 @@ from typing import Annotated, Any, NamedTuple
 
 from arbcli.base.errors import ArbError
 from arbcli.base.lazy import ExtendedMapping, LoadedMapping
-from arbcli.config.checks import LARGEST, check_integers, check_type
 from arbcli.config.model import (
     MOST_BLOCKS,
     BlockConfig,
@@ -27,7 +26,16 @@ from arbcli.config.model import (
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.settings import PRESETS_OWN, Declared, Setting, plain_type, settings_of
+from arbcli.config.settings import (
+    LARGEST,
+    PRESETS_OWN,
+    Declared,
+    Setting,
+    check_integers,
+    check_type,
+    plain_type,
+    settings_of,
+)
 from arbcli.families import FAMILIES
 from arbcli.model.rules import WITH_DIGITS
 

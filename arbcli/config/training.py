@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.lazy import ExtendedMapping
-from arbcli.config.checks import check_choice, check_fields
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import assembled, config_from_dict
 from arbcli.config.settings import (
@@ -17,6 +16,8 @@ from arbcli.config.settings import (
     TEXT,
     Declared,
     Setting,
+    check_choice,
+    check_fields,
     decisive,
     settings_of,
 )

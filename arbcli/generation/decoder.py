@@ -24,15 +24,12 @@ from torch import Tensor
 from arbcli.base.errors import ArbError
 from arbcli.config.model import VOCABULARY
 from arbcli.families import SPECULATION
-from arbcli.generation.option_checks import check_ahead
 from arbcli.generation.sampling import Sampling
-from arbcli.generation.step_graph import StepGraph
 from arbcli.kernels.output.choose_byte import choose_byte_
-from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.kernels.runtime.device import capturing, check_room
-from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.overlap import overlapping
 from arbcli.kernels.update.random_bits import stream_key
 from arbcli.model.cache import BatchCache, Cache
@@ -129,6 +126,8 @@ class Decoder:
         self._slot_sampling: tuple[Tensor, ...] = ()
         """Temperature, top k and top p of each slot; empty for a single text."""
         if isinstance(self.cache, BatchCache):
+            from arbcli.kernels.output.choose_bytes import choose_bytes_
+
             self._caches: Sequence[Cache] = self.cache.texts
             self._active, self._choose = self.cache.active, choose_bytes_
             self._eager = [Phase(0, partial(model, self._byte, self.cache))]
@@ -362,6 +361,8 @@ class Decoder:
             raise ArbError(f"`--ahead` is {ahead}", hint=f"use 1 to {speculation.MOST_AHEAD}")
         if len(self._caches) > 1:
             raise ArbError("`--ahead` is for a single text", hint="leave it out, or give one text")
+        from arbcli.generation.option_checks import check_ahead
+
         check_ahead(model.config, ahead)
         with use_backend(self.backend):
             if model.cache_format.stored:
@@ -421,6 +422,8 @@ class Decoder:
             with capturing(graphs[-1], pool=pool):
                 self._compute(phase)
         if joined:
+            from arbcli.generation.step_graph import StepGraph
+
             step = StepGraph(self._eager, graphs, self.device)
             self._phases = [Phase(0, step.replay)]
         else:

@@ -15,9 +15,9 @@ from arbcli.base.errors import ArbError
 from arbcli.base.output import printable
 from arbcli.base.reading import check_schema, read_json
 from arbcli.base.run_files import CONFIG, checkpoint_path
-from arbcli.config.checks import check_choice
 from arbcli.config.model import Blocks, ModelConfig, StageConfig
 from arbcli.config.presets import config_from_dict
+from arbcli.config.settings import check_choice
 from arbcli.generation.tokens import saved_tokenizer
 from arbcli.kernels.runtime.device import COMPUTE, check_room, default_compute, resolve_device
 from arbcli.model.build import build_model

@@ -17,7 +17,7 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from arbcli.inspect.trace import Storages, calling_function
-from arbcli.kernels.runtime.inputs import dtype_name
+from arbcli.kernels.runtime.arguments import dtype_name
 
 OUTSIDE = "-"
 """Module name of computations outside the model."""

@@ -26,9 +26,9 @@ from arbcli.inspect.trace import (
     no_compiler,
     no_memory,
 )
+from arbcli.kernels.runtime.arguments import dtype_name
 from arbcli.kernels.runtime.backend import compile_for, gpu_of, num_processors
 from arbcli.kernels.runtime.device import COMPUTE, deterministic
-from arbcli.kernels.runtime.inputs import dtype_name
 from arbcli.model.packed import TernaryTensor
 from arbcli.training.parallel.group import Group, PendingTensor
 from arbcli.training.teacher import read_teacher

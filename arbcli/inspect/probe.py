@@ -41,11 +41,9 @@ from arbcli.kernels.runtime.device import (
     resolve_device,
 )
 from arbcli.model.checkpoint import Checkpoint
-from arbcli.model.flow import BlockOutput
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers.streamed import StreamedTensor
-from arbcli.model.packed import TernaryTensor
-from arbcli.model.parts.base import Part
+from arbcli.model.packed import StreamedTensor, TernaryTensor
+from arbcli.model.parts.base import BlockOutput, Part
 from arbcli.model.rules.base import STEP_OF_RADIX
 from arbcli.training.directory import open_run_texts, read_facts, run_config
 from arbcli.training.trainer import Trainer

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from arbcli.families.experts.kernels import grouped_matmul
+from arbcli.kernels.runtime._triton import replaced_launches
+from arbcli.kernels.runtime.arguments import dtype_name
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.inputs import dtype_name
-from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.model import packed
 from arbcli.model.layers.rotary import fresh_tables
 

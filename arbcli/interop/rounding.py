@@ -24,9 +24,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.codec.decode_weight import decode_weight
-from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, num_groups
+from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, ROOTS, num_groups
 from arbcli.kernels.codec.packing import pack_trits
-from arbcli.kernels.codec.scales import ROOTS
 from arbcli.model.layers.vector import SCALE_OF_ZERO, VectorWeight
 from arbcli.model.packed import TernaryTensor
 
@@ -63,40 +62,6 @@ class Rounded(NamedTuple):
 def grid_of(tensor: TernaryTensor) -> Grid:
     """Return the integer levels of a tensor whose weights are all digits."""
     return Grid(tensor.rule.radix + tensor.rule.remainder_max, tensor.packed.unit)
-
-
-def round_reference(weight: Tensor, group_size: int, grid: Grid, own_grid: bool = False) -> Rounded:
-    """Round (N, K) float32 weights from the equations, a group at a time."""
-    scale_at = {v: float(torch.tensor(2.0 ** (v / 128)).bfloat16()) for v in range(-12288, 4096)}
-    places = [v for v in scale_at if scale_at[v] != scale_at.get(v - 1)]
-    groups = -(-weight.shape[1] // group_size)
-    z = torch.zeros(weight.shape, dtype=torch.int8)
-    v = torch.zeros(len(weight), groups, dtype=torch.int32)
-
-    def levels(w: Tensor, place: int) -> Tensor:
-        step = scale_at[places[place]] / grid.unit
-        return (w / step).round().clamp(-grid.largest, grid.largest)
-
-    def error(w: Tensor, place: int) -> float:
-        decoded = (levels(w, place) * (scale_at[places[place]] / grid.unit)).bfloat16()
-        return float((decoded.double() - w).square().sum())
-
-    for row in range(len(weight)):
-        for group, w in enumerate(weight[row].split(group_size)):
-            if not w.any():
-                continue
-            need = float(w.abs().max()) * grid.unit / (grid.largest + 0.5)
-            first = next(at for at, step in enumerate(places) if scale_at[step] >= need)
-            tried = [first + place for place in PLACES]
-            if own_grid:
-                every = range(first - CLIPPED, len(places))
-                exact = (at for at in every if levels(w, at).any() and error(w, at) == 0)
-                tried = [at for at in [next(exact, None)] if at is not None] or tried
-            best = min(tried, key=lambda at: error(w, at))
-            v[row, group] = places[best]
-            here = slice(group * group_size, group * group_size + len(w))
-            z[row, here] = levels(w, best).to(torch.int8)
-    return Rounded(z, v)
 
 
 @cache

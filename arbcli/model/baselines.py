@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.site import LayerSpec
-from arbcli.kernels.attention.rotation import rotate
+from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.model.initial import head_std, projection_std
 from arbcli.model.layers.norm import NORM_EPS, clamp_halves
 from arbcli.model.layers.rotary import rotary_table

@@ -10,7 +10,6 @@ from torch import Tensor
 from arbcli.base.errors import ArbError
 from arbcli.kernels.attention.decode_attention import Kept
 from arbcli.model.decoding import forward_with_cache
-from arbcli.model.ngrams import HISTORY
 from arbcli.model.state import StateSpec, Track
 
 if TYPE_CHECKING:
@@ -55,6 +54,8 @@ class Cache:
         self.history: Tensor | None = None
         """The last bytes, (B, `HISTORY`) int64, if a part reads them; B is 1 for a single text."""
         if model.config.beside or model.config.reads_text:
+            from arbcli.model.ngrams import HISTORY
+
             self.history = torch.full((texts or 1, HISTORY), -1, dtype=torch.int64, device=device)
         clocks = [track.clock for track in self.tracks]
         self.window = min(clock.window for clock in clocks)

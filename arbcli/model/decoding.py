@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from arbcli.kernels.matmul.swizzled import fits_prepacked
-from arbcli.model.flow import BlockInputs, BlockOutput, each_text
+from arbcli.model.parts.base import BlockInputs, BlockOutput, each_text
 from arbcli.model.stack import pass_one
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig
 from arbcli.model.layers.linear import LinearWeight
 from arbcli.model.layers.norm import TernaryRMSNorm
-from arbcli.model.layers.streamed import StreamedTensor
 from arbcli.model.packed import (
     DecodingLayer,
     StateModule,
     StepMemory,
+    StreamedTensor,
     TernaryTensor,
     Weight,
     drawn_weights,

@@ -13,12 +13,20 @@ from torch.utils.checkpoint import checkpoint
 from arbcli.config.model import BlockConfig, Blocks, StageConfig
 from arbcli.config.site import LayerSpec
 from arbcli.families import RESIDUAL
-from arbcli.model.flow import BlockInputs, BlockOutput, Losses, each_text, merge, rows_of
 from arbcli.model.layers.kinds import stream_norm
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.norm import NORM_EPS
-from arbcli.model.layers.streamed import recompute_contexts
-from arbcli.model.parts.base import Part, build_part
+from arbcli.model.packed import recompute_contexts
+from arbcli.model.parts.base import (
+    BlockInputs,
+    BlockOutput,
+    Losses,
+    Part,
+    build_part,
+    each_text,
+    merge,
+    rows_of,
+)
 
 if TYPE_CHECKING:
     from arbcli.families.streams.hyper_connection import HyperConnection

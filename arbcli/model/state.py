@@ -22,7 +22,7 @@ from arbcli.kernels.attention.eight_bits import (
     quantise_entries,
     round_entries,
 )
-from arbcli.model.flow import rows_of
+from arbcli.model.parts.base import rows_of
 from arbcli.model.parts.cached import CacheFormat
 
 

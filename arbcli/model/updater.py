@@ -13,16 +13,14 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from arbcli.base.errors import ArbError, quoted
-from arbcli.kernels.rows.table_rows import TouchedRows, gather_rows, scatter_rows_
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
-from arbcli.kernels.runtime.inputs import TensorOptions
-from arbcli.kernels.runtime.merged import merge_launches
 from arbcli.kernels.update.gradient_gains import GradientGains, gradient_gains
 from arbcli.kernels.update.gradient_statistics import (
     GradientStatistics,
@@ -42,6 +40,9 @@ from arbcli.model.rules.base import (
     StepControl,
 )
 from arbcli.model.step_parameters import Pace, StepLayout, step_values
+
+if TYPE_CHECKING:
+    from arbcli.kernels.rows.table_rows import TouchedRows
 
 HELD_BYTES = 2**25
 """Maximum size of held gradients."""
@@ -89,6 +90,8 @@ def _step_one(averaged: _Averaged, values: Tensor) -> None:
 
 def _gathered(tensor: TernaryTensor, rows: Tensor) -> State:
     """Copy the state of rows, (R,) int64; rows out of range are zero."""
+    from arbcli.kernels.rows.table_rows import gather_rows  # only tables have such rows
+
     return {
         name: part if name == "column_statistic" else gather_rows(part, rows)
         for name, part in tensor.state.items()
@@ -299,6 +302,8 @@ class Updater:
         elif isinstance(where, range):
             self._update_stack(tensor, grad, where)
         else:
+            from arbcli.kernels.rows.table_rows import scatter_rows_
+
             rows = _gathered(tensor, where.rows)
             share = where.count.clamp(min=1) / len(where.rows)
             target = _Target(tensor, rows, index, self._unused[index], True, True, share)
@@ -391,6 +396,8 @@ class Updater:
         """Run functions that only launch kernels, one by one or with merged launches."""
         parts = list(parts)
         if merge and len(parts) > 1:
+            from arbcli.kernels.runtime.merged import merge_launches  # on a GPU
+
             merge_launches(parts, self.device)
         else:
             for part in parts:

@@ -27,9 +27,9 @@ from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_
 from arbcli.kernels.rows.ternary_embedding import embedding_rows
 from arbcli.model.layers.embedding import EmbeddingWeight
 from arbcli.model.layers.linear import LinearWeight
-from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 from arbcli.model.layers.symbols import ManyEmbeddingsWeight, Scored, SymbolWeight
 from arbcli.model.layers.vector import DIRECTION, ReadWeight, VectorWeight
+from arbcli.model.packed import GradientSink, StreamedTensor
 
 READ_AT_ONCE = 1 << 22
 """Number of weights that are in float32 at a time while they are rounded."""

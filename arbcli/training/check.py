@@ -12,16 +12,13 @@ from arbcli.base.run_files import CONFIG, best_checkpoints, checkpoints, directo
 from arbcli.config.training import TrainConfig
 from arbcli.model.checkpoint import Accept, Checkpoint, DamagedError, load_checkpoint
 from arbcli.training.directory import (
-    accept_of,
-    can_begin_again,
-    initial_again,
     open_texts_again,
     read_facts,
     run_config,
 )
 from arbcli.training.recent import FIELD
 from arbcli.training.record import METRICS, read_all_records, stays
-from arbcli.training.run import check_steps
+from arbcli.training.resume import accept_of, can_begin_again, check_steps, initial_again
 from arbcli.training.saving import surplus
 from arbcli.training.schedule import is_evaluated
 from arbcli.training.teacher import teacher_again

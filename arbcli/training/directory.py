@@ -14,34 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arbcli.base.errors import ArbError, os_errors, quoted
+from arbcli.base.errors import ArbError, os_errors
 from arbcli.base.reading import read_json
 from arbcli.base.run_files import CONFIG, RUNS, TOKENIZER, run_of
-from arbcli.config.checks import check_at_least
-from arbcli.config.initial import first_difference
-from arbcli.config.presets import config_from_dict
+from arbcli.config.settings import check_at_least
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
 from arbcli.data.files import DOCUMENTS, Conversion, has_documents
 from arbcli.data.opening import open_texts
 from arbcli.data.text import Text, Texts, entropy
 from arbcli.generation.tokens import check_vocabulary
-from arbcli.model.checkpoint import Accept, Checkpoint
-from arbcli.training.recent import check_recent
-from arbcli.training.record import read_records
-from arbcli.training.schedule import fade_stage
 from arbcli.training.trainer import text_digest
 from arbcli.version import __version__
 
 if TYPE_CHECKING:
-    from arbcli.generation.load import SavedModel
+    pass
 
 
-DATA = {"seed": "seed", "text": "digest", "tokenizer": "tokenizer", "reduce_dtype": "wire"}
-"""Facts about the run in each checkpoint, by their keys in its `data`."""
-MOST_NAMED = 3
-"""Maximum number of fields that an error lists."""
-THREADS_OF_A_CPU = 4
-"""Maximum threads per processor with which a run is resumed; more would be too slow."""
 OTHER_OUT = "choose another `--out`"
 """Hint about a directory that cannot be made."""
 
@@ -155,125 +143,6 @@ def _drop_newer(value: Any, written: Any) -> Any:
     if both_lists and len(value) == len(written):
         return [*map(_drop_newer, value, written)]
     return value
-
-
-def check_same_run(
-    run: Path, facts: dict[str, Any], config: TrainConfig, checkpoint: Checkpoint
-) -> None:
-    """Check that a checkpoint was written with the settings of its run.
-
-    `config.json` is compared with its digests from the start of the run, and the checkpoint with
-    `config.json`. A checkpoint from before the number of steps was changed has the earlier number.
-
-    Raises:
-        ArbError: settings differ.
-    """
-    hint = "restore the files of the run, or start a new run with `--out`"
-    began = facts.get("digests", {})  # missing in runs of earlier versions
-    now = field_digests(config, facts["config"].get("model"))
-    if changed := [name for name in now if name in began and began[name] != now[name]]:
-        raise ArbError(
-            f"`{run / CONFIG}` was changed since the run began: {quoted(changed)}", hint=hint
-        )
-    made_with = _all_fields(checkpoint.config)
-    made_with |= {name: checkpoint.data.get(key) for name, key in DATA.items()}
-    expected = json.loads(json.dumps(asdict(config.model)))
-    expected |= {
-        "seed": config.seed,
-        "text": facts["text"]["digest"],
-        "reduce_dtype": config.reduce_dtype,
-    }
-    expected |= {"tokenizer": facts["text"].get("tokenizer")}
-    settings = checkpoint.data.get("settings", {})  # missing in those of earlier versions
-    if not isinstance(settings, dict):
-        settings = {"settings": settings}
-    known = config.decisive() | {"init_from": facts.get("init_digest")}
-    known |= {"teacher": facts.get("teacher_digest")}
-    made_with |= settings
-    expected |= {name: known[name] for name in settings if name in known}
-    if made_with.get("steps") in _earlier_steps(facts, checkpoint.step):
-        expected["steps"] = made_with["steps"]
-    if config.model.digits == "fade":
-        steps = expected.get("steps", config.steps)
-        expected["digits"] = fade_stage(checkpoint.step, steps, config.fades)
-    differences = [
-        first_difference(made_with.get(name, "missing"), expected.get(name, "missing"), name)
-        for name in sorted(made_with.keys() | expected.keys())
-    ]
-    differing = [
-        f"its `{name}` is {ours!s:.60}, not {theirs!s:.60}"
-        for name, ours, theirs in filter(None, differences)
-    ]
-    if differing:
-        more = f", and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
-        raise ArbError(
-            f"the checkpoint of step {checkpoint.step} does not belong to `{run / CONFIG}`:"
-            f" {', '.join(differing[:MOST_NAMED])}{more}",
-            hint=hint,
-        )
-
-
-def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig) -> Accept:
-    """Return a check that a run can resume from a checkpoint.
-
-    Args:
-        run: directory of the run.
-        facts: contents of `config.json`.
-        config: the configuration in `facts`.
-    """
-    from arbcli.generation.load import check_saved  # new runs do not need it
-
-    def accept(checkpoint: Checkpoint) -> None:
-        check_same_run(run, facts, config, checkpoint)
-        check_recent(checkpoint)
-        check_saved(checkpoint)
-
-    return accept
-
-
-def can_begin_again(run: Path) -> bool:
-    """Return whether a run has no state yet, so that it can restart from step 0.
-
-    The first checkpoint is saved before the first record.
-    """
-    return not read_records(run)
-
-
-def initial_again(facts: dict[str, Any]) -> "SavedModel | None":
-    """Read the weights from which a run begins again; None if it draws them.
-
-    Raises:
-        ArbError: they are missing or have changed.
-    """
-    if "init_from" not in facts:
-        return None
-    from arbcli.generation.load import read_saved
-
-    saved = read_saved(Path(facts["init_from"]), lambda _: None)
-    if saved.checkpoint.digest != facts.get("init_digest"):
-        raise ArbError(
-            f"`{saved.path}` does not have the weights that the run began with",
-            hint="restore it, or start a new run with another `--out`",
-        )
-    return saved
-
-
-def _earlier_steps(facts: dict[str, Any], step: int) -> list[int]:
-    """Return earlier total numbers of steps, which were changed at `step` or later."""
-    totals = []
-    for change in facts.get("extended", []):
-        with suppress(TypeError, KeyError):  # the file may have been edited
-            if step <= change["at"]:
-                totals.append(change["from"])
-    return totals
-
-
-def _all_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Convert a saved configuration to the fields of this version, if possible."""
-    try:
-        return json.loads(json.dumps(asdict(config_from_dict(config))))
-    except (TypeError, ArbError):
-        return config
 
 
 def _absolute(entries: tuple[str, ...]) -> list[str]:

@@ -15,13 +15,11 @@ from arbcli.base.run_files import best_checkpoints
 from arbcli.base.signals import RememberedSignal
 from arbcli.kernels.runtime.compiling import counted_compiling
 from arbcli.training.observer import Observer
-from arbcli.training.patience import Patience
-from arbcli.training.profiling import StepTrace
 from arbcli.training.record import FirstStep, RunRecords, TrainReport
 from arbcli.training.recorder import Recorder, Resumed
 from arbcli.training.sample import sample_text
 from arbcli.training.saving import Saver
-from arbcli.training.schedule import is_evaluated, is_recorded
+from arbcli.training.schedule import Patience, is_evaluated, is_recorded
 from arbcli.training.trainer import Trainer
 
 MAX_NONFINITE_STEPS = 3
@@ -66,7 +64,12 @@ class Loop:
         self.first_step: FirstStep | None = None
         """First step of this process; None before it."""
         traced = profile if self.group.first else None
-        self.trace = StepTrace(run, trainer, traced, observer.noted) if run and traced else None
+        self.trace: Any = None
+        """The `StepTrace`, if steps are traced."""
+        if run and traced:
+            from arbcli.training.profiling import StepTrace
+
+            self.trace = StepTrace(run, trainer, traced, observer.noted)
 
     def run(self) -> TrainReport:
         """Train to the end or to a signal, then evaluate, record, save and sample."""

@@ -28,7 +28,6 @@ from arbcli.data.text import (
 from arbcli.families import BYTE_KINDS, OBJECTIVES
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import COMPUTE, capturing, set_compiler_determinism
-from arbcli.kernels.runtime.merged import TABLES
 from arbcli.model.build import build_model
 from arbcli.model.checkpoint import (
     TOKENIZER_DIGEST,
@@ -38,18 +37,17 @@ from arbcli.model.checkpoint import (
     tensor_digest,
 )
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers.streamed import StreamedTensor
-from arbcli.model.packed import TernaryTensor
+from arbcli.model.packed import StreamedTensor, TernaryTensor
 from arbcli.model.rules import stage_rule
 from arbcli.model.updater import HELD_BYTES, Updater
 from arbcli.training.parallel.group import Group
 from arbcli.training.schedule import fade_growth, fade_stage, learning_rate
 from arbcli.training.step import TrainingStep, minimised
-from arbcli.training.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from arbcli.training.float_optimizer import FloatOptimizer
     from arbcli.training.parallel.shared_updater import SharedUpdater
+    from arbcli.training.step_inputs import StepInputs
 
 EAGER_STEPS = 3
 """Steps before the capture, in which kernels are compiled and libraries choose algorithms."""
@@ -214,7 +212,7 @@ class Trainer:
         self._step_inputs: StepInputs | None = None
         """Copies windows, and parameters of updates, to a GPU; None on other devices."""
         if self.device.type == "cuda":
-            self._step_inputs = StepInputs(config, self.device, self.updater)
+            self._step_inputs = self._new_step_inputs(self.updater)
         self._measured = False
         """Whether the quantisation scales of gradients are known."""
         self._counts: list[int] | None = None
@@ -243,6 +241,11 @@ class Trainer:
         )
         shared.release()
         return shared
+
+    def _new_step_inputs(self, updater: "Updater | SharedUpdater | None") -> "StepInputs":
+        from arbcli.training.step_inputs import StepInputs
+
+        return StepInputs(self.config, self.device, updater)
 
     def _new_float_optimizer(self, compiled: bool) -> "FloatOptimizer":
         from arbcli.training.float_optimizer import FloatOptimizer
@@ -305,10 +308,10 @@ class Trainer:
                 self._graph.replay()
                 self.loss_parts = self._captured_parts
             else:
-                before = TABLES.brought
+                before = self._table_numbers_so_far()
                 with self._eager_context():
                     self.loss_parts = self._compute(self._micro_batches, reached)
-                self._table_numbers = TABLES.brought - before
+                self._table_numbers = self._table_numbers_so_far() - before
             loss = self.loss_parts["text"].clone()  # replays overwrite the tensor
         self.step += 1
         self._fade()
@@ -449,9 +452,17 @@ class Trainer:
         # NCCL's watchdog thread queries events during the capture
         mode = "global" if self.group.size == 1 else "thread_local"
         graph = capturing(self._graph, capture_error_mode=mode)
+        from arbcli.kernels.runtime.merged import TABLES
+
         room = TABLES.captured(self._table_numbers, self.device)
         with room as self._tables, use_backend(self.config.backend), graph:
             self._captured_parts = self._compute(self._micro_batches)
+
+    def _table_numbers_so_far(self) -> int:
+        """Return the number of integers in all tables of merged launches; 0 without a capture."""
+        if self._capture_at is None:
+            return 0
+        return imported("arbcli.kernels.runtime.merged:TABLES").brought
 
     def _fade(self) -> None:
         """Switch the rules to the stage of this step, if weights fade."""

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from arbcli.kernels.codec.packed import OCTAVE, Packed, num_groups
 from arbcli.kernels.codec.packing import pack_trits_torch
-from arbcli.kernels.runtime.arguments import Argument, Matrix, Number, evaluate
-from arbcli.kernels.runtime.inputs import real_dtypes
+from arbcli.kernels.runtime.arguments import Argument, Matrix, Number, evaluate, real_dtypes
 
 SMALL_SIZES = (1, 2, 3, 5)
 

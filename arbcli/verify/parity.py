@@ -26,7 +26,7 @@ from arbcli.families.votes.verify.cast_votes import (
     cast_trit_votes_reference,
 )
 from arbcli.inspect.trace import no_memory
-from arbcli.kernels.attention.rotation import rotate
+from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.rows.table_rows import TouchedRows
 from arbcli.kernels.runtime.backend import compile_for, gpu_of, use_backend
 from arbcli.kernels.runtime.device import deterministic
@@ -34,8 +34,7 @@ from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.dropout import Dropout
 from arbcli.model.layers.rotary import rotary_table
-from arbcli.model.layers.streamed import StreamedTensor
-from arbcli.model.packed import GradientSink, TernaryTensor
+from arbcli.model.packed import GradientSink, StreamedTensor, TernaryTensor
 from arbcli.model.rules import find_rule
 from arbcli.model.updater import Updater
 from arbcli.verify.compare import poisoned

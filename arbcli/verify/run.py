@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from arbcli.base.signals import Interrupted, RaisedSignal
-from arbcli.config.checks import check_choice
+from arbcli.config.settings import check_choice
 from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import HAS_TRITON

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from arbcli.base.errors import ArbError
 from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.runtime.device import capturing
-from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.verify.check_kernels import KernelResult, find_kernels
 from arbcli.verify.compare import as_tuple
 from arbcli.verify.verification import Timing

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from arbcli.kernels.runtime._triton import TensorDescriptor, tl, triton
-from arbcli.kernels.runtime.inputs import dtype_name
-from arbcli.kernels.runtime.launches import replaced_launches
+from arbcli.kernels.runtime._triton import TensorDescriptor, replaced_launches, tl, triton
+from arbcli.kernels.runtime.arguments import dtype_name
 
 
 class Launch(NamedTuple):

@@ -18,7 +18,8 @@ from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
 from arbcli.training.profiling import StepTrace
 from arbcli.training.record import METRICS, RunRecords
-from arbcli.training.run import resume_run, start_run
+from arbcli.training.resume import resume_run
+from arbcli.training.run import start_run
 
 TINY = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu"}
 PLAN = {"steps": 4, "save_every": 1, "eval_every": 1, "keep": 9, "keep_best": True}

@@ -51,10 +51,12 @@ def recorded_call(arb_here, monkeypatch):
 def test_resume_is_called_with_its_options(recorded_call, monkeypatch):
     Path("some/run/config.json").touch()
     words = ["--device", "cpu", "--backend", "torch", "--steps", "9", "--profile", "5"]
-    call = recorded_call("arbcli.training.run.resume_run", "train", "--resume", "some/run", *words)
+    call = recorded_call(
+        "arbcli.training.resume.resume_run", "train", "--resume", "some/run", *words
+    )
     assert call.args[0] == Path("some/run")
     assert call.kwargs == {"device": "cpu", "backend": "torch", "steps": 9, "profile": 5}
-    call = recorded_call("arbcli.training.run.resume_run", "train", "--resume", "some/run")
+    call = recorded_call("arbcli.training.resume.resume_run", "train", "--resume", "some/run")
     assert set(call.kwargs.values()) == {None}
     call = recorded_call(
         "arbcli.base.run_files.latest_run", "train", "--resume", "auto", "--out", "here"
@@ -126,7 +128,7 @@ def test_several_processes_send_twelve_bits_by_default(
     )
     assert call.args[0].reduce_dtype == reduce_dtype
     # a run that goes on has its own
-    call = recorded_call("arbcli.training.run.resume_run", "train", "--resume", "x")
+    call = recorded_call("arbcli.training.resume.resume_run", "train", "--resume", "x")
     assert call.args[0] == Path("x")
 
 

@@ -6,8 +6,8 @@ from math import inf, nan
 import pytest
 
 from arbcli.base.errors import ArbError
-from arbcli.config.checks import check_fields
 from arbcli.config.presets import config_from_dict, preset
+from arbcli.config.settings import check_fields
 from arbcli.config.training import train_config
 
 MOST = 2**31 - 1

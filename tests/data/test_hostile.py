@@ -12,15 +12,16 @@ import torch
 from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import latest_run
-from arbcli.config.checks import LARGEST, LARGEST_OF
 from arbcli.config.presets import config_from_dict
+from arbcli.config.settings import LARGEST, LARGEST_OF
 from arbcli.data.opening import open_texts
 from arbcli.generation.load import load_model
 from arbcli.model.build import build_model
 from arbcli.model.checkpoint import save_checkpoint
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
-from arbcli.training.run import resume_run, start_run
+from arbcli.training.resume import resume_run
+from arbcli.training.run import start_run
 from arbcli.training.trainer import Trainer, text_digest
 from tests.model.test_checkpoint import pack, reseal, unpack
 

@@ -17,7 +17,8 @@ from arbcli.training.configure import new_config
 from arbcli.training.directory import read_facts
 from arbcli.training.observer import Observer
 from arbcli.training.record import LONGEST_LINE, METRICS, best_step, read_all_records, read_records
-from arbcli.training.run import resume_run, start_run
+from arbcli.training.resume import resume_run
+from arbcli.training.run import start_run
 
 SHAPE = {"dim": 32, "layers": 1, "heads": 2, "ffn": 64, "ctx": 16, "sub_norms": False}
 

@@ -18,9 +18,9 @@ from arbcli.generation.sampling import Sampling
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.decoding import fused_logits, fuses
-from arbcli.model.flow import BlockOutput
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import rotary
+from arbcli.model.parts.base import BlockOutput
 
 GREEDY = Sampling(temperature=0)
 

@@ -21,8 +21,8 @@ from arbcli.generation.generation import continue_text, generate
 from arbcli.generation.load import load_model, load_weights
 from arbcli.generation.sampling import Sampling
 from arbcli.kernels.runtime import backend as backends
+from arbcli.kernels.runtime._triton import replaced_launches
 from arbcli.kernels.runtime.backend import compile_for, use_backend
-from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.model.build import build_model
 from arbcli.model.checkpoint import load_checkpoint, write_checkpoint
 from arbcli.model.decoding import step_phases

@@ -24,7 +24,7 @@ from arbcli.inspect.probe import (
 )
 from arbcli.inspect.verdicts import ProbeReport
 from arbcli.kernels.codec.packing import unpack_trits
-from arbcli.model.layers.streamed import StreamedTensor
+from arbcli.model.packed import StreamedTensor
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
 from arbcli.training.run import start_run

@@ -9,7 +9,7 @@ import torch
 from arbcli.config.presets import preset
 from arbcli.interop import importing as run
 from arbcli.interop.huggingface.dense import Part
-from arbcli.interop.rounding import Grid, put, round_reference, round_vector, round_weights
+from arbcli.interop.rounding import CLIPPED, PLACES, Grid, Rounded, put, round_vector, round_weights
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.rules import WITH_DIGITS
@@ -25,6 +25,42 @@ def drawn(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 def decoded(z: torch.Tensor, v: torch.Tensor, group: int, grid: Grid) -> torch.Tensor:
     scale = torch.exp2(v / 128).bfloat16().float().repeat_interleave(group, dim=1)
     return (z * scale[:, : z.shape[1]] / grid.unit).bfloat16().float()
+
+
+def round_reference(
+    weight: torch.Tensor, group_size: int, grid: Grid, own_grid: bool = False
+) -> Rounded:
+    """Round (N, K) float32 weights from the equations, a group at a time."""
+    scale_at = {v: float(torch.tensor(2.0 ** (v / 128)).bfloat16()) for v in range(-12288, 4096)}
+    places = [v for v in scale_at if scale_at[v] != scale_at.get(v - 1)]
+    groups = -(-weight.shape[1] // group_size)
+    z = torch.zeros(weight.shape, dtype=torch.int8)
+    v = torch.zeros(len(weight), groups, dtype=torch.int32)
+
+    def levels(w: torch.Tensor, place: int) -> torch.Tensor:
+        step = scale_at[places[place]] / grid.unit
+        return (w / step).round().clamp(-grid.largest, grid.largest)
+
+    def error(w: torch.Tensor, place: int) -> float:
+        decoded = (levels(w, place) * (scale_at[places[place]] / grid.unit)).bfloat16()
+        return float((decoded.double() - w).square().sum())
+
+    for row in range(len(weight)):
+        for group, w in enumerate(weight[row].split(group_size)):
+            if not w.any():
+                continue
+            need = float(w.abs().max()) * grid.unit / (grid.largest + 0.5)
+            first = next(at for at, step in enumerate(places) if scale_at[step] >= need)
+            tried = [first + place for place in PLACES]
+            if own_grid:
+                every = range(first - CLIPPED, len(places))
+                exact = (at for at in every if levels(w, at).any() and error(w, at) == 0)
+                tried = [at for at in [next(exact, None)] if at is not None] or tried
+            best = min(tried, key=lambda at: error(w, at))
+            v[row, group] = places[best]
+            here = slice(group * group_size, group * group_size + len(w))
+            z[row, here] = levels(w, best).to(torch.int8)
+    return Rounded(z, v)
 
 
 @pytest.mark.parametrize(

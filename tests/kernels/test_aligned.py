@@ -8,8 +8,8 @@ import torch
 from marks import needs_triton
 
 from arbcli.kernels.codec.decode_weight import _has_wide_loads
+from arbcli.kernels.runtime._triton import replaced_launches
 from arbcli.kernels.runtime.backend import compile_for, use_backend
-from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.sources import kernel_files
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.registry import KERNELS
@@ -32,7 +32,7 @@ BORROWED = {
     "dropped_attention_backward", "gram", "int8_matmul", "rotary_attention_backward",
 }  # fmt: skip
 """Operations that launch kernels of another one's file."""
-HELPERS = {"descriptors", "threads"}
+HELPERS = {"_triton", "ptx"}
 OWN = {"newton_schulz"}
 """Files that have a function for it, with a test of its own."""
 

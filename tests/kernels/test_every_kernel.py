@@ -17,8 +17,8 @@ from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.norm.rms_norm import WHOLE_ROW
 from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime._triton import replaced_launches
 from arbcli.kernels.runtime.backend import chunks_of, use_backend
-from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.check_kernels import compare, copies, peers_of
 from arbcli.verify.compare import as_tuple, poisoned

@@ -27,9 +27,9 @@ from arbcli.kernels.matmul.prepacked_rows import prepacked_rows
 from arbcli.kernels.matmul.row_matmul import row_matmul
 from arbcli.kernels.rows.table_rows import TouchedRows
 from arbcli.kernels.rows.weighted_rows import weighted_rows_grad
+from arbcli.kernels.runtime._triton import replaced_launches
 from arbcli.kernels.runtime.arguments import REAL, Argument, Array, Matrix, Number, names_in
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.gradient_gains import gradient_gains
 from arbcli.kernels.update.gradient_statistics import GradientStatistics

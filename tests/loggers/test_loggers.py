@@ -13,7 +13,8 @@ from arbcli.base.errors import ArbError
 from arbcli.loggers import LOGGERS, base, check_logger, find_logger
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer, Observers
-from arbcli.training.run import resume_run, start_run
+from arbcli.training.resume import resume_run
+from arbcli.training.run import start_run
 
 SIZES = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2}
 

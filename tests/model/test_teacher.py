@@ -21,7 +21,8 @@ from arbcli.model.checkpoint import load_checkpoint
 from arbcli.training.check import check_run
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
-from arbcli.training.run import resume_run, start_run
+from arbcli.training.resume import resume_run
+from arbcli.training.run import start_run
 from arbcli.training.teacher import read_teacher
 from arbcli.training.trainer import Trainer
 from arbcli.verify.reference import reference_loss, reference_model

@@ -21,7 +21,9 @@ from arbcli.model.layers import symbols
 from arbcli.model.layers.symbols import SymbolWeight
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.optimizers import DIRECTIONS, orthogonal
-from arbcli.model.optimizers.orthogonal import near_polar, newton_schulz, orthogonalise
+from arbcli.model.optimizers import newton_schulz as iterations
+from arbcli.model.optimizers.newton_schulz import newton_schulz, orthogonalise_stacked
+from arbcli.model.optimizers.orthogonal import near_polar, orthogonalise
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.rules import DIRECTION, RULES, moment
 from arbcli.model.rules.base import NUM_STREAMS, STEP_OF_RADIX, blend_gains, fixed_point_gains
@@ -143,7 +145,7 @@ def test_bad_gradient_changes_nothing(kind, rule, direction, bad, device):
 
 
 def set_least_products(monkeypatch, least: int) -> None:
-    monkeypatch.setattr(orthogonal, "WIDE_PRODUCTS", dict.fromkeys(("cpu", "cuda"), least))
+    monkeypatch.setattr(iterations, "WIDE_PRODUCTS", dict.fromkeys(("cpu", "cuda"), least))
 
 
 @pytest.fixture(params=["steps", "composed"])
@@ -171,7 +173,7 @@ def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 def count_grams(monkeypatch) -> list[torch.Size]:
     shapes = []
-    monkeypatch.setattr(orthogonal, "gram", lambda x: shapes.append(x.shape) or gram(x))
+    monkeypatch.setattr(iterations, "gram", lambda x: shapes.append(x.shape) or gram(x))
     return shapes
 
 
@@ -182,7 +184,7 @@ def test_newton_schulz_is_the_iteration(shape, composed, device, monkeypatch):
     polar = newton_schulz(grad, torch.float32)
     assert polar.shape == grad.shape
     assert relative_error(polar, iterated(grad)) < 1e-4
-    runs = orthogonal.RUNS
+    runs = iterations.RUNS
     assert len(grams) == (len(runs) if composed and shape != (30, 45) else sum(runs))
 
 
@@ -614,8 +616,8 @@ def test_stacked_matrices_are_orthogonalised_as_each_alone(dtype, device):
     shapes = ((24, 40), (40, 24), (24, 40), (24, 24), (24, 40))
     grads = [gradient(device, index, shape) for index, shape in enumerate(shapes)]
     grads[1:] = [grad.bfloat16() for grad in grads[1:]]  # as of an embedding and of linear layers
-    for grad, polar in zip(grads, orthogonal.orthogonalise_stacked(grads, dtype), strict=True):
-        alone = orthogonal.newton_schulz(grad, dtype)
+    for grad, polar in zip(grads, orthogonalise_stacked(grads, dtype), strict=True):
+        alone = newton_schulz(grad, dtype)
         assert polar.shape == grad.shape
         assert polar.dtype == dtype
         # the matrix library may choose another algorithm for a stack
@@ -627,9 +629,9 @@ def test_stacked_matrices_are_orthogonalised_as_each_alone(dtype, device):
 def test_shared_polynomials_have_the_bits_of_their_stacks(device, monkeypatch):
     shapes = ((768, 256), (256, 256), (1408, 256), (256, 704)) * 4
     grads = [gradient(device, index, shape).bfloat16() for index, shape in enumerate(shapes)]
-    stacks = [orthogonal.orthogonalise_stacked(grads, torch.bfloat16)]
-    monkeypatch.setattr(orthogonal, "shares_polynomial", lambda stack: False)
-    stacks.append(orthogonal.orthogonalise_stacked(grads, torch.bfloat16))
+    stacks = [orthogonalise_stacked(grads, torch.bfloat16)]
+    monkeypatch.setattr(iterations, "shares_polynomial", lambda stack: False)
+    stacks.append(orthogonalise_stacked(grads, torch.bfloat16))
     assert all(torch.equal(one, other) for one, other in zip(*stacks, strict=True))
 
 
@@ -639,7 +641,7 @@ def test_moments_are_orthogonalised_as_the_floats_that_they_equal(dtype, device)
     moments = [(40 * gradient(device, i, shape)).to(torch.int8) for i, shape in enumerate(shapes)]
     squares = [moment.long().square().sum() for moment in moments]
     floats = [moment.to(dtype) for moment in moments]
-    for of in (orthogonal.orthogonalise_stacked, orthogonal.DIRECTION.values_of):
+    for of in (orthogonalise_stacked, orthogonal.DIRECTION.values_of):
         for polar, wanted in zip(of(moments, dtype, squares), of(floats, dtype), strict=True):
             close = 1e-5 if dtype == torch.float32 else 0  # norms that float32 sums in other orders
             torch.testing.assert_close(polar, wanted, rtol=0, atol=close)

@@ -20,7 +20,8 @@ from arbcli.training.check import check_run
 from arbcli.training.configure import new_config
 from arbcli.training.directory import read_facts
 from arbcli.training.observer import Observer
-from arbcli.training.run import resume_run, start_run
+from arbcli.training.resume import resume_run
+from arbcli.training.run import start_run
 
 SMALL = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu"}
 
@@ -68,11 +69,11 @@ def test_extended_run_reports_the_change_of_its_rate(text, tmp_path):
 def test_extended_run_takes_its_own_older_checkpoints(text, tmp_path):
     run = tmp_path / "run"
     start_run(new_config(**SMALL, data=[text], steps=2, save_every=1, keep=9), run, Observer())
-    with mock.patch("arbcli.training.run._run"):  # as if ended before it saved anything
+    with mock.patch("arbcli.training.resume.run_loop"):  # as if ended before it saved anything
         resume_run(run, Observer(), steps=4)
     assert check_run(run).resumes_at == 2
     assert check_run(run).passed
-    with mock.patch("arbcli.training.run.seconds_until", return_value=50.0) as asked:
+    with mock.patch("arbcli.training.resume.seconds_until", return_value=50.0) as asked:
         assert resume_run(run / "step-000001.safetensors", Observer()).steps == 4
     assert asked.mock_calls == [mock.call(run, 1)]  # the run's, whatever was named
 
@@ -82,7 +83,7 @@ def test_run_extended_from_an_earlier_step_never_mixes_both_schedules(text, tmp_
     start_run(new_config(**SMALL, data=[text], steps=2, save_every=1, keep=9), run, Observer())
     shutil.copytree(run, tmp_path / "whole")
     back = "step-000001.safetensors"
-    with mock.patch("arbcli.training.run._run"):  # as if ended before it saved anything
+    with mock.patch("arbcli.training.resume.run_loop"):  # as if ended before it saved anything
         resume_run(run / back, observer, steps=4)
     late = run / "step-000002.safetensors"
     assert f"`{late}.aside`" in observer.notes[-1]

@@ -18,7 +18,8 @@ from arbcli.model.checkpoint import load_checkpoint
 from arbcli.model.rules import FADED, FADING, STAGES, find_rule, stage_rule
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
-from arbcli.training.run import resume_run, start_run
+from arbcli.training.resume import resume_run
+from arbcli.training.run import start_run
 from arbcli.training.schedule import fade_share, fade_stage, learning_rate
 from arbcli.training.trainer import EAGER_STEPS, Trainer
 from arbcli.verify.kernels.codec.decode_digits import digits_reference, scales_reference

@@ -29,7 +29,8 @@ from arbcli.training.check import check_run
 from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
 from arbcli.training.record import METRICS
-from arbcli.training.run import resume_run, start_run
+from arbcli.training.resume import resume_run
+from arbcli.training.run import start_run
 from arbcli.training.trainer import Trainer
 
 TINY = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2}
@@ -278,7 +279,7 @@ def test_run_whose_template_or_first_weights_have_changed_is_refused(config, tmp
     start_run(config(steps=1), other, Observer())
     start_run(config(steps=2, save_every=1), whole, Observer())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "_run", lambda *_: None)  # killed before it saves
+        patch.setattr(running, "run_loop", lambda *_: None)  # killed before it saves
         start_run(config(), later, Observer(), initial=read_saved(other, pytest.fail))
     assert check_run(later).resumes_at == 0
     shutil.copy(whole / "step-000002.safetensors", other / "step-000001.safetensors")

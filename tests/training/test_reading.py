@@ -25,7 +25,8 @@ from arbcli.training.directory import (
 )
 from arbcli.training.observer import Observer
 from arbcli.training.parallel.group import Group
-from arbcli.training.run import resume_run, start_run
+from arbcli.training.resume import resume_run
+from arbcli.training.run import start_run
 from arbcli.training.trainer import Trainer
 
 TRAIN, VAL = b"abcdefgh", b"WXYZ"

@@ -28,7 +28,6 @@ from arbcli.training import schedule
 from arbcli.training.check import check_run
 from arbcli.training.configure import new_config
 from arbcli.training.directory import (
-    accept_of,
     field_digests,
     make_next_directory,
     read_facts,
@@ -37,7 +36,8 @@ from arbcli.training.minutes import steps_in
 from arbcli.training.observer import Observer
 from arbcli.training.parallel.group import Group
 from arbcli.training.record import Record, RunRecords, keep_records
-from arbcli.training.run import resume_run, start_run
+from arbcli.training.resume import accept_of, resume_run
+from arbcli.training.run import start_run
 from arbcli.training.saving import SAVE_SECONDS
 from arbcli.training.schedule import learning_rate
 from arbcli.training.trainer import Trainer

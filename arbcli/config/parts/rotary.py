@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 
 from arbcli.base.errors import ArbError
-from arbcli.config.checks import (
+from arbcli.config.settings import (
     LARGEST,
     check_at_least,
     check_at_most,

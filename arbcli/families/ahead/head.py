@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.site import LayerSpec
 from arbcli.families.ahead.config import BYTES, AheadConfig
-from arbcli.model.flow import project
 from arbcli.model.layers.kinds import layers_for, linear_head, stream_norm
+from arbcli.model.parts.base import project
 from arbcli.model.parts.mlp import MLP
 
 

@@ -13,7 +13,7 @@ from arbcli.families.ahead.kernels.attend_ahead import keep_accepted_, table_of
 from arbcli.families.ahead.kernels.propose_byte import propose_byte_
 from arbcli.families.ahead.kernels.repeat_ahead import repeat_ahead_
 from arbcli.kernels.output.choose_byte import choose_byte_
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.model.cache import Cache
 from arbcli.model.decoding import fused_logits, fuses
 from arbcli.model.language_model import LanguageModel

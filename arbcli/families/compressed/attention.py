@@ -52,15 +52,15 @@ from arbcli.families.compressed.kernels.compressed_attention_backward import (
 )
 from arbcli.families.compressed.kernels.sum_choices import sum_choices
 from arbcli.families.compressed.state import CompressedState
-from arbcli.kernels.attention.rotation import rotate
+from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3
-from arbcli.model.flow import BlockInputs, BlockOutput, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.layers.rotary import Angles, broadcast_heads, rotary_table, rows_at
-from arbcli.model.low_precision import LowPrecision
+from arbcli.model.packed import LowPrecision
+from arbcli.model.parts.base import BlockInputs, BlockOutput, project
 from arbcli.model.parts.cached import CachedAttention
 from arbcli.model.state import PositionCounter
 

@@ -18,7 +18,7 @@ from arbcli.families.compressed.kernels.append_position import append_position_
 from arbcli.families.compressed.kernels.choose_next import choose_next_
 from arbcli.families.compressed.kernels.compressed_attention import Sight, compressed_attention
 from arbcli.families.compressed.kernels.decode_compressed import decode_compressed
-from arbcli.kernels.attention.rotation import rotate
+from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.layers.rotary import broadcast_heads, rotary_table, rows_at, table_rows

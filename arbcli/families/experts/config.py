@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from arbcli.base.errors import ArbError
-from arbcli.config.checks import check_choice
 from arbcli.config.parts.base import PartConfig
+from arbcli.config.settings import check_choice
 from arbcli.config.site import LayerSpec
 
 GATES = ("softmax", "softplus", "hash")

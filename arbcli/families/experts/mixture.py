@@ -31,13 +31,11 @@ from arbcli.families.experts.hashed import hashed_experts
 from arbcli.families.experts.kernels.expert_combine import expert_combine, expert_combine_backward
 from arbcli.families.experts.weight import ExpertWeight
 from arbcli.kernels.norm.rms_norm import FEW_ROWS
-from arbcli.model.flow import BlockInputs, BlockOutput, each_text
 from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import Findable, KeepsInputs, operator
 from arbcli.model.layers.kinds import layers_for
-from arbcli.model.layers.streamed import recomputing
-from arbcli.model.packed import StepMemory
-from arbcli.model.parts.base import Part
+from arbcli.model.packed import StepMemory, recomputing
+from arbcli.model.parts.base import BlockInputs, BlockOutput, Part, each_text
 
 BALANCE_UNIT = 1 / 8
 """Score of one unit of balance with the gate `softmax`."""

@@ -4,10 +4,9 @@ from dataclasses import replace
 from typing import Annotated
 
 from arbcli.base.errors import ArbError
-from arbcli.config.checks import check_choice
 from arbcli.config.model import ModelConfig
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.settings import PRESETS_OWN, Setting
+from arbcli.config.settings import PRESETS_OWN, Setting, check_choice
 from arbcli.families.experts.config import GATES, ExpertsConfig
 
 TOP_K_EXPERTS = 2

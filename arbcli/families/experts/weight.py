@@ -19,8 +19,7 @@ from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.products import FEW_ROWS
-from arbcli.model.layers.streamed import GradientSink, StreamedTensor
-from arbcli.model.low_precision import LowPrecision, fits
+from arbcli.model.packed import GradientSink, LowPrecision, StreamedTensor, fits_low_precision
 
 WEIGHTS_AT_ONCE = 2**25
 """Maximum number of weights that are decoded, or whose gradient is computed, at once."""
@@ -54,7 +53,9 @@ class ExpertWeight(StreamedTensor, LowPrecision):
 
     def multiply_in(self, number_format: str) -> bool:
         """Multiply in NVFP4 if the shapes fit: see `LowPrecision`."""
-        self.nvfp4 = number_format == "nvfp4" and fits(self.expert_rows, self.in_features)
+        self.nvfp4 = number_format == "nvfp4" and fits_low_precision(
+            self.expert_rows, self.in_features
+        )
         return self.nvfp4
 
     def multiply(self, x: Tensor, bounds: Tensor, before: TernaryRMSNorm | None) -> Tensor:

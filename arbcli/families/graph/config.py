@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from arbcli.base.errors import ArbError
-from arbcli.config.checks import check_at_most
 from arbcli.config.parts.base import BetweenConfig, PartConfig
+from arbcli.config.settings import check_at_most
 from arbcli.config.site import LayerSpec
 from arbcli.families.experts.config import ExpertsConfig
 

@@ -15,8 +15,7 @@ from arbcli.families.graph.config import MemoriesConfig
 from arbcli.families.graph.moe_graph import MoEGraph
 from arbcli.families.graph.quantiser import Quantiser
 from arbcli.families.graph.router import Router
-from arbcli.model.flow import BlockInputs, BlockOutput, Losses, merge, rows_of
-from arbcli.model.parts.base import build_part
+from arbcli.model.parts.base import BlockInputs, BlockOutput, Losses, build_part, merge, rows_of
 
 
 class Memories(nn.Module):

@@ -20,10 +20,10 @@ from arbcli.families.graph.codebook import Codebook, Found
 from arbcli.families.graph.config import IteratedConfig
 from arbcli.families.graph.edges import Edges
 from arbcli.families.graph.quantiser import Quantiser
-from arbcli.model.flow import BlockInputs
 from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import anchor
 from arbcli.model.layers.kinds import layers_for
+from arbcli.model.parts.base import BlockInputs
 
 HALT_AT = 0.99
 """A position is done when the sum of its halting probabilities reaches this."""

@@ -3,11 +3,10 @@
 from typing import Annotated, Any
 
 from arbcli.base.errors import ArbError
-from arbcli.config.checks import check_choice
 from arbcli.config.model import MOST_BLOCKS, BlockConfig, Context, ModelConfig, StageConfig
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.settings import GRAPH, PRESETS_OWN, Setting
+from arbcli.config.settings import GRAPH, PRESETS_OWN, Setting, check_choice
 from arbcli.config.short_forms import FFN, Dim, Form, Heads, Layers, Streams, SubNorms, TopK
 from arbcli.families.experts.config import GATES
 from arbcli.families.experts.presets import EXPERTS, Clamp, Gate, SharedExpert, build_experts

@@ -3,7 +3,6 @@
 from typing import Annotated, Any
 
 from arbcli.base.errors import ArbError
-from arbcli.config.checks import check_choice
 from arbcli.config.model import (
     MOST_BLOCKS,
     MOST_OUTER_STAGES,
@@ -14,7 +13,7 @@ from arbcli.config.model import (
 )
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.settings import HNET, PRESETS_OWN, Setting
+from arbcli.config.settings import HNET, PRESETS_OWN, Setting, check_choice
 from arbcli.config.short_forms import FFN, Dim, Form, Heads, Layers, Streams, SubNorms, Window
 from arbcli.families.hnet.config import BOUNDARIES, ChunkingConfig
 from arbcli.families.mamba.config import MambaConfig

@@ -18,13 +18,13 @@ from torch.nn import functional
 from arbcli.config.site import LayerSpec
 from arbcli.families.latent.config import LatentAttentionConfig
 from arbcli.families.latent.kernels.decode_latent import decode_latent
-from arbcli.kernels.attention.rotation import rotate
-from arbcli.model.flow import BlockInputs, BlockOutput, project
+from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.model.initial import output_std
 from arbcli.model.layers.attend import positions_seen
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.layers.rotary import rotary_table, table_rows
+from arbcli.model.parts.base import BlockInputs, BlockOutput, project
 from arbcli.model.parts.cached import CachedAttention
 from arbcli.model.state import PositionCounter, Rows, State
 

@@ -25,11 +25,10 @@ from arbcli.families.mamba.config import EXPAND, MambaConfig
 from arbcli.families.mamba.kernels.causal_conv import causal_conv, causal_conv_grad_w
 from arbcli.families.mamba.kernels.decay_scan import decay_scan
 from arbcli.families.mamba.kernels.mamba_step import mamba_step
-from arbcli.model.flow import BlockInputs, BlockOutput, project
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import KeepsInputs, operator
 from arbcli.model.layers.kinds import layers_for
-from arbcli.model.parts.base import Part
+from arbcli.model.parts.base import BlockInputs, BlockOutput, Part, project
 from arbcli.model.state import PositionCounter, State
 
 TAPS = 4

@@ -55,9 +55,8 @@ from arbcli.interop.huggingface.dense import (
     sources,
 )
 from arbcli.kernels.codec.decode_digits import digits_torch
-from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packed import Packed, scales_torch
 from arbcli.kernels.codec.packing import unpack_trits
-from arbcli.kernels.codec.scales import scales_torch
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.rotary import rotary_rates
 from arbcli.model.packed import TernaryTensor

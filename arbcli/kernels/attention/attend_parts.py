@@ -32,20 +32,26 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.attention.decode_attention import PLACE, rotated_torch
-from arbcli.kernels.codec.warp_products import (
-    HAS_PTX,
-    round_pair,
-    unpair,
-    unpair_again,
-    unpair_four,
-)
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import BF16, FLOAT, INT32, Array, Number, compiled_check
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.shared_memory import memory_of, read_float, write_four, write_where
-from arbcli.kernels.runtime.threads import across, load_new, load_where, warp_number
+from arbcli.kernels.runtime.ptx import (
+    HAS_PTX,
+    across,
+    load_new,
+    load_where,
+    memory_of,
+    read_float,
+    round_pair,
+    unpair,
+    unpair_again,
+    unpair_four,
+    warp_number,
+    write_four,
+    write_where,
+)
 
 WIDTHS = (64, 128)
 """Supported widths of heads."""

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from arbcli.kernels.attention.rotary_norm import unpack_qkv
 from arbcli.kernels.rows.dropout import mask_constants
-from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime._triton import described, tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array
 from arbcli.kernels.runtime.backend import capability
-from arbcli.kernels.runtime.descriptors import described
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.random_bits import random_words
 

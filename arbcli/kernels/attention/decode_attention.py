@@ -42,7 +42,7 @@ from arbcli.kernels.attention.eight_bits import (
     quantise_entry,
     scale_of_entry,
 )
-from arbcli.kernels.attention.rotation import rotate
+from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from arbcli.kernels.attention.rotary_norm import rotary_tile
-from arbcli.kernels.attention.rotation import rotate
+from arbcli.kernels.attention.rotary_norm import rotary_tile, rotate
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks

@@ -17,6 +17,12 @@ from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate (..., d) by broadcastable (..., d / 2) angles; differentiable, in float32."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
 def unpack_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """View (B, T, 3, heads, d) as queries, keys and values, (B, heads, T, d) each."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()

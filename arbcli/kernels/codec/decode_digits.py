@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.layout import BLOCK
-from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packed import ROOTS, Packed, load_scale, scales_torch
 from arbcli.kernels.codec.packing import digit_of, unpack_trits_torch
-from arbcli.kernels.codec.scales import ROOTS, load_scale, scales_torch
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Matrix

@@ -21,15 +21,14 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import add_remainder, decode_digits_torch, round_weight
 from arbcli.kernels.codec.layout import BLOCK
-from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packed import Packed, load_scale, scale_of
 from arbcli.kernels.codec.packing import byte_tiles, digit_of, plane_offsets
-from arbcli.kernels.codec.scales import load_scale, scale_of
-from arbcli.kernels.codec.warp_products import first_digits, take_digits
 from arbcli.kernels.matmul.quantise_rows import E4M3, LARGEST_OCTAVE, to_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT8, Array, Matrix, Number
 from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.ptx import first_digits, take_digits
 
 MOST_PARTS = 128
 """Maximum number of programs that search for the largest exponent."""
@@ -131,7 +130,7 @@ def _decode_int8_triton(
 
 @triton.jit
 def _spread(word):
-    """Start decoding four bytes as in `warp_products`: two int32, of bytes 0, 2 and of 1, 3."""
+    """Start decoding four bytes as in `ptx`: two int32, of bytes 0, 2 and of 1, 3."""
     return first_digits(word & 0xFF00FF), first_digits((word >> 8) & 0xFF00FF)
 
 

@@ -27,24 +27,26 @@ from arbcli.kernels.codec.decode_digits import (
     decode_digits_triton,
 )
 from arbcli.kernels.codec.layout import BLOCK, PLANE
-from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packed import Packed, load_scale
 from arbcli.kernels.codec.packing import has_planes, positions_in_block, trit_at
-from arbcli.kernels.codec.scales import load_scale
-from arbcli.kernels.codec.warp_products import (
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.arguments import Matrix, Number
+from arbcli.kernels.runtime.backend import LARGE_ELEMENTS
+from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.ptx import (
     HAS_PTX,
+    allocate,
     multiply_pairs,
     pair,
+    read_four,
     read_lane,
     shift_pair,
     spread,
     take_digits,
     unpair,
+    wait_for_warp,
+    write_four,
 )
-from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import Matrix, Number
-from arbcli.kernels.runtime.backend import LARGE_ELEMENTS
-from arbcli.kernels.runtime.operation import Operation
-from arbcli.kernels.runtime.shared_memory import allocate, read_four, wait_for_warp, write_four
 
 ABREAST, COLUMN_ROWS = 4, 16
 """Blocks of one row among the eight that a warp decodes at once; rows per program by columns."""

@@ -14,7 +14,7 @@ piece. Incomplete pieces are padded with zeros. The total is 1.06 bytes per weig
     a byte:               | below 0 | magnitude of z, 7 bits |
 
 Reason: a thread loads its weights of a plane with one load of 16 bytes, in the order of
-`warp_products`, and a warp loads 512 contiguous bytes. Sign and magnitude replace a signed byte
+`ptx`, and a warp loads 512 contiguous bytes. Sign and magnitude replace a signed byte
 because 128 + m is a bf16 number that contains the bits of m, so no conversion is needed.
 
 The kernel is that of `prepacked_rows`, which differs for a block of four planes of int8 weights in
@@ -30,8 +30,7 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import digits_torch
 from arbcli.kernels.codec.layout import PLANE
-from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.scales import scales_torch
+from arbcli.kernels.codec.packed import Packed, scales_torch
 from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS, multiply_prepacked
 from arbcli.kernels.matmul.swizzled import (
     ROWS,

@@ -31,13 +31,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.codec.layout import PLANE
-from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packed import Packed, scales_torch
 from arbcli.kernels.codec.packing import unpack_trits
-from arbcli.kernels.codec.scales import scales_torch
 from arbcli.kernels.matmul.swizzled import (
     ROWS,
     arrange_native,
     check_trits,
+    few_rows_fit,
     few_rows_of,
     multiply_native,
     rows_torch,
@@ -45,7 +45,7 @@ from arbcli.kernels.matmul.swizzled import (
     tiles_by,
 )
 from arbcli.kernels.runtime._triton import tl
-from arbcli.kernels.runtime.arguments import UINT8, Array
+from arbcli.kernels.runtime.arguments import UINT8, Array, compiled_check
 from arbcli.kernels.runtime.backend import uses_native
 
 BLOCK = 4 * PLANE
@@ -56,6 +56,8 @@ COLUMNS = [0, 2, 1, 3]
 """Column offsets of the bytes of a word, and byte offsets of columns."""
 PREPACKED_AT_ONCE = 1 << 22
 """Weights that are prepacked at a time; each needs about 30 bytes of temporary memory."""
+MOST_COLUMNS = 17_920
+"""Largest K of `row_matmul`: more columns of x do not fit in a GPU's shared memory."""
 PIECE_BYTES = tl.constexpr(CODE_BYTES + SCALE_BYTES)
 
 
@@ -75,6 +77,8 @@ class Prepacked(NamedTuple):
 PREPACKED_ARGUMENTS = few_rows_of(
     {"pieces": Array(f"{tiles_by(BLOCK)}, {PIECE_BYTES.value}", UINT8, dense=True)}
 )
+
+check_on_cpu = compiled_check("multiply_on_cpu", PREPACKED_ARGUMENTS, few_rows_fit(1 << 31))
 
 
 def prepack(packed: Packed, gated: bool = False) -> Prepacked:
@@ -121,6 +125,25 @@ def _pieces(packed: Packed, gated: bool, blocks: int) -> Tensor:
     codes = (codes << shift).sum(4, dtype=torch.uint8).permute(0, 3, 4, 2, 5, 1, 6)
     scales = split_tiles(scales.unflatten(1, (blocks, 4)), gated).permute(0, 3, 2, 1, 4)
     return torch.cat([codes.flatten(2), scales.flatten(2).view(torch.uint8)], dim=2)
+
+
+def multiply_on_cpu(
+    x: Tensor, weight: Prepacked, eps: float | None = None, added: Tensor | None = None
+) -> Tensor:
+    """Compute `row_matmul` of any number of rows with the native loop, in the dtype of `x`.
+
+    Args:
+        x: (M, K) bfloat16 or float32, contiguous, K a multiple of 8.
+        weight: the prepacked matrix.
+        eps: added to the mean square; None omits the norm.
+        added: like the result, (M, N); None omits the sum.
+
+    Raises:
+        ValueError: a dtype or a shape does not fit.
+    """
+    inputs = x, *weight, eps, added, x.dtype
+    check_on_cpu(*inputs)
+    return prepacked_native(*inputs)
 
 
 def decode_prepacked(pieces: Tensor) -> Tensor:

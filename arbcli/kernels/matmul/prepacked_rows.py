@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import round_weight
-from arbcli.kernels.codec.warp_products import HAS_PTX, add_products, multiply_pairs, pair, unpair
 from arbcli.kernels.matmul.prepacked import (
     BLOCK,
     CODE_BYTES,
@@ -48,18 +47,23 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.shared_memory import (
+from arbcli.kernels.runtime.ptx import (
+    HAS_PTX,
+    add_products,
     commit,
     copy,
+    load_where,
     memory_of,
+    multiply_pairs,
+    pair,
     read_float,
     read_four,
+    unpair,
     wait_for_copies,
     wait_for_warp,
     write_four,
     write_where,
 )
-from arbcli.kernels.runtime.threads import load_where
 
 MOST_TEXTS = 64
 """Largest M."""

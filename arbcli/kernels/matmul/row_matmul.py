@@ -43,15 +43,9 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.attend_parts import AttentionParts
-from arbcli.kernels.codec.warp_products import (
-    HAS_PTX,
-    add_byte_products,
-    round_pair,
-    unpair,
-    unpair_four,
-)
 from arbcli.kernels.matmul.prepacked import (
     BLOCK,
+    MOST_COLUMNS,
     PIECE_BYTES,
     PREPACKED_ARGUMENTS,
     Prepacked,
@@ -63,16 +57,25 @@ from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.backend import num_processors, uses_triton
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.shared_memory import (
+from arbcli.kernels.runtime.ptx import (
+    HAS_PTX,
+    across,
+    add_byte_products,
+    load_constant,
+    load_new,
+    load_where,
     memory_of,
     read_float,
     read_four,
     read_four_where,
+    round_pair,
+    unpair,
+    unpair_four,
+    warp_number,
     write,
     write_two,
     write_where,
 )
-from arbcli.kernels.runtime.threads import across, load_constant, load_new, load_where, warp_number
 
 SHARED_BYTES = 47 << 10
 """Shared memory per program in bytes, for rows of x, their sums and their squares."""
@@ -807,10 +810,6 @@ def tiling_of_rows(rows: int, alone: Tiling, tiles: int, blocks: int, processors
 def programs_of_tiles(rows: int, programs: int, processors: int) -> int:
     """Choose the number of programs that divide the rows of x, per program of tiles."""
     return max(1, min(rows, processors // programs))
-
-
-MOST_COLUMNS = 17_920
-"""Largest K: more columns of x do not fit in shared memory."""
 
 
 def _row_matmul_triton(

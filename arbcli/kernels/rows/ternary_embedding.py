@@ -16,9 +16,8 @@ from arbcli.kernels.codec.decode_digits import (
 )
 from arbcli.kernels.codec.decode_weight import decode_weight_triton
 from arbcli.kernels.codec.layout import PLANE
-from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packed import Packed, load_scale
 from arbcli.kernels.codec.packing import byte_tiles, digit_of, plane_offsets
-from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT64, Array, Matrix, Number

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from arbcli.kernels.codec.decode_digits import add_remainder, decode_digits_torch, round_weight
-from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packed import Packed, load_scale
 from arbcli.kernels.codec.packing import trit_at, trit_positions
-from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.rows.table_rows import TouchedRows
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT64, Array, Matrix, Number, compiled_check

@@ -1,10 +1,14 @@
 """Triton, or a stub if it is not installed, so that other backends work without it."""
 
 import os
-from collections.abc import Callable
-from functools import update_wrapper
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, update_wrapper
 from types import SimpleNamespace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from arbcli.base.errors import ArbError
 
@@ -76,3 +80,41 @@ except ImportError:
 
 # triton reads this when a kernel is defined, which follows the import of this module
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def described(tensor: Tensor, tile: list[int]) -> "TensorDescriptor":
+    """Create a TMA descriptor, with which the GPU's copy engine loads and stores whole tiles.
+
+    The launch encodes it with the driver, which requires a current CUDA context. A thread has no
+        context before its first runtime call, and this may be the first kernel of an autograd
+        thread. So this queries whether a stream is being captured, a runtime call without side
+        effects.
+
+    Args:
+        tensor: strides but the last one, which is 1, are multiples of 16 bytes, and so is its
+            address.
+        tile: shape of a tile.
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.is_current_stream_capturing()
+    return TensorDescriptor.from_tensor(tensor, tile)
+
+
+@contextmanager
+def replaced_launches(instead: Callable) -> Iterator[None]:
+    """Call `instead(kernel, grid, *arguments, **options)` in place of every launch.
+
+    Every kernel is launched as `kernel[grid](...)`, compiled or interpreted. Replacing this
+    operator affects all kernels, also new ones.
+    """
+    if not HAS_TRITON:  # no kernel can be launched
+        yield
+        return
+    from triton.runtime.jit import KernelInterface
+
+    before = KernelInterface.__getitem__
+    KernelInterface.__getitem__ = lambda kernel, grid: partial(instead, kernel, grid)
+    try:
+        yield
+    finally:
+        KernelInterface.__getitem__ = before

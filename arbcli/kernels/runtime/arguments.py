@@ -9,14 +9,13 @@ import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.layout import row_bytes
 from arbcli.kernels.runtime.backend import uses_native
-from arbcli.kernels.runtime.inputs import dtype_name
 
 FUNCTIONS = {
     "torch": torch, "row_bytes": row_bytes, "min": min, "max": max, "len": len,
@@ -258,3 +257,37 @@ def _plain(value: Any) -> str:
     if hasattr(value, "trits"):
         return "a packed matrix"
     return str(tuple(value) if isinstance(value, torch.Size) else value)
+
+
+class TensorOptions(TypedDict):
+    """Keyword arguments `dtype` and `device` of a new tensor."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
+def placed(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device with its strides and offset, which `to` does not always keep."""
+    if not x.numel():
+        return x.to(device)
+    steps = zip(x.shape, x.stride(), strict=True)
+    length = x.storage_offset() + 1 + sum((size - 1) * stride for size, stride in steps)
+    memory = x.as_strided((length,), (1,), 0).to(device)
+    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def normals(
+    generator: torch.Generator, device: torch.device | None = None
+) -> Callable[..., Tensor]:
+    """Return a function that draws normal numbers of a shape, on the host, for a device."""
+    return lambda *shape: torch.randn(shape, generator=generator).to(device)
+
+
+def real_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of real values in cases; the interpreter's bf16 arithmetic is wrong."""
+    return (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without `torch.`, such as `float32`."""
+    return str(dtype).removeprefix("torch.")

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import HAS_TRITON, tl, triton
-from arbcli.kernels.runtime.launches import replaced_launches
+from arbcli.kernels.runtime._triton import HAS_TRITON, replaced_launches, tl, triton
 
 ALIGNMENT = 16
 """Divisibility of addresses and integers that compilers specialise on."""

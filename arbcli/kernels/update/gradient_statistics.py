@@ -13,14 +13,12 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import add_remainder, digits_torch, native_arguments
 from arbcli.kernels.codec.layout import BLOCK, PLANE
-from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packed import Packed, load_scale, scale_of, scales_torch
 from arbcli.kernels.codec.packing import first_digit, take_trit, trit_at, trit_positions
-from arbcli.kernels.codec.scales import load_scale, scale_of, scales_torch
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import Array, Matrix, Number
+from arbcli.kernels.runtime.arguments import Array, Matrix, Number, TensorOptions
 from arbcli.kernels.runtime.backend import row_chunks, tiles_of_a_program
-from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.runtime.operation import Operation
 
 TILE = 128

@@ -44,10 +44,9 @@ from typing import NamedTuple, no_type_check
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime._triton import described, tl, triton
 from arbcli.kernels.runtime.arguments import Array, Number
 from arbcli.kernels.runtime.backend import capability, num_processors, uses_triton
-from arbcli.kernels.runtime.descriptors import described
 from arbcli.kernels.runtime.operation import Operation
 
 HOPPER = (9, 0)

@@ -11,9 +11,8 @@ used; a NaN has the sign 0.
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packed import Packed, load_scale
 from arbcli.kernels.codec.packing import trit_at, trit_positions
-from arbcli.kernels.codec.scales import load_scale
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Array, Matrix
 from arbcli.kernels.runtime.backend import chunk_elements

@@ -8,11 +8,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from arbcli.kernels.attention.causal_attention_backward import (
-    causal_attention_backward,
-    flash_attention_backward,
-)
-from arbcli.kernels.attention.rotary_attention_backward import rotary_attention_backward
 from arbcli.kernels.attention.rotary_norm import rotary_norm_, unpack_qkv
 from arbcli.kernels.runtime.backend import capability, uses_triton
 from arbcli.model.layers.norm import NORM_EPS
@@ -182,6 +177,11 @@ class _CausalAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        from arbcli.kernels.attention.causal_attention_backward import (
+            causal_attention_backward,
+            flash_attention_backward,
+        )
+
         backward = causal_attention_backward if uses_triton(grad_y) else flash_attention_backward
         return backward(grad_y, *ctx.saved_tensors)
 
@@ -217,4 +217,6 @@ class _RotaryAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        from arbcli.kernels.attention.rotary_attention_backward import rotary_attention_backward
+
         return rotary_attention_backward(grad_y, *ctx.saved_tensors), None, None

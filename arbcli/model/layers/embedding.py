@@ -10,7 +10,7 @@ from arbcli.base.lazy import imported
 from arbcli.config.site import LayerSpec, is_chunked
 from arbcli.kernels.rows.ternary_embedding import embedding_grad, embedding_rows
 from arbcli.model.layers.compiled import anchor
-from arbcli.model.layers.streamed import StreamedTensor
+from arbcli.model.packed import StreamedTensor
 
 
 class EmbeddingWeight(StreamedTensor):

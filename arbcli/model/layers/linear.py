@@ -23,9 +23,13 @@ from arbcli.model.layers.products import (
     choose_product,
     fits_row_matmul,
 )
-from arbcli.model.layers.streamed import GradientSink, StreamedTensor
-from arbcli.model.low_precision import LowPrecision, fits
-from arbcli.model.packed import DecodingLayer
+from arbcli.model.packed import (
+    DecodingLayer,
+    GradientSink,
+    LowPrecision,
+    StreamedTensor,
+    fits_low_precision,
+)
 
 if TYPE_CHECKING:
     from arbcli.kernels.attention.attend_parts import AttentionParts
@@ -63,7 +67,7 @@ class LinearWeight(StreamedTensor, LowPrecision):
 
     def multiply_in(self, number_format: str) -> bool:
         """Multiply in FP8 or NVFP4 if the shapes fit: see `LowPrecision`."""
-        chosen = self.in_eight_bits and fits(self.out_features, self.in_features)
+        chosen = self.in_eight_bits and fits_low_precision(self.out_features, self.in_features)
         self.number_format = number_format if chosen else "bf16"
         return chosen
 

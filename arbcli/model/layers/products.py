@@ -21,8 +21,8 @@ from torch import Tensor
 from arbcli.base.lazy import imported
 from arbcli.families import FOUR_BIT_PRODUCTS
 from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_grad_x
+from arbcli.kernels.runtime.arguments import dtype_name
 from arbcli.kernels.runtime.backend import uses_native, uses_triton
-from arbcli.kernels.runtime.inputs import dtype_name
 
 if TYPE_CHECKING:
     from arbcli.model.layers.linear import LinearWeight
@@ -117,7 +117,7 @@ def choose_product(
     if many and number_format in FORMATS:
         kind = imported(FORMATS[number_format])
     elif many and in_group and backend == "triton":
-        kind = imported("arbcli.model.layers.decoded_groups:GroupProduct")
+        kind = imported("arbcli.model.layers.group_product:GroupProduct")
     elif kept and backend != "triton":
         kind = KeptProduct
     return kind(storage, many, dtype, backend)
@@ -153,7 +153,7 @@ class FusedProduct:
 
 def fits_row_matmul(storage: str, in_features: int) -> bool:
     """Return whether `row_matmul` multiplies rows of one text by a matrix."""
-    from arbcli.kernels.matmul.row_matmul import MOST_COLUMNS
+    from arbcli.kernels.matmul.prepacked import MOST_COLUMNS
 
     return storage == "trits" and in_features <= MOST_COLUMNS
 
@@ -165,13 +165,16 @@ def choose_fused(
     """Choose the product of a decoding step.
 
     A single text has the fastest kernel for one row, and up to 8 of its positions have the same
-    bits as one by one. In a batch, the bits of a text do not depend on the others.
+    bits as one by one. In a batch, the bits of a text do not depend on the others. One native loop
+    does both.
     """
     from arbcli.kernels.matmul.swizzled import MOST_ROWS
 
     if storage == "int8":
         name = "int8_matmul"
         run = imported("arbcli.kernels.matmul.int8_matmul:int8_matmul")
+    elif backend == "native":
+        name, run = "prepacked", imported("arbcli.kernels.matmul.prepacked:multiply_on_cpu")
     elif one_text and rows <= MOST_ROWS and fits_row_matmul(storage, in_features):
         name, run = "row_matmul", imported("arbcli.kernels.matmul.row_matmul:row_matmul")
     else:

@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.kernels.attention.rotary_norm import rotary_norm_, rotary_norm_backward, unpack_qkv
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.norm import NORM_EPS
 

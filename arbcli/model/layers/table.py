@@ -21,7 +21,7 @@ from arbcli.kernels.rows.weighted_rows import (
 )
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import anchor
-from arbcli.model.layers.streamed import GradientSink, StreamedTensor
+from arbcli.model.packed import GradientSink, StreamedTensor
 
 SPARSE_SPREAD = 0.2
 """Initial standard deviation of z relative to the rule's: 4 % of the trits are nonzero."""

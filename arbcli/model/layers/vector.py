@@ -17,9 +17,8 @@ from arbcli.config.site import LayerSpec
 from arbcli.kernels.codec.packed import HIGHEST_EXPONENT, LOWEST_EXPONENT, OCTAVE, Packed
 from arbcli.kernels.codec.packing import pack_trits
 from arbcli.model.layers.compiled import operator
-from arbcli.model.layers.streamed import GradientSink, StreamedTensor
 from arbcli.model.optimizers.base import State
-from arbcli.model.packed import DecodingLayer
+from arbcli.model.packed import DecodingLayer, GradientSink, StreamedTensor
 
 DIRECTION = "factored"
 """Direction of the steps: orthogonalisation makes no sense for single columns."""

@@ -43,7 +43,6 @@ from arbcli.config.site import LayerSpec
 from arbcli.families import SPECULATIVE_ATTENTION
 from arbcli.kernels.attention.decode_attention import Kept, decode_attention
 from arbcli.kernels.runtime.backend import uses_triton
-from arbcli.model.flow import BlockInputs, BlockOutput, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.attend import (
     attend_causally,
@@ -56,6 +55,7 @@ from arbcli.model.layers.attend import (
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, table_for, table_rows
+from arbcli.model.parts.base import BlockInputs, BlockOutput, project
 from arbcli.model.parts.cached import CachedAttention
 from arbcli.model.parts.window import attend_in_window
 from arbcli.model.state import PositionCounter, Rows, State

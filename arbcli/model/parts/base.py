@@ -1,13 +1,125 @@
-"""Interface of the parts of a block: mixers and channel mixers."""
+"""Interface of the parts of a block, mixers and channel mixers, and the values passed between them.
 
-from typing import TYPE_CHECKING, Any, ClassVar
+These are the residual stream, losses and other inputs.
+"""
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
 from torch import Tensor, nn
 
 from arbcli.base.lazy import imported
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.site import LayerSpec
-from arbcli.model.flow import BlockInputs, BlockOutput
+
+if TYPE_CHECKING:
+    from arbcli.model.layers.dropout import Dropout
+
+
+def rows_of(x: Tensor) -> list[Tensor]:
+    """Split (B, ...) into B copies of (1, ...), as alignment may change the sums of a kernel."""
+    return [row.clone() for row in x.split(1)]
+
+
+def each_text(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function to each text of a batch separately, (B, 1, ...).
+
+    The bits of each result do not depend on the other texts, whatever kernels the function uses.
+    """
+    return run(x) if len(x) == 1 else torch.cat([run(row) for row in rows_of(x)])
+
+
+Losses = dict[str, list[Tensor]]
+"""Float32 scalars of all parts that contribute to a loss, by its name."""
+
+
+def merge(*losses: Losses) -> Losses:
+    """Concatenate the lists of each loss, in order."""
+    merged: Losses = {}
+    for each in losses:
+        for name, parts in each.items():
+            merged.setdefault(name, []).extend(parts)
+    return merged
+
+
+class BlockOutput(NamedTuple):
+    """The residual stream after a part; immutable."""
+
+    x: Tensor
+    """(B, T, D), or (B, T, n, D) with n residual streams."""
+    added: Tensor | None = None
+    """A pending addition to x, which the next norm's kernel fuses."""
+    losses: Losses = {}  # noqa: RUF012  # never changed
+
+    def total(self) -> Tensor:
+        """Return x with the pending addition."""
+        return self.x if self.added is None else self.x + self.added
+
+
+class Documents(NamedTuple):
+    """The attention mask of windows in which several documents are packed."""
+
+    seen: Tensor
+    """(B, 1, T, T) bool: causal, and only within a document."""
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> "Documents":
+        """Build the mask from the number of each position's document, (B, T) integers."""
+        length = numbers.shape[1]
+        seen = torch.ones(length, length, dtype=torch.bool, device=numbers.device).tril()
+        return cls(((numbers[:, :, None] == numbers[:, None]) & seen)[:, None])
+
+    def within(self, window: int | None) -> Tensor:
+        """Return the mask restricted to a sliding window of `window` positions."""
+        if window is None or window >= self.seen.shape[-1]:
+            return self.seen
+        return self.seen.triu(1 - window)
+
+
+class BlockInputs(NamedTuple):
+    """Additional inputs of parts, indexed by the positions of the present stage."""
+
+    places: Tensor | None = None
+    """(B, T) int64, index of the byte at which each position begins, -1 for an empty slot; None in
+    the outermost stage, whose positions are bytes."""
+    grams: Tensor | None = None
+    """(B, T) int64, keys of the n-grams that end at each position; None if no part reads them."""
+    documents: Documents | None = None
+    """Attention mask of packed documents; None if a window is one text."""
+    dropout: "Dropout | None" = None
+    """Dropout of the model, of a block, or of a branch that reads it; None outside of training."""
+
+    @property
+    def valid(self) -> Tensor | None:
+        """Mask of the slots that hold a position, (B, T) bool; None if all do."""
+        return None if self.places is None else self.places >= 0
+
+    def of(self, text: int) -> "BlockInputs":
+        """Select one text of a batch."""
+        places, grams = (
+            None if part is None else part[text : text + 1] for part in (self.places, self.grams)
+        )
+        return BlockInputs(places, grams)
+
+    def at(self, first: Tensor) -> "BlockInputs":
+        """Select the positions at which chunks begin, (B, C) int64, -1 for an empty slot."""
+        index = first.clamp(min=0)
+        grams = None if self.grams is None else self.grams.gather(1, index)
+        places = index if self.places is None else self.places.gather(1, index)
+        return BlockInputs(places.masked_fill(first < 0, -1), grams, dropout=self.dropout)
+
+
+def project(
+    layer: nn.Module, x: Tensor, norm: nn.Module | None, added: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Apply a linear layer to the normalised stream with its pending addition.
+
+    Returns:
+        The product, and the sum x + added.
+    """
+    return (layer(x, norm), x) if added is None else layer(x, norm, added)
+
 
 if TYPE_CHECKING:
     from arbcli.model.state import PositionCounter, State

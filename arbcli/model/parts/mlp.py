@@ -4,10 +4,9 @@ from torch import Tensor, nn
 
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.site import LayerSpec
-from arbcli.model.flow import BlockInputs, BlockOutput, project
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
-from arbcli.model.parts.base import Part
+from arbcli.model.parts.base import BlockInputs, BlockOutput, Part, project
 
 
 class MLP(Part):

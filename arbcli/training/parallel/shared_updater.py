@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows, weighted_rows_grad
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.update.hadamard import block_of
 from arbcli.kernels.update.last_bits import last_bits, take_last_bits_
 from arbcli.kernels.update.quantise_gradient import (

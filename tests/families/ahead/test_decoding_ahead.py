@@ -8,7 +8,7 @@ import torch
 from arbcli.config.presets import preset
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers import decoded_groups
+from arbcli.model.layers import decoded_groups, group_product
 
 SIZES = {"dim": 8, "layers": 1, "heads": 2, "ffn": 8, "ctx": 65, "sub_norms": False}
 
@@ -37,9 +37,9 @@ def step(model: LanguageModel, device) -> dict[str, torch.Tensor]:
 
 
 def test_decoding_ahead_changes_no_bit_and_saves_launches(device, backend, monkeypatch):
-    groups, decode = [], decoded_groups.decode_weights_triton
+    groups, decode = [], group_product.decode_weights_triton
     monkeypatch.setattr(
-        decoded_groups,
+        group_product,
         "decode_weights_triton",
         lambda matrices, dtype: groups.append(len(matrices)) or decode(matrices, dtype),
     )

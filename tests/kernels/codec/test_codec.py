@@ -8,9 +8,8 @@ import torch
 from arbcli.kernels.codec import decode_e4m3
 from arbcli.kernels.codec.decode_weight import decode_weight_triton
 from arbcli.kernels.codec.layout import row_bytes
-from arbcli.kernels.codec.packed import Packed
+from arbcli.kernels.codec.packed import Packed, scales_torch
 from arbcli.kernels.codec.packing import illegal_bytes, pack_trits, unpack_trits
-from arbcli.kernels.codec.scales import scales_torch
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.verify.check_kernels import copies
 from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference

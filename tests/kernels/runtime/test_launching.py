@@ -18,9 +18,9 @@ from arbcli.kernels.matmul.int8_matmul import prepack_int8
 from arbcli.kernels.matmul.prepacked import prepack
 from arbcli.kernels.matmul.prepacked_rows import prepacked_rows
 from arbcli.kernels.runtime import compile_once, native
+from arbcli.kernels.runtime._triton import replaced_launches
 from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.compiling import counted_compiling
-from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.runtime.merged import (
     Launch,
     Tables,

@@ -5,8 +5,8 @@ import torch
 
 from arbcli.inspect.trace import no_memory
 from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime._triton import replaced_launches
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.kernels.update import gram_inverses as module
 from arbcli.kernels.update import newton_schulz
 from arbcli.kernels.update.gram_inverses import gram_inverses

@@ -8,9 +8,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arbcli.inspect.trace import no_memory
+from arbcli.kernels.runtime._triton import replaced_launches
 from arbcli.kernels.runtime.backend import compile_for, use_backend
 from arbcli.kernels.runtime.device import deterministic
-from arbcli.kernels.runtime.launches import replaced_launches
 from arbcli.model.layers.attend import HOPPER, SHORT, attend_causally, attend_rotated
 from arbcli.model.layers.rotary import rotary_norm, table_for
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from arbcli.config.presets import preset
-from arbcli.kernels.attention.rotation import rotate
+from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.baselines import FloatWeight

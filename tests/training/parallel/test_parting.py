@@ -20,7 +20,8 @@ from arbcli.training.observer import Observer
 from arbcli.training.parallel import group as group_module
 from arbcli.training.parallel import rendezvous
 from arbcli.training.parallel.group import joined
-from arbcli.training.run import resume_run, start_run
+from arbcli.training.resume import resume_run
+from arbcli.training.run import start_run
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def started_with_another_rate(rank, run, config):
 
 def refusal(rank, ask, run, config):
     """Return what a process is told; one that is not refused stops before it trains."""
-    trains = mock.patch.object(runs, "_build", side_effect=ArbError("it trains"))
+    trains = mock.patch.object(runs, "Trainer", side_effect=ArbError("it trains"))
     with trains, pytest.raises(ArbError) as refused:
         ask(rank, run, config)
     return str(refused.value)

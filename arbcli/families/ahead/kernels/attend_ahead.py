@@ -45,14 +45,22 @@ from arbcli.kernels.attention.attend_parts import (
     write_sums,
 )
 from arbcli.kernels.attention.decode_attention import PLACE, Kept, decode_attention
-from arbcli.kernels.codec.warp_products import HAS_PTX, round_pair, unpair_four
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import BF16, INT32, Arguments, Array, Number, compiled_check
 from arbcli.kernels.runtime.backend import num_processors, uses_triton
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
-from arbcli.kernels.runtime.shared_memory import memory_of, read_four, write_four
-from arbcli.kernels.runtime.threads import load_new, load_where, warp_number
+from arbcli.kernels.runtime.ptx import (
+    HAS_PTX,
+    load_new,
+    load_where,
+    memory_of,
+    read_four,
+    round_pair,
+    unpair_four,
+    warp_number,
+    write_four,
+)
 
 MOST_AHEAD = 8
 """Maximum number of new bytes per call."""

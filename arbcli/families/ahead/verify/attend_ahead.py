@@ -14,7 +14,7 @@ from arbcli.kernels.attention.attend_parts import (
     MOST_PARTS,
     WIDTHS,
 )
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.attend_parts import attend_parts_reference
 from arbcli.verify.verification import Case, Gate, Verification

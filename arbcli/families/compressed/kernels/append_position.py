@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from arbcli.kernels.attention.decode_attention import PLACE
 from arbcli.kernels.attention.eight_bits import ROOM, quantise_entries, quantise_halves
-from arbcli.kernels.attention.rotation import rotate
+from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT8, Arguments, Array, Number

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.attention.rotation import rotate
+from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT32, Arguments, Array, Number
 from arbcli.kernels.runtime.backend import chunk_elements

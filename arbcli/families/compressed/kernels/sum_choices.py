@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT32, Array, Number
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.arguments import INT32, Array, Number, TensorOptions
 from arbcli.kernels.runtime.operation import Operation
 
 

@@ -12,7 +12,7 @@ from arbcli.families.compressed.kernels.append_position import (
     SHARED,
 )
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
-from arbcli.kernels.runtime.inputs import normals
+from arbcli.kernels.runtime.arguments import normals
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 from arbcli.model.parts.cached import FORMATS
 from arbcli.verify.case_generator import CaseGenerator
@@ -20,7 +20,7 @@ from arbcli.verify.kernels.attention.eight_bits import (
     decode_entries_reference,
     round_entries_reference,
 )
-from arbcli.verify.kernels.attention.rotation import normalise_reference, rotate_reference
+from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Case, Gate, Timing, Verification
 

@@ -12,7 +12,7 @@ from arbcli.families.compressed.kernels.choose_next import (
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.kernels.attention.rotation import normalise_reference, rotate_reference
+from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
 from arbcli.verify.kernels.matmul.quantise_rows import round_e4m3_reference
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Case, Gate, Verification

@@ -11,7 +11,7 @@ from arbcli.families.compressed.kernels.compress_blocks import (
     grad_beta,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.kernels.attention.rotation import normalise_reference, rotate_reference
+from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Case, Gate, Verification, cases_of
 

@@ -12,9 +12,9 @@ from arbcli.families.compressed.kernels.compressed_attention import (
     Sight,
     compressed_attention,
 )
-from arbcli.kernels.runtime.inputs import normals
+from arbcli.kernels.runtime.arguments import normals
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.kernels.attention.rotation import normalise_reference, rotate_reference
+from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
 from arbcli.verify.verification import Gate, Timing, Verification, cases_of
 
 

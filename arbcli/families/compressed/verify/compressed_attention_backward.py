@@ -20,7 +20,7 @@ from arbcli.families.compressed.verify.compressed_attention import (
     draw_timed,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.kernels.attention.rotation import rotate_reference
+from arbcli.verify.kernels.attention.rotary_norm import rotate_reference
 from arbcli.verify.verification import Case, Gate, Timing, Verification
 
 

@@ -28,10 +28,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime._triton import described, tl, triton
 from arbcli.kernels.runtime.arguments import INT64, Array, Number
 from arbcli.kernels.runtime.backend import capability, num_processors
-from arbcli.kernels.runtime.descriptors import described
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.newton_schulz import HOPPER, empty_aligned, has_aligned_rows
 

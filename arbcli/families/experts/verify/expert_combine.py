@@ -11,7 +11,7 @@ from arbcli.families.experts.kernels.expert_combine import (
     expert_combine,
     expert_combine_backward,
 )
-from arbcli.kernels.runtime.inputs import normals
+from arbcli.kernels.runtime.arguments import normals
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Drawn, Gate, Verification, cases_of

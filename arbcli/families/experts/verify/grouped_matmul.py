@@ -10,7 +10,7 @@ from arbcli.families.experts.kernels.grouped_matmul import (
     grouped_grad_w,
     grouped_matmul,
 )
-from arbcli.kernels.runtime.inputs import dtype_name, real_dtypes
+from arbcli.kernels.runtime.arguments import dtype_name, real_dtypes
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.verification import Case, Gate, Timing, Verification
 

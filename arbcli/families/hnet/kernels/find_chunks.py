@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import BOOL, Array, Number
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.arguments import BOOL, Array, Number, TensorOptions
 from arbcli.kernels.runtime.operation import Operation
 
 

@@ -10,7 +10,7 @@ from arbcli.families.hnet.kernels.boundary_scores import (
     boundary_scores,
     boundary_scores_backward,
 )
-from arbcli.kernels.runtime.inputs import normals
+from arbcli.kernels.runtime.arguments import normals
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Drawn, Gate, Verification, cases_of
 

@@ -9,7 +9,7 @@ from arbcli.families.hnet.kernels.find_chunks import (
     Chunks,
     find_chunks,
 )
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Case, Verification

@@ -8,7 +8,7 @@ from torch import Tensor
 from arbcli.families.hnet.kernels.gather_chunks import (
     gather_chunks,
 )
-from arbcli.kernels.runtime.inputs import normals
+from arbcli.kernels.runtime.arguments import normals
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Case, Verification
 

@@ -10,7 +10,7 @@ from arbcli.families.hnet.kernels.route_position import (
     route_position_,
     take_chunk_,
 )
-from arbcli.kernels.runtime.inputs import placed
+from arbcli.kernels.runtime.arguments import placed
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.timed import Timed

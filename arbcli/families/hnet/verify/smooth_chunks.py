@@ -9,7 +9,7 @@ from arbcli.families.hnet.kernels.smooth_chunks import (
     smooth_chunks,
     smooth_chunks_backward,
 )
-from arbcli.kernels.runtime.inputs import normals
+from arbcli.kernels.runtime.arguments import normals
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Gate, Verification, cases_of

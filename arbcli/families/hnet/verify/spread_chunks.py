@@ -12,7 +12,7 @@ from arbcli.families.hnet.kernels.spread_chunks import (
     spread_chunks_backward,
 )
 from arbcli.families.hnet.verify.find_chunks import draw_boundaries, find_chunks_reference
-from arbcli.kernels.runtime.inputs import normals
+from arbcli.kernels.runtime.arguments import normals
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Gate, Verification, cases_of

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.attention.decode_attention import PLACE
-from arbcli.kernels.attention.rotation import rotate
+from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.operation import Operation

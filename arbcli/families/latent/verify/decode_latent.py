@@ -11,7 +11,7 @@ from arbcli.families.latent.kernels.decode_latent import (
 )
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.kernels.attention.rotation import rotate_reference
+from arbcli.verify.kernels.attention.rotary_norm import rotate_reference
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Case, Gate, Verification
 

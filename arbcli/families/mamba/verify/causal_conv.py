@@ -11,7 +11,7 @@ from arbcli.families.mamba.kernels.causal_conv import (
     causal_conv,
     causal_conv_grad_w,
 )
-from arbcli.kernels.runtime.inputs import normals
+from arbcli.kernels.runtime.arguments import normals
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Case, Gate, Timing, Verification, cases_of
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from arbcli.families.mamba.kernels.decay_scan import (
     decay_scan,
 )
-from arbcli.kernels.runtime.inputs import normals
+from arbcli.kernels.runtime.arguments import normals
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.verification import Case, Gate, Timing, Verification
 

@@ -12,7 +12,7 @@ from arbcli.families.nvfp4.kernels.round_nvfp4 import (
     round_nvfp4,
 )
 from arbcli.kernels.matmul.quantise_rows import E4M3
-from arbcli.kernels.runtime.inputs import normals, placed
+from arbcli.kernels.runtime.arguments import normals, placed
 from arbcli.verify.kernels.matmul.quantise_rows import draw_of_any_size, round_e4m3_reference
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Case, Verification

@@ -12,7 +12,7 @@ from arbcli.families.nvfp4.kernels.round_nvfp4 import (
 from arbcli.families.nvfp4.kernels.scaled_nvfp4 import (
     scaled_nvfp4_matmul,
 )
-from arbcli.kernels.runtime.inputs import dtype_name, real_dtypes
+from arbcli.kernels.runtime.arguments import dtype_name, real_dtypes
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.verification import Case, Gate, Timing, Verification
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from arbcli.families.streams.kernels.stream_weights import STREAMS
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import FLOAT, Array
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.arguments import FLOAT, Array, TensorOptions
 from arbcli.kernels.runtime.operation import Operation
 
 

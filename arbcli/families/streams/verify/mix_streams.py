@@ -11,7 +11,7 @@ from arbcli.families.streams.kernels.mix_streams import (
     mix_streams_backward,
 )
 from arbcli.families.streams.kernels.stream_weights import STREAMS
-from arbcli.kernels.runtime.inputs import normals
+from arbcli.kernels.runtime.arguments import normals
 from arbcli.verify.verification import Drawn, Gate, Timing, Verification, cases_of
 
 

@@ -14,7 +14,7 @@ from arbcli.families.streams.kernels.stream_weights import (
     stream_weights_backward,
     stream_weights_torch,
 )
-from arbcli.kernels.runtime.inputs import normals
+from arbcli.kernels.runtime.arguments import normals
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Drawn, Gate, Verification, cases_of
 

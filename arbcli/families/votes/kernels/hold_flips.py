@@ -11,9 +11,16 @@ from torch import Tensor
 
 from arbcli.families.votes.kernels.cast_votes import GRADIENTS
 from arbcli.kernels.codec.packing import unpack_trits_torch
-from arbcli.kernels.runtime.arguments import INT8, INT32, UINT8, Array, Number, compiled_check
+from arbcli.kernels.runtime.arguments import (
+    INT8,
+    INT32,
+    UINT8,
+    Array,
+    Number,
+    TensorOptions,
+    compiled_check,
+)
 from arbcli.kernels.runtime.backend import row_chunks
-from arbcli.kernels.runtime.inputs import TensorOptions
 from arbcli.kernels.update.random_bits import random_bits
 
 check = compiled_check(

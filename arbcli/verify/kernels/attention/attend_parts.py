@@ -14,7 +14,7 @@ from arbcli.kernels.attention.attend_parts import (
     sharing,
 )
 from arbcli.kernels.attention.decode_attention import decode_attention
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.decode_attention import rotated_reference
 from arbcli.verify.verification import Case, Gate, Timing, Verification

@@ -10,7 +10,7 @@ from arbcli.kernels.attention.causal_attention_backward import (
     causal_attention_backward,
     flash_attention_backward,
 )
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.verification import Case, Gate, Timing, Verification
 

@@ -22,7 +22,7 @@ from arbcli.verify.kernels.attention.eight_bits import (
     decode_entries_reference,
     round_entries_reference,
 )
-from arbcli.verify.kernels.attention.rotation import rotate_reference
+from arbcli.verify.kernels.attention.rotary_norm import rotate_reference
 from arbcli.verify.verification import Case, Gate, Timing, Verification
 
 

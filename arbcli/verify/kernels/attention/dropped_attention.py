@@ -10,7 +10,7 @@ from arbcli.kernels.attention.dropped_attention import (
     dropped_attention,
     dropped_attention_backward,
 )
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.causal_attention_backward import random_attention
 from arbcli.verify.kernels.update.random_bits import random_bits_reference

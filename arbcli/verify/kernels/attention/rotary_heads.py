@@ -12,7 +12,7 @@ from arbcli.kernels.attention.rotary_heads import (
 )
 from arbcli.kernels.runtime.arguments import FLOAT
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.kernels.attention.rotation import normalise_reference, rotate_reference
+from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Case, Gate, Timing, Verification, cases_of
 

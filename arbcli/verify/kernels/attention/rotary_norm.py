@@ -11,9 +11,19 @@ from arbcli.kernels.attention.rotary_norm import (
     unpack_qkv,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.kernels.attention.rotation import normalise_reference, rotate_reference
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Case, Gate, Timing, Verification, cases_of
+
+
+def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate (..., d) by (..., d / 2) angles, as complex numbers in float64."""
+    found = torch.complex(*x.double().chunk(2, dim=-1)) * torch.complex(cos.double(), sin.double())
+    return torch.cat((found.real, found.imag), dim=-1)
+
+
+def normalise_reference(x: Tensor, eps: float) -> Tensor:
+    """Divide (..., d) by the root of its mean square plus eps."""
+    return x / (x.square().mean(dim=-1, keepdim=True) + eps).sqrt()
 
 
 def _rotary_norm_float64(qkv: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:

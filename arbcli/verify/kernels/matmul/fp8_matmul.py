@@ -12,7 +12,7 @@ from arbcli.kernels.matmul.fp8_matmul import (
     fp8_matmul,
 )
 from arbcli.kernels.matmul.quantise_rows import E4M3
-from arbcli.kernels.runtime.inputs import dtype_name, real_dtypes
+from arbcli.kernels.runtime.arguments import dtype_name, real_dtypes
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.decode_e4m3 import decode_e4m3_reference, decode_e4m3_verification
 from arbcli.verify.kernels.codec.packed import random_packed

@@ -19,7 +19,7 @@ from arbcli.kernels.matmul.swizzled import (
     ROWS,
     tiles_torch,
 )
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.decode_digits import add_remainders
 from arbcli.verify.kernels.codec.packed import random_packed

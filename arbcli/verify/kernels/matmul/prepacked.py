@@ -17,7 +17,7 @@ from arbcli.kernels.matmul.prepacked import (
     decode_prepacked,
     prepack,
 )
-from arbcli.kernels.runtime.inputs import TensorOptions, dtype_name
+from arbcli.kernels.runtime.arguments import TensorOptions, dtype_name
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.kernels.matmul.swizzled import multiply_densely, tiles_reference

@@ -10,7 +10,7 @@ from arbcli.kernels.matmul.quantise_rows import (
     WHOLE_ROW,
     quantise_rows,
 )
-from arbcli.kernels.runtime.inputs import placed
+from arbcli.kernels.runtime.arguments import placed
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Case, Verification

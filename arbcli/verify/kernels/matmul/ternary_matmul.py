@@ -13,7 +13,7 @@ from arbcli.kernels.matmul.ternary_matmul import (
     ternary_matmul,
     ternary_matmul_grad_x,
 )
-from arbcli.kernels.runtime.inputs import dtype_name, real_dtypes
+from arbcli.kernels.runtime.arguments import dtype_name, real_dtypes
 from arbcli.verify.kernels.codec.decode_digits import (
     add_remainders,
     decode_digits_reference,

@@ -11,7 +11,7 @@ from arbcli.kernels.output.choose_byte import (
     choose_byte_,
     choose_byte_torch,
 )
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.verify.kernels.update.random_bits import mix_reference
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Case, Verification

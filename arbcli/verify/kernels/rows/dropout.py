@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from arbcli.kernels.rows.dropout import dropout
-from arbcli.kernels.runtime.inputs import normals
+from arbcli.kernels.runtime.arguments import normals
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.random_bits import random_bits_reference
 from arbcli.verify.timed import Timed

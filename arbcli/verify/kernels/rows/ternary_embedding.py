@@ -15,7 +15,7 @@ from arbcli.kernels.rows.ternary_embedding import (
     embedding_rows,
     embedding_rows_native,
 )
-from arbcli.kernels.runtime.inputs import placed
+from arbcli.kernels.runtime.arguments import placed
 from arbcli.verify.kernels.codec.decode_digits import (
     add_remainders,
     decode_digits_reference,

@@ -16,7 +16,7 @@ from arbcli.kernels.rows.weighted_rows import (
     weighted_rows,
     weighted_rows_grad_weights,
 )
-from arbcli.kernels.runtime.inputs import normals, placed
+from arbcli.kernels.runtime.arguments import normals, placed
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.decode_digits import (
     add_remainders,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.packed import num_groups
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.update.gradient_gains import (
     GRADIENT_GAINS,
     UNSET,

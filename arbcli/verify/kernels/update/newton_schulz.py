@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime._triton import INTERPRETED
-from arbcli.kernels.runtime.inputs import normals
+from arbcli.kernels.runtime.arguments import normals
 from arbcli.kernels.update.newton_schulz import (
     gram,
     gram_polynomial,

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime.inputs import placed
+from arbcli.kernels.runtime.arguments import placed
 from arbcli.kernels.update.hadamard import (
     LARGEST_BLOCK,
     block_of,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime.inputs import TensorOptions
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.update.hadamard import (
     LARGEST_BLOCK,
     block_of,

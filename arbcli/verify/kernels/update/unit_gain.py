@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime.inputs import normals
+from arbcli.kernels.runtime.arguments import normals
 from arbcli.kernels.update.unit_gain import (
     unit_gain,
 )

@@ -1,0 +1,378 @@
+"""Resume a run from a checkpoint."""
+
+import dataclasses
+import json
+import math
+import os
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from arbcli.base.atomic_files import write_json
+from arbcli.base.errors import ArbError, quoted
+from arbcli.base.run_files import (
+    CONFIG,
+    checkpoint_path,
+    checkpoints,
+    directory_of,
+)
+from arbcli.config.initial import first_difference
+from arbcli.config.presets import config_from_dict
+from arbcli.config.training import (
+    TrainConfig,
+    train_config_dict,
+    train_config_from,
+)
+from arbcli.kernels.runtime.device import (
+    check_compute,
+    cpu_threads,
+    deterministic,
+    resolve_backend,
+    resolve_device,
+)
+from arbcli.model.checkpoint import (
+    Accept,
+    Checkpoint,
+    copy_aside,
+    keep_best,
+    latest_checkpoint,
+    load_checkpoint,
+    set_aside,
+)
+from arbcli.training.directory import (
+    check_same_text,
+    field_digests,
+    open_texts_again,
+    read_facts,
+    run_config,
+)
+from arbcli.training.observer import Observer
+from arbcli.training.parallel.group import Group, joined, own_device
+from arbcli.training.recent import FIELD, check_recent
+from arbcli.training.record import (
+    METRICS,
+    RunRecords,
+    TrainReport,
+    best_step,
+    read_records,
+    seconds_until,
+    stays,
+)
+from arbcli.training.recorder import Resumed
+from arbcli.training.run import (
+    build_trainer,
+    compare_settings,
+    locked,
+    note_emulation,
+    read_teacher_of,
+    run_loop,
+)
+from arbcli.training.saving import later_checkpoints, note_aside, sweep_run
+from arbcli.training.schedule import fade_stage, is_evaluated, learning_rate
+from arbcli.training.trainer import check_shares, text_digest
+
+if TYPE_CHECKING:
+    from arbcli.generation.load import SavedModel
+
+DATA = {"seed": "seed", "text": "digest", "tokenizer": "tokenizer", "reduce_dtype": "wire"}
+"""Facts about the run in each checkpoint, by their keys in its `data`."""
+MOST_NAMED = 3
+"""Maximum number of fields that an error lists."""
+THREADS_OF_A_CPU = 4
+"""Maximum threads per processor with which a run is resumed; more would be too slow."""
+
+
+def resume_run(
+    path: Path,
+    observer: Observer,
+    *,
+    device: str | None = None,
+    backend: str | None = None,
+    steps: int | None = None,
+    profile: int | None = None,
+) -> TrainReport:
+    """Resume a run from its newest intact checkpoint, or from a given checkpoint.
+
+    Args:
+        path: a run directory, or a checkpoint in one.
+        observer: callbacks.
+        device: device to compute on; None is that of the run. Results are only bitwise reproducible
+            on the same kind of machine.
+        backend: kernel backend; None is that of the run.
+        steps: new total number of steps, which also changes the schedule.
+        profile: number of steps to trace with torch's profiler: see `start_run`.
+
+    Raises:
+        ArbError: there is no usable checkpoint, or the text has changed.
+    """
+    run = directory_of(path)
+    facts = read_facts(run)
+    config = run_config(run, facts)
+    place = own_device(resolve_device(device or config.device))
+    backend = resolve_backend(backend or (None if device else config.backend), place)
+    check_compute(config.compute, place)
+    config = dataclasses.replace(config, device=str(place), backend=backend)
+    if config.model.weights != "ternary":
+        raise ArbError(
+            "float baselines have no checkpoints to resume from",
+            hint="start a new run with `--out`",
+        )
+    note_emulation(config, observer)
+    threads = facts.get("threads", now := torch.get_num_threads())
+    if threads > THREADS_OF_A_CPU * (os.cpu_count() or 1):
+        observer.noted(
+            f"the run began with {threads:,} threads, too many for this machine: computing with"
+            f" {now}, with different rounding"
+        )
+        threads = now
+    elif threads != now and place.type == "cpu":
+        observer.noted(
+            f"computing with {threads} threads like before, as {now} would round differently"
+        )
+    with joined(place, "train --resume") as group:
+        observer = observer if group.first else Observer()
+        check_shares(config, group.size)
+        with locked(run, group), deterministic(), cpu_threads(threads):
+            group.compare({"steps": steps or config.steps}, "setting")
+            accept = accept_of(run, facts, config)
+            checkpoint = None
+            if path == run and not checkpoints(run) and can_begin_again(run):
+                observer.noted("the run has no checkpoint yet: starting again from step 0")
+            else:
+                latest = path == run
+                checkpoint = (
+                    latest_checkpoint(run, observer.noted, accept)
+                    if latest
+                    else load_checkpoint(path, accept)
+                )
+            group.compare({"checkpoint": checkpoint and checkpoint.digest}, "file")
+            done = 0 if checkpoint is None else checkpoint.step
+            if done >= config.steps and steps in (None, config.steps):
+                report = _finished_report(run, facts, config, observer, group)
+                if report is not None:
+                    return report
+            texts = open_texts_again(facts, config)
+            compare_settings(config, texts, group, steps=steps or config.steps)
+            new_run = "start a new run on the new text with `--out`"
+            check_same_text(run, facts, text_digest(texts), new_run)
+            teacher = read_teacher_of(config, facts=facts)
+            if steps not in (None, config.steps):
+                config, facts = _extended(run, facts, config, done, steps, observer, group)
+            trainer = build_trainer(config, texts, group, teacher)
+            del teacher  # it may be large
+            if checkpoint is None:
+                if initial := initial_again(facts):
+                    trainer.take_weights(initial.checkpoint)
+                    del initial  # it may be large
+                return run_loop(trainer, run, facts, observer, profile)
+            trainer.restore(checkpoint)
+            saved, seconds = checkpoint.data.get(FIELD) or {}, 0.0
+            del checkpoint  # it may be large
+            records = RunRecords(None)
+            if group.first:
+                seconds = seconds_until(run, done)
+                records = RunRecords(
+                    run,
+                    lambda record: stays(record, done, config, bool(saved)),
+                    branches=bool(later_checkpoints(run, done)),
+                )
+                sweep_run(run, config, done, records.read())
+            resumed = Resumed(saved, seconds, records)
+            return run_loop(trainer, run, facts, observer, profile, resumed)
+
+
+def _finished_report(
+    run: Path, facts: dict[str, Any], config: TrainConfig, observer: Observer, group: Group
+) -> TrainReport | None:
+    """Return the report of a finished run; None if its last record is incomplete."""
+    last_loss = None
+    if group.first:
+        last = [record for record in read_records(run) if record["step"] == config.steps]
+        last_loss = (last[-1].get("val_loss"),) if last else None
+    last_loss = group.broadcast_object(last_loss)
+    if last_loss is None or (last_loss[0] is None and is_evaluated(config, config.steps)):
+        return None
+    (val_loss,) = last_loss
+    saved = checkpoint_path(run, config.steps)
+    if group.first:  # the run may have been killed before it did so
+        records = read_records(run)
+        if config.keeps_best and best_step(records) == config.steps:
+            keep_best(saved)
+        sweep_run(run, config, config.steps, records)
+    held_out = "" if val_loss is None else f", held-out loss {val_loss:.4f} nats a byte"
+    observer.noted(
+        f"the run is finished: all {config.steps:,} steps are done{held_out};"
+        f" `--resume {run} --steps N` continues it to step N"
+    )
+    return TrainReport(
+        run=str(run),
+        checkpoint=str(saved),
+        steps=config.steps,
+        val_loss=val_loss,
+        bits_per_byte=None if val_loss is None else val_loss / math.log(2),
+        entropy=facts["text"]["entropy"],
+    )
+
+
+def check_steps(run: Path, done: int, steps: int) -> None:
+    """Check that a new total number of steps exceeds the steps that are done.
+
+    Raises:
+        ArbError: it does not.
+    """
+    if steps <= done:
+        raise ArbError(
+            f"the run has done {done:,} steps",
+            hint=f"use a larger `--steps`, or only `--resume {run}`",
+        )
+
+
+def _extended(
+    run: Path,
+    facts: dict[str, Any],
+    config: TrainConfig,
+    done: int,
+    steps: int,
+    observer: Observer,
+    group: Group,
+) -> tuple[TrainConfig, dict[str, Any]]:
+    """Change the total number of steps, with a note about the learning rate."""
+    check_steps(run, done, steps)
+    longer = dataclasses.replace(config, steps=steps)
+    rates = [learning_rate(each, min(done, each.steps)) for each in (config, longer)]
+    observer.noted(
+        f"{steps:,} steps instead of {config.steps:,}: the `{config.schedule}` schedule changes at"
+        f" step {done:,}, where the learning rate is {rates[1]:.4g} instead of {rates[0]:.4g}"
+    )
+    # a later resume must not load a checkpoint of the old schedule, whose records go with it
+    if group.first and (later := later_checkpoints(run, done)):
+        aside = [copy_aside(run / METRICS)] if (run / METRICS).exists() else []
+        note_aside([*aside, *map(set_aside, later)], observer)
+    changes = [*facts.get("extended", []), {"at": done, "from": config.steps, "to": steps}]
+    recorded = train_config_dict(dataclasses.replace(train_config_from(facts), steps=steps))
+    facts |= {"config": recorded, "digests": field_digests(longer), "extended": changes}
+    if group.first:
+        write_json(run / CONFIG, facts)
+    return longer, facts
+
+
+def check_same_run(
+    run: Path, facts: dict[str, Any], config: TrainConfig, checkpoint: Checkpoint
+) -> None:
+    """Check that a checkpoint was written with the settings of its run.
+
+    `config.json` is compared with its digests from the start of the run, and the checkpoint with
+    `config.json`. A checkpoint from before the number of steps was changed has the earlier number.
+
+    Raises:
+        ArbError: settings differ.
+    """
+    hint = "restore the files of the run, or start a new run with `--out`"
+    began = facts.get("digests", {})  # missing in runs of earlier versions
+    now = field_digests(config, facts["config"].get("model"))
+    if changed := [name for name in now if name in began and began[name] != now[name]]:
+        raise ArbError(
+            f"`{run / CONFIG}` was changed since the run began: {quoted(changed)}", hint=hint
+        )
+    made_with = _all_fields(checkpoint.config)
+    made_with |= {name: checkpoint.data.get(key) for name, key in DATA.items()}
+    expected = json.loads(json.dumps(asdict(config.model)))
+    expected |= {
+        "seed": config.seed,
+        "text": facts["text"]["digest"],
+        "reduce_dtype": config.reduce_dtype,
+    }
+    expected |= {"tokenizer": facts["text"].get("tokenizer")}
+    settings = checkpoint.data.get("settings", {})  # missing in those of earlier versions
+    if not isinstance(settings, dict):
+        settings = {"settings": settings}
+    known = config.decisive() | {"init_from": facts.get("init_digest")}
+    known |= {"teacher": facts.get("teacher_digest")}
+    made_with |= settings
+    expected |= {name: known[name] for name in settings if name in known}
+    if made_with.get("steps") in _earlier_steps(facts, checkpoint.step):
+        expected["steps"] = made_with["steps"]
+    if config.model.digits == "fade":
+        steps = expected.get("steps", config.steps)
+        expected["digits"] = fade_stage(checkpoint.step, steps, config.fades)
+    differences = [
+        first_difference(made_with.get(name, "missing"), expected.get(name, "missing"), name)
+        for name in sorted(made_with.keys() | expected.keys())
+    ]
+    differing = [
+        f"its `{name}` is {ours!s:.60}, not {theirs!s:.60}"
+        for name, ours, theirs in filter(None, differences)
+    ]
+    if differing:
+        more = f", and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
+        raise ArbError(
+            f"the checkpoint of step {checkpoint.step} does not belong to `{run / CONFIG}`:"
+            f" {', '.join(differing[:MOST_NAMED])}{more}",
+            hint=hint,
+        )
+
+
+def accept_of(run: Path, facts: dict[str, Any], config: TrainConfig) -> Accept:
+    """Return a check that a run can resume from a checkpoint.
+
+    Args:
+        run: directory of the run.
+        facts: contents of `config.json`.
+        config: the configuration in `facts`.
+    """
+    from arbcli.generation.load import check_saved  # new runs do not need it
+
+    def accept(checkpoint: Checkpoint) -> None:
+        check_same_run(run, facts, config, checkpoint)
+        check_recent(checkpoint)
+        check_saved(checkpoint)
+
+    return accept
+
+
+def can_begin_again(run: Path) -> bool:
+    """Return whether a run has no state yet, so that it can restart from step 0.
+
+    The first checkpoint is saved before the first record.
+    """
+    return not read_records(run)
+
+
+def initial_again(facts: dict[str, Any]) -> "SavedModel | None":
+    """Read the weights from which a run begins again; None if it draws them.
+
+    Raises:
+        ArbError: they are missing or have changed.
+    """
+    if "init_from" not in facts:
+        return None
+    from arbcli.generation.load import read_saved
+
+    saved = read_saved(Path(facts["init_from"]), lambda _: None)
+    if saved.checkpoint.digest != facts.get("init_digest"):
+        raise ArbError(
+            f"`{saved.path}` does not have the weights that the run began with",
+            hint="restore it, or start a new run with another `--out`",
+        )
+    return saved
+
+
+def _earlier_steps(facts: dict[str, Any], step: int) -> list[int]:
+    """Return earlier total numbers of steps, which were changed at `step` or later."""
+    totals = []
+    for change in facts.get("extended", []):
+        with suppress(TypeError, KeyError):  # the file may have been edited
+            if step <= change["at"]:
+                totals.append(change["from"])
+    return totals
+
+
+def _all_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Convert a saved configuration to the fields of this version, if possible."""
+    try:
+        return json.loads(json.dumps(asdict(config_from_dict(config))))
+    except (TypeError, ArbError):
+        return config
