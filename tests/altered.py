@@ -69,7 +69,7 @@ class _Outcomes:
 
     def add(self, read: Callable[[], Any], hide: bool = True) -> None:
         try:
-            found = read()
+            value = read()
         except ArbError as error:
             text = f"{error} ({error.hint})"
             text = re.sub(r"(cannot be read|not JSON|refused: .* header): .*(?= \()", r"\1", text)
@@ -77,7 +77,7 @@ class _Outcomes:
             self.messages[re.sub(r"-?\d[\d,.]*(e[+-]\d+)?", "N", text)] += 1
         else:
             self.accepted += 1
-            self.checksum = zlib.crc32(repr(found).encode(), self.checksum)
+            self.checksum = zlib.crc32(repr(value).encode(), self.checksum)
 
     def lines(self) -> Iterator[str]:
         yield f"  {self.accepted} accepted, {self.checksum:08x}"
@@ -87,7 +87,7 @@ class _Outcomes:
 def _others(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield an object with each field left out or another value, and those of objects in it."""
     for name, value in values.items():
-        yield {other: each for other, each in values.items() if other != name}
+        yield {other: content for other, content in values.items() if other != name}
         for other in VALUES:
             yield {**values, name: other}
         if isinstance(value, dict):
@@ -125,16 +125,16 @@ def _of_gguf() -> Iterator[tuple[str, _Outcomes]]:
     keys = {"a.name": (STRING, "some"), "a.list": (UINT32, [3, 4]), "a.float": (FLOAT32, 0.5),
             "a.words": (STRING, ["x", "yz"]), "a.number": (UINT32, 7)}  # fmt: skip
     entries = [Entry("one", (2, 32), F32), Entry("two", (3, 64), Q8_0)]
-    parts = [torch.zeros(each.num_bytes, dtype=torch.uint8) for each in entries]
+    parts = [torch.zeros(entry.num_bytes, dtype=torch.uint8) for entry in entries]
     write_gguf(content, keys, entries, parts)
     data = content.getvalue()
-    head = len(data) - sum(-(-each.num_bytes // 32) * 32 for each in entries)
+    head = len(data) - sum(-(-entry.num_bytes // 32) * 32 for entry in entries)
 
     def read() -> tuple:
-        found = GGUFFile(path)
-        shapes = [(name, entry.shape, entry.kind.name) for name, entry in found.entries.items()]
-        sums = [float(found.tensor(name).sum()) for name in found.entries]
-        return list(found.keys.items()), shapes, sums
+        file = GGUFFile(path)
+        shapes = [(name, entry.shape, entry.kind.name) for name, entry in file.entries.items()]
+        sums = [float(file.tensor(name).sum()) for name in file.entries]
+        return list(file.keys.items()), shapes, sums
 
     assert ARRAY in data[:head]
     for other in _other_bytes(data, range(head)):

@@ -328,12 +328,12 @@ def main() -> int:
     printed: set[str] = set()
     with ThreadPoolExecutor(options.processes) as pool:
         for seed, code, text in pool.map(run, jobs):
-            found = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", text, re.MULTILINE)
-            for test in found:
+            failures = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", text, re.MULTILINE)
+            for test in failures:
                 failed[test].append(seed)
-            if {*found} - printed or (code not in (0, 1, 5) and not found):
+            if {*failures} - printed or (code not in (0, 1, 5) and not failures):
                 sys.stdout.write(f"== seed {seed}\n{text[-60_000:]}\n")
-            printed.update(found)
+            printed.update(failures)
             if code not in (0, 1, 5):
                 failed[f"pytest ended with {code}"].append(seed)
     for test, of in sorted(failed.items()):

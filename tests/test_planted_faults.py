@@ -577,11 +577,11 @@ def kernel_failures(name: str, group_size: int) -> list:
                 with use_backend(backend):
                     got = as_tuple(run(*copies(case.inputs)))
                 results = [
-                    compare(spec, case.label, *each)
-                    for each in zip(got, wanted, peers, strict=True)
+                    compare(spec, case.label, *outputs)
+                    for outputs in zip(got, wanted, peers, strict=True)
                 ]
-                if found := [result for result in results if not result.passed]:
-                    return found
+                if failed_results := [result for result in results if not result.passed]:
+                    return failed_results
     return []
 
 
@@ -599,25 +599,25 @@ def checkpoint_failures(folder: Path) -> list[str]:
         "counter": whole.replace(rb"\"refused\":0", rb"\"refused\":1"),
         "format": whole.replace(rb"\"format\":1", rb"\"format\":2"),
     }
-    found = []
+    messages = []
     for name, content in damaged.items():
         assert content != whole
         path = folder / "step-000008.safetensors"
         path.write_bytes(content)
         try:
             checkpoint.load_checkpoint(path)
-            found.append(f"{name} accepted")
+            messages.append(f"{name} accepted")
         except ArbError as error:
             if name == "format" and "newer" not in str(error):
-                found.append("the newer format is not named")
+                messages.append("the newer format is not named")
     path.unlink()
     illegal = tensors | {"a.trits": torch.full((3,), 243, dtype=torch.uint8)}
     try:
         checkpoint.save_checkpoint(folder, replace(state, step=9, tensors=illegal))
-        found.append("illegal trits saved")
+        messages.append("illegal trits saved")
     except ValueError:
         pass
-    return found
+    return messages
 
 
 def document_failures() -> list[str]:
@@ -633,8 +633,8 @@ def document_failures() -> list[str]:
         parts = (slice(0, 5), slice(5, 12))
         alone = [model.position_losses(ids[:, some], targets[:, some]) for some in parts]
         wanted = torch.cat(alone, dim=1)[learnt].mean()
-        found = model.loss(ids, targets.masked_fill(~learnt, -1), numbers)
-    return [] if abs(float(found - wanted)) < 1e-5 else [f"{found}, not {wanted}"]
+        loss = model.loss(ids, targets.masked_fill(~learnt, -1), numbers)
+    return [] if abs(float(loss - wanted)) < 1e-5 else [f"{loss}, not {wanted}"]
 
 
 OF_KERNELS = {spec.name for spec in KERNELS}

@@ -32,7 +32,7 @@ class Graph(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None):
         kwargs = kwargs or {}
-        about = {each.name: each for each in func._schema.arguments}
+        about = {argument.name: argument for argument in func._schema.arguments}
         given = dict(zip(about, args, strict=False)) | kwargs
         for name, value in given.items():
             if about[name].alias_info is not None and about[name].alias_info.is_write:

@@ -124,14 +124,14 @@ def _describe_types_once() -> None:
 
     @wraps(make)
     def make_alike(self, handle: object, type: language.dtype) -> None:
-        found = getattr(type, "_of_tensors", None)
-        if found is None:
+        attributes = getattr(type, "_of_tensors", None)
+        if attributes is None:
             make(self, handle, type)
             assert {*vars(self)} == {"handle", "shape", "numel", "type", "dtype"}
             type._of_tensors = self.shape, self.numel, self.type, self.dtype
         else:
             self.handle = handle
-            self.shape, self.numel, self.type, self.dtype = found
+            self.shape, self.numel, self.type, self.dtype = attributes
 
     block.__init__, block.with_element_ty = describe_once, with_element_type
     tensor.__init__ = make_alike
@@ -243,13 +243,14 @@ def _cast_arrays() -> None:
 
 def _blocks() -> Callable[[language.dtype, np.ndarray], object]:
     """Make types of blocks, one for each type of elements and shape."""
-    found: dict[tuple, object] = {}
+    block_types: dict[tuple, object] = {}
 
     def block(of: language.dtype, data: np.ndarray) -> object:
         key = id(of), data.shape
-        if key not in found:
-            found[key] = language.core.block_type(of, [*data.shape])  # it holds `of`: its id stays
-        return found[key]
+        if key not in block_types:
+            # a type holds `of`, whose id therefore stays
+            block_types[key] = language.core.block_type(of, [*data.shape])
+        return block_types[key]
 
     return block
 
@@ -311,12 +312,12 @@ def within_arguments() -> Iterator[None]:
     def note_memory(prepare: Callable) -> Callable:
         @wraps(prepare)
         def prepared(self, args, kwargs):
-            found = prepare(self, args, kwargs)
-            tensors = [getattr(arg, "base", arg) for arg in found[0]]  # of descriptors
+            arguments = prepare(self, args, kwargs)
+            tensors = [getattr(arg, "base", arg) for arg in arguments[0]]  # of descriptors
             parts = [x.untyped_storage() for x in tensors if hasattr(x, "untyped_storage")]
             pairs = sorted({(part.data_ptr(), part.data_ptr() + part.nbytes()) for part in parts})
             bounds[:] = np.array(pairs, np.uint64).reshape(-1, 2).T
-            return found
+            return arguments
 
         return prepared
 
@@ -373,9 +374,9 @@ def barriers_where_needed() -> Iterator[None]:
         def noted(self, *args, **options):
             tile, mask = args[first].data, args[first + place].data
             address = tile[np.broadcast_to(mask, np.shape(tile))]
-            for other, found in since[against]:
+            for other, addresses in since[against]:
                 alike = np.size(tile) > 1 and np.array_equal(other, tile)
-                shared = not alike and np.isin(address, found).any()
+                shared = not alike and np.isin(address, addresses).any()
                 assert not shared, f"a {kind} meets a {against}, and no barrier is between"
             told = kind == "store" or not any(np.isin(address, part).any() for part in untold)
             assert told, "a semaphore was raised, and no barrier was between it and the stores"

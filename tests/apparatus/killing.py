@@ -191,10 +191,10 @@ def records(run: Path) -> list[dict]:
 
     Traffic is that of the last step of these processes: a record before their first has none.
     """
-    found = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
-    for record in found:
+    entries = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+    for record in entries:
         record["gauges"].pop("wire", None)
-    return [{key: v for key, v in record.items() if key not in MEASURED} for record in found]
+    return [{key: v for key, v in record.items() if key not in MEASURED} for record in entries]
 
 
 def contents(run: Path) -> dict[str, object]:
@@ -312,8 +312,8 @@ def kill_runs(folder: Path, name: str, kills: int, seed: int) -> int:
     while killed < kills:
         run = folder / f"run{number}"
         killed += kill_run(run, options, min(kills - killed, KILLS_OF_A_RUN), draw, seconds)
-        found = contents(run)
-        assert found == expected, f"{run} differs from {whole}"
+        actual = contents(run)
+        assert actual == expected, f"{run} differs from {whole}"
         number += 1
     return killed
 

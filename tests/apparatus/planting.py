@@ -91,10 +91,10 @@ class _Rewriter(ast.NodeTransformer):
         self.met = self.changed = 0
 
     def visit(self, node: ast.AST) -> ast.AST:
-        found: dict[str, Any] = {}
-        if _matches(self.pattern, node, found):
+        bindings: dict[str, Any] = {}
+        if _matches(self.pattern, node, bindings):
             self.met += 1
-            filled = _filled(self.instead, found)
+            filled = _filled(self.instead, bindings)
             if self.only in (None, self.met - 1) and not _same(filled, node):
                 self.changed += 1
                 return filled
@@ -111,31 +111,32 @@ def _is_rest(node: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is ...
 
 
-def _matches(pattern: object, node: object, found: dict[str, Any]) -> bool:
+def _matches(pattern: object, node: object, bindings: dict[str, Any]) -> bool:
     """Compare a part of a pattern with a part of a function, and note what letters stand for."""
     if letter := _letter(pattern):
         if not isinstance(node, ast.expr) or isinstance(node, ast.Slice):
             return False
-        return _same(found.setdefault(letter, node), node)
+        return _same(bindings.setdefault(letter, node), node)
     if isinstance(pattern, list):
         if not isinstance(node, list):
             return False
         if pattern and _is_rest(pattern[-1]):
-            pattern, found["..."] = pattern[:-1], node[len(pattern) - 1 :]
+            pattern, bindings["..."] = pattern[:-1], node[len(pattern) - 1 :]
             node = node[: len(pattern)]
         return len(pattern) == len(node) and all(
-            _matches(part, other, found) for part, other in zip(pattern, node, strict=True)
+            _matches(part, other, bindings) for part, other in zip(pattern, node, strict=True)
         )
     if not isinstance(pattern, ast.AST):
         return type(pattern) is type(node) and pattern == node
     if type(pattern) is not type(node):
         return False
     if isinstance(pattern, ast.Call) and pattern.args and _is_rest(pattern.args[-1]):
-        found["keywords"] = node.keywords
+        bindings["keywords"] = node.keywords
         pattern = ast.Call(pattern.func, pattern.args, node.keywords)
     fields = [field for field in pattern._fields if field not in ("ctx", "kind", "type_comment")]
     return all(
-        _matches(getattr(pattern, name, None), getattr(node, name, None), found) for name in fields
+        _matches(getattr(pattern, name, None), getattr(node, name, None), bindings)
+        for name in fields
     )
 
 
@@ -143,20 +144,20 @@ def _same(one: ast.AST, other: ast.AST) -> bool:
     return ast.unparse(one) == ast.unparse(other)
 
 
-def _filled(instead: ast.AST, found: dict[str, Any]) -> ast.AST:
+def _filled(instead: ast.AST, bindings: dict[str, Any]) -> ast.AST:
     """Copy what takes a pattern's place, with what its letters stand for."""
 
     class Filler(ast.NodeTransformer):
         def visit_Name(self, node: ast.Name) -> ast.AST:
-            return copy.deepcopy(found[node.id]) if _letter(node) else node
+            return copy.deepcopy(bindings[node.id]) if _letter(node) else node
 
         def visit_Call(self, node: ast.Call) -> ast.AST:
             rest = bool(node.args) and _is_rest(node.args[-1])
             node.args = node.args[:-1] if rest else node.args
             self.generic_visit(node)
             if rest:
-                node.args += copy.deepcopy(found["..."])
-                node.keywords += copy.deepcopy(found["keywords"])
+                node.args += copy.deepcopy(bindings["..."])
+                node.keywords += copy.deepcopy(bindings["keywords"])
             return node
 
     return Filler().visit(copy.deepcopy(instead))
@@ -176,9 +177,9 @@ def launched(name: str) -> Place:
     """Find the kernels that a spec's launchers launch, without those that these call."""
 
     def find() -> list:
-        functions = [found for found in of_kernel(name)() if isinstance(found, FunctionType)]
+        functions = [value for value in of_kernel(name)() if isinstance(value, FunctionType)]
         inner = [named for function in functions for named in _named(function)]
-        return [found for found in inner if _is_kernel(found)]
+        return [kernel for kernel in inner if _is_kernel(kernel)]
 
     return find
 
@@ -187,13 +188,13 @@ def in_room(*rooms: str) -> Place:
     """Find all functions and methods that are defined in packages or modules of `arbcli`."""
 
     def find() -> list:
-        found: dict[int, Any] = {}
+        functions: dict[int, Any] = {}
         for module in _modules(rooms):
             for value in vars(module).values():
                 if getattr(value, "__module__", None) == module.__name__:
                     parts = vars(value).values() if isinstance(value, type) else [value]
-                    found |= {id(part): part for part in map(_function, parts) if part}
-        return [*found.values()]
+                    functions |= {id(part): part for part in map(_function, parts) if part}
+        return [*functions.values()]
 
     return find
 
@@ -251,13 +252,13 @@ def _named(function: object) -> list:
 
 
 def _reached(start: Callable) -> list:
-    found, waiting = {}, [start]
+    reached, waiting = {}, [start]
     while waiting:
         function = waiting.pop(0)
-        if id(function) not in found:
-            found[id(function)] = function
+        if id(function) not in reached:
+            reached[id(function)] = function
             waiting += _named(function)
-    return [function for function in found.values() if not isinstance(function, partial)]
+    return [function for function in reached.values() if not isinstance(function, partial)]
 
 
 def edit(place: Place, change: Change) -> Planter:
@@ -265,21 +266,21 @@ def edit(place: Place, change: Change) -> Planter:
 
     def plant(stack: ExitStack, folder: Path) -> None:
         changed = {}
-        for found in place():
-            plain = found.fn if _is_kernel(found) else inspect.unwrap(found)
-            if hasattr(found, "cache_clear"):
-                found.cache_clear()
-                stack.callback(found.cache_clear)
+        for target in place():
+            plain = target.fn if _is_kernel(target) else inspect.unwrap(target)
+            if hasattr(target, "cache_clear"):
+                target.cache_clear()
+                stack.callback(target.cache_clear)
             if plain not in changed and _may_fit(change, plain.__code__):
                 tree = ast.parse(_source(plain.__code__))
                 if change(tree):
-                    changed[plain] = found, ast.unparse(ast.fix_missing_locations(tree))
+                    changed[plain] = target, ast.unparse(ast.fix_missing_locations(tree))
         names = [plain.__qualname__ for plain in changed]
         assert len(names) == 1, f"the change fits {names or 'no function'}"
-        ((plain, (found, source)),) = changed.items()
+        ((plain, (target, source)),) = changed.items()
         path = folder / f"faulty_{next(_NUMBERS)}.py"
-        if _is_kernel(found):
-            _replace_kernel(stack, found, source, path)
+        if _is_kernel(target):
+            _replace_kernel(stack, target, source, path)
         else:
             _replace_code(stack, plain, source, path)
 

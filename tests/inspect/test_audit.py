@@ -235,25 +235,25 @@ def test_attention_on_a_gpu_is_traced_with_a_mask_or_none(mask):
     ("ends", "passed"), [([7, 7, 7], True), ([7, 8, 7], False), ([7, 7, 8], False)]
 )
 def test_every_step_returns_to_the_level_of_the_first(ends, passed):
-    found = _check_levels(ends)
-    assert found.passed == passed
+    check = _check_levels(ends)
+    assert check.passed == passed
     every = f"after the steps: {', '.join(map(str, ends))} bytes"
-    assert found.detail == ("7 bytes after every step" if passed else every)
+    assert check.detail == ("7 bytes after every step" if passed else every)
 
 
 @pytest.mark.parametrize(
-    ("found", "loaded", "passed"),
+    ("state", "loaded", "passed"),
     [
         (1000, 1000, True), (1010, 1010, True), (990, 990, True), (1000, 1010, True),
         (1011, 1000, False), (989, 1000, False), (1000, 1011, False), (1000, 989, False),
     ],
 )  # fmt: skip
-def test_state_is_as_predicted_in_the_model_and_in_all_that_loading_left(found, loaded, passed):
+def test_state_is_as_predicted_in_the_model_and_in_all_that_loading_left(state, loaded, passed):
     """Tensors outside of the model count as much as those on it."""
-    check = _check_prediction(1000, SimpleNamespace(state_bytes=found), loaded)
+    check = _check_prediction(1000, SimpleNamespace(state_bytes=state), loaded)
     assert check.passed == passed
-    hidden = f", {loaded - found} outside it"
-    assert (hidden in check.detail) == (loaded > found)
+    hidden = f", {loaded - state} outside it"
+    assert (hidden in check.detail) == (loaded > state)
 
 
 def test_first_names_of_floats_are_reported():
@@ -311,17 +311,17 @@ def floats_of(trainer: Trainer) -> list[FloatTensor]:
 @pytest.mark.parametrize(("trainer", "micro"), [({}, 1), ({"accum": 3}, 3)], indirect=["trainer"])
 def test_each_matrix_has_one_gradient_which_dies(trainer, micro):
     """In every micro-batch, and under the name of its own layer."""
-    found = floats_of(trainer)
+    floats = floats_of(trainer)
     made = {
-        each.module: (each.stage, each.survives, each.count)
-        for each in found
-        if each.made_in == "model.layers.linear.gradient"
+        tensor.module: (tensor.stage, tensor.survives, tensor.count)
+        for tensor in floats
+        if tensor.made_in == "model.layers.linear.gradient"
     }
     names = [f"blocks.{block}.{name}" for block in range(2) for name in MATRICES]
     assert made == dict.fromkeys([*names, "head"], ("backward", False, micro))
-    products = [each for each in found if each.module == "blocks.1.mlp.output"]
-    assert {each.stage for each in products} == {"forward", "backward"}
-    widths = {each.shape[-1] for each in products if each.stage == "forward"}
+    products = [tensor for tensor in floats if tensor.module == "blocks.1.mlp.output"]
+    assert {tensor.stage for tensor in products} == {"forward", "backward"}
+    widths = {tensor.shape[-1] for tensor in products if tensor.stage == "forward"}
     assert widths == {32, 48}  # the product, and the decoded weight
 
 
@@ -331,26 +331,26 @@ def test_rule_of_signs_forms_no_float_gradient(trainer):
     layers = [f"blocks.{block}.{name}" for block in range(2) for name in MATRICES]
     weights = {name: trainer.model.get_submodule(name).weight for name in layers}
     trits = {name: weight.trits.clone() for name, weight in weights.items()}
-    found = floats_of(trainer)
+    floats = floats_of(trainer)
     for _ in range(2):
         trainer.train_step()
     assert all(not torch.equal(trits[name], weight.trits) for name, weight in weights.items())
     shapes = {(weight.out_features, weight.in_features) for weight in weights.values()}
-    shaped = {each.made_in for each in found if each.shape[-2:] in shapes}
+    shaped = {tensor.made_in for tensor in floats if tensor.shape[-2:] in shapes}
     assert shaped == {"kernels.codec.packing.unpack_trits_torch"}
-    made = {each.made_in for each in found}
+    made = {tensor.made_in for tensor in floats}
     assert "kernels.update.sign_gradient._sign_gradient_torch" in made
     assert "model.layers.linear.gradient" not in made
 
 
 @pytest.mark.slow
 def test_list_changes_neither_checks_nor_levels(text):
-    plain, listed = (audit(new_config(**CONFIG, data=[text]), floats=each) for each in (0, 1))
+    plain, listed = (audit(new_config(**CONFIG, data=[text]), floats=limit) for limit in (0, 1))
     assert plain.floats is None
     assert len(listed.floats) > 50
     assert plain.checks == listed.checks
     assert plain.peak_bytes == listed.peak_bytes
-    levels = ([level.live_bytes for level in each.levels] for each in (plain, listed))
+    levels = ([level.live_bytes for level in report.levels] for report in (plain, listed))
     assert next(levels) == next(levels)
     assert listed.passed
 
@@ -364,8 +364,8 @@ def test_neither_logits_nor_gradient_of_many_symbols_ever_exist(text, rule, tied
     config = new_config(**CONFIG, rule=rule, data=[text], accum=2)
     model = dataclasses.replace(config.model, vocabulary=VOCABULARY, tied=tied)
     config = dataclasses.replace(config, model=model, batch=8)  # 128 positions
-    found = floats_of(Trainer(config, open_texts(config.data, None, seed=0, context=16)))
-    sizes = {each.shape: math.prod(each.shape) for each in found}
+    floats = floats_of(Trainer(config, open_texts(config.data, None, seed=0, context=16)))
+    sizes = {tensor.shape: math.prod(tensor.shape) for tensor in floats}
     assert max(sizes.values()) == 128 * CHUNK, max(sizes, key=sizes.get)
     wide = {shape for shape in sizes if VOCABULARY in shape or -(-VOCABULARY // 2) in shape}
     assert all(math.prod(shape) < 32 * VOCABULARY for shape in wide)

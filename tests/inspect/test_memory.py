@@ -133,9 +133,9 @@ def test_measure_sees_a_tensor_by_any_name_in_any_container(name):
     model.head.register_parameter(name, torch.nn.Parameter(torch.zeros(7)))
     model.register_module(name, torch.nn.Linear(2, 3, bias=False))
     measured = measure(model)
-    found = (measured.float_attributes, measured.float_buffers, measured.float_parameters)
-    assert found == (3 * number, 5, 7 + 6)
-    assert measured.state_bytes - before == 4 * sum(found)
+    float_counts = (measured.float_attributes, measured.float_buffers, measured.float_parameters)
+    assert float_counts == (3 * number, 5, 7 + 6)
+    assert measured.state_bytes - before == 4 * sum(float_counts)
 
 
 def test_measure_finds_the_updater_of_a_sink():

@@ -180,16 +180,16 @@ def test_predicted_peak_is_the_sum_of_its_parts():
     parts = (peak.state_bytes, peak.saved_bytes, peak.transient_bytes, peak.constant_bytes)
     assert min(parts) > 0
     assert sum(parts) == peak.peak_bytes == peak.reserved_bytes
-    of = {part: sum(each.bytes for each in peak.live if each.part == part) for part in PARTS}
+    of = {part: sum(item.bytes for item in peak.live if item.part == part) for part in PARTS}
     assert tuple(of.values()) == parts[1:]
-    assert [each.bytes for each in peak.live] == sorted((e.bytes for e in peak.live), reverse=True)
+    assert [item.bytes for item in peak.live] == sorted((e.bytes for e in peak.live), reverse=True)
 
 
 def test_live_tensors_of_a_peak_are_named_by_their_operation():
     config = config_of({"layers": 5})
     rows, numbers = config.batch * config.model.ctx, {}
-    for each in predict_peak(config).live:
-        numbers[each.tensor] = numbers.get(each.tensor, 0) + each.number
+    for item in predict_peak(config).live:
+        numbers[item.tensor] = numbers.get(item.tensor, 0) + item.number
     width = 2 * config.model.main.blocks[0].channel.width
     assert numbers[f"bfloat16 {rows}x{width}"] == 5
 
@@ -199,8 +199,8 @@ def test_memory_of_an_evaluation_is_predicted_and_is_none_of_a_step(monkeypatch)
         torch.empty(10**7, dtype=torch.int8, device=trainer.device)
 
     monkeypatch.setattr(Trainer, "evaluate", evaluate)
-    found = predict_peak(config_of({"layers": 1, "rule": "votes", "batch": 1}))
-    assert found.evaluated_bytes >= 10**7 > found.reserved_bytes
+    report = predict_peak(config_of({"layers": 1, "rule": "votes", "batch": 1}))
+    assert report.evaluated_bytes >= 10**7 > report.reserved_bytes
 
 
 def test_predicted_peak_leaves_no_trace(monkeypatch):
@@ -220,9 +220,9 @@ def test_predicted_peak_leaves_no_trace(monkeypatch):
 def test_initialising_like_tensors_once_changes_no_prediction(monkeypatch):
     model = preset("tiny", dim=256, layers=5, ffn=1024, ctx=8)
     config = TrainConfig(model=model, batch=1, device="cuda", backend="triton")
-    found = predict_peak(config)
+    report = predict_peak(config)
     monkeypatch.setattr(peak, "_initialising_once", nullcontext)
-    assert found == predict_peak(config)
+    assert report == predict_peak(config)
 
 
 MEASURED = {
@@ -290,11 +290,11 @@ with deterministic():
     torch.cuda.reset_peak_memory_stats()
     for _ in range(5):
         float(trainer.train_step())
-found = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+measured = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 trainer.evaluate(2)
-found += torch.cuda.max_memory_reserved(),
+measured += torch.cuda.max_memory_reserved(),
 expected = predicted.peak_bytes, predicted.reserved_bytes, predicted.evaluated_bytes
-print(json.dumps([expected, found]))
+print(json.dumps([expected, measured]))
 """
 
 
@@ -306,8 +306,8 @@ def test_predicted_peak_equals_that_of_this_gpu(name, captured):
     given = {"preset": name, "batch": 16, "steps": 100}
     command = [sys.executable, "-c", MEASURE, json.dumps([given, captured])]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
-    for expected, found in zip(*json.loads(result.stdout), strict=True):
-        assert -0.01 <= expected / found - 1 <= 0.03
+    for expected, measured in zip(*json.loads(result.stdout), strict=True):
+        assert -0.01 <= expected / measured - 1 <= 0.03
 
 
 class _Doubles(TorchDispatchMode):
@@ -353,14 +353,14 @@ def test_hidden_memory_of_torch_kernels_is_as_measured():
     with compile_for((9, 0), 132):
         for width, padded in ((64, 64), (65, 96), (72, 96), (100, 128)):
             q = torch.zeros(2, 3, 200, width, device="meta")
-            found = peak._flash_backward((None, q)).after
-            assert found == (4 * 6 * 256, 4 * 22 * 6 * 256 * padded)
+            hidden_bytes = peak._flash_backward((None, q)).after
+            assert hidden_bytes == (4 * 6 * 256, 4 * 22 * 6 * 256 * padded)
         assert peak._topk((torch.zeros(20, 19_999, device="meta"), 5)) == peak._Hidden()
-        found = peak._topk((torch.zeros(20, 20_000, device="meta"), 5))
-        assert found.before == ()
+        hidden = peak._topk((torch.zeros(20, 20_000, device="meta"), 5))
+        assert hidden.before == ()
         # two numbers at least a thread, of 256 in a block, and 1024 at most are a block's here
         blocks = 20 * -(-20_000 // (4 * 256))
-        assert found.after == (80, 160, 160, 512 * blocks, 20_480, 4 * blocks, 4 * blocks)
+        assert hidden.after == (80, 160, 160, 512 * blocks, 20_480, 4 * blocks, 4 * blocks)
         assert peak._topk((torch.zeros(5000, 399, device="meta"), 5)) == peak._Hidden()
         assert peak._topk((torch.zeros(5000, 400, device="meta"), 5)) != peak._Hidden()
 
@@ -371,6 +371,7 @@ def test_process_of_several_is_predicted_to_hold_its_share():
         device="cpu", compute="fp32",
     )  # fmt: skip
     shares = share_out(config, 2)
-    found = predict_peak(config, rank=1, size=2)
-    assert found.state_bytes == pytest.approx(shares[1].state_bytes, abs=2000)  # keys and counters
+    report = predict_peak(config, rank=1, size=2)
+    # the difference is of keys and counters
+    assert report.state_bytes == pytest.approx(shares[1].state_bytes, abs=2000)
     assert abs(shares[0].state_bytes - shares[1].state_bytes) > 4000

@@ -127,8 +127,8 @@ def test_ranges_of_streams_are_those_of_attention_and_then_of_the_mlp():
     branches = ["mlp", "attention"] * 2
     names = [f"blocks.{index // 2}.{branch}_streams" for index, branch in enumerate(branches)]
     parts = [(f"blocks.{index}.attention", f"blocks.{index}.mlp") for index in range(2)]
-    found = _ranges_of_blocks(dict(zip(names, ends, strict=True)), parts)
-    assert found == ((4, 5, 6, 7, 0, 1, 2, 3), (12, 13, 14, 15, 8, 9, 10, 11))
+    ranges = _ranges_of_blocks(dict(zip(names, ends, strict=True)), parts)
+    assert ranges == ((4, 5, 6, 7, 0, 1, 2, 3), (12, 13, 14, 15, 8, 9, 10, 11))
     alone = _ranges_of_blocks({"blocks.0.mlp_streams": ends[0]}, [(None, "blocks.0.mlp")])
     assert alone == ((None, None, None, None, 0, 1, 2, 3),)
     assert _ranges_of_blocks({}, parts) == ()
@@ -170,8 +170,8 @@ def test_acausal_part_of_a_graph_is_named(part, text, small_graph, monkeypatch):
     forward = module.forward
 
     def leaking(x, *args):
-        found = forward(x, *args)
-        return found._replace(**{found._fields[0]: found[0] + 0.01 * x.roll(-1, dims=1)})
+        outputs = forward(x, *args)
+        return outputs._replace(**{outputs._fields[0]: outputs[0] + 0.01 * x.roll(-1, dims=1)})
 
     monkeypatch.setattr(module, "forward", leaking)
     assert names(examine(trainer, 1))[0] == "acausal"
@@ -459,10 +459,10 @@ class TestSaved:
     ],
 )
 def test_bins_of_a_histogram_are_of_equal_width(values, ends, counts, share):
-    found = _histogram(torch.tensor(list(values)), *ends)
-    assert (found.low, found.high) == ends
-    assert list(found.counts) == counts
-    assert found.saturated_share == pytest.approx(share)
+    histogram = _histogram(torch.tensor(list(values)), *ends)
+    assert (histogram.low, histogram.high) == ends
+    assert list(histogram.counts) == counts
+    assert histogram.saturated_share == pytest.approx(share)
 
 
 def test_what_a_short_context_does_not_use_is_not_dead():

@@ -26,9 +26,9 @@ def test_two_processes_hold_the_predicted_memory():
     config = new_config(**SHARED)
     predicted = predict_ranks(config, 2, budget=2**30)
     assert predicted.passed
-    found = in_processes(2, audited, config)[0]
-    assert found.passed
-    for before, after in zip(predicted.ranks, found.ranks, strict=True):
+    report = in_processes(2, audited, config)[0]
+    assert report.passed
+    for before, after in zip(predicted.ranks, report.ranks, strict=True):
         assert before.share == after.share
         assert after.measured.measured.state_bytes == after.share.state_bytes
         assert before.predicted_peak.peak_bytes == pytest.approx(
@@ -74,7 +74,7 @@ def test_report_of_ranks_has_state_and_budget(monkeypatch):
     assert report.state_bytes == share_out(config, 1)[0].state_bytes
     assert (report.budget_bytes, report.passed) == (4, False)
     assert asked == [{"captured": True, "rank": rank, "size": 2} for rank in range(2)]
-    assert [each.share for each in report.ranks] == share_out(config, 2)
+    assert [process.share for process in report.ranks] == share_out(config, 2)
     assert predict_ranks(config, 2).passed
     of_second = dataclasses.replace(config, device="cuda:1")
     assert ranks._report(of_second, [], None).device == "cuda"
@@ -90,7 +90,7 @@ def test_process_that_does_not_fit_or_fails_is_enough(monkeypatch):
     config = new_config(**SHARED | {"accum": 3})
     assert [predict_ranks(config, 3, budget).passed for budget in (19, 20)] == [False, True]
     for second in (True, False):
-        found = [SimpleNamespace(passed=passed) for passed in (True, second, True)]
-        reports = [SimpleNamespace(measured=one) for one in found]
+        measurements = [SimpleNamespace(passed=passed) for passed in (True, second, True)]
+        reports = [SimpleNamespace(measured=one) for one in measurements]
         monkeypatch.setattr(ranks, "RanksReport", lambda **fields: fields)
         assert ranks._report(config, reports, None)["passed"] == second

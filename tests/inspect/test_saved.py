@@ -43,14 +43,14 @@ def test_every_form_is_described(forms):
 def test_forms_of_one_model_have_equal_weights(forms):
     opened = {kind: open_saved(path, print) for kind, path in forms.items()}
     for kind in ("gguf", "hf"):
-        found = compare(opened["checkpoint"], opened[kind])
-        assert (found.compared, found.equal, found.num_equal) == ("weights", True, 16)
+        report = compare(opened["checkpoint"], opened[kind])
+        assert (report.compared, report.equal, report.num_equal) == ("weights", True, 16)
     for saved in opened.values():
         assert {read().dtype for read in saved.weights().values()} == {torch.float32}
-    found = compare(opened["weights"], opened["checkpoint"])
-    assert not found.equal
-    assert not found.tensors
-    assert set(found.missing.values()) == {"only in the second"}
+    report = compare(opened["weights"], opened["checkpoint"])
+    assert not report.equal
+    assert not report.tensors
+    assert set(report.missing.values()) == {"only in the second"}
 
 
 def test_report_of_a_run_includes_its_files(saved, tmp_path):
@@ -66,8 +66,8 @@ def test_report_of_a_run_includes_its_files(saved, tmp_path):
     assert report.run["checkpoints"] == ["step-000007.safetensors"]
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "config.json").unlink()
-    found = {"checkpoints": ["step-000007.safetensors"], "last_record": None}
-    assert open_saved(tmp_path, print).run == found
+    run_files = {"checkpoints": ["step-000007.safetensors"], "last_record": None}
+    assert open_saved(tmp_path, print).run == run_files
 
 
 def test_damaged_models_and_other_files_are_refused(forms, tmp_path):
@@ -127,7 +127,7 @@ def test_differences_are_in_the_order_of_their_names_and_settings_of_both():
     )
     first.settings, first.config = {"lr": 1, "seed": 3}, {"dim": 4}
     report = compare(first, second)
-    assert [found.name for found in report.tensors] == sorted({*names} - {"z1", "x3"})
+    assert [tensor.name for tensor in report.tensors] == sorted({*names} - {"z1", "x3"})
     assert [*report.missing] == ["x3", "z1"]
     assert (report.settings, report.config) == ({}, {})  # the second has none, and no state
     second.settings = {"lr": 2, "seed": 3}

@@ -35,8 +35,8 @@ def report(steps: dict[int, dict] | None = None, **changes) -> ProbeReport:
     return filled(ProbeReport, **calm | changes)
 
 
-def evidence_of(found: ProbeReport) -> dict[str, str]:
-    return {verdict.name: verdict.evidence for verdict in judge(found)}
+def evidence_of(probe: ProbeReport) -> dict[str, str]:
+    return {verdict.name: verdict.evidence for verdict in judge(probe)}
 
 
 def full(digit: str, share: float) -> TensorReport:
@@ -108,11 +108,11 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_verdict_follows_from_its_threshold_and_has_its_numbers(name):
-    found, expected = CASES[name]
+    probe, expected = CASES[name]
     if expected is None:
-        assert evidence_of(found).keys() == {"ok"}
+        assert evidence_of(probe).keys() == {"ok"}
     else:
-        assert evidence_of(found) == expected
+        assert evidence_of(probe) == expected
 
 
 def test_gravest_verdict_comes_first():

@@ -45,9 +45,9 @@ def test_all_digits_are_off_by_the_rounding_alone(saved, tmp_path, rule):
     file = GGUFFile(path)
     for source in sources(weights.model):
         for part, weight in read(source):
-            found = file.tensor(part.gguf)
-            assert torch.equal(found.bfloat16().float(), weight), part.gguf
-            assert ((found - weight).abs() <= 2**-8 * weight.abs()).all()
+            tensor = file.tensor(part.gguf)
+            assert torch.equal(tensor.bfloat16().float(), weight), part.gguf
+            assert ((tensor - weight).abs() <= 2**-8 * weight.abs()).all()
     write_gguf(saved, path, "bf16", rule=rule, digits="all")
     assert count_differences(path, weights.model) == 0
 
@@ -216,7 +216,7 @@ def sequence(*steps):
 
 
 @pytest.mark.parametrize(
-    ("changed", "found"),
+    ("changed", "outcome"),
     [
         ({}, "gpt-2"),
         ({"normalizer": {"type": "NFC"}}, "gpt-2"),
@@ -238,17 +238,17 @@ def sequence(*steps):
     ],
     ids=str,
 )  # fmt: skip
-def test_what_gguf_cannot_hold_of_a_tokenizer_is_refused(changed, found, tmp_path):
+def test_what_gguf_cannot_hold_of_a_tokenizer_is_refused(changed, outcome, tmp_path):
     pytest.importorskip("tokenizers", reason="needs the package tokenizers")
     path = tmp_path / "tokenizer.json"
     write_json(path, TOKENIZER | changed)
     config = SimpleNamespace(vocabulary=257)
-    if "`" in found or found == "pre_tokenizer":
-        with pytest.raises(ArbError, match=re.escape(found)) as caught:
+    if "`" in outcome or outcome == "pre_tokenizer":
+        with pytest.raises(ArbError, match=re.escape(outcome)) as caught:
             token_keys(path, None, config)
         assert "use `--to hf`" in caught.value.hint
     else:
-        assert token_keys(path, None, config)["tokenizer.ggml.pre"][1] == found
+        assert token_keys(path, None, config)["tokenizer.ggml.pre"][1] == outcome
 
 
 def test_template_and_ends_of_a_tokenizer_are_those_that_arb_reads(tmp_path):

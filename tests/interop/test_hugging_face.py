@@ -27,22 +27,22 @@ def test_folder_holds_the_same_weights(saved, tmp_path, kind):
     checkpoint = saved()
     report = export(checkpoint, "hf", out=tmp_path / "model", kind=kind)
     assert report.type.lower() == kind
-    found = load_file(tmp_path / "model" / "model.safetensors")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
     data = (tmp_path / "model" / "model.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
     assert length % 8 == 0  # so that numbers are aligned
     assert json.loads(data[8 : 8 + length])["__metadata__"] == {"format": "pt"}
     model = load_weights(checkpoint, print).model
     expected = {part.hugging_face: w for s in sources(model) for part, w in read(s)}
-    assert found.keys() == expected.keys()
+    assert tensors.keys() == expected.keys()
     for name, weight in expected.items():
-        assert torch.equal(found[name].float(), weight), name
+        assert torch.equal(tensors[name].float(), weight), name
     dtype = {"bf16": "bfloat16", "f32": "float32"}[kind]
-    assert {str(weight.dtype) for weight in found.values()} == {f"torch.{dtype}"}
+    assert {str(weight.dtype) for weight in tensors.values()} == {f"torch.{dtype}"}
     assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == dtype
     card = (tmp_path / "model" / "README.md").read_text()
     assert report.origin in card
-    assert report.bytes > found["lm_head.weight"].nbytes
+    assert report.bytes > tensors["lm_head.weight"].nbytes
 
 
 CONFIG = {

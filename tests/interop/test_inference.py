@@ -54,9 +54,9 @@ def test_file_has_the_origin_of_its_checkpoint(saved, tmp_path):
     source = load_checkpoint(saved())
     (tmp_path / "config.json").write_text(json.dumps({"config": {"compute": "fp32"}}))
     export(tmp_path, "safetensors", out=tmp_path / "weights")
-    found = load_checkpoint(tmp_path / "weights")
-    assert (found.step, found.config, found.counters) == (7, source.config, {})
-    assert found.data == source.data | {"origin": source.digest, "compute": "fp32"}
+    weights = load_checkpoint(tmp_path / "weights")
+    assert (weights.step, weights.config, weights.counters) == (7, source.config, {})
+    assert weights.data == source.data | {"origin": source.digest, "compute": "fp32"}
 
 
 @pytest.mark.parametrize(

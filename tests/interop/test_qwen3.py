@@ -112,8 +112,8 @@ def test_exported_model_predicts_the_same_by_another_equation(
     config, weights = reader(tmp_path / "model")
     ids = torch.randint(256, (32,), generator=torch.Generator().manual_seed(4))
     wanted = load_model(checkpoint, device="cpu", compute="fp32")(ids[None])[0].detach()
-    found = qwen3(config, {name: tensor.double() for name, tensor in weights.items()}, ids)
-    assert float((found - wanted).norm() / wanted.norm()) < 1e-6  # 1.5e-7 by float32
+    logits = qwen3(config, {name: tensor.double() for name, tensor in weights.items()}, ids)
+    assert float((logits - wanted).norm() / wanted.norm()) < 1e-6  # 1.5e-7 by float32
     assert open_saved(tmp_path / "model", print).report().num_weights > 0
     expected = {"hidden_size": 64, "intermediate_size": 192, "num_key_value_heads": 2}
     assert expected | {"sliding_window": 32, "vocab_size": 256} == {

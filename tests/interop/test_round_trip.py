@@ -155,15 +155,15 @@ def test_file_describes_the_tokens(transformers, tmp_path, arb_here, monkeypatch
 
     path, companions = tmp_path / "run" / "tokenizer.json", tmp_path / "run" / COMPANIONS
     config = load_weights(tmp_path / "run", print).model.config
-    others = [each for each in companions.iterdir() if each.name != "config.json"]
-    for gone in (*([each] for each in others), others):  # each may be absent, and all
-        for each in gone:
-            each.rename(tmp_path / each.name)
+    others = [companion for companion in companions.iterdir() if companion.name != "config.json"]
+    for gone in (*([companion] for companion in others), others):  # each may be absent, and all
+        for companion in gone:
+            companion.rename(tmp_path / companion.name)
         keys = token_keys(path, companions, config)
         has_template = (companions / "chat_template.jinja").exists()
         assert ("tokenizer.chat_template" in keys) == has_template
-        for each in gone:
-            (tmp_path / each.name).rename(each)
+        for companion in gone:
+            (tmp_path / companion.name).rename(companion)
 
     known = read_json(path)
     for changed, why in (
@@ -232,8 +232,8 @@ def test_imported_model_is_tuned_on_chats(transformers, tmp_path, arb_here, monk
 
     template = find_template(tmp_path / "tuned" / "tokenizer.json")
     ours = Tokenizer.read(tmp_path / "tuned" / "tokenizer.json")
-    found = Chats(Text([tmp_path / "chats.jsonl"]), "messages", ours, template, 48)
-    ids, targets, numbers = (part[0] for part in found.packed_batch([0]))
+    chats = Chats(Text([tmp_path / "chats.jsonl"]), "messages", ours, template, 48)
+    ids, targets, numbers = (part[0] for part in chats.packed_batch([0]))
     theirs = tokenizer.apply_chat_template(messages, return_dict=False)
     first = numbers == 0
     assert [*ids[first].tolist(), int(targets[first][-1])] == theirs

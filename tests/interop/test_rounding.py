@@ -74,10 +74,10 @@ def test_rounding_equals_reference(grid, group, columns, own_grid):
     weight[2, :2] = torch.tensor([1e-30, -1e9])
     if own_grid:
         weight[1:2] = decoded(*round_weights(weight[1:2], group, grid), group, grid)
-    found = round_weights(weight, group, grid, own_grid)
+    rounded = round_weights(weight, group, grid, own_grid)
     wanted = round_reference(weight, group, grid, own_grid)
-    assert torch.equal(found.z, wanted.z)
-    assert torch.equal(found.v, wanted.v)
+    assert torch.equal(rounded.z, wanted.z)
+    assert torch.equal(rounded.v, wanted.v)
 
 
 @pytest.mark.parametrize(("size", "scale"), [(1e-37, -96 * 128), (3e38, 32 * 128 - 1)])
@@ -112,22 +112,22 @@ def test_own_grid_is_read_exactly(grid):
         z[:, ::32], z[:, 1::32] = most, most - 1  # of all but one z no two are multiples
         v = torch.randint(-1500, 300, (20, 2), generator=generator)
         weight = decoded(z, v, 32, grid)
-        found = round_weights(weight, 32, grid, True)
+        rounded = round_weights(weight, 32, grid, True)
         if 2 * most > grid.largest:
-            assert torch.equal(found.z, z.to(torch.int8))
-        assert torch.equal(decoded(found.z, found.v, 32, grid), weight)
+            assert torch.equal(rounded.z, z.to(torch.int8))
+        assert torch.equal(decoded(rounded.z, rounded.v, 32, grid), weight)
         again = round_weights(weight, 32, grid, True)
-        assert torch.equal(again.v, found.v)
+        assert torch.equal(again.v, rounded.v)
 
 
 @pytest.mark.parametrize("grid", [MOMENT, NIBBLE], ids=["moment", "nibble"])
 def test_numbers_of_a_vector_keep_the_digits_of_bf16(grid):
     numbers = drawn(200, 1).mul(40).bfloat16().float()
     numbers[0] = 0
-    found = round_vector(numbers, grid)
-    assert torch.equal(decoded(*found, 1, grid), numbers)
-    assert int(found.z[0]) == 0
-    sizes = found.z[1:].abs()
+    rounded = round_vector(numbers, grid)
+    assert torch.equal(decoded(*rounded, 1, grid), numbers)
+    assert int(rounded.z[0]) == 0
+    sizes = rounded.z[1:].abs()
     assert int(sizes.min()) >= grid.largest / 2
     more = drawn(200, 1, seed=3)
     first = round_vector(more, grid)
@@ -141,7 +141,7 @@ def test_numbers_of_a_vector_keep_the_digits_of_bf16(grid):
 def test_digits_are_those_that_a_step_leaves(rule):
     """The trit is the sign of z where z is beyond half of what a trit is worth, else 0."""
     lm = LanguageModel(preset("tiny", dim=64, layers=1, heads=2, ffn=64, digits="all", rule=rule))
-    tensor = max(lm.packed_tensors().values(), key=lambda each: each.num_weights)
+    tensor = max(lm.packed_tensors().values(), key=lambda packed: packed.num_weights)
     put(tensor, slice(None), drawn(tensor.out_features, tensor.in_features), False)
     trits = unpack_trits(tensor.trits, tensor.in_features).int()
     below, half = tensor.rule.digits(tensor.state)["remainder"][0].int(), tensor.rule.radix // 2
@@ -165,15 +165,15 @@ def test_report_counts_weights_far_from_the_others():
 
     told = mock.Mock()
     folder = SimpleNamespace(path="a", read=pieces)
-    found = run._take_part(folder, tensor, part, False, told)
+    result = run._take_part(folder, tensor, part, False, told)
     size = float(weight.square().mean().sqrt())
     assert told.mock_calls == [mock.call("theirs")]
-    assert (found.report.name, found.report.shape) == ("theirs", (8, 64))
-    assert found.report.outliers == 2
-    assert found.report.largest == pytest.approx(300 / size)
-    assert found.squares == pytest.approx(float(weight.square().sum()))
+    assert (result.report.name, result.report.shape) == ("theirs", (8, 64))
+    assert result.report.outliers == 2
+    assert result.report.largest == pytest.approx(300 / size)
+    assert result.squares == pytest.approx(float(weight.square().sum()))
     decoded_rows = tensor.weight(torch.float32)[16:24]
-    assert found.error == pytest.approx(float((decoded_rows - weight).square().sum()), rel=1e-3)
-    assert found.report.relative_error == pytest.approx((found.error / found.squares) ** 0.5)
+    assert result.error == pytest.approx(float((decoded_rows - weight).square().sum()), rel=1e-3)
+    assert result.report.relative_error == pytest.approx((result.error / result.squares) ** 0.5)
     weight.fill_(1.0)
     assert run._take_part(folder, tensor, part, False, told).report.outliers == 0

@@ -37,9 +37,9 @@ def in_q8_0(weight: Tensor) -> Tensor:
     return ((blocks / step).round() * step.half().float()).view_as(weight)
 
 
-def divergence(wanted: Tensor, found: Tensor) -> float:
-    wanted, found = wanted.double().log_softmax(-1), found.double().log_softmax(-1)
-    return float((wanted.exp() * (wanted - found)).sum(dim=-1).mean())
+def divergence(wanted: Tensor, logits: Tensor) -> float:
+    wanted, logits = wanted.double().log_softmax(-1), logits.double().log_softmax(-1)
+    return float((wanted.exp() * (wanted - logits)).sum(dim=-1).mean())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,7 +64,7 @@ def test_model_is_read_and_given_back(transformers, kind, tmp_path, monkeypatch)
 
     report = import_folder(folder, run)
     # of all matrices together
-    errors = {each.name: each.relative_error for each in report.tensors}
+    errors = {tensor.name: tensor.relative_error for tensor in report.tensors}
     parts = {name: part for name, part in theirs.state_dict().items() if name in errors}
     parts = {name: part.double().square().sum() for name, part in parts.items() if part.dim() == 2}
     error = sum(errors[name] ** 2 * squares for name, squares in parts.items())
@@ -122,10 +122,10 @@ def test_each_part_is_read_to_the_levels_of_its_rule_and_given_back(transformers
     theirs.save_pretrained(tmp_path / "folder")
     rules = {"rule": "moment", "mlp_rule": "nibble"}
     report = import_folder(tmp_path / "folder", tmp_path / "run", **rules)
-    for each in report.tensors:
-        if len(each.shape) == 2:
-            low, high = (0.015, 0.035) if ".mlp." in each.name else (0.002, 0.006)
-            assert low < each.relative_error < high, each.name
+    for tensor in report.tensors:
+        if len(tensor.shape) == 2:
+            low, high = (0.015, 0.035) if ".mlp." in tensor.name else (0.002, 0.006)
+            assert low < tensor.relative_error < high, tensor.name
     ours = load_weights(tmp_path / "run", print).model
     assert ours.config.rules == ("moment", "nibble")
     export(tmp_path / "run", "hf", out=tmp_path / "back")
@@ -178,7 +178,7 @@ def test_exported_model_computes_the_same(kind, transformers, saved, tmp_path):
     from benchmarks.llama_cpp import Llama
 
     export(checkpoint, "gguf", out=tmp_path / "back.gguf", kind="f32")
-    found = Llama(tmp_path / "back.gguf", 64).log_probabilities(bytes(ids[0, :8].tolist()))
+    scores = Llama(tmp_path / "back.gguf", 64).log_probabilities(bytes(ids[0, :8].tolist()))
     torch.testing.assert_close(
-        found.double(), ours[0, 7].double().log_softmax(-1), rtol=0, atol=1e-4
+        scores.double(), ours[0, 7].double().log_softmax(-1), rtol=0, atol=1e-4
     )

@@ -21,10 +21,10 @@ from arbcli.nn.weights import Anchored, ExpertStack, Matrix, Numbers, Symbols
 
 @pytest.fixture(scope="module")
 def transformers():
-    found = pytest.importorskip("transformers", reason="needs the extra `export-test`")
-    found.logging.set_verbosity_error()
-    found.logging.disable_progress_bar()
-    return found
+    module = pytest.importorskip("transformers", reason="needs the extra `export-test`")
+    module.logging.set_verbosity_error()
+    module.logging.disable_progress_bar()
+    return module
 
 
 FLOATS = ("inv_freq", "embed_scale")
@@ -38,11 +38,11 @@ def test_model_is_converted_trained_saved_and_exported(transformers, name, tmp_p
         wanted = model(ids).logits
     optimizer = arbcli.to_integers(model, lr=0.3)
     assert all(value.numel() == 0 for value in model.parameters())
-    assert all(each.endswith(FLOATS) for each in arbcli.floats(model))
+    assert all(float_name.endswith(FLOATS) for float_name in arbcli.floats(model))
     with torch.no_grad():
-        found = model(ids).logits
+        logits = model(ids).logits
     # each of about ten products in sequence errs by about 0.5 %, as with `arb import`
-    assert (found - wanted).norm() < 0.02 * wanted.norm()
+    assert (logits - wanted).norm() < 0.02 * wanted.norm()
 
     def loss():
         return model(input_ids=ids, labels=ids).loss
@@ -65,12 +65,10 @@ def test_model_is_converted_trained_saved_and_exported(transformers, name, tmp_p
     ).eval()
     assert not any(isinstance(part, Anchored) for part in plain.modules())
     with torch.no_grad():
-        found = model(ids).logits
-        assert torch.equal(again(ids).logits, found)
-        torch.testing.assert_close(plain(ids).logits, found, rtol=0, atol=1e-5)
-    texts = [
-        each.generate(ids[:, :8], max_new_tokens=4, do_sample=False) for each in (plain, model)
-    ]
+        logits = model(ids).logits
+        assert torch.equal(again(ids).logits, logits)
+        torch.testing.assert_close(plain(ids).logits, logits, rtol=0, atol=1e-5)
+    texts = [lm.generate(ids[:, :8], max_new_tokens=4, do_sample=False) for lm in (plain, model)]
     assert torch.equal(*texts)
 
 
@@ -145,13 +143,13 @@ def test_fused_projections_learn_as_an_imported_model(folder, tmp_path):
         wanted = imported.losses(inputs, targets)["text"]
         wanted.backward()
         updater.finish()
-        found = nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
-        found.backward()
+        loss = nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
         optimizer.step()
-        losses.append((wanted.item(), found.item()))
+        losses.append((wanted.item(), loss.item()))
     assert losses[-1][0] < losses[0][0] - 0.05
-    for wanted, found in losses:
-        assert found == pytest.approx(wanted, abs=1e-4)
+    for wanted, loss in losses:
+        assert loss == pytest.approx(wanted, abs=1e-4)
 
 
 def test_fused_layers_equal_separate_ones():
@@ -169,11 +167,11 @@ def test_fused_layers_equal_separate_ones():
     model = Pair()
     twin = copy.deepcopy(model)
     arbcli.to_integers(model, fuse=[["a", "b"]])
-    found = arbcli.nn.float_state_dict(model, torch.float32)
-    assert {name: part.shape for name, part in found.items()} == {
+    weights = arbcli.nn.float_state_dict(model, torch.float32)
+    assert {name: part.shape for name, part in weights.items()} == {
         name: part.shape for name, part in twin.state_dict().items()
     }
-    twin.load_state_dict(found)
+    twin.load_state_dict(weights)
     x = torch.randn(5, 16)
     for other in (x, torch.randn(3, 16)):
         seen = {}
@@ -182,8 +180,8 @@ def test_fused_layers_equal_separate_ones():
                 {name: grad}
             )
         twin.zero_grad()
-        for each in (model, twin):
-            each(x, other).backward()
+        for module in (model, twin):
+            module(x, other).backward()
         wanted = torch.cat([twin.a.weight.grad, twin.b.weight.grad])
         torch.testing.assert_close(seen["a.weight"], wanted, rtol=1e-5, atol=1e-5)
     with pytest.raises(ArbError, match="no module has linear layers `a`, `c`"):
@@ -233,9 +231,9 @@ def test_patterns_choose_what_is_converted_and_how():
         scale_types={"embedding": "T64"},
     )  # fmt: skip
     assert {*arbcli.floats(model)} == {"inner.1.weight", "inner.1.bias"}
-    found = packed(model)
+    tensors = packed(model)
     assert {
-        name: (type(part), part.rule.name, part.group_size) for name, part in found.items()
+        name: (type(part), part.rule.name, part.group_size) for name, part in tensors.items()
     } == {
         "embedding.weight": (Symbols, "moment", 64),
         "inner.0.weight": (Matrix, "nibble", 32),
@@ -243,7 +241,7 @@ def test_patterns_choose_what_is_converted_and_how():
         "inner.2.weight": (Matrix, "carry", 32),
         "inner.2.bias": (Numbers, "nibble", 32),
     }
-    assert model.head._packed["weight"] is found["embedding.weight"]
+    assert model.head._packed["weight"] is tensors["embedding.weight"]
     assert not any(name.startswith("head") for name in model.state_dict())
     for pattern in ({"skip": ["innner"]}, {"rules": {"x*": "carry"}}):
         with pytest.raises(ArbError, match="no parameter matches"):
@@ -259,8 +257,8 @@ def test_tied_weights_step_once_by_both_gradients():
     for part in packed(model).values():
         part.sink = lambda tensor, grad, where=None: seen.append((tensor, grad))
     ids = torch.tensor([[1, 5, 5, 0]])
-    for each in (model, twin):
-        each(ids).sin().sum().backward()
+    for module in (model, twin):
+        module(ids).sin().sum().backward()
     (grad,) = [grad for tensor, grad in seen if tensor is table]
     torch.testing.assert_close(grad, twin.embedding.weight.grad, rtol=1e-4, atol=1e-5)
 

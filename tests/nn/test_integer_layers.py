@@ -102,9 +102,9 @@ def test_weights_that_are_read_have_gradients_too():
     layer = integers.Linear(16, 4)
     twin, seen = is_baseline(layer), Collected(layer)
     x = torch.randn(5, 16)
-    for each in (layer, twin):
-        product = each(x) + nn.functional.linear(x, each.weight)  # both uses in one graph
-        (product.sin().sum() + each.weight.square().sum()).backward()
+    for module in (layer, twin):
+        product = module(x) + nn.functional.linear(x, module.weight)  # both uses in one graph
+        (product.sin().sum() + module.weight.square().sum()).backward()
     assert seen.calls == 2  # weight and bias, once each
     assert_close(seen.grads["weight"], twin.weight.grad)
     for table in (integers.Embedding(6, 8), integers.Vector(torch.randn(5))):
@@ -154,10 +154,10 @@ def test_all_uses_of_a_graph_are_one_gradient_however_it_is_run():
         copy.deepcopy(model),
     ):
         target = run if isinstance(run, Twice) else model
-        found = gradients(target, run)
-        assert {*found} == {*plain}
+        grads = gradients(target, run)
+        assert {*grads} == {*plain}
         for name, grad in plain.items():
-            assert torch.equal(found[name], grad), name
+            assert torch.equal(grads[name], grad), name
 
 
 def test_a_kept_graph_does_not_delay_gradients():
@@ -190,8 +190,8 @@ def test_a_kept_graph_does_not_delay_gradients():
 def test_reentrant_checkpoints_work_or_are_refused():
     model = integers.Linear(16, 16)
     plain = gradients(model, model)
-    found = gradients(model, lambda x: checkpoint(model, x, use_reentrant=True))
-    assert all(torch.equal(found[name], grad) for name, grad in plain.items())
+    grads = gradients(model, lambda x: checkpoint(model, x, use_reentrant=True))
+    assert all(torch.equal(grads[name], grad) for name, grad in plain.items())
     optimizer = integers.IntegerOptimizer(model)
     x = torch.randn(3, 16, requires_grad=True)
     y = checkpoint(model, checkpoint(model, x, use_reentrant=True), use_reentrant=True)
@@ -233,9 +233,9 @@ def test_state_is_integers_and_survives_pickles():
     again = pickle.loads(pickle.dumps(layer))
     other = integers.Linear(40, 8)
     other.load_state_dict(state)
-    for found in (again, other):
-        assert torch.equal(found.weight, layer.weight)
-        assert torch.equal(found.bias, layer.bias)
+    for restored in (again, other):
+        assert torch.equal(restored.weight, layer.weight)
+        assert torch.equal(restored.bias, layer.bias)
 
 
 def test_dtype_changes_what_weights_are_decoded_to():

@@ -30,7 +30,7 @@ def test_loss_without_logits_equals_that_of_logits():
     arbcli.to_integers(model)
     ids = torch.tensor([[3, 4999, 17, 0, 17]])
     targets = torch.tensor([[4999, 17, -100, 4200, 5]])
-    found = []
+    outcomes = []
     for loss_of in (
         lambda: arbcli.nn.linear_cross_entropy(model.head, model(ids), targets),
         lambda: functional.cross_entropy(model.head(model(ids)).flatten(0, 1), targets.flatten()),
@@ -43,8 +43,8 @@ def test_loss_without_logits_equals_that_of_logits():
                 )
         loss = loss_of()
         loss.backward()
-        found.append(grads | {"loss": loss.detach()})
-    ours, theirs = found
+        outcomes.append(grads | {"loss": loss.detach()})
+    ours, theirs = outcomes
     assert {*ours} == {*theirs}
     assert len(ours) == 5  # two chunks of the table, weight and bias, and the loss
     for name, value in theirs.items():
@@ -86,8 +86,8 @@ def steps(captured: bool, device: torch.device) -> tuple[nn.Module, list]:
 
 def test_captured_steps_equal_those_of_a_plain_loop(device):
     plain, losses = steps(False, device)
-    captured, found = steps(True, device)
-    assert found == pytest.approx(losses, rel=1e-6)
+    captured, captured_losses = steps(True, device)
+    assert captured_losses == pytest.approx(losses, rel=1e-6)
     wanted = plain.state_dict()
     for name, value in captured.state_dict().items():
         assert torch.equal(value, wanted[name]), name

@@ -80,13 +80,13 @@ def test_factors_of_the_loss_change_nothing():
 
 def digits(model: nn.Module) -> dict:
     """Return z, in units of the remainder, of all packed tensors."""
-    found = {}
+    levels = {}
     for name, part in model.named_modules():
         if isinstance(part, Anchored):
             trits = unpack_trits(part.trits, part.in_features).int()
             below = part.rule.digits(part.state)["remainder"][0].int()
-            found[name] = trits * part.rule.radix + below
-    return found
+            levels[name] = trits * part.rule.radix + below
+    return levels
 
 
 @pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
@@ -208,8 +208,8 @@ def test_interrupted_backward_leaves_no_gradient():
     optimizer.zero_grad()
     assert equal(before, state(layer))
     own = arbcli.nn.IntegerOptimizer(twin)
-    for each, stepping in ((layer, optimizer), (twin, own)):
-        each(each(x).tanh()).sum().backward()
+    for module, stepping in ((layer, optimizer), (twin, own)):
+        module(module(x).tanh()).sum().backward()
         stepping.step()
     assert equal(state(layer), state(twin))
 

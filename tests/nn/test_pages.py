@@ -31,9 +31,9 @@ def test_first_example_of_the_page_runs(folder, tmp_path):
     pytest.importorskip("accelerate", reason="needs the extra `export-test`")
     page = (ROOT / "docs" / "library.md").read_text()
     (example,) = [
-        found
-        for found in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-        if "transformers" in found
+        block
+        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if "transformers" in block
     ]
     assert len([line for line in example.splitlines() if line and "import" not in line]) <= 10
     rows = [{"input_ids": row, "labels": row} for row in tiny.batch(8, 12)]
@@ -50,7 +50,7 @@ def test_example_tunes_a_model(folder, tmp_path, monkeypatch, capsys):
     arguments = [str(folder), str(text), "--out", "tuned", "--steps", "6", "--ctx", "16"]
     monkeypatch.setattr(sys, "argv", [str(script), *arguments])
     runpy.run_path(str(script), run_name="__main__")
-    losses = [float(found) for found in re.findall(r"step \d: ([\d.]+)", capsys.readouterr().out)]
+    losses = [float(loss) for loss in re.findall(r"step \d: ([\d.]+)", capsys.readouterr().out)]
     assert len(losses) == 6
     assert losses[-1] < losses[0]
     assert (tmp_path / "tuned" / "model.safetensors").exists()

@@ -12,11 +12,11 @@ import arbcli
 
 @pytest.fixture(scope="module")
 def transformers():
-    found = pytest.importorskip("transformers", reason="needs the extra `export-test`")
+    module = pytest.importorskip("transformers", reason="needs the extra `export-test`")
     pytest.importorskip("accelerate", reason="needs the extra `export-test`")
-    found.logging.set_verbosity_error()
-    found.logging.disable_progress_bar()
-    return found
+    module.logging.set_verbosity_error()
+    module.logging.disable_progress_bar()
+    return module
 
 
 class Killed(Exception):
@@ -55,9 +55,9 @@ def test_killed_trainer_continues_to_the_same_integers(transformers, tmp_path):
     with pytest.raises(Killed):
         run(tmp_path / "killed", [Kill()])
     resumed, _ = run(tmp_path / "killed", resume=True)
-    wanted, found = whole.state_dict(), resumed.state_dict()
-    assert {*wanted} == {*found}
-    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
+    wanted, resumed_state = whole.state_dict(), resumed.state_dict()
+    assert {*wanted} == {*resumed_state}
+    assert all(torch.equal(value, resumed_state[name]) for name, value in wanted.items())
     fresh = tiny.build("qwen3")
     arbcli.to_integers(fresh)
     assert not all(torch.equal(value, wanted[name]) for name, value in fresh.state_dict().items())
@@ -89,8 +89,8 @@ def test_dpo_raises_a_margin_that_sft_does_not(transformers, tmp_path):
         totals = []
         for answer in (chosen, rejected):
             ids = torch.tensor(tokenizer([prompt + answer for prompt in prompts])["input_ids"])
-            found = model(ids).logits[:, -4:-1].log_softmax(-1)
-            totals.append(found.gather(2, ids[:, -3:, None]).sum() / len(prompts))
+            log_probabilities = model(ids).logits[:, -4:-1].log_softmax(-1)
+            totals.append(log_probabilities.gather(2, ids[:, -3:, None]).sum() / len(prompts))
         return float(totals[0] - totals[1])
 
     def build():
@@ -113,7 +113,7 @@ def test_dpo_raises_a_margin_that_sft_does_not(transformers, tmp_path):
     by_sft = margin(model) - before
 
     model, optimizers = build()
-    pairs = [{"prompt": each, "chosen": chosen, "rejected": rejected} for each in prompts]
+    pairs = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt in prompts]
     reference = copy.deepcopy(model).requires_grad_(False)
     trl.DPOTrainer(
         model, reference, trl.DPOConfig(tmp_path / "dpo", beta=0.5, **settings),

@@ -16,14 +16,14 @@ from arbcli.verify.variants import Launch, variant_of
 
 @pytest.mark.slow
 def test_kernels_compile_for_an_absent_gpu():
-    found = compile_kernels(["step_scales", "gradient_gains"], ["sm_90"], 32, number=2)
-    assert [result.kernel for result in found] == ["step_scales", "gradient_gains"]
-    for result in found:
+    results = compile_kernels(["step_scales", "gradient_gains"], ["sm_90"], 32, number=2)
+    assert [result.kernel for result in results] == ["step_scales", "gradient_gains"]
+    for result in results:
         assert result.passed, result.error
         assert result.variants >= 2
         assert 16 <= result.registers <= 128
         assert result.spill_bytes == 0
-    assert found[1].shared_bytes > 0
+    assert results[1].shared_bytes > 0
 
 
 @pytest.mark.slow
@@ -37,22 +37,22 @@ def test_launchers_choose_as_on_the_gpu_that_is_compiled_for():
 def variants_of(name: str) -> list[tuple[dict, dict]]:
     (spec,) = find_kernels([name])
     with compile_for(TARGETS["sm_90"].capability, TARGETS["sm_90"].processors):
-        found = compile_ahead._variants(spec, 32)
-    return [(variant.signature, variant.constants) for variant in found]
+        variants = compile_ahead._variants(spec, 32)
+    return [(variant.signature, variant.constants) for variant in variants]
 
 
 @pytest.mark.slow
 def test_compiled_variants_are_those_that_a_gpu_launches(compiling):
     """In bf16, of a single head, and of the widest matrix of a preset."""
-    found = compiling(variants_of, "decode_attention_8bit")
+    variants = compiling(variants_of, "decode_attention_8bit")
     assert any(
         constants.get("HEADS") == 1 and signature["qkv_ptr"] == "*bf16"
-        for signature, constants in found
+        for signature, constants in variants
     )
     shares = {constants["WARPS"] for _, constants in compiling(variants_of, "row_matmul")}
     assert shares == {4, 8, 16}
-    found = compiling(variants_of, "compressed_attention_backward")
-    wide = {signature["q_ptr"] for signature, constants in found if constants.get("HALF") == 256}
+    variants = compiling(variants_of, "compressed_attention_backward")
+    wide = {signature["q_ptr"] for signature, constants in variants if constants.get("HALF") == 256}
     assert wide == {"*fp32", "*bf16"}
 
 
@@ -61,8 +61,8 @@ def test_compiled_variants_are_those_that_a_gpu_launches(compiling):
     "name", ["row_matmul", "decode_attention_8bit", "compressed_attention_backward"]
 )
 def test_kernels_that_once_did_not_compile_on_an_h200_do(name):
-    (found,) = compile_kernels([name], ["sm_90"], 32, number=2)
-    assert found.passed, found.error
+    (result,) = compile_kernels([name], ["sm_90"], 32, number=2)
+    assert result.passed, result.error
 
 
 @needs_triton

@@ -51,15 +51,15 @@ def test_lists_without_blocks_agree_with_the_reference(device):
 def test_reference_without_a_part_of_the_cell_disagrees(cell, device):
     tested = subject(cell, device)
     model = tested.build()
-    found = parity.trace(tested, model)
+    trace = parity.trace(tested, model)
     weights = {name: reference_weight(tensor) for name, tensor in model.weights().items()}
-    about = {"memories": dict(model.named_buffers()), "choices": found.choices}
+    about = {"memories": dict(model.named_buffers()), "choices": trace.choices}
     passed = {}
     for part in (None, "mixer", "channel"):
         config = without(tested.config, part) if part else tested.config
         with torch.no_grad():
             wanted, _ = Reference(weights, config, **about)(tested.bytes()[0])
-        logits = found.outputs["head"]
+        logits = trace.outputs["head"]
         result = tested.result("end to end", "logits", logits, wanted, tested.gate_of_depth)
         passed[part] = result.passed
     assert passed == {None: True, "mixer": cell.mixer == "none", "channel": cell.channel == "none"}

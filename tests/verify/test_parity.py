@@ -42,8 +42,8 @@ def subjects_of_torch() -> list[Subject]:
 def of_torch():
     """Compare small models in float32, and some of them in bf16 too."""
     results = [*parity.check_rotary(torch.device("cpu"))]
-    for each in subjects_of_torch():
-        results += parity.check_model(each)
+    for tested in subjects_of_torch():
+        results += parity.check_model(tested)
     return results
 
 
@@ -105,26 +105,26 @@ def test_no_model_is_let_off_causality_or_determinism(of_torch):
     for result in of_torch:
         for place, check in enumerate(("causality", "determinism")):
             counts.setdefault(result.model, [0, 0])[place] += result.check == check
-    for each in subjects_of_torch():
-        half = "bf16" if each.dtype == torch.bfloat16 else "fp32"
-        changed = 0 if each.config.is_masked else 2 * (each.config.ctx - 1)
-        wanted = [changed, 1] if "bits" in each.checks else [0, 0]
-        if each.checks != ("blocks", "whole") or each.name not in counts:
-            assert counts[f"{each.name} {half}"] == wanted, each.name
+    for tested in subjects_of_torch():
+        half = "bf16" if tested.dtype == torch.bfloat16 else "fp32"
+        changed = 0 if tested.config.is_masked else 2 * (tested.config.ctx - 1)
+        wanted = [changed, 1] if "bits" in tested.checks else [0, 0]
+        if tested.checks != ("blocks", "whole") or tested.name not in counts:
+            assert counts[f"{tested.name} {half}"] == wanted, tested.name
 
 
 def test_long_texts_are_changed_at_two_positions():
-    found = list(parity._causality(subject("ragged", ctx=40)))
-    assert [int(result.item.split()[-1]) for result in found] == [20, 20, 39, 39]
+    results = list(parity._causality(subject("ragged", ctx=40)))
+    assert [int(result.item.split()[-1]) for result in results] == [20, 20, 39, 39]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_no_gradient_of_a_model_is_nothing(name):
     """Text is recalled, edges carry, every iteration has a share, experts and entries are used."""
     tested = subject(name)
-    found = parity.trace(tested, tested.build())
-    assert sorted(found.gradients) == sorted(trained(tested))
-    assert all(grad.norm() > 0 for grad in found.gradients.values())
+    trace = parity.trace(tested, tested.build())
+    assert sorted(trace.gradients) == sorted(trained(tested))
+    assert all(grad.norm() > 0 for grad in trace.gradients.values())
 
 
 LOSSES = {
@@ -148,10 +148,10 @@ def test_models_differ_in_bf16_where_choices_are_their_own(of_torch):
 @pytest.mark.parametrize("shift", [0, 1])
 def test_choices_of_codes_are_judged_by_the_reference(shift, monkeypatch):
     """Rows that are one off are taken as they are, and their scores are not the best."""
-    found = codebook.best_pairs
+    original = codebook.best_pairs
 
     def best_pairs(left, right, top_k):
-        _, rows = found(left, right, top_k)
+        _, rows = original(left, right, top_k)
         rows = (rows + shift) % (left.shape[1] * right.shape[1])
         i, j = rows // right.shape[1], rows % right.shape[1]
         return left.gather(1, i) + right.gather(1, j), rows
@@ -208,9 +208,9 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_choices_of_entries_are_judged_by_the_reference(wrong, monkeypatch):
     """Entries that are not the best, or not there yet: nothing fails but their scores."""
-    found = compressed_attention.choose_entries
+    original = compressed_attention.choose_entries
     monkeypatch.setattr(
-        compressed_attention, "choose_entries", lambda *given: WRONG[wrong](found(*given))
+        compressed_attention, "choose_entries", lambda *given: WRONG[wrong](original(*given))
     )
     (stage,) = MODELS["compressed"].stages
     short = subject("compressed", stages=(replace(stage, blocks=stage.blocks[:1]),))
@@ -222,17 +222,17 @@ def test_choices_of_entries_are_judged_by_the_reference(wrong, monkeypatch):
 @pytest.mark.parametrize("name", ["hnet", "hnet mamba", "mixed"])
 def test_no_boundary_is_so_near_that_rounding_decides_it(name):
     """In float32 p is 1e-6 off, not 1e-4: no chunk begins elsewhere on another device."""
-    found = []
+    probs = []
     for scale_type in SCALE_TYPES:
         tested = replace(subject(name), config=replace(MODELS[name], scale_type=scale_type))
         model = tested.build()
         for part in model.modules():
             if isinstance(part, parity.chunking.BoundaryRouter):
-                part.register_forward_hook(lambda _part, _given, routed: found.append(routed.p))
+                part.register_forward_hook(lambda _part, _given, routed: probs.append(routed.p))
         with torch.no_grad():
             model(tested.bytes()[0])
-    assert found
-    assert all((p[:, 1:] - 0.5).abs().min() > 1e-4 for p in found)
+    assert probs
+    assert all((p[:, 1:] - 0.5).abs().min() > 1e-4 for p in probs)
 
 
 @pytest.mark.slow  # shapes of a preset take seconds
@@ -301,8 +301,8 @@ def test_scale_types_of_a_backend_are_those_of_it_alone():
     sizes = {"T32": 32, "T6": 6}
 
     def names(*backends: str) -> list[tuple[str, str]]:
-        found = all_subjects(torch.device("cpu"), backends, sizes)
-        return [(subject.backend, subject.name) for subject in found]
+        subjects = all_subjects(torch.device("cpu"), backends, sizes)
+        return [(subject.backend, subject.name) for subject in subjects]
 
     assert names("native", "torch") == names("native") + names("torch")
 
@@ -311,36 +311,36 @@ def test_scale_types_of_a_backend_are_those_of_it_alone():
 def test_no_model_is_left_out_of_a_comparison(backend, monkeypatch):
     """Of presets, small models, batches, types, digits and directions; each is what its name is."""
     monkeypatch.setattr("arbcli.verify.subjects.fits", lambda *_: True)
-    found: dict[str, list[str]] = {"float32": [], "bfloat16": [], "update": []}
-    for each in all_subjects(torch.device("cpu"), (backend,), {"T32": 32, "T6": 6}):
-        config, name = each.config, each.name
-        half = each.dtype == torch.bfloat16
+    names: dict[str, list[str]] = {"float32": [], "bfloat16": [], "update": []}
+    for tested in all_subjects(torch.device("cpu"), (backend,), {"T32": 32, "T6": 6}):
+        config, name = tested.config, tested.name
+        half = tested.dtype == torch.bfloat16
         if name in FULL_SIZE:
             assert config == shortened(FULL_SIZE[name])
-            assert each.checks == ("blocks", "whole" if config.main.memories else "bits")
-        elif "update" in each.checks:
+            assert tested.checks == ("blocks", "whole" if config.main.memories else "bits")
+        elif "update" in tested.checks:
             words = [config.rule_text, config.direction, "all digits" * (config.digits == "all")]
             assert name == " ".join(word for word in words if word)
         elif name.startswith("ragged") and backend != "interpreter":
-            assert f"{config.scale_type} batch {each.batch}" in name
-            assert ("bits" in each.checks) == (config.scale_type == "T32")
+            assert f"{config.scale_type} batch {tested.batch}" in name
+            assert ("bits" in tested.checks) == (config.scale_type == "T32")
         elif name.startswith("all digits"):
             assert (config.digits, name.split()[3]) == ("all", config.rule_text)
         else:
             own = name.removesuffix(f" {config.scale_type}")
             drops = own.endswith(" with dropout")
-            assert drops == (each.dropout > 0)
+            assert drops == (tested.dropout > 0)
             own = own.removesuffix(" with dropout")
             assert config == replace(MODELS.get(own, RAGGED), scale_type=config.scale_type)
             bits = config.scale_type == "T32" and not half and not drops
             checks = ("blocks", "whole", *["bits"] * bits)
-            assert each.checks == (("whole",) if backend == "interpreter" else checks)
-        kind = "update" if "update" in each.checks else str(each.dtype).removeprefix("torch.")
-        found[kind].append(name)
+            assert tested.checks == (("whole",) if backend == "interpreter" else checks)
+        kind = "update" if "update" in tested.checks else str(tested.dtype).removeprefix("torch.")
+        names[kind].append(name)
     single, of_half = map(list, COMPARED[backend])
-    assert sorted(found["float32"]) == sorted(single)
-    assert sorted(found["bfloat16"]) == sorted(of_half)
-    assert found["update"] == list(USUAL if backend == "interpreter" else UPDATES)
+    assert sorted(names["float32"]) == sorted(single)
+    assert sorted(names["bfloat16"]) == sorted(of_half)
+    assert names["update"] == list(USUAL if backend == "interpreter" else UPDATES)
 
 
 def test_scales_of_a_subject_differ_from_group_to_group():
@@ -391,8 +391,8 @@ def test_steps_that_differ_in_the_loss_alone_are_not_equal(monkeypatch):
 
     def scaled(model, ids, targets):
         scale.setdefault(id(model), next(times))
-        found = losses(model, ids, targets)
-        exact = found["text"]
+        exact_losses = losses(model, ids, targets)
+        exact = exact_losses["text"]
         with torch.no_grad():
             moved = exact * scale[id(model)] - exact
         return {"text": exact + moved}  # with the gradient of the exact one

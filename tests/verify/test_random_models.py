@@ -73,10 +73,10 @@ class Draw(random.Random):
             iterations=2, adapter_rank=4, experts=self.some(EXPERTS), expert_dim=8, gate_dim=8,
             edges=self.some((16, 2)) if books[0] else None,
         )  # fmt: skip
-        found = {"codebook": books[0], "knowledge": books[1], "iterated": self.some(iterated)}
-        if not any(found.values()):
+        memories = {"codebook": books[0], "knowledge": books[1], "iterated": self.some(iterated)}
+        if not any(memories.values()):
             return None
-        return MemoriesConfig(place=self.randint(0, blocks), **found)
+        return MemoriesConfig(place=self.randint(0, blocks), **memories)
 
     def model(self) -> ModelConfig:
         blocks, depth = self.blocks(), self.choice([0, 0, 1, 2])

@@ -90,14 +90,14 @@ def test_result_counts_the_bytes_that_must_move(monkeypatch, known_roofline):
     spec = replace(pack_trits_verification, timings=lambda *_: timings)
     monkeypatch.setattr(verify, "KERNELS", (spec,))
     report = time_kernels(results("pack_trits"), FakeStopwatch([4.0, 2.0, 3.0], [6.0, 6.0, 6.0]), 6)
-    (found,) = report.timings
+    (timed,) = report.timings
     assert report.roofline == ROOFLINE
-    assert (found.kernel, found.shape, found.us, found.turns) == ("pack_trits", "2500", 3.0, 3)
-    assert (found.peer, found.peer_us, found.ratio) == ("other", 6.0, 2.0)
-    assert found.moved_bytes == 2 * 10_000 + 8
-    assert found.bound == "memory"
-    assert found.floor_us == pytest.approx(0.020008)
-    assert found.share == pytest.approx(0.020008 / 3)
+    assert (timed.kernel, timed.shape, timed.us, timed.turns) == ("pack_trits", "2500", 3.0, 3)
+    assert (timed.peer, timed.peer_us, timed.ratio) == ("other", 6.0, 2.0)
+    assert timed.moved_bytes == 2 * 10_000 + 8
+    assert timed.bound == "memory"
+    assert timed.floor_us == pytest.approx(0.020008)
+    assert timed.share == pytest.approx(0.020008 / 3)
 
 
 def test_launch_that_returns_nothing_counts_its_inputs_alone(monkeypatch, known_roofline):
@@ -120,8 +120,8 @@ def test_kernel_without_peer_has_no_ratio(monkeypatch, known_roofline):
         pack_trits_verification, timings=lambda *_: [Timing("5", (torch.zeros(5),), torch.neg)]
     )
     monkeypatch.setattr(verify, "KERNELS", (spec,))
-    (found,) = time_kernels(results("pack_trits"), FakeStopwatch([4.0]), 6).timings
-    assert (found.peer, found.peer_us, found.ratio) == (None, None, None)
+    (timed,) = time_kernels(results("pack_trits"), FakeStopwatch([4.0]), 6).timings
+    assert (timed.peer, timed.peer_us, timed.ratio) == (None, None, None)
 
 
 def test_kernel_that_failed_is_not_timed(monkeypatch, known_roofline):
@@ -134,14 +134,14 @@ def test_kernel_that_failed_is_not_timed(monkeypatch, known_roofline):
     ]
     monkeypatch.setattr(verify, "KERNELS", tuple(specs))
     right, wrong = results("pack_trits", "unpack_trits"), results("pack_trits", passed=False)
-    for found in ([*right, *wrong], [*wrong, *right]):  # of several scale types any may fail
-        report = time_kernels(found, FakeStopwatch(), 6)
+    for all_results in ([*right, *wrong], [*wrong, *right]):  # of several scale types any may fail
+        report = time_kernels(all_results, FakeStopwatch(), 6)
         assert report.not_timed == {"pack_trits": "it did not pass"}
 
 
 def test_kernel_that_was_not_verified_is_not_timed(known_roofline):
-    found = [replace(result, backend="torch") for result in results("pack_trits")]
-    report = time_kernels(found, FakeStopwatch(), 6)
+    of_torch = [replace(result, backend="torch") for result in results("pack_trits")]
+    report = time_kernels(of_torch, FakeStopwatch(), 6)
     assert (report.timings, report.not_timed) == ((), {})
 
 
@@ -160,10 +160,10 @@ def test_timing_without_a_gpu_or_triton_is_refused(device, backends, message):
 
 def test_roofline_is_of_bytes_both_ways_and_of_both_operations():
     with FakeTensorMode():  # of torch's documentation, though its module is named as private
-        found = measure_roofline(FakeStopwatch([1000.0], [2000.0], [3.0]))
-    assert found.bytes_per_second == pytest.approx(2**30 / 1e-3)
-    assert found.flops_per_second == pytest.approx(2 * 8192**3 / 2e-3)
-    assert found.launch_us == 3.0
+        roofline = measure_roofline(FakeStopwatch([1000.0], [2000.0], [3.0]))
+    assert roofline.bytes_per_second == pytest.approx(2**30 / 1e-3)
+    assert roofline.flops_per_second == pytest.approx(2 * 8192**3 / 2e-3)
+    assert roofline.launch_us == 3.0
 
 
 def description(value):
@@ -227,4 +227,4 @@ def test_kernel_can_be_timed(monkeypatch, known_roofline, spec, device):
     report = time_kernels(results(spec.name), Stopwatch(device), 32)
     untimed = {spec.name: "it has nothing to be timed on"} if spec.name in NOT_TIMED else {}
     assert report.not_timed == untimed
-    assert all(found.us > 0 and found.turns == 2 for found in report.timings)
+    assert all(timed.us > 0 and timed.turns == 2 for timed in report.timings)

@@ -74,10 +74,10 @@ def test_integers_of_another_type_are_not_equal():
 
 def test_nan_fails_a_tolerance():
     wanted = torch.ones(3)
-    found = compare(rms_norm_verification, "", torch.tensor([1.0, torch.nan, 1.0]), wanted)
-    assert not found.passed
-    assert found.max_error is None
-    assert found.unwritten == 1
+    result = compare(rms_norm_verification, "", torch.tensor([1.0, torch.nan, 1.0]), wanted)
+    assert not result.passed
+    assert result.max_error is None
+    assert result.unwritten == 1
 
 
 def test_counts_of_unequal_elements_are_for_exact_gates_only(device):
@@ -92,13 +92,13 @@ def test_kernels_are_given_the_strides_and_the_memory_of_their_cases():
     packed = pack_trits_verification.torch(torch.ones(4, 12, dtype=torch.int8))
     about = Packed(packed[1::2], *torch.ones(2, 2, 4, dtype=torch.int8)[:, :, ::2], 12, 6)
     inputs = base[1::2, 2::3], base.T[3:], base[2:3].expand(5, -1), about, 3
-    found = copies(inputs)
-    for one, other in zip((*inputs[:3], *about[:3]), (*found[:3], *found[3][:3]), strict=True):
+    copied = copies(inputs)
+    for one, other in zip((*inputs[:3], *about[:3]), (*copied[:3], *copied[3][:3]), strict=True):
         assert torch.equal(one, other)
         assert (one.stride(), one.storage_offset()) == (other.stride(), other.storage_offset())
         assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
         assert one.data_ptr() != other.data_ptr()
-    assert found[4] == 3
+    assert copied[4] == 3
 
 
 @pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -438,7 +438,7 @@ def test_non_finite_error_is_worse_than_any():
     assert worst(iter(())) == 0.0
 
 
-@pytest.mark.parametrize(("got", "expected", "found"), [
+@pytest.mark.parametrize(("got", "expected", "wanted_errors"), [
     ([3.0, 4.0], [3.0, 0.0], (4.0, 4 / 3, 0.6)),
     ([1.0, -2.0], [1.0, -2.0], (0.0, 0.0, 1.0)),
     ([1.0, 2.0], [-1.0, -2.0], (4.0, 2.0, -1.0)),
@@ -448,9 +448,9 @@ def test_non_finite_error_is_worse_than_any():
     ([math.nan, 1.0], [1.0, 1.0], (None, None, 0.0)),
     ([math.inf], [1.0], (None, None, 0.0)),
 ])  # fmt: skip
-def test_errors_are_the_largest_the_relative_and_the_angle(got, expected, found):
+def test_errors_are_the_largest_the_relative_and_the_angle(got, expected, wanted_errors):
     measured = errors(torch.tensor(got), torch.tensor(expected))
-    for value, wanted in zip(measured, found, strict=True):
+    for value, wanted in zip(measured, wanted_errors, strict=True):
         assert value == (wanted if wanted is None else pytest.approx(wanted))
 
 
