@@ -188,10 +188,14 @@ class Indexer(nn.Module):
         return best.indices, best.values > -torch.inf
 
     def divergence(
-        self, found: tuple[Tensor, Tensor, Tensor], chosen: Tensor, exists: Tensor, shares: Tensor
+        self,
+        projections: tuple[Tensor, Tensor, Tensor],
+        chosen: Tensor,
+        exists: Tensor,
+        shares: Tensor,
     ) -> Tensor:
         """Compare scores with shares of attention, (B, E, k) float32; a float32 scalar."""
-        q, weights, keys = found
+        q, weights, keys = projections
         dots = (q @ gathered(keys, chosen).mT).relu()
         scores = (dots.float() * weights.float()[..., None]).sum(2)
         learned = scores.masked_fill(~exists, -torch.inf).log_softmax(-1).masked_fill(~exists, 0)
@@ -243,13 +247,13 @@ class Compressed(nn.Module):
             far, more = self.to_all(q, entries)
             near, total = near + far, total + more
         elif self.indexer is not None:
-            found = self.indexer(x, still)
-            chosen, exists = self.indexer.select(*found)
+            projections = self.indexer(x, still)
+            chosen, exists = self.indexer.select(*projections)
             far, more, weights = self.to_chosen(q, gathered(entries, chosen), exists)
             near, total = near + far, total + more
             with torch.no_grad():
                 shares = (weights / self.in_groups(total, torch.inf)[..., None]).sum(2)
-            divergence = self.indexer.divergence(found, chosen, exists, shares)
+            divergence = self.indexer.divergence(projections, chosen, exists, shares)
         y = (near / total[..., None]).to(x.dtype)
         back = of_heads[0], -of_heads[1]
         return self.out(turn(y, back).flatten(2)), divergence

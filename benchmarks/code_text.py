@@ -23,11 +23,11 @@ HELD_OUT = 2_000_000
 def sources() -> list[Path]:
     """List files of source code, in an order that has nothing to do with where they lie."""
     roots = {Path(sysconfig.get_paths()[kind]) for kind in ("stdlib", "purelib", "platlib")}
-    found = {path for root in roots for path in root.rglob("*") if path.suffix in ENDINGS}
-    sized = [(path, path.stat().st_size) for path in found if path.is_file()]
+    paths = {path for root in roots for path in root.rglob("*") if path.suffix in ENDINGS}
+    sized = [(path, path.stat().st_size) for path in paths if path.is_file()]
     kept = [(path, size) for path, size in sized if size <= LARGEST]
     return [
-        path for path, _ in sorted(kept, key=lambda each: (_digest(each[0].name, each[1]), each))
+        path for path, _ in sorted(kept, key=lambda file: (_digest(file[0].name, file[1]), file))
     ]
 
 

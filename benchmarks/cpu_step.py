@@ -48,9 +48,9 @@ def serve(kind: str, compute: str | None) -> None:
         for _ in range(STEPS):
             trainer.train_step()
         ended = time.perf_counter(), time.process_time()
-        found = [1e3 * (b - a) / STEPS for a, b in zip(started, ended, strict=True)]
+        milliseconds = [1e3 * (b - a) / STEPS for a, b in zip(started, ended, strict=True)]
         size = config.batch * config.model.ctx
-        print(*found, size, config.compute, flush=True)
+        print(*milliseconds, size, config.compute, flush=True)
 
 
 def start(kind: str, compute: str | None) -> subprocess.Popen:
@@ -105,8 +105,8 @@ def main() -> None:
         for process in processes.values():
             process.kill()
             process.wait()
-    for kind, found in times.items():
-        clock, processor = ([pair[i] for pair in found[1:]] for i in (0, 1))
+    for kind, rounds in times.items():
+        clock, processor = ([pair[i] for pair in rounds[1:]] for i in (0, 1))
         milliseconds = statistics.median(clock)
         rows.append(
             {

@@ -105,10 +105,10 @@ def serve_llama(threads: str, path: str) -> None:
             {"prompt": prompt, "max_tokens": length, "temperature": 0, "cache_prompt": False}
             | {"ignore_eos": True, "logit_bias": [[ord("a"), 1e4]]}
         )
-        found = answer["timings"]
+        timings = answer["timings"]
         of_task, made = ("prompt", PROMPT) if length == 1 else ("predicted", LENGTH)
-        assert found[f"{of_task}_n"] == made, json.dumps(found)
-        print(found[f"{of_task}_ms"] / 1e3, time.process_time() - of_cpu, flush=True)
+        assert timings[f"{of_task}_n"] == made, json.dumps(timings)
+        print(timings[f"{of_task}_ms"] / 1e3, time.process_time() - of_cpu, flush=True)
 
 
 def start(*words: str) -> subprocess.Popen:
@@ -141,21 +141,21 @@ def measure(preset: str, digits: str, args: argparse.Namespace, folder: Path) ->
         "arb": start("arb", threads, preset, digits, args.compute),
         "llama.cpp": start("llama", threads, str(path)),
     }
-    found: dict[tuple[str, str], list[tuple[float, float]]] = {
+    all_rates: dict[tuple[str, str], list[tuple[float, float]]] = {
         (task, name): [] for task in TASKS for name in processes
     }
     try:
         for _ in range(1 + args.rounds):  # the first warms up
             for task in TASKS:
                 for name, process in processes.items():
-                    found[task, name].append(ask(process, task))
+                    all_rates[task, name].append(ask(process, task))
     finally:
         for process in processes.values():
             process.kill()
             process.wait()
         path.unlink()
     rows = []
-    for (task, name), rates in found.items():
+    for (task, name), rates in all_rates.items():
         clock, processor = ([pair[i] for pair in rates[1:]] for i in (0, 1))
         rows.append(
             {

@@ -65,8 +65,8 @@ def fit(rows: Sequence[dict[str, Any]]) -> Fit | None:
     law, _ = _search(weights, read, loss)
     count = len(rows)
     others = [np.arange(count) != left_out for left_out in range(count)]
-    found = (_search(weights[kept], read[kept], loss[kept]) for kept in others)
-    parts = np.array([np.where(determined, part, np.nan) for part, determined in found])
+    searches = (_search(weights[kept], read[kept], loss[kept]) for kept in others)
+    parts = np.array([np.where(determined, part, np.nan) for part, determined in searches])
     spread = ((parts - parts.mean(0)) ** 2).sum(0) * (count - 1) / count
     points = zip(weights * UNIT, read * UNIT, strict=True)
     ratios = np.array([law.loss(*point) for point in points]) / loss - 1

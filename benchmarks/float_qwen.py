@@ -159,7 +159,7 @@ class _Loss(torch.autograd.Function):
 def _grade(logits: Tensor, targets: Tensor, count: int) -> tuple[Tensor, Tensor]:
     logits = logits.float()
     total = logits.logsumexp(1)
-    found = logits.gather(1, targets[:, None])[:, 0]
+    target_logits = logits.gather(1, targets[:, None])[:, 0]
     here = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     of_logits = ((logits - total[:, None]).exp() - here.float()) / count
-    return (total - found).sum() / count, of_logits.to(torch.bfloat16)
+    return (total - target_logits).sum() / count, of_logits.to(torch.bfloat16)

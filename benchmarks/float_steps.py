@@ -317,8 +317,8 @@ def dynamic_codes(signed: bool) -> Tensor:
     values = [0.0, 1.0]
     for exponent in range(7):
         ends = torch.linspace(0.1, 1, 2 ** (exponent if signed else exponent + 1) + 1)
-        found = (10.0 ** (exponent - 6) * (ends[:-1] + ends[1:]) / 2).tolist()
-        values += found + [-value for value in found if signed]
+        magnitudes = (10.0 ** (exponent - 6) * (ends[:-1] + ends[1:]) / 2).tolist()
+        values += magnitudes + [-value for value in magnitudes if signed]
     return torch.tensor(sorted(values))
 
 

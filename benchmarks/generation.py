@@ -90,11 +90,11 @@ def find_peer(
     name: str, model: LanguageModel, prompt: int, modes: list[str]
 ) -> tuple[str, Callable[[int], None], int, dict[str, float]]:
     """Return the fastest mode of the float decoder for a few bytes; failing ones are reported."""
-    found, rates = {}, {}
+    peers, rates = {}, {}
     for mode in modes:
         started = time.perf_counter()
         try:
-            found[mode] = more, _ = make_peer(name, model, prompt, mode)
+            peers[mode] = more, _ = make_peer(name, model, prompt, mode)
             more(WARM_UP_BYTES)
             rates[mode] = round(bytes_per_second(more, TRIAL_BYTES), 1)
         except Exception:
@@ -105,7 +105,7 @@ def find_peer(
     if not rates:
         raise RuntimeError("no mode of the float decoder runs here")
     best = max(rates, key=rates.__getitem__)
-    return best, *found[best], rates
+    return best, *peers[best], rates
 
 
 def measure(name: str, modes: list[str], copy_bytes_per_second: float) -> list[dict]:

@@ -26,8 +26,8 @@ class Llama:
         """Compute those of all bytes that may follow a text, (256,) float64."""
         # the byte that is chosen does not matter, but one that is not UTF-8 would be held back
         choices = self._complete(text, 1, n_probs=256, logit_bias=[[ord("a"), 1e4]])
-        found = {entry["id"]: entry["logprob"] for entry in choices[0]["top_logprobs"]}
-        return torch.tensor([found[byte] for byte in range(256)], dtype=torch.float64)
+        log_probs = {entry["id"]: entry["logprob"] for entry in choices[0]["top_logprobs"]}
+        return torch.tensor([log_probs[byte] for byte in range(256)], dtype=torch.float64)
 
     def greedy(self, prompt: bytes, length: int) -> bytes:
         """Continue a prompt by the likeliest bytes."""
@@ -36,8 +36,10 @@ class Llama:
     def scores(self, prompt: str | list[int]) -> Tensor:
         """Compute the log-probabilities of all tokens after a text or ids, (V,) float64."""
         choices = self._complete(prompt, 1, n_probs=2**17, logit_bias=[[ord("a"), 1e4]])
-        found = {entry["id"]: entry["logprob"] for entry in choices[0]["top_logprobs"]}
-        return torch.tensor([found[index] for index in range(len(found))], dtype=torch.float64)
+        log_probs = {entry["id"]: entry["logprob"] for entry in choices[0]["top_logprobs"]}
+        return torch.tensor(
+            [log_probs[index] for index in range(len(log_probs))], dtype=torch.float64
+        )
 
     def _complete(self, prompt: bytes | str | list[int], length: int, **options: Any) -> list[dict]:
         how = {"max_tokens": length, "temperature": 0, "cache_prompt": False, **options}

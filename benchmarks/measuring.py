@@ -98,8 +98,8 @@ def bytes_per_second(more: Callable[[int], None], length: int) -> float:
 
 def in_turns(rounds: int, *measures: Callable[[], float]) -> list[list[float]]:
     """Call functions in rounds, one after another; return the results of each over the rounds."""
-    found = [[measure() for measure in measures] for _ in range(rounds)]
-    return [list(values) for values in zip(*found, strict=True)]
+    results = [[measure() for measure in measures] for _ in range(rounds)]
+    return [list(values) for values in zip(*results, strict=True)]
 
 
 READY = "ready"

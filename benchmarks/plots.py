@@ -110,7 +110,7 @@ def draw_speed(runs: Runs) -> Any:
     axes.set_xticks(range(len(PRESETS)), PRESETS)
     axes.set(ylabel="speed, the float baseline's being 1")
     axes.legend(loc="upper left", frameon=False)
-    axes.set_ylim(0, 1.15 * max(ratio for _, found in bars for ratio in found if ratio) + 0.15)
+    axes.set_ylim(0, 1.15 * max(ratio for _, heights in bars for ratio in heights if ratio) + 0.15)
     return figure
 
 
@@ -136,9 +136,9 @@ def draw_scaling(runs: Runs) -> Any:
             read = [row["bytes"] for row in rows]
             losses = [row["held_out_nats"] for row in rows]
             part.plot(read, losses, mark, color=colour, label=label, markersize=4)
-            found = fit(rows_of(runs, kind=kind))
-            if found and rows:
-                part.plot(read, [found.law.loss(weights, n) for n in read], color=colour)
+            curve = fit(rows_of(runs, kind=kind))
+            if curve and rows:
+                part.plot(read, [curve.law.loss(weights, n) for n in read], color=colour)
         part.set(xscale="log", yscale="log", title=f"{weights / 1e6:.1f} M weights")
         part.set(xlabel="million bytes read")
         part.set_xticks(sorted({row["bytes"] for row in rows_of(runs)}))
@@ -159,7 +159,7 @@ def draw_frontier(runs: Runs) -> Any:
     peaks = sorted({min(row["peak_mib"], FRONTIER_BUDGETS[-1]) for row in rows_of(runs)})
     for kind, (label, colour, _) in LINES.items():
         best = [(peak, best_within(runs, losses, kind, peak)) for peak in peaks]
-        known = [(peak, found[0]) for peak, found in best if found]
+        known = [(peak, point[0]) for peak, point in best if point]
         if known:
             known.append((FRONTIER_BUDGETS[-1], known[-1][1]))
             axes.step(*zip(*known, strict=True), where="post", color=colour, label=label)
@@ -184,11 +184,11 @@ def draw_step_budget(runs: Runs) -> Any:
     kinds = list(dict.fromkeys(kind for row in rows for kind in row["kinds"]))
     figure, axes = pyplot.subplots(figsize=(8, 0.6 * len(rows) + 1.4))
     for place, row in enumerate(rows):
-        whole, left = sum(found["ms"] for found in row["kinds"].values()), 0.0
+        whole, left = sum(entry["ms"] for entry in row["kinds"].values()), 0.0
         for kind, colour in zip(kinds, SHADES, strict=True):
-            found = row["kinds"][kind]
-            width = found["ms"] / whole
-            least = min(found["floor_ms"] / whole, width)
+            entry = row["kinds"][kind]
+            width = entry["ms"] / whole
+            least = min(entry["floor_ms"] / whole, width)
             label = kind if place == 0 else None
             axes.barh(place, width, left=left, color=colour, alpha=0.4, edgecolor="white")
             axes.barh(place, least, left=left, color=colour, label=label)

@@ -92,12 +92,12 @@ class Comparisons:
         )
 
 
-def compare_few_rows(found: Comparisons, size: int) -> None:
+def compare_few_rows(comparisons: Comparisons, size: int) -> None:
     """Compare products of few rows as in generation: one alone, and each of many in a row."""
     generator = torch.Generator(DEVICE)
     matrices = [
         random_packed(size, size, GROUP_SIZE, generator, spread=8)
-        for _ in range(8 * found.stopwatch.cache_bytes // (size * size // 4) + 1)
+        for _ in range(8 * comparisons.stopwatch.cache_bytes // (size * size // 4) + 1)
     ]
     weights = [prepack(one) for one in matrices]
     twins = [randn(size, size) for _ in matrices]
@@ -120,7 +120,7 @@ def compare_few_rows(found: Comparisons, size: int) -> None:
             ("prepacked", one, one_twin, 1),
             ("prepacked, in a row", all_, all_twins, len(weights)),
         ):
-            found.compare(
+            comparisons.compare(
                 (size, size), rows, what, ours, peer, number=number, weight=weights[0].pieces
             )
 
@@ -133,22 +133,22 @@ def randn(*shape: int) -> torch.Tensor:
 def main() -> None:
     """Print a line a comparison, and write the rows."""
     args = results.options("products", "Time products and updates against cuBLAS.").parse_args()
-    found = Comparisons()
-    roofline = found.roofline
+    comparisons = Comparisons()
+    roofline = comparisons.roofline
     print(
         f"copy {roofline.bytes_per_second / 1e12:.2f} TB/s, products"
         f" {roofline.flops_per_second / 1e12:.0f} TFLOP/s, a launch {roofline.launch_us:.1f} us"
     )
     for size in (8192, 16384):
-        compare_few_rows(found, size)
-        compare_products(found, size)
+        compare_few_rows(comparisons, size)
+        compare_products(comparisons, size)
     for outputs, inputs, rows in ((8192, 8192, 8192), (11264, 2048, 16384)):
-        compare_updates(found, outputs, inputs, rows)
+        compare_updates(comparisons, outputs, inputs, rows)
     command = results.command_line("products")
-    results.save("products", found.rows, command=command, folder=args.out)
+    results.save("products", comparisons.rows, command=command, folder=args.out)
 
 
-def compare_products(found: Comparisons, size: int) -> None:
+def compare_products(comparisons: Comparisons, size: int) -> None:
     """Compare products of matrices as they are trained."""
     packed = random_packed(size, size, GROUP_SIZE, torch.Generator(DEVICE), spread=8)
     weight, own = randn(size, size), decode_weight(packed)
@@ -167,7 +167,7 @@ def compare_products(found: Comparisons, size: int) -> None:
                 ours = partial(multiply_in_eight_bits, x, packed, transposed)
                 calls.append((what, ours, weight.T))
         for what, ours, w in calls:
-            found.compare((size, size), rows, what, ours, partial(torch.matmul, x, w))
+            comparisons.compare((size, size), rows, what, ours, partial(torch.matmul, x, w))
 
 
 def multiply_in_eight_bits(x: Tensor, packed: Packed, transposed: bool) -> Tensor:
@@ -175,7 +175,7 @@ def multiply_in_eight_bits(x: Tensor, packed: Packed, transposed: bool) -> Tenso
     return fp8_matmul(*quantise_rows(x), packed, transposed)
 
 
-def compare_updates(found: Comparisons, outputs: int, inputs: int, rows: int) -> None:
+def compare_updates(comparisons: Comparisons, outputs: int, inputs: int, rows: int) -> None:
     """Compare forming a gradient and the whole update with cuBLAS forming it alone."""
     grad_y, x = randn(rows, outputs), randn(rows, inputs)
 
@@ -192,7 +192,7 @@ def compare_updates(found: Comparisons, outputs: int, inputs: int, rows: int) ->
         tensor.initialise(0, 0)
         updater = Updater([tensor], 0, torch.bfloat16)
         updater.begin(3, 1.0)
-        found.compare(
+        comparisons.compare(
             (outputs, inputs), rows, f"update, {rule} {direction}",
             lambda u=updater, t=tensor: u(t, form()), form,
         )  # fmt: skip

@@ -59,10 +59,10 @@ def load(name: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
     path = folder / f"{name}.json"
     if not path.exists():
         return []
-    found = json.loads(path.read_text())
-    if found.get("name") != name or set(found) != {"name", "runs"}:
+    content = json.loads(path.read_text())
+    if content.get("name") != name or set(content) != {"name", "runs"}:
         raise ValueError(f"{path}: not the results of {name}")
-    for run in found["runs"]:
+    for run in content["runs"]:
         for part, fields in (
             (run, RUN_FIELDS),
             (run.get("hardware", {}), HARDWARE_FIELDS),
@@ -70,7 +70,7 @@ def load(name: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
         ):
             if set(part) != set(fields):
                 raise ValueError(f"{path}: fields {sorted(part)}, not {sorted(fields)}")
-    return found["runs"]
+    return content["runs"]
 
 
 def save(name: str, rows: Sequence[dict[str, Any]], *, command: str, folder: Path = FOLDER) -> None:
@@ -195,13 +195,13 @@ def find_versions() -> dict[str, str | None]:
     """List the versions that decide what is measured."""
     from arbcli.version import __version__
 
-    found: dict[str, str | None] = {"arb": __version__, "python": platform.python_version()}
+    versions: dict[str, str | None] = {"arb": __version__, "python": platform.python_version()}
     for name in ("torch", "triton"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
 class Options(argparse.ArgumentParser):
@@ -209,9 +209,9 @@ class Options(argparse.ArgumentParser):
 
     def parse_known_args(self, *given: Any, **named: Any) -> Any:
         """Read the options, then look for a commit, which `--help` does not need."""
-        found = super().parse_known_args(*given, **named)
+        arguments = super().parse_known_args(*given, **named)
         find_commit()
-        return found
+        return arguments
 
 
 def options(name: str, what: str) -> argparse.ArgumentParser:

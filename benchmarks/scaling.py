@@ -84,14 +84,14 @@ def measure(kind: str, shape: str, steps: int, text: dict, seed: int) -> dict:
         for _ in range(steps):
             trainer.train_step()
         loss = trainer.evaluate()
-    found = {"weights": trainer.num_weights, "bytes": steps * CTX * WINDOWS}
+    sizes = {"weights": trainer.num_weights, "bytes": steps * CTX * WINDOWS}
     trainer.release_graph()
     return {
         "kind": kind,
         "shape": shape,
         "steps": steps,
         "seed": seed,
-        **found,
+        **sizes,
         "held_out_nats": round(loss, 4),
     }
 

@@ -38,7 +38,7 @@ def make_ours(model: LanguageModel, texts: int) -> Callable[[], None]:
 
 def make_peer(twin: LanguageModel, texts: int) -> tuple[Callable[[], None], str]:
     """Do the same for the float model, in the mode that is the fastest."""
-    found = {}
+    decoders = {}
     for mode in MODES:
         torch._dynamo.reset()
         try:
@@ -50,8 +50,8 @@ def make_peer(twin: LanguageModel, texts: int) -> tuple[Callable[[], None], str]
         steps_per_second(decoder.step, WARM_UP_STEPS // 2)
         rate = steps_per_second(decoder.step, WARM_UP_STEPS // 2)
         print(f"  {texts} texts, {mode}: {texts * rate:,.0f} bytes/s", file=sys.stderr)
-        found[rate] = decoder.step, mode
-    return found[max(found)]
+        decoders[rate] = decoder.step, mode
+    return decoders[max(decoders)]
 
 
 def steps_per_second(step: Callable[[], None], steps: int) -> float:

@@ -164,12 +164,12 @@ def measure(kind: str, seeds: Sequence[int], texts: Texts) -> list[dict[str, Any
     if kind == NANOGPT:
         rows = []
         for seed in seeds:
-            found = train_nanogpt(texts.train, texts.batches, seed, EVERY)
-            row = {"kind": kind, "seed": seed, "steps": max(found["curve"]), "lr": 1e-3}
-            row |= dict.fromkeys(DROPOUT, 0.2) | {"weight_decay": 0.1, "weights": found["weights"]}
-            row |= {"state_mib": round(found["state_bytes"] / 2**20, 1)}
-            times = {name: round(found[name], 1) for name in ("seconds", "prepared_seconds")}
-            rows.append(finished_row(row, found["curve"]) | times)
+            result = train_nanogpt(texts.train, texts.batches, seed, EVERY)
+            row = {"kind": kind, "seed": seed, "steps": max(result["curve"]), "lr": 1e-3}
+            row |= dict.fromkeys(DROPOUT, 0.2) | {"weight_decay": 0.1, "weights": result["weights"]}
+            row |= {"state_mib": round(result["state_bytes"] / 2**20, 1)}
+            times = {name: round(result[name], 1) for name in ("seconds", "prepared_seconds")}
+            rows.append(finished_row(row, result["curve"]) | times)
         return rows
 
     def evaluate(trainer: Trainer) -> float:
@@ -198,7 +198,7 @@ def sweep(runs: Sequence[str], at_once: int, seconds: float, texts: Texts) -> No
         seconds: no further runs begin after this time.
         texts: the texts.
     """
-    began, found = time.perf_counter(), []
+    began, outcomes = time.perf_counter(), []
     for begin in range(0, len(runs), at_once):
         if time.perf_counter() - began > seconds:
             print(f"out of time: {len(runs) - begin} runs were left out", flush=True)
@@ -209,16 +209,18 @@ def sweep(runs: Sequence[str], at_once: int, seconds: float, texts: Texts) -> No
             kind, *given = run.split()
             values = {name: _value(text) for name, text in (word.split("=") for word in given)}
             trainers.append(trainer_of(KINDS[kind] | values, texts, 0))
-        curves = train_together(trainers, EVERY, lambda each: held_out_loss(each, texts.batches))
+        curves = train_together(
+            trainers, EVERY, lambda trainer: held_out_loss(trainer, texts.batches)
+        )
         for run, curve in zip(group, curves, strict=True):
             best = min(curve, key=lambda step: curve[step])
-            found.append((curve[best], best, curve[max(curve)], run))
+            outcomes.append((curve[best], best, curve[max(curve)], run))
             points = " ".join(f"{step}:{loss:.4f}" for step, loss in curve.items())
             print(f"{run} | {points} | {time.perf_counter() - began:.0f} s", flush=True)
         del trainers
         torch.cuda.empty_cache()
     print("\n  best  at step  final  run")
-    for loss, step, last, run in sorted(found):
+    for loss, step, last, run in sorted(outcomes):
         print(f"{loss:.4f}  {step:7} {last:.4f}  {run}")
 
 
@@ -266,12 +268,12 @@ def main() -> None:
         rows = []
         for kind in args.kinds:
             with nullcontext() if kind == NANOGPT else deterministic():
-                found = measure(kind, args.seeds, texts)
-            for row in found:
+                kind_rows = measure(kind, args.seeds, texts)
+            for row in kind_rows:
                 print(f"{kind} seed {row['seed']}: best {row['best_nats']}", flush=True)
             command = results.command_line("shakespeare")
-            results.save("shakespeare", found, command=command, folder=args.out)
-            rows += found
+            results.save("shakespeare", kind_rows, command=command, folder=args.out)
+            rows += kind_rows
     print_table(rows)
 
 

@@ -130,19 +130,19 @@ class Work:
         kind = MODULES.get(module, PACKAGES.get(package, REST))
         name = kernel.fn.__name__
         self.kernels[name] = kind
-        found = OPERATIONS.get(name, lambda **_: 0)(**arguments)
-        self.operations[self.kind(kind)] += found
-        if not found or kind != PRODUCTS:
+        count = OPERATIONS.get(name, lambda **_: 0)(**arguments)
+        self.operations[self.kind(kind)] += count
+        if not count or kind != PRODUCTS:
             self.bytes[self.kind(kind)] += self.num_bytes(arguments.values())
 
     def num_bytes(self, values: Iterable[Any]) -> int:
         """Count the bytes of all tensors of the device among values, each once."""
-        found: dict[int, int] = {}
+        sizes: dict[int, int] = {}
         for tensor in tensors_of(values):
             if tensor.device.type == self.device:
                 size = min(tensor.nbytes, tensor.untyped_storage().nbytes())
-                found[tensor.data_ptr()] = max(size, found.get(tensor.data_ptr(), 0))
-        return sum(found.values())
+                sizes[tensor.data_ptr()] = max(size, sizes.get(tensor.data_ptr(), 0))
+        return sum(sizes.values())
 
 
 def places_of(tensors: Iterable[Tensor]) -> set[int]:
@@ -227,24 +227,24 @@ class Operations(TorchDispatchMode):
     ) -> Any:
         """Run an operation, and count it."""
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         name, work = func.overloadpacket.__name__, self.work
-        results_ = [*tensors_of([found])]
+        results_ = [*tensors_of([result])]
         if name in MULTIPLIED:
             forms = tuple(map(form_of, args)), tuple((k, form_of(v)) for k, v in kwargs.items())
             work.products[work.kind(PRODUCTS), func, *forms] += 1
-            return found
+            return result
         taken = [*tensors_of(args), *tensors_of(kwargs.values())]
         views = not func._schema.is_mutable and places_of(results_) <= places_of(taken)
         if views or not results_ or not taken:  # also what only asks for memory
-            return found
+            return result
         if "attention" in name:
             given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
             work.operations[ATTENTION] += of_library_attention(name, given)
             work.bytes[ATTENTION] += work.num_bytes([*taken, *results_])
         elif not name.startswith(("empty", "new_empty", "detach")):
             work.bytes[work.kind(REST)] += work.num_bytes([*taken, *results_])
-        return found
+        return result
 
 
 @contextmanager
@@ -331,10 +331,10 @@ def trace(trainer: Trainer | BareStep) -> list[dict[str, Any]]:
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             run_steps(trainer, TRACED)
         profiler.export_chrome_trace(str(path))
-        found = json.loads(path.read_text())["traceEvents"]
+        events = json.loads(path.read_text())["traceEvents"]
     for patch in patches:
         patch.stop()
-    return found
+    return events
 
 
 def kernel_times(
@@ -409,16 +409,16 @@ def time_products(work: Work, stopwatch: Stopwatch) -> list[dict[str, Any]]:
 
 def floors(work: Work, products: list[dict[str, Any]], roofline: Roofline) -> dict[str, float]:
     """Return the minimum milliseconds of each kind."""
-    found = {}
+    minima = {}
     for kind in KINDS:
         of_library = sum(row["times"] * row["us"] for row in products if row["kind"] == kind)
         computed = 1e3 * work.operations[kind] / roofline.flops_per_second
         moved = 1e3 * work.bytes[kind] / roofline.bytes_per_second
         if kind == ATTENTION:
-            found[kind] = max(computed, moved)
+            minima[kind] = max(computed, moved)
         else:
-            found[kind] = of_library / 1e3 + computed + moved
-    return found
+            minima[kind] = of_library / 1e3 + computed + moved
+    return minima
 
 
 def measure(options: dict[str, Any]) -> dict[str, Any]:
@@ -459,9 +459,9 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def milliseconds(found: Counter) -> dict[str, float]:
+def milliseconds(microseconds: Counter) -> dict[str, float]:
     """Write the microseconds of all traced steps as milliseconds of one."""
-    return {name: round(us / 1e3 / TRACED, 3) for name, us in found.items()}
+    return {name: round(us / 1e3 / TRACED, 3) for name, us in microseconds.items()}
 
 
 def measure_twin(options: dict[str, Any], ctx: int) -> dict[str, Any]:
@@ -493,8 +493,8 @@ def main() -> None:
     for name in args.models or MODELS:
         row: dict[str, Any] = {"model": name} | measure(MODELS[name])
         print(f"{name}: {row['step_ms']} ms captured, {row['kernel_ms']} of kernels")
-        for kind, found in row["kinds"].items():
-            print(f"  {kind:24}{found['ms']:10.3f} ms, at least {found['floor_ms']:10.3f}")
+        for kind, times in row["kinds"].items():
+            print(f"  {kind:24}{times['ms']:10.3f} ms, at least {times['floor_ms']:10.3f}")
         print(flush=True)
         command = results.command_line("step_budget")
         results.save("step_budget", [row], command=command, folder=args.out)

@@ -30,7 +30,7 @@ def train_together(
     Returns:
         Held-out losses of each, in nats a symbol, by the number of steps; the last is the end's.
     """
-    found: list[dict[int, float]] = [{} for _ in trainers]
+    curves: list[dict[int, float]] = [{} for _ in trainers]
     patiences = [Patience(trainer.config.patience) for trainer in trainers]
     streams = [torch.cuda.Stream() for _ in trainers]
     torch.cuda.synchronize()
@@ -40,7 +40,7 @@ def train_together(
                 _step(trainer, stream)
         if step % AHEAD == 0:
             torch.cuda.synchronize()
-        for trainer, losses, patience in zip(trainers, found, patiences, strict=True):
+        for trainer, losses, patience in zip(trainers, curves, patiences, strict=True):
             if _is_due(trainer, every) and trainer.step not in losses:
                 torch.cuda.synchronize()
                 losses[trainer.step] = evaluate(trainer)
@@ -49,7 +49,7 @@ def train_together(
             break
     for trainer in trainers:
         trainer.release_graph()
-    return found
+    return curves
 
 
 def _is_due(trainer: Trainer, every: int | None) -> bool:

@@ -226,8 +226,8 @@ def tune_plain(job: Job, texts: Path, folder: Path, device: str) -> dict[str, An
     for number in range(job.steps):
         step.updates.lr.fill_(job.lr * learning_rate(config, number) / config.lr)
         step(*batch(text, step=number, device=device, **drawn))
-    found = {"state_bytes": step.state_bytes(), "captured": step.graph is not None}
-    return found | both_losses(step.model.loss, texts, device)
+    figures = {"state_bytes": step.state_bytes(), "captured": step.graph is not None}
+    return figures | both_losses(step.model.loss, texts, device)
 
 
 def measure(kind: str, texts: Path, folder: Path, device: str) -> dict[str, Any]:
@@ -337,7 +337,7 @@ def both_losses(
     loss: Callable[[Tensor, Tensor], Tensor], texts: Path, device: str
 ) -> dict[str, float]:
     """Average the loss over the held-out windows of both texts."""
-    found = {}
+    means = {}
     with use_backend(resolve_backend(None, resolve_device(device))):
         for name, file in (("new", "novels-val.txt"), ("old", "code-val.txt")):
             batches = evaluation_batches(
@@ -345,8 +345,8 @@ def both_losses(
                 device=device,
             )  # fmt: skip
             losses = [float(loss(ids, targets)) for ids, targets in batches]
-            found[name] = round(sum(losses) / len(losses), 4)
-    return found
+            means[name] = round(sum(losses) / len(losses), 4)
+    return means
 
 
 def tune(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
@@ -434,9 +434,9 @@ def run_jobs(jobs: str, kind: type, run: Callable[[Any], dict[str, Any]]) -> Non
     """
     for fields in json.loads(jobs):
         started, job = time.perf_counter(), kind(**fields)
-        found = run(job)
+        result = run(job)
         seconds = round(time.perf_counter() - started, 1)
-        print(json.dumps(asdict(job) | found | {"seconds": seconds}), flush=True)
+        print(json.dumps(asdict(job) | result | {"seconds": seconds}), flush=True)
         torch.compiler.reset()  # torch compiles eight variants of a function, and each job is one
         gc.collect()
         if torch.cuda.is_available():
@@ -454,8 +454,8 @@ def print_begun(rules: Iterable[str], folder: Path, args: argparse.Namespace) ->
     """Print the losses of the float model and of its import."""
     for kind in rules:
         row = {"part": "begun", "kind": kind, "lr": 0.0, "seed": 0, "steps": 0, "seconds": 0.0}
-        found = score(imported(folder, kind), args.texts, args.device)
-        print(json.dumps(row | found), flush=True)
+        scores = score(imported(folder, kind), args.texts, args.device)
+        print(json.dumps(row | scores), flush=True)
     twin = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
     print("float", both_losses(twin.to(args.device).loss, args.texts, args.device), flush=True)
 

@@ -85,12 +85,12 @@ def normal(*shape: int, seed=0) -> torch.Tensor:
 
 def collect(part: torch.nn.Module) -> dict[str, list]:
     """Make every weight hand its (gradient, where) to a list of its own."""
-    found: dict[str, list] = {}
+    grads: dict[str, list] = {}
     for name, tensor in part.named_modules():
         if isinstance(tensor, TernaryTensor) and not tensor.frozen:
-            found[name] = []
-            tensor.sink = lambda _, grad, where=None, name=name: found[name].append((grad, where))
-    return found
+            grads[name] = []
+            tensor.sink = lambda _, grad, where=None, name=name: grads[name].append((grad, where))
+    return grads
 
 
 def decoded(part: torch.nn.Module) -> dict[str, torch.Tensor]:

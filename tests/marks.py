@@ -12,11 +12,11 @@ needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 
 def mostly_slow(values: Iterable, quick: Callable[..., bool]) -> list:
     """Make parameters, a tuple for several arguments; those that are not `quick` are slow."""
-    found = []
+    parameters = []
     for value in values:
         parts = value if isinstance(value, tuple) else (value,)
-        found.append(pytest.param(*parts, marks=() if quick(*parts) else pytest.mark.slow))
-    return found
+        parameters.append(pytest.param(*parts, marks=() if quick(*parts) else pytest.mark.slow))
+    return parameters
 
 
 def on_gpus(size: int) -> list[pytest.MarkDecorator]:

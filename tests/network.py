@@ -21,14 +21,14 @@ def listening_addresses(pids: Iterable[int]) -> set[tuple[Address, int]]:
         for path in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):  # closed meanwhile
                 own.add(str(path.readlink()))
-    found = set()
+    addresses = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         for line in table.read_text().splitlines()[1:] if table.exists() else ():
             _, local, _, state, *_, inode = line.split()[:10]
             if state == LISTENS and f"socket:[{inode}]" in own:
                 host, port = local.split(":")
-                found.add((_address(host), int(port, 16)))
-    return found
+                addresses.add((_address(host), int(port, 16)))
+    return addresses
 
 
 def _address(text: str) -> Address:

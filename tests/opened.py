@@ -84,13 +84,13 @@ def _result(
     except ArbError as error:
         named = f"{_short(error, said)}; "
     try:
-        found = open_texts(
+        texts = open_texts(
             entries, val, seed=seed, context=CONTEXT - 1, conversion=conversion, split=split
         )
     except ArbError as error:
         return f"{named}{_short(error, said)}"
-    parts = f"{_part(found.train)}; {_part(found.val)}"
-    return f"{named}{found.description}; {found.split}; {parts}"
+    parts = f"{_part(texts.train)}; {_part(texts.val)}"
+    return f"{named}{texts.description}; {texts.split}; {parts}"
 
 
 def _entries_with_options() -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:

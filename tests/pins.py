@@ -59,11 +59,11 @@ def first_weights(config: ModelConfig, seed: int) -> str:
     """Digest all tensors of a model as a run of a seed begins."""
     model: LanguageModel = build_model(config, torch.float32)
     model.initialise(seed)
-    found = sha256()
+    digest = sha256()
     for name, part in model.state_dict().items():
-        found.update(name.encode())
-        found.update(part.contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:DIGITS]
+        digest.update(name.encode())
+        digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:DIGITS]
 
 
 def _attribute(weight: Any, name: str) -> Any:

@@ -25,13 +25,13 @@ def in_processes(size: int, work: Callable, *args, device: str = "cpu", join: bo
     call = (size, port, device, join, results, work, args)
     options = {"nprocs": size, "start_method": start, "join": False}
     processes = multiprocessing.start_processes(_process, args=call, **options)
-    found, over = {}, False
+    outputs, over = {}, False
     while not over:
         over = processes.join(timeout=0.02)  # raises what a process raised
         while not results.empty():  # a pipe holds only so much
             rank, result = results.get()
-            found[rank] = result
-    return [found[rank] for rank in range(size)]
+            outputs[rank] = result
+    return [outputs[rank] for rank in range(size)]
 
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:

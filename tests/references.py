@@ -29,13 +29,13 @@ def decoded(model: LanguageModel) -> dict[str, Tensor]:
 def dense_gradients(model: LanguageModel) -> dict[str, Tensor]:
     """Collect the gradients that a backward hands on, as float64 matrices by names of weights."""
     names = {id(part): name for name, part in model.weights().items()}
-    found = {
+    gradients = {
         name: torch.zeros(part.out_features, part.in_features, dtype=torch.float64)
         for name, part in model.weights().items()
     }
 
     def take(tensor, grad, where=None):
-        dense = found[names[id(tensor)]]
+        dense = gradients[names[id(tensor)]]
         if where is None:
             dense += grad
         else:
@@ -43,4 +43,4 @@ def dense_gradients(model: LanguageModel) -> dict[str, Tensor]:
 
     for part in model.weights().values():
         part.sink = take
-    return found
+    return gradients

@@ -68,10 +68,10 @@ def test_constants_are_pinned(module):
 
 
 def test_rules_are_pinned():
-    found = {name: find_rule(name) for name in RULES}
+    rules = {name: find_rule(name) for name in RULES}
     assert {
         name: (rule.radix, rule.remainder_max, rule.moment_range, LR[name], DIRECTION[name])
-        for name, rule in found.items()
+        for name, rule in rules.items()
     } == {
         "moment": (64, 127, 0.5, 0.7, "orthogonal"),
         "nibble": (14, 7, 0.6, 0.4, "orthogonal"),
@@ -94,8 +94,8 @@ def test_weights_of_the_losses_are_pinned():
 def test_trits_lie_in_the_bytes_where_they_lay():
     """Of 167 weights, in turns 1, 0, -1, 1, 0, ..., the bytes of a full and of a short block."""
     trits = torch.tensor([1 - k % 3 for k in range(167)], dtype=torch.int8)[None]
-    found = packing.pack_trits(trits)[0].tolist()
+    block_bytes = packing.pack_trits(trits)[0].tolist()
     whole = [sum((2 - (32 * d + j) % 3) * 3**d for d in range(5)) for j in range(32)]
     rest = [1 - k % 3 for k in range(160, 167)] + [0] * 3
     short = [sum((rest[2 * d + j] + 1) * 3**d for d in range(5)) for j in range(2)]
-    assert found == whole + short
+    assert block_bytes == whole + short

@@ -57,7 +57,7 @@ def wheel(tmp_path_factory) -> Path:
 def test_lock_file_has_a_hash_for_every_package_and_the_versions_that_are_promised():
     lines = (ROOT / "requirements.lock").read_text().splitlines()
     locked = [re.fullmatch(r"(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
-    versions = {found[1]: found[2] for found in locked}
+    versions = {match[1]: match[2] for match in locked}
     about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for wanted in map(Requirement, about["dependencies"]):
         assert wanted.specifier.contains(versions[wanted.name])

@@ -100,7 +100,7 @@ def test_configuration_is_refused_with_its_values_and_a_way_out(name):
 
 def test_every_refusal_has_a_hint_and_lists_the_settings_that_it_names():
     """A command line shows those that are listed as its options."""
-    found, named = set(), 0
+    unlisted, named = set(), 0
     for path in Path(arbcli.__file__).parent.rglob("*.py"):
         for call in walk(parsed(path)) if "ArbError(" in path.read_text() else ():
             if not isinstance(call, ast.Call) or ast.unparse(call.func) != "ArbError":
@@ -111,10 +111,10 @@ def test_every_refusal_has_a_hint_and_lists_the_settings_that_it_names():
             parts = [*walk(given.get("fields", ast.Tuple([])))]
             if not any(isinstance(part, ast.Name) for part in parts):
                 listed = {part.value for part in parts if isinstance(part, ast.Constant)}
-                found |= {f"{path.name}: {name}" for name in names - listed}
+                unlisted |= {f"{path.name}: {name}" for name in names - listed}
                 named += len(names)
     # an argument of the library, and keys of a model's file
-    assert found == {"__init__.py: batch", "model.py: router", "model_file.py: dim"}
+    assert unlisted == {"__init__.py: batch", "model.py: router", "model_file.py: dim"}
     assert named > 30
 
 

@@ -65,7 +65,7 @@ def test_row_measured_again_leaves_its_old_run(tmp_path):
     assert [row["kind"] for row in old["rows"]] == ["factored"]
     assert (new["commit"], new["rows"][0]["ms"]) == ("def5678", 0.5)
     add_runs("training_step", [run([step("tiny", "factored", 1.0)], "def5678")], tmp_path)
-    assert [found["commit"] for found in load("training_step", tmp_path)] == ["def5678"] * 2
+    assert [entry["commit"] for entry in load("training_step", tmp_path)] == ["def5678"] * 2
 
 
 def test_saved_run_has_its_source(tmp_path, monkeypatch):
@@ -133,8 +133,8 @@ def test_every_result_is_shown_by_a_page_or_a_figure():
 
 def test_functions_are_called_in_turns():
     called = []
-    found = measuring.in_turns(
+    rounds = measuring.in_turns(
         2, lambda: called.append("a") or 1.0, lambda: called.append("b") or 2.0
     )
     assert called == ["a", "b", "a", "b"]
-    assert found == [[1.0, 1.0], [2.0, 2.0]]
+    assert rounds == [[1.0, 1.0], [2.0, 2.0]]

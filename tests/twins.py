@@ -10,12 +10,12 @@ from arbcli.training.step import minimised
 def losses_of_steps(lm: LanguageModel, ids: Tensor, lr: float, steps: int) -> list[dict]:
     """Train on (B, T + 1) symbols by AdamW; return the losses of each step by name."""
     optimizer = torch.optim.AdamW(lm.parameters(), lr)
-    found = []
+    history = []
     for _ in range(steps):
         optimizer.zero_grad()
         losses = lm.losses(ids[:, :-1], ids[:, 1:])
         minimised(losses, lm.loss_weights).backward()
         optimizer.step()
         lm.after_step()
-        found.append({name: loss.item() for name, loss in losses.items()})
-    return found
+        history.append({name: loss.item() for name, loss in losses.items()})
+    return history

@@ -28,8 +28,8 @@ def source(runs: Runs) -> str:
         for name, title in shown.items():
             values = {run[fields][name] for run in runs} - {None}
             parts += [f"{title}{value}" for value in sorted(values)]
-    found = [f"`{run['commit']}`{' with changes' * run['dirty']}" for run in runs]
-    names = dict.fromkeys(found)
+    commits = [f"`{run['commit']}`{' with changes' * run['dirty']}" for run in runs]
+    names = dict.fromkeys(commits)
     parts.append(f"commit{'s' * (len(names) > 1)} {', '.join(names)}")
     parts += dict.fromkeys(f"`{_program(run['command'])}`" for run in runs)
     return "\n" + fill(", ".join(parts) + ".", 100, break_on_hyphens=False) + "\n"

@@ -8,7 +8,7 @@ from benchmarks.tables.rows import Runs, Tables, only, row_of, rows_of
 
 def bits_of_many(runs: Runs) -> str:
     """Compare states after the same steps on several GPUs and on one."""
-    found = only(runs, part="bits")
+    selection = only(runs, part="bits")
     lines = [
         [
             f"`{row['preset']}`, {row['kind']}",
@@ -18,17 +18,17 @@ def bits_of_many(runs: Runs) -> str:
             "yes" if row["losses_equal"] else "no",
             f"{row['wire_bytes_a_weight']:.3f}",
         ]
-        for row in rows_of(found)
+        for row in rows_of(selection)
     ]
     head = ["", "GPUs", "steps", "tensors equal to one GPU's", "losses equal"]
-    return measured([*head, "bytes a step, weight and GPU"], lines, found)
+    return measured([*head, "bytes a step, weight and GPU"], lines, selection)
 
 
 def speed_of_many(runs: Runs) -> str:
     """Time of a step where each GPU has one micro-batch, and what it is of linear."""
-    found, lines = only(runs, part="speed"), []
-    for row in rows_of(found):
-        one = row_of(found, preset=row["preset"], kind=row["kind"], gpus=1)
+    selection, lines = only(runs, part="speed"), []
+    for row in rows_of(selection):
+        one = row_of(selection, preset=row["preset"], kind=row["kind"], gpus=1)
         linear = one["ms"] / row["ms"] if one and row["gpus"] > 1 else None
         lines.append(
             [
@@ -45,26 +45,26 @@ def speed_of_many(runs: Runs) -> str:
         )
     head = ["preset", "kind", "GPUs", "ms a step", "trained bytes/s", "of linear"]
     head += ["bytes a step, weight and GPU", "state of a GPU, GB", "peak of a GPU, GB"]
-    return measured(head, lines, found)
+    return measured(head, lines, selection)
 
 
 def quality_of_many(runs: Runs) -> str:
     """Held-out loss of whole runs by gradients that travel, against those of the other rule."""
-    found = only(runs, part="quality")
+    selection = only(runs, part="quality")
     means = {}
-    for kind in dict.fromkeys(row["kind"] for row in rows_of(found)):
-        means[kind] = mean(row["val_loss"] for row in rows_of(found, kind=kind))
+    for kind in dict.fromkeys(row["kind"] for row in rows_of(selection)):
+        means[kind] = mean(row["val_loss"] for row in rows_of(selection, kind=kind))
     first = next(iter(means.values()), 0.0)
     lines = [
         [
             kind,
-            ", ".join(f"{row['val_loss']:.4f}" for row in rows_of(found, kind=kind)),
+            ", ".join(f"{row['val_loss']:.4f}" for row in rows_of(selection, kind=kind)),
             f"{loss:.4f}",
             f"{loss / first - 1:+.2%}".replace("%", " %"),
         ]
         for kind, loss in means.items()
     ]
-    return measured(["parts and windows", "by seed", "mean", "from the first"], lines, found)
+    return measured(["parts and windows", "by seed", "mean", "from the first"], lines, selection)
 
 
 TABLES: Tables = {

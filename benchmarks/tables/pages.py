@@ -42,8 +42,8 @@ def with_tables(path: Path) -> str:
     """
     tables = PAGES[path.relative_to(ROOT).as_posix()].TABLES
 
-    def write(found: re.Match) -> str:
-        file, table = tables[found[2]]
-        return found[1] + table(load(file)) + found[3]
+    def write(match: re.Match) -> str:
+        file, table = tables[match[2]]
+        return match[1] + table(load(file)) + match[3]
 
     return MARKED.sub(write, path.read_text())

@@ -22,9 +22,9 @@ def losses_by_state(runs: Runs, preset: str, head: Sequence[str]) -> str:
         for row in rows_of([run], preset=preset):
             groups.setdefault(row["options"], []).append((row, run["commit"]))
     lines = []
-    for options, found in groups.items():
-        found.sort(key=lambda pair: pair[0]["seed"])
-        rows = [row for row, _ in found]
+    for options, pairs in groups.items():
+        pairs.sort(key=lambda pair: pair[0]["seed"])
+        rows = [row for row, _ in pairs]
         first, last = rows[0]["seed"], rows[-1]["seed"]
         seeds = f"{first} to {last}" if last - first > 1 else f"{first}, {last}"
         cells = {
@@ -32,7 +32,7 @@ def losses_by_state(runs: Runs, preset: str, head: Sequence[str]) -> str:
             "options": f"`{options}`" + (f", seeds {seeds}" if len(rows) > 1 else ""),
             "held-out loss": ", ".join(f"{row['held_out_nats']:.4f}" for row in rows),
             "state": f"{rows[0]['state_mib']} MiB",
-            "commit": ", ".join(dict.fromkeys(f"`{commit}`" for _, commit in found)),
+            "commit": ", ".join(dict.fromkeys(f"`{commit}`" for _, commit in pairs)),
         }
         lines.append([cells[name] for name in head])
     return markdown(head, lines) + source(only(runs, preset=preset))
@@ -65,8 +65,8 @@ def losses_by_size(runs: Runs) -> str:
         place = groups.setdefault((row["kind"], row["weights"]), {})
         place[row["steps"]] = row["held_out_nats"]
     lines = [
-        [kind, f"{weights / 1e6:.1f} M", *(number(found.get(steps), ".4f") for steps in lengths)]
-        for (kind, weights), found in sorted(groups.items())
+        [kind, f"{weights / 1e6:.1f} M", *(number(losses.get(steps), ".4f") for steps in lengths)]
+        for (kind, weights), losses in sorted(groups.items())
     ]
     return measured(["kind", "weights", *(f"{n:,} steps" for n in lengths)], lines, runs)
 
@@ -75,14 +75,14 @@ def laws(runs: Runs) -> str:
     """The law that is fitted to each kind's losses, each number with its standard error."""
     lines = []
     for kind in dict.fromkeys(row["kind"] for row in rows_of(runs)):
-        found = fit(rows_of(runs, kind=kind))
-        if found:
-            pairs = zip(found.law, found.errors, strict=True)
+        curve = fit(rows_of(runs, kind=kind))
+        if curve:
+            pairs = zip(curve.law, curve.errors, strict=True)
             numbers = [
                 f"{value:.2f} ± {error:.2f}" if isfinite(error) else "not determined"
                 for value, error in pairs
             ]
-            lines.append([kind, *numbers, f"{found.residual:.2%}".replace("%", " %")])
+            lines.append([kind, *numbers, f"{curve.residual:.2%}".replace("%", " %")])
     return measured(["kind", "E", "A", "B", "a", "b", "residual"], sorted(lines), runs)
 
 
@@ -132,14 +132,14 @@ def best_within(steps: Runs, losses: Runs, kind: str, budget: float) -> tuple[fl
         kind: of training.
         budget: of the peak, in MiB.
     """
-    found = []
+    points = []
     for row in rows_of(steps, kind=kind):
         lengths = rows_of(losses, kind=kind, shape=row["shape"], seed=0)
         count = 1e3 * FRONTIER_SECONDS / row["ms"]
         enough = any(count >= length["steps"] for length in lengths)
         if row["peak_mib"] <= budget and enough:
-            found.append((between(lengths, count), row))
-    return min(found, key=lambda pair: pair[0], default=None)
+            points.append((between(lengths, count), row))
+    return min(points, key=lambda pair: pair[0], default=None)
 
 
 def frontier_losses() -> Runs:
@@ -167,9 +167,9 @@ def steps_by_size(runs: Runs) -> str:
         groups.setdefault((row["kind"], row["weights"]), {})[row["way"]] = row
     ways = list(dict.fromkeys(row["way"] for row in rows_of(runs)))
     lines = []
-    for (kind, weights), found in sorted(groups.items()):
+    for (kind, weights), steps in sorted(groups.items()):
         cells = [
-            f"{found[way]['ms']:.2f} ms, {found[way]['peak_mib']} MiB" if way in found else ""
+            f"{steps[way]['ms']:.2f} ms, {steps[way]['peak_mib']} MiB" if way in steps else ""
             for way in ways
         ]
         lines.append([kind, f"{weights / 1e6:.1f} M", *cells])

@@ -17,8 +17,8 @@ def rows_of(runs: Runs, **fields: Any) -> list[Row]:
 
 def row_of(runs: Runs, **fields: Any) -> Row | None:
     """Return the row with these values; None if it was not measured."""
-    found = rows_of(runs, **fields)
-    return found[0] if found else None
+    rows = rows_of(runs, **fields)
+    return rows[0] if rows else None
 
 
 def value(row: Row | None, field: str) -> Any:
@@ -32,13 +32,13 @@ def measured_row(runs: Runs, **fields: Any) -> Row:
     Raises:
         ValueError: it was not measured.
     """
-    found = row_of(runs, **fields)
-    if found is None:
+    row = row_of(runs, **fields)
+    if row is None:
         raise ValueError(f"no row has {fields}")
-    return found
+    return row
 
 
 def only(runs: Runs, **fields: Any) -> Runs:
     """Return the runs with no rows but those that have these values; runs without are left out."""
-    found = [run | {"rows": rows_of([run], **fields)} for run in runs]
-    return [run for run in found if run["rows"]]
+    selection = [run | {"rows": rows_of([run], **fields)} for run in runs]
+    return [run for run in selection if run["rows"]]

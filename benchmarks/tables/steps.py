@@ -31,7 +31,7 @@ def faster(runs: Runs, ours: Row | None, twin: str) -> Row | None:
     if not ours:
         return None
     ways = ("", ", no sub-norms", ", bare")
-    found = [row_of(runs, preset=ours["preset"], kind=f"{twin}{how}") for how in ways]
+    twins = [row_of(runs, preset=ours["preset"], kind=f"{twin}{how}") for how in ways]
     gpu = gpu_of(runs, ours)
-    known = [row for row in found if row and gpu_of(runs, row) == gpu]
+    known = [row for row in twins if row and gpu_of(runs, row) == gpu]
     return min(known, key=lambda row: row["ms"], default=None)

@@ -145,8 +145,8 @@ def test_program_handles_signals_that_are_not_ignored_from_its_start(
 ):
     """As `nohup` ignores a SIGHUP, and a shell the SIGINT of what it runs in the background."""
     seen = {}
-    found = lambda: seen.update({n: signal.getsignal(n) for n in STOPPING})  # noqa: E731
-    monkeypatch.setattr(cli, "main", found)
+    recorder = lambda: seen.update({n: signal.getsignal(n) for n in STOPPING})  # noqa: E731
+    monkeypatch.setattr(cli, "main", recorder)
     set_before(ignored, signal.SIG_IGN)
     __main__.main()
     assert seen == {n: signal.SIG_IGN if n == ignored else __main__._stop for n in STOPPING}

@@ -89,11 +89,11 @@ def run_commands() -> list[str]:
     return [line.replace(folder, "FOLDER") for line in lines]
 
 
-def differences(found: list[str], wanted: list[str]) -> list[str]:
+def differences(lines: list[str], wanted: list[str]) -> list[str]:
     """Return the lines that differ, numbers by more than the tolerance."""
-    pairs = zip(found, wanted, strict=False)
+    pairs = zip(lines, wanted, strict=False)
     apart = [f"{one}   for   {other}" for one, other in pairs if not _alike(one, other)]
-    return apart + ["lines"] * (len(found) != len(wanted))
+    return apart + ["lines"] * (len(lines) != len(wanted))
 
 
 def _alike(one: str, other: str) -> bool:

@@ -169,8 +169,8 @@ def header_of(config):
 
 
 def options_of(command: str) -> set[str]:
-    found = typer.main.get_command(app).commands.get(command)
-    params = found.params if found else ()
+    subcommand = typer.main.get_command(app).commands.get(command)
+    params = subcommand.params if subcommand else ()
     return {name for one in params for name in (*one.opts, *one.secondary_opts)}
 
 

@@ -37,9 +37,9 @@ def test_printed_settings_are_read_back(tmp_path, given):
 def test_few_settings_are_enough(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('preset = "small"\nlr = 1\n[model]\nctx = 32\n')
-    found = read_settings(path)
-    assert found == {"preset": "small", "lr": 1.0, "ctx": 32}
-    assert type(found["lr"]) is float
+    settings = read_settings(path)
+    assert settings == {"preset": "small", "lr": 1.0, "ctx": 32}
+    assert type(settings["lr"]) is float
     other = tmp_path / "run.json"  # written by hand, and not the `config.json` of a run
     other.write_text('{"preset": "base", "steps": 3, "field": null, "model": {"ctx": 16}}')
     assert read_settings(other) == {"preset": "base", "steps": 3, "ctx": 16}

@@ -72,8 +72,8 @@ def test_template_is_found_wherever_transformers_writes_it(tmp_path):
     settings = tmp_path / "tokenizer_config.json"
     several = [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "a"}]
     settings.write_text(json.dumps({"chat_template": several, "eos_token": {"content": "</s>"}}))
-    found = find_template(file)
-    assert (found.source, found.tokens["eos_token"]) == ("a", "</s>")
+    template = find_template(file)
+    assert (template.source, template.tokens["eos_token"]) == ("a", "</s>")
     (tmp_path / "chat_template.jinja").write_text("c")
     assert find_template(file).source == "c"
     (tmp_path / "hugging_face").mkdir()

@@ -41,13 +41,13 @@ def honest(tmp_path_factory, small_graph, small_hnet, small_compressed) -> list[
     folder = tmp_path_factory.mktemp("honest")
     text = folder / "text.txt"
     text.write_bytes(b"ternary weights learn to read. " * 100)
-    found = []
+    checkpoints = []
     for options in (SMALL, small_graph | {"memgram": True}, small_hnet, small_compressed):
         config = new_config(**options, data=[str(text)], device="cpu")
         texts = open_texts(config.data, None, seed=0, context=config.model.ctx)
         checkpoint = Trainer(config, texts).checkpoint(text_digest(texts))
-        found.append(save_checkpoint(folder, checkpoint).read_bytes())
-    return found
+        checkpoints.append(save_checkpoint(folder, checkpoint).read_bytes())
+    return checkpoints
 
 
 def saved_config(header: dict) -> dict:

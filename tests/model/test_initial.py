@@ -71,11 +71,11 @@ def test_first_weights_do_not_depend_on_the_order_of_modules(config):
     for module in reversed_model.modules():
         module._modules = dict(reversed(module._modules.items()))
     assert [*reversed_model.weights()] != [*model.weights()]
-    for each in (model, reversed_model):
-        each.initialise(3)
-    expected, found = model.state_dict(), reversed_model.state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    for lm in (model, reversed_model):
+        lm.initialise(3)
+    expected, reversed_state = model.state_dict(), reversed_model.state_dict()
+    assert reversed_state.keys() == expected.keys()
+    assert all(torch.equal(reversed_state[name], tensor) for name, tensor in expected.items())
 
 
 def test_module_that_declares_no_order_of_its_weights_is_refused():

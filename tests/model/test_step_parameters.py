@@ -20,5 +20,5 @@ def test_fields_of_a_row_are_read_as_they_were_packed(matrices, paces):
         assert torch.equal(layout.view(rows, name), values[name].to(dtype)), name
     for pace, sizes in enumerate(layout.sizes(rows[1, 2])):
         for name, value in sizes._asdict().items():
-            found = torch.stack(value) if name in GAINS else value
-            assert torch.equal(found.long(), values[name][1, 2, pace]), name
+            tensor = torch.stack(value) if name in GAINS else value
+            assert torch.equal(tensor.long(), values[name][1, 2, pace]), name

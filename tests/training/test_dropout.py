@@ -190,7 +190,7 @@ ON_GPU = {"device": "cuda", "compute": "bf16", "steps": 8}
     ids=["packed", "float"],
 )
 def test_captured_steps_have_the_masks_of_eager_steps(options, texts):
-    found = []
+    runs = []
     for capture in (False, True):
         config = new_config(
             **(
@@ -205,10 +205,10 @@ def test_captured_steps_have_the_masks_of_eager_steps(options, texts):
         with deterministic():
             trainer = Trainer(config, texts, capture=capture)
             losses = [float(trainer.train_step()) for _ in range(config.steps)]
-        found.append((losses, state_of(trainer)))
+        runs.append((losses, state_of(trainer)))
         assert trainer.captures == capture
         trainer.release_graph()
-    (losses, state), (again, others) = found
+    (losses, state), (again, others) = runs
     if "weights" in options:  # compiled, with other roundings
         assert again == pytest.approx(losses, rel=1e-2)
     else:

@@ -52,8 +52,8 @@ def test_muon_in_batches_steps_as_torchs_own():
             assert distance(mine - start, other - start) < MUON_ERROR
     momenta = {tuple(m.shape): m for m in muon.momenta}
     assert set(momenta) == {(3, 24, 40), (1, 40, 24), (1, 16, 16)}
-    found = [expected.state[theirs[i]]["momentum_buffer"] for i in (0, 2, 4)]
-    assert torch.allclose(momenta[3, 24, 40], torch.stack(found), atol=1e-6)
+    buffers = [expected.state[theirs[i]]["momentum_buffer"] for i in (0, 2, 4)]
+    assert torch.allclose(momenta[3, 24, 40], torch.stack(buffers), atol=1e-6)
 
 
 def twin(recompute: bool = False, **given) -> LanguageModel:

@@ -88,13 +88,13 @@ def test_model_is_measured_on_the_held_out_text_alone(options, monkeypatch):
     trainer = trainer_of(options)
     seen, loss = [], trainer.model.loss
     trainer.model.loss = lambda *pair: seen.append(pair) or loss(*pair)
-    found = trainer.evaluate()
+    average = trainer.evaluate()
     assert len(seen) == 40
     for ids, targets in seen:
         assert set(ids.flatten().tolist()) | set(targets.flatten().tolist()) <= set(VAL)
     with torch.no_grad():
         expected = sum(float(loss(*pair)) for pair in seen) / 40
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert average == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "int8"), ("int8", None), ("int8", "int16")])

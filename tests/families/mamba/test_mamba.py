@@ -40,13 +40,13 @@ class Copies(TorchDispatchMode):
 
     def __init__(self, numel: int) -> None:
         super().__init__()
-        self.numel, self.found = numel, []
+        self.numel, self.operations = numel, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name = func.name()
         if name in ("aten::_to_copy", "aten::clone", "aten::copy_", "aten::cat"):
-            self.found += [name] * (result.numel() >= self.numel)
+            self.operations += [name] * (result.numel() >= self.numel)
         return result
 
 
@@ -59,7 +59,7 @@ def test_forward_copies_only_the_gate(monkeypatch):
     with Copies(2 * 17 * 40) as copies:
         mixed = part.mamba(x, part.norm).added
     assert mixed.dtype == torch.bfloat16
-    assert copies.found == ["aten::copy_"]
+    assert copies.operations == ["aten::copy_"]
 
 
 def test_running_sums_run_both_ways(device):

@@ -72,11 +72,11 @@ class Shapes(TorchDispatchMode):
         self.own, self.shapes = {buffer.data_ptr() for buffer in buffers}, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        for each in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(each, torch.Tensor) and each.data_ptr() not in self.own:
-                self.shapes.add(tuple(each.shape))
-        return found
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.data_ptr() not in self.own:
+                self.shapes.add(tuple(tensor.shape))
+        return result
 
 
 @pytest.mark.parametrize("rule", RULES)

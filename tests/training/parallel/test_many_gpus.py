@@ -59,9 +59,9 @@ def trained(group, text, given, capture):
 @pytest.mark.parametrize("size", SIZES)
 def test_gpus_give_the_bits_of_a_single_gpu(size, given, capture, text):
     (alone,) = in_processes(1, trained, text, given, False, device="cuda")
-    found = in_processes(size, trained, text, given, capture, device="cuda")
-    assert found[0] == alone
-    assert {tuple(losses) for _, losses in found} == {tuple(alone[1])}
+    results = in_processes(size, trained, text, given, capture, device="cuda")
+    assert results[0] == alone
+    assert {tuple(losses) for _, losses in results} == {tuple(alone[1])}
 
 
 @pytest.mark.parametrize("size", SIZES)
