@@ -160,6 +160,8 @@ FAULTS = [
         rewrite("(e - 1) << 23", "(e - 2) << 23")),
     kernel("group", "short group given its neighbour's scale by torch", "ternary_matmul_grad_x",
         rewrite("w *= s[:, g]", "w *= s[:, g - 1]"), place=torch_backend),
+    kernel("group", "weights multiplied by the scale of the group before", "ternary_matmul",
+        rewrite("w *= s[:, g]", "w *= s[:, g - 1]"), place=torch_backend),
     kernel("alignment", "rows begin on a whole word", "decode_weight",
         rewrite("shift_pair(a, b, 8 * s, p)", "shift_pair(a, b, 0 * s, p)"), scale="T32"),
     # products

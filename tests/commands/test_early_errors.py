@@ -57,8 +57,6 @@ MISTAKES = {
     "train --weights anneal --keep-best": "the best checkpoint would be from before the weights are"
         " ternary\nhint: leave `--keep-best` out, or use `--weights int8` or `--weights ternary`\n",
     "train --embedding-dropout 1.5": "`--embedding-dropout` is 1.5\nhint: use a number below 1",
-    "train --attention-dropout 0.2 --attention none":
-        "this model has no attention weights that could be dropped",
     "train --attention-dropout 0.2 --attention compressed":
         "attention weights of the mixer `compressed` cannot be dropped",
     "train --eval-every 0 --keep-best":

@@ -12,6 +12,7 @@ from arbcli.inspect.trace import LiveTensors
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.kernels.rows.table_rows import TouchedRows
 from arbcli.kernels.rows.weighted_rows import touched_rows
+from arbcli.kernels.runtime import merged as merged_launches
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.update.newton_schulz import gram
 from arbcli.kernels.update.random_bits import stream_keys
@@ -553,8 +554,8 @@ def test_held_gradients_of_an_aborted_step_are_dropped(device):
 def test_small_matrices_of_a_stack_step_together_with_the_same_bits(device, monkeypatch):
     """A bad gradient of one of them too. Large matrices, as by the last size, step one by one."""
     states, merged = [], []
-    run = update.merge_launches
-    monkeypatch.setattr(update, "merge_launches", lambda *x: (merged.append(0), run(*x)))
+    run = merged_launches.merge_launches
+    monkeypatch.setattr(merged_launches, "merge_launches", lambda *x: (merged.append(0), run(*x)))
     for held_bytes, large in ((0, HEIGHT * DIM), (2**20, 2**22), (2**20, HEIGHT * DIM)):
         monkeypatch.setattr(update, "LARGE_ELEMENTS", large)
         with use_backend("triton" if device.type == "cuda" else "interpreter"):

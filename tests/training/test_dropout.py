@@ -6,6 +6,7 @@ import pytest
 import torch
 from marks import mostly_slow
 
+from arbcli.base.errors import ArbError
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.data.opening import open_texts
 from arbcli.families.latent.config import LatentAttentionConfig
@@ -121,6 +122,15 @@ def test_attention_of_every_kind_is_dropped(mixer, texts):
     plain, dropping = replace(config, attention_dropout=0.0), config
     losses = [float(Trainer(each, texts).train_step()) for each in (plain, dropping)]
     assert losses[0] != losses[1]
+
+
+def test_dropout_of_attention_needs_a_model_with_attention():
+    config = new_config(**SHAPE | ABOUT)
+    (stage,) = config.model.stages
+    stage = replace(stage, blocks=tuple(replace(block, mixer=None) for block in stage.blocks))
+    without = replace(config, model=replace(config.model, stages=(stage,)))
+    with pytest.raises(ArbError, match="no attention weights that could be dropped"):
+        replace(without, attention_dropout=0.1)
 
 
 def test_training_differs_from_that_without_and_evaluation_does_not(texts):

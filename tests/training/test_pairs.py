@@ -19,7 +19,7 @@ from arbcli.config.training import TrainConfig
 from arbcli.data.opening import open_texts
 from arbcli.inspect.memory import predict
 from arbcli.inspect.ranks import share_out
-from arbcli.kernels.runtime import native
+from arbcli.kernels.runtime import merged, native
 from arbcli.model import updater
 from arbcli.model.checkpoint import load_checkpoint, save_checkpoint, tensor_digest
 from arbcli.model.layers import symbols
@@ -233,7 +233,7 @@ def check_ternary(config: TrainConfig, processes: int, texts, folder, monkeypatc
     if processes == 1:
         # gradients wait for others, as on a GPU, and step one by one all the same
         monkeypatch.setattr(updater, "uses_triton", lambda tensor: True)
-        monkeypatch.setattr(updater, "merge_launches", lambda parts, _: [part() for part in parts])
+        monkeypatch.setattr(merged, "merge_launches", lambda parts, _: [part() for part in parts])
         outcomes = [trained(Group(), *goes_on)]
     else:
         outcomes = in_processes(processes, trained, *goes_on)
