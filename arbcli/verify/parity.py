@@ -244,7 +244,7 @@ def trace(subject: Subject, model: LanguageModel, *, watched: bool = False) -> T
     masks = subject.masks
     with use_backend(subject.backend), _noted(model, subject.batch) as traced.choices:
         keys = torch.tensor(masks.keys if masks else [], dtype=torch.int32, device=subject.device)
-        dropout = Dropout(keys, masks.rate) if masks else None
+        dropout = Dropout(keys, masks.rate, keys, 0.0, None) if masks else None
         losses = model.losses(*subject.bytes(), dropout=dropout)
         _total(losses).backward()
     for handle in handles:

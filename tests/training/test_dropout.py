@@ -53,7 +53,7 @@ def assert_equal(some: dict, others: dict) -> None:
 def test_masks_are_those_of_the_key_forward_and_backward():
     x = torch.randn(2, 5, 33, requires_grad=True)
     key = torch.tensor(-9, dtype=torch.int32)
-    y = Dropout(key[None], 0.25).drop(0, x)
+    y = Dropout(key[None], 0.25, key[None], 0.0, None).drop(0, x)
     grad = torch.randn_like(y)
     y.backward(grad)
     kept = drop(torch.ones(10, 33), key, 0.25).view_as(x)

@@ -92,7 +92,7 @@ class LatentAttention(CachedAttention):
         if state is None and reading and reading.dropout and reading.dropout.attention:
             from arbcli.model.layers.attend_dropped import attend_dropped
 
-            seen = positions_seen(length, None, self.causal, q.device)
+            seen = None if self.causal else positions_seen(length, None, False, q.device)
             y = attend_dropped(q, k, v, reading.dropout.attention, seen=seen, scale=scale)
         else:
             y = functional.scaled_dot_product_attention(

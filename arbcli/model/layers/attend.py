@@ -74,7 +74,7 @@ def repeat_heads(x: Tensor, times: int) -> Tensor:
     return x[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)
 
 
-def attend_with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, seen: Tensor) -> Tensor:
+def attend_with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, seen: Tensor | None) -> Tensor:
     """Compute attention with a sink: one more position with a logit for each head and value 0.
 
     The sink is appended as a key. The width of heads grows by `EXTRA`, with two elements in use:
@@ -85,7 +85,7 @@ def attend_with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, seen: Tensor
         k: (B, heads, S, d).
         v: like k.
         sink: (heads,) float32.
-        seen: attention mask, (T, S) or (B, 1, T, S) bool, True to attend.
+        seen: attention mask, (T, S) or (B, 1, T, S) bool, True to attend; None is causal, S = T.
 
     Returns:
         (B, heads, T, d).
@@ -97,6 +97,8 @@ def attend_with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, seen: Tensor
     q = functional.pad(torch.cat((q, rounded, error), dim=-1), (0, EXTRA - 2))
     k, v = (functional.pad(part, (0, EXTRA, 0, 1)) for part in (k, v))
     k[:, :, num_keys, width : width + 2] = 1
+    if seen is None:
+        seen = positions_seen(length, None, True, q.device)
     seen = functional.pad(seen, (0, 1), value=True)
     y = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=width**-0.5)
     return y[..., :width]
@@ -135,8 +137,6 @@ def attend_to(
     shape, times = q.shape, q.shape[1] // len(keys)
     k, v = keys[None], values[None]
     if sink is not None:
-        if seen is None:
-            seen = torch.ones(shape[2], shape[2], dtype=torch.bool, device=q.device).tril()
         return attend_with_sink(q, repeat_heads(k, times), repeat_heads(v, times), sink, seen)
     if shape[2] == 1:  # the query heads of a group take the place of positions
         q = q.view(1, len(keys), times, -1)

@@ -52,25 +52,22 @@ class Dropout(NamedTuple):
     """(branches,) int32, key of the mask of each branch's output."""
     rate: float
     """Probability that an element of a branch's output is dropped."""
-    attention_keys: Tensor | None = None
+    attention_keys: Tensor
     """(branches,) int32, key of the mask of each branch's attention weights."""
-    attention_rate: float = 0.0
+    attention_rate: float
     """Probability that an attention weight is dropped."""
-    embedding: Mask | None = None
+    embedding: Mask | None
     """Mask of the embedding; None drops nothing."""
 
     def of(self, first: int, branches: int) -> "Dropout":
         """Select consecutive branches."""
         selected = slice(first, first + branches)
-        attention_keys = None if self.attention_keys is None else self.attention_keys[selected]
-        return self._replace(keys=self.keys[selected], attention_keys=attention_keys)
+        return self._replace(keys=self.keys[selected], attention_keys=self.attention_keys[selected])
 
     @property
     def attention(self) -> Mask | None:
         """Mask of the attention weights of a single branch; None drops nothing."""
-        if self.attention_keys is None or not self.attention_rate:
-            return None
-        return Mask(self.attention_keys[0], self.attention_rate)
+        return Mask(self.attention_keys[0], self.attention_rate) if self.attention_rate else None
 
     def drop(self, branch: int, x: Tensor) -> Tensor:
         """Drop elements of the output of a branch, (..., D)."""

@@ -179,15 +179,15 @@ class Attention(CachedAttention):
             if not self.causal:
                 return functional.scaled_dot_product_attention(q, k, v)
             return attend_causally(q, k, v)
+        seen = None  # all earlier positions
         if documents is not None:
             seen = documents.within(self.window)
-        else:
+        elif window is not None or not self.causal:
             seen = positions_seen(length, window, self.causal, q.device)
         if mask is not None:
             from arbcli.model.layers.attend_dropped import attend_dropped
 
-            plain = self.causal and window is None and documents is None
-            return attend_dropped(q, k, v, mask, seen=None if plain else seen, sink=sink)
+            return attend_dropped(q, k, v, mask, seen=seen, sink=sink)
         if sink is not None:
             return attend_with_sink(q, k, v, sink, seen)
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
