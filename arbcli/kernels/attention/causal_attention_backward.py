@@ -32,24 +32,32 @@ REGISTERS = 168
 """Registers of a thread for such a width, for three programs on a processor."""
 
 
-def _causal_attention_backward_torch(
-    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    grads = unpack_qkv(_new_gradients(q))
+def causal_attention_backward_torch(
+    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor,
+    factors: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute `causal_attention_backward`, one text at a time.
+
+    `factors`, (B, heads, T, T) float32, are those by which dropout multiplied the weights.
+    """
+    grads = unpack_qkv(new_gradients(q))
     scale = q.shape[3] ** -0.5
-    for *places, g, query, key, value, result, log in zip(
-        *grads, grad_y, q, k, v, y, logs, strict=True
+    for text, (*places, g, query, key, value, result, log) in enumerate(
+        zip(*grads, grad_y, q, k, v, y, logs, strict=True)
     ):
         g, query, key, value = (part.float() for part in (g, query, key, value))
-        p = torch.exp(query @ key.mT * scale - log[..., None]).tril()
-        e = p * (g @ value.mT - (g * result).sum(dim=-1, keepdim=True))
-        parts = e @ key * scale, e.mT @ query * scale, p.mT @ g
+        kept = p = torch.exp(query @ key.mT * scale - log[..., None]).tril()
+        grad_p = g @ value.mT
+        if factors is not None:
+            kept, grad_p = p * factors[text], grad_p * factors[text]
+        e = p * (grad_p - (g * result).sum(dim=-1, keepdim=True))
+        parts = e @ key * scale, e.mT @ query * scale, kept.mT @ g
         for place, part in zip(places, parts, strict=True):
             place.copy_(part)
     return grads
 
 
-def _new_gradients(q: Tensor) -> Tensor:
+def new_gradients(q: Tensor) -> Tensor:
     """Allocate the gradients of q, k and v as one tensor, (B, T, 3, heads, d)."""
     batch, heads, length, width = q.shape
     return torch.empty(batch, length, 3, heads, width, dtype=q.dtype, device=q.device)
@@ -381,7 +389,7 @@ def launch_backward(
 def _causal_attention_backward_triton(
     grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = _new_gradients(q)
+    grads = new_gradients(q)
     launch_backward(grads, (grad_y, q, k, v, y), logs)
     return unpack_qkv(grads)
 
@@ -410,7 +418,7 @@ _HEADS = Array("B, H, T, D")
 
 causal_attention_backward = Operation(
     "causal_attention_backward", _causal_attention_backward_triton,
-    _causal_attention_backward_torch,
+    causal_attention_backward_torch,
     {
         **dict.fromkeys(("grad_y", "q", "k", "v", "y"), _HEADS),
         "logs": Array("B, H, T", FLOAT, dense=True),

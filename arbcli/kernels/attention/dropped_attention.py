@@ -17,8 +17,10 @@ from torch import Tensor
 
 from arbcli.kernels.attention.causal_attention_backward import (
     LOG2_E,
+    causal_attention_backward_torch,
     drop_weights,
     launch_backward,
+    new_gradients,
 )
 from arbcli.kernels.attention.rotary_norm import unpack_qkv
 from arbcli.kernels.rows.dropout import dropout, mask_constants
@@ -34,19 +36,14 @@ def _mask_of(q: Tensor, key: Tensor, rate: float) -> Tensor:
     return dropout.torch(ones, key, rate).view(batch, heads, length, length)
 
 
-def _weights(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute p and the log-sum-exp of each query in float32."""
-    length = q.shape[2]
-    later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    scores = (q.float() @ k.float().mT * q.shape[3] ** -0.5).masked_fill(later, -torch.inf)
-    logs = scores.logsumexp(dim=-1)
-    return torch.exp(scores - logs[..., None]), logs
-
-
 def _dropped_attention_torch(
     q: Tensor, k: Tensor, v: Tensor, key: Tensor, rate: float
 ) -> tuple[Tensor, Tensor]:
-    p, logs = _weights(q, k)
+    scores = q.float() @ k.float().mT * q.shape[3] ** -0.5
+    later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+    scores.masked_fill_(later, -torch.inf)
+    logs = scores.logsumexp(dim=-1)
+    p = torch.exp(scores - logs[..., None])
     return (p * _mask_of(q, key, rate) @ v.float()).to(q.dtype), logs
 
 
@@ -54,13 +51,7 @@ def _dropped_attention_backward_torch(
     grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor, key: Tensor,
     rate: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    g, query, position, value, result = (part.float() for part in (grad_y, q, k, v, y))
-    mask, scale = _mask_of(q, key, rate), q.shape[3] ** -0.5
-    p = torch.exp(query @ position.mT * scale - logs[..., None]).tril()
-    e = p * (mask * (g @ value.mT) - (g * result).sum(dim=-1, keepdim=True))
-    parts = e @ position * scale, e.mT @ query * scale, (p * mask).mT @ g
-    grad_q, grad_k, grad_v = (part.to(q.dtype) for part in parts)
-    return grad_q, grad_k, grad_v
+    return causal_attention_backward_torch(grad_y, q, k, v, y, logs, _mask_of(q, key, rate))
 
 
 @triton.jit
@@ -130,8 +121,7 @@ def _dropped_attention_backward_triton(
     grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor, key: Tensor,
     rate: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    batch, heads, length, width = q.shape
-    grads = torch.empty(batch, length, 3, heads, width, dtype=q.dtype, device=q.device)
+    grads = new_gradients(q)
     launch_backward(grads, (grad_y, q, k, v, y), logs, dropped=(key, rate))
     return unpack_qkv(grads)
 

@@ -25,13 +25,18 @@ def causal_attention_backward_reference(
         return torch.autograd.grad(y, inputs, grad_y.double())
 
 
-def causal_attention_float64(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attend in float64; return the result and the log-sum-exp of each query."""
+def causal_attention_float64(
+    q: Tensor, k: Tensor, v: Tensor, factors: Tensor | float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Attend in float64; return the result and the log-sum-exp of each query.
+
+    Weights are multiplied by `factors`, (B, heads, T, T), after the softmax.
+    """
     q, k, v = (part.double() for part in (q, k, v))
     length = q.shape[2]
     later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
     scores = (q @ k.mT / q.shape[3] ** 0.5).masked_fill(later, -torch.inf)
-    return scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)
+    return scores.softmax(dim=-1) * factors @ v, scores.logsumexp(dim=-1)
 
 
 def random_attention(
@@ -61,14 +66,15 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 
 def rounded_causal_gradients(
-    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor,
+    factors: Tensor | float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients in float64, with p and e rounded to bfloat16 as in products."""
     dtype, scale = q.dtype, q.shape[3] ** -0.5
     g, q, k, v, y = (part.double() for part in (grad_y, q, k, v, y))
     p = torch.exp(q @ k.mT * scale - logs.double()[..., None]).tril()
-    e = p * (g @ v.mT - (g * y).sum(dim=-1, keepdim=True))
-    p, e = (part.to(dtype).double() for part in (p, e))
+    e = p * (factors * (g @ v.mT) - (g * y).sum(dim=-1, keepdim=True))
+    p, e = (part.to(dtype).double() for part in (p * factors, e))
     return (e @ k * scale).to(dtype), (e.mT @ q * scale).to(dtype), (p.mT @ g).to(dtype)
 
 
@@ -96,11 +102,12 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     return *(rng.view(part.to(rng.device)) for part in parts), logs.to(rng.device)
 
 
+GATE = Gate(
+    relative=2e-5, peer_slack=0.2,
+    reason="float32 sums; in bf16 the peer rounds what products take, and nothing else",
+)  # fmt: skip
+
 causal_attention_backward_verification = Verification(
-    causal_attention_backward, causal_attention_backward_reference, _cases,
-    Gate(
-        relative=2e-5, peer_slack=0.2,
-        reason="float32 sums; in bf16 the peer rounds what products take, and nothing else",
-    ),
+    causal_attention_backward, causal_attention_backward_reference, _cases, GATE,
     draw=_draw, peer=rounded_causal_gradients, needs_rows=True, timings=_timings,
 )  # fmt: skip

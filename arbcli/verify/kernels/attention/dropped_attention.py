@@ -12,9 +12,14 @@ from arbcli.kernels.attention.dropped_attention import (
 )
 from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.kernels.attention.causal_attention_backward import random_attention
+from arbcli.verify.kernels.attention.causal_attention_backward import (
+    GATE,
+    causal_attention_float64,
+    random_attention,
+    rounded_causal_gradients,
+)
 from arbcli.verify.kernels.update.random_bits import random_bits_reference
-from arbcli.verify.verification import Case, Gate, Timing, Verification
+from arbcli.verify.verification import Case, Timing, Verification
 
 RATE = 0.2
 """Rate of timings."""
@@ -34,11 +39,7 @@ def dropped_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, key: Tensor, rate: float
 ) -> tuple[Tensor, Tensor]:
     """Attend in float64; return the result and the log-sum-exp of each query."""
-    factors = _factors(q, key, rate)
-    q, k, v = (part.double() for part in (q, k, v))
-    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    scores = (q @ k.mT / q.shape[3] ** 0.5).masked_fill(later, -torch.inf)
-    return scores.softmax(dim=-1) * factors @ v, scores.logsumexp(dim=-1)
+    return causal_attention_float64(q, k, v, _factors(q, key, rate))
 
 
 def dropped_attention_backward_reference(
@@ -71,12 +72,7 @@ def _rounded_gradients(
     rate: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients in float64, with p and e rounded to bfloat16 as in products."""
-    factors, dtype, scale = _factors(q, key, rate), q.dtype, q.shape[3] ** -0.5
-    g, q, k, v, y = (part.double() for part in (grad_y, q, k, v, y))
-    p = torch.exp(q @ k.mT * scale - logs.double()[..., None]).tril()
-    e = p * (factors * (g @ v.mT) - (g * y).sum(dim=-1, keepdim=True))
-    p, e = (part.to(dtype).double() for part in (p * factors, e))
-    return (e @ k * scale).to(dtype), (e.mT @ q * scale).to(dtype), (p.mT @ g).to(dtype)
+    return rounded_causal_gradients(grad_y, q, k, v, y, logs, _factors(q, key, rate))
 
 
 def _inputs(
@@ -188,18 +184,10 @@ def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing
 
 
 dropped_attention_verification = Verification(
-    dropped_attention, dropped_attention_reference, _forward_cases,
-    Gate(
-        relative=2e-5, peer_slack=0.2,
-        reason="float32 sums; in bf16 the peer rounds what products take, and nothing else",
-    ),
+    dropped_attention, dropped_attention_reference, _forward_cases, GATE,
     draw=_draw_forward, peer=_rounded_attention, needs_rows=True, timings=_timings,
 )  # fmt: skip
 dropped_attention_backward_verification = Verification(
-    dropped_attention_backward, dropped_attention_backward_reference, _backward_cases,
-    Gate(
-        relative=2e-5, peer_slack=0.2,
-        reason="float32 sums; in bf16 the peer rounds what products take, and nothing else",
-    ),
+    dropped_attention_backward, dropped_attention_backward_reference, _backward_cases, GATE,
     draw=_draw_backward, peer=_rounded_gradients, needs_rows=True, timings=_backward_timings,
 )  # fmt: skip
