@@ -13,6 +13,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -292,13 +293,7 @@ def evaluate(
     if len(text) < 2:
         raise ArbError("a text of one byte has nothing to predict", hint="name a longer text")
     started = time.perf_counter()
-    with (
-        deterministic(),
-        explained_out_of_memory("use a smaller `--batch`"),
-        use_backend(backend),
-        model.cached_as(kv),
-    ):
-        cache_dtype = model.cache_dtype
+    with _computing(model, backend, kv) as cache_dtype:
         length = min(context, len(text) - 1)
         symbol_bytes, last = text.symbol_bytes, len(text) - 1
 
@@ -347,6 +342,18 @@ def evaluate(
     )
 
 
+@contextmanager
+def _computing(model: LanguageModel, backend: str, kv: str | None) -> Iterator[str]:
+    """Compute reproducibly on a backend, with a format of keys and values; give their dtype."""
+    with (
+        deterministic(),
+        explained_out_of_memory("use a smaller `--batch`"),
+        use_backend(backend),
+        model.cached_as(kv),
+    ):
+        yield model.cache_dtype
+
+
 def _evaluate_documents(
     model: LanguageModel,
     checkpoint: str,
@@ -364,13 +371,7 @@ def _evaluate_documents(
     def report_progress(done: int, loss: float) -> None:
         progress(round(done * symbol_bytes), text.learnt_bytes, loss / symbol_bytes)
 
-    with (
-        deterministic(),
-        explained_out_of_memory("use a smaller `--batch`"),
-        use_backend(backend),
-        model.cached_as(kv),
-    ):
-        cache_dtype = model.cache_dtype
+    with _computing(model, backend, kv) as cache_dtype:
         nats = document_loss(model, text, batch=batch, progress=report_progress)
     seconds = time.perf_counter() - started
     bits = nats / symbol_bytes / math.log(2)

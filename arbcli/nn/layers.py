@@ -43,6 +43,11 @@ class IntegerModule(nn.Module):
         arguments = self._float_class, tuple(sorted(self._packed)), isinstance(self, Experts)
         return _blank, arguments, self.__dict__
 
+    @classmethod
+    def from_float(cls, module: Any, storage: Storage = DEFAULT) -> Any:
+        """Round a float module to a new one with integers."""
+        return pack(copy.deepcopy(module), storage)
+
     def to_float(self) -> Any:
         """Decode to a new module of the class before its conversion."""
         assert self._float_class is not None, "a `Vector` has its own"
@@ -119,11 +124,6 @@ class Linear(IntegerModule, nn.Linear):
     weight = _reader("weight")
     bias = _reader("bias")
 
-    @classmethod
-    def from_float(cls, layer: nn.Linear, storage: Storage = DEFAULT) -> Any:
-        """Round a layer of torch to a new one with integers."""
-        return pack(copy.deepcopy(layer), storage)
-
     def forward(self, input: Tensor) -> Tensor:
         """Multiply (..., K) bfloat16 or float32 activations to (..., N) of their dtype."""
         packed = self._packed.get("weight")
@@ -165,11 +165,6 @@ class Embedding(IntegerModule, nn.Embedding):
     _float_class = nn.Embedding
     weight = _reader("weight")
 
-    @classmethod
-    def from_float(cls, layer: nn.Embedding, storage: Storage = DEFAULT) -> Any:
-        """Round a layer of torch to a new one with integers."""
-        return pack(copy.deepcopy(layer), storage)
-
     def forward(self, input: Tensor) -> Tensor:
         """Look up (...) integers: (..., D)."""
         packed = self._packed.get("weight")
@@ -194,9 +189,9 @@ class Vector(IntegerModule):
     value = _reader("value")
 
     @classmethod
-    def from_float(cls, values: Tensor, storage: Storage = DEFAULT) -> Any:
-        """Round values to a new vector."""
-        return cls(values, storage)
+    def from_float(cls, module: Tensor, storage: Storage = DEFAULT) -> Any:
+        """Round values, (n,), to a new vector."""
+        return cls(module, storage)
 
     def to_float(self) -> nn.Parameter:
         """Decode to a parameter."""

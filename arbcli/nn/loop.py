@@ -7,14 +7,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from arbcli.base.errors import ArbError
-from arbcli.kernels.runtime.device import capturing
+from arbcli.kernels.runtime.device import EAGER_STEPS, capturing
 from arbcli.kernels.runtime.merged import TABLES
 from arbcli.nn.layers import IntegerModule
 from arbcli.nn.optimizer import IntegerOptimizer
 from arbcli.nn.weights import Symbols
-
-EAGER_STEPS = 3
-"""Steps before the capture, in which kernels are compiled and libraries choose algorithms."""
 
 
 def linear_cross_entropy(

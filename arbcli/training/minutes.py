@@ -5,7 +5,8 @@ import time
 
 from arbcli.base.errors import ArbError
 from arbcli.data.text import EVAL_BATCHES
-from arbcli.training.trainer import EAGER_STEPS, Trainer
+from arbcli.kernels.runtime.device import EAGER_STEPS
+from arbcli.training.trainer import Trainer
 
 MOST_MINUTES = 60 * 24 * 366
 TIMED_STEPS = 20

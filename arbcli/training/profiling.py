@@ -10,7 +10,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from arbcli.base.atomic_files import replace_file
-from arbcli.training.trainer import EAGER_STEPS, Trainer
+from arbcli.kernels.runtime.device import EAGER_STEPS
+from arbcli.training.trainer import Trainer
 
 DISCARDED = 1
 """Traced steps that are discarded, as the profiler's first step is slow."""

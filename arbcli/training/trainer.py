@@ -27,7 +27,12 @@ from arbcli.data.text import (
 )
 from arbcli.families import BYTE_KINDS, OBJECTIVES
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.kernels.runtime.device import COMPUTE, capturing, set_compiler_determinism
+from arbcli.kernels.runtime.device import (
+    COMPUTE,
+    EAGER_STEPS,
+    capturing,
+    set_compiler_determinism,
+)
 from arbcli.model.build import build_model
 from arbcli.model.checkpoint import (
     TOKENIZER_DIGEST,
@@ -49,8 +54,6 @@ if TYPE_CHECKING:
     from arbcli.training.parallel.shared_updater import SharedUpdater
     from arbcli.training.step_inputs import StepInputs
 
-EAGER_STEPS = 3
-"""Steps before the capture, in which kernels are compiled and libraries choose algorithms."""
 RELOAD = "continue from the last checkpoint with `--resume`; if it recurs, a GPU may be faulty"
 WIRE = ".wire_exponent"
 """Suffix of the names of buffers that only runs with several processes have."""

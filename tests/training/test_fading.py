@@ -13,7 +13,7 @@ from arbcli.generation.generation import generate
 from arbcli.generation.load import load_model, saved_config
 from arbcli.generation.sampling import Sampling
 from arbcli.interop.exporting import export
-from arbcli.kernels.runtime.device import deterministic
+from arbcli.kernels.runtime.device import EAGER_STEPS, deterministic
 from arbcli.model.checkpoint import load_checkpoint
 from arbcli.model.rules import FADED, FADING, STAGES, find_rule, stage_rule
 from arbcli.training.configure import new_config
@@ -21,7 +21,7 @@ from arbcli.training.observer import Observer
 from arbcli.training.resume import resume_run
 from arbcli.training.run import start_run
 from arbcli.training.schedule import fade_share, fade_stage, learning_rate
-from arbcli.training.trainer import EAGER_STEPS, Trainer
+from arbcli.training.trainer import Trainer
 from arbcli.verify.kernels.codec.decode_digits import digits_reference, scales_reference
 
 FADES = (FADE_FROM, FADE_FROM + FADING_SHARE)

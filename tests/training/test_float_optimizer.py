@@ -5,11 +5,12 @@ import torch
 
 from arbcli.config.presets import preset
 from arbcli.data.opening import open_texts
+from arbcli.kernels.runtime.device import EAGER_STEPS
 from arbcli.model.language_model import LanguageModel
 from arbcli.training.compiled_baseline import WHOLE_LAYERS
 from arbcli.training.configure import new_config
 from arbcli.training.float_optimizer import BETAS, CLIP_NORM, FloatOptimizer, Muon
-from arbcli.training.trainer import EAGER_STEPS, Trainer
+from arbcli.training.trainer import Trainer
 
 WEIGHT_DECAY = 0.1
 SHAPES = [(24, 40), (40, 24), (24, 40), (16, 16), (24, 40)]

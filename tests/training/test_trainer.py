@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from arbcli.data.opening import open_texts
-from arbcli.kernels.runtime.device import deterministic
+from arbcli.kernels.runtime.device import EAGER_STEPS, deterministic
 from arbcli.model.rules import RULES
 from arbcli.training.configure import new_config
 from arbcli.training.step_inputs import StepInputs
-from arbcli.training.trainer import EAGER_STEPS, Trainer
+from arbcli.training.trainer import Trainer
 
 
 def after_steps(text, small_graph, number=2, **options) -> dict[str, torch.Tensor]:

@@ -39,6 +39,8 @@ PEAK_TERAOPS = {
 name of the GPU. From data sheets, which may list twice as much, for sparse products."""
 NATIVE_BF16 = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 """CPU capabilities for bf16 products, by torch's names: two for x86, two for Arm."""
+EAGER_STEPS = 3
+"""Steps before a capture, in which kernels are compiled and libraries choose algorithms."""
 
 
 def resolve_device(name: str | None) -> torch.device:

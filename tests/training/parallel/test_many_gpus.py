@@ -15,10 +15,10 @@ from marks import on_gpus
 from processes import in_processes
 
 from arbcli.data.opening import open_texts
-from arbcli.kernels.runtime.device import deterministic
+from arbcli.kernels.runtime.device import EAGER_STEPS, deterministic
 from arbcli.model.checkpoint import tensor_digest
 from arbcli.training.configure import new_config
-from arbcli.training.trainer import EAGER_STEPS, Trainer
+from arbcli.training.trainer import Trainer
 
 SHAPE = {"dim": 64, "layers": 2, "heads": 2, "ffn": 96, "ctx": 32, "batch": 2, "accum": 4}
 STEPS = EAGER_STEPS + 3
