@@ -4,6 +4,15 @@ import ast
 from functools import cache
 from pathlib import Path
 
+import arbcli
+
+
+def kernel_files() -> list[Path]:
+    """List the source files of the core's kernels, then those of the families' kernels."""
+    package = Path(arbcli.__file__).parent
+    core, families = (package / "kernels").rglob("*.py"), package.glob("families/*/kernels/*.py")
+    return [*sorted(core), *sorted(families)]
+
 
 @cache
 def parsed(path: Path) -> ast.Module:

@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 
 from arbcli.base.errors import ArbError, quoted
-from arbcli.kernels.sources import module_of
 
 DECLARATION = re.compile(r"^(\w+)_verification = Verification\(", re.MULTILINE)
 """Pattern of the declaration of how the operation of a name is verified."""
@@ -25,6 +24,11 @@ def check_targets(names: str) -> list[str]:
     chosen = [*TARGETS] if names == "all" else [name.strip() for name in names.split(",")]
     _check_known(chosen, TARGETS, "target", "use `all`, or some of")
     return chosen
+
+
+def module_of(path: Path) -> str:
+    """Return the name of the module in a source file of the package."""
+    return ".".join(path.relative_to(Path(__file__).parents[2]).with_suffix("").parts)
 
 
 @cache

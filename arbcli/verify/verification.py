@@ -229,18 +229,6 @@ class Verification:
             if isinstance(kind, Array) and (kind.dense or kind.one)
         )  # fmt: skip
 
-    @property
-    def one_layout(self) -> bool:
-        """Whether no input that is always there may have other strides than a new tensor's."""
-        tensors = [
-            kind for kind in self.arguments.values()
-            if not isinstance(kind, Number) and not kind.optional
-        ]  # fmt: skip
-        return all(
-            isinstance(kind, Array) and (kind.dense or kind.one or not kind.sizes)
-            for kind in tensors
-        )
-
     def _sized(self) -> Iterator[str]:
         for kind in self.arguments.values():
             if not isinstance(kind, Number):

@@ -1,13 +1,11 @@
 """Tables as Markdown, with the source of their figures."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from textwrap import fill
 
-from benchmarks.tables.rows import Row, Runs, rows_of
+from benchmarks.tables.rows import Runs
 
 MIB = 2**20
-Columns = dict[str, Callable[[Row], str]]
-"""Functions that return the cell of a row, by the heading of the column."""
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -53,9 +51,3 @@ def share(value: float | None) -> str:
 def measured(head: Sequence[str], lines: Sequence[Sequence[str]], runs: Runs) -> str:
     """Write a table and the source of its figures, or that there are none."""
     return markdown(head, lines) + source(runs) if runs else "Not measured yet.\n"
-
-
-def row_by_row(columns: Columns, runs: Runs) -> str:
-    """Write a table with a line for each row of the results."""
-    lines = [[cell(row) for cell in columns.values()] for row in rows_of(runs)]
-    return measured([*columns], lines, runs)

@@ -6,11 +6,11 @@ import re
 import pytest
 import torch
 from marks import needs_triton
+from syntax import kernel_files
 
 from arbcli.kernels.codec.decode_weight import _has_wide_loads
 from arbcli.kernels.runtime._triton import replaced_launches
 from arbcli.kernels.runtime.backend import compile_for, use_backend
-from arbcli.kernels.sources import kernel_files
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.registry import KERNELS
 

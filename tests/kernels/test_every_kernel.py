@@ -12,6 +12,7 @@ from itertools import count
 import pytest
 import torch
 from apparatus.interpreter import arguments_left_in_place, barriers_where_needed, within_arguments
+from checked import has_one_layout
 
 from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
@@ -452,14 +453,14 @@ def test_elements_of_every_input_may_lie_anywhere(spec, scale_type, digits, devi
     """
     # seeds that show every input, several sequences and several experts
     rng = CaseGenerator(0 if "grouped" in spec.name else 30, device, torch.float32)
-    sizes = (7 if spec.one_layout else 5, 7, 37)  # several texts
+    sizes = (7 if has_one_layout(spec) else 5, 7, 37)  # several texts
     if scale_type == "T32":
         sizes = 2, 3, 197  # a block of planes and some
     inputs = spec.drawn(rng, SCALE_TYPES[scale_type], *sizes)
     if digits:
         inputs = [all_digits(x, device) for x in inputs]
     wanted = as_tuple(spec.reference(*copies(inputs)))
-    dense = range(len(inputs)) if spec.one_layout else spec.dense
+    dense = range(len(inputs)) if has_one_layout(spec) else spec.dense
     far = 8 if spec.name in NOT_FAR else FAR
     laid_out = [
         x if place in dense else apart(x, place, far) for place, x in enumerate(copies(inputs))

@@ -7,11 +7,12 @@ from collections import Counter
 from importlib import import_module
 from pathlib import Path
 
+from syntax import kernel_files
+
 import arbcli.kernels
 import arbcli.verify.kernels
 from arbcli.kernels.runtime.operation import Operation
-from arbcli.kernels.sources import kernel_files, module_of
-from arbcli.verify.names import sources_of_kernels
+from arbcli.verify.names import module_of, sources_of_kernels
 from arbcli.verify.registry import BY_NAME
 
 KERNELS, VERIFICATIONS = (
@@ -57,11 +58,11 @@ def verifying_module(module: str) -> str:
 
 
 def test_kernels_load_neither_verification_nor_references():
+    modules = [module_of(path).removesuffix(".__init__") for path in kernel_files()]
     code = (
         "import sys\n"
-        "from arbcli.kernels.sources import kernel_files, module_of\n"
-        "for path in kernel_files():\n"
-        "    __import__(module_of(path).removesuffix('.__init__'))\n"
+        f"for module in {modules}:\n"
+        "    __import__(module)\n"
         "loaded = {name: vars(module) for name, module in sys.modules.items()}\n"
         "ours = {name for name in loaded if name.startswith('arbcli.')}\n"
         "assert 'arbcli.kernels.norm.rms_norm' in ours\n"

@@ -3,10 +3,9 @@
 import ast
 
 import pytest
-from syntax import parsed, walk
+from syntax import kernel_files, parsed, walk
 
 from arbcli.config.site import SCALE_TYPES
-from arbcli.kernels.sources import kernel_files
 from arbcli.verify.check_kernels import find_kernels
 from arbcli.verify.registry import KERNELS
 from arbcli.verify.scale_types import ALWAYS, verified_scale_types
