@@ -73,7 +73,7 @@ SHOWN = {
     "many_gpus": "bits, speed and loss of several GPUs",
     "cpu_text": "text on a CPU against llama.cpp",
 }
-"""What each benchmark shows."""
+"""Content of each benchmark, by its name."""
 
 
 def main() -> int:
@@ -114,7 +114,7 @@ def main() -> int:
 
 
 def print_list() -> None:
-    """Print every benchmark: what it shows, its parts, and its expected time."""
+    """Print the content, the parts and the expected time of every benchmark."""
     for name, shown in SHOWN.items():
         print(f"{name}: {shown}")
         for part, seconds in (GPU_PARTS | CPU_PARTS).items():

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a text, trainers, memory, rounds in turns, and processes in turns."""
+"""Shared set-up of benchmarks: a text, trainers, memory, and rounds and processes in turns."""
 
 import atexit
 import gc

@@ -129,9 +129,9 @@ def test_captured_steps_of_a_run_have_the_bits_of_eager_steps(given, tmp_path, m
     monkeypatch.setattr("arbcli.training.trainer.EAGER_STEPS", 1)
     path = tmp_path / "text"
     path.write_bytes(b"".join(b"line %d of a text. " % (n * n) for n in range(300)))
-    about = SIZES | {"batch": 2, "steps": 6} | given
+    settings = SIZES | {"batch": 2, "steps": 6} | given
     config = new_config(preset="tiny", device="cpu", backend="torch", compute="fp32",
-                        data=[str(path)], **about)  # fmt: skip
+                        data=[str(path)], **settings)  # fmt: skip
     texts, load = open_texts(config.data, None, seed=0, context=16), Trainer._load_batches
     gpu, to = torch.device("cuda"), torch.Tensor.to
 

@@ -114,7 +114,7 @@ ALTERNATIVES = (
     "model.baselines", "model.cache", "model.state", "data.conversion", "data.tokens", "data.chats",
     "kernels.runtime.native_library", "kernels.norm.norm_e4m3", "kernels.rows.weighted_rows",
 )  # fmt: skip
-"""What a dense run in one process does not need."""
+"""Modules that a dense run in one process does not need."""
 
 
 STEP = (
@@ -129,7 +129,7 @@ STEP = (
 )
 """A run of one step on a CPU, with an evaluation, a checkpoint and a sample."""
 OF_A_RUN = ("model.cache", "model.state", "kernels.runtime.native_library")
-"""What its sample and its backend need."""
+"""Modules that its sample and its backend need."""
 
 
 def code_lines(path: Path) -> int:

@@ -30,7 +30,7 @@ frequent rows dominate the direction, and oscillate with a larger limit."""
 
 
 class Pace(NamedTuple):
-    """What sets the step sizes of a tensor."""
+    """Factors that determine the step sizes of a tensor."""
 
     lr_factor: float
     """Factor of the learning rate."""

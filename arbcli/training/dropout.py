@@ -15,7 +15,7 @@ class DropoutKeys:
     """The keys of all masks and micro-batches of a step, in the same memory for every step.
 
     A mask depends on the seed, the step, the number of the micro-batch among those of all
-    processes, what is dropped, and the place of the element in the micro-batch. A resumed run, a
+    processes, the dropped tensor, and the place of the element in the micro-batch. A resumed run, a
     step shared by several processes, a recomputed block and a replayed CUDA graph have the same
     masks.
 

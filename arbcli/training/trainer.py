@@ -224,7 +224,7 @@ class Trainer:
         """Form of the weights as in `ModelConfig`; while they fade, the stage of this step."""
         self._fade()
 
-    # what a dense run in one process does not need is imported here
+    # alternatives to a dense run in one process are imported on use
 
     def _new_shared_updater(
         self, tensors: Collection[TernaryTensor], dtype: torch.dtype, reduce_dtype: str

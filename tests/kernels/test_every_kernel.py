@@ -356,7 +356,7 @@ def memory(length: int, like: torch.Tensor) -> torch.Tensor:
 def apart(value, number: int, far: int, by: int = 0):
     """Lay rows out far apart, and columns by a step, which is 2 to 4 if it is 0.
 
-    What lies between them is no number, or 1. Inputs of other numbers, and parts of a matrix, have
+    The elements between them are NaN, or 1. Inputs of other numbers, and parts of a matrix, have
     other steps, as a stride is its own.
     """
     if isinstance(value, Packed):

@@ -239,8 +239,8 @@ def test_no_boundary_is_so_near_that_rounding_decides_it(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_model_of_memories_agrees_at_the_shapes_of_its_preset(dtype):
     config = shortened(FULL_SIZE["arb-tiny with all parts"])
-    about = (config, 1, dtype, torch.device("cpu"), "torch", ("blocks", "whole"))
-    assert not failed(parity.check_model(Subject("arb-tiny", *about)))
+    run = (config, 1, dtype, torch.device("cpu"), "torch", ("blocks", "whole"))
+    assert not failed(parity.check_model(Subject("arb-tiny", *run)))
 
 
 @pytest.mark.gpu

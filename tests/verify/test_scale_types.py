@@ -21,7 +21,7 @@ MASKS = {
     "within < GROUP", "group * GROUP < D", "lane % LANES < GROUP",
     "whole * group_size < in_features",
 }  # fmt: skip
-"""Those where the same code runs for every answer, or `scale_path` has it in other words."""
+"""Conditions that do not select code, or that `scale_path` expresses in another form."""
 
 
 def test_conditions_on_group_sizes_are_known():

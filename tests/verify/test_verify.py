@@ -90,10 +90,10 @@ def test_kernels_are_given_the_strides_and_the_memory_of_their_cases():
     """A copy that is contiguous would be another case than the one that is told of."""
     base = torch.arange(70, dtype=torch.float32).view(7, 10)
     packed = pack_trits_verification.torch(torch.ones(4, 12, dtype=torch.int8))
-    about = Packed(packed[1::2], *torch.ones(2, 2, 4, dtype=torch.int8)[:, :, ::2], 12, 6)
-    inputs = base[1::2, 2::3], base.T[3:], base[2:3].expand(5, -1), about, 3
+    strided = Packed(packed[1::2], *torch.ones(2, 2, 4, dtype=torch.int8)[:, :, ::2], 12, 6)
+    inputs = base[1::2, 2::3], base.T[3:], base[2:3].expand(5, -1), strided, 3
     copied = copies(inputs)
-    for one, other in zip((*inputs[:3], *about[:3]), (*copied[:3], *copied[3][:3]), strict=True):
+    for one, other in zip((*inputs[:3], *strided[:3]), (*copied[:3], *copied[3][:3]), strict=True):
         assert torch.equal(one, other)
         assert (one.stride(), one.storage_offset()) == (other.stride(), other.storage_offset())
         assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()

@@ -346,7 +346,7 @@ def _prepacked_rows_kernel(
                     tl.minimum(first_tile + i, tiles - 1), warp + WARPS * s, blocks[s],
                     BLOCKS, PLANES, INT8, PTX,
                 )  # fmt: skip
-            _write_units(sums, of_tile, thread, PTX)  # over the pieces, which are no longer needed
+            _write_units(sums, of_tile, thread, PTX)  # reuse the memory of the pieces
     else:  # one tile: prefetch two blocks of x while another one is multiplied
         sums = nothing
         even = _load_block(x_starts, warp, K, PTX)

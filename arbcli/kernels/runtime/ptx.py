@@ -1,4 +1,4 @@
-"""PTX: what Triton does not expose, with the same in plain Triton for its interpreter.
+"""Instructions that Triton does not expose, as inline PTX, and in plain Triton for the interpreter.
 
 Tensors have one element per thread. There are four kinds of functions:
 
@@ -193,7 +193,7 @@ def _take_digit(q, digit: tl.constexpr, PTX: tl.constexpr):
       -2, which is -2 T. Then -3 q - T = -3 d - T - 3 f = 1 - 3 f mod 4.
     - Odd digit: so q is 1 - 3 f of the digit before, which is 1 - d' - f' with d' + f' = 3 f the
       new digit and its fraction. Its top two bits are those of -d'; flipping both gives T mod 4,
-      so the bf16 is 2 T. Then -3 q + T = 3 f' mod 4, what an even digit starts from.
+      so the bf16 is 2 T. Then -3 q + T = 3 f' mod 4, from which an even digit starts.
     Two bytes share a register: a carry from the lower half is too small to change a digit above.
     """
     if PTX:

@@ -203,8 +203,8 @@ def test_indexer_learns_from_the_divergence_and_nothing_else_does(small_compress
 def test_options_agree_with_their_reference(small_compressed, device):
     config = model(small_compressed, **MEANS_AND_GAINS | {"kv_heads": 2}).config
     backend = "triton" if device.type == "cuda" else "torch"
-    about = (2, torch.float32, device, backend, ("blocks", "whole", "bits"))
-    results = [*parity.check_model(Subject("", config, *about))]
+    run = (2, torch.float32, device, backend, ("blocks", "whole", "bits"))
+    results = [*parity.check_model(Subject("", config, *run))]
     assert not [result for result in results if not result.passed]
 
 

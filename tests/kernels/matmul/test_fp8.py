@@ -1,4 +1,4 @@
-"""Products in eight bits: what their cases do not say."""
+"""Properties of products in eight bits that the cases of their verification do not cover."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""One row, few rows, and rows one by one, times a prepacked matrix: what their cases do not say."""
+"""Products with a prepacked matrix: properties that the cases of their verification do not cover."""
 
 import pytest
 import torch

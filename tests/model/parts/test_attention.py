@@ -76,9 +76,9 @@ def in_parts(lm, ids, lengths) -> torch.Tensor:
 def test_shape_agrees_with_its_reference(name, norm_gain, device):
     config = model_config(name, norm_gain=norm_gain)
     backend = "triton" if device.type == "cuda" else "torch"
-    about = (2, torch.float32, device, backend, ("blocks", "whole", "bits"))
-    results = [*parity.check_model(Subject(name, config, *about))]
-    results += parity._causality(Subject(name, config, *about))
+    run = (2, torch.float32, device, backend, ("blocks", "whole", "bits"))
+    results = [*parity.check_model(Subject(name, config, *run))]
+    results += parity._causality(Subject(name, config, *run))
     assert not [result for result in results if not result.passed]
 
 

@@ -244,7 +244,7 @@ def test_twin_learns_the_same_in_two_processes(texts):
 
 
 def test_exponents_of_the_wire_fall_in_one_step_of_sixteen(texts, monkeypatch):
-    """Those that were too large; and `test_group.py` has what a fall is."""
+    """Exponents that are too large fall; `test_group.py` tests the size of a fall."""
     trainer = Trainer(new_config(**(DECIDED | SMALL | {"steps": 40})), texts)
     weight = trainer.model.blocks[0].mlp.output.weight
     fell = []

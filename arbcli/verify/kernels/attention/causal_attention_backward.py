@@ -95,10 +95,10 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    about = rng.seeded()
+    generator = rng.seeded()
     length = 2 + min(m, rng.pick((1, 40, 150)))
     shape = rng.pick((1, 2)), rng.pick((1, 3)), length, rng.pick((16, 32, 64))
-    *parts, logs = random_attention(about, shape, rng.dtype)
+    *parts, logs = random_attention(generator, shape, rng.dtype)
     return *(rng.view(part.to(rng.device)) for part in parts), logs.to(rng.device)
 
 
