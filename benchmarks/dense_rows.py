@@ -13,7 +13,7 @@ from typing import no_type_check
 import torch
 from torch import Tensor
 
-from arbcli.config.site import NORM_EPS
+from arbcli.config.layer_spec import NORM_EPS
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.model.language_model import LanguageModel

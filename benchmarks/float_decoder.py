@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.config.site import NORM_EPS
+from arbcli.config.layer_spec import NORM_EPS
 from arbcli.generation.sampling import Sampling
 from arbcli.interop.huggingface.dense import Shape, shape_of
 from arbcli.kernels.output.choose_byte import choose_byte_

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.config.site import NORM_EPS
+from arbcli.config.layer_spec import NORM_EPS
 from arbcli.generation.sampling import Sampling
 from arbcli.kernels.output.choose_bytes import choose_bytes_
 from arbcli.kernels.update.random_bits import stream_keys

@@ -4,10 +4,10 @@ import math
 
 import torch
 
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.model import ModelConfig
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.presets import preset
-from arbcli.config.site import LayerSpec
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
 from arbcli.verify import parity

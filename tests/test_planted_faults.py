@@ -28,7 +28,7 @@ from apparatus.planting import (
 )
 
 from arbcli.base.errors import ArbError
-from arbcli.config.site import SCALE_TYPES
+from arbcli.config.layer_spec import SCALE_TYPES
 from arbcli.families.streams.hyper_connection import HyperConnection
 from arbcli.kernels.runtime._triton import HAS_TRITON
 from arbcli.kernels.runtime.backend import use_backend
@@ -417,7 +417,8 @@ FAULTS = [
     module("exchange", "steps of every rule by the P of `moment`", "model.updater",
         rewrite("Pace(t.lr_factor, t.rule.radix, t.rule.blend_units)",
         "Pace(t.lr_factor, 64, t.rule.blend_units)"), "update several trit"),
-    module("exchange", "a rule's rate divided by its own, not by that of the model", "config.site",
+    module("exchange", "a rule's rate divided by its own, not by that of the model",
+        "config.layer_spec",
         rewrite("relative_lr(a, b, c)", "relative_lr(b, a, c)"), "update several all"),
     Fault("constant", "steps clipped too late",
         set_constant("model.step_parameters", "STEP_CLIP", 40), "update moment factored"),

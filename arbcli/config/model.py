@@ -22,6 +22,7 @@ from arbcli.config.kinds import (
     MIXERS,
     Kinds,
 )
+from arbcli.config.layer_spec import NORM_EPS, SCALE_TYPES, VOCABULARY, LayerSpec
 from arbcli.config.parts.base import BetweenConfig, PartConfig, SplitConfig, every_part
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.settings import (
@@ -32,7 +33,6 @@ from arbcli.config.settings import (
     check_choice,
     check_fields,
 )
-from arbcli.config.site import NORM_EPS, SCALE_TYPES, VOCABULARY, LayerSpec
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import DIGITS, DIRECTION, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields, is_dataclass
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from arbcli.config.layer_spec import SCALE_TYPES
 from arbcli.config.model import ModelConfig
 from arbcli.config.parts.base import remove_rules
-from arbcli.config.site import SCALE_TYPES
 from arbcli.inspect.parts import PartReport, list_parts
 from arbcli.model.rules import DIRECTION, RULES
 

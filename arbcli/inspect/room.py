@@ -7,8 +7,8 @@ once and refuses no run that fits; `arb audit-memory --budget` predicts the whol
 
 import torch
 
+from arbcli.config.layer_spec import MOST_AT_ONCE, is_chunked
 from arbcli.config.model import ModelConfig
-from arbcli.config.site import MOST_AT_ONCE, is_chunked
 from arbcli.config.training import TrainConfig
 from arbcli.inspect.memory import predict
 from arbcli.kernels.runtime.device import COMPUTE, check_room, free_bytes

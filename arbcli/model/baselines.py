@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
-from arbcli.config.site import LayerSpec
 from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.model.initial import head_std, projection_std
 from arbcli.model.layers.norm import NORM_EPS, clamp_halves

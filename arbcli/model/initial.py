@@ -26,7 +26,7 @@ the head were tuned.
 
 import math
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 
 REFERENCE_WIDTH = 384
 HEAD = 0.25

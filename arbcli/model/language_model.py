@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from arbcli.base.lazy import imported
 from arbcli.config.kinds import BESIDE
+from arbcli.config.layer_spec import is_chunked
 from arbcli.config.model import ModelConfig
-from arbcli.config.site import is_chunked
 from arbcli.families import BETWEEN, OBJECTIVES
 from arbcli.model.layers.decoded_groups import decode_in_groups
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head

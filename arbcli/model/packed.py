@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.layout import row_bytes
 from arbcli.kernels.codec.packed import (

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.model import BlockConfig, Blocks, StageConfig
-from arbcli.config.site import LayerSpec
 from arbcli.families import RESIDUAL
 from arbcli.model.layers.kinds import stream_norm
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear

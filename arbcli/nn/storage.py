@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from arbcli.base.errors import ArbError, quoted
-from arbcli.config.site import SCALE_TYPES, LayerSpec, is_chunked
+from arbcli.config.layer_spec import SCALE_TYPES, LayerSpec, is_chunked
 from arbcli.model.initial import head_lr_factor, inner_lr_factor
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import DIRECTION, WITH_DIGITS

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.utils.weak import TensorWeakRef
 
 from arbcli.base.errors import ArbError
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.experts.weight import ExpertWeight
 from arbcli.interop.rounding import put
 from arbcli.kernels.matmul.ternary_matmul import ternary_matmul, ternary_matmul_grad_x

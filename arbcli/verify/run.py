@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from arbcli.base.signals import Interrupted, RaisedSignal
+from arbcli.config.layer_spec import SCALE_TYPES
 from arbcli.config.settings import check_choice
-from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import HAS_TRITON
 from arbcli.kernels.runtime.device import resolve_device

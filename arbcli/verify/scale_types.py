@@ -6,7 +6,7 @@ torch and native backends run in every scale type.
 
 from collections.abc import Hashable, Iterable
 
-from arbcli.config.site import SCALE_TYPES
+from arbcli.config.layer_spec import SCALE_TYPES
 from arbcli.verify.verification import Verification
 
 DEFAULT_SCALE_TYPE = "T32"

@@ -14,7 +14,7 @@ import torch
 from apparatus.interpreter import arguments_left_in_place, barriers_where_needed, within_arguments
 from checked import has_one_layout
 
-from arbcli.config.site import SCALE_TYPES
+from arbcli.config.layer_spec import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.norm.rms_norm import WHOLE_ROW
 from arbcli.kernels.runtime import native

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from arbcli.config.layer_spec import SCALE_TYPES
 from arbcli.config.presets import preset
-from arbcli.config.site import SCALE_TYPES
 from arbcli.kernels.codec.packing import illegal_bytes, pack_trits, unpack_trits
 from arbcli.model.packed import TernaryTensor
 

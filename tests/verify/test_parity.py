@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from arbcli.config.site import SCALE_TYPES
+from arbcli.config.layer_spec import SCALE_TYPES
 from arbcli.families.compressed import attention as compressed_attention
 from arbcli.families.graph import codebook
 from arbcli.verify import parity

@@ -5,7 +5,7 @@ import ast
 import pytest
 from syntax import kernel_files, parsed, walk
 
-from arbcli.config.site import SCALE_TYPES
+from arbcli.config.layer_spec import SCALE_TYPES
 from arbcli.verify.check_kernels import find_kernels
 from arbcli.verify.registry import KERNELS
 from arbcli.verify.scale_types import ALWAYS, verified_scale_types

@@ -13,7 +13,7 @@ import torch
 from checked import checked, has_one_layout
 
 from arbcli.base.errors import ArbError
-from arbcli.config.site import SCALE_TYPES
+from arbcli.config.layer_spec import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import chunk_elements

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from arbcli.base.errors import ArbError
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.settings import check_choice
-from arbcli.config.site import LayerSpec
 
 QUERY_KEY_NORMS = ("unit", "gain", "none")
 

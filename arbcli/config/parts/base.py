@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.settings import check_choice, check_fields, check_sizes
-from arbcli.config.site import LayerSpec
 from arbcli.model.rules import RULES
 
 if TYPE_CHECKING:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.base import PartConfig
-from arbcli.config.site import LayerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from arbcli.base.errors import ArbError
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.base import PartConfig
-from arbcli.config.site import LayerSpec
 
 BYTES = 256
 """Number of symbols that the head predicts."""

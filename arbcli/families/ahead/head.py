@@ -14,8 +14,8 @@ training the b_k are those of the text (teacher forcing); in generation they are
 
 from torch import Tensor, nn
 
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.site import LayerSpec
 from arbcli.families.ahead.config import BYTES, AheadConfig
 from arbcli.model.layers.kinds import layers_for, linear_head, stream_norm
 from arbcli.model.parts.base import project

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.compressed.config import CompressedAttentionConfig
 from arbcli.families.compressed.kernels.choose_entries import choose_entries as choose_by_scores
 from arbcli.families.compressed.kernels.compress_blocks import (

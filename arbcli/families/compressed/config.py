@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from arbcli.base.errors import ArbError
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.attention import check_even_width, check_heads, check_kv_heads
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.settings import check_choice
-from arbcli.config.site import LayerSpec
 
 WIDEST_HEAD = 512
 POOLINGS = ("softmax", "mean")

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from arbcli.base.errors import ArbError
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.settings import check_choice
-from arbcli.config.site import LayerSpec
 
 GATES = ("softmax", "softplus", "hash")
 """Kinds of routing; see `arbcli.families.experts.mixture`."""

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.experts.kernels.grouped_matmul import grouped_grad_w, grouped_matmul
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.initial import projection_std

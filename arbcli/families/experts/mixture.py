@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.experts.config import ExpertsConfig
 from arbcli.families.experts.float_weight import FloatExpertWeight
 from arbcli.families.experts.hashed import hashed_experts

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.families import FOUR_BIT_PRODUCTS
 from arbcli.families.experts.kernels.grouped_matmul import (
     MOST_EXPERTS,

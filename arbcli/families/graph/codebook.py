@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.graph.config import CodebookConfig
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from arbcli.base.errors import ArbError
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.base import BetweenConfig, PartConfig
 from arbcli.config.settings import check_at_most
-from arbcli.config.site import LayerSpec
 from arbcli.families.experts.config import ExpertsConfig
 
 MOST_CODE_WIDTH = 2**15

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.model import VOCABULARY
-from arbcli.config.site import LayerSpec
 from arbcli.families.graph.config import MemGramConfig
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.graph.codebook import Codebook
 from arbcli.families.graph.config import MemoriesConfig
 from arbcli.families.graph.moe_graph import MoEGraph

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.experts.mixture import Experts
 from arbcli.families.graph.codebook import Codebook, Found
 from arbcli.families.graph.config import IteratedConfig

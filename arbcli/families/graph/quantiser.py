@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.graph.codebook import Found
 from arbcli.families.graph.config import QuantiserConfig
 from arbcli.families.graph.kernels.nearest_codes import nearest_codes

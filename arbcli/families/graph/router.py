@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.model.layers.kinds import layers_for
 
 ROUTER_BIAS = 3.0

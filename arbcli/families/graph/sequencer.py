@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.graph.config import SequencerConfig
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.ngrams import ngram_ids

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.hnet.kernels.boundary_scores import boundary_scores, boundary_scores_backward
 from arbcli.families.hnet.kernels.find_chunks import Chunks
 from arbcli.families.hnet.kernels.gather_chunks import gather_chunks

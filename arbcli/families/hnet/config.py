@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from arbcli.base.errors import ArbError
+from arbcli.config.layer_spec import VOCABULARY, LayerSpec
 from arbcli.config.parts.base import PartConfig, SplitConfig
 from arbcli.config.settings import check_choice
-from arbcli.config.site import VOCABULARY, LayerSpec
 
 if TYPE_CHECKING:
     from arbcli.config.model import ModelConfig

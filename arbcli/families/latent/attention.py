@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.latent.config import LatentAttentionConfig
 from arbcli.families.latent.kernels.decode_latent import decode_latent
 from arbcli.kernels.attention.rotary_norm import rotate

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.attention import check_heads
 from arbcli.config.parts.base import PartConfig
-from arbcli.config.site import LayerSpec
 
 EXPAND = 2
 """Factor of the inner width over the width of the stream."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.mamba.config import EXPAND, MambaConfig
 from arbcli.families.mamba.kernels.causal_conv import causal_conv, causal_conv_grad_w
 from arbcli.families.mamba.kernels.decay_scan import decay_scan

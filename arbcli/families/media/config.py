@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from arbcli.base.errors import ArbError
+from arbcli.config.layer_spec import VOCABULARY, LayerSpec
 from arbcli.config.parts.base import PartConfig
-from arbcli.config.site import VOCABULARY, LayerSpec
 
 if TYPE_CHECKING:
     from arbcli.config.model import ModelConfig

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.media.config import BYTES, KINDS, CompositeConfig
 from arbcli.model.layers.kinds import linear_head
 

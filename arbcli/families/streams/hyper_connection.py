@@ -23,7 +23,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.streams.layers import average_streams as average_streams
 from arbcli.families.streams.layers import functions_for
 from arbcli.families.streams.layers import spread_streams as spread_streams

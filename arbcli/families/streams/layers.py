@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.streams.kernels.mix_streams import mix_streams as mix
 from arbcli.families.streams.kernels.mix_streams import mix_streams_backward, mix_streams_torch
 from arbcli.families.streams.kernels.stream_weights import stream_weights as make_weights

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from arbcli.base.lazy import imported
-from arbcli.config.site import LayerSpec, is_chunked
+from arbcli.config.layer_spec import LayerSpec, is_chunked
 from arbcli.kernels.rows.ternary_embedding import embedding_grad, embedding_rows
 from arbcli.model.layers.compiled import anchor
 from arbcli.model.packed import StreamedTensor

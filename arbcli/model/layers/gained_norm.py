@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.kernels.matmul.quantise_rows import quantise_rows
 from arbcli.kernels.norm.gained_rms_norm import (
     add_gained_rms_norm,

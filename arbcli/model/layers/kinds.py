@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from arbcli.base.lazy import imported
-from arbcli.config.site import LayerSpec, is_chunked
+from arbcli.config.layer_spec import LayerSpec, is_chunked
 from arbcli.model.initial import head_lr_factor, head_std
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.norm import ClampedGate, TernaryGate, TernaryRMSNorm

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.kernels.codec.packed import Packed
 from arbcli.model.initial import inner_lr_factor, projection_std
 from arbcli.model.layers.compiled import anchor, operator

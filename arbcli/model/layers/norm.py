@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.config.site import NORM_EPS as NORM_EPS
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import NORM_EPS as NORM_EPS
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.kernels.codec.decode_digits import decode_digits_torch
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.norm.gated_rms_norm import (

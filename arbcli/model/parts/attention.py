@@ -37,9 +37,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
-from arbcli.config.site import LayerSpec
 from arbcli.families import SPECULATIVE_ATTENTION
 from arbcli.kernels.attention.decode_attention import Kept, decode_attention
 from arbcli.kernels.runtime.backend import uses_triton

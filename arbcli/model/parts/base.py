@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from arbcli.base.lazy import imported
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.base import PartConfig
-from arbcli.config.site import LayerSpec
 
 if TYPE_CHECKING:
     from arbcli.model.layers.dropout import Dropout

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.site import LayerSpec
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.parts.base import BlockInputs, BlockOutput, Part, project

@@ -13,9 +13,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
-from arbcli.config.site import LayerSpec
 
 Weights = Mapping[str, Tensor]
 Kind = TypeVar("Kind", bound=PartConfig)

@@ -6,9 +6,9 @@ from references import reference_logits
 from torch.nn import functional
 
 from arbcli.base.errors import ArbError
+from arbcli.config.layer_spec import NORM_EPS
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
-from arbcli.config.site import NORM_EPS
 from arbcli.families.hnet.boundaries import chunk_depths, chunk_starts
 from arbcli.families.hnet.chunking import Routed, ratio_loss, share_of, spread
 from arbcli.families.hnet.kernels.find_chunks import find_chunks

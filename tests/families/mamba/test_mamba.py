@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.model import BlockConfig, StageConfig
-from arbcli.config.site import LayerSpec
 from arbcli.families.mamba import mixer as module
 from arbcli.families.mamba.config import MambaConfig
 from arbcli.families.mamba.mixer import mamba_values, running_sum

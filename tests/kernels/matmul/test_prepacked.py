@@ -1,4 +1,4 @@
-"""Products with a prepacked matrix: properties that the cases of their verification do not cover."""
+"""Products with a prepacked matrix: properties that the cases of their verification omit."""
 
 import pytest
 import torch

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from arbcli.config.site import LayerSpec
+from arbcli.config.layer_spec import LayerSpec
 from arbcli.kernels.norm.pack_gates import pack_gates, unpack_gates
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
