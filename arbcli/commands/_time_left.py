@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING
 
-from arbcli.data.text import EVAL_BATCHES
+from arbcli.data.text import num_evaluation_batches
 
 if TYPE_CHECKING:
     from arbcli.config.training import TrainConfig
@@ -34,7 +34,8 @@ class TimeLeft:
         self._evaluation_seconds: float | None = None
         self._evaluated_step = step
         # a forward pass takes a third of the time of forward and backward
-        self._evaluation_in_steps = EVAL_BATCHES / 3 / config.accum
+        batches = num_evaluation_batches(config.batch, config.accum, config.model.ctx)
+        self._evaluation_in_steps = batches / 3 / config.accum
 
     def stepped(self, step: int, now: float) -> None:
         """Record that a step has finished."""

@@ -28,7 +28,9 @@ MAX_OPEN_MAPS = 64
 """Maximum number of mapped files of a text; each has a descriptor, and some systems allow 256."""
 BLOCK_BYTES = 2**20
 EVAL_BATCHES = 40
-"""Number of batches in an evaluation."""
+"""Number of batches in an evaluation of a run without accumulation."""
+EVAL_SYMBOLS = 2**19
+"""Number of symbols in an evaluation beyond which accumulation adds no batches."""
 EVAL_SEED = 7
 """Seed of these batches, and of the masks of a masked model in them."""
 MAX_BLOCKS = 256
@@ -282,6 +284,13 @@ def batch(
         ValueError: the text is too short.
     """
     starts = batch_starts(text, seed, step, micro, batch_size, context)
+    return batch_at(text, starts, context, device)
+
+
+def batch_at(
+    text: Text, starts: list[int], context: int, device: "torch.device | str"
+) -> "tuple[Tensor, ...]":
+    """Read the windows that begin at `starts` as inputs and targets: see `batch`."""
     if text.packs:
         return tuple(part.to(device) for part in text.packed_batch(starts))
     windows = text.window_batch(starts, context + 1).to(device)  # (B, T + 1)
@@ -307,10 +316,36 @@ def evaluation_batches(
     context: int,
     device: "torch.device | str",
 ) -> Iterator["tuple[Tensor, ...]"]:
-    """Yield the batches of steps 0 to `num_batches` - 1, the same on every call."""
-    sizes = {"batch_size": batch_size, "context": context}
-    for step in range(num_batches):
-        yield batch(text, seed=EVAL_SEED, step=step, micro=0, **sizes, device=device)
+    """Yield held-out batches, the same on every call."""
+    for number in range(num_batches):
+        yield batch_at(text, evaluation_starts(text, number, batch_size, context), context, device)
+
+
+def num_evaluation_batches(batch_size: int, accumulation: int, context: int) -> int:
+    """Return the number of batches in an evaluation: the windows of `EVAL_BATCHES` steps.
+
+    With accumulation they are at most those of `EVAL_SYMBOLS`, as an evaluation would take long,
+    unless as many batches without accumulation have more.
+    """
+    most = max(EVAL_BATCHES, EVAL_SYMBOLS // (batch_size * context))
+    return min(EVAL_BATCHES * accumulation, most)
+
+
+def evaluation_starts(
+    text: Text, number: int, batch_size: int, context: int, parts: int = 1
+) -> list[int]:
+    """Draw the starts of a held-out batch.
+
+    Args:
+        text: held-out text.
+        number: number of the batch, from 0.
+        batch_size: B, in windows.
+        context: T, in symbols.
+        parts: number of consecutive batches that divide the windows of one draw, so that as many
+            windows in smaller batches are the same windows.
+    """
+    step, part = divmod(number, parts)
+    return batch_starts(text, EVAL_SEED, step, 0, batch_size * parts, context)[part::parts]
 
 
 def entropy(text: Text) -> float:

@@ -4,7 +4,6 @@ import dataclasses
 import time
 
 from arbcli.base.errors import ArbError
-from arbcli.data.text import EVAL_BATCHES
 from arbcli.kernels.runtime.device import EAGER_STEPS
 from arbcli.training.trainer import Trainer
 
@@ -56,7 +55,7 @@ def steps_in(minutes: float, trainer: Trainer, started: float) -> int:
     trainer.release_graph()
     now = time.perf_counter()
     step_seconds = (ended - begun) / done
-    evaluation_seconds = (now - ended) * EVAL_BATCHES / TIMED_BATCHES
+    evaluation_seconds = (now - ended) * trainer.num_evaluation_batches / TIMED_BATCHES
     left = seconds - (now - started)
     steps = max(1, int(left / step_seconds))
     for _ in range(3):  # the number of evaluations depends on the number of steps

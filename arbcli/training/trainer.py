@@ -16,14 +16,15 @@ from arbcli.base.lazy import imported
 from arbcli.config.model import VOCABULARY
 from arbcli.config.training import TrainConfig
 from arbcli.data.text import (
-    EVAL_BATCHES,
     EVAL_SEED,
     Text,
     Texts,
     batch,
+    batch_at,
     batch_starts,
     digest,
-    evaluation_batches,
+    evaluation_starts,
+    num_evaluation_batches,
 )
 from arbcli.families import BYTE_KINDS, OBJECTIVES
 from arbcli.kernels.runtime.backend import use_backend
@@ -333,7 +334,7 @@ class Trainer:
             device=device,
         )
         if self.config.model.composite:
-            return self._add_kinds(drawn, self.texts.train, self.config.seed, self.step, micro)
+            return self._add_kinds(drawn, self.texts.train, self._starts(self.step, micro))
         windows = self.config.accum * self.config.batch
         numbers = self._window_numbers(micro)
         return self._prepare_windows(drawn, self.config.seed, self.step, numbers, windows)
@@ -384,11 +385,10 @@ class Trainer:
         )
 
     def _add_kinds(
-        self, drawn: tuple[Tensor, ...], text: Text, seed: int, step: int, micro: int
+        self, drawn: tuple[Tensor, ...], text: Text, starts: list[int]
     ) -> tuple[Tensor, Tensor]:
         """Add 256 times the kinds of bytes to their targets, for a composite head."""
         ids, targets = drawn
-        starts = batch_starts(text, seed, step, micro, *ids.shape)
         if text not in self._kinds:
             self._kinds[text] = imported(BYTE_KINDS)(text)
         kinds = self._kinds[text].windows([start + 1 for start in starts], ids.shape[1])
@@ -491,28 +491,29 @@ class Trainer:
             self._graph = None
             torch.cuda.empty_cache()  # eager steps cannot reuse the graph's pool
 
-    @torch.no_grad()
-    def evaluate(self, num_batches: int = EVAL_BATCHES) -> float:
-        """Compute the mean loss over fixed batches of the held-out text, in nats per symbol.
+    @property
+    def num_evaluation_batches(self) -> int:
+        """Number of batches in an evaluation, of `batch` windows each."""
+        config = self.config
+        return num_evaluation_batches(config.batch, config.accum, config.model.ctx)
 
-        It is the mean over all symbols with a loss, or over windows for a masked model. Processes
-        share the batches, if these can be divided evenly.
+    @torch.no_grad()
+    def evaluate(self, num_batches: int | None = None) -> float:
+        """Compute the mean loss over fixed windows of the held-out text, in nats per symbol.
+
+        It is the mean over all symbols with a loss, or over windows for a masked model. A step of
+        as many windows has the same held-out windows, however they are divided into micro-batches.
+        Processes share the batches, if these can be divided evenly.
+
+        Args:
+            num_batches: number of batches of `batch` windows; None is `num_evaluation_batches`.
         """
+        num_batches = num_batches or self.num_evaluation_batches
         group = self.group if num_batches % self.group.size == 0 else Group()
-        mine, losses, counts = group.local(num_batches), [], []
+        losses, counts = [], []
         with use_backend(self.config.backend):
-            batches = evaluation_batches(
-                self.texts.val,
-                num_batches=num_batches,
-                batch_size=self.config.batch,
-                context=self.config.model.ctx,
-                device=self.device,
-            )
-            windows = range(self.config.batch)
-            for number, drawn in itertools.islice(enumerate(batches), mine.start, mine.stop):
-                inputs = self._prepare_windows(drawn, EVAL_SEED, number, windows, len(windows))
-                if self.config.model.composite:
-                    inputs = self._add_kinds(drawn, self.texts.val, EVAL_SEED, number, 0)
+            for number in group.local(num_batches):
+                inputs = self._held_out(number)
                 losses.append(self.model.loss(*inputs))
                 counts.append((inputs[1] >= 0).sum())
         means = torch.stack(group.gather(losses))
@@ -520,6 +521,18 @@ class Trainer:
             count = torch.stack(group.gather(counts))
             means *= count * len(count) / count.sum()  # integers: exactly 1 if all are equal
         return float(means.mean())
+
+    def _held_out(self, number: int) -> tuple[Tensor, ...]:
+        """Return the inputs of a held-out batch on the device."""
+        config, text = self.config, self.texts.val
+        context, accum = config.model.ctx, config.accum
+        starts = evaluation_starts(text, number, config.batch, context, accum)
+        drawn = batch_at(text, starts, context, self.device)
+        if config.model.composite:
+            return self._add_kinds(drawn, text, starts)
+        step, part = divmod(number, accum)
+        windows = accum * config.batch
+        return self._prepare_windows(drawn, EVAL_SEED, step, range(part, windows, accum), windows)
 
     def state_bytes(self) -> int:
         """Return the size of the persistent state in bytes."""

@@ -9,7 +9,11 @@ from arbcli.data.text import EVAL_BATCHES
 
 
 def time_left(steps=100, interval=40, accum=1, step=0) -> TimeLeft:
-    return TimeLeft(SimpleNamespace(steps=steps, eval_interval=interval, accum=accum), step, 0.0)
+    model = SimpleNamespace(ctx=64)
+    settings = SimpleNamespace(
+        steps=steps, eval_interval=interval, accum=accum, batch=8, model=model
+    )
+    return TimeLeft(settings, step, 0.0)
 
 
 def test_estimate_has_the_steps_and_the_evaluations_to_come():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from arbcli.data.opening import open_texts
-from arbcli.data.text import EVAL_BATCHES
+from arbcli.data.text import num_evaluation_batches
 from arbcli.model.checkpoint import load_checkpoint
 from arbcli.model.operations import step_operations
 from arbcli.training import loop, recorder, saving, schedule
@@ -50,7 +50,7 @@ def options(tmp_path_factory) -> dict:
 @pytest.fixture(scope="module", autouse=True)
 def whole_evaluations():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer.evaluate.__wrapped__, "__defaults__", (EVAL_BATCHES,))
+        patch.setattr(Trainer.evaluate.__wrapped__, "__defaults__", (None,))
         yield
 
 
@@ -89,12 +89,35 @@ def test_model_is_measured_on_the_held_out_text_alone(options, monkeypatch):
     seen, loss = [], trainer.model.loss
     trainer.model.loss = lambda *pair: seen.append(pair) or loss(*pair)
     average = trainer.evaluate()
-    assert len(seen) == 40
+    assert len(seen) == trainer.num_evaluation_batches
     for ids, targets in seen:
         assert set(ids.flatten().tolist()) | set(targets.flatten().tolist()) <= set(VAL)
     with torch.no_grad():
-        expected = sum(float(loss(*pair)) for pair in seen) / 40
+        expected = sum(float(loss(*pair)) for pair in seen) / len(seen)
     assert average == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["next", "masked"])
+def test_held_out_windows_do_not_depend_on_the_size_of_micro_batches(options, objective):
+    def held_out(batch: int, accum: int) -> tuple[float, list[list[int]]]:
+        trainer = trainer_of(options, batch=batch, accum=accum, objective=objective)
+        windows, loss = [], trainer.model.loss
+        trainer.model.loss = lambda *inputs: windows.extend(inputs[1].tolist()) or loss(*inputs)
+        return trainer.evaluate(), sorted(windows)
+
+    loss, windows = held_out(batch=4, accum=1)
+    assert len(windows) == 160
+    for batch, accum in ((2, 2), (1, 4)):
+        divided_loss, divided_windows = held_out(batch, accum)
+        assert divided_windows == windows
+        assert divided_loss == pytest.approx(loss, rel=1e-3)
+
+
+def test_accumulation_beyond_the_limit_of_symbols_adds_no_held_out_windows():
+    assert num_evaluation_batches(32, 1, 2048) == 40
+    assert num_evaluation_batches(32, 4, 2048) == 40
+    assert num_evaluation_batches(4, 8, 2048) == 64
+    assert num_evaluation_batches(4, 8, 256) == 320
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "int8"), ("int8", None), ("int8", "int16")])
