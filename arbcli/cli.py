@@ -8,7 +8,7 @@ import typer
 
 from arbcli.base.environment import keep_compiled_modules, set_environment
 from arbcli.base.errors import ArbError
-from arbcli.base.output import OutputError, fail, note_text, open_closed_streams
+from arbcli.base.output import OutputError, note_text, open_closed_streams
 from arbcli.base.signals import STOPPED_UNSAVED, Interrupted, RaisedSignal
 from arbcli.commands._help import Command, summary
 from arbcli.commands._options import fill_options, rename_options, repeat_options, replace_fields
@@ -24,7 +24,7 @@ from arbcli.commands.inspect import inspect
 from arbcli.commands.probe_loss import probe_loss
 from arbcli.commands.train import train
 from arbcli.commands.verify_kernels import verify_kernels
-from arbcli.training.parallel.launch import is_said
+from arbcli.training.parallel.launch import fail_once
 from arbcli.version import __version__
 
 UsageError: Any
@@ -88,24 +88,26 @@ def main() -> None:
         if not sys.argv[1:]:
             error.show()  # the complete help page
         else:
-            _fail(error.format_message(), _usage_hint(error))
+            fail_once(error.format_message(), _usage_hint(error))
         sys.exit(2)
     except Interrupted as stopped:
         since = " since the start or the last save" if sys.argv[1:2] == ["train"] else ""
-        _fail(f"stopped by {stopped.name}, with nothing saved{since}")
+        fail_once(f"stopped by {stopped.name}, with nothing saved{since}")
         sys.exit(STOPPED_UNSAVED)
     except OutputError as error:
         if not error.reader_gone:
-            _fail(str(error), error.hint)
+            fail_once(str(error), error.hint)
         sys.exit(2)
     except ArbError as error:
         hint = error.hint and replace_fields(error.hint, error.fields)
-        _fail(replace_fields(str(error), error.fields), hint)
+        fail_once(replace_fields(str(error), error.fields), hint)
         sys.exit(2)
     except OSError as error:
         if error.filename is None:
             raise
-        _fail(f"cannot use `{error.filename}`: {error.strerror}", "check the path and permissions")
+        fail_once(
+            f"cannot use `{error.filename}`: {error.strerror}", "check the path and permissions"
+        )
         sys.exit(2)
     except Exception:
         note_text(traceback.format_exc())
@@ -120,9 +122,3 @@ def _usage_hint(error: Any) -> str:
     if command.endswith("train") and "unexpected extra argument" in error.format_message():
         return "name texts with `--data`, as in `arb train --data book.txt`"
     return f"`{command} --help` lists what there is"
-
-
-def _fail(message: str, hint: str | None = None) -> None:
-    """Print an error, unless another process of this command has printed it."""
-    if not is_said(message):
-        fail(message, hint)

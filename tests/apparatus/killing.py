@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -156,11 +157,12 @@ def break_output(how: str, log: Path) -> None:
             os.dup2(target, descriptor)
 
 
-def start(words: list[str], how: str, log: Path) -> int:
-    """Fork a process that runs `arb` with these words, and return its id."""
+def start(words: list[str], how: str, log: Path, prepare: Callable[[], None] = lambda: None) -> int:
+    """Fork a process that runs `arb` with these words, after `prepare`, and return its id."""
     pid = os.fork()
     if pid:
         return pid
+    prepare()
     launch._start = lambda command, variables: Forked(
         command[command.index("arbcli") + 1 :], variables
     )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arbcli.base.errors import ArbError, quoted
-from arbcli.training.parallel.process import SAME_PROGRAM, explained_loss, this_process
+from arbcli.training.parallel.process import SAME_PROGRAM, called, explained_loss, this_process
 
 CPU = torch.device("cpu")
 
@@ -28,10 +28,17 @@ class Group:
         rank: rank of this process; rank 0 writes files and prints.
         size: number of processes.
         device: device of transferred tensors.
+        hosts: name of the machine of each process; empty if there is one.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, device: torch.device = CPU) -> None:
-        self.rank, self.size, self.device = rank, size, device
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        device: torch.device = CPU,
+        hosts: Sequence[str] = (),
+    ) -> None:
+        self.rank, self.size, self.device, self._hosts = rank, size, device, hosts
         self.received = 0
         """Bytes that all processes together have received from others in a step."""
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
@@ -163,7 +170,7 @@ class Group:
             if names:
                 listed = quoted(sorted(names)[:5])
                 raise ArbError(
-                    f"process {rank} has another {what} than process 0: {listed}",
+                    f"{called(rank, self._hosts)} has another {what} than process 0: {listed}",
                     hint=hint,
                 )
 
@@ -253,14 +260,19 @@ def joined(device: torch.device, command: str) -> Iterator[Group]:
         return
     from arbcli.training.parallel.rendezvous import abort, connect
 
-    connect(place, device, command)
-    group = Group(place.rank, place.size, device)
+    hosts, beats = connect(place, device, command)
+    group = Group(place.rank, place.size, device, hosts)
     try:
         yield group
-    except BaseException:
+    except BaseException as error:
+        explained = None if beats is None else beats.leave(error)
         group.forget_graphs()
         abort()
+        if explained is not None:
+            raise explained from error
         raise
+    if beats is not None:
+        beats.stop()
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # running graphs cannot be freed
     group.forget_graphs()

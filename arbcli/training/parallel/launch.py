@@ -16,9 +16,12 @@ from subprocess import Popen
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from arbcli.base.output import fail
 from arbcli.base.signals import RememberedSignal
 from arbcli.training.parallel.process import STORE
 
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Variable of `torchrun`: a file in a folder of the process, in a private one of the attempt."""
 POLL_SECONDS = 0.05
 ASK_SECONDS, KILL_SECONDS = 2, 25
 """Seconds after a failure until other processes get SIGTERM, and until they are killed."""
@@ -66,13 +69,23 @@ def launch(command: Sequence[str], number: int) -> Failure | None:
                 process.wait()
 
 
-def is_said(message: str) -> bool:
-    """Return whether a process of the same `launch` has printed an error; mark it as printed."""
-    if STORE not in os.environ:
+def fail_once(message: str, hint: str | None = None) -> None:
+    """Print an error, unless another process of this machine has printed it."""
+    if not _is_said(message):
+        fail(message, hint)
+
+
+def _is_said(message: str) -> bool:
+    """Return whether a process of the same launcher has printed an error; mark it as printed."""
+    if STORE in os.environ:
+        folder = Path(os.environ[STORE]).parent
+    elif ERROR_FILE in os.environ:
+        folder = Path(os.environ[ERROR_FILE]).parents[1]
+    else:
         return False
     name = sha256(message.encode(errors="backslashreplace")).hexdigest()
     try:
-        Path(os.environ[STORE]).with_name(name).touch(exist_ok=False)
+        (folder / name).touch(exist_ok=False)
     except FileExistsError:
         return True
     except OSError:  # full disk: better printed twice than never

@@ -1,9 +1,11 @@
 """The rank of this process in a run, and the error about a lost one."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import NamedTuple
+from threading import Thread
+from typing import NamedTuple, TypeVar
 
 from arbcli.base.environment import number_in
 from arbcli.base.errors import ArbError
@@ -16,6 +18,12 @@ MASTER = ("MASTER_ADDR", "MASTER_PORT")
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 TOGETHER = "start all of them together"
 SAME_PROGRAM = f"{TOGETHER}, with the same arguments, files and versions"
+RESUME = "continue from the last checkpoint with `--resume`, with any number of processes"
+T = TypeVar("T")
+
+
+class LostProcess(ArbError):
+    """A collective failed, as another process has ended or cannot be reached."""
 
 
 class Place(NamedTuple):
@@ -48,14 +56,41 @@ def this_process(environment: Mapping[str, str] = os.environ) -> Place:
     return Place(rank, size, local_rank, one_machine)
 
 
+def called(rank: int, hosts: Sequence[str]) -> str:
+    """Name a process, and its machine if there are several.
+
+    Args:
+        rank: rank of the process.
+        hosts: name of the machine of each process; empty if there is one.
+    """
+    return f"process {rank} on `{hosts[rank]}`" if len({*hosts}) > 1 else f"process {rank}"
+
+
 @contextmanager
 def explained_loss() -> Iterator[None]:
-    """Convert torch's error about a lost process to an `ArbError`."""
+    """Convert torch's error about a lost process to a `LostProcess`."""
     try:
         yield
     except RuntimeError as error:
         reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
-        raise ArbError(
-            f"another process of the run is lost, or does not answer: {reason}",
-            hint="continue from the last checkpoint with `--resume`, with any number of processes",
+        raise LostProcess(
+            f"another process of the run is lost, or does not answer: {reason}", hint=RESUME
         ) from error
+
+
+def within(seconds: float, make: Callable[[], T]) -> T:
+    """Call a function in a thread, with a timeout and so that signals are handled.
+
+    Raises:
+        TimeoutError: it did not return in time; the thread keeps running.
+    """
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(make())
+        except Exception as error:
+            future.set_exception(error)
+
+    Thread(target=call, daemon=True).start()
+    return future.result(seconds)

@@ -5,27 +5,28 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from threading import Thread
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from arbcli.base.environment import number_in
 from arbcli.base.errors import ArbError
+from arbcli.training.parallel.heartbeat import Heartbeat
 from arbcli.training.parallel.process import (
     MASTER,
     SAME_PROGRAM,
     STORE,
     TOGETHER,
     Place,
+    called,
     explained_loss,
+    within,
 )
 from arbcli.version import __version__
 
@@ -40,10 +41,9 @@ STORE_TIMEOUT = timedelta(minutes=30)
 """Timeout of the store after the rendezvous; torch's default for collectives."""
 POLL_SECONDS = 0.05
 READ_SECONDS = 2
-"""Time for which the process with the store waits for others to read the outcome."""
+"""Time for which process 0 waits for others to read the outcome: the store may end with it."""
 OUTCOME, READERS = "outcome", "readers"
 ALL_HERE = "all are here"
-T = TypeVar("T")
 
 
 def seconds_to_join() -> int:
@@ -55,7 +55,9 @@ def seconds_to_join() -> int:
     return number_in(os.environ, WAIT, 1) if WAIT in os.environ else WAIT_SECONDS
 
 
-def connect(place: Place, device: torch.device, command: str) -> None:
+def connect(
+    place: Place, device: torch.device, command: str
+) -> tuple[Sequence[str], Heartbeat | None]:
     """Wait for all processes, and initialise the process group.
 
     Args:
@@ -63,12 +65,20 @@ def connect(place: Place, device: torch.device, command: str) -> None:
         device: device of transferred tensors.
         command: name of the command, which must be the same in all processes.
 
+    Returns:
+        The name of each process's machine, and the heartbeat of this process; None with a
+        launcher, which itself watches its processes.
+
     Raises:
         ArbError: processes are missing, do not answer, or run another command or version.
     """
     if place.one_machine:
         os.environ |= INTERFACES
-    store = meet(place, command)
+    store, hosts = meet(place, command)
+    beats = None
+    if STORE not in os.environ:
+        own = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+        beats = Heartbeat(own, place.rank, hosts)
     on_gpus = device.type == "cuda"
 
     def initialise() -> None:
@@ -91,6 +101,9 @@ def connect(place: Place, device: torch.device, command: str) -> None:
             f"another process of the run ended, or does not connect within {seconds} s",
             hint=f"{SAME_PROGRAM}, or set `{WAIT}` to wait longer",
         ) from None
+    if beats is not None:
+        beats.start()
+    return hosts, beats
 
 
 def abort() -> None:
@@ -105,7 +118,7 @@ def abort() -> None:
     thread.join(ABORT_SECONDS)
 
 
-def meet(place: Place, command: str) -> dist.Store:
+def meet(place: Place, command: str) -> tuple[dist.Store, list[str]]:
     """Wait for all processes, and check that they run the same program.
 
     Args:
@@ -113,24 +126,25 @@ def meet(place: Place, command: str) -> dist.Store:
         command: name of the command.
 
     Returns:
-        The shared store.
+        The shared store, and the name of each process's machine.
 
     Raises:
         ArbError: in all processes, if one did not arrive in time or runs another program.
     """
     seconds = seconds_to_join()
     deadline = time.monotonic() + seconds
-    store, holds = _open_store(place, seconds)
+    store = _open_store(place, seconds)
     store.set_timeout(STORE_TIMEOUT)
     places = [f"program-{rank}" for rank in range(place.size)]
-    store.set(places[place.rank], json.dumps(program(command)))
+    store.set(places[place.rank], json.dumps([socket.gethostname(), program(command)]))
     outcome = None
     while outcome is None:
         missing = [rank for rank, key in enumerate(places) if not store.check([key])]
         if store.check([OUTCOME]):
             outcome = store.get(OUTCOME).decode()
         elif not missing:
-            outcome = _difference([json.loads(store.get(key)) for key in places]) or ALL_HERE
+            hosts, programs = zip(*(json.loads(store.get(key)) for key in places), strict=True)
+            outcome = _difference(programs, hosts) or ALL_HERE
         elif time.monotonic() > deadline:
             listed = ", ".join(map(str, missing[:5]))
             outcome = f"of {place.size} processes these did not join within {seconds} s: {listed}"
@@ -140,9 +154,9 @@ def meet(place: Place, command: str) -> dist.Store:
     outcome = store.compare_set(OUTCOME, "", outcome).decode()  # the first outcome is decisive
     readers = store.add(READERS, 1)
     if outcome == ALL_HERE:
-        return store
+        return store, [json.loads(store.get(key))[0] for key in places]
     until = time.monotonic() + READ_SECONDS
-    while holds and readers < place.size - len(missing) and time.monotonic() < until:
+    while place.rank == 0 and readers < place.size - len(missing) and time.monotonic() < until:
         time.sleep(POLL_SECONDS)
         readers = store.add(READERS, 0)
     message, _, hint = outcome.partition("\n")
@@ -170,26 +184,26 @@ def source_digest(package: Path = Path(__file__).parents[2]) -> str:
     return digest.hexdigest()
 
 
-def _difference(programs: Sequence[dict[str, str]]) -> str | None:
+def _difference(programs: Sequence[dict[str, str]], hosts: Sequence[str]) -> str | None:
     """Describe the first difference from process 0; None if there is none."""
     for rank, other in enumerate(programs):
         for name, value in programs[0].items():
             if other.get(name) != value:
                 return (
-                    f"process {rank} has another {name} than process 0:"
+                    f"{called(rank, hosts)} has another {name} than process 0:"
                     f" `{other.get(name)}`, and not `{value}`"
                 )
     return None
 
 
-def _open_store(place: Place, seconds: int) -> tuple[dist.Store, bool]:
-    """Open the shared store; also return whether this process hosts it.
+def _open_store(place: Place, seconds: int) -> dist.Store:
+    """Open the shared store, which process 0 hosts, or its `torchrun`.
 
     Raises:
         ArbError: process 0 cannot listen there, or does not answer.
     """
     if STORE in os.environ:
-        return dist.FileStore(os.environ[STORE], place.size), False
+        return dist.FileStore(os.environ[STORE], place.size)
     host, port = os.environ[MASTER[0]], number_in(os.environ, MASTER[1], 1, 2**16 - 1)
     store = partial(
         dist.TCPStore, host, port, place.size, timeout=STORE_TIMEOUT, wait_for_workers=False
@@ -199,12 +213,14 @@ def _open_store(place: Place, seconds: int) -> tuple[dist.Store, bool]:
     if holds:
         store = partial(store, is_master=True, master_listen_fd=_listen(host, port))
     try:
-        return within(seconds, store), holds
+        opened = within(seconds, store)
     except (TimeoutError, RuntimeError) as error:
         raise ArbError(
             f"process 0 does not answer at the rendezvous `{host}:{port}`",
             hint=f"start it; if another program has the port, set `{MASTER[1]}` to another one",
         ) from error
+    # a store of torchrun has the keys of earlier attempts too
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", opened)
 
 
 def _listen(host: str, port: int) -> int:
@@ -218,21 +234,3 @@ def _listen(host: str, port: int) -> int:
             f"process 0 cannot listen at `{host}:{port}`: {reason}",
             hint=f"set `{MASTER[0]}` to an address of its machine and `{MASTER[1]}` to a free port",
         ) from error
-
-
-def within(seconds: float, make: Callable[[], T]) -> T:
-    """Call a function in a thread, with a timeout and so that signals are handled.
-
-    Raises:
-        TimeoutError: it did not return in time; the thread keeps running.
-    """
-    future: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            future.set_result(make())
-        except Exception as error:
-            future.set_exception(error)
-
-    Thread(target=call, daemon=True).start()
-    return future.result(seconds)

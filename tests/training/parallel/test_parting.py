@@ -35,7 +35,9 @@ def order(monkeypatch):
     )
     monkeypatch.setattr(group_module, "dist", imagined)
     monkeypatch.setattr(rendezvous, "dist", imagined)
-    monkeypatch.setattr(rendezvous, "meet", lambda *_: None)
+    beats = SimpleNamespace(start=lambda: None, stop=lambda: None, leave=lambda error: None)
+    monkeypatch.setattr(rendezvous, "meet", lambda *_: (mock.Mock(), ["a", "b"]))
+    monkeypatch.setattr(rendezvous, "Heartbeat", lambda *_: beats)
     with mock.patch.dict(os.environ, environment(0, 2, 1)):
         yield happened
 

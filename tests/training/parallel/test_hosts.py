@@ -1,0 +1,167 @@
+"""Two machines with two processes each: the bytes of one process, and what a fault leads to."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from hashlib import sha256
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from apparatus.hosts import LONGEST, Machines, can_make_machines, machines
+from apparatus.killing import start
+
+from arbcli.training import sample
+from arbcli.training.configure import new_config
+from arbcli.training.observer import Observer
+from arbcli.training.run import start_run
+from arbcli.training.trainer import Trainer
+
+SHAPE = {"dim": 16, "layers": 1, "heads": 2, "ffn": 24, "ctx": 8, "batch": 1, "accum": 4}
+PLAN = {"steps": 12, "save_every": 2, "log_every": 2, "eval_every": 12, "device": "cpu"}
+NEW = ["train", "--data", "text.txt", "--out", "run", "--quiet"]
+NEW += [f"--{name.replace('_', '-')}={value}" for name, value in (SHAPE | PLAN).items()]
+RESUME = ["train", "--resume", "run", "--quiet"]
+QUICK = {"ARB_LOST_SECONDS": "2", "ARB_JOIN_SECONDS": "60"}
+TEXT = b"ternary weights learn to read. " * 100
+LAST = "run/step-000012.safetensors"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """Evaluate and sample little."""
+    if torch.cuda.is_available():
+        pytest.skip("a process that may have used CUDA cannot be forked")
+    evaluate = Trainer.evaluate
+    less = mock.patch.object(Trainer, "evaluate", lambda trainer: evaluate(trainer, 2))
+    with less, mock.patch.object(sample, "SAMPLE_BYTES", 1):
+        yield
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Make two machines with the text; they share no folder."""
+    if not can_make_machines():
+        pytest.skip("needs root, `ip` and network namespaces")
+    with machines(tmp_path) as pair:
+        for name in pair.spaces:
+            (pair.home(name) / "text.txt").write_bytes(TEXT)
+        yield pair
+
+
+def digest(path: Path) -> str:
+    return sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """Train in this process, from which others are forked; return the SHA-256 of the checkpoint."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "text.txt").write_bytes(TEXT)
+    config = new_config(**SHAPE, **PLAN, data=(str(folder / "text.txt"),), reduce_dtype="int12")
+    start_run(config, folder / "run", Observer())
+    return digest(folder / LAST)
+
+
+def wait_for_a_record(pair: Machines) -> None:
+    path, until = pair.home("a") / "run" / "metrics.jsonl", time.monotonic() + LONGEST
+    while not path.exists() or b"\n" not in path.read_bytes():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def finish_alone(pair: Machines) -> str:
+    """Resume on machine `a` in one process; return the SHA-256 of the last checkpoint."""
+    last = json.loads((pair.home("a") / "run/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] < 12
+    log = pair.folder / "resumed.log"
+    pid = start(RESUME, "kept", log, lambda: os.chdir(pair.home("a")))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, log.read_text()
+    return digest(pair.home("a") / LAST)
+
+
+def finish_on_both(pair: Machines) -> str:
+    """Resume on both machines, from a copy on `b`; return the SHA-256 of the last checkpoint."""
+    shutil.copytree(pair.home("a") / "run", pair.home("b") / "run")
+    for name in pair.spaces:
+        pair.start(name, *RESUME)
+    for name in pair.spaces:
+        codes, logs = pair.wait(name)
+        assert codes == [0, 0], logs
+    return digest(pair.home("a") / LAST)
+
+
+def errors(text: str) -> list[str]:
+    return re.findall("^error: (.*)$", text, re.MULTILINE)
+
+
+def test_two_machines_write_the_bytes_of_one_process(pair, expected):
+    for name in pair.spaces:
+        pair.start(name, *NEW)
+    for name in pair.spaces:
+        codes, logs = pair.wait(name)
+        assert codes == [0, 0], logs
+    assert digest(pair.home("a") / LAST) == expected
+    assert [path.name for path in pair.home("b").iterdir()] == ["text.txt"]
+
+
+SILENT = (
+    r"the run ended: no answer for \d s from (the machine of )?process {} on `{}`( and 1 more)?"
+)
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped", "cut"])
+def test_machines_that_remain_name_the_lost_one_and_the_run_resumes(fault, pair, expected):
+    for name in pair.spaces:
+        pair.start(name, *NEW, **QUICK)
+    wait_for_a_record(pair)
+    if fault == "cut":
+        pair.cut()
+    else:
+        pair.send("b", signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+    began = time.monotonic()
+    codes, logs = pair.wait("a")
+    assert time.monotonic() - began < 60
+    assert codes == [2, 2]
+    lines = [line for log in logs for line in errors(log)]
+    assert len(lines) == 2, logs
+    assert all(re.fullmatch(SILENT.format("[23]", "b"), line) for line in lines), lines
+    if fault == "stopped":
+        pair.send("b", signal.SIGCONT)
+    codes, logs = pair.wait("b")
+    assert codes == [-9, -9] if fault == "killed" else [2, 2]
+    if fault == "cut":
+        lines = [line for log in logs for line in errors(log)]
+        assert len(lines) == 2, logs
+        assert all(re.fullmatch(SILENT.format("0", "a"), line) for line in lines), lines
+    finish = finish_on_both if fault == "killed" else finish_alone
+    assert finish(pair) == expected
+
+
+def test_failure_of_one_machine_is_said_by_the_other(pair):
+    (pair.home("b") / "text.txt").write_bytes(b"short")
+    for name in pair.spaces:
+        pair.start(name, *NEW, **QUICK)
+    (codes, logs), (codes_b, logs_b) = map(pair.wait, pair.spaces)
+    assert codes == codes_b == [2, 2]
+    said = {line for log in logs_b for line in errors(log)}
+    told = [re.sub("process [23] on", "process N on", line) for log in logs for line in errors(log)]
+    expected = [f"the run ended: process N on `b` failed: {line}" for line in said]
+    assert told == 2 * expected
+    assert len(said) == 1
+
+
+def test_other_text_of_one_machine_is_refused_by_all(pair):
+    (pair.home("b") / "text.txt").write_bytes(TEXT[::-1])
+    for name in pair.spaces:
+        pair.start(name, *NEW)
+    expected = "process 2 on `b` has another setting than process 0: `text`"
+    for name in pair.spaces:
+        codes, logs = pair.wait(name)
+        assert codes == [2, 2]
+        assert [errors(log) for log in logs] == [[expected]] * 2
+    assert not (pair.home("a") / "run").exists()
