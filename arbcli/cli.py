@@ -15,6 +15,7 @@ from arbcli.commands._options import fill_options, rename_options, repeat_option
 from arbcli.commands._processes import check_shared
 from arbcli.commands.audit_memory import audit_memory
 from arbcli.commands.check import check
+from arbcli.commands.compare import compare
 from arbcli.commands.count_params import count_params
 from arbcli.commands.evaluate import evaluate
 from arbcli.commands.export import export
@@ -39,8 +40,8 @@ app = typer.Typer(
     " signal with the state saved, 3 stopped by a signal with nothing saved.",
 )
 for command in (
-    train, generate, evaluate, import_model, export, check, inspect, audit_memory, verify_kernels,
-    count_params, probe_loss,
+    train, generate, evaluate, import_model, export, check, inspect, compare, audit_memory,
+    verify_kernels, count_params, probe_loss,
 ):  # fmt: skip
     name = "import" if command is import_model else None  # `import` is a keyword of Python
     app.command(name, cls=Command, short_help=summary(command))(command)

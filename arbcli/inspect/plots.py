@@ -11,6 +11,7 @@ from arbcli.base.errors import ArbError
 from arbcli.base.reading import read_json
 from arbcli.base.run_files import CONFIG
 from arbcli.config.presets import config_from_dict
+from arbcli.inspect.runs import RunComparison
 from arbcli.inspect.verdicts import LEAST_SPREAD
 from arbcli.training.record import read_records
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 UNIFORM = math.log(256)
 INK, FAINT = "#333333", "#999999"
 BLUE, ORANGE, GREEN = "#1f6fb4", "#e07b00", "#2a9d4e"
+LONGEST_LABEL = 40
+"""Number of characters up to which a legend has the settings of a run instead of its name."""
 
 
 def require_matplotlib() -> None:
@@ -59,6 +62,33 @@ def plot_training(run: Path, png: Path) -> None:
     _mark_losses(axes, facts["text"]["entropy"])
     _label(axes, f"{run.name}: loss", "step", "nats a byte")
     axes.legend(frameon=False, fontsize=8)
+    _save(figure, png)
+
+
+def plot_runs(report: RunComparison, png: Path) -> None:
+    """Draw held-out and training losses of several runs, one colour for each group.
+
+    Args:
+        report: the comparison of the runs.
+        png: file to write.
+
+    Raises:
+        ArbError: matplotlib is missing, a run cannot be read, or the file cannot be written.
+    """
+    figure, (held_out, training) = _figure(2)
+    for number, group in enumerate(report.groups):
+        shown = ", ".join(f"{name} {value}" for name, value in group.settings.items())
+        label = shown if shown and len(shown) <= LONGEST_LABEL else Path(group.runs[0]).name
+        for run in group.runs:
+            records = read_records(Path(run))
+            evaluated = [record for record in records if record.get("val_loss") is not None]
+            style = {"color": f"C{number % 10}", "linewidth": 1.2, "label": label}
+            held_out.plot(*_points(evaluated, "val_loss"), "o-", markersize=3, **style)
+            training.plot(*_points(records, "loss"), **style)
+            label = ""  # a legend has each group once
+    held_out.legend(frameon=False, fontsize=8)
+    _label(held_out, "held-out loss", "step", "nats a byte")
+    _label(training, "training loss", "step", "nats a byte")
     _save(figure, png)
 
 

@@ -23,6 +23,7 @@ from arbcli.commands import (
     _verify_tables,
     audit_memory,
     check,
+    compare,
     count_params,
     evaluate,
     export,
@@ -37,6 +38,7 @@ from arbcli.inspect.audit import AuditReport, FitReport
 from arbcli.inspect.memory import StateReport, WhatIfReport
 from arbcli.inspect.parts import PartReport
 from arbcli.inspect.ranks import RanksReport
+from arbcli.inspect.runs import RunComparison
 from arbcli.inspect.saved import Difference, DifferenceReport, SavedReport
 from arbcli.inspect.verdicts import Histogram, ProbeReport
 from arbcli.interop.exporting import ExportReport
@@ -262,6 +264,20 @@ def _shown_by_check() -> str:
     return "\n".join(plain(check._tables(each)) for each in reports)
 
 
+def _shown_by_compare() -> str:
+    report = filled(RunComparison, settings=("lr", "data"))
+    first, second = report.groups
+    first = dataclasses.replace(first, settings={"lr": 0.5, "data": ["a", "b"]})
+    alone = {name: dataclasses.replace(getattr(second, name), deviation=None)
+             for name in ("loss", "val_loss", "seconds")}  # fmt: skip
+    second = dataclasses.replace(
+        second, settings={"lr": None, "data": []}, best_val_loss=None, steps=(7, 7), **alone
+    )
+    report = dataclasses.replace(report, groups=(first, second))
+    equal = dataclasses.replace(report, settings=(), groups=(first,))
+    return "\n".join(plain(compare._tables(each)) for each in (report, equal))
+
+
 def _shown_by_audit() -> str:
     small = filled(FitReport, fits=False)
     fits = dataclasses.replace(small, fits=True, budget_bytes=10**9)
@@ -337,8 +353,8 @@ def _shown_by_verify() -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "train": _shown_by_train, "train_quietly": lambda: _shown_by_train(quiet=True),
     "evaluate": _shown_by_evaluate, "probe-loss": _shown_by_probe, "inspect": _shown_by_inspect,
-    "check": _shown_by_check, "count-params": _shown_by_count, "audit-memory": _shown_by_audit,
-    "verify-kernels": _shown_by_verify,
+    "check": _shown_by_check, "compare": _shown_by_compare, "count-params": _shown_by_count,
+    "audit-memory": _shown_by_audit, "verify-kernels": _shown_by_verify,
     "export": lambda: plain(export._table(filled(ExportReport))),
     "import": lambda: plain(import_model._tables(filled(ImportReport))),
 }  # fmt: skip

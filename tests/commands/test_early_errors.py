@@ -106,6 +106,9 @@ MISTAKES = {
     "generate text.txt": "`text.txt` is not a saved model",
     "inspect text.txt": "`text.txt` is not a saved model",
     "inspect run --diff nofile": "there is no run at `nofile`",
+    "compare nofile": "there is no run at `nofile`",
+    "compare run --plot a.txt": "`--plot` is `a.txt`",
+    "compare run run": "`run` is named twice",
     "verify-kernels --targets sm_1": "no target is named `sm_1`",
     "verify-kernels nokernel": "no kernel is named `nokernel`",
     "verify-kernels --tscale-type T5": "`--tscale-type` is `T5`",
@@ -127,7 +130,7 @@ MISTAKES = {
 } | {
     f"{command} auto{words}": "there is no run in `runs`"
     for command, words in (("evaluate", ""), ("probe-loss", ""), ("export", " --to gguf"),
-                           ("inspect", ""), ("check", ""))
+                           ("inspect", ""), ("check", ""), ("compare", ""))
 } | {
     f"generate made --prompts text.txt {words}":
         f"`{words.split()[0]}` cannot be combined with `--prompts`\nhint: leave `{words.split()[0]}"

@@ -6,11 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from made_runs import make_run
+from made_runs import record as record_of
 
 from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
 from arbcli.inspect import plots
-from arbcli.inspect.plots import plot_probe, plot_training, require_matplotlib
+from arbcli.inspect.plots import plot_probe, plot_runs, plot_training, require_matplotlib
+from arbcli.inspect.runs import compare_runs
 
 image = pytest.importorskip("matplotlib.image")
 
@@ -117,6 +120,26 @@ def test_plot_training_refuses_other_folders_than_runs(name, content, run, tmp_p
         (run / name).write_text(content)
     with pytest.raises(ArbError, match=r"cannot read .*config.json|is not JSON|has no records"):
         plot_training(run, tmp_path / "curve.png")
+
+
+def test_plot_runs_draws_each_group_in_a_colour(figures, tmp_path):
+    runs = [
+        make_run(tmp_path / f"{lr}-{seed}", [record_of(10, 3.0), record_of(20, 2.0 + seed, lr)],
+                 lr=lr, seed=seed)
+        for lr, seed in ((0.5, 0), (0.25, 0), (0.5, 1))
+    ]  # fmt: skip
+    plot_runs(compare_runs(runs), tmp_path / "runs.png")
+    assert painted_share(tmp_path / "runs.png") > 0.01
+    assert words_on(figures[0]) == [
+        ("held-out loss", "step", "nats a byte", [], ["lr 0.5", "lr 0.25"]),
+        ("training loss", "step", "nats a byte", [], []),
+    ]
+    held_out, training = (axes.get_lines() for axes in figures[0].axes)
+    assert [line.get_color() for line in training] == ["C0", "C0", "C1"]
+    assert [line.get_xydata().tolist() for line in held_out] == [
+        [[20, 0.5]], [[20, 0.5]], [[20, 0.25]],
+    ]  # fmt: skip
+    assert training[1].get_xydata().tolist() == [[10, 3.0], [20, 3.0]]
 
 
 def test_plot_probe_draws_four_panels(report, figures, tmp_path):

@@ -1,0 +1,97 @@
+"""`arb compare`: settings, losses, memory and time of several runs."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group
+
+from arbcli.base.output import bytes_text, clock, emit, table
+from arbcli.base.run_files import directory_of
+from arbcli.commands._options import Json, find_run
+from arbcli.commands._outputs import PICTURES, check_file
+from arbcli.config.settings import OUTPUT
+from arbcli.inspect.runs import RunComparison, RunGroup, Spread, compare_runs
+
+
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN", help="Runs; auto is the run that was started last."),
+    ],
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw the losses of all runs to a .png, .pdf or .svg file.",
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare settings, losses, memory and time of runs: `arb compare RUN RUN`.
+
+    Runs that differ only in their seed are one row, with means and standard deviations.
+    """
+    if plot is not None:
+        check_file(plot, "--plot", PICTURES)
+    report = compare_runs([directory_of(find_run(path)) for path in runs])
+    if plot is not None:
+        from arbcli.inspect.plots import plot_runs
+
+        plot_runs(report, plot)
+    emit(report, _tables(report), as_json=as_json)
+
+
+def _tables(report: RunComparison) -> Group:
+    groups = report.groups
+    settings = [
+        [_names(group), *(_value(group.settings[name]) for name in report.settings)]
+        for group in groups
+    ]
+    losses = ["", "seed", "steps", "training", "held out", "lowest held out"]
+    costs = ["", "state", "peak", "time", "bytes/s"]
+    differing = table("Differences", ["", *report.settings], settings)
+    return Group(
+        *([differing] if report.settings else []),
+        table("Losses in nats per byte", losses, [*map(_losses, groups)]),
+        table("Memory and time", costs, [*map(_costs, groups)]),
+    )
+
+
+def _losses(group: RunGroup) -> list[str]:
+    return [
+        _names(group),
+        ", ".join(map(str, group.seeds)),
+        " to ".join(f"{step:,}" for step in dict.fromkeys(group.steps)),
+        *map(_loss, (group.loss, group.val_loss, group.best_val_loss)),
+    ]
+
+
+def _costs(group: RunGroup) -> list[str]:
+    seconds, speed = group.seconds, group.bytes_per_second
+    return [
+        _names(group),
+        *(
+            "none" if size is None else bytes_text(size)
+            for size in (group.state_bytes, group.peak_bytes)
+        ),
+        "none" if seconds is None else clock(seconds.mean),
+        "none" if speed is None else f"{speed.mean:,.0f}",
+    ]
+
+
+def _names(group: RunGroup) -> str:
+    return "\n".join(Path(run).name for run in group.runs)
+
+
+def _loss(loss: Spread | None) -> str:
+    if loss is None:
+        return "none"
+    return f"{loss.mean:.4f}" + ("" if loss.deviation is None else f" ± {loss.deviation:.4f}")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)

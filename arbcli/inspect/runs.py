@@ -1,0 +1,250 @@
+"""Summaries of runs from their `config.json` and `metrics.jsonl`, and a comparison of several.
+
+Nothing here imports torch.
+"""
+
+import os
+import re
+import stat
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arbcli.base.errors import ArbError
+from arbcli.base.reading import read_json
+from arbcli.base.run_files import CONFIG
+from arbcli.training.record import METRICS, best_step, finite, read_records
+
+_SCHEMA = {
+    "config": dict, "config.seed": int, "config.steps": int, "init_from": str | None,
+    "init_digest": str | None, "number": int | None, "started": str | None, "text": dict,
+    "text.digest": str, "text.split": str | None,
+}  # fmt: skip
+_SHOWN_DIGITS = 12
+"""Number of hexadecimal digits of a digest that identify it in a table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """Settings and last results of a run."""
+
+    run: str
+    """Path of the directory."""
+    number: int
+    """Order of the runs of a folder by their start; 0 if the run does not have it."""
+    started: str | None
+    """Time of the start in ISO 8601."""
+    seed: int
+    settings: dict[str, Any]
+    """All settings except the seed, without nesting: `lr`, `ctx`, `mixer.heads`. Blocks that are
+    equal are counted in `blocks`, and have their fields once."""
+    step: int
+    """Step of the last record; 0 without records."""
+    steps: int
+    """Number of steps that the run is to have."""
+    loss: float | None
+    """Training loss of the last record in nats per byte."""
+    val_loss: float | None
+    """Last held-out loss in nats per byte; None if it was never evaluated."""
+    best_val_loss: float | None
+    """Lowest held-out loss in nats per byte."""
+    best_step: int | None
+    state_bytes: int | None
+    """Persistent state of the training."""
+    peak_bytes: int | None
+    """Peak memory of all records."""
+    seconds: float | None
+    """Training time, including evaluations and saves."""
+    bytes_per_second: float | None
+    """Median training speed of the records."""
+
+
+def read_run(run: Path) -> RunSummary:
+    """Read the summary of a run.
+
+    Raises:
+        ArbError: the run cannot be read, or is damaged.
+    """
+    facts = read_json(run / CONFIG, _SCHEMA)
+    records = read_records(run)
+    last = records[-1] if records else {}
+    best = best_step(records)
+    losses = {
+        record["step"]: loss for record in records if (loss := record.get("val_loss")) is not None
+    }
+    speeds = [speed for record in records if (speed := record.get("bytes_per_second"))]
+    return RunSummary(
+        run=str(run),
+        number=facts.get("number") or 0,
+        started=facts.get("started"),
+        seed=facts["config"]["seed"],
+        settings=_settings(facts),
+        step=last.get("step", 0),
+        steps=facts["config"]["steps"],
+        loss=last.get("loss"),
+        val_loss=losses[max(losses)] if losses else None,
+        best_val_loss=None if best is None else losses[best],
+        best_step=best,
+        state_bytes=last.get("state_bytes"),
+        peak_bytes=max((peak for r in records if (peak := r.get("peak_bytes"))), default=None),
+        seconds=last.get("seconds"),
+        bytes_per_second=statistics.median(speeds) if speeds else None,
+    )
+
+
+def list_runs(folder: Path) -> list[Path]:
+    """List the runs in a folder by name.
+
+    Links are left out, and names with characters that cannot be printed: nothing outside the folder
+    is listed.
+
+    Raises:
+        ArbError: the folder cannot be read.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            directories = [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError as error:
+        raise ArbError(f"cannot read `{folder}`: {error.strerror}", hint="name a folder") from None
+    return sorted(run for run in directories if run.name.isprintable() and _has_files(run))
+
+
+def _has_files(run: Path) -> bool:
+    """Return whether a directory has the configuration of a run, and no links to its files."""
+    modes = {}
+    for name in (CONFIG, METRICS):
+        with suppress(OSError):
+            modes[name] = os.lstat(run / name).st_mode
+    return CONFIG in modes and all(map(stat.S_ISREG, modes.values()))
+
+
+def _settings(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run except its seed, and what identifies its text and its start."""
+    settings = dict(_flat(finite(facts["config"])))
+    del settings["seed"]
+    if facts["text"].get("split") != "files":  # otherwise the seed decides which are held out
+        settings["text"] = facts["text"]["digest"][:_SHOWN_DIGITS]
+    if origin := facts.get("init_from"):
+        digest = facts.get("init_digest") or ""
+        settings["init_from"] = f"{origin} {digest[:_SHOWN_DIGITS]}".strip()
+    unneeded = re.compile(r"^model\.(stages\.(?!\d)(blocks\.(?!\d))?)?")
+    return {unneeded.sub("", name): value for name, value in settings.items()}
+
+
+def _flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the items of nested objects with keys joined by dots; see `RunSummary.settings`."""
+    for name, value in values.items():
+        path = f"{before}{name}"
+        if isinstance(value, dict):
+            yield from _flat(value, f"{path}.")
+        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            yield path, len(value)
+            if all(item == value[0] for item in value):
+                yield from _flat(value[0], f"{path}.")
+            else:
+                yield from _flat({str(n): item for n, item in enumerate(value)}, f"{path}.")
+        else:
+            yield path, value
+
+
+def differing_settings(runs: Sequence[RunSummary]) -> list[str]:
+    """Return the names of the settings that differ; a missing setting is None."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    first = runs[0].settings if runs else {}
+    return [
+        name for name in names if any(run.settings.get(name) != first.get(name) for run in runs)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A result of runs that differ only in their seed."""
+
+    mean: float
+    deviation: float | None
+    """Sample standard deviation; None for a single run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunGroup:
+    """Runs that differ only in their seed, with results of all that have them."""
+
+    runs: tuple[str, ...]
+    seeds: tuple[int, ...]
+    settings: dict[str, Any]
+    """Settings that are not those of all groups."""
+    steps: tuple[int, int]
+    """Lowest and highest number of steps done."""
+    loss: Spread | None
+    """Training loss of the last records in nats per byte."""
+    val_loss: Spread | None
+    """Last held-out loss in nats per byte."""
+    best_val_loss: Spread | None
+    """Lowest held-out loss in nats per byte."""
+    state_bytes: int | None
+    peak_bytes: int | None
+    """Largest of the runs."""
+    seconds: Spread | None
+    bytes_per_second: Spread | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunComparison:
+    """Several runs, next to one another."""
+
+    settings: tuple[str, ...]
+    """Names of the settings that differ."""
+    groups: tuple[RunGroup, ...]
+    runs: tuple[RunSummary, ...]
+
+
+def compare_runs(paths: Sequence[Path]) -> RunComparison:
+    """Compare runs; those that differ only in their seed form one group.
+
+    Raises:
+        ArbError: a run is named twice, cannot be read, or has no records.
+    """
+    for number, path in enumerate(paths):
+        if path.resolve() in [other.resolve() for other in paths[:number]]:
+            raise ArbError(f"`{path}` is named twice", hint="name each run once")
+    runs = [read_run(path) for path in paths]
+    for run in runs:
+        if not run.step:
+            raise ArbError(f"`{run.run}` has no records", hint="leave it out, or train it first")
+    differing = differing_settings(runs)
+    grouped: dict[str, list[RunSummary]] = {}
+    for run in runs:
+        grouped.setdefault(repr([run.settings.get(name) for name in differing]), []).append(run)
+    return RunComparison(
+        settings=tuple(differing),
+        groups=tuple(_group(members, differing) for members in grouped.values()),
+        runs=tuple(runs),
+    )
+
+
+def _group(runs: Sequence[RunSummary], differing: Sequence[str]) -> RunGroup:
+    def values(name: str) -> list[Any]:
+        return [value for run in runs if (value := getattr(run, name)) is not None]
+
+    def spread(name: str) -> Spread | None:
+        if not (numbers := values(name)):
+            return None
+        deviation = statistics.stdev(numbers) if len(numbers) > 1 else None
+        return Spread(mean=statistics.fmean(numbers), deviation=deviation)
+
+    return RunGroup(
+        runs=tuple(run.run for run in runs),
+        seeds=tuple(run.seed for run in runs),
+        settings={name: runs[0].settings.get(name) for name in differing},
+        steps=(min(values("step")), max(values("step"))),
+        loss=spread("loss"),
+        val_loss=spread("val_loss"),
+        best_val_loss=spread("best_val_loss"),
+        state_bytes=max(values("state_bytes"), default=None),
+        peak_bytes=max(values("peak_bytes"), default=None),
+        seconds=spread("seconds"),
+        bytes_per_second=spread("bytes_per_second"),
+    )

@@ -1,0 +1,35 @@
+"""Directories of runs without checkpoints, for what reads configurations and records alone."""
+
+import json
+from pathlib import Path
+
+from arbcli.config.presets import preset
+from arbcli.config.training import TrainConfig, train_config_dict
+
+
+def record(step: int, loss: float, val_loss: float | None = None, **others) -> dict:
+    return {
+        "step": step, "loss": loss, "val_loss": val_loss, "lr": 0.5, "bytes_seen": 64 * step,
+        "seconds": step / 10, "bytes_per_second": 600.0 + step, "flip_share": 0.01,
+        "state_bytes": 3 << 20, "peak_bytes": (step + 1) << 20,
+    } | others  # fmt: skip
+
+
+def make_run(
+    run: Path,
+    records: list[dict],
+    *,
+    text: dict | None = None,
+    model: dict | None = None,
+    **settings,
+) -> Path:
+    """Write `config.json` and `metrics.jsonl` of a run of `preset("tiny")`."""
+    config = TrainConfig(model=preset("tiny", **model or {}), **{"steps": 100} | settings)
+    facts = {
+        "config": train_config_dict(config), "number": 1, "started": "2026-01-02T03:04:05+00:00",
+        "text": {"digest": "0" * 128, "entropy": 3.0, "split": None} | (text or {}),
+    }  # fmt: skip
+    run.mkdir(parents=True)
+    (run / "config.json").write_text(json.dumps(facts))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
+    return run
