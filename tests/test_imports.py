@@ -14,7 +14,7 @@ RANK = {
     "base": 0, "version": 0, "kernels": 1, "data": 2, "model.optimizers": 2, "model.rules": 3,
     "config": 4, "model": 5, "generation": 6, "interop": 7, "nn": 8, "training": 8, "loggers": 9,
     "interop.huggingface.card": 9, "interop.gguf.export": 10, "interop.huggingface.export": 11,
-    "interop.exporting": 12, "inspect": 12, "verify": 13, "commands": 14, "cli": 15,
+    "interop.exporting": 12, "inspect": 12, "verify": 13, "serve": 13, "commands": 14, "cli": 15,
     "__main__": 16, "__init__": 16,
 }  # fmt: skip
 """Packages and modules of the core; each imports those of a lower rank. Families may import all."""

@@ -1,0 +1,1 @@
+"""A server of the OpenAI protocol for saved models."""

@@ -1,0 +1,112 @@
+"""The folder of runs is served as it is, and nothing outside of it."""
+
+import json
+
+import pytest
+from made_runs import make_run, record
+
+pytest.importorskip("starlette", reason="needs the extra `serve`")
+testclient = pytest.importorskip("starlette.testclient", reason="needs the package httpx")
+from starlette.applications import Starlette  # noqa: E402
+
+from arbcli.serve.runs import routes  # noqa: E402
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, lr in (("001-a", 0.5), ("002-b", 0.25)):
+        records = [record(10, 3.0), record(20, 2.0, 2.5), record(30, 1.5)]
+        make_run(tmp_path / "runs" / name, records, lr=lr)
+    return tmp_path / "runs"
+
+
+def client(folder, **options):
+    return testclient.TestClient(Starlette(routes=routes(folder)), **options)
+
+
+def steps(answer) -> list[int]:
+    assert answer.status_code == 200
+    return [json.loads(line)["step"] for line in answer.text.splitlines()]
+
+
+def test_runs_have_results_and_the_settings_that_differ(folder):
+    answer = client(folder).get("/runs").json()
+    assert answer["damaged"] == {}
+    first, second = answer["runs"]
+    assert (first["name"], first["settings"]) == ("001-a", {"lr": 0.5})
+    assert (second["name"], second["settings"]) == ("002-b", {"lr": 0.25})
+    assert (first["step"], first["steps"], first["loss"], first["val_loss"]) == (30, 100, 1.5, 2.5)
+    assert 0 <= first["age"] < 60
+    assert str(folder) not in json.dumps(answer)
+
+
+def test_records_are_those_after_a_step(folder):
+    get = client(folder).get
+    assert steps(get("/runs/001-a/metrics")) == [10, 20, 30]
+    assert steps(get("/runs/001-a/metrics?after=10")) == [20, 30]
+    assert steps(get("/runs/001-a/metrics?after=30")) == []
+    assert get("/runs/001-a/metrics?after=x").status_code == 400
+
+
+def test_new_records_are_seen_and_replaced_ones_are_another_branch(folder):
+    get = client(folder).get
+    before = get("/runs").json()["runs"][0]
+    metrics = folder / "001-a" / "metrics.jsonl"
+    with metrics.open("a") as file:
+        file.write(json.dumps(record(40, 1.25)) + "\n")
+    added = get("/runs").json()["runs"][0]
+    assert (added["step"], added["branch"]) == (40, before["branch"])
+    shorter = folder / "shorter"
+    shorter.write_text(json.dumps(record(10, 3.0)) + "\n")
+    shorter.replace(metrics)
+    replaced = get("/runs").json()["runs"][0]
+    assert replaced["step"] == 10
+    assert replaced["branch"] != before["branch"]
+
+
+def test_damaged_run_is_named_with_its_reason(folder):
+    (folder / "001-a" / "config.json").write_text("{cut off")
+    answer = client(folder).get("/runs").json()
+    assert [run["name"] for run in answer["runs"]] == ["002-b"]
+    assert "is not JSON" in answer["damaged"]["001-a"]
+
+
+def test_settings_that_are_not_unicode_or_finite_are_served(folder):
+    path = folder / "001-a" / "config.json"
+    facts = json.loads(path.read_text())
+    facts["config"] |= {"data": ["\udcff"], "lr": 0.125}
+    path.write_text(json.dumps(facts).replace("0.125", "1e999"))
+    settings = client(folder).get("/runs").json()["runs"][0]["settings"]
+    assert settings == {"data": ["\udcff"], "lr": None}
+
+
+@pytest.mark.parametrize(
+    "name", ["..", "%2e%2e", "..%2fsecret", "%2fetc", "link", "linked", "nothing", "001-a%00", ""]
+)
+def test_no_name_leads_out_of_the_folder(name, folder):
+    secret = make_run(folder.parent / "secret", [record(10, 3.0)])
+    (folder / "link").symlink_to(secret)
+    linked = make_run(folder / "linked", [])
+    (linked / "metrics.jsonl").unlink()
+    (linked / "metrics.jsonl").symlink_to(secret / "metrics.jsonl")
+    get = client(folder).get
+    assert get(f"/runs/{name}/metrics").status_code == 404
+    assert [run["name"] for run in get("/runs").json()["runs"]] == ["001-a", "002-b"]
+
+
+def test_folder_that_vanishes_is_one_line(folder):
+    answer = client(folder.parent / "nowhere").get("/runs")
+    assert answer.status_code == 500
+    assert "cannot read" in answer.json()["error"]["message"]
+
+
+def test_page_permits_its_script_and_no_other_host(folder):
+    answer = client(None).get("/")
+    policy = dict(part.strip().split(" ", 1) for part in
+                  answer.headers["content-security-policy"].split(";"))  # fmt: skip
+    assert policy["default-src"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    assert len(policy["script-src"].split()) == answer.text.count("<script") == 1
+    assert len(policy["style-src"].split()) == answer.text.count("<style") == 1
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert client(None).get("/runs").status_code == 404
