@@ -1,7 +1,7 @@
 """`arb compare`: settings, losses, memory and time of several runs."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group
@@ -11,7 +11,9 @@ from arbcli.base.run_files import directory_of
 from arbcli.commands._options import Json, find_run
 from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.config.settings import OUTPUT
-from arbcli.inspect.runs import RunComparison, RunGroup, Spread, compare_runs
+
+if TYPE_CHECKING:
+    from arbcli.inspect.runs import RunComparison, RunGroup, Spread
 
 
 def compare(
@@ -35,6 +37,8 @@ def compare(
     """
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
+    from arbcli.inspect.runs import compare_runs
+
     report = compare_runs([directory_of(find_run(path)) for path in runs])
     if plot is not None:
         from arbcli.inspect.plots import plot_runs
@@ -43,7 +47,7 @@ def compare(
     emit(report, _tables(report), as_json=as_json)
 
 
-def _tables(report: RunComparison) -> Group:
+def _tables(report: "RunComparison") -> Group:
     groups = report.groups
     settings = [
         [_names(group), *(_value(group.settings[name]) for name in report.settings)]
@@ -59,7 +63,7 @@ def _tables(report: RunComparison) -> Group:
     )
 
 
-def _losses(group: RunGroup) -> list[str]:
+def _losses(group: "RunGroup") -> list[str]:
     return [
         _names(group),
         ", ".join(map(str, group.seeds)),
@@ -68,7 +72,7 @@ def _losses(group: RunGroup) -> list[str]:
     ]
 
 
-def _costs(group: RunGroup) -> list[str]:
+def _costs(group: "RunGroup") -> list[str]:
     seconds, speed = group.seconds, group.bytes_per_second
     return [
         _names(group),
@@ -81,11 +85,11 @@ def _costs(group: RunGroup) -> list[str]:
     ]
 
 
-def _names(group: RunGroup) -> str:
+def _names(group: "RunGroup") -> str:
     return "\n".join(Path(run).name for run in group.runs)
 
 
-def _loss(loss: Spread | None) -> str:
+def _loss(loss: "Spread | None") -> str:
     if loss is None:
         return "none"
     return f"{loss.mean:.4f}" + ("" if loss.deviation is None else f" ± {loss.deviation:.4f}")

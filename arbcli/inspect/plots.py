@@ -82,7 +82,7 @@ def plot_runs(report: RunComparison, png: Path) -> None:
         for run in group.runs:
             records = read_records(Path(run))
             evaluated = [record for record in records if record.get("val_loss") is not None]
-            style = {"color": f"C{number % 10}", "linewidth": 1.2, "label": label}
+            style: dict[str, Any] = {"color": f"C{number % 10}", "linewidth": 1.2, "label": label}
             held_out.plot(*_points(evaluated, "val_loss"), "o-", markersize=3, **style)
             training.plot(*_points(records, "loss"), **style)
             label = ""  # a legend has each group once
