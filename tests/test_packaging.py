@@ -112,7 +112,7 @@ def test_wheel_has_every_module_and_its_metadata(wheel):
         (about,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         metadata = message_from_bytes(archive.read(about))
     modules = {str(p.relative_to(ROOT)) for p in (ROOT / "arbcli").rglob("*.py")}
-    assert modules | {"arbcli/py.typed"} <= names
+    assert modules | {"arbcli/py.typed", "arbcli/serve/page.html"} <= names
     assert not any(name.startswith(("tests", "benchmarks")) for name in names)
     assert metadata["Version"] == arbcli.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
