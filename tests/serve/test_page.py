@@ -50,12 +50,34 @@ async def completions(request):
     return StreamingResponse(events(), media_type="text/event-stream")
 
 
+async def chat(request):
+    """Answer with an é of two tokens, neither of which is text, and with `ja`."""
+    asked = await request.json()
+    assert asked["messages"][0] == {"role": "system", "content": "Be brief."}
+
+    async def events():
+        for content, tokens in (
+            ("", [b"\xef\xbf\xbd"]),
+            ("é", [b"\xef\xbf\xbd"]),
+            ("ja", [b"j", b"a"]),
+        ):
+            entries = [
+                {"token": "", "logprob": -math.log(2), "bytes": [*token]} for token in tokens
+            ]
+            delta = {"delta": {"content": content}, "logprobs": {"content": entries}}
+            yield f"data: {json.dumps({'choices': [delta]})}\n\n"
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
 @pytest.fixture
 def address(tmp_path):
     make_run(tmp_path / "runs" / "001", [record(10, 3.0), record(20, 2.5, 2.25)])
     app = Starlette(
         routes=[*routes(tmp_path / "runs"), Route("/v1/models", models),
-                Route("/v1/completions", completions, methods=["POST"])]
+                Route("/v1/completions", completions, methods=["POST"]),
+                Route("/v1/chat/completions", chat, methods=["POST"])]
     )  # fmt: skip
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
@@ -99,6 +121,15 @@ def test_page_writes_streams_stops_and_shows_curves(address, tmp_path):
         assert 10 < len(page.evaluate("$('text').value")) < 4000
         write(page, "full", 4)
         page.wait("$('told').textContent == 'the queue is full'")
+
+        page.evaluate("$('chat-tab').click()")
+        page.evaluate(
+            "$('system').value = 'Be brief.'; $('said').value = 'Oui?'; $('send').click()"
+        )
+        page.wait("talk.length == 2")
+        assert page.evaluate("talk[1]") == {"role": "assistant", "content": "éja"}
+        marks = "[...document.querySelectorAll('.assistant span')].map(mark => mark.className)"
+        assert page.evaluate(marks) == ["b2", "b1", "b1"]
 
         page.evaluate("$('runs-tab').click()")
         page.wait("document.querySelectorAll('#charts path').length == 6")
