@@ -41,6 +41,8 @@ class LayerSpec:
     """Whether norms before parts have trained gains."""
     norm_eps: float = NORM_EPS
     """Epsilon of these norms, and of norms of queries and keys with gains."""
+    bitnet: bool = False
+    """Whether no step changes the scales of matrices."""
     causal: bool = True
     """Whether a position only attends to earlier positions and itself."""
 

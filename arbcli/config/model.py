@@ -114,7 +114,11 @@ def gates_to_pack(blocks: Blocks) -> dict[int, MLPConfig]:
     The last block is left out: its backward is first and takes its gates' memory for gradients.
     """
     parts = {index: block.channel for index, block in enumerate(blocks[:-1])}
-    return {index: part for index, part in parts.items() if isinstance(part, MLPConfig)}
+    return {
+        index: part
+        for index, part in parts.items()
+        if isinstance(part, MLPConfig) and not part.bitnet
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -438,7 +442,8 @@ class ModelConfig:
         plain = plain and not (self.outer or self.head or self.ahead)
         gained = self.norm_gain and plain and all(part.kind in EPS_KINDS for part in parts)
         unit = any(getattr(part, "query_key_norm", None) == "unit" for part in parts)
-        if not gained or unit or any(getattr(part, "sub_norm", False) for part in parts):
+        subs = (getattr(part, "sub_norm", False) and not part.is_bitnet for part in parts)
+        if not gained or unit or any(subs):
             raise ArbError(
                 f"`norm_eps` is {self.norm_eps}, and a norm without gains has {NORM_EPS}",
                 hint="use `norm_gain`, attention and MLPs without `sub_norm`, and `query_key_norm`"

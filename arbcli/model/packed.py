@@ -164,6 +164,8 @@ class TernaryTensor(StateModule, Weight):
     """Present if the direction averages statistics."""
     wire_exponent: Tensor
     """Present after `declare_wire`."""
+    fixed_scales = False
+    """Whether steps leave the scales as they are."""
 
     def __init__(
         self,

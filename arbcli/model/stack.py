@@ -69,8 +69,8 @@ class Block(nn.Module):
         streams, self.contribution, self.bound = stage.streams, stage.contribution, stage.bound
         parts = [build_part(part, site) for part in config.parts]
         norms, connections = [], []
-        for part in parts:
-            norms.append(stream_norm(site))
+        for part, part_config in zip(parts, config.parts, strict=True):
+            norms.append(stream_norm(site, rounded=part_config.is_bitnet))
             self.add_module(_norm_name(part), norms[-1])
             self.add_module(part.name, part)
         for number, part in enumerate(parts, first):

@@ -525,7 +525,7 @@ class Updater:
             step=self._step,
             turn=turn,
             keys=keys,
-            scale_gain=sizes.scale_gain,
+            scale_gain=(self._no_turn,) * 2 if tensor.fixed_scales else sizes.scale_gain,
             direct_gain=sizes.direct_gain,
             whole_gain=sizes.whole_gain,
             blend_gain=sizes.blend_gain,

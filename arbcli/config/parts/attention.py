@@ -83,6 +83,9 @@ class AttentionConfig(PartConfig):
     """Whether each head has an attention sink: a learned logit without a value."""
     sub_norm: bool = True
     """Whether a norm precedes the output projection."""
+    bitnet: bool = False
+    """Whether the part computes as BitNet b1.58: the trits of a projection have one scale, which no
+    step changes, its input is rounded to int8 by row, and the norm before the output has gains."""
 
     def __post_init__(self) -> None:
         """Check types, sizes and names, and that key heads divide query heads.

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from arbcli.base.errors import ArbError
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.settings import check_choice, check_fields, check_sizes
 from arbcli.model.rules import RULES
@@ -55,7 +56,13 @@ class PartConfig:
 
     def own_site(self, site: LayerSpec) -> LayerSpec:
         """Return the site of the part's own weights, from the site of the part."""
-        return site if self.rule is None else site.replace_rule(self.rule)
+        site = site if self.rule is None else site.replace_rule(self.rule)
+        return replace(site, digits="trit", bitnet=True) if self.is_bitnet else site
+
+    @property
+    def is_bitnet(self) -> bool:
+        """Whether the part has a field `bitnet`, and computes as BitNet b1.58 does."""
+        return getattr(self, "bitnet", False)
 
     def check_at(self, site: LayerSpec) -> None:
         """Check that the part is valid at a site.
@@ -70,6 +77,14 @@ class PartConfig:
         Raises:
             ArbError: it cannot.
         """
+        plain = config.weights == "ternary" and config.digits in ("all", "trit")
+        sub_norm = getattr(self, "sub_norm", False)
+        if self.is_bitnet and not (plain and config.norm_gain and sub_norm):
+            raise ArbError(
+                "`bitnet` has norms with gains before each product, and trits from the first step",
+                hint="use `norm_gain` and `sub_norm`, `weights=ternary`, and not `digits=fade`",
+                fields=("digits", "weights"),
+            )
 
     def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications in matrix products per position.

@@ -20,6 +20,9 @@ class MLPConfig(PartConfig):
     """Width of the hidden layer."""
     sub_norm: bool = True
     """Whether a norm precedes the output projection."""
+    bitnet: bool = False
+    """Whether the part computes as BitNet b1.58: as in attention, and relu(gate)**2 takes the place
+    of silu(gate)."""
 
     def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""

@@ -27,7 +27,8 @@ def decode_in_groups(
     large = any(weight.num_weights >= LARGE_ELEMENTS for weight in weights)
     if not weights or large or weights[0].rule.reads_all:
         return
-    after = [head] if across and head and head.num_weights < LARGE_ELEMENTS else []
+    fits = head is not None and head.num_weights < LARGE_ELEMENTS and not head.rule.reads_all
+    after = [head] if across and head and fits else []
     size, number = len(blocks[0]), len(weights)
     at_once = MOST_AT_ONCE // sum(weight.num_weights for weight in blocks[0]) if across else 1
     length = size * max(1, at_once)

@@ -24,6 +24,8 @@ PACKED = {
     "rotary_norm": "arbcli.model.layers.rotary:new_rotary_norm",
     "turned_heads": "arbcli.model.layers.turned_heads:new_turned_heads",
     "gained_norm": "arbcli.model.layers.gained_norm:GainedRMSNorm",
+    "rounded_norm": "arbcli.model.layers.bitnet:RoundedRMSNorm",
+    "rounded_gate": "arbcli.model.layers.bitnet:RoundedGate",
     "vector": "arbcli.model.layers.vector:TernaryVector",
     "taps": "arbcli.model.layers.vector:TernaryTaps",
     "table": "arbcli.model.layers.table:TernaryTable",
@@ -73,9 +75,16 @@ def layers_for(site: LayerSpec) -> Layers:
     return Layers(PACKED if site.weights == "ternary" else FLOAT)
 
 
-def stream_norm(site: LayerSpec) -> nn.Module:
-    """Build the norm of the residual stream before a part or the head."""
+def stream_norm(site: LayerSpec, *, rounded: bool = False) -> nn.Module:
+    """Build the norm of the residual stream before a part or the head.
+
+    Args:
+        site: site of the stage.
+        rounded: whether its result is rounded to int8, as BitNet's.
+    """
     parts = layers_for(site)
+    if rounded:
+        return parts.rounded_norm(site.dim, site)
     return (parts.gained_norm if site.norm_gain else parts.norm)(site.dim, site)
 
 

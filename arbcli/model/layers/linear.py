@@ -293,6 +293,7 @@ class TernaryLinear(DecodingLayer):
             lr_factor=lr_factor or inner_lr_factor(site, site.direction),
         )
         self.weight.in_eight_bits = in_eight_bits
+        self.weight.fixed_scales = site.bitnet
 
     def forward(
         self,

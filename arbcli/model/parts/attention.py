@@ -107,7 +107,8 @@ class Attention(CachedAttention):
             self.key_gain = parts.vector([1.0] * self.width, site, area="attention")
         if config.sink:
             self.sinks = parts.vector([0.0] * self.heads, site, area="attention")
-        self.sub_norm = parts.norm(inner, site) if config.sub_norm else None
+        norm = parts.rounded_norm if config.bitnet else parts.norm
+        self.sub_norm = norm(inner, site) if config.sub_norm else None
         std = output_std(inner, site.depth)
         self.output = parts.linear(dim, inner, site, area="attention", std=std)
         if config.output_bias:

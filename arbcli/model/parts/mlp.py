@@ -10,7 +10,7 @@ from arbcli.model.parts.base import BlockInputs, BlockOutput, Part, project
 
 
 class MLP(Part):
-    """Gated MLP: down(norm(silu(gate) * up))."""
+    """Gated MLP: down(norm(silu(gate) * up)), or of BitNet down(norm(relu(gate)**2 * up))."""
 
     draws = ("gate_up", "sub_norm", "output")
     name = "mlp"
@@ -21,7 +21,10 @@ class MLP(Part):
         super().__init__()
         parts, width = layers_for(site), config.width
         self.gate_up = parts.linear(2 * width, site.dim, site, area=area)
-        self.sub_norm = parts.gate(width, site, normalise=config.sub_norm)
+        if config.bitnet:
+            self.sub_norm = parts.rounded_gate(width, site)
+        else:
+            self.sub_norm = parts.gate(width, site, normalise=config.sub_norm)
         std = output_std(width, site.depth)
         self.output = parts.linear(site.dim, width, site, area=area, std=std)
         self.steps_fused = width % 8 == 0

@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from arbcli.config.parts.attention import AttentionConfig
-from arbcli.verify.parts.base import Reading, Weights, norm, output_of, positions, sees_last, turn
+from arbcli.verify.parts.base import (
+    Reading,
+    Weights,
+    norm,
+    output_of,
+    positions,
+    rounded,
+    sees_last,
+    turn,
+)
 
 
 def attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) -> Tensor:
@@ -14,7 +23,7 @@ def attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) -> Tensor:
     config, site = reading.config_of(AttentionConfig), reading.site
     size, rotary = config.width(site), config.rotary
     heads, kv = config.heads, config.kv_heads or config.heads
-    qkv = h @ w["qkv"].T
+    qkv = (rounded(h) if config.bitnet else h) @ w["qkv"].T
     if config.bias:
         qkv = qkv + w["bias"][:, 0]
     q, k, v = qkv.view(len(h), heads + 2 * kv, size).split((heads, kv, kv), dim=1)
@@ -38,5 +47,6 @@ def attention(w: Weights, _x: Tensor, h: Tensor, reading: Reading) -> Tensor:
         scores = torch.cat((scores, sinks), dim=-1)
     shares = scores.softmax(dim=-1)[..., : len(h)]
     y = torch.einsum("hts,shd->thd", shares, v).flatten(1)
-    y = output_of(y, w, normalise=config.sub_norm)
+    eps = site.norm_eps if config.bitnet else None
+    y = output_of(y, w, normalise=config.sub_norm, rounded_eps=eps)
     return y + w["output_bias"][:, 0] if config.output_bias else y

@@ -121,9 +121,22 @@ def norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     return x if weight is None else x * weight.flatten()
 
 
-def output_of(y: Tensor, w: Weights, *, normalise: bool = True) -> Tensor:
-    """Multiply by the output projection of a part, after its norm, if there is one."""
+def output_of(
+    y: Tensor, w: Weights, *, normalise: bool = True, rounded_eps: float | None = None
+) -> Tensor:
+    """Multiply by the output projection of a part, after its norm, if there is one.
+
+    With an epsilon, `rounded_eps`, the norm's result is rounded as BitNet's.
+    """
+    if rounded_eps is not None:
+        return rounded(norm(y, w["sub_norm"], rounded_eps)) @ w["output"].T
     return (norm(y, w.get("sub_norm")) if normalise else y) @ w["output"].T
+
+
+def rounded(y: Tensor) -> Tensor:
+    """Round rows of (T, D) to -127..127 times a scale; the gradient is that of y."""
+    scale = y.detach().abs().amax(dim=-1, keepdim=True).clamp(min=1e-5) / 127
+    return y + ((y / scale).round() * scale - y).detach()
 
 
 def gated(x: Tensor, limit: float = math.inf) -> Tensor:

@@ -10,6 +10,7 @@ from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers import fp8_product
+from arbcli.model.layers.bitnet import RoundedGate, RoundedRMSNorm
 from arbcli.model.layers.embedding import TernaryEmbedding
 from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.linear import TernaryLinear
@@ -74,6 +75,33 @@ def gained_norm_of_all_sizes() -> GainedRMSNorm:
     norm.weight.values = tuple(0.1 * (number - 20) for number in range(48))
     norm.weight.initialise(0, 0)
     return norm
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_rounded_norm_has_the_gradient_of_its_norm(gated):
+    """The gradient ignores the rounding of the result, which the next layer's weights see."""
+    norm = (RoundedGate if gated else RoundedRMSNorm)(48, preset("tiny").site())
+    norm.weight.values = tuple(0.1 * (number - 20) for number in range(48))
+    norm.weight.initialise(0, 0)
+    gains = collect(norm)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 96 if gated else 48, generator=generator)
+    grad_y = torch.randn(5, 48, generator=generator)
+    grad_x, again = norm.backward(grad_y, x)
+    there, gain = x.double().requires_grad_(), norm.weight.weight(torch.float64).flatten()
+    product = there[:, :48].relu() ** 2 * there[:, 48:] if gated else there
+    plain = torch.nn.functional.rms_norm(product, (48,), gain.requires_grad_(), 1e-6)
+    plain.backward(grad_y.double())
+    torch.testing.assert_close(grad_x.double(), there.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gains["weight"][0].double()[:, 0], gain.grad, rtol=1e-4, atol=1e-5)
+    step = plain.detach().abs().amax(dim=1, keepdim=True) / 127
+    y = norm(x)
+    assert torch.equal(y, again)
+    assert ((y - plain).abs() <= 0.501 * step).all()
+    assert ((y / step - (y / step).round()).abs() < 1e-3).all()
+    total, of_sum = norm.add_and_norm(x, x) if not gated else (2 * x, norm(2 * x))
+    assert torch.equal(total, 2 * x)
+    assert torch.equal(of_sum, norm(2 * x))
 
 
 @pytest.mark.parametrize("fp8", [False, True])
