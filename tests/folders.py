@@ -40,12 +40,17 @@ KINDS = {
     ),
     "Mistral": ("Mistral", {"rms_norm_eps": 1e-5, "sliding_window": 24}),
 }
+BITNET = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "tie_word_embeddings": True,
+}  # fmt: skip
+"""Changes of `SIZES`, for which llama.cpp has types of trits."""
 """A class of Transformers, and its configuration besides `SIZES`."""
 
 
 def random_model(transformers, kind: str, **others) -> nn.Module:
     """Make a model whose biases, gains and sharp attention count."""
-    name, about = KINDS[kind]
+    name, about = KINDS.get(kind, (kind, {}))
     config = getattr(transformers, f"{name}Config")(**SIZES | about | others)
     model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
     generator = torch.Generator().manual_seed(0)

@@ -407,7 +407,7 @@ MLPRuleToCome = option_for(
     choices=FADING,
     help="Rule of MLPs. With nibble they take 1.26 bytes per weight, with moment 2.26.",
 )
-ScaleTypeToCome = option_for("scale_type", default="")
+ScaleTypeToCome = option_for("scale_type", default="T128 for trits, T32 for int8")
 DirectionToCome = option_for(
     "direction", help="Optimizer for later training; the state is laid out for it.", default=""
 )

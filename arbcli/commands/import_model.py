@@ -44,7 +44,7 @@ def import_model(
     rule: RuleToCome = "moment",
     attention_rule: AttentionRuleToCome = None,
     mlp_rule: MLPRuleToCome = None,
-    scale_type: ScaleTypeToCome = "T32",
+    scale_type: ScaleTypeToCome = None,
     direction: DirectionToCome = "muon",
     ignore_field: Annotated[
         list[str] | None,
@@ -60,9 +60,10 @@ def import_model(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Convert a Llama, Mistral, Qwen 2 or Qwen 3 model to a run: `arb import DIR`.
+    """Convert a Llama, Mistral, Qwen 2, Qwen 3 or BitNet model to a run: `arb import DIR`.
 
-    Weights are quantised to int8; `arb train --init-from` trains them further.
+    Weights are quantised to int8, unless they are trits; `arb train --init-from` trains them
+    further.
     """
     if not folder.is_dir():
         raise ArbError(f"`{folder}` is not a folder", hint="name a folder with `config.json` in it")

@@ -15,17 +15,24 @@ from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError
 from arbcli.base.reading import ALTERED, parse_json, read_json
 from arbcli.base.run_files import COMPANIONS, CONFIG, TOKENIZER, checkpoints
-from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.config.layer_spec import SCALE_TYPES, VOCABULARY
+from arbcli.config.model import ModelConfig
 from arbcli.interop.huggingface.companions import copy_companions, read_companion, write_companion
-from arbcli.interop.huggingface.config_json import NAME, model_name, read_folder_config
+from arbcli.interop.huggingface.config_json import (
+    NAME,
+    OF_TRITS,
+    model_name,
+    read_folder_config,
+)
 from arbcli.interop.huggingface.dense import Part, Source, known_shape, sources
 from arbcli.interop.huggingface.folder import WeightFolder, check_tensors
-from arbcli.interop.rounding import put
+from arbcli.interop.rounding import are_ternary, group_peaks, put, put_trits
 from arbcli.kernels.runtime.device import check_room
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.build import build_model
 from arbcli.model.checkpoint import TOKENIZER_DIGEST, Checkpoint, save_checkpoint
 from arbcli.model.language_model import LanguageModel
+from arbcli.model.layers.vector import VectorWeight
 from arbcli.model.packed import TernaryTensor
 
 OUTLIER = 8.0
@@ -75,12 +82,15 @@ def import_folder(
     rule: str = "moment",
     attention_rule: str | None = None,
     mlp_rule: str | None = None,
-    scale_type: str = "T32",
+    scale_type: str | None = None,
     direction: str | None = "orthogonal",
     ignored: Collection[str] = (),
     on_read: Callable[[str], None] = lambda name: None,
 ) -> ImportReport:
     """Read a folder for Transformers into a run, whose weights are all digits.
+
+    Matrices of a BitNet, and of a folder whose matrices are all trits with a scale for each group,
+    are trits, none of which changes.
 
     Weights are read a few rows at a time from files that are mapped; the state alone is whole.
 
@@ -90,7 +100,7 @@ def import_folder(
         rule: one of `arbcli.model.rules.FADING`.
         attention_rule: rule of attention; None is `rule`.
         mlp_rule: rule of MLPs; None is `rule`.
-        scale_type: scale type of the weights.
+        scale_type: scale type of the weights; None is `T128` for trits, and `T32` for all digits.
         direction: direction whose state is created.
         ignored: names of fields of `config.json` that are unknown and decide nothing.
         on_read: called with the name of each tensor before it is read.
@@ -116,6 +126,11 @@ def import_folder(
     with torch.device("meta"):
         shapes = build_model(config, torch.float32)
     check_tensors(folder, shapes)
+    trits = scale_type or OF_TRITS
+    if not known_shape(config).bitnet and _are_trits(folder, shapes, SCALE_TYPES[trits]):
+        config = dataclasses.replace(config, digits="trit", scale_type=trits)
+        with torch.device("meta"):
+            shapes = build_model(config, torch.float32)
     size = sum(part.nbytes for part in shapes.buffers())
     check_room(
         size, f"the state of `{source}`", "use a machine with more memory, or `--rule nibble`"
@@ -187,6 +202,17 @@ def _check_tokens(path: Path, vocabulary: int) -> None:
         )
 
 
+def _are_trits(folder: WeightFolder, model: LanguageModel, group_size: int) -> bool:
+    """Return whether all matrices of a folder are trits with a scale for each group."""
+    return all(
+        are_ternary(folder.read(part.hugging_face, chunk), group_size)
+        for source in sources(model)
+        for part in source.parts
+        if len(part.shape) == 2
+        for chunk in _chunks(part, part.shape[1])
+    )
+
+
 def _take(
     folder: WeightFolder, source: Source, own_grid: bool, on_read: Callable[[str], None]
 ) -> list[_Taken]:
@@ -211,6 +237,7 @@ def _take_part(
     on_read(part.hugging_face)
     width = tensor.in_features
     error = squares = largest = 0.0
+    scale = torch.tensor(folder.scale(part.hugging_face)) if tensor.fixed_scales else None
     for chunk in _chunks(part, width):
         weight = folder.read(part.hugging_face, chunk).view(-1, width)
         if not weight.isfinite().all():
@@ -219,7 +246,11 @@ def _take_part(
                 hint="get the model again: it is damaged, or its training failed",
             )
         rows = slice(part.rows.start + chunk.start, part.rows.start + chunk.stop)
-        apart = put(tensor, rows, weight, own_grid) - weight
+        if tensor.reads_digits or isinstance(tensor, VectorWeight):
+            apart = put(tensor, rows, weight, own_grid) - weight
+        else:
+            peaks = group_peaks(weight, tensor.group_size) if scale is None else scale
+            apart = put_trits(tensor, rows, weight, peaks)
         error += float(apart.double().square_().sum())
         squares += float(weight.double().square_().sum())
         largest = max(largest, float(weight.abs().max()))

@@ -60,8 +60,8 @@ class Rounded(NamedTuple):
 
 
 def grid_of(tensor: TernaryTensor) -> Grid:
-    """Return the integer levels of a tensor whose weights are all digits."""
-    return Grid(tensor.rule.radix + tensor.rule.remainder_max, tensor.packed.unit)
+    """Return the integer levels of a tensor whose weights are all digits; of a byte at most."""
+    return Grid(min(tensor.rule.radix + tensor.rule.remainder_max, 127), tensor.packed.unit)
 
 
 @cache
@@ -221,6 +221,60 @@ def _round_chunks(
         z[here] = levels.view(len(some), -1)[:, :columns].to(torch.int8)
         v[here] = places.view(len(some), groups)
     return Rounded(z, v)
+
+
+def round_scales(scales: Tensor) -> Tensor:
+    """Round float32 scales to the closest in the list of scales: v, int32; 0 is `ZERO`."""
+    used = scales > 0
+    above = _place_above(torch.where(used, scales, 1.0).double())
+    below = _held(above - 1)
+    apart = [(_scale(place) - scales).abs() for place in (above, below)]
+    return torch.where(used, _v(torch.where(apart[0] <= apart[1], above, below)), ZERO)
+
+
+def group_peaks(weight: Tensor, group_size: int) -> Tensor:
+    """Return the largest magnitude of each group of (R, K) weights, (R, groups)."""
+    padding = -weight.shape[1] % group_size
+    return functional.pad(weight, (0, padding)).unflatten(1, (-1, group_size)).abs().amax(dim=2)
+
+
+def are_ternary(weight: Tensor, group_size: int) -> bool:
+    """Return whether each group of (R, K) weights has one magnitude besides 0."""
+    peaks = group_peaks(weight, group_size).repeat_interleave(group_size, dim=1)
+    sizes = weight.abs()
+    return bool(((sizes == 0) | (sizes == peaks[:, : weight.shape[1]])).all())
+
+
+@torch.no_grad()
+def put_trits(tensor: TernaryTensor, rows: slice, weight: Tensor, scales: Tensor) -> Tensor:
+    """Set some rows of a tensor that reads trits: T = clip(round(w / s), -1, 1).
+
+    The remainder begins with the rest of w / s. Scales are rounded to the list of scales, by half a
+    per cent at most, which changes no trit.
+
+    Args:
+        tensor: on the CPU.
+        rows: its rows.
+        weight: (R, K) float32, finite.
+        scales: float32 scales of the groups, (R, groups), or of all, ().
+
+    Returns:
+        What the rows decode to, less T * s; (R, K) float32.
+    """
+    rule, size, columns = tensor.rule, tensor.group_size, weight.shape[1]
+    groups = num_groups(columns, size)
+    scales = scales.expand(len(weight), groups)
+    by_weight = scales.repeat_interleave(size, dim=1)[:, :columns]
+    share = torch.where(by_weight > 0, weight * (1 / by_weight), 0.0)
+    trits = share.round().clamp_(-1, 1)
+    rest = ((share - trits) * rule.radix).round_()
+    tensor.trits[rows] = pack_trits(trits.to(torch.int8))
+    largest = rule.remainder_max
+    rule.start(tensor.state, rows, rest.clamp_(-largest, largest).to(torch.int8))
+    v = round_scales(scales)
+    tensor.exponent[rows] = (v // OCTAVE).to(torch.int8)
+    tensor.fraction[rows] = (v % OCTAVE).to(torch.int8)
+    return decode_weight(tensor.packed.rows(rows), torch.float32) - trits * by_weight
 
 
 @torch.no_grad()

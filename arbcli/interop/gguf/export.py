@@ -199,6 +199,11 @@ def check_model(model: LanguageModel) -> None:
             "GGUF has no architecture with more than dense blocks of attention",
             hint="use `--to safetensors`, or train one of tiny, small, base and 1b",
         )
+    if shape.bitnet:
+        raise ArbError(
+            "llama.cpp computes a BitNet with SiLU, and this one has relu(gate)**2",
+            hint="use `--to hf`, or `--to safetensors`, which arb reads",
+        )
     if shape.sub_norms:
         raise ArbError(
             "GGUF has no architecture with norms before the output projections",

@@ -31,7 +31,9 @@ def model_card(weights: Weights, name: str) -> str:
     config, checkpoint = weights.model.config, weights.checkpoint
     shape = known_shape(config)
     number = weights.model.num_weights
-    of = "-1, 0 or +1" if config.digits == "trit" else "an integer of one byte"
+    is_ternary = config.digits == "trit" or shape.bitnet
+    of = "-1, 0 or +1" if is_ternary else "an integer of one byte"
+    of += " (in the embedding, an integer of one byte)" if shape.bitnet else ""
     keys = "" if shape.kv_heads == shape.heads else f" on {shape.kv_heads} of keys"
     reads_bytes = shape.vocabulary == VOCABULARY
     base = base_model(weights.path.parent / COMPANIONS)
@@ -52,7 +54,7 @@ def model_card(weights: Weights, name: str) -> str:
     }
     table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
     use = USE.format(trust=", trust_remote_code=True" if shape.sub_norms else "")
-    kind = "ternary" if config.digits == "trit" else "int8"
+    kind = "ternary" if is_ternary else "int8"
     base_line = f"base_model: {base}\n" if base and "/" in base else ""
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"

@@ -19,13 +19,13 @@ from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
 from arbcli.config.short_forms import PART_RULES, set_part_rules
 
-HINT = "import a Llama, Mistral, Qwen 2 or Qwen 3, dense and not quantised"
+HINT = "import a Llama, Mistral, Qwen 2 or Qwen 3, dense and not quantised, or a BitNet"
 NAME = "_name_or_path"
 """Field with the name of the model that another one was made from."""
 CACHE_PREFIX = "models--"
 """Beginning of a folder's name in the cache of Hugging Face; `--` separates its parts."""
 BIASES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False),
-          "qwen3": (False, False)}  # fmt: skip
+          "qwen3": (False, False), "bitnet": (False, False)}  # fmt: skip
 """Whether queries, keys and values, and the output, have biases, by `model_type`."""
 CUSTOM_CODE_TYPE = "arb_byte_lm"
 """A Qwen 3 with sub-norms, which `arb export --to hf` writes with code of ours."""
@@ -42,11 +42,18 @@ SILENT = {
 }  # fmt: skip
 """Fields that decide nothing about what a trained model computes."""
 ONLY: dict[str, Any] = {
-    "hidden_act": "silu", "is_decoder": False, "is_encoder_decoder": False, "mlp_bias": False,
+    "is_decoder": False, "is_encoder_decoder": False, "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "rope_interleaved": False, "use_mrope": False,
 }  # fmt: skip
 """Fields that have this value, if they are there."""
+OF_TRITS, OF_DIGITS = "T128", "T32"
+"""Scale types of weights that are imported as trits, and as all digits."""
+BITNET = "bitnet"
+QUANTIZATION = "quantization_config"
+BITNET_MODES = {"bitlinear": ("offline",), "autobitlinear": ("offline", "online")}
+"""Modes of BitNet's `quantization_config` by `linear_class`. `offline` weights are packed trits
+with a scale, and those of `online` floats, whose mean magnitude is the scale."""
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 """`scaling` of rotary positions by `rope_type`."""
 FACTORS = {"factor": "factor", "original_max_position_embeddings": "original_ctx"}
@@ -142,7 +149,10 @@ def read_config(
     is_ours = model_type == CUSTOM_CODE_TYPE
     if is_ours:
         fields.take("auto_map", dict)
-    for name, only in ONLY.items():
+    is_bitnet = model_type == BITNET
+    if is_bitnet:
+        _check_quantization(fields)
+    for name, only in (ONLY | {"hidden_act": "relu2" if is_bitnet else "silu"}).items():
         if (value := fields.take(name, object, only)) != only:
             raise fields.refused(name, value)
     ctx = fields.take("max_position_embeddings", int)
@@ -164,14 +174,17 @@ def read_config(
         query_key_norm="none" if not gains else "unit" if is_ours else "gain",
         bias=biases[0],
         output_bias=biases[1],
-        sub_norm=is_ours,
+        sub_norm=is_ours or is_bitnet,
+        bitnet=is_bitnet,
     )
-    channel = MLPConfig(width=fields.take("intermediate_size", int), sub_norm=is_ours)
+    width = fields.take("intermediate_size", int)
+    channel = MLPConfig(width=width, sub_norm=mixer.sub_norm, bitnet=is_bitnet)
     blocks = tuple(
         BlockConfig(mixer=_within(mixer, window, ctx), channel=channel)
         for window in _windows(fields, model_type, layers)
     )
     rules = {name: storage.pop(name) for name in PART_RULES if name in storage}
+    storage["scale_type"] = storage.get("scale_type") or (OF_TRITS if is_bitnet else OF_DIGITS)
     config = ModelConfig(
         ctx=ctx,
         stages=(StageConfig(dim=fields.take("hidden_size", int), blocks=blocks),),
@@ -185,6 +198,28 @@ def read_config(
         fields.take(name, object, None)
     fields.end(ignored)
     return set_part_rules(config, **rules)
+
+
+def divides_by_scale(values: Mapping[str, Any]) -> bool:
+    """Return whether BitNet's layers divide by `weight_scale`, by the contents of `config.json`."""
+    return values[QUANTIZATION].get("linear_class", "bitlinear") == "bitlinear"
+
+
+def _check_quantization(fields: _Fields) -> None:
+    """Check that a BitNet's weights are trits, and that nothing else is to be done to them."""
+    about = fields.take(QUANTIZATION, dict)
+    inner = _Fields(about, f"{fields.where}: `{QUANTIZATION}`")
+    kind = inner.take("linear_class", str, "bitlinear")
+    if kind not in BITNET_MODES:
+        raise inner.refused("linear_class", kind)
+    for name, known, otherwise in (
+        ("quant_method", (BITNET,), ...), ("quantization_mode", BITNET_MODES[kind], "offline"),
+        ("use_rms_norm", (False,), False), ("modules_to_not_convert", (None, ["lm_head"]), None),
+    ):  # fmt: skip
+        if (value := inner.take(name, object, otherwise)) not in known:
+            raise inner.refused(name, value)
+    inner.take("rms_norm_eps", float, None)
+    inner.end()
 
 
 def _within(mixer: AttentionConfig, window: int | None, ctx: int) -> AttentionConfig:

@@ -1,4 +1,4 @@
-"""A model of dense blocks as Llama, Mistral, Qwen 2 or Qwen 3, which computes the same.
+"""A model of dense blocks as Llama, Mistral, Qwen 2, Qwen 3 or BitNet, which computes the same.
 
 `sources` names the tensors, for an import as for an export. The order of turning queries and keys
 and of normalising them does not matter where the norm has no gain: a turn leaves the
@@ -45,6 +45,7 @@ ARCHITECTURES = {
         Architecture("qwen2", "Qwen2ForCausalLM", "qwen2", False),
         Architecture("llama", "LlamaForCausalLM", "llama", True),
         Architecture("mistral", "MistralForCausalLM", "llama", True),
+        Architecture("bitnet", "BitNetForCausalLM", "bitnet", False),
     )
 }
 """Architectures by `model_type` in `config.json`."""
@@ -102,10 +103,14 @@ class Shape(NamedTuple):
     """Whether queries and keys are normalised."""
     sub_norms: bool
     """Whether norms precede the output projections, for which other programs need code of ours."""
+    bitnet: bool
+    """Whether blocks are BitNet's."""
 
     @property
     def architecture(self) -> Architecture:
         """The equivalent architecture."""
+        if self.bitnet:
+            return ARCHITECTURES["bitnet"]
         if self.norms_heads:
             return ARCHITECTURES["qwen3"]
         if self.bias:
@@ -128,7 +133,7 @@ def shape_of(config: ModelConfig) -> Shape | None:
     mixer, channel = main.blocks[0].mixer, main.blocks[0].channel
     if not isinstance(mixer, AttentionConfig) or not isinstance(channel, MLPConfig):
         return None
-    if mixer.sub_norm != channel.sub_norm or _unsaid(mixer):
+    if mixer.sub_norm != channel.sub_norm or mixer.bitnet != channel.bitnet or _unsaid(mixer):
         return None
     return Shape(
         dim=main.dim,
@@ -148,7 +153,8 @@ def shape_of(config: ModelConfig) -> Shape | None:
         bias=mixer.bias,
         output_bias=mixer.output_bias,
         norms_heads=mixer.query_key_norm != "none",
-        sub_norms=mixer.sub_norm,
+        sub_norms=mixer.sub_norm and not mixer.bitnet,
+        bitnet=mixer.bitnet,
     )
 
 
@@ -195,7 +201,8 @@ def _unsaid(mixer: AttentionConfig) -> str | None:
         "sinks": mixer.sink,
         "rotary positions that are partial": mixer.rotary.share != 1,
         "norms before the output projections, and queries and keys without a norm": mixer.sub_norm
-        and not normed,
+        and not (normed or mixer.bitnet),
+        "BitNet with biases, or norms of queries and keys": mixer.bitnet and (normed or mixer.bias),
         "biases of the output projection alone": mixer.output_bias and not mixer.bias,
         "norms of queries and keys, and biases of the projections to them alone": normed
         and mixer.bias
@@ -224,12 +231,16 @@ def sources(model: LanguageModel) -> Iterator[Source]:
                 names = f"{ours}attn_{letter}_norm.weight", f"{there}{letter}_norm.weight"
                 part = Part(*names, slice(0, shape.head_width), (shape.head_width,))
                 yield Source(gain.weight if gain else None, (part,))
+        if shape.bitnet and attention.sub_norm is not None:
+            yield _vector(attention.sub_norm, f"{ours}attn_sub_norm", f"{there}attn_sub_norm")
         yield _matrix(attention.output, f"{ours}attn_output", f"{there}o_proj")
         if attention.output_bias:
             names = f"{ours}attn_output", f"{there}o_proj"
             yield _vector(attention.output_bias, *names, "bias")
         yield _vector(mlp_norm, f"{ours}ffn_norm", f"{theirs}post_attention_layernorm")
         yield _split(mlp.gate_up, "weight", ours, f"{theirs}mlp.", GATED, [shape.ffn] * 2)
+        if shape.bitnet:
+            yield _vector(mlp.sub_norm, f"{ours}ffn_sub_norm", f"{theirs}mlp.ffn_sub_norm")
         yield _matrix(mlp.output, f"{ours}ffn_down", f"{theirs}mlp.down_proj")
     yield _vector(model.norm, "output_norm", "model.norm")
     if not shape.tied:

@@ -27,10 +27,33 @@ from arbcli.interop.huggingface.companions import (
     tokenizer_of,
     write_companion,
 )
-from arbcli.interop.huggingface.config_json import read_config, rope_parameters
-from arbcli.interop.huggingface.dense import check_attention, known_shape, read, shape_of, sources
-from arbcli.interop.huggingface.folder import WEIGHTS, WeightFolder, check_tensors
+from arbcli.interop.huggingface.config_json import (
+    BITNET,
+    QUANTIZATION,
+    divides_by_scale,
+    read_config,
+    rope_parameters,
+)
+from arbcli.interop.huggingface.dense import (
+    Part,
+    Source,
+    check_attention,
+    known_shape,
+    read,
+    shape_of,
+    sources,
+)
+from arbcli.interop.huggingface.folder import (
+    PACKED,
+    SCALE,
+    WEIGHTS,
+    WeightFolder,
+    check_tensors,
+    pack_rows,
+)
+from arbcli.kernels.codec.packed import scales_torch
 from arbcli.model.language_model import LanguageModel
+from arbcli.model.packed import TernaryTensor
 
 CODE = Path(__file__).with_name("modeling_arb.py")
 """Module that Transformers runs for a model with sub-norms."""
@@ -38,7 +61,9 @@ TOKENIZER_CODE = CODE.with_name("tokenization_arb.py")
 """Module with the tokenizer of a Qwen 2, for which Transformers otherwise builds another one."""
 TYPES = {"bf16": BF16, "f32": F32}
 """Types by their names in `--type`; bf16 represents every weight exactly."""
-NUMBERS = TYPES | {"f16": F16}
+QUARTERS = BlockType(PACKED, -1, 4, 1)
+"""Type of packed trits, four rows a byte, which GGUF does not have."""
+NUMBERS = TYPES | {"f16": F16, PACKED.lower(): QUARTERS}
 """Dtypes of the weights of a folder."""
 HINT = "name a folder of `arb export`, or of a model that `arb import` reads"
 _DTYPES = {"BF16": "bfloat16", "F32": "float32"}
@@ -78,7 +103,6 @@ def _write_files(
     folder: Path, weights: Weights, name: str, kind: BlockType, companions: Path | None
 ) -> None:
     config = weights.model.config
-    write_file(folder / WEIGHTS, lambda file: _write_weights(file, weights, kind))
     if companions is None:
         _write_companions(folder, weights, kind)
     else:
@@ -87,11 +111,16 @@ def _write_files(
         write_companion(folder / TOKENIZER, read_companion(tokenizer))
     elif config.vocabulary == VOCABULARY:
         write_json(folder / TOKENIZER, _tokenizer())
-    about = {"arb.step": weights.checkpoint.step, "arb.origin": weights.origin}
+    about: dict[str, Any] = {"arb.step": weights.checkpoint.step, "arb.origin": weights.origin}
     written = read_json(folder / CONFIG, {})
     if written["model_type"] == "qwen2":
         _keep_tokenizer(folder)
     written.pop("torch_dtype", None)  # the name of an earlier Transformers
+    divides = False
+    if written["model_type"] == BITNET:
+        divides = divides_by_scale(written)
+        about[QUANTIZATION] = written[QUANTIZATION] | {"quantization_mode": "offline"}
+    write_file(folder / WEIGHTS, lambda file: _write_weights(file, weights, kind, divides))
     write_json(folder / CONFIG, written | about | {"dtype": _DTYPES[kind.name]})
     write_text(folder / "README.md", model_card(weights, name))
 
@@ -132,8 +161,10 @@ def _keep_tokenizer(folder: Path) -> None:
     write_text(folder / TOKENIZER_CODE.name, TOKENIZER_CODE.read_text())
 
 
-def _write_weights(file: BufferedIOBase, weights: Weights, kind: BlockType) -> None:
+def _write_weights(file: BufferedIOBase, weights: Weights, kind: BlockType, divides: bool) -> None:
     """Write a safetensors file, one tensor at a time.
+
+    With `divides`, scales of trits are divisors, as `linear_class` decides.
 
     `save` of the package safetensors needs all of them in memory, and more than once: an export of
     67 million weights peaks at 941 MiB with it, and at 488 MiB here.
@@ -141,19 +172,39 @@ def _write_weights(file: BufferedIOBase, weights: Weights, kind: BlockType) -> N
     model_sources = list(sources(weights.model))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
+
+    def declare(name: str, kind: BlockType, shape: tuple[int, ...]) -> None:
+        nonlocal end
+        begin, end = end, end + kind.num_bytes(math.prod(shape))
+        stored = [shape[0] // kind.block, *shape[1:]]
+        header[name] = {"dtype": kind.name, "shape": stored, "data_offsets": [begin, end]}
+
     for source in model_sources:
         for part in source.parts:
-            begin, end = end, end + kind.num_bytes(math.prod(part.shape))
-            header[part.hugging_face] = {
-                "dtype": kind.name, "shape": list(part.shape), "data_offsets": [begin, end]
-            }  # fmt: skip
+            has_scale = _scale(source, part) is not None
+            declare(part.hugging_face, QUARTERS if has_scale else kind, part.shape)
+            if has_scale:
+                declare(part.hugging_face + SCALE, kind, (1,))
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for source in model_sources:
         for part, weight in read(source):
-            data = encode_numbers(part.hugging_face, weight, kind)
-            file.write(data.contiguous().view(-1).numpy().data)
+            data = [encode_numbers(part.hugging_face, weight, kind)]
+            if (scale := _scale(source, part)) is not None:
+                scale = 1 / scale if divides else scale
+                data = [pack_rows(weight.sign()), scale.to(kind.dtype).view(torch.uint8)]
+            for numbers in data:
+                file.write(numbers.contiguous().view(-1).numpy().data)
+
+
+def _scale(source: Source, part: Part) -> Tensor | None:
+    """Return the scale, (1,) float32, of a part whose scales are all one; None of another."""
+    tensor = source.tensor
+    if not isinstance(tensor, TernaryTensor) or not tensor.fixed_scales:
+        return None
+    row = part.rows.start
+    return scales_torch(*(digits[row, :1] for digits in (tensor.exponent, tensor.fraction)))
 
 
 def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
@@ -188,10 +239,10 @@ def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
         "use_cache": True,
         "vocab_size": shape.vocabulary,
     }
-    if architecture.model_type == "llama":
+    if architecture.model_type in ("llama", BITNET):
         if windows[0] < config.ctx:
             raise ArbError(
-                "the Llama of Transformers, which has all biases, has no window",
+                f"the {architecture.class_name} of Transformers has no window",
                 hint="use `--to safetensors`, which arb reads",
             )
     else:
@@ -202,6 +253,9 @@ def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
             "max_window_layers": 0,
             "use_sliding_window": True,
         }
+    if shape.bitnet:
+        about = {"quant_method": BITNET, "linear_class": "autobitlinear"}
+        values |= {"hidden_act": "relu2", QUANTIZATION: about}
     if architecture.model_type in ("llama", "qwen3"):
         values["attention_bias"] = shape.bias
     if shape.sub_norms:

@@ -4,6 +4,7 @@ Nothing of a folder is run, and nothing outside of it is opened: an index names 
 itself. The package safetensors checks a header against its file before a weight is read.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,13 +18,20 @@ from torch import Tensor
 from arbcli.base.errors import ArbError, library_errors
 from arbcli.base.reading import check_regular, read_json, shown
 from arbcli.base.run_files import CONFIG
+from arbcli.interop.huggingface.config_json import QUANTIZATION, divides_by_scale
 from arbcli.interop.huggingface.dense import HEAD, sources
 from arbcli.model.language_model import LanguageModel
+from arbcli.model.layers.bitnet import SMALLEST
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 DTYPES = ("BF16", "F16", "F32")
 """Dtypes of weights by their names in a header."""
+PACKED = "U8"
+"""Dtype of packed trits. Of N = 4 n rows, a byte of row i has t + 1 of the rows i, i + n, i + 2 n
+and i + 3 n, in two bits each, the lowest first."""
+SCALE = "_scale"
+"""End of the name of the one scale of packed trits, after that of their tensor."""
 UNREAD = "rotary_emb.inv_freq"
 """End of the name of angles that an earlier Transformers saved; they follow from the settings."""
 HINT = "copy the folder again, or save it with `save_pretrained`"
@@ -35,8 +43,38 @@ class Stored(NamedTuple):
     rows: Any
     """Reads rows of the tensor, as a slice of safetensors."""
     dtype: str
-    """A name of `DTYPES`."""
+    """A name of `DTYPES`, or `PACKED`."""
     shape: tuple[int, ...]
+    scale: float | None = None
+    """The scale of packed trits, a factor; None for numbers."""
+
+
+class PackedTrits:
+    """Rows of packed trits of N by K weights, which are read as a slice of safetensors is.
+
+    Args:
+        bytes: (N / 4, K) uint8.
+    """
+
+    def __init__(self, bytes: Any) -> None:
+        self.bytes, self.count = bytes, bytes.get_shape()[0]
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Unpack rows: (R, K) int8."""
+        start, stop, _ = rows.indices(4 * self.count)
+        parts = []
+        for shift in range(4):
+            first = shift * self.count
+            here = slice(max(start - first, 0), min(stop - first, self.count))
+            if here.start < here.stop:
+                parts.append((self.bytes[here] >> 2 * shift & 3).to(torch.int8) - 1)
+        return torch.cat(parts)
+
+
+def pack_rows(trits: Tensor) -> Tensor:
+    """Pack (N, K) int8 trits, whose rows are a multiple of four, as (N / 4, K) uint8."""
+    parts = (trits + 1).to(torch.uint8).chunk(4)
+    return parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6
 
 
 class WeightFolder:
@@ -59,6 +97,37 @@ class WeightFolder:
                 )
             kept = tensors.keys() if expected is None else expected
             self.tensors |= {tensor: tensors[tensor] for tensor in kept}
+        for name, stored in self.tensors.items():
+            if stored.dtype not in DTYPES:
+                self._unpack(name, stored)
+        self.tensors = {
+            name: stored
+            for name, stored in self.tensors.items()
+            if not (name.endswith(SCALE) and self._is_packed(name.removesuffix(SCALE)))
+        }
+
+    def _is_packed(self, name: str) -> bool:
+        return name in self.tensors and self.tensors[name].dtype == PACKED
+
+    def _unpack(self, name: str, stored: Stored) -> None:
+        """Replace packed trits by what reads them.
+
+        Raises:
+            ArbError: they have no scale, or the dtype is another one.
+        """
+        scale = self.tensors.get(name + SCALE)
+        if stored.dtype != PACKED or scale is None or scale.shape != (1,) or len(stored.shape) != 2:
+            raise ArbError(
+                f"`{self.path}`: `{name}` is {stored.dtype}, and arb reads {', '.join(DTYPES)}",
+                hint="import a model that is not quantised, or a BitNet",
+            )
+        value = float(scale.rows[:])
+        if not 0 < value < math.inf:
+            raise ArbError(f"`{self.path}`: `{name + SCALE}` is {value}", hint=HINT)
+        if divides_by_scale(read_json(self.path / CONFIG, {QUANTIZATION: dict})):
+            value = 1 / value
+        shape = 4 * stored.shape[0], stored.shape[1]
+        self.tensors[name] = Stored(PackedTrits(stored.rows), PACKED, shape, value)
 
     def _files(self) -> dict[str, set[str] | None]:
         """List the files, and the tensors of each that an index names; None is all of them."""
@@ -92,7 +161,14 @@ class WeightFolder:
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Read a tensor, or some of its rows, as float32."""
-        return self.tensors[name].rows[rows].to(torch.float32)
+        stored = self.tensors[name]
+        weight = stored.rows[rows].to(torch.float32)
+        return weight if stored.scale is None else weight * stored.scale
+
+    def scale(self, name: str) -> float:
+        """Return the scale of a BitNet's matrix; that of floats is their mean magnitude."""
+        scale = self.tensors[name].scale
+        return max(float(self.read(name).abs().mean()), SMALLEST) if scale is None else scale
 
 
 def _stored(path: Path) -> Iterator[tuple[str, Stored]]:
@@ -102,12 +178,7 @@ def _stored(path: Path) -> Iterator[tuple[str, Stored]]:
         file = safe_open(path, framework="pt")
         tensors = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118
     for name, rows in tensors:
-        if (dtype := rows.get_dtype()) not in DTYPES:
-            raise ArbError(
-                f"`{path}`: `{name}` is {dtype}, and arb reads {', '.join(DTYPES)}",
-                hint="import a model that is not quantised",
-            )
-        yield name, Stored(rows, dtype, tuple(rows.get_shape()))
+        yield name, Stored(rows, rows.get_dtype(), tuple(rows.get_shape()))
 
 
 def check_tensors(folder: WeightFolder, model: LanguageModel) -> None:
