@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?= --ctx 64
+EXTRAS := test,trainers,plot,triton
 # kernels are written in Triton, which takes a gigabyte, and which a CPU needs only to test them
 GPU := $(wildcard /dev/nvidiactl /dev/dxg)
 PROGRAM := .$(if $(GPU),[triton])
@@ -63,7 +64,7 @@ $(VENV)/installed: pyproject.toml
 # modules are compiled when they are first imported, which few of them ever are
 $(VENV)/with-tests: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[test,plot,triton]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[$(EXTRAS)]'
 	touch $(VENV)/installed $@
 
 clean:

@@ -29,7 +29,7 @@ MODES = {
 
 @pytest.fixture(scope="module")
 def transformers():
-    pytest.importorskip("accelerate", reason="needs the extra `export-test`")
+    pytest.importorskip("accelerate", reason="needs the extra `trainers`")
     module = pytest.importorskip("transformers", reason="needs the extra `export-test`")
     module.logging.set_verbosity_error()
     module.logging.disable_progress_bar()

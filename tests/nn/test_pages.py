@@ -28,7 +28,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def test_first_example_of_the_page_runs(folder, tmp_path):
-    pytest.importorskip("accelerate", reason="needs the extra `export-test`")
+    pytest.importorskip("accelerate", reason="needs the extra `trainers`")
     page = (ROOT / "docs" / "library.md").read_text()
     (example,) = [
         block

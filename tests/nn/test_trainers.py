@@ -12,8 +12,8 @@ import arbcli
 
 @pytest.fixture(scope="module")
 def transformers():
-    module = pytest.importorskip("transformers", reason="needs the extra `export-test`")
-    pytest.importorskip("accelerate", reason="needs the extra `export-test`")
+    module = pytest.importorskip("transformers", reason="needs the extra `trainers`")
+    pytest.importorskip("accelerate", reason="needs the extra `trainers`")
     module.logging.set_verbosity_error()
     module.logging.disable_progress_bar()
     return module
@@ -64,8 +64,8 @@ def test_killed_trainer_continues_to_the_same_integers(transformers, tmp_path):
 
 
 def test_dpo_raises_a_margin_that_sft_does_not(transformers, tmp_path):
-    trl = pytest.importorskip("trl", reason="needs `trl`")
-    datasets = pytest.importorskip("datasets", reason="needs `trl`")
+    trl = pytest.importorskip("trl", reason="needs the extra `trainers`")
+    datasets = pytest.importorskip("datasets", reason="needs the extra `trainers`")
     tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `tokens`")
     words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{number}": number for number in range(3, 96)}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
