@@ -73,7 +73,7 @@ def export(
             f"the weights of `{weights.path}` are fading from all digits to the trit",
             hint="export a checkpoint of the end of the run",
         )
-    if weights.model.config.composite and format != "safetensors":
+    if weights.model.config.composite and format == "gguf":
         raise ArbError(
             f"`--to {format}` has no composite head, and this model has one",
             hint="use `--to safetensors`",
@@ -87,7 +87,7 @@ def export(
     if format == "gguf":
         type_name = gguf.write_model(path, weights, name, kind).name
     elif format == "hf":
-        type_name = hugging_face.write_folder(path, weights, name, kind).name
+        type_name = hugging_face.write_folder(path, weights, name, kind) or type_name
     else:
         write_inference(path, weights)
     files = path.iterdir() if path.is_dir() else [path]

@@ -67,6 +67,9 @@ class StateModule(nn.Module):
         area: parameter group of the buffers, as reports name it.
     """
 
+    unread: frozenset[str] = frozenset()
+    """Names of buffers that only steps read."""
+
     def __init__(self, area: str) -> None:
         super().__init__()
         self.area = area

@@ -9,7 +9,6 @@ from marks import mostly_slow
 from safetensors.torch import load_file
 
 from arbcli.base.atomic_files import write_json
-from arbcli.base.errors import ArbError
 from arbcli.base.reading import read_json
 from arbcli.base.run_files import COMPANIONS
 from arbcli.generation.generation import generate
@@ -118,15 +117,6 @@ def test_card_has_the_figures_of_the_run(saved, tmp_path):
     assert "1,234,567 bytes, and 89 held out" in card
     assert "| trained in | fp32 |" in card
     assert "2.0000 nats = 2.8854 bits a byte, after 5 steps" in card
-
-
-def test_model_that_transformers_has_not_is_refused(saved, tmp_path, small_graph):
-    drop = ("preset", "batch")
-    graph = {key: value for key, value in small_graph.items() if key not in drop}
-    for name, options in (("arb-tiny", graph), ("tiny", {"streams": 2})):
-        with pytest.raises(ArbError, match="Transformers has no model"):
-            export(saved(name, **options), "hf", out=tmp_path / "model")
-        assert not (tmp_path / "model").exists()
 
 
 def test_special_tokens_and_template_of_a_run_go_along(saved, tmp_path):

@@ -56,6 +56,7 @@ class AttentionConfig(PartConfig):
 
     module: ClassVar[str] = "arbcli.model.parts.attention:Attention"
     reference: ClassVar[str] = "arbcli.verify.parts.attention:attention"
+    code: ClassVar[str] = "arbcli.interop.huggingface.modeling_core:Attention"
     kind: str = field(default="attention", init=False)
     across: ClassVar[str | None] = None
     causal: ClassVar[str | None] = None

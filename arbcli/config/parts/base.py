@@ -25,6 +25,9 @@ class PartConfig:
     """Class of the part, a `torch.nn.Module`, as `module:class`: see `arbcli.base.lazy`."""
     reference: ClassVar[str] = ""
     """Function that computes the part in float64, as `module:function`."""
+    code: ClassVar[str] = ""
+    """Class of the part in exports for Transformers, as `module:class`; such modules only import
+    torch, Transformers and one another."""
     across: ClassVar[str | None] = "it would pass something from one document to the next"
     """Reason why the part cannot process packed documents independently; None if it can."""
     causal: ClassVar[str | None] = "it reads what is before a position"

@@ -13,6 +13,7 @@ class MLPConfig(PartConfig):
 
     module: ClassVar[str] = "arbcli.model.parts.mlp:MLP"
     reference: ClassVar[str] = "arbcli.verify.parts.mlp:mlp"
+    code: ClassVar[str] = "arbcli.interop.huggingface.modeling_core:MLP"
     kind: str = field(default="mlp", init=False)
     across: ClassVar[str | None] = None
     causal: ClassVar[str | None] = None

@@ -20,6 +20,7 @@ class CompressedAttentionConfig(PartConfig):
 
     module: ClassVar[str] = "arbcli.families.compressed.attention:CompressedAttention"
     reference: ClassVar[str] = "arbcli.families.compressed.reference:compressed_attention"
+    code: ClassVar[str] = "arbcli.families.compressed.modeling:CompressedAttention"
     kind: str = field(default="compressed", init=False)
     across: ClassVar[str | None] = "an entry may hold positions of two documents"
     causal: ClassVar[str | None] = "its entries are of positions before the one that reads them"

@@ -18,6 +18,7 @@ class ExpertsConfig(PartConfig):
 
     module: ClassVar[str] = "arbcli.families.experts.mixture:Experts"
     reference: ClassVar[str] = "arbcli.families.experts.reference:experts"
+    code: ClassVar[str] = "arbcli.families.experts.modeling:Experts"
     kind: str = field(default="experts", init=False)
     across: ClassVar[str | None] = None
     causal: ClassVar[str | None] = None

@@ -218,6 +218,7 @@ class SequencerConfig(PartConfig):
 
     module: ClassVar[str] = "arbcli.families.graph.sequencer:TextSequencer"
     reference: ClassVar[str] = "arbcli.families.graph.sequencer_reference:sequencer"
+    code: ClassVar[str] = "arbcli.families.graph.modeling:Sequencer"
     kind: str = field(default="sequencer", init=False)
     rows: int
     width: int
@@ -234,6 +235,7 @@ class MemGramConfig(PartConfig):
 
     module: ClassVar[str] = "arbcli.families.graph.memgram:MemGram"
     reference: ClassVar[str] = "arbcli.families.graph.memgram_reference:memgram"
+    code: ClassVar[str] = "arbcli.families.graph.modeling:MemGram"
     kind: str = field(default="memgram", init=False)
     rows: int = 65536
     """Number of entries."""

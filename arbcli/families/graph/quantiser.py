@@ -55,6 +55,7 @@ class Quantiser(StepMemory):
     """
 
     draws = ("norm", "query", "sub_norm", "output")
+    unread = frozenset(("uses", "lives", "hand"))
     codes: Tensor
     uses: Tensor
     lives: Tensor

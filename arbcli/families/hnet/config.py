@@ -23,6 +23,7 @@ class ChunkingConfig(SplitConfig):
     """Split of an outer stage's positions into chunks, the positions of the next stage."""
 
     module: ClassVar[str] = "arbcli.families.hnet.stage:Stage"
+    code: ClassVar[str] = "arbcli.families.hnet.modeling:Stage"
     kind: str = field(default="chunking", init=False)
     boundaries: str = "learned"
     """Kind of boundaries, one of `BOUNDARIES`."""

@@ -15,6 +15,7 @@ class LatentAttentionConfig(PartConfig):
 
     module: ClassVar[str] = "arbcli.families.latent.attention:LatentAttention"
     reference: ClassVar[str] = "arbcli.families.latent.reference:latent_attention"
+    code: ClassVar[str] = "arbcli.families.latent.modeling:LatentAttention"
     kind: str = field(default="latent", init=False)
     across: ClassVar[str | None] = "its attention has no mask of documents"
     causal: ClassVar[str | None] = None

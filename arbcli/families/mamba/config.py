@@ -17,6 +17,7 @@ class MambaConfig(PartConfig):
 
     module: ClassVar[str] = "arbcli.families.mamba.mixer:Mamba"
     reference: ClassVar[str] = "arbcli.families.mamba.reference:mamba"
+    code: ClassVar[str] = "arbcli.families.mamba.modeling:Mamba"
     kind: str = field(default="mamba", init=False)
     across: ClassVar[str | None] = "its state goes on from one document to the next"
     causal: ClassVar[str | None] = "its state goes from left to right"

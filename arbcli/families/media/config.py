@@ -24,6 +24,7 @@ class CompositeConfig(PartConfig):
     """
 
     module: ClassVar[str] = "arbcli.families.media.head:CompositeHead"
+    code: ClassVar[str] = "arbcli.families.media.modeling:CompositeHead"
     kind: str = field(default="composite", init=False)
     text: float = 0.1
     """Weight of the loss of the head for text, 0 to 10."""

@@ -7,10 +7,10 @@ from pathlib import Path
 from arbcli.base.errors import ArbError
 from arbcli.base.reading import read_json
 from arbcli.base.run_files import COMPANIONS, CONFIG
-from arbcli.config.model import VOCABULARY
+from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.generation.load import Weights
 from arbcli.interop.huggingface.config_json import NAME
-from arbcli.interop.huggingface.dense import known_shape
+from arbcli.interop.huggingface.dense import Shape, known_shape
 from arbcli.training.record import read_records
 
 TEXT = {"text": dict, "text.train_bytes": int, "text.val_bytes": int}
@@ -26,26 +26,32 @@ print(tokenizer.decode(model.generate(**ids, max_new_tokens=200)[0]))
 """
 
 
-def model_card(weights: Weights, name: str) -> str:
-    """Write a card in Markdown, with the figures of the run if it lies next to the checkpoint."""
+def model_card(weights: Weights, name: str, *, packed: bool = False) -> str:
+    """Write a card in Markdown, with the figures of the run if it lies next to the checkpoint.
+
+    Args:
+        weights: the model.
+        name: its name.
+        packed: whether the folder has packed weights, and code that reads them.
+    """
     config, checkpoint = weights.model.config, weights.checkpoint
-    shape = known_shape(config)
     number = weights.model.num_weights
-    is_ternary = config.digits == "trit" or shape.bitnet
+    is_bitnet = not packed and known_shape(config).bitnet
+    is_ternary = config.digits == "trit" or is_bitnet
     of = "-1, 0 or +1" if is_ternary else "an integer of one byte"
-    of += " (in the embedding, an integer of one byte)" if shape.bitnet else ""
-    keys = "" if shape.kv_heads == shape.heads else f" on {shape.kv_heads} of keys"
-    reads_bytes = shape.vocabulary == VOCABULARY
+    of += " (in the embedding, an integer of one byte)" if is_bitnet else ""
+    reads_bytes = config.vocabulary == VOCABULARY
+    units = "bytes" if reads_bytes else "tokens"
+    about = _parts(config) if packed else _dense(known_shape(config))
     base = base_model(weights.path.parent / COMPANIONS)
     rows = {
         **({"base model": base} if base else {}),
         "weights": f"{number:,}, each {of} times a scale of {config.group_size}",
-        "shape": f"{shape.layers} blocks of width {shape.dim}, {shape.heads} heads{keys},"
-        f" MLP {shape.ffn}, context {shape.ctx} {'bytes' if reads_bytes else 'tokens'}",
+        "shape": f"{about.pop('shape')}, context {config.ctx} {units}",
         "tokens": "the 256 bytes; byte 0 ends a text"
         if reads_bytes
-        else f"{shape.vocabulary:,}, of `tokenizer.json`",
-        "norms before the output projections": "yes" if shape.sub_norms else "no",
+        else f"{config.vocabulary:,}, of `tokenizer.json`",
+        **about,
         "update rule": config.rule_text,
         "steps": f"{checkpoint.step:,}",
         "trained in": weights.compute,
@@ -53,16 +59,35 @@ def model_card(weights: Weights, name: str) -> str:
         **run_figures(weights.path.parent, checkpoint.step),
     }
     table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
-    use = USE.format(trust=", trust_remote_code=True" if shape.sub_norms else "")
+    needs_code = packed or known_shape(config).sub_norms
+    use = USE.format(trust=", trust_remote_code=True" if needs_code else "")
     kind = "ternary" if is_ternary else "int8"
     base_line = f"base_model: {base}\n" if base and "/" in base else ""
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
         f"tags: [arb, {kind}]\n{base_line}---\n\n# {name}\n\n"
-        f"A language model over {'bytes' if reads_bytes else 'tokens'}, trained by `arb` with"
+        f"A language model over {units}, trained by `arb` with"
         " packed trits and int8 as its whole state.\n\n"
         f"| | |\n|---|---|\n{table}\n{use}"
     )
+
+
+def _dense(shape: Shape) -> dict[str, str]:
+    """Describe a model of an architecture that Transformers has."""
+    keys = "" if shape.kv_heads == shape.heads else f" on {shape.kv_heads} of keys"
+    return {
+        "shape": f"{shape.layers} blocks of width {shape.dim}, {shape.heads} heads{keys},"
+        f" MLP {shape.ffn}",
+        "norms before the output projections": "yes" if shape.sub_norms else "no",
+    }
+
+
+def _parts(config: ModelConfig) -> dict[str, str]:
+    """Describe a model by the kinds of its parts."""
+    widths = " and ".join(str(stage.dim) for stage in config.stages)
+    kinds = ", ".join(sorted({part.kind for _, part in config.sited_parts()}))
+    blocks = sum(len(blocks) for stage in config.stages for blocks in stage.lists)
+    return {"shape": f"{blocks} blocks of width {widths}", "parts": kinds}
 
 
 def base_model(companions: Path) -> str | None:

@@ -126,7 +126,7 @@ def shape_of(config: ModelConfig) -> Shape | None:
     main = config.main
     if len(config.stages) > 1 or config.beside or config.head or main.streams > 1:
         return None
-    if main.memories or main.router or not main.adds_plainly:
+    if main.memories or main.router or not main.adds_plainly or config.composite:
         return None
     if len({_alike(block) for block in main.blocks}) != 1:
         return None

@@ -1,4 +1,4 @@
-"""A folder that Transformers loads: weights, tokenizer and a card, for a model of dense blocks."""
+"""A folder that Transformers loads: weights, tokenizer, a card, and code where it is needed."""
 
 import json
 import math
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from arbcli.base.atomic_files import new_folder, write_file, write_json, write_text
@@ -36,8 +37,8 @@ from arbcli.interop.huggingface.config_json import (
 )
 from arbcli.interop.huggingface.dense import (
     Part,
+    Shape,
     Source,
-    check_attention,
     known_shape,
     read,
     shape_of,
@@ -51,6 +52,7 @@ from arbcli.interop.huggingface.folder import (
     check_tensors,
     pack_rows,
 )
+from arbcli.interop.huggingface.remote import remote_code, remote_config, remote_tensors
 from arbcli.kernels.codec.packed import scales_torch
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
@@ -69,42 +71,63 @@ HINT = "name a folder of `arb export`, or of a model that `arb import` reads"
 _DTYPES = {"BF16": "bfloat16", "F32": "float32"}
 
 
-def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> BlockType:
+def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> str | None:
     """Write a model as a folder, whole or not at all.
+
+    A model of dense blocks becomes one of an architecture that Transformers has, if possible. Any
+    other keeps its packed weights, and the folder has code that reads them.
 
     Args:
         path: path of the folder to create.
-        weights: a model of dense blocks.
+        weights: the model.
         name: name of the model.
-        kind: type of the weights, a name of `TYPES`; None is bf16.
+        kind: type of the weights, a name of `TYPES`; None is bf16, or packed.
 
     Returns:
-        The type of the weights.
+        The type of the weights; None if they are packed.
 
     Raises:
-        ArbError: Transformers has no place for the model, or a file cannot be written.
+        ArbError: the model cannot be exported, or a file cannot be written.
     """
     config = weights.model.config
-    check_attention(config)
-    if shape_of(config) is None:
-        raise ArbError(
-            "Transformers has no model with more than dense blocks of attention",
-            hint="use `--to safetensors`, which arb reads",
-        )
     companions = companions_of(weights.path.parent, config)
+    shape = shape_of(config)
+    packed = shape is None or (companions is None and not _fits_windows(shape))
+    if packed and kind:
+        raise ArbError(
+            "Transformers has no architecture for this model, whose weights stay packed",
+            hint="leave `--type` out",
+        )
     tokenizer_of(weights)
-    chosen = TYPES[kind or "bf16"]
+    chosen = None if packed else TYPES[kind or "bf16"]
     with os_errors("write", path, "check permissions and free space"), new_folder(path) as part:
         _write_files(part, weights, name, chosen, companions)
-    return chosen
+    return chosen and chosen.name
+
+
+def _fits_windows(shape: Shape) -> bool:
+    """Return whether an architecture has the windows of a model: all alike, and for Llama none."""
+    windows = {min(window or shape.ctx, shape.ctx) for window in shape.windows}
+    return windows == {shape.ctx} or (
+        len(windows) == 1 and shape.architecture.model_type not in ("llama", BITNET)
+    )
 
 
 def _write_files(
-    folder: Path, weights: Weights, name: str, kind: BlockType, companions: Path | None
+    folder: Path, weights: Weights, name: str, kind: BlockType | None, companions: Path | None
 ) -> None:
+    """Write all files; a `kind` of None packs the weights."""
     config = weights.model.config
-    if companions is None:
-        _write_companions(folder, weights, kind)
+    if kind is None:
+        content = save(remote_tensors(weights.model), {"format": "pt"})
+        write_file(folder / WEIGHTS, lambda file: file.write(content))
+        for file_name, text in remote_code(config).items():
+            write_text(folder / file_name, text)
+        _write_companions(folder, weights, remote_config(config))
+    elif companions is None:
+        _write_companions(folder, weights, _config(config, kind))
+        if known_shape(config).sub_norms:
+            write_text(folder / CODE.name, CODE.read_text())
     else:
         copy_companions(companions, folder)
     if tokenizer := tokenizer_of(weights):
@@ -120,19 +143,21 @@ def _write_files(
     if written["model_type"] == BITNET:
         divides = divides_by_scale(written)
         about[QUANTIZATION] = written[QUANTIZATION] | {"quantization_mode": "offline"}
-    write_file(folder / WEIGHTS, lambda file: _write_weights(file, weights, kind, divides))
-    write_json(folder / CONFIG, written | about | {"dtype": _DTYPES[kind.name]})
-    write_text(folder / "README.md", model_card(weights, name))
+    if kind is not None:
+        write_file(folder / WEIGHTS, lambda file: _write_weights(file, weights, kind, divides))
+        about["dtype"] = _DTYPES[kind.name]
+    write_json(folder / CONFIG, written | about)
+    write_text(folder / "README.md", model_card(weights, name, packed=kind is None))
 
 
-def _write_companions(folder: Path, weights: Weights, kind: BlockType) -> None:
+def _write_companions(folder: Path, weights: Weights, about: dict[str, Any]) -> None:
     """Write the settings of a model that was not imported, with its special tokens and template."""
     config, run = weights.model.config, weights.path.parent / COMPANIONS
     copy_companions(run, folder)
     ends = read_settings(run, GENERATION)
     if config.vocabulary == VOCABULARY:
         ends = {"eos_token_id": END, "pad_token_id": END}
-    write_json(folder / CONFIG, _config(config, kind) | ends)
+    write_json(folder / CONFIG, about | ends)
     write_json(folder / GENERATION, ends)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -140,8 +165,6 @@ def _write_companions(folder: Path, weights: Weights, kind: BlockType) -> None:
         "clean_up_tokenization_spaces": False,
     }
     write_json(folder / SETTINGS, read_settings(run, SETTINGS) | settings)
-    if known_shape(config).sub_norms:
-        write_text(folder / CODE.name, CODE.read_text())
 
 
 def _keep_tokenizer(folder: Path) -> None:
@@ -212,12 +235,6 @@ def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
     shape = known_shape(config)
     architecture = shape.architecture
     rope = rope_parameters(shape.rotary)
-    windows = [min(window or config.ctx, config.ctx) for window in shape.windows]
-    if len(set(windows)) > 1:
-        raise ArbError(
-            "the blocks have windows of several lengths, which Transformers does not support",
-            hint="use `--to safetensors`, which arb reads",
-        )
     values = {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
@@ -239,14 +256,8 @@ def _config(config: ModelConfig, kind: BlockType) -> dict[str, Any]:
         "use_cache": True,
         "vocab_size": shape.vocabulary,
     }
-    if architecture.model_type in ("llama", BITNET):
-        if windows[0] < config.ctx:
-            raise ArbError(
-                f"the {architecture.class_name} of Transformers has no window",
-                hint="use `--to safetensors`, which arb reads",
-            )
-    else:
-        values["sliding_window"] = windows[0]
+    if architecture.model_type not in ("llama", BITNET):
+        values["sliding_window"] = min(shape.windows[0] or config.ctx, config.ctx)
     if architecture.model_type in ("qwen2", "qwen3"):
         values |= {
             "layer_types": ["sliding_attention"] * shape.layers,

@@ -1,0 +1,110 @@
+"""Mixtures of experts in plain PyTorch, for Transformers."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from arbcli.interop.huggingface.modeling_core import (
+    MIX,
+    Packed,
+    Reading,
+    Settings,
+    Site,
+    gated,
+    ngram_rows,
+    norm,
+)
+
+LIMIT = 10.0
+"""Limit of clamped gates and inputs."""
+BALANCE_UNITS = {"softmax": 1 / 8, "softplus": 1 / 32}
+"""Score of one unit of balance, by the kind of gate."""
+HASHED, HASH_BITS = 3, 31
+"""Bytes of the n-gram that a hash chooses by, and bits of the hash."""
+
+
+class Gate(nn.Module):
+    """Chooses experts by the products of a query and a key of each, or by a hash of the text."""
+
+    def __init__(self, part: Settings, width: int, site: Site) -> None:
+        super().__init__()
+        self.experts, self.top_k, self.kind = part["experts"], part["top_k"], part["gate"]
+        self.keys = Packed(self.experts, width, site)
+        if self.kind != "hash":
+            self.register_buffer("balance", torch.empty(self.experts, dtype=torch.int8))
+
+    def forward(self, query: Tensor, reading: Reading) -> tuple[Tensor, Tensor]:
+        """Choose experts, (T, k) int64, and weigh them, (T, k) float32."""
+        scores = self.keys(norm(query)).float()
+        if self.kind != "softmax":
+            scores = functional.softplus(scores).sqrt()
+        if self.kind == "hash":
+            chosen = self._by_hash(reading)
+        else:
+            chances = scores + self.balance * BALANCE_UNITS[self.kind]
+            chosen = chances.topk(self.top_k).indices
+        scores = scores.gather(1, chosen)
+        if self.kind == "softmax":
+            return chosen, scores.softmax(dim=1)
+        return chosen, scores / scores.sum(dim=1, keepdim=True)
+
+    def _by_hash(self, reading: Reading) -> Tensor:
+        """Draw experts by the n-gram at each position, from those that are left."""
+        rows = ngram_rows(reading.text, 2**HASH_BITS, HASHED)[reading.places]
+        drawn = []
+        for draw in range(self.top_k):
+            key = (rows + (draw << 40)) * MIX
+            key = (key ^ ((key >> 32) & 0xFFFFFFFF)) * MIX
+            expert = ((key >> 32) & 0x7FFFFFFF) * (self.experts - draw) >> HASH_BITS
+            # the number of the expert among those that are left, in ascending order
+            for taken in torch.stack(drawn).sort(dim=0).values if drawn else ():
+                expert = expert + (expert >= taken)
+            drawn.append(expert)
+        return torch.stack(drawn, dim=1)
+
+
+class SharedExpert(nn.Module):
+    """The expert of all positions."""
+
+    def __init__(self, part: Settings, dim: int, site: Site) -> None:
+        super().__init__()
+        self.gate_up = Packed(2 * part["width"], dim, site)
+        self.down = Packed(dim, part["width"], site)
+
+    def forward(self, h: Tensor, limit: float) -> Tensor:
+        """Transform (T, dim)."""
+        return self.down(norm(gated(self.gate_up(h), limit)))
+
+
+class Experts(nn.Module):
+    """Gated MLPs, of which each position uses a few.
+
+    As a channel mixer they transform the normalised stream, and the stream is the gate's query.
+    """
+
+    name = "experts"
+
+    def __init__(
+        self, part: Settings, site: Site, dim: int | None = None, query: int | None = None
+    ) -> None:
+        super().__init__()
+        dim, width, self.experts = dim or site.dim, part["width"], part["experts"]
+        self.limit = LIMIT if part["clamp"] else math.inf
+        self.gate = Gate(part, query or site.dim, site)
+        self.gate_up = Packed(self.experts * 2 * width, dim, site)
+        self.down = Packed(self.experts * dim, width, site)
+        self.shared = SharedExpert(part, dim, site) if part["shared"] else None
+
+    def forward(self, x: Tensor, h: Tensor, reading: Reading) -> Tensor:
+        """Send positions of h, (T, dim), to experts that queries x, (T, query), choose."""
+        chosen, gates = self.gate(x, reading)
+        up, down = (part.weight(h.dtype).chunk(self.experts) for part in (self.gate_up, self.down))
+        y = torch.zeros_like(h)
+        for expert in chosen.unique().tolist():
+            rows, slots = (chosen == expert).nonzero(as_tuple=True)
+            hidden = norm(gated(functional.linear(h[rows], up[expert]), self.limit))
+            result = functional.linear(hidden, down[expert])
+            y = y.index_add(0, rows, gates[rows, slots, None].to(h.dtype) * result)
+        return y + self.shared(h, self.limit) if self.shared else y

@@ -1,0 +1,250 @@
+"""N-grams next to the embedding and memories between blocks in plain PyTorch, for Transformers."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from arbcli.families.experts.modeling import Experts
+from arbcli.interop.huggingface.modeling_core import (
+    Packed,
+    Reading,
+    Settings,
+    Site,
+    ngram_rows,
+    norm,
+)
+
+ORDERS, RECALLED = (2, 3, 4), 6
+"""Lengths of the n-grams of the sequencer, and of the memory."""
+BYTES, MOST = 256, 127
+UNIT = 32
+"""Value of 1 in codes."""
+HALT_AT, HALT_BIAS, KEEP = 0.99, -1.0, 0.95
+ROUTER_BIAS = 3.0
+
+
+class Sequencer(nn.Module):
+    """The projected sum of the table's rows of a position's n-grams."""
+
+    def __init__(self, part: Settings, site: Site) -> None:
+        super().__init__()
+        self.rows = part["rows"]
+        self.table = Packed(part["rows"], part["width"], site)
+        self.projection = Packed(site.dim, part["width"], site)
+
+    def forward(self, text: Tensor, dtype: torch.dtype) -> Tensor:
+        """Compute what is added to the embedding of a text, (T, D)."""
+        total = torch.zeros((), dtype=dtype, device=text.device)
+        for order in ORDERS:
+            rows = ngram_rows(text, self.rows, order)
+            total = total + self.table.rows(rows.clamp(min=0), dtype) * (rows >= 0)[:, None]
+        return self.projection(norm(total))
+
+
+class MemGram(nn.Module):
+    """Embeds the byte that followed the last n-gram before, by its strength."""
+
+    def __init__(self, part: Settings, site: Site) -> None:
+        super().__init__()
+        for name in ("symbol", "strength"):
+            self.register_buffer(name, torch.empty(part["rows"], dtype=torch.int8))
+        self.table = Packed(BYTES, site.dim, site)
+        self.output = Packed(site.dim, site.dim, site)
+
+    def forward(self, text: Tensor, dtype: torch.dtype) -> Tensor:
+        """Compute what is added to the embedding of a text, (T, D)."""
+        rows = ngram_rows(text, len(self.symbol), RECALLED)
+        known = rows.clamp(min=0)
+        strength = (self.strength[known].float() / MOST * (rows >= 0))[:, None]
+        recalled = self.table.rows(self.symbol[known].long() + 128, dtype)
+        # the strength is applied after the norm, which would cancel it
+        return self.output(norm(recalled)) * strength.sqrt().to(dtype)
+
+
+class Codebook(nn.Module):
+    """Weighted sums of the rows of a table whose product keys score best."""
+
+    def __init__(self, part: Settings, site: Site) -> None:
+        super().__init__()
+        self.heads, self.key_width, self.top_k = part["heads"], part["key_width"], part["top_k"]
+        halves, width, self.width = part["halves"], part["width"], part["width"]
+        self.query = Packed(self.heads * 2 * self.key_width, site.dim, site)
+        self.left = Packed(halves[0], self.key_width, site)
+        self.right = Packed(halves[1], self.key_width, site)
+        self.table = Packed(halves[0] * halves[1], width, site)
+        self.output = Packed(site.dim, self.heads * width, site)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the result, (T, D), and the best row of the first head, (T,) int64."""
+        query = norm(self.query(norm(x)).view(len(x), self.heads, 2, self.key_width))
+        keys = self.left(query[:, :, 0]).float(), self.right(query[:, :, 1]).float()
+        (left, i), (right, j) = (half.topk(self.top_k, dim=-1) for half in keys)
+        sums = (left[..., :, None] + right[..., None, :]).flatten(-2)
+        pairs = i[..., :, None] * keys[1].shape[-1] + j[..., None, :]
+        best, places = sums.topk(self.top_k, dim=-1)
+        rows = pairs.flatten(-2).gather(-1, places)
+        shares = best.softmax(dim=-1)[..., None]
+        values = (shares * self.values(rows, torch.float32)).sum(dim=-2).flatten(1).to(x.dtype)
+        return self.output(norm(values)), rows[:, 0, 0]
+
+    def values(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Look up (...) rows of the table, (..., width)."""
+        return self.table.rows(rows, dtype)
+
+
+class Quantiser(nn.Module):
+    """Replaces each position by the nearest code."""
+
+    def __init__(self, part: Settings, site: Site) -> None:
+        super().__init__()
+        self.width = part["width"]
+        self.query = Packed(part["width"], site.dim, site)
+        self.register_buffer("codes", torch.empty(part["codes"], part["width"], dtype=torch.int8))
+        self.output = Packed(site.dim, part["width"], site)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the result, (T, D), and the code of each position, (T,) int64."""
+        z = norm(self.query(norm(x)).float())
+        near, codes = (z * UNIT).round().clamp(-MOST, MOST).double(), self.codes.double()
+        chosen = (2 * near @ codes.T - codes.square().sum(dim=1)).argmax(dim=1)  # sums are exact
+        return self.output(norm(self.values(chosen, x.dtype))), chosen
+
+    def values(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Look up (...) codes, (..., width)."""
+        return (self.codes[rows].float() / UNIT).to(dtype)
+
+
+class Edges(nn.Module):
+    """Edges from each code to those that followed it, in buckets by the remainder of the code."""
+
+    def __init__(self, edges: list[int]) -> None:
+        super().__init__()
+        integers = {"source": torch.int32, "target": torch.int32}
+        for name in ("source", "target", "sign", "score"):
+            buffer = torch.empty(*edges, dtype=integers.get(name, torch.int8))
+            self.register_buffer(name, buffer)
+
+    def forward(self, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """Look up targets, (T, W) int64 with 0 for no edge, and their weights, (T, W) float32."""
+        bucket = codes % len(self.source)
+        score = self.score[bucket]
+        is_edge = (self.source[bucket] == codes[:, None]) & (score > 0)
+        weights = self.sign[bucket].float() * score.float() / MOST**2
+        return self.target[bucket].long() * is_edge, weights * is_edge
+
+
+class Iterated(nn.Module):
+    """Iterated experts, adapters and a graph of codes, until enough of a position has halted."""
+
+    def __init__(self, part: Settings, site: Site, code_width: int | None) -> None:
+        super().__init__()
+        self.part, mixture, rank = part, part["experts"], part["adapter_rank"]
+        width, query = (part["expert_dim"], part["gate_dim"]) if mixture else (0, 0)
+        self.sizes = width, query, rank, 1
+        self.inward = Packed(sum(self.sizes), site.dim, site)
+        if mixture:
+            self.experts = Experts(mixture, site, width, query)
+            self.output = Packed(site.dim, width, site)
+        self.adapters = nn.ModuleList(
+            Packed(site.dim, rank, site) for _ in range(part["iterations"])
+        )
+        if part["edges"]:
+            self.edges = Edges(part["edges"])
+            self.message = Packed(site.dim, code_width, site)
+        if part["graph_gate"]:
+            self.edge_query = Packed(query, code_width, site)
+        if part["graph_adapters"]:
+            self.edge_scale = Packed(rank, code_width, site)
+
+    def forward(
+        self,
+        start: Tensor,
+        book: Codebook | Quantiser | None,
+        codes: Tensor | None,
+        reading: Reading,
+    ) -> Tensor:
+        """Iterate the stream, (T, D), from the codes, (T,), that a codebook found."""
+        part, stream, result = self.part, start, torch.zeros_like(start)
+        halted = torch.zeros(len(start), device=start.device)
+        for index, adapter in enumerate(self.adapters):
+            into, query, low, halting = self.inward(norm(stream)).split(self.sizes, dim=1)
+            if part["edges"]:
+                carried, strength, codes = self._hop(codes, book, start.dtype)
+            if part["graph_gate"]:
+                query = query + self.edge_query(carried) * strength
+            if part["graph_adapters"]:
+                low = low * (1 + self.edge_scale(carried) * strength)
+            change = adapter(norm(low))
+            if part["experts"]:
+                change = change + self.output(norm(self.experts(query, into, reading) + into))
+            if part["edges"]:
+                change = change + self.message(carried) * strength
+            stream = start + KEEP * (stream - start) + change
+            halt = torch.sigmoid(halting[:, 0].float() + HALT_BIAS)
+            last = (halted + halt >= HALT_AT) | (index + 1 == len(self.adapters))
+            share = torch.where(last, 1 - halted, halt) * (halted < HALT_AT)
+            result = result + share[:, None].to(start.dtype) * stream
+            halted = torch.where(last, 1.0, halted + halt)
+        return result
+
+    def _hop(
+        self, codes: Tensor, book: Codebook | Quantiser, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Follow the edges of codes: normalised messages, (T, width), strengths, the next codes."""
+        targets, weights = self.edges(codes)
+        total = weights.abs().sum(dim=1, keepdim=True)
+        shares = (weights / total.clamp(min=1e-6))[..., None]
+        rows = (shares * book.values(targets, torch.float32)).sum(dim=1).to(dtype)
+        best = weights.abs().argmax(dim=1, keepdim=True)
+        following = torch.where(total[:, 0] > 0, targets.gather(1, best)[:, 0], codes)
+        return norm(rows), total.clamp(max=1).to(dtype), following
+
+
+class Router(nn.Module):
+    """Mixes taps of the stream by scores of the first, which is the stream as it ends."""
+
+    def __init__(self, taps: int, site: Site) -> None:
+        super().__init__()
+        self.scores = Packed(taps, site.dim, site)
+
+    def forward(self, taps: list[Tensor]) -> Tensor:
+        """Mix (T, D) taps."""
+        scores = self.scores(norm(taps[0])).float()
+        scores[:, 0] += ROUTER_BIAS
+        shares = scores.softmax(dim=1).to(taps[0].dtype)
+        return (shares[..., None] * torch.stack(taps, dim=1)).sum(dim=1)
+
+
+BOOKS = {"codebook": Codebook, "quantiser": Quantiser}
+
+
+class Between(nn.Module):
+    """Codebooks that read the same stream and iterated experts between blocks, and a router."""
+
+    def __init__(self, part: Settings | None, router: bool, site: Site) -> None:
+        super().__init__()
+        self.part = part or {}
+        self.books = [name for name in ("codebook", "knowledge") if self.part.get(name)]
+        for name in self.books:
+            self.add_module(name, BOOKS[part[name]["kind"]](part[name], site))
+        if self.part.get("iterated"):
+            width = self.codebook.width if "codebook" in self.books else None
+            self.moe_graph = Iterated(part["iterated"], site, width)
+        self.router = Router(2 + len(self.books), site) if router else None
+
+    def forward(
+        self, run: Callable[[Tensor, slice], Tensor], x: Tensor, reading: Reading
+    ) -> Tensor:
+        """Run the stream, (T, D), through slices of the blocks, with the memories between them."""
+        place, taps = self.part.get("place", 0), [x]
+        x = run(x, slice(0, place))
+        results = [getattr(self, name)(x) for name in self.books]
+        codes = results[0][1] if "codebook" in self.books else None
+        for y, _ in results:
+            x = x + y
+            taps.append(y)
+        if self.part.get("iterated"):
+            x = self.moe_graph(x, getattr(self, "codebook", None), codes, reading)
+        x = run(x, slice(place, None))
+        return self.router([x, *taps]) if self.router else x

@@ -1,0 +1,80 @@
+"""Stages around chunks in plain PyTorch, for Transformers."""
+
+import torch
+from torch import Tensor, nn
+
+from arbcli.interop.huggingface.modeling_core import (
+    Inner,
+    Packed,
+    Reading,
+    Settings,
+    Site,
+    Stack,
+    norm,
+)
+
+SPACES = tuple(b" \t\n\v\f\r")
+LEAST_SHARE = 1e-4
+EPS = 1e-6
+
+
+class Router(nn.Module):
+    """Computes how likely a chunk begins, from the queries and keys of neighbours."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        self.query_key = Packed(2 * site.dim, site.dim, site)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute (T,) float32 probabilities from the normalised stream, (T, D)."""
+        q, k = self.query_key(x).float().chunk(2, dim=1)
+        u, v = x[:-1].float() + q[:-1], x[1:].float() + k[1:]
+        lengths = (u.square().sum(dim=1) + EPS) * (v.square().sum(dim=1) + EPS)
+        p = (1 - (u * v).sum(dim=1) / lengths.sqrt()) / 2
+        return torch.cat((p.new_ones(1), p))
+
+
+class Stage(nn.Module):
+    """Encoder, chunks with the stages inside, and decoder."""
+
+    def __init__(self, stage: Settings, site: Site, inner: int) -> None:
+        super().__init__()
+        self.chunking = stage["chunking"]
+        self.encoder = Stack(stage["before"], stage, site)
+        self.router = Router(site) if self.chunking["boundaries"] == "learned" else None
+        self.inward = Packed(inner, site.dim, site)
+        self.outward_norm = site.vector(inner, site.config.norm_gain)
+        self.outward = Packed(site.dim, inner, site)
+        self.residual = Packed(site.dim, site.dim, site)
+        self.decoder = Stack(stage["after"], stage, site)
+
+    def forward(self, x: Tensor, reading: Reading, inside: Inner) -> Tensor:
+        """Pass the stream, (T, D), through the stage, and chunks through those inside."""
+        x = norm(self.encoder(x, reading))
+        p = self.router(x) if self.router else self._begins(reading, len(x)).float()
+        starts = (p > 0.5).nonzero()[:, 0]
+        z = inside(self.inward(x[starts]), reading._replace(places=reading.places[starts]))
+        z = self.outward(norm(z, self.outward_norm))
+        x = spread(z.float(), p, starts).to(x.dtype) + self.residual(x)
+        return self.decoder(x, reading)
+
+    def _begins(self, reading: Reading, length: int) -> Tensor:
+        """Find the positions that begin chunks without a router, (T,) bool."""
+        if self.chunking["boundaries"] == "every":
+            places = torch.arange(length, device=reading.places.device)
+            return places % self.chunking["length"] == 0
+        space = torch.isin(reading.text, torch.tensor(SPACES, device=reading.text.device))
+        begins = torch.ones_like(space)
+        begins[1:] = space[:-1] & ~space[1:]
+        return begins
+
+
+def spread(z: Tensor, p: Tensor, starts: Tensor) -> Tensor:
+    """Smooth (C, D) chunks, which begin at `starts`, and give each position that of its own."""
+    shares, means, mean = p[starts].clamp(LEAST_SHARE, 1 - LEAST_SHARE), [], torch.zeros_like(z[0])
+    for share, chunk in zip(shares, z, strict=True):
+        mean = share * chunk + (1 - share) * mean
+        means.append(mean)
+    begins = torch.zeros_like(p, dtype=torch.int64)
+    begins[starts] = 1
+    return torch.stack(means)[begins.cumsum(dim=0) - 1]

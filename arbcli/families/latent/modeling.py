@@ -1,0 +1,46 @@
+"""Multi-head latent attention in plain PyTorch, for Transformers."""
+
+import torch
+from torch import Tensor, nn
+
+from arbcli.interop.huggingface.modeling_core import (
+    Packed,
+    Reading,
+    Settings,
+    Site,
+    attend,
+    norm,
+    sees_last,
+    turn,
+)
+
+SHARPNESS = 2.0
+
+
+class LatentAttention(nn.Module):
+    """Attention whose keys and values are made from a latent vector."""
+
+    name = "attention"
+
+    def __init__(self, part: Settings, site: Site) -> None:
+        super().__init__()
+        self.heads, self.width = part["heads"], site.dim // part["heads"]
+        self.still, self.ctx = self.width - part["rotary"], site.ctx
+        self.sizes = site.dim, part["latent"], part["rotary"]
+        self.sub_norm = part["sub_norm"]
+        self.query_down = Packed(sum(self.sizes), site.dim, site)
+        self.up = Packed(self.heads * (self.still + self.width), part["latent"], site)
+        self.output = Packed(site.dim, site.dim, site)
+
+    def forward(self, _x: Tensor, h: Tensor, _reading: Reading) -> Tensor:
+        """Attend over the normalised stream, (T, D)."""
+        places, still = torch.arange(len(h)), self.still
+        q, latent, key = self.query_down(h).split(self.sizes, dim=1)
+        q = q.view(len(h), self.heads, -1)
+        q = norm(torch.cat((q[..., :still], turn(q[..., still:], places)), dim=-1))
+        up = self.up(norm(latent)).view(len(h), self.heads, -1)
+        key = turn(key, places)[:, None].expand(-1, self.heads, -1)
+        k, v = norm(torch.cat((up[..., :still], key), dim=-1)), up[..., still:]
+        sees = sees_last(len(h), self.ctx, h.device)
+        y = attend(q, k, v, sees, SHARPNESS * self.width**-0.5)
+        return self.output(norm(y) if self.sub_norm else y)

@@ -1,0 +1,433 @@
+"""A model of `arb` in plain PyTorch, for Transformers: its core, and parts of dense blocks.
+
+    symbols -> embedding -> [encoder -> chunks ->] blocks [-> decoder] -> norm -> head
+
+`arb export --to hf` copies this file and those of the model's other parts next to the weights. They
+stay packed: five trits in a byte, or one digit in a byte, with a scale for each group of a row.
+
+A text is read as a whole, (T, D), without padding, and texts of a batch one after another. There is
+no cache of keys and values: each generated symbol reads the text again.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+TRITS = 5
+"""Trits in a byte."""
+PLANE = 32
+"""Bytes of a full block; their trits d are consecutive weights, for d = 0..4."""
+OCTAVE = 128
+"""Steps of a scale per doubling."""
+EPS = 1e-6
+"""Epsilon of norms without gains."""
+MIX = 0x9E3779B97F4A7C15 - 2**64
+"""The golden ratio in 64 bits, as a signed integer."""
+Settings = dict[str, Any]
+"""Configuration of a part."""
+
+
+class ArbConfig(PretrainedConfig):
+    """Configuration of a model, as `arb` writes it.
+
+    `model` has its stages and other parts, `storage` is `trits` or `digits`, and `group_size` is
+    the number of weights that share a scale.
+    """
+
+    model_type = "arb"
+
+
+class Site(NamedTuple):
+    """The stream of a part, and how its weights are stored."""
+
+    dim: int
+    """D, the width of the stream."""
+    ctx: int
+    """Maximum number of positions that a part sees."""
+    config: ArbConfig
+    parts: dict[str, type]
+    """Classes of parts by kind."""
+
+    def vector(self, length: int, there: bool = True) -> nn.Parameter | None:
+        """Create a vector; None if it is not there."""
+        return nn.Parameter(torch.empty(length)) if there else None
+
+    def gains(self) -> nn.Parameter | None:
+        """Create the gains of a norm of the stream; None if norms have none."""
+        return self.vector(self.dim, self.config.norm_gain)
+
+
+class Reading(NamedTuple):
+    """What parts read besides the stream of a text."""
+
+    text: Tensor
+    """Symbols of the text, int64."""
+    places: Tensor
+    """(T,) int64, the symbol that each position stands for."""
+
+
+class Packed(nn.Module):
+    """A matrix (N, K) of weights bf16(z * 2**E * bf16(2**(F / 128))); z is a trit or a digit.
+
+    Buffers:
+        trits: (N, ceil(K / 5)) uint8, or digits: (N, K) int8.
+        exponent, fraction: (N, groups) int8, E and F.
+    """
+
+    exponent: Tensor
+    fraction: Tensor
+
+    def __init__(self, rows: int, columns: int, site: Site) -> None:
+        super().__init__()
+        self.columns, self.group_size = columns, site.config.group_size
+        if site.config.storage == "trits":
+            blocks, rest = divmod(columns, TRITS * PLANE)
+            width = blocks * PLANE + -(-rest // TRITS)
+            self.register_buffer("trits", torch.empty(rows, width, dtype=torch.uint8))
+        else:
+            self.register_buffer("digits", torch.empty(rows, columns, dtype=torch.int8))
+        groups = -(-columns // self.group_size)
+        for name in ("exponent", "fraction"):
+            self.register_buffer(name, torch.empty(rows, groups, dtype=torch.int8))
+        self._decoded: Tensor | None = None
+
+    def rows(self, index: Tensor | slice, dtype: torch.dtype) -> Tensor:
+        """Decode some rows, (..., K) of a dtype."""
+        is_packed = hasattr(self, "trits")
+        z = unpack(self.trits[index], self.columns) if is_packed else self.digits[index]
+        roots = torch.exp2(self.fraction[index].float() / OCTAVE).bfloat16().float()
+        scales = torch.ldexp(roots, self.exponent[index].int())
+        scales = scales.repeat_interleave(self.group_size, dim=-1)[..., : self.columns]
+        return (z * scales).bfloat16().to(dtype)
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """Return the weights, (N, K) of a dtype, which are decoded once."""
+        kept, device = self._decoded, self.exponent.device
+        if kept is None or kept.dtype != dtype or kept.device != device:
+            kept = self._decoded = self.rows(slice(None), dtype)
+        return kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply (..., K) by the weights: (..., N)."""
+        return functional.linear(x, self.weight(x.dtype))
+
+
+def unpack(packed: Tensor, columns: int) -> Tensor:
+    """Unpack (..., bytes) uint8 to (..., K) trits: byte = sum over d of (trit_d + 1) * 3**d."""
+    powers = 3 ** torch.arange(TRITS, device=packed.device)[:, None]
+    full = columns // (TRITS * PLANE)
+    blocks = packed[..., : full * PLANE].unflatten(-1, (full, PLANE))
+    short = packed[..., None, full * PLANE :]
+    planes = (part[..., None, :] // powers % 3 - 1 for part in (blocks, short))
+    return torch.cat([part.flatten(-3) for part in planes], dim=-1)[..., :columns]
+
+
+def norm(x: Tensor, gains: Tensor | None = None, eps: float = EPS) -> Tensor:
+    """Divide by the root-mean-square of (..., D), and multiply by gains, in float32."""
+    y = functional.rms_norm(x.float(), x.shape[-1:], eps=eps)
+    return (y if gains is None else y * gains.float()).to(x.dtype)
+
+
+def gated(x: Tensor, limit: float = math.inf) -> Tensor:
+    """Multiply the second half of (..., 2 D) by the silu of the first, both limited."""
+    gate, up = x.chunk(2, dim=-1)
+    return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+def turn(x: Tensor, places: Tensor, width: int | None = None, rotary: Settings = {}) -> Tensor:  # noqa: B006
+    """Rotate pairs (i, i + d / 2) of (T, ..., d) by the angles of `places`, (T,).
+
+    The first `width / 2` pairs are rotated; None is all.
+    """
+    half = x.shape[-1] // 2
+    angles = torch.zeros(len(x), half, dtype=torch.float64)
+    width = width or 2 * half
+    rates = [rotary_rate(i, width, **rotary) for i in range(width // 2)]
+    rates = torch.tensor(rates, dtype=torch.float64)
+    angles[:, : width // 2] = torch.outer(places.cpu().double(), rates)
+    angles = angles.view(len(x), *[1] * (x.dim() - 2), half)
+    cos, sin = (part.float().to(x.device) for part in (angles.cos(), angles.sin()))
+    first, second = x.float().split(half, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)
+
+
+def rotary_rate(
+    i: int,
+    width: int,
+    base: float = 10000.0,
+    scaling: str = "none",
+    factor: float = 1.0,
+    low: float | None = None,
+    high: float | None = None,
+    original_ctx: int | None = None,
+    **_: Any,
+) -> float:
+    """Compute the radians by which pair i of `width / 2` turns from a position to the next."""
+    rate, kept = base ** (-2 * i / width), 0.0
+    if scaling == "llama3":
+        turns, low, high = original_ctx * rate / (2 * math.pi), low or 1.0, high or 4.0
+        kept = min(max((turns - low) / (high - low), 0.0), 1.0)
+    elif scaling == "yarn":
+        first, last = (
+            width * math.log(original_ctx / (turns * 2 * math.pi), base) / 2
+            for turns in (high or 32.0, low or 1.0)
+        )
+        first, last = max(math.floor(first), 0), min(math.ceil(last), width - 1)
+        kept = 1 - min(max((i - first) / max(last - first, 0.001), 0.0), 1.0)
+    return rate * (kept + (1 - kept) / factor)
+
+
+def sees_last(length: int, window: int, device: torch.device) -> Tensor:
+    """Return the (T, T) mask of causal attention to the last `window` positions."""
+    place = torch.arange(length, device=device)
+    distance = place[:, None] - place
+    return (distance >= 0) & (distance < window)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """Attend from (T, H, d) queries to (S, G, d) keys and values: (T, H d).
+
+    Each key head is shared by H / G query heads. Sinks, (H,), are logits without a value.
+    """
+    heads = q.shape[1]
+    k, v = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (k, v))
+    scores = torch.einsum("thd,shd->hts", q, k).float() * scale
+    scores = scores.masked_fill(~sees, -math.inf)
+    if sinks is not None:
+        logits = sinks.float().view(heads, 1, 1).expand(-1, len(q), 1)
+        scores = torch.cat((scores, logits), dim=-1)
+    shares = scores.softmax(dim=-1)[..., : len(k)].to(v.dtype)
+    return torch.einsum("hts,shd->thd", shares, v).flatten(1)
+
+
+def ngram_rows(text: Tensor, rows: int, order: int) -> Tensor:
+    """Hash the n-gram that ends at each byte of a text, (T,), to 0..rows - 1, or -1 without one."""
+    key, complete = torch.zeros_like(text), torch.ones_like(text, dtype=torch.bool)
+    for back in range(order):
+        byte = functional.pad(text, (back, 0), value=-1)[: len(text)]
+        key, complete = key * 257 + byte + 1, complete & (byte >= 0)
+    mixed = (key + (order << 40)) * MIX
+    return torch.where(complete, ((mixed >> 32) & 0x7FFFFFFF) * rows >> 31, -1)
+
+
+class Attention(nn.Module):
+    """Attention to the last positions."""
+
+    name = "attention"
+
+    def __init__(self, part: Settings, site: Site) -> None:
+        super().__init__()
+        self.part, self.eps = part, site.config.norm_eps
+        self.heads, self.kv_heads = part["heads"], part["kv_heads"] or part["heads"]
+        self.width = width = part["head_width"] or site.dim // self.heads
+        self.window = min(part["window"] or site.ctx, site.ctx)
+        inner, rows = self.heads * width, (self.heads + 2 * self.kv_heads) * width
+        self.qkv = Packed(rows, site.dim, site)
+        self.bias = site.vector(rows, part["bias"])
+        has_gains = part["query_key_norm"] == "gain"
+        self.query_gain, self.key_gain = (site.vector(width, has_gains) for _ in range(2))
+        self.sinks = site.vector(self.heads, part["sink"])
+        self.output = Packed(site.dim, inner, site)
+        self.output_bias = site.vector(site.dim, part["output_bias"])
+
+    def forward(self, _x: Tensor, h: Tensor, _reading: Reading) -> Tensor:
+        """Attend over the normalised stream, (T, D)."""
+        rotary, places = self.part["rotary"], torch.arange(len(h))
+        qkv = self.qkv(h)
+        qkv = qkv if self.bias is None else qkv + self.bias
+        counts = self.heads, self.kv_heads, self.kv_heads
+        q, k, v = qkv.view(len(h), -1, self.width).split(counts, dim=1)
+        if self.part["query_key_norm"] != "none":
+            q, k = norm(q, self.query_gain, self.eps), norm(k, self.key_gain, self.eps)
+        rotated = int(self.width * rotary["share"])
+        q, k = (turn(part, places, rotated, rotary) for part in (q, k))
+        scale = self.width**-0.5
+        if rotary["scaling"] == "yarn":
+            scale *= (0.1 * math.log(rotary["factor"]) + 1) ** 2
+        sees = sees_last(len(h), self.window, h.device)
+        y = attend(q, k, v, sees, scale, self.sinks)
+        y = self.output(norm(y) if self.part["sub_norm"] else y)
+        return y if self.output_bias is None else y + self.output_bias
+
+
+class MLP(nn.Module):
+    """Gated MLP with SiLU."""
+
+    name = "mlp"
+
+    def __init__(self, part: Settings, site: Site) -> None:
+        super().__init__()
+        self.sub_norm = part["sub_norm"]
+        self.gate_up = Packed(2 * part["width"], site.dim, site)
+        self.output = Packed(site.dim, part["width"], site)
+
+    def forward(self, _x: Tensor, h: Tensor, _reading: Reading) -> Tensor:
+        """Transform the normalised stream, (T, D)."""
+        y = gated(self.gate_up(h))
+        return self.output(norm(y) if self.sub_norm else y)
+
+
+class Block(nn.Module):
+    """A mixer, then a channel mixer, each after a norm and added to the stream."""
+
+    def __init__(self, block: Settings, stage: Settings, site: Site) -> None:
+        super().__init__()
+        self.stage, self.eps, self.branches = stage, site.config.norm_eps, []
+        for part in filter(None, (block["mixer"], block["channel"])):
+            kind = site.parts[part["kind"]]
+            norm_name = getattr(kind, "norm_name", f"{kind.name}_norm")
+            self.branches.append((kind.name, norm_name))
+            self.add_module(kind.name, kind(part, site))
+            self.register_parameter(norm_name, site.gains())
+            if stage["streams"] > 1:
+                connection = site.parts["streams"](stage["streams"], site)
+                self.add_module(f"{kind.name}_streams", connection)
+
+    def forward(self, x: Tensor, reading: Reading) -> Tensor:
+        """Pass a stream, (T, D), or several, (T, n, D), through the block."""
+        for name, norm_name in self.branches:
+            part, gains = getattr(self, name), getattr(self, norm_name)
+
+            def branch(x: Tensor, part: nn.Module = part, gains: Tensor | None = gains) -> Tensor:
+                return self.stage["contribution"] * part(x, norm(x, gains, self.eps), reading)
+
+            connection = getattr(self, f"{name}_streams", None)
+            x = connection(x, branch) if connection else x + branch(x)
+        if self.stage["bound"] is not None:  # scales down vectors beyond it
+            inverse = torch.rsqrt(x.float().square().mean(dim=-1, keepdim=True) + EPS)
+            x = (x * (self.stage["bound"] * inverse).clamp(max=1)).to(x.dtype)
+        return x
+
+
+class Stack(nn.ModuleList):
+    """Blocks on a stream, or on several that begin as copies of it and are averaged."""
+
+    def __init__(self, blocks: list[Settings], stage: Settings, site: Site) -> None:
+        super().__init__(Block(block, stage, site) for block in blocks)
+        self.streams = stage["streams"]
+
+    def forward(self, x: Tensor, reading: Reading, span: slice = slice(None)) -> Tensor:
+        """Pass the stream, (T, D), through a slice of the blocks."""
+        if self.streams > 1:
+            x = torch.stack([x] * self.streams, dim=1)
+        for block in [*self][span]:
+            x = block(x, reading)
+        return x.float().mean(dim=1).to(x.dtype) if self.streams > 1 else x
+
+
+class ArbForCausalLM(PreTrainedModel, GenerationMixin):
+    """A language model of any stages of blocks."""
+
+    config_class = ArbConfig
+    parts: ClassVar[dict[str, type]] = {}
+    """Classes of the model's parts by kind."""
+
+    def __init__(self, config: ArbConfig) -> None:
+        super().__init__(config)
+        model = config.model
+        *outer, main = model["stages"]
+        sites = [Site(stage["dim"], stage["ctx"], config, self.parts) for stage in model["stages"]]
+        first, last = sites[0], sites[-1]
+        self.embedding = Packed(config.symbols, first.dim, first)
+        self.beside = [part["kind"] for part in model["beside"]]
+        for part in model["beside"]:
+            self.add_module(part["kind"], self.parts[part["kind"]](part, first))
+        self.stages = nn.ModuleList(
+            self.parts[stage["chunking"]["kind"]](stage, site, inner.dim)
+            for stage, site, inner in zip(outer, sites, sites[1:], strict=False)
+        )
+        self.blocks = Stack(main["blocks"], main, last)
+        self.between = None
+        if main["memories"] or main["router"]:
+            self.between = self.parts["between"](main["memories"], main["router"], last)
+        if model["head"]:
+            self.byte_norm = first.gains()
+            self.byte_mlp = MLP(model["head"], first)
+        self.norm = first.gains()
+        if model["composite"]:
+            self.head = self.parts["composite"](first)
+        elif not model["tied"]:
+            self.head = Packed(config.vocab_size, first.dim, first)
+        self.post_init()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of activations; a packed model may have no float parameters."""
+        return self.config.dtype or torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.embedding.exponent.device
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Compute logits of each next symbol, (T, V), from a text, (T,) int64."""
+        x = self.embedding.rows(ids, self.dtype)
+        for name in self.beside:
+            x = x + getattr(self, name)(ids, self.dtype)
+        x = self._through(0, x, Reading(ids, torch.arange(len(ids), device=ids.device)))
+        if self.config.model["head"]:
+            x = x + self.byte_mlp(x, norm(x, self.byte_norm), None)
+        x = norm(x, self.norm, self.config.norm_eps)
+        if self.config.model["tied"]:
+            return functional.linear(x, self.embedding.weight(x.dtype)[: self.config.vocab_size])
+        return self.head(x)
+
+    def _through(self, index: int, x: Tensor, reading: Reading) -> Tensor:
+        """Pass the stream, (T, D), through a stage and those inside it."""
+        if index < len(self.stages):
+            return self.stages[index](x, reading, lambda *inside: self._through(index + 1, *inside))
+
+        def run(x: Tensor, span: slice = slice(None)) -> Tensor:
+            return self.blocks(x, reading, span)
+
+        return self.between(run, x, reading) if self.between else run(x)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **_: Any,
+    ) -> CausalLMOutput:
+        """Compute logits, (B, T, V), of each next symbol.
+
+        Args:
+            input_ids: (B, T) int64.
+            attention_mask: (B, T), 0 at padding, whose logits are 0.
+            labels: (B, T) int64, the text again, for the mean loss in nats; -100 is ignored.
+        """
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        rows = []
+        for ids, kept in zip(input_ids, mask.bool(), strict=True):
+            logits = self.read(ids[kept])
+            rows.append(logits.new_zeros(len(ids), logits.shape[-1]).index_put((kept,), logits))
+        logits, loss = torch.stack(rows), None
+        if labels is not None:
+            targets = labels[:, 1:].masked_fill(mask[:, :-1] == 0, -100)
+            loss = functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=-100
+            )
+        return CausalLMOutput(loss=loss, logits=logits)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any
+    ) -> dict[str, Tensor | None]:
+        """Read the whole text for each new symbol."""
+        return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+Inner = Callable[[Tensor, Reading], Tensor]
+"""What an outer stage runs on its chunks."""

@@ -1,0 +1,145 @@
+"""Export of a model of any parts: its packed weights, and code in plain PyTorch that reads them.
+
+Each part has its code in a module of its own, which its configuration names, and a folder gets the
+modules that its model needs.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from arbcli.config.model import ModelConfig
+from arbcli.config.parts.base import every_part
+from arbcli.families import BETWEEN_CODE, RESIDUAL_CODE
+from arbcli.kernels.codec.decode_digits import digits_torch
+from arbcli.model.language_model import LanguageModel
+from arbcli.model.layers.vector import ReadWeight
+from arbcli.model.packed import StateModule, TernaryTensor
+
+MODEL_TYPE = "arb"
+ENTRY = "modeling_arb"
+"""Module that a folder's `config.json` names."""
+CORE = "arbcli.interop.huggingface.modeling_core"
+IMPORT = re.compile(r"^from (arbcli\.\S+) import", re.MULTILINE)
+
+
+def remote_config(config: ModelConfig) -> dict[str, Any]:
+    """Return what the code reads in `config.json`."""
+    values = dataclasses.asdict(config)
+    model = {name: values[name] for name in ("stages", "beside", "head", "composite", "tied")}
+    for stage, ctx in zip(model["stages"], config.slots, strict=True):
+        stage["ctx"] = ctx
+    return {
+        "architectures": ["ArbForCausalLM"],
+        "auto_map": {
+            "AutoConfig": f"{ENTRY}.ArbConfig",
+            "AutoModelForCausalLM": f"{ENTRY}.ArbForCausalLM",
+        },
+        "dtype": "float32",
+        "group_size": config.group_size,
+        "model": model,
+        "model_type": MODEL_TYPE,
+        "norm_eps": config.norm_eps,
+        "norm_gain": config.norm_gain,
+        "storage": "trits" if config.digits == "trit" else "digits",
+        "symbols": config.symbols,
+        "tie_word_embeddings": False,
+        "vocab_size": config.vocabulary,
+    }
+
+
+def remote_code(config: ModelConfig) -> dict[str, str]:
+    """Return the modules of a model's folder by the names of their files."""
+    parts = every_part((config.stages, config.beside, config.composite))
+    classes = {part.kind: part.code for part in parts if part.code}
+    if any(stage.streams > 1 for stage in config.stages):
+        classes["streams"] = RESIDUAL_CODE
+    if config.main.memories or config.main.router:
+        classes["between"] = BETWEEN_CODE
+    files: dict[str, str] = {}
+    waiting = [CORE, *(code.split(":")[0] for code in classes.values())]
+    while waiting:
+        name = waiting.pop()
+        if f"{_file_name(name)}.py" not in files:
+            text = _source(name)
+            waiting += IMPORT.findall(text)
+            local = IMPORT.sub(lambda match: f"from .{_file_name(match[1])} import", text)
+            files[f"{_file_name(name)}.py"] = local
+    return files | {f"{ENTRY}.py": _entry(classes)}
+
+
+def _source(module: str) -> str:
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"there is no module {module}")
+    return Path(spec.origin).read_text()
+
+
+def _file_name(module: str) -> str:
+    """Name a module within a folder, such as `modeling_hnet` of `arbcli.families.hnet.modeling`."""
+    *_, package, name = module.split(".")
+    return f"{name}_{package}" if name == "modeling" else name
+
+
+def _entry(classes: dict[str, str]) -> str:
+    """Write the module that gives the core the classes of a model's parts, by kind."""
+    modules = {name: _file_name(code.split(":")[0]) for name, code in classes.items()}
+    imports = sorted({f"from .{modules[kind]} import {classes[kind].split(':')[1]}\n"
+                      for kind in classes})  # fmt: skip
+    table = "".join(f'        "{kind}": {classes[kind].split(":")[1]},\n' for kind in classes)
+    core = _file_name(CORE)
+    return (
+        '"""The model of this folder, for Transformers: the core with its parts."""\n\n'
+        f"from .{core} import ArbConfig as ArbConfig\nfrom .{core} import ArbForCausalLM as Core\n"
+        f"{''.join(imports)}\n\nclass ArbForCausalLM(Core):\n"
+        f'    """A language model."""\n\n    parts = {{\n{table}    }}\n'
+    )
+
+
+def remote_tensors(model: LanguageModel) -> dict[str, Tensor]:
+    """Return the tensors of a model as the code names them.
+
+    Matrices are trits or digits, with scales. Vectors are decoded to bfloat16, which is exact.
+    Norms without gains have no tensors, and the head of later bytes is left out.
+    """
+    tensors: dict[str, Tensor] = {}
+    between = {id(part) for memories in model._between for part in memories.children()}
+    left_out = ("ahead", "head") if model.config.tied else ("ahead",)
+    for child, part in model.named_children():
+        if child not in left_out:
+            prefix = f"between.{child}" if id(part) in between else child
+            tensors |= {name: tensor.contiguous() for name, tensor in _tensors(part, prefix)}
+    return tensors
+
+
+def _tensors(part: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    for name, module in part.named_modules(prefix=prefix):
+        if not isinstance(module, StateModule):
+            continue
+        if not isinstance(module, TernaryTensor):
+            for buffer in module.kinds.keys() - module.unread:
+                yield f"{name}.{buffer}", getattr(module, buffer)
+            continue
+        if module.frozen:
+            continue
+        name = name.removesuffix(".weight")
+        if isinstance(module, ReadWeight):
+            weight = module.weight(torch.bfloat16)
+            yield name, weight[:, 0] if module.in_features == 1 else weight
+            continue
+        packed, exponent = module.packed, module.exponent
+        if packed.remainder is None:
+            yield f"{name}.trits", packed.trits
+        else:
+            z = digits_torch(packed, torch.float32) * packed.unit
+            yield f"{name}.digits", z.to(torch.int8)
+            exponent = exponent - (packed.unit.bit_length() - 1)
+        fraction = packed.fraction
+        yield f"{name}.exponent", exponent
+        yield f"{name}.fraction", torch.zeros_like(exponent) if fraction is None else fraction

@@ -1,0 +1,206 @@
+"""Models of any parts for Transformers: it runs their code without arb, and computes the same."""
+
+import dataclasses
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from arbcli.base.errors import ArbError
+from arbcli.config import kinds
+from arbcli.config.model import ModelConfig
+from arbcli.config.parts.base import every_part
+from arbcli.families.compressed.presets import compressed
+from arbcli.families.graph.presets import graph
+from arbcli.families.hnet.presets import hnet
+from arbcli.generation.generation import generate
+from arbcli.generation.sampling import Sampling
+from arbcli.interop.exporting import export
+from arbcli.interop.huggingface.remote import remote_code
+from arbcli.model.checkpoint import Checkpoint, save_checkpoint
+from arbcli.model.language_model import LanguageModel
+from arbcli.verify.models import COMPRESSED, GRAPH, HNET, MODELS, TWO_STAGES
+from arbcli.verify.subjects import Subject
+
+POOLED = COMPRESSED | {"head_width": 12, "mean_ratio": 7, "key_gain": True}
+"""Heads of a width that kernels of a CPU read."""
+BALANCED = {"moe": True, "graph": True, "moe_gate": "softplus", "shared_expert": True}
+CONFIGS = {
+    "graph": graph(**GRAPH, **BALANCED, moe_clamp=True, graph_gate=True, graph_adapters=True),
+    "nearest codes": graph(**GRAPH, moe=True, graph=True, code_search="nearest"),
+    "hnet": hnet(**TWO_STAGES),
+    "words": hnet(**HNET, boundaries="space"),
+    "mamba": hnet(**HNET, outer_blocks="mamba", states=7, boundaries="every"),
+    "compressed": compressed(**POOLED),
+    "2 streams": MODELS["2 streams"],
+    "mixed": MODELS["mixed"],
+    "bounded": MODELS["bounded"],
+    "grouped": replace(MODELS["grouped"], tied=True, digits="all", rule="nibble"),
+    "composite": MODELS["composite"],
+}
+NUMBERS = {name: str(number) for number, name in enumerate(CONFIGS)}
+PROMPT, TEXT, LENGTH = b"a \xffcat", b"a \xffcat sat on a mat, not on a ha", 32
+"""A prompt that is no text in UTF-8 and fits the contexts, and a text that goes beyond them."""
+SPELLED = "cafe\u0301 \u00e9\0 \u2126\r\n"
+"""A text that is changed by NFC."""
+READ = """
+import sys, warnings
+sys.modules["arbcli"] = None  # an import of it fails
+warnings.simplefilter("error")
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+logging.disable_progress_bar()
+torch.set_num_threads(1)
+length, spelled, text, prompt = int(sys.argv[2]), *map(bytes.fromhex, sys.argv[3:6])
+text, prompt = (torch.tensor([list(part)]) for part in (text, prompt))
+read = AutoModelForCausalLM.from_pretrained
+results = {}
+with torch.no_grad():
+    for folder in sys.argv[6:]:
+        model = read(folder, trust_remote_code=True)
+        made = model.generate(prompt, max_new_tokens=length, do_sample=False, eos_token_id=None)
+        results[folder] = model(text).logits, made[0, prompt.shape[1]:]
+    model = read(sys.argv[8], trust_remote_code=True)  # with chunks
+    made = model.generate(prompt, max_new_tokens=4, do_sample=False, use_cache=True)
+    ids, mask = text.repeat(2, 1), torch.ones(2, text.shape[1], dtype=torch.int64)
+    ids[0], mask[0] = ids[0].roll(9), torch.arange(text.shape[1]) >= 9
+    padded = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+    model.save_pretrained("copy")
+    again = read("copy", trust_remote_code=True)(text).logits
+    half = read(sys.argv[8], trust_remote_code=True, dtype=torch.bfloat16)(text).logits
+    tokenizer = AutoTokenizer.from_pretrained(sys.argv[8], trust_remote_code=True)
+    results["ids"] = tokenizer(spelled.decode())["input_ids"]
+    results["invalid"] = tokenizer.decode([0xFF, 0x61])
+    results["others"] = made[0, prompt.shape[1]:], padded.logits, padded.loss, again, half
+torch.save(results, sys.argv[1])
+"""
+
+
+def saved_model(folder: Path, config: ModelConfig) -> tuple[LanguageModel, Path]:
+    """Save a model with random scales and memories; return it and the path of its checkpoint."""
+    model = Subject("", config, 1, torch.float32, torch.device("cpu"), "torch").build()
+    for weight in model.packed_tensors().values():
+        if weight.frozen:
+            weight.fill()
+    checkpoint = Checkpoint(
+        step=7,
+        config=dataclasses.asdict(config),
+        counters={"nonfinite_steps": 0},
+        data={"digest": "of a text", "seed": 3, "position": 7},
+        tensors=model.state_dict(),
+    )
+    folder.mkdir()
+    return model, save_checkpoint(folder, checkpoint)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> SimpleNamespace:
+    """Export the models, and read all folders in one process that cannot import arb."""
+    pytest.importorskip("transformers", reason="needs the extra `export-test`")
+    folder, expected = tmp_path_factory.mktemp("remote"), {}
+    for name, number in NUMBERS.items():
+        model, checkpoint = saved_model(folder / f"run{number}", CONFIGS[name])
+        export(checkpoint, "hf", out=folder / number)
+        cache = model.new_cache(len(TEXT))
+        with torch.no_grad():
+            parts = torch.tensor([list(TEXT)]).split(cache.window, dim=1)
+            logits = torch.cat([model(part, cache) for part in parts], dim=1)
+        text = b"".join(generate(model, PROMPT, LENGTH, Sampling(temperature=0)))
+        expected[name] = logits, text
+    (folder / "read.py").write_text(READ)
+    texts = [part.hex() for part in (SPELLED.encode(), TEXT, PROMPT)]
+    arguments = ["read.py", "results.pt", str(LENGTH), *texts, *NUMBERS.values()]
+    subprocess.run([sys.executable, *arguments], check=True, cwd=folder)
+    return SimpleNamespace(
+        folder=folder, expected=expected, results=torch.load(folder / "results.pt")
+    )
+
+
+def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare float32 logits.
+
+    Sums of some dozen products in another order differ by 2^-22 of their value or less, a few times
+    in a row.
+    """
+    assert (logits - expected).abs().max() < 2**-19 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_transformers_computes_the_same(exported, name):
+    logits, text = exported.expected[name]
+    their_logits, their_text = exported.results[NUMBERS[name]]
+    assert_close(their_logits, logits)
+    assert bytes(their_text.tolist()) == text
+
+
+def test_folder_is_read_in_every_way(exported):
+    """With a cache that it does not use, padded, with a loss, saved again, and in bf16."""
+    logits, text = exported.expected["hnet"]
+    made, padded, loss, again, half = exported.results["others"]
+    assert bytes(made.tolist()) == text[:4]
+    assert_close(padded[1], logits[0])
+    assert_close(padded[0, 9:], logits[0, :-9])
+    assert not padded[0, :9].any()
+    ids = torch.tensor(list(TEXT))
+    losses = [
+        torch.nn.functional.cross_entropy(logits[0, : end - 1], ids[1:end], reduction="none")
+        for end in (len(TEXT) - 9, len(TEXT))
+    ]
+    torch.testing.assert_close(loss, torch.cat(losses).mean())
+    assert_close(again, logits)
+    assert half.dtype == torch.bfloat16
+    first = (half[0, 0] - logits[0, 0]).abs().max()  # later ones may have other chunks
+    assert first < 2**-4 * logits[0, 0].abs().max()
+
+
+def test_tokens_are_the_bytes_of_any_text(exported):
+    assert exported.results["ids"] == list(SPELLED.encode())
+    assert exported.results["invalid"] == "\ufffda"
+
+
+def test_code_only_imports_torch_and_transformers_and_weights_stay_packed(exported):
+    folder = exported.folder / NUMBERS["graph"]
+    names = {path.stem for path in folder.glob("*.py")}
+    assert names == {f"modeling_{name}" for name in ("arb", "core", "experts", "graph", "latent")}
+    assert not any("arbcli" in path.read_text() for path in folder.glob("*.py"))
+    assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {
+        torch.uint8, torch.int8, torch.int32,
+    }  # fmt: skip
+    card = (folder / "README.md").read_text()
+    assert "trust_remote_code=True" in card
+    assert "| parts | latent, memgram, memories, mlp, sequencer |" in card
+
+
+def test_models_here_have_all_parts():
+    used = {part.kind for config in CONFIGS.values() for part in every_part(config)}
+    every = {kind for slot in kinds.SLOTS.values() for kind in slot}
+    assert used | {"ahead"} == every | {"iterated"}
+    configs = CONFIGS.values()
+    streams = any(stage.streams > 1 for config in configs for stage in config.stages)
+    assert streams
+    assert any(config.main.router for config in configs)
+
+
+def test_code_of_a_model_has_its_parts_alone():
+    assert sorted(remote_code(CONFIGS["2 streams"])) == [
+        "modeling_arb.py", "modeling_core.py", "modeling_streams.py",
+    ]  # fmt: skip
+
+
+def test_what_cannot_leave_is_refused(tmp_path):
+    for config, options, message in (
+        (CONFIGS["2 streams"], {"kind": "bf16"}, "Transformers has no architecture"),
+        (MODELS["fill"], {}, "fills holes"),
+        (MODELS["masked"], {}, "fills holes"),
+    ):
+        _, checkpoint = saved_model(tmp_path / "run", config)
+        with pytest.raises(ArbError, match=message):
+            export(checkpoint, "hf", out=tmp_path / "model", **options)
+        assert not (tmp_path / "model").exists()
+        checkpoint.unlink()
+        (tmp_path / "run").rmdir()
