@@ -16,7 +16,9 @@ from arbcli.config import kinds
 from arbcli.config.model import ModelConfig
 from arbcli.config.parts.base import every_part
 from arbcli.families.compressed.presets import compressed
+from arbcli.families.graph.config import QuantiserConfig
 from arbcli.families.graph.presets import graph
+from arbcli.families.hnet.config import ChunkingConfig
 from arbcli.families.hnet.presets import hnet
 from arbcli.generation.generation import generate
 from arbcli.generation.sampling import Sampling
@@ -30,16 +32,29 @@ from arbcli.verify.subjects import Subject
 POOLED = COMPRESSED | {"head_width": 12, "mean_ratio": 7, "key_gain": True}
 """Heads of a width that kernels of a CPU read."""
 BALANCED = {"moe": True, "graph": True, "moe_gate": "softplus", "shared_expert": True}
+
+
+def both_books() -> ModelConfig:
+    """Assemble all parts of an `arb` preset, with a codebook of each kind."""
+    config = graph(**GRAPH, **BALANCED, moe_clamp=True, graph_gate=True, graph_adapters=True)
+    memories = replace(config.main.memories, knowledge=QuantiserConfig(codes=24, width=7))
+    return replace(config, stages=(replace(config.main, memories=memories),))
+
+
+def words() -> ModelConfig:
+    """Assemble bounded streams on words, whose weights are all digits."""
+    config = MODELS["bounded"]
+    outer = replace(config.outer[0], chunking=ChunkingConfig(length=3, boundaries="space"))
+    return replace(config, stages=(outer, config.main), digits="all")
+
+
 CONFIGS = {
-    "graph": graph(**GRAPH, **BALANCED, moe_clamp=True, graph_gate=True, graph_adapters=True),
-    "nearest codes": graph(**GRAPH, moe=True, graph=True, code_search="nearest"),
+    "graph": both_books(),
     "hnet": hnet(**TWO_STAGES),
-    "words": hnet(**HNET, boundaries="space"),
+    "words": words(),
     "mamba": hnet(**HNET, outer_blocks="mamba", states=7, boundaries="every"),
     "compressed": compressed(**POOLED),
-    "2 streams": MODELS["2 streams"],
     "mixed": MODELS["mixed"],
-    "bounded": MODELS["bounded"],
     "grouped": replace(MODELS["grouped"], tied=True, digits="all", rule="nibble"),
     "composite": MODELS["composite"],
 }
@@ -65,15 +80,15 @@ with torch.no_grad():
         model = read(folder, trust_remote_code=True)
         made = model.generate(prompt, max_new_tokens=length, do_sample=False, eos_token_id=None)
         results[folder] = model(text).logits, made[0, prompt.shape[1]:]
-    model = read(sys.argv[8], trust_remote_code=True)  # with chunks
+    model = read(sys.argv[7], trust_remote_code=True)  # with chunks
     made = model.generate(prompt, max_new_tokens=4, do_sample=False, use_cache=True)
     ids, mask = text.repeat(2, 1), torch.ones(2, text.shape[1], dtype=torch.int64)
     ids[0], mask[0] = ids[0].roll(9), torch.arange(text.shape[1]) >= 9
     padded = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
     model.save_pretrained("copy")
     again = read("copy", trust_remote_code=True)(text).logits
-    half = read(sys.argv[8], trust_remote_code=True, dtype=torch.bfloat16)(text).logits
-    tokenizer = AutoTokenizer.from_pretrained(sys.argv[8], trust_remote_code=True)
+    half = read(sys.argv[7], trust_remote_code=True, dtype=torch.bfloat16)(text).logits
+    tokenizer = AutoTokenizer.from_pretrained(sys.argv[7], trust_remote_code=True)
     results["ids"] = tokenizer(spelled.decode())["input_ids"]
     results["invalid"] = tokenizer.decode([0xFF, 0x61])
     results["others"] = made[0, prompt.shape[1]:], padded.logits, padded.loss, again, half
@@ -187,14 +202,14 @@ def test_models_here_have_all_parts():
 
 
 def test_code_of_a_model_has_its_parts_alone():
-    assert sorted(remote_code(CONFIGS["2 streams"])) == [
-        "modeling_arb.py", "modeling_core.py", "modeling_streams.py",
+    assert sorted(remote_code(CONFIGS["composite"])) == [
+        "modeling_arb.py", "modeling_core.py", "modeling_media.py",
     ]  # fmt: skip
 
 
 def test_what_cannot_leave_is_refused(tmp_path):
     for config, options, message in (
-        (CONFIGS["2 streams"], {"kind": "bf16"}, "Transformers has no architecture"),
+        (CONFIGS["composite"], {"kind": "bf16"}, "Transformers has no architecture"),
         (MODELS["fill"], {}, "fills holes"),
         (MODELS["masked"], {}, "fills holes"),
     ):

@@ -14,6 +14,7 @@ from arbcli.interop.huggingface.modeling_core import (
     norm,
     sees_last,
     turn,
+    vector,
 )
 
 
@@ -62,8 +63,8 @@ class CompressedAttention(nn.Module):
         self.sizes = (inner, kv, kv, kv) if pools else (inner, kv, kv)
         self.projection = Packed(sum(self.sizes), site.dim, site)
         self.beta = nn.Parameter(torch.empty(kv, self.ratio)) if pools else None
-        self.key_gain = site.vector(width, part["key_gain"])
-        self.sink = site.vector(self.heads)
+        self.key_gain = vector(width) if part["key_gain"] else None
+        self.sink = vector(self.heads)
         self.output = Packed(site.dim, inner, site)
         self.indexer = Indexer(part, kv, site) if part["top_k"] is not None else None
 

@@ -28,6 +28,8 @@ HASHED, HASH_BITS = 3, 31
 class Gate(nn.Module):
     """Chooses experts by the products of a query and a key of each, or by a hash of the text."""
 
+    balance: Tensor
+
     def __init__(self, part: Settings, width: int, site: Site) -> None:
         super().__init__()
         self.experts, self.top_k, self.kind = part["experts"], part["top_k"], part["gate"]
@@ -53,7 +55,7 @@ class Gate(nn.Module):
     def _by_hash(self, reading: Reading) -> Tensor:
         """Draw experts by the n-gram at each position, from those that are left."""
         rows = ngram_rows(reading.text, 2**HASH_BITS, HASHED)[reading.places]
-        drawn = []
+        drawn: list[Tensor] = []
         for draw in range(self.top_k):
             key = (rows + (draw << 40)) * MIX
             key = (key ^ ((key >> 32) & 0xFFFFFFFF)) * MIX

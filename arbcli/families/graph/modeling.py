@@ -45,6 +45,9 @@ class Sequencer(nn.Module):
 class MemGram(nn.Module):
     """Embeds the byte that followed the last n-gram before, by its strength."""
 
+    symbol: Tensor
+    strength: Tensor
+
     def __init__(self, part: Settings, site: Site) -> None:
         super().__init__()
         for name in ("symbol", "strength"):
@@ -68,7 +71,7 @@ class Codebook(nn.Module):
     def __init__(self, part: Settings, site: Site) -> None:
         super().__init__()
         self.heads, self.key_width, self.top_k = part["heads"], part["key_width"], part["top_k"]
-        halves, width, self.width = part["halves"], part["width"], part["width"]
+        halves, width = part["halves"], part["width"]
         self.query = Packed(self.heads * 2 * self.key_width, site.dim, site)
         self.left = Packed(halves[0], self.key_width, site)
         self.right = Packed(halves[1], self.key_width, site)
@@ -96,9 +99,10 @@ class Codebook(nn.Module):
 class Quantiser(nn.Module):
     """Replaces each position by the nearest code."""
 
+    codes: Tensor
+
     def __init__(self, part: Settings, site: Site) -> None:
         super().__init__()
-        self.width = part["width"]
         self.query = Packed(part["width"], site.dim, site)
         self.register_buffer("codes", torch.empty(part["codes"], part["width"], dtype=torch.int8))
         self.output = Packed(site.dim, part["width"], site)
@@ -117,6 +121,11 @@ class Quantiser(nn.Module):
 
 class Edges(nn.Module):
     """Edges from each code to those that followed it, in buckets by the remainder of the code."""
+
+    source: Tensor
+    target: Tensor
+    sign: Tensor
+    score: Tensor
 
     def __init__(self, edges: list[int]) -> None:
         super().__init__()
@@ -137,7 +146,7 @@ class Edges(nn.Module):
 class Iterated(nn.Module):
     """Iterated experts, adapters and a graph of codes, until enough of a position has halted."""
 
-    def __init__(self, part: Settings, site: Site, code_width: int | None) -> None:
+    def __init__(self, part: Settings, site: Site, code_width: int) -> None:
         super().__init__()
         self.part, mixture, rank = part, part["experts"], part["adapter_rank"]
         width, query = (part["expert_dim"], part["gate_dim"]) if mixture else (0, 0)
@@ -160,11 +169,14 @@ class Iterated(nn.Module):
     def forward(
         self,
         start: Tensor,
-        book: Codebook | Quantiser | None,
-        codes: Tensor | None,
+        book: Codebook | Quantiser,
+        codes: Tensor,
         reading: Reading,
     ) -> Tensor:
-        """Iterate the stream, (T, D), from the codes, (T,), that a codebook found."""
+        """Iterate the stream, (T, D), from the codes, (T,), that a codebook found.
+
+        Book and codes are only read if there are edges.
+        """
         part, stream, result = self.part, start, torch.zeros_like(start)
         halted = torch.zeros(len(start), device=start.device)
         for index, adapter in enumerate(self.adapters):
@@ -224,12 +236,12 @@ class Between(nn.Module):
 
     def __init__(self, part: Settings | None, router: bool, site: Site) -> None:
         super().__init__()
-        self.part = part or {}
-        self.books = [name for name in ("codebook", "knowledge") if self.part.get(name)]
+        self.part = part = part or {}
+        self.books = [name for name in ("codebook", "knowledge") if part.get(name)]
         for name in self.books:
             self.add_module(name, BOOKS[part[name]["kind"]](part[name], site))
-        if self.part.get("iterated"):
-            width = self.codebook.width if "codebook" in self.books else None
+        if part.get("iterated"):
+            width = part["codebook"]["width"] if part["codebook"] else 0
             self.moe_graph = Iterated(part["iterated"], site, width)
         self.router = Router(2 + len(self.books), site) if router else None
 

@@ -11,6 +11,7 @@ from arbcli.interop.huggingface.modeling_core import (
     Site,
     Stack,
     norm,
+    vector,
 )
 
 SPACES = tuple(b" \t\n\v\f\r")
@@ -43,7 +44,7 @@ class Stage(nn.Module):
         self.encoder = Stack(stage["before"], stage, site)
         self.router = Router(site) if self.chunking["boundaries"] == "learned" else None
         self.inward = Packed(inner, site.dim, site)
-        self.outward_norm = site.vector(inner, site.config.norm_gain)
+        self.outward_norm = vector(inner) if site.config.norm_gain else None
         self.outward = Packed(site.dim, inner, site)
         self.residual = Packed(site.dim, site.dim, site)
         self.decoder = Stack(stage["after"], stage, site)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.interop.huggingface.modeling_core import Packed, Reading, Settings, Site, norm
+from arbcli.interop.huggingface.modeling_core import Packed, Reading, Settings, Site, norm, vector
 
 EXPAND, TAPS = 2, 4
 CHUNK = 64
@@ -26,7 +26,7 @@ class Mamba(nn.Module):
         self.mixed = self.inner + 2 * self.states
         self.projection = Packed(self.inner + self.mixed + self.heads, site.dim, site)
         self.taps = nn.Parameter(torch.empty(self.mixed, TAPS))
-        self.rate, self.bias, self.skip = (site.vector(self.heads) for _ in range(3))
+        self.rate, self.bias, self.skip = (vector(self.heads) for _ in range(3))
         self.output = Packed(site.dim, self.inner, site)
 
     def forward(self, _x: Tensor, h: Tensor, _reading: Reading) -> Tensor:

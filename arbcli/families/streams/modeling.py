@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from arbcli.interop.huggingface.modeling_core import Packed, Site, norm
+from arbcli.interop.huggingface.modeling_core import Packed, Site, norm, vector
 
 ROUNDS = 20
 LIMIT = 16.0
@@ -19,7 +19,7 @@ class HyperConnection(nn.Module):
         super().__init__()
         self.sizes = streams, streams, streams * streams
         self.projection = Packed(sum(self.sizes), streams * site.dim, site)
-        self.bias = site.vector(sum(self.sizes))
+        self.bias = vector(sum(self.sizes))
 
     def forward(self, x: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
         """Mix streams, (T, n, D), around a branch."""

@@ -102,7 +102,7 @@ def write_folder(path: Path, weights: Weights, name: str, kind: str | None) -> s
     chosen = None if packed else TYPES[kind or "bf16"]
     with os_errors("write", path, "check permissions and free space"), new_folder(path) as part:
         _write_files(part, weights, name, chosen, companions)
-    return chosen and chosen.name
+    return chosen.name if chosen else None
 
 
 def _fits_windows(shape: Shape) -> bool:

@@ -51,16 +51,17 @@ class Site(NamedTuple):
     ctx: int
     """Maximum number of positions that a part sees."""
     config: ArbConfig
-    parts: dict[str, type]
+    parts: dict[str, Any]
     """Classes of parts by kind."""
-
-    def vector(self, length: int, there: bool = True) -> nn.Parameter | None:
-        """Create a vector; None if it is not there."""
-        return nn.Parameter(torch.empty(length)) if there else None
 
     def gains(self) -> nn.Parameter | None:
         """Create the gains of a norm of the stream; None if norms have none."""
-        return self.vector(self.dim, self.config.norm_gain)
+        return vector(self.dim) if self.config.norm_gain else None
+
+
+def vector(length: int) -> nn.Parameter:
+    """Create a vector of floats, which is small."""
+    return nn.Parameter(torch.empty(length))
 
 
 class Reading(NamedTuple):
@@ -80,6 +81,8 @@ class Packed(nn.Module):
         exponent, fraction: (N, groups) int8, E and F.
     """
 
+    trits: Tensor
+    digits: Tensor
     exponent: Tensor
     fraction: Tensor
 
@@ -140,7 +143,9 @@ def gated(x: Tensor, limit: float = math.inf) -> Tensor:
     return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
-def turn(x: Tensor, places: Tensor, width: int | None = None, rotary: Settings = {}) -> Tensor:  # noqa: B006
+def turn(
+    x: Tensor, places: Tensor, width: int | None = None, rotary: Settings | None = None
+) -> Tensor:
     """Rotate pairs (i, i + d / 2) of (T, ..., d) by the angles of `places`, (T,).
 
     The first `width / 2` pairs are rotated; None is all.
@@ -148,9 +153,8 @@ def turn(x: Tensor, places: Tensor, width: int | None = None, rotary: Settings =
     half = x.shape[-1] // 2
     angles = torch.zeros(len(x), half, dtype=torch.float64)
     width = width or 2 * half
-    rates = [rotary_rate(i, width, **rotary) for i in range(width // 2)]
-    rates = torch.tensor(rates, dtype=torch.float64)
-    angles[:, : width // 2] = torch.outer(places.cpu().double(), rates)
+    rates = [rotary_rate(i, width, **rotary or {}) for i in range(width // 2)]
+    angles[:, : width // 2] = torch.outer(places.cpu().double(), angles.new_tensor(rates))
     angles = angles.view(len(x), *[1] * (x.dim() - 2), half)
     cos, sin = (part.float().to(x.device) for part in (angles.cos(), angles.sin()))
     first, second = x.float().split(half, dim=-1)
@@ -165,7 +169,7 @@ def rotary_rate(
     factor: float = 1.0,
     low: float | None = None,
     high: float | None = None,
-    original_ctx: int | None = None,
+    original_ctx: int = 0,
     **_: Any,
 ) -> float:
     """Compute the radians by which pair i of `width / 2` turns from a position to the next."""
@@ -231,12 +235,12 @@ class Attention(nn.Module):
         self.window = min(part["window"] or site.ctx, site.ctx)
         inner, rows = self.heads * width, (self.heads + 2 * self.kv_heads) * width
         self.qkv = Packed(rows, site.dim, site)
-        self.bias = site.vector(rows, part["bias"])
-        has_gains = part["query_key_norm"] == "gain"
-        self.query_gain, self.key_gain = (site.vector(width, has_gains) for _ in range(2))
-        self.sinks = site.vector(self.heads, part["sink"])
+        self.bias = vector(rows) if part["bias"] else None
+        gains = part["query_key_norm"] == "gain"
+        self.query_gain, self.key_gain = (vector(width) if gains else None for _ in range(2))
+        self.sinks = vector(self.heads) if part["sink"] else None
         self.output = Packed(site.dim, inner, site)
-        self.output_bias = site.vector(site.dim, part["output_bias"])
+        self.output_bias = vector(site.dim) if part["output_bias"] else None
 
     def forward(self, _x: Tensor, h: Tensor, _reading: Reading) -> Tensor:
         """Attend over the normalised stream, (T, D)."""
@@ -280,7 +284,8 @@ class Block(nn.Module):
 
     def __init__(self, block: Settings, stage: Settings, site: Site) -> None:
         super().__init__()
-        self.stage, self.eps, self.branches = stage, site.config.norm_eps, []
+        self.stage, self.eps = stage, site.config.norm_eps
+        self.branches: list[tuple[str, str]] = []
         for part in filter(None, (block["mixer"], block["channel"])):
             kind = site.parts[part["kind"]]
             norm_name = getattr(kind, "norm_name", f"{kind.name}_norm")
@@ -327,7 +332,7 @@ class ArbForCausalLM(PreTrainedModel, GenerationMixin):
     """A language model of any stages of blocks."""
 
     config_class = ArbConfig
-    parts: ClassVar[dict[str, type]] = {}
+    parts: ClassVar[dict[str, Any]] = {}
     """Classes of the model's parts by kind."""
 
     def __init__(self, config: ArbConfig) -> None:
