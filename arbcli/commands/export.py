@@ -33,7 +33,7 @@ def export(
             "--type",
             metavar="TYPE",
             help=f"Type of the weights: {', '.join(TYPES)}; bf16 or f32 for hf. [default: the"
-            " smallest lossless one; bf16 for hf]",
+            " smallest lossless one; bf16 for hf, or packed]",
             callback=one_of("type", TYPES),
         ),
     ] = None,
