@@ -137,12 +137,8 @@ def exported(tmp_path_factory) -> SimpleNamespace:
 
 
 def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare float32 logits.
-
-    Sums of some dozen products in another order differ by 2^-22 of their value or less, a few times
-    in a row.
-    """
-    assert (logits - expected).abs().max() < 2**-19 * expected.abs().max()
+    """Compare float32 logits: 32 products in a row, each within 2^-22 of its value."""
+    assert (logits - expected).abs().max() < 2**-17 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", CONFIGS)

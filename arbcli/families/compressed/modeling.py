@@ -43,7 +43,8 @@ class Indexer(nn.Module):
         keys = turn(norm(self.key(still.flatten(1))), starts, half)
         products = torch.einsum("ghd,jd->ghj", q, keys).float().relu()
         scores = (weights[..., None].float() * products).sum(dim=1).masked_fill(~sees, -math.inf)
-        best = scores.topk(min(self.top_k, len(ends)), dim=1).indices
+        order = scores.flip(1).argsort(dim=1, descending=True, stable=True)  # ties: the later one
+        best = len(ends) - 1 - order[:, : self.top_k]
         return torch.zeros_like(sees).scatter(1, best, True) & sees
 
 

@@ -189,7 +189,7 @@ def check_attention(config: ModelConfig) -> None:
     for _, part in config.sited_parts():
         if isinstance(part, AttentionConfig) and (unsaid := _unsaid(part)):
             raise ArbError(
-                f"no export format supports {unsaid}",
+                f"GGUF has no architecture with {unsaid}",
                 hint="use `--to safetensors`, which arb reads",
             )
 
