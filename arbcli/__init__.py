@@ -227,6 +227,7 @@ def evaluate(
     data: Sequence[str],
     *,
     field: str | None = None,
+    data_format: str | None = None,
     stride: int | None = None,
     batch: int = 16,
     kv: str | None = None,
@@ -236,7 +237,8 @@ def evaluate(
     Args:
         model: from `load`.
         data: files, folders or globs, concatenated to one text.
-        field: name of the text field in JSON, CSV and similar records.
+        field: name of the text field in JSON and similar records.
+        data_format: format of `.bin` files, as in `configure`.
         stride: bytes between the starts of two windows; None is half the context.
         batch: windows in a forward pass.
         kv: dtype to which keys and values are rounded, as in `generate`.
@@ -252,7 +254,7 @@ def evaluate(
     if has_documents(field):
         raise ValueError(f"`field` is {field!r}, and documents need a path to the model's template")
     backend = default_backend(model.device)
-    text, name = open_text(data, Conversion(field))
+    text, name = open_text(data, Conversion(field, data_format=data_format))
     return evaluation.evaluate(
         model, "", text, name, stride=stride, batch=batch, backend=backend, kv=kv
     )

@@ -385,6 +385,7 @@ PredictedBackend = option_for("backend")
 """A backend whose device need not exist on this machine."""
 Seed = option_for("seed")
 Field = option_for("field")
+DataFormat = option_for("data_format")
 ScaleType = option_for("scale_type", default="T32")
 ComputeOfRun = option_for(
     "compute",

@@ -16,6 +16,7 @@ from arbcli.commands._options import (
     CacheDtype,
     Checkpoint,
     ComputeOfRun,
+    DataFormat,
     Device,
     Field,
     Json,
@@ -44,11 +45,12 @@ def evaluate(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="File, folder or glob; several are concatenated. [default: the run's held-out"
-            " text]"
+            help="File, folder or glob, - for stdin, or hf:NAME:SPLIT; several are concatenated."
+            " [default: the run's held-out text]"
         ),
     ] = None,
     field: Field = None,
+    data_format: DataFormat = None,
     stride: Annotated[
         int | None,
         typer.Option(
@@ -97,7 +99,7 @@ def evaluate(
         from arbcli.training.directory import held_out_text, run_conversion
 
         if data:
-            text = open_text(data, run_conversion(checkpoint, field))
+            text = open_text(data, run_conversion(checkpoint, field, data_format))
         else:
             text = held_out_text(run_of(checkpoint))
         place = resolve_device(device)

@@ -37,11 +37,13 @@ if TYPE_CHECKING:
 
 STEPS = 12
 """Enough for warm-up to end, and for votes to accumulate, flip and accumulate again."""
-STEP_FIELDS = ("data", "val", "field", "batch", "lr", "seed", "compute")
+STEP_FIELDS = ("data", "val", "field", "data_format", "batch", "lr", "seed", "compute")
 """Fields that can be set for a saved model; it keeps its own values of all others."""
 
 
-@takes_settings("data", "val", "field", "tokenizer", "batch", "lr", "seed", "compute")
+@takes_settings(
+    "data", "val", "field", "data_format", "tokenizer", "batch", "lr", "seed", "compute"
+)
 def probe_loss(
     run: Annotated[
         Path | None,

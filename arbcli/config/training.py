@@ -22,6 +22,7 @@ from arbcli.config.settings import (
     settings_of,
 )
 from arbcli.config.short_forms import ARGUMENTS, MODEL_SETTINGS, PART_RULES
+from arbcli.data.text import TOKEN_BYTES
 from arbcli.families import FAMILIES, SOUND_FORMS
 from arbcli.model.rules import FADED, LR, LR_OF_DIGITS, LR_OF_FADING
 
@@ -79,8 +80,9 @@ class TrainConfig:
     data: Annotated[
         tuple[str, ...],
         Setting(
-            "Training text: a file, folder or glob. Repeat it for several, all with weights as in"
-            " a.txt:0.7 or none. .gz, .zst and .parquet files are unpacked.",
+            "Training text: a file, folder or glob, - for stdin, or hf:NAME:SPLIT for a dataset of"
+            " the hub. Repeat it for several, all with weights as in a.txt:0.7 or none. Compressed,"
+            " Parquet, Arrow and tar files are unpacked.",
             TEXT,
             default="Python's standard library",
             metavar="PATH",
@@ -100,11 +102,21 @@ class TrainConfig:
     field: Annotated[
         str | None,
         Setting(
-            "Field of .jsonl or .parquet files that holds the text; for chats messages, or the"
-            " names of two fields as QUESTION+ANSWER.",
+            "Field of records, such as .jsonl or .parquet files, that holds the text; for chats"
+            " messages, or the names of two fields as QUESTION+ANSWER.",
             TEXT,
             metavar="FIELD",
             common=True,
+        ),
+    ] = None
+    data_format: Annotated[
+        str | None,
+        Setting(
+            "Format of .bin files: text as bytes, or tokens of the tokenizer as integers of 16 or"
+            " 32 bits.",
+            TEXT,
+            choices=tuple(TOKEN_BYTES),
+            default="that of llm.c's header",
         ),
     ] = None
     sound: Annotated[
@@ -620,7 +632,7 @@ class TrainConfig:
         """Conversion of files that are not plain text to bytes."""
         from arbcli.data.files import Conversion  # a trainer takes texts that are open
 
-        return Conversion(self.field, self.sound, self.picture)
+        return Conversion(self.field, self.sound, self.picture, data_format=self.data_format)
 
     @property
     def scale_routes(self) -> dict[tuple[str, ...], frozenset[str]]:

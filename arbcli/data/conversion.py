@@ -1,10 +1,11 @@
 """Conversion of compressed and structured files to files of plain bytes in the cache.
 
 Texts are memory-mapped, which requires files of plain bytes. A `.gz` or `.zst` file, the field of
-records (`RECORDS`, `.parquet`), a sound and a picture (see `arbcli.families.media`) are converted
-to such a file block by block; its name is a hash of the path, size and modification time of the
-source, and of the sounds and pictures that its records name. A small file may unpack to terabytes,
-so both the output and the length of a record are bounded.
+records (`RECORDS`, `TABLES`, `TAR`), the texts of a tar file, a sound and a picture (see
+`arbcli.families.media`) are converted to such a file block by block; its name is a hash of the
+path, size and modification time of the source, and of the sounds and pictures that its records
+name. A small file may unpack to terabytes, so both the output and the length of a record are
+bounded.
 """
 
 import codecs
@@ -25,7 +26,15 @@ from arbcli.base.environment import number_in
 from arbcli.base.errors import ArbError, library_errors, optional_module, quoted
 from arbcli.base.lazy import imported
 from arbcli.base.reading import unreadable
-from arbcli.data.files import PLAIN, RECORDS, Conversion, name_inside, weight_of
+from arbcli.data.files import (
+    PLAIN,
+    RECORDS,
+    TABLES,
+    TAR,
+    Conversion,
+    name_inside,
+    weight_of,
+)
 from arbcli.families import MEDIA, medium_of
 
 BLOCK_BYTES = 2**20
@@ -33,8 +42,6 @@ FRAME_BYTES = 2**10
 """Bytes of a Zstandard file that are unpacked at once, as each KiB may unpack to 32 MiB."""
 RECORD_BYTES = 2**24
 """Maximum length of a line of records in bytes."""
-ROWS = 1024
-"""Rows of a Parquet file that are read at once."""
 LIMIT = "ARB_UNPACKED_GIB"
 """Environment variable with the maximum size of an unpacked file in GiB."""
 FEWEST_BYTES, MOST_TIMES = 2**29, 100
@@ -72,22 +79,24 @@ def converted_file(path: Path, conversion: Conversion = PLAIN) -> Path:
             cannot be written; or a package is missing.
     """
     name, field = name_inside(path), conversion.field
-    is_table, is_medium = name.endswith(".parquet"), medium_of(name) is not None
+    is_table, is_medium = name.endswith(TABLES), medium_of(name) is not None
+    is_tar = name.endswith(TAR)
     if is_table and field is None and not conversion.whole:
         raise ArbError(
             f"`{path}` has columns, and none of them was named",
             hint="name the one with the text: `--field text`",
         )
-    has_records = name.endswith(RECORDS) and (field is not None or conversion.whole)
+    has_records = name.endswith((*RECORDS, TAR)) and (field is not None or conversion.whole)
     lines_stay = conversion.whole and not _is_array(path, name)
-    is_changed = is_table or is_medium or (has_records and not lines_stay)
+    is_changed = is_table or is_medium or is_tar or (has_records and not lines_stay)
     if name == path.name.lower() and not is_changed:
         return path
-    options = [field or "", *(str(option) for option in astuple(conversion)[1:] if option)]
+    options = ["members"] if is_tar else []
+    options += [field or "", *(str(option) for option in astuple(conversion)[1:] if option)]
     if has_records and field is not None:
         options += _media_states(path, name, field)
     blocks = _blocks(path, name, conversion)
-    return converted(path, " ".join(options), lambda size: _bounded(blocks, path, size))
+    return converted(path, " ".join(options), lambda size: bounded(blocks, path, size))
 
 
 def converted(path: Path, settings: str, make: Callable[[int], Iterable[bytes]]) -> Path:
@@ -175,7 +184,7 @@ def _may_name_media(line: bytes) -> bool:
     return any(mark in line for mark in NAMES_MEDIA)
 
 
-def _bounded(blocks: Iterator[bytes], path: Path, packed_bytes: int) -> Iterator[bytes]:
+def bounded(blocks: Iterator[bytes], path: Path, packed_bytes: int) -> Iterator[bytes]:
     """Yield blocks of plain bytes up to the maximum size.
 
     Raises:
@@ -206,22 +215,23 @@ def _blocks(path: Path, name: str, conversion: Conversion) -> Iterator[bytes]:
             raise ArbError(f"`{path}` is a compressed sound or picture", hint="unpack it")
         yield from _medium(path, conversion)
         return
-    if name.endswith(".parquet"):
+    if name.endswith(TABLES):
         if name != path.name.lower():
             raise ArbError(
-                f"`{path}` is a compressed Parquet file",
-                hint="Parquet compresses by itself: unpack it",
+                f"`{path}` is a compressed table",
+                hint="Parquet and Arrow compress by themselves: unpack it",
             )
-        if conversion.whole:
-            yield from _rows(path)
-            return
-        assert field is not None, "`plain_file` refuses a table without a field"
-        yield from _column(path, field)
+        from arbcli.data import tables
+
+        # `converted_file` refuses a table without a field
+        yield from tables.rows_of(path) if conversion.whole else tables.column_of(path, str(field))
         return
-    if conversion.whole and _is_array(path, name):
+    if name.endswith(TAR) and field is None and not conversion.whole:
+        yield from (content + b"\n" for _, content in _members(path, name, ".txt"))
+    elif conversion.whole and (name.endswith(TAR) or _is_array(path, name)):
         for _, record in _records(path, name):
             yield json.dumps(record, ensure_ascii=False).encode(errors="surrogatepass") + b"\n"
-    elif field and name.endswith(RECORDS):
+    elif field and name.endswith((*RECORDS, TAR)):
         for number, record in _records(path, name):
             yield from _text_of(record, number, path, conversion)
     else:
@@ -240,7 +250,9 @@ def _medium(path: Path, conversion: Conversion) -> Iterator[bytes]:
 def _unpacked(path: Path) -> Iterator[bytes]:
     """Yield the decompressed bytes of a file, by its last suffix."""
     suffix = path.suffix.lower()
-    zstandard = _package("zstandard", path) if suffix == ".zst" else None
+    zstandard = None
+    if suffix == ".zst":
+        zstandard = optional_module("zstandard", path, "zstandard", "zstandard")
     hint = "it is truncated or damaged: fetch it again"
     damaged = library_errors(f"`{path}` cannot be unpacked", hint, (gzip.BadGzipFile,))
     with damaged, gzip.open(path) if suffix == ".gz" else path.open("rb") as file:
@@ -278,6 +290,11 @@ def _records(
     Raises:
         ArbError: the file is not JSON.
     """
+    if name.endswith(TAR):
+        for number, (member, content) in enumerate(_members(path, name, ".json"), 1):
+            if selects(content):
+                yield number, _parsed(content, f"`{member}` in ", path)
+        return
     if _is_array(path, name):
         read = bytearray()
         for block in _unpacked(path):
@@ -294,6 +311,14 @@ def _records(
     for number, line in enumerate(_lines(_unpacked(path), path), 1):
         if line.strip() and selects(line):
             yield number, _parsed(line, f"line {number} of ", path)
+
+
+def _members(path: Path, name: str, suffix: str) -> Iterator[tuple[str, bytes]]:
+    """Yield the members of a tar file, which is unpacked to the cache if it is compressed."""
+    plain = path
+    if name != path.name.lower():
+        plain = converted(path, "", lambda size: bounded(_unpacked(path), path, size))
+    return imported("arbcli.data.tars:members")(plain, path, suffix)
 
 
 def _parsed(content: bytes, place: str, path: Path) -> Any:
@@ -372,79 +397,3 @@ def _part(part: Any) -> tuple[str, Any]:
     if not isinstance(part, dict) or len(part) != 1 or not {"text", *MEDIA} & part.keys():
         raise TypeError("a part needs exactly one of `text`, `sound` and `picture`")
     return next(iter(part.items()))
-
-
-def _rows(path: Path) -> Iterator[bytes]:
-    """Yield the rows of a table as lines of JSON, without values that are missing.
-
-    Raises:
-        ArbError: the file is damaged, or a value has no form in JSON.
-    """
-    parquet = _package("pyarrow.parquet", path)
-    with (
-        library_errors(f"`{path}` cannot be read", "it is truncated or damaged: fetch it again"),
-        parquet.ParquetFile(path) as table,
-    ):
-        for rows in table.iter_batches(batch_size=ROWS):
-            for row in rows.to_pylist():
-                try:
-                    text = json.dumps(_drop_missing(row), ensure_ascii=False)
-                except TypeError as error:  # such as bytes, or a date
-                    raise ArbError(
-                        f"`{path}` has a column that JSON has no form for: {error}",
-                        hint="leave the column out",
-                    ) from None
-                yield text.encode() + b"\n"
-
-
-def _drop_missing(value: Any) -> Any:
-    """Leave out fields that are None: columns have every field that any row has."""
-    if isinstance(value, dict):
-        return {k: _drop_missing(part) for k, part in value.items() if part is not None}
-    return [*map(_drop_missing, value)] if isinstance(value, list) else value
-
-
-def _column(path: Path, field: str) -> Iterator[bytes]:
-    arrow = _package("pyarrow", path)
-    parquet = _package("pyarrow.parquet", path)
-    no_text = ArbError(
-        f"the column `{field}` of `{path}` has no text", hint="name another with `--field`"
-    )
-    with library_errors(f"`{path}` cannot be read", "it is truncated or damaged: fetch it again"):
-        schema = parquet.read_schema(path)
-        if field not in schema.names:
-            raise ArbError(
-                f"`{path}` has no column `{field}`",
-                hint=f"choose one of: {', '.join(f'`{name}`' for name in schema.names)}",
-            )
-        if arrow.types.is_nested(schema.types[schema.names.index(field)]):
-            raise no_text
-        # as a dictionary, which stores equal values of different rows once
-        with parquet.ParquetFile(path, read_dictionary=[field]) as table:
-            for rows in table.iter_batches(batch_size=ROWS, columns=[field]):
-                for value in rows.column(0):
-                    text = _value(value, path, field)
-                    if isinstance(text, str | bytes):
-                        yield (text.encode() if isinstance(text, str) else text) + b"\n"
-                    elif text is not None:
-                        raise no_text
-
-
-def _value(value: Any, path: Path, field: str) -> Any:
-    """Convert a value of a column to an object.
-
-    Raises:
-        ArbError: it is a string that is not valid UTF-8.
-    """
-    try:
-        return value.as_py()
-    except UnicodeDecodeError as error:
-        raise ArbError(
-            f"`{path}` cannot be read: a value of `{field}` is not UTF-8: {error.reason}",
-            hint="it is truncated or damaged: fetch it again",
-        ) from None
-
-
-def _package(name: str, path: Path) -> Any:
-    package = name.partition(".")[0]
-    return optional_module(name, path, package, package)

@@ -10,16 +10,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arbcli.base.errors import ArbError, optional_module, quoted
+from arbcli.base.lazy import imported
 from arbcli.base.reading import file_bytes, shown, unreadable
 from arbcli.families import medium_of
 
 COMPRESSED = (".gz", ".zst")
-PACKED = (*COMPRESSED, ".parquet")
+TABLES = (".parquet", ".arrow", ".feather")
+"""Suffixes of files with columns."""
+TAR = ".tar"
+PACKED = (*COMPRESSED, *TABLES, TAR)
 """Suffixes of files that are unpacked: they are binary, but their contents may be text."""
 PEEKED_BYTES = 8192
 """Bytes at the start of a file in which a zero byte marks it as binary."""
 SAVED = (".safetensors", ".gguf")
 """Suffixes of saved models, which are left out of a folder's texts."""
+SHARD = ".bin"
+"""Suffix of files that may be shards of tokens: see `arbcli.data.shards`."""
+STDIN = "-"
+"""Entry of standard input."""
+HUB = "hf:"
+"""Start of an entry that is a dataset of the hub."""
+ABOUT_DATASETS = ("dataset_dict.json", "dataset_info.json", "state.json")
+"""Files about a dataset, which are no texts of the folder that has it."""
 RUN = "config.json", frozenset({"metrics.jsonl", ".lock"})
 """A folder with the first file and any of the others is a run."""
 MOST_WEIGHT = 10**9
@@ -42,6 +54,8 @@ class Conversion:
     folders out, and converts those named explicitly to `rgb`."""
     whole: bool = False
     """Whether records stay whole, as lines of JSON, for documents: see `arbcli.data.chats`."""
+    data_format: str | None = None
+    """Format of `SHARD` files, of `arbcli.data.text.TOKEN_BYTES`; None reads their headers."""
 
     def takes(self, name: str) -> bool:
         """Return whether a file in a folder is read: sounds and pictures only with a format."""
@@ -101,13 +115,28 @@ def find_files(entries: Sequence[str], left_out: list[str], conversion: Conversi
     return files
 
 
+def absolute_entry(entry: str) -> str:
+    """Return an entry that names the same text from any folder, and when stdin has been read."""
+    name, weight = weight_of(entry)
+    if name == STDIN:
+        path = str(imported("arbcli.data.sources:stdin_file")())
+        return path if weight is None else f"{path}:{weight}"
+    return entry if name.startswith(HUB) else os.path.abspath(os.path.expanduser(entry))
+
+
 def _expand(entry: str, left_out: list[str], conversion: Conversion) -> list[Path]:
+    if entry == STDIN:
+        return [imported("arbcli.data.sources:stdin_file")()]
+    if entry.startswith(HUB):
+        return imported("arbcli.data.sources:hub_files")(entry)
     path = os.path.expanduser(entry)
     is_named = _mode(path) != 0
     files, media = [], set[str]()
     for match in [path] if is_named else sorted(set(_matches(path))):
         mode = _mode(match)
-        if stat.S_ISDIR(mode):
+        if stat.S_ISDIR(mode) and _has_dataset(match):
+            files += imported("arbcli.data.sources:saved_dataset")(Path(match))
+        elif stat.S_ISDIR(mode):
             below = _files_below(match, left_out)
             binary = {file for file in below if _is_left_out(file, conversion)}
             left_out += map(str, binary)
@@ -150,13 +179,21 @@ def check_named(entries: Iterable[str], field: str | None = None) -> None:
     """
     entries, plain, has_bytes = list(entries), [], False
     for entry in entries:
-        path = os.path.expanduser(weight_of(entry)[0])
-        mode = _mode(path)
-        if mode and not stat.S_ISDIR(mode):
+        name = weight_of(entry)[0]
+        path = os.path.expanduser(name)
+        mode = 0 if name == STDIN or name.startswith(HUB) else _mode(path)
+        if name == STDIN:
+            plain.append(True)
+            has_bytes = True  # unknown until it is read
+        elif name.startswith(HUB):
+            optional_module("datasets", name, "datasets", "'arb[datasets]'")
+            plain.append(False)
+            has_bytes = True
+        elif mode and not stat.S_ISDIR(mode):
             has_bytes |= file_bytes(Path(path)) > 0
             plain.append(not may_have_records(Path(path)))
         elif not mode and next(_matches(path), None) is None:
-            raise _missing_files(weight_of(entry)[0], is_named=False)
+            raise _missing_files(name, is_named=False)
         else:
             plain.append(False)
             has_bytes = True  # unknown until the folder or glob is read
@@ -165,7 +202,7 @@ def check_named(entries: Iterable[str], field: str | None = None) -> None:
     if field is not None and plain and all(plain):
         raise ArbError(
             f"`--field {field}` only applies to records, and none of the texts is a .jsonl,"
-            " .ndjson, .json or .parquet file",
+            " .ndjson, .json, .tar, .parquet or Arrow file",
             hint="leave `--field` out: plain texts are read as they are",
         )
 
@@ -268,10 +305,17 @@ def _files_below(
             folders.clear()
             continue
         left_out += [os.path.join(parent, name) for name in names if name.endswith(SAVED)]
-        names = [name for name in names if not name.endswith(SAVED)]
+        about = ABOUT_DATASETS if _has_dataset(parent) else ()
+        names = [name for name in names if not name.endswith(SAVED) and name not in about]
         paths = [Path(parent, name) for name in names if name[0] != "."]
         files += [path for path in paths if stat.S_ISREG(_mode(path))]
     return sorted(files, key=Path.as_posix)
+
+
+def _has_dataset(folder: str) -> bool:
+    """Return whether a folder is a dataset, or several splits of one, that datasets saved."""
+    splits, *state = (os.path.isfile(os.path.join(folder, name)) for name in ABOUT_DATASETS)
+    return splits or all(state)
 
 
 def _is_left_out(path: Path, conversion: Conversion) -> bool:
@@ -281,16 +325,20 @@ def _is_left_out(path: Path, conversion: Conversion) -> bool:
         return not conversion.takes(name)
     if name.endswith(PACKED):
         return False
+    if name.endswith(SHARD) and conversion.data_format not in (None, "bytes"):
+        return False
     try:
         with path.open("rb") as file:
-            return b"\0" in file.read(PEEKED_BYTES)
+            content = file.read(PEEKED_BYTES)
     except OSError as error:
         raise unreadable(path, error) from error
+    is_shard = name.endswith(SHARD) and imported("arbcli.data.shards:header_width")(content)
+    return b"\0" in content and not is_shard
 
 
 def may_have_records(path: Path) -> bool:
     """Return whether a file may have records, by its suffix."""
-    return name_inside(path).endswith((*RECORDS, ".parquet"))
+    return name_inside(path).endswith((*RECORDS, *TABLES, TAR))
 
 
 def name_inside(path: Path) -> str:

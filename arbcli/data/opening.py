@@ -5,13 +5,18 @@ import sys
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 from arbcli.base.errors import ArbError
+from arbcli.base.lazy import imported
 from arbcli.base.reading import file_bytes
 from arbcli.data.files import (
     PLAIN,
     RECORDS,
     SAVED,
+    SHARD,
+    TABLES,
+    TAR,
     Conversion,
     check_weights,
     find_files,
@@ -116,7 +121,7 @@ def plain_file(path: Path, conversion: Conversion = PLAIN) -> Path:
         ArbError: see `arbcli.data.conversion.converted_file`.
     """
     name = name_inside(path)
-    may_change = name != path.name.lower() or name.endswith(".parquet") or medium_of(name)
+    may_change = name != path.name.lower() or name.endswith((*TABLES, TAR)) or medium_of(name)
     fields = conversion.field is not None or conversion.whole
     if not (may_change or (fields and name.endswith(RECORDS))):
         return path
@@ -147,7 +152,43 @@ def _mix(texts: list[Text], weights: list[float | None]) -> Text:
 
 
 def _plain_text(files: Sequence[Path], conversion: Conversion) -> Text:
-    return Text([plain_file(file, conversion) for file in files])
+    return _joined([_part(file, conversion) for file in files])
+
+
+class _Part(NamedTuple):
+    """A part of a file of plain bytes, or of a shard: see `Text.of_parts`."""
+
+    path: Path
+    start: int
+    stop: int
+    token_bytes: int
+
+
+def _part(file: Path, conversion: Conversion) -> _Part:
+    """Return the whole of a file's plain bytes, or of a shard's tokens."""
+    if name_inside(file).endswith(SHARD) and conversion.data_format != "bytes":
+        if conversion.whole:
+            raise ArbError(f"`{file}` has no records", hint="leave `--field` out")
+        layout = imported("arbcli.data.shards:shard_layout")(file, conversion.data_format)
+        return _Part(file, layout[0], file_bytes(file), layout[1])
+    plain = plain_file(file, conversion)
+    return _Part(plain, 0, file_bytes(plain), 1)
+
+
+def _joined(parts: Sequence[_Part]) -> Text:
+    """Join parts to one text.
+
+    Raises:
+        ArbError: there are shards and other files, or shards of both kinds.
+    """
+    widths = {part.token_bytes: part.path for part in parts}
+    if len(widths) > 1:
+        first, second = [*widths.values()][:2]
+        raise ArbError(
+            f"`{first}` and `{second}` are of different formats, and cannot be one text",
+            hint="give each of them a weight, as in `--data a.bin:0.7 --data b.txt:0.3`",
+        )
+    return Text.of_parts([part[:3] for part in parts], *widths)
 
 
 def _name(entries: Sequence[str]) -> str:
@@ -177,14 +218,21 @@ def _split(
     Returns:
         The split of several files, or None for a single one; and the training and validation texts.
     """
-    plain = {file: plain_file(file, conversion) for file in files}
+    wholes = {file: _part(file, conversion) for file in files}
     if len(files) > 1 and split != "within":
-        train, val = (Text([plain[file] for file in part]) for part in _split_files(files, seed))
+        train, val = (
+            _joined([wholes[file] for file in part]) for part in _split_files(files, seed)
+        )
         if split == "files" or len(files) >= FEW_FILES or _are_alike(train, val):
             return "files", (train, val)
-    sizes = [(path, file_bytes(path)) for path in plain.values()]
-    cuts = [(path, size - size // 10, size) for path, size in sizes]
-    within = Text.of_parts([(path, 0, cut) for path, cut, _ in cuts]), Text.of_parts(cuts)
+    cuts = []
+    for part in wholes.values():
+        tokens = (part.stop - part.start) // part.token_bytes
+        cuts.append((part, part.stop - tokens // 10 * part.token_bytes))
+    within = (
+        _joined([part._replace(stop=cut) for part, cut in cuts]),
+        _joined([part._replace(start=cut) for part, cut in cuts]),
+    )
     if len(files) == 1:
         return None, within
     if split is None and len(within[1]) <= context:  # the ends of the files are too short

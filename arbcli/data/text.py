@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+TOKEN_BYTES = {"bytes": 1, "tokens16": 2, "tokens32": 4}
+"""Bytes of a token by the format of a file, the `data_format` of a run."""
 MAX_OPEN_MAPS = 64
 """Maximum number of mapped files of a text; each has a descriptor, and some systems allow 256."""
 BLOCK_BYTES = 2**20
@@ -63,11 +65,15 @@ class Text:
     def __init__(self, paths: Sequence[Path]) -> None:
         self._take((path, 0, file_bytes(path)) for path in paths)
 
+    token_bytes = 1
+    """Bytes of a token if the files are shards, which `arbcli.data.tokens` reads; 1 for text."""
+
     @classmethod
-    def of_parts(cls, parts: Sequence[tuple[Path, int, int]]) -> "Text":
+    def of_parts(cls, parts: Sequence[tuple[Path, int, int]], token_bytes: int = 1) -> "Text":
         """Create a text from parts of files, each (path, start, stop), in bytes."""
         text = cls([])
         text._take(parts)
+        text.token_bytes = token_bytes
         return text
 
     def _take(self, parts: Iterable[tuple[Path, int, int]]) -> None:
@@ -83,6 +89,11 @@ class Text:
     def source(self) -> "Text":
         """The text as bytes, which differs from `self` for texts of tokens."""
         return self
+
+    @property
+    def original(self) -> "Text":
+        """The text of `pieces`: `source`, or the shards that it was decoded from."""
+        return self.source
 
     @property
     def symbol_bytes(self) -> float:
@@ -232,6 +243,7 @@ class Mixture(Text):
     def __init__(self, parts: Sequence[tuple[Text, float]]) -> None:
         super().__init__([])
         self.texts, self.weights = zip(*parts, strict=True)
+        self.token_bytes = max(text.token_bytes for text in self.texts)
         self._pieces = [piece for text in self.texts for piece in text._pieces]
         self._begins = [0, *accumulate(self.sizes)]
 
@@ -357,7 +369,7 @@ def entropy(text: Text) -> float:
     import torch
 
     counts = torch.zeros(256, dtype=torch.int64)
-    for block in _blocks(text):
+    for block in _blocks(text.source):
         # a writable copy, as torch warns about read-only buffers
         counts += torch.frombuffer(bytearray(block), dtype=torch.uint8).bincount(minlength=256)
     shares = counts.double() / counts.sum().clamp(min=1)
@@ -369,20 +381,22 @@ def digest(text: Text) -> str:
 
     For a mixture the sizes and weights of its texts are hashed between them. A text above 256 MiB
     is sampled as in `entropy`: a change between these blocks that keeps all sizes is not detected.
-    A text of tokens has the digest of its bytes.
+    A text of tokens has the digest of its bytes, or of its shards.
     """
-    text = text.source
+    text = text.original
     hasher = sha256(" ".join(map(str, text.sizes)).encode() + b"\n")
     if isinstance(text, Mixture):
         parts = [(len(part), weight) for part, weight in zip(text.texts, text.weights, strict=True)]
         hasher.update(repr(parts).encode())
+    if text.token_bytes > 1:
+        widths = [part.token_bytes for part in getattr(text, "texts", [text])]
+        hasher.update(f"tokens of {widths} bytes".encode())
     for block in _blocks(text):
         hasher.update(block)
     return hasher.hexdigest()
 
 
 def _blocks(text: Text) -> Iterator[bytes]:
-    text = text.source
     starts: Sequence[int] = range(0, len(text), BLOCK_BYTES)
     if len(starts) > MAX_BLOCKS:
         last = len(text) - BLOCK_BYTES

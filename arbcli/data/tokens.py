@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from arbcli.base.errors import ArbError, library_errors, optional_module
+from arbcli.base.lazy import imported
 from arbcli.base.output import held_stderr
 from arbcli.base.reading import read_small
 from arbcli.data.conversion import converted
@@ -99,6 +100,12 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder().values()
         return [token.content for token in added if token.special]
 
+    @property
+    def special_ids(self) -> list[int]:
+        """Special tokens."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return [token for token, entry in added if entry.special]
+
     def special(self, text: str) -> int | None:
         """Return the token with exactly this text, such as the end of a text; None if none has."""
         return self._tokenizer.token_to_id(text) if text else None
@@ -156,15 +163,16 @@ class Tokenizer:
             parts: tokens of the stream.
         """
         tokens = list(prompt)
-        begin, done = 0, len(tokens)  # decoding begins at `begin`; text before `done` was yielded
+        done = len(tokens)  # text of the tokens before it was yielded
         for part in parts:
             tokens += part
-            decoded = self.decode(tokens[begin:])
+            decoded = self.decode(tokens)
             if not decoded.endswith(HALF):
-                if new := decoded[len(self.decode(tokens[begin:done])) :]:
+                if new := decoded[len(self.decode(tokens[:done])) :]:
                     yield new.encode()
-                begin, done = done, len(tokens)
-        if new := self.decode(tokens[begin:])[len(self.decode(tokens[begin:done])) :]:
+                tokens = tokens[done:]
+                done = len(tokens)
+        if new := self.decode(tokens)[len(self.decode(tokens[:done])) :]:
             yield new.encode()
 
 
@@ -172,12 +180,20 @@ class _OfTokens(Text):
     """Base class of texts of tokens: lengths and offsets are in tokens, `pieces` in bytes."""
 
     tokens: Tokenizer
+    dtype: np.dtype
+    """Dtype of tokens that are read."""
     _source: Text
+    _original: Text
 
     @property
     def source(self) -> Text:
         """The text as bytes."""
         return self._source
+
+    @property
+    def original(self) -> Text:
+        """The text of `pieces`."""
+        return self._original
 
     @property
     def symbol_bytes(self) -> float:
@@ -187,14 +203,14 @@ class _OfTokens(Text):
     @property
     def pieces(self) -> list[tuple[Path, int, int]]:
         """Parts of the text's files: (path, start, stop) each, in bytes."""
-        return self._source.pieces
+        return self._original.pieces
 
     def window_batch(self, starts: Sequence[int], length: int) -> "Tensor":
         """Return the windows that begin at `starts`, (B, length) int32 on the CPU."""
         import torch  # takes seconds, and is not needed to tokenise
 
         windows = b"".join([self.read(start, length) for start in starts])
-        tokens = np.frombuffer(windows, self.tokens.dtype).astype(np.int32)
+        tokens = np.frombuffer(windows, self.dtype).astype(np.int32)
         return torch.from_numpy(tokens).view(len(starts), length)
 
 
@@ -202,15 +218,21 @@ class TokenText(_OfTokens):
     """A text of tokens.
 
     Args:
-        source: text of bytes.
+        source: text of bytes; or of shards, whose tokens are read as they are.
         tokens: tokenizer.
 
     Raises:
-        ArbError: a file cannot be read, or the cache cannot be written.
+        ArbError: a file cannot be read, a shard has a token that the tokenizer lacks, or the cache
+            cannot be written.
     """
 
     def __init__(self, source: Text, tokens: Tokenizer) -> None:
-        self._source, self.tokens = source, tokens
+        self._source, self._original, self.tokens = source, source, tokens
+        self.dtype = tokens.dtype
+        if source.token_bytes > 1:
+            self._text, self.dtype = source, np.dtype(f"<u{source.token_bytes}")
+            self._source = imported("arbcli.data.shards:decoded_shards")(source, tokens)
+            return
         starts = accumulate(source.sizes, initial=0)
         files = [
             _tokenised(source, begin, piece, tokens)
@@ -219,11 +241,11 @@ class TokenText(_OfTokens):
         self._text = Text(files)
 
     def __len__(self) -> int:
-        return len(self._text) // self.tokens.dtype.itemsize
+        return len(self._text) // self.dtype.itemsize
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return tokens [offset, offset + length) in the dtype of the files."""
-        width = self.tokens.dtype.itemsize
+        """Return tokens [offset, offset + length) in `dtype`."""
+        width = self.dtype.itemsize
         return self._text.read(offset * width, length * width)
 
 
@@ -231,19 +253,25 @@ class TokenMixture(_OfTokens, Mixture):
     """A mixture of texts of tokens, with the weights of the mixture of bytes.
 
     Args:
-        source: mixture of texts of bytes.
+        source: mixture of texts of bytes or of shards.
         tokens: tokenizer.
     """
 
+    dtype = np.dtype("<u4")
+
     def __init__(self, source: Mixture, tokens: Tokenizer) -> None:
-        self._source, self.tokens, self.weights = source, tokens, source.weights
+        self._original, self.tokens, self.weights = source, tokens, source.weights
         self.texts = tuple(TokenText(text, tokens) for text in source.texts)
+        sources = [text.source for text in self.texts]
+        self._source = Mixture([*zip(sources, source.weights, strict=True)])
         self._begins = [0, *accumulate(map(len, self.texts))]
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return tokens of one of the texts, in the dtype of the files."""
+        """Return tokens of one of the texts in `dtype`, as those of the files may differ."""
         index = bisect_right(self._begins, offset, hi=len(self.texts)) - 1
-        return self.texts[index].read(offset - self._begins[index], length)
+        text = self.texts[index]
+        content = text.read(offset - self._begins[index], length)
+        return np.frombuffer(content, text.dtype).astype(self.dtype).tobytes()
 
 
 def tokenised(text: Text, tokens: Tokenizer) -> Text:

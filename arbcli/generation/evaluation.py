@@ -27,7 +27,7 @@ from arbcli.data.text import Text, entropy
 from arbcli.data.tokens import tokenised
 from arbcli.families import MEDIA_MARK
 from arbcli.generation.option_checks import check_masked_option, check_stride
-from arbcli.generation.tokens import check_vocabulary
+from arbcli.generation.tokens import check_is_bytes, check_vocabulary
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import deterministic, explained_out_of_memory
 from arbcli.model.language_model import LanguageModel
@@ -288,7 +288,9 @@ def evaluate(
         return _evaluate_documents(
             model, checkpoint, text, description, batch, backend, kv, progress
         )
-    if model.tokenizer is not None and text.source is text:
+    if model.tokenizer is None:
+        check_is_bytes(text)
+    elif text.source is text:
         text = tokenised(text, model.tokenizer)
     if len(text) < 2:
         raise ArbError("a text of one byte has nothing to predict", hint="name a longer text")

@@ -19,10 +19,10 @@ from arbcli.base.reading import read_json
 from arbcli.base.run_files import CONFIG, RUNS, TOKENIZER, run_of
 from arbcli.config.settings import check_at_least
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
-from arbcli.data.files import DOCUMENTS, Conversion, has_documents
+from arbcli.data.files import DOCUMENTS, Conversion, absolute_entry, has_documents
 from arbcli.data.opening import open_texts
 from arbcli.data.text import Text, Texts, entropy
-from arbcli.generation.tokens import check_vocabulary
+from arbcli.generation.tokens import check_is_bytes, check_vocabulary
 from arbcli.training.trainer import text_digest
 from arbcli.version import __version__
 
@@ -145,10 +145,6 @@ def _drop_newer(value: Any, written: Any) -> Any:
     return value
 
 
-def _absolute(entries: tuple[str, ...]) -> list[str]:
-    return [os.path.abspath(os.path.expanduser(entry)) for entry in entries]
-
-
 def open_texts_again(facts: dict[str, Any], config: TrainConfig) -> Texts:
     """Open the texts of a run at their absolute paths, or else relative to the current folder.
 
@@ -187,6 +183,8 @@ def open_run_texts(
     )
     if not documents and config.tokenizer is None:
         check_vocabulary(config.model, None, "")
+        for text in (texts.train, texts.val):
+            check_is_bytes(text)
         return texts
     from arbcli.training.token_texts import token_texts
 
@@ -214,19 +212,24 @@ def run_config(run: Path, facts: dict[str, Any]) -> TrainConfig:
     return dataclasses.replace(config, tokenizer=str(path))
 
 
-def run_conversion(path: Path, field: str | None = None) -> Conversion:
+def run_conversion(
+    path: Path, field: str | None = None, data_format: str | None = None
+) -> Conversion:
     """Return how the run of a checkpoint converts text files; plain without `config.json`.
 
     Args:
         path: path of a run or checkpoint.
         field: field of records, instead of the run's.
+        data_format: format of shards; None is the run's.
     """
     run = run_of(path)
     if has_documents(field):
         return DOCUMENTS
     if not (run / CONFIG).exists():
-        return Conversion(field)
-    return dataclasses.replace(train_config_from(read_facts(run)).conversion, field=field)
+        return Conversion(field, data_format=data_format)
+    conversion = train_config_from(read_facts(run)).conversion
+    data_format = data_format or conversion.data_format
+    return dataclasses.replace(conversion, field=field, data_format=data_format)
 
 
 def held_out_text(run: Path) -> tuple[Text, str]:
@@ -276,7 +279,9 @@ def run_facts(run: Path | None, config: TrainConfig, texts: Texts) -> dict[str, 
             "split": texts.split,
             "digest": text_digest(texts),
             "entropy": entropy(texts.val),
-            "paths": {name: _absolute(getattr(config, name)) for name in ("data", "val")},
+            "paths": {
+                name: [*map(absolute_entry, getattr(config, name))] for name in ("data", "val")
+            },
             "template": texts.train.template_digest,
             "tokenizer": texts.tokenizer and texts.tokenizer.digest,
             "train_bytes": len(texts.train.source),

@@ -31,7 +31,7 @@ def text_warnings(texts: Texts) -> list[str]:
             f"warning: NUL bytes in `{binaries[0]}`{more}, which may be binary: leave binary files"
             " out"
         )
-    if shared := {*both[0].pieces} & {*both[1].pieces}:
+    if shared := {*texts.train.pieces} & {*texts.val.pieces}:
         path = min(path for path, _, _ in shared)
         warnings.append(
             f"warning: `{path}` is both training and held-out text, so that the held-out loss is of"
