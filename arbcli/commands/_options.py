@@ -22,6 +22,7 @@ from arbcli.base.environment import (
     no_gpu_for_triton,
 )
 from arbcli.base.errors import ArbError, quoted
+from arbcli.base.lazy import imported
 from arbcli.base.output import note
 from arbcli.base.reading import check_regular
 from arbcli.commands._help import show_all
@@ -45,7 +46,10 @@ from arbcli.data.files import (
     check_packages,
     check_weights,
     has_documents,
+    may_be_shard,
+    weight_of,
 )
+from arbcli.data.text import check_is_bytes
 from arbcli.families.graph.presets import ATTENTIONS as GRAPH_ATTENTIONS
 from arbcli.model.rules import FADING
 
@@ -256,20 +260,40 @@ def check_settings(settings: dict[str, Any]) -> None:
 
 
 def check_texts(settings: dict[str, Any]) -> None:
-    """Check that the files of `data` and `val` exist, and that `field` suits them."""
-    check_entries([*settings.get("data", ()), *settings.get("val", ())], settings.get("field"))
+    """Check that the files of `data` and `val` exist, and that other settings suit them."""
+    check_entries(
+        [*settings.get("data", ()), *settings.get("val", ())],
+        settings.get("field"),
+        settings.get("data_format"),
+        has_tokenizer=settings.get("tokenizer") is not None,
+    )
 
 
-def check_entries(entries: Sequence[str], field: str | None) -> None:
-    """Check that texts exist, that `field` suits them, and that its packages are installed.
+def check_entries(
+    entries: Sequence[str],
+    field: str | None,
+    data_format: str | None,
+    *,
+    has_tokenizer: bool = True,
+) -> None:
+    """Check that texts exist, that options suit them, and that their packages are installed.
 
     Raises:
-        ArbError: a file is missing or empty, or has records whose fields `field` does not name.
+        ArbError: a file is missing or empty, has records whose fields `field` does not name, or is
+            a shard that cannot be read.
     """
     check_packages(field)
     check_named(entries, None if has_documents(field) else field)
     if field is None:
         check_records(entries)
+    named = [Path(os.path.expanduser(weight_of(entry)[0])) for entry in entries]
+    if data_format and not any(may_be_shard(path, None) or not path.is_file() for path in named):
+        raise ArbError("`--data-format` only applies to .bin files", hint="leave it out")
+    for path in named:
+        if may_be_shard(path, data_format) and path.is_file():
+            _, width = imported("arbcli.data.shards:shard_layout")(path, data_format)
+            if not has_tokenizer:
+                check_is_bytes(width)
 
 
 MOST_METAVAR = 32

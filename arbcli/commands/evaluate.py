@@ -84,7 +84,7 @@ def evaluate(
         raise ArbError("`--field` only applies with `--data`", hint="add `--data`")
     check_document_options(field, stride)
     checkpoint = find_run(one_path(run, checkpoint), loads=True)
-    check_entries(data or (), field)
+    check_entries(data or (), field, data_format)
     if config := config_in_header(checkpoint):
         check_masked_option(config, "--draws", draws)
         check_stride(config, stride)

@@ -341,6 +341,11 @@ def may_have_records(path: Path) -> bool:
     return name_inside(path).endswith((*RECORDS, *TABLES, TAR))
 
 
+def may_be_shard(path: Path, data_format: str | None) -> bool:
+    """Return whether a file is to be read as a shard of tokens, by its suffix."""
+    return name_inside(path).endswith(SHARD) and data_format != "bytes"
+
+
 def name_inside(path: Path) -> str:
     """Return the file's name in lower case, without suffixes of compression."""
     name = path.name.lower()

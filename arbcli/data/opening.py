@@ -14,13 +14,13 @@ from arbcli.data.files import (
     PLAIN,
     RECORDS,
     SAVED,
-    SHARD,
     TABLES,
     TAR,
     Conversion,
     check_weights,
     find_files,
     find_standard_library,
+    may_be_shard,
     name_inside,
     weight_of,
 )
@@ -166,7 +166,7 @@ class _Part(NamedTuple):
 
 def _part(file: Path, conversion: Conversion) -> _Part:
     """Return the whole of a file's plain bytes, or of a shard's tokens."""
-    if name_inside(file).endswith(SHARD) and conversion.data_format != "bytes":
+    if may_be_shard(file, conversion.data_format):
         if conversion.whole:
             raise ArbError(f"`{file}` has no records", hint="leave `--field` out")
         layout = imported("arbcli.data.shards:shard_layout")(file, conversion.data_format)

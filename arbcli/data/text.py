@@ -264,6 +264,22 @@ class Mixture(Text):
         return starts
 
 
+def check_is_bytes(token_bytes: int) -> None:
+    """Check that a model of bytes can read a text.
+
+    Args:
+        token_bytes: see `Text.token_bytes`.
+
+    Raises:
+        ArbError: it is of shards of tokens.
+    """
+    if token_bytes > 1:
+        raise ArbError(
+            "the text is of shards of tokens, and the model reads bytes",
+            hint="name the tokenizer that made them: `--tokenizer tokenizer.json`",
+        )
+
+
 def batch(
     text: Text,
     *,

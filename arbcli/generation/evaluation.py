@@ -23,11 +23,11 @@ from torch import Tensor
 from arbcli.base.errors import ArbError
 from arbcli.base.lazy import imported
 from arbcli.data.chats import Chats
-from arbcli.data.text import Text, entropy
+from arbcli.data.text import Text, check_is_bytes, entropy
 from arbcli.data.tokens import tokenised
 from arbcli.families import MEDIA_MARK
 from arbcli.generation.option_checks import check_masked_option, check_stride
-from arbcli.generation.tokens import check_is_bytes, check_vocabulary
+from arbcli.generation.tokens import check_vocabulary
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import deterministic, explained_out_of_memory
 from arbcli.model.language_model import LanguageModel
@@ -289,7 +289,7 @@ def evaluate(
             model, checkpoint, text, description, batch, backend, kv, progress
         )
     if model.tokenizer is None:
-        check_is_bytes(text)
+        check_is_bytes(text.token_bytes)
     elif text.source is text:
         text = tokenised(text, model.tokenizer)
     if len(text) < 2:

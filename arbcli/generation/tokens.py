@@ -10,7 +10,6 @@ from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.model.checkpoint import TOKENIZER_DIGEST
 
 if TYPE_CHECKING:
-    from arbcli.data.text import Text
     from arbcli.data.tokens import Tokenizer
     from arbcli.model.checkpoint import Checkpoint
     from arbcli.model.language_model import LanguageModel
@@ -37,19 +36,6 @@ def check_vocabulary(config: ModelConfig, tokenizer: "Tokenizer | None", name: s
             f"`{name}` has tokens up to {tokenizer.size - 1:,}, and the model's vocabulary has"
             f" {config.vocabulary:,}",
             hint="use the model's own tokenizer, or a larger `vocabulary`",
-        )
-
-
-def check_is_bytes(text: "Text") -> None:
-    """Check that a model of bytes can read a text.
-
-    Raises:
-        ArbError: it is of shards of tokens.
-    """
-    if text.token_bytes > 1:
-        raise ArbError(
-            "the text is of shards of tokens, and the model reads bytes",
-            hint="name the tokenizer that made them: `--tokenizer tokenizer.json`",
         )
 
 

@@ -21,8 +21,8 @@ from arbcli.config.settings import check_at_least
 from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
 from arbcli.data.files import DOCUMENTS, Conversion, absolute_entry, has_documents
 from arbcli.data.opening import open_texts
-from arbcli.data.text import Text, Texts, entropy
-from arbcli.generation.tokens import check_is_bytes, check_vocabulary
+from arbcli.data.text import Text, Texts, check_is_bytes, entropy
+from arbcli.generation.tokens import check_vocabulary
 from arbcli.training.trainer import text_digest
 from arbcli.version import __version__
 
@@ -184,7 +184,7 @@ def open_run_texts(
     if not documents and config.tokenizer is None:
         check_vocabulary(config.model, None, "")
         for text in (texts.train, texts.val):
-            check_is_bytes(text)
+            check_is_bytes(text.token_bytes)
         return texts
     from arbcli.training.token_texts import token_texts
 

@@ -42,6 +42,13 @@ MISTAKES = {
     "train --learning-rate 0.1": "No such option: --learning-rate\nhint: use `--lr`\n",
     "generate made --system a": "`--system` only applies with `--chat`",
     "train --data text.txt --field body": "`--field body` only applies to records",
+    "train --data shard.bin": "the text is of shards of tokens, and the model reads bytes\nhint:"
+        " name the tokenizer that made them: `--tokenizer",
+    "train --data tokens.bin": "`tokens.bin` has no header, so that its format is unknown",
+    "evaluate run --data tokens.bin --data-format tokens32": "`tokens.bin` has 2 bytes, not a"
+        " whole number of tokens of 4",
+    "train --data text.txt --data-format bytes": "`--data-format` only applies to .bin files",
+    "train --data - --field body": "`--field body` only applies to records",
     "train --teacher nofile": "there is no run at `nofile`",
     "train --out text.txt": "`text.txt` is a file",
     "train --out run": "`run` already contains a run",
@@ -147,7 +154,8 @@ MISTAKES = {
 } | {
     f"train --{option} {value}": f"`--{option}` is `{value}`\nhint: choose one of: "
     for option, value in {
-        "backend": "cuda", "boundaries": "none", "compute": "fp4", "optimizer": "up",
+        "backend": "cuda", "boundaries": "none", "compute": "fp4", "data-format": "x",
+        "optimizer": "up",
         "rule": "[bold]", "schedule": "step", "tscale-type": "T5", "weights": "half",
     }.items()
 }  # fmt: skip
@@ -184,10 +192,12 @@ def test_mistakes_are_refused_without_torch(monkeypatch, tmp_path):
     for name, content in (
         ("chats.jsonl", '\ufeff{"messages": []}\n{'), ("texts.ndjson", '{"text": "a"}\n'),
         ("pairs.json", '[\n{"prompt": "a", "completion": "b"}]'),
+        ("tokens.bin", "\1\0"),
         ("text.txt", "ternary weights"), ("empty.txt", ""), ("model.toml", MODEL),
         ("preset.toml", 'preset = "tiny"\n[model]\nctx = 8'), ("steps.toml", "steps = 3"),
     ):  # fmt: skip
         (tmp_path / name).write_text(content)
+    (tmp_path / "shard.bin").write_bytes(b"\x88\xd84\1\1".ljust(1024, b"\0"))
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "run").mkdir()

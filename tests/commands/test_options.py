@@ -142,7 +142,7 @@ def test_assignment_that_contradicts_or_sets_nothing_is_refused(given, says):
 
 CHOSEN = {
     "tokenizer": "tokenizer.json", "sound": "pcm16", "picture": "grey:64x48",
-    "teacher": "runs/large",
+    "teacher": "runs/large", "data_format": "tokens16",
     "preset": "hnet-tiny", "data": ["a.txt", "b.txt"], "val": ["c.txt"], "field": "body",
     "schedule": "wsd", "rule": "nibble", "digits": "int8", "direction": "muon",
     "attention_rule": "carry", "mlp_rule": "moment",
