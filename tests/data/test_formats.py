@@ -138,10 +138,11 @@ def test_changed_archive_and_dataset_are_read_again(tmp_path):
         for content in (b"first", b"second"):
             write_tar(tmp_path / name, {"a.txt": content})
             assert plain_file(tmp_path / name).read_bytes() == content + b"\n"
-    write_tar(tmp_path / "a.tar", {"a.txt": b"text", "a.json": b'{"b": "json"}'})
-    assert plain_file(tmp_path / "a.tar").read_bytes() == b"text\n"
-    assert plain_file(tmp_path / "a.tar", Conversion("b")).read_bytes() == b"json\n"
-    assert plain_file(tmp_path / "a.tar", DOCUMENTS).read_bytes() == b'{"b": "json"}\n'
+    for name in ("b.tar", "b.tar.gz"):
+        write_tar(tmp_path / name, {"a.txt": b"text", "a.json": b'{"b": "json"}'})
+        assert plain_file(tmp_path / name, Conversion("b")).read_bytes() == b"json\n"
+        assert plain_file(tmp_path / name).read_bytes() == b"text\n"
+        assert plain_file(tmp_path / name, DOCUMENTS).read_bytes() == b'{"b": "json"}\n'
 
 
 def test_folder_of_a_dataset_is_its_files_without_metadata(tmp_path):
@@ -284,6 +285,12 @@ def test_documents_of_a_shard_keep_their_end_token(tokenizer, tmp_path):
         if start < first:
             assert row.tolist() == tokens[start : start + 9]
     assert digest(mixture) == digest(opened.train)
+    write_shard(tmp_path / "d.bin", tokens * 2, 2, has_header=False)
+    formats = ("bytes", "tokens16", "tokens32")
+    read = [
+        open_text([str(tmp_path / "d.bin")], Conversion(data_format=form))[0] for form in formats
+    ]
+    assert len({*map(digest, read)}) == 3
     assert len({digest(text) for text in (*mixture.texts, mixture)}) == 4
     with pytest.raises(ArbError, match="are of different formats"):
         open_text([str(tmp_path / name) for name in ("a.bin", "c.txt")])
