@@ -2,6 +2,7 @@
 
 import sys
 import traceback
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -79,6 +80,7 @@ def root(
 def main() -> None:
     """Run `arb` and exit with one of the codes that `arb --help` lists."""
     open_closed_streams()
+    warnings.formatwarning = _one_line_warning
     keep_compiled_modules()
     set_environment(sys.argv[1:])
     try:
@@ -113,6 +115,11 @@ def main() -> None:
     except Exception:
         note_text(traceback.format_exc())
         sys.exit(2)
+
+
+def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> str:
+    """Format a warning without the place in the code, which says nothing to a user."""
+    return f"warning: {' '.join(str(message).split())}\n"
 
 
 def _usage_hint(error: Any) -> str:

@@ -88,7 +88,10 @@ def replace_file(path: Path, write: Callable[[BufferedWriter], object], mode: in
             write(file)
             file.flush()
             os.fsync(file.fileno())
-            temporary.replace(path)  # while the lock is held, so that nobody sweeps it
+            if fcntl is not None:
+                temporary.replace(path)  # while the lock is held, so that nobody sweeps it
+        if fcntl is None:
+            temporary.replace(path)  # Windows renames no file that is open
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

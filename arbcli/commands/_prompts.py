@@ -74,7 +74,12 @@ def stdin_has_data() -> bool:
         return False
     if stat.S_ISREG(status.st_mode):
         return status.st_size > 0
-    return stat.S_ISFIFO(status.st_mode) and bool(select.select([0], [], [], 0)[0])
+    if not stat.S_ISFIFO(status.st_mode):
+        return False
+    try:
+        return bool(select.select([0], [], [], 0)[0])
+    except OSError:  # Windows only waits for sockets
+        return False
 
 
 class PromptProgress:

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -61,6 +62,8 @@ def resolve_device(name: str | None) -> torch.device:
         raise ArbError(
             f"there is no Apple GPU for `{name}`", hint="use `--device cpu`, or leave it out"
         )
+    if device.type == "mps":
+        warnings.warn("`mps` was never tried: compare its losses with `cpu`", stacklevel=2)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise no_cuda_device(name)
     return device
