@@ -223,6 +223,11 @@ def is_terminal() -> bool:
     return sys.stdin.isatty() and _stdout.isatty()
 
 
+def is_shown() -> bool:
+    """Return whether stdout is a terminal."""
+    return _stdout.isatty()
+
+
 @contextlib.contextmanager
 def typing_dropped() -> Iterator[None]:
     """Discard keys that are pressed within the block, without an echo."""

@@ -16,6 +16,7 @@ from arbcli.base.output import (
     LiveLine,
     TextWriter,
     emit_json,
+    is_shown,
     is_terminal,
     note,
     typing_dropped,
@@ -48,6 +49,7 @@ LENGTH = 512
 """Default number of bytes, or tokens, to generate."""
 EXCLUDED = {
     "--bytes": ("--json", "--out", "--chunks"),
+    "--echo": ("--json", "--out", "--chunks", "--prompts", "--infill"),
     "--prompt-file": ("--prompt",),
     "--infill": ("--prompt", "--prompt-file", "--chat", "--chunks", "--ahead", "--kv"),
     "--prompts": (
@@ -183,13 +185,20 @@ def generate(
             " marks where stdout is not a terminal.",
         ),
     ] = False,
+    echo: Annotated[
+        bool | None,
+        typer.Option(
+            "--echo/--no-echo",
+            help="Write the prompt before the text. [default: on a terminal, for text]",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt: `arb generate runs/001-256x4-moment --prompt "import "`.
 
-    The generated text, without the prompt, is streamed to stdout. On a terminal, without a prompt,
-    prompts are read interactively. A model that fills holes completes the text of --infill, a
-    masked one a prompt too, and the whole text is written to stdout.
+    The generated text is streamed to stdout, on a terminal after the prompt. On a terminal, without
+    a prompt, prompts are read interactively. A model that fills holes completes the text of
+    --infill, a masked one a prompt too, and the whole text is written to stdout.
     """
     set_options = {
         "--prompt": prompt is not None, "--prompt-file": prompt_file is not None,
@@ -197,7 +206,7 @@ def generate(
         "--batch": batch is not None, "--steps": steps is not None, "--keep": keep is not None,
         "--out": out is not None, "--ahead": ahead is not None, "--kv": kv is not None,
         "--chat": chats, "--system": system is not None, "--bytes": raw, "--chunks": chunks,
-        "--json": as_json,
+        "--json": as_json, "--echo": echo is True,
     }  # fmt: skip
     _check_combinations(set_options)
     if out is not None:
@@ -259,7 +268,11 @@ def generate(
         chunking.check_chunks(model)
     collected, collects = bytearray(start), as_json or chunks or out is not None
     ends = None if out is None else partial(Completion(out).is_complete, collected)
+    is_given = prompt is not None or prompt_file is not None
+    echoes = is_given and not (raw or chats) and is_shown() if echo is None else echo
     with PromptProgress() as reading, TextWriter() as writer:
+        if echoes and not collects:
+            (write_bytes if raw else writer.write)(start)
         report = continue_text(
             model,
             name,

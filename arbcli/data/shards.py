@@ -6,6 +6,7 @@ nanoGPT's, are shards only if `--data-format` says so.
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,7 +94,7 @@ def decoded_shards(shards: Text, tokenizer: "Tokenizer") -> Text:
     for path, start, stop in shards.pieces:
         settings = f"{start} {stop} of {shards.token_bytes}\ntext {tokenizer.digest}"
         blocks = _decoded(shards, begin, begin + stop - start, tokenizer, path)
-        files.append(converted(path, settings, lambda size, b=blocks, p=path: bounded(b, p, size)))
+        files.append(converted(path, settings, partial(bounded, blocks, path)))
         begin += stop - start
     text = Text(files)
     if shards.pieces and not text:

@@ -47,6 +47,17 @@ def test_generate_writes_text_to_stdout_and_its_speed_to_stderr(generate):
     assert generate("--prompt", "ternary ", "--length", "40").stdout == done.stdout
 
 
+def test_prompt_is_echoed_on_a_terminal_or_if_asked(generate, monkeypatch):
+    words = ("--prompt", "ternary ", "--length", "4")
+    plain = generate(*words).stdout
+    assert generate(*words, "--echo").stdout == f"ternary {plain}"
+    monkeypatch.setattr("arbcli.commands.generate.is_shown", lambda: True)
+    assert generate(*words).stdout == f"ternary {plain}"
+    assert generate(*words, "--no-echo").stdout == plain
+    assert generate(*words, "--bytes").stdout == plain
+    assert generate("--length", "4").stdout == generate("--length", "4", "--no-echo").stdout
+
+
 @pytest.mark.parametrize("kv", ["fp8", "int8"])
 def test_eight_bits_take_half_the_cache_and_hardly_any_loss(kv, run, arb_here):
     here = ["--checkpoint", run, "--device", "cpu", "--compute", "bf16", "--json"]
