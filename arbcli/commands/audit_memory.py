@@ -28,7 +28,8 @@ from arbcli.inspect.budget import budget_bytes
 
 if TYPE_CHECKING:
     from arbcli.config.training import TrainConfig
-    from arbcli.inspect.audit import AuditReport, FitReport
+    from arbcli.inspect.audit import AuditReport, Check, FitReport, Level
+    from arbcli.inspect.decoding import DecodingAudit
     from arbcli.inspect.floats import FloatTensor
     from arbcli.inspect.memory import WhatIfReport
     from arbcli.inspect.peak import PeakReport
@@ -41,6 +42,8 @@ STAGES = {
     "forward": "forward",
     "backward": "backward and update",
     "end": "the step",
+    "prepare": "preparing weights and cache",
+    "prefill": "prefill",
 }
 
 
@@ -64,6 +67,14 @@ def audit_memory(
     floats: Annotated[
         bool, typer.Option("--floats", help="List all float tensors of the first step.")
     ] = False,
+    decode: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            metavar="POSITIONS",
+            help="Instead of training, measure a prefill of so many positions, and decoding steps.",
+        ),
+    ] = None,
     device: PredictedDevice = None,
     backend: PredictedBackend = None,
     as_json: Json = False,
@@ -76,6 +87,11 @@ def audit_memory(
         raise ArbError(
             "`--floats` only works with a measured step of one process",
             hint="leave `--budget`, `--what-if` and `--ranks` out",
+        )
+    if decode is not None and any((budget, what_if, ranks, floats, snapshot)):
+        raise ArbError(
+            "`--decode` only measures decoding in one process",
+            hint="leave `--budget`, `--what-if`, `--ranks`, `--floats` and `--snapshot` out",
         )
     if snapshot is not None:
         check_file(snapshot, "--snapshot", (".pickle", ".pkl"))
@@ -103,6 +119,12 @@ def audit_memory(
         config = audit.config_of_any_gpu(**settings)
     else:
         config = new_config(**settings, device=device, backend=backend)
+    if decode is not None:
+        from arbcli.inspect.decoding import audit_decoding
+
+        decoding = audit_decoding(config, decode)
+        emit(decoding, _decoding_tables(decoding), as_json=as_json)
+        raise typer.Exit(0 if decoding.passed else 1)
     if what_if:
         choices = memory.what_if(config.model)
         emit(choices, _what_if_table(choices), as_json=as_json)
@@ -280,28 +302,47 @@ def _floats_table(floats: "tuple[FloatTensor, ...]") -> Table:
     return table(title, columns, cells, left=4)
 
 
-def _audit_tables(report: "AuditReport") -> Group:
+def _decoding_tables(report: "DecodingAudit") -> Group:
     place = f"{report.device}, backend {report.backend}, {report.compute}"
-    verdict = "passed" if report.passed else "FAILED"
     headline = (
-        f"On {place}, batch {report.batch} x {report.predicted.config.ctx}: {verdict}, a peak of"
-        f" {_size(report.peak_bytes)} in {report.steps} steps ({report.seconds:.1f} s)"
+        f"On {place}: {_verdict(report.passed)}, a prefill of {report.prefill:,}, cache of"
+        f" {_size(report.cache_bytes)}"
     )
-    levels = [
+    return Group(headline, _levels_table(report.levels), _checks_table(report.checks))
+
+
+def _verdict(passed: bool) -> str:
+    return "passed" if passed else "FAILED"
+
+
+def _levels_table(levels: "tuple[Level, ...]") -> Table:
+    rows = [
         [
             f"step {level.step}" if level.step else "",
             STAGES[level.stage],
             *map(_size, (level.live_bytes, level.reserved_bytes, level.peak_bytes)),
         ]
-        for level in report.levels
+        for level in levels
     ]
+    return table("Measured", ["", "after", "live", "reserved", "peak"], rows, left=2)
+
+
+def _checks_table(checks: "tuple[Check, ...]") -> Table:
+    rows = [[check.name, "ok" if check.passed else "FAILED", check.detail] for check in checks]
+    return table("Checks", ["", "", ""], rows, left=3)
+
+
+def _audit_tables(report: "AuditReport") -> Group:
+    place = f"{report.device}, backend {report.backend}, {report.compute}"
+    headline = (
+        f"On {place}, batch {report.batch} x {report.predicted.config.ctx}:"
+        f" {_verdict(report.passed)}, a peak of"
+        f" {_size(report.peak_bytes)} in {report.steps} steps ({report.seconds:.1f} s)"
+    )
     tensors = [
         [when, f"{t.dtype} {' x '.join(map(str, t.shape))}", _part_of(t.made_in), _size(t.bytes)]
         for when, listed in (("peak", report.largest), ("derived", report.derived))
         for t in listed
-    ]
-    checks = [
-        [check.name, "ok" if check.passed else "FAILED", check.detail] for check in report.checks
     ]
     measured = f"measured, prediction off by {report.peak_error:+.1%}"
     peak = [*_peak_rows(report.predicted_peak), [measured, _size(report.peak_bytes)]]
@@ -312,9 +353,9 @@ def _audit_tables(report: "AuditReport") -> Group:
         state_table(report.predicted),
         table("Peak", ["", "size"], peak),
         _live_table(report.predicted_peak),
-        table("Measured", ["", "after", "live", "reserved", "peak"], levels, left=2),
+        _levels_table(report.levels),
         table(
             "Largest tensors besides the state", ["", "tensor", "made in", "size"], tensors, left=3
         ),
-        table("Checks", ["", "", ""], checks, left=3),
+        _checks_table(report.checks),
     )

@@ -292,11 +292,12 @@ def generate(
         depths = chunking.chunk_depths(model, content, backend) if chunks else None
         extra = {"chunk_depths": depths} if chunks else {}
         _write(content, asdict(report) | extra, out, as_json=as_json, depths=depths)
-    checks = report.bytes_per_check
+    checks, period = report.bytes_per_check, report.period
     _note_end(
         f"{report.length} {_unit(model)}, {report.bytes_per_second:,.0f} bytes/s on {place},"
         f" backend {backend}, cache of {report.cache_bytes:,} bytes in {report.kv}"
         + ("" if checks is None else f", {checks:.2f} bytes a check")
+        + ("" if period is None else f"; the text repeats with a period of {period} bytes")
     )
 
 

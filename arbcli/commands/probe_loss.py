@@ -1,7 +1,7 @@
 """`arb probe-loss`: diagnostics of a few training steps."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,7 +33,10 @@ from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.config.presets import config_from_dict
 
 if TYPE_CHECKING:
+    from arbcli.config.training import TrainConfig
+    from arbcli.inspect.decoding import DecodingProbe
     from arbcli.inspect.probe import ChunkReport, ProbeReport, TensorReport
+    from arbcli.model.checkpoint import Checkpoint as SavedCheckpoint
 
 STEPS = 12
 """Enough for warm-up to end, and for votes to accumulate, flip and accumulate again."""
@@ -54,6 +57,14 @@ def probe_loss(
     backend: Backend = None,
     device: Device = None,
     checkpoint: Checkpoint = None,
+    decode: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            metavar="POSITIONS",
+            help="Instead of steps: read so many positions, decode one, and show its sizes.",
+        ),
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(help="Plot residual stream, flips, loss, logits: .png, .pdf or .svg."),
@@ -67,6 +78,8 @@ def probe_loss(
     """
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
+        if decode is not None:
+            raise ArbError("`--plot` only draws training steps", hint="leave `--decode` out")
     settings = given_options(**settings, warmup=warmup)
     steps = settings.pop("steps", steps)  # of `--set`
     path = None if run is None and checkpoint is None else one_path(run, checkpoint)
@@ -85,32 +98,66 @@ def probe_loss(
 
         if plot is not None:
             require_matplotlib()
-        report = _probe(settings, steps, path, device, backend, line.show_wait)
-    emit(report, _tables(report), as_json=as_json)
+        report: ProbeReport | DecodingProbe
+        config, saved = _opened(settings, steps, path, device, backend)
+        if decode is not None:
+            from arbcli.inspect.decoding import probe_decoding
+
+            report = probe_decoding(config, decode, saved)
+            tables = _decoding_tables(report)
+        else:
+            from arbcli.inspect.probe import probe
+
+            report = probe(config, steps=steps, checkpoint=saved, progress=line.show_wait)
+            tables = _tables(report)
+    emit(report, tables, as_json=as_json)
     if plot is not None:
         plot_probe(dataclasses.asdict(report), plot)
     raise typer.Exit(0 if report.passed else 1)
 
 
-def _probe(
+def _opened(
     settings: dict[str, Any],
     steps: int,
     checkpoint: Path | None,
     device: str | None,
     backend: str | None,
-    progress: Callable[[str], None],
-) -> "ProbeReport":
+) -> "tuple[TrainConfig, SavedCheckpoint | None]":
+    """Return the configuration of the steps, and the checkpoint of a saved model."""
     from arbcli.inspect import probe, room  # slow to import, and not needed for `arb --help`
     from arbcli.training.configure import new_config
 
     if checkpoint is None:
         config = new_config(steps=steps, device=device, backend=backend, **settings)
         room.check_memory(config)
-        return probe.probe(config, steps=steps, progress=progress)
-    config, saved = probe.open_saved(
+        return config, None
+    return probe.open_saved(
         checkpoint, steps=steps, note=note, device=device, backend=backend, **settings
     )
-    return probe.probe(config, steps=steps, checkpoint=saved, progress=progress)
+
+
+def _decoding_tables(report: "DecodingProbe") -> Group:
+    rows = [
+        [
+            block.name,
+            _number(block.stream, 2),
+            ", ".join(f"{name} {_number(size, 2)}" for name, size in block.branches.items()),
+            _pair(block.attention_min, block.attention_max, 1),
+        ]
+        for block in report.blocks
+    ]
+    verdict = "all finite" if report.passed else "NOT FINITE"
+    low, high = _number(report.logit_min, 1), _number(report.logit_max, 1)
+    return Group(
+        f"{verdict}: position {report.prefill} on {report.device}, {report.compute}; logits"
+        f" {low} to {high}, cache of {bytes_text(report.cache_bytes)}",
+        table(
+            "Decoded position: largest value of the stream and of what is added to it",
+            ["block", "stream", "branches", "attention logits"],
+            rows,
+            left=1,
+        ),
+    )
 
 
 def _tables(report: "ProbeReport") -> Group:
@@ -202,8 +249,8 @@ def _streams(report: "ProbeReport") -> Iterator[Table]:
         yield table("Streams: weights that branches read and write by", columns, rows)
 
 
-def _pair(low: float | None, high: float | None) -> str:
-    return f"{_number(low, 3)} to {_number(high, 3)}"
+def _pair(low: float | None, high: float | None, digits: int = 3) -> str:
+    return f"{_number(low, digits)} to {_number(high, digits)}"
 
 
 def _tensors(report: "ProbeReport") -> Table:

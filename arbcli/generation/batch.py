@@ -13,6 +13,7 @@ from functools import partial
 
 from arbcli.base.errors import ArbError
 from arbcli.generation.decoder import LONGEST_TEXT, MOST_TEXTS, OUT_OF_MEMORY, Decoder
+from arbcli.generation.generation import repetition_period
 from arbcli.generation.sampling import Sampling
 from arbcli.generation.tokens import bytes_of, ends_of, symbols_of
 from arbcli.kernels.runtime.backend import default_backend, use_backend
@@ -169,6 +170,8 @@ class TextReport:
     text: str
     """Continuation of the prompt."""
     length: int
+    period: int | None
+    """Period in bytes with which the text repeats at its end; None if it does not."""
     seed: int
     temperature: float
     top_k: int
@@ -224,5 +227,6 @@ def _report(index: int, request: Request, text: bytes, length: int) -> TextRepor
         prompt=request.prompt.decode(errors="replace"),
         text=text.decode(errors="replace"),
         length=length,
+        period=repetition_period(text),
         **dataclasses.asdict(request.sampling),
     )

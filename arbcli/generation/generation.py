@@ -13,6 +13,11 @@ from arbcli.generation.tokens import bytes_of, ends_of, symbols_of
 from arbcli.kernels.runtime.device import deterministic, explained_out_of_memory, spare_bytes
 from arbcli.model.language_model import LanguageModel
 
+REPEATS, REPEATED_BYTES = 3, 64
+"""Least periods and bytes at the end of a text that repeats."""
+LONGEST_PERIOD = 2**12
+"""Longest period that is searched, in bytes."""
+
 
 def generate(
     model: LanguageModel,
@@ -60,6 +65,18 @@ def generate(
         yield from bytes_of(model, symbols, decoder.stream(length, stops))
 
 
+def repetition_period(text: bytes | bytearray) -> int | None:
+    """Return the smallest period in bytes with which a text ends; None if it does not repeat.
+
+    A text repeats if at least `REPEATS` periods and `REPEATED_BYTES` bytes at its end do.
+    """
+    for period in range(1, min(len(text) // REPEATS, LONGEST_PERIOD) + 1):
+        end = text[-max(REPEATS * period, REPEATED_BYTES) :]
+        if len(end) >= REPEATED_BYTES and end[period:] == end[:-period]:
+            return period
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateReport:
     """A prompt, the generated text, and the parameters and speed of generation."""
@@ -85,6 +102,8 @@ class GenerateReport:
     """Maximum number of bytes per step."""
     bytes_per_check: float | None
     """Mean number of bytes per speculative step; None without one."""
+    period: int | None
+    """Period in bytes with which the text repeats at its end: see `repetition_period`."""
     device: str
     backend: str
 
@@ -167,6 +186,7 @@ def continue_text(
         cache_bytes=decoder.nbytes,
         ahead=ahead,
         bytes_per_check=decoder.bytes_per_check,
+        period=repetition_period(text),
         device=str(decoder.device),
         backend=decoder.backend,
     )

@@ -57,7 +57,8 @@ class Level:
     step: int
     """Number of the step, from 1; 0 is loading."""
     stage: str
-    """`load`, `forward`, `backward` (which updates the weights too) or `end`."""
+    """`load`, `forward`, `backward` (which updates the weights too) or `end`; of decoding `load`,
+    `prepare`, `prefill` or `end`."""
     live_bytes: int
     """Allocated memory on CUDA, or the size of live tensors on a CPU, in bytes."""
     reserved_bytes: int | None
@@ -230,7 +231,7 @@ def audit(
         tensors,
     ):
         trainer = Trainer(config, texts, group=group, teacher=known)
-        levels = [_read(tensors, 0, "load")]
+        levels = [read_level(tensors, 0, "load")]
         loaded_bytes = tensors.bytes
         loaded_bytes -= measure(trainer.model, trainer.updater).counter_bytes
         if trainer.teacher:
@@ -256,7 +257,7 @@ def audit(
     checks = (
         _check_floats(measured),
         _check_prediction(expected, measured, loaded_bytes),
-        _check_levels(ends),
+        check_levels(ends),
     )
     return AuditReport(
         device=config.device,
@@ -291,14 +292,14 @@ def _watched_step(
     levels = []
 
     def read(stage: str) -> None:
-        levels.append(_read(tensors, step, stage))
+        levels.append(read_level(tensors, step, stage))
         reached(stage)
 
     trainer.train_step(read)
-    return [*levels, _read(tensors, step, "end")]
+    return [*levels, read_level(tensors, step, "end")]
 
 
-def _read(tensors: LiveTensors, step: int, stage: str) -> Level:
+def read_level(tensors: LiveTensors, step: int, stage: str) -> Level:
     """Measure the stage that ends, and begin the next one."""
     if stage in ("load", "end"):
         tensors.find()
@@ -337,7 +338,8 @@ def _check_prediction(expected: int, measured: MeasuredState, loaded_bytes: int)
     return Check(name="state-as-predicted", passed=error <= TOLERANCE, detail=detail)
 
 
-def _check_levels(ends: list[int]) -> Check:
+def check_levels(ends: list[int]) -> Check:
+    """Check that live memory is the same at the end of each step, in bytes."""
     passed = all(end == ends[0] for end in ends)
     detail = f"{ends[0]:,} bytes after every step"
     if not passed:

@@ -35,6 +35,7 @@ from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
 from arbcli.generation.evaluation import EvaluateReport
 from arbcli.inspect.audit import AuditReport, FitReport
+from arbcli.inspect.decoding import DecodingAudit, DecodingProbe
 from arbcli.inspect.memory import StateReport, WhatIfReport
 from arbcli.inspect.parts import PartReport
 from arbcli.inspect.ranks import RanksReport
@@ -216,7 +217,9 @@ def _shown_by_probe() -> str:
     report = dataclasses.replace(
         report, readings=(report.readings[0], last), tensors=tuple(tensors), chunks=chunks
     )
-    return plain(probe_loss._tables(report))
+    decoding = filled(DecodingProbe)
+    tables = probe_loss._tables(report), probe_loss._decoding_tables(decoding)
+    return "\n".join(map(plain, tables))
 
 
 def _shown_by_count() -> str:
@@ -310,6 +313,7 @@ def _shown_by_audit() -> str:
         audit_memory._ranks_table(dataclasses.replace(ranks, ranks=unmeasured, passed=False)),
         audit_memory._ranks_table(dataclasses.replace(ranks, ranks=unmeasured, budget_bytes=None)),
         audit_memory._audit_tables(audited),
+        audit_memory._decoding_tables(filled(DecodingAudit, levels=audited.levels)),
     ]
     return "\n".join(map(plain, tables))
 

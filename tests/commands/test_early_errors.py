@@ -124,9 +124,11 @@ MISTAKES = {
     "audit-memory --budget much": "`--budget` is `much`",
     "audit-memory --budget 6GiB --what-if": "`--budget` cannot be combined with `--what-if`",
     "audit-memory --ranks 2 --what-if": "`--what-if` only works with a single process",
+    "audit-memory --decode 8 --floats": "`--decode` only measures decoding in one process",
     "audit-memory --snapshot text.txt": "`--snapshot` is `text.txt`",
     "count-params --model model.toml --preset tiny": "`--model` and `--preset` both name a model",
     "count-params --model text.txt": "`text.txt` is not TOML",
+    "probe-loss --decode 8 --plot a.png": "`--plot` only draws training steps",
     "probe-loss --steps 0": "Invalid value for '--steps'",
     "probe-loss --checkpoint made --rule votes --tscale-type T8 --no-knowledge":
         "a saved model keeps its own settings, so `--tscale-type`, `--rule`, `--knowledge/--no-kno",

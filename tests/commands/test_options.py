@@ -156,7 +156,7 @@ OTHERS = {
     "minutes", "config_file", "print_config", "out", "resume", "init_from", "plot", "log", "force",
     "dry_run", "quiet", "as_json", "budget", "what_if", "snapshot", "checkpoint", "gpus", "profile",
     "ranks", "help", "model_file", "no_save", "floats", "pin", "run", "assignments", "help_all",
-    "show_windows",
+    "show_windows", "decode",
 }  # fmt: skip
 """Options that set no field of a configuration."""
 

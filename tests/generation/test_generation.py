@@ -13,7 +13,7 @@ from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
 from arbcli.generation.decoder import Decoder
-from arbcli.generation.generation import continue_text, generate
+from arbcli.generation.generation import continue_text, generate, repetition_period
 from arbcli.generation.sampling import Sampling
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
@@ -35,6 +35,34 @@ def model(device, weights="ternary", dtype=torch.float32, ctx=16) -> LanguageMod
 
 def continued(lm, prompt: bytes, length: int, sampling: Sampling | None = None) -> bytes:
     return b"".join(generate(lm, prompt, length, sampling))
+
+
+@pytest.mark.parametrize(
+    ("text", "period"),
+    [
+        (b"", None),
+        (b"begins " + b"and so on, " * 20, 11),
+        (b"begins " + b"and so on, " * 20 + b"and", 11),
+        (b"begins " + b"and so on, " * 20 + b"ends", None),
+        (b"a" * 63, None),
+        (b"a" * 64, 1),
+        (bytes(range(100)) * 2 + bytes(range(99)), None),
+        (bytes(range(100)) * 3, 100),
+    ],
+)
+def test_period_of_a_text_is_the_smallest_that_repeats_to_its_end(text, period):
+    assert repetition_period(text) == period
+
+
+def test_text_of_a_model_without_a_past_repeats(device):
+    """Greedy, and with a context of one byte: each byte follows from the one before."""
+    text = bytearray()
+    report = continue_text(
+        model(device, ctx=1), "model", b"a", 700, GREEDY, backend="torch", on_bytes=text.extend
+    )
+    period = report.period
+    assert period is not None
+    assert text[-period:] == text[-2 * period : -period]
 
 
 @pytest.mark.parametrize(

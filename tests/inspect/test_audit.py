@@ -13,7 +13,7 @@ from torch.nn import functional
 from arbcli.base.errors import ArbError
 from arbcli.data.opening import open_texts
 from arbcli.inspect import audit as audit_module
-from arbcli.inspect.audit import _check_floats, _check_levels, _check_prediction, audit, check_fit
+from arbcli.inspect.audit import _check_floats, _check_prediction, audit, check_fit, check_levels
 from arbcli.inspect.floats import FloatTensor, FloatTensors
 from arbcli.inspect.room import least_bytes
 from arbcli.inspect.trace import LiveTensors, calling_function, no_memory
@@ -235,7 +235,7 @@ def test_attention_on_a_gpu_is_traced_with_a_mask_or_none(mask):
     ("ends", "passed"), [([7, 7, 7], True), ([7, 8, 7], False), ([7, 7, 8], False)]
 )
 def test_every_step_returns_to_the_level_of_the_first(ends, passed):
-    check = _check_levels(ends)
+    check = check_levels(ends)
     assert check.passed == passed
     every = f"after the steps: {', '.join(map(str, ends))} bytes"
     assert check.detail == ("7 bytes after every step" if passed else every)
