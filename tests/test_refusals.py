@@ -5,18 +5,23 @@ import errno
 import json
 import os
 import re
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import typer
 from syntax import parsed, walk
 
 import arbcli
 from arbcli.base.errors import ArbError
+from arbcli.cli import app
+from arbcli.commands._options import replace_fields
 from arbcli.config.presets import preset
-from arbcli.config.training import SETTINGS, train_config
+from arbcli.config.short_forms import ARGUMENTS
+from arbcli.config.training import FIELDS, SETTINGS, train_config
 from arbcli.generation.load import load_weights
 from arbcli.interop.exporting import export
 from arbcli.interop.huggingface import export as hugging_face
@@ -31,6 +36,15 @@ from arbcli.model.updater import Updater
 from arbcli.training.directory import make_directory
 from arbcli.training.record import RunRecords, keep_records
 
+SAYING = "ArbError", "note", "noted"
+"""Ends of the names of functions that say something to a user."""
+OF_OTHERS = {
+    ("_options.py", "--digits"), ("training.py", "moe_graph"),
+    ("convert.py", "skip_unsupported"), ("initial.py", "preset"), ("__init__.py", "--upgrade"),
+    ("weights.py", "use_reentrant"), ("weights.py", "bf16"), ("weights.py", "dtype"),
+    ("optimizer.py", "accumulation"), ("optimizer.py", "use_reentrant"),
+}  # fmt: skip
+"""Old names, arguments of libraries, and an area of a model."""
 PLACE = {"device": "cpu", "backend": "torch", "compute": "fp32"}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -83,6 +97,11 @@ CONFIGURATIONS = {
         "use `accum` of up to 4,096", ("accum", "reduce_dtype")),
     "fp8 of a baseline": (of_run(weights="ste", compute="fp8"), "in bf16",
         "`compute=fp8` out", ("compute",)),
+    "rate of votes": (of_run(rule="votes", lr=0.1), "the rule `votes` has no learning rate",
+        "leave `lr` out", ("lr", "rule")),
+    "attention of chunks": (of_model("hnet-tiny", attention="compressed"),
+        "`hnet-tiny` has no such part: `attention`", "use it with `tiny` or `small`",
+        ("attention",)),
     "higher rate at the end": (of_run(lr=0.5, final_lr=0.75), "`final_lr` is 0.75",
         "use 0 to 0.5, the learning rate", ("final_lr",)),
 }  # fmt: skip
@@ -98,24 +117,66 @@ def test_configuration_is_refused_with_its_values_and_a_way_out(name):
     assert caught.value.fields == fields
 
 
+@cache
+def sayings() -> list[tuple[Path, ast.Call]]:
+    """List the calls that say something to a user, with their files."""
+    paths = [*Path(arbcli.__file__).parent.rglob("*.py")]
+    texts = ((path, path.read_text()) for path in paths)
+    saying = [path for path, text in texts if any(f"{name}(" in text for name in SAYING)]
+    return [
+        (path, call)
+        for path in saying
+        for call in walk(parsed(path))
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(SAYING)
+    ]
+
+
 def test_every_refusal_has_a_hint_and_lists_the_settings_that_it_names():
     """A command line shows those that are listed as its options."""
     unlisted, named = set(), 0
-    for path in Path(arbcli.__file__).parent.rglob("*.py"):
-        for call in walk(parsed(path)) if "ArbError(" in path.read_text() else ():
-            if not isinstance(call, ast.Call) or ast.unparse(call.func) != "ArbError":
-                continue
-            given = {keyword.arg: keyword.value for keyword in call.keywords}
-            said = ast.unparse(call.args[0]) + ast.unparse(given["hint"])
-            names = {*re.findall(r"`(\w+)(?:=\w+)?`", said)} & SETTINGS.keys()
-            parts = [*walk(given.get("fields", ast.Tuple([])))]
-            if not any(isinstance(part, ast.Name) for part in parts):
-                listed = {part.value for part in parts if isinstance(part, ast.Constant)}
-                unlisted |= {f"{path.name}: {name}" for name in names - listed}
-                named += len(names)
+    for path, call in sayings():
+        if ast.unparse(call.func) != "ArbError":
+            continue
+        given = {keyword.arg: keyword.value for keyword in call.keywords}
+        said = ast.unparse(call.args[0]) + ast.unparse(given["hint"])
+        names = {*re.findall(r"`(\w+)(?:=\w+)?`", said)} & SETTINGS.keys()
+        parts = [*walk(given.get("fields", ast.Tuple([])))]
+        if not any(isinstance(part, ast.Name) for part in parts):
+            listed = {part.value for part in parts if isinstance(part, ast.Constant)}
+            unlisted |= {f"{path.name}: {name}" for name in names - listed}
+            named += len(names)
     # an argument of the library, and keys of a model's file
     assert unlisted == {"__init__.py: batch", "model.py: router", "model_file.py: dim"}
     assert named > 30
+
+
+def test_every_option_and_setting_that_a_message_names_exists():
+    commands = typer.main.get_command(app).commands.values()
+    options = {"--help", "--version"} | {
+        name
+        for command in commands
+        for option in command.params
+        for name in (*option.opts, *option.secondary_opts)
+    }
+    settings, unknown, named = {*SETTINGS, *FIELDS, *ARGUMENTS}, set(), 0
+    for path, call in sayings():
+        parts = [part.value for part in walk(call) if isinstance(part, ast.Constant)]
+        said = " ".join(part for part in parts if isinstance(part, str))
+        names = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", said))
+        fields = set(re.findall(r"`(\w+)=|--set ([\w.]+)=?", said))
+        named += len(names)
+        unknown |= {(path.name, name) for name in names - options}
+        unknown |= {(path.name, name) for pair in fields for name in pair if name} - {
+            (path.name, name) for name in settings
+        }
+    assert unknown == OF_OTHERS
+    assert named > 150
+
+
+def test_setting_without_an_option_is_named_as_it_can_be_set():
+    said, fields = "`scale_losses` and `lr` and `outer_dim`", ("scale_losses", "lr", "outer_dim")
+    expected = "`--set scale_losses` and `--lr` and `--set outer_dim`"
+    assert replace_fields(said, fields) == expected
 
 
 def test_export_that_cannot_be_written_leaves_nothing(saved, tmp_path, monkeypatch):

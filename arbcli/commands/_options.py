@@ -38,8 +38,8 @@ from arbcli.config.settings import (
     check_setting,
     replaced,
 )
-from arbcli.config.short_forms import MODEL_SETTINGS
-from arbcli.config.training import BACKENDS, SETTINGS, spelled_out, train_config, words_of
+from arbcli.config.short_forms import ARGUMENTS, MODEL_SETTINGS
+from arbcli.config.training import BACKENDS, FIELDS, SETTINGS, spelled_out, train_config, words_of
 from arbcli.data.conversion import check_records
 from arbcli.data.files import (
     check_named,
@@ -90,8 +90,10 @@ def replace_fields(text: str, fields: Iterable[str]) -> str:
     """Replace quoted fields of an error, `name` or `name=value`, by command-line options."""
     for field in fields:
         text = re.sub(rf"`{field}=(\w+)`", lambda match: _quoted_option(field, match[1]), text)  # noqa: B023
+        has_option = field in ("attention", *SETTINGS) or field not in {*ARGUMENTS, *FIELDS}
+        option = option_of(field) if has_option else f"--set {field}"
         # only the first one: a later one may be a value of the same spelling
-        text = text.replace(f"`{field}`", f"`{option_of(field)}`", 1)
+        text = text.replace(f"`{field}`", f"`{option}`", 1)
     return text
 
 

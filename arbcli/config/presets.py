@@ -96,7 +96,12 @@ def preset(name: str, **overrides: object) -> ModelConfig:
         form, changes = _expand_attention(form, changes)
     known = arguments(form)
     if others := [key for key in changes if key not in known]:
-        able = (k for k, v in SHORT_FORMS.items() if others[0] in arguments(v.form))
+        word = isinstance(changes[others[0]], str) and others[0] == "attention"
+        able = (
+            known
+            for known, (form, _) in SHORT_FORMS.items()
+            if (form in ATTENTIONS if word else others[0] in arguments(form))
+        )
         having = " or ".join(f"`{known}`" for known in able)
         raise ArbError(
             f"the preset `{name}` has no such part: {quoted(others)}",

@@ -216,7 +216,11 @@ def as_type(value: Any, kind: Any, where: str) -> Any:
                 return tuple(value)
         if is_of(value, choice):
             return float(value) if choice is float else value
-    names = " or ".join(getattr(c, "__name__", str(c)) for c in choices if c is not type(None))
+    names = " or ".join(
+        "list" if get_origin(choice) is tuple else getattr(choice, "__name__", str(choice))
+        for choice in choices
+        if choice is not type(None)
+    )
     raise ArbError(f"{where} is `{shown(value)}`", hint=f"it takes a value of type {names}")
 
 

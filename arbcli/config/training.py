@@ -796,7 +796,14 @@ def train_config(
             fields=(*stepped, "weights"),
         )
     optimizer = settings.pop("optimizer", "rule" if ternary else "adamw")
-    settings.setdefault("lr", default_lr(model, optimizer))
+    rate = default_lr(model, optimizer)
+    if ternary and "votes" in model.rules and settings.get("lr", rate) != rate:
+        raise ArbError(
+            "the rule `votes` has no learning rate",
+            hint="leave `lr` out, or use `rule=moment`",
+            fields=("lr", "rule"),
+        )
+    settings.setdefault("lr", rate)
     data, val = (tuple(map(str, settings.pop(name, ()))) for name in ("data", "val"))
     settings["scale_losses"] = tuple(settings.pop("scale_losses", ()))
     if settings.get("tokenizer") is not None:

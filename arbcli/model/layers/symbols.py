@@ -5,6 +5,7 @@ of the vocabulary, and recomputed in the backward, so that neither all logits no
 gradient of the weight are ever in memory.
 """
 
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from arbcli.model.layers.compiled import anchor
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
 from arbcli.model.layers.loss import add_divergence_, grade_divergence_
 from arbcli.model.layers.norm import TernaryRMSNorm
-from arbcli.model.packed import GradientSink
+from arbcli.model.packed import NO_SINK, GradientSink
 
 ALIGNMENT = 64
 """The number of rows in a chunk is a multiple of this."""
@@ -159,6 +160,8 @@ class SymbolWeight(LinearWeight):
                 x and (M, V), for an embedding ids and (M, D).
             grad_x: (M, D) float32, to which the losses' gradient of x is added.
         """
+        if self.sink is None and not self.frozen:
+            warnings.warn(NO_SINK, RuntimeWarning, stacklevel=1)
         looked_up = [use for use in uses if _are_ids(use[0])]
         uses = [use for use in uses if not _are_ids(use[0])]
         if looked_up:

@@ -1,8 +1,11 @@
 """Streaming backward: gradients are right, formed once, and nothing weight-shaped is kept."""
 
+import dataclasses
+
 import pytest
 import torch
 
+from arbcli.config.layer_spec import MOST_AT_ONCE
 from arbcli.config.presets import preset
 from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.runtime import native
@@ -51,6 +54,18 @@ def batch(rows=3, length=16) -> tuple[torch.Tensor, torch.Tensor]:
 def test_backward_of_a_model_without_sinks_warns():
     """Its weights would never be stepped."""
     lm = model()
+    with pytest.warns(RuntimeWarning, match="no `sink`, so its gradient is discarded"):
+        lm.loss(*batch()).backward()
+
+
+def test_backward_of_a_large_head_without_a_sink_warns():
+    """Its losses are propagated and its gradients formed at once, chunk by chunk."""
+    config = dataclasses.replace(preset("tiny", **TINY), vocabulary=MOST_AT_ONCE + 1)
+    lm = LanguageModel(config, torch.float32)
+    lm.initialise(0)
+    for weight in lm.packed_tensors().values():
+        weight.sink = lambda *_: None
+    lm.head.weight.sink = None
     with pytest.warns(RuntimeWarning, match="no `sink`, so its gradient is discarded"):
         lm.loss(*batch()).backward()
 
