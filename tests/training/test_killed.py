@@ -39,6 +39,8 @@ PLAN = {"steps": STEPS, "eval_every": 3, "save_every": 2, "sample_every": 5, "ke
 RECORDED = [3, 4, 5, 6, 7]
 BEST = 6
 """Step with the lowest held-out loss: it is saved, then evaluated. Step 3 is evaluated first."""
+NEAR_END = 10
+"""States of a run with a teacher that are tried, from the last evaluation on."""
 TIMINGS = ("seconds", "bytes_per_second", "seconds_left", "mfu", "peak_bytes")
 """Fields of a record that differ from run to run."""
 
@@ -173,21 +175,27 @@ def go_on(config: TrainConfig, run: Path, initial: SavedModel | None = None) -> 
 
 
 @pytest.mark.parametrize(
-    "any_number",
-    [False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["one kill", "any number"],
+    ("any_number", "has_teacher"),
+    [(False, False), (False, True), pytest.param(True, False, marks=pytest.mark.slow)],
+    ids=["one kill", "one kill with a teacher", "any number"],
 )
-def test_killed_run_ends_with_the_files_and_records_of_a_whole_run(any_number, config, tmp_path):
+def test_killed_run_ends_with_the_files_and_records_of_a_whole_run(
+    any_number, has_teacher, config, tmp_path
+):
     whole, copies, seen = tmp_path / "whole", tmp_path / "copies", set()
     copies.mkdir()
     options = config(keep_best=True)
+    if has_teacher:
+        start_run(config(seed=5, steps=1), tmp_path / "teacher", Observer())
+        options = config(keep_best=True, teacher=str(tmp_path / "teacher"))
     with pytest.MonkeyPatch.context() as patch:
         Watch(whole, copies, seen).plant(patch)
         start_run(options, whole, Observer())
     expected = contents(whole)
     assert expected[0].keys() == {f"best-{BEST:06d}.safetensors", f"step-{STEPS:06d}.safetensors"}
     assert [record["step"] for record in expected[1]] == RECORDED
-    first, number = len(seen), 0
+    first = len(seen)
+    number = first - NEAR_END if has_teacher else 0
     while number < (len(seen) if any_number else first):
         run = copies / str(number)
         with pytest.MonkeyPatch.context() as patch:
