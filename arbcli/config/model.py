@@ -312,6 +312,10 @@ class ModelConfig:
     """Epsilon of all norms; values other than 1e-6 need gains in all norms."""
     tied: bool = False
     """Whether the head shares the weight of the embedding."""
+    embedding_direction: str | None = None
+    """Direction of the embedding; None is `direction`."""
+    head_direction: str | None = None
+    """Direction of the linear head; None is `direction`."""
 
     def __post_init__(self) -> None:
         """Check types, sizes and names, and that each part is valid at its site.
@@ -407,6 +411,15 @@ class ModelConfig:
                 hint=f"choose one of: {', '.join(DIRECTIONS)}",
                 fields=("direction",),
             )
+        for field in ("embedding_direction", "head_direction"):
+            if (direction := getattr(self, field)) is None:
+                continue
+            check_choice(field, direction, DIRECTIONS)
+            if self.weights != "ternary" or DIRECTION[self.rule] is None:
+                what = "a float baseline" if self.weights != "ternary" else "the rule `votes`"
+                raise ArbError(f"{what} takes no direction", hint=f"leave `{field}` out")
+        if self.head_direction and (self.tied or self.composite):
+            raise ArbError("the model has no linear head", hint="leave `head_direction` out")
         if len(rules) > 1 and "votes" in rules:
             raise ArbError(
                 "the rule `votes` has no learning rate, and cannot be combined with another rule",

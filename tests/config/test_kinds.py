@@ -1,17 +1,35 @@
 """Settings of models by presets, short forms, files and saved models: what is kept, and refused."""
 
 import dataclasses
+import tomllib
 
 import pytest
+import torch
 
 from arbcli.base.errors import ArbError
 from arbcli.config.initial import FREE, check_initial, digits_after, is_kept
+from arbcli.config.model_file import model_from_toml, model_lines
 from arbcli.config.presets import PRESETS, SHORT_FORMS, config_from_dict, preset
 from arbcli.config.short_forms import ARGUMENTS
 from arbcli.config.training import (
     train_config_from,
 )
+from arbcli.model.language_model import LanguageModel
 from arbcli.model.rules import STAGES
+
+
+def test_embedding_and_head_have_their_directions_and_blocks_the_model_s():
+    config = dataclasses.replace(
+        preset("tiny"), embedding_direction="sign", head_direction="factored"
+    )
+    with torch.device("meta"):
+        tensors = LanguageModel(config).packed_tensors()
+    names = {name: type(tensor.direction).__module__ for name, tensor in tensors.items()}
+    assert names.pop("embedding.weight").endswith(".sign")
+    assert names.pop("head.weight").endswith(".factored")
+    matrices = {name for name, kind in names.items() if kind.endswith(".orthogonal")}
+    assert any("attention.qkv" in name for name in matrices)
+    assert model_from_toml(tomllib.loads("\n".join(model_lines(config)))["model"], "it") == config
 
 
 @pytest.mark.parametrize(

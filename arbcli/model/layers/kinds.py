@@ -1,6 +1,7 @@
 """The table of layers for each kind of weights: packed, or float for baselines."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -91,6 +92,7 @@ def stream_norm(site: LayerSpec, *, rounded: bool = False) -> nn.Module:
 def symbol_embedding(config: "ModelConfig") -> nn.Module:
     """Build the embedding of bytes or tokens."""
     site = config.site()
+    site = replace(site, direction=config.embedding_direction or site.direction)
     kind = layers_for(site).embedding
     return kind(config.symbols, site.dim, site, area="embedding", tied=config.tied)
 
@@ -98,6 +100,7 @@ def symbol_embedding(config: "ModelConfig") -> nn.Module:
 def symbol_head(config: "ModelConfig", embedding: Any) -> Any:
     """Build the head, a linear layer that is never multiplied in eight bits."""
     site, ternary = config.site(), config.weights == "ternary"
+    site = replace(site, direction=config.head_direction or site.direction)
     if config.tied and ternary:
         return imported("arbcli.model.layers.symbols:TiedHead")(embedding.weight)
     if ternary and is_chunked(config.vocabulary):
