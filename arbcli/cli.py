@@ -24,6 +24,7 @@ from arbcli.commands.generate import generate
 from arbcli.commands.import_model import import_model
 from arbcli.commands.inspect import inspect
 from arbcli.commands.probe_loss import probe_loss
+from arbcli.commands.serve import serve
 from arbcli.commands.train import train
 from arbcli.commands.verify_kernels import verify_kernels
 from arbcli.training.parallel.launch import fail_once
@@ -41,7 +42,7 @@ app = typer.Typer(
     " signal with the state saved, 3 stopped by a signal with nothing saved.",
 )
 for command in (
-    train, generate, evaluate, import_model, export, check, inspect, compare, audit_memory,
+    train, generate, serve, evaluate, import_model, export, check, inspect, compare, audit_memory,
     verify_kernels, count_params, probe_loss,
 ):  # fmt: skip
     name = "import" if command is import_model else None  # `import` is a keyword of Python

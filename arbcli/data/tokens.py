@@ -162,18 +162,39 @@ class Tokenizer:
             prompt: tokens before the stream, whose text is not yielded.
             parts: tokens of the stream.
         """
-        tokens = list(prompt)
-        done = len(tokens)  # text of the tokens before it was yielded
-        for part in parts:
-            tokens += part
-            decoded = self.decode(tokens)
-            if not decoded.endswith(HALF):
-                if new := decoded[len(self.decode(tokens[:done])) :]:
-                    yield new.encode()
-                tokens = tokens[done:]
-                done = len(tokens)
-        if new := self.decode(tokens)[len(self.decode(tokens[:done])) :]:
-            yield new.encode()
+        stream = TokenStream(self, prompt)
+        yield from filter(None, map(stream.add, parts))
+        if rest := stream.rest():
+            yield rest
+
+
+class TokenStream:
+    """Decodes tokens as they come: see `Tokenizer.decoded`.
+
+    Args:
+        tokenizer: the tokenizer.
+        prompt: tokens before the stream.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._decode, self._tokens = tokenizer.decode, list(prompt)
+        self._done = len(prompt)  # the text of the tokens before it was returned
+
+    def add(self, tokens: Sequence[int]) -> bytes:
+        """Append tokens, and return the text up to the last one, empty within a character."""
+        self._tokens += tokens
+        decoded = self._decode(self._tokens)
+        if decoded.endswith(HALF):
+            return b""
+        new = decoded[len(self._decode(self._tokens[: self._done])) :]
+        self._tokens = self._tokens[self._done :]
+        self._done = len(self._tokens)
+        return new.encode()
+
+    def rest(self) -> bytes:
+        """Return the text after the last complete character."""
+        before = self._decode(self._tokens[: self._done])
+        return self._decode(self._tokens)[len(before) :].encode()
 
 
 class _OfTokens(Text):

@@ -1,5 +1,6 @@
 """Chats: messages are formatted by the model's template, and answers end at special tokens."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from arbcli.base.errors import ArbError
@@ -44,6 +45,14 @@ class Conversation:
     def ask_apart(self, message: bytes) -> list[int]:
         """Return the tokens of a chat with this message next, without appending it: see `ask`."""
         return self._tokens([*self.messages, self._message("user", message)])
+
+    def tokens_of(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """Return the tokens of another chat up to the next answer: see `ask`.
+
+        Args:
+            messages: role and content of each message.
+        """
+        return self._tokens([self._message(role, text.encode()) for role, text in messages])
 
     def answered(self, output: bytes) -> None:
         """Append the model's answer."""

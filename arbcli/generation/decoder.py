@@ -122,6 +122,8 @@ class Decoder:
         self._texts = [*self._text.view(texts, positions)]  # views
         self._byte = torch.zeros(texts, 1, dtype=torch.int64, device=device)  # last bytes
         self._key = torch.zeros(shape, **integers)
+        self.logits: Tensor | None = None
+        """Logits of the last step, (texts, V); steps that are replayed write the same tensor."""
         self._choose: Callable[..., None]
         self._slot_sampling: tuple[Tensor, ...] = ()
         """Temperature, top k and top p of each slot; empty for a single text."""
@@ -155,6 +157,11 @@ class Decoder:
         return self.checked_bytes / self.checks_made if self.checks_made else None
 
     @property
+    def last(self) -> Tensor:
+        """The last symbol of each slot's text, (texts, 1) int64, which the next step replaces."""
+        return self._byte
+
+    @property
     def nbytes(self) -> int:
         """Memory of keys, values and other states in bytes."""
         return self.cache.nbytes + (self.checks.nbytes if self.checks else 0)
@@ -168,6 +175,7 @@ class Decoder:
         slot: int = 0,
         stream: int = 0,
         progress: Callable[[int, int], None] = lambda *_: None,
+        on_logits: Callable[[Tensor], None] | None = None,
     ) -> None:
         """Begin a text in a slot, and prefill its prompt.
 
@@ -178,6 +186,7 @@ class Decoder:
             slot: index of the slot, whose last text is forgotten.
             stream: index of the seed's random stream.
             progress: see `read`.
+            on_logits: see `read_symbols`; the prompt's last symbol is not read yet.
 
         Raises:
             ArbError: `prompt` is empty.
@@ -196,7 +205,7 @@ class Decoder:
             self._sampling_arguments = arguments
             self._capture()
         self._caches[slot].reset()
-        self._read(prompt, slot, progress)
+        self._read(prompt, slot, progress, on_logits)
 
     @torch.no_grad()
     def read(
@@ -220,7 +229,11 @@ class Decoder:
         self._read(symbols, slot, progress)
 
     def _read(
-        self, symbols: Sequence[int], slot: int, progress: Callable[[int, int], None]
+        self,
+        symbols: Sequence[int],
+        slot: int,
+        progress: Callable[[int, int], None],
+        on_logits: Callable[[Tensor], None] | None = None,
     ) -> None:
         if not symbols:
             raise ArbError("the prompt is empty", hint="give at least one byte, such as a newline")
@@ -235,7 +248,7 @@ class Decoder:
         if length:
             ids = torch.cat([self._byte[slot].to(ids.dtype), ids])
         with use_backend(self.backend):
-            read_symbols(self.model, ids[:-1], self._caches[slot], progress)
+            read_symbols(self.model, ids[:-1], self._caches[slot], progress, on_logits)
         self._byte[slot] = ids[-1]  # the next step reads it
         self._active[slot] = 1
         self.lengths[slot] = length + len(symbols)
@@ -384,10 +397,11 @@ class Decoder:
         """
         logits = phase.run()
         if logits is not None:
+            self.logits = logits[:, 0]
             self._choose(
                 self._byte,
                 self._text,
-                logits[:, 0].view(*self._key.shape, -1),
+                self.logits.view(*self._key.shape, -1),
                 self.cache.position,  # already incremented: positions of the next symbols
                 self._key,
                 *self._sampling_arguments,
@@ -474,6 +488,7 @@ def read_symbols(
     ids: Tensor,
     cache: Cache,
     progress: Callable[[int, int], None] = lambda *_: None,
+    on_logits: Callable[[Tensor], None] | None = None,
 ) -> None:
     """Prefill a cache with symbols, in chunks of the window.
 
@@ -485,14 +500,17 @@ def read_symbols(
         ids: (N,) integers.
         cache: cache of the text, to which the symbols are appended.
         progress: called after each chunk with the number of symbols read and in total.
+        on_logits: called with the logits of each chunk, (T, V); no symbol is skipped then.
     """
     skipped, reach, window = 0, model.config.reach, cache.window
-    if reach is not None:
+    if reach is not None and on_logits is None:
         skipped = max(0, (len(ids) - window - reach) // window * window)
         cache.main.clock.count(skipped)
     for start in range(skipped, len(ids), window):
         stop = min(start + window, len(ids))
-        model(ids[None, start:stop].long(), cache)
+        logits = model(ids[None, start:stop].long(), cache)
+        if on_logits is not None:
+            on_logits(logits[0])
         progress(stop - skipped, len(ids) - skipped)
 
 

@@ -1,0 +1,112 @@
+"""`arb serve`: a server of the OpenAI protocol for a saved model."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from arbcli.base.errors import ArbError
+from arbcli.base.output import LiveLine, note
+from arbcli.commands._options import (
+    Backend,
+    CacheDtype,
+    Checkpoint,
+    ComputeOfRun,
+    Device,
+    Run,
+    find_run,
+    one_path,
+)
+from arbcli.commands._saved import config_in_header
+
+PACKAGES = ("starlette", "uvicorn")
+
+
+def serve(
+    run: Run = None,
+    checkpoint: Checkpoint = None,
+    host: Annotated[
+        str,
+        typer.Option(metavar="ADDRESS", help="Address to listen at; others need --api-key."),
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 chooses a free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="ARB_API_KEY", metavar="KEY", help="Key that clients must give. [default: none]"
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, max=64, help="Texts generated at once. [default: 64, or 4 on a CPU]"),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            max=2**24,
+            help="Maximum length of a text with its prompt, in bytes or tokens. [default: the"
+            " model's context, at least 4096]",
+        ),
+    ] = None,
+    queue: Annotated[
+        int, typer.Option(min=128, max=2**16, help="Maximum number of waiting texts.")
+    ] = 256,
+    seconds: Annotated[
+        float, typer.Option(min=1, max=86400, help="Maximum time of a request in seconds.")
+    ] = 600,
+    compute: ComputeOfRun = None,
+    kv: CacheDtype = None,
+    device: Device = None,
+    backend: Backend = None,
+) -> None:
+    """Serve a saved model by the OpenAI protocol: `arb serve RUN`.
+
+    Clients are given `http://127.0.0.1:8000/v1` and the name of the run's folder. At SIGTERM or
+    Ctrl-C, running texts are finished.
+    """
+    checkpoint = find_run(one_path(run, checkpoint), loads=True)
+    for package in PACKAGES:
+        if not find_spec(package):
+            raise ArbError(
+                f"`arb serve` needs the package {package}, which is not installed",
+                hint="install it: `pip install 'arb[serve]'`",
+            )
+    config = config_in_header(checkpoint)
+    if config and config.is_masked:
+        raise ArbError(
+            "this model is masked and cannot generate text from left to right",
+            hint="fill holes: `arb generate RUN --infill TEXT`",
+        )
+    from arbcli.serve.server import is_loopback, listener
+    from arbcli.serve.server import serve as run_server
+
+    if not is_loopback(host) and not api_key:
+        raise ArbError(
+            f"`--host {host}` can be reached from other machines",
+            hint="add `--api-key KEY`, or leave `--host` out",
+        )
+    sock = listener(host, port)
+    with LiveLine() as line:
+        line.show_wait("loading")
+        from arbcli.generation.load import load_named_model
+        from arbcli.kernels.runtime.device import resolve_backend, resolve_device
+        from arbcli.serve.app import Limits, build_app
+        from arbcli.serve.engine import Engine
+
+        place = resolve_device(device)
+        model, name = load_named_model(checkpoint, place, note, compute)
+        engine = Engine(
+            model,
+            Path(name),
+            texts=batch,
+            positions=length,
+            queue=queue,
+            backend=resolve_backend(backend, place),
+            kv=kv,
+        )
+        engine.start()
+    app = build_app(engine, api_key=api_key, limits=Limits(seconds=seconds))
+    run_server(app, engine, sock, seconds=seconds)
+    note("stopped")

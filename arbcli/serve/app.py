@@ -1,0 +1,307 @@
+"""The routes of the server, which hand requests to the engine and wait for its texts."""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from arbcli.generation.conversation import Conversation
+from arbcli.serve.engine import Busy, Closed, Engine
+from arbcli.serve.protocol import Answer, RequestError, parse_request
+from arbcli.serve.texts import Piece, Text
+
+OPEN_PATHS = ("/", "/health")
+"""Paths that need no API key."""
+RETRY_SECONDS = 1
+"""Time after which a client may try again if the queue is full."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of a request."""
+
+    body_bytes: int = 4 * 2**20
+    body_seconds: float = 20
+    """Time within which the body must arrive."""
+    seconds: float = 600
+    """Time within which all texts must be finished, including their time in the queue."""
+
+
+def build_app(
+    engine: Engine,
+    *,
+    api_key: str | None = None,
+    limits: Limits = Limits(),
+    watch: Path | None = None,
+) -> Starlette:
+    """Create the application.
+
+    Args:
+        engine: engine of the model, which is started and closed by the caller.
+        api_key: key that clients must give, as a bearer token; None is none.
+        limits: bounds of requests.
+        watch: folder of runs to show; None is none.
+    """
+    service = _Service(engine, limits)
+    routes = [
+        Route("/v1/models", service.models),
+        Route("/v1/models/{name}", service.model),
+        Route("/v1/completions", partial(service.complete, chat=False), methods=["POST"]),
+        Route("/v1/chat/completions", partial(service.complete, chat=True), methods=["POST"]),
+        Route("/health", service.health),
+        Route("/metrics", service.metrics),
+    ]
+    handlers: Any = {
+        RequestError: _request_error,
+        HTTPException: _http_error,
+        ClientDisconnect: _nobody,
+        Exception: _server_error,
+    }
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.add_middleware(_Bounds, api_key=api_key, seconds=limits.seconds + 2 * limits.body_seconds)
+    return app
+
+
+class _Bounds:
+    """Refuses requests without the API key, and ends those whose client does not read them."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None, seconds: float) -> None:
+        self._app, self._seconds = app, seconds
+        self._token = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._token and scope["path"] not in OPEN_PATHS:
+            given = Headers(scope=scope).get("authorization", "")
+            if not secrets.compare_digest(given.encode(), self._token):
+                error = RequestError("the API key is missing or wrong", 401, code="invalid_api_key")
+                await _answer(error)(scope, receive, send)
+                return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._seconds):
+                await self._app(scope, receive, send)
+
+
+class _Service:
+    def __init__(self, engine: Engine, limits: Limits) -> None:
+        self._engine, self._limits = engine, limits
+        self._started, self._num_requests = int(time.time()), 0
+        # a tokenizer is not for several threads; long prompts must not stop the event loop
+        self._parser = ThreadPoolExecutor(1, "parser")
+
+    async def models(self, _: Request) -> Response:
+        """List the only model."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """Describe the model by name."""
+        if request.path_params["name"] != self._engine.name:
+            raise RequestError("this model does not exist", 404, code="model_not_found")
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        engine = self._engine
+        return {
+            "id": engine.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "arb",
+            "max_model_len": engine.positions,
+            "unit": "byte" if engine.model.tokenizer is None else "token",
+            "chat": isinstance(engine.conversation, Conversation),
+        }
+
+    async def health(self, _: Request) -> Response:
+        """Say whether texts can be generated."""
+        healthy = self._engine.failure is None
+        return JSONResponse({"status": "ok" if healthy else "failed"}, 200 if healthy else 503)
+
+    async def metrics(self, _: Request) -> Response:
+        """Write counters and gauges in the format of Prometheus."""
+        engine, lines = self._engine, []
+        for name, kind, value in (
+            ("requests_total", "counter", self._num_requests),
+            ("texts_finished_total", "counter", engine.num_finished),
+            ("prompt_tokens_total", "counter", engine.num_read),
+            ("generated_tokens_total", "counter", engine.num_generated),
+            ("texts_running", "gauge", engine.num_running),
+            ("texts_waiting", "gauge", engine.num_waiting),
+            ("slots", "gauge", engine.texts),
+        ):
+            lines += [f"# TYPE arb_{name} {kind}", f"arb_{name} {value}"]
+        return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+    async def complete(self, request: Request, *, chat: bool) -> Response:
+        """Answer a request for completions."""
+        self._num_requests += 1
+        body = await self._body(request)
+        loop = asyncio.get_running_loop()
+        parse = partial(parse_request, body, self._engine, chat=chat)
+        asked = await loop.run_in_executor(self._parser, parse)
+        pieces = _Pieces(asked.texts, self._engine, self._limits.seconds)
+        answer = Answer(asked, self._engine)
+        if asked.stream:
+            return _Stream(answer, pieces)
+        with pieces:
+            collecting = asyncio.create_task(_collected(pieces, len(asked.texts)))
+            leaving = asyncio.create_task(_left(request))
+            tasks = {collecting, leaving}
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if not collecting.done():
+                    raise ClientDisconnect
+                return JSONResponse(answer.whole(collecting.result()))
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    async def _body(self, request: Request) -> bytes:
+        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+            raise RequestError("the header must have `Content-Type: application/json`", 415)
+        body, most = bytearray(), self._limits.body_bytes
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise RequestError(f"the body has more than {most:,} bytes", 413)
+        except TimeoutError:
+            raise RequestError("the body did not arrive in time", 408) from None
+        return bytes(body)
+
+
+class _Pieces:
+    """The pieces of texts as they come; texts that are not finished at exit are cancelled.
+
+    Args:
+        texts: the texts, which are submitted.
+        engine: the engine.
+        seconds: time within which all must be finished.
+
+    Raises:
+        RequestError: the engine takes no more texts.
+    """
+
+    def __init__(self, texts: list[Text], engine: Engine, seconds: float) -> None:
+        self._texts, self._engine = texts, engine
+        loop = asyncio.get_running_loop()
+        self._end = loop.time() + seconds
+        self._queue: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+
+        def put(index: int, piece: Piece) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._queue.put_nowait, (index, piece))
+
+        for index, text in enumerate(texts):
+            text.on_piece = partial(put, index)
+        try:
+            engine.submit(texts)
+        except Busy:
+            message = "the queue is full; try again later"
+            raise RequestError(message, 429, code="rate_limit_exceeded") from None
+        except Closed:
+            raise RequestError("the server is stopping", 503) from None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.cancel(self._texts)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, list[Piece]]]:
+        """Yield the index of a text and its new pieces, until all texts have ended."""
+        left = len(self._texts)
+        while left:
+            try:
+                async with asyncio.timeout_at(self._end):
+                    new = [await self._queue.get()]
+            except TimeoutError:
+                raise RequestError("the texts took too long", 504, code="timeout") from None
+            while not self._queue.empty():
+                new.append(self._queue.get_nowait())
+            by_index: dict[int, list[Piece]] = {}
+            for index, piece in new:
+                by_index.setdefault(index, []).append(piece)
+            for index, pieces in by_index.items():
+                left -= pieces[-1].finish is not None
+                if pieces[-1].finish == "error":
+                    raise RequestError("the model failed", 500)
+                yield index, pieces
+
+
+class _Stream(StreamingResponse):
+    """An answer in server-sent events; the texts are cancelled if the client leaves."""
+
+    def __init__(self, answer: Answer, pieces: _Pieces) -> None:
+        super().__init__(_events(answer, pieces), media_type="text/event-stream")
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._pieces:
+            await super().__call__(scope, receive, send)
+
+
+async def _events(answer: Answer, pieces: _Pieces) -> AsyncIterator[bytes]:
+    try:
+        if answer.asked.chat:
+            for index in range(len(answer.choices)):
+                yield _event(answer.role_chunk(index))
+        async for index, new in pieces:
+            yield _event(answer.chunk(index, new))
+        if answer.asked.include_usage:
+            yield _event(answer.usage_chunk())
+    except RequestError as error:
+        yield _event(error.body)
+    yield b"data: [DONE]\n\n"
+
+
+async def _collected(pieces: _Pieces, count: int) -> list[list[Piece]]:
+    collected: list[list[Piece]] = [[] for _ in range(count)]
+    async for index, new in pieces:
+        collected[index] += new
+    return collected
+
+
+async def _left(request: Request) -> None:
+    """Wait until the client closes the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+def _answer(error: RequestError) -> Response:
+    headers = {"Retry-After": str(RETRY_SECONDS)} if error.status == 429 else None
+    return JSONResponse(error.body, error.status, headers)
+
+
+async def _request_error(_: Request, error: RequestError) -> Response:
+    return _answer(error)
+
+
+async def _http_error(_: Request, error: HTTPException) -> Response:
+    return _answer(RequestError(error.detail, error.status_code))
+
+
+async def _server_error(_: Request, __: Exception) -> Response:
+    return _answer(RequestError("the server failed", 500))
+
+
+async def _nobody(*_: object) -> Response:
+    return Response(status_code=499)

@@ -1,0 +1,410 @@
+"""The OpenAI protocol: parsing of requests, errors, and the JSON of answers."""
+
+import codecs
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from arbcli.base.errors import ArbError
+from arbcli.base.reading import is_of, parse_json
+from arbcli.config.model import MOST
+from arbcli.generation.sampling import Sampling
+from arbcli.generation.tokens import ends_of
+from arbcli.serve.engine import MOST_LOGPROBS, Engine
+from arbcli.serve.texts import Piece, Symbol, Text
+
+DEFAULT_LENGTH = 16
+"""Default `max_tokens` of a completion."""
+MOST_STOPS, LONGEST_STOP = 4, 256
+"""Maximum number of stop strings, and of bytes of each."""
+MOST_TEXTS = 128
+"""Maximum number of texts of a request."""
+
+
+class RequestError(Exception):
+    """A request that cannot be answered.
+
+    Args:
+        message: what is wrong.
+        status: HTTP status.
+        param: field of the request that is wrong; None is none.
+        code: name of the error for programs; None is none.
+    """
+
+    def __init__(
+        self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if status == 429 else kind
+        error = {"message": message, "type": kind, "param": param, "code": code}
+        self.body = {"error": error}
+        """The JSON of the answer."""
+
+
+class Field(NamedTuple):
+    """A field of a request."""
+
+    kind: Any
+    """Type of its value, for `is_of`."""
+    expected: str
+    """Values that it can have, for errors."""
+    fits: Callable[[Any], bool] = lambda _: True
+    """Checks a value of this type."""
+
+
+def _between(least: float, most: float, kind: Any = int) -> Field:
+    word = "an integer" if kind is int else "a number"
+    return Field(kind, f"{word} from {least:,} to {most:,}", lambda value: least <= value <= most)
+
+
+def _fits_stop(stop: str | list[str]) -> bool:
+    stops = [stop] if isinstance(stop, str) else stop
+    return len(stops) <= MOST_STOPS and all(0 < len(text) <= LONGEST_STOP for text in stops)
+
+
+NO_PENALTY = Field(float, "0, as there are no penalties", lambda value: value == 0)
+FLAG, OBJECT = Field(bool, "true or false"), Field(dict, "an object")
+FIELDS = {
+    "model": Field(str, "the name of the model"),
+    "max_tokens": _between(0, MOST),
+    "n": _between(1, MOST_TEXTS),
+    "seed": Field(int, "an integer"),
+    "stop": Field(str | list[str], f"up to {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters",
+        _fits_stop),
+    "stream": FLAG,
+    "stream_options": OBJECT,
+    "temperature": Field(float, "0, or a number from 1e-6 to 2",
+        lambda value: value == 0 or 1e-6 <= value <= 2),
+    "top_p": Field(float, "a number above 0 and at most 1", lambda value: 0 < value <= 1),
+    "top_k": _between(1, MOST),
+    "user": Field(str, "a string"),
+    "presence_penalty": NO_PENALTY,
+    "frequency_penalty": NO_PENALTY,
+    "logit_bias": Field(dict, "empty, as there are no biases", lambda value: not value),
+}  # fmt: skip
+"""Fields of both kinds of requests. A field may also be null, which is its default."""
+COMPLETION_FIELDS = FIELDS | {
+    "prompt": Field(str | list[str] | list[int] | list[list[int]], "a text or tokens, or several"),
+    "echo": FLAG,
+    "logprobs": _between(0, MOST_LOGPROBS),
+    "best_of": Field(int, "1, as all texts are returned", lambda value: value == 1),
+    "suffix": Field(str, "empty, as texts are continued only", lambda value: not value),
+}
+CHAT_FIELDS = FIELDS | {
+    "messages": Field(list[dict], "a list of messages", bool),
+    "max_completion_tokens": _between(0, MOST),
+    "logprobs": FLAG,
+    "top_logprobs": _between(0, MOST_LOGPROBS),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A valid request."""
+
+    chat: bool
+    texts: list[Text]
+    """Texts to generate, by the index of their choice."""
+    num_prompt_tokens: int
+    stream: bool
+    include_usage: bool
+    """Whether a stream ends with the usage."""
+
+
+def parse_request(body: bytes, engine: Engine, *, chat: bool) -> Asked:
+    """Parse and validate the body of a request.
+
+    Args:
+        body: the body.
+        engine: engine of the model.
+        chat: whether it asks for a chat completion.
+
+    Raises:
+        RequestError: it is invalid.
+    """
+    fields = _fields(body, CHAT_FIELDS if chat else COMPLETION_FIELDS)
+    if fields.get("model", engine.name) != engine.name:
+        raise RequestError(
+            f"the model `{fields['model'][:80]}` does not exist; this server has `{engine.name}`",
+            404,
+            param="model",
+            code="model_not_found",
+        )
+    options = fields.get("stream_options", {})
+    if {*options} - {"include_usage"} or not is_of(options, dict[str, bool]):
+        expected = '{"include_usage": true} or {"include_usage": false}'
+        raise RequestError(f"`stream_options` must be {expected}", param="stream_options")
+    try:
+        prompts = [_chat_prompt(fields, engine)] if chat else _prompts(fields, engine)
+    except ArbError as error:
+        raise RequestError(str(error), param="messages" if chat else "prompt") from error
+    copies = fields.get("n", 1)
+    if copies * len(prompts) > MOST_TEXTS:
+        many = f"{copies * len(prompts)} texts are asked for, and a request may have {MOST_TEXTS}"
+        raise RequestError(many, param="n")
+    texts = [
+        _text(fields, engine, *prompt, stream, chat=chat)
+        for prompt in prompts
+        for stream in range(copies)
+    ]
+    return Asked(
+        chat=chat,
+        texts=texts,
+        num_prompt_tokens=sum(len(prompt) for prompt, _ in prompts),
+        stream=fields.get("stream", False),
+        include_usage=options.get("include_usage", False),
+    )
+
+
+def _fields(body: bytes, known: Mapping[str, Field]) -> dict[str, Any]:
+    """Return the fields of a request that are not null."""
+    try:
+        values = parse_json(body)
+    except ValueError as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise RequestError("the body is not a JSON object")
+    fields = {name: value for name, value in values.items() if value is not None}
+    for name, value in fields.items():
+        if name not in known:
+            shown = ascii(name)[1:81]
+            raise RequestError(f"the field `{shown}` is not supported", param=shown)
+        kind, expected, fits = known[name]
+        if not is_of(value, kind) or not fits(value):
+            raise RequestError(f"`{name}` must be {expected}", param=name)
+    return fields
+
+
+def _prompts(fields: dict[str, Any], engine: Engine) -> list[tuple[Sequence[int], int]]:
+    """Return the prompts, each with the number of symbols before its text."""
+    prompt = fields.get("prompt")
+    if not prompt and prompt != "":
+        raise RequestError("there is no `prompt`", param="prompt")
+    several = [prompt] if isinstance(prompt, str) or is_of(prompt, list[int]) else prompt
+    if len(several) > MOST_TEXTS:
+        raise RequestError(f"there are more than {MOST_TEXTS} prompts", param="prompt")
+    return [
+        engine.symbols_of(one) if isinstance(one, str) else (_checked_ids(one, engine), 0)
+        for one in several
+    ]
+
+
+def _checked_ids(ids: list[int], engine: Engine) -> Sequence[int]:
+    vocabulary = engine.model.config.vocabulary
+    if not all(0 <= token < vocabulary for token in ids):
+        raise RequestError(f"tokens of `prompt` are 0 to {vocabulary - 1:,}", param="prompt")
+    return bytes(ids) if engine.model.tokenizer is None else ids
+
+
+def _chat_prompt(fields: dict[str, Any], engine: Engine) -> tuple[Sequence[int], int]:
+    if isinstance(engine.conversation, ArbError):
+        raise RequestError(str(engine.conversation), code="no_chat_template")
+    if "messages" not in fields:
+        raise RequestError("there are no `messages`", param="messages")
+    messages = [(message.get("role"), message.get("content")) for message in fields["messages"]]
+    pairs = [(role, _content(content)) for role, content in messages]
+    if not all(isinstance(role, str) for role, _ in pairs):
+        raise RequestError("a message has no `role`", param="messages")
+    return engine.conversation.tokens_of(pairs), 0
+
+
+def _content(content: Any) -> str:
+    """Return the text of a message, which may be in parts."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part.get("text") for part in parts if is_of(part, dict) and part.get("type") == "text"]
+    if len(texts) != len(parts) or not is_of(texts, list[str]):
+        raise RequestError("the `content` of a message must be text", param="messages")
+    return "".join(texts)
+
+
+def _text(
+    fields: dict[str, Any],
+    engine: Engine,
+    prompt: Sequence[int],
+    beginning: int,
+    stream: int,
+    *,
+    chat: bool,
+) -> Text:
+    room = engine.positions - len(prompt)
+    length = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    if length is None:
+        length = room if chat else DEFAULT_LENGTH
+    if not prompt:
+        raise RequestError("the prompt is empty; give a newline at least", param="prompt")
+    if room < max(length, int(chat)):
+        raise RequestError(
+            f"a text has at most {engine.positions:,} tokens, and the prompt has {len(prompt):,}"
+            f" and `max_tokens` is {length:,}",
+            param="messages" if chat else "prompt",
+            code="context_length_exceeded",
+        )
+    logprobs = fields.get("logprobs")
+    if chat:
+        logprobs = fields.get("top_logprobs", 0) if logprobs else None
+    stop = fields.get("stop", [])
+    stops = [stop] if isinstance(stop, str) else stop
+    return Text(
+        prompt=prompt,
+        length=length,
+        sampling=Sampling(
+            temperature=fields.get("temperature", 1.0),
+            top_k=fields.get("top_k", MOST),
+            top_p=fields.get("top_p", 1.0),
+            seed=fields.get("seed", secrets.randbits(31)) % 2**31,
+        ),
+        stream=stream,
+        stops=tuple(text.encode(errors="replace") for text in stops),
+        ends=frozenset(engine.conversation.ends) if chat else ends_of(engine.model),
+        logprobs=logprobs,
+        echo=fields.get("echo", False),
+        beginning=beginning,
+    )
+
+
+class Choice:
+    """The JSON of a text: one answer, or the chunks of a stream.
+
+    Args:
+        index: index of the choice.
+        text: the text.
+        engine: engine of the model.
+        chat: whether it is an answer of a chat.
+    """
+
+    def __init__(self, index: int, text: Text, engine: Engine, *, chat: bool) -> None:
+        self.index, self.chat = index, chat
+        self.num_tokens = 0
+        """Number of symbols generated so far."""
+        self._scores, self._tokenizer = text.logprobs is not None, engine.model.tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = 0
+
+    def chunk(self, pieces: Sequence[Piece]) -> tuple[str, dict[str, Any] | None, str | None]:
+        """Return the text, the log probabilities, and the reason of the end of new pieces."""
+        finish = pieces[-1].finish
+        symbols = [symbol for piece in pieces for symbol in piece.symbols]
+        self.num_tokens += sum(len(piece.symbols) for piece in pieces if not piece.echoed)
+        texts, offsets = [], []
+        for symbol in symbols:
+            offsets.append(self._characters)
+            texts.append(self._decoder.decode(symbol.content))
+            self._characters += len(texts[-1])
+        if finish:
+            texts.append(self._decoder.decode(b"", final=True))
+        if not self._scores:
+            return "".join(texts), None, finish
+        logprobs = (
+            {"content": [*map(self._chat_logprobs, symbols)]}
+            if self.chat
+            else {
+                "tokens": [*map(self._name, symbols)],
+                "token_logprobs": [symbol.logprob for symbol in symbols],
+                "top_logprobs": [*map(self._likeliest, symbols)],
+                "text_offset": offsets,
+            }
+        )
+        return "".join(texts), logprobs, finish
+
+    def _name(self, symbol: Symbol) -> str:
+        """Return the text of a symbol, or `bytes:` and hexadecimals for bytes that are no text."""
+        content = symbol.content or self._bytes(symbol.id)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+    def _bytes(self, symbol: int) -> bytes:
+        tokenizer = self._tokenizer
+        return bytes([symbol]) if tokenizer is None else tokenizer.decode([symbol]).encode()
+
+    def _named(self, symbol: Symbol) -> dict[str, float]:
+        """Return the likeliest symbols by name, with the symbol itself; names may coincide."""
+        names: dict[str, float] = {}
+        for other, logprob in (*symbol.likeliest, (symbol.id, symbol.logprob)):
+            name = self._name(symbol if other == symbol.id else Symbol(other))
+            names.setdefault(name, logprob)
+        return names
+
+    def _likeliest(self, symbol: Symbol) -> dict[str, float] | None:
+        return None if symbol.logprob is None else self._named(symbol)
+
+    def _chat_logprobs(self, symbol: Symbol) -> dict[str, Any]:
+        def entry(name: str, logprob: float, content: bytes) -> dict[str, Any]:
+            return {"token": name, "logprob": logprob, "bytes": [*content]}
+
+        others = [Symbol(other, logprob=logprob) for other, logprob in symbol.likeliest]
+        likeliest = [entry(self._name(o), o.logprob, self._bytes(o.id)) for o in others]
+        content = symbol.content or self._bytes(symbol.id)
+        return entry(self._name(symbol), symbol.logprob, content) | {"top_logprobs": likeliest}
+
+
+class Answer:
+    """The parts that all JSON of an answer shares.
+
+    Args:
+        asked: the request.
+        engine: engine of the model.
+    """
+
+    def __init__(self, asked: Asked, engine: Engine) -> None:
+        self.asked = asked
+        self.choices = [
+            Choice(index, text, engine, chat=asked.chat) for index, text in enumerate(asked.texts)
+        ]
+        prefix = "chatcmpl" if asked.chat else "cmpl"
+        self._head = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": engine.name,
+        }
+
+    def whole(self, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+        """Return the answer with the pieces of all choices."""
+        kind = "chat.completion" if self.asked.chat else "text_completion"
+        choices = []
+        for choice, of_choice in zip(self.choices, pieces, strict=True):
+            text, logprobs, finish = choice.chunk(of_choice)
+            content = {"message": {"role": "assistant", "content": text}}
+            content = content if self.asked.chat else {"text": text}
+            choices.append(self._choice(choice, content, logprobs, finish))
+        return self._head | {"object": kind, "choices": choices, "usage": self.usage()}
+
+    def chunk(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return a chunk of a stream with new pieces of a choice."""
+        choice = self.choices[index]
+        text, logprobs, finish = choice.chunk(pieces)
+        content = {"delta": {"content": text}} if self.asked.chat else {"text": text}
+        return self._chunk([self._choice(choice, content, logprobs, finish)])
+
+    def role_chunk(self, index: int) -> dict[str, Any]:
+        """Return the first chunk of a choice of a chat."""
+        delta = {"delta": {"role": "assistant", "content": ""}}
+        return self._chunk([self._choice(self.choices[index], delta, None, None)])
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """Return the last chunk of a stream, with the usage."""
+        return self._chunk([]) | {"usage": self.usage()}
+
+    def usage(self) -> dict[str, int]:
+        """Return the numbers of symbols so far."""
+        prompt, generated = self.asked.num_prompt_tokens, sum(c.num_tokens for c in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+        }
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.asked.chat else "text_completion"
+        return self._head | {"object": kind, "choices": choices}
+
+    def _choice(
+        self, choice: Choice, content: dict[str, Any], logprobs: Any, finish: str | None
+    ) -> dict[str, Any]:
+        ending = {"logprobs": logprobs, "finish_reason": finish}
+        return {"index": choice.index} | content | ending
