@@ -108,5 +108,8 @@ def serve(
         )
         engine.start()
     app = build_app(engine, api_key=api_key, limits=Limits(seconds=seconds))
-    run_server(app, engine, sock, seconds=seconds)
+    try:
+        run_server(app, engine, sock, seconds=seconds)
+    finally:
+        engine.close()
     note("stopped")

@@ -87,7 +87,7 @@ class _Bounds:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._token and scope["path"] not in OPEN_PATHS:
             given = Headers(scope=scope).get("authorization", "")
-            if not secrets.compare_digest(given.encode(), self._token):
+            if not secrets.compare_digest(given.encode("latin-1"), self._token):
                 error = RequestError("the API key is missing or wrong", 401, code="invalid_api_key")
                 await _answer(error)(scope, receive, send)
                 return

@@ -109,11 +109,17 @@ class Engine:
             raise self.failure
 
     def close(self) -> None:
-        """Accept no more texts, and wait until all are finished."""
+        """Accept no more texts, and wait until all are finished.
+
+        Raises:
+            BaseException: the thread failed.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._thread.join()
+        if self.failure is not None:
+            raise self.failure
 
     def __enter__(self) -> "Engine":
         self.start()
@@ -175,7 +181,7 @@ class Engine:
                 self._decoder.end(0, 0)
                 self._ready.set()
                 self._decode()
-        except BaseException as error:  # raised again by `start`, or by the caller of `failure`
+        except BaseException as error:  # raised again by `start` or `close`
             self.failure = error
             with self._changed:
                 self._closing = True

@@ -17,7 +17,7 @@ from arbcli.serve.texts import Piece, Symbol, Text
 
 DEFAULT_LENGTH = 16
 """Default `max_tokens` of a completion."""
-MOST_STOPS, LONGEST_STOP = 4, 256
+MOST_STOPS, LONGEST_STOP = 16, 256
 """Maximum number of stop strings, and of bytes of each."""
 MOST_TEXTS = 128
 """Maximum number of texts of a request."""

@@ -88,12 +88,9 @@ def serve(app: ASGIApp, engine: Engine, sock: socket.socket, *, seconds: float) 
 
     Args:
         app: the application.
-        engine: its engine, which has started, and is closed at the end.
+        engine: its engine, which has started; if it fails, the server stops.
         sock: from `listener`.
         seconds: maximum time that running requests are given to finish.
-
-    Raises:
-        BaseException: the engine's failure.
     """
     host, port = sock.getsockname()[:2]
     if is_loopback(host):  # pages of other sites must not reach it by a name of their own
@@ -113,9 +110,6 @@ def serve(app: ASGIApp, engine: Engine, sock: socket.socket, *, seconds: float) 
     shown = f"[{host}]" if ":" in host else host
     note(f"`{engine.name}` is served at http://{shown}:{port}")
     asyncio.run(server.serve([sock]))
-    engine.close()
-    if engine.failure is not None:
-        raise engine.failure
 
 
 def is_loopback(host: str) -> bool:

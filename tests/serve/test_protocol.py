@@ -1,0 +1,455 @@
+"""The server answers as the OpenAI protocol says, whatever clients send or leave unsaid."""
+
+import http.client
+import json
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from apparatus.killing import write_tokenizer
+
+from arbcli.config.presets import preset
+from arbcli.data.tokens import Tokenizer
+from arbcli.model.language_model import LanguageModel
+from arbcli.serve import protocol
+from arbcli.serve.engine import Engine
+
+apps = pytest.importorskip("arbcli.serve.app", reason="needs the package starlette")
+server = pytest.importorskip("arbcli.serve.server", reason="needs the package uvicorn")
+
+END = "<|end|>"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+SECONDS = 30
+"""Time within which an answer must come."""
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory) -> Iterator[Engine]:
+    """An engine of a model of tokens with a chat template."""
+    for package in ("tokenizers", "jinja2"):
+        pytest.importorskip(package, reason=f"needs the package {package}")
+    run = tmp_path_factory.mktemp("folder") / "chatty"
+    run.mkdir()
+    write_tokenizer(run / "tokenizer.json", (END,))
+    (run / "chat_template.jinja").write_text(TEMPLATE)
+    (run / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    config = preset("tiny", dim=32, layers=1, heads=2, ffn=48, ctx=32)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = LanguageModel(replace(config, vocabulary=300), torch.float32)
+    model.initialise(0)
+    model.tokenizer = Tokenizer.read(run / "tokenizer.json")
+    model.tokenizer.ends = frozenset([model.tokenizer.special(END)])
+    with Engine(model, run / "step-1.safetensors", texts=3, positions=4096, queue=128) as engine:
+        yield engine
+
+
+class Answer(NamedTuple):
+    status: int
+    content: Any
+    headers: dict[str, str]
+
+
+class Client:
+    """A client of a server at a port."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def ask(self, path: str, body: Any = None, *, method: str | None = None, **headers) -> Answer:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
+        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        types = {"Content-Type": "application/json"} | headers
+        method = method or ("GET" if body is None else "POST")
+        connection.request(method, path, content, types)
+        answer = connection.getresponse()
+        text, found = answer.read().decode(), dict(answer.getheaders())
+        connection.close()
+        if found.get("content-type", "").startswith("application/json"):
+            return Answer(answer.status, json.loads(text), found)
+        return Answer(answer.status, text, found)
+
+    def complete(self, prompt: Any = "it was", **fields) -> dict:
+        answer = self.ask("/v1/completions", {"prompt": prompt, "seed": 5} | fields)
+        assert answer.status == 200, answer
+        return answer.content
+
+    def chat(self, *contents: str, **fields) -> dict:
+        messages = [{"role": "user", "content": content} for content in contents]
+        answer = self.ask("/v1/chat/completions", {"messages": messages, "seed": 5} | fields)
+        assert answer.status == 200, answer
+        return answer.content
+
+    def error(self, body: Any, path: str = "/v1/completions", **headers) -> tuple[int, dict]:
+        answer = self.ask(path, body, **headers)
+        assert set(answer.content["error"]) == {"message", "type", "param", "code"}
+        return answer.status, answer.content["error"]
+
+    def connect(self, body: bytes | None = None, path: str = "/v1/completions") -> socket.socket:
+        """Open a connection, and send a request but for its answer."""
+        sock = socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
+        if body is not None:
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        return sock
+
+
+@contextmanager
+def running(engine: Engine, **options) -> Iterator[Client]:
+    """Run a server of an engine in a thread."""
+    sock = server.listener("127.0.0.1", 0)
+    client, app = Client(sock.getsockname()[1]), apps.build_app(engine, **options)
+    with mock.patch.object(server._Server, "capture_signals", nullcontext):
+        serve = partial(server.serve, app, engine, sock, seconds=9)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert client.ask("/health").content == {"status": "ok"}
+        stop = engine.on_failure  # which a later server replaces
+        try:
+            yield client
+        finally:
+            stop()
+            thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def client(engine) -> Iterator[Client]:
+    with running(engine) as client:
+        yield client
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def events(text: str) -> list[dict]:
+    """Return the chunks of a stream."""
+    *chunks, end = text.removesuffix("\n\n").split("\n\n")
+    assert end == "data: [DONE]"
+    return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+
+
+def test_model_is_listed(client, engine):
+    (model,) = client.ask("/v1/models").content["data"]
+    assert (model["id"], model["max_model_len"], model["chat"]) == ("chatty", 4096, True)
+    assert client.ask("/v1/models/chatty").content == model
+    assert client.error(None, "/v1/models/gpt")[0] == 404
+
+
+def test_echo_of_no_token_is_the_prompt_with_its_log_probabilities(client, engine):
+    """The sum that lm-evaluation-harness forms, over the tokens from its context to the last."""
+    prompt = "it wäs read"
+    answer = client.complete(prompt, echo=True, max_tokens=0, logprobs=2)
+    (choice,), ids = answer["choices"], engine.symbols_of(prompt)[0]
+    assert (choice["text"], choice["finish_reason"]) == (prompt, "length")
+    assert answer["usage"] == {
+        "prompt_tokens": len(ids), "completion_tokens": 0, "total_tokens": len(ids),
+    }  # fmt: skip
+    scores = choice["logprobs"]
+    assert {len(part) for part in scores.values()} == {len(ids)}
+    assert scores["token_logprobs"][0] is scores["top_logprobs"][0] is None
+    with_next = client.complete([ids], echo=True, max_tokens=1, logprobs=1, temperature=0)
+    assert with_next["choices"][0]["logprobs"]["token_logprobs"][:-1] == scores["token_logprobs"]
+    with torch.no_grad():
+        logits = engine.model(torch.tensor([[*ids]], device=engine.model.device))[0]
+    expected = logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+    given = torch.tensor(scores["token_logprobs"][1:], device=expected.device)
+    torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
+    last = with_next["choices"][0]["logprobs"]
+    assert last["token_logprobs"][-1] == max(last["top_logprobs"][-1].values())
+    names = scores["tokens"], scores["token_logprobs"], scores["top_logprobs"]
+    for token, logprob, top in list(zip(*names, strict=True))[1:]:
+        assert top[token] >= logprob  # several tokens that are no characters have one name
+        assert 1 <= len(top) <= 3
+
+
+def test_offsets_are_those_of_the_tokens_in_the_text(client):
+    choice = client.complete("a read it", echo=True, max_tokens=9, logprobs=0)["choices"][0]
+    scores = choice["logprobs"]
+    for token, offset in zip(scores["tokens"], scores["text_offset"], strict=True):
+        if token.isascii() and not token.startswith("bytes:"):
+            assert choice["text"][offset:].startswith(token)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_stream_has_the_text_of_the_whole_answer(client, chat):
+    fields = {"max_tokens": 40, "n": 2, "stop": ["e", "xyz"], "logprobs": True if chat else 2}
+    ask = client.chat if chat else client.complete
+    whole = ask("it was", **fields)
+    chunks = events(ask("it was", stream=True, stream_options={"include_usage": True}, **fields))
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert chunks[-1]["choices"] == []
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    for index, choice in enumerate(whole["choices"]):
+        parts = [chunk["choices"][0] for chunk in chunks[:-1]]
+        parts = [part for part in parts if part["index"] == index]
+        assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
+        assert parts[-1]["finish_reason"] == choice["finish_reason"]
+        key = "content" if chat else "token_logprobs"
+        scores = [s for part in parts if part["logprobs"] for s in part["logprobs"][key]]
+        assert scores == choice["logprobs"][key]
+        if chat:
+            assert parts[0]["delta"] == {"role": "assistant", "content": ""}
+            text = "".join(part["delta"]["content"] for part in parts)
+            assert text == choice["message"]["content"]
+        else:
+            assert "".join(part["text"] for part in parts) == choice["text"]
+        assert "e" not in text if chat else "e" not in choice["text"]
+
+
+def test_choices_are_those_of_lone_requests(client, engine):
+    prompts = ["it was", "read a line", "a"]
+    together = client.complete(prompts, n=2, max_tokens=9)["choices"]
+    assert [choice["index"] for choice in together] == [*range(6)]
+    assert len({choice["text"] for choice in together}) == 6
+    for index, prompt in enumerate(prompts):
+        alone = client.complete(prompt, max_tokens=9)["choices"][0]["text"]
+        ids = client.complete([*engine.symbols_of(prompt)[0]], max_tokens=9)["choices"][0]["text"]
+        assert together[2 * index]["text"] == alone == ids
+
+
+def test_chat_continues_the_template_and_ends_at_its_end(client, engine):
+    ids = engine.conversation.tokens_of([("user", "hello"), ("user", "you")])
+    assert engine.model.tokenizer.decode(ids) == f"user: hello{END}user: you{END}assistant: "
+    answer = client.chat("hello", "you", max_completion_tokens=9)["choices"][0]
+    plain = client.complete(ids, max_tokens=9)["choices"][0]
+    assert answer["message"] == {"role": "assistant", "content": plain["text"]}
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    messages = [{"role": "user", "content": parts}, {"role": "user", "content": "you"}]
+    body = {"messages": messages, "seed": 5, "max_tokens": 9}
+    assert client.ask("/v1/chat/completions", body).content["choices"][0] == answer
+    body["messages"][0]["content"] = END
+    assert client.error(body, "/v1/chat/completions")[0] == 400
+
+
+def test_length_of_a_chat_is_what_is_left(client, engine, monkeypatch):
+    monkeypatch.setattr(engine, "positions", 40)
+    answer = client.chat("hello", temperature=0)
+    usage, reason = answer["usage"], answer["choices"][0]["finish_reason"]
+    assert usage["total_tokens"] == 40 or reason == "stop"
+
+
+ODD = [
+    None, True, 0, -1, 1.5, 10**30, [], [[]], [None], ["a", 1], [-1], [10**9], [[1], "a"], {},
+    {"a": 1}, [{"role": "user"}], [{"role": 1, "content": "a"}], [{}],
+    [{"role": "user", "content": [{"type": "image_url"}]}],
+]  # fmt: skip
+VALID = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+}
+
+
+def malformed(draw: random.Random) -> tuple[str, Any]:
+    """Return a path and a body that is not valid."""
+    path, body = draw.choice([*VALID.items()])
+    kind = draw.randrange(4)
+    text = json.dumps(body).encode()
+    if kind == 0:
+        return path, draw.randbytes(draw.randint(1, 60))
+    if kind == 1:  # cut, or with a byte too many
+        place = draw.randrange(1, len(text))
+        return path, text[:place] + draw.choice([b"", b"\0", b"{", b"]"])
+    if kind == 2:
+        return path, body | {
+            draw.choice(["prompts", "Model", "tools", "x\n"]): draw.choice([1, "a", [3]])
+        }
+    wrong = {
+        "model": 3, "max_tokens": -1, "n": 0, "seed": 1.5, "stop": [""], "stream": "yes",
+        "stream_options": {"x": True}, "temperature": 3, "top_p": 0, "top_k": 0, "user": 1,
+        "presence_penalty": 1, "frequency_penalty": -1, "logit_bias": {"1": 2},
+    }  # fmt: skip
+    assert wrong.keys() == protocol.FIELDS.keys()
+    name = draw.choice([*wrong, *body])
+    if name in wrong:
+        return path, body | {name: wrong[name]}
+    return path, body | {name: draw.choice(ODD)}
+
+
+def test_malformed_requests_are_refused(client, engine):
+    draw, before = random.Random(1), engine.num_finished
+    for _ in range(300):
+        path, body = malformed(draw)
+        status, error = client.error(body, path)
+        assert status in (400, 404), (path, body)
+        assert error["type"] == "invalid_request_error"
+        assert error["message"].isprintable()
+    assert engine.num_finished == before
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "code"),
+    [
+        ({"prompt": "a", "model": "gpt-4"}, 404, "model", "model_not_found"),
+        ({"prompt": "a", "max_tokens": 9999}, 400, "prompt", "context_length_exceeded"),
+        ({"prompt": [1, 300]}, 400, "prompt", None),
+        ({"prompt": ["a"] * 65, "n": 2}, 400, "n", None),
+        ({"prompt": "a", "stream_options": {"include_usage": 1}}, 400, "stream_options", None),
+        (b" " * (2**22 + 1), 413, None, None),
+    ],
+)
+def test_error_names_the_field(client, body, status, param, code):
+    given, error = client.error(body)
+    assert (given, error["param"], error["code"]) == (status, param, code)
+
+
+def test_wrong_ways_are_refused(client):
+    assert client.error(None)[0] == 405
+    assert client.error(None, "/v2")[0] == 404
+    assert client.error({"prompt": "a"}, **{"Content-Type": "text/plain"})[0] == 415
+    assert client.ask("/health", Host="elsewhere.example").status == 400
+    assert client.ask("/health", Host="localhost:1").status == 200
+
+
+@pytest.fixture
+def endless(monkeypatch):
+    """Let no token end a text."""
+    monkeypatch.setattr(protocol, "ends_of", lambda _: frozenset())
+
+
+def test_texts_of_a_client_that_leaves_are_cancelled(client, engine, endless):
+    finished = engine.num_finished
+    for stream in (True, False):
+        body = {"prompt": "a", "max_tokens": 4000, "n": 3, "stream": stream, "seed": 1}
+        with client.connect(json.dumps(body).encode()) as sock:
+            wait_for(lambda: engine.num_running == 3)
+            if stream:
+                assert sock.recv(15) == b"HTTP/1.1 200 OK"
+        wait_for(lambda: engine.num_running == 0)
+    assert engine.num_finished == finished
+
+
+def test_full_queue_and_long_texts_are_refused(engine, endless):
+    with running(engine, limits=apps.Limits(seconds=0.4, body_seconds=0.3)) as client:
+        body = {"prompt": "a", "max_tokens": 4000, "seed": 1}
+        assert client.error(body)[1]["code"] == "timeout"
+        assert (
+            engine.num_running == engine.num_waiting == 0
+            or wait_for(lambda: engine.num_running == 0) is None
+        )
+        stream = client.ask("/v1/completions", body | {"stream": True}).content
+        assert events(stream)[-1]["error"]["code"] == "timeout"
+        many = json.dumps(body | {"n": 128}).encode()
+        with client.connect(many):
+            wait_for(lambda: engine.num_waiting == 125)
+            status, error = client.error(body | {"n": 9})
+            assert (status, error["type"]) == (429, "rate_limit_error")
+        wait_for(lambda: engine.num_running == engine.num_waiting == 0)
+        with client.connect() as sock:
+            sock.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+            )
+            assert sock.recv(99).startswith(b"HTTP/1.1 408")
+
+
+def test_connection_without_a_request_is_closed(engine, monkeypatch):
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.3)
+    with running(engine) as client:
+        for start in (
+            b"",
+            b"GET /health HTTP/1.1\r\nHost: loc",
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET",
+        ):
+            with client.connect() as sock:
+                sock.sendall(start)
+                received = b""
+                while part := sock.recv(4096):
+                    received += part
+                assert received.startswith(b"HTTP/1.1 200" if start.endswith(b"GET") else b"")
+
+
+def test_key_is_needed_for_all_but_the_health(engine):
+    with running(engine, api_key="sësame") as client:
+        assert client.error(None, "/v1/models")[1]["code"] == "invalid_api_key"
+        for wrong in ("Bearer x", "sesame", "Bearer sesame", ""):
+            assert client.error({"prompt": "a"}, Authorization=wrong)[0] == 401
+        right = "Bearer sësame".encode().decode("latin-1")
+        assert client.ask("/v1/models", Authorization=right).status == 200
+        assert client.error(None, "/metrics")[0] == 401
+
+
+def test_metrics_count_the_tokens(client, engine):
+    client.complete(max_tokens=7, temperature=0)
+    text = client.ask("/metrics").content
+    values = dict(re.findall(r"^(arb_\w+) (\d+)$", text, re.MULTILINE))
+    assert int(values["arb_generated_tokens_total"]) == engine.num_generated >= 7
+    assert values["arb_texts_running"] == "0"
+    assert len(values) == text.count("# TYPE")
+
+
+def test_openai_client_is_answered(client, engine):
+    openai = pytest.importorskip("openai", reason="needs the package openai")
+    asked = openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="none")
+    assert [model.id for model in asked.models.list()] == ["chatty"]
+    options = {"model": "chatty", "seed": 5, "max_tokens": 9}
+    whole = asked.completions.create(prompt="it was", n=2, logprobs=2, stop=["e"], **options)
+    parts = asked.completions.create(prompt="it was", n=2, stop=["e"], stream=True, **options)
+    texts = ["", ""]
+    for part in parts:
+        texts[part.choices[0].index] += part.choices[0].text
+    assert [choice.text for choice in whole.choices] == texts
+    assert len(whole.choices[0].logprobs.tokens) == len(whole.choices[0].logprobs.token_logprobs)
+    chat = {"messages": [{"role": "user", "content": "hello"}], **options}
+    answer = asked.chat.completions.create(logprobs=True, top_logprobs=2, **chat).choices[0]
+    assert len(answer.logprobs.content[0].top_logprobs) == 2
+    parts = asked.chat.completions.create(stream=True, **chat)
+    assert "".join(part.choices[0].delta.content for part in parts) == answer.message.content
+    with pytest.raises(openai.NotFoundError):
+        asked.completions.create(model="gpt", prompt="a")
+    with pytest.raises(openai.BadRequestError):
+        asked.completions.create(model="chatty", prompt="a", temperature=9)
+
+
+def test_signal_lets_running_texts_finish(saved):
+    run, root = saved().parent, Path(__file__).parents[2]
+    command = [sys.executable, "-m", "arbcli", "serve", str(run), "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=root) as process:
+        line = process.stderr.readline()
+        client = Client(int(re.search(r":(\d+)$", line)[1]))
+        body = {"prompt": "a", "max_tokens": 400, "stream": True, "logprobs": 0}
+        sock = client.connect(json.dumps(body).encode())
+        received = sock.recv(4096)
+        process.send_signal(signal.SIGTERM)
+        while part := sock.recv(4096):
+            received += part
+        assert b'"finish_reason":"length"' in received
+        assert b"data: [DONE]" in received
+        assert process.stderr.read() == "stopped\n"
+        assert process.wait(SECONDS) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--host", "0.0.0.0"], "`--host 0.0.0.0` can be reached from other machines"),
+        (
+            ["--port", "1", "--host", "192.0.2.1", "--api-key", "k"],
+            "cannot listen at `192.0.2.1:1`",
+        ),
+    ],
+)
+def test_address_is_refused(saved, arb_here, words, line):
+    done = arb_here("serve", str(saved().parent), *words)
+    assert done.returncode == 2
+    assert line in done.stderr
