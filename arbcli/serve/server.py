@@ -4,6 +4,7 @@ import asyncio
 import math
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -63,6 +64,9 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Stop at a signal; uvicorn would raise it again at the end."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         stopping = signal.SIGINT, signal.SIGTERM
         before = {number: signal.signal(number, self.handle_exit) for number in stopping}
         try:
@@ -83,7 +87,7 @@ def listener(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=MOST_CONNECTIONS)
 
 
-def serve(app: ASGIApp, engine: Engine, sock: socket.socket, *, seconds: float) -> None:
+def serve(app: ASGIApp, engine: Engine, sock: socket.socket, seconds: float) -> None:
     """Answer requests until SIGINT or SIGTERM; a second SIGINT does not wait for running ones.
 
     Args:

@@ -84,6 +84,7 @@ MISTAKES = {
         "hint: `arb train --help` lists what there is\n",
     "--quick": "No such option: --quick\nhint: `arb --help` lists what there is\n",
     "generate --checkpoint nofile": "there is no run at `nofile`",
+    "serve nofile": "there is no run at `nofile`",
     "generate --checkpoint auto": "there is no run in `runs`",
     "generate run --prompt-file nofile": "cannot read `nofile`",
     "generate run --length 16777217": "Invalid value for '--length': Input should be less than or",

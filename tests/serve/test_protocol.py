@@ -11,12 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -115,17 +113,15 @@ def running(engine: Engine, **options) -> Iterator[Client]:
     """Run a server of an engine in a thread."""
     sock = server.listener("127.0.0.1", 0)
     client, app = Client(sock.getsockname()[1]), apps.build_app(engine, **options)
-    with mock.patch.object(server._Server, "capture_signals", nullcontext):
-        serve = partial(server.serve, app, engine, sock, seconds=9)
-        thread = threading.Thread(target=serve)
-        thread.start()
-        assert client.ask("/health").content == {"status": "ok"}
-        stop = engine.on_failure  # which a later server replaces
-        try:
-            yield client
-        finally:
-            stop()
-            thread.join(SECONDS)
+    thread = threading.Thread(target=server.serve, args=(app, engine, sock, 9))
+    thread.start()
+    assert client.ask("/health").content == {"status": "ok"}
+    stop = engine.on_failure  # which a later server replaces
+    try:
+        yield client
+    finally:
+        stop()
+        thread.join(SECONDS)
     assert not thread.is_alive()
 
 
