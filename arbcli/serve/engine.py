@@ -171,6 +171,8 @@ class Engine:
     @torch.no_grad()
     def _run(self) -> None:
         model, slots = self.model, max(2, self.texts)  # see `Decoder` for a single text
+        if model.device.type == "cuda":
+            torch.cuda.set_device(model.device)  # of this thread
         try:
             weights = model.prepared_weights(spare_bytes(model.device))
             explained = explained_out_of_memory(OUT_OF_MEMORY)

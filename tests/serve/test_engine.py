@@ -41,7 +41,10 @@ def model_of(config: ModelConfig, device: torch.device) -> LanguageModel:
         model = LanguageModel(config, torch.float32)
     model.initialise(0)
     if config.vocabulary > 256:
-        model.tokenizer = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
+        model.tokenizer = SimpleNamespace(
+            beginning=[], ends=frozenset(), encode=list,
+            decode=lambda tokens: "".join(map(chr, tokens)),
+        )  # fmt: skip
     return model
 
 

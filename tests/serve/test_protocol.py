@@ -19,12 +19,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from apparatus.killing import write_tokenizer
+from marks import mostly_slow
 
 from arbcli.config.presets import preset
 from arbcli.data.tokens import Tokenizer
 from arbcli.model.language_model import LanguageModel
 from arbcli.serve import protocol
 from arbcli.serve.engine import Engine
+from tests.serve.test_engine import KINDS, model_of
 
 apps = pytest.importorskip("arbcli.serve.app", reason="needs the package starlette")
 server = pytest.importorskip("arbcli.serve.server", reason="needs the package uvicorn")
@@ -415,6 +417,28 @@ def test_openai_client_is_answered(client, engine):
         asked.completions.create(model="gpt", prompt="a")
     with pytest.raises(openai.BadRequestError):
         asked.completions.create(model="chatty", prompt="a", temperature=9)
+
+
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, lambda kind: kind == "hnet"))
+def test_openai_client_is_answered_by_every_kind(kind, device):
+    openai = pytest.importorskip("openai", reason="needs the package openai")
+    model = model_of(KINDS[kind], device)
+    with (
+        Engine(model, Path("run/step"), texts=2, positions=24) as engine,
+        running(engine) as client,
+    ):
+        asked = openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="none")
+        options = {"model": "run", "prompt": "it was", "seed": 5, "max_tokens": 4, "n": 2}
+        whole = asked.completions.create(logprobs=2, echo=True, **options)
+        texts = ["it was"] * 2
+        for part in asked.completions.create(stream=True, **options):
+            texts[part.choices[0].index] += part.choices[0].text
+        assert [choice.text for choice in whole.choices] == texts
+        assert whole.usage.completion_tokens == 8
+        assert len(whole.choices[0].logprobs.token_logprobs) == 10
+        messages = [{"role": "user", "content": "a"}]
+        with pytest.raises(openai.BadRequestError, match="chat template"):
+            asked.chat.completions.create(model="run", messages=messages)
 
 
 def test_signal_lets_running_texts_finish(saved):
