@@ -13,7 +13,6 @@ import json
 import random
 import resource
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -170,4 +169,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

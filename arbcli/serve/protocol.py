@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from arbcli.base.errors import ArbError
 from arbcli.base.reading import is_of, parse_json
 from arbcli.config.model import MOST
+from arbcli.generation.conversation import Conversation
 from arbcli.generation.sampling import Sampling
 from arbcli.generation.tokens import ends_of
 from arbcli.serve.engine import MOST_LOGPROBS, Engine
@@ -215,10 +216,11 @@ def _chat_prompt(fields: dict[str, Any], engine: Engine) -> tuple[Sequence[int],
 def _content(content: Any) -> str:
     """Return the text of a message, which may be in parts."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [part.get("text") for part in parts if is_of(part, dict) and part.get("type") == "text"]
-    if len(texts) != len(parts) or not is_of(texts, list[str]):
-        raise RequestError("the `content` of a message must be text", param="messages")
-    return "".join(texts)
+    for part in parts:
+        is_text = is_of(part, dict[str, str]) and part.keys() == {"type", "text"}
+        if not is_text or part["type"] != "text":
+            raise RequestError("the `content` of a message must be text", param="messages")
+    return "".join(part["text"] for part in parts)
 
 
 def _text(
@@ -246,6 +248,7 @@ def _text(
     logprobs = fields.get("logprobs")
     if chat:
         logprobs = fields.get("top_logprobs", 0) if logprobs else None
+    model, chatting = engine.model, engine.conversation if chat else None
     stop = fields.get("stop", [])
     stops = [stop] if isinstance(stop, str) else stop
     return Text(
@@ -259,7 +262,7 @@ def _text(
         ),
         stream=stream,
         stops=tuple(text.encode(errors="replace") for text in stops),
-        ends=frozenset(engine.conversation.ends) if chat else ends_of(engine.model),
+        ends=frozenset(chatting.ends) if isinstance(chatting, Conversation) else ends_of(model),
         logprobs=logprobs,
         echo=fields.get("echo", False),
         beginning=beginning,
@@ -322,25 +325,23 @@ class Choice:
         tokenizer = self._tokenizer
         return bytes([symbol]) if tokenizer is None else tokenizer.decode([symbol]).encode()
 
-    def _named(self, symbol: Symbol) -> dict[str, float]:
+    def _likeliest(self, symbol: Symbol) -> dict[str, float | None] | None:
         """Return the likeliest symbols by name, with the symbol itself; names may coincide."""
-        names: dict[str, float] = {}
+        if symbol.logprob is None:
+            return None
+        names: dict[str, float | None] = {}
         for other, logprob in (*symbol.likeliest, (symbol.id, symbol.logprob)):
             name = self._name(symbol if other == symbol.id else Symbol(other))
             names.setdefault(name, logprob)
         return names
 
-    def _likeliest(self, symbol: Symbol) -> dict[str, float] | None:
-        return None if symbol.logprob is None else self._named(symbol)
+    def _entry(self, symbol: Symbol) -> dict[str, Any]:
+        content = symbol.content or self._bytes(symbol.id)
+        return {"token": self._name(symbol), "logprob": symbol.logprob, "bytes": [*content]}
 
     def _chat_logprobs(self, symbol: Symbol) -> dict[str, Any]:
-        def entry(name: str, logprob: float, content: bytes) -> dict[str, Any]:
-            return {"token": name, "logprob": logprob, "bytes": [*content]}
-
-        others = [Symbol(other, logprob=logprob) for other, logprob in symbol.likeliest]
-        likeliest = [entry(self._name(o), o.logprob, self._bytes(o.id)) for o in others]
-        content = symbol.content or self._bytes(symbol.id)
-        return entry(self._name(symbol), symbol.logprob, content) | {"top_logprobs": likeliest}
+        likeliest = [self._entry(Symbol(other, b"", score)) for other, score in symbol.likeliest]
+        return self._entry(symbol) | {"top_logprobs": likeliest}
 
 
 class Answer:
@@ -369,8 +370,8 @@ class Answer:
         choices = []
         for choice, of_choice in zip(self.choices, pieces, strict=True):
             text, logprobs, finish = choice.chunk(of_choice)
-            content = {"message": {"role": "assistant", "content": text}}
-            content = content if self.asked.chat else {"text": text}
+            message = {"role": "assistant", "content": text}
+            content: dict[str, Any] = {"message": message} if self.asked.chat else {"text": text}
             choices.append(self._choice(choice, content, logprobs, finish))
         return self._head | {"object": kind, "choices": choices, "usage": self.usage()}
 
