@@ -83,15 +83,20 @@ def asked() -> list[Heard]:
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_text_that_joins_late_has_the_symbols_that_it_has_alone(kind, device):
+@pytest.mark.parametrize(
+    ("kind", "steps", "ahead"), [*((kind, 1, 0) for kind in KINDS), ("dense", 4, 1), ("hnet", 4, 1)]
+)
+def test_text_that_joins_late_has_the_symbols_that_it_has_alone(kind, steps, ahead, device):
+    """Also in groups of steps of which one runs ahead, as on a GPU."""
     model = model_of(KINDS[kind], device)
     with Engine(model, Path("run/step"), texts=2, positions=24) as engine:
         alone = asked()
         for heard in alone:
             engine.submit([heard.text])
             assert heard.ended.wait(WAIT)
-    with Engine(model, Path("run/step"), texts=3, positions=32) as engine:
+    engine = Engine(model, Path("run/step"), texts=3, positions=24)
+    engine._steps, engine._ahead = steps, ahead
+    with engine:
         first, *others = together = asked()
         left = Heard(b"left", 20, 9)
         first.at = {1: lambda: engine.submit([left.text])}
