@@ -49,6 +49,7 @@ OTHERS = {
     "checks": "not noted",
     "many_gpus": "not noted",
     "cpu_text": "not noted",
+    "serving": "not noted",
 }
 """Benchmarks that need texts, runs or several GPUs, and their time on an H200 or on two cores."""
 SHOWN = {
@@ -72,6 +73,7 @@ SHOWN = {
     "checks": "speculative decoding against a byte at a time",
     "many_gpus": "bits, speed and loss of several GPUs",
     "cpu_text": "text on a CPU against llama.cpp",
+    "serving": "bytes per second of many clients against a batch, and clients that attack",
 }
 """Content of each benchmark, by its name."""
 
