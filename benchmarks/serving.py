@@ -95,7 +95,7 @@ def soak(engine: Engine, seconds: float) -> dict[str, int]:
         return status, content
 
     def text() -> str:
-        body = json.dumps({"prompt": "It was", "seed": 7, "max_tokens": 32}).encode()
+        body = json.dumps({"prompt": "It was", "seed": 7, "max_tokens": 16}).encode()
         status, content = ask(body)
         if status != 200:
             raise RuntimeError(f"status {status}: {content!r}")
@@ -108,7 +108,9 @@ def soak(engine: Engine, seconds: float) -> dict[str, int]:
             if not 400 <= status < 500 or "error" not in json.loads(content):
                 raise RuntimeError(f"status {status}: {content!r}")
             counts["refused"] += 1
-        body = json.dumps({"prompt": "a", "max_tokens": 500, "n": 3, "stream": True}).encode()
+        body = json.dumps(
+            {"prompt": "a", "max_tokens": engine.positions - 1, "n": 3, "stream": True}
+        ).encode()
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             client.recv(draw.randint(1, 4000))
@@ -158,7 +160,8 @@ def main() -> None:
     report: dict[str, object] = {"preset": asked.preset, "device": str(device)}
     report["batch_rate"] = batch = batch_rate(model, asked.clients, asked.length)
     with tempfile.TemporaryDirectory() as folder:
-        engine = Engine(model, Path(folder, "step"), texts=asked.clients, positions=1024)
+        positions = len("It was") + asked.length
+        engine = Engine(model, Path(folder, "step"), texts=asked.clients, positions=positions)
         with engine:
             served_rate(engine, asked.clients, 8)
             report["served_rate"] = served = served_rate(engine, asked.clients, asked.length)
