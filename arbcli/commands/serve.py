@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,9 @@ from arbcli.commands._options import (
     one_path,
 )
 from arbcli.commands._saved import config_in_header
+
+if TYPE_CHECKING:
+    from arbcli.serve.engine import Engine
 
 PACKAGES = ("starlette", "uvicorn")
 
@@ -56,6 +59,10 @@ def serve(
     seconds: Annotated[
         float, typer.Option(min=1, max=86400, help="Maximum time of a request in seconds.")
     ] = 600,
+    watch: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Show the curves of the runs in a folder as well."),
+    ] = None,
     compute: ComputeOfRun = None,
     kv: CacheDtype = None,
     device: Device = None,
@@ -66,14 +73,17 @@ def serve(
     Clients are given `http://127.0.0.1:8000/v1` and the name of the run's folder. At SIGTERM or
     Ctrl-C, running texts are finished.
     """
-    checkpoint = find_run(one_path(run, checkpoint), loads=True)
+    if watch is None or run or checkpoint:
+        checkpoint = find_run(one_path(run, checkpoint), loads=True)
+    if watch is not None and not watch.is_dir():
+        raise ArbError(f"`--watch {watch}` is no folder", hint="name a folder of runs")
     for package in PACKAGES:
         if not find_spec(package):
             raise ArbError(
                 f"`arb serve` needs the package {package}, which is not installed",
                 hint="install it: `pip install 'arb[serve]'`",
             )
-    config = config_in_header(checkpoint)
+    config = checkpoint and config_in_header(checkpoint)
     if config and config.is_masked:
         raise ArbError(
             "this model is masked and cannot generate text from left to right",
@@ -88,11 +98,35 @@ def serve(
             hint="add `--api-key KEY`, or leave `--host` out",
         )
     sock = listener(host, port)
+    from arbcli.serve.app import Limits, build_app
+
+    engine = None
+    if checkpoint is not None:
+        engine = _start_engine(checkpoint, batch, length, queue, compute, kv, device, backend)
+    app = build_app(engine, api_key=api_key, limits=Limits(seconds=seconds), watch=watch)
+    try:
+        run_server(app, engine, sock, seconds=seconds)
+    finally:
+        if engine is not None:
+            engine.close()
+    note("stopped")
+
+
+def _start_engine(
+    checkpoint: Path,
+    texts: int | None,
+    positions: int | None,
+    queue: int,
+    compute: str | None,
+    kv: str | None,
+    device: str | None,
+    backend: str | None,
+) -> "Engine":
+    """Load a model, and start its engine."""
     with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.generation.load import load_named_model
         from arbcli.kernels.runtime.device import resolve_backend, resolve_device
-        from arbcli.serve.app import Limits, build_app
         from arbcli.serve.engine import Engine
 
         place = resolve_device(device)
@@ -100,16 +134,11 @@ def serve(
         engine = Engine(
             model,
             Path(name),
-            texts=batch,
-            positions=length,
+            texts=texts,
+            positions=positions,
             queue=queue,
             backend=resolve_backend(backend, place),
             kv=kv,
         )
         engine.start()
-    app = build_app(engine, api_key=api_key, limits=Limits(seconds=seconds))
-    try:
-        run_server(app, engine, sock, seconds=seconds)
-    finally:
-        engine.close()
-    note("stopped")
+    return engine

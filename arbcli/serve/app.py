@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from arbcli.generation.conversation import Conversation
 from arbcli.serve.engine import Busy, Closed, Engine
 from arbcli.serve.protocol import Answer, RequestError, parse_request
+from arbcli.serve.runs import routes as page_routes
 from arbcli.serve.texts import Piece, Text
 
 OPEN_PATHS = ("/", "/health")
@@ -43,7 +44,7 @@ class Limits:
 
 
 def build_app(
-    engine: Engine,
+    engine: Engine | None,
     *,
     api_key: str | None = None,
     limits: Limits = Limits(),
@@ -52,20 +53,15 @@ def build_app(
     """Create the application.
 
     Args:
-        engine: engine of the model, which is started and closed by the caller.
+        engine: engine of the model, which is started and closed by the caller; None serves runs
+            alone.
         api_key: key that clients must give, as a bearer token; None is none.
         limits: bounds of requests.
         watch: folder of runs to show; None is none.
     """
-    service = _Service(engine, limits)
-    routes = [
-        Route("/v1/models", service.models),
-        Route("/v1/models/{name}", service.model),
-        Route("/v1/completions", partial(service.complete, chat=False), methods=["POST"]),
-        Route("/v1/chat/completions", partial(service.complete, chat=True), methods=["POST"]),
-        Route("/health", service.health),
-        Route("/metrics", service.metrics),
-    ]
+    routes = page_routes(watch)
+    if engine is not None:
+        routes += _engine_routes(_Service(engine, limits))
     handlers: Any = {
         RequestError: _request_error,
         HTTPException: _http_error,
@@ -75,6 +71,17 @@ def build_app(
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.add_middleware(_Bounds, api_key=api_key, seconds=limits.seconds + 2 * limits.body_seconds)
     return app
+
+
+def _engine_routes(service: "_Service") -> list[Route]:
+    return [
+        Route("/v1/models", service.models),
+        Route("/v1/models/{name}", service.model),
+        Route("/v1/completions", partial(service.complete, chat=False), methods=["POST"]),
+        Route("/v1/chat/completions", partial(service.complete, chat=True), methods=["POST"]),
+        Route("/health", service.health),
+        Route("/metrics", service.metrics),
+    ]
 
 
 class _Bounds:

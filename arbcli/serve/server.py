@@ -87,12 +87,12 @@ def listener(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=MOST_CONNECTIONS)
 
 
-def serve(app: ASGIApp, engine: Engine, sock: socket.socket, seconds: float) -> None:
+def serve(app: ASGIApp, engine: Engine | None, sock: socket.socket, seconds: float) -> None:
     """Answer requests until SIGINT or SIGTERM; a second SIGINT does not wait for running ones.
 
     Args:
         app: the application.
-        engine: its engine, which has started; if it fails, the server stops.
+        engine: its engine, which has started; if it fails, the server stops. None is none.
         sock: from `listener`.
         seconds: maximum time that running requests are given to finish.
     """
@@ -110,9 +110,10 @@ def serve(app: ASGIApp, engine: Engine, sock: socket.socket, seconds: float) -> 
         timeout_graceful_shutdown=math.ceil(seconds),
     )
     server = _Server(config)
-    engine.on_failure = partial(setattr, server, "should_exit", True)
+    if engine is not None:
+        engine.on_failure = partial(setattr, server, "should_exit", True)
     shown = f"[{host}]" if ":" in host else host
-    note(f"`{engine.name}` is served at http://{shown}:{port}")
+    note(f"`{engine.name if engine else 'the folder of runs'}` is served at http://{shown}:{port}")
     asyncio.run(server.serve([sock]))
 
 
