@@ -27,8 +27,8 @@ ASPECTS = {
     "shapes": ("out_features", "in_features", "matrices"),
     "starts": ("std", "spread", "frozen"),
     "steps": ("lr_factor", "direction"),
-    "areas": ("area", "in_eight_bits"),
-    "groups": ("in_group", "after", "before"),
+    "areas": ("area", "low_precision"),
+    "groups": ("grouped", "after", "before"),
 }
 """Attributes of a weight, by what they are about."""
 
@@ -70,7 +70,7 @@ def _attribute(weight: Any, name: str) -> Any:
     """Return an attribute of a weight, or of its group; None if it has none."""
     if name not in ASPECTS["groups"] or not hasattr(weight, "group"):
         return getattr(weight, name, None)
-    return weight.group is not None if name == "in_group" else getattr(weight.group, name, ())
+    return weight.group is not None if name == "grouped" else getattr(weight.group, name, ())
 
 
 def _plain(value: Any, names: dict[int, str]) -> Any:

@@ -478,7 +478,7 @@ FAULTS = [
         "masked: end to end"),
     # the composite head
     module("normaliser", "heads averaged over bytes of all kinds", "families.media.head",
-        rewrite("total / of_kind.sum().clamp(min=1)", "total / of_kind.numel()"),
+        rewrite("total / kind_mask.sum().clamp(min=1)", "total / kind_mask.numel()"),
         "composite: end to end"),
     # the vector quantiser
     module("missing term", "half of a gradient goes through a quantiser", "families.graph",

@@ -25,7 +25,7 @@ def sockets(root: Path = ROOT) -> dict[int, set[int]]:
     return cpus_by_socket
 
 
-def near_gpu(index: int, root: Path = ROOT) -> set[int]:
+def gpu_cpus(index: int, root: Path = ROOT) -> set[int]:
     """Return the processors that are near an NVIDIA GPU; empty if unknown.
 
     Args:
@@ -51,14 +51,14 @@ def _numbers(text: str) -> set[int]:
     return numbers
 
 
-def pin_to_socket(process: int, *, on_cpu: bool, root: Path = ROOT) -> tuple[int, set[int]]:
+def pin_to_socket(process: int, *, uses_cpu: bool, root: Path = ROOT) -> tuple[int, set[int]]:
     """Pin all threads of this process, and those that they start, to one socket.
 
     This is the socket near the process's GPU, or on a CPU the sockets in turn.
 
     Args:
         process: local rank of the process.
-        on_cpu: whether it computes on the CPU.
+        uses_cpu: whether it computes on the CPU.
         root: as in `sockets`.
 
     Returns:
@@ -75,7 +75,7 @@ def pin_to_socket(process: int, *, on_cpu: bool, root: Path = ROOT) -> tuple[int
             "`--pin` needs several sockets, and this process may only use one",
             hint="leave `--pin` out",
         )
-    near = set() if on_cpu else near_gpu(process, root)
+    near = set() if uses_cpu else gpu_cpus(process, root)
     turn = sorted(known)[process % len(known)]
     chosen = max(known, key=lambda number: (len(known[number] & near), number == turn))
     for thread in (ROOT / "proc/self/task").iterdir():

@@ -293,7 +293,7 @@ def _check_shares(accum: int, processes: int, device: str | None) -> None:
 
 def _pin(device: str | None) -> None:
     place = this_process()  # before torch counts the processors
-    number, cpus = pin_to_socket(place.local_rank, on_cpu=device == "cpu")
+    number, cpus = pin_to_socket(place.local_rank, uses_cpu=device == "cpu")
     if place.rank == 0:
         note(f"threads stay on socket {number}, on {len(cpus)} processors")
 

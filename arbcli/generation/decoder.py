@@ -113,8 +113,8 @@ class Decoder:
         """Length of the text in each slot that has one."""
         self.num_generated = 0
         """Number of symbols that `stream` has yielded."""
-        on_gpu = device.type == "cuda" and self.backend == "triton"
-        self._captures, self._records = on_gpu if capture is None else capture, False
+        uses_gpu = device.type == "cuda" and self.backend == "triton"
+        self._captures, self._records = uses_gpu if capture is None else capture, False
         self._shortest_prompt = prompt
         integers: TensorOptions = {"dtype": torch.int32, "device": device}
         dtype, shape = text_dtype(model.config.vocabulary), (texts,) if texts > 1 else ()
@@ -535,14 +535,14 @@ def copied_to_host(symbols: Tensor) -> Callable[[], Sequence[int]]:
     if symbols.device.type == "cpu":
         copied = kind(symbols.tolist())
         return lambda: copied
-    on_host = torch.empty(symbols.shape, dtype=symbols.dtype, pin_memory=True)
-    on_host.copy_(symbols, non_blocking=True)
+    host_symbols = torch.empty(symbols.shape, dtype=symbols.dtype, pin_memory=True)
+    host_symbols.copy_(symbols, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
 
     def wait() -> Sequence[int]:
         arrived.synchronize()
-        return kind(on_host.tolist())
+        return kind(host_symbols.tolist())
 
     return wait
 

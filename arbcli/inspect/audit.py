@@ -248,7 +248,7 @@ def audit(
             else:
                 levels += _watched_step(trainer, tensors, step)
             if step == 1:
-                derived = tensors.since_settling()
+                derived = tensors.recent_tensors()
         seconds = time.perf_counter() - started
     peak_bytes = max(level.peak_bytes for level in levels[1:])
     state, measured = predict(config.model), measure(trainer.model, trainer.updater)
@@ -273,7 +273,7 @@ def audit(
         levels=tuple(levels),
         peak_bytes=peak_bytes,
         peak_error=predicted_peak.peak_bytes / peak_bytes - 1,
-        largest=tuple(tensors.at_peak),
+        largest=tuple(tensors.peak_tensors),
         derived_bytes=ends[0] - levels[0].live_bytes,
         derived=tuple(derived[:NUM_LARGEST]),
         checks=checks,

@@ -154,8 +154,8 @@ def _topk(args: tuple) -> _Hidden:
     if length < next((least for limit, least in TOPK_SLICES if slices <= limit), 400):
         return _Hidden()
     threads = num_processors(x) * 6 * 256
-    per_thread = min(max(-(-x.numel() // threads), 4), 64)
-    blocks = slices * -(-length // (per_thread * 256))
+    thread_elements = min(max(-(-x.numel() // threads), 4), 64)
+    blocks = slices * -(-length // (thread_elements * 256))
     return _Hidden(
         after=(4 * slices, 8 * slices, 8 * slices, 512 * blocks, 1024 * slices, *(4 * blocks,) * 2)
     )
@@ -217,14 +217,14 @@ class _Trace(Storages):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(META)
-        self.on_gpu, self.on_cpu = device.type == "cuda", device.type == "cpu"
+        self.uses_gpu, self.uses_cpu = device.type == "cuda", device.type == "cpu"
         self.memories: list[Allocator | _Total] = [_Total()]
-        if self.on_gpu:
+        if self.uses_gpu:
             self.memories = [Allocator(seed) for seed in range(ORDERS)]
         self.parts = dict.fromkeys(("state", "saved", "transient", "constant"), 0)
         self.peak, self.peak_parts, self.at = 0, self.parts, ""
         self._events: list[_Event] = []
-        self._until_peak = 0
+        self._peak_event = 0
         """Number of events until the peak."""
         self.loading = True
         self._blocks: dict[int, _Taken] = {}
@@ -239,12 +239,12 @@ class _Trace(Storages):
             return torch.ones((), dtype=args[0].dtype, device="cpu").item()  # finite, and not 0
         if func is torch.ops.aten.index.Tensor and any(_is_mask(index) for index in args[1]):
             func, args = torch.ops.aten.clone.default, args[:1]  # as if all rows were chosen
-        if not self.on_gpu:
+        if not self.uses_gpu:
             kwargs = kwargs or {}
-            to_cpu = kwargs.get("device") == torch.device("cpu")
-            if self.on_cpu and to_cpu:
+            copies_home = kwargs.get("device") == torch.device("cpu")
+            if self.uses_cpu and copies_home:
                 kwargs = kwargs | {"device": META}
-            elif to_cpu and func is torch.ops.aten._to_copy.default and args[0].is_meta:
+            elif copies_home and func is torch.ops.aten._to_copy.default and args[0].is_meta:
                 dtype = kwargs.get("dtype") or args[0].dtype  # numbers that the host computes with
                 return torch.ones(args[0].shape, dtype=dtype, device="cpu")
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -292,7 +292,7 @@ class _Trace(Storages):
     def live(self) -> tuple[AtPeak, ...]:
         """List the tensors alive at the peak, besides the state."""
         alive: dict[int, _Taken] = {}
-        for kind, taken in self._events[: self._until_peak]:
+        for kind, taken in self._events[: self._peak_event]:
             if taken is None:
                 for key, one in alive.items():
                     if one.part != "state":
@@ -352,7 +352,7 @@ class _Trace(Storages):
         self._events.append(_Event("take", taken))
         if not self.loading and self.allocated >= self.peak:
             self.peak, self.peak_parts = self.allocated, self.parts.copy()
-            self._until_peak = len(self._events)
+            self._peak_event = len(self._events)
             self.at = f"{op} in {function}" if function == "autograd" else function
         return taken
 

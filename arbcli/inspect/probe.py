@@ -354,7 +354,7 @@ class _Tally:
         digits = {"scale": _histogram(v, *ends, zoom=True)}
         for name, (values, end) in tensor.rule.digits(tensor.state).items():
             digits[name] = _histogram(values, -end, end)
-        up, down, into_zero, out_of_zero = (
+        up, down, zeroed, unzeroed = (
             count / self.steps / tensor.num_weights for count in self.kinds
         )
         return TensorReport(
@@ -362,8 +362,8 @@ class _Tally:
             num_weights=tensor.num_weights,
             up_share=up,
             down_share=down,
-            into_zero_share=into_zero,
-            out_of_zero_share=out_of_zero,
+            into_zero_share=zeroed,
+            out_of_zero_share=unzeroed,
             still_share=1 - float(self.moved.float().mean()),
             changed=self.moves > 0,
             update_size=None

@@ -141,7 +141,7 @@ class LiveTensors(Storages):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.bytes = self.stage_peak = self.peak = 0
-        self.at_peak: list[LiveTensor] = []
+        self.peak_tensors: list[LiveTensor] = []
         self._counted: dict[int, LiveTensor] = {}
         self._state: set[int] = set()
 
@@ -154,7 +154,7 @@ class LiveTensors(Storages):
         """Measure `stage_peak` anew."""
         self.stage_peak = self.bytes
 
-    def since_settling(self) -> list[LiveTensor]:
+    def recent_tensors(self) -> list[LiveTensor]:
         """List the live tensors since `settle`, the largest first."""
         return sorted(self._transient(), key=lambda tensor: -tensor.bytes)
 
@@ -172,7 +172,7 @@ class LiveTensors(Storages):
         if self._state and self.bytes > self.peak:
             self.peak = self.bytes
             largest = heapq.nlargest(NUM_LARGEST, self._transient(), key=lambda noted: noted.bytes)
-            self.at_peak = largest
+            self.peak_tensors = largest
 
     def on_free(self, key: int) -> None:
         """Stop counting a storage."""
@@ -281,7 +281,7 @@ def no_memory(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def on_host(device: torch.device) -> Iterator[None]:
+def host_device(device: torch.device) -> Iterator[None]:
     """Allocate on the CPU instead of on `device`: for tensors whose values are read."""
     generator, cpu = torch.Generator, torch.device("cpu")
     # a mode is not told of a new generator
@@ -368,8 +368,8 @@ def _substitutes(device: torch.device) -> Iterator[tuple[Any, str, Any]]:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, **how)[0][..., :width]
 
     def normalise(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        on_gpu = x.is_meta and device.type == "cuda"
-        return _RmsNorm.apply(x) if on_gpu else rms_norm(x, *args, **kwargs)
+        simulates_gpu = x.is_meta and device.type == "cuda"
+        return _RmsNorm.apply(x) if simulates_gpu else rms_norm(x, *args, **kwargs)
 
     def some_chunks(*args: Any) -> list[slice]:
         chunks = [*row_chunks(*args)]  # all of them are alike, and each takes its time

@@ -79,7 +79,7 @@ class FloatLinear(nn.Module):
         std: float | None = None,
         spread: float = 1.0,
         lr_factor: float | None = None,
-        in_eight_bits: bool = False,
+        low_precision: bool = False,
     ) -> None:
         super().__init__()
         std = (std or projection_std(in_features)) if spread else 0.0

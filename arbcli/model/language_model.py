@@ -262,8 +262,8 @@ class LanguageModel(PackedModel):
 
         For a masked model these are the terms of its bound, with ids and targets from `hide`.
         """
-        of_symbols = self._masked_losses if self.config.is_masked else self._symbol_losses
-        return of_symbols(self._hidden(ids), targets)
+        symbol_losses = self._masked_losses if self.config.is_masked else self._symbol_losses
+        return symbol_losses(self._hidden(ids), targets)
 
     def embed(self, text: Tensor, length: int) -> Tensor:
         """Embed the last T symbols of (B, history + T), with all added parts: (B, T, D)."""
@@ -321,7 +321,7 @@ class LanguageModel(PackedModel):
         if not self._between:
             return run(x, slice(None))
         (between,) = self._between
-        return between(run, x, reading, by_text=bool(track and track.text_views))
+        return between(run, x, reading, batched=bool(track and track.text_views))
 
     def logits(self, flow: BlockOutput) -> Tensor:
         """Compute logits from the stream."""

@@ -171,8 +171,8 @@ class Block(nn.Module):
 
     def linears(self) -> list[nn.Module] | None:
         """Return the linear layers in order of use; None if a part decodes its own weights."""
-        by_part = [branch.part.linears() for branch in self.branches]
-        return [layer for layers in by_part for layer in layers] if all(by_part) else None
+        part_layers = [branch.part.linears() for branch in self.branches]
+        return [layer for layers in part_layers for layer in layers] if all(part_layers) else None
 
 
 def bounded(x: Tensor, limit: float) -> Tensor:

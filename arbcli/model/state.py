@@ -160,7 +160,7 @@ class PositionCounter:
 class State:
     """The decoding state of a part for a text, or for a batch; subclasses add the tensors."""
 
-    by_text: ClassVar[tuple[str, ...]] = ()
+    batched: ClassVar[tuple[str, ...]] = ()
     """Names of the attributes with a batch dimension in front."""
 
     def __init__(self, clock: PositionCounter) -> None:
@@ -184,7 +184,7 @@ class State:
         for text, clock in enumerate(self.clock.text_views):
             view = copy.copy(self)
             view.clock = clock
-            for name in self.by_text:
+            for name in self.batched:
                 part = getattr(self, name)
                 setattr(view, name, None if part is None else part[text])
             states.append(view)

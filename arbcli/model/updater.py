@@ -256,16 +256,16 @@ class Updater:
         )
         self._sizes = dict(zip(self._paces, self._layout.sizes(row), strict=True))
 
-    def finish(self, of_all: Callable[[Tensor], Tensor] = lambda flag: flag) -> None:
+    def finish(self, maximum: Callable[[Tensor], Tensor] = lambda flag: flag) -> None:
         """Finish a step: count it if one of its gradients was not finite.
 
         Args:
-            of_all: maximum of an integer tensor over all processes.
+            maximum: maximum of an integer tensor over all processes.
         """
         self.step_held()
         self._slopes.clear()
         self._routed = frozenset()
-        self._nonfinite_steps += of_all(self._nonfinite)
+        self._nonfinite_steps += maximum(self._nonfinite)
 
     @torch.no_grad()
     def __call__(

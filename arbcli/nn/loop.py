@@ -75,9 +75,9 @@ class CapturedStep:
                 f"a step has {accumulation} micro-batches, and {len(micro_batches)} were passed",
                 hint="pass as many as the optimizer's `accumulation`",
             )
-        on_gpu = micro_batches[0][0].is_cuda
+        uses_gpu = micro_batches[0][0].is_cuda
         self._steps += 1
-        if not on_gpu or self._steps <= EAGER_STEPS:
+        if not uses_gpu or self._steps <= EAGER_STEPS:
             before = TABLES.brought
             total = self._run(micro_batches)
             self._table_numbers = TABLES.brought - before

@@ -40,10 +40,10 @@ class StepTrace:
         """Steps after which the profiler warms up, starts and writes, which takes time."""
         self.path = run / f"trace-{first:06d}.json.gz"
         self._left_out = passed + DISCARDED
-        on_gpu = trainer.device.type == "cuda"
-        self._wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+        uses_gpu = trainer.device.type == "cuda"
+        self._wanted = DeviceType.CUDA if uses_gpu else DeviceType.CPU
         self._profiler = profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if uses_gpu else [])],
             schedule=schedule(wait=passed, warmup=DISCARDED, active=steps, repeat=1),
             on_trace_ready=self._write,
         )

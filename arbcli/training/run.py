@@ -188,14 +188,14 @@ def compare_settings(config: TrainConfig, texts: Texts, group: Group, **others: 
 def shared_settings(config: TrainConfig, texts: Texts) -> dict[str, Any]:
     """Return the settings that must be the same in all processes of a run, by name."""
     device = torch.device(config.device)
-    on_gpu = device.type == "cuda"
+    uses_gpu = device.type == "cuda"
     return field_digests(config) | {
         "text": text_digest(texts),
         "template": texts.train.template_digest,
         "tokenizer": texts.tokenizer and texts.tokenizer.digest,
-        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "device": torch.cuda.get_device_name(device) if uses_gpu else "cpu",
         "backend": config.backend,
-        "threads": None if on_gpu else torch.get_num_threads(),
+        "threads": None if uses_gpu else torch.get_num_threads(),
         **{name: getattr(config, name) for name in SHARED},
     }
 

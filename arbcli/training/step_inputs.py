@@ -37,7 +37,7 @@ class StepInputs:
 
         Each is copied once. torch's allocator reuses the memory when all copies from it have run.
         """
-        self._on_device: Tensor | None = None
+        self._device_inputs: Tensor | None = None
         self._micro_batches: list[tuple[Tensor, ...]] = []
         self.weights: Tensor | None = None
         """See `TrainingStep.weights`; in the same memory for every step."""
@@ -68,18 +68,18 @@ class StepInputs:
         torch.stack(parts, out=windows)
         if weights is not None:
             _weights_of(inputs, windows.numel(), len(weights)).copy_(weights)
-        if self._on_device is None:
-            self._on_device = inputs.to(self._device)
+        if self._device_inputs is None:
+            self._device_inputs = inputs.to(self._device)
             size = windows.numel()
-            stacked = self._on_device[:size].view(len(batches), -1, *windows.shape[1:])
+            stacked = self._device_inputs[:size].view(len(batches), -1, *windows.shape[1:])
             self._micro_batches = [tuple(micro_batch) for micro_batch in stacked]
             if weights is not None:
-                self.weights = _weights_of(self._on_device, size, len(weights))
+                self.weights = _weights_of(self._device_inputs, size, len(weights))
                 size += (len(weights) + 1) // 2
             # `data`: updates write sums into it, which changes no window that is saved
-            self._parameters = self._on_device[size:].data
+            self._parameters = self._device_inputs[size:].data
         else:
-            self._on_device.copy_(inputs, non_blocking=True)
+            self._device_inputs.copy_(inputs, non_blocking=True)
         if self.updater:
             self.updater.begin_step(self._parameters, self._config.accum)
         return self._micro_batches

@@ -147,7 +147,7 @@ class Trainer:
         self.model.tokenizer = texts.tokenizer
         capture = compiled = capture and config.backend == "triton"
         self.step = 0
-        self.between_steps = True
+        self.is_idle = True
         """Whether the state is consistent; False after an error within a step."""
         self.loss_parts: dict[str, Tensor] = {}
         """Terms of the last step's loss, float32 scalars by name."""
@@ -306,7 +306,7 @@ class Trainer:
             self._updates.set_step(self.step, self.lr, self.config.accum, self._counts)
         if self._graph is None and self._capture_at == self.step:
             self._capture()
-        self.between_steps = False
+        self.is_idle = False
         with use_backend(self.config.backend):
             if self._graph is not None:
                 self._graph.replay()
@@ -319,7 +319,7 @@ class Trainer:
             loss = self.loss_parts["text"].clone()  # replays overwrite the tensor
         self.step += 1
         self._fade()
-        self.between_steps = True
+        self.is_idle = True
         return loss
 
     def fetch(self, micro: int, device: torch.device | str) -> tuple[Tensor, ...]:

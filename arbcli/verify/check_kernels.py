@@ -351,7 +351,7 @@ class _Check:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         except Exception as error:  # a kernel that raises has failed its case, and only that
-            return [CaseResult.of_error(case.label, error, references)]
+            return [CaseResult.failed(case.label, error, references)]
         return [
             compare(
                 self.spec,

@@ -34,7 +34,7 @@ class CaseResult:
     """Exception that was raised instead of a result."""
 
     @classmethod
-    def of_error(cls, label: str, error: Exception, references: tuple[Tensor, ...]) -> "CaseResult":
+    def failed(cls, label: str, error: Exception, references: tuple[Tensor, ...]) -> "CaseResult":
         """Record that there are no results, as the kernel raised an error."""
         size = sum(expected.numel() for expected in references)
         text = f"{type(error).__name__}: {error}".splitlines()[0]

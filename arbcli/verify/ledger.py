@@ -75,10 +75,10 @@ def new_ledger(
         *(_parity_failure(result) for result in parity if not result.passed),
         *(_compile_failure(result) for result in compiled if not result.passed),
     )
-    on_gpu = device.type == "cuda"
+    uses_gpu = device.type == "cuda"
     return Ledger(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        device=torch.cuda.get_device_name(device) if on_gpu else f"cpu ({platform.machine()})",
+        device=torch.cuda.get_device_name(device) if uses_gpu else f"cpu ({platform.machine()})",
         versions=_versions(),
         commit=_commit(),
         kernels=kernels,

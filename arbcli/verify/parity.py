@@ -274,14 +274,14 @@ def _noted(model: LanguageModel, batch: int) -> Iterator[Choices]:
         choices.by_module[name] = [entries, torch.einsum("bnhd,bjd->bnhj", q, keys) > 0]
         return entries
 
-    of_outputs = {
+    output_choices = {
         experts.Gate: lambda _gate, _given, output: output[0],
         quantiser.Quantiser: lambda _part, _given, output: output.codes.flatten(),
         moe_graph.MoEGraph: lambda _part, _given, output: (output.shares > 0).sum(dim=0) - 1,
         chunking.BoundaryRouter: lambda _router, _given, output: output.begins.flatten(),
     }
     for name, part in model.named_modules():
-        if choose := of_outputs.get(type(part)):
+        if choose := output_choices.get(type(part)):
             handles.append(part.register_forward_hook(partial(note, name, choose)))
         elif type(part) is codebook.Codebook:
             note_table = partial(note_rows, name, part.heads)
@@ -313,12 +313,12 @@ def _compare(subject: Subject) -> Iterator[ParityResult]:
     leaves = {name: w.requires_grad_() for name, w in weights.items() if not tensors[name].frozen}
     memories = {name: buffer.to(home) for name, buffer in model.named_buffers()}
     reference = Reference(weights, subject.config, memories=memories, masks=subject.masks)
-    at_home, in_blocks = replace(subject, device=home), "blocks" in subject.checks
-    if "whole" in subject.checks or (in_blocks and subject.dtype == torch.float32):
-        yield from _end_to_end(at_home, trace(subject, model).moved(home), reference, leaves)
-    if in_blocks:
+    home_subject, checks_blocks = replace(subject, device=home), "blocks" in subject.checks
+    if "whole" in subject.checks or (checks_blocks and subject.dtype == torch.float32):
+        yield from _end_to_end(home_subject, trace(subject, model).moved(home), reference, leaves)
+    if checks_blocks:
         traced = trace(subject, model, watched=True).moved(home)
-        yield from _blocks(at_home, traced, reference, leaves)
+        yield from _blocks(home_subject, traced, reference, leaves)
 
 
 def _end_to_end(
@@ -337,11 +337,11 @@ def _end_to_end(
     reference.choices = choices = traced.choices
     with torch.set_grad_enabled(whole):
         logits, losses = reference(ids)
-        of_text = masked_reference_loss if subject.config.is_masked else reference_loss
+        text_loss = masked_reference_loss if subject.config.is_masked else reference_loss
         losses = losses | reference.kind_losses(targets)
         bytes_alone = targets % VOCABULARY if subject.config.composite else targets
-        losses = {"text": of_text(logits, bytes_alone)} | losses
-    of_losses = replace(gate, relative=0.05) if subject.dtype == torch.bfloat16 else gate
+        losses = {"text": text_loss(logits, bytes_alone)} | losses
+    loss_gate = replace(gate, relative=0.05) if subject.dtype == torch.bfloat16 else gate
     pairs = {
         "scores of choices": choices.scores,
         "products above 0": choices.products,
@@ -352,7 +352,7 @@ def _end_to_end(
             got, expected = (
                 torch.cat([x.flatten() for x in xs]) for xs in zip(*every, strict=True)
             )
-            yield subject.result("end to end", name, got, expected, of_losses)
+            yield subject.result("end to end", name, got, expected, loss_gate)
     if whole:
         grads = torch.autograd.grad(_total(losses), [*leaves.values()])
         for name, grad in zip(leaves, grads, strict=True):
@@ -387,8 +387,8 @@ def _blocks(
         yield subject.result("output", name, got, expected, subject.gate)
         objective = (expected * grad.double()).sum() + besides
         grads = torch.autograd.grad(objective, [leaf for leaf, _ in tensors.values()])
-        for (key, (_, of_kernels)), exact in zip(tensors.items(), grads, strict=True):
-            yield subject.result("gradient", key, of_kernels, exact, subject.gate)
+        for (key, (_, got_grad)), exact in zip(tensors.items(), grads, strict=True):
+            yield subject.result("gradient", key, got_grad, exact, subject.gate)
 
     def within(*prefixes: str) -> dict[str, tuple[Tensor, Tensor]]:
         chosen = (name for name in leaves if name.startswith(prefixes))
@@ -402,7 +402,7 @@ def _blocks(
         counts = [len(reference.places[stage, row]) for row in rows]
         x, y = traced.inputs[name], traced.outputs[name]
         # slots without a chunk are left out
-        source, of_x, got, grad = (
+        source, grad_x, got, grad = (
             torch.cat([part[row, :count] for row, count in enumerate(counts)])
             for part in (x, _gradient(x), y, _gradient(y))
         )
@@ -412,12 +412,12 @@ def _blocks(
             [reference.block(name, stage, block, part, row) for row, part in texts]
         )
         besides = sum(loss / len(terms[key]) for key, loss in reference.losses().items())
-        compared = within(f"{name}.") | {f"input of {name}": (source, of_x)}
+        compared = within(f"{name}.") | {f"input of {name}": (source, grad_x)}
         yield from compare(name, got, grad, expected, compared, besides)
         last = (y, stage)
     memories = config.main.memories
-    after_blocks = config.main.router or (memories and memories.place == config.layers)
-    if last and last[1] == 0 and not after_blocks:  # what the head reads is the last block's
+    trained_after = config.main.router or (memories and memories.place == config.layers)
+    if last and last[1] == 0 and not trained_after:  # what the head reads is the last block's
         y, got = last[0], traced.outputs["head"]
         source = y.detach().double().requires_grad_()
         x = source.mean(dim=2) if source.dim() == 4 else source
@@ -425,8 +425,8 @@ def _blocks(
         reference.terms = {}
         for row in rows:
             reference.ahead(x[row], row)
-        of_kinds = reference.kind_losses(subject.bytes()[1])
-        besides = sum([*reference.losses().values(), *of_kinds.values()])
+        kind_losses = reference.kind_losses(subject.bytes()[1])
+        besides = sum([*reference.losses().values(), *kind_losses.values()])
         compared = within("byte_mlp.", "head.", "ahead.") | {
             "input of head": (source, _gradient(y))
         }
@@ -534,13 +534,16 @@ def _update(subject: Subject) -> Iterator[ParityResult]:
                 with use_backend(subject.backend):
                     updater(tensor, grad)
                 after = state_values(tensor)
-                direction, of_moment = reference_direction(grad, config.direction, before), None
+                direction, smoothed = (
+                    reference_direction(grad, config.direction, before),
+                    None,
+                )
                 if tensor.averages_gradients:
-                    of_moment = reference_direction(after["m"], config.direction, before)
+                    smoothed = reference_direction(after["m"], config.direction, before)
                     direction = unit_gradient(grad)
                 lr = LR * reference_rate(name, config.rule, config.digits)
                 expected = reference_step(
-                    tensor, before, after["m"], direction, slope, lr, micro, micros, of_moment,
+                    tensor, before, after["m"], direction, slope, lr, micro, micros, smoothed,
                     decay,
                 )  # fmt: skip
                 for digit, size in _units(name, config.digits).items():

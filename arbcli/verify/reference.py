@@ -220,9 +220,9 @@ class Reference:
         )
         losses = {}
         for number, name in enumerate(KINDS):
-            of_kind = targets // BYTES == number
-            logs = log_probabilities[:, :, number][of_kind]
-            losses[f"of_{name}"] = -_mean(logs.gather(1, targets[of_kind][:, None] % BYTES))
+            kind_mask = targets // BYTES == number
+            logs = log_probabilities[:, :, number][kind_mask]
+            losses[f"of_{name}"] = -_mean(logs.gather(1, targets[kind_mask][:, None] % BYTES))
         return losses
 
     def ahead(self, x: Tensor, row: int) -> None:
@@ -327,5 +327,5 @@ def masked_reference_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def reference_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Average the cross-entropy in nats a byte over the targets that are not negative."""
     logits, targets = logits[targets >= 0], targets[targets >= 0]
-    of_target = logits.gather(-1, targets[..., None])[..., 0]
-    return (torch.logsumexp(logits, dim=-1) - of_target).mean()
+    target_logits = logits.gather(-1, targets[..., None])[..., 0]
+    return (torch.logsumexp(logits, dim=-1) - target_logits).mean()

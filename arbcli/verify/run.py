@@ -173,7 +173,7 @@ def _check(
         if isinstance(jobs[index][1], KernelJob):
             kernel_results[index] = result
             ordered = sorted(kernel_results.items())
-            results.kernels = [result for _, of_job in ordered for result in of_job]
+            results.kernels = [result for _, job_results in ordered for result in job_results]
         else:
             results.parity += result
         show(f"verified  {total - len(results.missing)}/{total}  {title}  {verdict(result)}")
@@ -186,9 +186,9 @@ def _check(
 
 def _backends(device: torch.device) -> tuple[str, ...]:
     """Return the backends that run on a device, each with code of its own."""
-    in_triton = ["triton" if device.type == "cuda" else "interpreter"] if HAS_TRITON else []
+    triton_backends = ["triton" if device.type == "cuda" else "interpreter"] if HAS_TRITON else []
     has_loops = device.type == "cpu" and native.available()
-    return (*in_triton, "torch", *(["native"] if has_loops else []))
+    return (*triton_backends, "torch", *(["native"] if has_loops else []))
 
 
 def _num_workers(device: torch.device) -> int:
@@ -206,10 +206,10 @@ def _sampled(
     if not (request.sampled and {*backends} & {*TRITON_BACKENDS}):
         return
     again = "all with `--exhaustive`"
-    in_triton = [result for result in kernels if result.backend in TRITON_BACKENDS]
-    left_out = sum(result.left_out for result in in_triton)
+    triton_results = [result for result in kernels if result.backend in TRITON_BACKENDS]
+    left_out = sum(result.left_out for result in triton_results)
     if left_out:
-        cases = sum(len(result.shapes) for result in in_triton)
+        cases = sum(len(result.shapes) for result in triton_results)
         where = "in the interpreter: others take it a second each"
         if "triton" in backends:
             where = "in Triton: each type, switch and size of tiles is compiled, not each pair"

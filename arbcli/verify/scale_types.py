@@ -20,8 +20,8 @@ TRITON_BACKENDS = ("triton", "interpreter")
 
 def verified_scale_types(spec: Verification, scale_types: Iterable[str]) -> tuple[str, ...]:
     """Choose the scale types for Triton: `ALWAYS`, and one of each other path of the kernel."""
-    of_path: dict[Hashable, str] = {}
+    path_types: dict[Hashable, str] = {}
     for name in sorted(scale_types, key=lambda name: name not in ALWAYS):
-        of_path.setdefault(spec.scale_path(SCALE_TYPES[name]), name)
-    kept = {*ALWAYS, *of_path.values()}
+        path_types.setdefault(spec.scale_path(SCALE_TYPES[name]), name)
+    kept = {*ALWAYS, *path_types.values()}
     return tuple(sorted(kept & {*scale_types}, key=lambda name: (name not in ALWAYS, name)))

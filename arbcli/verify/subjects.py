@@ -248,14 +248,14 @@ def all_subjects(
         )
         few = backend == "interpreter" or (backend == "torch" and device.type == "cuda")
         if few:
-            of_bytes = backend == "interpreter"
+            whole_only = backend == "interpreter"
             for name in ("ragged", *FEW_MODELS):
                 config = replace(MODELS.get(name, RAGGED), scale_type=first)
                 yield new(
                     f"{name} {first}",
                     config,
                     2,
-                    checks=("whole",) if of_bytes else ("blocks", "whole"),
+                    checks=("whole",) if whole_only else ("blocks", "whole"),
                 )
         else:
             # native loops know groups by their size alone
@@ -278,8 +278,8 @@ def _small_models(new: New, first: str, others: Iterable[str]) -> Iterator[Subje
             for dtype in dtypes:
                 title = f"ragged {scale_type} batch {batch}"
                 yield new(title, config, batch, dtype=dtype, checks=checks)
-    of_all = (replace(RAGGED, rule=name, digits="all") for name in WITH_DIGITS)
-    for config in (*of_all, several_rules("all")):
+    full_digits = (replace(RAGGED, rule=name, digits="all") for name in WITH_DIGITS)
+    for config in (*full_digits, several_rules("all")):
         config = replace(config, scale_type=first)
         yield new(f"all digits of {config.rule_text} {first}", config, 1, checks=("blocks",))
     for name, config in MODELS.items():

@@ -100,9 +100,9 @@ RATES = {
 """Learning rates of models with one rule."""
 
 
-def reference_rate(rule: str, of_model: str, digits: str) -> float:
+def reference_rate(rule: str, model_rule: str, digits: str) -> float:
     """Divide the rate of a rule by that of the model's rule, which `--lr` is meant for."""
-    return 1.0 if rule == of_model else RATES[digits][rule] / RATES[digits][of_model]
+    return 1.0 if rule == model_rule else RATES[digits][rule] / RATES[digits][model_rule]
 
 
 def reference_step(
@@ -114,7 +114,7 @@ def reference_step(
     lr: float,
     micro: int = 0,
     accumulation: int = 1,
-    of_moment: Tensor | None = None,
+    smoothed: Tensor | None = None,
     weight_decay: float = 0.0,
 ) -> dict[str, Tensor]:
     """Compute the state of a tensor after a micro-batch, without rounding.
@@ -128,7 +128,7 @@ def reference_step(
         lr: learning rate of the step.
         micro: index of the micro-batch in the step.
         accumulation: number of micro-batches of the step.
-        of_moment: (N, K), the direction of the stored moment, if weights step along it.
+        smoothed: (N, K), the direction of the stored moment, if weights step along it.
         weight_decay: at `lr` 1 weights shrink by a 128th of it in a step.
     """
     rule, largest = tensor.rule, tensor.rule.radix + tensor.rule.remainder_max
@@ -140,7 +140,7 @@ def reference_step(
     else:
         m = (0.9 if micro == 0 else 1.0) * m + 0.1 / accumulation * direction.clamp(-32, 32)
         if micro == accumulation - 1:
-            along = stored_moment / _rms(stored_moment) if of_moment is None else of_moment
+            along = stored_moment / _rms(stored_moment) if smoothed is None else smoothed
             z = z - shrunk - size * along.clamp(-4, 4)
     return {
         "z": z.clamp(-largest, largest),

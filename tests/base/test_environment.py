@@ -75,7 +75,7 @@ def machine(tmp_path, monkeypatch):
 def test_process_takes_the_socket_of_its_gpu(process, visible, number, machine, monkeypatch):
     root, _ = machine
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert sockets.pin_to_socket(process, on_cpu=False, root=root)[0] == number
+    assert sockets.pin_to_socket(process, uses_cpu=False, root=root)[0] == number
 
 
 def fail_on_signal(number: int, _frame: object) -> None:

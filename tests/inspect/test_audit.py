@@ -65,7 +65,7 @@ def test_live_tensors_names_the_largest_at_the_peak():
         for size in (10, 4000, 200, 30):
             torch.ones(size)
         kept = [torch.ones(3000), torch.ones(2000), torch.ones(10), torch.ones(20)]
-    assert [tensor.shape for tensor in tensors.at_peak] == [(3000,), (2000,), (20,)]
+    assert [tensor.shape for tensor in tensors.peak_tensors] == [(3000,), (2000,), (20,)]
     assert tensors.peak == 4 * (len(state) + sum(map(len, kept)))
 
 

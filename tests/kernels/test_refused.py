@@ -298,7 +298,7 @@ def test_codes_are_read_with_exponents_that_fit_them():
     for place in range(2):
         for wrong in dict(alterations(exponents[place])).values():
             others = [wrong if i == place else right for i, right in enumerate(exponents)]
-            with pytest.raises(ValueError, match=r"of_(recent|entries): need contiguous"):
+            with pytest.raises(ValueError, match=r"(recent|entry)_exponents: need contiguous"):
                 decode_compressed(*inputs, others)
     with pytest.raises(ValueError, match="recent: need contiguous"):
         decode_compressed(*drawn("decode_compressed"), exponents)

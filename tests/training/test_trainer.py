@@ -50,7 +50,7 @@ def test_inputs_of_a_step_stay_until_a_late_copy_has_run(text):
     trainer._step_inputs = StepInputs(config, trainer.device, trainer.updater)
     trainer._load_batches()
     copy = lambda inputs, non_blocking: late.append(inputs)  # noqa: E731
-    trainer._step_inputs._on_device = SimpleNamespace(copy_=copy)
+    trainer._step_inputs._device_inputs = SimpleNamespace(copy_=copy)
     steps = [*range(1, 20), 7, 7, 8, *range(9, 47), 3]
     for trainer.step in steps:
         trainer._load_batches()

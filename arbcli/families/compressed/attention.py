@@ -99,8 +99,8 @@ class _Attend(Function):
     def backward(ctx: Any, grad_y: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         inputs = (*ctx.saved_tensors, ctx.sight, NORM_EPS)
         grad_x, *grads = compressed_attention_backward(grad_y.contiguous(), *inputs)
-        of_recent, of_entries = (grad.to(grad_x.dtype) for grad in grads[:2])
-        return grad_x, of_recent, of_entries, None, grads[2], None, None, None
+        grad_recent, grad_entries = (grad.to(grad_x.dtype) for grad in grads[:2])
+        return grad_x, grad_recent, grad_entries, None, grads[2], None, None, None
 
 
 class _Compress(Function):
@@ -221,17 +221,17 @@ class Indexer(nn.Module, LowPrecision):
         first: int,
         max_entries: int,
         *,
-        in_eight_bits: bool = False,
+        low_precision: bool = False,
     ) -> Tensor:
         """Select entries: see `choose_entries`.
 
-        Keys are rounded to e4m3 with `in_eight_bits`, as a quantised cache does; keys and queries
+        Keys are rounded to e4m3 with `low_precision`, as a quantised cache does; keys and queries
         are, if scores are computed in FP8. They are normalised, so that none overflows.
         """
         q, w, keys = (part.detach() for part in (q, w, keys))
         if self.fp8:
             q, keys = q.to(E4M3), keys.to(E4M3)
-        elif in_eight_bits:
+        elif low_precision:
             keys = keys.to(E4M3).to(q.dtype)
         return choose_entries(q, w, keys, first, max_entries, self.top_k)
 
@@ -420,7 +420,7 @@ class CompressedAttention(CachedAttention):
         k = indexer.keys(still, rows_at(table, slice(0, number * self.ratio, self.ratio)))
         with torch.no_grad():
             kept = self.cache_format.stored is not None
-            chosen = indexer.choose(q, w, k, 1, self.sight.max_entries, in_eight_bits=kept)
+            chosen = indexer.choose(q, w, k, 1, self.sight.max_entries, low_precision=kept)
             # bytes before the first complete entry select none
             chosen = functional.pad(chosen, (0, 0, 1, 0), value=-1)
         return (q, w, k), chosen

@@ -111,8 +111,8 @@ class CompressedAttentionConfig(PartConfig):
         entries = self.entries(site)
         if self.top_k is not None:
             width = self.index_heads * self.index_width
-            per_entry = site.dim * (width + self.index_heads) + kv * self.index_width
-            total += (per_entry + width * entries) / self.ratio
+            entry_products = site.dim * (width + self.index_heads) + kv * self.index_width
+            total += (entry_products + width * entries) / self.ratio
             entries = min(entries, self.top_k)
         return total + 2 * inner * (min(self.window, positions) + entries)
 

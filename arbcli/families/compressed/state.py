@@ -33,7 +33,7 @@ class CompressedState(State):
         layer: the `CompressedAttention`.
     """
 
-    by_text = ("recent", "entries", "open", "keys", "choice", "semaphores")
+    batched = ("recent", "entries", "open", "keys", "choice", "semaphores")
 
     def __init__(self, clock: PositionCounter, layer: Any) -> None:
         super().__init__(clock)

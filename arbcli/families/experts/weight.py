@@ -80,9 +80,9 @@ class ExpertWeight(StreamedTensor, LowPrecision):
         """
         width = self.in_features if transposed else self.expert_rows
         y = x.new_empty(len(x), width)  # each slot has an expert, so all rows are written
-        in_four_bits, scales = self.nvfp4 and len(x) > FEW_ROWS, []
-        if in_four_bits:
-            x, of_x = import_module(FOUR_BIT_PRODUCTS).round_nvfp4(x)
+        four_bits, scales = self.nvfp4 and len(x) > FEW_ROWS, []
+        if four_bits:
+            x, x_scale = import_module(FOUR_BIT_PRODUCTS).round_nvfp4(x)
         for experts_range in self.gradient_ranges():
             rows = slice(
                 experts_range.start * self.expert_rows, experts_range.stop * self.expert_rows
@@ -91,11 +91,11 @@ class ExpertWeight(StreamedTensor, LowPrecision):
                 len(experts_range), self.expert_rows, -1
             )
             w = w.transpose(1, 2) if transposed else w
-            if in_four_bits:
-                w, of_w = import_module(FOUR_BIT_PRODUCTS).round_stack_nvfp4(w)
-                scales.append(of_x * of_w)
+            if four_bits:
+                w, w_scale = import_module(FOUR_BIT_PRODUCTS).round_stack_nvfp4(w)
+                scales.append(x_scale * w_scale)
             grouped_matmul(x, w, bounds[experts_range.start : experts_range.stop + 1], y, apart)
-        if in_four_bits:
+        if four_bits:
             slots = torch.arange(len(x), device=x.device)
             owners = torch.searchsorted(bounds[1:], slots, right=True)
             y *= torch.cat(scales)[owners, None]

@@ -51,7 +51,7 @@ class Memories(nn.Module):
         x: Tensor,
         reading: BlockInputs,
         *,
-        by_text: bool = False,
+        batched: bool = False,
     ) -> BlockOutput:
         """Run the blocks of the stage, with the memories between them.
 
@@ -59,7 +59,7 @@ class Memories(nn.Module):
             run: runs the stream (B, T, D) through a slice of the blocks.
             x: the stream.
             reading: additional inputs.
-            by_text: whether x has one position of each text of a batch, (B, 1, D), which are
+            batched: whether x has one position of each text of a batch, (B, 1, D), which are
                 computed separately.
         """
         taps = [x]
@@ -67,12 +67,12 @@ class Memories(nn.Module):
             flow = run(x, slice(None))
         else:
             before = run(x, slice(0, self.config.place))
-            remember = self._remember_by_text if by_text else self._remember
+            remember = self._remember_by_text if batched else self._remember
             x, losses = remember(before.total(), taps, reading)
             flow = run(x, slice(self.config.place, None))
             flow = flow._replace(losses=merge(before.losses, losses, flow.losses))
         if self.router:
-            route = self._route_by_text if by_text else self.router
+            route = self._route_by_text if batched else self.router
             flow = BlockOutput(route([flow.total(), *taps]), None, flow.losses)
         return flow
 

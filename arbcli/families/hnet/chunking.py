@@ -49,7 +49,7 @@ class BoundaryRouter(nn.Module):
 
     def __init__(self, site: LayerSpec) -> None:
         super().__init__()
-        options = {"area": "chunking", "spread": 0.0, "in_eight_bits": False}
+        options = {"area": "chunking", "spread": 0.0, "low_precision": False}
         self.query_key = layers_for(site).linear(2 * site.dim, site.dim, site, **options)
 
     def forward(self, x: Tensor) -> Routed:
@@ -149,12 +149,12 @@ class _TakeChunks(Function):
 class _Spread(Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, p: Tensor, residual: Tensor, chunks: Chunks) -> Tensor:
-        of_chunks = p.gather(1, chunks.first.clamp(min=0))
-        share = share_of(of_chunks)
+        chunk_scores = p.gather(1, chunks.first.clamp(min=0))
+        share = share_of(chunk_scores)
         s = smooth_chunks(z, share)
         ctx.save_for_backward(z, share, s, *chunks[:3])
         # clamped probabilities have no gradient
-        ctx.clamped = of_chunks != share if ctx.needs_input_grad[1] else None
+        ctx.clamped = chunk_scores != share if ctx.needs_input_grad[1] else None
         return spread_chunks(residual, s, chunks.owner)
 
     @staticmethod
@@ -165,6 +165,6 @@ class _Spread(Function):
         grad_p = None
         if ctx.needs_input_grad[1]:
             grad_share = grad_share.masked_fill(ctx.clamped, 0)
-            of_first = grad_c + grad_share.gather(1, slot.clamp(min=0))
-            grad_p = torch.where(slot >= 0, of_first, -grad_c)
+            grad_first = grad_c + grad_share.gather(1, slot.clamp(min=0))
+            grad_p = torch.where(slot >= 0, grad_first, -grad_c)
         return grad_z, grad_p, grad_y, None

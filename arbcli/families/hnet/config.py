@@ -88,5 +88,5 @@ class ChunkingConfig(SplitConfig):
             inner: width of the next stage.
             positions: number of positions in a window of the outer stage.
         """
-        per_position = site.dim**2 * (3 if self.boundaries == "learned" else 1)
-        return positions * per_position + positions / self.length * 2 * site.dim * inner
+        position_products = site.dim**2 * (3 if self.boundaries == "learned" else 1)
+        return positions * position_products + positions / self.length * 2 * site.dim * inner

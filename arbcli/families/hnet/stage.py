@@ -247,7 +247,7 @@ class StageState(State):
         decoder: states of the decoder's blocks.
     """
 
-    by_text = ("last", "mean", "byte")
+    batched = ("last", "mean", "byte")
 
     x: Tensor
     """(1, T, D), the encoder's output for the new positions, normalised if T > 1. For a batch of

@@ -134,15 +134,17 @@ class LatentAttention(CachedAttention):
         """
         k, _ = self._keys_and_values(latent[:, -1:], rotated[:, -1:])
         up = self.up.weight.weight(torch.float32).view(self.heads, -1, self.latent)
-        to_keys, to_values = up.split((self.still, self.head_dim), dim=1)  # (heads, ..., latent)
+        key_matrices, value_matrices = up.split(
+            (self.still, self.head_dim), dim=1
+        )  # (heads, ..., latent)
         q = unit_rms(q[0, 0]).float()
         still, query = q.split((self.still, self.rotary), dim=-1)
         n = self.latent_norm(latent[0]).float()  # (W + 1, latent)
-        in_latent = (still[:, None] @ to_keys)[:, 0]  # (heads, latent)
-        scores = in_latent @ n.T + query @ rotated[0, :, 0].float().T  # (heads, W + 1)
+        latent_query = (still[:, None] @ key_matrices)[:, 0]  # (heads, latent)
+        scores = latent_query @ n.T + query @ rotated[0, :, 0].float().T  # (heads, W + 1)
         scores *= state.extend_lengths(k).T * (SHARPNESS * self.head_dim**-0.5)
         share = torch.softmax(scores.masked_fill(~state.mask, -torch.inf), dim=-1)
-        y = to_values @ (share @ n)[..., None]  # (heads, head_dim, 1)
+        y = value_matrices @ (share @ n)[..., None]  # (heads, head_dim, 1)
         return y[..., 0].to(latent.dtype)
 
 
@@ -158,7 +160,7 @@ class LatentRing(State):
         layer: the attention layer.
     """
 
-    by_text = ("latent", "rotated", "lengths")
+    batched = ("latent", "rotated", "lengths")
 
     def __init__(self, clock: PositionCounter, layer: LatentAttention) -> None:
         super().__init__(clock)

@@ -147,8 +147,8 @@ class _DecayScan(Function):
         grad_v = decay_scan(k, q, low, g, reverse=True)
         grad_k = decay_scan(v, low, q, g, reverse=True)
         grad_q = decay_scan(low, v, k, g)
-        of_sums = (grad_y * y).sum(dim=-1) - (grad_v * v).sum(dim=-1)
-        grad_g = running_sum(of_sums, reverse=True)
+        grad_sums = (grad_y * y).sum(dim=-1) - (grad_v * v).sum(dim=-1)
+        grad_g = running_sum(grad_sums, reverse=True)
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_g
 
 
@@ -215,7 +215,7 @@ class MambaState(State):
         layer: the mixer.
     """
 
-    by_text = ("state", "ring")
+    batched = ("state", "ring")
 
     def __init__(self, clock: PositionCounter, layer: Mamba) -> None:
         super().__init__(clock)

@@ -120,5 +120,5 @@ def cut(
 
 def learnt_symbols(context: int, *, step: int, numbers: Sequence[int]) -> int:
     """Return the number of targets with a loss that `cut` returns for windows of T = `context`."""
-    with_holes = sum((number + step) % 2 for number in numbers)
-    return len(numbers) * context - with_holes * (EXTRA - 1)  # the first mark is never a target
+    holed_texts = sum((number + step) % 2 for number in numbers)
+    return len(numbers) * context - holed_texts * (EXTRA - 1)  # the first mark is never a target

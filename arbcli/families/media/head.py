@@ -4,7 +4,7 @@
 
 The loss of the next byte is that of the mixture, so generation and evaluation need not know its
 kind. Training does: the mean cross-entropy of p_k over the bytes of kind k is the auxiliary loss
-`of_text`, `of_sound` or `of_picture`.
+`text_loss`, `of_sound` or `of_picture`.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Heads(NamedTuple):
 
     logits: Tensor
     """(B, T, 256) in the dtype of the stream, log-probabilities of the mixture."""
-    by_kind: Tensor
+    kind_logs: Tensor
     """(B, T, kinds, 256) float32, log-probabilities of each head."""
 
 
@@ -39,9 +39,11 @@ class CompositeHead(nn.Module):
 
     def forward(self, x: Tensor, norm: nn.Module) -> Heads:
         """Compute log-probabilities from norm(x), with x (B, T, D)."""
-        by_kind = self.heads(x, norm).unflatten(-1, (len(KINDS), BYTES)).float().log_softmax(dim=-1)
+        kind_logs = (
+            self.heads(x, norm).unflatten(-1, (len(KINDS), BYTES)).float().log_softmax(dim=-1)
+        )
         shares = self.gate(x, norm).float().log_softmax(dim=-1)
-        return Heads(torch.logsumexp(by_kind + shares[..., None], dim=-2).to(x.dtype), by_kind)
+        return Heads(torch.logsumexp(kind_logs + shares[..., None], dim=-2).to(x.dtype), kind_logs)
 
     def next_losses(
         self, x: Tensor, norm: nn.Module, targets: Tensor, cross_entropy: Callable
@@ -55,27 +57,27 @@ class CompositeHead(nn.Module):
             cross_entropy: mean cross-entropy of (N, 256) logits and (N,) targets.
         """
         kinds, targets = targets // BYTES, targets % BYTES
-        logits, by_kind = self(x, norm)
-        of_text = cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return {"text": of_text} | self.losses(by_kind, targets, kinds)
+        logits, kind_logs = self(x, norm)
+        text_loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return {"text": text_loss} | self.losses(kind_logs, targets, kinds)
 
     @staticmethod
-    def losses(by_kind: Tensor, targets: Tensor, kinds: Tensor) -> dict[str, Tensor]:
+    def losses(kind_logs: Tensor, targets: Tensor, kinds: Tensor) -> dict[str, Tensor]:
         """Compute the mean cross-entropy of each head over the bytes of its kind.
 
         Args:
-            by_kind: `Heads.by_kind`.
+            kind_logs: `Heads.kind_logs`.
             targets: (B, T) int64 bytes.
             kinds: (B, T) int64 indices into `KINDS`.
 
         Returns:
             Float32 scalars in nats per byte; 0 for kinds without bytes.
         """
-        index = targets[..., None, None].expand(*by_kind.shape[:-1], 1)
-        of_target = by_kind.gather(-1, index)[..., 0]
+        index = targets[..., None, None].expand(*kind_logs.shape[:-1], 1)
+        target_logs = kind_logs.gather(-1, index)[..., 0]
         losses = {}
         for number, name in enumerate(KINDS):
-            of_kind = kinds == number
-            total = (-of_target[..., number] * of_kind).sum()
-            losses[f"of_{name}"] = total / of_kind.sum().clamp(min=1)
+            kind_mask = kinds == number
+            total = (-target_logs[..., number] * kind_mask).sum()
+            losses[f"of_{name}"] = total / kind_mask.sum().clamp(min=1)
         return losses

@@ -41,9 +41,9 @@ def first_biases(streams: int, read: int) -> list[float]:
         streams: n.
         read: index of the stream with the largest weight in the input.
     """
-    of_a = [BIAS if stream == read else -BIAS for stream in range(streams)]
-    of_b = [BIAS if i == j else -BIAS for i in range(streams) for j in range(streams)]
-    return [*of_a, *[BIAS] * streams, *of_b]
+    a_bias = [BIAS if stream == read else -BIAS for stream in range(streams)]
+    b_bias = [BIAS if i == j else -BIAS for i in range(streams) for j in range(streams)]
+    return [*a_bias, *[BIAS] * streams, *b_bias]
 
 
 class HyperConnection(nn.Module):
@@ -63,7 +63,7 @@ class HyperConnection(nn.Module):
         self.stream_weights, self.mix_streams = functions_for(site)
         self.norm = layers.norm(width, site)
         self.projection = layers.linear(
-            streams * (streams + 2), width, site, area="streams", spread=0.0, in_eight_bits=False
+            streams * (streams + 2), width, site, area="streams", spread=0.0, low_precision=False
         )
         self.bias = layers.vector(first_biases(streams, read), site, area="streams")
 

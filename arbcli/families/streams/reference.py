@@ -16,9 +16,9 @@ def hyper_connection(w: Weights, x: Tensor, branch: Callable[[Tensor], Tensor]) 
     """Turn streams X, (T, n, D), into B X + c F(a X), where F is the branch."""
     n, flat = x.shape[1], x.flatten(1)
     z = norm(flat, w.get("norm")) @ w["projection"].T + w["bias"][:, 0]
-    of_a, of_c, of_b = z.split((n, n, n * n), dim=1)
-    a, c = torch.sigmoid(of_a), 2 * torch.sigmoid(of_c - 2)
-    b = doubly_stochastic(of_b.view(-1, n, n))
+    a_logits, c_logits, b_logits = z.split((n, n, n * n), dim=1)
+    a, c = torch.sigmoid(a_logits), 2 * torch.sigmoid(c_logits - 2)
+    b = doubly_stochastic(b_logits.view(-1, n, n))
     f = branch((a[..., None] * x).sum(dim=1))
     return b @ x + c[..., None] * f[:, None]
 

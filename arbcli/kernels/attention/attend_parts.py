@@ -308,10 +308,10 @@ def _attend_parts_kernel(
         wait_for_last(OVERLAP, True)
 
         # the query of the new byte, rotated and normalised, stays in registers
-        of_q = qkv_ptr + head * HALF + d // 2
-        q_words = load_new(of_q, PTX)
-        k_words = load_new(of_q + HEADS * HALF, PTX)
-        v_words = load_new(of_q + 2 * HEADS * HALF, PTX)
+        query_ptr = qkv_ptr + head * HALF + d // 2
+        q_words = load_new(query_ptr, PTX)
+        k_words = load_new(query_ptr + HEADS * HALF, PTX)
+        v_words = load_new(query_ptr + 2 * HEADS * HALF, PTX)
         q = unpair_four(turn(q_words, cos, sin, eps, WIDTH, PTX))
         total = tl.zeros(thread.shape, tl.float32)
         sums = (total,) * 8
@@ -327,17 +327,17 @@ def _attend_parts_kernel(
             for i in tl.static_range(8):
                 added = added + (total * v[i],)  # noqa: RUF005
             sums = added
-            to_key, to_value = keys_of_head + slot * HALF, values_of_head + slot * HALF
+            key_ptr, value_ptr = keys_of_head + slot * HALF, values_of_head + slot * HALF
             for i in tl.static_range(4):
-                tl.store(to_key + i, k_words[i], mask=stores)
-                tl.store(to_value + i, v_words[i], mask=stores)
+                tl.store(key_ptr + i, k_words[i], mask=stores)
+                tl.store(value_ptr + i, v_words[i], mask=stores)
         # all other slots: load the next span while this one is added
         if SEVERAL:
             apart = SPAN * tl.num_programs(1)
             for start in range(first, seen, apart):
-                of_span = mine + (start - first)
+                span_memory = mine + (start - first)
                 next_keys, next_values = load_span(
-                    keys_of_head, values_of_head, of_span + apart, seen, slot,
+                    keys_of_head, values_of_head, span_memory + apart, seen, slot,
                     WIDTH, STRIDE, PASSES, PTX,
                 )  # fmt: skip
                 sums, total = add_span(
@@ -346,7 +346,7 @@ def _attend_parts_kernel(
                     keys,
                     values,
                     q,
-                    of_span,
+                    span_memory,
                     seen,
                     slot,
                     scale,
@@ -389,20 +389,20 @@ def write_sums(at, sums, total, d, lane, WIDTH: tl.constexpr, PTX: tl.constexpr)
 
 @triton.jit
 def store_part(
-    memory, averages_ptr, totals_ptr, place, of_d, some,
+    memory, averages_ptr, totals_ptr, place, offs_d, some,
     WIDTH: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Sum the partial sums of all warps, and store the average and the total."""
     OF_WARP: tl.constexpr = 4 * WIDTH + 16
-    weighted, whole = tl.zeros(of_d.shape, tl.float32), tl.zeros(of_d.shape, tl.float32)
+    weighted, whole = tl.zeros(offs_d.shape, tl.float32), tl.zeros(offs_d.shape, tl.float32)
     for w in tl.static_range(WARPS):
-        weighted += read_float(memory + (OF_WARP * w + 4 * of_d), PTX)
+        weighted += read_float(memory + (OF_WARP * w + 4 * offs_d), PTX)
         whole += read_float(memory + (OF_WARP * w + 4 * WIDTH), PTX)
     # the average is rounded once; the total stays float32, to weight it
     average = weighted / whole
     rounded = round_pair(average, average, PTX).to(tl.int16)
-    tl.store(averages_ptr + place * WIDTH + of_d, rounded, mask=some)
-    tl.store(totals_ptr + place + 0 * of_d, whole, mask=some & (of_d == 0))
+    tl.store(averages_ptr + place * WIDTH + offs_d, rounded, mask=some)
+    tl.store(totals_ptr + place + 0 * offs_d, whole, mask=some & (offs_d == 0))
 
 
 def _attend_parts_triton(

@@ -175,23 +175,23 @@ def _queries(
 ):  # fmt: skip
     """Compute the gradient of a block of queries; store `log2` and `delta` for the keys."""
     m = first + tl.arange(0, BLOCK)
-    of_head = b.to(tl.int64) * H + h
+    offset = b.to(tl.int64) * H + h
     q = _load_rows(q_desc, b, h, first, BLOCK, D)
     g = _load_rows(grad_y_desc, b, h, first, BLOCK, D)
     # sums that every pair of query and key needs; programs for keys load them
     delta = _delta(g, _load_rows(y_desc, b, h, first, BLOCK, D))
-    log = tl.load(logs_ptr + of_head * T + m, mask=m < T, other=0) * log2_e
-    tl.store(delta_ptr + of_head * padded + m, delta)
-    tl.store(log2_ptr + of_head * padded + m, log)
+    log = tl.load(logs_ptr + offset * T + m, mask=m < T, other=0) * log2_e
+    tl.store(delta_ptr + offset * padded + m, delta)
+    tl.store(log2_ptr + offset * padded + m, log)
     grad = tl.zeros((BLOCK, D), dtype=tl.float32)
     # keys before the block are all visible
     grad = _add_keys(
-        grad, q, g, log, delta, k_desc, v_desc, key_ptr, b, h, m, of_head * T, 0, first,
+        grad, q, g, log, delta, k_desc, v_desc, key_ptr, b, h, m, offset * T, 0, first,
         scale * log2_e, D, BLOCK, False, PRECISION, THRESHOLD, FACTOR,
     )  # fmt: skip
     # keys of the block itself are masked
     grad = _add_keys(
-        grad, q, g, log, delta, k_desc, v_desc, key_ptr, b, h, m, of_head * T, first, first + BLOCK,
+        grad, q, g, log, delta, k_desc, v_desc, key_ptr, b, h, m, offset * T, first, first + BLOCK,
         scale * log2_e, D, BLOCK, True, PRECISION, THRESHOLD, FACTOR,
     )  # fmt: skip
     _store_gradient(
@@ -291,9 +291,9 @@ def _keys_kernel(
 ):  # fmt: skip
     """Compute the gradients of a block of keys and values; the first ones have the most queries."""
     h, b = tl.program_id(1), tl.program_id(2)
-    of_head = (b.to(tl.int64) * H + h) * padded
+    offset = (b.to(tl.int64) * H + h) * padded
     _keys(
-        grad_y_desc, q_desc, k_desc, v_desc, grad_y_desc, log2_ptr + of_head, delta_ptr + of_head,
+        grad_y_desc, q_desc, k_desc, v_desc, grad_y_desc, log2_ptr + offset, delta_ptr + offset,
         grads_ptr, r_ptr, cos_ptr, sin_ptr, key_ptr, tl.program_id(0) * BLOCK, h, b, T, H, scale,
         log2_e, D, BLOCK, PRECISION, TURNED, True, THRESHOLD, FACTOR,
     )  # fmt: skip

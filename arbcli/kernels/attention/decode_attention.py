@@ -95,10 +95,10 @@ def _decode_attention_torch(
     else:
         rings = [keys, values]
         for i, new in enumerate((k, qkv[2])):
-            codes, of_new = quantise_entries(new, rings[i].dtype)
+            codes, new_exponents = quantise_entries(new, rings[i].dtype)
             # torch copies no e4m3 by index
             rings[i].view(torch.int8).index_copy_(1, slot, codes.view(torch.int8)[:, None])
-            exponents[i].index_copy_(1, slot, of_new[:, None])
+            exponents[i].index_copy_(1, slot, new_exponents[:, None])
             rings[i] = decode_entries(rings[i], exponents[i], torch.float32)
         q, (keys, values) = q.float(), rings
     seen = torch.arange(window, device=qkv.device) <= position
@@ -199,11 +199,11 @@ def _load_slots(
     ring, mask = offs_s * WIDTH + offs_d[None, :], is_old & mask_d[None, :]
     key = tl.load(keys_ptr + ring, mask=mask, other=0)
     value = tl.load(values_ptr + ring, mask=mask, other=0)
-    of_key, of_value = slot, slot  # not used
+    key_exponents, value_exponents = slot, slot  # not used
     if EIGHT:
-        of_key = tl.load(exponents_ptr + offs_s, mask=is_old, other=0)
-        of_value = tl.load(exponents_ptr + entries + offs_s, mask=is_old, other=0)
-    return key, value, of_key, of_value
+        key_exponents = tl.load(exponents_ptr + offs_s, mask=is_old, other=0)
+        value_exponents = tl.load(exponents_ptr + entries + offs_s, mask=is_old, other=0)
+    return key, value, key_exponents, value_exponents
 
 
 @triton.jit
@@ -254,23 +254,23 @@ def _decode_attention_kernel(
         # the program whose span has the new slot stores key and value
         mine = slot // span == split
         if EIGHT:
-            k, of_new_key = quantise_entry(k.to(tl.float32), E4M3, NATIVE)
-            v, of_new_value = quantise_entry(v.to(tl.float32), E4M3, NATIVE)
+            k, key_exponent = quantise_entry(k.to(tl.float32), E4M3, NATIVE)
+            v, value_exponent = quantise_entry(v.to(tl.float32), E4M3, NATIVE)
         if mine:
             new = slot * WIDTH + offs_d
             tl.store(keys_ptr + new, k, mask=mask_d)
             tl.store(values_ptr + new, v, mask=mask_d)
             if EIGHT:
                 at = exponents_ptr + slot + tl.arange(0, 1)
-                tl.store(at, of_new_key)
-                tl.store(at + entries, of_new_value)
+                tl.store(at, key_exponent)
+                tl.store(at + entries, value_exponent)
 
         # sums of warps stay separate until the end: adding them needs a barrier
         weights = tl.zeros((BLOCK_S, 1), dtype=tl.float32)
         sums = tl.zeros((BLOCK_S, BLOCK_D), dtype=tl.float32)
         for start in range(first, end if SEVERAL else first + 1, BLOCK_S):
             # prefetch the next block, then weight the values of this one
-            key, value, of_key, of_value = block
+            key, value, key_exponents, value_exponents = block
             if SEVERAL:
                 block = _load_slots(
                     keys_ptr, values_ptr, exponents_ptr, start + BLOCK_S, end, slot, offs_d, mask_d,
@@ -279,25 +279,25 @@ def _decode_attention_kernel(
             offs_s = start + tl.arange(0, BLOCK_S)[:, None]
             products = _numbers(key, EIGHT, E4M3, NATIVE) * q[None, :]
             score = tl.sum(products, axis=1, keep_dims=True)
-            score *= scale_of_entry(of_key, E4M3) * scale if EIGHT else scale
+            score *= scale_of_entry(key_exponents, E4M3) * scale if EIGHT else scale
             weight = tl.where((offs_s < end) & (offs_s != slot), tl.exp(score), 0)  # [BLOCK_S, 1]
             weights += weight
             if EIGHT:
-                weight *= scale_of_entry(of_value, E4M3)
+                weight *= scale_of_entry(value_exponents, E4M3)
             sums += weight * _numbers(value, EIGHT, E4M3, NATIVE)
         # the slot of the new byte, which was not loaded
         score, new_value = tl.sum(_numbers(k, EIGHT, E4M3, NATIVE) * q), v.to(tl.float32)
         if EIGHT:
-            score *= tl.sum(scale_of_entry(of_new_key, E4M3)) * scale
-            new_value = tl.sum(scale_of_entry(of_new_value, E4M3)) * numbers_of(v, E4M3, NATIVE)
+            score *= tl.sum(scale_of_entry(key_exponent, E4M3)) * scale
+            new_value = tl.sum(scale_of_entry(value_exponent, E4M3)) * numbers_of(v, E4M3, NATIVE)
         else:
             score *= scale
-        of_new = tl.where(mine, tl.exp(score), 0)
+        new_weight = tl.where(mine, tl.exp(score), 0)
 
         place = text * HEADS + head
         # add up the slots, and store the output or, if programs share a head, a part of it
-        sums = tl.sum(sums, axis=0) + of_new * new_value
-        total = tl.sum(weights) + of_new
+        sums = tl.sum(sums, axis=0) + new_weight * new_value
+        total = tl.sum(weights) + new_weight
         if SPLITS == 1:
             y = (sums / total).to(y_ptr.dtype.element_ty)
             tl.store(y_ptr + place * WIDTH + offs_d, y, mask=mask_d)

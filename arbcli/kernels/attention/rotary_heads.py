@@ -133,8 +133,8 @@ def _rotary_heads_backward_kernel(
         grad_ptr, begin = grad_v_ptr, HEADS + KV
         stride_b, stride_h, stride_t = stride_vb, stride_vh, stride_vt
     offs_h = tl.arange(0, BLOCK_H)[None, :]
-    of_first = tl.zeros((BLOCK_H,), dtype=tl.float32)
-    of_second = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    first_sums = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    second_sums = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for tile in range(TILES):
         row = (program * TILES + tile) * BLOCK_R + tl.arange(0, BLOCK_R)  # a head of a token
         token, head = row // heads, row % heads
@@ -160,8 +160,8 @@ def _rotary_heads_backward_kernel(
                 x_first *= r
                 x_second *= r
                 if GAINS:
-                    of_first += tl.sum(first * x_first, axis=0)
-                    of_second += tl.sum(second * x_second, axis=0)
+                    first_sums += tl.sum(first * x_first, axis=0)
+                    second_sums += tl.sum(second * x_second, axis=0)
                     gain_ptrs = gains_ptr + part * 2 * HALF + offs_h
                     first *= tl.load(gain_ptrs, mask=offs_h < HALF, other=0)
                     second *= tl.load(gain_ptrs + HALF, mask=offs_h < HALF, other=0)
@@ -175,8 +175,8 @@ def _rotary_heads_backward_kernel(
     if GAINS and part < 2:
         offs = tl.arange(0, BLOCK_H)
         sums_ptrs = sums_ptr + (part * tl.num_programs(0) + program) * 2 * HALF + offs
-        tl.store(sums_ptrs, of_first, mask=offs < HALF)
-        tl.store(sums_ptrs + HALF, of_second, mask=offs < HALF)
+        tl.store(sums_ptrs, first_sums, mask=offs < HALF)
+        tl.store(sums_ptrs + HALF, second_sums, mask=offs < HALF)
 
 
 def _rotary_heads_triton(

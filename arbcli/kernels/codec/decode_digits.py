@@ -83,17 +83,24 @@ def decode_digits(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor
 
 @triton.jit
 def add_remainder(
-    trit, remainder_ptr, offset, mask, of_trit, of_low, INT8: tl.constexpr, NIBBLE: tl.constexpr
+    trit,
+    remainder_ptr,
+    offset,
+    mask,
+    trit_unit,
+    low_unit,
+    INT8: tl.constexpr,
+    NIBBLE: tl.constexpr,
 ):
     """Convert trits to float32 z / U if `INT8`; `offset` is the index of each weight's remainder.
 
-    A trit is worth `of_trit` in units of the scale, and a unit of the remainder `of_low`.
+    A trit is worth `trit_unit` in units of the scale, and a unit of the remainder `low_unit`.
     """
     if INT8:
         low = tl.load(remainder_ptr + offset, mask=mask, other=0).to(tl.int32)
         if NIBBLE:
             low = (low << 28) >> 28
-        trit = trit * of_trit + low.to(tl.float32) * of_low
+        trit = trit * trit_unit + low.to(tl.float32) * low_unit
     return trit
 
 
@@ -112,7 +119,7 @@ def _decode_digits_kernel(
     packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
     N, K, blocks,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, of_trit, of_low, stride_wn,
+    stride_an, stride_ak, trit_unit, low_unit, stride_wn,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
     INT8: tl.constexpr, NIBBLE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -125,7 +132,7 @@ def _decode_digits_kernel(
             packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
             n, block, 32, N, K,
             stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-            stride_an, stride_ak, of_trit, of_low, stride_wn,
+            stride_an, stride_ak, trit_unit, low_unit, stride_wn,
             GROUP, HAS_FRACTION, INT8, NIBBLE, GROUP % 32 == 0,
         )  # fmt: skip
     else:
@@ -133,7 +140,7 @@ def _decode_digits_kernel(
             packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
             n, block, width, N, K,
             stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-            stride_an, stride_ak, of_trit, of_low, stride_wn,
+            stride_an, stride_ak, trit_unit, low_unit, stride_wn,
             GROUP, HAS_FRACTION, INT8, NIBBLE, False,
         )  # fmt: skip
 
@@ -143,7 +150,7 @@ def _decode_planes(
     packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
     n, block, width, N, K,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, of_trit, of_low, stride_wn,
+    stride_an, stride_ak, trit_unit, low_unit, stride_wn,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
     INT8: tl.constexpr, NIBBLE: tl.constexpr, ONE_SCALE: tl.constexpr,
 ):  # fmt: skip
@@ -164,7 +171,7 @@ def _decode_planes(
         )  # fmt: skip
         trit = digit_of(byte, digit).to(tl.float32)
         offset = n * stride_an + k * stride_ak
-        z = add_remainder(trit, remainder_ptr, offset, mask, of_trit, of_low, INT8, NIBBLE)
+        z = add_remainder(trit, remainder_ptr, offset, mask, trit_unit, low_unit, INT8, NIBBLE)
         weight = round_weight(z * scale, INT8)
         tl.store(weight_ptr + n * stride_wn + k, weight.to(weight_ptr.dtype.element_ty), mask=mask)
 

@@ -52,11 +52,11 @@ def _largest_octave(packed: Packed) -> int:
 
 
 @triton.jit
-def _largest_kernel(exponent_ptr, largest_ptr, number, of_program, BLOCK: tl.constexpr):
-    """Compute the maximum of `of_program` exponents per program, a multiple of BLOCK."""
-    begin = tl.program_id(0) * of_program
+def _largest_kernel(exponent_ptr, largest_ptr, number, program_size, BLOCK: tl.constexpr):
+    """Compute the maximum of `program_size` exponents per program, a multiple of BLOCK."""
+    begin = tl.program_id(0) * program_size
     largest = tl.full((BLOCK,), -128, tl.int32)
-    for start in range(begin, begin + of_program, BLOCK):
+    for start in range(begin, begin + program_size, BLOCK):
         offs = start + tl.arange(0, BLOCK)
         exponent = tl.load(exponent_ptr + offs, mask=offs < number, other=-128)
         largest = tl.maximum(largest, exponent.to(tl.int32))
@@ -74,7 +74,7 @@ def _decode_int8_kernel(
     packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, largest_ptr, q_ptr, scale_ptr,
     N, K, blocks,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, of_trit, of_low,
+    stride_an, stride_ak, trit_unit, low_unit,
     stride_qn, stride_qk,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, INT8: tl.constexpr,
     NIBBLE: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
@@ -99,14 +99,14 @@ def _decode_int8_kernel(
             stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
         )  # fmt: skip
         offset, trit = n * stride_an + k * stride_ak, digit_of(byte, digit).to(tl.float32)
-        z = add_remainder(trit, remainder_ptr, offset, mask, of_trit, of_low, INT8, NIBBLE)
+        z = add_remainder(trit, remainder_ptr, offset, mask, trit_unit, low_unit, INT8, NIBBLE)
         q = to_e4m3(round_weight(z * scale, INT8) * inverse, False)
         at = n * stride_qn + k.to(tl.int64) * stride_qk
         tl.store(q_ptr + at, q.to(tl.uint8), mask=mask)
-        of_k = TRANSPOSED & (tile == 0) & (j < width) & (offs_k < K)
-        tl.store(scale_ptr + offs_k, power, mask=of_k)
-    of_n = (TRANSPOSED == 0) & (block == 0) & (offs_n < N)
-    tl.store(scale_ptr + offs_n, power, mask=of_n)
+        stores_k = TRANSPOSED & (tile == 0) & (j < width) & (offs_k < K)
+        tl.store(scale_ptr + offs_k, power, mask=stores_k)
+    stores_n = (TRANSPOSED == 0) & (block == 0) & (offs_n < N)
+    tl.store(scale_ptr + offs_n, power, mask=stores_n)
 
 
 def _decode_int8_triton(
@@ -249,14 +249,14 @@ def _decode_block(
         trits, left = take_digits(left, digit, False)
         if PLANES:
             if 160 % GROUP == 0:
-                of_plane = tl.zeros_like(n) + 32 * digit // GROUP
+                plane_scales = tl.zeros_like(n) + 32 * digit // GROUP
             else:
-                of_plane = tl.zeros_like(n) + (first_k + 32 * digit) // GROUP - first_group
-            of_plane = tl.gather(scales, of_plane, 0)
+                plane_scales = tl.zeros_like(n) + (first_k + 32 * digit) // GROUP - first_group
+            plane_scales = tl.gather(scales, plane_scales, 0)
         for part in tl.static_range(PARTS):
             even, odd = trits[2 * part], trits[2 * part + 1]
             if PLANES:
-                q = _times(even, odd, of_plane, digit)
+                q = _times(even, odd, plane_scales, digit)
                 if TRANSPOSED:
                     q_ptrs = four_ptrs + (32 * digit + part) * (stride_q // 4)
                 else:
@@ -266,9 +266,9 @@ def _decode_block(
                 for i in tl.static_range(4):
                     if i == 0 or not TRANSPOSED:
                         k = plane_offsets(block * 32 + j + part + i, K, digit)
-                        of_k = tl.minimum(k // GROUP - first_group, GROUPS - 1)
-                        of_k = tl.gather(scales, tl.zeros_like(n) + of_k, 0)
-                        four = _times(even, odd, of_k, digit)
+                        stores_k = tl.minimum(k // GROUP - first_group, GROUPS - 1)
+                        stores_k = tl.gather(scales, tl.zeros_like(n) + stores_k, 0)
+                        four = _times(even, odd, stores_k, digit)
                     n_i = n + i if TRANSPOSED else n
                     at = k.to(tl.int64) * stride_q + n_i if TRANSPOSED else n_i * stride_q + k
                     q = (four >> 8 * i).to(tl.uint8)
@@ -304,8 +304,8 @@ def _largest_triton(packed: Packed) -> Tensor:
     number = exponent.numel()
     parts = min(triton.next_power_of_2(triton.cdiv(number, PART)), MOST_PARTS)
     largest = torch.empty(parts, dtype=torch.int8, device=exponent.device)
-    of_program = triton.cdiv(number, parts * PART) * PART
-    _largest_kernel[(parts,)](exponent, largest, number, of_program, BLOCK=PART, num_warps=8)
+    program_size = triton.cdiv(number, parts * PART) * PART
+    _largest_kernel[(parts,)](exponent, largest, number, program_size, BLOCK=PART, num_warps=8)
     return largest
 
 

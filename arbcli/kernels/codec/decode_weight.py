@@ -66,8 +66,8 @@ def _decode_weight_kernel(
     program = tl.program_id(0)
     blocks = K // 160 if BY_BLOCK else 0
     chunks = tl.cdiv(K - 160 * blocks, 32)
-    of_columns = tl.cdiv(N, COLUMN_ROWS) * chunks
-    if program < of_columns:
+    column_programs = tl.cdiv(N, COLUMN_ROWS) * chunks
+    if program < column_programs:
         _decode_columns(
             packed_ptr, exponent_ptr, fraction_ptr, weight_ptr,
             program // chunks * COLUMN_ROWS, 160 * blocks + program % chunks * 32, N, K,
@@ -75,7 +75,7 @@ def _decode_weight_kernel(
             GROUP, HAS_FRACTION, COLUMN_ROWS,
         )  # fmt: skip
     elif BY_BLOCK:
-        tiles, program = tl.cdiv(blocks, 4 * ABREAST), program - of_columns
+        tiles, program = tl.cdiv(blocks, 4 * ABREAST), program - column_programs
         _decode_blocks(
             packed_ptr, exponent_ptr, fraction_ptr, weight_ptr,
             program // tiles * (8 // ABREAST), program % tiles * (4 * ABREAST), N, blocks,
@@ -218,17 +218,17 @@ def decode_weight_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
     rows, in_features = packed.out_features, packed.in_features
     weight = torch.empty(rows, in_features, dtype=dtype, device=packed.trits.device)
     if weight.numel():
-        by_block = _has_wide_loads(packed)
-        blocks = in_features // BLOCK if by_block else 0
-        narrow = by_block and blocks <= NARROW and weight.numel() < LARGE_ELEMENTS
+        wide = _has_wide_loads(packed)
+        blocks = in_features // BLOCK if wide else 0
+        narrow = wide and blocks <= NARROW and weight.numel() < LARGE_ELEMENTS
         abreast, column_rows = NARROW_TILE if narrow else (ABREAST, COLUMN_ROWS)
         chunks = triton.cdiv(in_features - BLOCK * blocks, PLANE)
         programs = triton.cdiv(rows, column_rows) * chunks
         programs += triton.cdiv(rows, 8 // abreast) * triton.cdiv(blocks, 4 * abreast)
         _decode_weight_kernel[(programs,)](
             *packed.pointers, weight, rows, in_features, *packed.strides, weight.stride(0),
-            **packed.constants, BY_BLOCK=by_block, ABREAST=abreast, COLUMN_ROWS=column_rows,
-            PTX=HAS_PTX and by_block, num_warps=1,
+            **packed.constants, BY_BLOCK=wide, ABREAST=abreast, COLUMN_ROWS=column_rows,
+            PTX=HAS_PTX and wide, num_warps=1,
         )  # fmt: skip
     return weight
 

@@ -123,7 +123,7 @@ class Packed(NamedTuple):
 
     @property
     def worths(self) -> tuple[float, float]:
-        """Kernel arguments of_trit and of_low: the values of T and A in units of the scale."""
+        """Kernel arguments trit_unit and low_unit: the values of T and A in units of the scale."""
         return self.radix / self.unit, self.low / self.unit
 
     @property

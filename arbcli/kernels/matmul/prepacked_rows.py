@@ -128,9 +128,9 @@ def _weights(word, scale, offset, PTX: tl.constexpr):
             _WEIGHTS, "=&r,=&r,r,r,r", [word, scale, offset],
             dtype=(tl.int32,) * 2, is_pure=True, pack=1,
         )  # fmt: skip
-    of_row, _ = unpair(scale)
-    a, b = _weight(word, of_row), _weight(word >> 8, of_row)
-    c, d = _weight(word >> 16, of_row), _weight(word >> 24, of_row)
+    row_scale, _ = unpair(scale)
+    a, b = _weight(word, row_scale), _weight(word >> 8, row_scale)
+    c, d = _weight(word >> 16, row_scale), _weight(word >> 24, row_scale)
     return pair(a, b), pair(c, d)
 
 
@@ -339,14 +339,14 @@ def _prepacked_rows_kernel(
         if PTX:
             wait_for_copies(0, thread)
         for i in range(HEIGHT):
-            sums, of_tile = nothing, mine + OF_TILE * i
+            sums, tile_memory = nothing, mine + OF_TILE * i
             for s in tl.static_range(STEPS):
                 sums = _add_block(
-                    sums, of_tile + PIECE * s, pieces_ptr, scales_ptr,
+                    sums, tile_memory + PIECE * s, pieces_ptr, scales_ptr,
                     tl.minimum(first_tile + i, tiles - 1), warp + WARPS * s, blocks[s],
                     BLOCKS, PLANES, INT8, PTX,
                 )  # fmt: skip
-            _write_units(sums, of_tile, thread, PTX)  # reuse the memory of the pieces
+            _write_units(sums, tile_memory, thread, PTX)  # reuse the memory of the pieces
     else:  # one tile: prefetch two blocks of x while another one is multiplied
         sums = nothing
         even = _load_block(x_starts, warp, K, PTX)
@@ -447,8 +447,8 @@ def _tiling(
     if steps > 2:
         return Tiling(1, octets, warps, steps, stages, piece_bytes)
     few = tiles * groups <= 4 * processors  # one program per multiprocessor is then enough
-    at_once = processors * (1 if few else 3 if octets == 1 else 2)
-    height = min(4, fit // steps, triton.cdiv(tiles * groups, at_once))
+    programs = processors * (1 if few else 3 if octets == 1 else 2)
+    height = min(4, fit // steps, triton.cdiv(tiles * groups, programs))
     return Tiling(height, octets, warps, steps, stages, piece_bytes)
 
 
@@ -458,10 +458,10 @@ def multiply_prepacked(
 ) -> Tensor:  # fmt: skip
     """Launch the kernel for a matrix of trits, or, with `scales`, of int8 weights."""
     y = torch.empty(len(x), out_features, dtype=dtype, device=x.device)
-    tiles, blocks, of_trits = len(pieces), triton.cdiv(in_features, BLOCK), scales is None
+    tiles, blocks, ternary = len(pieces), triton.cdiv(in_features, BLOCK), scales is None
     x = x if x.data_ptr() % 16 == 0 else x.clone()
     to = y if added is None else added.contiguous()
-    piece_bytes = PIECE_BYTES.value if of_trits else INT8_BYTES
+    piece_bytes = PIECE_BYTES.value if ternary else INT8_BYTES
     tiling = _tiling(len(x), tiles, blocks, num_processors(x), piece_bytes)
     height, octets, warps, steps, stages, _ = tiling
     grid = triton.cdiv(tiles, height), triton.cdiv(len(x), 8 * octets)
@@ -472,8 +472,8 @@ def multiply_prepacked(
         x.flatten().view(torch.int64), words,
         words if scales is None else scales.flatten().view(torch.int64), to, y, instead,
         len(x), out_features, in_features, tiles, 0.0 if eps is None else eps,
-        NORM=eps is not None, GATED=gated, ADD=added is not None, INT8=not of_trits,
-        HEIGHT=height, OCTETS=octets, BLOCKS=blocks, PLANES=1 if of_trits else pieces.shape[1],
+        NORM=eps is not None, GATED=gated, ADD=added is not None, INT8=not ternary,
+        HEIGHT=height, OCTETS=octets, BLOCKS=blocks, PLANES=1 if ternary else pieces.shape[1],
         WARPS=warps, STEPS=steps, STAGES=stages, PIECE=piece_bytes, OF_TILE=tiling.tile_bytes,
         BYTES=size, PTX=HAS_PTX, num_warps=warps, maxnreg=128, **overlap_options(x),
     )  # fmt: skip

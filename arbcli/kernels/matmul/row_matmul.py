@@ -281,9 +281,9 @@ def _average_parts(values_ptr, totals_ptr, parts, u, K, WIDTH: tl.constexpr, PTX
         octets, shares = (), ()
         for i in tl.static_range(_PARTS_AT_ONCE):  # issue all loads before the first use
             part = tl.minimum(start + i, parts - 1)
-            of_heads = totals_ptr + (part * (K // WIDTH) + 8 * u // WIDTH)
+            head_totals_ptr = totals_ptr + (part * (K // WIDTH) + 8 * u // WIDTH)
             octets = octets + (load_new(values_ptr + (part * (K // 4) + 2 * u), PTX),)  # noqa: RUF005
-            shares = shares + (tl.load(of_heads, cache_modifier=".cg"),)  # noqa: RUF005
+            shares = shares + (tl.load(head_totals_ptr, cache_modifier=".cg"),)  # noqa: RUF005
         for i in tl.static_range(_PARTS_AT_ONCE):
             share = tl.where(start + i < parts, shares[i], 0.0)
             total += share
@@ -353,10 +353,10 @@ def _take_octets(
     _round_x(octets, units, to, tables, PTX)
     squares = ()
     for k in tl.static_range(COUNT):
-        of_octet = _sum_of_squares(octets[k])
+        octet_squares = _sum_of_squares(octets[k])
         if GROUPS % SQUARES > 0:
-            of_octet = tl.where(some[k], of_octet, 0.0)
-        squares = squares + (of_octet,)  # noqa: RUF005
+            octet_squares = tl.where(some[k], octet_squares, 0.0)
+        squares = squares + (octet_squares,)  # noqa: RUF005
     return squares
 
 
@@ -377,35 +377,35 @@ def _take_rows(
     squares, zero = (), tl.zeros(thread.shape, tl.float32)
     if ROWS == 1:  # all groups at once, except those of the last turn, which some warps skip
         FULL: tl.constexpr = GROUPS // WARPS
-        of_row = zero
+        row_squares = zero
         if FULL > 0:
-            of_octets = _take_octets(
+            all_squares = _take_octets(
                 x_ptr, totals_ptr, parts, K, x_at, tables_at, thread, 0, FULL,
                 ROWS, WARPS, SQUARES, GROUPS, OF_ROW, WIDTH, WHOLE, PTX,
             )  # fmt: skip
             for turn in tl.static_range(FULL):
-                of_row += of_octets[turn]
+                row_squares += all_squares[turn]
         if FULL < TURNS:
             some = warp_number() + WARPS * FULL < GROUPS if PTX else True
             if some:
-                of_row += _take_octets(
+                row_squares += _take_octets(
                     x_ptr, totals_ptr, parts, K, x_at, tables_at, thread, FULL, 1,
                     ROWS, WARPS, SQUARES, GROUPS, OF_ROW, WIDTH, WHOLE, PTX,
                 )[0]  # fmt: skip
-        squares = (of_row,)
+        squares = (row_squares,)
     else:
-        of_octets = ()
+        all_squares = ()
         for first in tl.static_range(0, TASKS * TURNS, _OCTETS):
-            of_octets = of_octets + _take_octets(
+            all_squares = all_squares + _take_octets(
                 x_ptr, totals_ptr, parts, K, x_at, tables_at, thread, first,
                 min(_OCTETS, TASKS * TURNS - first),
                 ROWS, WARPS, SQUARES, GROUPS, OF_ROW, WIDTH, WHOLE, PTX,
             )  # fmt: skip
         for task in tl.static_range(TASKS):
-            of_task = zero
+            task_squares = zero
             for turn in tl.static_range(TURNS):
-                of_task += of_octets[TURNS * task + turn]
-            squares = squares + (of_task,)  # noqa: RUF005
+                task_squares += all_squares[TURNS * task + turn]
+            squares = squares + (task_squares,)  # noqa: RUF005
     if NORM:
         for turn in tl.static_range(5):  # over the threads of a warp
             others = ()
@@ -446,20 +446,20 @@ def _multiply_four_blocks(codes, scales, x_at, tables_at, thread, PTX: tl.conste
     """
     r, c = thread // 4 % 8, thread % 4
     nothing = tl.zeros_like(thread)
-    of_block = r // 2 == c
-    of_x = x_at + (2 * HALF * c + HALF * (r % 2))
+    is_mine = r // 2 == c
+    x_place = x_at + (2 * HALF * c + HALF * (r % 2))
     # integer sums of each plane, over the bytes j of the codes
     sums = ((nothing,) * 4,) * 4
     for j in tl.static_range(4):
         w = codes[j]
-        x = read_four_where(of_x + 32 * j, of_block, (nothing,) * 4, PTX)
-        x = x + read_four_where(of_x + (32 * j + 16), of_block, (nothing,) * 4, PTX)
+        x = read_four_where(x_place + 32 * j, is_mine, (nothing,) * 4, PTX)
+        x = x + read_four_where(x_place + (32 * j + 16), is_mine, (nothing,) * 4, PTX)
         added = ()
         for i in tl.static_range(4):
             mask = _mask_of(i)
             masked = (w[0] & mask, w[1] & mask, w[2] & mask, w[3] & mask)
-            of_plane = add_byte_products(sums[i], masked, (x[2 * i], x[2 * i + 1]), PTX)
-            added = added + (of_plane,)  # noqa: RUF005
+            plane_sum = add_byte_products(sums[i], masked, (x[2 * i], x[2 * i + 1]), PTX)
+            added = added + (plane_sum,)  # noqa: RUF005
         sums = added
     # upper and lower bytes of x, minus its sum for codes T + 1, times scale and unit of a plane
     totals = read_four(tables_at + TABLE * c, PTX)
@@ -467,10 +467,10 @@ def _multiply_four_blocks(codes, scales, x_at, tables_at, thread, PTX: tl.conste
     upper, lower = tl.zeros(thread.shape, tl.float32), tl.zeros(thread.shape, tl.float32)
     for i in tl.static_range(4):
         four, unit = sums[i], units[i].to(tl.float32, bitcast=True)
-        of_upper = (four[0] << 8) + (four[1] - totals[i])
-        of_lower = (four[2] << 8) + (four[3] - totals[i])
-        upper += of_upper.to(tl.float32) * (unpair(scales[i // 2])[i % 2] * unit)
-        lower += of_lower.to(tl.float32) * (unpair(scales[2 + i // 2])[i % 2] * unit)
+        upper_sum = (four[0] << 8) + (four[1] - totals[i])
+        lower_sum = (four[2] << 8) + (four[3] - totals[i])
+        upper += upper_sum.to(tl.float32) * (unpair(scales[i // 2])[i % 2] * unit)
+        lower += lower_sum.to(tl.float32) * (unpair(scales[2 + i // 2])[i % 2] * unit)
     for turn in tl.static_range(2):  # over the four blocks
         others = across(upper, 1 << turn, PTX), across(lower, 1 << turn, PTX)
         upper, lower = upper + others[0], lower + others[1]
@@ -510,8 +510,8 @@ def _read_rows(x_at, tables_at, r, c, ROWS: tl.constexpr, OF_ROW: tl.constexpr, 
         nothing = (tl.zeros_like(r),) * 4
         x = read_four_where(at, r // 2 < ROWS, nothing, PTX)
         x = x + read_four_where(at + 16, r // 2 < ROWS, nothing, PTX)
-    of_tables = tables_at + OF_ROW * tl.minimum(c, ROWS - 1)
-    return x, read_four(of_tables, PTX), read_four(of_tables + 16, PTX)
+    table_ptr = tables_at + OF_ROW * tl.minimum(c, ROWS - 1)
+    return x, read_four(table_ptr, PTX), read_four(table_ptr + 16, PTX)
 
 
 @triton.jit
@@ -536,26 +536,27 @@ def _multiply_block(
     """
     r, c = thread // 4 % 8, thread % 4
     nothing, zero = tl.zeros_like(r), tl.zeros(r.shape, tl.float32)
-    of_rows, sums = (), ()
+    row_inputs, sums = (), ()
     for first in tl.static_range(0, ROWS, _ROWS_OF_INSTRUCTION):
         some = _read_rows(
             x_at + OF_ROW * first, tables_at + OF_ROW * first, r, c,
             min(_ROWS_OF_INSTRUCTION, ROWS - first), OF_ROW, PTX,
         )  # fmt: skip
-        of_rows, sums = of_rows + (some,), sums + (zero, zero)  # noqa: RUF005
+        row_inputs, sums = row_inputs + (some,), sums + (zero, zero)  # noqa: RUF005
     # a plane of codes is masked once, and multiplied by all rows of x
     for i in tl.static_range(4):
-        masked, of_upper, of_lower = _plane_of(codes, scales, i, PTX)
+        masked, upper_scale, lower_scale = _plane_of(codes, scales, i, PTX)
         added = ()
-        for k in tl.static_range(len(of_rows)):
-            x, totals, units = of_rows[k]
+        for k in tl.static_range(len(row_inputs)):
+            x, totals, units = row_inputs[k]
             # the instruction multiplies bytes: those of the two halves of x are combined here
             four = add_byte_products((nothing,) * 4, masked, (x[2 * i], x[2 * i + 1]), PTX)
             unit = units[i].to(tl.float32, bitcast=True)
             upper = ((four[0] << 8) + (four[1] - totals[i])).to(tl.float32)
             lower = ((four[2] << 8) + (four[3] - totals[i])).to(tl.float32)
             added = added + (  # noqa: RUF005
-                sums[2 * k] + upper * (of_upper * unit), sums[2 * k + 1] + lower * (of_lower * unit)
+                sums[2 * k] + upper * (upper_scale * unit),
+                sums[2 * k + 1] + lower * (lower_scale * unit),
             )  # fmt: skip
         sums = added
     return sums
@@ -574,17 +575,18 @@ def _do_step(
     if SPREAD:
         sums = _multiply_four_blocks(codes, scales[0], x_at, tables_at, thread, PTX)
     else:
-        of_blocks = ()
+        all_sums = ()
         for b in tl.static_range(ABREAST):
-            of_block = _multiply_block(
+            block_sums = _multiply_block(
                 codes[b], scales[b], x_at + 2 * HALF * b, tables_at + TABLE * b, thread,
                 ROWS, OF_ROW, PTX,
             )  # fmt: skip
-            of_blocks = of_blocks + (of_block,)  # noqa: RUF005
-        sums = of_blocks[0]
+            all_sums = all_sums + (block_sums,)  # noqa: RUF005
+        sums = all_sums[0]
         if ABREAST == 4:  # in the order of the shuffles of `_multiply_four_blocks`
             sums = _sum_pairwise(
-                _sum_pairwise(of_blocks[0], of_blocks[1]), _sum_pairwise(of_blocks[2], of_blocks[3])
+                _sum_pairwise(all_sums[0], all_sums[1]),
+                _sum_pairwise(all_sums[2], all_sums[3]),
             )
     # sums of a step go to shared memory, where `_finish` adds those of a tile
     for k in tl.static_range(len(sums)):
@@ -639,10 +641,10 @@ def _place_of(
 
     Sixteen threads store unit `unit`, a tile of a row of x.
     """
-    of_tile, row = unit % HEIGHT, thread % 16
-    n = (first_tile + of_tile) * (8 if GATED else 16) + (row % 8 if GATED else row)
+    tile_index, row = unit % HEIGHT, thread % 16
+    n = (first_tile + tile_index) * (8 if GATED else 16) + (row % 8 if GATED else row)
     stores = (n < N) & (row < (8 if GATED else 16))
-    return unit // HEIGHT if ROWS > 1 else 0, of_tile, row, n, stores
+    return unit // HEIGHT if ROWS > 1 else 0, tile_index, row, n, stores
 
 
 @triton.jit(do_not_specialize=["N", "K", "tiles", "max_parts", "span"])
@@ -673,14 +675,14 @@ def _row_matmul_kernel(
     for turn in tl.static_range(0, STEPS, WARPS):
         step = tl.minimum(warp + turn, STEPS - 1)
         tile = tl.minimum(first_tile + step // PER_TILE, tiles - 1)
-        of_step, scales_of_step = (), ()
+        step_codes, scales_of_step = (), ()
         for b in tl.static_range(ABREAST):  # all codes of block c, or codes j = c of each block
             block = tl.minimum(step % PER_TILE * ABREAST + (c if SPREAD else b), BLOCKS - 1)
             piece = pieces_ptr + ((tile * BLOCKS + block).to(tl.int64) * (PIECE_BYTES // 8) + 2 * r)
-            of_step = of_step + (load_constant(piece + 16 * (b if SPREAD else c), PTX),)  # noqa: RUF005
+            step_codes = step_codes + (load_constant(piece + 16 * (b if SPREAD else c), PTX),)  # noqa: RUF005
             if b == 0 or not SPREAD:
                 scales_of_step = scales_of_step + (load_constant(piece + 64, PTX),)  # noqa: RUF005
-        codes, scales = codes + (of_step,), scales + (scales_of_step,)  # noqa: RUF005
+        codes, scales = codes + (step_codes,), scales + (scales_of_step,)  # noqa: RUF005
 
     # shared memory: rows of x with their tables, then sums of steps, then squares of tasks
     x_at = memory_of(instead_ptr, thread, BYTES, PTX)
@@ -704,13 +706,13 @@ def _row_matmul_kernel(
         for first in tl.static_range(0, UNITS, 2 * WARPS):
             unit = tl.minimum(first + thread // 16, UNITS - 1)
             row_of_x, _, _, n, stores = _place_of(unit, thread, first_tile, N, ROWS, HEIGHT, GATED)
-            of_unit = tl.zeros(thread.shape, tl.float32)
+            unit_addend = tl.zeros(thread.shape, tl.float32)
             if ADD:
-                of_unit = tl.load(
+                unit_addend = tl.load(
                     added_ptr + ((start + row_of_x) * N + n), mask=stores, other=0,
                     cache_modifier=".cg",
                 ).to(tl.float32)  # fmt: skip
-            added = added + (of_unit,)  # noqa: RUF005
+            added = added + (unit_addend,)  # noqa: RUF005
         # round x to shared memory
         _take_rows(
             x_ptr + start * (K // 4), totals_ptr, parts, K, x_at, tables_at, squares_at, thread,
@@ -734,12 +736,12 @@ def _row_matmul_kernel(
             finishes = warp_number() * 2 + first < UNITS if PTX else True
             if finishes:
                 unit = tl.minimum(first + thread // 16, UNITS - 1)
-                row_of_x, of_tile, row, n, stores = _place_of(
+                row_of_x, tile_index, row, n, stores = _place_of(
                     unit, thread, first_tile, N, ROWS, HEIGHT, GATED
                 )
                 stores &= first + thread // 16 < UNITS
                 y = _finish(
-                    sums_at + (OF_SUMS * row_of_x + SUMS * PER_TILE * of_tile + 4 * row),
+                    sums_at + (OF_SUMS * row_of_x + SUMS * PER_TILE * tile_index + 4 * row),
                     squares_at + 4 * _padded(SQUARES) * row_of_x, share, eps,
                     added[first // (2 * WARPS)], NORM, GATED, PER_TILE, SQUARES, PTX,
                 )  # fmt: skip
@@ -758,7 +760,7 @@ class Tiling(NamedTuple):
     """Number of warps per program, a multiple of 4; each takes every `warps`-th step."""
     registers: int = 128
     """Maximum number of registers per thread; fewer let the next kernel start earlier."""
-    of_program: int = 1
+    program_rows: int = 1
     """Rows of x per program."""
     rows: int = 1
     """Rows of x in shared memory at a time."""
@@ -768,19 +770,19 @@ class Tiling(NamedTuple):
     def shared_bytes(self, blocks: int) -> int:
         """Compute the bytes of shared memory per program, for x, the sums of steps, and squares."""
         steps = self.height * -(-blocks // self.abreast)
-        of_x = (2 * HALF.value + TABLE.value) * width_of(blocks, self.abreast)
-        of_row = of_x + SUMS.value * steps + 2 * APART.value
-        return self.rows * (of_row + 4 * _padded(self.squares or self.warps))
+        x_bytes = (2 * HALF.value + TABLE.value) * width_of(blocks, self.abreast)
+        row_bytes = x_bytes + SUMS.value * steps + 2 * APART.value
+        return self.rows * (row_bytes + 4 * _padded(self.squares or self.warps))
 
 
 def tiling_of(tiles: int, blocks: int, processors: int) -> Tiling:
     """Choose the tiling that was fastest for one row on an H200 for `1b`, or a similar one."""
-    of_processor = -(-tiles // processors)
-    if of_processor == 1 and blocks <= 16:  # one warp per block
+    processor_tiles = -(-tiles // processors)
+    if processor_tiles == 1 and blocks <= 16:  # one warp per block
         return Tiling(1, 1, max(4, triton.next_power_of_2(blocks)), 64)
     steps = -(-blocks // 4)
     max_warps = 8 if steps <= 16 else 16
-    height = max(1, min(of_processor, 4, 2 * max_warps // steps))  # at most two steps per warp
+    height = max(1, min(processor_tiles, 4, 2 * max_warps // steps))  # at most two steps per warp
     warps = max(4, min(max_warps, triton.next_power_of_2(height * steps)))
     return Tiling(4, height, warps, 96 if height == 4 else 128)
 
@@ -802,9 +804,9 @@ def tiling_of_rows(rows: int, alone: Tiling, tiles: int, blocks: int, processors
         squares=min(alone.warps, width_of(blocks, alone.abreast) // 2),
     )  # fmt: skip
     fit = max(1, min(MOST_ROWS, SHARED_BYTES // tiling.shared_bytes(blocks)))
-    of_program = -(-rows // programs_of_tiles(rows, -(-tiles // alone.height), processors))
-    at_once = -(-of_program // -(-of_program // fit))
-    return tiling._replace(of_program=of_program, rows=at_once)
+    program_rows = -(-rows // programs_of_tiles(rows, -(-tiles // alone.height), processors))
+    staged_rows = -(-program_rows // -(-program_rows // fit))
+    return tiling._replace(program_rows=program_rows, rows=staged_rows)
 
 
 def programs_of_tiles(rows: int, programs: int, processors: int) -> int:
@@ -829,7 +831,7 @@ def _row_matmul_triton(
     processors = num_processors(x)
     alone = tiling_of(tiles, blocks, processors)
     tiling = tiling_of_rows(rows, alone, tiles, blocks, processors)
-    grid = triton.cdiv(tiles, tiling.height), triton.cdiv(rows, tiling.of_program)
+    grid = triton.cdiv(tiles, tiling.height), triton.cdiv(rows, tiling.program_rows)
     size = tiling.shared_bytes(blocks)
     instead = pieces if HAS_PTX else pieces.new_empty(grid[0] * grid[1] * size)
     _row_matmul_kernel[grid](
@@ -837,7 +839,7 @@ def _row_matmul_triton(
         out_features, in_features, tiles, 1 / in_features, 0.0 if eps is None else eps,
         max_parts, span,
         NORM=eps is not None, GATED=gated, ADD=added is not None, M=rows,
-        OF_PROGRAM=tiling.of_program, ROWS=tiling.rows, ABREAST=tiling.abreast,
+        OF_PROGRAM=tiling.program_rows, ROWS=tiling.rows, ABREAST=tiling.abreast,
         HEIGHT=tiling.height, BLOCKS=blocks, WARPS=tiling.warps,
         SQUARES=tiling.squares or tiling.warps, WIDTH=width,
         WHOLE=in_features == BLOCK * width_of(blocks, tiling.abreast), EARLY=early,

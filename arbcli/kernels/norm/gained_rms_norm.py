@@ -64,7 +64,7 @@ def _gained_rms_norm_backward_kernel(
     program = tl.program_id(0).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
     gain = tl.load(gain_ptr + offs_d, mask=offs_d < D, other=0)
-    of_gain = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)  # reduce over threads after the loop
+    grad_gain = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)  # reduce over threads after the loop
     for tile in range(tiles):
         offs_m = ((program * tiles + tile) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
         mask = (offs_m < M) & (offs_d < D)[None, :]
@@ -72,7 +72,7 @@ def _gained_rms_norm_backward_kernel(
         grad_y = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
         r = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
         xhat = x * r
-        of_gain += grad_y * xhat
+        grad_gain += grad_y * xhat
         grad_xhat = grad_y * gain[None, :]
         mean = (tl.sum(xhat * grad_xhat, axis=1) / D)[:, None]
         store_gradient(
@@ -80,7 +80,7 @@ def _gained_rms_norm_backward_kernel(
             stride_bm, OTHER_GRAD,
         )  # fmt: skip
         store_rows(y_ptr, xhat * gain[None, :], offs_m, offs_d, mask, D)
-    tl.store(sums_ptr + program * D + offs_d, tl.sum(of_gain, axis=0), mask=offs_d < D)
+    tl.store(sums_ptr + program * D + offs_d, tl.sum(grad_gain, axis=0), mask=offs_d < D)
 
 
 def _gained_rms_norm_backward_triton(

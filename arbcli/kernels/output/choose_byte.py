@@ -26,9 +26,9 @@ def choose_byte_torch(
 ) -> None:  # fmt: skip
     """Compute `choose_byte_` with torch operations."""
     if logits.dim() == 2:
-        for row, (one, of_row) in enumerate(zip(byte.view(-1), logits, strict=True)):
+        for row, (one, row_logits) in enumerate(zip(byte.view(-1), logits, strict=True)):
             place = position + row
-            choose_byte_torch(one, text, of_row, place, key, temperature, top_k, top_p)
+            choose_byte_torch(one, text, row_logits, place, key, temperature, top_k, top_p)
         return None
     if logits.shape[-1] > MAX_SYMBOLS:
         return choose_among_many(byte, text, logits, position, key, temperature, top_k, top_p)

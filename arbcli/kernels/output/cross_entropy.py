@@ -56,8 +56,8 @@ def _cross_entropy_kernel(
     ]  # beyond the end, read the last row; the loss is not stored
     x, total = _softmax_parts(logits_ptr, row, offs_v, (offs_v < V)[None, :], stride_m, stride_v)
     target = tl.load(targets_ptr + offs_m * stride_t, mask=inside, other=0)
-    of_target = tl.sum(tl.where(offs_v[None, :] == target[:, None], x, 0.0), axis=1)
-    tl.store(loss_ptr + offs_m, tl.log(total) - of_target, mask=inside)
+    target_logit = tl.sum(tl.where(offs_v[None, :] == target[:, None], x, 0.0), axis=1)
+    tl.store(loss_ptr + offs_m, tl.log(total) - target_logit, mask=inside)
 
 
 @triton.jit

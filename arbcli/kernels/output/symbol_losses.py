@@ -16,12 +16,12 @@ MOST_SYMBOLS = 4096
 """Maximum number of symbols per chunk; one program holds a chunk of a row."""
 
 
-def _add_symbols_torch(total: Tensor, of_target: Tensor, logits: Tensor, targets: Tensor) -> None:
+def _add_symbols_torch(total: Tensor, target_sums: Tensor, logits: Tensor, targets: Tensor) -> None:
     for rows in row_chunks(logits):
         part, place = logits[rows].float(), targets[rows]
         inside = (place >= 0) & (place < part.shape[1])
         target_logits = part.gather(1, place.clamp(0, part.shape[1] - 1)[:, None])[:, 0]
-        of_target[rows] += torch.where(inside, target_logits, 0)
+        target_sums[rows] += torch.where(inside, target_logits, 0)
         highest = part.amax(dim=1)
         sums = (part - highest[:, None]).exp_().sum(dim=1)
         total[rows] = torch.logaddexp(total[rows], sums.log_().add_(highest))
@@ -37,7 +37,7 @@ def _grade_symbols_torch(logits: Tensor, targets: Tensor, total: Tensor, scale: 
 
 @triton.jit
 def _add_symbols_kernel(
-    total_ptr, of_target_ptr, logits_ptr, targets_ptr,
+    total_ptr, target_sums_ptr, logits_ptr, targets_ptr,
     N,
     stride_m, stride_n, stride_t,
     BLOCK_N: tl.constexpr,
@@ -47,13 +47,13 @@ def _add_symbols_kernel(
     ptrs = logits_ptr + m * stride_m + offs_n.to(tl.int64) * stride_n
     x = tl.load(ptrs, mask=inside, other=float("-inf")).to(tl.float32)
     target = tl.load(targets_ptr + m * stride_t)
-    before, so_far = tl.load(total_ptr + m), tl.load(of_target_ptr + m)
+    before, so_far = tl.load(total_ptr + m), tl.load(target_sums_ptr + m)
     highest = tl.maximum(tl.max(x, axis=0), before)
     total = tl.sum(tl.exp(x - highest), axis=0) + tl.exp(before - highest)
     logit = tl.sum(tl.where((offs_n == target) & inside, x, 0.0), axis=0)
     tl.debug_barrier()  # all threads read before any thread writes
     tl.store(total_ptr + m, tl.log(total) + highest)
-    tl.store(of_target_ptr + m, so_far + logit)
+    tl.store(target_sums_ptr + m, so_far + logit)
 
 
 @triton.jit
@@ -72,11 +72,13 @@ def _grade_symbols_kernel(
     tl.store(ptrs, grad.to(logits_ptr.dtype.element_ty), mask=inside)
 
 
-def _add_symbols_triton(total: Tensor, of_target: Tensor, logits: Tensor, targets: Tensor) -> None:
+def _add_symbols_triton(
+    total: Tensor, target_sums: Tensor, logits: Tensor, targets: Tensor
+) -> None:
     rows, symbols = logits.shape
     if rows:
         _add_symbols_kernel[(rows,)](
-            total, of_target, logits, targets, symbols, *logits.stride(), *targets.stride(),
+            total, target_sums, logits, targets, symbols, *logits.stride(), *targets.stride(),
             BLOCK_N=triton.next_power_of_2(symbols),
         )  # fmt: skip
 
@@ -96,13 +98,13 @@ _WHERE = (f"0 < V <= {MOST_SYMBOLS}",)
 
 add_symbols_ = Operation(
     "add_symbols", _add_symbols_triton, _add_symbols_torch,
-    {"total": _ROW, "of_target": _ROW, **_CHUNK}, where=_WHERE,
+    {"total": _ROW, "target_sums": _ROW, **_CHUNK}, where=_WHERE,
 )  # fmt: skip
 """Update the log-sum-exp of rows with a chunk of symbols, in place.
 
 Args:
     total: (M,) float32, contiguous: log-sum-exp so far, -inf before the first chunk.
-    of_target: (M,) float32, contiguous; the target's logit is added if it is in the chunk.
+    target_sums: (M,) float32, contiguous; the target's logit is added if it is in the chunk.
     logits: (M, N) float32 or bfloat16, N at most 4096, any strides; finite.
     targets: (M,) int64, relative to the first symbol of the chunk; others are out of range.
 """

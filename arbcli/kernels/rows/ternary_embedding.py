@@ -76,7 +76,7 @@ def _embedding_rows_kernel(
     ids_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, y_ptr,
     M, V, K, row_bytes,
     stride_im, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, of_trit, of_low,
+    stride_an, stride_ak, trit_unit, low_unit,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, INT8: tl.constexpr,
     NIBBLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_B: tl.constexpr, OVERLAP: tl.constexpr,
@@ -99,7 +99,7 @@ def _embedding_rows_kernel(
         )  # fmt: skip
         trit = digit_of(byte, digit).to(tl.float32)
         offset, some = offs_n * stride_an + k * stride_ak, inside & (k < K)
-        digits = add_remainder(trit, remainder_ptr, offset, some, of_trit, of_low, INT8, NIBBLE)
+        digits = add_remainder(trit, remainder_ptr, offset, some, trit_unit, low_unit, INT8, NIBBLE)
         weight = tl.where(inside, round_weight(digits * scale, INT8), float("nan"))
         y_ptrs = y_ptr + offs_m * K + k
         tl.store(y_ptrs, weight.to(y_ptr.dtype.element_ty), mask=mask_m & (k < K))

@@ -86,11 +86,11 @@ def _chunk_columns(D, GROUP: tl.constexpr, WIDTH: tl.constexpr, CHUNKS: tl.const
 
     A chunk is up to `WIDTH` adjacent columns of one group, padded with column D.
     """
-    per_group: tl.constexpr = (GROUP + WIDTH - 1) // WIDTH
+    group_chunks: tl.constexpr = (GROUP + WIDTH - 1) // WIDTH
     chunk = (tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS))[:, None, None]
-    within = chunk % per_group * WIDTH + tl.arange(0, WIDTH)[None, None, :]
-    k = chunk // per_group * GROUP + within
-    return chunk // per_group, tl.where((within < GROUP) & (k < D), k, D)
+    within = chunk % group_chunks * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    k = chunk // group_chunks * GROUP + within
+    return chunk // group_chunks, tl.where((within < GROUP) & (k < D), k, D)
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def _load_slot(
     ids_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr,
     mask, group, k, offs_byte, factor, V, D,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, of_trit, of_low,
+    stride_an, stride_ak, trit_unit, low_unit,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, INT8: tl.constexpr,
     NIBBLE: tl.constexpr,
 ):  # fmt: skip
@@ -125,7 +125,7 @@ def _load_slot(
     return (
         inside,
         scale,
-        add_remainder(trit, remainder_ptr, offset, k < D, of_trit, of_low, INT8, NIBBLE),
+        add_remainder(trit, remainder_ptr, offset, k < D, trit_unit, low_unit, INT8, NIBBLE),
     )
 
 
@@ -135,7 +135,7 @@ def _weighted_rows_kernel(
     M, V, D, slots,
     stride_im, stride_ij, stride_wm, stride_wj,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, of_trit, of_low,
+    stride_an, stride_ak, trit_unit, low_unit,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, INT8: tl.constexpr,
     NIBBLE: tl.constexpr,
     WIDTH: tl.constexpr, UNROLL: tl.constexpr, BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr,
@@ -157,7 +157,7 @@ def _weighted_rows_kernel(
                 packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr,
                 mask_j, group, k, offs_byte, factor, V, D,
                 stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-                stride_an, stride_ak, of_trit, of_low, GROUP, HAS_FRACTION, INT8, NIBBLE,
+                stride_an, stride_ak, trit_unit, low_unit, GROUP, HAS_FRACTION, INT8, NIBBLE,
             )  # fmt: skip
             weights_ptrs = weights_ptr + offs_m * stride_wm + j * stride_wj
             weight = tl.load(weights_ptrs, mask=inside, other=0)
@@ -176,7 +176,7 @@ def _weighted_rows_grad_weights_kernel(
     M, V, D, slots,
     stride_ym, stride_yd, stride_im, stride_ij,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, of_trit, of_low,
+    stride_an, stride_ak, trit_unit, low_unit,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, INT8: tl.constexpr,
     NIBBLE: tl.constexpr,
     WIDTH: tl.constexpr, UNROLL: tl.constexpr, BLOCK_M: tl.constexpr, CHUNKS: tl.constexpr,
@@ -200,15 +200,15 @@ def _weighted_rows_grad_weights_kernel(
                 packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr,
                 mask_j, group, k, offs_byte, factor, V, D,
                 stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-                stride_an, stride_ak, of_trit, of_low, GROUP, HAS_FRACTION, INT8, NIBBLE,
+                stride_an, stride_ak, trit_unit, low_unit, GROUP, HAS_FRACTION, INT8, NIBBLE,
             )  # fmt: skip
             if INT8:
                 weight = round_weight(scale * digits, INT8)
-                of_chunk = tl.sum(grad_y * weight, axis=2, keep_dims=True)
+                chunk_sums = tl.sum(grad_y * weight, axis=2, keep_dims=True)
             else:
-                of_chunk = tl.sum(grad_y * digits, axis=2, keep_dims=True) * scale
+                chunk_sums = tl.sum(grad_y * digits, axis=2, keep_dims=True) * scale
             # the chunks of this program; the launcher adds up programs
-            product = tl.sum(of_chunk, axis=0, keep_dims=True)
+            product = tl.sum(chunk_sums, axis=0, keep_dims=True)
             tl.store(parts_ptrs + j, tl.where(inside, product, 0), mask=mask_j)
 
 
@@ -264,8 +264,8 @@ def _weighted_rows_grad_kernel(
                         grad_y_ptr, weights_ptr, tokens_ptr, order_ptr, place, place < end,
                         offs_d, D, stride_ym, stride_yd, stride_w, stride_t,
                     )  # fmt: skip
-                of_row = tl.sum(many, axis=0).to(grad_ptr.dtype.element_ty)
-                tl.store(grad_ptr + r * D + offs_d, of_row, mask=offs_d < D)
+                row_sum = tl.sum(many, axis=0).to(grad_ptr.dtype.element_ty)
+                tl.store(grad_ptr + r * D + offs_d, row_sum, mask=offs_d < D)
 
 
 def _chunking(packed: Packed) -> tuple[int, int]:

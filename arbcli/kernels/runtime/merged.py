@@ -146,12 +146,12 @@ def merge_launches(parts: Iterable[Callable[[], None]], device: torch.device) ->
             part()
     groups = [*_groups(recorded)]
     tables = [[_tabulated(wave) for wave in group] for group in groups]
-    of_all = [table for some in tables for table in some]
-    flat = [number for table in of_all for row in table.columns for number in row]
-    sizes = (sum(map(len, table.columns)) for table in of_all)
-    on_device = iter(TABLES.bring(flat, device).split([*sizes]))
+    all_tables = [table for some in tables for table in some]
+    flat = [number for table in all_tables for row in table.columns for number in row]
+    sizes = (sum(map(len, table.columns)) for table in all_tables)
+    device_tables = iter(TABLES.bring(flat, device).split([*sizes]))
     for group, some in zip(groups, tables, strict=True):
-        _launch(*zip(group, some, on_device, strict=False))
+        _launch(*zip(group, some, device_tables, strict=False))
 
 
 def _groups(recorded: list[list[Launch]]) -> Iterator[list[list[Launch]]]:
@@ -233,7 +233,7 @@ def _as_integer(value: Any) -> int:
 
 def _launch(first: Arguments, second: Arguments | None = None) -> None:
     """Launch a kind, or two kinds with the same options of the compiler."""
-    wave, table, on_device = first
+    wave, table, device_tables = first
     programs, options = max(launch.programs for launch in wave), dict(wave[0].options)
     if second is None and len(wave) == 1:
         (launch,) = wave
@@ -243,7 +243,7 @@ def _launch(first: Arguments, second: Arguments | None = None) -> None:
     constants = tuple(map(tl.constexpr, wave[0].constants))
     if second is None:
         grid = programs, len(wave)
-        _merged_kernel[grid](on_device, table.shared, constants, **table_options, **options)
+        _merged_kernel[grid](device_tables, table.shared, constants, **table_options, **options)
         return
     other, their_table, theirs = second
     grid = max(programs, *(launch.programs for launch in other)), len(wave) + len(other)
@@ -251,7 +251,7 @@ def _launch(first: Arguments, second: Arguments | None = None) -> None:
     table_options |= {f"SECOND_{name}": value for name, value in _read(their_table).items()}
     their_constants = tuple(map(tl.constexpr, other[0].constants))
     _paired_kernel[grid](
-        on_device, table.shared, constants, theirs, their_table.shared, their_constants,
+        device_tables, table.shared, constants, theirs, their_table.shared, their_constants,
         len(wave), **table_options, **options,
     )  # fmt: skip
 

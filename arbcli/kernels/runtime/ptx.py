@@ -336,9 +336,9 @@ def _multiply_row(trits, x):
     THREADS: tl.constexpr = x[0].shape[0]
     sums = tl.zeros((THREADS // 32, 8, 8), tl.float32)
     for i in tl.static_range(4):
-        of_w, of_x = unpair(trits[i]), unpair(x[i])
+        w_lanes, x_lanes = unpair(trits[i]), unpair(x[i])
         for j in tl.static_range(2):
-            sums += _multiply_lanes(of_w[j], of_x[j])
+            sums += _multiply_lanes(w_lanes[j], x_lanes[j])
     return tl.split(tl.reshape(sums, (THREADS, 2)))
 
 
@@ -374,10 +374,13 @@ def add_byte_products(sums, codes, x, PTX: tl.constexpr):
 def _multiply_byte_row(first, second, x):
     WARPS: tl.constexpr = first.shape[0] // 32
     place = 8 * tl.arange(0, 4)[None, None, :]
-    of_w = (tl.join(first, second)[:, :, None] >> place) & 0xFF
-    of_x = (tl.join(x[0], x[1])[:, :, None] << (24 - place)) >> 24
-    of_w, of_x = tl.reshape(of_w, (WARPS, 8, 1, 32)), tl.reshape(of_x, (WARPS, 1, 8, 32))
-    return tl.split(tl.reshape(tl.sum(of_w * of_x, axis=3), (32 * WARPS, 2)))
+    w_lanes = (tl.join(first, second)[:, :, None] >> place) & 0xFF
+    x_lanes = (tl.join(x[0], x[1])[:, :, None] << (24 - place)) >> 24
+    w_lanes, x_lanes = (
+        tl.reshape(w_lanes, (WARPS, 8, 1, 32)),
+        tl.reshape(x_lanes, (WARPS, 1, 8, 32)),
+    )
+    return tl.split(tl.reshape(tl.sum(w_lanes * x_lanes, axis=3), (32 * WARPS, 2)))
 
 
 _COMMIT = tl.constexpr("cp.async.commit_group; mov.b32 $0, $1;")

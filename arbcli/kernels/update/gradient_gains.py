@@ -68,8 +68,10 @@ def _gradient_gains_torch(
         value = torch.cat([rows.sum(0).div_(num_columns), columns.sum(0).div_(num_rows)])
         keys = torch.stack((row_key, column_key))
         index = torch.arange(max(sizes), dtype=torch.int32, device=rows.device)
-        of_rows, of_columns = random_bits(keys, torch.zeros_like(keys), index).bitwise_and_(0xFFFF)
-        words = torch.cat([of_rows[:num_rows], of_columns[:num_columns]])
+        row_bits, column_bits = random_bits(keys, torch.zeros_like(keys), index).bitwise_and_(
+            0xFFFF
+        )
+        words = torch.cat([row_bits[:num_rows], column_bits[:num_columns]])
         statistic = _averaged_torch(statistic, value.add_(FLOOR), words)
         row_statistic.copy_(statistic[:num_rows])
         column_statistic.copy_(statistic[num_rows:])

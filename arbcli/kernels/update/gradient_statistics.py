@@ -73,10 +73,10 @@ def _gradient_statistics_torch(
         if whole < slope.shape[1]:
             torch.sum(product[:, whole * group_size :], dim=1, out=slope[part, whole])
         torch.mul(values, values, out=product)
-        of_rows = torch.sum(product, dim=1)
-        squares += of_rows.sum()
+        row_squares = torch.sum(product, dim=1)
+        squares += row_squares.sum()
         if factored:
-            rows[0, part] = of_rows
+            rows[0, part] = row_squares
             columns += product.sum(dim=0)
     slope *= scales_torch(packed.exponent, packed.fraction)
     wide = slope if slope.is_mps else slope.double()  # a GPU of Apple has no float64
@@ -106,7 +106,7 @@ def _gradient_statistics_kernel(
     slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
     N, K, num_groups, blocks, tiles,
     stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, of_trit, of_low, stride_sn, stride_cp,
+    stride_an, stride_ak, trit_unit, low_unit, stride_sn, stride_cp,
     GROUP: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, HAS_FRACTION: tl.constexpr,
     INT8: tl.constexpr, NIBBLE: tl.constexpr,
     FACTORED: tl.constexpr, SIGNS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
@@ -124,7 +124,7 @@ def _gradient_statistics_kernel(
             slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
             N, tile_n, tile,
             stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-            stride_an, stride_ak, of_trit, of_low, stride_sn,
+            stride_an, stride_ak, trit_unit, low_unit, stride_sn,
             HAS_FRACTION, INT8, NIBBLE, FACTORED, SIGNS, BLOCK_N, STEPS, AHEAD,
         )  # fmt: skip
     else:  # after full blocks a row is packed like a row that begins there
@@ -136,7 +136,7 @@ def _gradient_statistics_kernel(
             columns_ptr + 160 * blocks,
             N, K - 160 * blocks, num_groups - 5 * blocks, tile_n, tile - blocks,
             stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-            stride_an, stride_ak, of_trit, of_low, stride_sn,
+            stride_an, stride_ak, trit_unit, low_unit, stride_sn,
             GROUP, LANES, GROUPS, HAS_FRACTION, INT8, NIBBLE, FACTORED, SIGNS,
             256 // (GROUPS * LANES), BLOCK_N * STEPS * GROUPS * LANES // 256,
         )  # fmt: skip
@@ -168,7 +168,7 @@ def _read_planes(
     slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
     N, tile_n, block,
     stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, of_trit, of_low, stride_sn,
+    stride_an, stride_ak, trit_unit, low_unit, stride_sn,
     HAS_FRACTION: tl.constexpr, INT8: tl.constexpr, NIBBLE: tl.constexpr,
     FACTORED: tl.constexpr, SIGNS: tl.constexpr,
     BLOCK_N: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
@@ -179,9 +179,9 @@ def _read_planes(
     """
     offs_j, part = tl.arange(0, 32)[None, :], tl.arange(0, 8)[None, :]
     half = tl.where(part % 2 == 0, -0.5, 0.5)  # of what `take_trit` returns
-    of_slope = tl.zeros((BLOCK_N, 8), dtype=tl.float32)
-    of_matrix = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    of_columns = (
+    slope_squares = tl.zeros((BLOCK_N, 8), dtype=tl.float32)
+    matrix_squares = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    column_squares = (
         tl.zeros((BLOCK_N, 32), dtype=tl.float32), tl.zeros((BLOCK_N, 32), dtype=tl.float32),
         tl.zeros((BLOCK_N, 32), dtype=tl.float32), tl.zeros((BLOCK_N, 32), dtype=tl.float32),
         tl.zeros((BLOCK_N, 32), dtype=tl.float32),
@@ -207,14 +207,14 @@ def _read_planes(
             )
         # digit by digit: squares of the gradient, and its products with the weights
         left = first_digit(byte)
-        of_rows = tl.zeros((BLOCK_N, 32), dtype=tl.float32)
+        row_squares = tl.zeros((BLOCK_N, 32), dtype=tl.float32)
         slopes = tl.zeros((BLOCK_N, 8), dtype=tl.float32)
         summed = ()
         for digit in tl.static_range(4, -1, -1):
             value = grads[digit].to(tl.float32)
             squares = value * value
-            of_rows += squares
-            summed = (of_columns[digit] + squares,) + summed  # noqa: RUF005 (triton knows no star)
+            row_squares += squares
+            summed = (column_squares[digit] + squares,) + summed  # noqa: RUF005 (triton knows no star)
             if SIGNS:
                 value = tl.where(value > 0, 1.0, tl.where(value < 0, -1.0, 0.0))
             double, left = take_trit(left, digit)
@@ -222,30 +222,30 @@ def _read_planes(
                 trit = double * (0.5 if digit % 2 else -0.5)
                 offset = n * stride_an + (block * 160 + 32 * digit + offs_j) * stride_ak
                 double = add_remainder(
-                    trit, remainder_ptr, offset, mask_n, of_trit, of_low, INT8, NIBBLE
+                    trit, remainder_ptr, offset, mask_n, trit_unit, low_unit, INT8, NIBBLE
                 )
             slopes = tl.where(part == digit, tl.sum(value * double, axis=1)[:, None], slopes)
         # a row's results: five slopes, scaled here once, and its sum of squares
-        of_columns = summed
-        of_row = tl.sum(of_rows, axis=1)
-        of_matrix += of_row
-        slopes = tl.where(part == 5, of_row[:, None], slopes)
+        column_squares = summed
+        row_total = tl.sum(row_squares, axis=1)
+        matrix_squares += row_total
+        slopes = tl.where(part == 5, row_total[:, None], slopes)
         mask, group = mask_n & (part < 5), block * 5 + part
         scale = scale_of(exponent, fraction)
         slope = slopes * (scale if INT8 else scale * half)
         tl.store(slope_ptr + n * stride_sn + group, slope, mask=mask)
-        of_slope += tl.where(mask, slope * slope, 0)
+        slope_squares += tl.where(mask, slope * slope, 0)
         if FACTORED:
             rows_ptrs = rows_ptr + n + tl.zeros_like(part)
             tl.store(rows_ptrs, slopes, mask=mask_n & (part == 5))
     # partial sums of this program, which `gradient_gains` sums
-    tl.store(slope_squares_ptr, tl.sum(of_slope.to(tl.float64)))
-    tl.store(squares_ptr, tl.sum(of_matrix))
+    tl.store(slope_squares_ptr, tl.sum(slope_squares.to(tl.float64)))
+    tl.store(squares_ptr, tl.sum(matrix_squares))
     if FACTORED:
         columns_ptrs = columns_ptr + block * 160
         for digit in tl.static_range(5):
-            of_column = tl.sum(of_columns[digit], axis=0)
-            tl.store(columns_ptrs + 32 * digit + tl.arange(0, 32), of_column)
+            column_total = tl.sum(column_squares[digit], axis=0)
+            tl.store(columns_ptrs + 32 * digit + tl.arange(0, 32), column_total)
 
 
 @triton.jit
@@ -254,7 +254,7 @@ def _read_groups(
     slope_ptr, slope_squares_ptr, squares_ptr, rows_ptr, columns_ptr,
     N, K, num_groups, tile_n, tile_g,
     stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, of_trit, of_low, stride_sn,
+    stride_an, stride_ak, trit_unit, low_unit, stride_sn,
     GROUP: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, HAS_FRACTION: tl.constexpr,
     INT8: tl.constexpr, NIBBLE: tl.constexpr,
     FACTORED: tl.constexpr, SIGNS: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
@@ -269,9 +269,9 @@ def _read_groups(
         k = (tile_g * GROUPS + lane // LANES) * GROUP + lane % LANES
         mask_k = (k < K) & (lane % LANES < GROUP)
     offs_byte, factor = trit_positions(k, K)
-    of_columns = tl.zeros((BLOCK_N, GROUPS * LANES), dtype=tl.float32)
-    of_rows = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    of_slope = tl.zeros((BLOCK_N, GROUPS), dtype=tl.float64)
+    column_squares = tl.zeros((BLOCK_N, GROUPS * LANES), dtype=tl.float32)
+    row_squares = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    slope_squares = tl.zeros((BLOCK_N, GROUPS), dtype=tl.float64)
     for step in range(STEPS):
         n = (tile_n.to(tl.int64) * STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = n < N
@@ -292,27 +292,27 @@ def _read_groups(
         offset = n[:, None] * stride_an + k[None, :] * stride_ak
         trit = trit_at(byte, factor[None, :])
         product = value * add_remainder(
-            trit, remainder_ptr, offset, mask, of_trit, of_low, INT8, NIBBLE
+            trit, remainder_ptr, offset, mask, trit_unit, low_unit, INT8, NIBBLE
         )
         # the slope of a group: its sum of products, times its scale
         slope = tl.sum(tl.reshape(product, (BLOCK_N, GROUPS, LANES)), axis=2) * scale
         tl.store(slope_ptr + n[:, None] * stride_sn + offs_g[None, :], slope, mask=mask_g)
         slope = tl.where(mask_g, slope, 0).to(tl.float64)
-        of_slope += slope * slope
+        slope_squares += slope * slope
         # squares, by column and by row
         squares = grad * grad
-        of_columns += squares
+        column_squares += squares
         if FACTORED:
-            of_row = tl.sum(squares, axis=1)
-            of_rows += of_row
-            tl.store(rows_ptr + n, of_row, mask=mask_n)
-    tl.store(slope_squares_ptr, tl.sum(of_slope))
+            row_total = tl.sum(squares, axis=1)
+            row_squares += row_total
+            tl.store(rows_ptr + n, row_total, mask=mask_n)
+    tl.store(slope_squares_ptr, tl.sum(slope_squares))
     if FACTORED:
-        tl.store(squares_ptr, tl.sum(of_rows))
-        of_columns = tl.sum(of_columns, axis=0)
-        tl.store(columns_ptr + k, of_columns, mask=mask_k)
+        tl.store(squares_ptr, tl.sum(row_squares))
+        column_squares = tl.sum(column_squares, axis=0)
+        tl.store(columns_ptr + k, column_squares, mask=mask_k)
     else:
-        tl.store(squares_ptr, tl.sum(of_columns))
+        tl.store(squares_ptr, tl.sum(column_squares))
 
 
 def _gradient_statistics_triton(

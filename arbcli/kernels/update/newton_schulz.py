@@ -329,10 +329,10 @@ def _pays(x: Tensor, has_addend: bool) -> bool:
         return False
     matrices, (n, m) = x.shape[:-2].numel(), x.shape[-2:]
     if n <= SMALL_ROWS:
-        more_than, at_most = SMALL_GRAM
+        more_than, largest = SMALL_GRAM
         if has_addend:
             return matrices == 1 or n <= SMALL_STACK
-        return matrices == 1 and n > more_than and m <= at_most
+        return matrices == 1 and n > more_than and m <= largest
     return n >= FEWEST_ROWS and (has_addend or matrices * n * n * m >= FEWEST_PRODUCTS)
 
 

@@ -38,13 +38,13 @@ def _sign_gradient_torch(grad_y: Tensor, x: Tensor, packed: Packed) -> SignGradi
     rows, columns, x = packed.out_features, x.shape[1], x.float()
     signs = torch.empty(rows, columns, dtype=torch.int8, device=x.device)
     step = max(1, min(-(-rows // PARTS), chunk_elements(1 << 22) // columns))
-    of_parts = []
+    part_statistics = []
     for start in range(0, rows, step):
         some = slice(start, min(start + step, rows))
         grad = grad_y[:, some].T.float() @ x
-        of_parts.append(gradient_statistics(grad, packed.rows(some), signs=True))
+        part_statistics.append(gradient_statistics(grad, packed.rows(some), signs=True))
         signs[some] = grad.sign_().nan_to_num_(0).to(torch.int8)
-    sums = zip(*(part[:3] for part in of_parts), strict=True)
+    sums = zip(*(part[:3] for part in part_statistics), strict=True)
     return _found(signs, *(torch.cat(parts) for parts in sums))
 
 

@@ -83,8 +83,8 @@ def _unit_rows_kernel(squares_ptr, ok_ptr, gain_ptr, N, UNIT: tl.constexpr, BLOC
 
 def _unit_rows_triton(values: Tensor, ok: Tensor) -> Tensor:
     squares, gain = torch.empty(2, len(values), dtype=torch.float32, device=values.device)
-    by_rows = values.stride(1) == 1  # else neighbours in memory are of one column
-    block_n, block_k = (4, 512) if by_rows else (32, 32)
+    row_major = values.stride(1) == 1  # else neighbours in memory are of one column
+    block_n, block_k = (4, 512) if row_major else (32, 32)
     _row_squares_kernel[(triton.cdiv(len(values), block_n),)](
         values, squares, *values.shape, *values.stride(), BLOCK_N=block_n, BLOCK_K=block_k
     )

@@ -30,8 +30,8 @@ def decode_in_groups(
     fits = head is not None and head.num_weights < LARGE_ELEMENTS and not head.rule.reads_all
     after = [head] if across and head and fits else []
     size, number = len(blocks[0]), len(weights)
-    at_once = MOST_AT_ONCE // sum(weight.num_weights for weight in blocks[0]) if across else 1
-    length = size * max(1, at_once)
+    group_blocks = MOST_AT_ONCE // sum(weight.num_weights for weight in blocks[0]) if across else 1
+    length = size * max(1, group_blocks)
     forward, first = range(0, number, length), len(after)
     backward = (0, first + 1, *range(first + size - 1, first + number, length))
     weights += after

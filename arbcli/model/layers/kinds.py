@@ -121,5 +121,5 @@ def linear_head(symbols: int, site: LayerSpec, *, area: str) -> Any:
         area=area,
         std=head_std(site.dim),
         lr_factor=head_lr_factor(site),
-        in_eight_bits=False,
+        low_precision=False,
     )

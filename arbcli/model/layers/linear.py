@@ -51,7 +51,7 @@ class LinearWeight(StreamedTensor, LowPrecision):
 
     number_format = "bf16"
     """Format of products of many rows: `bf16`, `fp8` or `nvfp4`, which may be emulated."""
-    in_eight_bits = True
+    low_precision = True
     """Whether FP8 and NVFP4 are allowed for this weight."""
     group: DecodedWith | None = None
     """Weights that are decoded with it; None if it is decoded alone."""
@@ -67,7 +67,7 @@ class LinearWeight(StreamedTensor, LowPrecision):
 
     def multiply_in(self, number_format: str) -> bool:
         """Multiply in FP8 or NVFP4 if the shapes fit: see `LowPrecision`."""
-        chosen = self.in_eight_bits and fits_low_precision(self.out_features, self.in_features)
+        chosen = self.low_precision and fits_low_precision(self.out_features, self.in_features)
         self.number_format = number_format if chosen else "bf16"
         return chosen
 
@@ -262,7 +262,7 @@ class TernaryLinear(DecodingLayer):
         std: initial standard deviation of the weights; None is `projection_std`.
         spread: initial standard deviation of z relative to the rule's; 0 initialises to zero.
         lr_factor: factor of the learning rate; None is `inner_lr_factor`.
-        in_eight_bits: whether `--compute fp8` and `nvfp4` apply to the layer.
+        low_precision: whether `--compute fp8` and `nvfp4` apply to the layer.
     """
 
     averages = True
@@ -280,7 +280,7 @@ class TernaryLinear(DecodingLayer):
         std: float | None = None,
         spread: float = 1.0,
         lr_factor: float | None = None,
-        in_eight_bits: bool = True,
+        low_precision: bool = True,
     ) -> None:
         super().__init__()
         self.weight = LinearWeight(
@@ -292,7 +292,7 @@ class TernaryLinear(DecodingLayer):
             spread=spread,
             lr_factor=lr_factor or inner_lr_factor(site, site.direction),
         )
-        self.weight.in_eight_bits = in_eight_bits
+        self.weight.low_precision = low_precision
         self.weight.fixed_scales = site.bitnet
 
     def forward(

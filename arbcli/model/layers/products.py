@@ -100,7 +100,7 @@ def backend_of(tensor: Tensor) -> str:
 @cache
 def choose_product(
     storage: str, many: bool, dtype: torch.dtype, backend: str,
-    number_format: str, in_group: bool, kept: bool,
+    number_format: str, grouped: bool, kept: bool,
 ) -> Product:  # fmt: skip
     """Choose the product of a matrix.
 
@@ -110,13 +110,13 @@ def choose_product(
         dtype: dtype of the rows.
         backend: as `backend_of` names it.
         number_format: format of products of many rows: a key of `FORMATS`, or `bf16`.
-        in_group: whether a launch decodes several matrices, with this one among them.
+        grouped: whether a launch decodes several matrices, with this one among them.
         kept: whether backends other than `triton` keep the decoded matrix.
     """
     kind: type[Product] = Product
     if many and number_format in FORMATS:
         kind = imported(FORMATS[number_format])
-    elif many and in_group and backend == "triton":
+    elif many and grouped and backend == "triton":
         kind = imported("arbcli.model.layers.group_product:GroupProduct")
     elif kept and backend != "triton":
         kind = KeptProduct

@@ -27,8 +27,8 @@ def _compute_table(
     length: int, head_dim: int, device: torch.device, rotated: int, rotary: RotaryConfig, first: int
 ) -> tuple[Tensor, Tensor]:
     # float32 is inaccurate for large positions, and MPS has no float64
-    on_mps = torch.empty(0, device=device).is_mps
-    place = torch.device("cpu") if on_mps else device
+    uses_mps = torch.empty(0, device=device).is_mps
+    place = torch.device("cpu") if uses_mps else device
     exact: TensorOptions = {"device": place, "dtype": torch.float64}
     frequency = rotary_rates(rotated, rotary, place)
     if rotated < head_dim:

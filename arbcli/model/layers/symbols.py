@@ -66,7 +66,7 @@ class SymbolWeight(LinearWeight):
         lr_factor: factor of the learning rate; None is that of a head.
     """
 
-    in_eight_bits = False
+    low_precision = False
     always_has_gradients = True
 
     def __init__(
@@ -102,10 +102,10 @@ class SymbolWeight(LinearWeight):
     def score(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the cross-entropy of each row in nats, and the log-sum-exp of its logits."""
         total = torch.full((len(x),), -torch.inf, dtype=torch.float32, device=x.device)
-        of_target = torch.zeros_like(total)
+        target_logits = torch.zeros_like(total)
         for rows, w in self._chunks(x.dtype):
-            add_symbols_(total, of_target, x @ w.T, targets - rows.start)
-        return total - of_target, total
+            add_symbols_(total, target_logits, x @ w.T, targets - rows.start)
+        return total - target_logits, total
 
     def diverge(self, x: Tensor, theirs: Predictions) -> tuple[Tensor, Tensor]:
         """Compute the KL divergence of each row from the teacher, and the log-sum-exp."""
@@ -166,15 +166,15 @@ class SymbolWeight(LinearWeight):
         uses = [use for use in uses if not _are_ids(use[0])]
         if looked_up:
             ids, grads = map(torch.cat, zip(*looked_up, strict=True))
-            of_rows, touched = _gradient_of_rows(ids, grads, self.out_features)
+            grad_rows, touched = _gradient_of_rows(ids, grads, self.out_features)
         for index, chunk in enumerate(self.gradient_ranges()):
             rows = self.rows_of(chunk)
             grad = self._gradient_of_chunk(uses, rows, grad_x)
             if looked_up:
                 shape = rows.stop - rows.start, self.in_features
-                dense = torch.zeros(shape, dtype=torch.float32, device=of_rows.device)
+                dense = torch.zeros(shape, dtype=torch.float32, device=grad_rows.device)
                 places = touched.rows - rows.start
-                scatter_rows_(dense.view(torch.uint8), places, of_rows.view(torch.uint8))
+                scatter_rows_(dense.view(torch.uint8), places, grad_rows.view(torch.uint8))
                 grad = dense if grad is None else dense.add_(grad)
             if self.sink is None or grad is None:
                 continue
@@ -188,15 +188,15 @@ class SymbolWeight(LinearWeight):
     ) -> Tensor | None:
         """Compute the gradient of a slice of rows from losses and products; None without these."""
         grad, w = None, None
-        for source, of_result in uses:
+        for source, grad_result in uses:
             if isinstance(source, Scored):
                 w = self.decode_rows(rows, source.x.dtype) if w is None else w
-                of_logits, x = _gradient_of_logits(source, of_result, rows, w), source.x
+                grad_logits, x = _gradient_of_logits(source, grad_result, rows, w), source.x
                 if grad_x is not None:
-                    grad_x += of_logits @ w
+                    grad_x += grad_logits @ w
             else:
-                of_logits, x = of_result[:, rows], source
-            part = of_logits.T @ x
+                grad_logits, x = grad_result[:, rows], source
+            part = grad_logits.T @ x
             grad = part if grad is None else grad + part
         return grad
 

@@ -49,12 +49,12 @@ class TableWeight(StreamedTensor):
         weights: list[Tensor] = []
         tokens: list[Tensor] = []
         first = 0
-        for of_ids, of_weights in sources:
-            rows = torch.arange(first, first + len(of_ids), device=grad_y.device)
-            ids.append(of_ids.flatten())
-            weights.append(of_weights.flatten())
-            tokens.append(rows.repeat_interleave(of_ids.shape[1]))
-            first += len(of_ids)
+        for source_ids, source_weights in sources:
+            rows = torch.arange(first, first + len(source_ids), device=grad_y.device)
+            ids.append(source_ids.flatten())
+            weights.append(source_weights.flatten())
+            tokens.append(rows.repeat_interleave(source_ids.shape[1]))
+            first += len(source_ids)
         touched = touched_rows(torch.cat(ids), self.out_features)
         grad = weighted_rows_grad(grad_y, torch.cat(weights), torch.cat(tokens), touched)
         sink(self, grad, touched)

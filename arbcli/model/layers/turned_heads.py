@@ -33,8 +33,8 @@ class _RotaryHeads(Function):
     @staticmethod
     def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor | None, ...]:
         qkv, gains, cos, sin = ctx.saved_tensors
-        grad, of_gains = rotary_heads_backward(q, k, v, qkv, gains, cos, sin, _eps(ctx.eps))
-        return grad, None if gains is None else of_gains, None, None, None, None
+        grad, grad_gains = rotary_heads_backward(q, k, v, qkv, gains, cos, sin, _eps(ctx.eps))
+        return grad, None if gains is None else grad_gains, None, None, None, None
 
 
 def _eps(eps: float) -> float | None:

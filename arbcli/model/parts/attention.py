@@ -199,7 +199,7 @@ class Attention(CachedAttention):
         if self.fits_kernels:
             qkv = qkv.view(*x.shape[:2], 3, self.heads, self.width)
         if state.clock.checks:
-            ahead = state.attend_ahead(qkv, in_parts=self.output.takes_parts)
+            ahead = state.attend_ahead(qkv, split=self.output.takes_parts)
             return self._projected(ahead, residual)
         if not self.fits_kernels or x.shape[1] > 1:
             y = state.each_text(self._attend_after, qkv)
@@ -259,7 +259,7 @@ class KVCache(State):
         rotated: number of elements of a key that are rotated.
     """
 
-    by_text: ClassVar[tuple[str, ...]] = ("keys", "values", "exponents", "semaphores")
+    batched: ClassVar[tuple[str, ...]] = ("keys", "values", "exponents", "semaphores")
 
     def __init__(
         self,
@@ -283,10 +283,12 @@ class KVCache(State):
         self.exponents: Tensor | None = None
         if self.fuses and clock.cache_format.stored:
             self.exponents = clock.zeros(2, heads, self.window, dtype=torch.int8)
-        of_keys, of_values = (None, None) if self.exponents is None else self.exponents.unbind(-3)
+        key_exponents, value_exponents = (
+            (None, None) if self.exponents is None else self.exponents.unbind(-3)
+        )
         ring = clock, self.window, heads, width
-        self.keys = Rows(*ring, rotated, heads_first=True, exponents=of_keys)
-        self.values = Rows(*ring, heads_first=True, exponents=of_values)
+        self.keys = Rows(*ring, rotated, heads_first=True, exponents=key_exponents)
+        self.values = Rows(*ring, heads_first=True, exponents=value_exponents)
         self.semaphores = clock.kept(
             ("semaphores", heads), lambda: clock.zeros(heads, dtype=torch.int32)
         )
@@ -381,12 +383,12 @@ class KVCache(State):
             qkv[0, 0], self.keys.codes, self.values.codes, self.clock.position, cos, sin, NORM_EPS
         )
 
-    def attend_ahead(self, qkv: Tensor, *, in_parts: bool) -> Tensor:
+    def attend_ahead(self, qkv: Tensor, *, split: bool) -> Tensor:
         """Attend from speculative positions, which are only stored once they are accepted.
 
         Args:
             qkv: (1, M, 3, heads, d), output of the projection.
-            in_parts: whether single positions use `attend_in_parts`, whose bits these must have.
+            split: whether single positions use `attend_in_parts`, whose bits these must have.
 
         Returns:
             (1, M, heads * d).
@@ -394,7 +396,7 @@ class KVCache(State):
         speculative = import_module(SPECULATIVE_ATTENTION)
         new, position, (cos, sin) = self.new_of(qkv.shape[1]), self.clock.position, self.table
         rings = qkv[0], self.keys.codes, self.values.codes, new
-        if in_parts and self.leaves_parts(qkv):
+        if split and self.leaves_parts(qkv):
             return speculative.attend_ahead(*rings, position, cos, sin, NORM_EPS)[None]
         y = speculative.attend_in_turn(
             *rings, position, cos, sin, self.semaphores, NORM_EPS, self.short

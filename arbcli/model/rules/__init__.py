@@ -59,8 +59,8 @@ def relative_lr(name: str, other: str, digits: str) -> float:
         other: another of them.
         digits: form of the weights.
     """
-    of_digits = LR_OF_DIGITS if digits == "all" else LR
-    return of_digits[name] / of_digits[other]
+    rates = LR_OF_DIGITS if digits == "all" else LR
+    return rates[name] / rates[other]
 
 
 VOTES_FIXES = ("threshold", "order", "start", "bound")

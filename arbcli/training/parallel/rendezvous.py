@@ -79,17 +79,17 @@ def connect(
     if STORE not in os.environ:
         own = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
         beats = Heartbeat(own, place.rank, hosts)
-    on_gpus = device.type == "cuda"
+    uses_gpus = device.type == "cuda"
 
     def initialise() -> None:
-        if on_gpus:
+        if uses_gpus:
             torch.cuda.set_device(device)  # it is a property of the thread
         dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if on_gpus else "gloo",
+            backend="cpu:gloo,cuda:nccl" if uses_gpus else "gloo",
             rank=place.rank,
             world_size=place.size,
             store=store,
-            device_id=device if on_gpus else None,
+            device_id=device if uses_gpus else None,
         )
 
     seconds = seconds_to_join()

@@ -155,7 +155,7 @@ def test_indexer_of_eight_bits_chooses_by_rounded_numbers(small_compressed):
     assert torch.equal(choice, choose_entries(rounded[0], w, rounded[1], 1, 99, 2))
     assert not torch.equal(choice, choose_entries(q, w, keys, 1, 99, 2))
     indexer.fp8 = False
-    choice = indexer.choose(q, w, keys, 1, 99, in_eight_bits=True)
+    choice = indexer.choose(q, w, keys, 1, 99, low_precision=True)
     assert torch.equal(choice, choose_entries(q, w, rounded[1], 1, 99, 2))
     assert lm(text(1)).isfinite().all()
 

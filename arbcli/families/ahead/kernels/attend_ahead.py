@@ -197,12 +197,12 @@ def _put_row(
         k_words, v_words = read_four(at, PTX), read_four(at + 2 * WIDTH * M, PTX)
         new_keys, new_values = (), ()
         for i in tl.static_range(len(keys)):
-            here, of_key, of_value = mine + STRIDE * i == slot, (), ()
+            here, slot_keys, slot_values = mine + STRIDE * i == slot, (), ()
             for j in tl.static_range(4):
-                of_key = of_key + (tl.where(here, k_words[j], keys[i][j]),)  # noqa: RUF005
-                of_value = of_value + (tl.where(here, v_words[j], values[i][j]),)  # noqa: RUF005
-            new_keys = new_keys + (of_key,)  # noqa: RUF005
-            new_values = new_values + (of_value,)  # noqa: RUF005
+                slot_keys = slot_keys + (tl.where(here, k_words[j], keys[i][j]),)  # noqa: RUF005
+                slot_values = slot_values + (tl.where(here, v_words[j], values[i][j]),)  # noqa: RUF005
+            new_keys = new_keys + (slot_keys,)  # noqa: RUF005
+            new_values = new_values + (slot_values,)  # noqa: RUF005
         keys, values = new_keys, new_values
     return keys, values
 
@@ -267,33 +267,33 @@ def _attend_ahead_kernel(
             for i in tl.static_range(EACH):
                 row = tl.minimum(start + i, M - 1)
                 adds_new = (before + row) % W // SPAN % tl.num_programs(1) == part
-                _, of_row, total = _begin_row(
+                _, row_sums, total = _begin_row(
                     memory, row, d, scale, adds_new, thread, M, WIDTH, PTX
                 )
-                sums = sums + of_row + (total,)
+                sums = sums + row_sums + (total,)
             for begin in tl.range(first, seen, apart, disable_licm=True):
-                of_span, added = mine + (begin - first), ()
+                span_memory, added = mine + (begin - first), ()
                 keys, values = _put_before(
-                    keys, values, memory, before, start, W, of_span, begin, d,
+                    keys, values, memory, before, start, W, span_memory, begin, d,
                     M, EACH, WIDTH, STRIDE, PTX,
                 )  # fmt: skip
                 for i in tl.static_range(EACH):
                     row = tl.minimum(start + i, M - 1)
                     slot = (before + row) % W
                     q = unpair_four(read_four(memory + (2 * WIDTH * row + 2 * d), PTX))
-                    of_row, total = add_span(
-                        sums[9 * i : 9 * i + 8], sums[9 * i + 8], keys, values, q, of_span,
+                    row_sums, total = add_span(
+                        sums[9 * i : 9 * i + 8], sums[9 * i + 8], keys, values, q, span_memory,
                         tl.minimum(before + row + 1, W), slot, scale, WIDTH, STRIDE, True, PTX,
                     )  # fmt: skip
-                    added = added + of_row + (total,)
+                    added = added + row_sums + (total,)
                     if i + 1 < EACH:
                         keys, values = _put_row(
-                            keys, values, memory, row, slot, of_span, begin, d,
+                            keys, values, memory, row, slot, span_memory, begin, d,
                             M, WIDTH, STRIDE, PTX,
                         )  # fmt: skip
                 sums = added
                 keys, values = load_span(
-                    keys_of_head, values_of_head, of_span + apart, filled, W,
+                    keys_of_head, values_of_head, span_memory + apart, filled, W,
                     WIDTH, STRIDE, PASSES, PTX,
                 )  # fmt: skip
             for i in tl.static_range(EACH):
@@ -307,15 +307,15 @@ def _attend_ahead_kernel(
                 row = tl.minimum(start + i, M - 1)
                 slot = (before + row) % W
                 adds_new = slot // SPAN % tl.num_programs(1) == part
-                q, of_row, total = _begin_row(
+                q, row_sums, total = _begin_row(
                     memory, row, d, scale, adds_new, thread, M, WIDTH, PTX
                 )
-                of_row, total = add_span(
-                    of_row, total, keys, values, q, mine, tl.minimum(before + row + 1, W), slot,
+                row_sums, total = add_span(
+                    row_sums, total, keys, values, q, mine, tl.minimum(before + row + 1, W), slot,
                     scale, WIDTH, STRIDE, False, PTX,
                 )  # fmt: skip
                 to = sums_at + (OF_ROW * i + OF_ROW // WARPS * warp)
-                write_sums(to, of_row, total, d, lane, WIDTH, PTX)
+                write_sums(to, row_sums, total, d, lane, WIDTH, PTX)
                 if i + 1 < EACH:
                     keys, values = _put_row(
                         keys, values, memory, row, slot, mine, first, d, M, WIDTH, STRIDE, PTX
@@ -346,10 +346,10 @@ def _average_parts_kernel(
     octets, shares = (), ()
     for part in tl.static_range(PARTS):
         place, some = row * PARTS + part, filled > part
-        of_head = totals_ptr + (place * (K // WIDTH) + 8 * u // WIDTH)
-        of_part = values_ptr + (place * (K // 4) + 2 * u)
-        octets = octets + (load_where(of_part, some, False, PTX),)  # noqa: RUF005
-        shares = shares + (tl.load(of_head, mask=some, other=0, cache_modifier=".cg"),)  # noqa: RUF005
+        head_totals_ptr = totals_ptr + (place * (K // WIDTH) + 8 * u // WIDTH)
+        part_ptr = values_ptr + (place * (K // 4) + 2 * u)
+        octets = octets + (load_where(part_ptr, some, False, PTX),)  # noqa: RUF005
+        shares = shares + (tl.load(head_totals_ptr, mask=some, other=0, cache_modifier=".cg"),)  # noqa: RUF005
     total = tl.zeros(u.shape, tl.float32)
     sums = (total,) * 8
     for part in tl.static_range(PARTS):
@@ -458,9 +458,9 @@ def _keep_accepted_torch(rings: list[Kept], position: Tensor, accepted: Tensor) 
         rows = new.shape[1]
         slots = slots_of(position, rows, keys.shape[1])
         stays = (torch.arange(rows, device=new.device) < accepted)[:, None]
-        for ring, of_ring in zip((keys, values), new, strict=True):
+        for ring, new_rows in zip((keys, values), new, strict=True):
             old = ring[:, slots]
-            ring.index_copy_(1, slots, torch.where(stays, of_ring.transpose(0, 1), old))
+            ring.index_copy_(1, slots, torch.where(stays, new_rows.transpose(0, 1), old))
 
 
 @triton.jit
@@ -500,8 +500,8 @@ def table_of(rings: list[Kept]) -> Table:
     addresses: list[tuple[int, int]] = []
     sizes: list[tuple[int, ...]] = []
     for keys, values, new in rings:
-        for ring, of_ring in zip((keys, values), new, strict=True):
-            addresses.append((ring.data_ptr(), of_ring.data_ptr()))
+        for ring, new_rows in zip((keys, values), new, strict=True):
+            addresses.append((ring.data_ptr(), new_rows.data_ptr()))
             sizes.append(tuple(ring.shape))
     device = rings[0].keys.device
     return Table(

@@ -33,11 +33,11 @@ def attend_ahead_reference(
 ) -> tuple[Tensor, ...]:
     """Compute the result of `attend_ahead`, its new keys and values, and the rings, in float64."""
     before, averages, stored = (keys, values), [], []
-    for row, of_row in enumerate(qkv):
+    for row, row_qkv in enumerate(qkv):
         at = int(position) + row
         place = torch.tensor(at)
         average, total, keys, values = attend_parts_reference(
-            of_row, keys, values, place, cos, sin, eps, max_parts
+            row_qkv, keys, values, place, cos, sin, eps, max_parts
         )
         shares = (total / total.sum(0))[..., None]  # (S, heads, 1)
         averages.append((shares * average.unflatten(1, (total.shape[1], -1))).sum(0).flatten())

@@ -116,7 +116,7 @@ def _entry_half(opened_ptr, beta_ptr, kept, M, KV, base, offs, mask, value, gate
 @triton.jit
 def _append_position_kernel(
     new_ptr, recent_ptr, entries_ptr, opened_ptr, beta_ptr, position_ptr, cos_ptr, sin_ptr,
-    still_ptr, of_recent_ptr, of_entries_ptr, W, E, M, KV, eps,
+    still_ptr, recent_exponents_ptr, entry_exponents_ptr, W, E, M, KV, eps,
     HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, EIGHT: tl.constexpr,
     FLOATS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +128,10 @@ def _append_position_kernel(
     recent_ptr, entries_ptr = recent_ptr + rows * WIDTH, entries_ptr + entry_rows * WIDTH
     opened_ptr += text * 2 * M * KV * WIDTH
     if EIGHT:
-        of_recent_ptr, of_entries_ptr = of_recent_ptr + rows, of_entries_ptr + entry_rows
+        recent_exponents_ptr, entry_exponents_ptr = (
+            recent_exponents_ptr + rows,
+            entry_exponents_ptr + entry_rows,
+        )
     offs = tl.arange(0, BLOCK_H)
     mask = offs < HALF
     base = kv * WIDTH
@@ -139,8 +142,8 @@ def _append_position_kernel(
     r1, r2 = _rotated(r1 * r, r2 * r, cos_ptr, sin_ptr, position, offs, mask, HALF)
     r1, r2 = tl.where(mask, r1, 0), tl.where(mask, r2, 0)
     slot = (position % W * KV + kv).to(tl.int64)
-    _store_vector(recent_ptr, of_recent_ptr, slot, r1, r2, offs, mask, dtype, HALF, EIGHT, FLOATS,
-                  NATIVE)  # fmt: skip
+    _store_vector(recent_ptr, recent_exponents_ptr, slot, r1, r2, offs, mask, dtype, HALF, EIGHT,
+                  FLOATS, NATIVE)  # fmt: skip
 
     kept, number = position % M, position // M
     value_ptr, gate_ptr = new_ptr + KV * WIDTH + base, new_ptr + 2 * KV * WIDTH + base
@@ -167,23 +170,23 @@ def _append_position_kernel(
     )
     c1, c2 = tl.where(mask, c1, 0), tl.where(mask, c2, 0)
     slot = (number % E * KV + kv).to(tl.int64)
-    _store_vector(entries_ptr, of_entries_ptr, slot, c1, c2, offs, mask, dtype, HALF, EIGHT, FLOATS,
-                  NATIVE)  # fmt: skip
+    _store_vector(entries_ptr, entry_exponents_ptr, slot, c1, c2, offs, mask, dtype, HALF, EIGHT,
+                  FLOATS, NATIVE)  # fmt: skip
 
 
 def _append_position_triton(
     new: Tensor, recent: Tensor, entries: Tensor, opened: Tensor, beta: Tensor, position: Tensor,
     cos: Tensor, sin: Tensor, eps: float, exponents: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    floats, (of_recent, of_entries) = recent.dtype == E4M3, exponents or (None, None)
+    floats, (recent_exponents, entry_exponents) = recent.dtype == E4M3, exponents or (None, None)
     if floats:
         recent, entries = recent.view(torch.uint8), entries.view(torch.uint8)
     kv, width = new.shape[-2:]
     still = new.new_empty(*position.shape, kv, width)
     m = opened.shape[-2]
     _append_position_kernel[(kv, position.numel())](
-        new, recent, entries, opened, beta, position, cos, sin, still, of_recent, of_entries,
-        recent.shape[-3], entries.shape[-3], m, kv, eps,
+        new, recent, entries, opened, beta, position, cos, sin, still, recent_exponents,
+        entry_exponents, recent.shape[-3], entries.shape[-3], m, kv, eps,
         HALF=width // 2, BLOCK_H=triton.next_power_of_2(width // 2),
         BLOCK_M=triton.next_power_of_2(m), EIGHT=exponents is not None, FLOATS=floats,
         NATIVE=has_e4m3(new), num_warps=8 if m * width > 4096 else 4,
@@ -248,8 +251,8 @@ APPEND_POSITION_8BIT = Operation(
     {
         **_ARGUMENTS, "recent": Array("*T, W, G, D", CODES, dense=True),
         "entries": Array("*T, E, G, D", CODES, dense=True),
-        "of_recent": Array("*T, W, G", INT8, dense=True),
-        "of_entries": Array("*T, E, G", INT8, dense=True),
+        "recent_exponents": Array("*T, W, G", INT8, dense=True),
+        "entry_exponents": Array("*T, E, G", INT8, dense=True),
     },
     where=(*_WHERE, "recent.dtype == entries.dtype"),
 )  # fmt: skip

@@ -92,8 +92,8 @@ def _take_best_kernel(scores_ptr, chosen_ptr, N, E, FIRST, MOST, SIZE, BLOCK: tl
     above = seen & (order > least)
     equal = (seen & (order == least)).to(tl.int32)
     remaining = SIZE - tl.sum(above.to(tl.int32))
-    from_here = tl.sum(equal) - tl.cumsum(equal) + equal  # ties from this entry on are selected
-    taken = above | ((equal > 0) & (from_here <= remaining))
+    later_ties = tl.sum(equal) - tl.cumsum(equal) + equal  # ties from this entry on are selected
+    taken = above | ((equal > 0) & (later_ties <= remaining))
     count = tl.cumsum(taken.to(tl.int32))
     chosen_ptr += (b * N + n) * SIZE
     tl.store(chosen_ptr + count - 1, j, mask=taken)

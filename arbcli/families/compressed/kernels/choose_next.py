@@ -55,9 +55,9 @@ def _choose_next_torch(
     numbers = number - (number - torch.arange(slots, device=keys.device)) % slots
     seen = (numbers >= 0) & (numbers < complete) & (numbers >= complete - max_entries)
     scores = ((q.float() @ keys.float().T).relu() * w[:, None]).sum(dim=0)
-    by_age = numbers.argsort(descending=True)  # ties: the later entry comes first
-    order = scores.masked_fill(~seen, -torch.inf)[by_age].sort(descending=True, stable=True)
-    best = numbers[by_age[order.indices[:size]]]
+    newest_first = numbers.argsort(descending=True)  # ties: the later entry comes first
+    order = scores.masked_fill(~seen, -torch.inf)[newest_first].sort(descending=True, stable=True)
+    best = numbers[newest_first[order.indices[:size]]]
     there = order.values[:size] > -torch.inf
     last = torch.iinfo(torch.int64).max
     best = torch.where(there, best, last).sort().values
@@ -108,13 +108,13 @@ def _choose_next_kernel(
         tl.store(choice_ptr + s, -1, mask=s < SIZE)
     if (position + 1) % M == 0:
         tl.debug_barrier()  # the new key is read again
-        of_heads = (rows < HEADS)[:, None] & mask
+        head_mask = (rows < HEADS)[:, None] & mask
         table = position.to(tl.int64) * HALF + offs
         cos = tl.load(cos_ptr + table, mask=mask, other=0)
         sin = tl.load(sin_ptr + table, mask=mask, other=0)
         q_ptrs = query_ptr + rows[:, None] * WIDTH + offs
-        q1 = tl.load(q_ptrs, mask=of_heads, other=0).to(tl.float32)
-        q2 = tl.load(q_ptrs + HALF, mask=of_heads, other=0).to(tl.float32)
+        q1 = tl.load(q_ptrs, mask=head_mask, other=0).to(tl.float32)
+        q2 = tl.load(q_ptrs + HALF, mask=head_mask, other=0).to(tl.float32)
         q1, q2 = _turn_rows(q1, q2, cos, sin, WIDTH, eps)
         q1, q2 = q1.to(dtype), q2.to(dtype)
         w = tl.load(query_ptr + HEADS * WIDTH + rows, mask=rows < HEADS, other=0).to(tl.float32)
@@ -146,8 +146,8 @@ def _choose_next_kernel(
         above = there & (order > least)
         equal = (there & (order == least)).to(tl.int32)
         remaining = SIZE - tl.sum(above.to(tl.int32))
-        from_here = tl.sum(equal) - tl.cumsum(equal) + equal
-        taken = above | ((equal > 0) & (from_here <= remaining))
+        later_ties = tl.sum(equal) - tl.cumsum(equal) + equal
+        taken = above | ((equal > 0) & (later_ties <= remaining))
         count = tl.cumsum(taken.to(tl.int32))
         tl.store(choice_ptr + count - 1, first + s, mask=taken)
         tl.store(choice_ptr + s, -1, mask=(s >= tl.sum(taken.to(tl.int32))) & (s < SIZE))
@@ -161,14 +161,14 @@ def _choose_next_triton(
     heads = query.shape[-1] // (width + 1)
     scores = torch.empty(keys.shape[:-1], dtype=torch.float32, device=keys.device)
     block = triton.next_power_of_2(max(1, min(max_entries, slots), size))
-    in_eight_bits = keys.dtype == E4M3
-    codes = keys.view(torch.uint8) if in_eight_bits else keys
+    is_e4m3 = keys.dtype == E4M3
+    codes = keys.view(torch.uint8) if is_e4m3 else keys
     _choose_next_kernel[(position.numel(),)](
         query, key, codes, choice, position, cos, sin, scores, slots, m, max_entries, size, eps,
         HEADS=heads, HALF=width // 2, BLOCK_R=max(16, triton.next_power_of_2(heads)),
         BLOCK_H=max(16, triton.next_power_of_2(width // 2)),
         BLOCK_N=min(256, max(16, triton.next_power_of_2(slots))), BLOCK=block,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", EIGHT=in_eight_bits,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32", EIGHT=is_e4m3,
         NATIVE=has_e4m3(keys), num_warps=8,
     )  # fmt: skip
 

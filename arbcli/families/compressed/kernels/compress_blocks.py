@@ -55,8 +55,8 @@ def _compress_blocks_backward_torch(
 def grad_beta(grad_x: Tensor, beta: Tensor) -> Tensor:
     """Sum the gate gradients over all blocks."""
     (width, m), number = beta.shape, grad_x.shape[1] // beta.shape[1]
-    of_gates = grad_x[:, : number * m, 2 * width :].reshape(-1, m, width)
-    return of_gates.sum(dim=0, dtype=torch.float32).T.contiguous()
+    grad_gates = grad_x[:, : number * m, 2 * width :].reshape(-1, m, width)
+    return grad_gates.sum(dim=0, dtype=torch.float32).T.contiguous()
 
 
 @triton.jit

@@ -75,8 +75,8 @@ def parts_of(length: int, lead: int, sight: Sight, number: int) -> Iterator[Part
         begin = first * sight.ratio - 1 - sight.start
         queries = slice(max(0, begin), min(length, last * sight.ratio - 1 - sight.start))
         keys = slice(max(0, queries.start + lead - sight.window + 1), queries.stop + lead)
-        of_groups = slice(first - groups.start, last - groups.start)
-        yield Part(of_groups, queries, keys, max(0, -begin))
+        group_slice = slice(first - groups.start, last - groups.start)
+        yield Part(group_slice, queries, keys, max(0, -begin))
 
 
 def attend_part(
@@ -85,11 +85,11 @@ def attend_part(
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Attend with the queries of one part; all arguments are sliced to this part."""
     batch, length, heads, width = x.shape
-    device, of_head = x.device, heads // recent.shape[2]
+    device, heads_per_kv = x.device, heads // recent.shape[2]
     q = functional.rms_norm(x.float(), (width,), eps=eps)
     cos, sin = cos[:, None], sin[:, None]
     q = rotate(q, cos, sin).to(x.dtype).float() * width**-0.5
-    q = q.unflatten(2, (-1, of_head))  # (B, T, G, H / G, d)
+    q = q.unflatten(2, (-1, heads_per_kv))  # (B, T, G, H / G, d)
     place = torch.arange(part.queries.start, part.queries.stop, device=device)
     at = torch.arange(part.keys.start, part.keys.stop, device=device) - lead
     near = (at <= place[:, None]) & (at > place[:, None] - sight.window)  # (T, S)
@@ -110,16 +110,16 @@ def attend_part(
         masks.append((mine >= 0)[:, :, None, None])
     weights = [s.masked_fill(~m, -torch.inf).exp() for s, m in zip(scores, masks, strict=True)]
     sums = sum(weight.sum(dim=-1) for weight in weights)
-    total = sums + sink.float().exp().view(-1, of_head)
-    of_recent, of_entries = (weight / total[..., None] for weight in weights)
-    y = torch.einsum("btghs,bsgd->btghd", of_recent, recent)
+    total = sums + sink.float().exp().view(-1, heads_per_kv)
+    recent_shares, entry_shares = (weight / total[..., None] for weight in weights)
+    y = torch.einsum("btghs,bsgd->btghd", recent_shares, recent)
     if chosen is None:
-        y = y + torch.einsum("btghj,bjgd->btghd", of_entries, entries)
+        y = y + torch.einsum("btghj,bjgd->btghd", entry_shares, entries)
         shares = None
     else:
-        y = y + torch.einsum("btghk,btkgd->btghd", of_entries, entries)
+        y = y + torch.einsum("btghk,btkgd->btghd", entry_shares, entries)
         after = (part.groups.stop - part.groups.start) * sight.ratio - part.skipped - length
-        shares = of_entries.sum(dim=(2, 3))  # (B, T, k)
+        shares = entry_shares.sum(dim=(2, 3))  # (B, T, k)
         shares = functional.pad(shares, (0, 0, part.skipped, after))
         shares = shares.unflatten(1, (-1, sight.ratio)).sum(dim=2)
     y = rotate(y.flatten(2, 3), cos, -sin).to(x.dtype)
@@ -136,12 +136,12 @@ def groups_of_part(
     """Choose the number of groups that the torch backend processes at a time."""
     batch, _, heads, _ = x.shape
     if chosen is None:
-        of_query = batch * heads * (entries.shape[1] + sight.window)
+        query_elements = batch * heads * (entries.shape[1] + sight.window)
     else:
-        of_query = batch * max(
+        query_elements = batch * max(
             chosen.shape[2] * recent.shape[2] * recent.shape[3], heads * sight.window
         )
-    return max(1, chunk_elements(ELEMENTS) // max(1, of_query * sight.ratio))
+    return max(1, chunk_elements(ELEMENTS) // max(1, query_elements * sight.ratio))
 
 
 def _compressed_attention_torch(
@@ -212,13 +212,13 @@ def _compressed_attention_kernel(
     kv, part = tl.program_id(1) % KV, 0
     if PARTS > 1:
         part = tl.program_id(2)
-    of_kv: tl.constexpr = HEADS // KV
+    heads_per_kv: tl.constexpr = HEADS // KV
     # a row of the tile is a query of one head; heads that share keys are adjacent
     row = part * ROWS + tl.arange(0, ROWS)
     place, head = row // OF_KV, row % OF_KV
     first = block * QUERIES + SHIFT
-    t, h = first + place, kv * of_kv + head
-    valid = (place < QUERIES) & (head < of_kv) & (t >= 0) & (t < T)
+    t, h = first + place, kv * heads_per_kv + head
+    valid = (place < QUERIES) & (head < heads_per_kv) & (t >= 0) & (t < T)
     low, high = tl.maximum(first, 0), tl.minimum(first + QUERIES, T) - 1
     # normalise and rotate the queries, as halves
     x1, x2, cos, sin = load_queries(
@@ -303,10 +303,10 @@ class Tiling(NamedTuple):
     programs: int
     """Number of programs per text and key head."""
     rows: int
-    """Rows per program: `queries` * `of_kv` / `parts`, rounded up to a power of two."""
+    """Rows per program: `queries` * `heads_per_kv` / `parts`, rounded up to a power of two."""
     parts: int
     """Programs that share the heads and positions of `queries`; wide heads need more."""
-    of_kv: int
+    heads_per_kv: int
     """Query heads per key head, rounded up to a power of two."""
     block_h: int
     """Half the width of a head, rounded up to a power of two."""
@@ -320,16 +320,16 @@ def most_rows(block_h: int) -> int:
 def tiling(x: Tensor, recent: Tensor, chosen: Tensor | None, sight: Sight) -> Tiling:
     """Choose the number of queries per program."""
     length, heads, width = x.shape[1:]
-    of_kv = triton.next_power_of_2(heads // recent.shape[2])
+    heads_per_kv = triton.next_power_of_2(heads // recent.shape[2])
     block_h = max(16, triton.next_power_of_2(width // 2))
-    queries, shift = max(1, most_rows(block_h) // of_kv), 0
+    queries, shift = max(1, most_rows(block_h) // heads_per_kv), 0
     programs = triton.cdiv(length, queries)
     if chosen is not None:
         queries, programs = sight.ratio, chosen.shape[1]
         shift = sight.group(0) * sight.ratio - 1 - sight.start
-    rows = max(16, triton.next_power_of_2(queries) * of_kv)  # the smallest size of a product
+    rows = max(16, triton.next_power_of_2(queries) * heads_per_kv)  # the smallest size of a product
     parts = max(1, rows // most_rows(block_h))
-    return Tiling(queries, shift, programs, rows // parts, parts, of_kv, block_h)
+    return Tiling(queries, shift, programs, rows // parts, parts, heads_per_kv, block_h)
 
 
 def _compressed_attention_triton(
@@ -354,7 +354,7 @@ def _compressed_attention_triton(
         sight.max_entries, sight.ratio, width**-0.5, eps,
         *x.stride()[:3], *recent.stride()[:3], *entries.stride()[:3],
         HEADS=heads, KV=kv, QUERIES=tile.queries, ROWS=tile.rows, PARTS=tile.parts,
-        OF_KV=tile.of_kv, HALF=width // 2, BLOCK_H=tile.block_h, BLOCK_N=block_n(x),
+        OF_KV=tile.heads_per_kv, HALF=width // 2, BLOCK_H=tile.block_h, BLOCK_N=block_n(x),
         CHOSEN=chosen is not None, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=num_warps(x, tile),
     )  # fmt: skip

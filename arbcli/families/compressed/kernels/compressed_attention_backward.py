@@ -124,12 +124,12 @@ def _grad_queries_kernel(
     kv, part = tl.program_id(1) % KV, 0
     if PARTS > 1:
         part = tl.program_id(2)
-    of_kv: tl.constexpr = HEADS // KV
+    heads_per_kv: tl.constexpr = HEADS // KV
     row = part * ROWS + tl.arange(0, ROWS)
     place, head = row // OF_KV, row % OF_KV
     first = block * QUERIES + SHIFT
-    t, h = first + place, kv * of_kv + head
-    valid = (place < QUERIES) & (head < of_kv) & (t >= 0) & (t < T)
+    t, h = first + place, kv * heads_per_kv + head
+    valid = (place < QUERIES) & (head < heads_per_kv) & (t >= 0) & (t < T)
     low, high = tl.maximum(first, 0), tl.minimum(first + QUERIES, T) - 1
     # queries, output gradients and row sums that the first kernel prepared
     rows = (b * T + t) * HEADS + h
@@ -214,7 +214,7 @@ def _grad_vectors_kernel(
 ):  # fmt: skip
     block, split = tl.program_id(0), tl.program_id(1)
     b, kv = (tl.program_id(2) // KV).to(tl.int64), tl.program_id(2) % KV
-    of_kv: tl.constexpr = HEADS // KV
+    heads_per_kv: tl.constexpr = HEADS // KV
     queries: tl.constexpr = (ROWS + OF_KV - 1) // OF_KV
     offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     last = tl.minimum(block * BLOCK_N + BLOCK_N, VECTORS) - 1
@@ -236,8 +236,8 @@ def _grad_vectors_kernel(
     for start in range(first * OF_KV, tl.minimum(first + share, high) * OF_KV, ROWS):
         row = start + tl.arange(0, ROWS)  # OF_KV rows per position
         t, head = row // OF_KV, row % OF_KV
-        h = kv * of_kv + head
-        valid = (head < of_kv) & (t < high)
+        h = kv * heads_per_kv + head
+        valid = (head < heads_per_kv) & (t < high)
         rows = (b * T + t) * HEADS + h
         q1, q2 = _load_rows(q_ptr, rows, valid, HALF, BLOCK_H)
         do1, do2 = _load_rows(do_ptr, rows, valid, HALF, BLOCK_H)
@@ -297,7 +297,7 @@ def _compressed_attention_backward_triton(
     if x.dtype == torch.float32:  # prefetched vectors leave too little shared memory
         options["num_stages"] = 1
         max_rows = max_rows // 2 if width > 64 else max_rows  # more rows spill registers
-    shape |= {"HEADS": heads, "KV": kv, "OF_KV": tile.of_kv, "PRECISION": precision}
+    shape |= {"HEADS": heads, "KV": kv, "OF_KV": tile.heads_per_kv, "PRECISION": precision}
     _grad_queries_kernel[(tile.programs, batch * kv, tile.parts)](
         q, do, x, recent, entries, chosen, cos, sin, logs, delta, grad_x, pairs,
         length, lead, number, size, sight.start, tile.shift, sight.window, sight.max_entries,
@@ -308,7 +308,7 @@ def _compressed_attention_backward_triton(
     )  # fmt: skip
     block_rows = max(16, max_rows)
 
-    def grad_of(vectors: Tensor, splits: int, of_entries: bool) -> Tensor:
+    def grad_of(vectors: Tensor, splits: int, entries_side: bool) -> Tensor:
         count, size = vectors.shape[1], block_n(x, 32)
         grad = torch.empty(splits, *vectors.shape, dtype=torch.float32, device=x.device)
         if grad.numel():
@@ -316,14 +316,14 @@ def _compressed_attention_backward_triton(
                 q, do, vectors, logs, delta, grad,
                 length, lead, count, sight.start, sight.window, sight.max_entries, sight.ratio,
                 width**-0.5, *vectors.stride()[:3],
-                **shape, ROWS=block_rows, BLOCK_N=size, SPLITS=splits, ENTRIES=of_entries,
+                **shape, ROWS=block_rows, BLOCK_N=size, SPLITS=splits, ENTRIES=entries_side,
                 **options,
             )  # fmt: skip
         return grad[0] if splits == 1 else grad.sum(dim=0)
 
     grad_recent = grad_of(recent, 1, False)
     if chosen is None:
-        splits = min(SPLITS, triton.cdiv(length, 4 * triton.cdiv(block_rows, tile.of_kv)))
+        splits = min(SPLITS, triton.cdiv(length, 4 * triton.cdiv(block_rows, tile.heads_per_kv)))
         grad_entries = grad_of(entries, splits, True)
     else:
         chosen_by_part = chosen.repeat_interleave(tile.parts, dim=1)

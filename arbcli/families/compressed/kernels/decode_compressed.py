@@ -83,7 +83,7 @@ def _load_halves(ptr, rows, seen, offs, mask, HALF: tl.constexpr):
 
 @triton.jit
 def _decode_compressed_kernel(
-    x_ptr, recent_ptr, entries_ptr, of_recent_ptr, of_entries_ptr, choice_ptr, sink_ptr,
+    x_ptr, recent_ptr, entries_ptr, recent_exponents_ptr, entry_exponents_ptr, choice_ptr, sink_ptr,
     position_ptr, cos_ptr, sin_ptr, semaphores_ptr, totals_ptr, sums_ptr, y_ptr,
     W, E, K, M, MOST, HEADS, KV, scale, eps,
     HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, SPLITS: tl.constexpr,
@@ -102,7 +102,10 @@ def _decode_compressed_kernel(
     if CHOSEN:
         choice_ptr += text * K
     if EIGHT:
-        of_recent_ptr, of_entries_ptr = of_recent_ptr + rows, of_entries_ptr + entry_rows
+        recent_exponents_ptr, entry_exponents_ptr = (
+            recent_exponents_ptr + rows,
+            entry_exponents_ptr + entry_rows,
+        )
     offs = tl.arange(0, BLOCK_H)
     mask = offs < HALF
     s = split * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -122,8 +125,8 @@ def _decode_compressed_kernel(
     k1, k2 = _load_halves(entries_ptr, slot * KV + kv, seen, offs, mask, HALF)
     k1, k2 = tl.where(near[:, None], r1, k1), tl.where(near[:, None], r2, k2)
     if EIGHT:
-        e1 = tl.load(of_recent_ptr + s.to(tl.int64) * KV + kv, mask=near, other=0)
-        e2 = tl.load(of_entries_ptr + slot * KV + kv, mask=seen, other=0)
+        e1 = tl.load(recent_exponents_ptr + s.to(tl.int64) * KV + kv, mask=near, other=0)
+        e2 = tl.load(entry_exponents_ptr + slot * KV + kv, mask=seen, other=0)
         power = scale_of_entry(tl.where(near, e1, e2), FLOATS)[:, None]
         k1, k2 = numbers_of(k1, FLOATS, NATIVE) * power, numbers_of(k2, FLOATS, NATIVE) * power
     k1, k2 = k1.to(tl.float32), k2.to(tl.float32)
@@ -169,7 +172,7 @@ def _decode_compressed_triton(
     eps: float, exponents: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     (heads, width), (ring, kv, _) = x.shape[-2:], recent.shape[-3:]
-    floats, (of_recent, of_entries) = recent.dtype == E4M3, exponents or (None, None)
+    floats, (recent_exponents, entry_exponents) = recent.dtype == E4M3, exponents or (None, None)
     if floats:
         recent, entries = recent.view(torch.uint8), entries.view(torch.uint8)
     slots = entries.shape[-3]
@@ -179,8 +182,8 @@ def _decode_compressed_triton(
     scratch = torch.empty(parts * (width + 1), dtype=torch.float32, device=x.device)
     y = torch.empty_like(x)
     _decode_compressed_kernel[(heads, splits, position.numel())](
-        x, recent, entries, of_recent, of_entries, choice, sink, position, cos, sin, semaphores,
-        *scratch.split([parts, parts * width]), y,
+        x, recent, entries, recent_exponents, entry_exponents, choice, sink, position, cos, sin,
+        semaphores, *scratch.split([parts, parts * width]), y,
         ring, slots, size, m, max_entries, heads, kv, width**-0.5, eps,
         HALF=width // 2, BLOCK_H=triton.next_power_of_2(width // 2), BLOCK_S=SLOTS,
         SPLITS=splits, BLOCK_P=min(32, triton.next_power_of_2(splits)),
@@ -254,8 +257,8 @@ _check_codes = compiled_check(
     {
         **_ARGUMENTS, "recent": Array("*T, W, G, D", tuple(ROOM), dense=True),
         "entries": Array("*T, E, G, D", tuple(ROOM), dense=True),
-        "of_recent": Array("*T, W, G", INT8, dense=True),
-        "of_entries": Array("*T, E, G", INT8, dense=True),
+        "recent_exponents": Array("*T, W, G", INT8, dense=True),
+        "entry_exponents": Array("*T, E, G", INT8, dense=True),
     },
     (*_WHERE, "recent.dtype == entries.dtype"),
 )  # fmt: skip

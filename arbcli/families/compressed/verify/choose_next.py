@@ -28,7 +28,7 @@ def choose_next_reference(
     Only the queries, and the key for their scores, are rounded to the dtype of the queries.
     """
     p, (slots, width), dtype = int(position), keys.shape, query.dtype
-    in_eight_bits = keys.dtype == E4M3
+    is_e4m3 = keys.dtype == E4M3
     heads = len(query) // (width + 1)
     query, key, keys = (part.double() for part in (query, key, keys))
 
@@ -36,7 +36,7 @@ def choose_next_reference(
         return rotate_reference(normalise_reference(x, eps), cos[place], sin[place])
 
     new = rotated(key, p // m * m)
-    keys[p // m % slots] = round_e4m3_reference(new.to(dtype).double()) if in_eight_bits else new
+    keys[p // m % slots] = round_e4m3_reference(new.to(dtype).double()) if is_e4m3 else new
     complete = (p + 1) // m
     choice = torch.full_like(choice, -1) if complete == 0 else choice.clone()
     if (p + 1) % m == 0:

@@ -59,8 +59,8 @@ def rounded_attention_gradients(
         return part.to(dtype).double()
 
     grad_y, y, x, recent, entries = (part.double() for part in (grad_y, y, x, recent, entries))
-    of_kv = heads // recent.shape[2]
-    vectors = torch.cat((recent, entries), dim=1).repeat_interleave(of_kv, dim=2)
+    heads_per_kv = heads // recent.shape[2]
+    vectors = torch.cat((recent, entries), dim=1).repeat_interleave(heads_per_kv, dim=2)
     place = torch.arange(length, device=x.device)[:, None]
     ago = place + near - length - torch.arange(near, device=x.device)
     complete = (sight.start + place + 1) // sight.ratio
@@ -69,8 +69,8 @@ def rounded_attention_gradients(
     if chosen is not None:
         mine = chosen[:, (complete - complete[0])[:, 0]].long()  # (B, T, k)
         far = torch.zeros_like(far).scatter(2, mine.where(mine >= 0, j[-1]), True)
-    in_window = ((ago >= 0) & (ago < sight.window)).expand(len(x), -1, -1)
-    seen = torch.cat((in_window, far[..., :-1]), dim=2)[:, :, None]
+    window_mask = ((ago >= 0) & (ago < sight.window)).expand(len(x), -1, -1)
+    seen = torch.cat((window_mask, far[..., :-1]), dim=2)[:, :, None]
 
     r = (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
     q, do = (rounded(rotate_reference(part, cos, sin)) for part in (x * r, grad_y))
@@ -82,13 +82,13 @@ def rounded_attention_gradients(
     def sum_queries(queries: Tensor) -> Tensor:
         grad = torch.einsum("bthj,bthd->bjhd", p[:, queries], do[:, queries])
         grad += torch.einsum("bthj,bthd->bjhd", ds[:, queries], q[:, queries])
-        return grad.unflatten(2, (-1, of_kv)).sum(dim=3)
+        return grad.unflatten(2, (-1, heads_per_kv)).sum(dim=3)
 
     grad_recent, grad_entries = sum_queries(place[:, 0]).tensor_split([near], dim=1)
     if chosen is not None:
         groups = [place[complete == g] for g in complete.unique()]
-        of_groups = [rounded(sum_queries(group)[:, near:]) for group in groups]
-        grad_entries = torch.stack(of_groups).sum(0)
+        group_sums = [rounded(sum_queries(group)[:, near:]) for group in groups]
+        grad_entries = torch.stack(group_sums).sum(0)
     grad_q = rotate_reference(torch.einsum("bthj,bjhd->bthd", ds, vectors), cos, -sin)
     grad_x = (grad_q - x * r * (grad_q * x * r).mean(dim=-1, keepdim=True)) * r
     grad_sink = -((sink - logs).exp() * delta).sum(dim=(0, 1))

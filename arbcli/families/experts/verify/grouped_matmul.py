@@ -33,8 +33,8 @@ def grouped_grad_w_reference(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tenso
     grad_w = []
     for e in range(len(bounds) - 1):
         owned = (bounds[e] <= row) & (row < bounds[e + 1])
-        of_y, of_x = (torch.where(owned, values.double(), 0.0) for values in (grad_y, x))
-        grad_w.append(torch.einsum("sn,sk->nk", of_y, of_x))
+        masked_grad, masked_x = (torch.where(owned, values.double(), 0.0) for values in (grad_y, x))
+        grad_w.append(torch.einsum("sn,sk->nk", masked_grad, masked_x))
     return torch.stack(grad_w)
 
 

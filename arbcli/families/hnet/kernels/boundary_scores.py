@@ -27,8 +27,8 @@ def _pairs(x: Tensor, qk: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return u[t - 1] and v[t] for t from 1 on, in float32, and their norms."""
     q, k = qk.float().chunk(2, dim=2)
     u, v = (x.float() + q)[:, :-1], (x.float() + k)[:, 1:]
-    of_u, of_v = ((part.square().sum(dim=2, keepdim=True) + 1e-6).sqrt() for part in (u, v))
-    return u, v, of_u, of_v
+    length_u, length_v = ((part.square().sum(dim=2, keepdim=True) + 1e-6).sqrt() for part in (u, v))
+    return u, v, length_u, length_v
 
 
 def _boundary_scores_torch(x: Tensor, qk: Tensor) -> Tensor:
@@ -101,19 +101,19 @@ def _boundary_scores_backward_kernel(
     # gradient of v[t], from position t - 1
     u = _load_sum(x_ptr, qk_ptr, t - 1, 0, d, *strides, (t > 0) & (t < T), D)
     v = _load_sum(x_ptr, qk_ptr, t, D, d, *strides, t < T, D)
-    per_v = _inverse_length(v)
+    inverse_v = _inverse_length(v)
     u *= _inverse_length(u)
-    v *= per_v
+    v *= inverse_v
     grad = -tl.load(grad_ptrs, mask=(t > 0) & (t < T), other=0) / 2
-    grad_v = grad * per_v * (u - tl.sum(u * v, axis=1)[:, None] * v)
+    grad_v = grad * inverse_v * (u - tl.sum(u * v, axis=1)[:, None] * v)
     # gradient of u[t], from position t + 1
     u = _load_sum(x_ptr, qk_ptr, t, 0, d, *strides, t < T, D)
     v = _load_sum(x_ptr, qk_ptr, t + 1, D, d, *strides, has_next, D)
-    per_u = _inverse_length(u)
+    inverse_u = _inverse_length(u)
     v *= _inverse_length(v)
-    u *= per_u
+    u *= inverse_u
     grad = -tl.load(grad_ptrs + stride_gt, mask=has_next, other=0) / 2
-    grad_u = grad * per_u * (v - tl.sum(u * v, axis=1)[:, None] * u)
+    grad_u = grad * inverse_u * (v - tl.sum(u * v, axis=1)[:, None] * u)
     mask = (t < T) & (d < D)
     dtype = grad_x_ptr.dtype.element_ty
     tl.store(grad_x_ptr + (b * T + t) * D + d, (grad_u + grad_v).to(dtype), mask=mask)

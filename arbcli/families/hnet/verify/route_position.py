@@ -28,7 +28,7 @@ def route_position_reference(
     p, a small difference of large numbers, is returned as 1 + p, and `begins` as a float.
     """
     width, position, goes = len(x), int(encoder), 1 if active is None else int(active)
-    before_last, p = last.double(), float(position == 0)
+    previous_last, p = last.double(), float(position == 0)
     last = last.clone()
     if router == "learned":
         q, k = rows.double()[: 2 * width].split(width)
@@ -47,7 +47,7 @@ def route_position_reference(
     return (
         torch.tensor([1 + p], device=x.device),
         torch.tensor([int(p > 0.5) * goes], device=x.device),
-        rows.double()[-width:] + mean, last if goes else before_last,
+        rows.double()[-width:] + mean, last if goes else previous_last,
         ids.clone() if goes or router != "space" else byte.clone(), encoder + goes, encoder.clone(),
     )  # fmt: skip
 

@@ -30,8 +30,8 @@ def spread_chunks_backward_reference(
     grad_y, grad_s = grad_y.double(), torch.zeros_like(s, dtype=torch.float64)
     for b in range(len(owner)):
         grad_s[b].index_add_(0, owner[b], grad_y[b])
-    of_factor = grad_y * spread_chunks_reference(torch.zeros_like(grad_y), s, owner)
-    return grad_s, of_factor.sum(dim=2)
+    grad_factor = grad_y * spread_chunks_reference(torch.zeros_like(grad_y), s, owner)
+    return grad_s, grad_factor.sum(dim=2)
 
 
 def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor, Tensor]]:

@@ -52,16 +52,16 @@ def _decode_latent_torch(
     q = functional.rms_norm(q, (width,), eps=eps)
     latent.index_copy_(0, slot, row[None, dim : dim + size])
     rotated.index_copy_(0, slot, turn(row[None, dim + size :]))
-    to_keys, to_values = up.float().view(heads, -1, size).split((still, width), dim=1)
+    key_matrices, value_matrices = up.float().view(heads, -1, size).split((still, width), dim=1)
     n, t = functional.rms_norm(latent.float(), (size,), eps=eps), rotated.float()
-    now = to_keys @ n.index_select(0, slot)[0]
+    now = key_matrices @ n.index_select(0, slot)[0]
     key = now.square().sum(1) + t.index_select(0, slot).square().sum(1)
     lengths.index_copy_(0, slot, torch.rsqrt(key / width + eps)[None])
-    in_latent = (q[:, None, :still] @ to_keys)[:, 0]
-    score = (in_latent @ n.T + q[:, still:] @ t.T) * lengths.T * scale
+    latent_query = (q[:, None, :still] @ key_matrices)[:, 0]
+    score = (latent_query @ n.T + q[:, still:] @ t.T) * lengths.T * scale
     seen = torch.arange(window, device=row.device) <= position
     share = torch.softmax(score.masked_fill(~seen, -torch.inf), dim=1)
-    return (to_values @ (share @ n)[..., None])[..., 0].to(row.dtype)
+    return (value_matrices @ (share @ n)[..., None])[..., 0].to(row.dtype)
 
 
 @triton.jit
@@ -104,8 +104,8 @@ def _decode_latent_kernel(
     # W.T q, and the squares of the query and of the new key
     u_0, u_1 = _load_rotated_halves(q_ptr + STILL, offs_r, mask_r, cos, sin, HALF)
     u_0, u_1 = u_0.to(tl.float32), u_1.to(tl.float32)
-    of_query, of_key = tl.sum(u_0 * u_0 + u_1 * u_1), tl.sum(t_0 * t_0 + t_1 * t_1)
-    in_latent = tl.zeros((BLOCK_L,), tl.float32)
+    query_squares, key_squares = tl.sum(u_0 * u_0 + u_1 * u_1), tl.sum(t_0 * t_0 + t_1 * t_1)
+    latent_query = tl.zeros((BLOCK_L,), tl.float32)
     w_ptr = up_ptr + head.to(tl.int64) * ((STILL + WIDTH) * LATENT)
     for start in range(0, STILL, BLOCK_N):
         k = start + offs_n
@@ -114,11 +114,11 @@ def _decode_latent_kernel(
         w = w.to(tl.float32)  # [BLOCK_N, BLOCK_L]
         q = tl.load(q_ptr + k, mask=k < STILL, other=0).to(tl.float32)
         key = tl.sum(w * n[None, :], axis=1)
-        in_latent += tl.sum(w * q[:, None], axis=0)
-        of_query += tl.sum(q * q)
-        of_key += tl.sum(key * key)
-    factor = tl.rsqrt(of_query / WIDTH + eps) * scale
-    length = tl.rsqrt(of_key / WIDTH + eps)
+        latent_query += tl.sum(w * q[:, None], axis=0)
+        query_squares += tl.sum(q * q)
+        key_squares += tl.sum(key * key)
+    factor = tl.rsqrt(query_squares / WIDTH + eps) * scale
+    length = tl.rsqrt(key_squares / WIDTH + eps)
     tl.store(lengths_ptr + slot * HEADS + head, length)
 
     total, mean = 0.0, tl.zeros((BLOCK_L,), tl.float32)
@@ -138,10 +138,10 @@ def _decode_latent_kernel(
             tl.where(is_new[:, None], t_0[None, :], a),
             tl.where(is_new[:, None], t_1[None, :], b),
         )
-        of_s = tl.load(lengths_ptr + (s * HEADS + head), mask=old, other=0)
-        score = tl.sum(x * in_latent[None, :], axis=1) * r
+        slot_lengths = tl.load(lengths_ptr + (s * HEADS + head), mask=old, other=0)
+        score = tl.sum(x * latent_query[None, :], axis=1) * r
         score += tl.sum(a * u_0[None, :] + b * u_1[None, :], axis=1)
-        weight = tl.exp(score * tl.where(is_new, length, of_s) * factor)
+        weight = tl.exp(score * tl.where(is_new, length, slot_lengths) * factor)
         weight = tl.where(s < seen, weight, 0)
         total += tl.sum(weight)
         mean += tl.sum(x * (weight * r)[:, None], axis=0)

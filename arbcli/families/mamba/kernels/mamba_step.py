@@ -96,22 +96,22 @@ def _mamba_step_kernel(
     state_ptrs = state_ptr + (head * N + n[:, None]) * P + p[None, :]
     mask = mask_n[:, None] & mask_p[None, :]
     state = tl.load(state_ptrs, mask=mask, other=0)
-    of_u, of_b, of_c = head * P + p, inner + n, inner + N + n
-    u = _convolve(ring_ptr, taps_ptr, of_u, mask_p, position, MIXED, TAPS)
-    b = _convolve(ring_ptr, taps_ptr, of_b, mask_n, position, MIXED, TAPS)
-    c = _convolve(ring_ptr, taps_ptr, of_c, mask_n, position, MIXED, TAPS)
+    u_columns, b_columns, c_columns = head * P + p, inner + n, inner + N + n
+    u = _convolve(ring_ptr, taps_ptr, u_columns, mask_p, position, MIXED, TAPS)
+    b = _convolve(ring_ptr, taps_ptr, b_columns, mask_n, position, MIXED, TAPS)
+    c = _convolve(ring_ptr, taps_ptr, c_columns, mask_n, position, MIXED, TAPS)
     last_ptr = taps_ptr + TAPS - 1
-    last_u = tl.load(last_ptr + of_u * TAPS, mask=mask_p, other=0)
-    last_b = tl.load(last_ptr + of_b * TAPS, mask=mask_n, other=0)
-    last_c = tl.load(last_ptr + of_c * TAPS, mask=mask_n, other=0)
+    last_u = tl.load(last_ptr + u_columns * TAPS, mask=mask_p, other=0)
+    last_b = tl.load(last_ptr + b_columns * TAPS, mask=mask_n, other=0)
+    last_c = tl.load(last_ptr + c_columns * TAPS, mask=mask_n, other=0)
     rate, skip = tl.exp(tl.load(rate_ptr + head)), tl.load(skip_ptr + head)
     bias = tl.load(bias_ptr + head)
     wait_for_last(OVERLAP)
     new_ptr = rows_ptr + inner
-    new_u = tl.load(new_ptr + of_u, mask=mask_p, other=0)
-    new_b = tl.load(new_ptr + of_b, mask=mask_n, other=0)
-    new_c = tl.load(new_ptr + of_c, mask=mask_n, other=0)
-    z = tl.load(rows_ptr + of_u, mask=mask_p, other=0).to(tl.float32)
+    new_u = tl.load(new_ptr + u_columns, mask=mask_p, other=0)
+    new_b = tl.load(new_ptr + b_columns, mask=mask_n, other=0)
+    new_c = tl.load(new_ptr + c_columns, mask=mask_n, other=0)
+    z = tl.load(rows_ptr + u_columns, mask=mask_p, other=0).to(tl.float32)
     dt = _softplus(tl.load(new_ptr + MIXED + head).to(tl.float32) + bias)
     u = _silu(u + new_u.to(tl.float32) * last_u)
     b = _silu(b + new_b.to(tl.float32) * last_b)
@@ -121,12 +121,12 @@ def _mamba_step_kernel(
     if active_ptr is not None:
         mask = mask & (n < tl.where(tl.load(active_ptr + text) > 0, N, 0))[:, None]
     tl.store(state_ptrs, state, mask=mask)
-    tl.store(y_ptr + of_u, (_silu(z) * y).to(y_ptr.dtype.element_ty), mask=mask_p)
+    tl.store(y_ptr + u_columns, (_silu(z) * y).to(y_ptr.dtype.element_ty), mask=mask_p)
     slot_ptr = ring_ptr + position % TAPS * MIXED
-    tl.store(slot_ptr + of_u, new_u, mask=mask_p)
+    tl.store(slot_ptr + u_columns, new_u, mask=mask_p)
     first = n < tl.where(head == 0, N, 0)  # one program writes what is of all heads
-    tl.store(slot_ptr + of_b, new_b, mask=first)
-    tl.store(slot_ptr + of_c, new_c, mask=first)
+    tl.store(slot_ptr + b_columns, new_b, mask=first)
+    tl.store(slot_ptr + c_columns, new_c, mask=first)
 
 
 def _mamba_step_triton(

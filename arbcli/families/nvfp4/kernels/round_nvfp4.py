@@ -57,9 +57,9 @@ def _codes_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     t = torch.nn.functional.pad(x.float() * inverse, padding).unflatten(1, (-1, BLOCK))
     size = t.abs()
     s = (size.amax(dim=2, keepdim=True) * SIXTH).clamp(max=LARGEST_SCALE).to(E4M3)
-    code, of_size = torch.zeros_like(size, dtype=torch.uint8), s.float()
+    code, size_codes = torch.zeros_like(size, dtype=torch.uint8), s.float()
     for index, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5)):
-        edge = middle * of_size
+        edge = middle * size_codes
         code += (size >= edge) if index % 2 else (size > edge)
     return t, s, code, scale
 

@@ -32,9 +32,9 @@ _BLOCK = tl.constexpr(BLOCK)
 
 
 def _scaled_nvfp4_matmul_torch(
-    a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, scale: Tensor, dtype: torch.dtype
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    rows, columns = (nvfp4_numbers(*part, torch.float32) for part in ((a, of_a), (b, of_b)))
+    rows, columns = (nvfp4_numbers(*part, torch.float32) for part in ((a, a_scales), (b, b_scales)))
     return (rows @ columns.T * scale).to(dtype)
 
 
@@ -49,7 +49,7 @@ def _decoded(codes, bits, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _scaled_nvfp4_kernel(
-    a_ptr, of_a_ptr, b_ptr, of_b_ptr, scale_ptr, y_ptr,
+    a_ptr, a_scales_ptr, b_ptr, b_scales_ptr, scale_ptr, y_ptr,
     M, N, K, B,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -57,16 +57,16 @@ def _scaled_nvfp4_kernel(
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k, offs_b = tl.arange(0, BLOCK_K // 2), tl.arange(0, BLOCK_K // _BLOCK)
-    in_m, in_n = (m < M)[:, None], (n < N)[:, None]
+    m_mask, n_mask = (m < M)[:, None], (n < N)[:, None]
     y = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, K, BLOCK_K // 2):  # K counts bytes, of two codes each
         k = start + offs_k
-        a = tl.load(a_ptr + m[:, None] * K + k[None, :], mask=in_m & (k < K)[None, :], other=0)
-        b = tl.load(b_ptr + n[:, None] * K + k[None, :], mask=in_n & (k < K)[None, :], other=0)
+        a = tl.load(a_ptr + m[:, None] * K + k[None, :], mask=m_mask & (k < K)[None, :], other=0)
+        b = tl.load(b_ptr + n[:, None] * K + k[None, :], mask=n_mask & (k < K)[None, :], other=0)
         at = start // (_BLOCK // 2) + offs_b
         there = (at < B)[None, :]
-        s = tl.load(of_a_ptr + m[:, None] * B + at[None, :], mask=in_m & there, other=0)
-        t = tl.load(of_b_ptr + n[:, None] * B + at[None, :], mask=in_n & there, other=0)
+        s = tl.load(a_scales_ptr + m[:, None] * B + at[None, :], mask=m_mask & there, other=0)
+        t = tl.load(b_scales_ptr + n[:, None] * B + at[None, :], mask=n_mask & there, other=0)
         if SCALED:
             s, t = s.to(tl.float8e4nv, bitcast=True), t.to(tl.float8e4nv, bitcast=True)
             y = tl.dot_scaled(a, s, "e2m1", tl.trans(b), t, "e2m1", y)
@@ -76,11 +76,11 @@ def _scaled_nvfp4_kernel(
             y = tl.dot(rows, tl.trans(columns), y, input_precision=PRECISION)
     y = y * tl.load(scale_ptr)
     out = y_ptr + m[:, None] * N + n[None, :]
-    tl.store(out, y.to(y_ptr.dtype.element_ty), mask=in_m & (n < N)[None, :])
+    tl.store(out, y.to(y_ptr.dtype.element_ty), mask=m_mask & (n < N)[None, :])
 
 
 def _scaled_nvfp4_matmul_triton(
-    a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, scale: Tensor, dtype: torch.dtype
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
     (rows, half), outputs = a.shape, len(b)
     y = torch.empty(rows, outputs, dtype=dtype, device=a.device)
@@ -89,7 +89,7 @@ def _scaled_nvfp4_matmul_triton(
         tile = (128, 64, 64) if scaled else (16, 16, 128)  # larger tiles spill registers
         grid = triton.cdiv(rows, tile[0]), triton.cdiv(outputs, tile[1])
         _scaled_nvfp4_kernel[grid](
-            a, of_a, b, of_b, scale, y, rows, outputs, half, of_a.shape[1],
+            a, a_scales, b, b_scales, scale, y, rows, outputs, half, a_scales.shape[1],
             BLOCK_M=tile[0], BLOCK_N=tile[1], BLOCK_K=tile[2], SCALED=scaled,
             PRECISION="ieee" if INTERPRETED else "tf32",  # six bits, exact in both dtypes
             num_warps=8 if scaled else 4,
@@ -114,8 +114,8 @@ def nvfp4_matmul(
         (M, N); (M, K) if `transposed`. NaN if `scale` is NaN.
     """
     weight = decode_weight(packed, q.dtype)
-    weight, of_weight = round_nvfp4(weight.T if transposed else weight)
-    return ((q @ weight.T).float() * (scale * of_weight)).to(dtype)
+    weight, weight_scale = round_nvfp4(weight.T if transposed else weight)
+    return ((q @ weight.T).float() * (scale * weight_scale)).to(dtype)
 
 
 def nvfp4_product(x: Tensor, packed: Packed, *, transposed: bool = False) -> Tensor:
@@ -138,16 +138,16 @@ def nvfp4_product(x: Tensor, packed: Packed, *, transposed: bool = False) -> Ten
     if not (uses_triton(x) and capability(x) >= FIRST_CAPABILITY):
         return nvfp4_matmul(*round_nvfp4(x), packed, transposed, x.dtype)
     weight = decode_weight_triton(packed, x.dtype)
-    a, of_a, first = encode_nvfp4(x)
-    b, of_b, second = encode_nvfp4(weight.T if transposed else weight)
-    return scaled_nvfp4_matmul(a, of_a, b, of_b, first * second, x.dtype)
+    a, a_scales, first = encode_nvfp4(x)
+    b, b_scales, second = encode_nvfp4(weight.T if transposed else weight)
+    return scaled_nvfp4_matmul(a, a_scales, b, b_scales, first * second, x.dtype)
 
 
 scaled_nvfp4_matmul = Operation(
     "scaled_nvfp4_matmul", _scaled_nvfp4_matmul_triton, _scaled_nvfp4_matmul_torch,
     {
-        "a": Array("M, 8 * B", UINT8, dense=True), "of_a": Array("M, B", UINT8, dense=True),
-        "b": Array("N, 8 * B", UINT8, dense=True), "of_b": Array("N, B", UINT8, dense=True),
+        "a": Array("M, 8 * B", UINT8, dense=True), "a_scales": Array("M, B", UINT8, dense=True),
+        "b": Array("N, 8 * B", UINT8, dense=True), "b_scales": Array("N, B", UINT8, dense=True),
         "scale": Array("1", FLOAT, dense=True), "dtype": Number(),
     },
 )  # fmt: skip
@@ -155,9 +155,9 @@ scaled_nvfp4_matmul = Operation(
 
 Args:
     a: (M, 8 B) uint8 codes, contiguous, from `encode_nvfp4`.
-    of_a: (M, B) uint8: scales of a.
+    a_scales: (M, B) uint8: scales of a.
     b: (N, 8 B) like a.
-    of_b: (N, B) like `of_a`: scales of b.
+    b_scales: (N, B) like `a_scales`: scales of b.
     scale: (1,) float32: g_a g_b.
     dtype: dtype of the result, bfloat16 or float32.
 

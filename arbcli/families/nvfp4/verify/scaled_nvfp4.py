@@ -18,11 +18,11 @@ from arbcli.verify.verification import Case, Gate, Timing, Verification
 
 
 def scaled_nvfp4_matmul_reference(
-    a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, scale: Tensor, dtype: torch.dtype
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Compute `scaled_nvfp4_matmul` in float64."""
     rows, columns = (
-        nvfp4_numbers(*part, torch.float64) for part in ((a, of_a), (b, of_b))
+        nvfp4_numbers(*part, torch.float64) for part in ((a, a_scales), (b, b_scales))
     )  # (M, K), (N, K)
     return rows @ columns.T * scale.double()
 
@@ -38,10 +38,10 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
             x = torch.randn(length, inputs, generator=generator)
             x *= torch.exp2(torch.randint(-6, 7, (length, 1), generator=generator))
             parts.append(encode_nvfp4.torch(x.to(device)))
-        (a, of_a, first), (b, of_b, second) = parts
+        (a, a_scales, first), (b, b_scales, second) = parts
         for dtype in real_dtypes(device):
             label = f"{rows}x{outputs}x{inputs} {dtype_name(dtype)}"
-            yield Case(label, (a, of_a, b, of_b, first * second, dtype))
+            yield Case(label, (a, a_scales, b, b_scales, first * second, dtype))
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -59,8 +59,8 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     sides = [encode_nvfp4.torch(rng.reals(rows, k)) for rows in (m, n)]
-    (a, of_a, first), (b, of_b, second) = sides
-    return a, of_a, b, of_b, first * second, rng.dtype
+    (a, a_scales, first), (b, b_scales, second) = sides
+    return a, a_scales, b, b_scales, first * second, rng.dtype
 
 
 scaled_nvfp4_matmul_verification = Verification(

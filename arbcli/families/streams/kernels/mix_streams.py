@@ -35,13 +35,13 @@ def mix_streams_torch(
 def _mix_streams_backward_torch(
     grad_y: Tensor, x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None
 ) -> tuple[Tensor, ...]:
-    g, of_x = grad_y.float(), x.float()
-    grad_x = torch.einsum("mij,mid->mjd", weights, g).to(x.dtype)
-    grad_weights = torch.einsum("mid,mjd->mij", g, of_x)
+    grad, inputs = grad_y.float(), x.float()
+    grad_x = torch.einsum("mij,mid->mjd", weights, grad).to(x.dtype)
+    grad_weights = torch.einsum("mid,mjd->mij", grad, inputs)
     if added is None:
         return grad_x, grad_weights
-    grad_added = torch.einsum("mi,mid->md", gains, g).to(x.dtype)
-    return grad_x, grad_weights, grad_added, torch.einsum("mid,md->mi", g, added.float())
+    grad_added = torch.einsum("mi,mid->md", gains, grad).to(x.dtype)
+    return grad_x, grad_weights, grad_added, torch.einsum("mid,md->mi", grad, added.float())
 
 
 @triton.jit
@@ -88,8 +88,8 @@ def _mix_streams_backward_kernel(
         for j in tl.static_range(N):
             x_ptrs = x_ptr + m * stride_xm + j * stride_xj + d * stride_xd
             x = tl.load(x_ptrs, mask=mask, other=0).to(tl.float32)
-            of_x = tl.sum(g * x[None, :], axis=1)
-            grad_weights += tl.where(every == j, 1.0, 0.0)[None, :] * of_x[:, None]
+            products = tl.sum(g * x[None, :], axis=1)
+            grad_weights += tl.where(every == j, 1.0, 0.0)[None, :] * products[:, None]
             w = tl.load(weights_ptr + m * stride_wm + i * stride_wi + j * stride_wj)
             grad_x = tl.sum(w[:, None] * g, axis=0)
             grad_ptrs = grad_x_ptr + (m * N + j) * D + d

@@ -52,8 +52,8 @@ def stream_weights_torch(
         p = p / p.sum(dim=2, keepdim=True)
         p = p / p.sum(dim=1, keepdim=True)
     p = p / p.sum(dim=2, keepdim=True).clamp(min=1)
-    of_rows, of_columns = ((1 - p.sum(dim, keepdim=True)).clamp(min=0) for dim in (2, 1))
-    b = p + of_rows * of_columns / (of_rows.sum(dim=1, keepdim=True) + SLACK)
+    row_lacks, column_lacks = ((1 - p.sum(dim, keepdim=True)).clamp(min=0) for dim in (2, 1))
+    b = p + row_lacks * column_lacks / (row_lacks.sum(dim=1, keepdim=True) + SLACK)
     return torch.sigmoid(a), b, 2 * torch.sigmoid(c - SHIFT)
 
 
@@ -102,20 +102,20 @@ def _back_through(g, first, rounds):
     """Propagate the gradient of what rounds make of `first` back to it, from the last one on."""
     for done in range(rounds):
         p = _several_rounds(first, rounds - 1 - done)
-        of_row = tl.sum(p, axis=2)[:, :, None]
-        p = p / of_row
-        of_column = tl.sum(p, axis=1)[:, None, :]
-        g = (g - tl.sum(g * p / of_column, axis=1)[:, None, :]) / of_column
-        g = (g - tl.sum(g * p, axis=2)[:, :, None]) / of_row
+        row_sums = tl.sum(p, axis=2)[:, :, None]
+        p = p / row_sums
+        column_sums = tl.sum(p, axis=1)[:, None, :]
+        g = (g - tl.sum(g * p / column_sums, axis=1)[:, None, :]) / column_sums
+        g = (g - tl.sum(g * p, axis=2)[:, :, None]) / row_sums
     return g
 
 
 @triton.jit
 def _lacking(p):
     """Compute the deficits of rows and columns, [BLOCK_M, N] each, and the divisor."""
-    of_rows = tl.maximum(1 - tl.sum(p, axis=2), 0)
-    of_columns = tl.maximum(1 - tl.sum(p, axis=1), 0)
-    return of_rows, of_columns, tl.sum(of_rows, axis=1) + _SLACK
+    row_lacks = tl.maximum(1 - tl.sum(p, axis=2), 0)
+    column_lacks = tl.maximum(1 - tl.sum(p, axis=1), 0)
+    return row_lacks, column_lacks, tl.sum(row_lacks, axis=1) + _SLACK
 
 
 @triton.jit
@@ -135,8 +135,8 @@ def _stream_weights_kernel(
     z, _ = _load_square(raw_ptr, bias_ptr, offs_m, M, stride_rm, N)
     p = _several_rounds(_begin(z), rounds)
     p = p / tl.maximum(tl.sum(p, axis=2), 1)[:, :, None]
-    of_rows, of_columns, lacking = _lacking(p)
-    b = p + of_rows[:, :, None] * (of_columns / lacking[:, None])[:, None, :]
+    row_lacks, column_lacks, lacking = _lacking(p)
+    b = p + row_lacks[:, :, None] * (column_lacks / lacking[:, None])[:, None, :]
     i = tl.arange(0, N)
     places = offs_m[:, None, None] * (N * N) + i[None, :, None] * N + i[None, None, :]
     tl.store(b_ptr + places, b, mask=(offs_m < M)[:, None, None])
@@ -173,14 +173,14 @@ def _stream_weights_backward_kernel(
     sums = tl.maximum(tl.sum(p, axis=2), 1)[:, :, None]
     above = tl.sum(p, axis=2)[:, :, None] > 1
     p = p / sums
-    of_rows, of_columns, lacking = _lacking(p)
-    share = of_columns / lacking[:, None]
-    to_rows = tl.sum(g * share[:, None, :], axis=2)  # [BLOCK_M, N], of what rows lack
-    to_sum = tl.sum(to_rows * of_rows, axis=1) / lacking
-    to_rows = tl.where(of_rows > 0, to_rows - to_sum[:, None], 0)
-    to_columns = tl.sum(g * (of_rows / lacking[:, None])[:, :, None], axis=1)
-    to_columns = tl.where(of_columns > 0, to_columns, 0)
-    g = g - to_rows[:, :, None] - to_columns[:, None, :]
+    row_lacks, column_lacks, lacking = _lacking(p)
+    share = column_lacks / lacking[:, None]
+    grad_rows = tl.sum(g * share[:, None, :], axis=2)  # [BLOCK_M, N], of what rows lack
+    grad_total = tl.sum(grad_rows * row_lacks, axis=1) / lacking
+    grad_rows = tl.where(row_lacks > 0, grad_rows - grad_total[:, None], 0)
+    grad_columns = tl.sum(g * (row_lacks / lacking[:, None])[:, :, None], axis=1)
+    grad_columns = tl.where(column_lacks > 0, grad_columns, 0)
+    g = g - grad_rows[:, :, None] - grad_columns[:, None, :]
     g = tl.where(above, (g - tl.sum(g * p, axis=2)[:, :, None]) / sums, g)
     g = _back_through(g, fourth, rounds - 3 * quarter)
     g = _back_through(g, third, quarter)

@@ -37,8 +37,8 @@ def _stream_weights(z: Tensor, n: int, rounds: int) -> tuple[Tensor, Tensor, Ten
         p = torch.stack([row / row.sum() for row in p])
         p = torch.stack([column / column.sum() for column in p.T]).T
     p = torch.stack([row / row.sum().clamp(min=1) for row in p])
-    of_rows, of_columns = ((1 - p.sum(dim)).clamp(min=0) for dim in (1, 0))
-    return a, p + torch.outer(of_rows, of_columns) / (of_rows.sum() + 2**-21), c
+    row_lacks, column_lacks = ((1 - p.sum(dim)).clamp(min=0) for dim in (1, 0))
+    return a, p + torch.outer(row_lacks, column_lacks) / (row_lacks.sum() + 2**-21), c
 
 
 def stream_weights_backward_reference(

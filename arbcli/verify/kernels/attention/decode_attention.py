@@ -220,8 +220,10 @@ def _draw_8bit(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> t
     qkv, keys, values, *rest = _draw(rng, group_size, m, n, k)
     stored = rng.pick((*FORMATS.values(),))
     values = values * torch.exp2(rng.integers(-9, 9, *values.shape[:-1])[..., None].float())
-    (keys, of_keys), (values, of_values) = (quantise_entries(x, stored) for x in (keys, values))
-    return qkv, keys, values, *rest, False, torch.stack((of_keys, of_values), dim=-3)
+    (keys, key_exponents), (values, value_exponents) = (
+        quantise_entries(x, stored) for x in (keys, values)
+    )
+    return qkv, keys, values, *rest, False, torch.stack((key_exponents, value_exponents), dim=-3)
 
 
 decode_attention_verification = Verification(

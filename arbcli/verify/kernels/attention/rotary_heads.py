@@ -24,8 +24,8 @@ def rotary_heads_reference(
     x = qkv[:, :, : qkv.shape[2] - kv].to(torch.float64)
     z = x if eps is None else normalise_reference(x, eps)
     if gains is not None:
-        of_keys = torch.arange(x.shape[2], device=x.device) >= x.shape[2] - kv
-        z = z * gains.to(torch.float64)[of_keys.long()]
+        key_rows = torch.arange(x.shape[2], device=x.device) >= x.shape[2] - kv
+        z = z * gains.to(torch.float64)[key_rows.long()]
     return rotate_reference(z, cos[:, None], sin[:, None])
 
 
@@ -42,9 +42,9 @@ def rotary_heads_backward_reference(
     with torch.enable_grad():
         y = rotary_heads_reference(x, g, cos, sin, kv, eps)
         sources = (x,) if g is None else (x, g)
-        of_sources = torch.autograd.grad(y, sources, torch.cat((grad_q, grad_k), dim=2))
-    of_sources[0][:, :, -kv:] = grad_v
-    return of_sources[0], no_gains(qkv) if g is None else of_sources[1]
+        grad_sources = torch.autograd.grad(y, sources, torch.cat((grad_q, grad_k), dim=2))
+    grad_sources[0][:, :, -kv:] = grad_v
+    return grad_sources[0], no_gains(qkv) if g is None else grad_sources[1]
 
 
 SHAPES = (

@@ -23,10 +23,10 @@ def pack_gates_reference(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     ]
     codes, bases = [], []
     for rows in zip(*halves, strict=True):
-        of_row = [max(max(bits >> 7 & 255 for bits in row) - 15, 0) for row in rows]
+        base_row = [max(max(bits >> 7 & 255 for bits in row) - 15, 0) for row in rows]
         code = [
             [max((bits & 0x7FFF) - 128 * base, 0) for bits in row]
-            for row, base in zip(rows, of_row, strict=True)
+            for row, base in zip(rows, base_row, strict=True)
         ]
         low = [
             bits >> 15 << 7 | number & 127
@@ -34,21 +34,21 @@ def pack_gates_reference(gate_up: Tensor) -> tuple[Tensor, Tensor]:
             for bits, number in zip(row, numbers, strict=True)
         ]
         codes.append(low + [gate >> 7 | up >> 7 << 4 for gate, up in zip(*code, strict=True)])
-        bases.append(of_row)
+        bases.append(base_row)
     tensors = (
         torch.tensor(numbers, dtype=torch.uint8).view(len(gate_up), columns)
         for numbers, columns in ((codes, 3 * width), (bases, 2))
     )
-    of_codes, of_bases = (part.to(gate_up.device) for part in tensors)
-    return of_codes, of_bases
+    code_tensor, base_tensor = (part.to(gate_up.device) for part in tensors)
+    return code_tensor, base_tensor
 
 
 def unpack_gates_reference(codes: Tensor, bases: Tensor) -> Tensor:
     """Compute the numbers that codes and bases stand for, (M, 2 D) float64."""
     width = codes.shape[1] // 3
     numbers = torch.empty(len(codes), 2 * width, dtype=torch.float64)
-    for row, of_row, (base, base_up) in zip(numbers, codes.tolist(), bases.tolist(), strict=True):
-        low, low_up, high = of_row[:width], of_row[width : 2 * width], of_row[2 * width :]
+    for row, base_row, (base, base_up) in zip(numbers, codes.tolist(), bases.tolist(), strict=True):
+        low, low_up, high = base_row[:width], base_row[width : 2 * width], base_row[2 * width :]
         gate = [_number(some, more % 16 + base) for some, more in zip(low, high, strict=True)]
         up = [_number(some, more // 16 + base_up) for some, more in zip(low_up, high, strict=True)]
         row[:] = torch.tensor(gate + up, dtype=torch.float64)

@@ -24,9 +24,9 @@ def choose_byte_reference(
     """Compute the reference result of `choose_byte_` in `byte` and `text`, with Python floats."""
     if logits.dim() == 2:
         choices = []
-        for row, of_row in enumerate(logits):
+        for row, row_logits in enumerate(logits):
             one, text = choose_byte_reference(
-                byte.view(-1)[:1], text, of_row, position + row, key, temperature, top_k, top_p
+                byte.view(-1)[:1], text, row_logits, position + row, key, temperature, top_k, top_p
             )
             choices.append(one)
         return torch.cat(choices).view_as(byte), text

@@ -16,13 +16,13 @@ from arbcli.verify.verification import Case, Gate, Verification
 
 
 def add_symbols_reference(
-    total: Tensor, of_target: Tensor, logits: Tensor, targets: Tensor
+    total: Tensor, target_sums: Tensor, logits: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the reference result of `add_symbols_` in `total` and `of_target`, in float64."""
+    """Compute the reference result of `add_symbols_` in `total` and `target_sums`, in float64."""
     logits = logits.to(torch.float64)
     total = torch.logsumexp(torch.cat((total.double()[:, None], logits), dim=1), dim=1)
     here = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-    return total, of_target.double() + torch.where(here, logits, 0).sum(dim=1)
+    return total, target_sums.double() + torch.where(here, logits, 0).sum(dim=1)
 
 
 def grade_symbols_reference(
@@ -88,7 +88,7 @@ def _draw_graded(rng: CaseGenerator, _group_size: int, m: int, _n: int, k: int) 
 _SIZES = {"V": f"min(k + 1, {MOST_SYMBOLS})"}
 
 add_symbols_verification = Verification(
-    add_symbols_, add_symbols_reference, _add_cases, _GATE, compared=("total", "of_target"),
+    add_symbols_, add_symbols_reference, _add_cases, _GATE, compared=("total", "target_sums"),
     sizes=_SIZES,
     timed=[Timed("16384x4032 bf16", lambda *args: torch.logsumexp(args[2], 1), M=16384, V=4032)],
     values={"total": _total_so_far, "targets": ("-V", "2 * V")},

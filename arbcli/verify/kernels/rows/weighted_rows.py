@@ -194,15 +194,15 @@ def _grad_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         size = tokens * slots
         grad_y = torch.randn(tokens, dim, device=device, dtype=torch.bfloat16)
         weights = torch.randn(size, device=device)
-        of_slot = torch.arange(size, device=device) // slots
+        slot_rows = torch.arange(size, device=device) // slots
         for kind in ("spread", "one row has half"):
             ids = torch.randint(rows, (size,), device=device)
             if kind != "spread":
                 ids[::2] = 7
             touched = touched_rows(ids, rows)
-            inputs = (grad_y, weights, of_slot, touched.order, touched.bounds)
+            inputs = (grad_y, weights, slot_rows, touched.order, touched.bounds)
             peer = partial(
-                _add_products, grad_y, weights, of_slot, torch.searchsorted(touched.rows, ids)
+                _add_products, grad_y, weights, slot_rows, torch.searchsorted(touched.rows, ids)
             )
             label = f"{tokens}x{slots} to {rows}x{dim} bf16, {kind}"
             yield Timing(label, inputs, peer=peer)

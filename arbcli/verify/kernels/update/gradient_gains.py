@@ -84,8 +84,8 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
     def sums(rows: int, columns: int, parts: tuple[int, int], scale: float = 1.0) -> tuple:
         slope = torch.empty(rows, 3, device=device)
         squares = positive(parts[0] * parts[1]) * scale
-        of_both = positive(parts[0], rows) * scale, positive(parts[1], columns) * scale
-        return slope, squares.double() * 7, squares, *of_both
+        positive_gains = positive(parts[0], rows) * scale, positive(parts[1], columns) * scale
+        return slope, squares.double() * 7, squares, *positive_gains
 
     def control() -> tuple:
         values = ((-12345, torch.int32), (99, torch.int32), (5, torch.int64), (0, torch.int64))

@@ -31,8 +31,8 @@ def gradient_statistics_reference(
     grad = grad.double()
     weight = digits(packed).double() * scales_reference(packed).to(torch.bfloat16).double()
     products = (torch.sign(grad) if signs else grad) * weight
-    of_groups = [group.sum(1) for group in products.split(packed.group_size, dim=1)]
-    slope, squares = torch.stack(of_groups, dim=1), grad * grad
+    group_slopes = [group.sum(1) for group in products.split(packed.group_size, dim=1)]
+    slope, squares = torch.stack(group_slopes, dim=1), grad * grad
     rows, columns = (squares.sum(dim) * factored for dim in (1, 0))
     return slope, (slope * slope).sum(), squares.sum(), rows, columns
 
