@@ -9,7 +9,6 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from random import Random
 
 UNIT = 512
 """Every block is a multiple of these bytes."""
@@ -43,7 +42,8 @@ class Block:
     size: int
     """Size in bytes, a multiple of `UNIT`."""
     address: int
-    """The driver's choice; of free blocks of one size that of the lowest address is taken."""
+    """Of free blocks of one size that of the lowest address is taken. The driver chooses those of
+    segments; here they rise."""
     pool: "_Pool"
     before: "Block | None" = None
     after: "Block | None" = None
@@ -83,18 +83,16 @@ class _Pool:
 class Allocator:
     """The state of a device's allocator, and its peaks.
 
-    Args:
-        seed: seed of the random order of the segments' addresses.
-
     Attributes:
         allocated, reserved: bytes in allocated blocks, and bytes reserved from the device.
         peak_allocated, peak_reserved: the most so far.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self) -> None:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self._shared = self._current = (_Pool(small=True), _Pool(small=False))
-        self._random = Random(seed)
+        self._end = 0
+        """End of the last segment."""
 
     @property
     def is_capturing(self) -> bool:
@@ -161,7 +159,8 @@ class Allocator:
 
     def _reserve(self, pool: _Pool, size: int) -> Block:
         size = segment_bytes(size)
-        block = Block(size, self._random.getrandbits(64) << 64, pool)
+        block = Block(size, self._end, pool)
+        self._end += size
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return block

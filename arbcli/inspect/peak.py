@@ -6,7 +6,7 @@ a sum. Nothing here knows what a model consists of.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -87,10 +87,6 @@ class PeakReport:
     """All that is alive at the peak besides the state, the largest first."""
 
 
-ORDERS = 8
-"""Orders of addresses that are tried. Among free blocks of one size the allocator takes that of the
-lowest address, and the driver gives addresses as it likes: mostly all is the same, but what is
-reserved was seen to differ by up to 5 %. The worst order is left out, the next is predicted."""
 CUBLAS_BYTES = 8 * 4096 * 2**10
 """Workspace that `CUBLAS_WORKSPACE_CONFIG` asks for, as `arbcli.base.environment` sets it."""
 CUBLASLT_BYTES = 2**20
@@ -218,9 +214,7 @@ class _Trace(Storages):
     def __init__(self, device: torch.device) -> None:
         super().__init__(META)
         self.uses_gpu, self.uses_cpu = device.type == "cuda", device.type == "cpu"
-        self.memories: list[Allocator | _Total] = [_Total()]
-        if self.uses_gpu:
-            self.memories = [Allocator(seed) for seed in range(ORDERS)]
+        self.memory = Allocator() if self.uses_gpu else _Total()
         self.parts = dict.fromkeys(("state", "saved", "transient", "constant"), 0)
         self.peak, self.peak_parts, self.at = 0, self.parts, ""
         self._events: list[_Event] = []
@@ -258,8 +252,7 @@ class _Trace(Storages):
             self._give(one)
         if func in WORKSPACES and result.is_meta:
             # one for each thread that has had a product, and others where steps are captured
-            first = self.memories[0]
-            captured = isinstance(first, Allocator) and first.is_capturing
+            captured = isinstance(self.memory, Allocator) and self.memory.is_capturing
             place = (WORKSPACES[func], self._runs_backward, captured)
             if place not in self._workspaces:
                 self._workspaces.add(place)
@@ -311,23 +304,14 @@ class _Trace(Storages):
         ]
         return tuple(sorted(rows, key=lambda row: -row.bytes))
 
-    @property
-    def allocated(self) -> int:
-        """Return the bytes that are allocated now."""
-        return self.memories[0].allocated
-
-    def reserved(self) -> int:
-        """Return the maximum reserved bytes over all orders of addresses except the worst."""
-        return sorted(memory.peak_reserved for memory in self.memories)[-2:][0]
-
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Capture what is done inside, as `Trainer` does it."""
-        with ExitStack() as stack:
-            for memory in self.memories:
-                if isinstance(memory, Allocator):
-                    memory.empty_cache()
-                    stack.enter_context(memory.capturing())
+        if not isinstance(self.memory, Allocator):
+            yield
+            return
+        self.memory.empty_cache()
+        with self.memory.capturing():
             yield
 
     @property
@@ -343,22 +327,21 @@ class _Trace(Storages):
         part = part or (
             "state" if self.loading else "transient" if self._runs_backward else "saved"
         )
-        before = self.allocated
-        blocks = tuple(memory.allocate(size) for memory in self.memories)
-        size = self.allocated - before
+        before = self.memory.allocated
+        block: Any = self.memory.allocate(size)
+        size = self.memory.allocated - before
         self.parts[part] += size
         function = "" if self.loading else calling_function()
-        taken = _Taken(len(self._events), blocks, size, part, function, tensor)
+        taken = _Taken(len(self._events), block, size, part, function, tensor)
         self._events.append(_Event("take", taken))
-        if not self.loading and self.allocated >= self.peak:
-            self.peak, self.peak_parts = self.allocated, self.parts.copy()
+        if not self.loading and self.memory.allocated >= self.peak:
+            self.peak, self.peak_parts = self.memory.allocated, self.parts.copy()
             self._peak_event = len(self._events)
             self.at = f"{op} in {function}" if function == "autograd" else function
         return taken
 
     def _give(self, taken: "_Taken") -> None:
-        for memory, block in zip(self.memories, taken.blocks, strict=True):
-            memory.release(block)
+        self.memory.release(taken.block)
         self.parts[taken.part] -= taken.size
         self._events.append(_Event("give", taken))
 
@@ -368,8 +351,8 @@ class _Taken(NamedTuple):
 
     number: int
     """Number of events before."""
-    blocks: tuple
-    """Handle that each memory takes back."""
+    block: Any
+    """Handle that the memory takes back."""
     size: int
     part: str
     """Category: a key of `_Trace.parts`."""
@@ -505,7 +488,7 @@ def predict_peak(
             with trace.capturing():
                 trainer.train_step()
         parts = {f"{name}_bytes": size for name, size in trace.peak_parts.items()}
-        peak, reserved, at, live = trace.peak, trace.reserved(), trace.at, trace.live()
+        peak, reserved, at, live = trace.peak, trace.memory.peak_reserved, trace.at, trace.live()
         trainer.evaluate(num_batches=1)
     return PeakReport(
         device=device.type,
@@ -517,7 +500,7 @@ def predict_peak(
         reserved_bytes=reserved,
         at=at,
         live=live,
-        evaluated_bytes=trace.reserved(),
+        evaluated_bytes=trace.memory.peak_reserved,
     )
 
 
