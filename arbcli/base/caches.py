@@ -7,7 +7,7 @@ or root can have written it: a cache may be shared, and libraries in it are exec
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from hashlib import file_digest, sha256
 from io import BufferedReader
@@ -52,24 +52,12 @@ def is_cached(path: Path) -> bool:
     return False
 
 
-def read_cached(path: Path, tell: Callable[[str], None] = lambda _: None) -> bytes | None:
-    """Read a file that `write_cached` wrote; None if it is missing or not intact.
-
-    Args:
-        path: path of the file.
-        tell: called with the reason, one line, if an existing file is not used.
-    """
-    try:
-        with _open_own(path) as file, _open_own(_digest_file(path)) as digest:
-            content = file.read()
-            if sha256(content).hexdigest().encode() == digest.read(2 * sha256().digest_size):
-                return content
-        why = "it is damaged"
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        why = error.strerror or str(error)
-    tell(f"ignored `{path}`: {why}")
+def read_cached(path: Path) -> bytes | None:
+    """Read a file that `write_cached` wrote; None if it is missing or not intact."""
+    with suppress(OSError), _open_own(path) as file, _open_own(_digest_file(path)) as digest:
+        content = file.read()
+        if sha256(content).hexdigest().encode() == digest.read(2 * sha256().digest_size):
+            return content
     return None
 
 
