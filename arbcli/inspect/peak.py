@@ -214,7 +214,7 @@ class _Trace(Storages):
     def __init__(self, device: torch.device) -> None:
         super().__init__(META)
         self.uses_gpu, self.uses_cpu = device.type == "cuda", device.type == "cpu"
-        self.memory = Allocator() if self.uses_gpu else _Total()
+        self.memory: Allocator | _Total = Allocator() if self.uses_gpu else _Total()
         self.parts = dict.fromkeys(("state", "saved", "transient", "constant"), 0)
         self.peak, self.peak_parts, self.at = 0, self.parts, ""
         self._events: list[_Event] = []
