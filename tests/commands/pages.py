@@ -117,7 +117,8 @@ def _shown_by_train(*, quiet: bool = False) -> str:
             "entropy": 3.14159}  # fmt: skip
     config = types.SimpleNamespace(
         steps=4321, model=preset("tiny", ctx=96, scale_type="T6", rule="nibble"), accum=6,
-        device="cuda:0", backend="triton", compute="fp8", eval_interval=1000, log_every=None,
+        device="cuda:0", backend="triton", compute="fp8", eval_interval=1000,
+        log_every=None, batch=8,
     )  # fmt: skip
     trainer = types.SimpleNamespace(
         config=config,

@@ -22,6 +22,7 @@ from arbcli.base.atomic_files import write_json
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import checkpoints
 from arbcli.config.training import TrainConfig, train_config_from
+from arbcli.data.text import EVAL_BATCHES
 from arbcli.model.checkpoint import load_checkpoint, save_checkpoint
 from arbcli.training import run as run_module
 from arbcli.training import schedule
@@ -419,7 +420,8 @@ def test_runs_from_before_a_part_had_a_rule_of_its_own_continue(started):
 
 
 FREE = {
-    "data", "val", "field", "sound", "picture",  # the text itself is compared, wherever it lies
+    # the text itself is compared, wherever it lies
+    "data", "val", "field", "data_format", "sound", "picture",
     "save_every", "eval_every", "log_every", "sample_every", "keep", "keep_best", "patience",
     "recompute", "device", "backend",
     # a checkpoint says them, or their digests, and is compared
@@ -591,6 +593,7 @@ def test_minutes_count_everything(minutes, of_building, text, monkeypatch):
         release_graph=lambda: None,
         train_step=lambda: pass_time(of_step),
         evaluate=lambda batches: pass_time(batches * of_batch),
+        num_evaluation_batches=EVAL_BATCHES,
     )
     monkeypatch.setattr(
         "arbcli.training.minutes.time", SimpleNamespace(perf_counter=lambda: clock[0])
