@@ -832,11 +832,11 @@ def train_config_from(facts: dict[str, Any]) -> TrainConfig:
     """
     try:
         values = {OLD_FIELDS.get(name, name): value for name, value in facts["config"].items()}
-        if "data_format" not in values and ".bin" in " ".join(values["data"] + values["val"]):
-            values["data_format"] = "bytes"  # an earlier version read every such file so
         model = config_from_dict(values["model"])
         lists = {name: tuple(values[name]) for name in ("data", "val")}
         lists["scale_losses"] = tuple(values.get("scale_losses", ()))
+        if "data_format" not in values and ".bin" in " ".join(lists["data"] + lists["val"]):
+            values["data_format"] = "bytes"  # an earlier version read every such file so
         return TrainConfig(**(values | lists | {"model": model}))
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ArbError(
