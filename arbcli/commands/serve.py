@@ -1,12 +1,11 @@
 """`arb serve`: a server of the OpenAI protocol for a saved model."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from arbcli.base.errors import ArbError
+from arbcli.base.errors import ArbError, optional_module
 from arbcli.base.output import LiveLine, note
 from arbcli.commands._options import (
     Backend,
@@ -76,13 +75,9 @@ def serve(
     if watch is None or run or checkpoint:
         checkpoint = find_run(one_path(run, checkpoint), loads=True)
     if watch is not None and not watch.is_dir():
-        raise ArbError(f"`--watch {watch}` is no folder", hint="name a folder of runs")
+        raise ArbError(f"`--watch {watch}` is not a folder", hint="name a folder of runs")
     for package in PACKAGES:
-        if not find_spec(package):
-            raise ArbError(
-                f"`arb serve` needs the package {package}, which is not installed",
-                hint="install it: `pip install 'arb[serve]'`",
-            )
+        optional_module(package, "arb serve", package, "'arb[serve]'")
     config = checkpoint and config_in_header(checkpoint)
     if config and config.is_masked:
         raise ArbError(

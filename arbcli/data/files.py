@@ -31,7 +31,7 @@ STDIN = "-"
 HUB = "hf:"
 """Start of an entry that is a dataset of the hub."""
 ABOUT_DATASETS = ("dataset_dict.json", "dataset_info.json", "state.json")
-"""Files about a dataset, which are no texts of the folder that has it."""
+"""Files that describe a dataset, and are not texts of its folder."""
 RUN = "config.json", frozenset({"metrics.jsonl", ".lock"})
 """A folder with the first file and any of the others is a run."""
 MOST_WEIGHT = 10**9

@@ -99,7 +99,7 @@ def decoded_shards(shards: Text, tokenizer: "Tokenizer") -> Text:
     text = Text(files)
     if shards.pieces and not text:
         raise ArbError(
-            f"the tokens of `{shards.pieces[0][0]}` are no text in `{tokenizer.name}`",
+            f"the tokens of `{shards.pieces[0][0]}` are not text in `{tokenizer.name}`",
             hint="name the tokenizer that made the shard, or another `--data-format`",
         )
     return text

@@ -42,7 +42,7 @@ class Block:
     size: int
     """Size in bytes, a multiple of `UNIT`."""
     address: int
-    """Of free blocks of one size that of the lowest address is taken. The driver chooses those of
+    """The free block of the lowest address is taken if sizes are equal. The driver chooses those of
     segments; here they rise."""
     pool: "_Pool"
     before: "Block | None" = None

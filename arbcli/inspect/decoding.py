@@ -16,12 +16,11 @@ from arbcli.base.errors import ArbError
 from arbcli.config.training import TrainConfig
 from arbcli.data.text import evaluation_batches
 from arbcli.generation.decoder import Decoder, read_symbols
-from arbcli.generation.generation import spare_bytes
 from arbcli.generation.load import empty_model
 from arbcli.inspect.audit import Check, Level, check_levels, read_level
 from arbcli.inspect.trace import LiveTensors
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.kernels.runtime.device import COMPUTE, explained_out_of_memory
+from arbcli.kernels.runtime.device import COMPUTE, explained_out_of_memory, spare_bytes
 from arbcli.model.build import build_model
 from arbcli.model.checkpoint import Checkpoint
 from arbcli.model.language_model import LanguageModel
@@ -29,6 +28,7 @@ from arbcli.model.parts.base import BlockOutput, Part
 from arbcli.model.parts.cached import CachedAttention
 from arbcli.model.stack import Block
 from arbcli.training.directory import open_run_texts
+from arbcli.training.record import finite
 
 STEPS = 3
 """Measured decoding steps; the first may keep derived constants."""
@@ -101,7 +101,7 @@ def probe_decoding(
         read_symbols(model, ids[:-1], cache)
         with _watched(model) as blocks:
             logits = model(ids[None, -1:], cache)
-    low, high = map(_finite, torch.stack(logits.aminmax()).tolist())
+    low, high = map(finite, torch.stack(logits.aminmax()).tolist())
     sizes = [low, high] + [
         size for block in blocks for size in (block.stream, *block.branches.values())
     ]
@@ -215,7 +215,7 @@ def _watched(model: LanguageModel) -> Iterator[list[BlockReading]]:
         branches[part.name] = _largest(output.added)
         if isinstance(part, CachedAttention) and attention.logits is not None:
             logits = attention.logits[attention.logits != -math.inf]
-            ends[:] = [_finite(float(end)) for end in logits.aminmax()]
+            ends[:] = [finite(float(end)) for end in logits.aminmax()]
         attention.logits = None
 
     def left_block(name: str, _block: nn.Module, _args: Any, output: BlockOutput) -> None:
@@ -242,8 +242,4 @@ def _watched(model: LanguageModel) -> Iterator[list[BlockReading]]:
 
 def _largest(values: Tensor) -> float | None:
     """Return the largest |x|; None if it is not finite, or if there is none."""
-    return _finite(float(values.abs().max())) if values.numel() else None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return finite(float(values.abs().max())) if values.numel() else None

@@ -46,6 +46,7 @@ from arbcli.model.packed import StreamedTensor, TernaryTensor
 from arbcli.model.parts.base import BlockOutput, Part
 from arbcli.model.rules.base import STEP_OF_RADIX
 from arbcli.training.directory import open_run_texts, read_facts, run_config
+from arbcli.training.record import finite
 from arbcli.training.trainer import Trainer
 
 BINS = 16
@@ -180,7 +181,7 @@ def examine(
                 tally.begin()
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            lr, loss = trainer.lr, _finite(float(trainer.train_step()))
+            lr, loss = trainer.lr, finite(float(trainer.train_step()))
             peak = max(peak, peak_bytes(device))
             flips = sum([tally.finish(lr) for tally in tallies])
             stepped = _Stepped(lr, loss, flips / updater.num_weights, live_bytes())
@@ -290,11 +291,11 @@ class _Watch:
 
     def take_rms(self) -> dict[str, float | None]:
         """Return and clear the root-mean-squares; note the first value that is not finite."""
-        finite = torch.stack([largest for _, largest in self._seen]).isfinite().tolist()
-        if self.first_nonfinite is None and not all(finite):
-            what, _ = self._seen[finite.index(False)]
-            self.first_nonfinite = f"{what} by step {self.trainer.step}"
-        sizes = map(_finite, torch.stack(list(self._rms.values())).tolist())
+        are_finite = torch.stack([largest for _, largest in self._seen]).isfinite().tolist()
+        if self.first_nonfinite is None and not all(are_finite):
+            name, _ = self._seen[are_finite.index(False)]
+            self.first_nonfinite = f"{name} by step {self.trainer.step}"
+        sizes = map(finite, torch.stack(list(self._rms.values())).tolist())
         result = dict(zip(self._rms, sizes, strict=True))
         self._seen.clear()
         self._rms.clear()
@@ -399,7 +400,7 @@ def _read(
     numbers = [losses.mean(), logits.min(), logits.max(), -(log_p.exp() * log_p).sum(-1).mean()]
     numbers.append(logits.std(-1).mean())
     buckets = [bucket.mean() for bucket in losses.tensor_split(starts[1:])]
-    numbers = list(map(_finite, torch.stack(numbers + buckets).tolist()))
+    numbers = list(map(finite, torch.stack(numbers + buckets).tolist()))
     streams, ranges = watch.take_streams()
     sizes = watch.take_rms()
     blocks = [f"blocks.{index}" for index in range(trainer.config.model.layers)]
@@ -412,7 +413,7 @@ def _read(
         loss_by_position=tuple(numbers[5:]),
         residual_rms=stream,
         residual_growth=ratio(stream[-1], stream[0]),
-        residual_most=tuple(_finite(float(stream.max())) for stream in streams),
+        residual_most=tuple(finite(float(stream.max())) for stream in streams),
         growth_by_position=_growth_by_position(streams, ids, starts),
         stream_ranges=_ranges_of_blocks(ranges, parts),
         takeoff_layer=next((i for i, factor in enumerate(factors) if factor >= TAKEOFF), None),
@@ -437,7 +438,7 @@ def _growth_by_position(
     if any(stream.shape != ids.shape for stream in (first, last)):
         return ()
     growth = (last / first.clamp(min=torch.finfo(torch.float32).tiny)).mean(dim=0)
-    return tuple(_finite(float(bucket.mean())) for bucket in growth.tensor_split(starts[1:]))
+    return tuple(finite(float(bucket.mean())) for bucket in growth.tensor_split(starts[1:]))
 
 
 def _parts_of_blocks(model: LanguageModel) -> list[tuple[str | None, str | None]]:
@@ -460,7 +461,7 @@ def _ranges_of_blocks(
     ranges_of_blocks = []
     for names in parts:
         ends = [ranges[f"{name}_streams"].tolist() if name else [math.nan] * 4 for name in names]
-        ranges_of_blocks.append(tuple(_finite(value) for part in ends for value in part))
+        ranges_of_blocks.append(tuple(finite(value) for part in ends for value in part))
     return tuple(ranges_of_blocks)
 
 
@@ -569,7 +570,3 @@ def _live_counter(device: torch.device) -> Iterator[Callable[[], int]]:
     finally:
         if not frozen:
             gc.unfreeze()
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -259,7 +259,7 @@ def put_trits(tensor: TernaryTensor, rows: slice, weight: Tensor, scales: Tensor
         scales: float32 scales of the groups, (R, groups), or of all, ().
 
     Returns:
-        What the rows decode to, less T * s; (R, K) float32.
+        The decoded rows minus T * s, (R, K) float32.
     """
     rule, size, columns = tensor.rule, tensor.group_size, weight.shape[1]
     groups = num_groups(columns, size)

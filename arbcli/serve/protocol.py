@@ -314,7 +314,7 @@ class Choice:
         return "".join(texts), logprobs, finish
 
     def _name(self, symbol: Symbol) -> str:
-        """Return the text of a symbol, or `bytes:` and hexadecimals for bytes that are no text."""
+        """Return the text of a symbol, or `bytes:` and hexadecimals for bytes that are not text."""
         content = symbol.content or self._bytes(symbol.id)
         try:
             return content.decode()

@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -108,10 +108,17 @@ def _json(value: dict[str, Any], status: int = 200) -> Response:
     return Response(json.dumps(value, allow_nan=False), status, media_type="application/json")
 
 
-def _page(request: Request) -> Response:
+@cache
+def _page_and_policy() -> tuple[str, str]:
+    """Read the page, and compute its policy."""
     page = files("arbcli.serve").joinpath("page.html").read_text(encoding="utf-8")
+    return page, _policy(page)
+
+
+def _page(request: Request) -> Response:
+    page, policy = _page_and_policy()
     headers = {
-        "Content-Security-Policy": _policy(page),
+        "Content-Security-Policy": policy,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",

@@ -1,4 +1,4 @@
-"""Texts that the server generates: what is asked of one, and its output up to a stop string."""
+"""Texts that the server generates: the request of a text, and its output up to a stop string."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -174,7 +174,7 @@ def test_other_bitnets_are_refused_by_name(transformers, tmp_path):
         path.write_text(json.dumps(changed))
         with pytest.raises(ArbError, match=f"`quantization_config`: `{name}`"):
             import_folder(tmp_path / "folder", tmp_path / "run")
-    path.write_text(json.dumps({**about, "quantization_config": None}))
+    path.write_text(json.dumps(about | {"quantization_config": None}))
     with pytest.raises(ArbError, match="has no `quantization_config`"):
         import_folder(tmp_path / "folder", tmp_path / "run")
     path.write_text(json.dumps(about))

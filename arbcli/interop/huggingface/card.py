@@ -42,16 +42,16 @@ def model_card(weights: Weights, name: str, *, packed: bool = False) -> str:
     of += " (in the embedding, an integer of one byte)" if is_bitnet else ""
     reads_bytes = config.vocabulary == VOCABULARY
     units = "bytes" if reads_bytes else "tokens"
-    about = _parts(config) if packed else _dense(known_shape(config))
+    description = _parts(config) if packed else _dense(known_shape(config))
     base = base_model(weights.path.parent / COMPANIONS)
     rows = {
         **({"base model": base} if base else {}),
         "weights": f"{number:,}, each {of} times a scale of {config.group_size}",
-        "shape": f"{about.pop('shape')}, context {config.ctx} {units}",
+        "shape": f"{description.pop('shape')}, context {config.ctx} {units}",
         "tokens": "the 256 bytes; byte 0 ends a text"
         if reads_bytes
         else f"{config.vocabulary:,}, of `tokenizer.json`",
-        **about,
+        **description,
         "update rule": config.rule_text,
         "steps": f"{checkpoint.step:,}",
         "trained in": weights.compute,

@@ -65,7 +65,7 @@ def vector(length: int) -> nn.Parameter:
 
 
 class Reading(NamedTuple):
-    """What parts read besides the stream of a text."""
+    """Inputs of parts in addition to the stream of a text."""
 
     text: Tensor
     """Symbols of the text, int64."""
@@ -435,4 +435,4 @@ class ArbForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 Inner = Callable[[Tensor, Reading], Tensor]
-"""What an outer stage runs on its chunks."""
+"""The stages inside an outer one, as a function of its chunks."""

@@ -70,5 +70,6 @@ class RoundedGate(RoundedRMSNorm):
         assert isinstance(x, Tensor), "gates of BitNet are not packed"
         gate, up = x.chunk(2, dim=-1)
         gate = gate.relu()
-        grad, y = super().backward(grad_y, gate.square().mul_(up))
-        return torch.cat([(gate * up).mul_(grad).mul_(2), gate.square().mul_(grad)], dim=-1), y
+        squares = gate.square()
+        grad, y = super().backward(grad_y, squares * up)
+        return torch.cat([(gate * up).mul_(grad).mul_(2), squares.mul_(grad)], dim=-1), y
