@@ -45,6 +45,7 @@ class StepSizes(NamedTuple):
 
     scale_gain: tuple[Tensor, Tensor]
     direct_gain: tuple[Tensor, Tensor]
+    whole_scale_gain: tuple[Tensor, Tensor]
     whole_gain: tuple[Tensor, Tensor]
     blend_gain: tuple[Tensor, Tensor]
     alone_gain: tuple[Tensor, Tensor]
@@ -57,8 +58,13 @@ class StepSizes(NamedTuple):
     share_size: Tensor
 
 
-GAINS = "scale_gain", "direct_gain", "whole_gain", "blend_gain", "alone_gain"
+GAINS = (
+    "scale_gain", "direct_gain", "whole_scale_gain", "whole_gain", "blend_gain", "alone_gain",
+)  # fmt: skip
 """Fields of `StepSizes` that are a gain and a shift."""
+
+BOOST_UNIT = 256
+"""Fixed point of the factors of gradients in moments: see `Updater`."""
 
 
 class StepLayout:
@@ -69,8 +75,10 @@ class StepLayout:
     | `squares` | int64 | matrices | sums of squares of moments, which updates add up |
     | `nonfinite` | int64 | | whether a gradient was not finite, which updates set |
     | `step_size`, `share_size` | int64 | paces | see `StepControl` |
+    | `weight` | int32 | | weight of the micro-batch in averages, in units of 2**-16 |
     | `GAINS` | int32 | paces, 2 | gain and shift of each |
     | `limit`, `row_limit`, `decay`, `direct_decay` | int32 | paces | see `StepSizes` |
+    | `largest_boost` | int32 | | largest factor of gradients in moments, see `BOOST_UNIT` |
     | `step` | int32 | | number of the step |
     | `turn`, `turn_alone` | int32 | | offsets of a step, and of a micro-batch |
     | `keys` | int32 | matrices, NUM_STREAMS | keys of random bits |
@@ -90,6 +98,7 @@ class StepLayout:
             **dict.fromkeys(GAINS, (narrow, (paces, 2))),
             **dict.fromkeys(("limit", "row_limit", "decay"), (narrow, (paces,))),
             "direct_decay": (narrow, (paces,)),
+            **dict.fromkeys(("weight", "largest_boost"), (narrow, (1,))),
             **dict.fromkeys(("step", "turn", "turn_alone"), (narrow, (1,))),
             "keys": (narrow, (matrices, NUM_STREAMS)),
         }
@@ -159,8 +168,9 @@ def step_values(
     lrs = (np.array(rates)[:, None] * lr_factors)[:, None]  # (steps, 1, paces)
     sizes = lrs * radices * STEP_OF_RADIX
     shape = len(steps), len(weights), len(paces)
-    shares = [lrs * SCALE_STEP / divisors, sizes / divisors]
-    factors = np.stack([*shares, np.broadcast_to(sizes, shape)])
+    wholes = [lrs * SCALE_STEP, sizes]
+    parts = [whole / divisors for whole in wholes] + wholes
+    factors = np.stack([np.broadcast_to(part, shape) for part in parts])
     blends = units / np.stack([divisors, np.ones_like(divisors)])[:, None]
     blends = np.broadcast_to(blends, (2, *shape))
     gains = np.concatenate([fixed_point_gains(factors), blend_gains(blends)], axis=1)
@@ -174,11 +184,14 @@ def step_values(
     return {
         "step_size": moments,
         "share_size": quotients * weights[:, None] + remainders * weights[:, None] // total,
+        "weight": np.rint(UNIT * weights / total)[:, None],
         **dict(zip(GAINS, np.moveaxis(gains, 0, -1), strict=True)),
         "limit": limits,
         "row_limit": limits * ROW_CLIP // STEP_CLIP,
         "decay": decays,
         "direct_decay": np.rint(decays / divisors),
+        # by the root of the number of micro-batches, or of as many as unequal ones are worth
+        "largest_boost": np.rint(BOOST_UNIT * total / np.sqrt(max(1, np.square(weights).sum()))),
         "step": numbers,
         "turn": numbers * GOLDEN_TURN % UNIT,
         "turn_alone": updates * GOLDEN_TURN % UNIT,

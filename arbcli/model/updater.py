@@ -27,6 +27,7 @@ from arbcli.kernels.update.gradient_statistics import (
     SignGradient,
     gradient_statistics,
 )
+from arbcli.kernels.update.moment_squares import moment_squares
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.model.optimizers.base import Direction, FactoredUpdate
 from arbcli.model.packed import TernaryTensor
@@ -39,11 +40,13 @@ from arbcli.model.rules.base import (
     State,
     StepControl,
 )
-from arbcli.model.step_parameters import Pace, StepLayout, step_values
+from arbcli.model.step_parameters import BOOST_UNIT, Pace, StepLayout, step_values
 
 if TYPE_CHECKING:
     from arbcli.kernels.rows.table_rows import TouchedRows
 
+LARGEST_RATIO = 1 << 16
+"""Ratio of squares that is large enough for all numbers of micro-batches."""
 HELD_BYTES = 2**25
 """Maximum size of held gradients."""
 
@@ -168,6 +171,29 @@ class Updater:
         """Areas whose scales are stepped by the computed slopes."""
         self._slopes: dict[int, tuple[Tensor, Tensor]] = {}
         """Computed slopes and their squares, by index of the matrix."""
+        self._slope_sums: dict[int, Tensor] = {}
+        """Weighted sums of the slopes of the step so far, by index of the matrix."""
+        self._averaging = [
+            (index, tensor)
+            for tensor, index in zip(self.tensors, first[:-1], strict=True)
+            if tensor.rule.moment_range and self._steps_once(tensor)
+        ]
+        """Tensors whose moments average the gradients of a step, with indices of their matrices."""
+        places = [self._paces.index(_pace(t)) for t in self.tensors for _ in range(t.matrices)]
+        self._places = torch.tensor(places, device=self.device)
+        """Index of the pace of each matrix."""
+        squares = [t.rule.expected_square * t.matrix_rows * t.in_features for t in self.tensors]
+        self._expected = torch.tensor(
+            [
+                round(square * BOOST_UNIT)
+                for square, tensor in zip(squares, self.tensors, strict=True)
+                for _ in range(tensor.matrices)
+            ],
+            **counter,
+        )
+        """Expected sum of the squares of each moment, in units of 1 / BOOST_UNIT."""
+        self._boosts = self._expected
+        self._blend_gains: Tensor | None = None
 
     takes_signs = True
     """Whether gradients may be passed as signs, for rules that read no more."""
@@ -190,8 +216,8 @@ class Updater:
             step: number of the step, from 0.
             lr: learning rate.
             accumulation: number of micro-batches. The moment decays before the first gradient and
-                averages all; weights step after the last. Scales, and weights without a moment,
-                step by a share after each gradient.
+                averages all; scales and weights step after the last. Weights without a moment step
+                by a share after each gradient.
             counts: number of learnt symbols of each micro-batch, which are their weights in
                 averages; None if all are equal.
         """
@@ -254,7 +280,49 @@ class Updater:
         self._step, self._turn, self._turn_alone = (
             field[name][0] for name in ("step", "turn", "turn_alone")
         )
+        self._weight = field["weight"][0]
         self._sizes = dict(zip(self._paces, self._layout.sizes(row), strict=True))
+        self._blend_gains = None
+        if self.accumulation > 1:
+            if micro == 0:
+                self._slope_sums.clear()  # of a step that was aborted
+                self._boosts = self._compute_boosts(field["largest_boost"][0])
+            self._blend_gains = self._boosted(field["blend_gain"])
+
+    @torch.no_grad()
+    def _compute_boosts(self, largest: Tensor) -> Tensor:
+        """Compute a factor of gradients in the moment of each matrix, (matrices,) int64.
+
+        The average of n gradients of unit RMS has an RMS from 1, if they are equal, to 1 / sqrt(n),
+        if they are independent, and rounding to the moment must be small beside it. The factor is
+        r**2, within 1..sqrt(n), for the ratio r of the expected mean square of the moment to its
+        mean square before the step. With a decay of 0.9, the moment settles fastest with this
+        exponent.
+
+        Returns:
+            Factors in units of 1 / BOOST_UNIT.
+        """
+        squares = torch.zeros_like(self._expected)
+        for index, tensor in self._averaging:
+            for number in range(tensor.matrices):
+                moment = tensor.rule.moment_bytes(tensor.matrix(number))
+                moment_squares(moment, squares[index + number], tensor.rule.share_a_byte)
+        ratios = torch.div(self._expected, squares.clamp_(min=1), rounding_mode="floor")
+        ratios.clamp_(max=LARGEST_RATIO)
+        boosts = ratios.square_().floor_divide_(BOOST_UNIT).clamp_(min=BOOST_UNIT)
+        return boosts.minimum(largest)
+
+    def _boosted(self, gains: Tensor) -> Tensor:
+        """Multiply gains and shifts of paces, (paces, 2), by boosts: (matrices, 2) int32."""
+        gains, shifts = gains[self._places].unbind(1)
+        bits = (self.accumulation - 1).bit_length() + 1 >> 1  # so that gains stay below 1024
+        boosted = torch.div(self._boosts * gains, BOOST_UNIT << bits, rounding_mode="floor")
+        return torch.stack((boosted.to(torch.int32), shifts - bits), dim=1)
+
+    @staticmethod
+    def _steps_once(tensor: TernaryTensor) -> bool:
+        """Return whether a tensor steps after the last gradient of a step, not after each."""
+        return tensor.matrices == 1 or tensor.always_has_gradients
 
     def finish(self, maximum: Callable[[Tensor], Tensor] = lambda flag: flag) -> None:
         """Finish a step: count it if one of its gradients was not finite.
@@ -514,21 +582,34 @@ class Updater:
 
     def _control_of(self, target: _Target) -> StepControl:
         """Return the parameters of an update of a matrix."""
-        tensor, _, index, _, first, last, share = target
+        tensor, state, index, _, first, last, share = target
         keys, turn = self.keys[index].unbind(), self._no_turn
         if tensor.rule.turns_bits:  # offset for each step, or for each gradient that steps alone
             turn = self._turn_alone if first and last else self._turn
             keys = (*keys[:TRIT], self._steady_keys[index], *keys[TRIT + 1 :])
         sizes = self._sizes[_pace(tensor)]
+        blend_gain = sizes.blend_gain
+        if self._blend_gains is not None:
+            blend_gain = self._blend_gains[index, 0], self._blend_gains[index, 1]
+        slopes = None
+        if not (first and last) and tensor.rule.has_fraction and not tensor.fixed_scales:
+            slopes = self._slope_sums.pop(index, None)
+            if slopes is None:
+                slopes = torch.zeros_like(state["exponent"], dtype=torch.float32)
+            if not last:
+                self._slope_sums[index] = slopes
         decays = bool(self.weight_decay) and tensor.decays
         return StepControl(
             step=self._step,
             turn=turn,
             keys=keys,
             scale_gain=(self._no_turn,) * 2 if tensor.fixed_scales else sizes.scale_gain,
+            whole_scale_gain=sizes.whole_scale_gain,
+            weight=self._weight,
+            slopes=slopes,
             direct_gain=sizes.direct_gain,
             whole_gain=sizes.whole_gain,
-            blend_gain=sizes.blend_gain,
+            blend_gain=blend_gain,
             alone_gain=sizes.alone_gain,
             step_size=sizes.step_size,
             share_size=sizes.share_size,
@@ -550,14 +631,16 @@ class Updater:
         """
         self.step_held()
         for tensor in tensors:
-            whole = tensor.matrices == 1 or tensor.always_has_gradients
-            if not whole or not tensor.rule.moment_range:
+            if not self._steps_once(tensor):
                 continue  # its matrices have stepped with each gradient
             for number in range(tensor.matrices):
                 state, index = tensor.matrix(number), self._index[id(tensor)] + number
                 target = _Target(tensor, state, index, self._unused[index], False, True)
                 ok, control = torch.ones_like(self._step), self._control_of(target)
                 tensor.updates += 1
+                tensor.rule.end_scales(state, control)
+                if not tensor.rule.moment_range:
+                    continue  # its weights have stepped with each gradient
                 if tensor.direction is None or not tensor.averages_gradients:
                     tensor.rule.step_by_average(state, ok, control)
                     continue

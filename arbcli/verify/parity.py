@@ -49,6 +49,7 @@ from arbcli.verify.reference import (
 )
 from arbcli.verify.subjects import ParityResult, Subject
 from arbcli.verify.update_reference import (
+    reference_boost,
     reference_direction,
     reference_rate,
     reference_slope,
@@ -524,13 +525,19 @@ def _update(subject: Subject) -> Iterator[ParityResult]:
         tensors_of_rules = {name: _tensor(subject, name) for name in config.rules}
         tensors = [tensor for tensor, _ in tensors_of_rules.values()]
         updater = Updater(tensors, 3, torch.float32, weight_decay=decay)
+        slopes: dict[str, list[Tensor]] = {name: [] for name in config.rules}
+        boosts: dict[str, float] = {}
         for micro in range(micros):
             with use_backend(subject.backend):
                 updater.begin(0, LR, micro, micros)
             for name, (tensor, grads) in tensors_of_rules.items():
                 of = f" of {name}" if len(tensors_of_rules) > 1 else ""
                 grad, before = grads[micro], state_values(tensor)
-                slope = reference_slope(grad, reference_weight(tensor), tensor.group_size)
+                slopes[name].append(
+                    reference_slope(grad, reference_weight(tensor), tensor.group_size)
+                )
+                if micro == 0:
+                    boosts[name] = reference_boost(before["m"], micros)
                 with use_backend(subject.backend):
                     updater(tensor, grad)
                 after = state_values(tensor)
@@ -543,8 +550,8 @@ def _update(subject: Subject) -> Iterator[ParityResult]:
                     direction = unit_gradient(grad)
                 lr = LR * reference_rate(name, config.rule, config.digits)
                 expected = reference_step(
-                    tensor, before, after["m"], direction, slope, lr, micro, micros, smoothed,
-                    decay,
+                    tensor, before, after["m"], direction, slopes[name], lr, micros, boosts[name],
+                    smoothed, decay,
                 )  # fmt: skip
                 for digit, size in _units(name, config.digits).items():
                     got = (after[digit] / size, expected[digit] / size)

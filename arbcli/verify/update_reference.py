@@ -1,5 +1,7 @@
 """Packed tensors and their update again, in float64 and plain torch, written from the formulas."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -110,10 +112,10 @@ def reference_step(
     before: dict[str, Tensor],
     stored_moment: Tensor,
     direction: Tensor,
-    slope: Tensor,
+    slopes: list[Tensor],
     lr: float,
-    micro: int = 0,
     accumulation: int = 1,
+    boost: float = 1.0,
     smoothed: Tensor | None = None,
     weight_decay: float = 0.0,
 ) -> dict[str, Tensor]:
@@ -124,21 +126,25 @@ def reference_step(
         before: result of `state_values` before the step.
         stored_moment: moment in its result after the step, as weights step by the stored moment.
         direction: (N, K), of unit RMS; the gradient itself if the moment averages gradients.
-        slope: (N, groups), of unit RMS.
+        slopes: (N, groups) of each micro-batch up to this one, of unit RMS.
         lr: learning rate of the step.
-        micro: index of the micro-batch in the step.
         accumulation: number of micro-batches of the step.
+        boost: factor of gradients in the moment: see `reference_boost`.
         smoothed: (N, K), the direction of the stored moment, if weights step along it.
         weight_decay: at `lr` 1 weights shrink by a 128th of it in a step.
     """
     rule, largest = tensor.rule, tensor.rule.radix + tensor.rule.remainder_max
     size, z, m = lr * rule.radix / 16, before["z"], before["m"]
-    v = before["v"] - 4 * lr / accumulation * slope.clamp(-3, 3)
+    v, micro = before["v"], len(slopes) - 1
+    if micro == accumulation - 1:
+        slope = torch.stack([slope.clamp(-3, 3) for slope in slopes]).mean(0)
+        v = v - 4 * lr * (slope / (_rms(slope) if micro else 1)).clamp(-3, 3)
     shrunk = lr * weight_decay / 128 * z
     if not rule.moment_range:
         z = z - shrunk / accumulation - size / accumulation * direction.clamp(-4, 4)
     else:
-        m = (0.9 if micro == 0 else 1.0) * m + 0.1 / accumulation * direction.clamp(-32, 32)
+        m = (0.9 if micro == 0 else 1.0) * m
+        m = m + 0.1 * boost / accumulation * direction.clamp(-32, 32)
         if micro == accumulation - 1:
             along = stored_moment / _rms(stored_moment) if smoothed is None else smoothed
             z = z - shrunk - size * along.clamp(-4, 4)
@@ -147,6 +153,16 @@ def reference_step(
         "v": v.clamp(-96 * 128, 31 * 128 + 127),
         "m": m.clamp(-rule.moment_range, rule.moment_range),
     }
+
+
+def reference_boost(moment: Tensor, accumulation: int) -> float:
+    """Compute the factor of gradients in a moment, from its value before the step.
+
+    Independent gradients of unit RMS have a moment with a mean square of 0.1**2 / (1 - 0.9**2).
+    """
+    square = float(moment.square().mean())
+    ratio = 0.1**2 / (1 - 0.9**2) / square if square else math.inf
+    return min(max(ratio**2, 1.0), math.sqrt(accumulation))
 
 
 def unit_gradient(grad: Tensor) -> Tensor:

@@ -74,14 +74,15 @@ def test_parameters_of_steps_are_those_of_one_python_number_at_a_time(accumulati
         size = lr * factor * radix * STEP_OF_RADIX
         limit = min(round(4 * size * 2**16), 2**30)
         gains = []
-        for gain in (lr * factor * 4 / accumulation, size / accumulation, size):
+        scale_size = lr * factor * 4
+        for gain in (scale_size / accumulation, size / accumulation, scale_size, size):
             mantissa, exponent = math.frexp(gain)
             gains.append([round(mantissa * 4096), 12 - exponent] if exponent > -20 else [0, 31])
         for micro in range(accumulation):
             tick = step * accumulation + micro
             updater.begin_micro(micro)
             (sizes,) = updater._sizes.values()
-            assert [[*map(int, pair)] for pair in sizes[:3]] == gains
+            assert [[*map(int, pair)] for pair in sizes[:4]] == gains
             decay = min(round(lr * factor * 0.3 * 2**17), 2**21)
             numbers = sizes.limit, sizes.row_limit, sizes.decay, sizes.direct_decay
             wanted = [limit, limit // 2, decay, round(decay / accumulation)]
@@ -275,11 +276,58 @@ def test_gain_of_a_blend_has_ten_bits(factor):
     assert gain / 2**shift == pytest.approx(factor, rel=1 / 1000)
 
 
+@pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
+def test_scales_step_once_along_the_slopes_of_all_micro_batches(rule, device):
+    """By as much as along a single slope, though the slopes cancel in part."""
+    tensor, updater, _ = build(rule, "sign", device)
+    alone, updater_alone, _ = build(rule, "sign", device)
+    grads = [gradient(device, micro) for micro in range(4)]
+    before = {name: getattr(tensor, name).clone() for name in ("exponent", "fraction")}
+    for micro, grad in enumerate(grads):
+        assert all(torch.equal(getattr(tensor, name), part) for name, part in before.items())
+        updater.begin(0, 0.5, micro, len(grads))
+        updater(tensor, grad)
+    updater_alone.begin(0, 0.5)
+    updater_alone(alone, grads[0])
+    level, level_alone, old = (
+        part["exponent"].float() * 128 + part["fraction"]
+        for part in (state(tensor), state(alone), before)
+    )
+    step = (level - old).square().mean().sqrt()
+    assert step.item() == pytest.approx((level_alone - old).square().mean().sqrt().item(), rel=0.1)
+
+
+@pytest.mark.parametrize("rule", ["moment", "nibble"])
+def test_boost_restores_the_moment_of_gradients_that_cancel(rule, device):
+    """Within 3/4, where 1 / sqrt(16) would remain; equal gradients are not boosted."""
+    squares = {}
+    for kind, accumulation in (("apart", 1), ("apart", 16), ("equal", 16)):
+        tensor, updater, _ = build(rule, "sign", device)
+        numbers = iter(range(1000))
+        for step in range(30):
+            equal = gradient(device, next(numbers))
+            for micro in range(accumulation):
+                updater.begin(step, 0.0, micro, accumulation)
+                if micro == 0 and accumulation > 1:
+                    digits = tensor.rule.digits(state(tensor))["moment"][0].double()
+                    ratio = tensor.rule.expected_square / max(1e-9, digits.square().mean().item())
+                    wanted = min(max(ratio**2, 1), 4)
+                    assert updater._boosts.item() / 256 == pytest.approx(wanted, abs=0.03)
+                updater(tensor, equal if kind == "equal" else gradient(device, next(numbers)))
+        moment_digits = tensor.rule.digits(state(tensor))["moment"][0].double()
+        squares[kind, accumulation] = moment_digits.square().mean().item()
+    assert 0.75 < (squares["apart", 16] / squares["apart", 1]) ** 0.5 < 1.1
+    assert 0.9 < (squares["equal", 16] / squares["apart", 1]) ** 0.5 < 1.25
+
+
 @pytest.mark.parametrize("counts", [(57, 3), (0, 60)], ids=str)
 @pytest.mark.parametrize("kind", ["whole", "stack"])
 @pytest.mark.parametrize("rule", ["moment", "nibble", "carry"])
 def test_micro_batches_weigh_by_their_counts(rule, kind, counts, monkeypatch):
-    """Gradients of opposite signs: what is left is the difference of the shares."""
+    """Gradients of opposite signs: what is left is the difference of the shares.
+
+    A moment of zero takes gradients with the largest boost.
+    """
     if kind == "stack":
         tensor, updater, _ = stack_of(rule, "sign")
         where = (range(EXPERTS),)
@@ -308,7 +356,7 @@ def test_micro_batches_weigh_by_their_counts(rule, kind, counts, monkeypatch):
     elif kind == "whole":
         units = tensor.rule.blend_units
         moment_digits = tensor.rule.digits(state(tensor))["moment"][0].float().mean()
-        wanted = units * (shares[0] - shares[1])
+        wanted = units * (shares[0] - shares[1]) / sum(share**2 for share in shares) ** 0.5
         assert moment_digits.item() == pytest.approx(wanted, abs=0.12)
         assert len(sizes) == 1
     else:  # a step of its own for each gradient, as long as its share

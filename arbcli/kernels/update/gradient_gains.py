@@ -294,6 +294,26 @@ def gradient_gains(
     return GradientGains(*gains)
 
 
+def slope_gain(slope: Tensor, slope_squares: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the gain of slopes that are not those of a single gradient.
+
+    Args:
+        slope: (N, groups) float32.
+        slope_squares: (P,) float64, partial sums of its squares.
+
+    Returns:
+        ok: int32 scalar, 1.
+        gain: float32 scalar, 2**16 over the root-mean-square of the slope; 0 where that is 0.
+    """
+    none, ones = slope.new_empty(0, 1), slope.new_ones(len(slope_squares))
+    key, counter = (slope.new_zeros((), dtype=dtype) for dtype in (torch.int32, torch.int64))
+    gains = GRADIENT_GAINS(
+        slope, slope_squares, ones, none.expand(0, len(slope)), none, None, None, key, key, counter,
+        counter,
+    )  # fmt: skip
+    return gains[0], gains[1]
+
+
 GRADIENT_GAINS = Operation(
     "gradient_gains", _gradient_gains_triton, _gradient_gains_torch,
     {

@@ -12,7 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from arbcli.kernels.codec.packed import Packed, unit_of
-from arbcli.kernels.update.gradient_gains import GradientGains
+from arbcli.kernels.update.add_slopes import add_slopes
+from arbcli.kernels.update.gradient_gains import GradientGains, slope_gain
 from arbcli.kernels.update.gradient_statistics import GradientStatistics
 from arbcli.kernels.update.step_scales import step_scales
 from arbcli.model.optimizers.base import Buffer, FactoredUpdate, State
@@ -105,7 +106,15 @@ class StepControl:
     keys: tuple[Tensor, ...]
     """Keys of the random streams, NUM_STREAMS int32 scalars."""
     scale_gain: tuple[Tensor, Tensor]
-    """Factor of a slope in fixed point, int32 gain and shift."""
+    """Factor of a slope in fixed point, int32 gain and shift, when scales step after each
+    gradient."""
+    whole_scale_gain: tuple[Tensor, Tensor]
+    """Factor of a slope, int32 gain and shift, when scales step once for all gradients."""
+    weight: Tensor
+    """Weight of the gradient in averages, int32 in units of 2**-16."""
+    slopes: Tensor | None
+    """(N, groups) float32, weighted sum of the slopes of the step so far; None if scales step after
+    each gradient."""
     direct_gain: tuple[Tensor, Tensor]
     """Factor of a direction, int32 gain and shift, when z steps after each gradient."""
     whole_gain: tuple[Tensor, Tensor]
@@ -182,6 +191,15 @@ class Rule(ABC):
         return 0.0
 
     @property
+    def expected_square(self) -> float:
+        """Mean square of the moment of gradients that are independent; 0 without a moment."""
+        return 0.0
+
+    def moment_bytes(self, state: State) -> Tensor:
+        """Return the bytes that contain the moment, (N, K) int8: see `share_a_byte`."""
+        return state["remainder"] if self.share_a_byte else state["moment"]
+
+    @property
     def reads_signs(self) -> bool:
         """Whether a step only reads the signs of the gradient, and slopes computed from them."""
         return False
@@ -250,10 +268,35 @@ class Rule(ABC):
         return root_mean_square(self.spread * self.radix, largest) / unit_of(self.radix)
 
     def move_scales(self, state: State, gradient: Gradient, control: StepControl) -> None:
-        """Step the scales along their negative slopes."""
-        slope = (gradient.statistics.slope, gradient.gains.slope)
-        key, ok = control.keys[SCALE], gradient.gains.ok
-        step_scales(state["exponent"], state["fraction"], *slope, key, *control.scale_gain, ok)
+        """Step the scales along their negative slopes, or add these to the sum of the step."""
+        slope, gains = gradient.statistics.slope, gradient.gains
+        gain, size, ok = gains.slope, control.scale_gain, gains.ok
+        if control.slopes is not None:
+            squares = add_slopes(control.slopes, slope, gain, control.weight, ok)
+            if not control.last:
+                return
+            slope, size = control.slopes, control.whole_scale_gain
+            ok, gain = slope_gain(slope, squares)
+        self._step_scales(state, slope, gain, size, ok, control)
+
+    def end_scales(self, state: State, control: StepControl) -> None:
+        """Step the scales along the slopes so far, if the step ends before its last gradient."""
+        if control.slopes is not None:
+            squares = control.slopes.double().square_().sum().view(1)
+            ok, gain = slope_gain(control.slopes, squares)
+            self._step_scales(state, control.slopes, gain, control.whole_scale_gain, ok, control)
+
+    def _step_scales(
+        self,
+        state: State,
+        slope: Tensor,
+        gain: Tensor,
+        size: tuple[Tensor, Tensor],
+        ok: Tensor,
+        control: StepControl,
+    ) -> None:
+        key = control.keys[SCALE]
+        step_scales(state["exponent"], state["fraction"], slope, gain, key, *size, ok)
 
     def step_by_average(self, state: State, ok: Tensor, control: StepControl) -> None:
         """Step weights along their moment, for a rule with a moment that averages directions."""

@@ -41,6 +41,11 @@ class Moment(Rule):
         """Factor of a direction of unit RMS in the moment, in units of int8 or of a nibble."""
         return (1 - DECAY) * (moment_max(self.share_a_byte) / self.moment_range)
 
+    @property
+    def expected_square(self) -> float:
+        """Mean square of the moment of gradients that are independent."""
+        return self.blend_units**2 / (1 - DECAY**2)
+
     def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:
         """Declare remainder and moment."""
         return {
@@ -78,12 +83,11 @@ class Moment(Rule):
     def average(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Step the scales, and blend the gradient or direction into the moment."""
         self.move_scales(state, gradient, control)
-        moment = state["remainder"] if self.share_a_byte else state["moment"]
         decay = round(DECAY * UNIT) if control.first else UNIT
+        gain = control.alone_gain if control.alone else control.blend_gain
         blend_moment(
-            moment, *gradient.ingredients, control.keys[MOMENT], gradient.gains.ok, control.squares,
-            decay, *(control.alone_gain if control.alone else control.blend_gain),
-            self.share_a_byte,
+            self.moment_bytes(state), *gradient.ingredients, control.keys[MOMENT],
+            gradient.gains.ok, control.squares, decay, *gain, self.share_a_byte,
         )  # fmt: skip
 
     def step_along(

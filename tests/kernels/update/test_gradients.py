@@ -7,7 +7,13 @@ import torch
 
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.kernels.update.gradient_gains import UNSET, gradient_gains, statistic_value
+from arbcli.kernels.update.add_slopes import add_slopes
+from arbcli.kernels.update.gradient_gains import (
+    UNSET,
+    gradient_gains,
+    slope_gain,
+    statistic_value,
+)
 from arbcli.kernels.update.gradient_statistics import GradientStatistics, gradient_statistics
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.kernels.update.gradient_gains import (
@@ -42,6 +48,23 @@ def average(statistic, value, **options):
 
 def digits(*pairs, device):
     return torch.tensor(pairs, dtype=torch.int8, device=device)
+
+
+@each_backend
+def test_slopes_of_a_step_are_divided_by_their_root_mean_square(backend, device):
+    """With as many parts as programs of a large matrix, or one."""
+    slopes = torch.randn(2, 30, 400, generator=torch.Generator().manual_seed(0)).to(device)
+    unit = torch.full((), 2.0**16, device=device)
+    weight, ok = (torch.tensor(n, dtype=torch.int32, device=device) for n in (2**15, 1))
+    total = torch.zeros_like(slopes[0])
+    with use_backend(backend):
+        for slope in slopes:
+            squares = add_slopes(total, slope, unit, weight, ok)
+        usable, gain = slope_gain(total, squares)
+    expected = slopes.double().clamp(-3, 3).mean(0)
+    torch.testing.assert_close(total.double(), 2**16 * expected, rtol=0, atol=0.05)
+    assert int(usable) == 1
+    assert float(gain) == pytest.approx(1 / expected.square().mean().sqrt().item(), rel=1e-5)
 
 
 @each_backend

@@ -1,0 +1,83 @@
+"""Add the slopes of a micro-batch to those of a step: t <- t + w * s.
+
+s is the slope of each scale over its root-mean-square across the matrix, clipped to +-3, and w the
+weight of the micro-batch. The squares of t come in parts, one for each program, so that adding them
+up in order gives the same bits every time.
+"""
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.arguments import FLOAT, INT32, Array
+from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.update.direction import OK
+from arbcli.kernels.update.step_scales import CLIP
+
+BLOCK_N, BLOCK_G = 8, 128
+
+
+def _add_slopes_torch(
+    total: Tensor, slope: Tensor, slope_gain: Tensor, weight: Tensor, ok: Tensor
+) -> Tensor:
+    if ok:
+        total += (slope * slope_gain).clamp_(-CLIP, CLIP).mul_(weight * 2.0**-16)
+    return total.double().square_().sum().view(1)
+
+
+@triton.jit
+def _add_slopes_kernel(
+    total_ptr, slope_ptr, slope_gain_ptr, weight_ptr, ok_ptr, squares_ptr, N, num_groups,
+    stride_tn, stride_tg, stride_sn, stride_sg,
+    CLIP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    tiles_g = tl.cdiv(num_groups, BLOCK_G)
+    tile_n = tl.program_id(0).to(tl.int64) // tiles_g
+    n = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    g = ((tl.program_id(0) % tiles_g) * BLOCK_G + tl.arange(0, BLOCK_G))[None, :]
+    mask = (n < N) & (g < num_groups)
+    total_ptrs = total_ptr + n * stride_tn + g * stride_tg
+    total = tl.load(total_ptrs, mask=mask, other=0)  # [BLOCK_N, BLOCK_G]
+    if tl.load(ok_ptr) != 0:
+        slope = tl.load(slope_ptr + n * stride_sn + g * stride_sg, mask=mask, other=0)
+        s = tl.minimum(tl.maximum(slope * tl.load(slope_gain_ptr), -CLIP), CLIP)
+        total += s * (tl.load(weight_ptr).to(tl.float32) / 65536)
+        tl.store(total_ptrs, total, mask=mask)
+    squares = total.to(tl.float64)
+    tl.store(squares_ptr + tl.program_id(0), tl.sum(squares * squares))
+
+
+def _add_slopes_triton(
+    total: Tensor, slope: Tensor, slope_gain: Tensor, weight: Tensor, ok: Tensor
+) -> Tensor:
+    rows, groups = slope.shape
+    programs = triton.cdiv(rows, BLOCK_N) * triton.cdiv(groups, BLOCK_G)
+    squares = torch.empty(programs, dtype=torch.float64, device=slope.device)
+    if programs:
+        _add_slopes_kernel[(programs,)](
+            total, slope, slope_gain, weight, ok, squares, rows, groups,
+            *total.stride(), *slope.stride(),
+            CLIP=CLIP, BLOCK_N=BLOCK_N, BLOCK_G=BLOCK_G, enable_fp_fusion=False,
+        )  # fmt: skip
+    return squares
+
+
+add_slopes = Operation(
+    "add_slopes", _add_slopes_triton, _add_slopes_torch,
+    {
+        "total": Array("N, G", FLOAT), "slope": Array("N, G", FLOAT),
+        "slope_gain": Array("", FLOAT), "weight": Array("", INT32), "ok": OK,
+    },
+)  # fmt: skip
+"""Add slopes to a total, in place.
+
+Args:
+    total: (N, groups) float32.
+    slope: (N, groups) float32.
+    slope_gain: float32 scalar tensor, 2**16 over the root-mean-square of the slope.
+    weight: int32 scalar tensor, in units of 2**-16.
+    ok: int32 scalar tensor; if 0, nothing is added.
+
+Returns:
+    (P,) float64, sums of squares of the new total.
+"""

@@ -1,0 +1,57 @@
+"""Sum the squares of an int8 moment, or of the high halves of its bytes."""
+
+import torch
+from torch import Tensor
+
+from arbcli.kernels.runtime._triton import tl, triton
+from arbcli.kernels.runtime.arguments import INT8, INT64, Array, Number
+from arbcli.kernels.runtime.backend import row_chunks
+from arbcli.kernels.runtime.operation import Operation
+
+BLOCK_N, BLOCK_K = 8, 512
+
+
+def _moment_squares_torch(moment: Tensor, squares: Tensor, nibble: bool) -> None:
+    for rows in row_chunks(moment):
+        state = moment[rows].to(torch.int32)
+        if nibble:
+            state.bitwise_right_shift_(4)
+        squares += state.mul_(state).sum()
+
+
+@triton.jit
+def _moment_squares_kernel(
+    moment_ptr, squares_ptr, N, K, stride_n, stride_k,
+    NIBBLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tiles_k = tl.cdiv(K, BLOCK_K)
+    n = (tl.program_id(0).to(tl.int64) // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    k = ((tl.program_id(0) % tiles_k) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+    mask = (n < N) & (k < K)
+    state = tl.load(moment_ptr + n * stride_n + k * stride_k, mask=mask, other=0).to(tl.int32)
+    if NIBBLE:
+        state >>= 4
+    tl.atomic_add(squares_ptr, tl.sum(state * state).to(tl.int64))
+
+
+def _moment_squares_triton(moment: Tensor, squares: Tensor, nibble: bool) -> None:
+    rows, columns = moment.shape
+    if moment.numel():
+        grid = (triton.cdiv(rows, BLOCK_N) * triton.cdiv(columns, BLOCK_K),)
+        _moment_squares_kernel[grid](
+            moment, squares, rows, columns, *moment.stride(),
+            NIBBLE=nibble, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        )  # fmt: skip
+
+
+moment_squares = Operation(
+    "moment_squares", _moment_squares_triton, _moment_squares_torch,
+    {"moment": Array("N, K", INT8), "squares": Array("", INT64), "nibble": Number()},
+)  # fmt: skip
+"""Add the sum of the squares of a moment to `squares`, in place.
+
+Args:
+    moment: (N, K) int8; with `nibble`, bytes of 16 m + (remainder mod 16).
+    squares: int64 scalar tensor.
+    nibble: whether m is the high half of a byte.
+"""
