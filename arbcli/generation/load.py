@@ -155,7 +155,7 @@ def empty_model(
         ArbError: this version does not support the configuration.
     """
     with place or torch.device("meta"):
-        model = build_model(saved_config(checkpoint), dtype)
+        model = build_model(saved_config(checkpoint), dtype, seed=None)
         if "wire" in checkpoint.data:
             model.declare_wire()
     if weights_only or is_export(checkpoint):

@@ -175,8 +175,7 @@ def _model(config: TrainConfig, checkpoint: Checkpoint | None) -> LanguageModel:
         model.load_state_dict(checkpoint.tensors)
     else:
         with place:
-            model = build_model(config.model, dtype)
-        model.initialise(config.seed)
+            model = build_model(config.model, dtype, seed=config.seed)
     model.drop_training_state()
     return model
 

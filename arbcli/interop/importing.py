@@ -135,7 +135,7 @@ def import_folder(
     check_room(
         size, f"the state of `{source}`", "use a machine with more memory, or `--rule nibble`"
     )
-    model = build_model(config, torch.float32)
+    model = build_model(config, torch.float32, seed=None)
     own_grid = "arb.origin" in values
     reports, error, squares = [], 0.0, 0.0
     for tensor_source in sources(model):
@@ -283,7 +283,7 @@ def read_float(folder: WeightFolder, config: ModelConfig) -> LanguageModel:
         folder: its weights.
         config: configuration of the baseline, with `weights` of `float`.
     """
-    model = build_model(config, torch.float32)
+    model = build_model(config, torch.float32, seed=None)
     check_tensors(folder, model)
     with torch.no_grad():
         for source in sources(model):

@@ -14,19 +14,19 @@ def build_model(
     config: ModelConfig,
     compute_dtype: torch.dtype = torch.bfloat16,
     *,
+    seed: int | None = 0,
     recompute: bool = False,
     pack: bool = False,
     fp8: bool = False,
     nvfp4: bool = False,
 ) -> LanguageModel:
-    """Build the model of a configuration.
-
-    Its weights are arbitrary bytes, and its losses may be nan, until `initialise` or
-    `load_state_dict` sets them.
+    """Build the model of a configuration, on torch's default device.
 
     Args:
         config: the model's configuration.
         compute_dtype: dtype of activations, bfloat16 or float32.
+        seed: seed of the initial weights. None leaves arbitrary bytes, with which losses may be
+            nan, for a caller that sets all of them; so does the device `meta`, which has no bytes.
         recompute: whether to use activation checkpointing: the backward recomputes each block.
         pack: whether to pack gates for the backward pass: see `gates_to_pack`.
         fp8: whether to multiply in FP8 in indexers and in linear layers, except for the head and
@@ -53,6 +53,8 @@ def build_model(
                 f" {MULTIPLE}, and this model has none",
                 hint="choose other sizes, or use `--compute bf16`",
             )
+    if seed is not None and model.device.type != "meta":
+        model.initialise(seed)
     return model
 
 

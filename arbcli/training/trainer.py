@@ -135,10 +135,11 @@ class Trainer:
         check_shares(config, self.group.size)
         self.device = torch.device(config.device)
         dtype = COMPUTE[config.compute]
-        with torch.device(self.device):
+        with torch.device(self.device), use_backend(config.backend):
             self.model = build_model(
                 config.model,
                 dtype,
+                seed=config.seed,
                 recompute=config.recompute,
                 pack=config.pack,
                 fp8=config.compute == "fp8",
@@ -155,8 +156,6 @@ class Trainer:
         self.shared: SharedUpdater | None = None
         """The updater, if gradients are reduced as integers."""
         self.optimizer: FloatOptimizer | None = None
-        with use_backend(config.backend):
-            self.model.initialise(config.seed)
         if config.model.weights == "ternary":
             tensors = self.model.packed_tensors().values()
             if config.reduce_dtype is None:

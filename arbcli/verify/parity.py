@@ -120,7 +120,7 @@ def compile_share(share: Compilation) -> None:
         stack.enter_context(compiled_share(share.index, SHARES, generally=subject.generally))
         stack.enter_context(use_backend(subject.backend))
         with torch.device(device):
-            model = build_model(subject.config, subject.dtype)
+            model = build_model(subject.config, subject.dtype, seed=None)
         updater = Updater(model.packed_tensors().values(), 3, subject.dtype)
         # those that are compared make no step
         _hand_gradients(updater.tensors, updater if "bits" in subject.checks else _ignore)

@@ -91,7 +91,7 @@ class Subject:
         """
         generator = torch.Generator().manual_seed(1)
         with torch.device(self.device):
-            model = build_model(self.config, self.dtype)
+            model = build_model(self.config, self.dtype, seed=None)
         for tensor in model.packed_tensors().values():
             tensor.spread = 1.0  # of tables too: rows of zeros would hide a lot
             if isinstance(tensor, VectorWeight) and set(tensor.values) != {1.0}:

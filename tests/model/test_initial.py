@@ -56,9 +56,17 @@ GRAPH_STDS = {
 
 def build(seed: int = 0, **options):
     options = {k: v for k, v in options.items() if k != "batch"}
-    model = build_model(preset(options.pop("preset"), **options), torch.float32)
-    model.initialise(seed)
-    return model
+    return build_model(preset(options.pop("preset"), **options), torch.float32, seed=seed)
+
+
+@pytest.mark.parametrize("weights", ["ternary", "float"])
+def test_built_model_has_the_weights_of_its_seed(weights):
+    config = preset("tiny", dim=40, layers=1, heads=2, ffn=56, ctx=24, weights=weights)
+    for options, seed in (({}, 0), ({"seed": 7}, 7)):
+        expected = build_model(config, torch.float32, seed=None)
+        expected.initialise(seed)
+        built = build_model(config, torch.float32, **options).state_dict()
+        assert all(torch.equal(built[name], part) for name, part in expected.state_dict().items())
 
 
 @pytest.mark.parametrize(
