@@ -411,8 +411,12 @@ class LiveLine:
 
 
 def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 1) -> Table:
-    """Return a table of text cells; all columns after the first `left` are right-aligned."""
-    result = Table(title=Text(_one_line(title)), title_justify="left")
+    """Return a table of text cells; all columns after the first `left` are right-aligned.
+
+    The row of headings is left out if all are empty.
+    """
+    title_text = Text(_one_line(title))
+    result = Table(title=title_text, title_justify="left", show_header=any(columns))
     for index, column in enumerate(columns):
         result.add_column(
             Text(column), justify="left" if index < left else "right", overflow="fold"

@@ -471,7 +471,8 @@ MANUAL_OPTIONS = {
         typer.Option(
             "--preset",
             metavar="PRESET",
-            help="Kind and size of the model, such as small, arb-long or hnet-base. Dense blocks:"
+            help="Model: tiny (3 million weights), small (11), base (85), 1b, or of another kind,"
+            " such as arb-long or hnet-base. Dense blocks:"
             " tiny, small, base or 1b. Compressed attention: arb-long; with experts and four"
             " residual streams: arb-deep-small or arb-deep. N-grams, codebooks, experts and a"
             " graph: arb-tiny or arb-3b. Dynamic chunks: hnet-tiny, hnet-small, hnet-base or"

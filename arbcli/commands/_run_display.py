@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from arbcli.base.output import LiveLine, OutputError, bytes_text, clock, emit_json, note, note_text
 from arbcli.commands._time_left import TimeLeft
-from arbcli.config.model import VOCABULARY
+from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.config.training import word_of
 from arbcli.training.observer import Observer
 
 if TYPE_CHECKING:
@@ -73,9 +74,10 @@ class RunDisplay(Observer):
         self.is_saved = run is not None
         model = config.model
         self.symbols = model.vocabulary
-        kind = model.rule_text if model.weights == "ternary" else model.weights
-        number, (parameters, buffers) = trainer.num_weights, trainer.num_floats
-        ternary = number if model.weights == "ternary" else 0
+        self._train_bytes = text["train_bytes"]
+        number = trainer.num_weights
+        weights, optimizer = word_of("--weights", config), word_of("--optimizer", config)
+        rule = f"rule {model.rule_text}, " if model.weights == "ternary" else ""
         note(f"run     {run or 'none: with `--no-save` nothing is saved'}")
         note(f"text    {text['description']}: {text['train_bytes']:,} bytes to train on,")
         note(f"        {text['val_bytes']:,} held out, order-0 entropy {text['entropy']:.3f} nats")
@@ -85,11 +87,19 @@ class RunDisplay(Observer):
                 f"        as {len(train):,} tokens of {train.symbol_bytes:.2f} bytes to train on,"
                 f" of a vocabulary of {model.vocabulary:,}"
             )
-        note(f"model   {number:,} {kind} weights, {model.scale_type}, ctx {model.ctx}")
-        note(
-            f"        float parameters {parameters:,}, float buffers {buffers:,},"
-            f" logical ternary weights {ternary:,}"
-        )
+        note(f"model   {number:,} {weights} weights, {rule}{model.scale_type}, ctx {model.ctx}")
+        if config.log_every == 1:
+            parameters, buffers = trainer.num_floats
+            ternary = number if model.weights == "ternary" else 0
+            note(
+                f"        float parameters {parameters:,}, float buffers {buffers:,},"
+                f" logical ternary weights {ternary:,}"
+            )
+        if self.is_saved and _sub_norms_prevent_gguf(model):
+            note("        never a GGUF file, as llama.cpp has no sub-norms: see `--no-sub-norms`")
+        by = f"{optimizer} at lr {config.lr:g}" if optimizer else model.rule_text
+        windows = config.batch * config.accum
+        note(f"steps   {config.steps:,} of {windows:,} windows, by {by}, seed {config.seed}")
         place = f"{config.device}, backend {config.backend}, {config.compute}"
         if (size := trainer.group.size) > 1:
             place += f", {size} processes with {config.accum // size} of {config.accum} batches"
@@ -143,10 +153,8 @@ class RunDisplay(Observer):
         if self.quiet:
             return
         bits = first.loss / math.log(2)
-        note(
-            f"before  loss {first.loss:.4f} nats = {bits:.4f} bits a byte, before step {first.step}"
-        )
-        note(f"        step {first.step} took {first.seconds:.2f} s{_compile_time(first)}")
+        note(f"first   step {first.step} took {first.seconds:.2f} s{_compile_time(first)}")
+        note(f"        the loss before it was {first.loss:.4f} nats = {bits:.4f} bits a byte")
 
     def recorded(self, record: "Record") -> None:
         self._emit(record.as_json())
@@ -158,7 +166,7 @@ class RunDisplay(Observer):
         if record.val_loss is not None:
             time_left.evaluated(now)
         time_left.resumed(now)
-        self._figures = _figures(record)
+        self._figures = _figures(record, record.bytes_seen / self._train_bytes)
         parts = [f"step {record.step}/{self.steps}", *self._figures]
         keep = self.keeps_lines or record.val_loss is not None
         if self.line.is_live:
@@ -208,13 +216,15 @@ class RunDisplay(Observer):
             if report.checkpoint:
                 note(f"continue with: arb train --resume {report.run}")
             return
-        if not self.quiet and report.first_step:  # None if the run was already finished
-            note_text(f"\nsample\n{report.sample or NO_SAMPLE}\n")
+        if report.first_step:  # None if the run was already finished
+            if not self.quiet:
+                note_text(f"\nsample\n{report.sample or NO_SAMPLE}\n")
             if report.val_loss is None:
                 note("held-out loss  none: with `--eval-every 0` nothing is evaluated")
             else:
                 bits = report.bits_per_byte
                 note(f"held-out loss  {report.val_loss:.4f} nats = {bits:.4f} bits a byte")
+        if report.first_step and not self.quiet:
             note(f"               {report.entropy:.4f} nats is the text's order-0 entropy,")
             note(f"               {self._uniform()}")
             note(f"time           {clock(report.seconds)}")
@@ -232,7 +242,16 @@ def _compile_time(first: "FirstStep") -> str:
         return f"{took} compile {compiled:,} kernels" + (f" and load {loaded:,}" if loaded else "")
     if loaded:
         return f"{took} load {loaded:,} kernels that were compiled before"
-    return ", and compiled no kernel"
+    return ""
+
+
+def _sub_norms_prevent_gguf(model: ModelConfig) -> bool:
+    """Return whether a model of dense blocks has sub-norms, which llama.cpp has not."""
+    parts = [part for _, part in model.sited_parts()]
+    if model.weights != "ternary" or model.outer or model.main.streams > 1:
+        return False
+    dense = {part.kind for part in parts} == {"attention", "mlp"}
+    return dense and any(getattr(part, "sub_norm", False) and not part.is_bitnet for part in parts)
 
 
 def fitted(parts: Sequence[str], width: int) -> str:
@@ -245,16 +264,18 @@ def fitted(parts: Sequence[str], width: int) -> str:
     return line
 
 
-def _figures(record: "Record") -> list[str]:
-    """Format the values of a record, most important first."""
+def _figures(record: "Record", epochs: float) -> list[str]:
+    """Format the values of a record, most important first; `epochs` were read of the text."""
     shown = []
     if record.val_loss is not None:
         shown.append(f"held-out {record.val_loss:.4f}")
     shown += [f"loss {record.loss:.3f} nats", f"{record.bits_per_byte:.3f} bits"]
     if record.token_loss is not None:
         shown.append(f"{record.token_loss:.3f} nats a token")
+    shown += [f"lr {record.lr:.3g}", f"{epochs:.3g} epochs"]
     if record.bytes_per_second is not None:
         shown.append(f"{record.bytes_per_second:,.0f} bytes/s")
+    shown.append(f"{clock(record.seconds)} elapsed")
     shown.append(f"{bytes_text(record.state_bytes)} state, {bytes_text(record.peak_bytes)} peak")
     if record.mfu is not None:
         shown.append(f"{record.mfu:.1%} MFU")

@@ -191,10 +191,12 @@ def _mib(size: int | None) -> str:
 
 
 def _size(size: int | None) -> str:
-    """Format a size in GiB, or a smaller one in MiB; None is unknown."""
+    """Format a size in the largest unit that it has one of; None is unknown."""
     if size is None:
         return "-"
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.2f} MiB"
+    units = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+    unit, scale = next((pair for pair in units if size >= pair[1]), units[-1])
+    return f"{size / scale:,.2f} {unit}"
 
 
 def _part_of(function: str) -> str:
@@ -321,10 +323,14 @@ def _levels_table(levels: "tuple[Level, ...]") -> Table:
             f"step {level.step}" if level.step else "",
             STAGES[level.stage],
             *map(_size, (level.live_bytes, level.reserved_bytes, level.peak_bytes)),
+            "" if level.loss is None else f"{level.loss:.4f}",
         ]
         for level in levels
     ]
-    return table("Measured", ["", "after", "live", "reserved", "peak"], rows, left=2)
+    columns = ["", "after", "live", "reserved", "peak", "loss"]
+    if not any(row[-1] for row in rows):  # of decoding steps
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return table("Measured", columns, rows, left=2)
 
 
 def _checks_table(checks: "tuple[Check, ...]") -> Table:

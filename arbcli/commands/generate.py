@@ -194,7 +194,7 @@ def generate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Continue a prompt: `arb generate runs/001-256x4-moment --prompt "import "`.
+    """Continue a prompt: `arb generate runs/book --prompt "import "`.
 
     The generated text is streamed to stdout, on a terminal after the prompt. On a terminal, without
     a prompt, prompts are read interactively. A model that fills holes completes the text of

@@ -217,9 +217,10 @@ def _steps(report: "ProbeReport") -> Table:
         ]
         for reading in report.readings
     ]
-    columns = ["step", "lr", "loss", "held out", "flip %", "growth", "logits", "spread"]
+    columns = ["step", "lr", "loss", "held out", "flips", "growth", "logits", "spread"]
     columns += ["entropy"]
-    return table("Steps: losses and entropy in nats, growth of the residual stream", columns, rows)
+    title = "Steps: losses and entropy in nats, flips in %, growth of the residual stream"
+    return table(title, columns, rows)
 
 
 def _layers(report: "ProbeReport") -> Table:

@@ -232,7 +232,8 @@ class ModelConfig:
     rule: Annotated[
         str,
         Setting(
-            "Update rule, which determines the state stored in addition to the trits.",
+            "Update rule: moment for the lowest loss, nibble for 56 % of its state; its loss is 2 %"
+            " higher. carry and votes are worse.",
             choices=RULES,
             default=PRESETS_OWN,
             common=True,
@@ -241,9 +242,9 @@ class ModelConfig:
     digits: Annotated[
         str,
         Setting(
-            "Weights that the model multiplies by. ternary is -1, 0 and 1; int8 is all digits that"
-            " the rule stores (with nibble, 43 levels), for a lower loss in the same memory; anneal"
-            " is int8 first and ternary at the end.",
+            "Weights to multiply by: int8 for the lowest loss, anneal for a model that ends"
+            " ternary. ternary is -1, 0 and 1; int8 is all digits that the rule stores, in the same"
+            " memory; anneal is int8 first and ternary at the end.",
             choices=DIGITS,
             also=FADED,
             option="weights",
@@ -270,8 +271,9 @@ class ModelConfig:
     direction: Annotated[
         str | None,
         Setting(
-            "How the gradient of a matrix becomes a step: muon orthogonalises it, adafactor scales"
-            " it by factored second moments, sign takes its sign.",
+            "Direction of a step: muon for the lowest loss, adafactor for the fastest step. muon"
+            " orthogonalises the gradient, adafactor scales it by factored second moments, sign"
+            " takes its sign.",
             choices=DIRECTIONS,
             option="optimizer",
             words={

@@ -48,7 +48,13 @@ Dim = Annotated[int, Setting("Width of the residual stream.", minimum=1, default
 Layers = Annotated[int, Setting("Number of blocks.", minimum=1, default=PRESETS_OWN)]
 Heads = Annotated[int, Setting("Attention heads.", minimum=1, default=PRESETS_OWN)]
 FFN = Annotated[int, Setting("Width of the MLPs.", minimum=1, default=PRESETS_OWN)]
-SubNorms = Annotated[bool, Setting("A norm before each output projection.")]
+SubNorms = Annotated[
+    bool,
+    Setting(
+        "A norm before each output projection, with which a model can never be a GGUF file.",
+        common=True,
+    ),
+]
 Streams = Annotated[
     int,
     Setting(

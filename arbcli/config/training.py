@@ -705,6 +705,19 @@ def words_of(option: str) -> dict[str, Mapping[str, str]]:
     return {word: fields for words in shared for word, fields in words.items()}
 
 
+def word_of(option: str, config: TrainConfig) -> str | None:
+    """Return the word of `--weights` or `--optimizer` that gives a configuration.
+
+    None is a model whose rule has no direction.
+    """
+    if option == "--optimizer" and config.model.weights != "ternary":
+        return config.optimizer
+    for word, fields in words_of(option).items():
+        if all(getattr(config.model, name, None) == value for name, value in fields.items()):
+            return word
+    return None
+
+
 def spelled_out(values: dict[str, Any]) -> dict[str, Any]:
     """Replace names and words of options by fields and their values.
 

@@ -65,6 +65,8 @@ class Level:
     """Memory that the CUDA allocator has reserved."""
     peak_bytes: int
     """Peak of live memory during the stage, in bytes."""
+    loss: float | None = None
+    """At the end of a step, its loss before the update in nats per byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,8 +297,8 @@ def _watched_step(
         levels.append(read_level(tensors, step, stage))
         reached(stage)
 
-    trainer.train_step(read)
-    return [*levels, read_level(tensors, step, "end")]
+    loss = float(trainer.train_step(read)) / trainer.texts.train.symbol_bytes
+    return [*levels, dataclasses.replace(read_level(tensors, step, "end"), loss=loss)]
 
 
 def read_level(tensors: LiveTensors, step: int, stage: str) -> Level:

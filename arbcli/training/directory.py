@@ -18,7 +18,12 @@ from arbcli.base.errors import ArbError, os_errors
 from arbcli.base.reading import read_json
 from arbcli.base.run_files import CONFIG, RUNS, TOKENIZER, run_of
 from arbcli.config.settings import check_at_least
-from arbcli.config.training import TrainConfig, train_config_dict, train_config_from
+from arbcli.config.training import (
+    TrainConfig,
+    train_config_dict,
+    train_config_from,
+    word_of,
+)
 from arbcli.data.files import DOCUMENTS, Conversion, absolute_entry, has_documents
 from arbcli.data.opening import open_texts
 from arbcli.data.text import Text, Texts, check_is_bytes, entropy
@@ -35,18 +40,23 @@ OTHER_OUT = "choose another `--out`"
 
 
 def make_next_directory(config: TrainConfig, root: Path = RUNS) -> Path:
-    """Create the next free run directory, such as `runs/003-256x4-moment`.
+    """Create the next free run directory.
+
+    Its name has what runs beside it differ in: `runs/003-256x4-int8-moment-muon-lr0.5-seed0`.
 
     Raises:
         ArbError: it cannot be created.
     """
-    kind = config.model.rule_text if config.model.weights == "ternary" else config.model.weights
+    model, optimizer = config.model, word_of("--optimizer", config)
+    words = [word_of("--weights", config), model.weights == "ternary" and model.rule_text]
+    words += [optimizer, optimizer and f"lr{config.lr:g}", f"seed{config.seed}"]
+    kind = "-".join(filter(None, words))
     while True:
         with os_errors("make", root, OTHER_OUT):
             names = os.listdir(root) if root.exists() else []
         numbers = (re.match("[0-9]+(?=-)", name) for name in names)
         number = max((int(match[0]) for match in numbers if match), default=0) + 1
-        run = root / f"{number:03d}-{config.model.dim}x{config.model.layers}-{kind}"
+        run = root / f"{number:03d}-{model.dim}x{model.layers}-{kind}"
         with os_errors("make", run, OTHER_OUT), suppress(FileExistsError):  # of another process
             root.mkdir(parents=True, exist_ok=True)
             run.mkdir()

@@ -118,7 +118,7 @@ def _shown_by_train(*, quiet: bool = False) -> str:
     config = types.SimpleNamespace(
         steps=4321, model=preset("tiny", ctx=96, scale_type="T6", rule="nibble"), accum=6,
         device="cuda:0", backend="triton", compute="fp8", eval_interval=1000,
-        log_every=None, batch=8,
+        log_every=None, batch=8, lr=0.625, seed=11, optimizer="muon",
     )  # fmt: skip
     trainer = types.SimpleNamespace(
         config=config,
@@ -131,7 +131,7 @@ def _shown_by_train(*, quiet: bool = False) -> str:
     def line(text: str, *, keep: bool = False) -> None:
         said.append(f"{'kept' if keep else 'line'}    {text}")
 
-    on_cpu = {"device": "cpu", "backend": "torch", "compute": "bf16", "log_every": 2}
+    on_cpu = {"device": "cpu", "backend": "torch", "compute": "bf16", "log_every": 1}
     on_cpu = types.SimpleNamespace(
         **vars(config) | on_cpu | {"model": preset("tiny", weights="ste")}
     )

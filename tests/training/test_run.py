@@ -338,14 +338,28 @@ def test_records_are_cut_whole_or_not_at_all(damage, tmp_path, monkeypatch):
 
 def test_next_directory_is_never_another_run_s(tmp_path, monkeypatch):
     options, root = new_config(device="cpu"), tmp_path / "runs"
-    assert make_next_directory(options, root).name == "001-256x4-moment"
+    name = "256x4-ternary-moment-muon-lr0.7-seed0"
+    assert make_next_directory(options, root).name == f"001-{name}"
     seen = iter([[], ["001-"]])
     monkeypatch.setattr(os, "listdir", lambda _: next(seen))
-    assert make_next_directory(options, root).name == "002-256x4-moment"  # another was faster
+    assert make_next_directory(options, root).name == f"002-{name}"  # another was faster
     monkeypatch.undo()
     for number in (999, 1000):
         (root / f"{number}-x").mkdir()
-    assert make_next_directory(options, root).name == "1001-256x4-moment"
+    assert make_next_directory(options, root).name == f"1001-{name}"
+
+
+def test_next_directory_is_named_for_what_runs_of_a_sweep_differ_in(tmp_path):
+    names = {
+        "ternary-moment-muon-lr0.25-seed0": {"lr": 0.25},
+        "int8-nibble-muon-lr0.4-seed3": {"weights": "int8", "rule": "nibble", "seed": 3},
+        "anneal-moment-adafactor-lr0.35-seed0": {"weights": "anneal", "optimizer": "adafactor"},
+        "ternary-votes-seed0": {"rule": "votes"},
+        "float-adamw-lr0.001-seed0": {"weights": "float"},
+    }
+    for number, (name, settings) in enumerate(names.items(), 1):
+        run = make_next_directory(new_config(device="cpu", **settings), tmp_path)
+        assert run.name == f"{number:03d}-256x4-{name}"
 
 
 def test_two_starts_in_one_directory_cannot_overwrite_each_other(text, tmp_path, device):
