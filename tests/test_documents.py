@@ -126,7 +126,7 @@ def test_command_names_a_test(command):
     assert not name or f"def {name}(" in (ROOT / path).read_text()
 
 
-FAILS = {"--votes-fixes order", "--votes-fixes start", "--votes-fixes threshold", "--rule votes"}
+FAILS = {"--votes-fixes order", "--votes-fixes start", "--votes-fixes threshold"}
 """Ends of commands that report a failed check: their verdict is `spike`."""
 
 

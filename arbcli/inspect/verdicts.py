@@ -1,8 +1,9 @@
 """Report of a probe, and named verdicts with the numbers they rest on."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from statistics import fmean
 from typing import Any
 
@@ -218,9 +219,15 @@ def _spike(report: ProbeReport) -> Iterator[str]:
                 f"the held-out loss climbed from {low:.2f} nats after step {first}"
                 f" to {high:.2f} after step {last}"
             )
-    share, step = max(_flips(report), key=lambda flips: flips[0])
-    if share > MAX_FLIPS:
-        yield f"step {step} flipped {share:.1%} of all trits"
+    for before, after in pairwise(report.readings):
+        share, rises = after.flip_share or 0, _loss(after) > _loss(before)
+        if share > MAX_FLIPS and rises:
+            yield f"step {after.step} flipped {share:.1%} of all trits, and the held-out loss rose"
+            return
+
+
+def _loss(reading: Reading) -> float:
+    return math.inf if reading.val_loss is None else reading.val_loss
 
 
 def _flips(report: ProbeReport) -> list[tuple[float, int]]:

@@ -83,7 +83,11 @@ def test_audit_of_many_symbols_measures_the_predicted_peak(tied, rule):
 
 
 def test_audit_measures_every_stage():
-    report = audit(config_of(accum=2))
+    config = config_of(accum=2)
+    report = audit(config)
+    trainer = Trainer(config, open_texts(config.data, config.val, seed=0, context=16))
+    losses = [level.loss for level in report.levels if level.stage == "end"]
+    assert losses == [float(trainer.train_step()) for _ in losses]
     stages = [(level.step, level.stage) for level in report.levels]
     step = ["forward", "backward"] * 2 + ["end"]
     assert stages == [(0, "load"), *((number, stage) for number in (1, 2) for stage in step)]

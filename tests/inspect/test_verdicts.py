@@ -63,10 +63,11 @@ CASES = {
         "spike": "the held-out loss climbed from 2.00 nats after step 7 to 3.51 after step 8"
     }),
     "smaller climb": (report({7: {"val_loss": 2.0}, 8: {"val_loss": 3.5}}), None),
-    "flips": (report({5: {"flip_share": 0.101}}), {
-        "spike": "step 5 flipped 10.1% of all trits"
+    "flips": (report({5: {"flip_share": 0.101, "val_loss": 4.1}}), {
+        "spike": "step 5 flipped 10.1% of all trits, and the held-out loss rose"
     }),
-    "fewer flips": (report({5: {"flip_share": 0.1}}), None),
+    "fewer flips": (report({5: {"flip_share": 0.1, "val_loss": 4.1}}), None),
+    "flips that lower the loss": (report({5: {"flip_share": 0.46}}), None),
     "uniform": (report({step: {"val_loss": 5.54} for step in range(9)}), {
         "worse-than-uniform": "the held-out loss is 5.54 nats on average over the last 4 steps, and"
         " guessing costs 5.55"

@@ -7,6 +7,7 @@ that were proposed are optional:
 - `order`: the scales vote after the trits, by slopes at the new trits.
 - `start`: counters of trits begin at -2 to 2 instead of 0.
 - `bound`: a gradient changes at most 1 % of a matrix's trits, those with the most votes first.
+- `scales`: no scale is stepped.
 """
 
 import math
@@ -77,6 +78,8 @@ class Votes(Rule):
             self._vote_on_scales(state, gradient, after.slope)
 
     def _vote_on_scales(self, state: State, gradient: Gradient, slope: Tensor) -> None:
+        if "scales" in self.fixes:
+            return
         cast_scale_votes(state["exponent"], state["scale_votes"], slope, gradient.gains.ok)
 
     def _vote_on_trits(self, state: State, gradient: Gradient, control: StepControl) -> None:

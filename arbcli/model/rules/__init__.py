@@ -63,7 +63,7 @@ def relative_lr(name: str, other: str, digits: str) -> float:
     return rates[name] / rates[other]
 
 
-VOTES_FIXES = ("threshold", "order", "start", "bound")
+VOTES_FIXES = ("threshold", "order", "start", "bound", "scales")
 """Optional changes of the rule `votes` relative to the reference system: see its module."""
 
 

@@ -78,6 +78,17 @@ def test_size_of_a_gradient_is_not_read(fixes, device):
         assert all(torch.equal(part, states[0][name]) for name, part in other.items())
 
 
+@pytest.mark.parametrize("fixes", [("scales",), ("scales", "order")])
+def test_held_scales_change_neither_scales_nor_flips(fixes, device):
+    plain, updater = build(device)
+    tensor, holding = build(device, *fixes)
+    grads = [gradient(device)] * 5
+    assert flips(tensor, holding, grads) == flips(plain, updater, grads)
+    assert not tensor.scale_votes.any()
+    assert torch.equal(tensor.exponent, build(device)[0].exponent)
+    assert not torch.equal(plain.exponent, tensor.exponent)
+
+
 @pytest.mark.parametrize("fixes", [(), ("order",)])
 def test_scales_vote_before_or_after_the_trits(fixes, device):
     tensor, updater = build(device, *fixes)
