@@ -338,6 +338,17 @@ PIPE_SECONDS = 30.0
 """Interval between lines of progress where stderr is not a terminal."""
 
 
+class _LiveLine(Live):
+    """A live display of one line, which leaves nothing behind if the terminal becomes narrower."""
+
+    def process_renderables(self, renderables: list[Any]) -> list[Any]:
+        """Clear all rows over which the terminal has wrapped the line since it was written."""
+        if self._live_render._shape is not None:
+            columns, _ = self._live_render._shape
+            self._live_render._shape = columns, max(1, -(-columns // self.console.width))
+        return super().process_renderables(renderables)
+
+
 class LiveLine:
     """A status line on stderr that is updated in place; off a terminal, each update is a new line.
 
@@ -352,7 +363,7 @@ class LiveLine:
         """Whether the line is updated in place."""
         self._make: Callable[[int], str] = lambda _: ""
         self._follows = self._is_left = False
-        self._live = Live(
+        self._live = _LiveLine(
             console=_err,
             auto_refresh=moves,
             refresh_per_second=1,

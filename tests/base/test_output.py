@@ -112,6 +112,16 @@ def test_last_line_stays_and_a_wait_line_does_not(terminal):
     assert not terminal.getvalue().endswith("loading\n")
 
 
+def test_narrower_terminal_keeps_nothing_of_a_wider_line(terminal):
+    """It has wrapped 75 columns over three rows of 30, all of which are cleared."""
+    with LiveLine() as line:
+        line.show("a" * 75)
+        output._err.width = 30
+        before = len(terminal.getvalue())
+        line.show("b" * 20)
+        assert terminal.getvalue()[before:] == "\r\x1b[2K" + 2 * "\x1b[1A\x1b[2K" + "b" * 20
+
+
 @pytest.mark.parametrize(
     "words", [["generate", "--checkpoint", CLIPBOARD], ["train", "--data", CLIPBOARD],
               ["train", "--resume", CLIPBOARD], ["train", CLIPBOARD], ["train", "--" + CLIPBOARD],
