@@ -94,7 +94,6 @@ class Mamba(Part):
         dt = functional.softplus(dt.float() + self.bias())
         decay = -self.rate().exp() * dt  # (B, T, H), its logarithm
         values = _scaled(u, dt)
-        b, c = (part[:, :, None].expand(-1, -1, self.heads, -1) for part in (b, c))
         scan = _scan if state is None else state.scan
         y = scan(c, b, values, decay)
         return BlockOutput(x, self.output(_gate_and_scan(z, y, self.skip(), u), self.gate))
@@ -132,9 +131,11 @@ class _CausalConv(KeepsInputs):
 
 
 class _DecayScan(Function):
+    """A scan with q and k of (B, T, S) for all heads; their gradients are summed over heads."""
+
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-        return decay_scan(q, k, v, g)
+        return decay_scan(*_of_heads(q, k, v), v, g)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -143,13 +144,21 @@ class _DecayScan(Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, y = ctx.saved_tensors
+        q, k = _of_heads(q, k, v)
         low = grad_y.to(q.dtype)
         grad_v = decay_scan(k, q, low, g, reverse=True)
         grad_k = decay_scan(v, low, q, g, reverse=True)
         grad_q = decay_scan(low, v, k, g)
         grad_sums = (grad_y * y).sum(dim=-1) - (grad_v * v).sum(dim=-1)
         grad_g = running_sum(grad_sums, reverse=True)
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_g
+        grad_q, grad_k = (grad.sum(dim=2).to(q.dtype) for grad in (grad_q, grad_k))
+        return grad_q, grad_k, grad_v.to(v.dtype), grad_g
+
+
+def _of_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Expand (B, T, S) to (B, T, H, S) for the heads of v, without copies."""
+    heads = v.shape[2]
+    return q[:, :, None].expand(-1, -1, heads, -1), k[:, :, None].expand(-1, -1, heads, -1)
 
 
 class _Scaled(KeepsInputs):
@@ -251,6 +260,7 @@ class MambaState(State):
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
         """Run `decay_scan` on new positions from the state, and update the state."""
+        q, k = _of_heads(q, k, v)
         c = running_sum(g).transpose(1, 2)  # (1, H, T)
         end = c[..., -1:]
         past = c.exp()[..., None] * (q.float().transpose(1, 2) @ self.state)

@@ -62,6 +62,23 @@ def test_forward_copies_only_the_gate(monkeypatch):
     assert copies.operations == ["aten::copy_"]
 
 
+def test_backward_casts_the_gradients_of_b_and_c_once_for_all_heads(monkeypatch):
+    """Not those of each head, of (B, T, H, S)."""
+    c, b = (normal(2, 17, 96, device="cpu", seed=n).bfloat16().requires_grad_() for n in (0, 1))
+    v = normal(2, 17, 3, 5, device="cpu").bfloat16().requires_grad_()
+    y = module._scan(c, b, v, -normal(2, 17, 3, device="cpu").abs())
+    of_head = normal(2, 17, 3, 96, device="cpu", seed=2)
+
+    def stand_in(q, k, v, g, reverse=False):
+        return of_head if v.shape[-1] == 96 else v.float()
+
+    monkeypatch.setattr(module, "decay_scan", stand_in)
+    with Copies(of_head.numel()) as copies:
+        grads = torch.autograd.grad(y, (c, b), torch.ones_like(y))
+    assert not copies.operations
+    assert all(torch.equal(grad, of_head.sum(dim=2).bfloat16()) for grad in grads)
+
+
 def test_running_sums_run_both_ways(device):
     x = normal(2, 150, 3, device=device).mul(4).round()  # no order of additions rounds a sum
     assert torch.equal(running_sum(x), x.cumsum(1))
