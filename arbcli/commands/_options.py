@@ -187,7 +187,13 @@ def fill_options(words: list[str]) -> list[str]:
 
 
 def repeat_options(words: list[str]) -> list[str]:
-    """Expand `--data a.txt b.txt` to `--data a.txt --data b.txt`, the form that Typer parses."""
+    """Expand `--data a.txt b.txt` to `--data a.txt --data b.txt`, the form that Typer parses.
+
+    Raises:
+        ArbError: there are several `--plot`, of which Typer would take the last.
+    """
+    if sum(word.partition("=")[0] == "--plot" for word in words) > 1:
+        raise ArbError("`--plot` is given twice", hint="name one file")
     expanded: list[str] = []
     option, values = None, 0
     for word in words:

@@ -71,6 +71,7 @@ MISTAKES = {
     "train --no-save --keep-best --keep 1":
         "`--no-save` cannot be combined with `--keep`, `--keep-best`",
     "train --data text.txt --plot text.txt": "`--plot` is `text.txt`",
+    "train --plot a.png --plot=b.png": "`--plot` is given twice\nhint: name one file\n",
     "train --log paper": "no logger is named `paper`",
     "train --log-every 1001": "`--log-every` is 1,001",
     "train --minutes 1 --steps 9": "`--minutes` and `--steps` both set the length of the run",
