@@ -48,7 +48,8 @@ def make_next_directory(config: TrainConfig, root: Path = RUNS) -> Path:
         ArbError: it cannot be created.
     """
     model, optimizer = config.model, word_of("--optimizer", config)
-    words = [word_of("--weights", config), model.weights == "ternary" and model.rule_text]
+    rule = model.rule_text if model.weights == "ternary" else None
+    words = [word_of("--weights", config), rule]
     words += [optimizer, optimizer and f"lr{config.lr:g}", f"seed{config.seed}"]
     kind = "-".join(filter(None, words))
     while True:
