@@ -1,5 +1,6 @@
 """`arb compare`: settings, losses, memory and time of several runs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,9 @@ from arbcli.base.run_files import directory_of
 from arbcli.commands._options import Json, find_run
 from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.config.settings import OUTPUT
+
+LONG_NAME = 12
+"""Characters above which the name of a run is shortened in tables."""
 
 if TYPE_CHECKING:
     from arbcli.inspect.runs import RunComparison, RunGroup, Spread
@@ -49,33 +53,50 @@ def compare(
 
 def _tables(report: "RunComparison") -> Group:
     groups = report.groups
-    settings = [
-        [_names(group), *(_value(group.settings[name]) for name in report.settings)]
-        for group in groups
-    ]
+    labels = short_names([Path(run).name for group in groups for run in group.runs])
+    names = ["\n".join(labels[Path(run).name] for run in group.runs) for group in groups]
+    settings = [["", *report.settings]]
+    for label, group in zip(names, groups, strict=True):
+        settings.append([label, *(_value(group.settings[name]) for name in report.settings)])
+    if len(report.settings) > len(groups):  # a row for each setting, as names are long
+        settings = [list(column) for column in zip(*settings, strict=True)]
     losses = ["", "seed", "steps", "training", "held out", "lowest held out"]
     costs = ["", "state", "peak", "time", "bytes/s"]
-    differing = table("Differences", ["", *report.settings], settings)
+    differing = table("Differences", settings[0], settings[1:])
     return Group(
         *([differing] if report.settings else []),
-        table("Losses in nats per byte", losses, [*map(_losses, groups)]),
-        table("Memory and time", costs, [*map(_costs, groups)]),
+        table("Losses in nats per byte", losses, [*map(_losses, names, groups)]),
+        table("Memory and time", costs, [*map(_costs, names, groups)]),
     )
 
 
-def _losses(group: "RunGroup") -> list[str]:
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Return the shortest beginning of each long name, up to a dash, that no other name has."""
+    short = {name: name for name in names}
+    for name in names:
+        if len(name) <= LONG_NAME:
+            continue
+        words = name.split("-")
+        starts = ("-".join(words[:number]) for number in range(1, len(words)))
+        others = [f"{other}-" for other in names if other != name]
+        unique = (s for s in starts if not any(other.startswith(f"{s}-") for other in others))
+        short[name] = next(unique, name)
+    return short
+
+
+def _losses(names: str, group: "RunGroup") -> list[str]:
     return [
-        _names(group),
+        names,
         ", ".join(map(str, group.seeds)),
         " to ".join(f"{step:,}" for step in dict.fromkeys(group.steps)),
         *map(_loss, (group.loss, group.val_loss, group.best_val_loss)),
     ]
 
 
-def _costs(group: "RunGroup") -> list[str]:
+def _costs(names: str, group: "RunGroup") -> list[str]:
     seconds, speed = group.seconds, group.bytes_per_second
     return [
-        _names(group),
+        names,
         *(
             "none" if size is None else bytes_text(size)
             for size in (group.state_bytes, group.peak_bytes)
@@ -83,10 +104,6 @@ def _costs(group: "RunGroup") -> list[str]:
         "none" if seconds is None else clock(seconds.mean),
         "none" if speed is None else f"{speed.mean:,.0f}",
     ]
-
-
-def _names(group: "RunGroup") -> str:
-    return "\n".join(Path(run).name for run in group.runs)
 
 
 def _loss(loss: "Spread | None") -> str:

@@ -7,6 +7,7 @@ import pytest
 from made_runs import make_run, record
 
 from arbcli.base.errors import ArbError
+from arbcli.commands.compare import short_names
 from arbcli.inspect.runs import Spread, compare_runs, list_runs, read_run
 
 
@@ -26,6 +27,14 @@ def test_summary_has_the_last_and_the_lowest_values(tmp_path):
     assert "seed" not in summary.settings
     shown = {"lr": 1.0, "ctx": 64, "mixer.kind": "attention", "blocks": 4, "text": "0" * 12}
     assert summary.settings == summary.settings | shown
+
+
+def test_long_names_are_shortened_as_far_as_they_differ():
+    end = "-ternary-moment-muon-lr0.7"
+    names = [f"001-32x1{end}-seed0", f"002-32x1{end}-seed0", f"sweep-a{end}", f"sweep-b{end}"]
+    short = ["001", "002", "sweep-a", "sweep-b", "book-tuned", f"a{end}-seed1", f"a{end}-seed2"]
+    names += short[4:]
+    assert short_names(names) == dict(zip(names, short, strict=True))
 
 
 def test_runs_that_differ_in_their_seed_are_grouped(tmp_path):
