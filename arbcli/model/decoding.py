@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from arbcli.kernels.matmul.swizzled import fits_prepacked
-from arbcli.model.parts.base import BlockInputs, BlockOutput, each_text
+from arbcli.model.parts.base import BlockInputs, BlockOutput, each_text, fits_vectors
 from arbcli.model.stack import pass_one
 
 if TYPE_CHECKING:
@@ -130,8 +130,8 @@ def fuses(model: "LanguageModel", x: Tensor) -> bool:
         x: the stream, (B, 1, D).
     """
     fits = model.weights_are_prepared and fits_prepacked(x, model.config.site().group_size)
-    stages = model.config.stages  # kernels read rows in vectors of eight elements
-    plain = all(stage.dim % 8 == 0 and stage.adds_plainly for stage in stages)
+    stages = model.config.stages
+    plain = all(fits_vectors(stage.dim) and stage.adds_plainly for stage in stages)
     return fits and plain and model.plain_norms and model.fits_bytes
 
 

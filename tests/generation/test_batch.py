@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cells import FEW, each_cell, wide
+from cells import FEW, Cell, each_cell, wide
 from graph_parts import graph_config
 
 from arbcli.base.errors import ArbError
@@ -116,6 +116,27 @@ def test_text_of_every_cell_is_the_same_among_any_others(cell, device):
     """By the kernels of the device, and where there are none one text after another."""
     lm, (first, second) = in_cell(cell, torch.float32, device), (b"it was longer", b"a b")
     check_neighbours(lm, first, second, b"words of it")
+
+
+@pytest.mark.parametrize(
+    ("cell", "sizes"),
+    [
+        (Cell("attention", "mlp", 1, "plain"), {"head_width": 6}),
+        (Cell("compressed", "mlp", 1, "plain"), {"heads": 1, "head_width": 12, "top_k": None}),
+        (Cell("compressed", "mlp", 1, "plain"), {"heads": 4, "kv_heads": 2, "head_width": 10}),
+    ],
+    ids=str,
+)
+def test_widths_that_no_kernel_reads_are_generated_without_it(cell, sizes, device):
+    """Of all heads, or of the keys and values alone, which an indexer reads."""
+    blocks = tuple(
+        replace(block, mixer=replace(block.mixer, **sizes)) for block in cell.model().main.blocks
+    )
+    config = replace(cell.model(), stages=(replace(cell.model().main, blocks=blocks),))
+    with torch.device(device):
+        lm = LanguageModel(config, torch.float32)
+    lm.initialise(0)
+    check_neighbours(lm, b"it was longer", b"a b", b"words of it")
 
 
 @pytest.mark.gpu

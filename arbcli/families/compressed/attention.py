@@ -60,7 +60,7 @@ from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
 from arbcli.model.layers.rotary import Angles, broadcast_heads, rotary_table, rows_at
 from arbcli.model.packed import LowPrecision
-from arbcli.model.parts.base import BlockInputs, BlockOutput, project
+from arbcli.model.parts.base import BlockInputs, BlockOutput, fits_vectors, project
 from arbcli.model.parts.cached import CachedAttention
 from arbcli.model.state import PositionCounter
 
@@ -301,13 +301,14 @@ class CompressedAttention(CachedAttention):
             self.beta = parts.taps(self.kv, self.ratio, site, area="attention")
         if config.key_gain:
             self.key_gain = parts.vector([1.0] * self.width, site, area="attention")
-        self.steps_fused = self.key_gain is None
         self.sink = parts.vector([SINK] * self.heads, site, area="attention")
         self.sub_norm = parts.norm(self.inner, site) if config.sub_norm else None
         self.output = parts.linear(
             site.dim, self.inner, site, area="attention", std=output_std(self.inner, site.depth)
         )
         self.indexer = Indexer(config, site) if config.top_k is not None else None
+        widths = (self.inner, self.kv) if self.indexer else (self.inner,)
+        self.steps_fused = self.key_gain is None and fits_vectors(*widths)
 
     @property
     def unused_tensors(self) -> tuple[str, ...]:

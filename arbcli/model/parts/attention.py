@@ -55,7 +55,7 @@ from arbcli.model.layers.attend import (
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.layers.rotary import rotary_table, table_for, table_rows
-from arbcli.model.parts.base import BlockInputs, BlockOutput, project
+from arbcli.model.parts.base import BlockInputs, BlockOutput, fits_vectors, project
 from arbcli.model.parts.cached import CachedAttention
 from arbcli.model.parts.window import attend_in_window
 from arbcli.model.state import PositionCounter, Rows, State
@@ -91,7 +91,7 @@ class Attention(CachedAttention):
         inner, kv = self.heads * self.width, self.kv_heads * self.width
         self.fits_kernels = fits_kernels(config)
         self.one_gradient = self.fits_kernels and site.weights == "ternary"
-        self.steps_fused = inner % 8 == 0  # kernels read rows in vectors of eight elements
+        self.steps_fused = fits_vectors(inner)
         self.steps_ahead = self.fits_kernels
         rotary = site.ctx, self.width, self.rotary
         if self.fits_kernels:

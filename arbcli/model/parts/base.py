@@ -110,6 +110,11 @@ class BlockInputs(NamedTuple):
         return BlockInputs(places.masked_fill(first < 0, -1), grams, dropout=self.dropout)
 
 
+def fits_vectors(*widths: int) -> bool:
+    """Return whether decoding kernels read rows of these widths: eight elements at a time."""
+    return all(width % 8 == 0 for width in widths)
+
+
 def project(
     layer: nn.Module, x: Tensor, norm: nn.Module | None, added: Tensor | None
 ) -> tuple[Tensor, Tensor]:

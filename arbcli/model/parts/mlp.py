@@ -6,7 +6,7 @@ from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
-from arbcli.model.parts.base import BlockInputs, BlockOutput, Part, project
+from arbcli.model.parts.base import BlockInputs, BlockOutput, Part, fits_vectors, project
 
 
 class MLP(Part):
@@ -27,7 +27,7 @@ class MLP(Part):
             self.sub_norm = parts.gate(width, site, normalise=config.sub_norm)
         std = output_std(width, site.depth)
         self.output = parts.linear(site.dim, width, site, area=area, std=std)
-        self.steps_fused = width % 8 == 0
+        self.steps_fused = fits_vectors(width)
 
     def forward(
         self,
