@@ -7,6 +7,8 @@ import os
 import re
 import stat
 import statistics
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,13 +18,15 @@ from typing import Any
 from arbcli.base.errors import ArbError
 from arbcli.base.reading import read_json
 from arbcli.base.run_files import CONFIG
-from arbcli.training.record import METRICS, best_step, finite, read_records
+from arbcli.training.record import METRICS, complete_lines, finite
 
 _SCHEMA = {
     "config": dict, "config.seed": int, "config.steps": int, "init_from": str | None,
     "init_digest": str | None, "number": int | None, "started": str | None, "text": dict,
     "text.digest": str, "text.split": str | None,
 }  # fmt: skip
+_TIMED = 1000
+"""Number of records of which the median speed is taken."""
 _SHOWN_DIGITS = 12
 """Number of hexadecimal digits of a digest that identify it in a table."""
 
@@ -59,7 +63,85 @@ class RunSummary:
     seconds: float | None
     """Training time, including evaluations and saves."""
     bytes_per_second: float | None
-    """Median training speed of the records."""
+    """Median training speed of the last 1,000 records."""
+
+
+class RunReader:
+    """Reads the summary of a run again and again, and of its records only the new ones.
+
+    Args:
+        run: directory of the run.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._files: list[tuple[int, int, int] | None] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self.branch = time.time()
+        """Time at which the first record was read; another one after records were replaced."""
+        self._offset, self._line = 0, b""
+        """Position of the next line in the file of records, and the line before it."""
+        self._last: dict[str, Any] = {}
+        self._val_loss: float | None = None
+        self._best: tuple[float | None, int | None] = None, None
+        """The lowest held-out loss, and its step."""
+        self._peak_bytes: int | None = None
+        self._speeds: deque[float] = deque(maxlen=_TIMED)
+
+    def read(self) -> RunSummary:
+        """Read what has changed, and return the summary.
+
+        Raises:
+            ArbError: the run cannot be read, or is damaged.
+        """
+        files = [_state(self._run / name) for name in (CONFIG, METRICS)]
+        if files == self._files:
+            return self._summary
+        facts = read_json(self._run / CONFIG, _SCHEMA)
+        self._read_records()
+        last, (best, best_step) = self._last, self._best
+        self._summary = RunSummary(
+            run=str(self._run),
+            number=facts.get("number") or 0,
+            started=facts.get("started"),
+            seed=facts["config"]["seed"],
+            settings=_settings(facts),
+            step=last.get("step", 0),
+            steps=facts["config"]["steps"],
+            loss=last.get("loss"),
+            val_loss=self._val_loss,
+            best_val_loss=best,
+            best_step=best_step,
+            state_bytes=last.get("state_bytes"),
+            peak_bytes=self._peak_bytes,
+            seconds=last.get("seconds"),
+            bytes_per_second=statistics.median(self._speeds) if self._speeds else None,
+        )
+        self._files = files
+        return self._summary
+
+    def _read_records(self) -> None:
+        lines = complete_lines(self._run, self._offset - len(self._line))
+        if self._line and next(lines, (b"",))[0] != self._line:
+            self._begin()
+            lines = complete_lines(self._run, 0)
+        for line, record in lines:
+            self._offset, self._line = self._offset + len(line), line
+            if record is not None:
+                self._add(record)
+
+    def _add(self, record: dict[str, Any]) -> None:
+        self._last = record
+        if (loss := record.get("val_loss")) is not None:
+            self._val_loss = loss
+            if self._best[0] is None or loss < self._best[0]:
+                self._best = loss, record["step"]
+        if peak := record.get("peak_bytes"):
+            self._peak_bytes = max(self._peak_bytes or 0, peak)
+        if speed := record.get("bytes_per_second"):
+            self._speeds.append(speed)
 
 
 def read_run(run: Path) -> RunSummary:
@@ -68,31 +150,16 @@ def read_run(run: Path) -> RunSummary:
     Raises:
         ArbError: the run cannot be read, or is damaged.
     """
-    facts = read_json(run / CONFIG, _SCHEMA)
-    records = read_records(run)
-    last = records[-1] if records else {}
-    best = best_step(records)
-    losses = {
-        record["step"]: loss for record in records if (loss := record.get("val_loss")) is not None
-    }
-    speeds = [speed for record in records if (speed := record.get("bytes_per_second"))]
-    return RunSummary(
-        run=str(run),
-        number=facts.get("number") or 0,
-        started=facts.get("started"),
-        seed=facts["config"]["seed"],
-        settings=_settings(facts),
-        step=last.get("step", 0),
-        steps=facts["config"]["steps"],
-        loss=last.get("loss"),
-        val_loss=losses[max(losses)] if losses else None,
-        best_val_loss=None if best is None else losses[best],
-        best_step=best,
-        state_bytes=last.get("state_bytes"),
-        peak_bytes=max((peak for r in records if (peak := r.get("peak_bytes"))), default=None),
-        seconds=last.get("seconds"),
-        bytes_per_second=statistics.median(speeds) if speeds else None,
-    )
+    return RunReader(run).read()
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes with the content of a file; None if there is none."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def list_runs(folder: Path) -> list[Path]:

@@ -6,9 +6,11 @@ import hashlib
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
-from functools import cache, lru_cache
+from contextlib import suppress
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,48 +20,64 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from arbcli.base.errors import ArbError
-from arbcli.base.run_files import CONFIG
-from arbcli.inspect.runs import RunSummary, differing_settings, list_runs, read_run
-from arbcli.training.record import METRICS, read_records
+from arbcli.inspect.runs import RunReader, RunSummary, differing_settings, list_runs
+from arbcli.training.record import METRICS, complete_lines
+
+ANSWER_BYTES = 4 * 2**20
+"""Size of the records of an answer, after which no more are added."""
 
 
 def routes(watch: Path | None) -> list[Route]:
-    """Return the routes `/`, and with a folder `/runs` and `/runs/NAME/metrics?after=STEP`.
+    """Return the routes `/`, and with a folder `/runs` and `/runs/NAME/metrics?from=OFFSET`.
 
     `/runs` is an object with `runs`, summaries with the settings that differ between them, and
     `damaged`, messages by name. A summary has `name`, the fields of `RunSummary`, `branch`, which
     changes if records are replaced, as by a resume, and `age`, seconds since the last record.
-    `metrics` are the records of later steps than STEP in JSON lines.
+    `metrics` is an object with `records`, up to 4 MiB of those after an offset in their file, and
+    `next`, the offset after them.
 
     Args:
         watch: folder of the runs; only those that `list_runs` lists are served.
     """
     if watch is None:
         return [Route("/", _page)]
+    readers: dict[Path, RunReader] = {}
+    one_at_a_time = threading.Lock()
 
     @_reporting
     def runs(request: Request) -> Response:
+        nonlocal readers
         summaries, damaged = {}, {}
-        for run in list_runs(watch):
-            try:
-                summaries[run] = _summary(run, _state(run / CONFIG), _state(run / METRICS))
-            except ArbError as error:
-                damaged[run.name] = str(error)
-        names = differing_settings([*summaries.values()])
-        shown = [_shown(run, summary, names) for run, summary in summaries.items()]
+        with one_at_a_time:
+            readers = {run: readers.get(run) or RunReader(run) for run in list_runs(watch)}
+            for run, reader in readers.items():
+                try:
+                    summaries[run] = reader.read()
+                except ArbError as error:
+                    damaged[run.name] = str(error)
+            names = differing_settings([*summaries.values()])
+            shown = [
+                _shown(run, summary, readers[run].branch, names)
+                for run, summary in summaries.items()
+            ]
         return _json({"runs": shown, "damaged": damaged})
 
     @_reporting
     def metrics(request: Request) -> Response:
-        name, after = request.path_params["name"], request.query_params.get("after", "-1")
+        name, offset = request.path_params["name"], request.query_params.get("from", "0")
         run = next((run for run in list_runs(watch) if run.name == name), None)
         if run is None:
             return _json({"error": {"message": "there is no such run"}}, 404)
-        if not re.fullmatch("-?[0-9]{1,18}", after):
-            return _json({"error": {"message": "`after` is not a step"}}, 400)
-        records = [record for record in read_records(run) if record["step"] > int(after)]
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        return Response(lines, media_type="application/x-ndjson")
+        if not re.fullmatch("[0-9]{1,12}", offset):
+            return _json({"error": {"message": "`from` is not an offset"}}, 400)
+        records, end = [], int(offset)
+        for line, record in complete_lines(run, end):
+            end += len(line)
+            if record is not None:
+                records.append(record)
+            if end - int(offset) >= ANSWER_BYTES:
+                break
+        return _json({"records": records, "next": end})
 
     return [Route("/", _page), Route("/runs", runs), Route("/runs/{name}/metrics", metrics)]
 
@@ -76,31 +94,14 @@ def _reporting(endpoint: Callable[[Request], Response]) -> Callable[[Request], R
     return answer
 
 
-def _state(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes with the content of a file; None if there is none."""
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-@lru_cache(maxsize=1024)
-def _summary(run: Path, *_: tuple[int, int, int] | None) -> RunSummary:
-    """Read the summary of a run, again only if its files have changed."""
-    return read_run(run)
-
-
-def _shown(run: Path, summary: RunSummary, names: list[str]) -> dict[str, Any]:
+def _shown(run: Path, summary: RunSummary, branch: float, names: list[str]) -> dict[str, Any]:
     fields = dataclasses.asdict(summary)
     del fields["run"]  # a path of the machine
-    branch, _, changed = _state(run / METRICS) or (0, 0, None)
-    return fields | {
-        "name": run.name,
-        "settings": {name: fields["settings"].get(name) for name in names},
-        "branch": branch,
-        "age": None if changed is None else max(0.0, time.time() - changed / 1e9),
-    }
+    age = None
+    with suppress(OSError):
+        age = max(0.0, time.time() - os.lstat(run / METRICS).st_mtime)
+    settings = {name: fields["settings"].get(name) for name in names}
+    return fields | {"name": run.name, "settings": settings, "branch": branch, "age": age}
 
 
 def _json(value: dict[str, Any], status: int = 200) -> Response:

@@ -147,14 +147,34 @@ LONGEST_LINE = 2**20
 _TESTS = {name: test_of(kind) for name, kind in SCHEMA.items()}
 
 
-def _lines(run: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+def _lines(run: Path, offset: int = 0) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Yield the lines of a run's file of records, each with its record, or None if invalid."""
     path = run / METRICS
     if not os.path.lexists(path):
         return
     with open_regular(path) as file:
+        file.seek(offset)
         while line := file.readline(LONGEST_LINE):
             yield line, _parsed(line)
+
+
+def complete_lines(run: Path, offset: int) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield the lines of a run's file of records but for one that is being written.
+
+    Args:
+        run: directory of the run.
+        offset: position of the first line in the file.
+
+    Yields:
+        A line, and its record; None if it is invalid.
+
+    Raises:
+        ArbError: the file cannot be read.
+    """
+    for line, record in _lines(run, offset):
+        if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
+            break
+        yield line, record
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

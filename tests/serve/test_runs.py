@@ -9,7 +9,9 @@ pytest.importorskip("starlette", reason="needs the extra `serve`")
 testclient = pytest.importorskip("starlette.testclient", reason="needs the package httpx")
 from starlette.applications import Starlette  # noqa: E402
 
+from arbcli.serve import runs as served  # noqa: E402
 from arbcli.serve.runs import routes  # noqa: E402
+from arbcli.training import record as records  # noqa: E402
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def client(folder, **options):
 
 def steps(answer) -> list[int]:
     assert answer.status_code == 200
-    return [json.loads(line)["step"] for line in answer.text.splitlines()]
+    return [record["step"] for record in answer.json()["records"]]
 
 
 def test_runs_have_results_and_the_settings_that_differ(folder):
@@ -40,12 +42,42 @@ def test_runs_have_results_and_the_settings_that_differ(folder):
     assert str(folder) not in json.dumps(answer)
 
 
-def test_records_are_those_after_a_step(folder):
-    get = client(folder).get
-    assert steps(get("/runs/001-a/metrics")) == [10, 20, 30]
-    assert steps(get("/runs/001-a/metrics?after=10")) == [20, 30]
-    assert steps(get("/runs/001-a/metrics?after=30")) == []
-    assert get("/runs/001-a/metrics?after=x").status_code == 400
+def test_records_are_those_after_an_offset(folder, monkeypatch):
+    get, path = client(folder).get, folder / "001-a" / "metrics.jsonl"
+    whole = get("/runs/001-a/metrics")
+    assert steps(whole) == [10, 20, 30]
+    end = whole.json()["next"]
+    assert end == path.stat().st_size
+    line = json.dumps(record(40, 1.25)).encode() + b"\n"
+    with path.open("ab") as file:
+        file.write(line[:20])  # is being written
+    assert get(f"/runs/001-a/metrics?from={end}").json() == {"records": [], "next": end}
+    with path.open("ab") as file:
+        file.write(line[20:] + b"cut\n")
+    after = get(f"/runs/001-a/metrics?from={end}")
+    assert (steps(after), after.json()["next"]) == ([40], path.stat().st_size)
+    monkeypatch.setattr(served, "ANSWER_BYTES", end - 1)
+    assert get("/runs/001-a/metrics").json() == whole.json()
+    for offset in ("x", "-1", "", 10**12):
+        assert get(f"/runs/001-a/metrics?from={offset}").status_code == 400
+    assert steps(get(f"/runs/001-a/metrics?from={10**11}")) == []
+
+
+def test_poll_parses_new_records_alone(folder, monkeypatch):
+    get, parsed = client(folder).get, []
+    parse = records._parsed
+    monkeypatch.setattr(records, "_parsed", lambda line: parsed.append(line) or parse(line))
+    first = get("/runs").json()["runs"][0]
+    assert len(parsed) == 6
+    with (folder / "001-a" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(record(40, 1.25, 2.0)) + "\n")
+    second = get("/runs").json()["runs"][0]
+    assert len(parsed) == 6 + 2  # the last line that was read, and the new one
+    changed = {"step": 40, "loss": 1.25, "val_loss": 2.0, "best_val_loss": 2.0, "best_step": 40}
+    changed |= {"peak_bytes": 41 << 20, "seconds": 4.0, "bytes_per_second": 625.0}
+    assert second == first | changed | {"age": second["age"]}
+    get(f"/runs/001-a/metrics?from={len(b''.join(parsed[:3]))}")
+    assert len(parsed) == 8 + 1
 
 
 def test_new_records_are_seen_and_replaced_ones_are_another_branch(folder):
@@ -56,12 +88,15 @@ def test_new_records_are_seen_and_replaced_ones_are_another_branch(folder):
         file.write(json.dumps(record(40, 1.25)) + "\n")
     added = get("/runs").json()["runs"][0]
     assert (added["step"], added["branch"]) == (40, before["branch"])
-    shorter = folder / "shorter"
-    shorter.write_text(json.dumps(record(10, 3.0)) + "\n")
-    shorter.replace(metrics)
-    replaced = get("/runs").json()["runs"][0]
-    assert replaced["step"] == 10
-    assert replaced["branch"] != before["branch"]
+    branches = {added["branch"]}
+    for lines in ([record(10, 3.0)], [record(10, 2.0)], [record(10, 2.0), record(20, 1.0)]):
+        other = folder / "other"
+        other.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        other.replace(metrics)
+        replaced = get("/runs").json()["runs"][0]
+        assert (replaced["step"], replaced["loss"]) == (lines[-1]["step"], lines[-1]["loss"])
+        branches.add(replaced["branch"])
+    assert len(branches) == 3  # the last lines continue those before
 
 
 def test_damaged_run_is_named_with_its_reason(folder):
