@@ -104,7 +104,10 @@ def soak(engine: Engine, seconds: float) -> dict[str, int]:
     expected, start, first_peak = text(), time.perf_counter(), 0
     while (passed := time.perf_counter() - start) < seconds:
         for _ in range(20):
-            status, content = ask(draw.randbytes(draw.randint(0, 99)))
+            field = draw.choice(["prompt", "max_tokens", "n", "stop", "stream", "logprobs", "x"])
+            wrong = json.dumps({"prompt": "a"} | {field: draw.choice([-5, {}, [[]], 1e99])})
+            garbage = draw.randbytes(draw.randint(0, 99))
+            status, content = ask(draw.choice([garbage, wrong.encode()]))
             if not 400 <= status < 500 or "error" not in json.loads(content):
                 raise RuntimeError(f"status {status}: {content!r}")
             counts["refused"] += 1
