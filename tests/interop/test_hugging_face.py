@@ -77,6 +77,9 @@ def test_every_file_describes_the_model(saved, tmp_path, sub_norms):
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": 48,
         "clean_up_tokenization_spaces": False,
+        "eos_token": "\u0100",
+        "pad_token": "\u0100",
+        "split_special_tokens": True,
     }
     tokenizer = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
     bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}

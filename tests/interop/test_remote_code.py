@@ -62,8 +62,8 @@ NUMBERS = {name: str(number) for number, name in enumerate(CONFIGS)}
 PROMPT, TEXT, LENGTH = b"a \xffjum", b"a \xffjumps with brown while fox and", 32
 """A prompt that is not UTF-8 and fits the contexts, and a text that goes beyond them, in
 which no choice of a model depends on last bits."""
-SPELLED = "cafe\u0301 \u00e9\0 \u2126\r\n"
-"""A text that is changed by NFC."""
+SPELLED = "cafe\u0301 \u00e9\0 \u2126 \u0100\r\n"
+"""A text that is changed by NFC, with the end of a text and the character that stands for it."""
 READ = """
 import sys, warnings
 sys.modules["arbcli"] = None  # an import of it fails
@@ -92,6 +92,7 @@ with torch.no_grad():
     tokenizer = AutoTokenizer.from_pretrained(sys.argv[7], trust_remote_code=True)
     results["ids"] = tokenizer(spelled.decode())["input_ids"]
     results["invalid"] = tokenizer.decode([0xFF, 0x61])
+    results["end"] = tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.decode([0, 0x61])
     results["others"] = made[0, prompt.shape[1]:], padded.logits, padded.loss, again, half
 torch.save(results, sys.argv[1])
 """
@@ -173,6 +174,7 @@ def test_folder_is_read_in_every_way(exported):
 def test_tokens_are_the_bytes_of_any_text(exported):
     assert exported.results["ids"] == list(SPELLED.encode())
     assert exported.results["invalid"] == "\ufffda"
+    assert exported.results["end"] == (0, 0, "\0a")  # programs that score texts need an end
 
 
 def test_code_only_imports_torch_and_transformers_and_weights_stay_packed(exported):

@@ -154,12 +154,14 @@ def _write_companions(folder: Path, weights: Weights, about: dict[str, Any]) -> 
     """Write the settings of a model that was not imported, with its special tokens and template."""
     config, run = weights.model.config, weights.path.parent / COMPANIONS
     copy_companions(run, folder)
-    ends = read_settings(run, GENERATION)
+    ends, names = read_settings(run, GENERATION), {}
     if config.vocabulary == VOCABULARY:
         ends = {"eos_token_id": END, "pad_token_id": END}
+        end = byte_symbols()[END]  # the character `end` of a text stays two bytes
+        names = {"eos_token": end, "pad_token": end, "split_special_tokens": True}
     write_json(folder / CONFIG, about | ends)
     write_json(folder / GENERATION, ends)
-    settings = {
+    settings = names | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.ctx,
         "clean_up_tokenization_spaces": False,
