@@ -76,6 +76,7 @@ class RunReader:
     def __init__(self, run: Path) -> None:
         self._run = run
         self._files: list[tuple[int, int, int] | None] = []
+        self._summary: RunSummary
         self._begin()
 
     def _begin(self) -> None:
