@@ -79,8 +79,9 @@ def plain_folder(folder: Path, **config) -> dict[str, torch.Tensor]:
     """Write a Llama of one layer without Transformers; return its weights."""
     generator = torch.Generator().manual_seed(1)
     names = {f"model.layers.0.{name}.weight": shape for name, shape in BLOCK.items()}
-    names |= {"model.embed_tokens.weight": (40, 32), "model.norm.weight": (32,)}
-    names |= {"lm_head.weight": (40, 32)}
+    symbols = (CONFIG | config)["vocab_size"]
+    names |= {"model.embed_tokens.weight": (symbols, 32), "model.norm.weight": (32,)}
+    names |= {"lm_head.weight": (symbols, 32)}
     drawn = {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
     weights = {name: (drawn[name] * 0.1).bfloat16() for name in drawn}
     folder.mkdir()

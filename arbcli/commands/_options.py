@@ -432,7 +432,7 @@ RuleToCome = option_for(
     choices=FADING,
     help="Update rule for later training. It sets the number of levels: 255 with moment, 43 with"
     " nibble.",
-    default="",
+    default="moment, or nibble if only that fits --budget",
 )
 AttentionRuleToCome = option_for("attention_rule", choices=FADING, help="Rule of attention.")
 MLPRuleToCome = option_for(

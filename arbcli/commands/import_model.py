@@ -1,6 +1,8 @@
 """`arb import`: conversion of a Hugging Face model to quantised weights that can be trained."""
 
 import re
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,8 +11,9 @@ import typer
 from rich.console import Group
 from rich.table import Table
 
+from arbcli.base.environment import may_have_gpu
 from arbcli.base.errors import ArbError
-from arbcli.base.output import LiveLine, bytes_text, emit, note, table, write_bytes
+from arbcli.base.output import LiveLine, bytes_text, emit, emit_json, note, table, write_bytes
 from arbcli.base.run_files import RUNS, TOKENIZER
 from arbcli.commands._options import (
     AttentionRuleToCome,
@@ -21,13 +24,19 @@ from arbcli.commands._options import (
     ScaleTypeToCome,
 )
 from arbcli.commands._outputs import check_folder
-from arbcli.config.model import VOCABULARY
+from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.config.model_file import model_lines
 from arbcli.config.training import spelled_out
+from arbcli.inspect.budget import budget_bytes
 from arbcli.interop.huggingface.config_json import model_name, read_folder_config
+from arbcli.model.rules import FADING
 
 if TYPE_CHECKING:
+    from arbcli.inspect.recipe import Recipe
     from arbcli.interop.importing import ImportReport, TensorReport
+
+TEXT = "text.txt"
+"""Name of the text in the command that tunes the model."""
 
 
 def import_model(
@@ -41,7 +50,7 @@ def import_model(
     out: Annotated[
         Path | None, typer.Option(help="Run to create. [default: runs/imported-NAME]")
     ] = None,
-    rule: RuleToCome = "moment",
+    rule: RuleToCome = None,
     attention_rule: AttentionRuleToCome = None,
     mlp_rule: MLPRuleToCome = None,
     scale_type: ScaleTypeToCome = None,
@@ -52,6 +61,14 @@ def import_model(
             metavar="NAME",
             help="Field of config.json that arb does not know and that decides nothing. Repeat it"
             " for several.",
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of the GPU that is to train, such as 24GiB: the last line is the command"
+            " that fits. [default: that of this machine's GPU]",
         ),
     ] = None,
     print_config: Annotated[
@@ -67,27 +84,72 @@ def import_model(
     """
     if not folder.is_dir():
         raise ArbError(f"`{folder}` is not a folder", hint="name a folder with `config.json` in it")
-    storage = spelled_out({"rule": rule, "scale_type": scale_type, "direction": direction})
+    size = None if budget is None else budget_bytes(budget)
+    storage = spelled_out({"scale_type": scale_type, "direction": direction})
     storage |= {"attention_rule": attention_rule, "mlp_rule": mlp_rule}
     ignored = ignore_field or ()
-    config = read_folder_config(folder, ignored, **storage, digits="all")
-    if print_config:
-        write_bytes("".join(f"{line}\n" for line in model_lines(config)).encode())
-        return
+    rules = [rule or FADING[0]] if rule or attention_rule or mlp_rule else FADING
+    configs = [
+        read_folder_config(folder, ignored, rule=name, **storage, digits="all") for name in rules
+    ]
     if out is not None:
         check_folder(out, "--out")
     run = out or RUNS / f"imported-{model_name(folder).rpartition('/')[2]}"
-    from arbcli.interop import importing
+    config, recipe, summary = configs[0], None, ""
+    if budget is not None or (may_have_gpu() and not print_config):
+        with LiveLine() as line:
+            line.show_wait("loading")
+            config, recipe, summary = _choose(configs, size, line.show_wait)
+    options = recipe.options.split() if recipe else ()
+    command = shlex.join(["arb", "train", "--init-from", str(run), *options, "--data", TEXT])
+    if print_config:
+        write_bytes("".join(f"{line}\n" for line in model_lines(config)).encode())
+    else:
+        from arbcli.interop import importing
 
-    with LiveLine() as line:
-        report = importing.import_folder(
-            folder, run, **storage, ignored=ignored, on_read=line.show_wait
-        )
-    emit(report, _tables(report), as_json=as_json)
-    if report.vocabulary != VOCABULARY and not (run / TOKENIZER).exists():
-        note(f"`{folder}` has no `{TOKENIZER}`: copy one to `{report.run}` to read text")
-    if not as_json:
-        note(f"continue with `arb train --init-from {report.run}`")
+        with LiveLine() as line:
+            report = importing.import_folder(
+                folder, run, rule=config.rule, **storage, ignored=ignored, on_read=line.show_wait
+            )
+        if as_json:
+            emit_json(asdict(report) | {"command": command, "recipe": recipe and asdict(recipe)})
+        else:
+            emit(report, _tables(report), as_json=False)
+        if report.vocabulary != VOCABULARY and not (run / TOKENIZER).exists():
+            note(f"`{folder}` has no `{TOKENIZER}`: copy one to `{report.run}` to read text")
+    if summary and not as_json:
+        note(summary)
+    if recipe or not (print_config or as_json):
+        note(command)
+
+
+def _choose(
+    configs: Sequence[ModelConfig], budget: int | None, progress: Callable[[str], None]
+) -> tuple[ModelConfig, "Recipe | None", str]:
+    """Choose the first of several models of which a step fits into the memory of a GPU.
+
+    Args:
+        configs: the model with each rule, the preferred one first.
+        budget: memory in bytes; None is this machine's GPU.
+        progress: called with what is predicted.
+
+    Returns:
+        The model, its recipe and a summary; the first model and None if no step fits.
+    """
+    import torch
+
+    from arbcli.inspect.audit import config_of_any_gpu
+    from arbcli.inspect.recipe import USABLE, WINDOW, choose_step
+
+    if budget is None and not torch.cuda.is_available():
+        return configs[0], None, ""
+    if budget is None:
+        budget = int(USABLE * torch.cuda.get_device_properties(0).total_memory)
+    for config in configs:
+        tuned = config_of_any_gpu(preset=config, ctx=min(config.ctx, WINDOW))
+        if recipe := choose_step(tuned, budget, progress=progress):
+            return config, recipe, f"with rule {recipe.rule}, {recipe.summary}:"
+    return configs[0], None, f"no training step fits into {budget / 2**30:.2f} GiB"
 
 
 def _tables(report: "ImportReport") -> Group:

@@ -1,7 +1,9 @@
 """`arb train`: train a model, or continue a run."""
 
+import dataclasses
 import os
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,12 +37,13 @@ from arbcli.commands.check import print_check
 from arbcli.config.file import read_settings, settings_text
 from arbcli.config.initial import is_kept
 from arbcli.config.settings import OPTIMISATION, OUTPUT, RUN
-from arbcli.config.training import RUN_SETTINGS, train_config_dict, trains_ternary
+from arbcli.config.training import RUN_SETTINGS, TrainConfig, train_config_dict, trains_ternary
 from arbcli.loggers import LOGGERS, check_logger, find_logger
 from arbcli.model.rules import LR_OF_FADING_TUNING, LR_OF_TUNING
 from arbcli.training.observer import Observers
 
 if TYPE_CHECKING:
+    from arbcli.data.text import Texts
     from arbcli.generation.load import SavedModel
 
 MACHINE = "device", "backend", "compute"
@@ -67,7 +70,8 @@ def train(
         Path | None,
         typer.Option(
             metavar="RUN|FILE",
-            help="Start a new run from the weights of a saved model.",
+            help="Start a new run from the weights of a saved model. Without --batch and --accum, a"
+            " step that fits into memory is chosen.",
             rich_help_panel=OPTIMISATION,
         ),
     ] = None,
@@ -190,7 +194,8 @@ def train(
         _refuse_outputs(given_options(**kept, plot=plot, log=log, profile=profile))
     if gpus is not None and not dry_run and not print_config:
         if resume is None and config_file is None:
-            _check_shares(settings.get("accum", 1), gpus, device)
+            chosen = gpus if _chooses_step(settings, init_from) else 1
+            _check_shares(settings.get("accum", chosen), gpus, device)
         start_processes(gpus)
     if pin and not dry_run and not print_config:
         _pin(device)
@@ -258,6 +263,8 @@ def train(
         else:
             initial = None if init_from is None else _read_initial(init_from, settings, display)
             hint = f"{room.HINT}, or `--force` to try it"
+            chooses = _chooses_step(settings, init_from)
+            choices = {"choose": partial(_choose_step, display)} if chooses else {}
             report = start_run(
                 new_config(**settings | machine),
                 out,
@@ -266,6 +273,7 @@ def train(
                 initial=initial,
                 profile=profile,
                 check=lambda config: None if force else room.check_memory(config, hint),
+                **choices,
                 save=not no_save,
             )
     if plot is not None and is_first and report.run is not None:
@@ -345,10 +353,46 @@ def _read_initial(path: Path, settings: dict[str, Any], display: RunDisplay) -> 
     settings["preset"] = saved = saved_config(initial.checkpoint)
     if saved_tokenizer(*initial, saved):
         settings.setdefault("tokenizer", str(initial.path.with_name(run_files.TOKENIZER)))
-    if saved.digits != "trit" and (initial.path.parent / run_files.COMPANIONS).exists():
+    imported = (initial.path.parent / run_files.COMPANIONS).exists()
+    if imported and _chooses_step(settings, path):
+        from arbcli.inspect.recipe import WINDOW
+
+        settings.setdefault("ctx", min(saved.ctx, WINDOW))
+    if saved.digits != "trit" and imported:
         fades = settings.get("digits") == "fade"
         settings.setdefault("lr", LR_OF_FADING_TUNING if fades else LR_OF_TUNING)
     return initial
+
+
+def _chooses_step(settings: dict[str, Any], init_from: Path | None) -> bool:
+    """Return whether the windows of a step are chosen, not given."""
+    return init_from is not None and not {"batch", "accum"} & settings.keys()
+
+
+def _choose_step(
+    display: RunDisplay, config: TrainConfig, texts: "Texts", processes: int = 1
+) -> dict[str, Any]:
+    """Choose the windows of a step, print a note, and return the settings.
+
+    Raises:
+        ArbError: no window fits into the memory.
+    """
+    import torch
+
+    from arbcli.inspect.recipe import choose_step, usable_bytes
+
+    budget = usable_bytes(torch.device(config.device), processes)
+    size = len(texts.train)
+    recipe = choose_step(
+        config, budget, text_tokens=size, processes=processes, progress=display.wait
+    )
+    if recipe is None:
+        raise ArbError(
+            f"no window of {config.model.ctx:,} tokens fits into {budget / 2**30:.2f} GiB",
+            hint="use a smaller `--ctx`, `arb import --rule nibble`, or `--batch 1` to try it",
+        )
+    display.noted(f"chosen: {recipe.options} ({recipe.summary})")
+    return {name: getattr(recipe, name) for name in ("batch", "accum", "recompute")}
 
 
 def _show_settings(settings: dict[str, Any], *, as_json: bool) -> None:
@@ -379,7 +423,10 @@ def _show_windows(
         if init_from is not None:
             _read_initial(init_from, settings, display)
         config = new_config(**settings)
-        windows = list(first_windows(config, open_run_texts(config), number))
+        texts = open_run_texts(config)
+        if _chooses_step(settings, init_from):
+            config = dataclasses.replace(config, **_choose_step(display, config, texts))
+        windows = list(first_windows(config, texts, number))
     for index, window in enumerate(windows, 1):
         if as_json:
             emit_json({"window": index, "learnt": window.learnt, **asdict(window)})

@@ -72,6 +72,7 @@ def start_run(
     initial: "SavedModel | None" = None,
     profile: int | None = None,
     check: Callable[[TrainConfig], None] = lambda _: None,
+    choose: Callable[[TrainConfig, Texts, int], dict[str, Any]] = lambda *_: {},
     save: bool = True,
 ) -> TrainReport:
     """Start a run in a new directory, or without files.
@@ -87,6 +88,8 @@ def start_run(
         profile: number of steps to trace with torch's profiler, to a file in the directory: see
             `StepTrace`.
         check: may raise to refuse the run, after the text is opened and before files are created.
+        choose: called in the first process with the configuration, the texts and the number of
+            processes; returns settings to replace in all of them.
         save: whether to write files; otherwise records only go to the observer.
 
     Raises:
@@ -116,8 +119,10 @@ def start_run(
     config = dataclasses.replace(config, device=str(own_device(torch.device(config.device))))
     with joined(torch.device(config.device), "train") as group:
         observer = observer if group.first else Observer()
-        check_shares(config, group.size)
         texts = open_run_texts(config)
+        chosen = choose(config, texts, group.size) if group.first else {}
+        config = dataclasses.replace(config, **group.broadcast_object(chosen))
+        check_shares(config, group.size)
         if initial is not None and texts.tokenizer:
             trained_with = initial.checkpoint.data.get(TOKENIZER_DIGEST)
             check_digest(texts.tokenizer, trained_with, Path(str(config.tokenizer)))

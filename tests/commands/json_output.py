@@ -57,7 +57,7 @@ SCENES: dict[str, list[str]] = {
     "export": ["export", "a", "--to", "gguf", "--type", "bf16", "--out", "a.gguf"],
     "export for Transformers": ["export", "a", "--to", "hf", "--out", "hf"],
     "inspect an export": ["inspect", "a.gguf"],
-    "import": ["import", "hf", "--out", "d"],
+    "import": ["import", "hf", "--out", "d", "--budget", "1GiB"],
     "inspect an import": ["inspect", "d"],
     "settings": ["train", *TINY, *RUN, "--rule", "nibble", "--print-config"],
     "nothing there": ["evaluate", "--checkpoint", "nowhere", "--data", "text.txt"],

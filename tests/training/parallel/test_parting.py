@@ -117,6 +117,25 @@ def refusal(rank, ask, run, config):
     return str(refused.value)
 
 
+def chosen_step(rank, config):
+    """Return what a process trains with, each of which would choose another step."""
+    trains = mock.patch.object(runs, "Trainer", side_effect=ArbError("it trains"))
+    with trains as trainer, pytest.raises(ArbError, match="it trains"):
+        start_run(
+            config,
+            None,
+            Observer(),
+            choose=lambda config, texts, size: {"batch": 3 + rank, "accum": 4 * size},
+            save=False,
+        )
+    chosen = trainer.call_args.args[0]
+    return chosen.batch, chosen.accum
+
+
+def test_processes_take_the_step_that_the_first_one_chooses(config):
+    assert in_processes(2, chosen_step, config, join=False) == [(3, 8), (3, 8)]
+
+
 @pytest.mark.parametrize(
     ("ask", "message"),
     [

@@ -1,0 +1,128 @@
+"""Choice of micro-batch, accumulation and recomputation of a tuning step for a memory budget."""
+
+import dataclasses
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from arbcli.config.training import TrainConfig
+from arbcli.inspect.peak import predict_peak
+from arbcli.inspect.ranks import share_out
+from arbcli.inspect.room import least_bytes
+from arbcli.kernels.runtime.device import free_bytes
+
+WINDOW = 2048
+"""Default context of tuning an imported model, whose own context may be much longer."""
+STEP_TOKENS = 65_536
+"""Tokens of a step on a GPU."""
+LEAST_STEP_TOKENS = 4096
+"""Tokens of a step on other devices, and of a short text."""
+STEPS_OF_TEXT = 100
+"""Least number of steps in which a text is read once, where `LEAST_STEP_TOKENS` allows it."""
+KEPT_TOKENS = 8192
+"""Least tokens of a micro-batch on a GPU that keeps its activations. A smaller one spends more time
+on its passes over the gradients than on recomputing activations in a larger one."""
+USABLE = 0.95
+"""Usable share of a device's memory; the rest is left to its driver and to communication."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Settings of a tuning step that fits into a memory budget."""
+
+    rule: str
+    ctx: int
+    batch: int
+    accum: int
+    """Micro-batches of a step, over all processes."""
+    recompute: bool
+    budget_bytes: int
+    reserved_bytes: int
+    """Predicted memory of a process, evaluations included."""
+
+    @property
+    def options(self) -> str:
+        """Options of `arb train`."""
+        words = f"--ctx {self.ctx} --batch {self.batch} --accum {self.accum}"
+        return f"{words} --recompute" if self.recompute else words
+
+    @property
+    def summary(self) -> str:
+        """Tokens of a step and memory, in words."""
+        used, budget = (size / 2**30 for size in (self.reserved_bytes, self.budget_bytes))
+        tokens = self.ctx * self.batch * self.accum
+        return f"{tokens:,} tokens a step, {used:.2f} of {budget:.2f} GiB predicted"
+
+
+def usable_bytes(device: torch.device, processes: int = 1) -> int:
+    """Return the free memory of a device for each process that uses it."""
+    free = free_bytes(device) or 2**40  # unknown on some systems
+    return int(USABLE * free) // (1 if device.type == "cuda" else processes)
+
+
+def choose_step(
+    config: TrainConfig,
+    budget: int,
+    *,
+    text_tokens: int | None = None,
+    processes: int = 1,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Recipe | None:
+    """Choose the largest micro-batch that fits, and as many as make up a step.
+
+    Activations are recomputed only if few windows fit otherwise: see `KEPT_TOKENS`.
+
+    Args:
+        config: configuration of the run; its `batch` and `accum` are ignored.
+        budget: memory of each process in bytes.
+        text_tokens: length of the training text; None is a long one.
+        processes: number of processes that share a step.
+        progress: called with what is predicted, before each prediction.
+
+    Returns:
+        The settings; None if not even a window fits.
+    """
+    uses_gpu = config.device.startswith("cuda")
+    tokens = STEP_TOKENS if uses_gpu else LEAST_STEP_TOKENS
+    if text_tokens is not None:
+        while tokens > LEAST_STEP_TOKENS and tokens * STEPS_OF_TEXT > text_tokens:
+            tokens //= 2
+    context = config.model.ctx
+    windows = max(tokens // processes // context, 1)
+    batches = [2**n for n in reversed(range(windows.bit_length()))]
+    kept = min(KEPT_TOKENS // context, batches[0]) if uses_gpu else 1
+    shares = share_out(config, processes) if processes > 1 else []
+    rank = max(range(len(shares)), key=lambda rank: shares[rank].state_bytes, default=0)
+    reserved_bytes: dict[tuple[int, bool], int] = {}
+
+    def fits(batch: int, recompute: bool) -> bool:
+        # later micro-batches of a process allocate what its second one does
+        accum = processes * min(batches[0] // batch, 2)
+        step = dataclasses.replace(config, batch=batch, accum=accum, recompute=recompute)
+        if least_bytes(step) > budget:
+            return False
+        progress(f"predicting --batch {batch}{' --recompute' * recompute}")
+        peak = predict_peak(step, captured=True, rank=rank, size=processes)
+        reserved_bytes[batch, recompute] = peak.evaluated_bytes
+        return peak.evaluated_bytes <= budget
+
+    for recompute in (False, True):
+        if recompute < config.recompute or (recompute and config.pack):
+            continue
+        tried = batches if recompute else [batch for batch in batches if batch >= kept]
+        fitting = partial(fits, recompute=recompute)
+        place = 0 if fitting(tried[0]) else bisect_left(tried, True, lo=1, key=fitting)
+        if place < len(tried):
+            return Recipe(
+                rule=config.model.rule,
+                ctx=context,
+                batch=tried[place],
+                accum=batches[0] // tried[place] * processes,
+                recompute=recompute,
+                budget_bytes=budget,
+                reserved_bytes=reserved_bytes[tried[place], recompute],
+            )
+    return None

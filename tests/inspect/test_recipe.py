@@ -1,0 +1,174 @@
+"""The chosen step is the largest that fits, and the printed command trains with it."""
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from folders import plain_folder
+from safetensors.torch import load_file
+
+from arbcli.base.reading import read_json
+from arbcli.base.run_files import checkpoint_path
+from arbcli.config.training import TrainConfig
+from arbcli.inspect import recipe as recipe_module
+from arbcli.inspect.audit import config_of_any_gpu
+from arbcli.inspect.peak import predict_peak
+from arbcli.inspect.recipe import choose_step
+from arbcli.training import sample
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import Trainer
+
+TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48}
+STATE, WINDOW = 2**40, 2**36
+"""Bytes of an imagined state, and of the activations of a window that keeps them."""
+
+
+@pytest.fixture
+def imagined(monkeypatch):
+    """Predict peaks by a formula, and record of which steps."""
+    steps: list[TrainConfig] = []
+
+    def predict(config, *, captured, rank, size):
+        assert captured
+        steps.append(config)
+        activations = WINDOW * config.batch // (8 if config.recompute else 1)
+        state = STATE if config.model.rule == "moment" else STATE // 2
+        return SimpleNamespace(evaluated_bytes=state + activations)
+
+    monkeypatch.setattr(recipe_module, "predict_peak", predict)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("room", "changes", "arguments", "options", "tries"),
+    [
+        (32, {}, {}, "--batch 32 --accum 1", 1),
+        (8, {}, {}, "--batch 8 --accum 4", 3),
+        (4, {}, {}, "--batch 4 --accum 8", 3),
+        (3.9, {}, {}, "--batch 16 --accum 2 --recompute", 7),
+        (0.125, {}, {}, "--batch 1 --accum 32 --recompute", 7),
+        (0.1, {}, {}, None, 6),
+        (32, {"recompute": True}, {}, "--batch 32 --accum 1 --recompute", 1),
+        (4, {"recompute": True}, {}, "--batch 32 --accum 1 --recompute", 1),
+        (4, {"pack": True, "layers": 2}, {}, "--batch 4 --accum 8", 3),
+        (3.9, {"pack": True, "layers": 2}, {}, None, 3),
+        (32, {"reduce_dtype": "int12"}, {"processes": 2}, "--batch 16 --accum 2", 1),
+        (8, {"reduce_dtype": "int12"}, {"processes": 2}, "--batch 8 --accum 4", 3),
+        (8, {"reduce_dtype": "int12"}, {"processes": 64}, "--batch 1 --accum 64", 1),
+        (32, {}, {"text_tokens": 6_553_600}, "--batch 32 --accum 1", 1),
+        (32, {}, {"text_tokens": 6_553_599}, "--batch 16 --accum 1", 1),
+        (1, {}, {"text_tokens": 9}, "--batch 2 --accum 1 --recompute", 2),
+        (32, {"ctx": 1500}, {}, "--batch 32 --accum 1", 1),
+        (32, {"ctx": 70_000}, {}, "--batch 1 --accum 1", 1),
+    ],
+)
+def test_largest_micro_batch_is_chosen(room, changes, arguments, options, tries, imagined):
+    config = config_of_any_gpu(**TINY | {"ctx": 2048} | changes)
+    recipe = choose_step(config, int(STATE + room * WINDOW), **arguments)
+    context = config.model.ctx
+    assert (recipe and recipe.options) == (options and f"--ctx {context} {options}")
+    assert len(imagined) == tries  # each traces a step
+
+
+def test_step_of_a_cpu_is_short_and_recomputes_as_a_last_resort(imagined):
+    config = new_config(**TINY, ctx=2048, device="cpu")
+    for room, options in ((2, "--batch 2 --accum 1"), (1, "--batch 1 --accum 2")):
+        assert choose_step(config, STATE + room * WINDOW).options == f"--ctx 2048 {options}"
+    assert choose_step(config, STATE + WINDOW // 2).recompute
+
+
+def test_nothing_is_predicted_of_a_step_that_cannot_fit(imagined):
+    assert choose_step(config_of_any_gpu(**TINY, ctx=2048), 2**10) is None
+    assert not imagined
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_predicted_memory_is_that_of_the_chosen_step(processes):
+    config = config_of_any_gpu(**TINY, ctx=64, reduce_dtype="int12" if processes > 1 else None)
+    budget = 180 * 2**20
+    recipe = choose_step(config, budget, processes=processes)
+    assert recipe.accum > 2 * processes
+    chosen = dataclasses.replace(config, batch=recipe.batch, accum=recipe.accum)
+    peak = predict_peak(chosen, captured=True, size=processes)
+    assert peak.evaluated_bytes == recipe.reserved_bytes <= budget
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Go where there are a text and a model of bytes; evaluations and samples are short."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sample, "SAMPLE_BYTES", 1)
+    monkeypatch.setattr(Trainer.evaluate.__wrapped__, "__defaults__", (1,))
+    plain_folder(tmp_path / "folder", vocab_size=256)
+    (tmp_path / "text.txt").write_bytes(b"ternary weights learn to read. " * 300)
+
+
+CPU = ["--steps", "1", "--device", "cpu", "--eval-every", "0"]
+SHOWN = ("batch", "accum", "recompute")
+
+
+def settings_of(run: str) -> dict:
+    config = read_json(Path(run, "config.json"))["config"]
+    return {name: config[name] for name in SHOWN} | {"ctx": config["model"]["ctx"]}
+
+
+def test_printed_command_trains_with_what_fits(place, arb_here):
+    done = arb_here("import", "folder", "--budget", "260MiB", "--out", "a run")
+    assert done.returncode == 0, done.stderr
+    *_, summary, command = done.stderr.splitlines()
+    assert summary.startswith("with rule moment, 65,536 tokens a step, 0.")
+    words = shlex.split(command)
+    assert words[:4] == ["arb", "train", "--init-from", "a run"]
+    done = arb_here(*words[1:], *CPU, "--out", "tuned")
+    assert done.returncode == 0, done.stderr
+    assert settings_of("tuned") == {"batch": 512, "accum": 2, "recompute": False, "ctx": 64}
+    assert "chosen" not in done.stderr
+
+
+def test_rule_is_the_one_that_fits(place, arb_here, imagined):
+    budget = ["--budget", f"{STATE}"]
+    for words, rule in (
+        ([], "nibble"),
+        (["--rule", "moment"], None),
+        (["--rule", "nibble"], "nibble"),
+    ):
+        done = arb_here("import", "folder", "--out", f"run{words}", *budget, *words, "--json")
+        report = json.loads(done.stdout)
+        assert (report["recipe"] or {"rule": None})["rule"] == rule
+        assert ("--batch" in report["command"]) == (rule is not None)
+    printed = arb_here("import", "folder", *budget, "--print-config")
+    assert 'rule = "nibble"' in printed.stdout
+    assert printed.stderr.splitlines()[-1].startswith("arb train --init-from runs/imported-folder")
+    done = arb_here("import", "folder", "--out", "other", "--budget", f"{STATE // 4}")
+    assert done.stderr.splitlines()[-2:] == [
+        "no training step fits into 256.00 GiB", "arb train --init-from other --data text.txt"
+    ]  # fmt: skip
+
+
+def test_tuning_chooses_its_step_and_a_resume_keeps_it(place, arb_here, monkeypatch):
+    assert arb_here("import", "folder", "--out", "run").returncode == 0
+    tune = ["train", "--init-from", "run", "--data", "text.txt", *CPU]
+    done = arb_here(*tune, "--out", "chosen")
+    assert done.returncode == 0, done.stderr
+    assert "chosen: --ctx 64 --batch 64 --accum 1 (4,096 tokens a step, " in done.stderr
+    given = ["--ctx", "64", "--batch", "64", "--accum", "1"]
+    assert "chosen" not in arb_here(*tune, *given, "--out", "given").stderr
+    first, second = (load_file(checkpoint_path(Path(run), 1)) for run in ("chosen", "given"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+    done = arb_here(*tune, "--ctx", "32", "--recompute", "--out", "partly")
+    assert "chosen: --ctx 32 --batch 128 --accum 1 --recompute (4,096" in done.stderr
+    windows = ["--show-windows", "1", "--ctx", "32"]
+    assert "chosen: --ctx 32 --batch 128 --accum 1 (" in arb_here(*tune, *windows).stderr
+    monkeypatch.setattr(recipe_module, "usable_bytes", lambda *_: 2**10)
+    done = arb_here(*tune, "--out", "none")
+    assert "error: no window of 64 tokens fits into 0.00 GiB" in done.stderr
+    assert not Path("none").exists()
+    done = arb_here("train", "--resume", "partly", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert settings_of("partly") == {"batch": 128, "accum": 1, "recompute": True, "ctx": 32}
