@@ -25,6 +25,10 @@ STEPS_OF_TEXT = 100
 KEPT_TOKENS = 8192
 """Least tokens of a micro-batch on a GPU that keeps its activations. A smaller one spends more time
 on its passes over the gradients than on recomputing activations in a larger one."""
+TRACED = 2
+"""Most micro-batches of a process that are traced; later ones allocate what the second one does."""
+SEGMENT = 20 * 2**20
+"""Bytes that the allocator may reserve for the inputs of micro-batches that are not traced."""
 USABLE = 0.95
 """Usable share of a device's memory; the rest is left to its driver and to communication."""
 
@@ -99,15 +103,16 @@ def choose_step(
     reserved_bytes: dict[tuple[int, bool], int] = {}
 
     def fits(batch: int, recompute: bool) -> bool:
-        # later micro-batches of a process allocate what its second one does
-        accum = processes * min(batches[0] // batch, 2)
+        number = batches[0] // batch
+        accum = processes * min(number, TRACED)
         step = dataclasses.replace(config, batch=batch, accum=accum, recompute=recompute)
         if least_bytes(step) > budget:
             return False
         progress(f"predicting --batch {batch}{' --recompute' * recompute}")
         peak = predict_peak(step, captured=True, rank=rank, size=processes)
-        reserved_bytes[batch, recompute] = peak.evaluated_bytes
-        return peak.evaluated_bytes <= budget
+        size = peak.evaluated_bytes + SEGMENT * (number > TRACED)
+        reserved_bytes[batch, recompute] = size
+        return size <= budget
 
     for recompute in (False, True):
         if recompute < config.recompute or (recompute and config.pack):

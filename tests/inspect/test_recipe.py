@@ -17,7 +17,7 @@ from arbcli.config.training import TrainConfig
 from arbcli.inspect import recipe as recipe_module
 from arbcli.inspect.audit import config_of_any_gpu
 from arbcli.inspect.peak import predict_peak
-from arbcli.inspect.recipe import choose_step
+from arbcli.inspect.recipe import SEGMENT, choose_step
 from arbcli.training import sample
 from arbcli.training.configure import new_config
 from arbcli.training.trainer import Trainer
@@ -68,10 +68,15 @@ def imagined(monkeypatch):
 )
 def test_largest_micro_batch_is_chosen(room, changes, arguments, options, tries, imagined):
     config = config_of_any_gpu(**TINY | {"ctx": 2048} | changes)
-    recipe = choose_step(config, int(STATE + room * WINDOW), **arguments)
+    recipe = choose_step(config, int(STATE + room * WINDOW) + SEGMENT, **arguments)
     context = config.model.ctx
     assert (recipe and recipe.options) == (options and f"--ctx {context} {options}")
-    assert len(imagined) == tries  # each traces a step
+    assert len(imagined) == tries  # each traces a step, of few micro-batches
+    processes = arguments.get("processes", 1)
+    assert {step.accum // processes for step in imagined} <= {1, 2}
+    if recipe:
+        last = {step.batch: step.accum for step in imagined}[recipe.batch]
+        assert last == min(recipe.accum, 2 * processes)
 
 
 def test_step_of_a_cpu_is_short_and_recomputes_as_a_last_resort(imagined):
@@ -89,12 +94,13 @@ def test_nothing_is_predicted_of_a_step_that_cannot_fit(imagined):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_predicted_memory_is_that_of_the_chosen_step(processes):
     config = config_of_any_gpu(**TINY, ctx=64, reduce_dtype="int12" if processes > 1 else None)
-    budget = 180 * 2**20
+    budget = 200 * 2**20
     recipe = choose_step(config, budget, processes=processes)
     assert recipe.accum > 2 * processes
     chosen = dataclasses.replace(config, batch=recipe.batch, accum=recipe.accum)
     peak = predict_peak(chosen, captured=True, size=processes)
-    assert peak.evaluated_bytes == recipe.reserved_bytes <= budget
+    assert peak.evaluated_bytes <= recipe.reserved_bytes <= budget
+    assert recipe.reserved_bytes - peak.evaluated_bytes <= SEGMENT
 
 
 @pytest.fixture
