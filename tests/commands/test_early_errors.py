@@ -110,6 +110,7 @@ MISTAKES = {
     "export made --to hf --out run": "`run` exists",
     "export made --to gguf --out text.txt/a": "cannot write `text.txt`: `text.txt` is not a folder",
     "import .": "cannot read `config.json`",
+    "import . --budget much": "`--budget` is `much`",
     "import run": "`run/config.json` has no `model_type`",
     "train --resume text.txt": "there is no run at `text.txt`",
     "generate text.txt": "`text.txt` is not a saved model",

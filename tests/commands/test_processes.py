@@ -57,3 +57,13 @@ def test_error_of_several_processes_is_printed_once(tmp_path, arb_here):
     assert "error: " in first.stderr
     assert (first.returncode, second.returncode, second.stderr) == (2, 2, "")
     assert arb_here("train", "--lr", "x").stderr == first.stderr
+
+
+def test_processes_that_choose_their_step_need_no_accum(monkeypatch, arb_here):
+    started = mock.Mock(return_value=None)
+    monkeypatch.setattr(_processes, "launch", started)
+    words = ("train", "--init-from", "run", "--gpus", "2", "--device", "cpu")
+    assert "`--accum` is 1, which 2 processes" in arb_here(*words, "--batch", "2").stderr
+    assert not started.called
+    assert arb_here(*words).returncode == 0
+    assert started.called
