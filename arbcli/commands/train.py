@@ -1,8 +1,7 @@
 """`arb train`: train a model, or continue a run."""
 
-import dataclasses
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -425,7 +424,7 @@ def _show_windows(
         config = new_config(**settings)
         texts = open_run_texts(config)
         if _chooses_step(settings, init_from):
-            config = dataclasses.replace(config, **_choose_step(display, config, texts))
+            config = replace(config, **_choose_step(display, config, texts))
         windows = list(first_windows(config, texts, number))
     for index, window in enumerate(windows, 1):
         if as_json:
