@@ -72,18 +72,18 @@ def test_no_two_draws_of_a_run_have_one_key(shape, used_keys, tmp_path, small_gr
     for _ in range(steps):
         trainer.train_step()
     counts = purposes(used_keys)
-    if shape == "dense":  # each micro-batch updates each tensor once, its trits in the last
+    if shape == "dense":  # each micro-batch updates each tensor once, trits and scales in the last
         assert counts == {
             "start": len(tensors),
             "statistics": 3 * 2 * len(tensors) * 2,
-            "scales": 3 * 2 * len(tensors),
+            "scales": 3 * len(tensors),
             "moment": 3 * 2 * len(tensors),
             "weights": 3 * len(tensors),
         }
     else:  # tables step by the rows that are read, and experts by the tokens that chose them
         matrices = sum(tensor.matrices for tensor in tensors)
         assert matrices > len(tensors)
-        assert counts["scales"] > 2 * len(tensors)
+        assert counts["scales"] > len(tensors)
     keys = [key for _, key in used_keys]
     assert len(set(keys)) == len(keys)
 
