@@ -84,15 +84,6 @@ def own_cache(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.fixture(scope="module")
-def compiling() -> Iterator[Callable]:
-    """A process in which kernels are for a GPU."""
-    from arbcli.verify.workers import Workers
-
-    with Workers(1, interpret=False) as workers:
-        yield lambda function, argument: workers.run([(function, argument)])[0]
-
-
 @pytest.fixture(scope="session")
 def small_graph() -> dict:
     """Options of an `arb-tiny` with all of its parts whose steps take no time."""

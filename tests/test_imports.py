@@ -81,7 +81,7 @@ def run_imports(path: Path) -> set[str]:
 
 def test_triton_is_imported_by_kernels_only():
     for path in MODULES:
-        if "kernels" not in path.parts and path.name != "compile_ahead.py":  # its compiler's
+        if "kernels" not in path.parts:
             assert not any(name.split(".")[0] == "triton" for name in imported(path)), path
 
 

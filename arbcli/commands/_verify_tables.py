@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def ledger_tables(ledger: "Ledger") -> "Group":
-    """Lay out results for kernels, models and compilation, and the failures."""
+    """Lay out results for kernels and models, and the failures."""
     from rich.console import Group, RenderableType
     from rich.text import Text
 

@@ -15,7 +15,7 @@ from arbcli.base.signals import Interrupted, exit_code
 from arbcli.commands._options import Device, Json, ScaleType, Seed, VerifiedBackend
 from arbcli.commands._outputs import check_folder
 from arbcli.commands._verify_tables import emit_gates, ledger_tables
-from arbcli.verify.names import TARGETS, check_kernel_names, check_targets
+from arbcli.verify.names import check_kernel_names
 
 
 def verify_kernels(
@@ -38,13 +38,6 @@ def verify_kernels(
         int, typer.Option(min=0, help="Only check this many random cases for each kernel.")
     ] = 0,
     seed: Seed = None,
-    targets: Annotated[
-        str | None,
-        typer.Option(
-            metavar="all|TARGET,...",
-            help=f"Also cross-compile for GPUs: {', '.join(TARGETS)}.",
-        ),
-    ] = None,
     timed: Annotated[
         bool,
         typer.Option(
@@ -69,8 +62,6 @@ def verify_kernels(
             "`--tscale-type` and `--all-tscale-types` exclude each other", hint="give one of them"
         )
     check_kernel_names(names or ())
-    if targets is not None:
-        check_targets(targets)
     if ledger is not None:
         check_folder(ledger, "--ledger")
     with _stopped_before_any(), LiveLine() as line:
@@ -89,7 +80,6 @@ def verify_kernels(
         scale_type=None if all_tscale_types else scale_type or DEFAULT_SCALE_TYPE,
         fuzz=fuzz,
         seed=seed or 0,
-        targets=targets,
         timed=timed,
         device=device,
         backend=backend,

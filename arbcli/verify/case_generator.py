@@ -129,14 +129,6 @@ class CaseGenerator:
         return view.copy_(values)
 
 
-class ShapeGenerator(CaseGenerator):
-    """Generator that draws on the CPU, for tensors without memory (see `no_memory`)."""
-
-    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        super().__init__(seed, torch.device("cpu"), dtype)
-        self.device = device
-
-
 def never(*_: Any) -> None:
     """Omit an argument, a last one, from random cases."""
 

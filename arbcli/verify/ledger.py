@@ -15,7 +15,6 @@ from arbcli.base.atomic_files import write_json, write_text
 from arbcli.base.errors import os_errors
 from arbcli.verify.check_kernels import METHODS, KernelResult
 from arbcli.verify.compare import worst
-from arbcli.verify.compile_ahead import PARKED_BYTES, CompileResult
 from arbcli.verify.parity import CHECKS
 from arbcli.verify.subjects import ParityResult
 from arbcli.verify.timing import Roofline, TimingReport
@@ -46,7 +45,6 @@ class Ledger:
     scale_types: tuple[str, ...]
     kernels: tuple[KernelResult, ...]
     parity: tuple[ParityResult, ...]
-    compiled: tuple[CompileResult, ...]
     failures: tuple[Failure, ...]
     ruled_out: tuple[str, ...]
     not_verified: tuple[str, ...]
@@ -65,7 +63,6 @@ def new_ledger(
     device: torch.device,
     kernels: tuple[KernelResult, ...],
     parity: tuple[ParityResult, ...],
-    compiled: tuple[CompileResult, ...],
     interrupted: str | None,
     **fields: Any,
 ) -> Ledger:
@@ -73,7 +70,6 @@ def new_ledger(
     failures = (
         *(failure for result in kernels for failure in _kernel_failures(result)),
         *(_parity_failure(result) for result in parity if not result.passed),
-        *(_compile_failure(result) for result in compiled if not result.passed),
     )
     uses_gpu = device.type == "cuda"
     return Ledger(
@@ -83,9 +79,8 @@ def new_ledger(
         commit=_commit(),
         kernels=kernels,
         parity=parity,
-        compiled=compiled,
         failures=failures,
-        ruled_out=tuple(_ruled_out(kernels, parity, compiled)),
+        ruled_out=tuple(_ruled_out(kernels, parity)),
         passed=not failures and interrupted is None,
         interrupted=interrupted,
         **fields,
@@ -111,11 +106,6 @@ def _parity_failure(result: ParityResult) -> Failure:
     return Failure(item, f"{result.model} {result.backend}", error, command)
 
 
-def _compile_failure(result: CompileResult) -> Failure:
-    command = f"arb verify-kernels {result.kernel} --targets {result.target}"
-    return Failure(result.kernel, result.target, result.error or "", command)
-
-
 def _figures(unequal: int | None, max_error: float | None, relative: float | None) -> str:
     count = "" if unequal is None else f"{unequal} unequal, "
     return f"{count}largest error {number(max_error)}, relative {number(relative)}"
@@ -131,7 +121,6 @@ def number(value: float | None) -> str:
 def _ruled_out(
     kernels: tuple[KernelResult, ...],
     parity: tuple[ParityResult, ...],
-    compiled: tuple[CompileResult, ...],
 ) -> Iterable[str]:
     """Return statements on what the passed checks rule out as the cause of a fault."""
     exact = [result for result in kernels if result.unequal is not None]
@@ -145,10 +134,6 @@ def _ruled_out(
         results = [result for result in parity if result.check == check]
         if results and all(result.passed for result in results):
             yield f"failures of `{check}` ({text}): 0 of {len(results)} comparisons"
-    if compiled and all(result.passed for result in compiled):
-        targets = ", ".join(dict.fromkeys(result.target for result in compiled))
-        spill = f"spill more than {PARKED_BYTES} bytes"
-        yield f"kernels that do not compile, {spill} or overflow shared memory: {targets}"
 
 
 def _versions() -> dict[str, str]:
@@ -201,7 +186,7 @@ class Section:
 
 
 def sections(ledger: Ledger) -> list[Section]:
-    """Lay out the results for kernels, models, compilation and speed."""
+    """Lay out the results for kernels, models and speed."""
     kernels = []
     for (kernel, backend), group in grouped(ledger.kernels, "kernel", "backend"):
         cases = sum(len(result.shapes) for result in group)
@@ -216,11 +201,6 @@ def sections(ledger: Ledger) -> list[Section]:
         [check, backend, str(len(group)), *_worst_figures(group), verdict(group)]
         for (check, backend), group in grouped(ledger.parity, "check", "backend")
     ]
-    compiled = [
-        [r.kernel, r.target, f"{r.registers}", f"{r.spill_bytes}", f"{r.shared_bytes:,}",
-         verdict([r])]
-        for r in ledger.compiled
-    ]  # fmt: skip
     title = ledger.device
     types = dict.fromkeys((ledger.scale_types[0], ledger.scale_types[-1]))
     title = f"{ledger.device}, {' to '.join(types)}"
@@ -228,9 +208,7 @@ def sections(ledger: Ledger) -> list[Section]:
     laid_out = [
         Section(f"kernels on {title}", ("kernel", "backend", "cases", "error", "s", ""), kernels),
         Section(f"model on {title}", ("model", "backend", "compared", *errors, ""), models),
-        Section("compiled ahead", ("kernel", "target", "registers", "spilled", "shared bytes", ""),
-                compiled),
-    ]  # fmt: skip
+    ]
     if ledger.timing:
         speed = f"speed on {ledger.device}: {_roofline(ledger.timing.roofline)}"
         columns = ("kernel", "shape", "us", "peer", "peer us", "speedup", "roofline", "bound")

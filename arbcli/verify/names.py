@@ -11,21 +11,6 @@ DECLARATION = re.compile(r"^(\w+)_verification = Verification\(", re.MULTILINE)
 """Pattern of the declaration of how the operation of a name is verified."""
 
 
-TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
-"""GPUs to compile for, by vendor name."""
-
-
-def check_targets(names: str) -> list[str]:
-    """Parse a list of targets; `all` selects every target.
-
-    Raises:
-        ArbError: a name is unknown.
-    """
-    chosen = [*TARGETS] if names == "all" else [name.strip() for name in names.split(",")]
-    _check_known(chosen, TARGETS, "target", "use `all`, or some of")
-    return chosen
-
-
 def module_of(path: Path) -> str:
     """Return the name of the module in a source file of the package."""
     return ".".join(path.relative_to(Path(__file__).parents[2]).with_suffix("").parts)
@@ -57,10 +42,7 @@ def check_kernel_names(names: Iterable[str]) -> None:
     Raises:
         ArbError: a name is unknown.
     """
-    _check_known(names, kernel_names(), "kernel", "choose from")
-
-
-def _check_known(names: Iterable[str], known: tuple[str, ...], kind: str, hint: str) -> None:
+    known = kernel_names()
     for name in names:
         if name not in known:
-            raise ArbError(f"no {kind} is named `{name}`", hint=f"{hint}: {quoted(known)}")
+            raise ArbError(f"no kernel is named `{name}`", hint=f"choose from: {quoted(known)}")

@@ -20,7 +20,6 @@ from arbcli.verify.check_kernels import (
     find_kernels,
     kernel_jobs,
 )
-from arbcli.verify.compile_ahead import CompileResult, compile_kernels, find_targets
 from arbcli.verify.ledger import Ledger, new_ledger, verdict
 from arbcli.verify.models import LARGEST, LONGEST
 from arbcli.verify.parity import check_model, check_rotary, compilations, compile_share
@@ -45,8 +44,6 @@ class VerifyRequest:
     """Random cases a kernel; where there are any, nothing else is checked."""
     seed: int = 0
     """Seed of the first random case."""
-    targets: str | None = None
-    """GPUs to compile for, as `find_targets` reads them."""
     timed: bool = False
     """Whether the kernels that pass are timed too."""
     device: str | None = None
@@ -79,7 +76,6 @@ class Results:
 
     kernels: list[KernelResult] = field(default_factory=list)
     parity: list[ParityResult] = field(default_factory=list)
-    compiled: list[CompileResult] = field(default_factory=list)
     timing: TimingReport | None = None
     missing: dict[int, str] = field(default_factory=dict)
     """Titles of the checks that are not done, by the index of the job."""
@@ -93,29 +89,21 @@ def verify(request: VerifyRequest, show: Callable[[str], None] = lambda _: None)
         show: called with a line for each finished part.
 
     Raises:
-        ArbError: there is no such kernel, scale type, target, device or backend.
+        ArbError: there is no such kernel, scale type, device or backend.
     """
     if request.scale_type is not None:
         check_choice("scale_type", request.scale_type, SCALE_TYPES)
     device = resolve_device(request.device)
     backends = (request.backend,) if request.backend else _backends(device)
-    targets = find_targets(request.targets) if request.targets else []
     if request.timed:
         check_timeable(device, backends)
     results, interrupted, started = Results(), None, time.perf_counter()
     try:
         with RaisedSignal():
             _check(request, device, backends, results, show)
-            group_size = SCALE_TYPES[request.scale_type or DEFAULT_SCALE_TYPE]
             if request.timed:  # when the other processes are gone
+                group_size = SCALE_TYPES[request.scale_type or DEFAULT_SCALE_TYPE]
                 results.timing = time_kernels(results.kernels, Stopwatch(device), group_size, show)
-            if targets:
-
-                def compiled(result: CompileResult) -> None:
-                    results.compiled.append(result)
-                    show(f"compiled  {result.kernel} {result.target}  {verdict([result])}")
-
-                compile_kernels(request.names, targets, group_size, os.cpu_count() or 1, compiled)
     except Interrupted as signal:
         interrupted = signal.name
     missing = dict.fromkeys(results.missing.values())
@@ -130,7 +118,6 @@ def verify(request: VerifyRequest, show: Callable[[str], None] = lambda _: None)
         scale_types=tuple(request.scale_types),
         kernels=tuple(results.kernels),
         parity=tuple(results.parity),
-        compiled=tuple(results.compiled),
         not_verified=tuple(not_verified),
         seconds=round(time.perf_counter() - started, 1),
         timing=results.timing,
@@ -256,10 +243,6 @@ def _left_out(
     missing = [name for name in SCALE_TYPES if name not in request.scale_types]
     if missing:
         yield f"scale types {', '.join(missing)}: `--all-tscale-types` was not given"
-    if request.targets:
-        yield "whether kernels run on the GPUs that they were only compiled for"
-    else:
-        yield "compilation for other GPUs: `--targets` was not given"
     yield "float baselines and their optimizers: they are torch's own"
     if not request.timed:
         yield "speed: `--time` was not given"

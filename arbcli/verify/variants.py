@@ -29,15 +29,14 @@ class Variant(NamedTuple):
     function: Any
     signature: dict[str, str | tuple]
     constants: dict[str, Any]
-    attributes: dict[tuple[int, ...], list]
+    multiples: list[tuple[int, ...]]
+    """Paths of arguments that are multiples of 16, or have such addresses."""
     options: dict[str, Any]
-    may_spill: bool = False
-    """Whether registers in memory are allowed."""
 
     @property
     def key(self) -> str:
         """All that the compilation depends on; variants with the same key are compiled once."""
-        return str((self.function.fn.__name__, *self[1:5]))
+        return str((self.function.fn.__name__, *self[1:]))
 
 
 def variant_of(launch: Launch) -> Variant:
@@ -56,13 +55,12 @@ def variant_of(launch: Launch) -> Variant:
     values = [
         None if signature[name] == "constexpr" else named[name] for name in function.arg_names
     ]
-    multiples = {
+    multiples = [
         path
         for path, value in _flat(values)
         if function.arg_names[path[0]] not in plain and _is_multiple(value)
-    }
-    attributes = {path: [["tt.divisibility", 16]] for path in sorted(multiples)}
-    return Variant(function, signature, constants, attributes, options)
+    ]
+    return Variant(function, signature, constants, multiples, options)
 
 
 def general_variant(launch: Launch) -> Variant:
@@ -71,7 +69,7 @@ def general_variant(launch: Launch) -> Variant:
     signature = {
         name: "constexpr" if name in fixed else type_of(named[name]) for name in function.arg_names
     }
-    return Variant(function, signature, fixed, {}, options)
+    return Variant(function, signature, fixed, [], options)
 
 
 def _is_multiple(value: Any) -> bool:

@@ -1,6 +1,5 @@
 """A pool of processes, as Triton compiles and interprets on a single core."""
 
-import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -23,12 +22,10 @@ class Workers:
 
     Args:
         number: number of processes.
-        interpret: whether the processes use Triton's interpreter; None is like this process, which
-            runs the jobs itself if `number` is 1.
     """
 
-    def __init__(self, number: int = 1, *, interpret: bool | None = None) -> None:
-        self.number, self.interpret = number, interpret
+    def __init__(self, number: int = 1) -> None:
+        self.number = number
         self._pool: ProcessPoolExecutor | None = None
         self._processes: set[BaseProcess] = set()
         self._locks: tempfile.TemporaryDirectory | None = None
@@ -66,7 +63,7 @@ class Workers:
             results[index] = result
             on_done(index, result)
 
-        if self.number == 1 and self.interpret is None:
+        if self.number == 1:
             for index, (function, argument) in enumerate(jobs):
                 done(index, function(argument))
         else:
@@ -76,32 +73,20 @@ class Workers:
         return [results[index] for index in range(len(jobs))]
 
     def _submit(self, jobs: list[Job]) -> dict[Future, int]:
-        before = os.environ.get("TRITON_INTERPRET")
-        if self.interpret is not None:  # processes inherit what is set while they start
-            os.environ["TRITON_INTERPRET"] = str(int(self.interpret))
-        try:
-            if self._pool is None:
-                threads = max(1, torch.get_num_threads() // self.number)
-                self._locks = tempfile.TemporaryDirectory(prefix="arb-")
-                self._pool = ProcessPoolExecutor(
-                    self.number,
-                    get_context("spawn"),
-                    _start_process,
-                    (threads, self._locks.name),
-                )
-            others = set(active_children())
-            with _interrupts_held_back():
-                futures = {
-                    self._pool.submit(function, argument): index
-                    for index, (function, argument) in enumerate(jobs)
-                }
-            self._processes |= set(active_children()) - others
-            return futures
-        finally:
-            if before is None:
-                os.environ.pop("TRITON_INTERPRET", None)
-            else:
-                os.environ["TRITON_INTERPRET"] = before
+        if self._pool is None:
+            threads = max(1, torch.get_num_threads() // self.number)
+            self._locks = tempfile.TemporaryDirectory(prefix="arb-")
+            self._pool = ProcessPoolExecutor(
+                self.number, get_context("spawn"), _start_process, (threads, self._locks.name)
+            )
+        others = set(active_children())
+        with _interrupts_held_back():
+            futures = {
+                self._pool.submit(function, argument): index
+                for index, (function, argument) in enumerate(jobs)
+            }
+        self._processes |= set(active_children()) - others
+        return futures
 
 
 @contextmanager

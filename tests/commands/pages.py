@@ -48,7 +48,6 @@ from arbcli.kernels.runtime import native
 from arbcli.training.check import CheckReport
 from arbcli.training.record import FirstStep, Record, TrainReport
 from arbcli.verify.check_kernels import KernelResult
-from arbcli.verify.compile_ahead import CompileResult
 from arbcli.verify.ledger import Failure, Ledger, ledger_page
 from arbcli.verify.subjects import ParityResult
 
@@ -322,7 +321,7 @@ def _shown_by_audit() -> str:
 def _shown_by_verify() -> str:
     kinds = {"kind": "cases", "check": "update", "target": "sm_90",
              "bytes_per_second": 3.35e12, "flops_per_second": 7.89e14}  # fmt: skip
-    report = filled(Ledger, kernels=(), parity=(), compiled=(), **kinds)
+    report = filled(Ledger, kernels=(), parity=(), **kinds)
     kernel, check = filled(KernelResult, **kinds), filled(ParityResult, **kinds)
     kernels = (
         kernel,
@@ -336,11 +335,9 @@ def _shown_by_verify() -> str:
         dataclasses.replace(check, item="another", max_error=7.5, cosine=0.25, passed=True),
         dataclasses.replace(check, check="causality", relative_error=None),
     )
-    report = dataclasses.replace(
-        report, kernels=kernels, parity=parity, compiled=(filled(CompileResult),)
-    )
+    report = dataclasses.replace(report, kernels=kernels, parity=parity)
     few = dataclasses.replace(
-        report, scale_types=("T8",), kernels=(), parity=(), compiled=(), timing=None, commit=None,
+        report, scale_types=("T8",), kernels=(), parity=(), timing=None, commit=None,
         failures=(), interrupted=None, sampled=(),
     )  # fmt: skip
     untimed = dataclasses.replace(

@@ -119,7 +119,6 @@ MISTAKES = {
     "compare nofile": "there is no run at `nofile`",
     "compare run --plot a.txt": "`--plot` is `a.txt`",
     "compare run run": "`run` is named twice",
-    "verify-kernels --targets sm_1": "no target is named `sm_1`",
     "verify-kernels nokernel": "no kernel is named `nokernel`",
     "verify-kernels --tscale-type T5": "`--tscale-type` is `T5`",
     "verify-kernels --tscale-type T4 --all-tscale-types":

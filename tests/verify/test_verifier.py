@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from arbcli import cli
 from arbcli.verify import check_kernels, ledger, run
-from arbcli.verify.compile_ahead import CompileResult
 from arbcli.verify.kernels.codec.packing import pack_trits_verification
 from arbcli.verify.ledger import ledger_page, write_ledger
 from arbcli.verify.parity import CHECKS, check_rotary
@@ -24,7 +23,6 @@ from arbcli.verify.timing import Roofline, TimingReport, TimingResult
 CPU = torch.device("cpu")
 (RIGHT,) = checked(["pack_trits"], {"T32": 32}, CPU, ["torch"])
 PARITY = next(iter(check_rotary(CPU)))
-COMPILED = CompileResult("pack_trits", "sm_90", 2, 40, 0, 1024, passed=True, error=None)
 TIMED = TimingResult(
     "rms_norm", "11264x2048", us=20.0, peer="torch", peer_us=30.0, ratio=1.5, moved_bytes=10**7,
     flops=0, floor_us=10.0, bound="memory", share=0.5, turns=90,
@@ -36,10 +34,6 @@ def off_by_one(trits):
     return pack_trits_verification.torch(trits) + 1
 
 
-def compile_to(*results):
-    return lambda *args: [args[-1](result) for result in results]
-
-
 @pytest.fixture
 def small(monkeypatch):
     """Leave one kernel, no other processes, and stages that find that all is well."""
@@ -47,12 +41,10 @@ def small(monkeypatch):
     monkeypatch.setattr(run, "_num_workers", lambda _: 1)
     monkeypatch.setattr(run, "all_subjects", lambda *_: ())
     monkeypatch.setattr(run, "check_rotary", lambda _: [PARITY])
-    monkeypatch.setattr(run, "find_targets", lambda _: ["sm_90"])
-    monkeypatch.setattr(run, "compile_kernels", compile_to(COMPILED))
     return monkeypatch
 
 
-WHOLE = VerifyRequest(backend="torch", device="cpu", targets="sm_90")
+WHOLE = VerifyRequest(backend="torch", device="cpu")
 
 
 def break_kernel(patch):
@@ -63,15 +55,9 @@ def break_parity(patch):
     patch.setattr(run, "check_rotary", lambda _: [PARITY, replace(PARITY, passed=False)])
 
 
-def break_compiled(patch):
-    spilled = replace(COMPILED, kernel="rms_norm", passed=False, error="64 bytes spill")
-    patch.setattr(run, "compile_kernels", compile_to(COMPILED, spilled))
-
-
 BREAKS = {
     break_kernel: "integer state",
     break_parity: "failures of `rotary`",
-    break_compiled: "do not compile",
 }
 
 
@@ -93,7 +79,7 @@ def test_one_fault_in_any_stage_fails_the_whole(break_, small):
     assert "FAILED" in ledger_page(report)
     ruled_out = {what: any(what in item for item in report.ruled_out) for what in BREAKS.values()}
     assert ruled_out == {what: what != BREAKS[break_] for what in BREAKS.values()}
-    arguments = ["verify-kernels", "--backend", "torch", "--device", "cpu", "--targets", "sm_90"]
+    arguments = ["verify-kernels", "--backend", "torch", "--device", "cpu"]
     result = CliRunner().invoke(cli.app, [*arguments, "--json"])
     assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.output
     assert json.loads(result.stdout)["passed"] is False
@@ -104,7 +90,7 @@ def test_one_failure_of_a_check_of_the_model_is_enough(check):
     """One of several backends, models and items."""
     right = replace(PARITY, check=check)
     for wrong in ((), (replace(right, passed=False),)):
-        excluded = ledger._ruled_out((), (right, *wrong, right), ())
+        excluded = ledger._ruled_out((), (right, *wrong, right))
         assert any(item.startswith(f"failures of `{check}`") for item in excluded) == (not wrong)
 
 
@@ -113,14 +99,14 @@ def test_one_failure_of_a_check_of_the_model_is_enough(check):
 )
 def test_wrong_results_of_a_kernel_are_not_ruled_out(change, what):
     for results in ((RIGHT, RIGHT), (RIGHT, replace(RIGHT, **change))):
-        excluded = ledger._ruled_out(results, (), ())
+        excluded = ledger._ruled_out(results, ())
         assert any(what in item for item in excluded) == (results[1] == RIGHT)
 
 
-@pytest.mark.parametrize("stage", ["kernel_jobs", "check_rotary", "compile_kernels"])
+@pytest.mark.parametrize("stage", ["kernel_jobs", "check_rotary"])
 def test_unexpected_error_of_a_stage_ends_the_program_with_2(stage, small, capsys):
     small.setattr(run, stage, mock.Mock(side_effect=RuntimeError("not foreseen")))
-    arguments = ["verify-kernels", "--backend", "torch", "--device", "cpu", "--targets", "sm_90"]
+    arguments = ["verify-kernels", "--backend", "torch", "--device", "cpu"]
     small.setattr(sys, "argv", ["arb", *arguments])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -135,8 +121,6 @@ SKIPPED = {
     "other kernels, and the whole model": {"names": ("pack_trits",)},
     "the fixed cases, and the whole model": {"fuzz": 1}, "blocks of a preset after its second": {},
     "Mamba in bf16": {}, "scale types T4, T6, ": {},
-    "compilation for other GPUs": {"targets": None},
-    "whether kernels run on the GPUs": {"targets": "sm_90"},
     "float baselines and their optimizers": {}, "speed": {},
 }  # fmt: skip
 """Parts that a request leaves out, by the beginning of how the ledger says so."""
