@@ -38,11 +38,16 @@ def random_cases(
         yield replace(case, label=label, chunk_elements=chunk)
 
 
-def production_cases(spec: Verification, device: torch.device, group_size: int) -> Iterator[Case]:
-    """Draw cases of a kernel for a large matrix of a preset, and few and many rows."""
+def production_cases(
+    spec: Verification,
+    device: torch.device,
+    group_size: int,
+    shape: tuple[int, int] = LARGE_MATRIX,
+) -> Iterator[Case]:
+    """Draw cases of a kernel for a matrix (N, K) of a preset, and few and many rows."""
     for m in PRODUCTION_ROWS if spec.needs_rows else PRODUCTION_ROWS[:1]:
         rng = CaseGenerator(0, device, torch.bfloat16)
-        yield _draw(spec, "", rng, group_size, m, *LARGE_MATRIX)
+        yield _draw(spec, "", rng, group_size, m, *shape)
 
 
 def _draw(
