@@ -13,8 +13,11 @@ from torch import Tensor
 from arbcli.kernels.codec.packed import OCTAVE, Packed, num_groups
 from arbcli.kernels.codec.packing import pack_trits_torch
 from arbcli.kernels.runtime.arguments import Argument, Matrix, Number, evaluate, real_dtypes
+from arbcli.kernels.runtime.texts import stacked_texts
 
 SMALL_SIZES = (1, 2, 3, 5)
+Sizes = tuple[int, int, int]
+"""Rows of activations, outputs of a matrix, and its inputs."""
 
 
 class CaseGenerator:
@@ -46,6 +49,15 @@ class CaseGenerator:
         if self.below(5) == 0:
             return self.pick(SMALL_SIZES)
         return self.pick(boundaries) - 1 + self.below(3)
+
+    def sizes(
+        self, rows: tuple[int, ...], tiles: tuple[int, ...], columns: tuple[int, ...]
+    ) -> Sizes:
+        """Draw m, n and k near boundaries, of which no two are tiny."""
+        m, n, k = self.near(rows), self.near(tiles), self.near(columns)
+        if m * n < 64 or n * k < 64:  # so few sums can cancel to any relative error
+            return m + 64, n + 64, k + 5
+        return m, n, k
 
     def chance(self, share: float) -> bool:
         """Return True with a given probability; never with a plain generator."""
@@ -90,6 +102,20 @@ class CaseGenerator:
         """Draw float32 numbers between 0 and 1."""
         values = torch.rand(shape, generator=self.generator, device=self.device)
         return self.view(values.clamp(1e-4, 1 - 1e-4))
+
+    def texts(self, inputs: tuple, place: int, *shared: int) -> tuple:
+        """Make three texts of one in two of five cases, of which one is at its first position.
+
+        Args:
+            inputs: arguments for one text, the first of which differs between texts.
+            place: index of the position.
+            shared: as of `text_by_text`.
+        """
+        if not self.chance(0.4):
+            return inputs
+        position = torch.zeros_like(inputs[place])
+        first = (-inputs[0], *inputs[1:place], position, *inputs[place + 1 :])
+        return stacked_texts([inputs, first, inputs], *shared)
 
     def trits(self, rows: int, columns: int) -> Tensor:
         """Draw packed trits, padded with 0."""

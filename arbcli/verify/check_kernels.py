@@ -22,7 +22,7 @@ from arbcli.verify.variants import Variant, general_launches, general_variant, r
 from arbcli.verify.verification import Case, Verification
 
 METHODS = {
-    "cases": "awkward sizes and states, against the reference",
+    "cases": "random sizes, layouts and states, and special values, against the reference",
     "real": "the largest matrix of `1b`, against float64 or the torch backend, verified here",
     "fuzz": "random shapes, strides, offsets, types and states, against the reference",
 }
@@ -119,8 +119,8 @@ def kernel_jobs(
         backends: `triton` or `interpreter`, `torch`, and `native`.
         fuzz: number of random cases per kernel, instead of all other checks.
         seed: seed of the first one.
-        sampled: whether Triton leaves out scale types that take no other path, and cases that take
-            long: see `CompiledCases` and `Verification.long`.
+        sampled: whether Triton leaves out scale types that take no other path, and on a GPU cases:
+            see `CompiledCases`.
 
     Raises:
         ArbError: no kernel has one of the names, or a backend cannot run on `device`.
@@ -168,9 +168,7 @@ def check_kernel(job: KernelJob) -> list[KernelResult]:
     results = []
     for scale_type, group_size in job.group_sizes.items():
         for kind, cases in _cases(spec, job, scale_type, group_size):
-            check = _Check(
-                spec, kind, job.device, compiled, interpreter_skips=job.sampled and not job.fuzz
-            )
+            check = _Check(spec, kind, job.device, compiled)
             run_on = ("triton",) if kind == "real" else backends
             with poisoned():
                 results += check.results(scale_type, cases, run_on)
@@ -194,7 +192,7 @@ def _cases(
 
 
 class CompiledCases:
-    """Chooses the fixed cases that a GPU runs, as compiling takes longer than all else.
+    """Chooses the cases that a GPU runs, as compiling takes longer than all else.
 
     A case runs if nothing is compiled for it that was not before, or if it shows something new: a
     type, a switch, a number of warps, or a size of tiles, up to a factor of 8. So each of these is
@@ -254,8 +252,6 @@ class _Check:
     device: torch.device
     compiled: CompiledCases | None
     """Choice of the cases that run on a GPU; None runs all."""
-    interpreter_skips: bool
-    """Whether the interpreter leaves out long cases."""
 
     def results(
         self, scale_type: str | None, cases: Iterable[Case], backends: tuple[str, ...]
@@ -310,8 +306,7 @@ class _Check:
             with use_backend("triton"):
                 compiles = self.compiled.wants(lambda: self.spec.triton(*copies(case.inputs)))
             return [*backends] if compiles else []
-        skips = self.interpreter_skips and self.spec.is_long(case.label)
-        return [backend for backend in backends if not (skips and backend == "interpreter")]
+        return [*backends]
 
     def _expected(self, case: Case) -> tuple[Tensor, ...]:
         """Compute the results of the reference.

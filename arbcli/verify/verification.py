@@ -8,18 +8,28 @@ declared here.
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
-from fnmatch import fnmatchcase
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from arbcli.kernels.runtime.arguments import Arguments, Array, Matrix, Number, evaluate, names_in
 from arbcli.kernels.runtime.operation import Operation
-from arbcli.verify.case_generator import CaseGenerator, draw_argument, never
+from arbcli.verify.case_generator import CaseGenerator, Sizes, draw_argument, never
 
 MOST_DRAWS = 100
 """Maximum number of draws per random case until one is valid."""
+DRAWS = 10
+"""Number of random cases of each kernel that are always checked."""
+TILES = (16, 32, 64, 128, 160, 256, 320)
+"""Boundaries of tiles, planes and blocks of weights."""
+ROW_TILES = (8, 16, 32, 64, 128)
+"""The same of rows of activations, which fused products take up to 64 of."""
+SMALL_ROWS, SMALL_COLUMNS = (4, 16, 32), (16, 32, 160, 320)
+"""The boundaries without a GPU, where Triton's interpreter takes long."""
+CHANGED_SIZES = (9, 17, 165)
+"""m, n and k of cases with changed arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +61,32 @@ class Timing:
     """Multiplications and additions of a matrix product in bf16; 0 where there is none."""
 
 
+REFUSED = {"refused": {"ok": torch.zeros_like}}
+"""A changed case of an update that is refused."""
 Device = torch.device
 MakeCases = Callable[[torch.device, int], Iterator[Case]]
 MakeTimings = Callable[[torch.device, int], Iterable[Timing]]
-Drawn = tuple[str, tuple, tuple]
-"""A label, the inputs of an operation, and the gradients of its results."""
 
 
-def cases_of(
-    draw: Callable[[torch.device], Iterator[tuple]],
-    choose: Callable[..., Iterable] = lambda inputs, *_: inputs,
-) -> MakeCases:
-    """Make the cases of an operation: `choose` finds its inputs in all that is drawn with a label.
+def filled(value: float) -> Callable[[Tensor], Tensor]:
+    """Return a change that fills a tensor with a value."""
+    return partial(torch.full_like, fill_value=value)
 
-    Operations whose cases are drawn together share the draw.
-    """
 
-    def cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-        for label, *drawn in draw(device):
-            yield Case(label, tuple(choose(*drawn)))
+def one_of(value: float) -> Callable[[Tensor], Tensor]:
+    """Return a change that sets one element of a matrix."""
 
-    return cases
+    def change(values: Tensor) -> Tensor:
+        values = values.clone()
+        values[len(values) // 2, -2] = value
+        return values
+
+    return change
+
+
+def nothing(values: Tensor) -> Tensor:
+    """Return none of the rows."""
+    return values[:0]
 
 
 class Drawable(Protocol):
@@ -124,10 +139,16 @@ class Verification:
     operation: Operation
     reference: Callable
     """The equation in int64 or float64; it shares no helper with the kernel."""
-    cases: MakeCases
-    """(device, group size) to cases. Without packed matrices the group size is ignored."""
     gate: Gate = EXACT
     _: KW_ONLY
+    cases: MakeCases = None  # type: ignore[assignment]  # set below
+    """(device, group size) to cases. Without packed matrices the group size is ignored. None draws
+    `DRAWS` cases, those of `shapes`, and those that are `changed`."""
+    shapes: Sequence[Sizes] = ()
+    """m, n and k of drawn cases that no random sizes reach, such as none."""
+    changed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Drawn cases of special values, by label: arguments, with their value or a function of the
+    drawn one."""
     triton: Callable = None  # type: ignore[assignment]  # set below
     """Implementation to compare, of the Triton backend; None is that of the operation."""
     torch: Callable = None  # type: ignore[assignment]
@@ -161,9 +182,6 @@ class Verification:
     """Production sizes that are timed on a GPU, with inputs drawn from the declared arguments."""
     timings: MakeTimings | None = None
     """(device, group size) to timings with inputs made by hand; None draws those of `timed`."""
-    long: tuple[str, ...] = ()
-    """Labels of cases, or patterns of them, that Triton's interpreter leaves out: each takes it
-    about a second, and other cases detect every planted fault that they detect."""
     not_verified: tuple[str, ...] = ()
     """Gaps of the cases and their reasons, for the ledger."""
 
@@ -186,6 +204,8 @@ class Verification:
                 derived[backend] = self._compared(derived[backend])
         if self.torch_is_peer:
             derived["peer"] = derived["torch"]
+        if self.cases is None:
+            derived["cases"] = self._drawn_cases
         if self.timed and self.timings is None:
             derived["timings"] = self._drawn_timings
         for key, value in derived.items():
@@ -200,10 +220,6 @@ class Verification:
     def arguments(self) -> Arguments:
         """Declared arguments of the operation, by name."""
         return self.operation.arguments
-
-    def is_long(self, label: str) -> bool:
-        """Return whether the interpreter leaves out the case of a label."""
-        return any(fnmatchcase(label, pattern) for pattern in self.long)
 
     def draw_timings(self, device: Device, group_size: int) -> Iterable[Timing]:
         """Make the timings of this operation, with their inputs on `device`."""
@@ -273,6 +289,36 @@ class Verification:
                 return inputs
         where = self.operation.where
         raise ValueError(f"{self.name}: nothing drawn for {m}x{n}x{k} fits {where}")
+
+    def drawn_case(
+        self, prefix: str, rng: CaseGenerator, group_size: int, m: int, n: int, k: int
+    ) -> Case:
+        """Draw a random case, whose label begins with a prefix."""
+        inputs = self.drawn(rng, group_size, m, n, k)
+        size = f"{m}x{n}x{k}" if self.needs_rows else f"{n}x{k}"
+        low = rng.dtype == torch.bfloat16 and any(
+            isinstance(value, Tensor) and value.is_floating_point() for value in inputs
+        )
+        return Case(f"{prefix}{size} bf16" if low else f"{prefix}{size}", inputs)
+
+    def _drawn_cases(self, device: Device, group_size: int) -> Iterator[Case]:
+        near = (ROW_TILES, TILES, TILES)
+        if device.type != "cuda":
+            near = (SMALL_ROWS, SMALL_ROWS, SMALL_COLUMNS)
+        for seed in range(DRAWS):
+            rng = CaseGenerator(seed, device)
+            yield self.drawn_case(f"seed {seed}: ", rng, group_size, *rng.sizes(*near))
+        for sizes in self.shapes:
+            rng = CaseGenerator(0, device, torch.float32)
+            yield self.drawn_case("", rng, group_size, *sizes)
+        for label, changes in self.changed.items():
+            for seed in range(2):
+                rng = CaseGenerator(seed, device, torch.float32)
+                case = self.drawn_case(f"{label} {seed}: ", rng, group_size, *CHANGED_SIZES)
+                inputs = dict(zip(self.arguments, case.inputs, strict=False))
+                for name, value in changes.items():
+                    inputs[name] = value(inputs[name]) if callable(value) else value
+                yield Case(case.label, tuple(inputs.values()))
 
     def _drawn(self, rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
         sizes: dict[str, Any] = {"m": m, "n": n, "k": k, "M": m, "N": n, "K": k, "D": k}

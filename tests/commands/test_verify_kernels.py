@@ -31,7 +31,7 @@ def wrong_kernel(monkeypatch):
 def test_json_is_one_object_with_pinned_fields():
     report = json.loads(arb("pack_trits", "--json").stdout)
     assert list(report) == [
-        "date", "device", "versions", "commit", "scale_types", "kernels", "parity", "compiled",
+        "date", "device", "versions", "commit", "scale_types", "kernels", "parity",
         "failures", "ruled_out", "not_verified", "seconds", "passed", "timing", "interrupted",
         "sampled",
     ]  # fmt: skip

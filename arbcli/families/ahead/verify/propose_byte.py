@@ -1,7 +1,5 @@
 """Verification of `arbcli.families.ahead.kernels.propose_byte`."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -10,8 +8,8 @@ from arbcli.families.ahead.kernels.propose_byte import (
     propose_byte_,
 )
 from arbcli.kernels.output.choose_byte import MAX_SYMBOLS
-from arbcli.verify.kernels.output.choose_byte import CHOICES, choose_byte_reference
-from arbcli.verify.verification import Case, Verification
+from arbcli.verify.kernels.output.choose_byte import choose_byte_reference
+from arbcli.verify.verification import Verification
 
 
 def propose_byte_reference(
@@ -29,25 +27,8 @@ def propose_byte_reference(
     return byte, repeated
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    random = 3 * torch.randn(256, generator=generator)
-    kinds = {"random": random, "33 symbols": random[:33].clone(), "all equal": torch.zeros(256)}
-    for number, (kind, logits) in enumerate(kinds.items()):
-        for favoured, equal in ((-1, 9), (7, 0), (7, 3), (32, 16)):
-            for choice in CHOICES[:5]:
-                numbers = (equal, 3 + number, -(7**number) - int(100 * choice[0]))
-                counts = (torch.tensor(value, dtype=torch.int32) for value in numbers)
-                count, position, key = (part.to(device) for part in counts)
-                byte, repeated = torch.tensor([300]), torch.tensor([favoured, 9])
-                inputs = (part.to(device) for part in (byte, repeated))
-                label = f"{kind}, {favoured} after {equal}, {choice}"
-                how = (count, logits.to(device), position, key, 0.5, *choice)
-                yield Case(label, (*inputs, *how))
-
-
 propose_byte_verification = Verification(
-    propose_byte_, propose_byte_reference, _cases, compared=("byte", "repeated"),
+    propose_byte_, propose_byte_reference, compared=("byte", "repeated"),
     sizes={"V": f"min(k + 1, {MAX_SYMBOLS})"},
     values={
         "repeated": (-1, "V - 1"), "equal": (0, 16),

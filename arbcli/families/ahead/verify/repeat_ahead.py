@@ -53,7 +53,7 @@ def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
 
 
 repeat_ahead_verification = Verification(
-    repeat_ahead_, repeat_ahead_reference, _cases, compared=("repeated", "equal"),
+    repeat_ahead_, repeat_ahead_reference, cases=_cases, compared=("repeated", "equal"),
     sizes={"M": f"min(m + 1, {MOST_AHEAD})", "P": "n + k"},
     values={"text": (0, 2), "position": (0, "P - 1")},
 )  # fmt: skip

@@ -12,8 +12,7 @@ from arbcli.families.compressed.kernels.append_position import (
     SHARED,
 )
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
-from arbcli.kernels.runtime.arguments import normals
-from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
+from arbcli.kernels.runtime.texts import text_by_text
 from arbcli.model.parts.cached import FORMATS
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.eight_bits import (
@@ -22,7 +21,7 @@ from arbcli.verify.kernels.attention.eight_bits import (
 )
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
 from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Case, Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Timing, Verification
 
 
 @text_by_text(5, *SHARED)
@@ -64,34 +63,6 @@ def append_position_8bit_reference(
     return still, *after, opened
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(1, 4, 3, 2, 4, 0), (2, 6, 5, 3, 3, 7), (1, 10, 4, 9, 7, 41), (3, 2, 2, 4, 4, 19)]
-    dtypes = [torch.float32]
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        shapes += [(1, 128, 128, 4097, 4, 16383), (1, 128, 128, 129, 128, 1000)]
-        shapes += [(2, 512, 128, 33, 128, 4095)]
-        dtypes += [torch.bfloat16]
-    for kv, width, window, slots, m, position in shapes:
-        normal = normals(generator)
-        buffers = normal(3, kv, width), normal(window, kv, width), normal(slots, kv, width)
-        parts = (*buffers, normal(2, m, kv * width))
-        angle = (7 * normal(position + 1, width // 2)).to(device)
-        place = torch.tensor(position, dtype=torch.int32, device=device)
-        beta = normal(kv * width, m).to(device)
-        for dtype in dtypes:
-            label = f"{kv}x{width} at {position}, {m} of an entry, {slots} slots"
-            label += " bf16" if dtype == torch.bfloat16 else ""
-            tensors = tuple(part.to(device, dtype) for part in parts)
-            rest = (beta, place, angle.cos(), angle.sin(), 0.1)
-            inputs = (*tensors, *rest)
-            yield Case(label, inputs)
-            if kv == 2:  # one text of the batch is at its first position
-                begins = (-tensors[0], *inputs[1:5], torch.zeros_like(place), *inputs[6:])
-                texts = stacked_texts([inputs, begins, inputs], *SHARED)
-                yield Case(f"3 texts of {label}", texts)
-
-
 def _append_buffers(inputs: tuple, still: Tensor) -> tuple[Tensor, ...]:
     """Return the result and the contents of the buffers, decoded to floats."""
     _, recent, entries, opened, *_, exponents = inputs
@@ -104,12 +75,6 @@ def quantise_inputs(inputs: tuple, stored: torch.dtype) -> tuple:
     quantised = [quantise_entries(part, stored) for part in inputs[1:3]]
     codes, exponents = zip(*quantised, strict=True)
     return inputs[0], *codes, *inputs[3:], exponents
-
-
-def _cases_8bit(device: torch.device, group_size: int) -> Iterator[Case]:
-    for case in _cases(device, group_size):
-        for name, stored in FORMATS.items():
-            yield Case(f"{case.label} {name}", quantise_inputs(case.inputs, stored))
 
 
 def _timings_8bit(device: torch.device, group_size: int) -> Iterator[Timing]:
@@ -126,12 +91,12 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     buffers = (rng.reals(*size).contiguous() for size in (*sizes, (2, ratio, kv * 2 * half)))
     angle = rng.reals(position + 1, half, dtype=torch.float32).contiguous()
     beta = rng.reals(kv * 2 * half, ratio, dtype=torch.float32).contiguous()
-    return *buffers, beta, rng.scalar(position), angle.cos(), angle.sin(), 0.1
+    inputs = (*buffers, beta, rng.scalar(position), angle.cos(), angle.sin(), 0.1)
+    return rng.texts(inputs, 5, *SHARED)
 
 
 append_position_verification = Verification(
-    APPEND_POSITION, append_position_reference, _cases,
-    Gate(
+    APPEND_POSITION, append_position_reference, gate=Gate(
         relative=1e-5, peer_slack=0.1,
         reason="float32 sums over a block; in bf16 no worse than torch by 10 %",
     ),
@@ -143,8 +108,7 @@ append_position_verification = Verification(
     ],
 )  # fmt: skip
 append_position_8bit_verification = Verification(
-    APPEND_POSITION_8BIT, append_position_8bit_reference, _cases_8bit,
-    Gate(
+    APPEND_POSITION_8BIT, append_position_8bit_reference, gate=Gate(
         relative=1e-2,
         reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is",
     ),

@@ -1,7 +1,5 @@
 """Verification of `arbcli.families.compressed.kernels.choose_next`."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -10,12 +8,12 @@ from arbcli.families.compressed.kernels.choose_next import (
     choose_next_,
 )
 from arbcli.kernels.matmul.quantise_rows import E4M3
-from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
+from arbcli.kernels.runtime.texts import text_by_text
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
 from arbcli.verify.kernels.matmul.quantise_rows import round_e4m3_reference
 from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Case, Gate, Verification
+from arbcli.verify.verification import Gate, Verification
 
 
 @text_by_text(4, *SHARED)
@@ -88,51 +86,21 @@ def index_of_byte(
     return (*tensors, choice, place, cos, sin, m, max_entries, 3.0)
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    # (heads, width, slots, k, m, max_entries, position)
-    shapes = [
-        (1, 4, 5, 2, 3, 4, 0), (2, 8, 5, 2, 3, 4, 2), (2, 8, 5, 3, 3, 4, 29),
-        (3, 4, 9, 4, 4, 8, 30), (4, 32, 40, 7, 4, 39, 119), (2, 6, 20, 30, 2, 99, 37),
-        (1, 4, 1, 1, 4, 3, 1), (3, 4, 9, 8, 4, 8, 43),
-    ]  # fmt: skip
-    dtypes = [torch.float32]
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        shapes += [(4, 32, 4097, 128, 4, 4096, 16383), (4, 32, 4097, 128, 4, 4096, 17003)]
-        dtypes += [torch.bfloat16]
-    for heads, width, slots, size, m, max_entries, position in shapes:
-        for dtype in dtypes:
-            label = f"{heads}x{width} at {position}, {size} of {slots} slots"
-            label += " bf16" if dtype == torch.bfloat16 else ""
-            inputs = index_of_byte(
-                generator, device, dtype, heads, width, slots, size, m, max_entries, position
-            )
-            yield Case(label, inputs)
-            if size < slots:  # all scores are equal: the last entries are selected
-                still = inputs[0].clone()
-                still[-heads:] = 0
-                yield Case(f"{label}, equal", (still, *inputs[1:]))
-            yield Case(f"{label}, keys in e4m3", (*inputs[:2], inputs[2].to(E4M3), *inputs[3:]))
-            if heads in (2, 4):  # an empty text, and one of a single byte
-                places = (position, 0, max(0, position - 1))
-                texts = [
-                    (*inputs[:4], torch.full_like(inputs[4], place), *inputs[5:])
-                    for place in places
-                ]
-                yield Case(f"3 texts of {label}", stacked_texts(texts, *SHARED))
-
-
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     ratio, max_entries, size = 2 + rng.below(4), 1 + rng.below(60), 1 + rng.below(9)
-    return index_of_byte(
-        rng.seeded(), rng.device, rng.dtype, rng.pick((1, 3)), 2 * (1 + min(k, 19)),
+    heads = rng.pick((1, 3))
+    query, key, keys, *rest = index_of_byte(
+        rng.seeded(), rng.device, rng.dtype, heads, 2 * (1 + min(k, 19)),
         max_entries + 1, size, ratio, max_entries, rng.below(3 * max_entries * ratio),
     )  # fmt: skip
+    if rng.chance(0.2):  # all scores are equal: the last entries are selected
+        query[-heads:] = 0
+    keys = keys.to(E4M3) if rng.chance(0.3) else keys
+    return rng.texts((query, key, keys, *rest), 4, *SHARED)
 
 
 choose_next_verification = Verification(
-    choose_next_, choose_next_reference, _cases,
-    Gate(
+    choose_next_, choose_next_reference, gate=Gate(
         relative=1e-6,
         reason="choices and drawn keys are exact; a square root may err in its last bit",
     ),

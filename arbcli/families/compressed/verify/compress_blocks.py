@@ -1,7 +1,5 @@
 """Verification of `arbcli.families.compressed.kernels.compress_blocks`."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,7 @@ from arbcli.families.compressed.kernels.compress_blocks import (
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
 from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Case, Gate, Verification, cases_of
+from arbcli.verify.verification import Gate, Verification
 
 
 def compress_blocks_reference(
@@ -67,36 +65,6 @@ def rounded_block_gradients(
     return grads[0], grad_beta(grads[0], beta)
 
 
-def _draw(device: torch.device) -> Iterator[tuple[str, tuple]]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(1, 1, 1, 2, 3), (2, 13, 2, 6, 4), (1, 21, 1, 34, 7), (3, 8, 3, 4, 2)]
-    dtypes = [torch.float32]
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        shapes += [(2, 301, 1, 128, 4), (2, 301, 1, 128, 128), (1, 70, 2, 512, 4)]
-        dtypes += [torch.bfloat16]
-    for batch, length, heads, width, m in shapes:
-        x = torch.randn(batch, length, 5 * heads * width, generator=generator)
-        beta = torch.randn(heads * width, m, generator=generator).to(device)
-        angle = (7 * torch.randn(length, width // 2, generator=generator)).to(device)
-        for dtype in dtypes:
-            label = f"{batch}x{length} of {heads}x{width} by {m}"
-            label += " bf16" if dtype == torch.bfloat16 else ""
-            rows = x.to(device, dtype)[..., 2 * heads * width :]
-            yield label, (rows, beta, angle.cos(), angle.sin(), heads, 1e-6)
-
-
-def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(1)
-    for label, inputs in _draw(device):
-        x, beta, *_, heads, _ = inputs
-        vector = heads, x.shape[2] // 3 // heads
-        grads = [
-            torch.randn(len(x), count, *vector, generator=generator).to(device)
-            for count in (x.shape[1], x.shape[1] // beta.shape[1])
-        ]
-        yield Case(label, (*grads, *inputs))
-
-
 _GATE = Gate(
     relative=1e-5, peer_slack=0.5,
     reason="float32 sums over a block; in bf16 what the gradient of beta adds up is rounded",
@@ -134,10 +102,10 @@ _TIMED = [
     for m in (4, 128)
 ]
 compress_blocks_verification = Verification(
-    compress_blocks, compress_blocks_reference, cases_of(_draw), _GATE, draw=_draw_blocks,
+    compress_blocks, compress_blocks_reference, gate=_GATE, draw=_draw_blocks,
     torch_is_peer=True, needs_rows=True, timed=_TIMED,
 )  # fmt: skip
 compress_blocks_backward_verification = Verification(
-    compress_blocks_backward, compress_blocks_backward_reference, _backward_cases, _GATE,
+    compress_blocks_backward, compress_blocks_backward_reference, gate=_GATE,
     draw=_draw_backward, peer=rounded_block_gradients, needs_rows=True, timed=_TIMED,
 )  # fmt: skip

@@ -15,7 +15,7 @@ from arbcli.families.compressed.kernels.compressed_attention import (
 from arbcli.kernels.runtime.arguments import normals
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
-from arbcli.verify.verification import Gate, Timing, Verification, cases_of
+from arbcli.verify.verification import Gate, Timing, Verification
 
 
 def compressed_attention_reference(
@@ -88,44 +88,6 @@ def random_sight(
     return x, *vectors, chosen, normal(heads), angle.cos(), angle.sin(), sight
 
 
-SMALL = (
-    (Sight(5, 4, 99), 2, 13, 0, (4, 2, 6, 2)), (Sight(5, 3, 99), 1, 13, 0, (4, 1, 10, 0)),
-    (Sight(5, 4, 2, 9), 1, 7, 4, (2, 1, 66, 2)), (Sight(5, 4, 2, 9), 2, 7, 4, (2, 1, 4, 0)),
-    (Sight(5, 4, 2), 1, 3, 0, (2, 1, 4, 2)), (Sight(9, 4, 99), 1, 41, 0, (12, 1, 64, 5)),
-    (Sight(40, 4, 99, 30), 1, 41, 19, (12, 1, 64, 0)), (Sight(3, 9, 1), 1, 1, 0, (1, 1, 2, 0)),
-    (Sight(4, 6, 3, 21), 1, 25, 3, (6, 3, 8, 3)), (Sight(3, 4, 99), 1, 9, 0, (72, 1, 4, 2)),
-    (Sight(3, 4, 99), 1, 9, 0, (72, 1, 4, 0)),
-)  # fmt: skip
-"""(sight, B, T, earlier bytes, shape): ragged sizes, cached bytes, fewer entries than k."""
-LARGE = (
-    (Sight(128, 4, 4096), 1, 390, 0, (12, 1, 128, 64)),
-    (Sight(128, 128, 9), 1, 390, 0, (12, 1, 128, 0)),
-    (Sight(64, 4, 4096), 1, 260, 0, (8, 2, 64, 16)),
-    (Sight(100, 4, 99), 1, 150, 0, (4, 1, 512, 20)),
-    (Sight(128, 4, 4096, 16001), 1, 90, 127, (12, 1, 128, 128)),
-    (Sight(20, 4, 99), 1, 50, 0, (12, 1, 512, 5)), (Sight(20, 4, 99), 1, 50, 0, (128, 1, 512, 5)),
-    (Sight(20, 8, 99), 1, 50, 0, (128, 1, 512, 0)), (Sight(20, 4, 99), 1, 50, 0, (64, 1, 128, 5)),
-)  # fmt: skip
-
-
-def draw_cases(device: torch.device) -> Iterator[tuple[str, tuple]]:
-    """Draw labels and inputs, with the eps."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(*shape, torch.float32) for shape in SMALL]
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        both = (torch.float32, torch.bfloat16)
-        shapes += [(*shape, dtype) for shape in LARGE for dtype in both]
-    for sight, batch, length, kept, shape, dtype in shapes:
-        x, recent, entries, *drawn = random_sight(generator, sight, batch, length, kept, shape)
-        vectors = (part.to(device, dtype) for part in (x, recent, entries))
-        rest = (part.to(device) if isinstance(part, Tensor) else part for part in drawn)
-        seen = f"{shape[3]} of {entries.shape[1]}" if shape[3] else f"all {entries.shape[1]}"
-        label = f"{batch}x{length} after {sight.start}, {shape[0]}/{shape[1]}x{shape[2]}, "
-        label += f"{seen} entries of {sight.ratio}, last {sight.window}"
-        label += " bf16" if dtype == torch.bfloat16 else ""
-        yield label, (*vectors, *rest, 1e-6)
-
-
 def draw_timed(device: torch.device) -> Iterator[tuple[str, tuple]]:
     """Draw labels and inputs for 16,384 bytes."""
     for sight, top_k in ((Sight(128, 4, 4096), 128), (Sight(128, 128, 128), 0)):
@@ -184,6 +146,6 @@ def _on(device: torch.device, value: Any) -> Any:
 
 
 compressed_attention_verification = Verification(
-    compressed_attention, _reference, cases_of(draw_cases), GATE, compared=_those_there_are,
+    compressed_attention, _reference, gate=GATE, compared=_those_there_are,
     draw=draw_attention, torch_is_peer=True, needs_rows=True, timings=_timings,
 )  # fmt: skip

@@ -16,12 +16,11 @@ from arbcli.families.compressed.verify.compressed_attention import (
     compressed_attention_reference,
     compressed_attention_verification,
     draw_attention,
-    draw_cases,
     draw_timed,
 )
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import rotate_reference
-from arbcli.verify.verification import Case, Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Timing, Verification
 
 
 def compressed_attention_backward_reference(
@@ -95,15 +94,6 @@ def rounded_attention_gradients(
     return grad_x.to(dtype), grad_recent, grad_entries, grad_sink
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(1)
-    for label, inputs in draw_cases(device):
-        x = inputs[0]
-        grad = torch.randn(x.shape, generator=generator).to(device, x.dtype)
-        y, logs, *_ = compressed_attention_verification.torch(*inputs)
-        yield Case(label, (grad, y, logs, *inputs))
-
-
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     for label, inputs in draw_timed(device):
         y, logs, _ = compressed_attention(*inputs)
@@ -127,7 +117,6 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 
 
 compressed_attention_backward_verification = Verification(
-    compressed_attention_backward, compressed_attention_backward_reference, _cases, GATE,
+    compressed_attention_backward, compressed_attention_backward_reference, gate=GATE,
     draw=_draw, peer=rounded_attention_gradients, needs_rows=True, timings=_timings,
-    long=("1x41 after 30*",),
 )  # fmt: skip

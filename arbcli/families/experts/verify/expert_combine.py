@@ -1,6 +1,5 @@
 """Verification of `arbcli.families.experts.kernels.expert_combine`."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,10 +10,9 @@ from arbcli.families.experts.kernels.expert_combine import (
     expert_combine,
     expert_combine_backward,
 )
-from arbcli.kernels.runtime.arguments import normals
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Drawn, Gate, Verification, cases_of
+from arbcli.verify.verification import Gate, Verification
 
 
 def expert_combine_reference(values: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:
@@ -33,35 +31,6 @@ def expert_combine_backward_reference(
     return grad_values, torch.einsum("md,mjd->mj", grad_y.double(), values.double()[positions])
 
 
-def _draw(device: torch.device) -> Iterator[Drawn]:
-    generator = torch.Generator().manual_seed(0)
-    draw = normals(generator, device)
-
-    def places(tokens: int, slots: int, spare: int = 0) -> Tensor:
-        order = torch.randperm(tokens * slots + spare, generator=generator)
-        return order[: tokens * slots].view(tokens, slots).to(device)
-
-    for tokens, slots, width in (
-        (1, 1, 1),
-        (5, 3, 33),
-        (9, 8, 300),
-        (3, 5, 513),
-        (2, MOST_SLOTS, 40),
-    ):
-        inputs = draw(tokens * slots, width), places(tokens, slots), draw(tokens, slots)
-        yield f"{tokens}x{slots} of {width}", inputs, (draw(tokens, width),)
-    yield "2x16 of 40 without gates", (*inputs[:2], None), (draw(tokens, width),)
-    yield "2x16 of 40 gates of zero", (*inputs[:2], inputs[2] * 0), (draw(tokens, width),)
-    inputs = draw(30, 70), places(7, 3, 9), draw(7, 3)
-    yield "7x3 of 70 spare slots", inputs, (draw(7, 70),)
-    inputs = draw(70, 42).T[::2], places(3, 7).T, draw(14, 3)[::2]
-    yield "7x3 of 70 strided", inputs, (draw(70, 7).T,)
-    yield "0x3 of 7 empty", (draw(0, 7), places(0, 3), draw(0, 3)), (draw(0, 7),)
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        inputs = draw(2400, 776).bfloat16(), places(300, 8), draw(300, 8)
-        yield "300x8 of 776 bf16", inputs, (draw(300, 776).bfloat16(),)
-
-
 def _gather_and_multiply(values: Tensor, positions: Tensor, gates: Tensor) -> Tensor:
     return torch.bmm(gates.bfloat16()[:, None], values[positions])
 
@@ -73,7 +42,7 @@ _GATE = Gate(
 
 
 def _draw_slots(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    slots, spare = rng.pick((1, 2, 3, 8)), rng.below(3)
+    slots, spare = rng.pick((1, 2, 3, MOST_SLOTS)), rng.below(3)
     order = torch.randperm(m * slots + spare, generator=rng.generator, device=rng.device)
     positions = rng.view(order[: m * slots].view(m, slots))
     gates = None if rng.chance(0.2) else rng.reals(m, slots, dtype=torch.float32)
@@ -85,13 +54,15 @@ _TIMED: dict[str, Any] = {
     "positions": lambda rng, *shape: torch.randperm(16384, device=rng.device).view(shape),
 }  # fmt: skip
 expert_combine_verification = Verification(
-    expert_combine, expert_combine_reference, cases_of(_draw), _GATE, draw=_draw_slots,
+    expert_combine, expert_combine_reference, gate=_GATE, shapes=((0, 1, 7), (3, 1, 513)),
+    changed={"gates of zero": {"gates": torch.zeros_like}}, draw=_draw_slots,
     needs_rows=True,
     timed=[Timed("4096x4 of 1280 bf16", _gather_and_multiply, "gather and bmm", **_TIMED)],
 )  # fmt: skip
 expert_combine_backward_verification = Verification(
     expert_combine_backward, expert_combine_backward_reference,
-    cases_of(_draw, lambda inputs, grads: (*grads, *inputs)), _GATE,
+    gate=_GATE, shapes=((0, 1, 7), (3, 1, 513)),
+    changed={"gates of zero": {"gates": torch.zeros_like}},
     draw=lambda rng, g, m, n, k: (rng.reals(m, k), *_draw_slots(rng, g, m, n, k)),
     needs_rows=True, timed=[Timed("4096x4 of 1280 bf16", expert_combine_backward.torch, **_TIMED)],
 )  # fmt: skip

@@ -1,7 +1,5 @@
 """Verification of `arbcli.families.hnet.kernels.route_position`."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -10,11 +8,10 @@ from arbcli.families.hnet.kernels.route_position import (
     route_position_,
     take_chunk_,
 )
-from arbcli.kernels.runtime.arguments import placed
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Case, Gate, Verification
+from arbcli.verify.verification import Gate, Verification, filled
 
 
 @text_by_text(7)
@@ -68,64 +65,6 @@ def take_chunk_reference(
     return y, mean, position + (1 if one or begins is None else begins)
 
 
-def _draw(generator: torch.Generator, width: int, parts: int) -> tuple[Tensor, ...]:
-    """Draw x, rows, mean and last."""
-    sizes = (width, parts * width, width, 2 * width)
-    return tuple(torch.randn(size, generator=generator) for size in sizes)
-
-
-def _route_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    kinds = [(torch.float32, width) for width in (1, 33, 159)]
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        kinds += [(torch.float32, 1024), (torch.bfloat16, 512), (torch.bfloat16, 776)]
-    for dtype, width in kinds:
-        drawn = []
-        for router, position, before, byte in (
-            ("learned", 0, 0, 0), ("learned", 7, 0, 0), ("every", 12, 0, 0), ("every", 15, 0, 0),
-            ("space", 0, 0, 97), ("space", 3, 32, 97), ("space", 3, 32, 9), ("space", 3, 14, 97),
-            ("space", 3, 9, 8), ("space", 3, 13, 14), ("space", 3, 10, 97), ("space", 3, 11, 97),
-            ("space", 3, 12, 97),
-        ):  # fmt: skip
-            x, rows, mean, last = _draw(generator, width, 3 if router == "learned" else 1)
-            if router == "learned" and width > 1:  # similar enough for both outcomes
-                last[:width] += x * (position / 4)
-            reals = x.to(dtype), rows.to(dtype), mean, last.to(dtype)
-            byte_and_ids = torch.tensor([[before]]), torch.tensor([[byte]])
-            places = (torch.tensor(at, dtype=torch.int32) for at in (position, 99))
-            tensors = (part.to(device) for part in (*reals, *byte_and_ids, *places))
-            low = " bf16" if dtype == torch.bfloat16 else ""
-            inputs = (router, *tensors, 4, 0.1, None)
-            label = f"{router} {width} at {position}, {byte} after {before}{low}"
-            yield Case(label, inputs)
-            drawn.append(inputs)
-        for texts in (drawn[:2], drawn[2:4], drawn[4:]):
-            active = torch.tensor([n % 3 != 1 for n in range(len(texts))], dtype=torch.int32)
-            inputs = (*stacked_texts(texts), active.to(device))
-            label = f"{len(texts)} texts of {inputs[0]} {width}{low}"
-            yield Case(label, inputs)
-
-
-def _take_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    kinds = [(torch.float32, 1), (torch.float32, 33), (torch.float32, 159)]
-    if device.type == "cuda":
-        kinds += [(torch.bfloat16, 512), (torch.bfloat16, 776)]
-    for dtype, width in kinds:
-        drawn: list[tuple] = []
-        for p in (0.0, 0.7, 1.0):
-            z, residual, mean, y = torch.randn(4, width, generator=generator).unbind()
-            reals = z.to(dtype), torch.tensor([p]), residual.to(dtype), mean, y.to(dtype)
-            inputs = tuple(placed(part, device) for part in reals)
-            position = torch.tensor(5, dtype=torch.int32, device=device) if p else None
-            low = " bf16" if dtype == torch.bfloat16 else ""
-            yield Case(f"{width} {p}{low}", (*inputs, position))
-            drawn.append(inputs)
-        position, begins = torch.tensor([[5, 0, 7], [1, 0, 1]], dtype=torch.int32, device=device)
-        texts = (*stacked_texts(drawn), position, begins)
-        yield Case(f"three texts of {width}{low}", texts)
-
-
 _GATE = Gate(
     relative=1e-5, peer_slack=0.1,
     reason="float32 sums over a row; in bf16 one rounding, as torch has",
@@ -140,12 +79,19 @@ def _routed(inputs: tuple, results: tuple[Tensor, Tensor, Tensor]) -> tuple[Tens
 
 def _draw_route(rng: CaseGenerator, _group_size: int, m: int, n: int, k: int) -> tuple:
     router = rng.pick(ROUTERS)
+    texts = [_draw_text(rng, router, m, n, k) for _ in range(3 if rng.chance(0.4) else 1)]
+    if len(texts) == 1:
+        return texts[0]
+    return *stacked_texts(texts), rng.integers(0, 1, 3, dtype=torch.int32).contiguous()
+
+
+def _draw_text(rng: CaseGenerator, router: str, m: int, n: int, k: int) -> tuple:
     rows = rng.reals((3 if router == "learned" else 1) * k).contiguous()
     x, last = rng.reals(k).contiguous(), rng.reals(2 * k).contiguous()
     mean = rng.reals(k, dtype=torch.float32).contiguous()
     byte, ids = (torch.tensor([[rng.below(48)]], device=rng.device) for _ in range(2))
     places = rng.scalar(rng.pick((0, 1, m, 4 * n))), rng.scalar(7)
-    return router, x, rows, mean, last, byte, ids, *places, rng.pick((2, 4, 7)), 0.1, None
+    return router, x, rows, mean, last, byte, ids, *places, 4, 0.1, None
 
 
 def _zero(rng: CaseGenerator, *texts: int) -> Tensor:
@@ -153,7 +99,7 @@ def _zero(rng: CaseGenerator, *texts: int) -> Tensor:
 
 
 route_position_verification = Verification(
-    route_position_, route_position_reference, _route_cases, _GATE, compared=_routed,
+    route_position_, route_position_reference, gate=_GATE, compared=_routed,
     draw=_draw_route, torch_is_peer=True,
     timed=[
         Timed(f"{'16 texts of ' * len(texts)}512 bf16", None if texts else route_position_.torch,
@@ -164,7 +110,8 @@ route_position_verification = Verification(
     values={"length": (2, 4, 7), "eps": (0.1,)},
 )  # fmt: skip
 take_chunk_verification = Verification(
-    take_chunk_, take_chunk_reference, _take_cases, _GATE, compared=("y", "mean", "position"),
+    take_chunk_, take_chunk_reference, gate=_GATE,
+    changed={f"p {p}": {"p": filled(p)} for p in (0.0, 1.0)}, compared=("y", "mean", "position"),
     sizes={"T": ("()", "(m,)")}, torch_is_peer=True, needs_rows=False,
     timed=[Timed("512 bf16", take_chunk_.torch, "torch, step by step", T=(), D=512),
            Timed("16 texts of 512 bf16", T=(16,), D=512, begins=1)],

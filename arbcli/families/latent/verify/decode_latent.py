@@ -1,7 +1,5 @@
 """Verification of `arbcli.families.latent.kernels.decode_latent`."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -9,11 +7,11 @@ from arbcli.families.latent.kernels.decode_latent import (
     SHARED,
     decode_latent,
 )
-from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
+from arbcli.kernels.runtime.texts import text_by_text
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import rotate_reference
 from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Case, Gate, Verification
+from arbcli.verify.verification import Gate, Verification
 
 
 @text_by_text(5, *SHARED)
@@ -46,35 +44,6 @@ def decode_latent_reference(
     return y, latent, rotated, lengths
 
 
-SHAPES = ((1, 2, 3, 2, 1, 0), (2, 10, 24, 4, 7, 3), (3, 16, 40, 8, 33, 32), (2, 24, 16, 24, 40, 99),
-          (1, 70, 130, 6, 70, 71))  # fmt: skip
-"""(heads, d, L, R, W, position): rings that are empty, filling, just full and overwritten."""
-LARGE = ((20, 128, 512, 32, 64, 300), (4, 64, 128, 32, 256, 200))
-
-
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(*shape, torch.float32) for shape in SHAPES]
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        shapes += [(*shape, dtype) for shape in LARGE for dtype in (torch.float32, torch.bfloat16)]
-    for heads, width, size, rotary, window, position, dtype in shapes:
-        low = dtype == torch.bfloat16
-        up = heads * (2 * width - rotary)
-        sizes = ((heads * width + size + rotary,), (up, size), (window, size), (window, rotary))
-        parts = [torch.randn(shape, generator=generator).to(device, dtype) for shape in sizes]
-        parts[1] *= size**-0.5  # keys about as long as queries: exp of no score overflows
-        lengths = torch.rand(window, heads, generator=generator).to(device)
-        angle = 7 * torch.randn(position + 2, rotary // 2, generator=generator).to(device)
-        place = torch.tensor(position, dtype=torch.int32, device=device)
-        inputs = (*parts, lengths, place, angle.cos(), angle.sin(), 2 * width**-0.5, 0.1)
-        label = f"{heads}x{width}x{size}x{rotary} at {position} of {window}{' bf16' if low else ''}"
-        yield Case(label, inputs)
-        if window in (33, 64):  # one text is at its first position
-            begins = (-parts[0], *inputs[1:5], torch.zeros_like(place), *inputs[6:])
-            texts = stacked_texts([inputs, begins, inputs], *SHARED)
-            yield Case(f"3 texts of {label}", texts)
-
-
 def _draw_rings(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     heads, half, still = 1 + rng.below(3), 1 + min(k // 8, 20), rng.below(40)
     width, size, position = 2 * half + still, 1 + min(k, 300), rng.below(3 * n)
@@ -84,15 +53,21 @@ def _draw_rings(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> 
     row, *others = (rng.reals(*shape).contiguous() for shape in shapes)
     others[0] *= size**-0.5  # keys about as long as queries: exp of no score overflows
     lengths = rng.reals(n, heads, dtype=torch.float32).abs().clamp(max=2).contiguous()
-    return (
-        row[0], *others, lengths, rng.scalar(position), angle.cos(), angle.sin(),
-        width**-0.5, 0.1,
-    )  # fmt: skip
+    inputs = (
+        row[0],
+        *others,
+        lengths,
+        rng.scalar(position),
+        angle.cos(),
+        angle.sin(),
+        width**-0.5,
+        0.1,
+    )
+    return rng.texts(inputs, 5, *SHARED)
 
 
 decode_latent_verification = Verification(
-    decode_latent, decode_latent_reference, _cases,
-    Gate(
+    decode_latent, decode_latent_reference, gate=Gate(
         relative=1e-5, peer_slack=0.1,
         reason="float32 sums of up to 512 products; in bf16 no worse than torch's by 10 %",
     ),

@@ -11,9 +11,8 @@ from arbcli.families.mamba.kernels.causal_conv import (
     causal_conv,
     causal_conv_grad_w,
 )
-from arbcli.kernels.runtime.arguments import normals
 from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Case, Gate, Timing, Verification, cases_of
+from arbcli.verify.verification import Gate, Timing, Verification
 
 
 def causal_conv_reference(x: Tensor, w: Tensor, reverse: bool) -> Tensor:
@@ -38,28 +37,6 @@ def causal_conv_grad_w_reference(grad_y: Tensor, x: Tensor, taps: int) -> Tensor
     return grad
 
 
-def _draw(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Draw (label, x, taps, gradient of the result)."""
-    generator = torch.Generator().manual_seed(0)
-    draw = normals(generator, device)
-    for batch, length, width, taps in ((1, 1, 1, 4), (2, 33, 7, 4), (3, 5, 133, 8), (1, 18, 9, 1)):
-        shape = batch, length, width
-        label = f"{batch}x{length}x{width}, {taps} taps"
-        yield label, draw(*shape), draw(width, taps), draw(*shape)
-    x, grad_y = (draw(7, 9, 6).permute(2, 1, 0)[::2] for _ in range(2))
-    yield "3x9x7, 4 taps strided", x, draw(4, 7).T, grad_y
-    yield "2x0x5, 4 taps empty", draw(2, 0, 5), draw(5, 4), draw(2, 0, 5)
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        x, grad_y = (draw(3, 300, 776).bfloat16() for _ in range(2))
-        yield "3x300x776, 4 taps bf16", x, draw(776, 4), grad_y
-
-
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, x, w, _ in _draw(device):
-        for reverse in (False, True):
-            yield Case(f"{label}{' reverse' if reverse else ''}", (x, w, reverse))
-
-
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     x = torch.randn(16, 4096, 1152, device=device, dtype=torch.bfloat16)
     w = torch.randn(1152, 4, device=device)
@@ -74,13 +51,13 @@ _GATE = Gate(
 )  # fmt: skip
 
 causal_conv_verification = Verification(
-    causal_conv, causal_conv_reference, _cases, _GATE,
+    causal_conv, causal_conv_reference, gate=_GATE, shapes=((0, 1, 5),),
     sizes={"B": (1, 3), "T": "m", "W": (1, 4, 8)}, timings=_timings,
     values={"reverse": (False, True)},
 )  # fmt: skip
 causal_conv_grad_w_verification = Verification(
     causal_conv_grad_w, causal_conv_grad_w_reference,
-    cases_of(_draw, lambda x, w, grad_y: (grad_y, x, w.shape[1])), _GATE,
+    gate=_GATE, shapes=((0, 1, 5),),
     sizes={"B": (1, 3), "T": "m + 8"},
     timed=[
         Timed("16x4096x1152, 4 taps bf16", causal_conv_grad_w.torch, B=16, T=4096, D=1152, taps=4)

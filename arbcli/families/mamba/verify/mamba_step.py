@@ -1,7 +1,5 @@
 """Verification of `arbcli.families.mamba.kernels.mamba_step`."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from arbcli.families.mamba.kernels.mamba_step import (
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Case, Gate, Verification
+from arbcli.verify.verification import Gate, Verification
 
 
 @text_by_text(7, *SHARED)
@@ -62,42 +60,29 @@ def draw_step(
     return rows, ring.to(dtype), draw(heads, states, width), draw(mixed, taps) / 2, *vectors, place
 
 
-SHAPES = ((1, 1, 1, 2, 0), (2, 5, 3, 4, 0), (3, 33, 7, 4, 2), (2, 7, 33, 4, 3), (1, 64, 16, 4, 11),
-          (4, 3, 17, 8, 13))  # fmt: skip
-"""(heads, states, width, taps, position)."""
-
-
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator(device).manual_seed(0)
-    for shape in SHAPES:
-        inputs = draw_step(*shape, torch.float32, generator)
-        yield Case("x".join(map(str, shape[:3])) + f" at {shape[4]}", inputs)
-    rows, *rest = draw_step(2, 5, 3, 4, 9, torch.float32, generator)
-    extremes = torch.tensor([-90.0, 30.0], device=device)  # dt of hardly anything, and of much
-    yield Case("steps of all sizes", (torch.cat((rows[:-2], extremes)), *rest))
-    active = torch.tensor([1, 0, 1], dtype=torch.int32, device=device)
-    texts = [draw_step(2, 7, 5, 4, at, torch.float32, generator) for at in (0, 6, 13)]
-    texts = [(*inputs[:3], *texts[0][3:7], inputs[7]) for inputs in texts]
-    yield Case("three texts", (*stacked_texts(texts, *SHARED), active))
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        inputs = draw_step(16, 64, 64, 4, 9, torch.bfloat16, generator)
-        yield Case("16x64x64 bf16", inputs)
-        texts = [draw_step(16, 64, 64, 4, at, torch.bfloat16, generator) for at in range(9)]
-        texts = [(*inputs[:3], *texts[0][3:7], inputs[7]) for inputs in texts]
-        active = torch.ones(9, dtype=torch.int32, device=device)
-        inputs = (*stacked_texts(texts, *SHARED), active)
-        yield Case("9 texts of 16x64x64 bf16", inputs)
-
-
 def _draw(rng: CaseGenerator, _group_size: int, _m: int, n: int, _k: int) -> tuple:
     heads, states, taps = rng.pick((3, 4)), rng.pick((1, 9, 64)), rng.pick((2, 4, 8))
-    shape = heads, states, min(n, 70), taps, rng.below(9)
-    return draw_step(*shape, rng.dtype, rng.generator)
+    shape = heads, states, min(n, 70), taps
+    inputs = draw_step(*shape, rng.below(14), rng.dtype, rng.generator)
+    if not rng.chance(0.4):
+        return inputs
+    others = [draw_step(*shape, at, rng.dtype, rng.generator) for at in (0, 13)]
+    texts = [inputs, *((*text[:3], *inputs[3:7], text[7]) for text in others)]
+    active = rng.integers(0, 1, 3, dtype=torch.int32).contiguous()
+    return *stacked_texts(texts, *SHARED), active
+
+
+def _extreme_steps(rows: Tensor) -> Tensor:
+    """Set a step size of hardly anything, and one of much."""
+    rows = rows.clone()
+    rows[-2], rows[-1] = -90, 30
+    return rows
 
 
 mamba_step_verification = Verification(
-    mamba_step, mamba_step_reference, _cases,
-    Gate(
+    mamba_step, mamba_step_reference,
+    changed={"extreme steps": {"rows": _extreme_steps}},
+    gate=Gate(
         relative=1e-5, peer_slack=0.1,
         reason="float32 sums over states; in bf16 one rounding, as torch has",
     ),

@@ -17,7 +17,7 @@ from arbcli.kernels.attention.decode_attention import decode_attention
 from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.decode_attention import rotated_reference
-from arbcli.verify.verification import Case, Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Timing, Verification
 
 
 def attend_parts_reference(
@@ -49,28 +49,6 @@ def attend_parts_reference(
             totals[part, head] = weight.sum()
             averages[part, head] = weight @ values[head, slots] / weight.sum()
     return averages.flatten(1), totals, keys, values
-
-
-SHAPES = ((2, 7, 64, 0, 16), (1, 40, 128, 30, 16), (1, 100, 128, 99, 16), (2, 200, 64, 450, 16),
-          (1, 5, 128, 7, 1), (1, 210, 128, 201, 2), (2, 300, 64, 550, 1))  # fmt: skip
-"""(heads, W, d, position, maximum number of parts): rings that are empty, filling, just full and
-overwritten; of one span, of two, and of more than there are parts."""
-LARGE = ((16, 737, 128, 176), (16, 2048, 128, 2047), (16, 2048, 128, 5000), (6, 8192, 64, 8191),
-         (4, 50000, 64, 49999), (2, 16384, 128, 40000))  # fmt: skip
-
-
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [*SHAPES]
-    if device.type == "cuda":
-        shapes += [(*shape, MOST_PARTS) for shape in LARGE]
-    for heads, window, width, position, max_parts in shapes:
-        sizes = ((3, heads, width), (heads, window, width), (heads, window, width))
-        parts = [torch.randn(size, generator=generator).bfloat16().to(device) for size in sizes]
-        angle = 7 * torch.randn(position + 2, width // 2, generator=generator).to(device)
-        at = torch.tensor(position, dtype=torch.int32, device=device)
-        label = f"{heads}x{window}x{width} at {position} in {max_parts} or fewer"
-        yield Case(label, (*parts, at, angle.cos(), angle.sin(), 0.1, max_parts))
 
 
 def _append_state(inputs: tuple, parts: AttentionParts) -> tuple[Tensor, ...]:
@@ -111,8 +89,7 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 
 
 attend_parts_verification = Verification(
-    attend_parts, attend_parts_reference, _cases,
-    Gate(
+    attend_parts, attend_parts_reference, gate=Gate(
         relative=2.5e-3,
         reason="parts are rounded to bf16 once; where query and key are rounded otherwise than in"
         " float64, in the last bit, weights differ by less",

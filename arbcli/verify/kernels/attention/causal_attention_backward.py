@@ -12,7 +12,7 @@ from arbcli.kernels.attention.causal_attention_backward import (
 )
 from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Case, Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Timing, Verification
 
 
 def causal_attention_backward_reference(
@@ -48,21 +48,6 @@ def random_attention(
     parts = [part.to(dtype) for part in (grad_y, q, k, v)]
     y, logs = causal_attention_float64(*parts[1:])
     return *parts, y.to(dtype), logs.float()
-
-
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    for shape in ((1, 1, 2, 16), (1, 1, 40, 32), (1, 1, 70, 16), (2, 3, 18, 16)):
-        inputs = random_attention(generator, shape, torch.float32)
-        inputs = tuple(part.to(device) for part in inputs)
-        yield Case("x".join(map(str, shape)), inputs)
-    apart = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in inputs[:5]]
-    yield Case("2x3x18x16 positions before heads", (*apart, inputs[5]))
-    if device.type == "cuda":
-        for shape in ((2, 3, 200, 64), (1, 2, 1024, 128), (3, 5, 130, 128)):
-            inputs = random_attention(generator, shape, torch.bfloat16)
-            inputs = tuple(part.to(device) for part in inputs)
-            yield Case(f"{'x'.join(map(str, shape))} bf16", inputs)
 
 
 def rounded_causal_gradients(
@@ -108,6 +93,6 @@ GATE = Gate(
 )  # fmt: skip
 
 causal_attention_backward_verification = Verification(
-    causal_attention_backward, causal_attention_backward_reference, _cases, GATE,
+    causal_attention_backward, causal_attention_backward_reference, gate=GATE,
     draw=_draw, peer=rounded_causal_gradients, needs_rows=True, timings=_timings,
 )  # fmt: skip

@@ -19,7 +19,7 @@ from arbcli.verify.kernels.attention.causal_attention_backward import (
     rounded_causal_gradients,
 )
 from arbcli.verify.kernels.update.random_bits import random_bits_reference
-from arbcli.verify.verification import Case, Timing, Verification
+from arbcli.verify.verification import Timing, Verification
 
 RATE = 0.2
 """Rate of timings."""
@@ -83,38 +83,6 @@ def _inputs(
     key = torch.tensor(shape[2] * 77 - 2**30, dtype=torch.int32)
     y, logs = dropped_attention_reference(q, k, v, key, rate)
     return (q, k, v, key, rate), (grad_y, q, k, v, y.to(dtype), logs.float(), key, rate)
-
-
-def _on(device: torch.device, inputs: tuple) -> tuple:
-    return tuple(part.to(device) if isinstance(part, Tensor) else part for part in inputs)
-
-
-def _cases(device: torch.device, backward: bool) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    for shape, rate in (
-        ((1, 1, 2, 16), 0.5), ((1, 1, 40, 32), 0.2), ((1, 1, 70, 16), 0.0), ((2, 3, 18, 16), 0.75),
-    ):  # fmt: skip
-        inputs = _on(device, _inputs(generator, shape, torch.float32, rate)[backward])
-        yield Case(f"{'x'.join(map(str, shape))} rate {rate}", inputs)
-    apart = [
-        part.transpose(1, 2).contiguous().transpose(1, 2)
-        if isinstance(part, Tensor) and part.ndim == 4
-        else part
-        for part in inputs
-    ]
-    yield Case("2x3x18x16 positions before heads", tuple(apart))
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        for shape in ((2, 3, 200, 64), (1, 2, 1024, 128), (3, 5, 130, 128)):
-            inputs = _on(device, _inputs(generator, shape, torch.bfloat16, 0.2)[backward])
-            yield Case(f"{'x'.join(map(str, shape))} bf16", inputs)
-
-
-def _forward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    return _cases(device, False)
-
-
-def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    return _cases(device, True)
 
 
 def _draw(rng: CaseGenerator, m: int, backward: bool) -> tuple:
@@ -184,10 +152,10 @@ def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing
 
 
 dropped_attention_verification = Verification(
-    dropped_attention, dropped_attention_reference, _forward_cases, GATE,
+    dropped_attention, dropped_attention_reference, gate=GATE,
     draw=_draw_forward, peer=_rounded_attention, needs_rows=True, timings=_timings,
 )  # fmt: skip
 dropped_attention_backward_verification = Verification(
-    dropped_attention_backward, dropped_attention_backward_reference, _backward_cases, GATE,
+    dropped_attention_backward, dropped_attention_backward_reference, gate=GATE,
     draw=_draw_backward, peer=_rounded_gradients, needs_rows=True, timings=_backward_timings,
 )  # fmt: skip

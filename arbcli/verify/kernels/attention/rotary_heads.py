@@ -14,7 +14,7 @@ from arbcli.kernels.runtime.arguments import FLOAT
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
 from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Case, Gate, Timing, Verification, cases_of
+from arbcli.verify.verification import Gate, Timing, Verification
 
 
 def rotary_heads_reference(
@@ -45,56 +45,6 @@ def rotary_heads_backward_reference(
         grad_sources = torch.autograd.grad(y, sources, torch.cat((grad_q, grad_k), dim=2))
     grad_sources[0][:, :, -kv:] = grad_v
     return grad_sources[0], no_gains(qkv) if g is None else grad_sources[1]
-
-
-SHAPES = (
-    (1, 1, 1, 1, 2, "gains"), (2, 3, 4, 1, 10, "gains"), (1, 5, 3, 3, 66, "gains"),
-    (3, 7, 6, 2, 64, "gains"), (2, 7, 2, 2, 64, "norm"), (1, 2, 5, 1, 128, "turn"),
-    (1, 70, 5, 3, 16, "gains"), (0, 3, 2, 1, 8, "gains"),
-)  # fmt: skip
-"""(B, T, heads, kv, d), and the operations: gains and norm, norm, or rotation alone."""
-
-
-def _inputs(
-    device: torch.device,
-) -> Iterator[
-    tuple[str, torch.Generator, Tensor, Tensor | None, Tensor, Tensor, int, float | None]
-]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(*shape, torch.float32) for shape in SHAPES]
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        shapes += [
-            (3, 5, 4, 2, 66, "gains", torch.bfloat16),
-            (4, 256, 6, 6, 64, "gains", torch.bfloat16),
-            (2, 300, 8, 2, 128, "turn", torch.bfloat16),
-        ]
-    for batch, length, heads, kv, width, done, dtype in shapes:
-        qkv = torch.randn(batch, length, heads + 2 * kv, width, generator=generator)
-        gains = torch.randn(2, width, generator=generator) if done == "gains" else None
-        angle = 7 * torch.randn(length, width // 2, generator=generator)
-        label = f"{batch}x{length}x{heads}+{kv}x{width} {done}"
-        label += " bf16" if dtype == torch.bfloat16 else ""
-        yield (
-            label,
-            generator,
-            qkv.to(device, dtype),
-            None if gains is None else gains.to(device),
-            angle.cos().to(device),
-            angle.sin().to(device),
-            kv,
-            None if done == "turn" else 0.1,
-        )
-
-
-def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, generator, qkv, gains, cos, sin, kv, eps in _inputs(device):
-        batch, length, heads, width = qkv.shape
-        q, k, v = (
-            torch.randn(batch, length, count, width, generator=generator).to(qkv).transpose(1, 2)
-            for count in (heads - 2 * kv, kv, kv)
-        )
-        inputs = (q, k.contiguous(), v, qkv, gains, cos, sin, eps)
-        yield Case(label, inputs)
 
 
 def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
@@ -135,11 +85,11 @@ def _draw_backward(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) 
 
 
 rotary_heads_verification = Verification(
-    rotary_heads, rotary_heads_reference, cases_of(_inputs, lambda _, *inputs: inputs), _GATE,
+    rotary_heads, rotary_heads_reference, gate=_GATE,
     draw=_draw, needs_rows=True,
     timed=[Timed("8x2048x16+8x128 bf16", B=8, T=2048, H=32, D=128, gains=FLOAT[0], kv=8, eps=1e-6)],
 )  # fmt: skip
 rotary_heads_backward_verification = Verification(
-    rotary_heads_backward, rotary_heads_backward_reference, _backward_cases, _GATE,
+    rotary_heads_backward, rotary_heads_backward_reference, gate=_GATE,
     draw=_draw_backward, needs_rows=True, timings=_backward_timings,
 )  # fmt: skip

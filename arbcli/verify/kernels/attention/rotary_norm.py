@@ -12,7 +12,7 @@ from arbcli.kernels.attention.rotary_norm import (
 )
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Case, Gate, Timing, Verification, cases_of
+from arbcli.verify.verification import Gate, Timing, Verification
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -54,41 +54,6 @@ def rotary_norm_backward_reference(
     return torch.cat([rotated, grad[:, :, 2:]], dim=2)
 
 
-SHAPES = ((1, 1, 1, 2), (2, 3, 1, 10), (1, 5, 3, 66), (2, 7, 2, 64), (1, 2, 5, 128))
-"""(B, T, heads, d)."""
-
-
-def _inputs(device: torch.device) -> Iterator[tuple[str, torch.Generator, Tensor, Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(*shape, torch.float32) for shape in (*SHAPES, (0, 3, 2, 8))]
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        shapes += [(3, 5, 2, 66, torch.bfloat16), (4, 256, 6, 64, torch.bfloat16)]
-    for batch, length, heads, width, dtype in shapes:
-        qkv = torch.randn(batch, length, 3, heads, width, generator=generator)
-        angle = 7 * torch.randn(length, width // 2, generator=generator)
-        label = f"{batch}x{length}x{heads}x{width}"
-        label += " bf16" if dtype == torch.bfloat16 else ""
-        yield (
-            label,
-            generator,
-            qkv.to(device, dtype),
-            angle.cos().to(device),
-            angle.sin().to(device),
-        )
-
-
-def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, generator, qkv, cos, sin in _inputs(device):
-        r = rotary_norm_.torch(qkv, cos, sin, 0.1)
-        batch, length, _, heads, width = qkv.shape
-        grads = [
-            torch.randn(batch, length, heads, width, generator=generator).to(qkv).transpose(1, 2)
-            for _ in range(3)
-        ]
-        grads[1] = grads[1].contiguous()
-        yield Case(label, (*grads, qkv, r, cos, sin))
-
-
 def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     (timing,) = rotary_norm_verification.draw_timings(device, group_size)
     qkv, *table, _ = timing.inputs
@@ -124,11 +89,11 @@ def _append_qkv(inputs: tuple, r: Tensor) -> tuple[Tensor, Tensor]:
 
 
 rotary_norm_verification = Verification(
-    rotary_norm_, rotary_norm_reference, cases_of(_inputs, lambda _, *inputs: (*inputs, 0.1)),
-    _GATE, compared=_append_qkv, draw=_draw, needs_rows=True,
+    rotary_norm_, rotary_norm_reference, gate=_GATE, compared=_append_qkv, draw=_draw,
+    needs_rows=True,
     timed=[Timed("8x2048x16x128 bf16", B=8, T=2048, H=16, D=128, eps=1e-6)],
 )  # fmt: skip
 rotary_norm_backward_verification = Verification(
-    rotary_norm_backward, rotary_norm_backward_reference, _backward_cases, _GATE,
+    rotary_norm_backward, rotary_norm_backward_reference, gate=_GATE,
     draw=_draw_backward, needs_rows=True, timings=_backward_timings,
 )  # fmt: skip

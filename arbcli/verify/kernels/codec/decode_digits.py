@@ -19,7 +19,7 @@ from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import has_planes
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.kernels.codec.packing import unpack_trits_reference
-from arbcli.verify.verification import Case, Timing, Verification
+from arbcli.verify.verification import Timing, Verification
 
 P = ParamSpec("P")
 
@@ -62,23 +62,6 @@ def add_remainders(packed: Packed, generator: torch.Generator) -> Iterator[tuple
         low = draw(-128, 128, shape).to(packed.trits.device)
         digits = packed._replace(remainder=low, radix=radix, nibble=bits == 4)
         yield f"all digits of {bits} bits", digits
-
-
-def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    for rows, in_features in ((1, 1), (3, 33), (33, 123), (2, 165), (9, 1000)):
-        packed = random_packed(rows, in_features, group_size, generator, spread=90).to(device)
-        for name, all_digits in add_remainders(packed, generator):
-            yield Case(f"{rows}x{in_features} {name}", (all_digits,))
-    packed = all_digits
-    yield Case("9x1000 whole octaves", (packed._replace(fraction=None),))
-    yield Case("5x1000 strided", (packed.rows(slice(None, None, 2)),))
-    yield Case("9x1000 five sixteenths of the remainder", (packed._replace(radix=246, low=5),))
-    packed = packed._replace(radix=1024, low=13, nibble=False)
-    yield Case("9x1000 thirteen sixteenths of eight bits", (packed,))
-    assert packed.remainder is not None
-    apart = torch.stack([packed.remainder, packed.remainder], dim=2)[:, :, 0]
-    yield Case("9x1000 remainder strided", (packed._replace(remainder=apart),))
 
 
 def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
@@ -127,7 +110,12 @@ def rounded_float32(decode: Callable[P, Tensor]) -> Callable[P, Tensor]:
 
 
 decode_digits_verification = Verification(
-    DECODE_DIGITS, decode_digits_reference, _cases, triton=rounded_float32(decode_digits_triton),
+    DECODE_DIGITS, decode_digits_reference,
+    changed={
+        "five sixteenths": {"packed": lambda x: x._replace(radix=246, low=5, nibble=True)},
+        "thirteen sixteenths": {"packed": lambda x: x._replace(radix=1024, low=13, nibble=False)},
+    },
+    triton=rounded_float32(decode_digits_triton),
     torch=rounded_float32(decode_digits_torch), native=rounded_float32(decode_digits_native),
     scale_path=has_planes, timings=_timings, values={"packed": {"spread": 90, "digits": "all"}},
 )  # fmt: skip

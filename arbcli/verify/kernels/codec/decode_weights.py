@@ -15,7 +15,7 @@ from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.decode_digits import rounded_float32
 from arbcli.verify.kernels.codec.decode_weight import decode_weight_verification
 from arbcli.verify.kernels.codec.packed import random_packed
-from arbcli.verify.verification import Case, Timing, Verification
+from arbcli.verify.verification import Timing, Verification
 
 
 def _one_by_one(decode: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
@@ -32,17 +32,6 @@ def _decode_in_one_launch(*matrices: Packed) -> tuple[Tensor, ...]:
         return next(matrices_decoded)
 
     return tuple(map(rounded_float32(next_one), matrices))
-
-
-def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    """Take matrices of `decode_weight` together: their sizes, strides and scales differ."""
-    alone = {
-        case.label: case.inputs[0] for case in decode_weight_verification.cases(device, group_size)
-    }
-    yield Case("2 matrices", (alone["2x165"], alone["3x165 strided"]))
-    labels = ("1x1", "3x33", "9x1000", "11x328", "1x2720", "3x165 fraction strided")
-    some = [alone[label] for label in labels]
-    yield Case("7 matrices", (*some, some[1]._replace(fraction=None)))
 
 
 def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
@@ -63,6 +52,6 @@ decode_weights_verification = Verification(
     Operation(
         "decode_weights", _decode_in_one_launch, _one_by_one(rounded_float32(decode_digits_torch))
     ),
-    _one_by_one(decode_weight_verification.reference), _cases, draw=_draw, needs_rows=False,
+    _one_by_one(decode_weight_verification.reference), draw=_draw, needs_rows=False,
     uses_scales=True, scale_path=decode_weight_verification.scale_path, timings=_timings,
 )  # fmt: skip

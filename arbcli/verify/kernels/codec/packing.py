@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.layout import LARGEST_BYTE
 from arbcli.kernels.codec.packing import (
+    LARGEST_BYTE,
     pack_trits,
     pack_trits_torch,
     unpack_trits,
 )
 from arbcli.verify.timed import MATRIX
-from arbcli.verify.verification import Case, Timing, Verification
+from arbcli.verify.verification import Timing, Verification, nothing
 
 
 def pack_trits_reference(trits: Tensor) -> Tensor:
@@ -46,35 +46,11 @@ def unpack_trits_reference(packed: Tensor, in_features: int) -> Tensor:
     return torch.tensor(trits, dtype=torch.int8, device=packed.device).view(len(trits), in_features)
 
 
-SHAPES = ((1, 1), (3, 33), (33, 123), (5, 160), (2, 165), (4, 323), (2, 1311))
-"""(N, K): K = 1, not divisible by 5, 32 or 160, one block, one block plus one, several blocks."""
-
-
 def random_trits(rows: int, in_features: int, generator: torch.Generator) -> Tensor:
     """Draw (rows, in_features) uniform int8 trits on the generator's device."""
     return torch.randint(
         -1, 2, (rows, in_features), generator=generator, device=generator.device, dtype=torch.int8
     )
-
-
-def _pack_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    for rows, in_features in SHAPES:
-        trits = random_trits(rows, in_features, generator).to(device)
-        yield Case(f"{rows}x{in_features}", (trits,))
-    wide = random_trits(7, 400, generator).to(device)
-    yield Case("7x133 strided", (wide[:, 1::3],))
-    yield Case("0x40 empty", (wide[:0, :40],))
-
-
-def _unpack_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    every_byte = torch.arange(LARGEST_BYTE + 1, dtype=torch.uint8, device=device)
-    yield Case("243x5 every byte", (every_byte[:, None], 5))
-    for case in _pack_cases(device, 0):
-        (trits,) = case.inputs
-        yield Case(case.label, (pack_trits_reference(trits), trits.shape[1]))
-    packed = pack_trits_reference(random_trits(6, 333, torch.Generator().manual_seed(1)))
-    yield Case("3x333 strided", (packed.to(device)[::2], 333))
 
 
 def _pack_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -87,9 +63,20 @@ def _unpack_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
 
 
 pack_trits_verification = Verification(
-    pack_trits, pack_trits_reference, _pack_cases, timings=_pack_timings, values={"trits": (-1, 1)}
+    pack_trits,
+    pack_trits_reference,
+    changed={"empty": {"trits": nothing}},
+    timings=_pack_timings,
+    values={"trits": (-1, 1)},
 )
+
+
+def _every_byte(packed: Tensor) -> Tensor:
+    return torch.arange(LARGEST_BYTE + 1, dtype=torch.uint8, device=packed.device)[:, None]
+
+
 unpack_trits_verification = Verification(
-    unpack_trits, unpack_trits_reference, _unpack_cases,
+    unpack_trits, unpack_trits_reference,
+    changed={"every byte": {"packed": _every_byte, "in_features": 5}, "empty": {"packed": nothing}},
     draw=lambda rng, group_size, m, n, k: (rng.trits(n, k), k), timings=_unpack_timings,
 )  # fmt: skip

@@ -111,8 +111,9 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 
 
 int8_matmul_verification = Verification(
-    INT8_MATMUL, int8_matmul_reference, partial(prepacked_cases, SHAPES, draw=_draw_weight),
-    Gate(
+    INT8_MATMUL, int8_matmul_reference,
+    cases=partial(prepacked_cases, SHAPES, draw=_draw_weight),
+    gate=Gate(
         relative=1e-4,
         peer_slack=0.1,
         reason="the native loop rounds x to 16 bits; in bf16 the peer rounds weights, as GPUs do",

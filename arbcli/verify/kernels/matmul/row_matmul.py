@@ -40,8 +40,8 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 
 
 row_matmul_verification = Verification(
-    ROW_MATMUL, prepacked_reference, partial(prepacked_cases, SHAPES),
-    Gate(
+    ROW_MATMUL, prepacked_reference, cases=partial(prepacked_cases, SHAPES),
+    gate=Gate(
         relative=1e-3, peer_slack=0.1,
         reason="x is rounded to 15 bits, 32 elements with one power of two: errors of up to 2**-14"
         " of the largest of them, some 1e-4 of the norm of a product and 3e-4 after a gate; then"

@@ -12,12 +12,15 @@ from arbcli.kernels.norm.gained_rms_norm import (
     gained_rms_norm,
     gained_rms_norm_backward,
 )
-from arbcli.kernels.norm.rms_norm import (
-    WHOLE_ROW,
+from arbcli.verify.kernels.norm.rms_norm import (
+    EPS_VALUES,
+    ROW_SHAPES,
+    ROW_SIZES,
+    TIMED_EPS,
+    rms_norm_reference,
 )
-from arbcli.verify.kernels.norm.rms_norm import EPS_VALUES, ROW_SIZES, TIMED_EPS, rms_norm_reference
 from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Case, Gate, Timing, Verification, cases_of
+from arbcli.verify.verification import Gate, Timing, Verification
 
 
 def gained_rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -55,36 +58,6 @@ def gained_gradient_in_its_dtype(
     return grad_x if other_grad is None else grad_x + other_grad, y.detach(), grad_gain
 
 
-SHAPES = ((5, 1), (7, 33), (3, 123), (2, 3, 165), (261, 5), (37, 130), (0, 40), (1, WHOLE_ROW + 5))
-
-
-def _inputs(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor, Tensor, Tensor, float]]:
-    """Draw (label, x, two tensors like x, gain, eps)."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(shape, torch.float32) for shape in SHAPES]
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        low = ((5, 33), (4096, 768), (9000, 384), (1025, 5632))
-        shapes += [(shape, torch.bfloat16) for shape in low]
-    for shape, dtype in shapes:
-        label = "x".join(map(str, shape)) + (" bf16" if dtype == torch.bfloat16 else "")
-        x, grad, other = (torch.randn(shape, generator=generator) for _ in range(3))
-        gain = torch.randn(shape[-1], generator=generator).to(device)
-        # with a small eps the gradient of a narrow norm cancels
-        eps = 0.1 if shape[-1] == 1 or shape[-1] > WHOLE_ROW else 1e-6
-        x, grad, other = (part.to(device, dtype) for part in (3 * x, grad, other))
-        yield label, x, grad, other, gain, eps
-        if shape == (7, 33):  # rows and elements that lie apart
-            x, grad, other = (part.T.contiguous().T for part in (x, grad, other))
-            yield f"{label} transposed", x, grad, other, gain, eps
-
-
-def _backward_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    for label, x, grad_y, other, gain, eps in _inputs(device):
-        yield Case(f"{label} added", (grad_y, x, gain, eps, other))
-        if "x33" in label:
-            yield Case(label, (grad_y, x, gain, eps))
-
-
 def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     x, grad_y = torch.randn(2, 16384, 2048, device=device, dtype=torch.bfloat16)
     gain = torch.randn(2048, device=device)
@@ -111,16 +84,17 @@ _TIMED = [Timed("16384x2048 bf16", B=(16384,), D=2048, eps=TIMED_EPS)]
 
 gained_rms_norm_verification = Verification(
     gained_rms_norm, gained_rms_norm_reference,
-    cases_of(_inputs, lambda x, _grad, _other, *gain: (x, *gain)), _GATE, sizes=ROW_SIZES,
+    gate=_GATE, sizes=ROW_SIZES, shapes=ROW_SHAPES,
     timed=_TIMED, values={"eps": EPS_VALUES},
 )  # fmt: skip
 add_gained_rms_norm_verification = Verification(
     add_gained_rms_norm, add_gained_rms_norm_reference,
-    cases_of(_inputs, lambda x, added, _other, *gain: (x, added, *gain)), _GATE, sizes=ROW_SIZES,
+    gate=_GATE, sizes=ROW_SIZES, shapes=ROW_SHAPES,
     timed=_TIMED, values={"eps": EPS_VALUES},
 )  # fmt: skip
 gained_rms_norm_backward_verification = Verification(
-    gained_rms_norm_backward, gained_rms_norm_backward_reference, _backward_cases, _BACKWARD_GATE,
-    sizes=ROW_SIZES, peer=gained_gradient_in_its_dtype, timings=_backward_timings,
+    gained_rms_norm_backward, gained_rms_norm_backward_reference, gate=_BACKWARD_GATE,
+    sizes=ROW_SIZES, shapes=ROW_SHAPES, peer=gained_gradient_in_its_dtype,
+    timings=_backward_timings,
     values={"eps": EPS_VALUES},
 )  # fmt: skip

@@ -1,6 +1,5 @@
 """Verification of `arbcli.kernels.norm.pack_gates`."""
 
-from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -11,7 +10,7 @@ from arbcli.kernels.norm.pack_gates import (
     pack_gates_torch,
 )
 from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Case, Verification
+from arbcli.verify.verification import Verification
 
 
 def pack_gates_reference(gate_up: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,31 +62,20 @@ def _number(low: int, exponent: int) -> float:
     return -size if low > 127 else size
 
 
-def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-
-    def case(label: str, rows: int, width: int, octaves: int = 1) -> Case:
-        x = torch.randn(rows, 2 * width, generator=generator)
-        apart = torch.randint(1 - octaves, 1, x.shape, generator=generator)
-        return Case(f"{rows}x{width}{label}", ((x * 2.0**apart).to(device),))
-
-    for rows, width in ((1, 1), (3, 33), (5, 128), (2, 2300), (9, 257)):
-        yield case("", rows, width)
-    yield case(" apart", 4, 150, octaves=40)
-    everything = torch.arange(2**16).to(torch.int16).view(torch.bfloat16)
-    everything = everything.view(2, 64, 512).transpose(0, 1).reshape(64, 1024)  # of both signs
-    yield Case("64x512 all", (everything[everything.isfinite().all(dim=1)].float().to(device),))
-    yield Case("3x40 zeros", (torch.zeros(3, 80).to(device),))
-    wide = torch.randn(6, 661, generator=generator)
-    yield Case("3x165 strided", (wide.to(device)[1::2, 1::2],))
-    if device.type == "cuda":
-        yield Case("64x512 all bf16", (everything.to(device),))
-        some = torch.randn(1000, 2 * 5632, generator=generator).to(device, torch.bfloat16)
-        yield Case("1000x5632 bf16", (some,))
+def _all_numbers(like: Tensor) -> Tensor:
+    """Return every finite number of bf16, in rows of both signs."""
+    numbers = torch.arange(2**16).to(torch.int16).view(torch.bfloat16)
+    numbers = numbers.view(2, 64, 512).transpose(0, 1).reshape(64, 1024)
+    return numbers[numbers.isfinite().all(dim=1)].to(like)
 
 
 pack_gates_verification = Verification(
-    pack_gates, pack_gates_reference, _cases, sizes={"W": "2 * k"},
+    pack_gates, pack_gates_reference,
+    changed={
+        "zeros": {"gate_up": torch.zeros_like}, "all numbers": {"gate_up": _all_numbers},
+        "apart": {"gate_up": lambda x: x * torch.exp2(-torch.arange(x.shape[1]).to(x) % 40)},
+    },
+    sizes={"W": "2 * k"},
     large_reference=pack_gates_torch,
     timed=[Timed("16384x5632 bf16", lambda x: x.clone(), "copy", M=16384, W=2 * 5632)],
 )  # fmt: skip

@@ -18,8 +18,7 @@ from arbcli.kernels.norm.rms_norm import (
     rms_norm_backward,
 )
 from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference
-from arbcli.verify.kernels.codec.packed import random_packed
-from arbcli.verify.verification import Case, Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Timing, Verification
 
 
 def rms_norm_reference(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
@@ -60,65 +59,6 @@ def rms_norm_in_its_dtype(x: Tensor, weight: Packed | None, eps: float) -> Tenso
     """Compute with torch operations in the dtype of `x`, as the peer for bf16."""
     decoded = None if weight is None else decode_digits_torch(weight, x.dtype)[0]
     return torch_rms_norm(x, x.shape[-1:], decoded, eps)
-
-
-def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-
-    def case(
-        label: str, shape: tuple[int, ...], view: Callable[[Tensor], Tensor] = lambda x: x,
-        dtype: torch.dtype = torch.float32, eps: float = 1e-6, ones: bool = False,
-    ) -> Case:  # fmt: skip
-        x = view((3 * torch.randn(shape, generator=generator)).to(device, dtype))
-        weight = random_packed(1, x.shape[-1], group_size, generator, spread=2).to(device)
-        return Case(label, (x, None if ones else weight, eps))
-
-    for rows in (5, 9):
-        # with a small eps the gradient cancels
-        yield case(f"{rows}x1", (rows, 1), eps=0.1)
-    for rows, width in ((7, 33), (3, 123), (9, 1311), (2, 4096)):
-        yield case(f"{rows}x{width}", (rows, width))
-    # wide rows, and many rows, take seconds in the interpreter
-    if device.type == "cuda" or group_size == 6:
-        wide = WHOLE_ROW + 5
-        for ones in (False, True):  # an eps large enough to matter
-            yield case(f"1x{wide}{' ones' * ones}", (1, wide), eps=0.1, ones=ones)
-    if device.type == "cuda" or group_size == 32:
-        yield case("261x5", (261, 5))
-    yield case("2x3x165", (2, 3, 165))
-    yield case("3x165 strided", (6, 331), lambda x: x[1::2, 1::2])
-    yield case("4x40 transposed", (40, 4), lambda x: x.T)
-    yield case("9x165 ones", (9, 165), ones=True)
-    yield case("0x40 empty", (0, 40))
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        for shape in ((5, 33), (4096, 768), (2048, 2048), (1025, 5632)):
-            label = f"{shape[0]}x{shape[1]} bf16"
-            yield case(label, shape, dtype=torch.bfloat16)
-            yield case(f"{label} ones", shape, dtype=torch.bfloat16, ones=True)
-
-
-def _add_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    for case in _backward_cases(device, group_size):
-        added, x, *norm = case.inputs
-        yield Case(case.label, (x, added, *norm))
-
-
-def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(1)
-    for case in _cases(device, group_size):
-        x = case.inputs[0]
-        grad_y = torch.empty_like(x).copy_(torch.randn(x.shape, generator=generator))
-        yield Case(case.label, (grad_y, *case.inputs))
-
-
-def _backward_added_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(2)
-    for case in _backward_cases(device, group_size):
-        yield case
-        x = case.inputs[1]
-        if "x165" in case.label or "bf16 ones" in case.label or x.shape[-1] > WHOLE_ROW:
-            other_grad = torch.empty_like(x).copy_(torch.randn(x.shape, generator=generator))
-            yield Case(f"{case.label} added", (*case.inputs, other_grad))
 
 
 def backward_in_its_dtype(
@@ -168,23 +108,24 @@ _GATE = Gate(
     reason="float32 sums of up to 8197 squares; in bf16 one rounding, as torch has",
 )  # fmt: skip
 ROW_SIZES = {"B": "(m,)"}
-EPS_VALUES = ("1e-6 if k > 4 else 0.1",)
-"""Larger eps of narrow norms, whose gradient would otherwise cancel."""
+ROW_SHAPES = ((0, 1, 40), (261, 1, 5), (1, 1, WHOLE_ROW + 5))
+"""No rows, many, and one that is too wide for registers."""
+EPS_VALUES = ("1e-6 if k > 4 else 0.1", "0.1")
+"""Larger eps of narrow norms, whose gradient would otherwise cancel, and one that matters."""
 NORM_VALUES = {"weight": {"spread": 2}, "eps": EPS_VALUES}
 
 rms_norm_verification = Verification(
-    rms_norm, rms_norm_reference, _cases, _GATE, sizes=ROW_SIZES, peer=rms_norm_in_its_dtype,
+    rms_norm, rms_norm_reference, gate=_GATE, sizes=ROW_SIZES, shapes=ROW_SHAPES,
+    peer=rms_norm_in_its_dtype,
     scale_path=has_planes, timings=_timings, values=NORM_VALUES,
-    long=("1x8197",),
 )  # fmt: skip
 add_rms_norm_verification = Verification(
-    add_rms_norm, add_rms_norm_reference, _add_cases, _GATE, sizes=ROW_SIZES,
+    add_rms_norm, add_rms_norm_reference, gate=_GATE, sizes=ROW_SIZES, shapes=ROW_SHAPES,
     peer=normalise_sum(rms_norm_in_its_dtype), scale_path=has_planes, timings=_add_timings,
     values=NORM_VALUES,
-    long=("1x8197", "2x4096"),
 )  # fmt: skip
 rms_norm_backward_verification = Verification(
-    rms_norm_backward, rms_norm_backward_reference, _backward_added_cases, _GATE, sizes=ROW_SIZES,
+    rms_norm_backward, rms_norm_backward_reference, gate=_GATE, sizes=ROW_SIZES, shapes=ROW_SHAPES,
     peer=backward_in_its_dtype, scale_path=has_planes, timings=_backward_timings,
-    values=NORM_VALUES, long=("1x8197", "1x8197 added", "2x4096"),
+    values=NORM_VALUES,
 )  # fmt: skip

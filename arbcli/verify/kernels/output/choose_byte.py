@@ -1,7 +1,7 @@
 """Verification of `arbcli.kernels.output.choose_byte`."""
 
 import math
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +11,9 @@ from arbcli.kernels.output.choose_byte import (
     choose_byte_,
     choose_byte_torch,
 )
-from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.verify.kernels.update.random_bits import mix_reference
 from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Case, Verification
+from arbcli.verify.verification import Verification
 
 
 def choose_byte_reference(
@@ -48,35 +47,15 @@ def choose_byte_reference(
     return byte, text
 
 
-CHOICES = ((0.0, 256, 1.0), (1.0, 256, 1.0), (0.7, 5, 1.0), (1.3, 256, 0.5), (4.0, 6, 0.3),
-           (1.0, 1, 1.0), (1.0, 256, 1e-6))  # fmt: skip
-"""(temperature, top_k, top_p)."""
-
-
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    random = 3 * torch.randn(256, generator=generator)
-    kinds = {"random": random, "33 symbols": random[:33], "one": random[:1],
-             "all equal": torch.zeros(256), "some equal": random.round(),
-             "some excluded": torch.where(random > 0, random, -torch.inf)}  # fmt: skip
-    several = 3 * torch.randn(8, 256, generator=generator)
-    kinds |= {"8 rows": several, "2 rows of 33 symbols": several[:2, :33].contiguous(),
-              "5 rows, some equal": several[:5].round()}  # fmt: skip
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        kinds |= {"bf16": random.bfloat16(), "3 rows bf16": several[:3].bfloat16()}
-    place: TensorOptions = {"dtype": torch.int32, "device": device}
-    for number, (kind, logits) in enumerate(kinds.items()):
-        for choice in CHOICES:
-            byte = torch.full((1, 1) if logits.dim() == 1 else (len(logits),), 300)
-            text = torch.arange(20, dtype=torch.uint8)
-            position = torch.tensor(number, **place)
-            key = torch.tensor(-(7**number) - int(100 * choice[0]), **place)
-            tensors = (part.to(device) for part in (byte, text, logits))
-            yield Case(f"{kind}, {choice}", (*tensors, position, key, *choice))
-
-
+LOGITS_CHANGED: dict[str, dict[str, Any]] = {
+    "all equal": {"logits": torch.zeros_like},
+    "some equal": {"logits": torch.round},
+    "some excluded": {"logits": lambda x: torch.where(x > 0, x, -torch.inf)},
+}
 choose_byte_verification = Verification(
-    choose_byte_, choose_byte_reference, _cases, compared=("byte", "text"),
+    choose_byte_, choose_byte_reference,
+    changed=LOGITS_CHANGED,
+    compared=("byte", "text"),
     sizes={
         "M": ("()", "(min(m, 8),)"), "B": "M or (1,)", "V": f"min(k + 1, {MAX_SYMBOLS})",
         "P": "n + 20",

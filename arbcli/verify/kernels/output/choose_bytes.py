@@ -1,6 +1,6 @@
 """Verification of `arbcli.kernels.output.choose_bytes`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from arbcli.kernels.output.choose_bytes import (
     choose_bytes_,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.kernels.output.choose_byte import CHOICES, choose_byte_reference
+from arbcli.verify.kernels.output.choose_byte import LOGITS_CHANGED, choose_byte_reference
 from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Case, Verification
+from arbcli.verify.verification import Verification
 
 
 def choose_bytes_reference(
@@ -31,26 +31,6 @@ def choose_bytes_reference(
     return torch.stack(chosen), torch.stack(texts)
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    texts = len(CHOICES)
-    random = 3 * torch.randn(texts, 256, generator=generator)
-    kinds = {"random": random, "33 symbols": random[:, :33].contiguous(),
-             "some equal": random.round(), "all equal": torch.zeros(texts, 5),
-             "some excluded": torch.where(random > 0, random, -torch.inf)}  # fmt: skip
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        kinds["bf16"] = random.bfloat16()
-    for number, (kind, logits) in enumerate(kinds.items()):
-        index = torch.arange(texts, dtype=torch.int32)
-        heat, top_k, top_p = zip(*CHOICES, strict=True)
-        inputs = (
-            torch.full((texts, 1), 300), torch.arange(9 * texts).view(texts, 9).byte(), logits,
-            (index + number) % 9, -(7**number) - 1000 * index,
-            torch.tensor(heat), torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p),
-        )  # fmt: skip
-        yield Case(kind, tuple(part.to(device) for part in inputs))
-
-
 def _picked(*values: float) -> Callable[[CaseGenerator, int], Tensor]:
     """Draw a tensor whose elements are picked from a sequence."""
     return lambda rng, texts: torch.tensor(
@@ -59,7 +39,9 @@ def _picked(*values: float) -> Callable[[CaseGenerator, int], Tensor]:
 
 
 choose_bytes_verification = Verification(
-    choose_bytes_, choose_bytes_reference, _cases, compared=("byte", "text"),
+    choose_bytes_, choose_bytes_reference,
+    changed=LOGITS_CHANGED,
+    compared=("byte", "text"),
     sizes={"B": "1 + m % 5", "V": f"min(k + 1, {MAX_SYMBOLS})", "P": "n"}, needs_rows=False,
     timed=[Timed("64x256 logits", lambda *arguments: torch.multinomial(arguments[2].softmax(1), 1),
                  "torch's multinomial", B=64, P=9, V=256, logits=torch.float32, position=0,

@@ -1,6 +1,5 @@
 """Verification of `arbcli.kernels.output.cross_entropy`."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -12,7 +11,7 @@ from arbcli.kernels.output.cross_entropy import (
     cross_entropy_backward,
 )
 from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Case, Gate, Verification
+from arbcli.verify.verification import Gate, Verification
 
 
 def cross_entropy_reference(logits: Tensor, targets: Tensor) -> Tensor:
@@ -33,28 +32,6 @@ def cross_entropy_backward_reference(logits: Tensor, targets: Tensor, scale: Ten
     return (shares - here.double()) * scale
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    for rows, classes in ((1, 2), (3, 33), (17, 256), (9, 300), (0, 256)):
-        logits = 5 * torch.randn(rows, classes, generator=generator).to(device)
-        targets = torch.randint(classes, (rows,), generator=generator).to(device)
-        yield Case(f"{rows}x{classes}", (logits, targets))
-    logits = torch.randn(40, 33, generator=generator).to(device)
-    targets = torch.randint(20, (66,), generator=generator).to(device)
-    yield Case("33x20 strided", (logits.T[:, ::2], targets[::2]))
-    yield Case("33x20 large", (300 * logits.T[:, ::2], targets[::2]))
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        logits = torch.randn(1000, 256, generator=generator).to(device, torch.bfloat16)
-        targets = torch.randint(256, (1000,), generator=generator).to(device)
-        yield Case("1000x256 bf16", (logits, targets))
-
-
-def _backward_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    scale = torch.tensor(0.37, device=device)
-    for case in _cases(device, group_size):
-        yield Case(case.label, (*case.inputs, scale))
-
-
 _GATE = Gate(
     relative=1e-5, peer_slack=0.1, rounded=True,
     reason="float32 sums of at most 300 exponentials; in bf16 no worse than one rounding",
@@ -63,13 +40,16 @@ _GATE = Gate(
 _SIZES = {"V": "min(k + 1, 4096)"}
 
 cross_entropy_verification = Verification(
-    cross_entropy, cross_entropy_reference, _cases, _GATE, sizes=_SIZES,
+    cross_entropy, cross_entropy_reference, gate=_GATE, sizes=_SIZES, shapes=((0, 1, 255),),
+    changed={"large": {"logits": lambda x: 300 * x}},
     timed=[Timed("16384x256 bf16", partial(functional.cross_entropy, reduction="none"),
                  M=16384, V=256)],
     values={"targets": (0, "V - 1")},
 )  # fmt: skip
 cross_entropy_backward_verification = Verification(
-    cross_entropy_backward, cross_entropy_backward_reference, _backward_cases, _GATE, sizes=_SIZES,
+    cross_entropy_backward, cross_entropy_backward_reference,
+    gate=_GATE, sizes=_SIZES, shapes=((0, 1, 255),),
+    changed={"large": {"logits": lambda x: 300 * x}},
     timed=[Timed("16384x256 bf16", M=16384, V=256)],
     values={"targets": (0, "V - 1"), "scale": lambda rng: rng.real(0.1)},
 )  # fmt: skip

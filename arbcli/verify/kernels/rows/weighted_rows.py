@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +17,14 @@ from arbcli.kernels.rows.weighted_rows import (
     weighted_rows,
     weighted_rows_grad_weights,
 )
-from arbcli.kernels.runtime.arguments import normals, placed
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.decode_digits import (
-    add_remainders,
     decode_digits_reference,
     decode_large,
     fix_float32,
 )
 from arbcli.verify.kernels.codec.packed import random_packed
-from arbcli.verify.verification import Case, Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Timing, Verification, filled, nothing
 
 
 def weighted_rows_reference(
@@ -72,79 +71,6 @@ def weighted_rows_grad_reference(
 def _scale_path(group_size: int) -> tuple[bool, bool]:
     """Return whether groups are at least as wide as wide chunks, and whether chunks are padded."""
     return group_size >= 8, group_size % 4 > 0
-
-
-def _slots_cases(generator: torch.Generator) -> Iterator[tuple[str, Tensor, int, int]]:
-    """Draw (label, ids, number of rows, D) with awkward slots."""
-
-    def draw(*shape: int, rows: int) -> Tensor:
-        return torch.randint(0, rows, shape, generator=generator)
-
-    yield "duplicates", draw(9, 8, rows=5), 5, 64
-    yield "outside", torch.tensor([[4, -1, 0], [-1, -1, -1], [5, 2, 1 << 40], [0, -9, 4]]), 5, 33
-    yield "one id", torch.full((150, 3), 2), 4, 40
-    yield "one slot", torch.tensor([[1]]), 2, 1
-    yield "more slots than unrolled", draw(3, 19, rows=40), 40, 165
-    yield "ragged", draw(5, 2, rows=11), 11, 323
-    yield "wide", draw(2, 3, rows=6), 6, 1311
-    yield "strided ids", draw(6, 70, rows=9).T[::5], 9, 70
-    yield "no tokens", draw(0, 3, rows=4), 4, 33
-    yield "no slots", draw(4, 0, rows=4), 4, 33
-    yield "empty table", torch.tensor([[0, -1, 3]]), 0, 40
-
-
-def _table_cases(device: torch.device, group_size: int) -> Iterator[tuple[str, Tensor, Packed]]:
-    """Draw (label, ids, table)."""
-    generator = torch.Generator().manual_seed(0)
-    for label, ids, rows, dim in _slots_cases(generator):
-        packed = random_packed(rows, dim, group_size, generator, spread=8).to(device)
-        label = f"{'x'.join(map(str, ids.shape))} of {rows}x{dim} {label}"
-        yield label, placed(ids, device), packed
-    packed = random_packed(14, 70, group_size, generator, spread=127).to(device)
-    ids = torch.tensor([[6, 1, 6], [0, 5, 3]], device=device)
-    for name, all_digits in add_remainders(packed, generator):
-        yield f"2x3 of 14x70 {name}", ids, all_digits
-    yield "2x3 of 14x70 whole octaves", ids, packed._replace(fraction=None)
-    yield "2x3 of 7x70 strided table", ids, packed.rows(slice(None, None, 2))
-
-
-def _weighted_rows_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(1)
-    for label, ids, packed in _table_cases(device, group_size):
-        weights = torch.randn(ids.shape, generator=generator).to(device)
-        inside = (ids >= 0) & (ids < packed.out_features)
-        yield Case(label, (ids, weights.masked_fill_(~inside, torch.nan), packed))
-    weights = torch.randn(3, 4, generator=generator).to(device).T[::2]
-    yield Case("2x3 of 7x70 strided weights", (ids, weights, packed))
-
-
-def _grad_weights_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(2)
-    for label, ids, packed in _table_cases(device, group_size):
-        grad_y = torch.randn(len(ids), packed.in_features, generator=generator).to(device)
-        yield Case(label, (grad_y, ids, packed))
-    grad_y = torch.randn(packed.in_features, 4, generator=generator).to(device).T[::2]
-    yield Case("2x3 of 7x70 strided gradient", (grad_y, ids, packed))
-
-
-def _grad_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(3)
-    draw = normals(generator, device)
-    for label, ids, rows, dim in _slots_cases(generator):
-        _, order, bounds, _ = touched_rows(ids.flatten().to(device), rows)
-        tokens = torch.arange(ids.numel(), device=device) // max(1, ids.shape[1])
-        weights = draw(ids.numel())
-        label = f"{'x'.join(map(str, ids.shape))} to {rows}x{dim} {label}"
-        yield Case(label, (draw(len(ids), dim), weights, tokens, order, bounds))
-    # rows with `FEW` slots, one fewer, one more, none, and most of them
-    sizes = (FEW, 1, FEW - 1, FEW + 1, 0, 300, 2)
-    ids = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    ids = ids[torch.randperm(len(ids), generator=generator)].to(device)
-    _, order, bounds, _ = touched_rows(ids, len(sizes))
-    tokens = torch.randint(0, 20, ids.shape, generator=generator).to(device)
-    yield Case("few and many", (draw(20, 35), draw(len(ids)), tokens, order, bounds))
-    strided = (draw(35, 40).T[::2], draw(2 * len(ids))[::2], tokens.repeat_interleave(3)[::3])
-    yield Case("few and many, strided", (*strided, order, bounds))
 
 
 SHAPES = ((2048, 32, 5_000_000, 64, 76), (2048, 8, 131_072, 1024, 8))
@@ -221,6 +147,7 @@ def _slots(rng: CaseGenerator, m: int, n: int) -> Tensor:
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     ids = _slots(rng, max(m, -(-64 // k)), n)  # few sums can cancel
     weights = rng.reals(*ids.shape, dtype=torch.float32)
+    weights.masked_fill_((ids < 0) | (ids >= n), torch.nan)
     return ids, weights, rng.packed(n, k, group_size)
 
 
@@ -238,25 +165,43 @@ def _draw_grad(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> t
     return rng.reals(m, k), weights, rng.view(tokens), order, bounds
 
 
+_CHANGED: dict[str, dict[str, Any]] = {
+    "one id": {"ids": filled(2)},
+    "far outside": {"ids": lambda x: torch.where(x < 0, 1 << 40, x)},
+}
 weighted_rows_verification = Verification(
-    weighted_rows, weighted_rows_reference, _weighted_rows_cases,
-    Gate(relative=1e-6, reason="float32 sums of up to tens of rows"),
+    weighted_rows, weighted_rows_reference,
+    gate=Gate(relative=1e-6, reason="float32 sums of up to tens of rows"),
+    changed=_CHANGED | {
+        "one id": {"ids": filled(2), "weights": torch.nan_to_num},
+        "no tokens": {"ids": nothing, "weights": nothing},
+        "no slots": {"ids": lambda x: x[:, :0], "weights": lambda x: x[:, :0]},
+        "empty table": {"ids": filled(3), "packed": lambda x: x.rows(slice(0)),
+                        "weights": filled(torch.nan)},
+    },
     triton=fix_float32(weighted_rows.triton), torch=fix_float32(weighted_rows.torch),
     draw=_draw, large_reference=partial(weighted_rows_reference, decode=decode_large),
     needs_rows=True, scale_path=_scale_path, timings=_weighted_rows_timings,
-    long=("150x3*", "3x19*"),
 )  # fmt: skip
 weighted_rows_grad_weights_verification = Verification(
-    weighted_rows_grad_weights, weighted_rows_grad_weights_reference, _grad_weights_cases,
-    Gate(relative=1e-6, reason="float32 sums of up to thousands of columns"),
+    weighted_rows_grad_weights, weighted_rows_grad_weights_reference,
+    gate=Gate(relative=1e-6, reason="float32 sums of up to thousands of columns"),
+    changed=_CHANGED | {
+        "no tokens": {"ids": nothing, "grad_y": nothing},
+        "no slots": {"ids": lambda x: x[:, :0]},
+        "empty table": {"packed": lambda x: x.rows(slice(0))},
+    },
     draw=_draw_grad_weights,
     large_reference=partial(weighted_rows_grad_weights_reference, decode=decode_large),
     needs_rows=True, scale_path=_scale_path, timings=_grad_weights_timings,
-    long=("150x3*",),
 )  # fmt: skip
 weighted_rows_grad_verification = Verification(
-    WEIGHTED_ROWS_GRAD, weighted_rows_grad_reference, _grad_cases,
-    Gate(relative=1e-6, reason="float32 sums of up to thousands of slots"),
+    WEIGHTED_ROWS_GRAD, weighted_rows_grad_reference,
+    gate=Gate(relative=1e-6, reason="float32 sums of up to thousands of slots"),
+    shapes=((300, 3, 35), (2 * FEW, 17, 35)),  # rows of many slots, and of about as many as `FEW`
+    changed={"no slots": {
+        "weights": nothing, "tokens": nothing, "order": nothing, "bounds": torch.zeros_like,
+    }},
     triton=fix_float32(WEIGHTED_ROWS_GRAD.triton), torch=fix_float32(WEIGHTED_ROWS_GRAD.torch),
     draw=_draw_grad, needs_rows=True, timings=_grad_timings,
 )  # fmt: skip

@@ -28,4 +28,5 @@ def fixed_point_reference(
 def draw_gains(rng: CaseGenerator, n: int, k: int, size: float) -> tuple:
     """Draw gains of rows and of columns, of the rows only, or none."""
     rows, columns = (rng.reals(length, dtype=torch.float32).exp() for length in (n, k))
-    return rng.pick(((rows * size, columns), (rows * size, None), (None, None)))
+    both = rows * size, columns
+    return both if rng.plain else rng.pick((both, (rows * size, None), (None, None)))

@@ -1,6 +1,5 @@
 """Verification of `arbcli.kernels.update.last_bits`."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.packing import pack_trits_reference, unpack_trits_reference
 from arbcli.verify.kernels.update.step_trits import draw_weights
 from arbcli.verify.timed import MATRIX_SIZES, Timed
-from arbcli.verify.verification import Case, Verification
+from arbcli.verify.verification import Verification
 
 
 def last_bits_reference(trits: Tensor, remainder: Tensor, radix: int, nibble: bool) -> Tensor:
@@ -45,43 +44,6 @@ def _z_reference(trits: Tensor, remainder: Tensor, radix: int, nibble: bool) -> 
     return unpack_trits_reference(trits, remainder.shape[1]).long() * radix + low
 
 
-SHAPES = ((1, 1), (3, 33), (33, 165), (2, 1311), (4, 160))
-
-
-def _state(
-    shape: tuple[int, int], radix: int, nibble: bool, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Draw packed trits and remainders over the full range of z."""
-    largest = radix + (7 if nibble else 63)
-    z = torch.randint(-largest, largest + 1, shape, generator=generator)
-    trits = torch.sign(z) * (z.abs() > radix // 2)
-    low = z - trits * radix
-    if nibble:
-        low = 16 * torch.randint(-7, 8, shape, generator=generator) + low % 16
-    return pack_trits_reference(trits.to(torch.int8)), low.to(torch.int8)
-
-
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    for shape in SHAPES:
-        for radix, nibble in ((64, False), (14, True)):
-            state = [part.to(device) for part in _state(shape, radix, nibble, generator)]
-            name = f"{shape[0]}x{shape[1]} {'nibble' if nibble else 'moment'}"
-            yield Case(name, (*state, radix, nibble))
-    packed, low = (part.to(device) for part in _state((6, 165), 64, False, generator))
-    wide = low.repeat_interleave(2, dim=1)
-    yield Case("3x165 strided", (packed[::2], wide[::2, ::2], 64, False))
-
-
-def _take_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(1)
-    for case in _cases(device, group_size):
-        trits, remainder, radix, nibble = case.inputs
-        shape = ((len(trits) + 1) // 2, remainder.shape[1])
-        bits = torch.randint(256, shape, generator=generator).to(torch.uint8).to(device)
-        yield Case(case.label, (trits, remainder, bits, radix, nibble))
-
-
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     nibble = rng.below(2) == 1
     radix = 14 if nibble else 64
@@ -96,7 +58,7 @@ _TIMED: dict[str, Any] = {
     "nibble": False,
 }  # fmt: skip
 last_bits_verification = Verification(
-    last_bits, last_bits_reference, _cases, draw=_draw, needs_rows=False,
+    last_bits, last_bits_reference, draw=_draw, needs_rows=False,
     timed=[Timed("11264x2048", **_TIMED)],
 )  # fmt: skip
 
@@ -108,7 +70,6 @@ def _draw_taken(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> 
 
 
 take_last_bits_verification = Verification(
-    take_last_bits_, take_last_bits_reference, _take_cases, compared=("trits", "remainder"),
+    take_last_bits_, take_last_bits_reference, compared=("trits", "remainder"),
     draw=_draw_taken, needs_rows=False, timed=[Timed("11264x2048", **_TIMED)],
-    long=("2x1311*",),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from arbcli.kernels.runtime.merged import merge_launches
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.step_scales import step_scales_verification
-from arbcli.verify.verification import Case, Timing, Verification
+from arbcli.verify.verification import Timing, Verification
 
 NUM_INPUTS = 8
 """Number of inputs of `step_scales`."""
@@ -36,13 +36,6 @@ def _merged_steps_triton(*inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(itertools.chain(*(part[:2] for part in _parts(inputs))))
 
 
-def _cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    """Take cases of `step_scales` together: three and all of them, some refused or strided."""
-    cases = list(step_scales_verification.cases(device, group_size))
-    for label, some in (("3 matrices", cases[:3]), (f"{len(cases)} matrices", cases)):
-        yield Case(label, tuple(itertools.chain(*(case.inputs for case in some))))
-
-
 def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
     (timing,) = step_scales_verification.draw_timings(device, group_size)
     rows = (slice(begin, begin + 256) for begin in range(0, 16 * 256, 256))
@@ -51,13 +44,13 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    shapes = [(n, k), *((1 + rng.below(n), 1 + rng.below(k)) for _ in range(rng.below(4)))]
+    shapes = [(n, k), *((1 + rng.below(n), 1 + rng.below(k)) for _ in range(rng.below(9)))]
     matrices = (step_scales_verification.drawn(rng, group_size, m, *shape) for shape in shapes)
     return tuple(part for inputs in matrices for part in inputs)
 
 
 merged_steps_verification = Verification(
     Operation("merged_steps", _merged_steps_triton, _one_by_one(step_scales_verification.torch)),
-    _one_by_one(step_scales_verification.reference), _cases, draw=_draw, needs_rows=False,
+    _one_by_one(step_scales_verification.reference), draw=_draw, needs_rows=False,
     timings=_timings,
 )  # fmt: skip

@@ -6,8 +6,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime._triton import INTERPRETED
-from arbcli.kernels.runtime.arguments import normals
 from arbcli.kernels.update.newton_schulz import (
     gram,
     gram_polynomial,
@@ -16,7 +14,7 @@ from arbcli.kernels.update.newton_schulz import (
 )
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.timed import MATRIX
-from arbcli.verify.verification import Case, Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Timing, Verification, nothing
 
 
 def gram_reference(x: Tensor) -> Tensor:
@@ -29,44 +27,6 @@ def gram_polynomial_reference(a: Tensor, alpha: float, beta: float, gamma: float
     a = a.double()
     square = torch.einsum("...ik,...kj->...ij", a, a)
     return alpha * torch.eye(a.shape[-1], device=a.device) + beta * a + gamma * square
-
-
-def _gram_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-    draw = normals(generator, device)
-    for n, m in ((1, 1), (1, 33), (33, 17), (64, 64), (70, 123), (131, 40), (257, 65)):
-        yield Case(f"{n}x{m}", (draw(n, m),))
-    yield Case("3 of 37x50", (draw(3, 37, 50),))
-    yield Case("40x96 transposed", (draw(96, 40).T,))
-    yield Case("2 of 36x70 transposed", (draw(2, 70, 36).mT,))
-    yield Case("35x41 strided", (draw(105, 83)[::3, 1::2],))
-    yield Case("40x64 a row for all", (draw(1, 64).expand(40, 64),))
-    yield Case("5x0 nothing to sum", (draw(5, 0),))
-    yield Case("0x5 empty", (draw(0, 5),))
-    yield Case("40x50 zeros", (draw(40, 50) * 0,))
-    if not INTERPRETED:  # Hopper's large tiles, few and many for as many processors as a CPU has
-        yield Case("776x8", (draw(776, 8),))
-        yield Case("1160x8 transposed", (draw(8, 1160).T,))
-    if device.type == "cuda":  # the interpreter's bf16 arithmetic is wrong
-        few = ((33, 17), (384, 1024), (768, 2048), (3, 640, 321))
-        for shape in (*few, (1544, 1000), (2048, 5632), (8, 2048, 64)):
-            x = draw(*shape).bfloat16()
-            label = " of ".join(["x".join(map(str, shape[-2:])), *map(str, shape[:-2])])
-            yield Case(f"{label} bf16", (x,))
-        x = draw(2048, 640).bfloat16()
-        yield Case("640x2048 bf16 transposed", (x.T,))
-
-
-def _polynomial_cases(device: torch.device, group_size: int) -> Iterator[Case]:
-    for case in _gram_cases(device, group_size):
-        (x,) = case.inputs
-        if x.numel():
-            a = gram_reference(x / torch.linalg.matrix_norm(x, dim=(-2, -1), keepdim=True))
-            a = a.nan_to_num().to(x.dtype)
-            a = a.mT if "transposed" in case.label else a
-            yield Case(case.label, (a, 3.4445, -4.775, 2.0315))
-    a = a[:70, :70].float()
-    yield Case(f"{len(a)}x{len(a)} square alone", (a, 0.0, 0.0, 1.0))
 
 
 _GATE = Gate(
@@ -94,7 +54,8 @@ def _polynomial_timings(device: torch.device, _group_size: int) -> Iterator[Timi
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     stack = (1 + rng.below(3),) if rng.chance(0.3) else ()
-    return (rng.reals(*stack, min(n, k), max(n, k)),)
+    n, k = (n, k) if rng.chance(0.3) else (min(n, k), max(n, k))
+    return (rng.reals(*stack, n, k),)
 
 
 def _draw_symmetric(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -105,12 +66,19 @@ def _draw_symmetric(rng: CaseGenerator, group_size: int, m: int, n: int, k: int)
 
 
 gram_verification = Verification(
-    gram, gram_reference, _gram_cases, _GATE, triton=gram_triton, draw=_draw, torch_is_peer=True,
+    gram, gram_reference, gate=_GATE, shapes=((1, 1, 1),),
+    changed={
+        "a row for all": {"x": lambda x: x[:1].expand_as(x)}, "zeros": {"x": torch.zeros_like},
+        "nothing to sum": {"x": lambda x: x[:, :0]}, "empty": {"x": nothing},
+    }, triton=gram_triton, draw=_draw, torch_is_peer=True,
     needs_rows=False, timings=_gram_timings,
     not_verified=("kernels of the matrix library, which computes the other shapes",),
 )  # fmt: skip
 gram_polynomial_verification = Verification(
-    gram_polynomial, gram_polynomial_reference, _polynomial_cases, _GATE,
+    gram_polynomial, gram_polynomial_reference, gate=_GATE, shapes=((1, 1, 1),),
+    changed={
+        "square alone": {"alpha": 0.0, "beta": 0.0, "gamma": 1.0}, "zeros": {"a": torch.zeros_like},
+    },
     triton=gram_polynomial_triton, draw=_draw_symmetric, torch_is_peer=True, needs_rows=False,
     timings=_polynomial_timings,
 )  # fmt: skip

@@ -1,12 +1,8 @@
 """Verification of `arbcli.kernels.update.quantise_gradient`."""
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from arbcli.kernels.runtime.arguments import placed
 from arbcli.kernels.update.hadamard import (
     LARGEST_BLOCK,
     block_of,
@@ -19,7 +15,7 @@ from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.hadamard import mixed_reference
 from arbcli.verify.kernels.update.random_bits import random_halves_reference
 from arbcli.verify.timed import MATRIX_SIZES, Timed
-from arbcli.verify.verification import Case, Verification
+from arbcli.verify.verification import Verification
 
 
 def quantise_gradient_reference(
@@ -59,57 +55,6 @@ def together_reference(sums: Tensor, low: Tensor | None) -> Tensor:
     return 16 * sums.long() + bits.flatten(-3, -2)[..., : sums.shape[-2], :]
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-
-    def case(
-        label: str, grad: Tensor, limit: int, add: bool, dtype: torch.dtype = torch.int8,
-        low: bool = False, block: int | None = None,
-    ) -> Case:  # fmt: skip
-        rows, columns = grad.shape
-        exponent = torch.randint(-8, 2, (rows,), generator=generator).to(torch.int8)
-        exponent[::5] = NONE
-        sums = torch.randint(-90, 90, grad.shape, generator=generator).to(dtype)
-        pairs = None
-        if low:
-            pairs = torch.randint(256, ((rows + 1) // 2, columns), generator=generator)
-            if rows % 2:
-                pairs[-1] &= 15
-            pairs = pairs.to(torch.uint8)
-        fitting = torch.randint(-9, 0, (rows,), generator=generator).to(torch.int8)
-        key = torch.tensor(-987654321, dtype=torch.int32)
-        arguments = (grad, exponent, key, sums, pairs, fitting)
-        tensors = (None if part is None else placed(part, device) for part in arguments)
-        return Case(label, (*tensors, limit, block or block_of(columns), add))
-
-    def draw(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=generator)
-
-    for rows, columns in ((1, 1), (3, 33), (33, 1), (17, 523)):
-        yield case(f"{rows}x{columns}", draw(rows, columns), 127, False)
-        yield case(f"{rows}x{columns} added", draw(rows, columns), 31, True)
-    for rows, columns in ((3, 2), (5, 48), (9, 40), (4, 640)):
-        yield case(f"{rows}x{columns} in blocks", draw(rows, columns), 127, False)
-        twelve = partial(case, dtype=torch.int8, low=True)
-        yield twelve(f"{rows}x{columns} twelve bits", draw(rows, columns), 2047, False)
-        yield twelve(f"{rows}x{columns} twelve bits added", draw(rows, columns), 511, True)
-    yield case("9x40 int16 added", draw(9, 40), 63, True, torch.int16)
-    yield case("9x40 fifteen bits", draw(9, 40), 32767, False, torch.int16)
-    yield case("9x40 int32 added", draw(9, 40), 31, True, torch.int32)
-    yield case("9x64 not mixed", draw(9, 64), 31, True, block=1)
-    yield case("6x20 strided", draw(12, 60)[::2, ::3], 127, False)
-    yield case("5x43 transposed", draw(43, 5).T, 127, True, torch.int16)
-    yield case("5x7 zeros", torch.zeros(5, 7), 127, True)
-    yield case("6x9 clipped", draw(6, 9) * 1e30, 31, False)
-    yield case("6x9 tiny", draw(6, 9) * 1e-33, 127, False)
-    wrong = draw(7, 12)
-    wrong[1, 3], wrong[2, 0], wrong[3, 11] = torch.nan, torch.inf, -torch.inf
-    yield case("7x12 not finite", wrong, 127, False)
-    yield case("7x12 not finite, not mixed", wrong, 127, False, block=1)
-    halves = torch.arange(-64, 64).float()[None].expand(7, 128) / 16
-    yield case("7x128 halfway", halves, 15, False, block=1)
-
-
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     dtype = rng.pick((torch.int8, torch.int16, torch.int32))
     sums = torch.full((n, k), rng.below(99), dtype=dtype, device=rng.device)
@@ -120,12 +65,30 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     if dtype == torch.int8 and rng.chance(0.5):
         low, room = rng.integers(0, 15, (n + 1) // 2, k).contiguous().view(torch.uint8), 450
     block = block_of(k) if rng.chance(0.9) else 1
-    share = 1 + rng.below(room)
-    return rng.reals(n, k), exponent, rng.key(), sums, low, fitting, share, block, True
+    add = not rng.chance(0.4)
+    widest = 2047 if low is not None else 127 if dtype == torch.int8 else 32767
+    limit = 1 + rng.below(room) if add else widest
+    return rng.reals(n, k), exponent, rng.key(), sums, low, fitting, limit, block, add
+
+
+def _with_wrong_numbers(grad: Tensor) -> Tensor:
+    grad = grad.clone()
+    grad[1, 3], grad[2, 0], grad[3, -1] = torch.nan, torch.inf, -torch.inf
+    return grad
+
+
+def _halves(grad: Tensor) -> Tensor:
+    return (8 * grad).round() / 16
 
 
 quantise_gradient_verification = Verification(
-    quantise_gradient, quantise_gradient_reference, _cases, compared=("sums", "low", "fitting"),
+    quantise_gradient, quantise_gradient_reference,
+    changed={
+        "zeros": {"grad": torch.zeros_like}, "clipped": {"grad": lambda x: x * 1e30},
+        "tiny": {"grad": lambda x: x * 1e-33}, "not finite": {"grad": _with_wrong_numbers},
+        "not finite, not mixed": {"grad": _with_wrong_numbers, "block": 1},
+        "halfway": {"grad": _halves, "limit": 15, "block": 1},
+    }, compared=("sums", "low", "fitting"),
     draw=_draw, needs_rows=False,
     timed=[
         Timed(f"11264x2048 bf16, {bits} bits{' added' * add}", **MATRIX_SIZES, exponent=-4,

@@ -1,7 +1,5 @@
 """Verification of `arbcli.kernels.update.step_scales`."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,7 @@ from arbcli.kernels.update.step_scales import (
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.random_bits import random_bits_reference
 from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Case, Verification
+from arbcli.verify.verification import REFUSED, Verification, filled
 
 
 def step_scales_reference(
@@ -31,36 +29,21 @@ def step_scales_reference(
     return octave.to(torch.int8), (v - octave * 128).to(torch.int8)
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-
-    def scalars(*values: int) -> list[Tensor]:
-        return [torch.tensor(value, dtype=torch.int32, device=device) for value in values]
-
-    unit = torch.tensor(21000.0, device=device)
-    control = (unit, *scalars(-77, 4000, 10, 1))
-    for shape in ((1, 1), (3, 33), (33, 41), (2, 1311)):
-        exponent = torch.randint(-96, 32, shape, generator=generator, dtype=torch.int8).to(device)
-        fraction = torch.randint(0, 128, shape, generator=generator, dtype=torch.int8).to(device)
-        slope = 3 * torch.randn(shape, generator=generator).to(device)
-        yield Case(f"{shape[0]}x{shape[1]}", (exponent, fraction, slope, *control))
-    yield Case("2x1311 refused", (exponent, fraction, slope, *control[:4], *scalars(0)))
-    extreme = torch.full_like(slope, 1e30)
-    for sign, limit in ((1, -96), (-1, 31)):
-        ends = torch.full_like(exponent, limit)
-        yield Case(f"2x1311 E = {limit}", (ends, fraction, sign * extreme, *control))
-    halves = torch.randint(-9, 10, shape, generator=generator).to(device) / 2
-    whole = (torch.ones_like(unit), *scalars(9, 1, 0, 1))
-    yield Case("2x1311 halfway", (exponent, fraction, halves, *whole))
-    yield Case("1x437 strided", (exponent[1:, ::3], fraction[1:, ::3], slope[1:, 1::3], *control))
-
-
 def _draw_slope_gain(rng: CaseGenerator) -> Tensor:
     return rng.real(rng.pick((2.0**8, 2.0**16, 3e19)))
 
 
 step_scales_verification = Verification(
-    step_scales, step_scales_reference, _cases, compared=("exponent", "fraction"), sizes={"G": "k"},
+    step_scales, step_scales_reference,
+    changed=REFUSED | {
+        "lowest": {"exponent": filled(-96), "slope": filled(1e30)},
+        "highest": {"exponent": filled(31), "slope": filled(-1e30)},
+        "halfway": {
+            "slope": lambda x: (2 * x).round() / 2, "slope_gain": torch.ones_like,
+            "gain": torch.ones_like, "shift": torch.zeros_like,
+        },
+    },
+    compared=("exponent", "fraction"), sizes={"G": "k"},
     timed=[Timed("11264x64", N=11264, G=64, exponent=(0, 15), fraction=(0, 15), slope_gain=2.0**16,
                  gain=4000, shift=10)],
     values={

@@ -1,7 +1,6 @@
 """Verification of `arbcli.kernels.update.step_trits`."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,13 +11,12 @@ from arbcli.kernels.update.step_trits import LARGEST_DECAY, step_by_direction, s
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.packing import (
     pack_trits_reference,
-    random_trits,
     unpack_trits_reference,
 )
 from arbcli.verify.kernels.update.direction import draw_gains, fixed_point_reference
 from arbcli.verify.kernels.update.random_bits import random_halves_reference
 from arbcli.verify.timed import MATRIX_SIZES, Timed
-from arbcli.verify.verification import Case, Verification
+from arbcli.verify.verification import REFUSED, Verification, filled
 
 
 def step_by_moment_reference(
@@ -84,88 +82,6 @@ def _step_reference(
     return packed, low.to(torch.int8), flips + (new != trits).sum()
 
 
-SHAPES = ((1, 1), (3, 33), (33, 165), (2, 1311))
-
-
-def _scalar(value: int, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
-    return torch.tensor(value, dtype=dtype, device=device)
-
-
-def _state(
-    shape: tuple[int, int], radix: int, largest: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Draw packed trits and remainders over the full range of z."""
-    low, high = -radix - largest, radix + largest + 1
-    z = torch.randint(low, high, shape, generator=generator)
-    trits = torch.sign(z) * (z.abs() > radix // 2)
-    return pack_trits_reference(trits.to(torch.int8)), (z - trits * radix).to(torch.int8)
-
-
-def _moment_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-
-    def control(key: int, step: float, shape: tuple[int, int], largest: int, ok: int = 1) -> tuple:
-        squares = shape[0] * shape[1] * largest**2 // 9
-        wide = [_scalar(x, device, torch.int64) for x in (round(step * 2**32), squares)]
-        return (
-            _scalar(key, device), _scalar(key * 7 % 2**16, device), *wide,
-            _scalar(4 * 2 * 2**16, device), _scalar(ok, device), _scalar(11, device, torch.int64),
-        )  # fmt: skip
-
-    for shape in SHAPES:
-        name = f"{shape[0]}x{shape[1]}"
-        state = [x.to(device) for x in _state(shape, 32, 127, generator)]
-        moment = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8).to(device)
-        inputs = (*state, moment, *control(987654321, 2.0, shape, 127), 32, 127)
-        yield Case(f"{name} moment", inputs)
-        packed, remainder = _state(shape, 8, 7, generator)
-        digits = torch.randint(-7, 8, shape, generator=generator) * 16 + remainder % 16
-        nibble = (packed.to(device), digits.to(torch.int8).to(device), None)
-        nibble = (*nibble, *control(77, 1.3, shape, 7), 8, 7)
-        yield Case(f"{name} nibble", nibble)
-        decay = _scalar(1 << 19, device)
-        yield Case(f"{name} moment decay", (*inputs, decay))
-        yield Case(f"{name} nibble decay", (*nibble, decay))
-    yield Case(f"{name} refused", (*inputs[:3], *control(5, 2.0, shape, 127, 0), 32, 127))
-    for step in (1e-4, 1e4):
-        tilted = (*inputs[:3], *control(5, step, shape, 127), 32, 127)
-        yield Case(f"{name} step {step:g}", tilted)
-    still = (*inputs[:2], torch.zeros_like(moment), *control(5, 2.0, shape, 0), 32, 127)
-    yield Case(f"{name} no moment", still)
-    packed = pack_trits_reference(random_trits(6, 165, generator)).to(device)
-    low = torch.randint(-15, 16, (6, 330), generator=generator, dtype=torch.int8).to(device)
-    strided = (packed[::2], low[::2, ::2], low.T.contiguous().T[::2, 1::2])
-    yield Case("3x165 strided", (*strided, *control(5, 2.0, (3, 165), 15), 32, 127))
-
-
-def _direction_cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-
-    def control(ok: int = 1) -> tuple:
-        values = (-5, 3000, 10, 4 * 2 * 2**16, ok)
-        return (*(_scalar(x, device) for x in values), _scalar(-3, device, torch.int64), 32, 127)
-
-    for shape in SHAPES:
-        state = [x.to(device) for x in _state(shape, 32, 127, generator)]
-        values = torch.randn(shape, generator=generator).to(device)
-        gains = [torch.rand(n, generator=generator).to(device) * 600 for n in shape]
-        yield Case(f"{shape[0]}x{shape[1]}", (*state, values, *gains, *control()))
-        decay = _scalar(LARGEST_DECAY, device)
-        yield Case(f"{shape[0]}x{shape[1]} decay", (*state, values, *gains, *control(), decay))
-    yield Case("2x1311 rows only", (*state, values, gains[0], None, *control()))
-    yield Case("2x1311 sign", (*state, values, None, None, *control()))
-    yield Case("2x1311 refused", (*state, values, *gains, *control(0)))
-    for sign in (1, -1):
-        huge = torch.full_like(values, sign * 1e30)
-        yield Case(f"2x1311 saturated {sign:+}", (*state, huge, *gains, *control()))
-    packed = pack_trits_reference(random_trits(6, 165, generator)).to(device)
-    low = torch.randint(-15, 16, (6, 330), generator=generator, dtype=torch.int8).to(device)
-    values = torch.randn(165, 6, generator=generator).to(device)
-    gain = 500 * torch.rand(165, generator=generator).to(device)
-    strided = (packed[::2], low[::2, ::2], values.T[::2], gain[:6:2], gain)
-    yield Case("3x165 strided", (*strided, *control()))
-
-
 def draw_weights(
     rng: CaseGenerator, n: int, k: int, radix: int, largest: int
 ) -> tuple[Tensor, Tensor]:
@@ -215,7 +131,12 @@ _TIMED: dict[str, Any] = {
     "flips": 0,
 }  # fmt: skip
 step_by_moment_verification = Verification(
-    step_by_moment, step_by_moment_reference, _moment_cases,
+    step_by_moment, step_by_moment_reference,
+    changed=REFUSED | {
+        "tiny step": {"step_size": lambda x: x >> 20},
+        "huge step": {"step_size": filled(2**45)},
+        "no moment": {"squares": torch.zeros_like},
+    },
     compared=("packed", "remainder", "flips"), draw=_draw_by_moment, needs_rows=False,
     timed=[
         Timed(f"11264x2048 {name}", **_TIMED, moment=moment, turn=40503, step_size=2**33,
@@ -223,13 +144,12 @@ step_by_moment_verification = Verification(
         for name, moment, radix, largest in (("moment", (-40, 40), 32, 127), ("nibble", None, 8, 7))
     ],
     values={"ok": CaseGenerator.ok},
-    long=("33x165 nibble", "2x1311 moment", "2x1311 nibble", "2x1311 step*"),
 )  # fmt: skip
 step_by_direction_verification = Verification(
-    step_by_direction, step_by_direction_reference, _direction_cases,
+    step_by_direction, step_by_direction_reference,
+    changed=REFUSED | {f"saturated {x:+}": {"values": filled(x)} for x in (1e30, -1e30)},
     compared=("packed", "remainder", "flips"), draw=_draw_by_direction, needs_rows=False,
     timed=[Timed("11264x2048 bf16", **_TIMED, row_gain=2.0**8, column_gain=2.0**8, gain=3000,
                  shift=10, radix=32, remainder_max=127)],
     values={"ok": CaseGenerator.ok},
-    long=("2x1311", "2x1311 rows only", "2x1311 saturated -1"),
 )  # fmt: skip

@@ -1,7 +1,5 @@
 """Verification of `arbcli.kernels.update.sum_gradients`."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,7 @@ from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.hadamard import hadamard_matrix, signs_reference
 from arbcli.verify.kernels.update.quantise_gradient import together_reference
 from arbcli.verify.timed import MATRIX_SIZES, Timed
-from arbcli.verify.verification import Case, Verification
+from arbcli.verify.verification import Verification
 
 
 def sum_gradients_reference(
@@ -39,41 +37,6 @@ def sum_gradients_reference(
     return torch.where(wrong, torch.inf, values).to(dtype)
 
 
-def _cases(device: torch.device, _group_size: int) -> Iterator[Case]:
-    generator = torch.Generator().manual_seed(0)
-
-    def integers(low: int, high: int, *shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
-        return torch.randint(low, high, shape, generator=generator).to(device, dtype)
-
-    for number, rows, columns, limit, dtype in (
-        (1, 1, 1, 127, torch.int8), (2, 3, 33, 63, torch.int8), (4, 17, 523, 31, torch.int8),
-        (3, 33, 1, 127, torch.int8), (2, 9, 40, 3000, torch.int16), (2, 5, 640, 2, torch.int8),
-        (2, 5, 7, 2**20, torch.int32),
-    ):  # fmt: skip
-        parts = integers(-limit, limit + 1, number, rows, columns, dtype=dtype)
-        exponent, fitting = integers(-100, 100, rows), integers(-9, 0, number, rows)
-        inputs, block = (parts, None, exponent, fitting), block_of(columns)
-        yield Case(f"{number}x{rows}x{columns} {dtype}", (*inputs, block, torch.float32))
-        if limit * number * block <= 256:  # exact in bfloat16
-            yield Case(f"{number}x{rows}x{columns} {dtype} bf16", (*inputs, block, torch.bfloat16))
-    exponent, fitting = exponent.clone(), fitting.clone()
-    exponent[1], fitting[1, 2], fitting[0, 3] = NONE, NOT_FINITE, NOT_FINITE
-    yield Case("2x5x7 none and not finite", (parts, None, exponent, fitting, 1, torch.float32))
-    for number, rows, columns in ((1, 1, 2), (4, 9, 48), (2, 4, 192)):
-        parts = integers(-128, 128, number, rows, columns)
-        bits = integers(0, 256, number, (rows + 1) // 2, columns, dtype=torch.uint8)
-        scales, fit = integers(-9, 9, rows), integers(-9, 0, number, rows)
-        twelve = (parts, bits, scales, fit, block_of(columns), torch.float32)
-        yield Case(f"{number}x{rows}x{columns} twelve bits", twelve)
-    wide, halves = integers(-31, 32, 4, 8 * 40 + 16), integers(0, 256, 4, 176, dtype=torch.uint8)
-    apart = integers(-9, 9, 8), integers(-9, 0, 4, 24)[:, :8]
-    wide = wide[:, :320].unflatten(1, (8, 40))
-    yield Case("4x8x40 with gaps", (wide, None, *apart, 8, torch.float32))
-    halves = halves[:, :160].unflatten(1, (4, 40))
-    yield Case("4x8x40 twelve bits with gaps", (wide, halves, *apart, 8, torch.float32))
-    yield Case("4x8x40 not mixed", (wide, None, *apart, 1, torch.float32))
-
-
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     number, dtype = 1 + rng.below(4), rng.pick((torch.int8, torch.int16, torch.int32))
     low = None
@@ -89,7 +52,14 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 
 
 sum_gradients_verification = Verification(
-    sum_gradients, sum_gradients_reference, _cases, draw=_draw, needs_rows=False,
+    sum_gradients, sum_gradients_reference,
+    changed={
+        "none and not finite": {
+            "exponent": lambda x: x.index_fill(0, torch.tensor([1, 5], device=x.device), NONE),
+            "fitting": lambda x: x.index_fill(1, torch.tensor([2], device=x.device), NOT_FINITE),
+        },
+        "bf16": {"parts": lambda x: x.clamp(-9, 9), "low": None, "dtype": torch.bfloat16},
+    }, draw=_draw, needs_rows=False,
     timed=[
         Timed(f"{parts} parts of 11264x2048{', 12 bits' * bool(low)}", P=parts, **MATRIX_SIZES,
               parts=1, low=low, exponent=-4, fitting=-4, block=LARGEST_BLOCK, dtype=torch.bfloat16)
