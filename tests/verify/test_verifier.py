@@ -119,7 +119,8 @@ SKIPPED = {
     "the real sizes of the presets": {"backend": "torch"},
     "the native backend": {"backend": "torch"}, "the torch backend": {"backend": "interpreter"},
     "other kernels, and the whole model": {"names": ("pack_trits",)},
-    "cases of special values, and the whole model": {"fuzz": 1}, "blocks of a preset after its second": {},
+    "cases of special values, and the whole model": {"fuzz": 1},
+    "blocks of a preset after its second": {},
     "Mamba in bf16": {}, "scale types T4, T6, ": {},
     "float baselines and their optimizers": {}, "speed": {},
 }  # fmt: skip
