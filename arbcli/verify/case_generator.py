@@ -56,7 +56,7 @@ class CaseGenerator:
         """Draw m, n and k near boundaries, of which no two are tiny."""
         m, n, k = self.near(rows), self.near(tiles), self.near(columns)
         if m * n < 64 or n * k < 64:  # so few sums can cancel to any relative error
-            return m + 64, n + 64, k + 5
+            return m + 16, n + 16, k + 5
         return m, n, k
 
     def chance(self, share: float) -> bool:

@@ -302,7 +302,7 @@ class Verification:
         return Case(f"{prefix}{size} bf16" if low else f"{prefix}{size}", inputs)
 
     def _drawn_cases(self, device: Device, group_size: int) -> Iterator[Case]:
-        near = (ROW_TILES, TILES, TILES)
+        near: tuple[tuple[int, ...], ...] = (ROW_TILES, TILES, TILES)
         if device.type != "cuda":
             near = (SMALL_ROWS, SMALL_ROWS, SMALL_COLUMNS)
         for seed in range(DRAWS):

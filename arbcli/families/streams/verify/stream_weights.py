@@ -1,6 +1,7 @@
 """Verification of `arbcli.families.streams.kernels.stream_weights`."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ _GATE = Gate(
     reason="where sums are 1 but for a rounding, float32 cannot tell which rows are above",
 )
 
-_CHANGED = {
+_CHANGED: dict[str, dict[str, Any]] = {
     "far from even": {"raw": lambda x: 6 * x, "rounds": 3},
     "beyond the limit": {"raw": lambda x: 30 * x, "rounds": 4},
     "many rounds": {"rounds": ROUNDS},

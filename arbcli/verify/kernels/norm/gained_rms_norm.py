@@ -12,6 +12,7 @@ from arbcli.kernels.norm.gained_rms_norm import (
     gained_rms_norm,
     gained_rms_norm_backward,
 )
+from arbcli.kernels.norm.rms_norm import WHOLE_ROW
 from arbcli.verify.kernels.norm.rms_norm import (
     EPS_VALUES,
     ROW_SHAPES,
@@ -82,19 +83,20 @@ _BACKWARD_GATE = replace(
 
 _TIMED = [Timed("16384x2048 bf16", B=(16384,), D=2048, eps=TIMED_EPS)]
 
+_SHAPES = (*ROW_SHAPES, (1, 1, WHOLE_ROW + 5))
 gained_rms_norm_verification = Verification(
     gained_rms_norm, gained_rms_norm_reference,
-    gate=_GATE, sizes=ROW_SIZES, shapes=ROW_SHAPES,
+    gate=_GATE, sizes=ROW_SIZES, shapes=_SHAPES,
     timed=_TIMED, values={"eps": EPS_VALUES},
 )  # fmt: skip
 add_gained_rms_norm_verification = Verification(
     add_gained_rms_norm, add_gained_rms_norm_reference,
-    gate=_GATE, sizes=ROW_SIZES, shapes=ROW_SHAPES,
+    gate=_GATE, sizes=ROW_SIZES, shapes=_SHAPES,
     timed=_TIMED, values={"eps": EPS_VALUES},
 )  # fmt: skip
 gained_rms_norm_backward_verification = Verification(
     gained_rms_norm_backward, gained_rms_norm_backward_reference, gate=_BACKWARD_GATE,
-    sizes=ROW_SIZES, shapes=ROW_SHAPES, peer=gained_gradient_in_its_dtype,
+    sizes=ROW_SIZES, shapes=_SHAPES, peer=gained_gradient_in_its_dtype,
     timings=_backward_timings,
     values={"eps": EPS_VALUES},
 )  # fmt: skip

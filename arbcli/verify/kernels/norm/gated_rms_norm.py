@@ -25,6 +25,7 @@ from arbcli.verify.kernels.norm.rms_norm import (
     gradient_and_output,
     rms_norm_in_its_dtype,
     rms_norm_reference,
+    widened,
 )
 from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Gate, Timing, Verification
@@ -98,16 +99,23 @@ GATED_SIZES = ROW_SIZES | {"W": "2 * k"}
 
 _TIMED = [Timed("16384x5632 bf16", B=(16384,), W=2 * 5632, eps=TIMED_EPS)]
 
-_SATURATED = {"saturated": {"gate_up": lambda x: 40 * x}}
+_CHANGED: dict[str, dict[str, Any]] = {
+    "saturated": {"gate_up": lambda x: 40 * x},
+    "wide": {
+        "gate_up": lambda x: torch.cat((widened(x), widened(x.flip(0))), dim=1),
+        "weight": None,
+    },
+}
 GATED_VALUES = {"weight": {"spread": 2}, "eps": (*EPS_VALUES, *EPS_VALUES, None)}
 gated_rms_norm_verification = Verification(
     gated_rms_norm, gated_rms_norm_reference, gate=_GATE, sizes=GATED_SIZES,
-    shapes=ROW_SHAPES, changed=_SATURATED,
+    shapes=ROW_SHAPES, changed=_CHANGED,
     peer=gated_rms_norm_in_its_dtype, scale_path=has_planes, timed=_TIMED, values=GATED_VALUES,
 )  # fmt: skip
 gated_rms_norm_backward_verification = Verification(
     gated_rms_norm_backward, gated_rms_norm_backward_reference, gate=_GATE,
-    sizes=GATED_SIZES, shapes=ROW_SHAPES, changed=_SATURATED,
+    sizes=GATED_SIZES, shapes=ROW_SHAPES,
+    changed=_CHANGED | {"wide": {"grad_y": widened, **_CHANGED["wide"]}},
     peer=backward_in_its_dtype, scale_path=has_planes, timed=_TIMED,
     values=GATED_VALUES | {"overwrite": (False, True)},
 )  # fmt: skip
