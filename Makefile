@@ -11,6 +11,10 @@ PROGRAM := .$(if $(GPU),[triton])
 KERNEL_TESTS := tests/test_planted_faults.py tests/kernels tests/model tests/generation tests/interop
 # what is slow and rarely tells what the others do not
 TESTS := -m "not slow"
+# seed of noise in the last bits of floats, with which tests of models then run
+NOISE ?=
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider $(TESTS) \
+	$(if $(NOISE),-p tests.noise --noise-seed $(NOISE) --noise-models)
 
 # what is imported is compiled once, and not by each process
 unexport PYTHONDONTWRITEBYTECODE
@@ -28,11 +32,10 @@ test-all: $(VENV)/with-tests lint
 	$(MAKE) --no-print-directory -j2 TESTS= test-kernels test-rest
 
 test-kernels: $(VENV)/with-tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider $(TESTS) $(KERNEL_TESTS)
+	$(PYTEST) $(KERNEL_TESTS)
 
 test-rest: $(VENV)/with-tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider $(TESTS) tests \
-		$(addprefix --ignore=,$(KERNEL_TESTS))
+	$(PYTEST) tests $(addprefix --ignore=,$(KERNEL_TESTS))
 
 # a selection of tests, as CPUs with fewer instructions run them
 test-portable: $(VENV)/with-tests

@@ -1,6 +1,6 @@
 """A plugin of pytest, under which products and sums of floats differ in their last bits.
 
-    PYTHONPATH=tests python -m pytest -p noise --noise-seed 3 TESTS
+    python -m pytest -p tests.noise --noise-seed 3 [--noise-models] TESTS
     python tests/noise.py [--seeds 16] [--first 1] [--processes P] [PYTEST ARGUMENTS]
 
 The last bits of a product depend on the instruction set of a CPU, on the library, and on the
@@ -35,7 +35,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -56,6 +56,12 @@ FUNCTIONS = (
     "exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tanh", "sigmoid", "silu",
     "softplus", "erf", "gelu", "logaddexp", "_softmax", "_log_softmax",
 )  # fmt: skip
+MODELS = (
+    "tests/model/test_language_model.py", "tests/model/test_cells.py",
+    "tests/families/compressed/test_compressed.py", "tests/families/experts/test_experts.py",
+    "tests/families/graph", "tests/families/hnet/test_hnet.py", "tests/families/latent",
+)  # fmt: skip
+"""Tests of floats on which a choice may depend: entries, experts, codes and chunks."""
 
 
 @cache
@@ -279,6 +285,7 @@ def noisy(seed: int) -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("noise")
     group.addoption("--noise-seed", type=int, required=True, help="seed of the last bits")
+    group.addoption("--noise-models", action="store_true", help="noise in tests of models alone")
     group.addoption("--noise-share", default="0/1", help="K/N: run every Nth test from the Kth on")
 
 
@@ -295,8 +302,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
-    with noisy(session.config.getoption("--noise-seed")):
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    seed, only = map(item.config.getoption, ("--noise-seed", "--noise-models"))
+    with nullcontext() if only and not item.nodeid.startswith(MODELS) else noisy(seed):
         return (yield)
 
 
@@ -313,13 +321,12 @@ def main() -> int:
 
     def run(job: tuple[int, int]) -> tuple[int, int, str]:
         seed, share = job
-        noise = ["-p", "noise", "--noise-seed", str(seed), "--noise-share", f"{share}/{shares}"]
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
-        environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}"}
+        noise = ["--noise-seed", str(seed), "--noise-share", f"{share}/{shares}"]
+        settings = ["-q", "-p", "no:cacheprovider", "--tb=short", "-p", "tests.noise", *noise]
         with tempfile.TemporaryFile("w+") as output:
             code = subprocess.run(
-                [*command, *noise, "-m", "not slow", *arguments],
-                cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT,
+                [sys.executable, "-m", "pytest", *settings, "-m", "not slow", *arguments],
+                cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
             ).returncode  # fmt: skip
             output.seek(0)
             return seed, code, output.read()

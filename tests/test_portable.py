@@ -1,4 +1,4 @@
-"""Variables of `make test-portable` are known to their readers; its plugin moves last bits."""
+"""Levels of `make test-portable` are known to their readers; the plugin `noise` moves last bits."""
 
 import portable
 import pytest
