@@ -4,10 +4,10 @@ import ast
 import subprocess
 import sys
 import tokenize
+from functools import cache
 from pathlib import Path
 
-import pytest
-from syntax import children, parsed, walk
+from syntax import children, kernel_files, parsed, walk
 
 PACKAGE = Path(__file__).parents[1] / "arbcli"
 RANK = {
@@ -79,32 +79,23 @@ def run_imports(path: Path) -> set[str]:
     return names
 
 
+def test_kernels_import_neither_verification_nor_references():
+    """Not through what they import either."""
+    files = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): p for p in MODULES}
+    reached = [name for name, path in files.items() if path in kernel_files()]
+    for name in reached:  # grows meanwhile
+        reached += sorted((run_imports(files[name]) & {*files}) - {*reached})
+    assert "arbcli.base.errors" in reached
+    assert not [name for name in reached if name.startswith("arbcli.verify")]
+    for name in reached:
+        declared = {node.name for node in walk(parsed(files[name])) if hasattr(node, "name")}
+        assert not [n for n in declared if n and n.endswith("_reference")], name
+
+
 def test_triton_is_imported_by_kernels_only():
     for path in MODULES:
         if "kernels" not in path.parts:
             assert not any(name.split(".")[0] == "triton" for name in imported(path)), path
-
-
-def test_package_trains_without_triton_and_loads_no_compiler():
-    code = (
-        "import sys, tempfile; sys.modules['triton'] = None\n"
-        "from pathlib import Path\n"
-        "from arbcli.inspect.peak import predict_peak\n"
-        "from arbcli.training.configure import new_config\n"
-        "from arbcli.training.observer import Observer\n"
-        "from arbcli.training.run import start_run\n"
-        "from arbcli.training import sample\n"
-        "from arbcli.training.trainer import Trainer\n"
-        "sample.SAMPLE_BYTES = 4\n"
-        "Trainer.evaluate.__wrapped__.__defaults__ = (2,)\n"
-        "config = new_config(dim=32, layers=1, heads=2, ffn=48, ctx=16, device='cpu', steps=1)\n"
-        "assert predict_peak(config).peak_bytes\n"
-        "with tempfile.TemporaryDirectory() as folder:\n"
-        "    report = start_run(config, Path(folder, 'run'), Observer())\n"
-        "assert report.sample and report.val_loss < 8\n"
-        "assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules), 'take two seconds'\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
@@ -117,21 +108,24 @@ ALTERNATIVES = (
 """Modules that a dense run in one process does not need."""
 
 
-STEP = (
-    "import tempfile\n"
-    "from pathlib import Path\n"
+STAGES = {
+    "import arbcli.model.parts.mlp\n": (50, 4_300),
+    "import arbcli.training.trainer\n": (90, 10_700),
     "with tempfile.TemporaryDirectory() as folder:\n"
     "    text = Path(folder, 'text.txt')\n"
     "    text.write_bytes(bytes(range(32, 127)) * 200)\n"
     "    place = {'data': [text], 'device': 'cpu'}\n"
-    "    config = arbcli.configure(preset='tiny', steps=1, batch=1, ctx=16, **place)\n"
-    "    arbcli.train(config, Path(folder, 'run'))\n"
-)
-"""A run of one step on a CPU, with an evaluation, a checkpoint and a sample."""
+    "    config = arbcli.configure(preset='tiny', layers=1, steps=1, batch=1, ctx=16, **place)\n"
+    "    report = arbcli.train(config, Path(folder, 'run'))\n"
+    "assert report.sample and report.val_loss < 8\n": (138, 15_800),
+}
+"""What a process does, a run of one step on a CPU at last, with an evaluation, a checkpoint and a
+sample; and the most modules, and lines of code, that it may have loaded by then."""
 OF_A_RUN = ("model.cache", "model.state", "kernels.runtime.native_library")
 """Modules that its sample and its backend need."""
 
 
+@cache
 def code_lines(path: Path) -> int:
     """Count the lines with code: without blank lines, docstrings and comments."""
     with path.open("rb") as file:
@@ -143,32 +137,28 @@ def code_lines(path: Path) -> int:
     return len(lines)
 
 
-@pytest.mark.parametrize(
-    ("module", "run", "most_modules", "most_lines"),
-    [
-        ("training.trainer", "", 89, 10_700),
-        ("training.trainer", STEP, 138, 15_800),
-        ("model.parts.mlp", "", 50, 4_300),
-    ],
-    ids=["trainer", "step", "mlp"],
-)
-def test_import_loads_what_a_dense_step_needs_and_no_alternatives(
-    module, run, most_modules, most_lines
-):
+def test_step_without_triton_loads_what_it_needs_and_neither_alternatives_nor_a_compiler():
     code = (
-        f"import sys, arbcli.{module}\n{run}"
-        "ours = [m for name, m in sys.modules.items() if name.startswith('arbcli')]\n"
-        "print(*(m.__file__ for m in ours), sep='\\n')"
+        "import sys, tempfile\n"
+        "from pathlib import Path\n"
+        "sys.modules['triton'] = None\n"
+        "def show():\n"
+        "    ours = [m for name, m in sys.modules.items() if name.startswith('arbcli')]\n"
+        "    print(*(m.__file__ for m in ours), sep='\\n', end='\\n\\n')\n"
+        + "".join(f"{stage}show()\n" for stage in STAGES)
+        + "assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules), 'take two seconds'\n"
+        "from arbcli.inspect.peak import predict_peak\n"
+        "assert predict_peak(config).peak_bytes\n"
     )
-    output = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True
-    )
-    paths = [Path(line) for line in output.stdout.splitlines()]
-    names = [".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in paths]
-    alternatives = [n for n in names if n.startswith(ALTERNATIVES) and not n.endswith("__init__")]
-    assert {*alternatives} <= {*(OF_A_RUN if run else ())}
-    assert len(paths) <= most_modules
-    assert sum(map(code_lines, paths)) <= most_lines
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    shown = done.stdout.strip().split("\n\n")
+    for lines, (most_modules, most_lines) in zip(shown, STAGES.values(), strict=True):
+        paths = [Path(line) for line in lines.splitlines()]
+        names = {".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in paths}
+        needless = {n for n in names if n.startswith(ALTERNATIVES) and not n.endswith("__init__")}
+        assert needless <= {*(OF_A_RUN if lines is shown[-1] else ())}
+        assert len(paths) <= most_modules
+        assert sum(map(code_lines, paths)) <= most_lines
 
 
 def test_configurations_of_the_core_import_no_family():

@@ -1,8 +1,6 @@
 """Every operation is verified once, by a layer that no kernel needs."""
 
 import re
-import subprocess
-import sys
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
@@ -55,19 +53,3 @@ def verifying_module(module: str) -> str:
     if module.startswith("arbcli.families."):
         return module.replace(".kernels.", ".verify.")
     return module.replace("arbcli.kernels.", "arbcli.verify.kernels.")
-
-
-def test_kernels_load_neither_verification_nor_references():
-    modules = [module_of(path).removesuffix(".__init__") for path in kernel_files()]
-    code = (
-        "import sys\n"
-        f"for module in {modules}:\n"
-        "    __import__(module)\n"
-        "loaded = {name: vars(module) for name, module in sys.modules.items()}\n"
-        "ours = {name for name in loaded if name.startswith('arbcli.')}\n"
-        "assert 'arbcli.kernels.norm.rms_norm' in ours\n"
-        "above = {name for name in ours if name.startswith('arbcli.verify')}\n"
-        "above |= {f'{m}.{n}' for m in ours for n in loaded[m] if n.endswith('_reference')}\n"
-        "assert not above, above\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
