@@ -58,7 +58,7 @@ def test_text_of_a_model_without_a_past_repeats(device):
     """Greedy, and with a context of one byte: each byte follows from the one before."""
     text = bytearray()
     report = continue_text(
-        model(device, ctx=1), "model", b"a", 700, GREEDY, backend="torch", on_bytes=text.extend
+        model(device, ctx=1), "model", b"a", 160, GREEDY, backend="torch", on_bytes=text.extend
     )
     period = report.period
     assert period is not None
