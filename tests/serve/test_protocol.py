@@ -460,7 +460,7 @@ def test_signal_lets_running_texts_finish(saved):
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=root) as process:
         line = process.stderr.readline()
         client = Client(int(re.search(r":(\d+)$", line)[1]))
-        body = {"prompt": "a", "max_tokens": 400, "stream": True, "logprobs": 0}
+        body = {"prompt": "a", "max_tokens": 200, "stream": True, "logprobs": 0}
         sock = client.connect(json.dumps(body).encode())
         received = sock.recv(4096)
         process.send_signal(signal.SIGTERM)
