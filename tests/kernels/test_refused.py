@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -68,6 +69,7 @@ OF_KERNELS = r"arbcli\.(families\.\w+\.)?kernels\."
 """Pattern of the names of modules that declare kernels."""
 
 
+@cache
 def public(name: str) -> Callable:
     """Find the operation that a kernel is of, by its name."""
     modules = [module for module in sys.modules if re.match(OF_KERNELS, module)]
