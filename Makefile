@@ -8,7 +8,8 @@ EXTRAS := test,trainers,plot,triton
 GPU := $(wildcard /dev/nvidiactl /dev/dxg)
 PROGRAM := .$(if $(GPU),[triton])
 # half of the time that tests take
-KERNEL_TESTS := tests/test_planted_faults.py tests/kernels tests/model tests/generation tests/interop
+KERNEL_TESTS := tests/test_planted_faults.py tests/kernels tests/model tests/generation tests/interop \
+	tests/nn
 # what is slow and rarely tells what the others do not
 TESTS := -m "not slow"
 # seed of noise in the last bits of floats, with which tests of models then run
