@@ -72,17 +72,22 @@ def test_four_processes_give_the_bits_of_a_single_process(texts):
 @pytest.mark.parametrize(
     "given",
     [
-        {"rule": "nibble", "digits": "all", "dropout": 0.25},  # with the masks of a single process
         pytest.param({"rule": "carry", "digits": "all", "lr": 0.25}, marks=pytest.mark.slow),
         pytest.param({"direction": "sign", "recompute": True}, marks=pytest.mark.slow),
         pytest.param({"rule": "votes"}, marks=pytest.mark.slow),
         pytest.param({"mlp_rule": "nibble", "digits": "fade", "steps": 5}, marks=pytest.mark.slow),
-        {"digits": "all", "lr": 0.4, "weight_decay": 4.0},  # beyond what four bits encode
+        # beyond what four bits encode, of micro-batches with unequal numbers of learnt symbols
+        {"digits": "all", "lr": 0.4, "weight_decay": 4.0, "objective": "fill"},
         # masks are those of a single process
-        {"dropout": 0.25, "attention_dropout": 0.2, "embedding_dropout": 0.1},
+        {
+            "rule": "nibble",
+            "digits": "all",
+            "dropout": 0.25,
+            "attention_dropout": 0.2,
+            "embedding_dropout": 0.1,
+        },
         # sums of 16 bits in one process, and of 12 in two
         {"direction": "factored", "accum": 8, "tscale": "T6"},
-        {"objective": "fill"},  # micro-batches with unequal numbers of learnt symbols
         pytest.param({"reduce_dtype": "int8"}, marks=pytest.mark.slow),
     ],
     ids=str,
