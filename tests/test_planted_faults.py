@@ -387,7 +387,7 @@ FAULTS = [
     kernel("octave", "last bits read as no number below the one before", "take_last_bits",
         rewrite("(a - b + 8 & 15) - 8", "a - b & 15")),
     kernel("missing term", "slopes of a micro-batch without its weight", "add_slopes",
-        rewrite("s * (a.to(tl.float32) / 65536)", "s")),
+        rewrite("s * (a.to(tl.float32) * UNIT)", "s * 0.125")),
     kernel("missing term", "last column of a moment left out", "moment_squares",
         rewrite("(n < N) & (k < K)", "(n < N) & (k < K - 1)")),
     kernel("saturation", "scales wrap around", "step_scales",

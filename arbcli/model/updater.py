@@ -595,7 +595,7 @@ class Updater:
         if not (first and last) and tensor.rule.has_fraction and not tensor.fixed_scales:
             slopes = self._slope_sums.pop(index, None)
             if slopes is None:
-                slopes = torch.zeros_like(state["exponent"], dtype=torch.float32)
+                slopes = torch.zeros_like(state["exponent"], dtype=torch.int16)
             if not last:
                 self._slope_sums[index] = slopes
         decays = bool(self.weight_decay) and tensor.decays

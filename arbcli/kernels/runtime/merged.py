@@ -22,7 +22,7 @@ ALIGNMENT = 16
 """Divisibility of addresses and integers that compilers specialise on."""
 POINTERS = {
     getattr(torch, name): getattr(tl, name)
-    for name in ("uint8", "int8", "int32", "int64", "bfloat16", "float32", "float64")
+    for name in ("uint8", "int8", "int16", "int32", "int64", "bfloat16", "float32", "float64")
     if HAS_TRITON
 }
 """Triton element type of pointers in the table, by dtype of the tensor."""

@@ -1,8 +1,8 @@
-"""Add the slopes of a micro-batch to those of a step: t <- t + w * s.
+"""Add the slopes of a micro-batch to those of a step: t <- t + round(w * s).
 
 s is the slope of each scale over its root-mean-square across the matrix, clipped to +-3, and w the
-weight of the micro-batch. The squares of t come in parts, one for each program, so that adding them
-up in order gives the same bits every time.
+weight of the micro-batch. t is int16 in units of 2**-13, which holds +-3. Its squares come in
+parts, one for each program, so that adding them up in order gives the same bits every time.
 """
 
 import torch
@@ -11,25 +11,31 @@ from torch import Tensor
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT32, Array
 from arbcli.kernels.runtime.operation import Operation
-from arbcli.kernels.update.direction import OK
+from arbcli.kernels.update.direction import OK, round_to_int
 from arbcli.kernels.update.step_scales import CLIP
 
 BLOCK_N, BLOCK_G = 8, 128
+UNIT = 2.0**-19
+"""Product of a slope in units of 2**-16 and a weight in units of 2**-16, in units of 2**-13."""
+LARGEST = 2**15 - 1
 
 
 def _add_slopes_torch(
     total: Tensor, slope: Tensor, slope_gain: Tensor, weight: Tensor, ok: Tensor
 ) -> Tensor:
     if ok:
-        total += (slope * slope_gain).clamp_(-CLIP, CLIP).mul_(weight * 2.0**-16)
-    return total.double().square_().sum().view(1)
+        s = (slope * slope_gain).clamp_(-CLIP, CLIP).mul_(weight * UNIT).round_()
+        total.copy_(s.add_(total).clamp_(-LARGEST, LARGEST))
+    wide = total.float() if total.is_mps else total.double()  # a GPU of Apple has no float64
+    return wide.square_().sum().view(1)
 
 
 @triton.jit
 def _add_slopes_kernel(
     total_ptr, slope_ptr, slope_gain_ptr, weight_ptr, ok_ptr, squares_ptr, N, num_groups,
     stride_tn, stride_tg, stride_sn, stride_sg,
-    CLIP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
+    CLIP: tl.constexpr, UNIT: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     tiles_g = tl.cdiv(num_groups, BLOCK_G)
     tile_n = tl.program_id(0).to(tl.int64) // tiles_g
@@ -37,12 +43,13 @@ def _add_slopes_kernel(
     g = ((tl.program_id(0) % tiles_g) * BLOCK_G + tl.arange(0, BLOCK_G))[None, :]
     mask = (n < N) & (g < num_groups)
     total_ptrs = total_ptr + n * stride_tn + g * stride_tg
-    total = tl.load(total_ptrs, mask=mask, other=0)  # [BLOCK_N, BLOCK_G]
+    total = tl.load(total_ptrs, mask=mask, other=0).to(tl.int32)  # [BLOCK_N, BLOCK_G]
     if tl.load(ok_ptr) != 0:
         slope = tl.load(slope_ptr + n * stride_sn + g * stride_sg, mask=mask, other=0)
         s = tl.minimum(tl.maximum(slope * tl.load(slope_gain_ptr), -CLIP), CLIP)
-        total += s * (tl.load(weight_ptr).to(tl.float32) / 65536)
-        tl.store(total_ptrs, total, mask=mask)
+        total += round_to_int(s * (tl.load(weight_ptr).to(tl.float32) * UNIT))
+        total = tl.minimum(tl.maximum(total, -LARGEST), LARGEST)
+        tl.store(total_ptrs, total.to(tl.int16), mask=mask)
     squares = total.to(tl.float64)
     tl.store(squares_ptr + tl.program_id(0), tl.sum(squares * squares))
 
@@ -57,7 +64,8 @@ def _add_slopes_triton(
         _add_slopes_kernel[(programs,)](
             total, slope, slope_gain, weight, ok, squares, rows, groups,
             *total.stride(), *slope.stride(),
-            CLIP=CLIP, BLOCK_N=BLOCK_N, BLOCK_G=BLOCK_G, enable_fp_fusion=False,
+            CLIP=CLIP, UNIT=UNIT, LARGEST=LARGEST, BLOCK_N=BLOCK_N, BLOCK_G=BLOCK_G,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return squares
 
@@ -65,14 +73,14 @@ def _add_slopes_triton(
 add_slopes = Operation(
     "add_slopes", _add_slopes_triton, _add_slopes_torch,
     {
-        "total": Array("N, G", FLOAT), "slope": Array("N, G", FLOAT),
+        "total": Array("N, G", (torch.int16,)), "slope": Array("N, G", FLOAT),
         "slope_gain": Array("", FLOAT), "weight": Array("", INT32), "ok": OK,
     },
 )  # fmt: skip
 """Add slopes to a total, in place.
 
 Args:
-    total: (N, groups) float32.
+    total: (N, groups) int16, in units of 2**-13; saturates.
     slope: (N, groups) float32.
     slope_gain: float32 scalar tensor, 2**16 over the root-mean-square of the slope.
     weight: int32 scalar tensor, in units of 2**-16.

@@ -298,15 +298,16 @@ def slope_gain(slope: Tensor, slope_squares: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the gain of slopes that are not those of a single gradient.
 
     Args:
-        slope: (N, groups) float32.
+        slope: (N, groups) float32 or int16.
         slope_squares: (P,) float64, partial sums of its squares.
 
     Returns:
         ok: int32 scalar, 1.
         gain: float32 scalar, 2**16 over the root-mean-square of the slope; 0 where that is 0.
     """
-    none, ones = slope.new_empty(0, 1), slope.new_ones(len(slope_squares))
-    key, counter = (slope.new_zeros((), dtype=dtype) for dtype in (torch.int32, torch.int64))
+    ones = torch.ones_like(slope_squares, dtype=torch.float32)
+    none = ones.new_empty(0, 1)
+    key, counter = (ones.new_zeros((), dtype=dtype) for dtype in (torch.int32, torch.int64))
     gains = GRADIENT_GAINS(
         slope, slope_squares, ones, none.expand(0, len(slope)), none, None, None, key, key, counter,
         counter,
@@ -317,7 +318,7 @@ def slope_gain(slope: Tensor, slope_squares: Tensor) -> tuple[Tensor, Tensor]:
 GRADIENT_GAINS = Operation(
     "gradient_gains", _gradient_gains_triton, _gradient_gains_torch,
     {
-        "slope": Array("N, G", FLOAT),
+        "slope": Array("N, G", (torch.float32, torch.int16)),
         "slope_squares": Array("P", (torch.float64, torch.float32), dense=True),
         "squares": Array("P", FLOAT, dense=True), "rows": Array("R, N", FLOAT, dense=True),
         "columns": Array("C, K", FLOAT, dense=True),

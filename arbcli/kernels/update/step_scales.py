@@ -51,7 +51,7 @@ def _step_scales_native(
     if not all(map(native.has_dense_rows, state)):
         _step_scales_torch(*state, slope, slope_gain, key, gain, shift, ok)
     elif ok:
-        slope = native.as_rows(slope)
+        slope = native.as_rows(slope.float())
         native.call(
             "step_scales", exponent, exponent.stride(0), fraction, fraction.stride(0), slope,
             slope.stride(0), slope_gain, int(key), int(gain), int(shift), *slope.shape,
@@ -77,7 +77,7 @@ def _step_scales_kernel(
     fraction_ptrs = fraction_ptr + n * stride_fn + g * stride_fg
     v = tl.load(exponent_ptrs, mask=mask, other=0).to(tl.int32) * 128
     v += tl.load(fraction_ptrs, mask=mask, other=0).to(tl.int32)
-    slope = tl.load(slope_ptr + n * stride_sn + g * stride_sg, mask=mask, other=0)
+    slope = tl.load(slope_ptr + n * stride_sn + g * stride_sg, mask=mask, other=0).to(tl.float32)
     s = round_to_int(tl.minimum(tl.maximum(slope * tl.load(slope_gain_ptr), -CLIP), CLIP))
     step = (s * tl.load(gain_ptr)) >> tl.load(shift_ptr)
     step += (random_words(tl.load(key_ptr), n, g) & 0xFFFF).to(tl.int32)
@@ -107,7 +107,7 @@ step_scales = Operation(
     "step_scales", _step_scales_triton, _step_scales_torch,
     {
         "exponent": Array("N, G", INT8),
-        "fraction": Array("N, G", INT8), "slope": Array("N, G", FLOAT),
+        "fraction": Array("N, G", INT8), "slope": Array("N, G", (torch.int16, torch.float32)),
         "slope_gain": Array("", FLOAT), "key": Array("", INT32),
         "gain": Array("", INT32), "shift": Array("", INT32),
         "ok": OK,
@@ -119,7 +119,7 @@ step_scales = Operation(
 Args:
     exponent: (N, groups) int8, E.
     fraction: (N, groups) int8, F.
-    slope: (N, groups) float32.
+    slope: (N, groups) float32, or int16, of any unit.
     slope_gain: float32 scalar tensor, 2**16 over the root-mean-square of the slope, so that
         s = slope * slope_gain is in units of 2**-16; clipped to +-3.
     key: int32 scalar tensor, from `stream_keys`.

@@ -113,8 +113,8 @@ class StepControl:
     weight: Tensor
     """Weight of the gradient in averages, int32 in units of 2**-16."""
     slopes: Tensor | None
-    """(N, groups) float32, weighted sum of the slopes of the step so far; None if scales step after
-    each gradient."""
+    """(N, groups) int16, weighted sum of the slopes of the step so far: see `add_slopes`. None if
+    scales step after each gradient."""
     direct_gain: tuple[Tensor, Tensor]
     """Factor of a direction, int32 gain and shift, when z steps after each gradient."""
     whole_gain: tuple[Tensor, Tensor]

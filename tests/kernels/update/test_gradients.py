@@ -56,15 +56,15 @@ def test_slopes_of_a_step_are_divided_by_their_root_mean_square(backend, device)
     slopes = torch.randn(2, 30, 400, generator=torch.Generator().manual_seed(0)).to(device)
     unit = torch.full((), 2.0**16, device=device)
     weight, ok = (torch.tensor(n, dtype=torch.int32, device=device) for n in (2**15, 1))
-    total = torch.zeros_like(slopes[0])
+    total = torch.zeros_like(slopes[0], dtype=torch.int16)
     with use_backend(backend):
         for slope in slopes:
             squares = add_slopes(total, slope, unit, weight, ok)
         usable, gain = slope_gain(total, squares)
     expected = slopes.double().clamp(-3, 3).mean(0)
-    torch.testing.assert_close(total.double(), 2**16 * expected, rtol=0, atol=0.05)
+    torch.testing.assert_close(total.double(), 2**13 * expected, rtol=0, atol=1.01)
     assert int(usable) == 1
-    assert float(gain) == pytest.approx(1 / expected.square().mean().sqrt().item(), rel=1e-5)
+    assert float(gain) == pytest.approx(8 / expected.square().mean().sqrt().item(), rel=1e-4)
 
 
 @each_backend

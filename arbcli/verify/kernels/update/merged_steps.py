@@ -45,7 +45,9 @@ def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     shapes = [(n, k), *((1 + rng.below(n), 1 + rng.below(k)) for _ in range(rng.below(9)))]
-    matrices = (step_scales_verification.drawn(rng, group_size, m, *shape) for shape in shapes)
+    matrices = [step_scales_verification.drawn(rng, group_size, m, *shape) for shape in shapes]
+    if rng.chance(0.5):  # one kind of launch, else two that share a wave
+        matrices = [(*inputs[:2], inputs[2].float(), *inputs[3:]) for inputs in matrices]
     return tuple(part for inputs in matrices for part in inputs)
 
 
