@@ -49,7 +49,8 @@ OTHERS = {
     "checks": "not noted",
     "many_gpus": "not noted",
     "cpu_text": "not noted",
-    "serving": "not noted",
+    "serving": "100 s for `1b`, 64 clients and a soak of 40 s",
+    "plain_module": "210 s",
 }
 """Benchmarks that need texts, runs or several GPUs, and their time on an H200 or on two cores."""
 SHOWN = {
@@ -58,6 +59,7 @@ SHOWN = {
     "step_budget": "where a step's time goes, next to the least that it could take",
     "generation": "bytes per second of one text against a float decoder",
     "several_texts": "the same of several texts at once",
+    "plain_module": "a plain module in integers against `arb train` and AdamW",
     "products": "packed products and updates against cuBLAS",
     "arb_3b": "arb-3b in 5,106 MiB against the largest float model that fits",
     "hnet": "chunked models against dense ones of their size",
