@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -421,6 +422,27 @@ class LiveLine:
         return Text(_one_line(self._make(self.width)), no_wrap=True, overflow="ellipsis")
 
 
+_WORD_PARTS = re.compile(r"(?<=\w[./_-])(?=\w)")
+"""Places in a word, such as the name of a setting, where a line may end."""
+
+
+class _Cell(Text):
+    """Text that breaks words of more than a line after `.`, `/`, `_` and `-`, where it can."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines."""
+
+        def break_word(word: re.Match) -> str:
+            lines = [""]
+            for part in _WORD_PARTS.split(word[0]):
+                if cell_len(lines[-1] + part) > options.max_width:
+                    lines.append("")
+                lines[-1] += part
+            return "\n".join(filter(None, lines))
+
+        yield Text(re.sub(r"\S+", break_word, self.plain), style=self.style)
+
+
 def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 1) -> Table:
     """Return a table of text cells; all columns after the first `left` are right-aligned.
 
@@ -430,10 +452,10 @@ def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 
     result = Table(title=title_text, title_justify="left", show_header=any(columns))
     for index, column in enumerate(columns):
         result.add_column(
-            Text(column), justify="left" if index < left else "right", overflow="fold"
+            _Cell(column), justify="left" if index < left else "right", overflow="fold"
         )
     for row in rows:
-        result.add_row(*(Text(printable(cell)) for cell in row))
+        result.add_row(*(_Cell(printable(cell)) for cell in row))
     return result
 
 

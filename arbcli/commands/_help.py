@@ -15,6 +15,8 @@ _TYPE = re.compile(r" (<.+>|[A-Z][A-Z ]*)$")
 """The type that Typer prints after an option, in its present and earlier formats."""
 ALL = "arbcli.all_options"
 """Key of the context's `meta` that is set for the complete page."""
+_UNBROKEN = "\u2011"
+"""Stands for a hyphen while lines are broken, so that none ends within a name."""
 TYPES = {"int": "N", "float": "X", "path": "PATH", "list": "PATH"}
 """Placeholders by the first letters of Typer's type; all other types are NAME."""
 
@@ -39,6 +41,16 @@ class Command(TyperCommand):
     and shows the first sentence of the others; `show_all` prints the complete page.
     """
 
+    def get_help(self, ctx: Any) -> str:
+        """Return the page."""
+        return super().get_help(ctx).replace(_UNBROKEN, "-")
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Write the command's docstring."""
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text(inspect.cleandoc(self.help or "").replace("-", _UNBROKEN))
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options, group by group."""
         groups: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *GROUPS)}
@@ -49,8 +61,8 @@ class Command(TyperCommand):
                 if rare:
                     record = record[0], _first_sentence(record[1])
                 title = getattr(param, "rich_help_panel", None) or "Options"
-                row = (_readable_type(param, record[0]), _strip_range(record[1]))
-                groups[title].append(row)
+                row = _readable_type(param, record[0]), _strip_range(record[1])
+                groups[title].append(tuple(text.replace("-", _UNBROKEN) for text in row))
         for title, rows in groups.items():
             if rows:
                 with formatter.section(title):
