@@ -17,6 +17,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TextIO
@@ -335,8 +336,8 @@ def _one_line(text: str) -> str:
     return printable(text).replace("\n", "\\n")
 
 
-PIPE_SECONDS = 30.0
-"""Interval between lines of progress where stderr is not a terminal."""
+PIPE_SECONDS = 10.0
+"""Least interval between lines of progress where stderr is not a terminal."""
 
 
 class _LiveLine(Live):
@@ -364,6 +365,7 @@ class LiveLine:
         """Whether the line is updated in place."""
         self._make: Callable[[int], str] = lambda _: ""
         self._follows = self._is_left = False
+        self._next = time.monotonic() + PIPE_SECONDS
         self._live = _LiveLine(
             console=_err,
             auto_refresh=moves,
@@ -409,10 +411,16 @@ class LiveLine:
             self._live.refresh()
 
     def show_wait(self, text: str) -> None:
-        """Show a temporary line, such as `loading`, until the next one; only on a terminal."""
+        """Show a temporary line, such as `loading`, until the next one.
+
+        Off a terminal only one in `PIPE_SECONDS` is printed, which stays.
+        """
         if self.is_live:
             self._write(text)
             self._is_left = False
+        elif (now := time.monotonic()) >= self._next:
+            self._next = now + PIPE_SECONDS
+            note(text)
 
     def _write(self, text: str) -> None:
         self._make, self._follows = lambda _: text, False

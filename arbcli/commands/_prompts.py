@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arbcli.base.errors import ArbError
-from arbcli.base.output import PIPE_SECONDS, LiveLine, clock, note
+from arbcli.base.output import LiveLine, clock
 from arbcli.base.reading import open_regular
 from arbcli.data.opening import plain_file
 from arbcli.families.media.continuing import prompt_and_length
@@ -83,10 +83,7 @@ def stdin_has_data() -> bool:
 
 
 class PromptProgress:
-    """Shows the progress of reading a long prompt, with the remaining time.
-
-    The line is updated every second on a terminal, and every `PIPE_SECONDS` elsewhere.
-    """
+    """Shows the progress of reading a long prompt, with the remaining time."""
 
     def __init__(self) -> None:
         self._line, self._stack = LiveLine(), ExitStack()
@@ -108,7 +105,6 @@ class PromptProgress:
         elif now >= self._next:
             if self._next == self._begun + 1:
                 self._stack.enter_context(self._line)
-            self._next = now + (1 if self._line.is_live else PIPE_SECONDS)
+            self._next = now + 1
             left = (now - self._begun) * (size - done) / done
-            text = f"read {done:,} of {size:,} of the prompt, {clock(left)} left"
-            (self._line.show_wait if self._line.is_live else note)(text)
+            self._line.show_wait(f"read {done:,} of {size:,} of the prompt, {clock(left)} left")

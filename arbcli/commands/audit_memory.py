@@ -132,7 +132,8 @@ def audit_memory(
         if budget is not None:
             from arbcli.inspect.ranks import predict_ranks
 
-            shares = predict_ranks(config, ranks, budget_bytes(budget))
+            with LiveLine() as line:
+                shares = predict_ranks(config, ranks, budget_bytes(budget), line.show_wait)
         else:
             shares = _audit_ranks(config)
         if rank == 0:

@@ -127,7 +127,7 @@ def check_fit(
     Args:
         config: configuration of the run.
         budget: the budget.
-        progress: called with what is predicted, before each prediction.
+        progress: called with what is predicted, before each step of it.
 
     Raises:
         ArbError: that is not a number of bytes, or the batches alone are beyond any machine.
@@ -135,8 +135,9 @@ def check_fit(
     size, started = budget_bytes(budget), time.perf_counter()
     positions = config.batch * config.accum * config.model.ctx
     check_room(positions * BATCH_BYTES, "to trace such a step", HINT)
-    progress("predicting")
-    peak = predict_peak(config, captured=True)
+    peak = predict_peak(
+        config, captured=True, progress=lambda stage: progress(f"predicting {stage}")
+    )
     fits = peak.evaluated_bytes <= size
     advice = None if fits else _what_fits(config, peak, size, progress)
     seconds = time.perf_counter() - started
@@ -151,8 +152,11 @@ def _what_fits(
     """Predict which fits: packed gates, else recomputing, or more and smaller micro-batches."""
 
     def predict_with(words: str, **changes: Any) -> PeakReport:
-        progress(f"predicting with {words}")
-        return predict_peak(dataclasses.replace(config, **changes), captured=True)
+        return predict_peak(
+            dataclasses.replace(config, **changes),
+            captured=True,
+            progress=lambda stage: progress(f"predicting {stage} with {words}"),
+        )
 
     nothing = "no batch fits: use a smaller --ctx or --preset, or --rule nibble"
     if budget <= peak.state_bytes:
@@ -205,7 +209,7 @@ def audit(
         config: configuration of a run of at least two steps.
         snapshot: path for torch's record of all CUDA allocations.
         predicted: called with the predicted peak before it is measured.
-        progress: called before each step.
+        progress: called before each step, predicted or measured.
         group: the processes of the run; None is a single process.
         state_bytes: size of this process's share of the state; None is the whole state.
         floats: whether to list all float tensors of the first step. Modules then keep their
@@ -218,7 +222,12 @@ def audit(
     texts = open_texts(config.data, config.val, seed=config.seed, context=config.model.ctx)
     check_memory(config)
     group = group or Group()
-    predicted_peak = predict_peak(config, rank=group.rank, size=group.size)
+    predicted_peak = predict_peak(
+        config,
+        rank=group.rank,
+        size=group.size,
+        progress=lambda stage: progress(f"predicting {stage}"),
+    )
     predicted(predicted_peak)
     teacher = read_teacher(config)
     known = teacher and teacher.checkpoint

@@ -455,7 +455,12 @@ def _initialising_once() -> Iterator[None]:
 
 
 def predict_peak(
-    config: TrainConfig, *, captured: bool = False, rank: int = 0, size: int = 1
+    config: TrainConfig,
+    *,
+    captured: bool = False,
+    rank: int = 0,
+    size: int = 1,
+    progress: Callable[[str], None] = lambda stage: None,
 ) -> PeakReport:
     """Predict the peak memory of a training step on the device of `config`.
 
@@ -464,6 +469,7 @@ def predict_peak(
         captured: whether it is captured after a few steps, as `arb train` does it on a GPU.
         rank: rank of the process.
         size: number of processes of the run.
+        progress: called with `step 1 of 3` before that step.
     """
     device = torch.device(config.device)
     group = _Imagined(rank, size) if size > 1 else None
@@ -481,10 +487,12 @@ def predict_peak(
         known = teacher and teacher.checkpoint
         trainer = Trainer(config, Texts(text, text, ""), group=group, teacher=known)
         trace.end_stage()
-        for _ in range(WARM_STEPS):
+        for step in range(1, WARM_STEPS + 1):
+            progress(f"step {step} of {WARM_STEPS + captured}")
             trainer.train_step()
             trace.end_stage()
         if captured:
+            progress(f"step {WARM_STEPS + 1} of {WARM_STEPS + 1}")
             with trace.capturing():
                 trainer.train_step()
         parts = {f"{name}_bytes": size for name, size in trace.peak_parts.items()}

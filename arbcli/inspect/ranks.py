@@ -1,5 +1,6 @@
 """Memory of each process of a distributed run, predicted for any number or measured."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -54,13 +55,19 @@ class RanksReport:
     """Whether each fits the budget, and all that was measured is as it must be."""
 
 
-def predict_ranks(config: TrainConfig, size: int, budget: int | None = None) -> RanksReport:
+def predict_ranks(
+    config: TrainConfig,
+    size: int,
+    budget: int | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> RanksReport:
     """Predict the memory of each of several processes.
 
     Args:
         config: configuration of a run that communicates gradients.
         size: number of processes.
         budget: bytes that each may take.
+        progress: called with what is predicted, before each prediction.
 
     Raises:
         ArbError: the run cannot be shared out so.
@@ -68,6 +75,7 @@ def predict_ranks(config: TrainConfig, size: int, budget: int | None = None) -> 
     check_shares(config, size)
     ranks = []
     for share in share_out(config, size):
+        progress(f"predicting process {share.rank + 1} of {size}")
         peak = predict_peak(config, captured=True, rank=share.rank, size=size)
         ranks.append(RankReport(share=share, predicted_peak=peak, measured=None))
     return _report(config, ranks, budget)

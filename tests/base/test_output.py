@@ -132,6 +132,15 @@ def test_last_line_stays_and_a_wait_line_does_not(terminal):
     assert not terminal.getvalue().endswith("loading\n")
 
 
+def test_wait_lines_in_a_pipe_are_some_time_apart(capsys, monkeypatch):
+    times = iter([0, 9, 10, 19, 21])
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(times))
+    with LiveLine() as line:
+        for number in range(4):
+            line.show_wait(f"step {number}")
+    assert capsys.readouterr().err == "step 1\nstep 3\n"
+
+
 def test_narrower_terminal_keeps_nothing_of_a_wider_line(terminal):
     """It has wrapped 75 columns over three rows of 30, all of which are cleared."""
     with LiveLine() as line:

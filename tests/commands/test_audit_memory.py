@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from typer.testing import CliRunner
 
+from arbcli.base import output
 from arbcli.cli import app
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.updater import Updater
@@ -22,6 +23,21 @@ def test_audit_memory_prints_one_json_object(arb_here):
     assert report["measured"]["state_bytes"] == report["predicted"]["total"]["state_bytes"]
     assert report["measured"]["float_parameters"] == report["measured"]["float_buffers"] == 0
     assert [level["stage"] for level in report["levels"]].count("end") == report["steps"] == 3
+
+
+def test_long_predictions_tell_a_pipe_how_far_they_are(monkeypatch):
+    predicting = ["audit-memory", *QUICK, "--budget", "1MB"]
+    monkeypatch.setattr(output, "PIPE_SECONDS", 1e9)
+    assert CliRunner().invoke(app, predicting).stderr == ""
+    monkeypatch.setattr(output, "PIPE_SECONDS", 0.0)
+    lines = [f"predicting step {step} of 2" for step in (1, 2)]
+    of_two = [f"predicting process {number} of 2" for number in (1, 2)]
+    assert CliRunner().invoke(app, predicting).stderr.splitlines() == ["loading", *lines]
+    shared = CliRunner().invoke(app, [*predicting, "--ranks", "2"]).stderr.splitlines()
+    assert shared == ["loading", *of_two]
+    measured = CliRunner().invoke(app, ["audit-memory", *QUICK, "--steps", "2"]).stderr.splitlines()
+    assert measured[:4] == ["loading", "predicting", *lines]
+    assert measured[-2:] == ["step 1 of 2", "step 2 of 2"]
 
 
 def after_init(monkeypatch, owner, plant):

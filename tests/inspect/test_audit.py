@@ -144,7 +144,7 @@ def test_refusal_of_a_small_budget_names_settings_that_fit(
 ):
     tried = []
 
-    def predict(config, captured):
+    def predict(config, captured, progress):
         tried.append(config)
         share = recomputed if config.recompute else 1.0
         size = int(fixed + window * share * config.batch)
@@ -175,7 +175,7 @@ def test_packed_gates_are_advised_if_their_quarter_may_suffice(
 ):
     tried = []
 
-    def predict(config, captured):
+    def predict(config, captured, progress):
         tried.append(config.pack)
         size = (40 if config.pack else 45) * config.batch
         return SimpleNamespace(state_bytes=10, evaluated_bytes=10 + size)
@@ -188,7 +188,7 @@ def test_packed_gates_are_advised_if_their_quarter_may_suffice(
 
 
 def test_recomputing_is_advised_in_place_of_packing(monkeypatch):
-    def predict(config, captured):
+    def predict(config, captured, progress):
         size = 50 * config.batch if config.recompute else 100 * config.batch
         return SimpleNamespace(state_bytes=10, evaluated_bytes=10 + size)
 
