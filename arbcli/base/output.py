@@ -23,8 +23,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -437,7 +438,7 @@ _WORD_PARTS = re.compile(r"(?<=\w[./_-])(?=\w)")
 class _Cell(Text):
     """Text that breaks words of more than a line after `.`, `/`, `_` and `-`, where it can."""
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         """Yield the lines."""
 
         def break_word(word: re.Match) -> str:
@@ -448,7 +449,8 @@ class _Cell(Text):
                 lines[-1] += part
             return "\n".join(filter(None, lines))
 
-        yield Text(re.sub(r"\S+", break_word, self.plain), style=self.style)
+        broken = Text(re.sub(r"\S+", break_word, self.plain), style=self.style)
+        yield from broken.__rich_console__(console, options)
 
 
 def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 1) -> Table:

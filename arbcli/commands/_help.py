@@ -61,8 +61,8 @@ class Command(TyperCommand):
                 if rare:
                     record = record[0], _first_sentence(record[1])
                 title = getattr(param, "rich_help_panel", None) or "Options"
-                row = _readable_type(param, record[0]), _strip_range(record[1])
-                groups[title].append(tuple(text.replace("-", _UNBROKEN) for text in row))
+                names, text = _readable_type(param, record[0]), _strip_range(record[1])
+                groups[title].append((names, text.replace("-", _UNBROKEN)))
         for title, rows in groups.items():
             if rows:
                 with formatter.section(title):
