@@ -412,14 +412,14 @@ class LiveLine:
             self._live.refresh()
 
     def show_wait(self, text: str) -> None:
-        """Show a temporary line, such as `loading`, until the next one.
+        """Show a temporary line, such as `loading`, until the next one; an empty one removes it.
 
         Off a terminal only one in `PIPE_SECONDS` is printed, which stays.
         """
         if self.is_live:
             self._write(text)
             self._is_left = False
-        elif (now := time.monotonic()) >= self._next:
+        elif text and (now := time.monotonic()) >= self._next:
             self._next = now + PIPE_SECONDS
             note(text)
 

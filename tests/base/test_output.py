@@ -138,6 +138,7 @@ def test_wait_lines_in_a_pipe_are_some_time_apart(capsys, monkeypatch):
     with LiveLine() as line:
         for number in range(4):
             line.show_wait(f"step {number}")
+        line.show_wait("")
     assert capsys.readouterr().err == "step 1\nstep 3\n"
 
 
