@@ -258,9 +258,9 @@ def test_option_that_is_left_out_is_handed_on_as_such(words, recorded_call, monk
 def test_audit_of_ranks_is_called_with_its_options(recorded_call, monkeypatch):
     words = ["audit-memory", *SIZES, "--device", "cpu", "--ranks", "2"]
     predict = "arbcli.inspect.ranks.predict_ranks"
-    config, ranks, budget = recorded_call(predict, *words, "--budget", "3KB").args
+    config, ranks, budget, _ = recorded_call(predict, *words, "--budget", "3KB").args
     assert (config.accum, config.reduce_dtype, ranks, budget) == (2, "int12", 2, 3000)
-    config, ranks, _ = recorded_call(predict, *words, "--budget", "3KB", "--accum", "4").args
+    config, ranks, *_ = recorded_call(predict, *words, "--budget", "3KB", "--accum", "4").args
     assert (config.accum, config.reduce_dtype, ranks) == (4, "int12", 2)
     assert recorded_call("arbcli.commands.audit_memory.start_processes", *words).args == (2,)
     monkeypatch.setattr(audit_memory, "this_process", lambda: (1, 2))
