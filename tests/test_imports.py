@@ -119,8 +119,8 @@ STAGES = {
     "    report = arbcli.train(config, Path(folder, 'run'))\n"
     "assert report.sample and report.val_loss < 8\n": (140, 15_950),
 }
-"""What a process does, a run of one step on a CPU at last, with an evaluation, a checkpoint and a
-sample; and the most modules, and lines of code, that it may have loaded by then."""
+"""Stages of a process, the last of which trains a step on a CPU, evaluates, saves and samples, and
+the largest numbers of modules and of lines of code that may be loaded after each."""
 OF_A_RUN = ("model.cache", "model.state", "kernels.runtime.native_library")
 """Modules that its sample and its backend need."""
 

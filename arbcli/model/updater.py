@@ -182,15 +182,12 @@ class Updater:
         places = [self._paces.index(_pace(t)) for t in self.tensors for _ in range(t.matrices)]
         self._places = torch.tensor(places, device=self.device)
         """Index of the pace of each matrix."""
-        squares = [t.rule.expected_square * t.matrix_rows * t.in_features for t in self.tensors]
-        self._expected = torch.tensor(
-            [
-                round(square * BOOST_UNIT)
-                for square, tensor in zip(squares, self.tensors, strict=True)
-                for _ in range(tensor.matrices)
-            ],
-            **counter,
-        )
+        squares = [
+            round(t.rule.expected_square * t.matrix_rows * t.in_features * BOOST_UNIT)
+            for t in self.tensors
+            for _ in range(t.matrices)
+        ]
+        self._expected = torch.tensor(squares, **counter)
         """Expected sum of the squares of each moment, in units of 1 / BOOST_UNIT."""
         self._boosts = self._expected
         self._blend_gains: Tensor | None = None

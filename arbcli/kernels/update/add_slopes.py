@@ -26,6 +26,11 @@ def _add_slopes_torch(
     if ok:
         s = (slope * slope_gain).clamp_(-CLIP, CLIP).mul_(weight * UNIT).round_()
         total.copy_(s.add_(total).clamp_(-LARGEST, LARGEST))
+    return sum_squares(total)
+
+
+def sum_squares(total: Tensor) -> Tensor:
+    """Sum the squares of a total, as `add_slopes` returns them, in one part."""
     wide = total.float() if total.is_mps else total.double()  # a GPU of Apple has no float64
     return wide.square_().sum().view(1)
 

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from arbcli.kernels.codec.packed import Packed, unit_of
-from arbcli.kernels.update.add_slopes import add_slopes
+from arbcli.kernels.update.add_slopes import add_slopes, sum_squares
 from arbcli.kernels.update.gradient_gains import GradientGains, slope_gain
 from arbcli.kernels.update.gradient_statistics import GradientStatistics
 from arbcli.kernels.update.step_scales import step_scales
@@ -282,8 +282,7 @@ class Rule(ABC):
     def end_scales(self, state: State, control: StepControl) -> None:
         """Step the scales along the slopes so far, if the step ends before its last gradient."""
         if control.slopes is not None:
-            squares = control.slopes.double().square_().sum().view(1)
-            ok, gain = slope_gain(control.slopes, squares)
+            ok, gain = slope_gain(control.slopes, sum_squares(control.slopes))
             self._step_scales(state, control.slopes, gain, control.whole_scale_gain, ok, control)
 
     def _step_scales(
