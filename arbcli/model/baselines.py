@@ -41,8 +41,10 @@ class FloatWeight(Weight):
     @torch.no_grad()
     def initialise(self, seed: int, index: int) -> None:
         """Draw from a normal distribution that only depends on `seed` and `index`."""
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-        self.latent.copy_(torch.randn(self.latent.shape, generator=generator) * self.std)
+        generator = torch.Generator("cpu").manual_seed(seed * 1_000_003 + index)
+        # on the CPU, whatever the device of the context: see `build_model`
+        normal = torch.randn(self.latent.shape, generator=generator, device="cpu")
+        self.latent.copy_(normal * self.std)
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """Return the weight that the forward multiplies by, (N, K) of `dtype`."""

@@ -54,3 +54,15 @@ def test_float_decoder_has_the_logits_of_the_twin(sub_norms, length):
         with torch.no_grad():
             expected = model(byte.view(1, 1), cache)[0, 0]
         assert torch.allclose(decoder.compute_logits(), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("weights", ["float", "ste", "ternary"])
+def test_initial_weights_do_not_depend_on_the_default_device(weights):
+    models = [
+        build_model(preset("tiny", **TWIN, weights=weights), torch.float32, seed=seed)
+        for seed in (0, 1)
+    ]
+    with torch.device("meta"):  # as GPUs are while a model is built on one
+        models[1].initialise(0)
+    first, second = (model.state_dict() for model in models)
+    assert all(torch.equal(first[name], second[name]) for name in first)
