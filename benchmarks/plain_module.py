@@ -110,8 +110,10 @@ class Block(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Compute causal attention with rotary positions."""
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in (q, k, v))
+        # heads stay behind positions in memory, so that no tensor is copied after the attention
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return y.transpose(1, 2).flatten(2)
 
@@ -140,7 +142,7 @@ class Model(nn.Module):
         x = self.embedding(ids)
         exponents = torch.arange(0, self.head_dim, 2, device=ids.device) / self.head_dim
         angles = torch.arange(ids.shape[1], device=ids.device)[:, None] * 1e6**-exponents
-        angles = torch.cat((angles, angles), dim=-1)
+        angles = torch.cat((angles, angles), dim=-1)[:, None]
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for block in self.blocks:
             x = block(x, cos, sin)
