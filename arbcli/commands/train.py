@@ -263,7 +263,8 @@ def train(
             initial = None if init_from is None else _read_initial(init_from, settings, display)
             hint = f"{room.HINT}, or `--force` to try it"
             chooses = _chooses_step(settings, init_from)
-            choices = {"choose": partial(_choose_step, display)} if chooses else {}
+            sums = settings.get("reduce_dtype") != "none"
+            choices = {"choose": partial(_choose_step, display, sums=sums)} if chooses else {}
             report = start_run(
                 new_config(**settings | machine),
                 out,
@@ -369,9 +370,14 @@ def _chooses_step(settings: dict[str, Any], init_from: Path | None) -> bool:
 
 
 def _choose_step(
-    display: RunDisplay, config: TrainConfig, texts: "Texts", processes: int = 1
+    display: RunDisplay,
+    config: TrainConfig,
+    texts: "Texts",
+    processes: int = 1,
+    *,
+    sums: bool = True,
 ) -> dict[str, Any]:
-    """Choose the windows of a step, print a note, and return the settings.
+    """Choose the windows of a step, print a note, and return the settings: see `choose_step`.
 
     Raises:
         ArbError: no window fits into the memory.
@@ -383,7 +389,12 @@ def _choose_step(
     budget = usable_bytes(torch.device(config.device), processes)
     size = len(texts.train)
     recipe = choose_step(
-        config, budget, text_tokens=size, processes=processes, progress=display.wait
+        config,
+        budget,
+        text_tokens=size,
+        processes=processes,
+        sums=sums,
+        progress=display.wait,
     )
     if recipe is None:
         raise ArbError(
@@ -391,7 +402,8 @@ def _choose_step(
             hint="use a smaller `--ctx`, `arb import --rule nibble`, or `--batch 1` to try it",
         )
     display.noted(f"chosen: {recipe.options} ({recipe.summary})")
-    return {name: getattr(recipe, name) for name in ("batch", "accum", "recompute")}
+    chosen = ("batch", "accum", "recompute", "reduce_dtype")
+    return {name: getattr(recipe, name) for name in chosen}
 
 
 def _show_settings(settings: dict[str, Any], *, as_json: bool) -> None:

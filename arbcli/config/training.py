@@ -53,6 +53,9 @@ BACKENDS = ("triton", "native", "torch", "interpreter")
 """Choices of `backend`; `arbcli.kernels.runtime.backend` has them too, and imports torch."""
 REDUCE_DTYPES = ("int12", "int8", "int16")
 """Choices of `reduce_dtype`: integers to which gradients of matrices are rounded."""
+MOST_IN_PLACE = 4
+"""Default maximum number of micro-batches per step that are not summed before they are averaged.
+Each is rounded to the moment, and this loses more the more there are: see docs/rules.md."""
 MOST_PARTS = {"int8": 2**20, "int12": 2**16, "int16": 2**12}
 """Maximum number of micro-batches per step whose sum cannot overflow, by `reduce_dtype`."""
 OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
@@ -382,14 +385,15 @@ class TrainConfig:
     reduce_dtype: Annotated[
         str | None,
         Setting(
-            "Integer type of gradients that several processes sum.",
+            "Integer type in which gradients of micro-batches and processes are summed. none"
+            " averages each as it is computed, in less memory.",
             RUN,
-            choices=REDUCE_DTYPES,
-            default="int12 with several processes",
+            choices=(*REDUCE_DTYPES, "none"),
+            default=f"int12 for several processes or over {MOST_IN_PLACE} batches, else none",
         ),
     ] = None
-    """Integers of gradients in the all-reduce; None updates each matrix as soon as its gradient is
-    computed, without accumulating gradients."""
+    """Integers of gradients in sums and in the all-reduce; None updates each matrix as soon as its
+    gradient is computed, without accumulating gradients. `none` becomes None."""
     compute: Annotated[
         str,
         Setting(
@@ -429,6 +433,8 @@ class TrainConfig:
             ArbError: a value is invalid, or settings contradict each other.
         """
         check_fields(self)
+        if self.reduce_dtype == "none":
+            object.__setattr__(self, "reduce_dtype", None)
         check_choice("optimizer", self.optimizer, OPTIMIZERS[self.model.weights])
         if self.scale_losses:
             self._check_scale_losses()
@@ -817,6 +823,8 @@ def train_config(
             fields=("lr", "rule"),
         )
     settings.setdefault("lr", rate)
+    if ternary and settings.get("accum", 1) > MOST_IN_PLACE:
+        settings.setdefault("reduce_dtype", "int12")
     data, val = (tuple(map(str, settings.pop(name, ()))) for name in ("data", "val"))
     settings["scale_losses"] = tuple(settings.pop("scale_losses", ()))
     if settings.get("tokenizer") is not None:

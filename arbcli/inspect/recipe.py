@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from arbcli.config.training import TrainConfig
+from arbcli.config.training import MOST_IN_PLACE, TrainConfig
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.ranks import share_out
 from arbcli.inspect.room import least_bytes
@@ -27,6 +27,8 @@ KEPT_TOKENS = 8192
 on its passes over the gradients than on recomputing activations in a larger one."""
 TRACED = 2
 """Most micro-batches of a process that are traced; later ones allocate what the second one does."""
+MOST_SUMMED = 64
+"""Most micro-batches whose sum of `int12` has 16 bits, as the traced sum of `int16` has."""
 SEGMENT = 20 * 2**20
 """Bytes that the allocator may reserve for the inputs of micro-batches that are not traced."""
 USABLE = 0.95
@@ -43,6 +45,8 @@ class Recipe:
     accum: int
     """Micro-batches of a step, over all processes."""
     recompute: bool
+    reduce_dtype: str | None
+    """Integers that micro-batches are summed in; None averages each in the moment."""
     budget_bytes: int
     reserved_bytes: int
     """Predicted memory of a process, evaluations included."""
@@ -51,7 +55,10 @@ class Recipe:
     def options(self) -> str:
         """Options of `arb train`."""
         words = f"--ctx {self.ctx} --batch {self.batch} --accum {self.accum}"
-        return f"{words} --recompute" if self.recompute else words
+        if self.recompute:
+            words += " --recompute"
+        in_place = self.reduce_dtype is None and self.accum > MOST_IN_PLACE
+        return f"{words} --reduce-dtype none" if in_place else words
 
     @property
     def summary(self) -> str:
@@ -73,17 +80,20 @@ def choose_step(
     *,
     text_tokens: int | None = None,
     processes: int = 1,
+    sums: bool = True,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Recipe | None:
     """Choose the largest micro-batch that fits, and as many as make up a step.
 
-    Activations are recomputed only if few windows fit otherwise: see `KEPT_TOKENS`.
+    Activations are recomputed only if few windows fit otherwise: see `KEPT_TOKENS`. Many
+    micro-batches are summed if the sums fit, too.
 
     Args:
         config: configuration of the run; its `batch` and `accum` are ignored.
         budget: memory of each process in bytes.
         text_tokens: length of the training text; None is a long one.
         processes: number of processes that share a step.
+        sums: whether micro-batches of a process may be summed.
         progress: called with what is predicted, before each prediction.
 
     Returns:
@@ -102,16 +112,19 @@ def choose_step(
     rank = max(range(len(shares)), key=lambda rank: shares[rank].state_bytes, default=0)
     reserved_bytes: dict[tuple[int, bool], int] = {}
 
-    def fits(batch: int, recompute: bool) -> bool:
+    def fits(batch: int, recompute: bool, *, summed: bool = False) -> bool:
         number = batches[0] // batch
         accum = processes * min(number, TRACED)
         step = dataclasses.replace(config, batch=batch, accum=accum, recompute=recompute)
+        if summed:
+            step = dataclasses.replace(step, reduce_dtype="int16")
         if least_bytes(step) > budget:
             return False
         progress(f"predicting --batch {batch}{' --recompute' * recompute}")
         peak = predict_peak(step, captured=True, rank=rank, size=processes)
         size = peak.evaluated_bytes + SEGMENT * (number > TRACED)
-        reserved_bytes[batch, recompute] = size
+        if size <= budget or not summed:
+            reserved_bytes[batch, recompute] = size
         return size <= budget
 
     for recompute in (False, True):
@@ -121,13 +134,19 @@ def choose_step(
         fitting = partial(fits, recompute=recompute)
         place = 0 if fitting(tried[0]) else bisect_left(tried, True, lo=1, key=fitting)
         if place < len(tried):
+            batch, reduce_dtype = tried[place], config.reduce_dtype
+            accum = batches[0] // batch * processes
+            may_sum = sums and reduce_dtype is None and MOST_IN_PLACE < accum <= MOST_SUMMED
+            if may_sum and fits(batch, recompute, summed=True):
+                reduce_dtype = "int12"
             return Recipe(
                 rule=config.model.rule,
                 ctx=context,
-                batch=tried[place],
-                accum=batches[0] // tried[place] * processes,
+                batch=batch,
+                accum=accum,
                 recompute=recompute,
+                reduce_dtype=reduce_dtype,
                 budget_bytes=budget,
-                reserved_bytes=reserved_bytes[tried[place], recompute],
+                reserved_bytes=reserved_bytes[batch, recompute],
             )
     return None

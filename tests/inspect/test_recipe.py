@@ -25,6 +25,8 @@ from arbcli.training.trainer import Trainer
 TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48}
 STATE, WINDOW = 2**40, 2**36
 """Bytes of an imagined state, and of the activations of a window that keeps them."""
+SUMS = 2**30
+"""Bytes of imagined sums of gradients."""
 
 
 @pytest.fixture
@@ -37,7 +39,8 @@ def imagined(monkeypatch):
         steps.append(config)
         activations = WINDOW * config.batch // (8 if config.recompute else 1)
         state = STATE if config.model.rule == "moment" else STATE // 2
-        return SimpleNamespace(evaluated_bytes=state + activations)
+        sums = SUMS if config.reduce_dtype == "int16" else 0
+        return SimpleNamespace(evaluated_bytes=state + activations + sums)
 
     monkeypatch.setattr(recipe_module, "predict_peak", predict)
     return steps
@@ -48,13 +51,15 @@ def imagined(monkeypatch):
     [
         (32, {}, {}, "--batch 32 --accum 1", 1),
         (8, {}, {}, "--batch 8 --accum 4", 3),
-        (4, {}, {}, "--batch 4 --accum 8", 3),
+        (4.5, {}, {}, "--batch 4 --accum 8", 4),
+        (4, {}, {}, "--batch 4 --accum 8 --reduce-dtype none", 4),
+        (4.5, {}, {"sums": False}, "--batch 4 --accum 8 --reduce-dtype none", 3),
         (3.9, {}, {}, "--batch 16 --accum 2 --recompute", 7),
-        (0.125, {}, {}, "--batch 1 --accum 32 --recompute", 7),
+        (0.145, {}, {}, "--batch 1 --accum 32 --recompute", 8),
         (0.1, {}, {}, None, 6),
         (32, {"recompute": True}, {}, "--batch 32 --accum 1 --recompute", 1),
         (4, {"recompute": True}, {}, "--batch 32 --accum 1 --recompute", 1),
-        (4, {"pack": True, "layers": 2}, {}, "--batch 4 --accum 8", 3),
+        (4.5, {"pack": True, "layers": 2}, {}, "--batch 4 --accum 8", 4),
         (3.9, {"pack": True, "layers": 2}, {}, None, 3),
         (32, {"reduce_dtype": "int12"}, {"processes": 2}, "--batch 16 --accum 2", 1),
         (8, {"reduce_dtype": "int12"}, {"processes": 2}, "--batch 8 --accum 4", 3),
@@ -97,7 +102,8 @@ def test_predicted_memory_is_that_of_the_chosen_step(processes):
     budget = 200 * 2**20
     recipe = choose_step(config, budget, processes=processes)
     assert recipe.accum > 2 * processes
-    chosen = dataclasses.replace(config, batch=recipe.batch, accum=recipe.accum)
+    given = {name: getattr(recipe, name) for name in ("batch", "accum", "reduce_dtype")}
+    chosen = dataclasses.replace(config, **given)
     peak = predict_peak(chosen, captured=True, size=processes)
     assert peak.evaluated_bytes <= recipe.reserved_bytes <= budget
     assert recipe.reserved_bytes - peak.evaluated_bytes <= SEGMENT
