@@ -388,6 +388,8 @@ FAULTS = [
         rewrite("(a - b + 8 & 15) - 8", "a - b & 15")),
     kernel("missing term", "slopes of a micro-batch without its weight", "add_slopes",
         rewrite("s * (a.to(tl.float32) * UNIT)", "s * 0.125")),
+    kernel("layout", "digits of an average in the reverse order", "average_weights",
+        rewrite("a > b", "a < b")),
     kernel("missing term", "last column of a moment left out", "moment_squares",
         rewrite("(n < N) & (k < K)", "(n < N) & (k < K - 1)")),
     kernel("saturation", "scales wrap around", "step_scales",

@@ -283,6 +283,16 @@ class TrainConfig:
             decisive=True,
         ),
     ] = None
+    average: Annotated[
+        int,
+        Setting(
+            "Evaluate, sample and export an average of the weights over about so many steps, in"
+            " int8; 0 averages nothing.",
+            OPTIMISATION,
+            minimum=0,
+            maximum=MOST,
+        ),
+    ] = 0
     seed: Annotated[
         int,
         Setting(
@@ -438,6 +448,8 @@ class TrainConfig:
         check_choice("optimizer", self.optimizer, OPTIMIZERS[self.model.weights])
         if self.scale_losses:
             self._check_scale_losses()
+        if self.average:
+            self._check_average()
         self._check_media()
         if self.teacher is not None and self.model.weights != "ternary":
             raise ArbError(
@@ -606,6 +618,21 @@ class TrainConfig:
                 f"`{formats[0]}` needs a model of bytes, and the tokenizer reads text",
                 hint=f"leave `{formats[0]}` or `tokenizer` out",
                 fields=(formats[0], "tokenizer"),
+            )
+
+    def _check_average(self) -> None:
+        """Check that the weights have digits below their trits."""
+        if self.model.weights != "ternary":
+            raise ArbError(
+                "a float baseline is not averaged",
+                hint="leave `average` out, or use `weights=ternary`",
+                fields=("average", "weights"),
+            )
+        if "votes" in self.model.rules:
+            raise ArbError(
+                "weights of the rule `votes` are not averaged",
+                hint="leave `average` out, or use `rule=moment`",
+                fields=("average", "rule"),
             )
 
     def _check_scale_losses(self) -> None:

@@ -19,6 +19,7 @@ from arbcli.config.model import Blocks, ModelConfig, StageConfig
 from arbcli.config.presets import config_from_dict
 from arbcli.config.settings import check_choice
 from arbcli.generation.tokens import saved_tokenizer
+from arbcli.kernels.codec.packing import pack_trits
 from arbcli.kernels.runtime.device import COMPUTE, check_room, default_compute, resolve_device
 from arbcli.model.build import build_model
 from arbcli.model.checkpoint import (
@@ -158,6 +159,8 @@ def empty_model(
         model = build_model(saved_config(checkpoint), dtype, seed=None)
         if "wire" in checkpoint.data:
             model.declare_wire()
+        if "average" in checkpoint.data:
+            model.declare_averages()
     if weights_only or is_export(checkpoint):
         model.drop_training_state()
     return model
@@ -171,7 +174,7 @@ class SavedModel(NamedTuple):
 
 
 def read_saved(path: Path, note: Callable[[str], None], accept: Accept | None = None) -> SavedModel:
-    """Read a checkpoint, or the newest intact one of a run.
+    """Read a checkpoint, or the newest intact one of a run, with averaged weights if it has them.
 
     Args:
         path: a checkpoint or a run directory.
@@ -183,9 +186,26 @@ def read_saved(path: Path, note: Callable[[str], None], accept: Accept | None = 
     """
     accept = accept or check_saved
     if not path.is_dir():
-        return SavedModel(path, load_checkpoint(path, accept))
+        return SavedModel(path, with_averages(load_checkpoint(path, accept)))
     checkpoint = latest_checkpoint(path, note, accept)
-    return SavedModel(checkpoint_path(path, checkpoint.step), checkpoint)
+    return SavedModel(checkpoint_path(path, checkpoint.step), with_averages(checkpoint))
+
+
+def with_averages(checkpoint: Checkpoint) -> Checkpoint:
+    """Replace the digits of all weights by those of their averages, if there are any."""
+    if "average" not in checkpoint.data:
+        return checkpoint
+    tensors = dict(checkpoint.tensors)
+    for name, weight in empty_model(checkpoint).packed_tensors().items():
+        average = tensors.pop(f"{name}.average", None)
+        if average is not None:
+            below = tensors.get(f"{name}.remainder", average)
+            trits, below = weight.rule.split_average(average, below)
+            tensors[f"{name}.trits"] = pack_trits(trits)
+            if f"{name}.remainder" in tensors:  # if it was read
+                tensors[f"{name}.remainder"] = below
+    data = {name: value for name, value in checkpoint.data.items() if name != "average"}
+    return dataclasses.replace(checkpoint, tensors=tensors, data=data)
 
 
 def saved_config(checkpoint: Checkpoint) -> ModelConfig:

@@ -21,7 +21,7 @@ from arbcli.config.training import TrainConfig
 from arbcli.data.opening import open_texts
 from arbcli.inspect.budget import budget_bytes
 from arbcli.inspect.floats import FloatTensor, FloatTensors
-from arbcli.inspect.memory import MeasuredState, StateReport, measure, predict
+from arbcli.inspect.memory import MeasuredState, StateReport, measure, predict_run
 from arbcli.inspect.peak import PeakReport, predict_peak
 from arbcli.inspect.room import BATCH_BYTES, HINT, check_memory
 from arbcli.inspect.trace import NUM_LARGEST, LiveTensor, LiveTensors
@@ -262,7 +262,7 @@ def audit(
                 derived = tensors.recent_tensors()
         seconds = time.perf_counter() - started
     peak_bytes = max(level.peak_bytes for level in levels[1:])
-    state, measured = predict(config.model), measure(trainer.model, trainer.updater)
+    state, measured = predict_run(config), measure(trainer.model, trainer.updater)
     expected = state.total.state_bytes if state_bytes is None else state_bytes
     ends = [level.live_bytes for level in levels if level.stage == "end"]
     checks = (

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from arbcli.config.layer_spec import SCALE_TYPES
 from arbcli.config.model import ModelConfig
 from arbcli.config.parts.base import remove_rules
+from arbcli.config.training import TrainConfig
 from arbcli.inspect.parts import PartReport, list_parts
 from arbcli.model.rules import DIRECTION, RULES
 
@@ -113,6 +114,21 @@ class MeasuredState:
 def predict(config: ModelConfig) -> StateReport:
     """Count the weights and bytes of a model by building it on the meta device."""
     return _state(config, _empty(config))
+
+
+def predict_run(config: TrainConfig) -> StateReport:
+    """Count the weights and bytes of a run, which may have more state than its model."""
+    model = _empty(config.model)
+    declare_run_state(model, config)
+    return _state(config.model, model)
+
+
+def declare_run_state(model: "LanguageModel", config: TrainConfig) -> None:
+    """Declare the state that a run has in addition to that of its model."""
+    if config.reduce_dtype is not None:
+        model.declare_wire()
+    if config.average:
+        model.declare_averages()
 
 
 def predict_parts(config: ModelConfig) -> ModelReport:

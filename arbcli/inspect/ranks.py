@@ -7,6 +7,7 @@ import torch
 
 from arbcli.config.training import TrainConfig
 from arbcli.inspect.audit import AuditReport, audit
+from arbcli.inspect.memory import declare_run_state
 from arbcli.inspect.peak import PeakReport, predict_peak
 from arbcli.model.build import build_model
 from arbcli.model.packed import TernaryTensor
@@ -126,7 +127,7 @@ def _declared(config: TrainConfig) -> tuple[list[TernaryTensor], int]:
     """Make the tensors that are stepped, without memory, and count the bytes of all state."""
     with torch.device("meta"):
         model = build_model(config.model)
-        model.declare_wire()
+        declare_run_state(model, config)
     tensors = [tensor for tensor in model.packed_tensors().values() if not tensor.frozen]
     return tensors, sum(buffer.nbytes for buffer in model.buffers())
 

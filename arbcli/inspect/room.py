@@ -10,7 +10,7 @@ import torch
 from arbcli.config.layer_spec import MOST_AT_ONCE, is_chunked
 from arbcli.config.model import ModelConfig
 from arbcli.config.training import TrainConfig
-from arbcli.inspect.memory import predict
+from arbcli.inspect.memory import predict_run
 from arbcli.kernels.runtime.device import COMPUTE, check_room, free_bytes
 
 HINT = "use a smaller `--batch`, `--ctx` or `--preset`"
@@ -20,7 +20,7 @@ BATCH_BYTES = 2 * 8
 
 def least_bytes(config: TrainConfig) -> int:
     """Count the bytes that a step holds at once, at least."""
-    model, state = config.model, predict(config.model)
+    model, state = config.model, predict_run(config)
     ternary = model.weights == "ternary"
     positions = config.batch * model.ctx
     width = _saved_width(config) + _logits_width(model)

@@ -28,6 +28,9 @@ ROW_CLIP = 2
 """Maximum step of a weight in a row of a table, relative to the RMS of the direction. The most
 frequent rows dominate the direction, and oscillate with a larger limit."""
 
+SAMPLES = 16
+"""Samples of the weights within the time constant of their average."""
+
 
 class Pace(NamedTuple):
     """Factors that determine the step sizes of a tensor."""
@@ -80,6 +83,7 @@ class StepLayout:
     | `limit`, `row_limit`, `decay`, `direct_decay` | int32 | paces | see `StepSizes` |
     | `largest_boost` | int32 | | largest factor of gradients in moments, see `BOOST_UNIT` |
     | `step` | int32 | | number of the step |
+    | `average_rate` | int32 | | see `average_rates` |
     | `turn`, `turn_alone` | int32 | | offsets of a step, and of a micro-batch |
     | `keys` | int32 | matrices, NUM_STREAMS | keys of random bits |
 
@@ -99,7 +103,7 @@ class StepLayout:
             **dict.fromkeys(("limit", "row_limit", "decay"), (narrow, (paces,))),
             "direct_decay": (narrow, (paces,)),
             **dict.fromkeys(("weight", "largest_boost"), (narrow, (1,))),
-            **dict.fromkeys(("step", "turn", "turn_alone"), (narrow, (1,))),
+            **dict.fromkeys(("step", "turn", "turn_alone", "average_rate"), (narrow, (1,))),
             "keys": (narrow, (matrices, NUM_STREAMS)),
         }
         self._places: dict[str, slice] = {}
@@ -144,12 +148,31 @@ def step_limits(step_sizes: np.ndarray) -> np.ndarray:
     return np.minimum(np.rint(STEP_CLIP * step_sizes * UNIT), 2**30)
 
 
+def average_rates(steps: range, horizon: int) -> np.ndarray:
+    """Return the rates of averages of weights after steps, in units of 2**-16: (steps,) int64.
+
+    The weights of every `horizon / SAMPLES` steps are averaged, so that rounding to int8 adds
+    little noise. All have equal shares until there are `SAMPLES`, then the rate is constant.
+
+    Args:
+        steps: numbers of the steps.
+        horizon: time constant of the average in steps; 0 is no average.
+    """
+    numbers = np.array(steps, np.int64) + 1
+    if not horizon:
+        return np.zeros_like(numbers)
+    interval = max(1, horizon // SAMPLES)
+    rates = np.maximum(UNIT * interval // horizon, UNIT // np.maximum(numbers // interval, 1))
+    return np.where((numbers % interval == 0) | (numbers < interval), rates, 0)
+
+
 def step_values(
     paces: Sequence[Pace],
     weight_decay: float,
     steps: range,
     rates: Sequence[float],
     counts: Sequence[int],
+    horizon: int = 0,
 ) -> dict[str, np.ndarray]:
     """Compute the values of all fields of `StepLayout` but `keys`, for consecutive steps.
 
@@ -159,6 +182,7 @@ def step_values(
         steps: numbers of the steps.
         rates: their learning rates.
         counts: number of learnt symbols of each micro-batch, the same in all steps.
+        horizon: see `average_rates`.
     """
     lr_factors, radices, units = np.array(paces).T
     weights = np.array(counts, np.int64)
@@ -193,6 +217,7 @@ def step_values(
         # by the root of the number of micro-batches, or of as many as unequal ones are worth
         "largest_boost": np.rint(BOOST_UNIT * total / np.sqrt(max(1, np.square(weights).sum()))),
         "step": numbers,
+        "average_rate": average_rates(steps, horizon)[:, None, None],
         "turn": numbers * GOLDEN_TURN % UNIT,
         "turn_alone": updates * GOLDEN_TURN % UNIT,
     }

@@ -21,6 +21,7 @@ from torch import Tensor
 from arbcli.base.errors import ArbError, quoted
 from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
+from arbcli.kernels.update.average_weights import average_weights
 from arbcli.kernels.update.gradient_gains import GradientGains, gradient_gains
 from arbcli.kernels.update.gradient_statistics import (
     GradientStatistics,
@@ -49,6 +50,8 @@ LARGEST_RATIO = 1 << 16
 """Ratio of squares that is large enough for all numbers of micro-batches."""
 HELD_BYTES = 2**25
 """Maximum size of held gradients."""
+AVERAGE_SEED = 0x2545F491
+"""XORed with the seed, so that averages are rounded with other random bits than updates."""
 
 
 class _Target(NamedTuple):
@@ -130,6 +133,7 @@ class Updater:
         dtype: dtype of the Newton-Schulz products.
         held_bytes: maximum size of held gradients; 0 steps each matrix immediately.
         weight_decay: weight decay, multiplied by the learning rate; see `DECAY_OF_LR`.
+        horizon: time constant of the weights' averages in steps; 0 if there are none.
     """
 
     def __init__(
@@ -139,11 +143,12 @@ class Updater:
         dtype: torch.dtype,
         held_bytes: int = 0,
         weight_decay: float = 0.0,
+        horizon: int = 0,
     ) -> None:
         self.tensors = [tensor for tensor in tensors if not tensor.frozen]
         first = [0, *itertools.accumulate(tensor.matrices for tensor in self.tensors)]
         self._num_matrices = first[-1]
-        self.dtype, self.weight_decay = dtype, weight_decay
+        self.dtype, self.weight_decay, self.horizon = dtype, weight_decay, horizon
         self.device = self.tensors[0].trits.device
         self._host_seed = torch.tensor(seed, dtype=torch.int32, device="cpu")
         self.seed = self._host_seed.to(self.device)
@@ -254,7 +259,7 @@ class Updater:
             (steps, numbers) int64 on the host.
         """
         shares = [1] * accumulation if counts is None else counts
-        values = step_values(self._paces, self.weight_decay, steps, rates, shares)
+        values = step_values(self._paces, self.weight_decay, steps, rates, shares, self.horizon)
         ticks = range(steps.start * accumulation, steps.stop * accumulation)
         keys = self._keys_of(ticks).view(len(steps), accumulation, -1, NUM_STREAMS)
         rows = self._layout.pack({**values, "keys": keys}, len(steps), accumulation)
@@ -274,8 +279,8 @@ class Updater:
         self._squares, self.keys = field["squares"], field["keys"]
         if micro == 0:  # set by the first of all gradients that is not finite
             self._nonfinite = field["nonfinite"][0]
-        self._step, self._turn, self._turn_alone = (
-            field[name][0] for name in ("step", "turn", "turn_alone")
+        self._step, self._turn, self._turn_alone, self._average_rate = (
+            field[name][0] for name in ("step", "turn", "turn_alone", "average_rate")
         )
         self._weight = field["weight"][0]
         self._sizes = dict(zip(self._paces, self._layout.sizes(row), strict=True))
@@ -322,15 +327,33 @@ class Updater:
         return tensor.matrices == 1 or tensor.always_has_gradients
 
     def finish(self, maximum: Callable[[Tensor], Tensor] = lambda flag: flag) -> None:
-        """Finish a step: count it if one of its gradients was not finite.
+        """Finish a step: average the weights, and count it if a gradient was not finite.
 
         Args:
             maximum: maximum of an integer tensor over all processes.
         """
         self.step_held()
+        if self.horizon:
+            self._average_weights()
         self._slopes.clear()
         self._routed = frozenset()
         self._nonfinite_steps += maximum(self._nonfinite)
+
+    @torch.no_grad()
+    def _average_weights(self) -> None:
+        seed = self.seed ^ AVERAGE_SEED
+        keys = stream_keys(seed, self._step, self._num_matrices, 1)[:, 0]
+
+        def average(tensor: TernaryTensor) -> None:
+            average_weights(
+                tensor.trits, tensor.remainder, tensor.average, keys[self.index_of(tensor)],
+                self._average_rate, tensor.rule.radix, tensor.rule.average_shift,
+                tensor.rule.share_a_byte,
+            )  # fmt: skip
+
+        for merge in (True, False):
+            tensors = [tensor for tensor in self.tensors if self._merges(tensor) == merge]
+            self._run((partial(average, tensor) for tensor in tensors), merge=merge)
 
     @torch.no_grad()
     def __call__(

@@ -36,7 +36,8 @@ def sample_text(trainer: Trainer) -> str:
     # large float baselines are compiled block by block, for training only; `set_stance` imports
     # torch's compiler, which takes 2 s
     compiled = trainer.is_compiled
-    with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+    stance = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    with stance, model.averaged():
         if config.model.is_masked:
             length = min(SAMPLE_BYTES, config.model.ctx)
             filled = imported("arbcli.families.masked.holes:filled")

@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from arbcli.training.step_inputs import StepInputs
 
 RELOAD = "continue from the last checkpoint with `--resume`; if it recurs, a GPU may be faulty"
+AVERAGE = ".average"
+"""Suffix of the names of averages of weights."""
 WIRE = ".wire_exponent"
 """Suffix of the names of buffers that only runs with several processes have."""
 
@@ -158,9 +160,12 @@ class Trainer:
         self.optimizer: FloatOptimizer | None = None
         if config.model.weights == "ternary":
             tensors = self.model.packed_tensors().values()
+            if config.average:
+                self.model.declare_averages()
+                self._start_averages()
             if config.reduce_dtype is None:
                 self.updater = Updater(
-                    tensors, config.seed, dtype, HELD_BYTES, weight_decay=config.decay
+                    tensors, config.seed, dtype, HELD_BYTES, config.decay, config.average
                 )
             else:
                 self.model.declare_wire()
@@ -241,6 +246,7 @@ class Trainer:
             self.group,
             largest,
             config.decay,
+            config.average,
         )
         shared.release()
         return shared
@@ -496,6 +502,12 @@ class Trainer:
         config = self.config
         return num_evaluation_batches(config.batch, config.accum, config.model.ctx)
 
+    def _start_averages(self) -> None:
+        with use_backend(self.config.backend):
+            for tensor in self.model.packed_tensors().values():
+                if hasattr(tensor, "average"):
+                    tensor.start_average()
+
     @torch.no_grad()
     def evaluate(self, num_batches: int | None = None) -> float:
         """Compute the mean loss over fixed windows of the held-out text, in nats per symbol.
@@ -510,7 +522,7 @@ class Trainer:
         num_batches = num_batches or self.num_evaluation_batches
         group = self.group if num_batches % self.group.size == 0 else Group()
         losses, counts = [], []
-        with use_backend(self.config.backend):
+        with self.model.averaged(), use_backend(self.config.backend):
             for number in group.local(num_batches):
                 inputs = self._held_out(number)
                 losses.append(self.model.loss(*inputs))
@@ -566,6 +578,7 @@ class Trainer:
                 "position": self.step,
                 "settings": settings,
             }
+            | ({"average": self.config.average} if self.config.average else {})
             | ({TOKENIZER_DIGEST: self.texts.tokenizer.digest} if self.texts.tokenizer else {})
             | reduced,
             tensors=tensors,
@@ -609,9 +622,14 @@ class Trainer:
             tensors = {n: part for n, part in tensors.items() if not n.endswith(WIRE)}
             tensors |= {n: part for n, part in self.model.state_dict().items() if n.endswith(WIRE)}
         state = self.model.state_dict()
+        starts_averages = self.config.average and "average" not in checkpoint.data
+        if starts_averages:
+            tensors |= {n: part for n, part in state.items() if n.endswith(AVERAGE)}
         whole = self.shared.layout(self.model) if self.shared else {}
         check_layout(tensors, state | whole)
         self.model.load_state_dict({n: part[: len(state[n])] for n, part in tensors.items()})
+        if starts_averages:
+            self._start_averages()
         self._measured = False
 
     def restore(self, checkpoint: Checkpoint) -> None:

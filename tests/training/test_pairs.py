@@ -17,8 +17,7 @@ from processes import in_processes
 from arbcli.base.errors import ArbError
 from arbcli.config.training import TrainConfig
 from arbcli.data.opening import open_texts
-from arbcli.inspect.memory import predict
-from arbcli.inspect.ranks import share_out
+from arbcli.inspect.memory import predict_run
 from arbcli.kernels.runtime import merged, native
 from arbcli.model import updater
 from arbcli.model.checkpoint import load_checkpoint, save_checkpoint, tensor_digest
@@ -62,6 +61,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "micro-batches": {"1": {}, "2": {"accum": 2}, "3": {"accum": 3}},
     "reduce_dtype": {"none": {}, "int8": {"reduce_dtype": "int8"},
         "int12": {"reduce_dtype": "int12"}, "int16": {"reduce_dtype": "int16"}},
+    "average": {"none": {}, "20 steps": {"average": 20}},
     "processes": {"1": {}, "2": {}},
     "compute": {name: {"compute": name} for name in ("fp32", "bf16", "fp8", "nvfp4")},
     "kept": {"activations": {}, "inputs": {"recompute": True},
@@ -87,6 +87,8 @@ REFUSED = (
     ("weights", VOTES, "direction", ("orthogonal", "factored", "sign"), "takes no direction"),
     ("weights", BASELINES, "direction", ("factored", "sign"), "trained by AdamW or Muon"),
     ("weights", BASELINES, "reduce_dtype", ("int8", "int12", "int16"), "are not rounded"),
+    ("average", ("20 steps",), "weights", BASELINES, "a float baseline is not averaged"),
+    ("average", ("20 steps",), "weights", VOTES, "`votes` are not averaged"),
     ("weights", BASELINES, "compute", ("fp8", "nvfp4"), "products of a float baseline are in bf16"),
     ("weights", BASELINES, "kept", ("packed",), "does not pack gates"),
     ("compute", ("fp32",), "kept", ("packed",), "gates in fp32"),
@@ -217,10 +219,7 @@ def trained(group: Group, config: TrainConfig, texts, steps: int, saved=None):
 
 def check_ternary(config: TrainConfig, processes: int, texts, folder, monkeypatch) -> None:
     whole = Trainer(config, texts)
-    expected = predict(config.model).total.state_bytes
-    if config.reduce_dtype is not None:
-        expected = share_out(config, 1)[0].state_bytes
-    assert whole.state_bytes() == expected
+    assert whole.state_bytes() == predict_run(config).total.state_bytes
     losses = [whole.train_step() for _ in range(MIDDLE)]
     assert all(map(math.isfinite, losses))
     saved = save_checkpoint(folder, whole.checkpoint("of a text"))

@@ -95,6 +95,7 @@ class SharedUpdater:
         group: the processes of the run.
         lr: maximum learning rate.
         weight_decay: weight decay, multiplied by the learning rate.
+        horizon: time constant of the weights' averages in steps; 0 if there are none.
     """
 
     averages = True
@@ -114,8 +115,9 @@ class SharedUpdater:
         group: Group,
         lr: float,
         weight_decay: float = 0.0,
+        horizon: int = 0,
     ) -> None:
-        self.updates = Updater(tensors, seed, dtype, weight_decay=weight_decay)
+        self.updates = Updater(tensors, seed, dtype, weight_decay=weight_decay, horizon=horizon)
         self.group, self.micro_batches, self.dtype = group, micro_batches, dtype
         self.local = group.local(micro_batches)
         self.limit = part_limit(reduce_dtype, micro_batches)

@@ -1,0 +1,144 @@
+"""The average of weights: what it averages, and who reads it."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from arbcli.base.errors import ArbError
+from arbcli.data.opening import open_texts
+from arbcli.generation.load import load_named_model, load_weights, read_saved
+from arbcli.kernels.codec.packing import unpack_trits
+from arbcli.model.checkpoint import save_checkpoint
+from arbcli.model.step_parameters import average_rates
+from arbcli.training.configure import new_config
+from arbcli.training.trainer import Trainer
+
+HORIZON = 32
+TINY = {
+    "dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4, "warmup": 1,
+    "device": "cpu", "compute": "fp32",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(b"".join(b"line %d of a text. " % (i * i) for i in range(400)))
+    return path
+
+
+@pytest.fixture
+def trainer_of(text):
+    def make(**changes) -> Trainer:
+        config = new_config(**TINY | {"steps": 200} | changes, data=[text])
+        return Trainer(config, open_texts(config.data, (), seed=0, context=config.model.ctx))
+
+    return make
+
+
+RULES = [{"digits": "all"}, {}, {"rule": "nibble"}, {"rule": "nibble", "digits": "all"},
+         {"digits": "fade"}, {"rule": "carry"}]  # fmt: skip
+
+
+def z_of(trainer: Trainer) -> torch.Tensor:
+    """Return z of all weights, in units of their averages."""
+    parts = []
+    for tensor in trainer._packed_updater.tensors:
+        rule = tensor.rule
+        below = rule.digits(tensor.state)["remainder"][0]
+        z = unpack_trits(tensor.trits, tensor.in_features).double() * rule.radix + below
+        parts.append(z.flatten() / 2**rule.average_shift)
+    return torch.cat(parts)
+
+
+def average_of(trainer: Trainer) -> torch.Tensor:
+    return torch.cat([t.average.flatten() for t in trainer._packed_updater.tensors]).double()
+
+
+def test_rates_are_those_of_a_mean_and_then_of_an_exponential_average():
+    rates = average_rates(range(100), HORIZON)  # samples after every second step
+    assert rates[:8].tolist() == [2**16, 2**16, 0, 2**15, 0, 2**16 // 3, 0, 2**14]
+    assert set(rates[31:].tolist()) == {0, 2**12}
+    assert average_rates(range(7, 100), HORIZON).tolist() == rates[7:].tolist()
+    assert average_rates(range(100), 3)[2:].tolist() == [2**16 // 3] * 98  # after every step
+    assert not average_rates(range(100), 0).any()
+
+
+@pytest.mark.parametrize("changes", RULES, ids=str)
+def test_average_is_that_of_the_weights_and_changes_none(changes, trainer_of):
+    averaging, plain = trainer_of(**changes, average=HORIZON), trainer_of(**changes)
+    expected = z_of(averaging)
+    assert torch.equal(average_of(averaging), expected.floor())  # before the first step
+    errors = []
+    for rate in average_rates(range(100), HORIZON):
+        averaging.train_step()
+        plain.train_step()
+        z = z_of(averaging)
+        expected += (z - expected) * int(rate) / 2**16
+        errors.append(average_of(averaging) - expected)
+    assert torch.equal(z, z_of(plain))
+    last = torch.stack(errors[50:])
+    assert last.square().mean().sqrt() < 1.5  # of rounding
+    assert last.mean().abs() < 0.05  # rounding has no bias
+    assert (z - expected).square().mean().sqrt() > 0.5  # it is not just the weights
+
+
+@pytest.mark.parametrize("changes", RULES, ids=str)
+def test_evaluations_and_readers_have_the_average(changes, trainer_of, tmp_path):
+    averaging, plain = trainer_of(**changes, average=HORIZON), trainer_of(**changes)
+    for _ in range(20):
+        averaging.train_step()
+        plain.train_step()
+    before = {name: part.clone() for name, part in averaging.model.state_dict().items()}
+    loss = averaging.evaluate(2)
+    assert loss != plain.evaluate(2)
+    after = averaging.model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(part, after[name]) for name, part in before.items())
+
+    path = save_checkpoint(tmp_path, averaging.checkpoint("of a text"))
+    assert any(name.endswith(".average") for name in load_file(path))
+    checkpoint = read_saved(path, print).checkpoint
+    plain.take_weights(checkpoint)
+    assert plain.evaluate(2) == loss
+    reading = load_named_model(path, torch.device("cpu"), print)[0]
+    exported = load_weights(path, print).model
+    ids = torch.arange(12)[None]
+    assert torch.equal(reading(ids), plain.model(ids))
+    assert torch.equal(exported(ids), reading(ids))
+    # a run that starts from it begins its own average there
+    tuned = trainer_of(**changes, average=HORIZON)
+    tuned.take_weights(checkpoint)
+    assert torch.equal(average_of(tuned), z_of(plain).floor())
+
+
+def test_run_with_an_average_generates_and_is_audited(arb_here, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shape = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
+    done = arb_here(
+        "train", *shape, "--batch", "4", "--steps", "9", "--weights", "int8", "--device", "cpu",
+        "--average", "8", "--data", str(text), "--out", "run",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    done = arb_here("generate", "--checkpoint", "run", "--prompt", "line", "--length", "3")
+    assert done.returncode == 0, done.stderr
+    done = arb_here("audit-memory", *shape, "--weights", "int8", "--average", "8", "--batch", "4",
+                    "--device", "cpu", "--steps", "2", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    kinds = json.loads(done.stdout)["predicted"]["total"]["bytes_by_kind"]
+    assert kinds["average"] == kinds["remainder"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rule": "votes"}, "weights of the rule `votes` are not averaged"),
+        ({"weights": "float"}, "a float baseline is not averaged"),
+        ({"weights": "ste"}, "a float baseline is not averaged"),
+    ],
+)
+def test_average_needs_digits_below_the_trits(changes, words):
+    with pytest.raises(ArbError, match=words):
+        new_config(**TINY | changes, average=8)
