@@ -4,15 +4,18 @@ import json
 
 import pytest
 import torch
+from processes import in_processes
 from safetensors.torch import load_file
 
 from arbcli.base.errors import ArbError
+from arbcli.config.training import TrainConfig
 from arbcli.data.opening import open_texts
 from arbcli.generation.load import load_named_model, load_weights, read_saved
 from arbcli.kernels.codec.packing import unpack_trits
-from arbcli.model.checkpoint import save_checkpoint
+from arbcli.model.checkpoint import save_checkpoint, tensor_digest
 from arbcli.model.step_parameters import average_rates
 from arbcli.training.configure import new_config
+from arbcli.training.parallel.group import Group
 from arbcli.training.trainer import Trainer
 
 HORIZON = 32
@@ -112,6 +115,24 @@ def test_evaluations_and_readers_have_the_average(changes, trainer_of, tmp_path)
     tuned = trainer_of(**changes, average=HORIZON)
     tuned.take_weights(checkpoint)
     assert torch.equal(average_of(tuned), z_of(plain).floor())
+
+
+def trained(group: Group, config: TrainConfig) -> tuple[dict[str, str], float]:
+    texts = open_texts(config.data, (), seed=0, context=config.model.ctx)
+    trainer = Trainer(config, texts, group=group)
+    for _ in range(5):
+        trainer.train_step()
+    tensors = trainer.checkpoint("of a text").tensors
+    loss = trainer.evaluate(num_batches=2)
+    return {name: tensor_digest(name, part) for name, part in tensors.items()}, loss
+
+
+def test_processes_have_the_average_of_one_though_they_read_no_remainder(text):
+    config = new_config(**TINY, steps=9, average=2, accum=2, reduce_dtype="int12", data=[text])
+    expected = trained(Group(), config)
+    outcomes = in_processes(2, trained, config)
+    assert outcomes[0] == expected
+    assert outcomes[1][1] == expected[1]
 
 
 def test_run_with_an_average_generates_and_is_audited(arb_here, text, tmp_path, monkeypatch):

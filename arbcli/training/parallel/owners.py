@@ -123,8 +123,9 @@ def broadcast_buffers(tensor: TernaryTensor) -> dict[str, Tensor]:
     names = ["trits", "exponent"]
     if hasattr(tensor, "fraction"):
         names.append("fraction")
-    # fading weights read the remainder at first, and vectors always
-    if tensor.reads_digits or tensor.packed.remainder is not None:
+    # fading weights read the remainder at first, and vectors and averages always
+    reads_all = tensor.reads_digits or tensor.packed.remainder is not None
+    if reads_all or hasattr(tensor, "average"):
         names.append("remainder")
     if hasattr(tensor, "wire_exponent"):
         names.append("wire_exponent")
