@@ -269,9 +269,10 @@ class _Check:
                 continue
             expected = self._expected(case)
             peers = peers_of(self.spec, case, len(expected))
+            terms = terms_of(self.spec, case, len(expected))
             for backend in run_on:
                 started = time.perf_counter()
-                compared[backend] += self._compare(case, backend, expected, peers)
+                compared[backend] += self._compare(case, backend, expected, peers, terms)
                 seconds[backend] += time.perf_counter() - started
                 labels[backend].append(case.label)
         gate = self.spec.gate
@@ -330,6 +331,7 @@ class _Check:
         backend: str,
         references: tuple[Tensor, ...],
         peers: tuple[Tensor | None, ...],
+        terms: tuple[Tensor | None, ...],
     ) -> list[CaseResult]:
         """Run a case on a backend, and compare its results.
 
@@ -354,8 +356,9 @@ class _Check:
                 result.to(expected.device),
                 expected,
                 None if peer is None else peer.to(expected.device),
+                summed,
             )
-            for result, expected, peer in zip(got, references, peers, strict=True)
+            for result, expected, peer, summed in zip(got, references, peers, terms, strict=True)
         ]
 
 
@@ -379,6 +382,11 @@ def peers_of(spec: Verification, case: Case, number: int) -> tuple[Tensor | None
     """Compute the results of the peer, whose errors excuse those of bf16 inputs."""
     low = any(isinstance(x, Tensor) and x.dtype == torch.bfloat16 for x in case.inputs)
     return as_tuple(spec.peer(*copies(case.inputs))) if low and spec.peer else (None,) * number
+
+
+def terms_of(spec: Verification, case: Case, number: int) -> tuple[Tensor | None, ...]:
+    """Compute the terms that the results sum, of kernels whose terms may cancel."""
+    return as_tuple(spec.terms(*copies(case.inputs))) if spec.terms else (None,) * number
 
 
 def copies(inputs: tuple) -> tuple:

@@ -42,9 +42,23 @@ class CaseResult:
 
 
 def compare(
-    spec: Verification, label: str, got: Tensor, expected: Tensor, peer: Tensor | None = None
+    spec: Verification,
+    label: str,
+    got: Tensor,
+    expected: Tensor,
+    peer: Tensor | None = None,
+    terms: Tensor | None = None,
 ) -> CaseResult:
-    """Compare one result with the reference by the gate of its kernel."""
+    """Compare one result with the reference by the gate of its kernel.
+
+    Args:
+        spec: verification of the kernel.
+        label: of the case.
+        got: the result.
+        expected: that of the reference.
+        peer: that of the peer.
+        terms: see `Verification.terms`.
+    """
     size = expected.numel()
     if got.shape != expected.shape:
         text = f"shape {tuple(got.shape)}, not {tuple(expected.shape)}"
@@ -56,12 +70,17 @@ def compare(
     if spec.gate.rounded and got.dtype == torch.bfloat16:
         peer = expected.to(got.dtype)
     figures = errors(got, expected)
-    passed = not spec.gate.exact and figures[1] is not None and figures[1] <= spec.gate.relative
-    if not spec.gate.exact and not passed and peer is not None:
-        b = expected.double()
+    if spec.gate.exact:
+        return CaseResult(label, size, unwritten, unequal, *figures, False)
+    b = expected.double()
+    error, scale = float((got.double() - b).norm()), float(b.norm())
+    if terms is not None:
+        scale = max(scale, float(terms.norm()))
+    limit = spec.gate.relative * scale
+    if peer is not None:
         allowed = float((peer.double() - b).norm()) * (1 + spec.gate.peer_slack)
-        limit = spec.gate.peer_relative * float(b.norm())
-        passed = float((got.double() - b).norm()) <= min(allowed, limit)
+        limit = max(limit, min(allowed, spec.gate.peer_relative * scale))
+    passed = math.isfinite(error) and error <= limit
     return CaseResult(label, size, unwritten, unequal, *figures, passed)
 
 

@@ -172,6 +172,10 @@ class Verification:
     """torch's own operation, which cases in bf16 may be no worse than."""
     torch_is_peer: bool = False
     """Whether the torch backend is."""
+    terms: Callable | None = None
+    """(inputs) to the float64 terms that each result sums, for results in which terms may cancel.
+    Errors are then relative to the norm of the terms, if that is larger than the reference's: the
+    terms are rounded independently, so their errors add as squares, whatever their signs."""
     needs_rows: bool | None = None
     """Whether m matters; None is whether a size is drawn by it."""
     uses_scales: bool | None = None

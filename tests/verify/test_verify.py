@@ -212,6 +212,17 @@ def test_errors_are_relative_to_the_reference(relative, passed):
     assert not compare(close(relative), "", large, small).passed
 
 
+@pytest.mark.parametrize(("error", "passed"), [(0.9e-3, True), (1.1e-3, False)])
+def test_errors_of_a_sum_that_cancels_are_relative_to_its_terms(error, passed):
+    wanted, terms = torch.tensor([1e-6]).double(), torch.tensor([0.6, -0.8]).double()
+    assert compare(close(1e-3), "", wanted + error, wanted, None, terms).passed == passed
+    excused = compare(close(1e-9, 0.1), "", wanted + error, wanted, wanted + 1e-3, terms)
+    assert excused.passed
+    assert not compare(close(1e-3), "", wanted + error, wanted).passed
+    # a peer excuses no more than a share of the terms, either
+    assert not compare(close(1e-9, 0.1), "", wanted + 0.02, wanted, wanted + 0.02, terms).passed
+
+
 def test_figures_of_a_kernel_are_those_of_its_worst_case(device):
     shape = next(case.inputs[0].shape for case in rms_norm_verification.cases(device, 6))
 

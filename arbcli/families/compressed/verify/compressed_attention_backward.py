@@ -1,6 +1,7 @@
 """Verification of `arbcli.families.compressed.kernels.compressed_attention_backward`."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,15 +43,29 @@ def compressed_attention_backward_reference(
     return grad_x, grad_recent, grad_entries, grad_sink
 
 
-def rounded_attention_gradients(
-    grad_y: Tensor, y: Tensor, logs: Tensor, x: Tensor, recent: Tensor, entries: Tensor,
-    chosen: Tensor | None, sink: Tensor, cos: Tensor, sin: Tensor, sight: Sight, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def rounded_attention_gradients(*inputs: Any) -> tuple[Tensor, ...]:
     """Compute the gradients in float64, with the kernels' roundings to the dtype of x.
 
     q, do, p and ds are rounded to bfloat16 for products, and so is each group's sum of a selected
     entry. Each rounding alone gives an error of 1e-3 to 2e-3, all together 3e-3 to 4e-3.
     """
+    return _gradients_and_terms(*inputs)[0]
+
+
+def gradient_terms(*inputs: Any) -> tuple[Tensor, ...]:
+    """Compute what the gradients sum.
+
+    That of a sink is a single sum over all bytes, of y . dy with y rounded to bfloat16: of one head
+    and two bytes it can be 100 times smaller than its terms. That of x is what the norm leaves of
+    the gradient of q: with a head width of 2, one direction of two.
+    """
+    return _gradients_and_terms(*inputs)[1]
+
+
+def _gradients_and_terms(
+    grad_y: Tensor, y: Tensor, logs: Tensor, x: Tensor, recent: Tensor, entries: Tensor,
+    chosen: Tensor | None, sink: Tensor, cos: Tensor, sin: Tensor, sight: Sight, eps: float,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
     dtype, (length, heads, width), near = x.dtype, x.shape[1:], recent.shape[1]
     cos, sin = cos[:, None], sin[:, None]
 
@@ -90,8 +105,11 @@ def rounded_attention_gradients(
         grad_entries = torch.stack(group_sums).sum(0)
     grad_q = rotate_reference(torch.einsum("bthj,bjhd->bthd", ds, vectors), cos, -sin)
     grad_x = (grad_q - x * r * (grad_q * x * r).mean(dim=-1, keepdim=True)) * r
-    grad_sink = -((sink - logs).exp() * delta).sum(dim=(0, 1))
-    return grad_x.to(dtype), grad_recent, grad_entries, grad_sink
+    sink_shares = (sink - logs).exp()
+    grad_sink = -(sink_shares * delta).sum(dim=(0, 1))
+    gradients = grad_x.to(dtype), grad_recent, grad_entries, grad_sink
+    sink_terms = sink_shares[..., None] * grad_y * y
+    return gradients, (grad_q * r, grad_recent, grad_entries, sink_terms)
 
 
 def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -118,5 +136,6 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 
 compressed_attention_backward_verification = Verification(
     compressed_attention_backward, compressed_attention_backward_reference, gate=GATE,
-    draw=_draw, peer=rounded_attention_gradients, needs_rows=True, timings=_timings,
+    draw=_draw, peer=rounded_attention_gradients, terms=gradient_terms, needs_rows=True,
+    timings=_timings,
 )  # fmt: skip
