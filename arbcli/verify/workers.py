@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from arbcli.kernels.runtime.compile_once import compile_each_once
+from arbcli.kernels.runtime.interpreter import interpret_faster
 
 Job = tuple[Callable, Any]
 """A function of a module, as other processes import it, and its argument."""
@@ -64,6 +65,7 @@ class Workers:
             on_done(index, result)
 
         if self.number == 1:
+            interpret_faster()
             for index, (function, argument) in enumerate(jobs):
                 done(index, function(argument))
         else:
@@ -107,7 +109,8 @@ def _interrupts_held_back() -> Iterator[None]:
 
 
 def _start_process(threads: int, locks: str) -> None:
-    """Share cores and compiled kernels with the other processes."""
+    """Share cores and compiled kernels with the other processes, and interpret faster."""
     torch.set_num_threads(threads)
     compile_each_once(locks)
+    interpret_faster()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # where it could not be held back

@@ -1,21 +1,20 @@
-"""Triton's interpreter at eight times its speed, with the same results.
+"""Triton's interpreter at twice the speed of `interpret_faster`, with the same results.
 
 Here is what it computes for nothing, and what numpy computes at once.
 
-It patches the language anew at every launch and every call of a device function, which also makes
-Python forget where methods of tensors are, hands each call of a builtin through three functions,
-checks integers for overflow and drops what it finds, builds a table of all types for each that it
-looks up, describes the type and the shape of every tensor anew, and asks for the types of two
+It hands each call of a builtin through three functions, builds a table of all types for each that
+it looks up, describes the type and the shape of every tensor anew, and asks for the types of two
 operands at seven places.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
 from unittest import mock
 
 import numpy as np
+
+from arbcli.kernels.runtime.interpreter import interpret_faster
 
 try:
     from triton import language
@@ -27,8 +26,7 @@ except ImportError:  # whatever asks for them is skipped
 
 def quicken() -> None:
     """Leave out what has no effect; an interpreter that has none of it stays as it is."""
-    _leave_out_unread_overflows()
-    _patch_once()
+    interpret_faster()
     _call_builtins_directly()
     _look_types_up_once()
     _describe_types_once()
@@ -37,33 +35,6 @@ def quicken() -> None:
     _take_alike_types_as_they_are()
     _cast_arrays()
     _operate_on_arrays()
-
-
-def _leave_out_unread_overflows() -> None:
-    options = interpreter.interpreter_builder.options
-    if not options.debug:  # else an overflow is an error
-        options = dataclasses.replace(options, sanitize_overflow=False)
-        interpreter.interpreter_builder.options = options
-
-
-def _patch_once() -> None:
-    """Functions see one language or two, which stay patched, as nothing is compiled here."""
-    patch = interpreter._patch_lang
-    patched: set[tuple[bool, bool]] = set()
-
-    @cache
-    def seen_by(function: Callable) -> tuple[bool, bool]:
-        values = [*function.__globals__.values()]
-        return any(v is language for v in values), any(v is language.core for v in values)
-
-    @wraps(patch)
-    def patch_once(function: Callable) -> object:
-        if (seen := seen_by(function)) not in patched:
-            patched.add(seen)
-            patch(function)
-        return interpreter._LangPatchScope()  # with nothing to restore
-
-    interpreter._patch_lang = patch_once
 
 
 def _call_builtins_directly() -> None:

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from marks import needs_triton
 
 from arbcli.verify import workers
 from arbcli.verify.workers import Workers, _interrupts_held_back
@@ -85,3 +86,16 @@ def test_results_are_in_the_order_of_the_jobs(number, monkeypatch):
     )
     assert results == [-1, -3, -5]
     assert sorted(told) == [(0, -1), (1, -3), (2, -5)]
+
+
+def checks_overflow(_: int) -> bool:
+    from triton.runtime import interpreter
+
+    return interpreter.interpreter_builder.options.sanitize_overflow
+
+
+@needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
+def test_interpreter_of_a_worker_does_nothing_that_has_no_effect():
+    with Workers(2) as some:
+        assert some.run([(checks_overflow, 0)]) == [False]
