@@ -139,13 +139,19 @@ def _add_products(grad_y: Tensor, weights: Tensor, tokens: Tensor, rows: Tensor)
     return products.new_zeros(products.shape).index_add_(0, rows, products)
 
 
-def _slots(rng: CaseGenerator, m: int, n: int) -> Tensor:
-    """Draw the ids of at least 64 slots, the same number of every token, some of them outside."""
-    return rng.integers(-1, n, m, max(1 + rng.below(12), -(-64 // m)), dtype=torch.int64)
+def _slots(rng: CaseGenerator, m: int, n: int, least: int = 64) -> Tensor:
+    """Draw the ids of at least `least` slots, as many of every token, some of them outside."""
+    return rng.integers(-1, n, m, max(1 + rng.below(12), -(-least // m)), dtype=torch.int64)
+
+
+def _few_tokens(m: int, k: int) -> int:
+    """Return so few tokens that long rows have three blocks of them, the last one in part."""
+    return min(m, 5) if k > 64 else m
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    ids = _slots(rng, max(m, -(-64 // k)), n)  # few sums can cancel
+    m = max(_few_tokens(m, k), -(-64 // k))  # few sums can cancel
+    ids = _slots(rng, m, n, least=m)
     weights = rng.reals(*ids.shape, dtype=torch.float32)
     weights.masked_fill_((ids < 0) | (ids >= n), torch.nan)
     return ids, weights, rng.packed(n, k, group_size)
@@ -153,7 +159,7 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 
 def _draw_grad_weights(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     packed = rng.packed(n, k, group_size)
-    m = max(m, 16)  # all slots can have one id, and few products can cancel
+    m = max(_few_tokens(m, k), 9)  # all slots can have one id, and few products can cancel
     return rng.reals(m, k), _slots(rng, m, n), packed
 
 
