@@ -283,10 +283,7 @@ UPDATES = (
     "carry orthogonal", "carry factored", "carry sign", "carry factored all digits", "votes",
     "moment+nibble+carry orthogonal", "moment+nibble+carry orthogonal all digits",
 )  # fmt: skip
-USUAL = (
-    "moment orthogonal", "nibble orthogonal", "carry factored", "votes",
-    "moment+nibble+carry orthogonal",
-)  # fmt: skip
+USUAL = ("carry factored", "votes", "moment+nibble+carry orthogonal")
 COMPARED = {
     "torch": ((*RAGGED_MODELS, *DIGITS, *SMALL, *OTHER_SCALES), (*RAGGED_MODELS, *HALF)),
     "triton": ((*RAGGED_MODELS, *DIGITS, *SMALL, *OTHER_SCALES), LARGEST),
