@@ -2,14 +2,13 @@
 
 Here is what it computes for nothing, and what numpy computes at once.
 
-It hands each call of a builtin through three functions, builds a table of all types for each that
-it looks up, describes the type and the shape of every tensor anew, and asks for the types of two
-operands at seven places.
+It hands each call of a builtin through three functions, describes the type and the shape of every
+tensor anew, and asks for the types of two operands at seven places.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, wraps
+from functools import wraps
 from unittest import mock
 
 import numpy as np
@@ -28,7 +27,6 @@ def quicken() -> None:
     """Leave out what has no effect; an interpreter that has none of it stays as it is."""
     interpret_faster()
     _call_builtins_directly()
-    _look_types_up_once()
     _describe_types_once()
     _compare_types_by_identity()
     _leave_alike_shapes_alone()
@@ -56,18 +54,6 @@ def _call_builtins_directly() -> None:
         scope.set_attr(obj, name, call)
 
     interpreter._patch_attr = patch
-
-
-def _look_types_up_once() -> None:
-    find = interpreter._get_np_dtype
-    find_once = cache(find)
-
-    @wraps(find)
-    def find_type(of: language.dtype) -> type:
-        scalar = of.scalar  # others than scalars have no hash
-        return find_once(scalar) if type(scalar) is language.dtype else find(of)
-
-    interpreter._get_np_dtype = find_type
 
 
 def _describe_types_once() -> None:
