@@ -120,7 +120,7 @@ def covering(cells: list[Cell], of: Callable[[Cell], set]) -> list[Cell]:
     """Choose cells that have all choices among them, those with most new ones first.
 
     Args:
-        of: lists what must be among them: `pairs` of choices, or `singles`.
+        of: lists what must be among them, such as `pairs` of choices, or `singles`.
     """
     left, chosen = set().union(*map(of, cells)), []
     while left:

@@ -3,8 +3,8 @@
     python tests/portable.py [PYTEST ARGUMENTS]
 
 pytest runs once for every level below the highest that this CPU has, at which `make test` runs.
-Without arguments it runs a selection: CPU kernels against their references, and the tests that once
-failed on another CPU.
+Without arguments it runs a selection: kernels in C, which are compiled for a level, against their
+references, and the tests that once failed on another CPU.
 """
 
 import os
@@ -30,7 +30,7 @@ LIBRARIES = (
 )
 KERNELS = (
     "tests/kernels/test_every_kernel.py::test_kernel_equals_reference",
-    "-k", "not interpreter and not triton", "-m", "not slow",
+    "-k", "native", "-m", "not slow",
 )  # fmt: skip
 SENSITIVE = (
     "tests/test_step_budget.py",

@@ -36,6 +36,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
+from syntax import parsed, walk
 
 from arbcli.verify.check_kernels import find_kernels
 
@@ -272,7 +273,7 @@ def edit(place: Place, change: Change) -> Planter:
                 target.cache_clear()
                 stack.callback(target.cache_clear)
             if plain not in changed and _may_fit(change, plain.__code__):
-                tree = ast.parse(_source(plain.__code__))
+                tree = copy.deepcopy(_definition(plain.__code__))
                 if change(tree):
                     changed[plain] = target, ast.unparse(ast.fix_missing_locations(tree))
         names = [plain.__qualname__ for plain in changed]
@@ -288,15 +289,23 @@ def edit(place: Place, change: Change) -> Planter:
 
 
 @cache
-def _source(code: CodeType) -> str:
-    return textwrap.dedent(inspect.getsource(code))
+def _definitions(file: str) -> dict[int, ast.AST]:
+    """Find the functions of a file by their first lines, those of decorators included."""
+    functions = [node for node in walk(parsed(Path(file))) if isinstance(node, ast.FunctionDef)]
+    return {node.lineno: node for node in functions} | {
+        node.decorator_list[0].lineno: node for node in functions if node.decorator_list
+    }
+
+
+def _definition(code: CodeType) -> ast.AST:
+    return _definitions(code.co_filename)[code.co_firstlineno]
 
 
 @cache
 def _nodes(code: CodeType) -> dict[type, list[ast.AST]]:
-    """Group the nodes of a function, which is parsed once, by their kind."""
+    """Group the nodes of a function by their kind."""
     groups: dict[type, list[ast.AST]] = {}
-    for node in ast.walk(ast.parse(_source(code))):
+    for node in walk(_definition(code)):
         groups.setdefault(type(node), []).append(node)
     return groups
 

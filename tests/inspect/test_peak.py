@@ -126,19 +126,19 @@ def test_predicted_peak_of_other_heads_and_objectives_equals_the_measured_peak(c
 
 
 def test_predicted_peak_of_packed_gates_equals_the_measured_peak():
-    config = config_of({"pack": True, "layers": 4, "dim": 64, "ffn": 208})
+    config = config_of({"pack": True, "layers": 2, "dim": 64, "ffn": 208})
     assert predict_peak(config).peak_bytes == measured_peak(config)
 
 
 def test_packed_gates_take_three_quarters_on_a_gpu():
-    shape = {"layers": 4, "dim": 64, "ffn": 512, "ctx": 128}
+    shape = {"layers": 2, "dim": 64, "ffn": 512, "ctx": 128}
     of_gpu = {"device": "cuda", "backend": "triton", "batch": 8}
     kept, packed = (
         predict_peak(TrainConfig(model=preset("tiny", **shape), pack=pack, **of_gpu))
         for pack in (False, True)
     )
     rows = 8 * 128
-    assert kept.saved_bytes - packed.saved_bytes == 3 * rows * (512 - 2)
+    assert kept.saved_bytes - packed.saved_bytes == rows * (512 - 2)  # not of the last block
 
 
 @pytest.mark.slow
@@ -186,12 +186,12 @@ def test_predicted_peak_is_the_sum_of_its_parts():
 
 
 def test_live_tensors_of_a_peak_are_named_by_their_operation():
-    config = config_of({"layers": 5})
+    config = config_of({"layers": 3})
     rows, numbers = config.batch * config.model.ctx, {}
     for item in predict_peak(config).live:
         numbers[item.tensor] = numbers.get(item.tensor, 0) + item.number
     width = 2 * config.model.main.blocks[0].channel.width
-    assert numbers[f"bfloat16 {rows}x{width}"] == 5
+    assert numbers[f"bfloat16 {rows}x{width}"] == 3
 
 
 def test_memory_of_an_evaluation_is_predicted_and_is_none_of_a_step(monkeypatch):
@@ -212,13 +212,13 @@ def test_predicted_peak_leaves_no_trace(monkeypatch):
         "pin_memory": lambda: torch.Tensor.pin_memory,
     }
     before = {name: function() for name, function in functions.items()}
-    first, second = (predict_peak(config_of({})) for _ in range(2))
+    first, second = (predict_peak(config_of({"layers": 1})) for _ in range(2))
     assert first == second
     assert {name: function() for name, function in functions.items()} == before
 
 
 def test_initialising_like_tensors_once_changes_no_prediction(monkeypatch):
-    model = preset("tiny", dim=256, layers=5, ffn=1024, ctx=8)
+    model = preset("tiny", dim=256, layers=2, ffn=1024, ctx=8)
     config = TrainConfig(model=model, batch=1, device="cuda", backend="triton")
     report = predict_peak(config)
     monkeypatch.setattr(peak, "_initialising_once", nullcontext)

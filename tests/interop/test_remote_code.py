@@ -59,7 +59,7 @@ CONFIGS = {
     "composite": MODELS["composite"],
 }
 NUMBERS = {name: str(number) for number, name in enumerate(CONFIGS)}
-PROMPT, TEXT, LENGTH = b"a \xffjum", b"a \xffjumps with brown while fox and", 12
+PROMPT, TEXT, LENGTH = b"a \xffjum", b"a \xffjumps with brown while fox and", 6
 """A prompt that is not UTF-8 and fits the contexts, and a text that goes beyond them, in
 which no choice of a model depends on last bits."""
 SPELLED = "cafe\u0301 \u00e9\0 \u2126 \u0100\r\n"

@@ -1,17 +1,18 @@
 """Every kernel, in both implementations, against its reference on all the cases of its spec."""
 
 import mmap
-import operator
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from inspect import getmodule, getsource
 from itertools import count
+from operator import attrgetter
 
 import pytest
 import torch
 from apparatus.interpreter import arguments_left_in_place, barriers_where_needed, within_arguments
+from apparatus.sampling import sample
 from checked import has_one_layout
 
 from arbcli.config.layer_spec import SCALE_TYPES
@@ -50,57 +51,13 @@ def cases() -> list:
     return parameters
 
 
-def properties(case) -> set:
-    """List the words of a case's label, and kinds, layouts and magnitudes of its inputs."""
-    names = {re.sub(r"\d+", "0", case.label.removesuffix(" bf16"))}
-
-    def add(place: tuple, value: object) -> None:
-        if isinstance(value, Packed):
-            kind = value.remainder is None, value.fraction is None, value.nibble, value.radix
-            names.add((place, kind))
-            add((*place, "columns"), torch.empty(1, value.in_features, device="meta"))
-            value = tuple(value[:2])
-        if isinstance(value, torch.Tensor):
-            steps = value.stride()
-            order = tuple(map(operator.lt, steps, steps[1:])), steps[-1:] == (1,)
-            names.update({(place, value.dtype, value.dim()), (place, order)})
-            for dim, size in enumerate(value.shape):
-                names.add((place, dim, min(size, 2), size % 16 == 0))
-                names.add((place, dim, size.bit_length() // 2))
-        elif isinstance(value, tuple):
-            for index, part in enumerate(value):
-                add((*place, index), part)
-        else:
-            exact = isinstance(value, bool | str | None)
-            names.add((place, type(value), value if exact else None))
-
-    add((), tuple(case.inputs))
-    return names
-
-
-def sample(answers: list) -> list:
-    """Choose cases with all properties that any has, small ones first; all take twice as long."""
-    named = {answer: properties(answer.case) for answer in answers}
-    missing, chosen = set().union(*named.values()), []
-
-    def gain(answer) -> float:
-        tensors = (x for x in answer.case.inputs if isinstance(x, torch.Tensor | Packed))
-        elements = (x.trits if isinstance(x, Packed) else x for x in tensors)
-        return len(named[answer] & missing) / (20 + sum(x.numel() ** 0.5 for x in elements))
-
-    while missing:
-        chosen.append(max(answers, key=gain))
-        missing -= named[chosen[-1]]
-    return chosen
-
-
 @pytest.mark.parametrize(("spec", "scale_type", "backend"), cases())
 def test_kernel_equals_reference(spec, scale_type, backend, device):
     """On all cases, or in the interpreter on a sample of those that `arb verify-kernels` runs."""
     place = torch.device("cpu") if backend == "native" else device
     answers = answered(spec, place, SCALE_TYPES[scale_type])
     if backend == "interpreter":
-        answers = sample(answers)
+        answers = sample(answers, attrgetter("case"))
     assert_reference_is_met(spec, backend, answers)
 
 
@@ -253,7 +210,7 @@ def test_kernel_takes_several_turns_where_its_tiles_are_smaller(name, device):
         shrunk.update(smaller)
         kernel.run(*inputs, grid=grid, warmup=False, **options | smaller)
 
-    for case in spec.cases(device, 32):
+    for case in sample(list(spec.cases(device, 32))):
         with replaced_launches(launch):
             assert_triton_agrees(spec, case.label, case.inputs)
     assert shrunk == set(tile)

@@ -57,7 +57,7 @@ def test_twin_learns_and_reads_by_its_cache(kind, weights, build):
     model = build(kind, weights=weights)
     model.initialise(0)
     ids = torch.randint(97, 123, (4, 17), generator=torch.Generator().manual_seed(0))
-    first, *_, last = losses_of_steps(model, ids, 3e-3, 12)
+    first, *_, last = losses_of_steps(model, ids, 0.01, 6)
     assert last["text"] < 0.8 * first["text"]
     remembered = {"memgram.strength", "moe_graph.edges.score"} if kind == "graph" else ()
     assert all(model.get_buffer(name).any() for name in remembered)

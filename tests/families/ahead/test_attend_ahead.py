@@ -31,9 +31,8 @@ def drawn(rows, window, position, device, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize(
     ("rows", "window", "position", "backend", "rows_of_program"),
-    [(3, 20, 5, KERNELS, 1), (4, 40, 71, KERNELS, 3), (4, 40, 71, KERNELS, None),
-     (4, 40, 71, "torch", None)],
-)  # fmt: skip
+    [(3, 20, 5, KERNELS, 1), (4, 40, 71, KERNELS, 3), (4, 40, 71, "torch", None)],
+)
 def test_each_byte_has_the_bits_that_it_has_alone(
     rows, window, position, backend, rows_of_program, monkeypatch, device
 ):
