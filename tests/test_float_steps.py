@@ -1,10 +1,13 @@
 """The field's ways of tuning, that tuning in integers is compared with, step as published."""
 
+from unittest import mock
+
 import pytest
 import torch
 
-from benchmarks.float_qwen import FloatQwen, Shape
-from benchmarks.float_steps import KINDS, WholeStep
+with mock.patch.object(torch, "compile", lambda function=None, **_: function or (lambda f: f)):
+    from benchmarks.float_qwen import FloatQwen, Shape
+    from benchmarks.float_steps import KINDS, WholeStep
 
 SHAPE = Shape(
     layers=2, dim=64, heads=2, kv_heads=1, head_width=32, ffn=64, vocabulary=64, tied=False
@@ -13,9 +16,9 @@ STEPS = 4
 
 
 @pytest.fixture(autouse=True)
-def eager():
-    with torch.compiler.set_stance("force_eager"):
-        yield
+def eager(monkeypatch):
+    """To import a compiler takes seconds."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
 
 def tuned(kind: str, steps: int = STEPS, lr: float = 3e-3) -> tuple[WholeStep, list[float]]:

@@ -1,7 +1,4 @@
-"""A sample of a kernel's cases, which has all that any of them has; all take twice as long.
-
-The faults that are planted in kernels are found with it.
-"""
+"""A sample of a kernel's cases, which has all that any of them has; all take twice as long."""
 
 import operator
 import re
@@ -26,7 +23,9 @@ def properties(case) -> set:
             steps = value.stride()
             order = tuple(map(operator.lt, steps, steps[1:])), steps[-1:] == (1,)
             names.update({(place, value.dtype, value.dim()), (place, order)})
-            names.update((place, dim, min(n, 2), n % 16 == 0) for dim, n in enumerate(value.shape))
+            for dim, size in enumerate(value.shape):
+                names.add((place, dim, min(size, 2), size % 16 == 0))
+                names.add((place, dim, size.bit_length() // 2))
         elif isinstance(value, tuple):
             for index, part in enumerate(value):
                 add((*place, index), part)

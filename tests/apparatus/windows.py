@@ -1,10 +1,8 @@
 """A process in which POSIX is as far away as on Windows: names that it lacks, and files in use.
 
-`python tests/apparatus/windows.py COMMANDS` runs commands of `arb` one after another; COMMANDS is a
-list of lists in JSON. Other libraries are imported before, as they look at `sys.platform`.
+It is forked where other libraries are imported, as these look at `sys.platform`.
 """
 
-import json
 import os
 import select
 import shutil
@@ -80,11 +78,8 @@ def _select(*_: Any) -> None:
     raise OSError(10038, "An operation was attempted on something that is not a socket")
 
 
-def main() -> None:
-    """Run the commands; the exit code is that of the first one that fails."""
-    import torch  # noqa: F401  other libraries are imported here, as they need their POSIX
-    import typer.rich_utils  # noqa: F401
-
+def run(commands: list[list[str]]) -> None:
+    """Run commands of `arb` in this forked process, as far as the first one that fails."""
     hide_posix()
     from arbcli.__main__ import main as arb
     from arbcli.training import sample
@@ -93,14 +88,10 @@ def main() -> None:
     # as in `conftest.py`
     sample.SAMPLE_BYTES = 4
     Trainer.evaluate.__wrapped__.__defaults__ = (2,)
-    for words in json.loads(sys.argv[1]):
+    for words in commands:
         sys.argv = ["arb", *words]
         try:
             arb()
         except SystemExit as ended:
             if ended.code:
                 raise
-
-
-if __name__ == "__main__":
-    main()

@@ -111,7 +111,7 @@ def masked_run(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def fill_run(tmp_path_factory) -> str:
-    return filling_run(tmp_path_factory, "fill", "abcd", ctx=24, steps=80)
+    return filling_run(tmp_path_factory, "fill", "abcd", ctx=24, steps=50)
 
 
 def filling_run(tmp_path_factory, objective: str, words: str, ctx: int, steps: int) -> str:

@@ -1,14 +1,17 @@
 """Models of any parts for Transformers: it runs their code without arb, and computes the same."""
 
 import dataclasses
-import subprocess
+import os
 import sys
+import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from apparatus.forking import run_forked
 from safetensors.torch import load_file
 
 from arbcli.base.errors import ArbError
@@ -64,38 +67,36 @@ PROMPT, TEXT, LENGTH = b"a \xffjum", b"a \xffjumps with brown while fox and", 6
 which no choice of a model depends on last bits."""
 SPELLED = "cafe\u0301 \u00e9\0 \u2126 \u0100\r\n"
 """A text that is changed by NFC, with the end of a text and the character that stands for it."""
-READ = """
-import sys, warnings
-sys.modules["arbcli"] = None  # an import of it fails
-warnings.simplefilter("error")
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, logging
-logging.disable_progress_bar()
-torch.set_num_threads(1)
-length, spelled, text, prompt = int(sys.argv[2]), *map(bytes.fromhex, sys.argv[3:6])
-text, prompt = (torch.tensor([list(part)]) for part in (text, prompt))
-read = AutoModelForCausalLM.from_pretrained
-results = {}
-with torch.no_grad():
-    for folder in sys.argv[6:]:
-        model = read(folder, trust_remote_code=True)
-        made = model.generate(prompt, max_new_tokens=length, do_sample=False, eos_token_id=None)
-        results[folder] = model(text).logits, made[0, prompt.shape[1]:]
-    model = read(sys.argv[7], trust_remote_code=True)  # with chunks
+
+
+@torch.no_grad()
+def read_all(folder: Path, transformers) -> None:
+    """Read all models in a process that cannot import arb, and save what they compute."""
+    os.chdir(folder)
+    sys.modules["arbcli"] = None  # an import of it fails
+    warnings.simplefilter("error")
+    text, prompt = (torch.tensor([list(part)]) for part in (TEXT, PROMPT))
+    read = partial(transformers.AutoModelForCausalLM.from_pretrained, trust_remote_code=True)
+    results = {}
+    for number in NUMBERS.values():
+        model = read(number)
+        made = model.generate(prompt, max_new_tokens=LENGTH, do_sample=False, eos_token_id=None)
+        results[number] = model(text).logits, made[0, prompt.shape[1] :]
+    chunks = NUMBERS["hnet"]
+    model = read(chunks)
     made = model.generate(prompt, max_new_tokens=4, do_sample=False, use_cache=True)
     ids, mask = text.repeat(2, 1), torch.ones(2, text.shape[1], dtype=torch.int64)
     ids[0], mask[0] = ids[0].roll(9), torch.arange(text.shape[1]) >= 9
     padded = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
     model.save_pretrained("copy")
-    again = read("copy", trust_remote_code=True)(text).logits
-    half = read(sys.argv[7], trust_remote_code=True, dtype=torch.bfloat16)(text).logits
-    tokenizer = AutoTokenizer.from_pretrained(sys.argv[7], trust_remote_code=True)
-    results["ids"] = tokenizer(spelled.decode())["input_ids"]
+    again = read("copy")(text).logits
+    half = read(chunks, dtype=torch.bfloat16)(text).logits
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chunks, trust_remote_code=True)
+    results["ids"] = tokenizer(SPELLED)["input_ids"]
     results["invalid"] = tokenizer.decode([0xFF, 0x61])
     results["end"] = tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.decode([0, 0x61])
-    results["others"] = made[0, prompt.shape[1]:], padded.logits, padded.loss, again, half
-torch.save(results, sys.argv[1])
-"""
+    results["others"] = made[0, prompt.shape[1] :], padded.logits, padded.loss, again, half
+    torch.save(results, "results.pt")
 
 
 def saved_model(folder: Path, config: ModelConfig) -> tuple[LanguageModel, Path]:
@@ -118,7 +119,8 @@ def saved_model(folder: Path, config: ModelConfig) -> tuple[LanguageModel, Path]
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> SimpleNamespace:
     """Export the models, and read all folders in one process that cannot import arb."""
-    pytest.importorskip("transformers", reason="needs the extra `export-test`")
+    transformers = pytest.importorskip("transformers", reason="needs the extra `export-test`")
+    transformers.logging.disable_progress_bar()
     folder, expected = tmp_path_factory.mktemp("remote"), {}
     for name, number in NUMBERS.items():
         model, checkpoint = saved_model(folder / f"run{number}", CONFIGS[name])
@@ -129,10 +131,8 @@ def exported(tmp_path_factory) -> SimpleNamespace:
             logits = torch.cat([model(part, cache) for part in parts], dim=1)
         text = b"".join(generate(model, PROMPT, LENGTH, Sampling(temperature=0)))
         expected[name] = logits, text
-    (folder / "read.py").write_text(READ)
-    texts = [part.hex() for part in (SPELLED.encode(), TEXT, PROMPT)]
-    arguments = ["read.py", "results.pt", str(LENGTH), *texts, *NUMBERS.values()]
-    subprocess.run([sys.executable, *arguments], check=True, cwd=folder)
+    log = folder / "log"
+    assert run_forked(lambda: read_all(folder, transformers), log) == 0, log.read_text()
     return SimpleNamespace(
         folder=folder, expected=expected, results=torch.load(folder / "results.pt")
     )

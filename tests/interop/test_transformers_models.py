@@ -37,12 +37,16 @@ def in_q8_0(weight: Tensor) -> Tensor:
     return ((blocks / step).round() * step.half().float()).view_as(weight)
 
 
+COVERED = ("SmolLM", "Qwen 3")
+"""Kinds of which each property is that of another kind."""
+
+
 def divergence(wanted: Tensor, logits: Tensor) -> float:
     wanted, logits = wanted.double().log_softmax(-1), logits.double().log_softmax(-1)
     return float((wanted.exp() * (wanted - logits)).sum(dim=-1).mean())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in COVERED])
 @torch.no_grad()
 def test_model_is_read_and_given_back(transformers, kind, tmp_path, monkeypatch):
     theirs = random_model(transformers, kind)

@@ -124,10 +124,10 @@ def import_to(run, path, rule: str = "moment"):
 
 
 def test_fused_projections_learn_as_an_imported_model(folder, tmp_path):
-    """20 steps of `arb train`, with the same random numbers: those of a tensor are by its place."""
+    """10 steps of `arb train`, with the same random numbers: those of a tensor are by its place."""
     path, model = folder
     imported = import_to(tmp_path / "run", path)
-    optimizer = arbcli.to_integers(model, fuse=arbcli.nn.PROJECTIONS)
+    optimizer = arbcli.to_integers(model, lr=0.06, fuse=arbcli.nn.PROJECTIONS)
     own = [part.hugging_face for source in sources(imported) for part in source.parts[:1]]
     theirs = [source.tensor for source in sources(imported)]
     optimizer._weights = [model.get_submodule(f"{name}_packed") for name in own]
@@ -138,8 +138,8 @@ def test_fused_projections_learn_as_an_imported_model(folder, tmp_path):
     ids = torch.randint(96, (8, 33), generator=torch.Generator().manual_seed(3))
     inputs, targets = ids[:, :-1], ids[:, 1:].contiguous()
     losses = []
-    for step in range(20):
-        updater.begin(step, 0.03)
+    for step in range(10):
+        updater.begin(step, 0.06)
         wanted = imported.losses(inputs, targets)["text"]
         wanted.backward()
         updater.finish()

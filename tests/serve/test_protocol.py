@@ -2,16 +2,16 @@
 
 import http.client
 import json
+import os
 import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from apparatus.killing import write_tokenizer
+from apparatus.killing import start, write_tokenizer
 
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
@@ -155,6 +155,29 @@ def events(text: str) -> list[dict]:
     *chunks, end = text.removesuffix("\n\n").split("\n\n")
     assert end == "data: [DONE]"
     return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+
+
+def test_signal_lets_running_texts_finish(saved, tmp_path):
+    """Of a server that is forked before there are threads."""
+    log, said = tmp_path / "log", re.compile(r":(\d+)\n")
+    words = ["serve", str(saved().parent), "--port", "0", "--device", "cpu"]
+    server_id = start(words, "kept", log, lambda: setattr(sys, "stderr", os.fdopen(2, "w")))
+    try:
+        wait_for(lambda: log.exists() and said.search(log.read_text()) is not None)
+        begun = log.read_text()
+        body = {"prompt": "a", "max_tokens": 80, "stream": True, "logprobs": 0}
+        sock = Client(int(said.search(begun)[1])).connect(json.dumps(body).encode())
+        received = sock.recv(4096)
+        os.kill(server_id, signal.SIGTERM)
+        while part := sock.recv(4096):
+            received += part
+        assert b'"finish_reason":"length"' in received
+        assert b"data: [DONE]" in received
+        assert os.waitstatus_to_exitcode(os.waitpid(server_id, 0)[1]) == 0
+        assert log.read_text() == f"{begun}stopped\n"
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(server_id, signal.SIGKILL)
 
 
 def test_model_is_listed(client, engine):
@@ -449,24 +472,6 @@ def test_openai_client_is_answered(kind, chats, chatty, device):
         assert parts == contents
         assert contents[0] != contents[1]
         assert not talk(stop=contents[0][0]).choices[0].message.content
-
-
-def test_signal_lets_running_texts_finish(saved):
-    run, root = saved().parent, Path(__file__).parents[2]
-    command = [sys.executable, "-m", "arbcli", "serve", str(run), "--port", "0", "--device", "cpu"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=root) as process:
-        line = process.stderr.readline()
-        client = Client(int(re.search(r":(\d+)$", line)[1]))
-        body = {"prompt": "a", "max_tokens": 80, "stream": True, "logprobs": 0}
-        sock = client.connect(json.dumps(body).encode())
-        received = sock.recv(4096)
-        process.send_signal(signal.SIGTERM)
-        while part := sock.recv(4096):
-            received += part
-        assert b'"finish_reason":"length"' in received
-        assert b"data: [DONE]" in received
-        assert process.stderr.read() == "stopped\n"
-        assert process.wait(SECONDS) == 0
 
 
 @pytest.mark.parametrize(
