@@ -46,7 +46,7 @@ def text(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def sound() -> ProbeReport:
     """On the default text."""
-    return probe(new_config(**SMALL), steps=STEPS)
+    return probe(new_config(**SMALL), steps=2)
 
 
 @pytest.fixture(scope="module")

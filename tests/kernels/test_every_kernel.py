@@ -53,10 +53,13 @@ def cases() -> list:
 
 @pytest.mark.parametrize(("spec", "scale_type", "backend"), cases())
 def test_kernel_equals_reference(spec, scale_type, backend, device):
-    """On all cases, or in the interpreter on a sample of those that `arb verify-kernels` runs."""
+    """On all cases, or on a sample of those that `arb verify-kernels` runs.
+
+    That is in the interpreter, and in scale types that differ only where weights are decoded.
+    """
     place = torch.device("cpu") if backend == "native" else device
     answers = answered(spec, place, SCALE_TYPES[scale_type])
-    if backend == "interpreter":
+    if backend == "interpreter" or (spec.uses_scales and scale_type == "T32"):
         answers = sample(answers, attrgetter("case"))
     assert_reference_is_met(spec, backend, answers)
 
@@ -106,7 +109,7 @@ IN_CHUNKS = [
 @pytest.mark.parametrize("spec", IN_CHUNKS, ids=lambda spec: spec.name)
 def test_torch_backend_gives_the_same_in_chunks_of_two_rows(spec):
     """Matrices of real sizes are worked on in parts, and no case of a test is that large."""
-    for case in spec.cases(torch.device("cpu"), SCALE_TYPES["T6"]):
+    for case in sample(list(spec.cases(torch.device("cpu"), SCALE_TYPES["T6"]))):
         results = []
         for elements in (None, 1):
             with use_backend("torch"), chunks_of(elements):
@@ -210,7 +213,7 @@ def test_kernel_takes_several_turns_where_its_tiles_are_smaller(name, device):
         shrunk.update(smaller)
         kernel.run(*inputs, grid=grid, warmup=False, **options | smaller)
 
-    for case in sample(list(spec.cases(device, 32))):
+    for case in sample(list(spec.cases(device, 32)))[:4]:  # that have most in them
         with replaced_launches(launch):
             assert_triton_agrees(spec, case.label, case.inputs)
     assert shrunk == set(tile)
