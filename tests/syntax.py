@@ -20,6 +20,15 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"))
 
 
+def statements(tree: ast.AST) -> list[ast.AST]:
+    """Return a tree and all statements in it, level by level, without expressions."""
+    nodes = [tree]
+    for node in nodes:  # grows meanwhile
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            nodes += getattr(node, name, ())
+    return nodes
+
+
 def children(node: ast.AST) -> list[ast.AST]:
     """Return the nodes right below a node, without the context of a name."""
     nodes: list[ast.AST] = []

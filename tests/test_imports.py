@@ -3,10 +3,11 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from syntax import children, kernel_files, parsed, walk
+from syntax import kernel_files, parsed, statements, walk
 
 PACKAGE = Path(__file__).parents[1] / "arbcli"
 RANK = {
@@ -26,16 +27,21 @@ def layer(module: str) -> str:
     return next((prefix for prefix in prefixes if prefix in RANK), names[0])
 
 
-def imported(path: Path) -> set[str]:
-    names = set()
-    for node in walk(parsed(path)):
+def imported_by(nodes: Iterable[ast.AST]) -> set[str]:
+    names: set[str] = set()
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
+            assert node.level == 0, f"relative import of {node.module}"
             # of a package the parts are meant: `from arbcli import x` is an import of `arbcli.x`
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
     return names
+
+
+@cache
+def imported(path: Path) -> set[str]:
+    return imported_by(statements(parsed(path)))
 
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -61,33 +67,33 @@ def test_no_file_imports_itself_through_others():
     assert sorted(imports) == []
 
 
+@cache
 def run_imports(path: Path) -> set[str]:
-    names: set[str] = set()
-    nodes = [parsed(path)]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        if isinstance(node, ast.ImportFrom):
-            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+    tree = parsed(path)
+    types = [
+        node
+        for condition in statements(tree)
+        if isinstance(condition, ast.If) and ast.unparse(condition.test) == "TYPE_CHECKING"
+        for node in condition.body
+    ]
+    names = imported_by(node for node in statements(tree) if node not in types)
+    for node in walk(tree) if "import_module" in path.read_text("utf-8") else ():
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             names |= {a.value for a in node.args if isinstance(a, ast.Constant)}
-        nodes += children(node)
     return names
 
 
 def test_kernels_import_neither_verification_nor_references():
     """Not through what they import either."""
     files = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): p for p in MODULES}
-    reached = [name for name, path in files.items() if path in kernel_files()]
+    kernels = {*kernel_files()}
+    reached = [name for name, path in files.items() if path in kernels]
     for name in reached:  # grows meanwhile
         reached += sorted((run_imports(files[name]) & {*files}) - {*reached})
     assert "arbcli.base.errors" in reached
     assert not [name for name in reached if name.startswith("arbcli.verify")]
     for name in reached:
-        declared = {node.name for node in walk(parsed(files[name])) if hasattr(node, "name")}
+        declared = {node.name for node in statements(parsed(files[name])) if hasattr(node, "name")}
         assert not [n for n in declared if n and n.endswith("_reference")], name
 
 
@@ -128,7 +134,7 @@ def code_lines(path: Path) -> int:
     """Count the lines with code: without blank lines, docstrings and comments."""
     numbered = enumerate(path.read_text("utf-8").splitlines(), 1)
     lines = {n for n, line in numbered if line.strip() and not line.strip().startswith("#")}
-    for node in walk(parsed(path)):
+    for node in statements(parsed(path)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             lines -= {*range(node.lineno, (node.end_lineno or 0) + 1)}
     return len(lines)
