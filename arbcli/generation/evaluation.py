@@ -13,7 +13,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -279,122 +278,80 @@ def evaluate(
         ArbError: the text is too short, an option does not suit the model, or GPU memory is
             exhausted.
     """
-    context, is_masked = model.config.ctx, model.config.is_masked
     check_masked_option(model.config, "--draws", draws)
     draws = DRAWS if draws is None else draws
     stride = check_stride(model.config, stride)
     check_vocabulary(model.config, model.tokenizer, "")
-    if isinstance(text, Chats):
-        return _evaluate_documents(
-            model, checkpoint, text, description, batch, backend, kv, progress
-        )
-    if model.tokenizer is None:
+    documents = text if isinstance(text, Chats) else None
+    if documents is not None:
+        model.config.check_documents()
+    elif model.tokenizer is None:
         check_is_bytes(text.token_bytes)
     elif text.source is text:
         text = tokenised(text, model.tokenizer)
-    if len(text) < 2:
+    if documents is None and len(text) < 2:
         raise ArbError("a text of one byte has nothing to predict", hint="name a longer text")
-    started = time.perf_counter()
-    with _computing(model, backend, kv) as cache_dtype:
-        length = min(context, len(text) - 1)
-        symbol_bytes, last = text.symbol_bytes, len(text) - 1
+    started, symbol_bytes = time.perf_counter(), text.symbol_bytes
+    predicted = (len(text) - 1) * symbol_bytes if documents is None else documents.learnt_bytes
+    media: MediaLosses | None = None
+    by_position: tuple[OfPositions, ...] = ()
 
-        def report_progress(done: int, loss: float) -> None:
-            progress(round(done * symbol_bytes), round(last * symbol_bytes), loss / symbol_bytes)
+    def report_progress(done: int, loss: float) -> None:
+        progress(round(done * symbol_bytes), round(predicted), loss / symbol_bytes)
 
-        sums = torch.zeros(length, dtype=torch.float64, device=model.device)
-        media: MediaLosses | None = None
-        if text.source is text and text.contains(MEDIA_MARK):
-            media = imported("arbcli.families.media.evaluation:MediaLosses")(text, model.device)
-        nats = mean_loss(
-            model,
-            text,
-            stride=stride,
-            batch=batch,
-            progress=report_progress,
-            sums=sums,
-            media=media,
-            draws=draws,
-        )
-    seconds = time.perf_counter() - started
-    token_nats, nats = nats, nats / text.symbol_bytes
-    bits = nats / math.log(2)
-    count = sum(1 for _ in windows(len(text), context, stride)) * text.symbol_bytes
-    size, has_tokenizer = len(text.source), model.tokenizer is not None
-    return EvaluateReport(
-        checkpoint=checkpoint,
-        text=description,
-        bytes=size,
-        nats_per_byte=nats,
-        bits_per_byte=bits,
-        tokens=len(text) if has_tokenizer else None,
-        nats_per_token=token_nats if has_tokenizer else None,
-        entropy=entropy(text),
-        compression_ratio=8 * size / (8 + bits * (size - 1)),
-        context=context,
-        stride=stride,
-        seconds=seconds,
-        bytes_per_second=size / seconds,
-        kv=cache_dtype,
-        draws=draws if is_masked else None,
-        by_position=_average_positions(sums, count),
-        by_kind=() if media is None else media.report(),
-        device=str(model.device),
-        backend=backend,
-    )
-
-
-@contextmanager
-def _computing(model: LanguageModel, backend: str, kv: str | None) -> Iterator[str]:
-    """Compute reproducibly on a backend, with a format of keys and values; give their dtype."""
     with (
         deterministic(),
         explained_out_of_memory("use a smaller `--batch`"),
         use_backend(backend),
         model.cached_as(kv),
     ):
-        yield model.cache_dtype
-
-
-def _evaluate_documents(
-    model: LanguageModel,
-    checkpoint: str,
-    text: Chats,
-    description: str,
-    batch: int,
-    backend: str,
-    kv: str | None,
-    progress: Callable[[int, int, float], None],
-) -> EvaluateReport:
-    """Evaluate a model on the answers of documents: see `evaluate`."""
-    model.config.check_documents()
-    started, symbol_bytes = time.perf_counter(), text.symbol_bytes
-
-    def report_progress(done: int, loss: float) -> None:
-        progress(round(done * symbol_bytes), text.learnt_bytes, loss / symbol_bytes)
-
-    with _computing(model, backend, kv) as cache_dtype:
-        nats = document_loss(model, text, batch=batch, progress=report_progress)
+        cache_dtype = model.cache_dtype
+        if documents is not None:
+            nats = document_loss(model, documents, batch=batch, progress=report_progress)
+        else:
+            length = min(model.config.ctx, len(text) - 1)
+            sums = torch.zeros(length, dtype=torch.float64, device=model.device)
+            if text.source is text and text.contains(MEDIA_MARK):
+                media = imported("arbcli.families.media.evaluation:MediaLosses")(text, model.device)
+            nats = mean_loss(
+                model,
+                text,
+                stride=stride,
+                batch=batch,
+                progress=report_progress,
+                sums=sums,
+                media=media,
+                draws=draws,
+            )
     seconds = time.perf_counter() - started
     bits = nats / symbol_bytes / math.log(2)
+    if documents is not None:
+        context = stride = documents.context
+        size, tokens, ratio = documents.learnt_bytes, documents.learnt_tokens, 8 / bits
+    else:
+        context, size = model.config.ctx, len(text.source)
+        tokens = len(text) if model.tokenizer is not None else None
+        ratio = 8 * size / (8 + bits * (size - 1))
+        count = sum(1 for _ in windows(len(text), context, stride)) * symbol_bytes
+        by_position = _average_positions(sums, count)
     return EvaluateReport(
         checkpoint=checkpoint,
         text=description,
-        bytes=text.learnt_bytes,
+        bytes=size,
         nats_per_byte=nats / symbol_bytes,
         bits_per_byte=bits,
-        tokens=text.learnt_tokens,
-        nats_per_token=nats,
+        tokens=tokens,
+        nats_per_token=None if tokens is None else nats,
         entropy=entropy(text),
-        compression_ratio=8 / bits,
-        context=text.context,
-        stride=text.context,
+        compression_ratio=ratio,
+        context=context,
+        stride=stride,
         seconds=seconds,
-        bytes_per_second=text.learnt_bytes / seconds,
+        bytes_per_second=size / seconds,
         kv=cache_dtype,
-        draws=None,
-        by_position=(),
-        by_kind=(),
+        draws=draws if model.config.is_masked else None,
+        by_position=by_position,
+        by_kind=() if media is None else media.report(),
         device=str(model.device),
         backend=backend,
     )
