@@ -19,6 +19,7 @@ from arbcli.base.errors import ArbError
 from arbcli.base.reading import read_json
 from arbcli.base.run_files import CONFIG
 from arbcli.training.record import METRICS, complete_lines, finite
+from arbcli.training.schedule import Patience
 
 _SCHEMA = {
     "config": dict, "config.seed": int, "config.steps": int, "init_from": str | None,
@@ -85,9 +86,7 @@ class RunReader:
         self._offset, self._line = 0, b""
         """Position of the next line in the file of records, and the line before it."""
         self._last: dict[str, Any] = {}
-        self._val_loss: float | None = None
-        self._best: tuple[float | None, int | None] = None, None
-        """The lowest held-out loss, and its step."""
+        self._losses = Patience(None)
         self._peak_bytes: int | None = None
         self._speeds: deque[float] = deque(maxlen=_TIMED)
 
@@ -102,7 +101,7 @@ class RunReader:
             return self._summary
         facts = read_json(self._run / CONFIG, _SCHEMA)
         self._read_records()
-        last, (best, best_step) = self._last, self._best
+        last, losses = self._last, self._losses
         self._summary = RunSummary(
             run=str(self._run),
             number=facts.get("number") or 0,
@@ -112,9 +111,9 @@ class RunReader:
             step=last.get("step", 0),
             steps=facts["config"]["steps"],
             loss=last.get("loss"),
-            val_loss=self._val_loss,
-            best_val_loss=best,
-            best_step=best_step,
+            val_loss=losses.last,
+            best_val_loss=None if losses.best_step is None else losses.best,
+            best_step=losses.best_step,
             state_bytes=last.get("state_bytes"),
             peak_bytes=self._peak_bytes,
             seconds=last.get("seconds"),
@@ -136,9 +135,7 @@ class RunReader:
     def _add(self, record: dict[str, Any]) -> None:
         self._last = record
         if (loss := record.get("val_loss")) is not None:
-            self._val_loss = loss
-            if self._best[0] is None or loss < self._best[0]:
-                self._best = loss, record["step"]
+            self._losses.add(record["step"], loss)
         if peak := record.get("peak_bytes"):
             self._peak_bytes = max(self._peak_bytes or 0, peak)
         if speed := record.get("bytes_per_second"):

@@ -15,7 +15,7 @@ from arbcli.base.run_files import best_checkpoints
 from arbcli.base.signals import RememberedSignal
 from arbcli.kernels.runtime.compiling import counted_compiling
 from arbcli.training.observer import Observer
-from arbcli.training.record import FirstStep, RunRecords, TrainReport
+from arbcli.training.record import FirstStep, RunRecords, TrainReport, held_out_losses
 from arbcli.training.recorder import Recorder, Resumed
 from arbcli.training.sample import sample_text
 from arbcli.training.saving import Saver
@@ -59,8 +59,13 @@ class Loop:
         records = resumed.records if resumed else RunRecords(run if self.group.first else None)
         self._records = records
         self.recorder = Recorder(trainer, records, resumed)
-        self.saver = Saver(trainer, run, facts, observer, records, resumed=resumed is not None)
-        self.patience = Patience(self.config.patience, self._losses(records) if resumed else ())
+        # only the first process writes and reads records
+        losses = self.group.broadcast_object(held_out_losses(records.read())) if resumed else ()
+        self.patience = Patience(self.config.patience, losses)
+        is_resumed = resumed is not None
+        self.saver = Saver(
+            trainer, run, facts, observer, records, self.patience, resumed=is_resumed
+        )
         self.first_step: FirstStep | None = None
         """First step of this process; None before it."""
         traced = profile if self.group.first else None
@@ -97,7 +102,7 @@ class Loop:
                     self._records.release({})  # no further step measures its traffic
                     self._note_patience()
                 else:
-                    val_loss = self._evaluate() if is_evaluated(config, trainer.step) else None
+                    val_loss = self._evaluate()
                     self._record(val_loss)
             elif trainer.step < config.steps:
                 self._save()
@@ -129,22 +134,13 @@ class Loop:
             return True
         return self._is_stopped(signal)
 
-    def _losses(self, records: RunRecords) -> list[tuple[int, float]]:
-        """Return the steps and held-out losses of the records of the first process; collective."""
-        losses = [
-            (record["step"], loss)
-            for record in records.read()
-            if (loss := record.get("val_loss")) is not None
-        ]
-        return self.group.broadcast_object(losses)
-
     def _note_patience(self) -> None:
         """Say why the run ends before its last step."""
         run, patience = self.saver.run, self.patience
         kept = "" if run is None else f" is kept as {quoted(best_checkpoints(run))}"
         self.observer.noted(
             f"stopped after step {self.trainer.step:,}: the held-out loss has not fallen in"
-            f" {patience.waited:,} evaluations; that of step {patience.best_step:,},"
+            f" {patience.waited:,} evaluations; that of step {patience.best_step or 0:,},"
             f" {patience.best:.4f} nats a byte,{kept or ' was the lowest'}"
         )
 
@@ -211,14 +207,9 @@ class Loop:
         step, every = self.trainer.step, self.config.sample_every
         if not is_recorded(self.config, step):
             return
-        evaluating = is_evaluated(self.config, step)
         shown = self.group.first and every is not None and step % every == 0
-        val_loss = self._evaluate() if evaluating else None
-        if val_loss is not None:
-            self.patience.add(step, val_loss)
-        self._record(val_loss, self._sample_on_the_way() if shown else None)
-        if evaluating:
-            self._keep_best()
+        self._record(self._evaluate(), self._sample_on_the_way() if shown else None)
+        self._keep_best()
 
     def _sample_on_the_way(self) -> str | None:
         """Generate a sample, if it is text; running out of memory does not end the run."""
@@ -232,9 +223,14 @@ class Loop:
         with self.recorder.not_timed():
             return sample_text(self.trainer)
 
-    def _evaluate(self) -> float:
+    def _evaluate(self) -> float | None:
+        """Return the held-out loss in nats per byte; None if no evaluation is due."""
+        if not is_evaluated(self.config, self.trainer.step):
+            return None
         with self.recorder.not_timed():
-            return self.trainer.evaluate() / self.trainer.texts.val.symbol_bytes
+            loss = self.trainer.evaluate() / self.trainer.texts.val.symbol_bytes
+        self.patience.add(self.trainer.step, loss)
+        return loss
 
     def _save(self) -> None:
         """Save a checkpoint, unless there is one of this step."""
@@ -244,7 +240,7 @@ class Loop:
 
     def _keep_best(self) -> None:
         """Keep the checkpoint of this step as the best, if its held-out loss is the lowest."""
-        if self.saver.is_best():
+        if self.saver.is_best:
             self._save()
             self.saver.keep_best()
 

@@ -13,7 +13,7 @@ from arbcli.base.atomic_files import open_to_append, write_file
 from arbcli.base.errors import os_errors
 from arbcli.base.reading import open_regular, parse_json, test_of
 from arbcli.config.training import TrainConfig
-from arbcli.training.schedule import is_evaluated, is_recorded
+from arbcli.training.schedule import Patience, is_evaluated, is_recorded
 
 METRICS = "metrics.jsonl"
 """File of a run's records in JSON lines."""
@@ -229,12 +229,13 @@ def _kept_lines(run: Path, keep: Callable[[dict[str, Any]], bool]) -> list[bytes
 
 def best_step(records: Iterable[dict[str, Any]]) -> int | None:
     """Return the step with the lowest held-out loss; None if none was evaluated."""
-    losses = [
-        (record["val_loss"], record["step"])
-        for record in records
-        if record.get("val_loss") is not None
-    ]
-    return min(losses)[1] if losses else None
+    return Patience(None, held_out_losses(records)).best_step
+
+
+def held_out_losses(records: Iterable[dict[str, Any]]) -> list[tuple[int, float]]:
+    """Return the steps and held-out losses of the records that have one."""
+    pairs = ((record["step"], record.get("val_loss")) for record in records)
+    return [(step, loss) for step, loss in pairs if loss is not None]
 
 
 class RunRecords:

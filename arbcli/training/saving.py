@@ -14,6 +14,7 @@ from arbcli.model.checkpoint import keep_best, link_best, remove_files, save_che
 from arbcli.training.observer import Observer
 from arbcli.training.recent import FIELD
 from arbcli.training.record import RunRecords, best_step
+from arbcli.training.schedule import Patience
 from arbcli.training.trainer import Trainer, text_digest
 
 SAVE_SECONDS = 300
@@ -29,6 +30,7 @@ class Saver:
         facts: contents of `config.json`.
         observer: receives notes.
         records: records of the run.
+        patience: held-out losses of the run.
         resumed: whether the run continues from a checkpoint of the trainer's step.
     """
 
@@ -39,11 +41,12 @@ class Saver:
         facts: dict[str, Any],
         observer: Observer,
         records: RunRecords,
+        patience: Patience,
         *,
         resumed: bool,
     ) -> None:
         self._trainer, self._facts, self._observer = trainer, facts, observer
-        self._records = records
+        self._records, self._patience = records, patience
         # float baselines have no checkpoints
         self.run = run if trainer.updater is not None else None
         """Directory of the checkpoints; None for no checkpoints."""
@@ -102,13 +105,11 @@ class Saver:
         self.saved_step, self._last_save, self._later = checkpoint.step, time.perf_counter(), []
         note_aside(aside, self._observer)
 
+    @property
     def is_best(self) -> bool:
-        """Return whether the held-out loss of this step is the lowest so far; collective."""
-        if self.run is None or not self._trainer.config.keeps_best:
-            return False
-        # only the first process writes and reads records
-        is_best = best_step(self._records.read()) == self._trainer.step
-        return any(self._trainer.group.agree(is_best))
+        """Whether the best checkpoint is kept, and is that of this step."""
+        keeps_best = self.run is not None and self._trainer.config.keeps_best
+        return keeps_best and self._patience.best_step == self._trainer.step
 
     def keep_best(self) -> None:
         """Keep the newest checkpoint as the best one, once later checkpoints are set aside."""
@@ -118,9 +119,11 @@ class Saver:
     def _link_best(self) -> None:
         """Keep the best checkpoint of the new branch, next to that of the old one."""
         assert self.run is not None
-        best = best_step(self._records.read()) if self._trainer.config.keeps_best else None
-        if best is not None and (path := checkpoint_path(self.run, best)).exists():
-            link_best(path)
+        best = self._patience.best_step
+        if self._trainer.config.keeps_best and best is not None:
+            path = checkpoint_path(self.run, best)
+            if path.exists():
+                link_best(path)
 
     def _check_text(self) -> None:
         """Check that the text has not changed since the run began.

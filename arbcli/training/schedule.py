@@ -105,8 +105,9 @@ class Patience:
 
     def __init__(self, limit: int | None, losses: Iterable[tuple[int, float]] = ()) -> None:
         self._limit = limit
-        self.best_step, self.best = 0, float("inf")
-        """Step and value of the lowest loss."""
+        self.best_step: int | None = None
+        """Step of the lowest loss; None before the first one."""
+        self.best = float("inf")
         self.last: float | None = None
         """Loss of the last evaluation."""
         self.waited = 0
