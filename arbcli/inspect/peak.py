@@ -17,19 +17,17 @@ from torch import Tensor
 from arbcli.config.training import TrainConfig
 from arbcli.data.files import has_documents
 from arbcli.data.text import Texts
-from arbcli.inspect.allocator import Allocator, round_up
+from arbcli.inspect.allocator import Allocator
 from arbcli.inspect.trace import (
     META,
-    KnownShapes,
     Storages,
     calling_function,
     no_compiler,
     no_memory,
 )
 from arbcli.kernels.runtime.arguments import dtype_name
-from arbcli.kernels.runtime.backend import compile_for, gpu_of, num_processors
+from arbcli.kernels.runtime.backend import compile_for, gpu_of
 from arbcli.kernels.runtime.device import COMPUTE, deterministic
-from arbcli.model.packed import TernaryTensor
 from arbcli.training.parallel.group import Group, PendingTensor
 from arbcli.training.teacher import read_teacher
 from arbcli.training.trainer import Trainer
@@ -49,7 +47,7 @@ class AtPeak:
     made_in: str
     """The function of this package that allocates them; `autograd` where none does."""
     tensor: str
-    """Dtype and shape; empty for workspaces, and for memory within an operation."""
+    """Dtype and shape; empty for workspaces."""
     number: int
     bytes: int
     """Bytes of all of them, in the allocator's blocks."""
@@ -99,98 +97,8 @@ WORKSPACES = {
 """Bytes that a library keeps once it has computed such an operation, by operation."""
 
 
-class _Hidden(NamedTuple):
-    """Bytes that an operation allocates besides its results, and frees before it returns."""
-
-    before: tuple[int, ...] = ()
-    """Sizes of hidden allocations before the results, in bytes."""
-    after: tuple[int, ...] = ()
-    """Sizes of hidden allocations after the results, in bytes."""
-
-
-def _flash_backward(args: tuple) -> _Hidden:
-    """Return the float32 sums of a deterministic backward: softmax_d, and dq in several parts."""
-    batch, heads, length, width = args[1].shape
-    rows, padded = batch * heads * round_up(length, 128), round_up(width, 32)
-    parts = -(-num_processors(args[1]) // (batch * heads))
-    return _Hidden(after=(4 * rows, 4 * parts * rows * padded))
-
-
-def _sort(args: tuple) -> _Hidden:
-    """Return the indices of a sort, and for long ones the second buffers of a radix sort."""
-    number, size = args[0].numel(), args[0].itemsize
-    return _Hidden(after=(8 * number, _radix_bytes(number, size))[: 1 + (number > 4096)])
-
-
-def _radix_bytes(number: int, key_bytes: int) -> int:
-    """Return the memory in which cub sorts pairs of a key and an int64."""
-    return number * (key_bytes + 8) + 18_943
-
-
-def _index(args: tuple) -> _Hidden:
-    """Return the int64 copies of int32 indices."""
-    indices = (index for index in args[1] if index is not None)
-    return _Hidden(before=tuple(8 * i.numel() for i in indices if i.dtype == torch.int32))
-
-
-def _scatter(args: tuple) -> _Hidden:
-    """Return the buffers of a deterministic scatter: linear indices, sorted, with their sources."""
-    number = args[2].numel()
-    return _Hidden(after=(*(8 * number,) * 4, _radix_bytes(number, 8)))
-
-
-TOPK_SLICES = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_000), (4_000, 800))
-"""For so many slices torch shares a slice among blocks if it has so many elements."""
-
-
-def _topk(args: tuple) -> _Hidden:
-    """Return the counters of a radix search whose blocks share slices, with 256 digits each."""
-    x = args[0]
-    slices, length = x.numel() // x.shape[-1], x.shape[-1]
-    if length < next((least for limit, least in TOPK_SLICES if slices <= limit), 400):
-        return _Hidden()
-    threads = num_processors(x) * 6 * 256
-    thread_elements = min(max(-(-x.numel() // threads), 4), 64)
-    blocks = slices * -(-length // (thread_elements * 256))
-    return _Hidden(
-        after=(4 * slices, 8 * slices, 8 * slices, 512 * blocks, 1024 * slices, *(4 * blocks,) * 2)
-    )
-
-
-def _running_sum(args: tuple) -> _Hidden:
-    """Return the int64 copy of the summands."""
-    x = args[0]
-    return (
-        _Hidden() if x.is_floating_point() or x.itemsize == 8 else _Hidden(after=(8 * x.numel(),))
-    )
-
-
 def _is_mask(index: Tensor | None) -> bool:
     return index is not None and index.is_meta and index.dtype == torch.bool
-
-
-HIDDEN: dict[Any, Callable[[tuple], _Hidden]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    torch.ops.aten.sort.stable: _sort,
-    torch.ops.aten.index.Tensor: _index,
-    torch.ops.aten.scatter_.src: _scatter,
-    torch.ops.aten.scatter_add_.default: _scatter,
-    torch.ops.aten.index_add_.default: _scatter,
-    torch.ops.aten.cumsum.default: _running_sum,
-    torch.ops.aten.topk.default: _topk,
-}
-"""Hidden allocations of torch's operations on a GPU, from their arguments.
-
-They are from records of the allocator, and for `scatter_`, `cumsum` and `topk` from torch's source.
-Sums in two steps, 512 bytes each, are omitted.
-"""
-INPLACE_VARIANTS = {
-    torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
-    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
-    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
-}
-"""Operations that autograd runs in place, unless a mode intercepts them. A view is not written
-to, as its base might still be in use."""
 
 
 class _Total:
@@ -223,7 +131,6 @@ class _Trace(Storages):
         self.loading = True
         self._blocks: dict[int, _Taken] = {}
         self._workspaces: set[tuple[Any, bool, bool]] = set()
-        self._shapes = KnownShapes()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -242,14 +149,7 @@ class _Trace(Storages):
                 dtype = kwargs.get("dtype") or args[0].dtype  # numbers that the host computes with
                 return torch.ones(args[0].shape, dtype=dtype, device="cpu")
             return super().__torch_dispatch__(func, types, args, kwargs)
-        if func in INPLACE_VARIANTS and self._is_own(args[0]):
-            func = INPLACE_VARIANTS[func]
-        hidden = HIDDEN[func](args) if func in HIDDEN else _Hidden()
-        taken = [self._take(size, func) for size in hidden.before]
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        taken += [self._take(size, func) for size in hidden.after]
-        for one in reversed(taken):
-            self._give(one)
         if func in WORKSPACES and result.is_meta:
             # one for each thread that has had a product, and others where steps are captured
             captured = isinstance(self.memory, Allocator) and self.memory.is_capturing
@@ -258,10 +158,6 @@ class _Trace(Storages):
                 self._workspaces.add(place)
                 self._take(WORKSPACES[func], func, "constant")
         return result
-
-    def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Compute the result of an operation."""
-        return self._shapes.run(func, args, kwargs)
 
     def on_alloc(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
         """Allocate memory for a storage."""
@@ -318,10 +214,6 @@ class _Trace(Storages):
     def _runs_backward(self) -> bool:
         """Whether autograd runs, which has a thread of its own for a GPU."""
         return torch._C._current_graph_task_id() >= 0
-
-    def _is_own(self, total: Tensor) -> bool:
-        """Whether autograd itself is adding something to a tensor that is not a view."""
-        return self._runs_backward and not total._is_view() and calling_function() == "autograd"
 
     def _take(self, size: int, op: Any, part: str | None = None, *, tensor: str = "") -> "_Taken":
         part = part or (
@@ -424,36 +316,6 @@ class _Imagined(Group):
         return tensor.clone()
 
 
-@contextmanager
-def _initialising_once() -> Iterator[None]:
-    """Initialise one packed tensor of each kind: others would allocate and free the same memory."""
-    initialise, fill = TernaryTensor.initialise, TernaryTensor.fill
-    seen = set()
-
-    def is_new(tensor: TernaryTensor) -> bool:
-        shapes = tuple((name, part.shape) for name, part in tensor.named_buffers())
-        kind = (tensor.frozen, tensor.rule, tensor.direction, shapes)
-        known = kind in seen
-        seen.add(kind)
-        return not known
-
-    def initialise_once(tensor: TernaryTensor, seed: int, index: int) -> None:
-        if tensor.frozen or is_new(tensor):  # a frozen one is filled, which a norm takes note of
-            initialise(tensor, seed, index)
-
-    def fill_once(tensor: TernaryTensor, trit: int = 1) -> None:
-        if is_new(tensor):
-            fill(tensor, trit)
-
-    TernaryTensor.initialise = initialise_once  # type: ignore[assignment, method-assign]
-    TernaryTensor.fill = fill_once  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        TernaryTensor.initialise = initialise  # type: ignore[method-assign]
-        TernaryTensor.fill = fill  # type: ignore[method-assign]
-
-
 def predict_peak(
     config: TrainConfig,
     *,
@@ -481,7 +343,6 @@ def predict_peak(
         no_compiler(),
         trace,
         no_memory(device),
-        _initialising_once(),
     ):
         text: Any = _AnyText(config)  # all of a text that a step asks for
         known = teacher and teacher.checkpoint

@@ -67,15 +67,11 @@ class Storages(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation, and note the storages that it returns."""
-        result = self.run(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._note(leaf, func)
         return result
-
-    def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Compute the result of an operation."""
-        return func(*args, **kwargs)
 
     def find(self, *, count: bool = True) -> None:
         """Record tensors that Python holds though no operation returned them; count them or not."""
@@ -198,62 +194,6 @@ def calling_function() -> str:
             return f"{name.removeprefix('arbcli.')}.{function}"
         frame = frame.f_back
     return "autograd"
-
-
-class KnownShapes:
-    """Runs operations on `meta`, and remembers the shapes of their results.
-
-    Torch computes these in Python, a millisecond for some, and an update repeats the same for every
-    tensor.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
-
-    def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Compute the result of an operation: a new tensor, or the one that it writes to."""
-        returned = func._schema.returns
-        alias = returned[0].alias_info if len(returned) == 1 else None
-        if len(returned) != 1 or (alias and not alias.is_write):  # several, or a view
-            return func(*args, **kwargs)
-        written = kwargs.get("out", args[0]) if alias else None
-        key = (func, *map(_described, args), *map(_described, kwargs.items()))
-        if key in self._known:
-            shape, stride, dtype = self._known[key]
-            return (
-                torch.empty_strided(shape, stride, dtype=dtype, device=META)
-                if written is None
-                else written
-            )
-        before = _described(written)
-        result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.is_meta:
-            same = result is written and _described(written) == before
-            if same or (written is None and _has_its_own_storage(result, (args, kwargs))):
-                self._known[key] = result.shape, result.stride(), result.dtype
-        return result
-
-
-def _has_its_own_storage(result: Tensor, arguments: Any) -> bool:
-    """Return whether a result fills a storage that is none of an argument's.
-
-    A schema does not tell: that of `_unsafe_view`, with which torch ends a product of stacks, is of
-    a new tensor.
-    """
-    storage = result.untyped_storage()
-    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
-    if any(leaf.untyped_storage()._cdata == storage._cdata for leaf in tensors):
-        return False
-    return storage.nbytes() == result.numel() * result.itemsize
-
-
-def _described(value: Any) -> tuple:
-    """Return the properties of an argument on which shapes and dtypes of results depend."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
-    if isinstance(value, list | tuple):
-        return tuple(map(_described, value))
-    return type(value), value
 
 
 @contextmanager

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -22,8 +21,8 @@ from arbcli.families.media.config import CompositeConfig
 from arbcli.inspect import peak
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.ranks import share_out
-from arbcli.inspect.trace import KnownShapes, LiveTensors, no_memory
-from arbcli.kernels.runtime.backend import compile_for, use_backend
+from arbcli.inspect.trace import LiveTensors, no_memory
+from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.layers.rotary import fresh_tables
 from arbcli.model.optimizers.orthogonal import orthogonalise
@@ -164,16 +163,6 @@ def test_predicted_peak_of_a_stack_that_is_orthogonalised_again_equals_the_measu
     assert trace.peak == tensors.stage_peak > 0
 
 
-def test_a_view_that_its_schema_calls_new_shares_its_storage_each_time():
-    known, x = KnownShapes(), torch.empty(2, 3, 4, device="meta")
-    for _ in range(2):
-        view = known.run(torch.ops.aten._unsafe_view.default, (x, [6, 4]), {})
-        copy = known.run(torch.ops.aten.clone.default, (x,), {})
-        assert view.shape == (6, 4)
-        assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
-        assert copy.untyped_storage()._cdata != x.untyped_storage()._cdata
-
-
 def test_predicted_peak_is_the_sum_of_its_parts():
     config = config_of({})
     peak = predict_peak(config)
@@ -215,14 +204,6 @@ def test_predicted_peak_leaves_no_trace(monkeypatch):
     first, second = (predict_peak(config_of({"layers": 1})) for _ in range(2))
     assert first == second
     assert {name: function() for name, function in functions.items()} == before
-
-
-def test_initialising_like_tensors_once_changes_no_prediction(monkeypatch):
-    model = preset("tiny", dim=256, layers=2, ffn=1024, ctx=8)
-    config = TrainConfig(model=model, batch=1, device="cuda", backend="triton")
-    report = predict_peak(config)
-    monkeypatch.setattr(peak, "_initialising_once", nullcontext)
-    assert report == predict_peak(config)
 
 
 MEASURED = {
@@ -338,31 +319,6 @@ def test_a_step_on_a_gpu_of_apple_makes_no_float64(direction, compute):
     assert report.device == "mps"
     assert report.peak_bytes > report.state_bytes > 0
     assert doubles.made == set()
-
-
-def test_hidden_memory_of_torch_kernels_is_as_measured():
-    """Copies and counters that no operation returns; found on a GPU, in bytes."""
-    x = torch.zeros(3, 40, device="meta")
-    index = torch.zeros(7, dtype=torch.int32, device="meta")
-    long = torch.zeros(9, dtype=torch.int64, device="meta")
-    assert peak._index((x, [index, None, long])).before == (8 * 7,)
-    assert peak._scatter((x, 0, long, x)).after == (72, 72, 72, 72, 9 * 16 + 18_943)
-    assert peak._running_sum((index, 0)).after == (56,)
-    for whole in (x, long):
-        assert peak._running_sum((whole, 0)) == peak._Hidden()
-    with compile_for((9, 0), 132):
-        for width, padded in ((64, 64), (65, 96), (72, 96), (100, 128)):
-            q = torch.zeros(2, 3, 200, width, device="meta")
-            hidden_bytes = peak._flash_backward((None, q)).after
-            assert hidden_bytes == (4 * 6 * 256, 4 * 22 * 6 * 256 * padded)
-        assert peak._topk((torch.zeros(20, 19_999, device="meta"), 5)) == peak._Hidden()
-        hidden = peak._topk((torch.zeros(20, 20_000, device="meta"), 5))
-        assert hidden.before == ()
-        # two numbers at least a thread, of 256 in a block, and 1024 at most are a block's here
-        blocks = 20 * -(-20_000 // (4 * 256))
-        assert hidden.after == (80, 160, 160, 512 * blocks, 20_480, 4 * blocks, 4 * blocks)
-        assert peak._topk((torch.zeros(5000, 399, device="meta"), 5)) == peak._Hidden()
-        assert peak._topk((torch.zeros(5000, 400, device="meta"), 5)) != peak._Hidden()
 
 
 def test_process_of_several_is_predicted_to_hold_its_share():
