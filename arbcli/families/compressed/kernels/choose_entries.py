@@ -75,18 +75,14 @@ def _score_entries_kernel(
 
 
 @triton.jit
-def _take_best_kernel(scores_ptr, chosen_ptr, N, E, FIRST, MOST, SIZE, BLOCK: tl.constexpr):
-    n, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    j = tl.arange(0, BLOCK)
-    seen = (j < tl.minimum(FIRST + n, E)) & (j >= FIRST + n - MOST)
-    scores = tl.load(scores_ptr + (b * N + n) * E + j, mask=seen, other=0) + 0.0
+def store_best(chosen_ptr, numbers, scores, seen, SIZE, BLOCK: tl.constexpr):
+    """Store the `SIZE` seen numbers, ascending, with the highest scores, [BLOCK], and -1 after."""
     bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)  # remove the sign of zero
     lowest = -2147483648
     order = tl.where(seen, bits ^ ((bits >> 31) & 0x7FFFFFFF), lowest)
     least = tl.full((), lowest, tl.int32)  # find the threshold one bit at a time
     for bit in range(32):
-        step = tl.full((), 1, tl.int32) << (31 - bit)
-        higher = least + step
+        higher = least + (tl.full((), 1, tl.int32) << (31 - bit))
         enough = tl.sum((order >= higher).to(tl.int32)) >= SIZE
         least = tl.where(enough, higher, least)
     above = seen & (order > least)
@@ -94,11 +90,18 @@ def _take_best_kernel(scores_ptr, chosen_ptr, N, E, FIRST, MOST, SIZE, BLOCK: tl
     remaining = SIZE - tl.sum(above.to(tl.int32))
     later_ties = tl.sum(equal) - tl.cumsum(equal) + equal  # ties from this entry on are selected
     taken = above | ((equal > 0) & (later_ties <= remaining))
-    count = tl.cumsum(taken.to(tl.int32))
-    chosen_ptr += (b * N + n) * SIZE
-    tl.store(chosen_ptr + count - 1, j, mask=taken)
-    total = tl.sum(taken.to(tl.int32))
-    tl.store(chosen_ptr + j, -1, mask=(j >= total) & (j < SIZE))
+    tl.store(chosen_ptr + tl.cumsum(taken.to(tl.int32)) - 1, numbers, mask=taken)
+    place, total = tl.arange(0, BLOCK), tl.sum(taken.to(tl.int32))
+    tl.store(chosen_ptr + place, -1, mask=(place >= total) & (place < SIZE))
+
+
+@triton.jit
+def _take_best_kernel(scores_ptr, chosen_ptr, N, E, FIRST, MOST, SIZE, BLOCK: tl.constexpr):
+    n, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    j = tl.arange(0, BLOCK)
+    seen = (j < tl.minimum(FIRST + n, E)) & (j >= FIRST + n - MOST)
+    scores = tl.load(scores_ptr + (b * N + n) * E + j, mask=seen, other=0) + 0.0
+    store_best(chosen_ptr + (b * N + n) * SIZE, j, scores, seen, SIZE, BLOCK)
 
 
 def _choose_entries_triton(

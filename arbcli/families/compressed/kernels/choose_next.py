@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.families.compressed.kernels.choose_entries import store_best
 from arbcli.kernels.attention.decode_attention import PLACE
 from arbcli.kernels.attention.eight_bits import numbers_of
 from arbcli.kernels.attention.rotary_norm import rotate
@@ -135,22 +136,7 @@ def _choose_next_kernel(
         first = tl.maximum(complete - MOST, 0)
         there = first + s < complete
         scores = tl.load(scores_ptr + (first + s) % E, mask=there, other=0)
-        bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)  # zero has no sign
-        lowest = -2147483648
-        order = tl.where(there, bits ^ ((bits >> 31) & 0x7FFFFFFF), lowest)
-        least = tl.full((), lowest, tl.int32)
-        for bit in range(32):
-            higher = least + (tl.full((), 1, tl.int32) << (31 - bit))
-            enough = tl.sum((order >= higher).to(tl.int32)) >= SIZE
-            least = tl.where(enough, higher, least)
-        above = there & (order > least)
-        equal = (there & (order == least)).to(tl.int32)
-        remaining = SIZE - tl.sum(above.to(tl.int32))
-        later_ties = tl.sum(equal) - tl.cumsum(equal) + equal
-        taken = above | ((equal > 0) & (later_ties <= remaining))
-        count = tl.cumsum(taken.to(tl.int32))
-        tl.store(choice_ptr + count - 1, first + s, mask=taken)
-        tl.store(choice_ptr + s, -1, mask=(s >= tl.sum(taken.to(tl.int32))) & (s < SIZE))
+        store_best(choice_ptr, first + s, scores, there, SIZE, BLOCK)
 
 
 def _choose_next_triton(
