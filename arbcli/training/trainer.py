@@ -407,7 +407,8 @@ class Trainer:
         if module is None:
             return drawn
         prepare = import_module(module).training_windows
-        return prepare(drawn, self.config.model, seed=seed, step=step, numbers=numbers, of=of)
+        vocabulary = self.config.model.vocabulary
+        return prepare(drawn, vocabulary, seed=seed, step=step, numbers=numbers, of=of)
 
     def _load_batches(self) -> None:
         """Load the micro-batches of this step; on a GPU into the buffers that a graph reads."""

@@ -13,11 +13,12 @@ https://arxiv.org/abs/2207.14255.
 import struct
 from collections.abc import Sequence
 from hashlib import shake_256
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from arbcli.config.model import FILL_SYMBOLS, ModelConfig
+from arbcli.config.model import FILL_SYMBOLS
 
 EXTRA = FILL_SYMBOLS + 2
 """Number of symbols that the layout adds to a window."""
@@ -61,26 +62,10 @@ def led_in(before: Tensor, hole: Tensor, after: Tensor, vocabulary: int) -> Tens
 
 
 def training_windows(
-    drawn: tuple[Tensor, ...],
-    model: ModelConfig,
-    *,
-    seed: int,
-    step: int,
-    numbers: Sequence[int],
-    of: int,
+    drawn: tuple[Tensor, ...], vocabulary: int, *, of: int, **draw: Any
 ) -> tuple[Tensor, Tensor]:
-    """Move holes of windows to their ends: see `cut`.
-
-    Args:
-        drawn: windows, and their next symbols, (B, T) int64 each.
-        model: configuration of the model.
-        seed: see `cut`, also for the other arguments.
-        step: number of the draw.
-        numbers: numbers of the windows.
-        of: not used.
-    """
-    ids = torch.cat([drawn[0], drawn[1][:, -1:]], dim=1)
-    return cut(ids, model.vocabulary, seed=seed, step=step, numbers=numbers)
+    """Move holes of windows, given with their next symbols, to their ends: see `cut`."""
+    return cut(torch.cat([drawn[0], drawn[1][:, -1:]], dim=1), vocabulary, **draw)
 
 
 def cut(

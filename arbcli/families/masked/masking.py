@@ -17,37 +17,21 @@ https://arxiv.org/abs/2110.02037, eq. 5.
 import struct
 from collections.abc import Sequence
 from hashlib import shake_256
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from arbcli.config.model import ModelConfig
 
 GOLDEN = (5**0.5 - 1) / 2
 """Golden ratio conjugate: its first n multiples modulo 1 are spread evenly, for any n."""
 
 
 def training_windows(
-    drawn: tuple[Tensor, ...],
-    model: ModelConfig,
-    *,
-    seed: int,
-    step: int,
-    numbers: Sequence[int],
-    of: int,
+    drawn: tuple[Tensor, ...], vocabulary: int, **draw: Any
 ) -> tuple[Tensor, Tensor]:
-    """Hide symbols of windows of a text: see `hide`.
-
-    Args:
-        drawn: windows, and their next symbols, (B, T) int64 each.
-        model: configuration of the model.
-        seed: see `hide`, also for the other arguments.
-        step: number of the draw.
-        numbers: numbers of the windows.
-        of: number of windows among which shares are spread.
-    """
-    return hide(drawn[0], model.vocabulary, seed=seed, step=step, numbers=numbers, of=of)
+    """Hide symbols of windows of a text, whose first tensor has them: see `hide`."""
+    return hide(drawn[0], vocabulary, **draw)
 
 
 def bound_weights(targets: Tensor) -> Tensor:
