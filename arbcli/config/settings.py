@@ -36,8 +36,9 @@ PRESETS_OWN = "the preset's"
 class Setting:
     """Help and valid values of a field."""
 
-    help: str
-    """One or two sentences. Names of fields in backquotes are displayed as options."""
+    help: str = ""
+    """One or two sentences; empty for the field of a part, which has no option. Names of fields in
+    backquotes are displayed as options."""
     group: str = MODEL
     """Heading, one of `GROUPS`."""
     choices: tuple[str, ...] = ()
@@ -235,7 +236,7 @@ def check_sizes(config: Any) -> None:
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.type is float:  # an integer in a field of floats may be 0
+        if plain_type(field.type) is float:  # an integer in a field of floats may be 0
             continue
         minimum, maximum = LEAST_OF.get(field.name, 1), LARGEST_OF.get(field.name, LARGEST)
         check_integers(field.name, value, minimum, maximum)

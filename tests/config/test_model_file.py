@@ -13,20 +13,11 @@ from arbcli.config.file import read_settings
 from arbcli.config.kinds import BESIDE, CHANNELS, MIXERS
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.model_file import model_from_toml, model_lines
-from arbcli.config.parts.attention import QUERY_KEY_NORMS
 from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.parts.rotary import SCALINGS
-from arbcli.families.compressed.config import POOLINGS
-from arbcli.families.experts.config import GATES
+from arbcli.config.settings import parted
 from arbcli.families.graph.config import MemoriesConfig
-from arbcli.families.hnet.config import BOUNDARIES, ChunkingConfig
+from arbcli.families.hnet.config import ChunkingConfig
 from arbcli.model.rules import DIRECTION, RULES, VOTES_FIXES, WITH_DIGITS
-
-WORDS = {
-    "gate": GATES, "boundaries": BOUNDARIES, "query_key_norm": QUERY_KEY_NORMS, "scaling": SCALINGS,
-    "pooling": POOLINGS, "rule": WITH_DIGITS,
-}  # fmt: skip
-"""Values of the fields of parts that are names."""
 
 
 def drawn(kind: type, seed: random.Random):
@@ -40,6 +31,7 @@ def drawn(kind: type, seed: random.Random):
 
 
 def _value(name: str, kind, seed: random.Random):
+    kind, setting = parted(kind)
     if get_origin(kind) is UnionType:
         kind = seed.choice(get_args(kind))
     if get_origin(kind) is tuple:
@@ -49,7 +41,7 @@ def _value(name: str, kind, seed: random.Random):
     makes = {
         int: lambda: seed.choice((1, 2, 3, 4, 6, 8, 12, 64)),
         bool: lambda: seed.random() < 0.5,
-        str: lambda: seed.choice(WORDS[name]),
+        str: lambda: seed.choice(WITH_DIGITS if name == "rule" else setting.choices),
         float: lambda: seed.choice((0.5, 1.0, 2.0, 10000.0)),
         NoneType: lambda: None,
     }

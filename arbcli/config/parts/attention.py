@@ -1,13 +1,13 @@
 """Self-attention, full or within a sliding window."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from arbcli.base.errors import ArbError
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
-from arbcli.config.settings import check_choice
+from arbcli.config.settings import Setting
 
 QUERY_KEY_NORMS = ("unit", "gain", "none")
 
@@ -73,7 +73,7 @@ class AttentionConfig(PartConfig):
     masked model attends to as many positions on the other side."""
     rotary: RotaryConfig = PLAIN
     """Angles of the rotary position embedding."""
-    query_key_norm: str = "unit"
+    query_key_norm: Annotated[str, Setting(choices=QUERY_KEY_NORMS)] = "unit"
     """Norm of each head of queries and keys before rotation: `unit` is an RMS norm without gains,
     `gain` one with learned gains; `none` omits it."""
     bias: bool = False
@@ -97,7 +97,6 @@ class AttentionConfig(PartConfig):
         PartConfig.__post_init__(self)
         check_even_width("head_width", self.head_width)
         check_kv_heads(self.heads, self.key_heads)
-        check_choice("query_key_norm", self.query_key_norm, QUERY_KEY_NORMS)
 
     def check_at(self, site: LayerSpec) -> None:
         """Check the widths of heads and of their rotated part; see `PartConfig.check_at`."""

@@ -2,21 +2,16 @@
 
 import math
 from dataclasses import dataclass, fields
+from typing import Annotated
 
 from arbcli.base.errors import ArbError
-from arbcli.config.settings import (
-    LARGEST,
-    check_at_least,
-    check_at_most,
-    check_choice,
-    check_fields,
-)
+from arbcli.config.settings import LARGEST, Setting, check_fields
 
 SCALINGS = ("none", "linear", "llama3", "yarn")
 LOW = {"llama3": 1.0, "yarn": 1.0}
 HIGH = {"llama3": 4.0, "yarn": 32.0}
 """Defaults of the bounds, in rotations within the original context, by scaling."""
-MOST = 1e12
+MOST = 10**12
 """Maximum base and factor."""
 
 
@@ -28,19 +23,19 @@ class RotaryConfig:
     position.
     """
 
-    base: float = 10000.0
+    base: Annotated[float, Setting(minimum=1, maximum=MOST)] = 10000.0
     """Base of the wavelengths; they grow nearly by this factor from the first to the last pair."""
     share: float = 1.0
     """Rotated share of a head."""
-    scaling: str = "none"
+    scaling: Annotated[str, Setting(choices=SCALINGS)] = "none"
     """`linear` divides all angles by `factor`; `llama3` and `yarn` only those of long waves."""
-    factor: float = 1.0
+    factor: Annotated[float, Setting(minimum=1, maximum=MOST)] = 1.0
     """Divisor of the angles."""
     low: float | None = None
     """Waves with fewer rotations in the original context are scaled; None is 1."""
     high: float | None = None
     """Waves with more rotations are not scaled; None is 4 for `llama3` and 32 for `yarn`."""
-    original_ctx: int | None = None
+    original_ctx: Annotated[int | None, Setting(minimum=1, maximum=LARGEST)] = None
     """Context length before the extension, for `llama3` and `yarn`."""
 
     def __post_init__(self) -> None:
@@ -50,16 +45,12 @@ class RotaryConfig:
             ArbError: a value is invalid.
         """
         check_fields(self)
-        check_choice("scaling", self.scaling, SCALINGS)
-        for name, maximum in (("base", MOST), ("share", 1), ("factor", MOST)):
-            value = getattr(self, name)
-            if not (0 < value <= maximum and (name == "share" or value >= 1)):
-                raise ArbError(
-                    f"`{name}` is {value}",
-                    hint=f"use {'more than 0' if name == 'share' else '1 or more'},"
-                    f" and at most {maximum:g}",
-                    fields=(name,),
-                )
+        if not 0 < self.share <= 1:
+            raise ArbError(
+                f"`share` is {self.share}",
+                hint="use more than 0, and at most 1",
+                fields=("share",),
+            )
         banded = self.scaling in HIGH
         unused: tuple[str, ...] = () if banded else ("low", "high", "original_ctx")
         if self.scaling == "none":
@@ -79,8 +70,6 @@ class RotaryConfig:
                 hint="give the context that the angles were first made for",
                 fields=("original_ctx",),
             )
-        check_at_least("original_ctx", self.original_ctx)
-        check_at_most("original_ctx", self.original_ctx, LARGEST)
         low, high = self.bounds
         if not 0 < low < high <= MOST:
             raise ArbError(

@@ -1,26 +1,26 @@
 """Head for multi-byte prediction, which predicts bytes after the next one."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from arbcli.base.errors import ArbError
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.base import PartConfig
+from arbcli.config.settings import Setting
 
 BYTES = 256
 """Number of symbols that the head predicts."""
+MOST = 8
+"""Maximum number of bytes that are predicted at a position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AheadConfig(PartConfig):
     """A recurrence over the bytes after a position, which predicts each from the previous ones."""
 
-    LEAST: ClassVar[int] = 2
-    MOST: ClassVar[int] = 8
-
     module: ClassVar[str] = "arbcli.families.ahead.head:Ahead"
     kind: str = field(default="ahead", init=False)
-    positions: int
+    positions: Annotated[int, Setting(minimum=2, maximum=MOST)]
     """Number of bytes predicted at a position, including the byte of the model's main head."""
     width: int
     """Width of the MLP's hidden layer."""
@@ -34,12 +34,6 @@ class AheadConfig(PartConfig):
             ArbError: a value is invalid.
         """
         PartConfig.__post_init__(self)
-        if not self.LEAST <= self.positions <= self.MOST:
-            raise ArbError(
-                f"`positions` is {self.positions}",
-                hint=f"use {self.LEAST} to {self.MOST}",
-                fields=("positions",),
-            )
         if not 0 < self.weight <= 1:
             raise ArbError(
                 f"`weight` is {self.weight}",

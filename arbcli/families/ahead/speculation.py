@@ -7,7 +7,7 @@ the text.
 import torch
 from torch import Tensor
 
-from arbcli.families.ahead.config import AheadConfig
+from arbcli.families.ahead.config import MOST
 from arbcli.families.ahead.kernels.accept_ahead import accept_ahead_
 from arbcli.families.ahead.kernels.attend_ahead import keep_accepted_, table_of
 from arbcli.families.ahead.kernels.propose_byte import propose_byte_
@@ -18,7 +18,7 @@ from arbcli.model.cache import Cache
 from arbcli.model.decoding import fused_logits, fuses
 from arbcli.model.language_model import LanguageModel
 
-MOST_AHEAD = AheadConfig.MOST
+MOST_AHEAD = MOST
 """Maximum number of bytes of a step."""
 EACH_EQUAL = 0.4
 """Logit bonus of the byte that continues a repetition, for each matching byte before it."""

@@ -1,13 +1,13 @@
 """Compressed attention to entries of several positions, with an optional indexer."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from arbcli.base.errors import ArbError
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.attention import check_even_width, check_heads, check_kv_heads
 from arbcli.config.parts.base import PartConfig
-from arbcli.config.settings import check_choice
+from arbcli.config.settings import Setting
 
 WIDEST_HEAD = 512
 POOLINGS = ("softmax", "mean")
@@ -34,10 +34,10 @@ class CompressedAttentionConfig(PartConfig):
     """Width of the rotated part of a head; None is half of it."""
     window: int = 128
     """Number of positions that each position attends to uncompressed, including itself."""
-    ratio: int = 4
+    ratio: Annotated[int, Setting(minimum=2)] = 4
     """Number of positions per entry."""
-    pooling: str = "softmax"
-    """Pooling of entries, one of `POOLINGS`."""
+    pooling: Annotated[str, Setting(choices=POOLINGS)] = "softmax"
+    """Pooling of entries."""
     key_gain: bool = False
     """Whether the norm of the keys of positions and entries has learned gains."""
     top_k: int | None = None
@@ -55,14 +55,9 @@ class CompressedAttentionConfig(PartConfig):
             ArbError: a value is invalid.
         """
         PartConfig.__post_init__(self)
-        check_choice("pooling", self.pooling, POOLINGS)
         for name in ("head_width", "rotary"):
             check_even_width(name, getattr(self, name))
         check_kv_heads(self.heads, self.kv_heads)
-        if self.ratio < 2:
-            raise ArbError(
-                f"`ratio` is {self.ratio}", hint="use 2 positions or more", fields=("ratio",)
-            )
         if self.index_width % 4:
             raise ArbError(
                 f"`index_width` is {self.index_width:,}",

@@ -1,12 +1,12 @@
 """Mixture of experts with top-k routing."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from arbcli.base.errors import ArbError
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.base import PartConfig
-from arbcli.config.settings import check_choice
+from arbcli.config.settings import Setting
 
 GATES = ("softmax", "softplus", "hash")
 """Kinds of routing; see `arbcli.families.experts.mixture`."""
@@ -27,8 +27,8 @@ class ExpertsConfig(PartConfig):
     """Number of experts per position."""
     width: int
     """Hidden width of an expert."""
-    gate: str = "softmax"
-    """Kind of routing, one of `GATES`."""
+    gate: Annotated[str, Setting(choices=GATES)] = "softmax"
+    """Kind of routing."""
     shared: bool = False
     """Whether there is a shared expert, which every position uses."""
     clamp: bool = False
@@ -41,7 +41,6 @@ class ExpertsConfig(PartConfig):
             ArbError: a value is invalid.
         """
         PartConfig.__post_init__(self)
-        check_choice("gate", self.gate, GATES)
         if self.top_k > self.experts:
             raise ArbError(
                 f"`top_k` is {self.top_k} of {self.experts} experts",

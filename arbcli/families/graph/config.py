@@ -6,12 +6,12 @@ A codebook is a table with product keys, or a vector quantiser.
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from arbcli.base.errors import ArbError
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.base import BetweenConfig, PartConfig
-from arbcli.config.settings import check_at_most
+from arbcli.config.settings import Setting
 from arbcli.families.experts.config import ExpertsConfig
 
 MOST_CODE_WIDTH = 2**15
@@ -68,9 +68,9 @@ class QuantiserConfig(PartConfig):
     module: ClassVar[str] = "arbcli.families.graph.quantiser:Quantiser"
     kind: str = field(default="quantiser", init=False)
     codes: int
-    width: int
+    width: Annotated[int, Setting(maximum=MOST_CODE_WIDTH)]
     """Width of a code."""
-    patience: int = 4
+    patience: Annotated[int, Setting(maximum=127)] = 4
     """Number of passes of the clock hand, 1 to 127, after which an unused code is replaced."""
 
     @property
@@ -82,16 +82,6 @@ class QuantiserConfig(PartConfig):
     def rows(self) -> int:
         """Number of codes."""
         return self.codes
-
-    def __post_init__(self) -> None:
-        """Check types and sizes.
-
-        Raises:
-            ArbError: a value is invalid.
-        """
-        PartConfig.__post_init__(self)
-        for name, limit in (("width", MOST_CODE_WIDTH), ("patience", 127)):
-            check_at_most(name, getattr(self, name), limit)
 
     def products(self, site: LayerSpec, positions: float) -> float:
         """Return the number of multiplications per position; see `PartConfig.products`."""

@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from arbcli.base.errors import ArbError
 from arbcli.config.layer_spec import VOCABULARY, LayerSpec
 from arbcli.config.parts.base import PartConfig, SplitConfig
-from arbcli.config.settings import check_choice
+from arbcli.config.settings import Setting
 
 if TYPE_CHECKING:
     from arbcli.config.model import ModelConfig
@@ -25,8 +25,8 @@ class ChunkingConfig(SplitConfig):
     module: ClassVar[str] = "arbcli.families.hnet.stage:Stage"
     code: ClassVar[str] = "arbcli.families.hnet.modeling:Stage"
     kind: str = field(default="chunking", init=False)
-    boundaries: str = "learned"
-    """Kind of boundaries, one of `BOUNDARIES`."""
+    boundaries: Annotated[str, Setting(choices=BOUNDARIES)] = "learned"
+    """Kind of boundaries."""
     length: int = 4
     """Average number of positions per chunk, which is the target of a router."""
 
@@ -37,7 +37,6 @@ class ChunkingConfig(SplitConfig):
             ArbError: a value is invalid.
         """
         PartConfig.__post_init__(self)
-        check_choice("boundaries", self.boundaries, BOUNDARIES)
         if self.length < 2:
             raise ArbError(
                 f"`chunk_length` is {self.length}",

@@ -1,11 +1,12 @@
 """Composite head for several kinds of bytes: text, sound and pictures."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from arbcli.base.errors import ArbError
 from arbcli.config.layer_spec import VOCABULARY, LayerSpec
 from arbcli.config.parts.base import PartConfig
+from arbcli.config.settings import Setting
 
 if TYPE_CHECKING:
     from arbcli.config.model import ModelConfig
@@ -14,6 +15,7 @@ KINDS = ("text", "sound", "picture")
 """Kinds of bytes; each has a head."""
 BYTES = 256
 """Number of symbols that a head predicts."""
+Weight = Annotated[float, Setting(minimum=0, maximum=10)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,25 +28,12 @@ class CompositeConfig(PartConfig):
     module: ClassVar[str] = "arbcli.families.media.head:CompositeHead"
     code: ClassVar[str] = "arbcli.families.media.modeling:CompositeHead"
     kind: str = field(default="composite", init=False)
-    text: float = 0.1
+    text: Weight = 0.1
     """Weight of the loss of the head for text, 0 to 10."""
-    sound: float = 0.1
+    sound: Weight = 0.1
     """Weight of the loss of the head for sounds, 0 to 10."""
-    picture: float = 0.1
+    picture: Weight = 0.1
     """Weight of the loss of the head for pictures, 0 to 10."""
-
-    def __post_init__(self) -> None:
-        """Check types and bounds.
-
-        Raises:
-            ArbError: a value is invalid.
-        """
-        PartConfig.__post_init__(self)
-        for name in KINDS:
-            if not 0 <= getattr(self, name) <= 10:
-                raise ArbError(
-                    f"`{name}` is {getattr(self, name)}", hint="use 0 to 10", fields=(name,)
-                )
 
     @property
     def loss_weights(self) -> dict[str, float]:
