@@ -125,9 +125,11 @@ class _Trace(Storages):
         self.memory: Allocator | _Total = Allocator() if self.uses_gpu else _Total()
         self.parts = dict.fromkeys(("state", "saved", "transient", "constant"), 0)
         self.peak, self.peak_parts, self.at = 0, self.parts, ""
-        self._events: list[_Event] = []
-        self._peak_event = 0
-        """Number of events until the peak."""
+        self._taken: dict[int, _Taken] = {}
+        self._taken_at_peak: dict[int, _Taken] = {}
+        """All that is allocated, and was at the peak, by number."""
+        self._number = 0
+        """Number of allocations."""
         self.loading = True
         self._blocks: dict[int, _Taken] = {}
         self._workspaces: set[tuple[Any, bool, bool]] = set()
@@ -171,27 +173,16 @@ class _Trace(Storages):
     def end_stage(self) -> None:
         """End the loading, or a step: what is alive now and was not before is constant."""
         self.loading = False
-        self._events.append(_Event("end", None))
         for key, taken in self._blocks.items():
             if taken.part in ("saved", "transient"):
                 self.parts[taken.part] -= taken.size
                 self.parts["constant"] += taken.size
-                self._blocks[key] = taken._replace(part="constant")
+                self._blocks[key] = self._taken[taken.number] = taken._replace(part="constant")
 
     def live(self) -> tuple[AtPeak, ...]:
         """List the tensors alive at the peak, besides the state."""
-        alive: dict[int, _Taken] = {}
-        for kind, taken in self._events[: self._peak_event]:
-            if taken is None:
-                for key, one in alive.items():
-                    if one.part != "state":
-                        alive[key] = one._replace(part="constant")
-            elif kind == "take":
-                alive[taken.number] = taken
-            else:
-                alive.pop(taken.number)
         sizes: dict[tuple[str, str, str], list[int]] = {}
-        for one in alive.values():
+        for one in self._taken_at_peak.values():
             if one.part != "state":
                 sizes.setdefault((one.part, one.made_in, one.tensor), []).append(one.size)
         rows = [
@@ -224,25 +215,26 @@ class _Trace(Storages):
         size = self.memory.allocated - before
         self.parts[part] += size
         function = "" if self.loading else calling_function()
-        taken = _Taken(len(self._events), block, size, part, function, tensor)
-        self._events.append(_Event("take", taken))
+        self._number += 1
+        taken = _Taken(self._number, block, size, part, function, tensor)
+        self._taken[taken.number] = taken
         if not self.loading and self.memory.allocated >= self.peak:
             self.peak, self.peak_parts = self.memory.allocated, self.parts.copy()
-            self._peak_event = len(self._events)
+            self._taken_at_peak = self._taken.copy()
             self.at = f"{op} in {function}" if function == "autograd" else function
         return taken
 
     def _give(self, taken: "_Taken") -> None:
         self.memory.release(taken.block)
         self.parts[taken.part] -= taken.size
-        self._events.append(_Event("give", taken))
+        del self._taken[taken.number]
 
 
 class _Taken(NamedTuple):
     """An allocation."""
 
     number: int
-    """Number of events before."""
+    """Number of the allocation, from 1."""
     block: Any
     """Handle that the memory takes back."""
     size: int
@@ -251,14 +243,6 @@ class _Taken(NamedTuple):
     made_in: str
     tensor: str
     """Dtype and shape, or empty."""
-
-
-class _Event(NamedTuple):
-    """A change of the memory, or the end of a stage."""
-
-    kind: str
-    """`take`, `give` or `end`."""
-    taken: _Taken | None
 
 
 def _shape_text(tensor: Tensor) -> str:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -30,10 +30,6 @@ from arbcli.data.text import Text, Texts, check_is_bytes, entropy
 from arbcli.generation.tokens import check_vocabulary
 from arbcli.training.trainer import text_digest
 from arbcli.version import __version__
-
-if TYPE_CHECKING:
-    pass
-
 
 OTHER_OUT = "choose another `--out`"
 """Hint about a directory that cannot be made."""
