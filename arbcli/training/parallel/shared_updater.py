@@ -28,7 +28,7 @@ from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.kernels.update.sum_gradients import sum_gradients
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.packed import TernaryTensor
-from arbcli.model.updater import Updater, loaded
+from arbcli.model.updater import HELD_BYTES, Updater, loaded
 from arbcli.training.parallel.group import Group, PendingTensor
 from arbcli.training.parallel.owners import (
     ALIGNMENT,
@@ -117,7 +117,8 @@ class SharedUpdater:
         weight_decay: float = 0.0,
         horizon: int = 0,
     ) -> None:
-        self.updates = Updater(tensors, seed, dtype, weight_decay=weight_decay, horizon=horizon)
+        held_bytes = HELD_BYTES if group.size == 1 else 0  # others wait for each tensor
+        self.updates = Updater(tensors, seed, dtype, held_bytes, weight_decay, horizon)
         self.group, self.micro_batches, self.dtype = group, micro_batches, dtype
         self.local = group.local(micro_batches)
         self.limit = part_limit(reduce_dtype, micro_batches)
