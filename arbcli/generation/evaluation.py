@@ -295,6 +295,7 @@ def evaluate(
     predicted = (len(text) - 1) * symbol_bytes if documents is None else documents.learnt_bytes
     media: MediaLosses | None = None
     by_position: tuple[OfPositions, ...] = ()
+    tokens: int | None
 
     def report_progress(done: int, loss: float) -> None:
         progress(round(done * symbol_bytes), round(predicted), loss / symbol_bytes)
@@ -330,7 +331,7 @@ def evaluate(
         size, tokens, ratio = documents.learnt_bytes, documents.learnt_tokens, 8 / bits
     else:
         context, size = model.config.ctx, len(text.source)
-        tokens = len(text) if model.tokenizer is not None else None
+        tokens = None if model.tokenizer is None else len(text)
         ratio = 8 * size / (8 + bits * (size - 1))
         count = sum(1 for _ in windows(len(text), context, stride)) * symbol_bytes
         by_position = _average_positions(sums, count)
