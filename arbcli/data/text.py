@@ -174,22 +174,8 @@ class Text:
         """Return the windows that begin at `starts`, (B, length) uint8 on the CPU."""
         import torch  # takes seconds, and is not needed to find files
 
-        windows = bytearray().join(self._windows(starts, length))
+        windows = bytearray().join(self.read(start, length) for start in starts)
         return torch.frombuffer(windows, dtype=torch.uint8).view(len(starts), length)
-
-    def _windows(self, starts: Sequence[int], length: int) -> Iterator[bytes]:
-        """Yield windows; the file of consecutive ones is only checked once."""
-        last = None
-        for start in starts:
-            index = bisect_right(self._begins, start, hi=len(self._pieces)) - 1
-            if start < 0 or start + length > self._begins[index + 1]:
-                last = None  # whose map may be closed for those of other files
-                yield self.read(start, length)
-                continue
-            if index != last:
-                last, mapped = index, self._opened(index)
-                shift = self._pieces[index].start - self._begins[index]
-            yield mapped[start + shift : start + shift + length]
 
     def learnt_symbols(self, starts: Sequence[int], context: int) -> int:
         """Return the number of symbols with a loss in windows with `context` predictions each."""
