@@ -7,6 +7,8 @@ EXTRAS := test,trainers,plot,triton
 # kernels are written in Triton, which takes a gigabyte, and which a CPU needs only to test them
 GPU := $(wildcard /dev/nvidiactl /dev/dxg)
 PROGRAM := .$(if $(GPU),[triton])
+# setuptools warns of folders that have the name of a package
+PIP = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet
 # half of the time that tests take
 KERNEL_TESTS := tests/test_planted_faults.py tests/kernels tests/model tests/generation tests/interop \
 	tests/nn
@@ -59,16 +61,19 @@ lint: $(VENV)/with-tests
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-$(VENV)/installed: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '$(PROGRAM)'
+$(VENV)/installed: pyproject.toml | $(BIN)/pip
+	$(PIP) --editable '$(PROGRAM)'
 	touch $@
+
+# the pip of Python 3.11 takes three times as long to choose packages
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
 
 # at once, and not after the program alone: pip looks through every release of each package again;
 # modules are compiled when they are first imported, which few of them ever are
-$(VENV)/with-tests: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --editable '.[$(EXTRAS)]'
+$(VENV)/with-tests: pyproject.toml | $(BIN)/pip
+	$(PIP) --no-compile --editable '.[$(EXTRAS)]'
 	touch $(VENV)/installed $@
 
 clean:

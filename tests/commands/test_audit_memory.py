@@ -26,7 +26,7 @@ def test_audit_memory_prints_one_json_object(arb_here):
 
 
 def test_long_predictions_tell_a_pipe_how_far_they_are(monkeypatch):
-    predicting = ["audit-memory", *QUICK, "--budget", "1MB"]
+    predicting = ["audit-memory", *QUICK, "--budget", "1GB"]
     monkeypatch.setattr(output, "PIPE_SECONDS", 1e9)
     assert CliRunner().invoke(app, predicting).stderr == ""
     monkeypatch.setattr(output, "PIPE_SECONDS", 0.0)
