@@ -14,7 +14,6 @@ from arbcli.kernels.rows.dropout import dropout as drop
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.layers.attend_dropped import attend_dropped
 from arbcli.model.layers.dropout import Dropout, Mask
-from arbcli.training.compiled_baseline import compile_baseline
 from arbcli.training.configure import new_config
 from arbcli.training.dropout import DropoutKeys
 from arbcli.training.trainer import Trainer
@@ -167,24 +166,6 @@ def test_resumed_run_has_the_masks_of_one_that_was_not_stopped(options, texts):
 def test_recomputed_blocks_have_the_same_masks(texts):
     options = {"streams": 2, "accum": 2} | ALL_DROPPED
     assert_equal(after(texts, 2, **options), after(texts, 2, **options, recompute=True))
-
-
-def test_compiled_baseline_has_the_same_masks(texts):
-    options = {"weights": "float", "lr": 1e-3}
-    plain, compiled = (trainer_of(texts, **options).model for _ in range(2))
-    torch._dynamo.reset()
-    compile_baseline(compiled, backend="aot_eager")
-    keys = torch.arange(9, dtype=torch.int32)
-    masks = Dropout(keys[:4], 0.25, keys[4:8], 0.2, Mask(keys[8], 0.1))
-    ids = torch.randint(256, (2, 2, 8), generator=torch.Generator().manual_seed(1))
-    grads = []
-    for model in (plain, compiled):
-        with deterministic():
-            model.losses(*ids, dropout=masks)["text"].backward()
-        grads.append({name: part.grad for name, part in model.named_parameters()})
-    assert grads[0].keys() == grads[1].keys()
-    for name, grad in grads[0].items():
-        torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-7)
 
 
 ON_GPU = {"device": "cuda", "compute": "bf16", "steps": 8}

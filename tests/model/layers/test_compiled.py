@@ -13,8 +13,10 @@ from arbcli.config.presets import preset
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.build import build_model
 from arbcli.model.layers.compiled import find
+from arbcli.model.layers.dropout import Dropout, Mask
 from arbcli.model.stack import Block
 from arbcli.model.updater import Updater
+from arbcli.training.compiled_baseline import compile_baseline
 
 SHAPE = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 8}
 
@@ -101,7 +103,24 @@ def test_inductor_computes_the_same(cell, weights, device):
 
 
 def dense(**given) -> Trained:
-    return Trained(preset("tiny", **SHAPE, **given))
+    return Trained(preset("tiny", **SHAPE | given))
+
+
+def test_compiled_baseline_has_the_same_masks_of_dropout():
+    plain, compiled = (dense(weights="float", layers=1).model for _ in range(2))
+    torch._dynamo.reset()
+    compile_baseline(compiled, backend="aot_eager")
+    keys = torch.arange(5, dtype=torch.int32)
+    masks = Dropout(keys[:2], 0.25, keys[2:4], 0.2, Mask(keys[4], 0.1))
+    ids = torch.randint(256, (2, 2, 8), generator=torch.Generator().manual_seed(1))
+    grads = []
+    for model in (plain, compiled):
+        with deterministic():
+            model.losses(*ids, dropout=masks)["text"].backward()
+        grads.append({name: part.grad for name, part in model.named_parameters()})
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-7)
 
 
 def test_compiled_block_steps_though_its_input_has_no_gradient():
