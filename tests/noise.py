@@ -62,6 +62,8 @@ MODELS = (
     "tests/families/graph", "tests/families/hnet/test_hnet.py", "tests/families/latent",
 )  # fmt: skip
 """Tests of floats on which a choice may depend: entries, experts, codes and chunks."""
+NOISY = pytest.StashKey[set[str]]()
+"""Names of the tests that have noise."""
 
 
 @cache
@@ -285,7 +287,11 @@ def noisy(seed: int) -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("noise")
     group.addoption("--noise-seed", type=int, required=True, help="seed of the last bits")
-    group.addoption("--noise-models", action="store_true", help="noise in tests of models alone")
+    group.addoption(
+        "--noise-models",
+        action="store_true",
+        help="noise in tests of models alone, with each third parameter, by the seed",
+    )
     group.addoption("--noise-share", default="0/1", help="K/N: run every Nth test from the Kth on")
 
 
@@ -295,6 +301,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = items[first::step]
     config.hook.pytest_deselected(items=[item for item in items if item not in {*kept}])
     items[:] = kept
+    seed, only = map(config.getoption, ("--noise-seed", "--noise-models"))
+    cases, step = defaultdict(list), 3 if only else 1
+    for item in items:
+        if not only or item.nodeid.startswith(MODELS):
+            cases[item.nodeid.partition("[")[0]].append(item.nodeid)
+    config.stash[NOISY] = {
+        name for names in cases.values() for name in names[seed % min(step, len(names)) :: step]
+    }
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -303,8 +317,8 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    seed, only = map(item.config.getoption, ("--noise-seed", "--noise-models"))
-    with nullcontext() if only and not item.nodeid.startswith(MODELS) else noisy(seed):
+    noise = noisy(item.config.getoption("--noise-seed"))
+    with noise if item.nodeid in item.config.stash[NOISY] else nullcontext():
         return (yield)
 
 
