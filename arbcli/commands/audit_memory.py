@@ -47,7 +47,9 @@ STAGES = {
 }
 
 
-@takes_settings("batch", "accum", "compute", "recompute", "pack", "average", "teacher", "seed")
+@takes_settings(
+    "batch", "accum", "compute", "recompute", "pack", "weight_average", "teacher", "seed"
+)
 def audit_memory(
     steps: Annotated[int, typer.Option(min=2, help="Number of steps to measure.")] = 3,
     budget: Annotated[

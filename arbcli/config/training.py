@@ -283,7 +283,7 @@ class TrainConfig:
             decisive=True,
         ),
     ] = None
-    average: Annotated[
+    weight_average: Annotated[
         int,
         Setting(
             "Evaluate, sample and export an average of the weights over about so many steps, in"
@@ -448,7 +448,7 @@ class TrainConfig:
         check_choice("optimizer", self.optimizer, OPTIMIZERS[self.model.weights])
         if self.scale_losses:
             self._check_scale_losses()
-        if self.average:
+        if self.weight_average:
             self._check_average()
         self._check_media()
         if self.teacher is not None and self.model.weights != "ternary":
@@ -625,14 +625,14 @@ class TrainConfig:
         if self.model.weights != "ternary":
             raise ArbError(
                 "a float baseline is not averaged",
-                hint="leave `average` out, or use `weights=ternary`",
-                fields=("average", "weights"),
+                hint="leave `weight_average` out, or use `weights=ternary`",
+                fields=("weight_average", "weights"),
             )
         if "votes" in self.model.rules:
             raise ArbError(
                 "weights of the rule `votes` are not averaged",
-                hint="leave `average` out, or use `rule=moment`",
-                fields=("average", "rule"),
+                hint="leave `weight_average` out, or use `rule=moment`",
+                fields=("weight_average", "rule"),
             )
 
     def _check_scale_losses(self) -> None:

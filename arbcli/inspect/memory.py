@@ -127,7 +127,7 @@ def declare_run_state(model: "LanguageModel", config: TrainConfig) -> None:
     """Declare the state that a run has in addition to that of its model."""
     if config.reduce_dtype is not None:
         model.declare_wire()
-    if config.average:
+    if config.weight_average:
         model.declare_averages()
 
 

@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from arbcli.generation.load import SavedModel
 
 DATA = {"seed": "seed", "text": "digest", "tokenizer": "tokenizer", "reduce_dtype": "wire",
-        "average": "average"}  # fmt: skip
+        "weight_average": "average"}  # fmt: skip
 """Facts about the run in each checkpoint, by their keys in its `data`."""
 MOST_NAMED = 3
 """Maximum number of fields that an error lists."""
@@ -285,7 +285,7 @@ def check_same_run(
         "seed": config.seed,
         "text": facts["text"]["digest"],
         "reduce_dtype": config.reduce_dtype,
-        "average": config.average or None,
+        "weight_average": config.weight_average or None,
     }
     expected |= {"tokenizer": facts["text"].get("tokenizer")}
     settings = checkpoint.data.get("settings", {})  # missing in those of earlier versions

@@ -160,12 +160,12 @@ class Trainer:
         self.optimizer: FloatOptimizer | None = None
         if config.model.weights == "ternary":
             tensors = self.model.packed_tensors().values()
-            if config.average:
+            if config.weight_average:
                 self.model.declare_averages()
                 self._start_averages()
             if config.reduce_dtype is None:
                 self.updater = Updater(
-                    tensors, config.seed, dtype, HELD_BYTES, config.decay, config.average
+                    tensors, config.seed, dtype, HELD_BYTES, config.decay, config.weight_average
                 )
             else:
                 self.model.declare_wire()
@@ -246,7 +246,7 @@ class Trainer:
             self.group,
             largest,
             config.decay,
-            config.average,
+            config.weight_average,
         )
         shared.release()
         return shared
@@ -579,7 +579,7 @@ class Trainer:
                 "position": self.step,
                 "settings": settings,
             }
-            | ({"average": self.config.average} if self.config.average else {})
+            | ({"average": self.config.weight_average} if self.config.weight_average else {})
             | ({TOKENIZER_DIGEST: self.texts.tokenizer.digest} if self.texts.tokenizer else {})
             | reduced,
             tensors=tensors,
@@ -623,7 +623,7 @@ class Trainer:
             tensors = {n: part for n, part in tensors.items() if not n.endswith(WIRE)}
             tensors |= {n: part for n, part in self.model.state_dict().items() if n.endswith(WIRE)}
         state = self.model.state_dict()
-        starts_averages = self.config.average and "average" not in checkpoint.data
+        starts_averages = self.config.weight_average and "average" not in checkpoint.data
         if starts_averages:
             tensors |= {n: part for n, part in state.items() if n.endswith(AVERAGE)}
         whole = self.shared.layout(self.model) if self.shared else {}

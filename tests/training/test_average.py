@@ -71,7 +71,7 @@ def test_rates_are_those_of_a_mean_and_then_of_an_exponential_average():
 
 @pytest.mark.parametrize("changes", RULES, ids=str)
 def test_average_is_that_of_the_weights_and_changes_none(changes, trainer_of):
-    averaging, plain = trainer_of(**changes, average=HORIZON), trainer_of(**changes)
+    averaging, plain = trainer_of(**changes, weight_average=HORIZON), trainer_of(**changes)
     expected = z_of(averaging)
     assert torch.equal(average_of(averaging), expected.floor())  # before the first step
     errors = []
@@ -90,7 +90,7 @@ def test_average_is_that_of_the_weights_and_changes_none(changes, trainer_of):
 
 @pytest.mark.parametrize("changes", RULES, ids=str)
 def test_evaluations_and_readers_have_the_average(changes, trainer_of, tmp_path):
-    averaging, plain = trainer_of(**changes, average=HORIZON), trainer_of(**changes)
+    averaging, plain = trainer_of(**changes, weight_average=HORIZON), trainer_of(**changes)
     for _ in range(20):
         averaging.train_step()
         plain.train_step()
@@ -112,7 +112,7 @@ def test_evaluations_and_readers_have_the_average(changes, trainer_of, tmp_path)
     assert torch.equal(reading(ids), plain.model(ids))
     assert torch.equal(exported(ids), reading(ids))
     # a run that starts from it begins its own average there
-    tuned = trainer_of(**changes, average=HORIZON)
+    tuned = trainer_of(**changes, weight_average=HORIZON)
     tuned.take_weights(checkpoint)
     assert torch.equal(average_of(tuned), z_of(plain).floor())
 
@@ -128,7 +128,9 @@ def trained(group: Group, config: TrainConfig) -> tuple[dict[str, str], float]:
 
 
 def test_processes_have_the_average_of_one_though_they_read_no_remainder(text):
-    config = new_config(**TINY, steps=9, average=2, accum=2, reduce_dtype="int12", data=[text])
+    config = new_config(
+        **TINY, steps=9, weight_average=2, accum=2, reduce_dtype="int12", data=[text]
+    )
     expected = trained(Group(), config)
     outcomes = in_processes(2, trained, config)
     assert outcomes[0] == expected
@@ -140,12 +142,12 @@ def test_run_with_an_average_generates_and_is_audited(arb_here, text, tmp_path, 
     shape = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
     done = arb_here(
         "train", *shape, "--batch", "4", "--steps", "9", "--weights", "int8", "--device", "cpu",
-        "--average", "8", "--data", str(text), "--out", "run",
+        "--weight-average", "8", "--data", str(text), "--out", "run",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     done = arb_here("generate", "--checkpoint", "run", "--prompt", "line", "--length", "3")
     assert done.returncode == 0, done.stderr
-    done = arb_here("audit-memory", *shape, "--weights", "int8", "--average", "8", "--batch", "4",
+    done = arb_here("audit-memory", *shape, "--weights", "int8", "--weight-average", "8", "--batch", "4",
                     "--device", "cpu", "--steps", "2", "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
     kinds = json.loads(done.stdout)["predicted"]["total"]["bytes_by_kind"]
@@ -162,4 +164,4 @@ def test_run_with_an_average_generates_and_is_audited(arb_here, text, tmp_path, 
 )
 def test_average_needs_digits_below_the_trits(changes, words):
     with pytest.raises(ArbError, match=words):
-        new_config(**TINY | changes, average=8)
+        new_config(**TINY | changes, weight_average=8)
