@@ -147,8 +147,8 @@ def test_run_with_an_average_generates_and_is_audited(arb_here, text, tmp_path, 
     assert done.returncode == 0, done.stderr
     done = arb_here("generate", "--checkpoint", "run", "--prompt", "line", "--length", "3")
     assert done.returncode == 0, done.stderr
-    done = arb_here("audit-memory", *shape, "--weights", "int8", "--weight-average", "8", "--batch", "4",
-                    "--device", "cpu", "--steps", "2", "--json")  # fmt: skip
+    done = arb_here("audit-memory", *shape, "--weights", "int8", "--weight-average", "8",
+                    "--batch", "4", "--device", "cpu", "--steps", "2", "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
     kinds = json.loads(done.stdout)["predicted"]["total"]["bytes_by_kind"]
     assert kinds["average"] == kinds["remainder"]
