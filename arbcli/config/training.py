@@ -850,7 +850,7 @@ def train_config(
             fields=("lr", "rule"),
         )
     settings.setdefault("lr", rate)
-    if ternary and settings.get("accum", 1) > MOST_IN_PLACE:
+    if ternary and MOST_IN_PLACE < settings.get("accum", 1) <= MOST_PARTS["int12"]:
         settings.setdefault("reduce_dtype", "int12")
     data, val = (tuple(map(str, settings.pop(name, ()))) for name in ("data", "val"))
     settings["scale_losses"] = tuple(settings.pop("scale_losses", ()))

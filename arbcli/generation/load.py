@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from arbcli.base.errors import ArbError
+from arbcli.base.lazy import imported
 from arbcli.base.output import printable
 from arbcli.base.reading import check_schema, read_json
 from arbcli.base.run_files import CONFIG, checkpoint_path
@@ -19,7 +20,6 @@ from arbcli.config.model import Blocks, ModelConfig, StageConfig
 from arbcli.config.presets import config_from_dict
 from arbcli.config.settings import check_choice
 from arbcli.generation.tokens import saved_tokenizer
-from arbcli.kernels.codec.packing import pack_trits
 from arbcli.kernels.runtime.device import COMPUTE, check_room, default_compute, resolve_device
 from arbcli.model.build import build_model
 from arbcli.model.checkpoint import (
@@ -160,7 +160,7 @@ def empty_model(
         if "wire" in checkpoint.data:
             model.declare_wire()
         if "average" in checkpoint.data:
-            model.declare_averages()
+            imported("arbcli.model.averages:declare_averages")(model)
     if weights_only or is_export(checkpoint):
         model.drop_training_state()
     return model
@@ -195,13 +195,15 @@ def with_averages(checkpoint: Checkpoint) -> Checkpoint:
     """Replace the digits of all weights by those of their averages, if there are any."""
     if "average" not in checkpoint.data:
         return checkpoint
+    from arbcli.model.averages import split_average  # most checkpoints have none
+
     tensors = dict(checkpoint.tensors)
     for name, weight in empty_model(checkpoint).packed_tensors().items():
         average = tensors.pop(f"{name}.average", None)
         if average is not None:
             below = tensors.get(f"{name}.remainder", average)
-            trits, below = weight.rule.split_average(average, below)
-            tensors[f"{name}.trits"] = pack_trits(trits)
+            trits, below = split_average(weight.rule, average, below)
+            tensors[f"{name}.trits"] = trits
             if f"{name}.remainder" in tensors:  # if it was read
                 tensors[f"{name}.remainder"] = below
     data = {name: value for name, value in checkpoint.data.items() if name != "average"}

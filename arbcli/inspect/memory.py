@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from arbcli.base.lazy import imported
 from arbcli.config.layer_spec import SCALE_TYPES
 from arbcli.config.model import ModelConfig
 from arbcli.config.parts.base import remove_rules
@@ -128,7 +129,7 @@ def declare_run_state(model: "LanguageModel", config: TrainConfig) -> None:
     if config.reduce_dtype is not None:
         model.declare_wire()
     if config.weight_average:
-        model.declare_averages()
+        imported("arbcli.model.averages:declare_averages")(model)
 
 
 def predict_parts(config: ModelConfig) -> ModelReport:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.kernels.codec.decode_weight import decode_weight
-from arbcli.kernels.codec.layout import LARGEST_BYTE, row_bytes
+from arbcli.kernels.codec.layout import row_bytes
 from arbcli.kernels.codec.packed import (
     HIGHEST_EXPONENT,
     LOWEST_EXPONENT,
@@ -22,7 +22,7 @@ from arbcli.kernels.codec.packed import (
     Packed,
     num_groups,
 )
-from arbcli.kernels.codec.packing import pack_trits, unpack_trits
+from arbcli.kernels.codec.packing import pack_trits
 from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.update.random_bits import random_bits, stream_key
@@ -168,7 +168,7 @@ class TernaryTensor(StateModule, Weight):
     wire_exponent: Tensor
     """Present after `declare_wire`."""
     average: Tensor
-    """Average of z over steps; present after `declare_average`."""
+    """Present after `declare_averages` of `arbcli.model.averages`."""
     fixed_scales = False
     """Whether steps leave the scales as they are."""
 
@@ -237,38 +237,6 @@ class TernaryTensor(StateModule, Weight):
             exponents = torch.full((self.out_features, 1), NONE, dtype=torch.int8)
             self.declare("wire_exponent", exponents.to(self.trits.device), "wire")
             self.training_only += ("wire_exponent",)
-
-    def declare_average(self) -> None:
-        """Declare the average of the weights over steps, (N, K) int8, if they are stepped."""
-        if not self.frozen:
-            self._declare_int8("average", (self.out_features, self.in_features), "average")
-            self.average = self.average.to(self.trits.device)
-
-    @torch.no_grad()
-    def start_average(self) -> None:
-        """Set the average to the weights."""
-        trits = unpack_trits(self.trits, self.in_features)
-        below = self.remainder << 4 >> 4 if self.rule.share_a_byte else self.remainder
-        z = trits.to(torch.int16) * self.rule.radix + below
-        self.average.copy_(z >> self.rule.average_shift)
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Read the average in place of the weights within the block."""
-        weights = self.trits, self.remainder
-        if self.rule.reads_all and self.rule.fits_a_byte and not self.rule.share_a_byte:
-            # z is the remainder of a trit of zero, so nothing is copied
-            self.trits = torch.full_like(self.trits, LARGEST_BYTE // 2)
-            self.remainder = self.average
-        else:
-            trits, self.remainder = self.rule.split_average(self.average, self.remainder)
-            self.trits = pack_trits(trits)
-        self.updates += 1  # tensors derived from other weights are outdated
-        try:
-            yield
-        finally:
-            self.trits, self.remainder = weights
-            self.updates += 1
 
     def _declare_int8(self, name: str, shape: tuple[int, int], kind: str) -> None:
         self.declare(name, torch.empty(shape, dtype=torch.int8), kind)

@@ -155,20 +155,6 @@ class PackedModel(nn.Module):
         for weight in self.packed_tensors().values():
             weight.declare_wire()
 
-    def declare_averages(self) -> None:
-        """Declare averages of all weights: see `TernaryTensor.declare_average`."""
-        for weight in self.packed_tensors().values():
-            weight.declare_average()
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Read averages of the weights within the block, if the model has them."""
-        with ExitStack() as stack:
-            for weight in self.packed_tensors().values():
-                if hasattr(weight, "average"):
-                    stack.enter_context(weight.averaged())
-            yield
-
     def state_modules(self) -> Iterator[StateModule]:
         """Yield all modules with persistent buffers, in the order of the model."""
         return (part for part in self.modules() if isinstance(part, StateModule))

@@ -21,7 +21,6 @@ from torch import Tensor
 from arbcli.base.errors import ArbError, quoted
 from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.runtime.backend import LARGE_ELEMENTS, uses_triton
-from arbcli.kernels.update.average_weights import average_weights
 from arbcli.kernels.update.gradient_gains import GradientGains, gradient_gains
 from arbcli.kernels.update.gradient_statistics import (
     GradientStatistics,
@@ -341,19 +340,16 @@ class Updater:
 
     @torch.no_grad()
     def _average_weights(self) -> None:
+        from arbcli.model.averages import move_averages  # most runs have none
+
         seed = self.seed ^ AVERAGE_SEED
         keys = stream_keys(seed, self._step, self._num_matrices, 1)[:, 0]
-
-        def average(tensor: TernaryTensor) -> None:
-            average_weights(
-                tensor.trits, tensor.remainder, tensor.average, keys[self.index_of(tensor)],
-                self._average_rate, tensor.rule.radix, tensor.rule.average_shift,
-                tensor.rule.share_a_byte,
-            )  # fmt: skip
-
         for merge in (True, False):
             tensors = [tensor for tensor in self.tensors if self._merges(tensor) == merge]
-            self._run((partial(average, tensor) for tensor in tensors), merge=merge)
+            parts = move_averages(
+                tensors, lambda tensor: keys[self.index_of(tensor)], self._average_rate
+            )
+            self._run(parts, merge=merge)
 
     @torch.no_grad()
     def __call__(

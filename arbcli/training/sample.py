@@ -37,7 +37,7 @@ def sample_text(trainer: Trainer) -> str:
     # torch's compiler, which takes 2 s
     compiled = trainer.is_compiled
     stance = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-    with stance, model.averaged():
+    with stance, trainer.averaged():
         if config.model.is_masked:
             length = min(SAMPLE_BYTES, config.model.ctx)
             filled = imported("arbcli.families.masked.holes:filled")

@@ -161,7 +161,7 @@ class Trainer:
         if config.model.weights == "ternary":
             tensors = self.model.packed_tensors().values()
             if config.weight_average:
-                self.model.declare_averages()
+                imported("arbcli.model.averages:declare_averages")(self.model)
                 self._start_averages()
             if config.reduce_dtype is None:
                 self.updater = Updater(
@@ -505,9 +505,13 @@ class Trainer:
 
     def _start_averages(self) -> None:
         with use_backend(self.config.backend):
-            for tensor in self.model.packed_tensors().values():
-                if hasattr(tensor, "average"):
-                    tensor.start_average()
+            imported("arbcli.model.averages:start_averages")(self.model)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Read averages of the weights, if the run has them, within the block."""
+        if not self.config.weight_average:
+            return nullcontext()
+        return imported("arbcli.model.averages:averaged")(self.model)
 
     @torch.no_grad()
     def evaluate(self, num_batches: int | None = None) -> float:
@@ -523,7 +527,7 @@ class Trainer:
         num_batches = num_batches or self.num_evaluation_batches
         group = self.group if num_batches % self.group.size == 0 else Group()
         losses, counts = [], []
-        with self.model.averaged(), use_backend(self.config.backend):
+        with self.averaged(), use_backend(self.config.backend):
             for number in group.local(num_batches):
                 inputs = self._held_out(number)
                 losses.append(self.model.loss(*inputs))

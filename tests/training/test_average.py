@@ -12,6 +12,7 @@ from arbcli.config.training import TrainConfig
 from arbcli.data.opening import open_texts
 from arbcli.generation.load import load_named_model, load_weights, read_saved
 from arbcli.kernels.codec.packing import unpack_trits
+from arbcli.model.averages import average_shift
 from arbcli.model.checkpoint import save_checkpoint, tensor_digest
 from arbcli.model.step_parameters import average_rates
 from arbcli.training.configure import new_config
@@ -52,7 +53,7 @@ def z_of(trainer: Trainer) -> torch.Tensor:
         rule = tensor.rule
         below = rule.digits(tensor.state)["remainder"][0]
         z = unpack_trits(tensor.trits, tensor.in_features).double() * rule.radix + below
-        parts.append(z.flatten() / 2**rule.average_shift)
+        parts.append(z.flatten() / 2 ** average_shift(rule))
     return torch.cat(parts)
 
 

@@ -439,7 +439,7 @@ FREE = {
     "save_every", "eval_every", "log_every", "sample_every", "keep", "keep_best", "patience",
     "recompute", "device", "backend",
     # a checkpoint says them, or their digests, and is compared
-    "reduce_dtype", "tokenizer", "teacher",
+    "reduce_dtype", "weight_average", "tokenizer", "teacher",
 }  # fmt: skip
 """Settings that change no bit of a checkpoint, that a resume may change, or that are seen besides.
 """

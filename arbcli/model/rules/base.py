@@ -247,19 +247,6 @@ class Rule(ABC):
         """Whether the integer value of a weight fits in int8."""
         return not self.reads_all or (self.kept == 1 and self.radix + self.remainder_max <= 127)
 
-    @property
-    def average_shift(self) -> int:
-        """Number of bits of z below those of its average in int8."""
-        return int(self.radix + self.remainder_max > 127)
-
-    def split_average(self, average: Tensor, remainder: Tensor) -> tuple[Tensor, Tensor]:
-        """Return trits, (N, K) int8, and remainders of averages; other bits of bytes are kept."""
-        z = average.short() << self.average_shift
-        half = self.radix // 2
-        trits = (z > half).char() - (z < -half).char()
-        low = (z - trits * self.radix).char()
-        return trits, (remainder & -16 | low & 15) if self.share_a_byte else low
-
     def faded(self, kept: Fraction) -> "Rule":
         """Return a copy of the rule with the remainder's share set to `kept`."""
         rule = copy.copy(self)
