@@ -122,7 +122,7 @@ def test_tuned_model_continues_alike_elsewhere(transformers, tmp_path, arb_here,
     (tmp_path / "text").write_text(TEXT)
     for words in (
         "import folder --out run",
-        "train --init-from run --data text --steps 20 --batch 4 --ctx 32 --lr 1 --compute fp32"
+        "train --init-from run --data text --steps 12 --batch 4 --ctx 32 --lr 1 --compute fp32"
         " --device cpu --out tuned --eval-every 0",
         "export tuned --to hf --type f32 --out back",
     ):
@@ -142,7 +142,7 @@ def test_tuned_model_continues_alike_elsewhere(transformers, tmp_path, arb_here,
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
     ids = list(b"def main")
     made = theirs.generate(
-        torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=None
+        torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None
     )[0].tolist()  # fmt: skip
     continued = list(ids)
     with torch.no_grad():

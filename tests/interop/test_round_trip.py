@@ -23,7 +23,7 @@ from arbcli.interop.gguf.tokens import CONTROL, NORMAL, PATTERNS, UNUSED
 
 TEXT = "def main(self):\n    return 1234  # naïve text, that doesn't end\n\n" * 40
 PROMPT = "def main 1234 naïve\n  it's"
-NUM_IDS = 12
+NUM_IDS = 8
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 KINDS = {"Llama 3": "llama-bpe", "Qwen 3, tied": "qwen2"}
 """Names that llama.cpp has for their rules of splitting."""
@@ -82,7 +82,7 @@ def test_tuned_model_has_the_same_logits_elsewhere(
     rules = ["--mlp-rule", "nibble"] if kind == "Qwen 3, tied" else []
     for words in (
         ["import", "folder", "--out", "run", *rules],
-        ["train", "--init-from", "run", "--data", "text", "--steps", "20", "--batch", "2", "--ctx",
+        ["train", "--init-from", "run", "--data", "text", "--steps", "10", "--batch", "2", "--ctx",
          "32", "--compute", "fp32", "--device", "cpu", "--out", "tuned", "--eval-every", "0"],
         ["export", "tuned", "--to", "hf", "--out", "back"],
         ["export", "tuned", "--to", "gguf", "--type", "f32", "--out", "back.gguf"],
