@@ -35,8 +35,8 @@ CLIPPED = 2
 """Places below s0 where the scale of a clipped group of our own grid may be."""
 SEEN_FIRST = 4
 """Weights of a group, the largest, that a scale of our own grid must fit before all are read."""
-ROUNDED_AT_ONCE = 1 << 18
-"""Number of weights that are rounded at a time."""
+ROUNDED_AT_ONCE, NUMBERS_AT_ONCE = 1 << 18, 1 << 13
+"""Number of weights that are rounded at a time, and of those with a scale each."""
 ZERO = 0
 """v of a group of zeros."""
 
@@ -159,27 +159,25 @@ def _round_numbers(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     Several z and scales decode to the same number. Those are chosen that the number itself would
     have, so that what was decoded is read as it was.
     """
-    decoded = _closest_numbers(weight, grid)[0]
-    return _closest_numbers(decoded, grid)[1:]
+    parts = []
+    for some in weight.split(NUMBERS_AT_ONCE):
+        decoded = _closest_numbers(some, grid)[0]
+        parts.append(_closest_numbers(decoded, grid)[1:])
+    z, places = zip(*parts, strict=True)
+    return torch.cat(z), torch.cat(places)
 
 
 def _closest_numbers(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     """Try all z from L / 2: the closest decoded numbers, their z and places."""
     middle = 3 * grid.largest // 4
     every = sorted(range(-(-grid.largest // 2), grid.largest + 1), key=lambda z: abs(z - middle))
-    sizes, least = weight.abs().double(), torch.full_like(weight, torch.inf)
-    closest, z, chosen = weight.clone(), torch.zeros_like(weight), weight.to(torch.int64)
-    for level in every:
-        above = _place_above(sizes * grid.unit / level)
-        for place in (above, _held(above - 1)):
-            decoded = (weight.sign() * level * (_scale(place) / grid.unit)).bfloat16().float()
-            error = (decoded - weight).abs()
-            better = error < least
-            least = torch.where(better, error, least)
-            closest = torch.where(better, decoded, closest)
-            z = torch.where(better, weight.sign() * level, z)
-            chosen = torch.where(better, place, chosen)
-    return closest, z, chosen.flatten()
+    levels = torch.tensor(every).repeat_interleave(2)  # with the places above a number and below
+    places = _place_above(weight.abs().double() * grid.unit / levels)
+    places[:, 1::2] = _held(places[:, 1::2] - 1)
+    z = weight.sign() * levels
+    decoded = (z * (_scale(places) / grid.unit)).bfloat16().float()
+    best = (decoded - weight).abs().argmin(dim=1, keepdim=True)  # the first of equal ones
+    return decoded.gather(1, best), z.gather(1, best), places.gather(1, best).flatten()
 
 
 def round_weights(weight: Tensor, group_size: int, grid: Grid, own_grid: bool = False) -> Rounded:
