@@ -20,6 +20,7 @@ from arbcli.data.text import entropy, evaluation_batches
 from arbcli.families.experts.mixture import Experts
 from arbcli.families.streams.hyper_connection import HyperConnection
 from arbcli.generation.load import read_saved
+from arbcli.inspect.trace import held_tensors
 from arbcli.inspect.verdicts import (
     TAKEOFF,
     ChunkReport,
@@ -557,9 +558,7 @@ def _live_counter(device: torch.device) -> Iterator[Callable[[], int]]:
         gc.collect()
         if device.type == "cuda":
             return torch.cuda.memory_allocated(device)
-        # by exact type: to ask anything of a proxy or a lazy object would wake it
-        tensors = (value for value in gc.get_objects() if type(value) in (Tensor, nn.Parameter))
-        storages = (tensor.untyped_storage() for tensor in tensors if tensor.device == device)
+        storages = (part.untyped_storage() for part in held_tensors() if part.device == device)
         return before + sum({part.data_ptr(): part.nbytes() for part in storages}.values())
 
     frozen, before = gc.get_freeze_count(), 0

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import compress
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -46,6 +47,12 @@ class LiveTensor:
     """The function of this package that called the operation; `autograd` where none did."""
 
 
+def held_tensors() -> Iterator[Tensor]:
+    """Yield the tensors that Python holds, by exact type: to ask a lazy object would wake it."""
+    objects = gc.get_objects()
+    return compress(objects, map({Tensor, Parameter}.__contains__, map(type, objects)))
+
+
 class Storages(TorchDispatchMode):
     """Sees the storages of one device come to life and die while the mode is on, in their order."""
 
@@ -75,9 +82,9 @@ class Storages(TorchDispatchMode):
 
     def find(self, *, count: bool = True) -> None:
         """Record tensors that Python holds though no operation returned them; count them or not."""
-        for thing in gc.get_objects():
-            if type(thing) in (Tensor, Parameter) and thing.layout is torch.strided:
-                self._note(thing, None, count=count)
+        for tensor in held_tensors():
+            if tensor.layout is torch.strided:
+                self._note(tensor, None, count=count)
 
     def on_alloc(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
         """Handle a new storage of `size` bytes, whose first tensor `op` returned."""
