@@ -429,7 +429,7 @@ def test_metrics_count_the_tokens(client, engine):
     assert len(values) == text.count("# TYPE")
 
 
-@pytest.mark.parametrize(("kind", "chats"), [("graph", False), ("hnet", True)])
+@pytest.mark.parametrize(("kind", "chats"), [("dense", False), ("hnet", True)])
 def test_openai_client_is_answered(kind, chats, chatty, device):
     """By a model of bytes, which has no chats, and by one of tokens."""
     openai = pytest.importorskip("openai", reason="needs the package openai")
