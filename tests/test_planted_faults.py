@@ -575,11 +575,10 @@ MODELS: dict[str, Callable[[str], list]] = {
 
 
 def kernel_failures(name: str, group_size: int) -> list:
-    """Compare a kernel with its reference as far as the first case that it fails."""
+    """Compare a kernel with its reference as far as the first case of a sample that it fails."""
     (spec,) = find_kernels([name])
     with poisoned():
-        cases = list(spec.cases(CPU, group_size))
-        for case in sample(cases) + cases:  # the former find most faults, and sooner
+        for case in sample(list(spec.cases(CPU, group_size))):
             wanted = as_tuple(spec.reference(*copies(case.inputs)))
             peers = peers_of(spec, case, len(wanted))
             for backend, run in (("interpreter", spec.triton), ("torch", spec.torch)):

@@ -1,4 +1,7 @@
-"""A sample of a kernel's cases, which has all that any of them has; all take twice as long."""
+"""A sample of a kernel's cases, which has all that any of them has; all take twice as long.
+
+The faults that are planted in kernels are found with it.
+"""
 
 import operator
 import re
@@ -25,7 +28,7 @@ def properties(case) -> set:
             names.update({(place, value.dtype, value.dim()), (place, order)})
             for dim, size in enumerate(value.shape):
                 names.add((place, dim, min(size, 2), size % 16 == 0))
-                names.add((place, dim, size.bit_length() // 2))
+                names.add((place, dim, size.bit_length() // 2, size > 32))
         elif isinstance(value, tuple):
             for index, part in enumerate(value):
                 add((*place, index), part)
