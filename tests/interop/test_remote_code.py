@@ -139,8 +139,8 @@ def exported(tmp_path_factory) -> SimpleNamespace:
 
 
 def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare float32 logits: 32 products in a row, each within 2^-22 of its value."""
-    assert (logits - expected).abs().max() < 2**-17 * expected.abs().max()
+    """Compare float32 logits: two times 32 products in a row, each within 2^-22 of its value."""
+    assert (logits - expected).abs().max() < 2**-16 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
