@@ -10,7 +10,8 @@ PROGRAM := .$(if $(GPU),[triton])
 # setuptools warns of folders that have the name of a package
 PIP = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet
 # half of the time that tests take
-KERNEL_TESTS := tests/test_planted_faults.py tests/kernels tests/model tests/generation
+KERNEL_TESTS := tests/test_planted_faults.py tests/kernels tests/model tests/generation tests/interop \
+	tests/nn tests/inspect
 # what is slow and rarely tells what the others do not
 TESTS := -m "not slow"
 # seed of noise in the last bits of floats, with which tests of models then run
