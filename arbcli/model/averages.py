@@ -6,6 +6,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,8 +38,8 @@ def declare_averages(model: PackedModel) -> None:
 def start_averages(model: PackedModel) -> None:
     """Set averages to the weights."""
     for tensor in _averaged_tensors(model):
-        below, rule = tensor.remainder, tensor.rule
-        below = below << 4 >> 4 if rule.share_a_byte else below
+        rule = tensor.rule
+        below = rule.digits(tensor.state)["remainder"][0]
         z = unpack_trits(tensor.trits, tensor.in_features).to(torch.int16) * rule.radix + below
         tensor.average.copy_(z >> average_shift(rule))
 
@@ -53,15 +54,13 @@ def move_averages(
         key_of: returns a key of random bits, an int32 scalar tensor.
         rate: int32 scalar tensor: see `arbcli.model.step_parameters.average_rates`.
     """
-
-    def mover(tensor: TernaryTensor) -> Callable[[], None]:
-        rule = tensor.rule
-        return lambda: average_weights(
-            tensor.trits, tensor.remainder, tensor.average, key_of(tensor), rate, rule.radix,
-            average_shift(rule), rule.share_a_byte,
-        )  # fmt: skip
-
-    return [mover(tensor) for tensor in tensors]
+    return [
+        partial(
+            average_weights, tensor.trits, tensor.remainder, tensor.average, key_of(tensor), rate,
+            tensor.rule.radix, average_shift(tensor.rule), tensor.rule.share_a_byte,
+        )
+        for tensor in tensors
+    ]  # fmt: skip
 
 
 def split_average(rule: Rule, average: Tensor, remainder: Tensor) -> tuple[Tensor, Tensor]:

@@ -156,7 +156,7 @@ def average_rates(steps: range, horizon: int) -> np.ndarray:
 
     Args:
         steps: numbers of the steps.
-        horizon: time constant of the average in steps; 0 is no average.
+        horizon: time constant of the average in steps; 0 averages nothing.
     """
     numbers = np.array(steps, np.int64) + 1
     if not horizon:
