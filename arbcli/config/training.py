@@ -56,6 +56,8 @@ REDUCE_DTYPES = ("int12", "int8", "int16")
 MOST_IN_PLACE = 4
 """Default maximum number of micro-batches per step that are not summed before they are averaged.
 Each is rounded to the moment, and this loses more the more there are: see docs/rules.md."""
+MOST_FINELY_SUMMED = 16
+"""Maximum number of micro-batches that `int16` sums in 16 bits; `int12` sums 64."""
 MOST_PARTS = {"int8": 2**20, "int12": 2**16, "int16": 2**12}
 """Maximum number of micro-batches per step whose sum cannot overflow, by `reduce_dtype`."""
 OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw", "muon")}
@@ -399,7 +401,8 @@ class TrainConfig:
             " averages each as it is computed, in less memory.",
             RUN,
             choices=(*REDUCE_DTYPES, "none"),
-            default=f"int12 for several processes or over {MOST_IN_PLACE} batches, else none",
+            default=f"int12 for several processes; else none, int16 over {MOST_IN_PLACE} batches,"
+            f" int12 over {MOST_FINELY_SUMMED}",
         ),
     ] = None
     """Integers of gradients in sums and in the all-reduce; None updates each matrix as soon as its
@@ -850,8 +853,8 @@ def train_config(
             fields=("lr", "rule"),
         )
     settings.setdefault("lr", rate)
-    if ternary and MOST_IN_PLACE < settings.get("accum", 1) <= MOST_PARTS["int12"]:
-        settings.setdefault("reduce_dtype", "int12")
+    if ternary and settings.get("accum", 1) <= MOST_PARTS["int12"]:
+        settings.setdefault("reduce_dtype", default_sums(settings.get("accum", 1)))
     data, val = (tuple(map(str, settings.pop(name, ()))) for name in ("data", "val"))
     settings["scale_losses"] = tuple(settings.pop("scale_losses", ()))
     if settings.get("tokenizer") is not None:
@@ -862,6 +865,13 @@ def train_config(
         model=model, optimizer=optimizer, data=data, val=val,
         device=device, backend=backend, compute=compute, **settings,
     )  # fmt: skip
+
+
+def default_sums(accum: int) -> str | None:
+    """Return the default `reduce_dtype` of one process, given its micro-batches per step."""
+    if accum <= MOST_IN_PLACE:
+        return None
+    return "int16" if accum <= MOST_FINELY_SUMMED else "int12"
 
 
 def default_lr(model: ModelConfig, optimizer: str) -> float:

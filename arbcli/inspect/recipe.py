@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from arbcli.config.training import MOST_IN_PLACE, TrainConfig
+from arbcli.config.training import MOST_IN_PLACE, TrainConfig, default_sums
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.ranks import share_out
 from arbcli.inspect.room import least_bytes
@@ -28,7 +28,7 @@ on its passes over the gradients than on recomputing activations in a larger one
 TRACED = 2
 """Most micro-batches of a process that are traced; later ones allocate what the second one does."""
 MOST_SUMMED = 64
-"""Most micro-batches whose sum of `int12` has 16 bits, as the traced sum of `int16` has."""
+"""Most micro-batches whose sum has 16 bits by default, as the traced sum of `int16` has."""
 SEGMENT = 20 * 2**20
 """Bytes that the allocator may reserve for the inputs of micro-batches that are not traced."""
 USABLE = 0.95
@@ -138,7 +138,7 @@ def choose_step(
             accum = batches[0] // batch * processes
             may_sum = sums and reduce_dtype is None and MOST_IN_PLACE < accum <= MOST_SUMMED
             if may_sum and fits(batch, recompute, summed=True):
-                reduce_dtype = "int12"
+                reduce_dtype = default_sums(accum)
             return Recipe(
                 rule=config.model.rule,
                 ctx=context,

@@ -83,6 +83,10 @@ class Block(nn.Module):
                 self.add_module(f"{part.name}_streams", connection)
         self.branches = [*map(Branch, parts, norms, connections)]
         """The parts in order; each is also a submodule under its own name."""
+        if streams == 1 and stage.bound is None and parts[-1].ends_with_product:
+            last = parts[-1].linears()[-1]
+            if isinstance(last, TernaryLinear):
+                last.weight.is_last = True
 
     @property
     def draws(self) -> tuple[str, ...]:

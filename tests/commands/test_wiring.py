@@ -117,7 +117,8 @@ def test_tuned_model_has_defaults_of_its_own(words, lr, tokenizer, recorded_call
 @pytest.mark.parametrize(
     ("words", "processes", "reduce_dtype"),
     [([], 1, None), ([], 2, "int12"), (["--reduce-dtype", "int16"], 2, "int16"),
-     (["--weights", "float"], 2, None), (["--accum", "4"], 1, None), (["--accum", "6"], 1, "int12"),
+     (["--weights", "float"], 2, None), (["--accum", "4"], 1, None), (["--accum", "6"], 1, "int16"),
+     (["--accum", "32"], 1, "int12"),
      (["--accum", "6", "--reduce-dtype", "none"], 1, None),
      (["--accum", "6", "--weights", "float"], 1, None)],
 )  # fmt: skip

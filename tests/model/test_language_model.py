@@ -3,10 +3,12 @@
 import pytest
 import torch
 from handed import chosen_by, handed
+from torch.nn import functional
 from twins import losses_of_steps
 
 from arbcli.config.presets import preset
 from arbcli.model.build import build_model
+from arbcli.model.layers.products import Product
 
 KINDS = ("dense", "streams", "compressed", "graph", "hnet", "mamba")
 
@@ -70,3 +72,27 @@ def test_twin_learns_and_reads_by_its_cache(kind, weights, build):
         with handed(chosen):
             in_bytes = [model(part, cache) for part in ids[:1, :16].split(1, dim=1)]
         torch.testing.assert_close(torch.cat(in_bytes, dim=1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_last_product_of_a_recomputed_block_is_omitted(build, monkeypatch):
+    products, gradients = [], {}
+    multiply = Product.product
+    monkeypatch.setattr(
+        Product, "product",
+        lambda self, weight, x: products.append(weight) or multiply(self, weight, x),
+    )  # fmt: skip
+    ids = torch.randint(97, 123, (2, 9), generator=torch.Generator().manual_seed(0))
+    for recompute in (False, True):
+        model = build("dense", recompute=recompute)
+        model.initialise(0)
+        products.clear()
+        seen = gradients[recompute] = []
+        for tensor in model.packed_tensors().values():
+            tensor.sink = lambda _tensor, grad, _where=None, seen=seen: seen.append(grad.clone())
+        functional.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:]).backward()
+        repeated = [weight for weight in {*products} if products.count(weight) > 1]
+        last = {block.mlp.output.weight for block in model.blocks}
+        inner = {layer.weight for block in model.blocks for layer in block.linears()} - last
+        assert {*repeated} == (inner if recompute else set())
+    for kept, recomputed in zip(gradients[False], gradients[True], strict=True):
+        assert torch.equal(kept, recomputed)

@@ -8,14 +8,14 @@ With s = q . k / sqrt(d), p = exp(s - log), y = sum of p v and the gradient g of
     grad_k[n] = sum over m of e[m, n] q[m] / sqrt(d)
 
 Programs for queries and programs for keys both compute p and e, so no two programs add to the same
-gradient: seven products instead of five, and no matrix of the size of p is stored.
+gradient: seven products instead of five, and no matrix of the size of p is stored. A head of keys
+may serve a group of query heads, whose contributions one program adds up.
 Source: T. Dao, "FlashAttention-2", https://arxiv.org/abs/2307.08691, algorithm 2.
 """
 
 import torch
 from torch import Tensor
 
-from arbcli.kernels.attention.rotary_norm import unpack_qkv
 from arbcli.kernels.rows.dropout import mask_constants
 from arbcli.kernels.runtime._triton import described, tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, Array
@@ -40,12 +40,13 @@ def causal_attention_backward_torch(
 
     `factors`, (B, heads, T, T) float32, are those by which dropout multiplied the weights.
     """
-    grads = unpack_qkv(new_gradients(q))
-    scale = q.shape[3] ** -0.5
+    grads = split_heads(new_gradients(q, k.shape[1]), k.shape[1])
+    scale, group = q.shape[3] ** -0.5, q.shape[1] // k.shape[1]
     for text, (*places, g, query, key, value, result, log) in enumerate(
         zip(*grads, grad_y, q, k, v, y, logs, strict=True)
     ):
-        g, query, key, value = (part.float() for part in (g, query, key, value))
+        g, query = g.float(), query.float()
+        key, value = (part.float().repeat_interleave(group, dim=0) for part in (key, value))
         kept = p = torch.exp(query @ key.mT * scale - log[..., None]).tril()
         grad_p = g @ value.mT
         if factors is not None:
@@ -53,14 +54,20 @@ def causal_attention_backward_torch(
         e = p * (grad_p - (g * result).sum(dim=-1, keepdim=True))
         parts = e @ key * scale, e.mT @ query * scale, kept.mT @ g
         for place, part in zip(places, parts, strict=True):
-            place.copy_(part)
+            place.copy_(part.unflatten(0, (len(place), -1)).sum(dim=1))
     return grads
 
 
-def new_gradients(q: Tensor) -> Tensor:
-    """Allocate the gradients of q, k and v as one tensor, (B, T, 3, heads, d)."""
+def new_gradients(q: Tensor, kv: int) -> Tensor:
+    """Allocate the gradients of q, and of `kv` heads of k and of v: (B, T, heads + 2 kv, d)."""
     batch, heads, length, width = q.shape
-    return torch.empty(batch, length, 3, heads, width, dtype=q.dtype, device=q.device)
+    return torch.empty(batch, length, heads + 2 * kv, width, dtype=q.dtype, device=q.device)
+
+
+def split_heads(grads: Tensor, kv: int) -> tuple[Tensor, Tensor, Tensor]:
+    """View what `new_gradients` allocated as gradients of q, k and v, (B, their heads, T, d)."""
+    q, k, v = grads.transpose(1, 2).split([grads.shape[2] - 2 * kv, kv, kv], dim=1)
+    return q, k, v
 
 
 @triton.jit
@@ -70,10 +77,12 @@ def _load_rows(desc, b, h, first, ROWS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(grads_ptr, values, b, h, first, part, T, H, ROWS: tl.constexpr, D: tl.constexpr):
-    """Store rows of a head, [ROWS, D], to the gradient of q, k or v."""
+def _store_rows(
+    grads_ptr, values, b, head, first, T, num_heads, ROWS: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """Store rows, [ROWS, D], of one of the heads of q, k and v."""
     t = first + tl.arange(0, ROWS)
-    row = ((b.to(tl.int64) * T + t) * 3 + part) * H + h
+    row = (b.to(tl.int64) * T + t) * num_heads + head
     ptrs = grads_ptr + row[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(ptrs, values.to(grads_ptr.dtype.element_ty), mask=(t < T)[:, None])
 
@@ -104,7 +113,7 @@ def _store_turned(
 @triton.jit
 def _store_gradient(
     grads_ptr, values, y_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, part, T, H,
-    ROWS: tl.constexpr, D: tl.constexpr, TURNED: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Store the gradient of these queries or keys; if `TURNED`, that before `rotary_norm_`."""
     if TURNED:
@@ -112,7 +121,7 @@ def _store_gradient(
             grads_ptr, values, y_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, part, T, H, ROWS, D
         )
     else:
-        _store_rows(grads_ptr, values, b, h, first, part, T, H, ROWS, D)
+        _store_rows(grads_ptr, values, b, part * H + h, first, T, H + H // GROUP * 2, ROWS, D)
 
 
 @triton.jit
@@ -170,8 +179,8 @@ def _delta(g, y):
 def _queries(
     grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
     r_ptr, cos_ptr, sin_ptr, key_ptr, first, h, b, T, H, padded, scale, log2_e,
-    D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
-    THRESHOLD: tl.constexpr, FACTOR: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    TURNED: tl.constexpr, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a block of queries; store `log2` and `delta` for the keys."""
     m = first + tl.arange(0, BLOCK)
@@ -186,17 +195,17 @@ def _queries(
     grad = tl.zeros((BLOCK, D), dtype=tl.float32)
     # keys before the block are all visible
     grad = _add_keys(
-        grad, q, g, log, delta, k_desc, v_desc, key_ptr, b, h, m, offset * T, 0, first,
+        grad, q, g, log, delta, k_desc, v_desc, key_ptr, b, h // GROUP, m, offset * T, 0, first,
         scale * log2_e, D, BLOCK, False, PRECISION, THRESHOLD, FACTOR,
     )  # fmt: skip
     # keys of the block itself are masked
     grad = _add_keys(
-        grad, q, g, log, delta, k_desc, v_desc, key_ptr, b, h, m, offset * T, first, first + BLOCK,
-        scale * log2_e, D, BLOCK, True, PRECISION, THRESHOLD, FACTOR,
+        grad, q, g, log, delta, k_desc, v_desc, key_ptr, b, h // GROUP, m, offset * T, first,
+        first + BLOCK, scale * log2_e, D, BLOCK, True, PRECISION, THRESHOLD, FACTOR,
     )  # fmt: skip
     _store_gradient(
-        grads_ptr, grad * scale, q_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, 0, T, H, BLOCK, D,
-        TURNED,
+        grads_ptr, grad * scale, q_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, 0, T, H, GROUP,
+        BLOCK, D, TURNED,
     )  # fmt: skip
 
 
@@ -204,15 +213,15 @@ def _queries(
 def _queries_kernel(
     grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
     r_ptr, cos_ptr, sin_ptr, key_ptr, T, H, padded, scale, log2_e,
-    D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
-    THRESHOLD: tl.constexpr, FACTOR: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    TURNED: tl.constexpr, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a block of queries, and `delta`, their sum of g * y, for the keys."""
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK  # blocks with the most keys first
     _queries(
         grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
         r_ptr, cos_ptr, sin_ptr, key_ptr, first, tl.program_id(1), tl.program_id(2), T, H, padded,
-        scale, log2_e, D, BLOCK, PRECISION, TURNED, THRESHOLD, FACTOR,
+        scale, log2_e, GROUP, D, BLOCK, PRECISION, TURNED, THRESHOLD, FACTOR,
     )  # fmt: skip
 
 
@@ -255,30 +264,35 @@ def _add_queries(
 
 @triton.jit
 def _keys(
-    grad_y_desc, q_desc, k_desc, v_desc, y_desc, log_ptr, delta_ptr, grads_ptr,
-    r_ptr, cos_ptr, sin_ptr, key_ptr, first, h, b, T, H, scale, log2_e,
-    D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
-    KEPT: tl.constexpr, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr,
+    grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, delta_ptr, grads_ptr,
+    r_ptr, cos_ptr, sin_ptr, key_ptr, first, head, b, T, H, padded, scale, log2_e,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    TURNED: tl.constexpr, KEPT: tl.constexpr, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a block of keys and values.
+    """Compute the gradients of a block of keys and values, over the group of their query heads.
 
-    `log_ptr` and `delta_ptr` have what programs for queries stored if `KEPT`; else `log_ptr` has
-    the logarithms of the forward, and `delta` is computed again.
+    `logs_ptr` and `delta_ptr` have what programs for queries stored if `KEPT`, `padded` numbers a
+    head; else `logs_ptr` has the logarithms of the forward, and `delta` is computed again.
     """
     n = first + tl.arange(0, BLOCK)
-    k = _load_rows(k_desc, b, h, first, BLOCK, D)
-    v = _load_rows(v_desc, b, h, first, BLOCK, D)
+    k = _load_rows(k_desc, b, head, first, BLOCK, D)
+    v = _load_rows(v_desc, b, head, first, BLOCK, D)
     grad_k = tl.zeros((BLOCK, D), dtype=tl.float32)
     grad_v = tl.zeros((BLOCK, D), dtype=tl.float32)
-    grad_k, grad_v = _add_queries(
-        grad_k, grad_v, k, v, grad_y_desc, q_desc, y_desc, log_ptr, delta_ptr, key_ptr, b, h, n,
-        (b.to(tl.int64) * H + h) * T, first, T, scale * log2_e, log2_e, D, BLOCK, PRECISION, KEPT,
-        THRESHOLD, FACTOR,
-    )  # fmt: skip
-    _store_rows(grads_ptr, grad_v, b, h, first, 2, T, H, BLOCK, D)
+    for member in range(GROUP):
+        h = head * GROUP + member
+        offset = b.to(tl.int64) * H + h
+        numbers = offset * (padded if KEPT else T)
+        grad_k, grad_v = _add_queries(
+            grad_k, grad_v, k, v, grad_y_desc, q_desc, y_desc, logs_ptr + numbers,
+            delta_ptr + numbers, key_ptr, b, h, n, offset * T, first, T, scale * log2_e, log2_e,
+            D, BLOCK, PRECISION, KEPT, THRESHOLD, FACTOR,
+        )  # fmt: skip
+    kv = H // GROUP
+    _store_rows(grads_ptr, grad_v, b, H + kv + head, first, T, H + 2 * kv, BLOCK, D)
     _store_gradient(
-        grads_ptr, grad_k * scale, k_desc, r_ptr, cos_ptr, sin_ptr, b, h, first, 1, T, H, BLOCK, D,
-        TURNED,
+        grads_ptr, grad_k * scale, k_desc, r_ptr, cos_ptr, sin_ptr, b, head, first, 1, T, H, GROUP,
+        BLOCK, D, TURNED,
     )  # fmt: skip
 
 
@@ -286,16 +300,15 @@ def _keys(
 def _keys_kernel(
     grad_y_desc, q_desc, k_desc, v_desc, log2_ptr, delta_ptr, grads_ptr,
     r_ptr, cos_ptr, sin_ptr, key_ptr, T, H, padded, scale, log2_e,
-    D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
-    THRESHOLD: tl.constexpr, FACTOR: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    TURNED: tl.constexpr, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a block of keys and values; the first ones have the most queries."""
-    h, b = tl.program_id(1), tl.program_id(2)
-    offset = (b.to(tl.int64) * H + h) * padded
     _keys(
-        grad_y_desc, q_desc, k_desc, v_desc, grad_y_desc, log2_ptr + offset, delta_ptr + offset,
-        grads_ptr, r_ptr, cos_ptr, sin_ptr, key_ptr, tl.program_id(0) * BLOCK, h, b, T, H, scale,
-        log2_e, D, BLOCK, PRECISION, TURNED, True, THRESHOLD, FACTOR,
+        grad_y_desc, q_desc, k_desc, v_desc, grad_y_desc, log2_ptr, delta_ptr, grads_ptr,
+        r_ptr, cos_ptr, sin_ptr, key_ptr, tl.program_id(0) * BLOCK, tl.program_id(1),
+        tl.program_id(2), T, H, padded, scale, log2_e, GROUP, D, BLOCK, PRECISION, TURNED, True,
+        THRESHOLD, FACTOR,
     )  # fmt: skip
 
 
@@ -303,8 +316,8 @@ def _keys_kernel(
 def _both_kernel(
     grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
     r_ptr, cos_ptr, sin_ptr, key_ptr, T, H, padded, scale, log2_e,
-    D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr,
-    THRESHOLD: tl.constexpr, FACTOR: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    TURNED: tl.constexpr, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a block of keys and values, or of a block of queries.
 
@@ -315,15 +328,15 @@ def _both_kernel(
     h, b = tl.program_id(1), tl.program_id(2)
     if block < blocks:
         _keys(
-            grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr + (b.to(tl.int64) * H + h) * T,
-            logs_ptr, grads_ptr, r_ptr, cos_ptr, sin_ptr, key_ptr, block * BLOCK, h, b, T, H, scale,
-            log2_e, D, BLOCK, PRECISION, TURNED, False, THRESHOLD, FACTOR,
+            grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, logs_ptr, grads_ptr,
+            r_ptr, cos_ptr, sin_ptr, key_ptr, block * BLOCK, h, b, T, H, padded, scale, log2_e,
+            GROUP, D, BLOCK, PRECISION, TURNED, False, THRESHOLD, FACTOR,
         )  # fmt: skip
         return
     _queries(
         grad_y_desc, q_desc, k_desc, v_desc, y_desc, logs_ptr, log2_ptr, delta_ptr, grads_ptr,
         r_ptr, cos_ptr, sin_ptr, key_ptr, (2 * blocks - 1 - block) * BLOCK, h, b, T, H, padded,
-        scale, log2_e, D, BLOCK, PRECISION, TURNED, THRESHOLD, FACTOR,
+        scale, log2_e, GROUP, D, BLOCK, PRECISION, TURNED, THRESHOLD, FACTOR,
     )  # fmt: skip
 
 
@@ -346,15 +359,16 @@ def launch_backward(
     """Launch the programs for queries and for keys.
 
     Args:
-        grads: buffer of the gradients of q, k and v, (B, T, 3, heads, d) contiguous.
+        grads: buffer of the gradients of q, k and v, contiguous: see `new_gradients`.
         inputs: grad_y, q, k, v and y of `causal_attention_backward`.
         logs: as in `causal_attention_backward`.
         turned: r, cosines and sines of the `rotary_norm_` that computed q and k; the gradients
             are then those of its input.
         dropped: key and rate of the dropout of attention weights; None drops nothing.
     """
-    q = inputs[1]
+    _, q, k, *_ = inputs
     batch, heads, length, width = q.shape
+    kv = k.shape[1]
     if not q.numel():
         return
     block, stages_of_keys = _tiles(q)
@@ -362,7 +376,13 @@ def launch_backward(
     parts = [described(_readable(part), [1, 1, block, width]) for part in inputs]
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     r, cos, sin = turned or (logs, logs, logs)
-    chosen = {"D": width, "BLOCK": block, "PRECISION": precision, "TURNED": turned is not None}
+    chosen = {
+        "GROUP": heads // kv,
+        "D": width,
+        "BLOCK": block,
+        "PRECISION": precision,
+        "TURNED": turned is not None,
+    }
     key, rate = dropped or (logs, None)
     chosen |= {"THRESHOLD": None, "FACTOR": None} if rate is None else mask_constants(rate)
     padded = blocks * block  # key programs read whole blocks of queries
@@ -370,17 +390,16 @@ def launch_backward(
     others = r, cos, sin, key, length, heads, padded, width**-0.5, LOG2_E
     narrow = width <= WIDEST_TOGETHER
     registers = REGISTERS if narrow and q.dtype == torch.bfloat16 else None
-    if narrow and blocks <= MOST_TOGETHER:
+    if narrow and blocks <= MOST_TOGETHER and kv == heads:
         _both_kernel[2 * blocks, heads, batch](
             *parts, logs, log2, delta, grads, *others, **chosen, num_warps=4, num_stages=2,
             maxnreg=registers,
         )  # fmt: skip
         return
-    grid = blocks, heads, batch
-    _queries_kernel[grid](
+    _queries_kernel[blocks, heads, batch](
         *parts, logs, log2, delta, grads, *others, **chosen, num_warps=4, num_stages=2
     )
-    _keys_kernel[grid](
+    _keys_kernel[blocks, kv, batch](
         *parts[:4], log2, delta, grads, *others, **chosen, num_warps=4,
         num_stages=stages_of_keys, maxnreg=registers,
     )  # fmt: skip
@@ -389,9 +408,10 @@ def launch_backward(
 def _causal_attention_backward_triton(
     grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = new_gradients(q)
+    kv = k.shape[1]
+    grads = new_gradients(q, kv)
     launch_backward(grads, (grad_y, q, k, v, y), logs)
-    return unpack_qkv(grads)
+    return split_heads(grads, kv)
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -414,27 +434,27 @@ def flash_attention_backward(
     )
 
 
-_HEADS = Array("B, H, T, D")
+_QUERIES, _KEYS = Array("B, H, T, D"), Array("B, KV, T, D")
 
 causal_attention_backward = Operation(
     "causal_attention_backward", _causal_attention_backward_triton,
     causal_attention_backward_torch,
     {
-        **dict.fromkeys(("grad_y", "q", "k", "v", "y"), _HEADS),
+        "grad_y": _QUERIES, "q": _QUERIES, "k": _KEYS, "v": _KEYS, "y": _QUERIES,
         "logs": Array("B, H, T", FLOAT, dense=True),
     },
-    where=("16 <= D <= 128 and D & (D - 1) == 0",),
+    where=("16 <= D <= 128 and D & (D - 1) == 0", "H % max(KV, 1) == 0"),
 )  # fmt: skip
 """Compute the gradients of causal attention with scores divided by sqrt(d).
 
 Args:
     grad_y: (B, heads, T, d) bfloat16 or float32, d a power of two from 16 to 128, any strides.
     q: likewise.
-    k: likewise.
-    v: likewise.
-    y: likewise, the result of attention.
+    k: (B, kv, T, d), likewise; head n of it serves query heads n * heads / kv to the next.
+    v: like k.
+    y: like q, the result of attention.
     logs: (B, heads, T) float32, contiguous: log-sum-exp of the scores of each query.
 
 Returns:
-    Gradients of q, k and v, like them: parts of one tensor (B, T, 3, heads, d).
+    Gradients of q, k and v, like them: parts of one tensor (B, T, heads + 2 kv, d).
 """

@@ -21,8 +21,8 @@ from arbcli.kernels.attention.causal_attention_backward import (
     drop_weights,
     launch_backward,
     new_gradients,
+    split_heads,
 )
-from arbcli.kernels.attention.rotary_norm import unpack_qkv
 from arbcli.kernels.rows.dropout import dropout, mask_constants
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import FLOAT, INT32, Array, Number
@@ -121,9 +121,9 @@ def _dropped_attention_backward_triton(
     grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor, key: Tensor,
     rate: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    grads = new_gradients(q)
+    grads = new_gradients(q, q.shape[1])
     launch_backward(grads, (grad_y, q, k, v, y), logs, dropped=(key, rate))
-    return unpack_qkv(grads)
+    return split_heads(grads, q.shape[1])
 
 
 _HEADS = Array("B, H, T, D")

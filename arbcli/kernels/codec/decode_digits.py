@@ -10,15 +10,23 @@ from torch import Tensor
 
 from arbcli.kernels.codec.layout import BLOCK
 from arbcli.kernels.codec.packed import ROOTS, Packed, load_scale, scales_torch
-from arbcli.kernels.codec.packing import digit_of, unpack_trits_torch
+from arbcli.kernels.codec.packing import (
+    first_digit,
+    has_planes,
+    take_trit,
+    unpack_trits_torch,
+)
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Matrix
 from arbcli.kernels.runtime.backend import uses_native
 from arbcli.kernels.runtime.operation import Operation
+from arbcli.kernels.runtime.ptx import HAS_PTX
 
-ROWS = 32
-"""Rows per program, one block of each."""
+ROWS, ABREAST, NUM_WARPS = 8, 4, 4
+"""Rows per program, blocks of each, and warps."""
+REST_ROWS = 16
+"""Rows per program of blocks that are short or whose planes have several scales, one of each."""
 
 
 def digits_torch(packed: Packed, dtype: torch.dtype, rows: slice | None = None) -> Tensor:
@@ -97,11 +105,18 @@ def add_remainder(
     A trit is worth `trit_unit` in units of the scale, and a unit of the remainder `low_unit`.
     """
     if INT8:
-        low = tl.load(remainder_ptr + offset, mask=mask, other=0).to(tl.int32)
-        if NIBBLE:
-            low = (low << 28) >> 28
-        trit = trit * trit_unit + low.to(tl.float32) * low_unit
+        low = tl.load(remainder_ptr + offset, mask=mask, other=0)
+        trit = add_low(trit, low, trit_unit, low_unit, NIBBLE)
     return trit
+
+
+@triton.jit
+def add_low(trit, low, trit_unit, low_unit, NIBBLE: tl.constexpr):
+    """Compute float32 z / U from float32 trits and int8 remainders: see `add_remainder`."""
+    low = low.to(tl.int32)
+    if NIBBLE:
+        low = (low << 28) >> 28
+    return trit * trit_unit + low.to(tl.float32) * low_unit
 
 
 @triton.jit
@@ -120,60 +135,89 @@ def _decode_digits_kernel(
     N, K, blocks,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
     stride_an, stride_ak, trit_unit, low_unit, stride_wn,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
-    INT8: tl.constexpr, NIBBLE: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, INT8: tl.constexpr, NIBBLE: tl.constexpr,
+    ROWS: tl.constexpr, ABREAST: tl.constexpr, REST_ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Decode one block of `ROWS` rows."""
-    block = tl.program_id(0) % blocks
-    n = ((tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    width = tl.minimum((K - block * 160 + 4) // 5, 32)
-    if width == 32:  # offsets known to the compiler, so that loads are vectorised
+    """Decode `ABREAST` of the first `blocks` blocks of `ROWS` rows, or one of the others."""
+    program = tl.program_id(0)
+    others = tl.cdiv(K, 160) - blocks
+    rest_programs = tl.cdiv(N, REST_ROWS) * others
+    if program < rest_programs:
+        rest_n = (program // others).to(tl.int64) * REST_ROWS + tl.arange(0, REST_ROWS)
+        other = blocks + program % others + tl.arange(0, 1)
+        width = tl.minimum((K - other * 160 + 4) // 5, 32)[None, :, None]
         _decode_planes(
             packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
-            n, block, 32, N, K,
+            rest_n, other, width, N, K, K,
             stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
             stride_an, stride_ak, trit_unit, low_unit, stride_wn,
-            GROUP, HAS_FRACTION, INT8, NIBBLE, GROUP % 32 == 0,
+            GROUP, HAS_FRACTION, INT8, NIBBLE, False, PTX,
         )  # fmt: skip
-    else:
+    else:  # offsets known to the compiler, so that loads are vectorised
+        program -= rest_programs
+        tiles = tl.cdiv(blocks, ABREAST)
+        n = (program // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        block = program % tiles * ABREAST + tl.arange(0, ABREAST)
         _decode_planes(
             packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
-            n, block, width, N, K,
+            n, block, 32, N, K, 160 * blocks,
             stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
             stride_an, stride_ak, trit_unit, low_unit, stride_wn,
-            GROUP, HAS_FRACTION, INT8, NIBBLE, False,
+            GROUP, HAS_FRACTION, INT8, NIBBLE, True, PTX,
         )  # fmt: skip
 
 
 @triton.jit
 def _decode_planes(
     packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
-    n, block, width, N, K,
+    n, block, width, N, K, end,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
     stride_an, stride_ak, trit_unit, low_unit, stride_wn,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
-    INT8: tl.constexpr, NIBBLE: tl.constexpr, ONE_SCALE: tl.constexpr,
+    INT8: tl.constexpr, NIBBLE: tl.constexpr, ONE_SCALE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Decode five planes of `width` weights; with `ONE_SCALE` each plane lies within one group."""
-    j = tl.arange(0, 32)[None, :]
-    mask_b = (n < N) & (j < width)
+    """Decode five planes of `width` weights of blocks of rows, in columns before `end`.
+
+    With `ONE_SCALE` each plane lies within one group. Tensors are [rows, blocks, 32]. All is
+    loaded before any weight is stored, as the compiler moves no load before a store.
+    """
+    n, block, j = n[:, None, None], block[None, :, None], tl.arange(0, 32)[None, None, :]
+    known = (n < N) & (block * 160 < end)
+    mask_b = known & (j < width)
     byte = tl.load(packed_ptr + n * stride_pn + (block * 32 + j) * stride_pb, mask=mask_b, other=0)
+    lows, scales = (), ()
     for digit in tl.static_range(5):
         k = block * 160 + width * digit + j
         mask = mask_b & (k < K)
+        low = byte
+        if INT8:
+            low = tl.load(remainder_ptr + n * stride_an + k * stride_ak, mask=mask, other=0)
+        lows = lows + (low,)  # noqa: RUF005 (triton knows no star)
         if ONE_SCALE:
-            group, some = (block * 160 + 32 * digit) // GROUP, n < N
+            group, some = (5 * block + digit) // (GROUP // 32), known
         else:
             group, some = k // GROUP, mask
         scale = load_scale(
             exponent_ptr, fraction_ptr, n, group, some,
             stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
         )  # fmt: skip
-        trit = digit_of(byte, digit).to(tl.float32)
-        offset = n * stride_an + k * stride_ak
-        z = add_remainder(trit, remainder_ptr, offset, mask, trit_unit, low_unit, INT8, NIBBLE)
-        weight = round_weight(z * scale, INT8)
-        tl.store(weight_ptr + n * stride_wn + k, weight.to(weight_ptr.dtype.element_ty), mask=mask)
+        scales = scales + (scale,)  # noqa: RUF005
+    # the trits of each byte, from the last digit on
+    left = first_digit(byte)
+    dtype = weight_ptr.dtype.element_ty
+    for digit in tl.static_range(4, -1, -1):
+        double, left = take_trit(left, digit)  # 2 T or -2 T
+        if INT8:
+            half_unit = trit_unit * (0.5 if digit % 2 else -0.5)
+            z = add_low(double, lows[digit], half_unit, low_unit, NIBBLE)
+        else:
+            z = double * (0.5 if digit % 2 else -0.5)
+        weight = z * scales[digit]
+        if not (PTX and dtype == tl.bfloat16):  # which a GPU rounds as it converts
+            weight = round_weight(weight, INT8)
+        k = block * 160 + width * digit + j
+        weight_ptrs = weight_ptr + n * stride_wn + k
+        tl.store(weight_ptrs, weight.to(dtype), mask=mask_b & (k < K))
 
 
 def decode_digits_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -181,11 +225,14 @@ def decode_digits_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
     rows, in_features = packed.out_features, packed.in_features
     weight = torch.empty(rows, in_features, dtype=dtype, device=packed.trits.device)
     if weight.numel():
-        blocks = triton.cdiv(in_features, BLOCK)
-        _decode_digits_kernel[(triton.cdiv(rows, ROWS) * blocks,)](
+        blocks = in_features // BLOCK if has_planes(packed.group_size) else 0
+        programs = triton.cdiv(rows, REST_ROWS) * (triton.cdiv(in_features, BLOCK) - blocks)
+        programs += triton.cdiv(rows, ROWS) * triton.cdiv(blocks, ABREAST)
+        _decode_digits_kernel[(programs,)](
             *packed.all_pointers, weight, rows, in_features, blocks,
             *packed.all_strides, *packed.worths, weight.stride(0),
-            **packed.all_constants, ROWS=ROWS, num_warps=4,
+            **packed.all_constants, ROWS=ROWS, ABREAST=ABREAST, REST_ROWS=REST_ROWS, PTX=HAS_PTX,
+            num_warps=NUM_WARPS,
         )  # fmt: skip
     return weight
 

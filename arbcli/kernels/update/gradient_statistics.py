@@ -11,7 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_digits import add_remainder, digits_torch, native_arguments
+from arbcli.kernels.codec.decode_digits import (
+    add_low,
+    add_remainder,
+    digits_torch,
+    native_arguments,
+)
 from arbcli.kernels.codec.layout import BLOCK, PLANE
 from arbcli.kernels.codec.packed import Packed, load_scale, scale_of, scales_torch
 from arbcli.kernels.codec.packing import first_digit, take_trit, trit_at, trit_positions
@@ -143,22 +148,35 @@ def _gradient_statistics_kernel(
 
 
 @triton.jit
-def _load_planes(pointers, strides, n, block, mask_n, HAS_FRACTION: tl.constexpr):
-    """Load bytes, digits of scales and gradients of some rows of a full block."""
-    grad_ptr, packed_ptr, exponent_ptr, fraction_ptr = pointers
-    stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg = strides
+def _load_planes(
+    pointers, strides, n, block, mask_n, HAS_FRACTION: tl.constexpr, INT8: tl.constexpr
+):  # fmt: skip
+    """Load bytes, digits of scales and gradients of some rows of a full block.
+
+    The gradients of five planes are followed by the remainders of int8 weights.
+    """
+    grad_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr = pointers
+    of_grad, of_packed, of_exponent, of_fraction, of_remainder = strides
     offs_j, part = tl.arange(0, 32)[None, :], tl.arange(0, 8)[None, :]
-    packed_ptrs = packed_ptr + n * stride_pn + (block * 32 + offs_j) * stride_pb
+    packed_ptrs = packed_ptr + n * of_packed[0] + (block * 32 + offs_j) * of_packed[1]
     byte = tl.load(packed_ptrs, mask=mask_n, other=0)
     mask, group = mask_n & (part < 5), block * 5 + part
-    exponent = tl.load(exponent_ptr + n * stride_en + group * stride_eg, mask=mask, other=0)
+    exponent_ptrs = exponent_ptr + n * of_exponent[0] + group * of_exponent[1]
+    exponent = tl.load(exponent_ptrs, mask=mask, other=0)
     fraction = tl.zeros_like(exponent)
     if HAS_FRACTION:
-        fraction = tl.load(fraction_ptr + n * stride_fn + group * stride_fg, mask=mask, other=0)
-    grad_ptrs, grads = grad_ptr + n * stride_gn + (block * 160 + offs_j) * stride_gk, ()
+        fraction_ptrs = fraction_ptr + n * of_fraction[0] + group * of_fraction[1]
+        fraction = tl.load(fraction_ptrs, mask=mask, other=0)
+    k = block * 160 + offs_j
+    grad_ptrs, grads = grad_ptr + n * of_grad[0] + k * of_grad[1], ()
     for digit in tl.static_range(5):
-        value = tl.load(grad_ptrs + 32 * digit * stride_gk, mask=mask_n, other=0)
+        value = tl.load(grad_ptrs + 32 * digit * of_grad[1], mask=mask_n, other=0)
         grads = grads + (value,)  # noqa: RUF005 (triton knows no star)
+    if INT8:
+        low_ptrs = remainder_ptr + n * of_remainder[0] + k * of_remainder[1]
+        for digit in tl.static_range(5):
+            low = tl.load(low_ptrs + 32 * digit * of_remainder[1], mask=mask_n, other=0)
+            grads = grads + (low,)  # noqa: RUF005
     return byte, exponent, fraction, grads
 
 
@@ -177,7 +195,7 @@ def _read_planes(
 
     The results of a row, five slopes and its squares, are gathered in a tensor and stored at once.
     """
-    offs_j, part = tl.arange(0, 32)[None, :], tl.arange(0, 8)[None, :]
+    part = tl.arange(0, 8)[None, :]
     half = tl.where(part % 2 == 0, -0.5, 0.5)  # of what `take_trit` returns
     slope_squares = tl.zeros((BLOCK_N, 8), dtype=tl.float32)
     matrix_squares = tl.zeros((BLOCK_N,), dtype=tl.float32)
@@ -187,23 +205,24 @@ def _read_planes(
         tl.zeros((BLOCK_N, 32), dtype=tl.float32),
     )  # fmt: skip
     first = tile_n.to(tl.int64) * (STEPS * BLOCK_N)
-    pointers = grad_ptr, packed_ptr, exponent_ptr, fraction_ptr
+    pointers = grad_ptr, packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr
     strides = (
-        stride_gn, stride_gk, stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg
+        (stride_gn, stride_gk), (stride_pn, stride_pb), (stride_en, stride_eg),
+        (stride_fn, stride_fg), (stride_an, stride_ak),
     )  # fmt: skip
     if AHEAD:
         n = (first + tl.arange(0, BLOCK_N))[:, None]
-        ahead = _load_planes(pointers, strides, n, block, n < N, HAS_FRACTION)
+        ahead = _load_planes(pointers, strides, n, block, n < N, HAS_FRACTION, INT8)
     for step in range(STEPS):
         n = (first + step * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
         mask_n = n < N
         if AHEAD:
             byte, exponent, fraction, grads = ahead
             mask = (n + BLOCK_N < N) & (step + 1 < STEPS)
-            ahead = _load_planes(pointers, strides, n + BLOCK_N, block, mask, HAS_FRACTION)
+            ahead = _load_planes(pointers, strides, n + BLOCK_N, block, mask, HAS_FRACTION, INT8)
         else:
             byte, exponent, fraction, grads = _load_planes(
-                pointers, strides, n, block, mask_n, HAS_FRACTION
+                pointers, strides, n, block, mask_n, HAS_FRACTION, INT8
             )
         # digit by digit: squares of the gradient, and its products with the weights
         left = first_digit(byte)
@@ -220,10 +239,7 @@ def _read_planes(
             double, left = take_trit(left, digit)
             if INT8:
                 trit = double * (0.5 if digit % 2 else -0.5)
-                offset = n * stride_an + (block * 160 + 32 * digit + offs_j) * stride_ak
-                double = add_remainder(
-                    trit, remainder_ptr, offset, mask_n, trit_unit, low_unit, INT8, NIBBLE
-                )
+                double = add_low(trit, grads[5 + digit], trit_unit, low_unit, NIBBLE)
             slopes = tl.where(part == digit, tl.sum(value * double, axis=1)[:, None], slopes)
         # a row's results: five slopes, scaled here once, and its sum of squares
         column_squares = summed

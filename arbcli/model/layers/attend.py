@@ -35,17 +35,19 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     Args:
         q: (B, heads, T, d), any strides with the last one 1.
-        k: like q.
-        v: like q.
+        k: (B, kv, T, d) likewise, each head for a group of those of q.
+        v: like k.
 
     Returns:
         (B, heads, T, d).
     """
-    if not torch.compiler.is_compiling():
-        if _takes_cudnn(q):
-            return _CausalAttention.apply(q, k, v)
-        if q.is_cpu and q.requires_grad and q.dtype == torch.bfloat16 and q.shape[2] <= SHORT:
-            return _ShortAttention.apply(q, k, v)
+    compiled = torch.compiler.is_compiling()
+    if not compiled and _takes_cudnn(q):
+        return _CausalAttention.apply(q, k, v)
+    k, v = (repeat_heads(part, q.shape[1] // part.shape[1]) for part in (k, v))
+    is_short = q.is_cpu and q.requires_grad and q.dtype == torch.bfloat16 and q.shape[2] <= SHORT
+    if is_short and not compiled:
+        return _ShortAttention.apply(q, k, v)
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 

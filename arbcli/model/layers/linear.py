@@ -29,6 +29,7 @@ from arbcli.model.packed import (
     LowPrecision,
     StreamedTensor,
     fits_low_precision,
+    recomputing,
 )
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class LinearWeight(StreamedTensor, LowPrecision):
     """Format of products of many rows: `bf16`, `fp8` or `nvfp4`, which may be emulated."""
     low_precision = True
     """Whether FP8 and NVFP4 are allowed for this weight."""
+    is_last = False
+    """Whether its product is the last of a block, whose result no backward reads."""
     group: DecodedWith | None = None
     """Weights that are decoded with it; None if it is decoded alone."""
     _kept: Tensor | None = None
@@ -85,7 +88,9 @@ class LinearWeight(StreamedTensor, LowPrecision):
         return self.product_for(x).multiply_sum(self, x, added, before)
 
     def multiply(self, x: Tensor, before: TernaryRMSNorm | None) -> Tensor:
-        """Compute before(x) @ w.T for (M, K) activations."""
+        """Compute before(x) @ w.T for (M, K) activations; undefined where nothing reads it."""
+        if self.is_last and recomputing():
+            return x.new_empty(len(x), self.out_features)
         return self.product_for(x).multiply(self, x, before)
 
     def propagate(self, grad_y: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.output.symbol_losses import add_symbols_, grade_symbols_
 from arbcli.kernels.rows.table_rows import scatter_rows_
 from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows, weighted_rows_grad
+from arbcli.kernels.runtime.backend import uses_triton
 from arbcli.model.initial import head_lr_factor, head_std
 from arbcli.model.layers.compiled import anchor
 from arbcli.model.layers.linear import LinearWeight, TernaryLinear
@@ -141,7 +142,7 @@ class SymbolWeight(LinearWeight):
         """Compute the gradient of x of losses: see `losses_backward`."""
         grad_x = torch.zeros(scored.x.shape, dtype=torch.float32, device=scored.x.device)
         for rows, w in self._chunks(scored.x.dtype):
-            grad_x += _gradient_of_logits(scored, scale, rows, w) @ w
+            _add_product_(grad_x, _gradient_of_logits(scored, scale, rows, w), w)
         return grad_x.to(scored.x.dtype)
 
     def emit_gradient_of_uses(
@@ -193,7 +194,7 @@ class SymbolWeight(LinearWeight):
                 w = self.decode_rows(rows, source.x.dtype) if w is None else w
                 grad_logits, x = _gradient_of_logits(source, grad_result, rows, w), source.x
                 if grad_x is not None:
-                    grad_x += grad_logits @ w
+                    _add_product_(grad_x, grad_logits, w)
             else:
                 grad_logits, x = grad_result[:, rows], source
             part = grad_logits.T @ x
@@ -225,6 +226,14 @@ class ManyEmbeddingsWeight(SymbolWeight):
 
 def _are_ids(source: Scored | Tensor) -> bool:
     return isinstance(source, Tensor) and not source.is_floating_point()
+
+
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to a float32 sum: on a GPU in the product, which is not rounded before."""
+    if a.dtype != torch.float32 and uses_triton(a) and not a.is_cpu:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
 
 
 def _gradient_of_logits(scored: Scored, scale: Tensor, rows: slice, w: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class Attention(CachedAttention):
 
     draws = ("qkv", "bias", "query_gain", "key_gain", "sinks", "sub_norm", "output", "output_bias")
     name = "attention"
-    steps_along = rounds_queries = True
+    steps_along = rounds_queries = ends_with_product = True
 
     def __init__(self, config: AttentionConfig, site: LayerSpec) -> None:
         super().__init__()
@@ -167,19 +167,20 @@ class Attention(CachedAttention):
         mask = reading.dropout.attention if reading.dropout else None
         window = None if self.window is None or self.window >= length else self.window
         whole = self.causal and window is None and documents is None and mask is None
+        whole = whole and sink is None
         if self.one_gradient and whole and self.cache_format.stored is None:
             return attend_rotated(qkv, table_for(qkv, self.rotary))
         prepare = self.rotary_norm if self.fits_kernels else self._turned
         q, k, v = prepare(qkv, None)  # (B, heads, T, width) each
         (k,), (v,) = self.cache_format.round(k, rotated=self.rotated), self.cache_format.round(v)
         q = self.cache_format.round_queries(q, self.rotated)
+        if whole:
+            return attend_causally(q, k, v)
         k, v = (repeat_heads(part, self.heads // self.kv_heads) for part in (k, v))
         if documents is None and sink is None and mask is None:
             if window is not None:
                 return attend_in_window(q, k, v, window, causal=self.causal)
-            if not self.causal:
-                return functional.scaled_dot_product_attention(q, k, v)
-            return attend_causally(q, k, v)
+            return functional.scaled_dot_product_attention(q, k, v)
         seen = None  # all earlier positions
         if documents is not None:
             seen = documents.within(self.window)

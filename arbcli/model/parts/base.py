@@ -157,6 +157,8 @@ class Part(nn.Module):
     only stores them once they are accepted."""
     steps_along = False
     """Whether `step` takes several positions of a text on a CPU, whose kernels loop over them."""
+    ends_with_product = False
+    """Whether the last of `linears` computes the result, and no backward reads that result."""
 
     @property
     def unused_tensors(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ class MLP(Part):
     name = "mlp"
     steps_ahead = True
     steps_along = True
+    ends_with_product = True
 
     def __init__(self, config: MLPConfig, site: LayerSpec, area: str = "mlp") -> None:
         super().__init__()

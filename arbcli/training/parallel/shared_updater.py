@@ -18,6 +18,7 @@ from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.update.hadamard import block_of
 from arbcli.kernels.update.last_bits import last_bits, take_last_bits_
 from arbcli.kernels.update.quantise_gradient import (
+    HIGHEST,
     LOWEST,
     NONE,
     NOT_FINITE,
@@ -46,8 +47,10 @@ from arbcli.training.parallel.owners import (
 
 LARGEST = {"int8": 127, "int12": 2047, "int16": 32767}
 """Maximum magnitude of a quantised gradient, by `reduce_dtype`."""
-MOST_NARROWED = 4
+MOST_NARROWED = {"int8": 4, "int12": 4, "int16": 16}
 """Up to this many micro-batches, gradients are narrowed so that their sum needs no more bits."""
+HEADROOM = {"int8": 0, "int12": 0, "int16": 2}
+"""Bits above the largest element of a row, so that those of later gradients are not clipped."""
 LARGEST_OF_ROWS = 127
 """Maximum magnitude in the quantised gradient of a table's row."""
 WIRE_SEED = 0x5BD1E995
@@ -64,7 +67,7 @@ def part_limit(reduce_dtype: str, micro_batches: int) -> int:
 
     It does not depend on the number of processes.
     """
-    return LARGEST[reduce_dtype] // min(micro_batches, MOST_NARROWED)
+    return LARGEST[reduce_dtype] // min(micro_batches, MOST_NARROWED[reduce_dtype])
 
 
 def sums_for(limit: int, local: int, micro_batches: int) -> Sums:
@@ -122,6 +125,7 @@ class SharedUpdater:
         self.group, self.micro_batches, self.dtype = group, micro_batches, dtype
         self.local = group.local(micro_batches)
         self.limit = part_limit(reduce_dtype, micro_batches)
+        self.headroom = HEADROOM[reduce_dtype]
         self.sums = sums_for(self.limit, len(self.local), micro_batches)
         self.tensors = self.updates.tensors
         self.num_weights = self.updates.num_weights
@@ -413,7 +417,8 @@ class SharedUpdater:
             self.updates(tensor, grad)
         else:
             self.updates(tensor, grad.unflatten(0, (len(matrices), -1)), matrices)
-        exponent.copy_(next_exponents(exponent, fitting.amax(dim=0), self._fall))
+        largest = fitting.amax(dim=0)
+        exponent.copy_(next_exponents(exponent, largest, self._fall, self.headroom))
 
     def _copy(self, bucket: Bucket, owner: int, message: Tensor, *, into: bool) -> None:
         """Copy an owner's state of a bucket into its message, or from it."""
@@ -575,7 +580,7 @@ class SharedUpdater:
         parts = self.group.largest(measured).split([t.out_features for t in self._measurable()])
         for tensor, fitting in zip(self._measurable(), parts, strict=True):
             exponent = tensor.wire_exponent[:, 0]
-            exponent.copy_(next_exponents(exponent, fitting, self._fall))
+            exponent.copy_(next_exponents(exponent, fitting, self._fall, self.headroom))
         self._forget()
 
     def _measure(self, member: Member, grad: Tensor) -> None:
@@ -626,7 +631,7 @@ def _names(model: nn.Module) -> dict[int, str]:
     return {id(part): name for name, part in model.named_modules()}
 
 
-def next_exponents(exponent: Tensor, fitting: Tensor, fall: Tensor) -> Tensor:
+def next_exponents(exponent: Tensor, fitting: Tensor, fall: Tensor, headroom: int = 0) -> Tensor:
     """Update exponents to those that would have fitted: up at once, down by at most `fall`.
 
     Rows without a gradient so far take the maximum of their tensor.
@@ -635,9 +640,11 @@ def next_exponents(exponent: Tensor, fitting: Tensor, fall: Tensor) -> Tensor:
         exponent: (N,) int8, present exponents.
         fitting: (N,) int8, fitting exponents of `quantise_gradient`, maximum over micro-batches.
         fall: (1,) int8, 0 or 1.
+        headroom: added to the fitting exponents.
     """
+    is_known = (fitting != NONE) & (fitting != NOT_FINITE)
+    fitting = torch.where(is_known, (fitting + headroom).clamp(max=HIGHEST), fitting)
     down = (exponent.to(torch.int16) - fall).clamp(min=LOWEST).to(torch.int8)
     moved = torch.where(exponent == NONE, fitting, torch.maximum(fitting, down))
-    is_known = (fitting != NONE) & (fitting != NOT_FINITE)
     moved = torch.where(is_known, moved, exponent)
     return torch.where(moved == NONE, moved.amax(), moved)

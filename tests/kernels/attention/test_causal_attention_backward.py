@@ -17,19 +17,19 @@ from arbcli.verify.kernels.attention.causal_attention_backward import (
 )
 
 
-def random(*shape, dtype=torch.float32, device="cpu"):
-    inputs = random_attention(torch.Generator().manual_seed(0), shape, dtype)
+def random(*shape, dtype=torch.float32, device="cpu", group=1):
+    inputs = random_attention(torch.Generator().manual_seed(0), shape, dtype, group)
     return [part.to(device) for part in inputs]
 
 
 def test_gradients_are_parts_of_one_tensor_in_the_order_of_its_projection():
-    grads = causal_attention_backward(*random(2, 3, 5, 16))
+    grads = causal_attention_backward(*random(2, 6, 5, 16, group=2))
     whole = grads[0]._base
-    assert whole.shape == (2, 5, 3, 3, 16)
+    assert whole.shape == (2, 5, 6 + 3 + 3, 16)
     assert whole.is_contiguous()
-    for part, grad in enumerate(grads):
-        assert grad.data_ptr() == whole[:, :, part].data_ptr()
-        assert torch.equal(grad, whole[:, :, part].transpose(1, 2))
+    for heads, grad in zip((slice(6), slice(6, 9), slice(9, 12)), grads, strict=True):
+        assert grad.data_ptr() == whole[:, :, heads].data_ptr()
+        assert torch.equal(grad, whole[:, :, heads].transpose(1, 2))
 
 
 def error(grads, wanted) -> float:
@@ -38,9 +38,13 @@ def error(grads, wanted) -> float:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(2, 12, 1024, 64), (1, 16, 2048, 128), (3, 2, 321, 64)], ids=str)
-def test_gradients_are_those_of_flash_attention_and_the_same_every_time(shape, device):
-    inputs = random(*shape, dtype=torch.bfloat16, device=device)
+@pytest.mark.parametrize(
+    ("shape", "group"),
+    [((2, 12, 1024, 64), 1), ((1, 16, 2048, 128), 4), ((3, 2, 321, 64), 1), ((2, 6, 128, 64), 3)],
+    ids=str,
+)
+def test_gradients_are_those_of_flash_attention_and_the_same_every_time(shape, group, device):
+    inputs = random(*shape, dtype=torch.bfloat16, device=device, group=group)
     grads = causal_attention_backward(*inputs)
     assert error(grads, rounded_causal_gradients(*inputs)) < 2.5e-3  # both are rounded at the end
     with deterministic():

@@ -91,7 +91,8 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch):
     ("int8", 8, 2, 31, 8), ("int8", 5, 5, 31, 12), ("int8", 67, 67, 31, 16),
     ("int12", 1, 1, 2047, 12), ("int12", 4, 1, 511, 12), ("int12", 16, 4, 511, 12),
     ("int12", 5, 5, 511, 16), ("int12", 65, 65, 511, 32),
-    ("int16", 1, 1, 32767, 16), ("int16", 4, 4, 8191, 16), ("int16", 5, 5, 8191, 32),
+    ("int16", 1, 1, 32767, 16), ("int16", 4, 4, 8191, 16), ("int16", 16, 16, 2047, 16),
+    ("int16", 17, 17, 2047, 32),
 ])  # fmt: skip
 def test_sum_of_parts_is_as_narrow_as_it_can_be_and_never_wraps(
     reduce_dtype, micro_batches, local, limit, bits
