@@ -72,8 +72,11 @@ class FloatQwen(nn.Module):
         self.adapters = nn.ModuleList(self.factors)
         self._block = torch.compile(_block, dynamic=False)
 
-    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Compute the mean cross-entropy, in nats a token, of (B, T) int64."""
+    def loss(self, ids: Tensor, targets: Tensor, tokens: int | None = None) -> Tensor:
+        """Compute the mean cross-entropy, in nats a token, of (B, T) int64.
+
+        With `tokens`, the number of tokens of a step, it is the share of this batch in their mean.
+        """
         turned = _turns(ids.shape[1], self.shape.head_width, ids.device)
         x = functional.embedding(ids, self.embedding).to(torch.bfloat16)
         for block, adapters in zip(self.matrices, self.factors, strict=True):
@@ -85,7 +88,7 @@ class FloatQwen(nn.Module):
             else:
                 x = self._block(*given)
         x = functional.rms_norm(x, x.shape[-1:], self.norm.to(x.dtype), EPS)
-        return _Loss.apply(x.flatten(0, 1), self.head, targets.flatten())
+        return _Loss.apply(x.flatten(0, 1), self.head, targets.flatten(), tokens or targets.numel())
 
 
 ORDER = ("norm", "q", "k", "v", "q_norm", "k_norm", "o", "ffn_norm", "gate", "up", "down")
@@ -130,16 +133,16 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Loss(torch.autograd.Function):
-    """The mean cross-entropy, whose gradients are formed a few tokens at a time in the forward."""
+    """The cross-entropy, whose gradients are formed a few tokens at a time in the forward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, head: Tensor, targets: Tensor, count: int) -> Tensor:
         grad_x, grad_head = torch.empty_like(x), torch.zeros_like(head)
         total, weight = torch.zeros((), device=x.device), head.to(x.dtype)
         at_once = LOGITS_AT_ONCE // len(head)
         for begin in range(0, len(x), at_once):
             some = slice(begin, begin + at_once)
-            losses, of_logits = _grade(x[some] @ weight.T, targets[some], len(x))
+            losses, of_logits = _grade(x[some] @ weight.T, targets[some], count)
             total += losses
             grad_x[some] = of_logits @ weight
             if head.dtype == x.dtype:
@@ -150,9 +153,9 @@ class _Loss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         grad_x, grad_head = ctx.saved_tensors
-        return grad_x, grad_head, None
+        return grad_x, grad_head, None, None
 
 
 @torch.compile(dynamic=False)

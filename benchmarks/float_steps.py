@@ -50,6 +50,8 @@ class FloatSteps:
 
     repeats = True
     """Whether all steps do the same, so that one can be captured."""
+    is_adding = False
+    """Whether more micro-batches follow in this step, so that gradients are only added up."""
 
     def finish(self) -> None:
         """Step by the gradients that were not released."""
@@ -60,7 +62,7 @@ class FloatSteps:
 
 
 class Released(FloatSteps):
-    """Steps each weight as soon as its gradient is there, and releases that."""
+    """Steps each weight as soon as its gradient of the whole step is there, and releases that."""
 
     def __init__(self, model: FloatQwen, lr: float) -> None:
         super().__init__(model, lr)
@@ -79,6 +81,8 @@ class Released(FloatSteps):
 
     @torch.no_grad()
     def _step(self, weight: Tensor) -> None:
+        if self.is_adding:
+            return
         grad, weight.grad = weight.grad, None
         self.function(weight)(weight, grad, *self.state[weight], self.lr, self.by_step)
 
@@ -256,17 +260,18 @@ class WholeStep:
     Args:
         model: to train.
         updates: of its weights.
+        accum: micro-batches of a step, whose gradients are added up in the dtype of the weights.
     """
 
     EAGER_STEPS = 3
 
-    def __init__(self, model: FloatQwen, updates: FloatSteps) -> None:
-        self.model, self.updates, self.done = model, updates, 0
+    def __init__(self, model: FloatQwen, updates: FloatSteps, accum: int = 1) -> None:
+        self.model, self.updates, self.accum, self.done = model, updates, accum, 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.stream = torch.cuda.Stream() if updates.lr.is_cuda and updates.repeats else None
 
     def __call__(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Step by a batch, (B, T) int64 each, and return the loss before, a float32 scalar."""
+        """Step by a batch, (accum B, T) int64 each; return the loss before, a float32 scalar."""
         self.updates.next_step()
         if self.stream is None:
             return self._compute(ids, targets)
@@ -291,10 +296,15 @@ class WholeStep:
         return sum(tensor.nbytes for tensor in tensors)
 
     def _compute(self, ids: Tensor, targets: Tensor) -> Tensor:
-        loss = self.model.loss(ids, targets)
-        loss.backward()
+        total = torch.zeros((), device=ids.device)
+        pairs = zip(ids.chunk(self.accum), targets.chunk(self.accum), strict=True)
+        for number, pair in enumerate(pairs, 1):
+            self.updates.is_adding = number < self.accum
+            loss = self.model.loss(*pair, tokens=targets.numel())
+            loss.backward()
+            total += loss.detach()
         self.updates.finish()
-        return loss.detach()
+        return total
 
 
 EVERY_MATRIX = ("q", "k", "v", "o", "gate", "up", "down")

@@ -1,17 +1,20 @@
 """Steps of tuning at the shapes of Qwen3-8B, 1.7B and 0.6B, in memory that is capped.
 
-    python -m benchmarks.large_tuning [--only NAME...] [--ctx T] [--out DIR]
+    python -m benchmarks.large_tuning [--only CASE...] [--ctx T] [--out DIR]
 
-Weights are random. A process may take no more of the GPU than `gib` says
+CASE is a name in `CASES`, such as `8b-moment`; `8b-moment:4x8` has steps of 8 micro-batches of 4
+windows. Weights are random. A process may take no more of the GPU than `gib` says
 (`torch.cuda.set_per_process_memory_fraction`), and the peak is predicted before by what
 `arb audit-memory` asks. Steps are those of `arb train`, on random tokens, captured. The peers are
 `float_steps`'s: bf16 weights whose gradients are released, and float32 weights with torch's fused
-AdamW. Processes prepare `--at-once` and measure one after another.
+AdamW. A peer adds up the gradients of micro-batches in the dtype of its weights and updates once.
+Processes prepare `--at-once` and measure one after another.
 """
 
 import argparse
 import dataclasses
 import json
+import re
 import sys
 import tempfile
 import time
@@ -59,9 +62,17 @@ class Case:
     kind: str
     """Rule and direction, or the name of a peer."""
     batch: int = 1
+    """Windows of a micro-batch."""
+    accum: int = 1
+    """Micro-batches of a step."""
     recompute: bool = True
     gib: int | None = None
-    """Return the memory that the process may take."""
+    """Memory that the process may take; sums of gradients do not fit into it."""
+
+    @property
+    def windows(self) -> int:
+        """Windows of a step."""
+        return self.batch * self.accum
 
     @property
     def documents(self) -> bool:
@@ -88,6 +99,12 @@ CASES = {
     "0.6b-factored": Case(shape="0.6b", kind="moment factored", batch=4, recompute=False),
     "0.6b-bf16": Case(shape="0.6b", kind="bf16 Adafactor", batch=4, recompute=False),
 }
+SEVERAL_WINDOWS = (
+    "8b-moment:4x8", "8b-nibble:4x8", "8b-bf16:4x8", "8b-bf16:32x1",
+    "8b-moment:4x2", "8b-nibble:4x2", "8b-bf16:4x2", "8b-bf16:8x1",
+    "1.7b-moment:4x8", "1.7b-bf16:4x8", "0.6b-moment:4x8", "0.6b-bf16:4x8",
+)  # fmt: skip
+"""Cases with more tokens a step, by default measured after those of `CASES`."""
 TIMED_STEPS = 4
 DOCUMENTS = 8
 """Number of documents per window."""
@@ -155,12 +172,12 @@ def measure(case: Case, ctx: int) -> dict[str, Any]:
     seconds = (time.perf_counter() - started) / TIMED_STEPS
     return {
         "shape": case.shape, "kind": case.kind, "ctx": ctx, "batch": case.batch,
-        "recompute": case.recompute, "cap_gib": case.gib,
+        "accum": case.accum, "recompute": case.recompute, "cap_gib": case.gib,
         **row, "state_bytes": row["state_bytes"](),
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "step_seconds": round(seconds, 4),
-        "tokens_per_second": round(case.batch * ctx / seconds),
+        "tokens_per_second": round(case.windows * ctx / seconds),
         "losses": [round(float(loss), 4) for loss in (losses[0], losses[-1])],
     }  # fmt: skip
 
@@ -170,8 +187,9 @@ def prepare_ours(case: Case, ctx: int) -> tuple[dict[str, Any], Callable[[], Ten
     rule, direction = case.kind.split()[:2]
     model = model_config(SHAPES[case.shape], rule, direction)
     config = new_config(
-        preset=model, ctx=ctx, batch=case.batch, recompute=case.recompute, device="cuda",
-        field="+text" if case.documents else "text",
+        preset=model, ctx=ctx, batch=case.batch, accum=case.accum, recompute=case.recompute,
+        device="cuda", field="+text" if case.documents else "text",
+        **({} if case.gib is None else {"reduce_dtype": "none"}),
     )  # fmt: skip
     peak = predict_peak(config, captured=True)
     text: Any = RandomTokens(model.vocabulary, ctx, case.documents)
@@ -211,11 +229,12 @@ def prepare_peer(case: Case, ctx: int) -> tuple[dict[str, Any], Callable[[], Ten
     shape, released = SHAPES[case.shape], case.kind.startswith("bf16")
     dtype = torch.bfloat16 if released else torch.float32
     model = FloatQwen(shape, dtype, recompute=case.recompute)
-    whole = WholeStep(model, (ReleasedAdafactor if released else FusedAdamW)(model, 1e-5))
+    updates = (ReleasedAdafactor if released else FusedAdamW)(model, 1e-5)
+    whole = WholeStep(model, updates, case.accum)
     text = RandomTokens(shape.vocabulary, ctx)
 
     def step() -> Tensor:
-        window = text.window_batch([0] * case.batch, ctx + 1).long().cuda()
+        window = text.window_batch([0] * case.windows, ctx + 1).long().cuda()
         return whole(window[:, :-1], window[:, 1:])
 
     return {
@@ -225,16 +244,40 @@ def prepare_peer(case: Case, ctx: int) -> tuple[dict[str, Any], Callable[[], Ten
     }, step  # fmt: skip
 
 
+def read_case(words: str) -> Case:
+    """Read a case from the command line, such as `8b-moment` or `8b-moment:4x8`.
+
+    Raises:
+        argparse.ArgumentTypeError: there is no such case.
+    """
+    name, _, size = words.partition(":")
+    numbers = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size or "1x1")
+    if name not in CASES or numbers is None:
+        raise argparse.ArgumentTypeError(f"{words} is not NAME or NAME:4x8, of {', '.join(CASES)}")
+    if not size:
+        return CASES[name]
+    batch, accum = map(int, numbers.groups())
+    return dataclasses.replace(CASES[name], batch=batch, accum=accum)
+
+
+def _checked(words: str) -> str:
+    read_case(words)
+    return words
+
+
 def main() -> None:
     """Measure each way in a process of its own, print its line, and write the rows."""
     parser = results.options("large_tuning", "Measure tuning at large shapes.")
-    parser.add_argument("--only", nargs="+", choices=CASES, default=[*CASES], help="ways to tune")
+    every = [*CASES, *SEVERAL_WINDOWS]
+    parser.add_argument(
+        "--only", nargs="+", type=_checked, metavar="CASE", default=every, help="ways to tune"
+    )
     parser.add_argument("--ctx", type=int, default=2048, help="tokens of a window")
     parser.add_argument("--at-once", type=int, default=1, help="ways that prepare at once")
-    parser.add_argument("--one", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--one", type=read_case, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(CASES[args.one], args.ctx)))
+        print(json.dumps(measure(args.one, args.ctx)))
         return
     words = [sys.executable, "-m", "benchmarks.large_tuning", "--ctx", str(args.ctx), "--one"]
     rows = measured(([*words, name] for name in args.only), args.at_once)

@@ -33,7 +33,7 @@ KEYS = {
     "many_gpus": ("part", "preset", "kind", "gpus", "seed"),
     "cpu_step": ("preset", "kind", "compute"),
     "cpu_text": ("preset", "digits", "task", "program", "threads", "level"),
-    "large_tuning": ("shape", "kind"),
+    "large_tuning": ("shape", "kind", "ctx", "batch", "accum"),
     "tuning": ("part", "kind", "lr", "seed"),
     "ternary_tuning": ("kind", "lr", "taught", "fade_from", "fade_to", "seed"),
     "hnet": ("preset", "kind"),

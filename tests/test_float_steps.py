@@ -36,6 +36,26 @@ def test_every_way_learns_and_releases_its_gradients(kind):
     assert all(weight.grad is None for weight in whole.model.parameters())
 
 
+def test_micro_batches_step_once_by_the_gradient_of_all_windows(monkeypatch):
+    steps: list[dict] = []
+    monkeypatch.setattr(
+        KINDS["bf16 Adafactor"], "function",
+        lambda _, weight: lambda *parts: steps[-1].update({weight: parts[1].float().flatten()}),
+    )  # fmt: skip
+    losses = []
+    for accum in (1, 4):
+        torch.manual_seed(0)
+        model = FloatQwen(SHAPE, torch.bfloat16, recompute=False, device="cpu")
+        steps.append({})
+        whole = WholeStep(model, KINDS["bf16 Adafactor"](model, 1e-3), accum)
+        ids = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(1))
+        losses.append(float(whole(ids[:, :-1], ids[:, 1:])))
+        assert all(weight.grad is None for weight in model.parameters())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    for at_once, added in zip(*map(dict.values, steps), strict=True):
+        assert (added - at_once).norm() < 0.02 * at_once.norm()
+
+
 def test_eight_bits_step_as_bf16_does_within_their_rounding():
     begun = tuned("bf16 AdamW", 0)[0].model
     ways = [tuned(kind)[0].model for kind in ("bf16 AdamW", "bf16 AdamW, eight bits")]

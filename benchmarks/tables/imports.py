@@ -9,19 +9,20 @@ from benchmarks.tables.rows import Row, Runs, Tables, row_of, rows_of
 
 def large_tuning(runs: Runs) -> str:
     """List what tuning takes at large shapes, and how fast it is."""
-    head = ["shape", "kind", "batch", "state", "allocated", "predicted", "reserved", "predicted"]
+    head = ["shape", "kind", "tokens a step", "state"]
+    head += ["allocated", "predicted", "reserved", "predicted", "cap", "tokens/s"]
     rows = [
         [
             row["shape"].upper(),
             row["kind"],
-            f"{row['batch']} x {row['ctx']:,}" + (", recomputed" if row["recompute"] else ""),
+            _step(row),
             *(_gib(row[f"{name}_bytes"]) for name in LARGE_BYTES),
             "" if row["cap_gib"] is None else f"{row['cap_gib']} GiB",
             number(row["tokens_per_second"]),
         ]
         for row in rows_of(runs)
     ]
-    return markdown([*head, "cap", "tokens/s"], rows) + source(runs)
+    return markdown(head, rows) + source(runs)
 
 
 LARGE_BYTES = (
@@ -31,6 +32,12 @@ LARGE_BYTES = (
     "reserved",
     "predicted_reserved",
 )
+
+
+def _step(row: Row) -> str:
+    tokens = f"{row['batch'] * row['accum'] * row['ctx']:,}"
+    parts = f" in {row['accum']} micro-batches" if row["accum"] > 1 else ""
+    return tokens + parts + (", recomputed" if row["recompute"] else "")
 
 
 def _gib(size: float | None) -> str:
