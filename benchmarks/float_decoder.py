@@ -1,10 +1,8 @@
-"""Generation by a float model as an expert writes it: the peer of `benchmarks.generation`.
+"""Texts from a float model as an expert makes them: the peer of generation.
 
-Weights are bf16, the cache is static, a byte is one CUDA graph, and a block is seven kernels or so
-that `torch.compile` makes. What norms divide by is taken out of the product after them and formed
-in the same pass, the gate is formed where its two sums end, and a residual is added where a product
-ends. Heads of queries and keys have unit root-mean-square, so scores are bounded by the root of a
-head's width, and a softmax needs no maximum.
+Weights are bf16 and multiplied by cuBLAS, everything between two products is one kernel that
+`torch.compile` makes, the cache is static, and a step is one CUDA graph. All texts are at the same
+position, which is the easiest case.
 """
 
 from collections.abc import Callable
@@ -18,21 +16,14 @@ from torch.nn import functional
 from arbcli.config.layer_spec import NORM_EPS
 from arbcli.generation.sampling import Sampling
 from arbcli.interop.huggingface.dense import Shape, shape_of
-from arbcli.kernels.output.choose_byte import choose_byte_
-from arbcli.kernels.update.random_bits import stream_key
+from arbcli.kernels.output.choose_bytes import choose_bytes_
+from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.rotary import rotary_table
 
 WARM_UP_STEPS = 3
-MODES: dict[str, dict[str, str | int | bool | Callable[..., Any]] | None] = {
-    "tuned": {"coordinate_descent_tuning": True},
-    "default": {},
-    "cuBLAS": None,
-}
-"""Ways to compile products: options of the compiler that writes them; None leaves them to cuBLAS.
-
-Which is the fastest depends on the GPU and torch's version, so a benchmark tries them.
-"""
+MODES = ("compiled attention", "torch's attention")
+"""Ways to attend, of which the faster is the peer."""
 
 
 def dense_shape(model: LanguageModel) -> Shape:
@@ -65,37 +56,29 @@ def dense_weights(
     return blocks, weights["embedding.weight"], weights["head.weight"]
 
 
-def multiply(x: Tensor, weight: Tensor, *, normalise: bool, cublas: bool) -> Tensor:
-    """Multiply one vector by a matrix, and divide it by its root-mean-square.
-
-    Args:
-        x: (K,) bfloat16 or float32.
-        weight: (N, K) of that dtype.
-        normalise: whether to divide.
-        cublas: whether cuBLAS multiplies; else both sums are formed in one pass.
-
-    Returns:
-        (N,) float32.
-    """
-    if cublas:
-        x = functional.rms_norm(x.float(), x.shape, eps=NORM_EPS).to(x.dtype) if normalise else x
-        return functional.linear(x[None], weight)[0].float()
-    wide = x.float()
-    y = (weight.float() * wide).sum(1)
-    if normalise:
-        squares = (wide * wide).expand(weight.shape).sum(1)
-        y = y * torch.rsqrt(squares / len(x) + NORM_EPS)
-    return y
+def normalise(x: Tensor) -> Tensor:
+    """Divide each row by its root-mean-square."""
+    return functional.rms_norm(x.float(), x.shape[-1:], eps=NORM_EPS).to(x.dtype)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the halves of (heads, d) by the angles of a position, and normalise each head.
+    """Turn the halves of (B, heads, d) by the angles of a position, and normalise each head."""
+    halves = x.float().unflatten(-1, (2, -1))
+    return normalise((halves * cos + halves.flip(-2) * sin).flatten(-2)).to(x.dtype)
 
-    A rotation keeps the root-mean-square, so that is found on the way.
-    """
-    halves = x.view(len(x), 2, -1)
-    scale = torch.rsqrt((x * x).mean(1) + NORM_EPS)
-    return ((halves * cos + halves.flip(1) * sin) * scale[:, None, None]).flatten(1)
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, position: Tensor, mode: str) -> Tensor:
+    """Attend with (B, heads, d) to rings of (B, heads, W, d)."""
+    seen = torch.arange(keys.shape[2], device=q.device) <= position
+    if mode == "torch's attention":
+        mask = seen.expand(len(q), 1, 1, -1)
+        return functional.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask)[
+            :, :, 0
+        ]
+    scores = (keys.float() * q.float()[:, :, None]).sum(3) * q.shape[-1] ** -0.5
+    shares = torch.where(seen, scores.exp(), 0.0)  # normalised heads: no score is large
+    y = (shares[..., None] * values.float()).sum(2) / shares.sum(2)[..., None]
+    return y.to(q.dtype)
 
 
 def step_block(
@@ -108,98 +91,70 @@ def step_block(
     sin: Tensor,
     *,
     sub_norms: bool,
-    cublas: bool,
+    mode: str,
 ) -> Tensor:
-    """Compute what a block makes of one position of the stream.
-
-    Args:
-        x: (D,) of the dtype of the weights.
-        matrices: of queries, keys and values; of attention's output; of gate and up; of the MLP's
-            output.
-        keys: (heads, W, d), a ring that is written to.
-        values: like it.
-        position: bytes seen before, int32 scalar.
-        cos: of every position, (T, 1, d / 2) float32.
-        sin: with the signs of both halves, (T, 2, d / 2) float32.
-        sub_norms: whether norms precede the output projections.
-        cublas: see `multiply`.
-
-    Returns:
-        (D,) like x.
-    """
+    """Compute what a block makes of one position of the streams, (B, D)."""
     qkv, output, gate_up, down = matrices
-    heads, window, head_dim = keys.shape
-    q, k, v = multiply(x, qkv, normalise=True, cublas=cublas).view(3, heads, head_dim)
+    texts, heads, window, head_dim = keys.shape
+    sub_norm = normalise if sub_norms else lambda part: part
+    q, k, v = functional.linear(normalise(x), qkv).view(texts, 3, heads, head_dim).unbind(1)
     place = position.long()[None]
     angles = cos.index_select(0, place), sin.index_select(0, place)
     q, k = (turn(part, *angles) for part in (q, k))
     slot = place % window
-    keys.index_copy_(1, slot, k[:, None].to(keys.dtype))
-    values.index_copy_(1, slot, v[:, None].to(values.dtype))
-    scores = (keys.float() * q[:, None]).sum(2) * head_dim**-0.5  # (heads, W)
-    seen = torch.arange(window, device=x.device) <= position
-    shares = torch.where(seen, scores.exp(), 0.0)
-    y = (shares[:, :, None] * values.float()).sum(1)
-    y = y / shares[:, :, None].expand(values.shape).sum(1)
-    y = y.flatten().to(x.dtype)
-    x = (x.float() + multiply(y, output, normalise=sub_norms, cublas=cublas)).to(x.dtype)
-    if cublas:
-        gate, up = multiply(x, gate_up, normalise=True, cublas=True).chunk(2)
-    else:  # two sums of one pass, so that the gate is formed where they end
-        gate, up = (multiply(x, half, normalise=True, cublas=False) for half in gate_up.chunk(2))
-    hidden = (functional.silu(gate) * up).to(x.dtype)
-    added = multiply(hidden, down, normalise=sub_norms, cublas=cublas)
-    return (x.float() + added).to(x.dtype)
-
-
-def choose_logits(x: Tensor, head: Tensor, *, cublas: bool) -> Tensor:
-    """Compute (256,) logits of the stream's last position, (D,)."""
-    return multiply(x, head, normalise=True, cublas=cublas).to(x.dtype)
+    keys.index_copy_(2, slot, k[:, :, None])
+    values.index_copy_(2, slot, v[:, :, None])
+    y = attend(q, keys, values, position, mode).flatten(1)
+    x = x + functional.linear(sub_norm(y), output)
+    gate, up = functional.linear(normalise(x), gate_up).chunk(2, dim=1)
+    return x + functional.linear(sub_norm(functional.silu(gate) * up), down)
 
 
 class FloatDecoder:
-    """A float model, its cache and the text so far.
+    """A float model, a cache for texts, and the last byte of each.
 
     Args:
         model: with float weights, which are copied to `dtype`.
-        positions: bytes that the text can have.
-        sampling: how bytes are chosen.
-        dtype: of weights, stream and cache.
-        mode: of `MODES`; None compiles nothing.
+        texts: B.
+        positions: bytes that a text can have.
+        dtype: of weights, streams and cache.
+        mode: of `MODES`.
+        compiled: whether what is between two products is compiled.
     """
 
     @torch.no_grad()
     def __init__(
         self,
         model: LanguageModel,
+        texts: int,
         positions: int,
-        sampling: Sampling | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
-        mode: str | None = None,
+        mode: str = MODES[0],
+        compiled: bool = True,
     ) -> None:
         config, device = dense_shape(model), model.device
         self.layers, self.embedding, self.head = dense_weights(model, dtype)
-        self.sampling, self.length = sampling or Sampling(), 0
-        self.window = min(config.ctx, positions)
-        ring = (config.heads, self.window, config.head_width)
-        self.rings = [
-            [torch.zeros(ring, dtype=dtype, device=device) for _ in range(2)] for _ in self.layers
-        ]
+        ring = (2, texts, config.heads, min(config.ctx, positions), config.head_width)
+        self.rings = [torch.zeros(ring, dtype=dtype, device=device) for _ in self.layers]
         self.position = torch.zeros((), dtype=torch.int32, device=device)
         cos, sin = rotary_table(positions, config.head_width, device)
         self.table = cos[:, None], torch.stack([-sin, sin], dim=1)
-        self.byte = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        self.text = torch.zeros(positions, dtype=torch.uint8, device=device)
-        self._key = stream_key(self.sampling.seed, 0, device)
-        cublas = mode == "cuBLAS"
+        self.byte = torch.full((texts, 1), 10, dtype=torch.int64, device=device)
+        self.text = torch.zeros(texts, positions, dtype=torch.uint8, device=device)
+        how = Sampling()
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        keys = stream_keys(torch.zeros((), **integers), torch.zeros((), **integers), texts, 1)
+        self.how = (
+            keys[:, 0].contiguous(), torch.full((texts,), how.temperature, device=device),
+            torch.full((texts,), how.top_k, **integers),
+            torch.full((texts,), how.top_p, device=device),
+        )  # fmt: skip
         self._step_block: Callable[..., Tensor] = partial(
-            step_block, sub_norms=config.sub_norms, cublas=cublas
+            step_block, sub_norms=config.sub_norms, mode=mode
         )
-        self._logits: Callable[..., Tensor] = partial(choose_logits, cublas=cublas)
-        if mode is not None:
-            compiled = partial(torch.compile, dynamic=False, fullgraph=True, options=MODES[mode])
-            self._step_block, self._logits = compiled(self._step_block), compiled(self._logits)
+        if compiled:
+            self._step_block = torch.compile(self._step_block, dynamic=False, fullgraph=True)
         self._graph: torch.cuda.CUDAGraph | None = None
 
     @property
@@ -210,29 +165,22 @@ class FloatDecoder:
 
     @torch.no_grad()
     def compute_logits(self) -> Tensor:
-        """Read the last byte; return (256,) logits of the next one."""
-        x = functional.embedding(self.byte[0], self.embedding)[0]
+        """Read the last bytes; return (B, 256) logits of the next ones."""
+        x = functional.embedding(self.byte[:, 0], self.embedding)
         for layer, ring in zip(self.layers, self.rings, strict=True):
             x = self._step_block(x, layer, *ring, self.position, *self.table)
         self.position += 1
-        return self._logits(x, self.head)
+        return functional.linear(normalise(x), self.head)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Make one byte."""
+        """Make one byte of each text."""
         if self._graph is not None:
             self._graph.replay()
-        else:
-            self._compute()
-        self.length += 1
-
-    def _compute(self) -> None:
-        how = self.sampling
+            return
         logits = self.compute_logits()
-        choose_byte_(
-            self.byte, self.text, logits, self.position, self._key,
-            how.temperature, how.top_k, how.top_p,
-        )  # fmt: skip
+        position = self.position.expand(len(self.byte)).contiguous()
+        choose_bytes_(self.byte, self.text, logits, position, *self.how)
 
     @torch.no_grad()
     def capture(self) -> None:
@@ -241,18 +189,17 @@ class FloatDecoder:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP_STEPS):
-                self._compute()
+                self.step()
         torch.cuda.current_stream().wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._compute()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        self._graph = graph
         self.position.zero_()
 
     def read(self, prompt: bytes) -> None:
-        """Begin the text with a prompt, a byte a step; what a step chooses is overwritten."""
+        """Begin all texts with a prompt, a byte a step; what these steps choose is replaced."""
         for byte in prompt[:-1]:
             self.byte.fill_(byte)
             self.step()
         self.byte.fill_(prompt[-1])
-        self.length = len(prompt)
-        self.text[: self.length] = torch.tensor(list(prompt), dtype=torch.uint8)

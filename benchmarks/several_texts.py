@@ -2,7 +2,7 @@
 
     python -m benchmarks.several_texts [PRESET...] [--batch B...] [--out DIR]
 
-The peer is `benchmarks.float_several`, in the faster of its modes: products by cuBLAS, the rest
+The peer is `benchmarks.float_decoder`, in the faster of its modes: products by cuBLAS, the rest
 compiled. Texts begin with one byte, so both read as much of their caches.
 """
 
@@ -19,7 +19,7 @@ from arbcli.generation.decoder import Decoder
 from arbcli.generation.sampling import Sampling
 from arbcli.model.language_model import LanguageModel
 from benchmarks import results
-from benchmarks.float_several import MODES, BatchFloatDecoder
+from benchmarks.float_decoder import MODES, FloatDecoder
 from benchmarks.generation import build
 from benchmarks.measuring import in_turns, seconds_of
 
@@ -42,7 +42,7 @@ def make_peer(twin: LanguageModel, texts: int) -> tuple[Callable[[], None], str]
     for mode in MODES:
         torch._dynamo.reset()
         try:
-            decoder = BatchFloatDecoder(twin, texts, 1 + LENGTH, mode=mode)
+            decoder = FloatDecoder(twin, texts, 1 + LENGTH, mode=mode)
             decoder.capture()
         except Exception:  # a mode that a machine cannot run is left out, and said to be
             traceback.print_exc()

@@ -7,7 +7,7 @@ from arbcli.config.presets import preset
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from benchmarks.bare_twin import Model
-from benchmarks.float_decoder import FloatDecoder
+from benchmarks.float_decoder import MODES, FloatDecoder
 
 NAMES = {
     "attention.qkv": "qkv", "attention.output": "out", "mlp.gate_up": "up", "mlp.output": "down",
@@ -44,16 +44,18 @@ def twin(**given) -> LanguageModel:
 
 @pytest.mark.parametrize("sub_norms", [True, False])
 @pytest.mark.parametrize("length", [5, 40], ids=["in the window", "past the window"])
-def test_float_decoder_has_the_logits_of_the_twin(sub_norms, length):
+@pytest.mark.parametrize("mode", MODES)
+def test_float_decoder_has_the_logits_of_the_twin(sub_norms, length, mode):
     model = twin(sub_norms=sub_norms)
-    decoder = FloatDecoder(model, length, dtype=torch.float32)
-    cache = model.new_cache(length)
-    ids = torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(0))
-    for byte in ids:
-        decoder.byte.fill_(byte)
+    decoder = FloatDecoder(model, 2, length, dtype=torch.float32, mode=mode, compiled=False)
+    caches = [model.new_cache(length) for _ in range(2)]
+    ids = torch.randint(0, 256, (length, 2, 1), generator=torch.Generator().manual_seed(0))
+    for both in ids:
+        decoder.byte.copy_(both)
         with torch.no_grad():
-            expected = model(byte.view(1, 1), cache)[0, 0]
-        assert torch.allclose(decoder.compute_logits(), expected, atol=1e-4)
+            pairs = zip(both, caches, strict=True)
+            expected = [model(byte.view(1, 1), cache)[0, 0] for byte, cache in pairs]
+        assert torch.allclose(decoder.compute_logits(), torch.stack(expected), atol=1e-4)
 
 
 @pytest.mark.parametrize("weights", ["float", "ste", "ternary"])
