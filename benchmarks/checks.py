@@ -1,21 +1,18 @@
 """Time texts of a trained model by speculative decoding against a byte at a time.
 
     python -m benchmarks.checks RUN --text FILE [--sizes M...] [--favour X...] [--no-head]
-        [--bytes N] [--several N] [--out DIR]
+        [--bytes N] [--out DIR]
 
 Four texts that continue prompts from a file are timed and compared: `times` is the median over
 these of how many times as fast a text is as a byte at a time, and `same` says whether all bytes
 are. `--favour` is added to the logit of a byte that the text repeats for each equal byte; with
-`--no-head` the text alone proposes, too. `--several` times so many texts at once, with a head and
-without. Rows are written as they come, to `checked_texts.json`.
+`--no-head` the text alone proposes, too. Rows are written as they come, to `checked_texts.json`.
 """
 
 import json
 import statistics
 import time
 from collections.abc import Iterator
-from functools import partial
-from itertools import chain
 from operator import truediv
 from pathlib import Path
 
@@ -26,10 +23,10 @@ from arbcli.generation.decoder import Decoder
 from arbcli.generation.load import load_model
 from arbcli.generation.sampling import Sampling
 from arbcli.model.language_model import LanguageModel
-from benchmarks import results, several_texts
-from benchmarks.measuring import in_turns, wait
+from benchmarks import results
+from benchmarks.measuring import wait
 
-ROUNDS, RUNS, WARM_UP_RUNS = 5, 40, 8
+WARM_UP_RUNS = 8
 PROMPTS = (0.1, 0.25, 0.5, 0.75)
 """Where prompts begin in a file, as shares of it."""
 WAYS = {
@@ -92,28 +89,6 @@ def measure_texts(
     model.ahead = head
 
 
-def measure_several(model: LanguageModel, texts: int) -> Iterator[dict]:
-    """Time texts that are made at once, of a model with its head and without, in turns."""
-    head, steps = model.ahead, {}
-    for has_head in (False, True):
-        model.ahead = head if has_head else None
-        steps[has_head] = several_texts.make_ours(model, texts)
-        several_texts.steps_per_second(steps[has_head], several_texts.WARM_UP_STEPS)
-    speeds = in_turns(
-        ROUNDS, *(partial(several_texts.steps_per_second, step, RUNS) for step in steps.values())
-    )
-    without = speeds[0]
-    for has_head, rates in zip(steps, speeds, strict=True):
-        yield {
-            "size": 1,
-            "way": f"{texts} texts",
-            "has_head": has_head,
-            "favour": None,
-            "bytes_per_second": [round(texts * rate) for rate in rates],
-            "times": round(statistics.median(map(truediv, rates, without)), 3),
-        }
-
-
 def main() -> None:
     """Print and write each row of the texts of a model as it comes."""
     parser = results.options("checks", "Time texts by checks of several bytes.")
@@ -126,7 +101,6 @@ def main() -> None:
         "--favour", type=float, nargs="+", default=[speculative.EACH_EQUAL], metavar="X"
     )
     parser.add_argument("--bytes", type=int, default=2500, help="of each of the four texts")
-    parser.add_argument("--several", type=int, default=0, help="texts at once")
     given = parser.parse_args()
     model = load_model(given.run, device="cuda" if torch.cuda.is_available() else "cpu")
     whole = given.text.read_bytes()
@@ -135,8 +109,7 @@ def main() -> None:
     favours = [*given.favour, None] if given.no_head else given.favour
     command = results.command_line("checks", "RUN", "--text", "FILE")
     with torch.no_grad(), model.prepared_weights():
-        rows = measure_texts(model, prompts, given.sizes, favours, given.bytes)
-        for row in chain(measure_several(model, given.several) if given.several else (), rows):
+        for row in measure_texts(model, prompts, given.sizes, favours, given.bytes):
             row = {"preset": given.run.name, "prompt": given.prompt} | row
             print(json.dumps(row), flush=True)
             results.save("checked_texts", [row], command=command, folder=given.out)

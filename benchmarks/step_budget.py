@@ -13,8 +13,7 @@ Kernels are sorted by what they do. Next to the time of each kind stands its flo
 - **all others**: every tensor that a launch is given, read or written once, at the rate of a copy.
   A tensor that is read and written counts once, so no kernel can be faster.
 
-The bare baseline's step (`benchmarks.bare_twin`) is traced and timed after the factored ones, and
-its kernels are sorted by their names alone. MODEL is one of `MODELS`.
+MODEL is one of `MODELS`.
 """
 
 import json
@@ -23,7 +22,7 @@ import re
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -43,8 +42,7 @@ from arbcli.model.updater import Updater
 from arbcli.training import trainer as training
 from arbcli.training.trainer import Trainer
 from arbcli.verify.timing import Roofline, Stopwatch, measure_roofline, time_calls
-from benchmarks import bare_twin, results
-from benchmarks.bare_twin import BareStep
+from benchmarks import results
 from benchmarks.measuring import empty, run_steps, trainer_of
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -78,13 +76,6 @@ MODULES = {
 """The same by module, where its package says something else."""
 LIBRARIES = {ATTENTION: r"attention|flash|fmha|sdpa", PRODUCTS: r"gemm|nvjet|cutlass|cublas|splitk"}
 """Patterns of the names of other kernels, by kind; the first that matches counts."""
-OF_TWIN = {
-    DECODING: r"^triton_poi_fused__to_copy_(t_)?\d*$",
-    NORMS: r"^triton_",
-    STEPPING: r"adam|multi_tensor|foreach",
-    **LIBRARIES,
-}
-"""Patterns for the baseline, whose weights are converted to bf16 where ours are decoded."""
 MULTIPLIED = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1, "_scaled_grouped_mm": 0}
 """Operations of torch that are products, and the place of the first factor."""
 OF_ATTENTION = 3.5
@@ -320,7 +311,7 @@ def annotated(method: str) -> Any:
     return mock.patch.object(Updater, method, inside)
 
 
-def trace(trainer: Trainer | BareStep) -> list[dict[str, Any]]:
+def trace(trainer: Trainer) -> list[dict[str, Any]]:
     """Trace some steps, after one that compiles."""
     patches = [annotated(method) for method in METHODS]
     for patch in patches:
@@ -337,15 +328,12 @@ def trace(trainer: Trainer | BareStep) -> list[dict[str, Any]]:
     return events
 
 
-def kernel_times(
-    events: Iterable[dict[str, Any]], work: Work, patterns: Mapping[str, str] = LIBRARIES
-) -> tuple[Counter, Counter]:
+def kernel_times(events: Iterable[dict[str, Any]], work: Work) -> tuple[Counter, Counter]:
     """Add up the microseconds of traced kernels by kind, and by name with its kind.
 
     Args:
         events: of a trace.
         work: whose `kernels` have the kinds of ours.
-        patterns: of the names of others.
     """
     events = [*events]
     spans = sorted(
@@ -361,7 +349,7 @@ def kernel_times(
             at += 1
         work.updating = at < len(spans) and spans[at][0] <= event["ts"]
         name = event["name"].split("(")[0].removeprefix("void ")
-        known = (kind for kind, names in patterns.items() if re.search(names, name.lower()))
+        known = (kind for kind, names in LIBRARIES.items() if re.search(names, name.lower()))
         kind = work.kind(work.kernels.get(name) or next(known, REST))
         by_kind[kind] += event["dur"]
         by_name[f"{kind}: {name[:80]}"] += event["dur"]
@@ -464,27 +452,6 @@ def milliseconds(microseconds: Counter) -> dict[str, float]:
     return {name: round(us / 1e3 / TRACED, 3) for name, us in microseconds.items()}
 
 
-def measure_twin(options: dict[str, Any], ctx: int) -> dict[str, Any]:
-    """Trace and time the step of the bare baseline, with AdamW."""
-    empty()
-    torch._dynamo.reset()
-    eager = training.EAGER_STEPS + TRACED
-    with mock.patch.object(bare_twin, "EAGER_STEPS", eager):
-        twin = bare_twin.BareTwin(options["preset"], ctx, options["batch"], muon=False)
-        events = trace(twin)
-        run_steps(twin, 2)
-        seconds = [run_steps(twin, STEPS) for _ in range(ROUNDS)]
-    by_kind, by_name = kernel_times(events, Work(), OF_TWIN)
-    del twin
-    empty()
-    return {
-        "step_ms": round(1e3 * statistics.median(seconds), 3),
-        "kernel_ms": round(sum(by_kind.values()) / 1e3 / TRACED, 3),
-        "kinds": {kind: milliseconds(by_kind).get(kind, 0.0) for kind in KINDS},
-        "by_kernel_ms": milliseconds(Counter(dict(by_name.most_common(LISTED)))),
-    }
-
-
 def main() -> None:
     """Print what each model's step is made of, and write its row."""
     parser = results.options("step_budget", "Compare the parts of a training step with floors.")
@@ -498,10 +465,6 @@ def main() -> None:
         print(flush=True)
         command = results.command_line("step_budget")
         results.save("step_budget", [row], command=command, folder=args.out)
-        if MODELS[name].get("direction") == "factored":
-            row["twin"] = measure_twin(MODELS[name], row["ctx"])
-            print(f"  the bare baseline: {row['twin']}", flush=True)
-            results.save("step_budget", [row], command=command, folder=args.out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from benchmarks.tables.rows import Row, Runs, Tables, rows_of
 
 def checked_texts(runs: Runs) -> str:
     """Speed of texts of trained models by checks, with the largest bonus of a repetition."""
-    ways = [row for row in rows_of(runs) if "bytes_per_check" in row]
+    ways = rows_of(runs)
     alone = {(row["preset"], row["way"]): row for row in ways if row["size"] == 1}
     kept: dict[tuple, Row] = {}
     for row in sorted((row for row in ways if row["size"] > 1), key=lambda row: row["favour"] or 0):
