@@ -19,7 +19,7 @@ from arbcli.training.configure import new_config
 from arbcli.training.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
 from benchmarks.measuring import empty, run_steps
-from benchmarks.scaling import CTX, KINDS, LARGE_SHAPES, SHAPES, WINDOWS, options_of
+from benchmarks.scaling import CTX, KINDS, SHAPES, WINDOWS, options_of
 
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -64,9 +64,8 @@ def main() -> None:
     parser = results.options("frontier", "Measure steps and peaks of sizes and kinds.")
     parser.add_argument("--data", required=True)
     parser.add_argument("--val", required=True)
-    for name, known in (("kind", KINDS), ("shape", SHAPES | LARGE_SHAPES), ("way", WAYS)):
-        text = "[default: four sizes]" if name == "shape" else "[default: all]"
-        parser.add_argument(f"--{name}", action="append", choices=known, help=text)
+    for name, known in (("kind", KINDS), ("shape", SHAPES), ("way", WAYS)):
+        parser.add_argument(f"--{name}", action="append", choices=known, help="[default: all]")
     args = parser.parse_args()
     data = {"data": [args.data], "val": [args.val]}
     for shape in args.shape or SHAPES:

@@ -16,7 +16,6 @@ from benchmarks.tables.results import (
     FRONTIER_BUDGETS,
     FRONTIER_SECONDS,
     best_within,
-    frontier_losses,
 )
 from benchmarks.tables.rows import Runs, row_of, rows_of
 from benchmarks.tables.steps import PRESETS, faster, speed_ratio
@@ -155,7 +154,7 @@ def draw_scaling(runs: Runs) -> Any:
 def draw_frontier(runs: Runs) -> Any:
     """Draw the lowest loss that each kind reaches within a peak of memory."""
     figure, axes = pyplot.subplots(figsize=(8, 4.1))
-    losses = frontier_losses()
+    losses = load("scaling")
     peaks = sorted({min(row["peak_mib"], FRONTIER_BUDGETS[-1]) for row in rows_of(runs)})
     for kind, (label, colour, _) in LINES.items():
         best = [(peak, best_within(runs, losses, kind, peak)) for peak in peaks]

@@ -40,7 +40,6 @@ KEYS = {
     "families": ("preset", "kind"),
     "frontier": ("kind", "shape", "way"),
     "scaling": ("kind", "shape", "steps", "seed"),
-    "scaling_others": ("kind", "shape", "steps", "seed"),
     "step_budget": ("model",),
     "shakespeare": ("kind", "seed"),
 }

@@ -1,19 +1,17 @@
 """Train models of several sizes for several lengths, float and ternary: see `benchmarks.fits`.
 
-    python -m benchmarks.scaling [RUN...] --data TRAIN --val VAL [--claims DIR]
+    python -m benchmarks.scaling [RUN...] --data TRAIN --val VAL
 
 RUN is a size, a number of steps and a kind, such as "384x6 1000 AdamW"; without any, all of four
 sizes and four lengths are run, the longest first. A loss depends on the steps and not on their
-time, so several processes may share a GPU. With `--claims` they share the runs, too: each takes
-those that no other has taken. A baseline is captured and not compiled, as to compile takes longer
-than most runs: that moves its last bits.
+time, so several processes may share a GPU. A baseline is captured and not compiled, as to compile
+takes longer than most runs: that moves its last bits.
 """
 
 import itertools
 import time
 import traceback
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -34,11 +32,6 @@ SHAPES = {
     "512x8": {"dim": 512, "layers": 8, "heads": 8, "ffn": 1408},
 }
 """Width and blocks."""
-LARGE_SHAPES = {
-    "768x12": {"dim": 768, "layers": 12, "heads": 12, "ffn": 2048},
-    "2048x24": {"dim": 2048, "layers": 24, "heads": 16, "ffn": 5632},
-}
-"""Those of the presets `base` and `1b`, which are run by name alone."""
 KINDS: dict[str, dict[str, Any]] = {
     "moment": {},
     "moment, all digits": {"digits": "all"},
@@ -54,8 +47,7 @@ LENGTHS = (250, 500, 1000, 2000)
 
 def options_of(kind: str, shape: str, text: dict[str, list[str]], **given: Any) -> dict:
     """List the settings of a run."""
-    sizes = (SHAPES | LARGE_SHAPES)[shape]
-    return {"preset": "small", "ctx": CTX, "device": "cuda", **sizes, **KINDS[kind]} | (
+    return {"preset": "small", "ctx": CTX, "device": "cuda", **SHAPES[shape], **KINDS[kind]} | (
         text | {"batch": WINDOWS} | given
     )
 
@@ -96,18 +88,6 @@ def measure(kind: str, shape: str, steps: int, text: dict, seed: int) -> dict:
     }
 
 
-def is_free(claims: Path | None, name: str) -> bool:
-    """Claim a run; return whether no other process has claimed it."""
-    if claims is None:
-        return True
-    claims.mkdir(parents=True, exist_ok=True)
-    try:
-        (claims / name.replace(" ", "_")).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-
 def main() -> None:
     """Print a line a run, and write its row as soon as it is there."""
     parser = results.options("scaling", "Train several sizes for several lengths.")
@@ -115,15 +95,13 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--val", required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--claims", type=Path, metavar="DIR", help="what other processes share")
     parser.add_argument("--seconds", type=float, help="begin no run after so many")
     args = parser.parse_args()
     text, started = {"data": [args.data], "val": [args.val]}, time.perf_counter()
     for run in args.runs or every_run():
         shape, steps, kind = run.split(maxsplit=2)
-        late = args.seconds and time.perf_counter() - started > args.seconds
-        if late or not is_free(args.claims, f"{run} {args.seed}"):
-            continue
+        if args.seconds and time.perf_counter() - started > args.seconds:
+            break
         began = time.perf_counter()
         try:
             row = measure(kind, shape, int(steps), text, args.seed)
@@ -133,9 +111,8 @@ def main() -> None:
         took = time.perf_counter() - began
         print(*(f"{k} {v}," for k, v in row.items()), f"took {took:.0f} s", flush=True)
         empty()
-        usual = shape in SHAPES and int(steps) in LENGTHS
-        file, command = "scaling" if usual else "scaling_others", results.command_line("scaling")
-        results.save(file, [row], command=command, folder=args.out)
+        command = results.command_line("scaling")
+        results.save("scaling", [row], command=command, folder=args.out)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,14 @@
 """nanoGPT's table: tiny Shakespeare, its split, 10.65 million weights, compared with its recipe.
 
     python -m benchmarks.shakespeare [--data FILE] [--kinds KIND...] [--seeds N...]
-    python -m benchmarks.shakespeare --sweep "KIND [NAME=VALUE...]"... [--together N]
 
 The first nine tenths of the characters are trained on. The held-out loss is that of the windows of
 256 characters of all others, every 250 steps: its lowest value is what nanoGPT publishes, 1.4697.
-Of the seeds the first one runs by itself and is timed, the others share the GPU. A sweep trains one
-model for each of its arguments, such as "trit dropout=0.3 steps=4000", and prints the best first.
+Of the seeds the first one runs by itself and is timed, the others share the GPU.
 
 Peer: `benchmarks.nanogpt`.
 """
 
-import ast
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -53,13 +50,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """Settings of each kind, besides defaults. In sweeps the lowest losses were those of long schedules
 that are stopped, not those of short ones; a hypothesis is that a high rate regularises."""
-SWEEP = tuple(
-    f"{kind} dropout={dropout} attention_dropout={attention}"
-    for kind in ("trit", "all")
-    for dropout in (0.2, 0.4)
-    for attention in (0.1, 0.3)
-)
-"""Default runs of a sweep."""
 
 
 class Texts:
@@ -189,48 +179,6 @@ def measure(kind: str, seeds: Sequence[int], texts: Texts) -> list[dict[str, Any
     return rows
 
 
-def sweep(runs: Sequence[str], at_once: int, seconds: float, texts: Texts) -> None:
-    """Train runs of "KIND NAME=VALUE..." with one seed, several at once, and print their losses.
-
-    Args:
-        runs: the runs.
-        at_once: number of runs that share the GPU.
-        seconds: no further runs begin after this time.
-        texts: the texts.
-    """
-    began, outcomes = time.perf_counter(), []
-    for begin in range(0, len(runs), at_once):
-        if time.perf_counter() - began > seconds:
-            print(f"out of time: {len(runs) - begin} runs were left out", flush=True)
-            break
-        group = runs[begin : begin + at_once]
-        trainers = []
-        for run in group:
-            kind, *given = run.split()
-            values = {name: _value(text) for name, text in (word.split("=") for word in given)}
-            trainers.append(trainer_of(KINDS[kind] | values, texts, 0))
-        curves = train_together(
-            trainers, EVERY, lambda trainer: held_out_loss(trainer, texts.batches)
-        )
-        for run, curve in zip(group, curves, strict=True):
-            best = min(curve, key=lambda step: curve[step])
-            outcomes.append((curve[best], best, curve[max(curve)], run))
-            points = " ".join(f"{step}:{loss:.4f}" for step, loss in curve.items())
-            print(f"{run} | {points} | {time.perf_counter() - began:.0f} s", flush=True)
-        del trainers
-        torch.cuda.empty_cache()
-    print("\n  best  at step  final  run")
-    for loss, step, last, run in sorted(outcomes):
-        print(f"{loss:.4f}  {step:7} {last:.4f}  {run}")
-
-
-def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-
-
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """Print a line for each kind, averaged over its seeds."""
     print("\nkind     seeds  best (low, high)         final   steps  seconds (prepared)  state MiB")
@@ -247,24 +195,15 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure the kinds, or sweep."""
+    """Measure the kinds."""
     parser = results.options("shakespeare", "Train on tiny Shakespeare, as nanoGPT does.")
     parser.add_argument("--data", type=Path, default=DATA, help=f"the text [default: {DATA}]")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument(
-        "--sweep", nargs="*", metavar="RUN", help="runs, each as `KIND NAME=VALUE...`"
-    )
-    parser.add_argument("--together", type=int, default=3, help="runs of a sweep that share a GPU")
-    parser.add_argument("--within", type=float, default=230, help="seconds of a sweep")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         texts = Texts(args.data, Path(folder), torch.device(args.device))
-        if args.sweep is not None:
-            with deterministic():
-                sweep(args.sweep or SWEEP, args.together, args.within, texts)
-            return
         rows = []
         for kind in args.kinds:
             with nullcontext() if kind == NANOGPT else deterministic():

@@ -142,14 +142,9 @@ def best_within(steps: Runs, losses: Runs, kind: str, budget: float) -> tuple[fl
     return min(points, key=lambda pair: pair[0], default=None)
 
 
-def frontier_losses() -> Runs:
-    """Read all losses by size and length that the frontier is made of."""
-    return [*load("scaling"), *load("scaling_others")]
-
-
 def frontier(runs: Runs) -> str:
     """The best held-out loss of every kind by budget of memory, and the model that has it."""
-    losses, lines = frontier_losses(), []
+    losses, lines = load("scaling"), []
     for kind in sorted({row["kind"] for row in rows_of(runs)}):
         cells = []
         for budget in FRONTIER_BUDGETS:
