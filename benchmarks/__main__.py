@@ -4,10 +4,11 @@
 
 A part is a benchmark, or `training_step.PRESET`, `generation.PRESET` and the like. Each is a
 process of its own, so that none inherits another's memory or clocks, and one that fails stops no
-other. `--list` also shows the benchmarks that need texts, checkpoints or several GPUs.
+other. `--list` also shows the programs that need texts, checkpoints or several GPUs.
 """
 
 import argparse
+import ast
 import subprocess
 import sys
 import time
@@ -41,43 +42,12 @@ CPU_PARTS = {"cpu_step": 240}
 OTHERS = {
     "quality": "a run of `small` is 2,000 steps of 3 to 4 ms",
     "scaling": "some 320 s of steps",
-    "frontier": "not noted",
-    "shakespeare": "not noted",
-    "tuning": "not noted",
     "ternary_tuning": "110 s, and 40 s for each row",
-    "large_tuning": "100 s for three cases with `--at-once 3`",
-    "checks": "not noted",
-    "many_gpus": "not noted",
-    "cpu_text": "not noted",
-    "serving": "100 s for `1b`, 64 clients and a soak of 40 s",
+    "large_tuning": "100 s for three cases of few tokens with `--at-once 3`",
+    "serving": "100 s for `1b` and 64 clients",
     "plain_module": "210 s",
 }
-"""Benchmarks that need texts, runs or several GPUs, and their time on an H200 or on two cores."""
-SHOWN = {
-    "training_step": "speed and memory of a step against float AdamW and Muon",
-    "peaks": "peak of a step, predicted and measured",
-    "step_budget": "where a step's time goes, next to the least that it could take",
-    "generation": "bytes per second of one text against a float decoder",
-    "several_texts": "the same of several texts at once",
-    "plain_module": "a plain module in integers against `arb train` and AdamW",
-    "products": "packed products and updates against cuBLAS",
-    "arb_3b": "arb-3b in 5,106 MiB against the largest float model that fits",
-    "hnet": "chunked models against dense ones of their size",
-    "families": "steps of chunks, long texts and experts against plain PyTorch",
-    "cpu_step": "a step on a CPU against float AdamW",
-    "quality": "held-out loss of options and seeds on one text",
-    "scaling": "held-out loss of four sizes and four lengths",
-    "frontier": "steps and peaks for the lowest loss within a memory",
-    "shakespeare": "tiny Shakespeare against nanoGPT's recipe",
-    "tuning": "tuning of an imported model against AdamW, Muon, LoRA and others",
-    "ternary_tuning": "an imported model made ternary against straight-through latents",
-    "large_tuning": "memory and speed of tuning at the shapes of Qwen3",
-    "checks": "speculative decoding against a byte at a time",
-    "many_gpus": "bits, speed and loss of several GPUs",
-    "cpu_text": "text on a CPU against llama.cpp",
-    "serving": "bytes per second of many clients against a batch, and clients that attack",
-}
-"""Content of each benchmark, by its name."""
+"""Known times of benchmarks that need options, texts or runs, on an H200."""
 
 
 def main() -> int:
@@ -86,7 +56,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     parser.add_argument("--only", nargs="+", metavar="PART", help="a part, or a benchmark")
     parser.add_argument("--out", type=Path, default=FOLDER, metavar="DIR")
-    parser.add_argument("--list", action="store_true", help="show all benchmarks and their time")
+    parser.add_argument("--list", action="store_true", help="show all programs and their time")
     args = parser.parse_args()
     every = GPU_PARTS | CPU_PARTS
     if args.list:
@@ -118,15 +88,20 @@ def main() -> int:
 
 
 def print_list() -> None:
-    """Print the content, the parts and the expected time of every benchmark."""
-    for name, shown in SHOWN.items():
-        print(f"{name}: {shown}")
-        for part, seconds in (GPU_PARTS | CPU_PARTS).items():
-            if part.split(".")[0] == name:
-                where = "a CPU" if part in CPU_PARTS else "an H200"
-                print(f"    {part}: about {seconds} s on {where}")
-        if name in OTHERS:
-            print(f"    python -m benchmarks.{name} --help; time: {OTHERS[name]}")
+    """Print the summary, the parts and the known times of every program of this folder."""
+    for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
+        name, tree = path.stem, ast.parse(path.read_text())
+        if not any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
+            continue
+        print(f"{name}: {(ast.get_docstring(tree) or '').splitlines()[0]}")
+        parts = GPU_PARTS | CPU_PARTS
+        known = [part for part in parts if part.split(".")[0] == name]
+        for part in known:
+            where = "a CPU" if part in CPU_PARTS else "an H200"
+            print(f"    {part}: about {parts[part]} s on {where}")
+        if not known:
+            duration = f": {OTHERS[name]}" if name in OTHERS else ""
+            print(f"    python -m benchmarks.{name}{duration}")
 
 
 def _short_table(runs: Runs) -> list[str]:
