@@ -28,6 +28,7 @@ from torch import Tensor
 from arbcli.config.model import ModelConfig
 from arbcli.data.text import Texts
 from arbcli.inspect.peak import predict_peak
+from arbcli.inspect.recipe import TRACED
 from arbcli.interop.huggingface.config_json import read_folder_config
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.training.configure import new_config
@@ -191,7 +192,10 @@ def prepare_ours(case: Case, ctx: int) -> tuple[dict[str, Any], Callable[[], Ten
         device="cuda", field="+text" if case.documents else "text",
         **({} if case.gib is None else {"reduce_dtype": "none"}),
     )  # fmt: skip
-    peak = predict_peak(config, captured=True)
+    traced = dataclasses.replace(  # later micro-batches allocate what the second one does
+        config, accum=min(case.accum, TRACED), reduce_dtype=config.reduce_dtype and "int16"
+    )
+    peak = predict_peak(traced, captured=True)
     text: Any = RandomTokens(model.vocabulary, ctx, case.documents)
     trainer = Trainer(config, Texts(text, text, ""), capture=True)
     row = {
