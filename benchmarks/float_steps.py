@@ -7,7 +7,7 @@ Whatever changes between steps is a tensor on the device, so that a step can be 
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -189,11 +189,7 @@ class BlockAdam(FloatSteps):
             for weight in self.active:
                 weight.requires_grad_(True)
             self.copies = [weight.detach().float() for weight in self.active]
-            on_gpu = self.lr.is_cuda
-            self.adam = torch.optim.AdamW(
-                self.copies, lr=self.lr, betas=BETAS, weight_decay=0.0, fused=on_gpu or None,
-                capturable=on_gpu,
-            )  # fmt: skip
+            self.adam = _torch_adamw(self.copies, self.lr)
         self.steps += 1
 
     @torch.no_grad()
@@ -213,7 +209,32 @@ class BlockAdam(FloatSteps):
         return [*self.copies, *(part for state in states for part in state.values())]
 
 
-class Adapters(FloatSteps):
+class AdamW(FloatSteps):
+    """torch's AdamW on all weights that are trained, fused on a GPU."""
+
+    def __init__(self, model: FloatQwen, lr: float) -> None:
+        super().__init__(model, lr)
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        self.adam = _torch_adamw(trained, self.lr)
+
+    def finish(self) -> None:
+        """Step all of them."""
+        self.adam.step()
+        self.adam.zero_grad()
+
+    def state_tensors(self) -> list[Tensor]:
+        """List what is kept between steps besides the weights of the model."""
+        return [part for state in self.adam.state.values() for part in state.values()]
+
+
+def _torch_adamw(weights: Iterable[Tensor], lr: Tensor) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        weights, lr=lr, betas=BETAS, weight_decay=0.0, fused=lr.is_cuda or None,
+        capturable=lr.is_cuda,
+    )  # fmt: skip
+
+
+class Adapters(AdamW):
     """AdamW on adapters of low rank: w + 2 b a, the weights being frozen.
 
     Source: E. Hu et al., "LoRA", https://arxiv.org/abs/2106.09685
@@ -226,26 +247,11 @@ class Adapters(FloatSteps):
     """
 
     def __init__(self, model: FloatQwen, lr: float, rank: int, names: tuple[str, ...]) -> None:
-        super().__init__(model, lr)
         model.requires_grad_(False)
         for matrices, factors in zip(model.matrices, model.factors, strict=True):
             for name in names:
                 factors[name] = nn.ParameterDict(_adapter(matrices[name], rank))
-        learnt = list(model.adapters.parameters())
-        on_gpu = self.lr.is_cuda
-        self.adam = torch.optim.AdamW(
-            learnt, lr=self.lr, betas=BETAS, weight_decay=0.0, fused=on_gpu or None,
-            capturable=on_gpu,
-        )  # fmt: skip
-
-    def finish(self) -> None:
-        """Step the adapters."""
-        self.adam.step()
-        self.adam.zero_grad()
-
-    def state_tensors(self) -> list[Tensor]:
-        """List what is kept between steps besides the weights of the model."""
-        return [part for state in self.adam.state.values() for part in state.values()]
+        super().__init__(model, lr)
 
 
 def _adapter(weight: Tensor, rank: int) -> dict[str, nn.Parameter]:

@@ -35,7 +35,7 @@ from arbcli.training.configure import new_config
 from arbcli.training.trainer import EAGER_STEPS, Trainer
 from benchmarks import results
 from benchmarks.float_qwen import FloatQwen, Shape
-from benchmarks.float_steps import FloatSteps, ReleasedAdafactor, WholeStep
+from benchmarks.float_steps import AdamW, ReleasedAdafactor, WholeStep
 from benchmarks.measuring import measured, wait_turn
 
 SHAPES = {
@@ -211,29 +211,12 @@ def prepare_ours(case: Case, ctx: int) -> tuple[dict[str, Any], Callable[[], Ten
     return row, step
 
 
-class FusedAdamW(FloatSteps):
-    """torch's own, on float32 weights."""
-
-    def __init__(self, model: FloatQwen, lr: float) -> None:
-        super().__init__(model, lr)
-        self.adamw = torch.optim.AdamW(model.parameters(), lr=self.lr, fused=True, capturable=True)
-
-    def finish(self) -> None:
-        """Step all weights."""
-        self.adamw.step()
-        self.adamw.zero_grad()
-
-    def state_tensors(self) -> list[Tensor]:
-        """List both moments, and the numbers of steps."""
-        return [part for state in self.adamw.state.values() for part in state.values()]
-
-
 def prepare_peer(case: Case, ctx: int) -> tuple[dict[str, Any], Callable[[], Tensor]]:
     """Make a float model and its optimizer."""
     shape, released = SHAPES[case.shape], case.kind.startswith("bf16")
     dtype = torch.bfloat16 if released else torch.float32
     model = FloatQwen(shape, dtype, recompute=case.recompute)
-    updates = (ReleasedAdafactor if released else FusedAdamW)(model, 1e-5)
+    updates = (ReleasedAdafactor if released else AdamW)(model, 1e-5)
     whole = WholeStep(model, updates, case.accum)
     text = RandomTokens(shape.vocabulary, ctx)
 
