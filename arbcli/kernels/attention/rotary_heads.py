@@ -22,7 +22,7 @@ from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
 
-TILES = 8
+TILES = 4
 """Tiles of rows per program when gradients of gains are summed."""
 
 

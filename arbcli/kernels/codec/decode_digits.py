@@ -23,9 +23,9 @@ from arbcli.kernels.runtime.backend import uses_native
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.ptx import HAS_PTX
 
-ROWS, ABREAST, NUM_WARPS = 8, 4, 4
+ROWS, ABREAST, NUM_WARPS = 4, 8, 4
 """Rows per program, blocks of each, and warps."""
-REST_ROWS = 16
+REST_ROWS = 8
 """Rows per program of blocks that are short or whose planes have several scales, one of each."""
 
 

@@ -29,7 +29,8 @@ from arbcli.kernels.runtime.operation import Operation
 TILE = 128
 """Columns of a tile: as many whole groups as fit, and at least one."""
 LARGE_STEPS, SMALL_STEPS = (16, True), (2, False)
-"""Tiles of a program, and whether it loads the next tile before it reads one."""
+"""Tiles of a program, and whether it loads the next tile before it reads one. Large matrices of
+trits take the former; with remainders more programs are faster."""
 PART_ROWS = 64
 """Rows of a part of the native loop's sums over columns; `native.c` has it too."""
 
@@ -335,7 +336,9 @@ def _gradient_statistics_triton(
     grad: Tensor, packed: Packed, factored: bool = False, signs: bool = False
 ) -> GradientStatistics:
     (rows, columns), groups, group_size = grad.shape, packed.num_groups, packed.group_size
-    block_n, (steps, ahead) = 8, tiles_of_a_program(grad, SMALL_STEPS, LARGE_STEPS)
+    block_n, (steps, ahead) = 8, SMALL_STEPS
+    if packed.remainder is None:
+        steps, ahead = tiles_of_a_program(grad, SMALL_STEPS, LARGE_STEPS)
     tiles_n = triton.cdiv(rows, block_n * steps)
     blocks = columns // BLOCK if group_size == PLANE else 0  # whose planes are groups
     lanes = triton.next_power_of_2(group_size)

@@ -231,7 +231,8 @@ def _are_ids(source: Scored | Tensor) -> bool:
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to a float32 sum: on a GPU in the product, which is not rounded before."""
     if a.dtype != torch.float32 and uses_triton(a) and not a.is_cpu:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        if not a.is_meta:  # for which torch 2.11 cannot trace it; it allocates nothing
+            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += a @ b
 
