@@ -20,11 +20,15 @@ numbers that are equal but for their rounding is made otherwise by one of the tw
 Functions such as the exponential differ by up to one unit in the last place, which depends on the
 seed and the result. Operations that write into a tensor, C loops and compiled code are exact.
 
-As a script it runs all quick tests, or those that the arguments select, once for every seed, and
-prints which failed.
+As a script it runs all quick tests, or those that the arguments select, with the first seed, and
+with the others those that noise touched, and prints which failed. Noise touches a test if a result
+of its module until then, in processes that it forks too, is one that noise may move; all operands
+before the first such result are exact, so that no seed touches other tests.
 """
 
 import argparse
+import io
+import mmap
 import os
 import re
 import subprocess
@@ -34,7 +38,7 @@ import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -62,8 +66,10 @@ MODELS = (
     "tests/families/graph", "tests/families/hnet/test_hnet.py", "tests/families/latent",
 )  # fmt: skip
 """Tests of floats on which a choice may depend: entries, experts, codes and chunks."""
-COUNTING = ("tests/test_step_budget.py",)
-"""Tests that count operations, which noise replaces by others."""
+EXACT = ("tests/test_step_budget.py", "tests/test_portable.py")
+"""Tests that count operations, which noise replaces by others, and those of noise."""
+MOVED = mmap.mmap(-1, 1)
+"""1 if noise has moved a result of the module, in this process or in one that it forked."""
 NOISY = pytest.StashKey[set[str]]()
 """Names of the tests that have noise."""
 
@@ -106,6 +112,7 @@ def noise_where_rounded(
         lowest: a value of which every term is a multiple.
     """
     rounded = (number > 1) & (total >= 2.0 ** PRECISION[noise.dtype] * lowest)
+    MOVED[0] |= np.any(rounded)
     return np.where(rounded & np.isfinite(noise), noise, 0)
 
 
@@ -146,7 +153,9 @@ def move_by_a_unit(seed: int, y: np.ndarray) -> None:
     pair, sign = (seed + 1) // 2, 1 - 2 * (seed % 2)
     hashed = (low * np.int32(0x2545F491) + np.int32(pair * 7919)) * np.int32(0x1B873593)
     unit = sign * (hashed >> 31 | 1)
-    bits += np.where(low & 0xFFF, unit, 0)  # the low bits of infinity and NaN are zero
+    inexact = (low & 0xFFF) != 0  # the low bits of infinity and NaN are zero
+    MOVED[0] |= np.any(inexact)
+    bits += np.where(inexact, unit, 0)
 
 
 def in_numpy(x: Tensor) -> np.ndarray:
@@ -295,18 +304,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="noise in tests of models alone, with each third parameter, by the seed",
     )
     group.addoption("--noise-share", default="0/1", help="K/N: run every Nth test from the Kth on")
+    group.addoption("--noise-tests", type=Path, help="file with the names of the tests to run")
+    group.addoption("--noise-touched", type=Path, help="file for the names of touched tests")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (tests := config.getoption("--noise-tests")) is not None:
+        names = {*tests.read_text().splitlines()}
+        items[:] = [item for item in items if item.nodeid in names]
     first, step = map(int, config.getoption("--noise-share").split("/"))
-    kept = items[first::step]
-    config.hook.pytest_deselected(items=[item for item in items if item not in {*kept}])
-    items[:] = kept
+    items[:] = items[first::step]
     seed, only = map(config.getoption, ("--noise-seed", "--noise-models"))
     cases, step = defaultdict(list), 3 if only else 1
     for item in items:
-        if item.nodeid.startswith(MODELS) if only else not item.nodeid.startswith(COUNTING):
+        if item.nodeid.startswith(MODELS) if only else not item.nodeid.startswith(EXACT):
             cases[item.nodeid.partition("[")[0]].append(item.nodeid)
     config.stash[NOISY] = {
         name for names in cases.values() for name in names[seed % min(step, len(names)) :: step]
@@ -318,49 +330,73 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     noise = noisy(item.config.getoption("--noise-seed"))
     with noise if item.nodeid in item.config.stash[NOISY] else nullcontext():
-        return (yield)
+        result = yield
+    touched = item.config.getoption("--noise-touched")
+    if MOVED[0] and touched is not None:
+        with touched.open("a") as names:
+            names.write(f"{item.nodeid}\n")
+    if nextitem is None or nextitem.path != item.path:
+        MOVED[0] = 0
+    return result
 
 
 def main() -> int:
-    """Run tests once for every seed, and return 1 if any failed."""
+    """Run tests with every seed, and return 1 if any failed."""
     parser = argparse.ArgumentParser(description="Run tests with noise in last bits, by seeds.")
     parser.add_argument("--seeds", type=int, default=16, help="how many seeds")
     parser.add_argument("--first", type=int, default=1, help="the first of them")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at a time")
     options, arguments = parser.parse_known_args()
-    seeds = range(options.first, options.first + options.seeds)
-    shares = -(-2 * options.processes // options.seeds)  # a process ends when others do
     failed: dict[str, list[int]] = defaultdict(list)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
 
-    def run(job: tuple[int, int]) -> tuple[int, int, str]:
-        seed, share = job
-        noise = ["--noise-seed", str(seed), "--noise-share", f"{share}/{shares}"]
-        settings = ["-q", "-p", "no:cacheprovider", "--tb=short", "-p", "tests.noise", *noise]
-        with tempfile.TemporaryFile("w+") as output:
-            code = subprocess.run(
-                [sys.executable, "-m", "pytest", *settings, "-m", "not slow", *arguments],
-                cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
-            ).returncode  # fmt: skip
-            output.seek(0)
-            return seed, code, output.read()
+    def run(seed: int, *settings: str) -> tuple[int, int, str]:
+        command = ["pytest", "-v", "-p", "no:cacheprovider", "--tb=short", "-m", "not slow"]
+        noise = ["-p", "tests.noise", "--noise-seed", str(seed), *settings]
+        lines, percent = [], 0
+        with subprocess.Popen(
+            [sys.executable, "-m", *command, *noise, *arguments],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        ) as process:  # fmt: skip
+            for line in process.stdout or ():
+                lines.append(line)
+                verdict = re.search(r" (\w+) +\[ *(\d+)%\]$", line)
+                if verdict and (verdict[1] in ("FAILED", "ERROR") or int(verdict[2]) > percent + 9):
+                    percent = int(verdict[2])
+                    sys.stdout.write(f"seed {seed}: {line}")
+        return seed, process.wait(), "".join(lines)
 
-    jobs = [(seed, share) for share in range(shares) for seed in seeds]
-    printed: set[str] = set()
-    with ThreadPoolExecutor(options.processes) as pool:
-        for seed, code, text in pool.map(run, jobs):
-            failures = re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", text, re.MULTILINE)
-            for test in failures:
-                failed[test].append(seed)
-            if {*failures} - printed or (code not in (0, 1, 5) and not failures):
-                sys.stdout.write(f"== seed {seed}\n{text[-60_000:]}\n")
-            printed.update(failures)
-            if code not in (0, 1, 5):
-                failed[f"pytest ended with {code}"].append(seed)
+    def run_all(seeds: range, setting: str) -> None:
+        # processes that end at about the same time; each collects tests for a 50th of their time
+        shares = min(
+            range(1, 2 * options.processes + 1),
+            key=lambda shares: -(-len(seeds) * shares // options.processes) * (1 / shares + 1 / 50),
+        )
+        jobs = [(seed, f"--noise-share={i}/{shares}") for i in range(shares) for seed in seeds]
+        with ThreadPoolExecutor(options.processes) as pool:
+            runs = [pool.submit(run, seed, share, setting) for seed, share in jobs]
+            for seed, code, text in (done.result() for done in as_completed(runs)):
+                sys.stdout.write(f"seed {seed}: {text.splitlines()[-1]}\n")
+                tests = {*re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", text, re.MULTILINE)}
+                if tests - failed.keys() or (code not in (0, 1, 5) and not tests):
+                    report = re.search(r"^=+ (?:FAILURES|ERRORS) =+$.*", text, re.M | re.S)
+                    sys.stdout.write((report[0] if report else text)[-60_000:])
+                for test in tests if code in (0, 1, 5) else {*tests, f"pytest ended with {code}"}:
+                    failed[test].append(seed)
+
+    seeds = range(options.first, options.first + options.seeds)
+    with tempfile.TemporaryDirectory() as folder:
+        touched = Path(folder) / "touched"
+        touched.touch()
+        run_all(seeds[:1], f"--noise-touched={touched}")
+        sys.stdout.write(f"noise touches {len(touched.read_text().splitlines())} tests\n")
+        run_all(seeds[1:], f"--noise-tests={touched}")
     for test, of in sorted(failed.items()):
-        sys.stdout.write(f"{len(of):3} of {len(seeds)} seeds: {test} ({' '.join(map(str, of))})\n")
+        sys.stdout.write(f"{test} failed with seeds {sorted(of)}\n")
     sys.stdout.write(f"{len(failed)} tests failed with seeds {seeds[0]} to {seeds[-1]}\n")
     return bool(failed)
 
