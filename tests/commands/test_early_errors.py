@@ -88,7 +88,7 @@ MISTAKES = {
     "serve nofile": "there is no run at `nofile`",
     "generate --checkpoint auto": "there is no run in `runs`",
     "generate run --prompt-file nofile": "cannot read `nofile`",
-    "generate run --length 16777217": "Invalid value for '--length': Input should be less than or",
+    "generate run --length 16777217": "Invalid value for '--length': ",
     "generate made --kv fp4": "`--kv` is `fp4`",
     "generate made --device cpu --backend triton": "the `triton` backend needs a CUDA device",
     "generate made --bytes --json": "`--json` cannot be combined with `--bytes`",

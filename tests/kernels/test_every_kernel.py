@@ -22,7 +22,7 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import replaced_launches
 from arbcli.kernels.runtime.backend import chunks_of, use_backend
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.check_kernels import compare, copies, peers_of
+from arbcli.verify.check_kernels import compare, copies, peers_of, terms_of
 from arbcli.verify.compare import as_tuple, poisoned
 from arbcli.verify.registry import BY_NAME, KERNELS
 
@@ -72,13 +72,14 @@ def assert_reference_is_met(spec, backend, answers) -> None:
         dtypes = tuple(result.dtype for result in results)
         answer.dtypes = answer.dtypes or dtypes
         assert dtypes == answer.dtypes, answer.case.label
-        for result, wanted, peer in zip(results, answer.wanted, answer.peers, strict=True):
-            compared = compare(spec, answer.case.label, result, wanted, peer)
+        wanted = (answer.wanted, answer.peers, answer.terms)
+        for result, *others in zip(results, *wanted, strict=True):
+            compared = compare(spec, answer.case.label, result, *others)
             assert compared.passed, compared
 
 
 class Answered:
-    """A case, and what its reference and its peer return, which are run once for all backends."""
+    """A case, its reference's results, its peer's and their terms, made once for all backends."""
 
     def __init__(self, spec, case) -> None:
         self.spec, self.case = spec, case
@@ -92,6 +93,10 @@ class Answered:
     @cached_property
     def peers(self) -> tuple:
         return peers_of(self.spec, self.case, len(self.wanted))
+
+    @cached_property
+    def terms(self) -> tuple:
+        return terms_of(self.spec, self.case, len(self.wanted))
 
 
 @lru_cache(maxsize=1)  # parameters of a kernel and scale type follow one another

@@ -31,7 +31,7 @@ CTX = 10
 SMALL, LARGE = 301, 5003
 RUN = {
     "dim": 32, "layers": 1, "heads": 1, "ffn": 32, "ctx": 16, "batch": 2, "steps": 10,
-    "digits": "fade", "device": "cpu", "warmup": 2,
+    "digits": "fade", "device": "cpu", "compute": "fp32", "warmup": 2,
 }  # fmt: skip
 
 

@@ -107,7 +107,7 @@ def test_evaluations_and_readers_have_the_average(changes, trainer_of, tmp_path)
     checkpoint = read_saved(path, print).checkpoint
     plain.take_weights(checkpoint)
     assert plain.evaluate(2) == loss
-    reading = load_named_model(path, torch.device("cpu"), print)[0]
+    reading = load_named_model(path, torch.device("cpu"), print, "fp32")[0]
     exported = load_weights(path, print).model
     ids = torch.arange(12)[None]
     assert torch.equal(reading(ids), plain.model(ids))
