@@ -135,11 +135,15 @@ def test_ranges_of_streams_are_those_of_attention_and_then_of_the_mlp():
 
 
 def test_probe_looks_into_blocks_of_any_parts(text):
-    """Compressed attention and experts on four streams, of which the first are chosen by a hash."""
+    """Compressed attention and experts on four streams, of which the first are chosen by a hash.
+
+    The others are chosen by scores that are 1e-4 apart at least, less than bfloat16 rounds.
+    """
     sizes = {"dim": 32, "layers": 3, "heads": 2, "head_width": 16, "ffn": 16, "ctx": 32}
     given = sizes | {"preset": "arb-deep-small", "experts": 4, "hash_layers": 1, "batch": 4}
     given["ratios"] = (2, 8)
-    report = probe(new_config(**given, data=[text], steps=2, device="cpu"), steps=2)
+    given |= {"data": [text], "steps": 2, "device": "cpu", "compute": "fp32"}
+    report = probe(new_config(**given), steps=2)
     assert names(report) == ["ok"]
     last = report.readings[-1]
     assert None not in (*last.mixer_rms, *last.channel_rms)

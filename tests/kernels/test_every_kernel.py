@@ -465,7 +465,9 @@ def test_backend_of_a_cpu_in_bfloat16_is_off_by_its_rounding_only(name, backend)
                 assert torch.equal(got.long(), expected.long())
             elif got.numel():
                 low = 6e-3 if name in SEVERAL_ROUNDINGS else 2.5e-3
-                bound = low if got.dtype == torch.bfloat16 else 1e-6
+                # seven rounds forth and back are 29 sums one after another, each off by 2^-22
+                high = 2.0**-17 if name.startswith("stream_weights") else 1e-6
+                bound = low if got.dtype == torch.bfloat16 else high
                 error = (got.double() - expected.double()).norm()
                 assert error <= bound * expected.double().norm()
 
