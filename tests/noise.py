@@ -27,7 +27,6 @@ before the first such result are exact, so that no seed touches other tests.
 """
 
 import argparse
-import io
 import mmap
 import os
 import re
@@ -351,8 +350,6 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at a time")
     options, arguments = parser.parse_known_args()
     failed: dict[str, list[int]] = defaultdict(list)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
 
     def run(seed: int, *settings: str) -> tuple[int, int, str]:
         command = ["pytest", "-v", "-p", "no:cacheprovider", "--tb=short", "-m", "not slow"]
@@ -367,7 +364,7 @@ def main() -> int:
                 verdict = re.search(r" (\w+) +\[ *(\d+)%\]$", line)
                 if verdict and (verdict[1] in ("FAILED", "ERROR") or int(verdict[2]) > percent + 9):
                     percent = int(verdict[2])
-                    sys.stdout.write(f"seed {seed}: {line}")
+                    sys.stderr.write(f"seed {seed}: {line}")
         return seed, process.wait(), "".join(lines)
 
     def run_all(seeds: range, setting: str) -> None:
@@ -380,11 +377,11 @@ def main() -> int:
         with ThreadPoolExecutor(options.processes) as pool:
             runs = [pool.submit(run, seed, share, setting) for seed, share in jobs]
             for seed, code, text in (done.result() for done in as_completed(runs)):
-                sys.stdout.write(f"seed {seed}: {text.splitlines()[-1]}\n")
+                sys.stderr.write(f"seed {seed}: {text.splitlines()[-1]}\n")
                 tests = {*re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", text, re.MULTILINE)}
                 if tests - failed.keys() or (code not in (0, 1, 5) and not tests):
                     report = re.search(r"^=+ (?:FAILURES|ERRORS) =+$.*", text, re.M | re.S)
-                    sys.stdout.write((report[0] if report else text)[-60_000:])
+                    sys.stderr.write((report[0] if report else text)[-60_000:])
                 for test in tests if code in (0, 1, 5) else {*tests, f"pytest ended with {code}"}:
                     failed[test].append(seed)
 
@@ -393,7 +390,7 @@ def main() -> int:
         touched = Path(folder) / "touched"
         touched.touch()
         run_all(seeds[:1], f"--noise-touched={touched}")
-        sys.stdout.write(f"noise touches {len(touched.read_text().splitlines())} tests\n")
+        sys.stderr.write(f"noise touches {len(touched.read_text().splitlines())} tests\n")
         run_all(seeds[1:], f"--noise-tests={touched}")
     for test, of in sorted(failed.items()):
         sys.stdout.write(f"{test} failed with seeds {sorted(of)}\n")
