@@ -25,27 +25,31 @@ LLAMA3 = rope(
 KINDS = {
     "Llama 2": ("Llama", {"rms_norm_eps": 1e-5} | rope(1e4, rope_type="linear", factor=2.0)),
     "Llama 3": ("Llama", {"rms_norm_eps": 1e-5} | LLAMA3),
-    "Llama with biases": ("Llama", {"attention_bias": True}),
-    "Llama with YaRN": (
+    "Llama with biases and YaRN": (
         "Llama",
-        rope(1e2, rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+        {"attention_bias": True}
+        | rope(1e2, rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
     ),
-    "SmolLM": ("Llama", {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}),
     "Qwen 2": ("Qwen2", rope(1e6)),
     "Qwen 3": ("Qwen3", {"head_dim": 32} | rope(1e6)),
-    "Qwen 3, tied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True} | rope(1e6)),
-    "Qwen 3 with windows": (
+    "Qwen 3, tied": (
         "Qwen3",
-        {"head_dim": 32, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+        {
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "max_window_layers": 1,
+        },
     ),
     "Mistral": ("Mistral", {"rms_norm_eps": 1e-5, "sliding_window": 24}),
 }
+"""A class of Transformers, and its configuration besides `SIZES`."""
 BITNET = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2,
     "num_key_value_heads": 1, "tie_word_embeddings": True,
 }  # fmt: skip
 """Changes of `SIZES`, for which llama.cpp has types of trits."""
-"""A class of Transformers, and its configuration besides `SIZES`."""
 
 
 def random_model(transformers, kind: str, **others) -> nn.Module:

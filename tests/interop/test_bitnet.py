@@ -76,7 +76,7 @@ def assert_trits(run, wanted) -> None:
     assert names == {*wanted}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["online", "bitlinear"])  # the other one is tuned below
 @torch.no_grad()
 def test_trits_are_kept_and_computed_with_alike(transformers, mode, tmp_path, monkeypatch):
     wanted = write_folder(transformers, tmp_path / "folder", mode)

@@ -47,14 +47,6 @@ def test_blocks_of_trits_decode_to_the_same_weights(kind, group, columns):
     assert torch.equal(kind.decode(data.flatten(), trits.shape), weights(trits, scales, group))
 
 
-def test_q4_0_equals_that_of_the_gguf_package():
-    gguf = pytest.importorskip("gguf", reason="needs the extra `export-test`")
-    trits, scales = trits_and_scales(5, 96, 32)
-    data = encode_digits("w", trits, scales, 32, Q4_0).numpy()
-    read = gguf.quants.dequantize(data, gguf.GGMLQuantizationType.Q4_0)
-    assert torch.equal(torch.from_numpy(read), weights(trits, scales, 32))
-
-
 @pytest.mark.parametrize(("kind", "group"), [(Q4_0, 32), (Q2_0, 64), (Q8_0, 32)])
 def test_blocks_equal_those_of_llama_cpp(kind, group):
     xllamacpp = pytest.importorskip("xllamacpp", reason="needs the extra `export-test`")

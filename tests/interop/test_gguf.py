@@ -74,7 +74,9 @@ def test_smallest_type_is_that_of_groups_and_digits(scale_type, of_trits, of_dig
 
 
 def test_every_key_has_its_value(saved, tmp_path):
-    weights, _ = write_gguf(saved, tmp_path / "model.gguf", layers=3, ctx=48)
+    heads = {"attention.heads": 4, "attention.kv_heads": 2, "attention.head_width": 24}
+    about = {"layers": 3, "ctx": 48, "fields": heads | {"attention.rotary.base": 500.0}}
+    weights, _ = write_gguf(saved, tmp_path / "model.gguf", **about)
     keys = GGUFFile(tmp_path / "model.gguf").keys
     tokens = keys.pop("tokenizer.ggml.tokens")
     assert [tokens.index(letter) for letter in "!~¡ÿĀ"] == [0x21, 0x7E, 0xA1, 0xFF, 0]
@@ -83,9 +85,9 @@ def test_every_key_has_its_value(saved, tmp_path):
     assert keys == {
         "general.architecture": "qwen3", "general.name": "name", "general.quantization_version": 2,
         "qwen3.context_length": 48, "qwen3.embedding_length": 64, "qwen3.block_count": 3,
-        "qwen3.feed_forward_length": 192, "qwen3.attention.head_count": 2,
-        "qwen3.attention.head_count_kv": 2, "qwen3.attention.key_length": 32,
-        "qwen3.attention.value_length": 32, "qwen3.rope.freq_base": 10000.0,
+        "qwen3.feed_forward_length": 192, "qwen3.attention.head_count": 4,
+        "qwen3.attention.head_count_kv": 2, "qwen3.attention.key_length": 24,
+        "qwen3.attention.value_length": 24, "qwen3.rope.freq_base": 500.0,
         "qwen3.vocab_size": 256, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.merges": [], "tokenizer.ggml.bos_token_id": 0,
         "tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.add_bos_token": False,
@@ -130,16 +132,6 @@ def test_bounds_of_yarn_that_llama_cpp_does_not_read_are_refused(saved, tmp_path
         write_gguf(saved, tmp_path / "model.gguf", **rotary(**YARN, low=0.5))
 
 
-def test_another_reader_finds_the_same(saved, tmp_path):
-    reading = pytest.importorskip("gguf", reason="needs the extra `export-test`")
-    write_gguf(saved, tmp_path / "model.gguf")
-    ours, theirs = GGUFFile(tmp_path / "model.gguf"), reading.GGUFReader(tmp_path / "model.gguf")
-    assert [tensor.name for tensor in theirs.tensors] == list(ours.entries)
-    for tensor in theirs.tensors:
-        read = reading.quants.dequantize(tensor.data, tensor.tensor_type)
-        assert torch.equal(torch.from_numpy(read.copy()), ours.tensor(tensor.name)), tensor.name
-
-
 YARN = {"scaling": "yarn", "factor": 4.0, "original_ctx": 256}
 """Of a model with a context of 32: some pairs are scaled in part, others wholly or not at all."""
 
@@ -181,6 +173,22 @@ def test_model_that_gguf_cannot_hold_is_refused(saved, tmp_path, small_graph, na
         gguf.write_model(tmp_path / "model.gguf", weights, "name", None)
     assert hint in caught.value.hint
     assert not (tmp_path / "model.gguf").exists()
+
+
+UNSAID = {
+    "norms of queries and keys, and biases of the projections to them alone": {"bias": True},
+    "biases of the output projection alone": {"output_bias": True},
+    "sinks": {"sink": True},
+    "rotary positions that are partial": {"rotary.share": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", UNSAID)
+def test_attention_that_no_architecture_has_is_refused_by_name(name, saved, tmp_path):
+    fields = {f"attention.{field}": value for field, value in UNSAID[name].items()}
+    with pytest.raises(ArbError, match=f"GGUF has no architecture with {name}") as caught:
+        write_gguf(saved, tmp_path / "model.gguf", fields=fields)
+    assert "--to safetensors" in caught.value.hint
 
 
 def test_ends_of_texts_are_those_that_generation_has(tmp_path):

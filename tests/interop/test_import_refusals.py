@@ -44,8 +44,7 @@ def test_field_of_a_config_is_refused_by_its_name(tmp_path, field, value):
 
 
 @pytest.mark.parametrize(("kind", "name"), [
-    ("llama", "num_attention_heads"), ("mistral", "num_key_value_heads"),
-    ("qwen2", "num_key_value_heads"), ("qwen3", "num_key_value_heads"), ("qwen3", "head_dim"),
+    ("llama", "num_attention_heads"), ("mistral", "num_key_value_heads"), ("qwen3", "head_dim"),
 ])  # fmt: skip
 def test_missing_field_is_named(kind, name):
     """Transformers would take a number of its own for it, such as 8 heads of keys."""
@@ -180,9 +179,6 @@ MISTRAL = {
 }  # fmt: skip
 QWEN = {"rms_norm_eps": 1e-6, "rope_theta": 1000000, "use_sliding_window": False}
 MODELS = {
-    "Llama-2-7b-hf": (6_738_415_616, LLAMA | {"_name_or_path": "meta-llama/Llama-2-7b-hf",
-        "intermediate_size": 11008, "max_position_embeddings": 4096, "num_key_value_heads": 32,
-        "rope_scaling": None, "vocab_size": 32000, }),
     "Llama-3.1-8B": (8_030_261_248, LLAMA | {"attention_bias": False, "attention_dropout": 0.0,
         "mlp_bias": False, "eos_token_id": [128001, 128008, 128009], "intermediate_size": 14336,
         "max_position_embeddings": 131072, "num_key_value_heads": 8, "rope_scaling": LLAMA3,
@@ -205,8 +201,6 @@ MODELS = {
         "vocab_size": 151936, }),
     "Mistral-7B-v0.1": (7_241_732_096,
         MISTRAL | {"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000, }),
-    "Mistral-7B-v0.3": (7_248_023_552, MISTRAL | {"attention_dropout": 0.0, "head_dim": 128,
-        "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768, }),
 }  # fmt: skip
 """How many weights there are, and what `config.json` says besides `COMMON`."""
 

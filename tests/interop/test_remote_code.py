@@ -29,7 +29,7 @@ from arbcli.interop.exporting import export
 from arbcli.interop.huggingface.remote import remote_code
 from arbcli.model.checkpoint import Checkpoint, save_checkpoint
 from arbcli.model.language_model import LanguageModel
-from arbcli.verify.models import COMPRESSED, GRAPH, HNET, MODELS, TWO_STAGES
+from arbcli.verify.models import COMPRESSED, GRAPH, MODELS, TWO_STAGES
 from arbcli.verify.subjects import Subject
 
 POOLED = COMPRESSED | {"head_width": 12, "mean_ratio": 7, "key_gain": True}
@@ -51,13 +51,13 @@ def words() -> ModelConfig:
     return replace(config, stages=(outer, config.main), digits="all")
 
 
+MIXED, EVERY = MODELS["mixed"], ChunkingConfig(length=4, boundaries="every")
 CONFIGS = {
     "graph": both_books(),
     "hnet": hnet(**TWO_STAGES),
     "words": words(),
-    "mamba": hnet(**HNET, outer_blocks="mamba", states=7, boundaries="every"),
     "compressed": compressed(**POOLED),
-    "mixed": MODELS["mixed"],
+    "mixed": replace(MIXED, stages=(replace(MIXED.outer[0], chunking=EVERY), MIXED.main)),
     "grouped": replace(MODELS["grouped"], tied=True, digits="all", rule="nibble"),
     "composite": MODELS["composite"],
 }

@@ -1,6 +1,6 @@
-"""A Llama 3 and a Qwen 3 are imported, tuned, exported, and run elsewhere: the same predictions.
+"""A Llama 3 is imported, tuned, exported, and run elsewhere: the same predictions.
 
-Their tokenizers are trained here, and split text by the patterns of their kinds.
+Its tokenizer is trained here, and splits text by the pattern of its kind.
 """
 
 import json
@@ -13,10 +13,6 @@ from folders import random_model
 from arbcli.base.errors import ArbError
 from arbcli.base.reading import read_json
 from arbcli.base.run_files import COMPANIONS
-from arbcli.data.chat_template import find_template
-from arbcli.data.chats import Chats
-from arbcli.data.text import Text
-from arbcli.data.tokens import Tokenizer
 from arbcli.generation.load import load_model
 from arbcli.generation.tokens import symbols_of
 from arbcli.interop.gguf.tokens import CONTROL, NORMAL, PATTERNS, UNUSED
@@ -25,18 +21,10 @@ TEXT = "def main(self):\n    return 1234  # naïve text, that doesn't end\n\n" *
 PROMPT = "def main 1234 naïve\n  it's"
 NUM_IDS = 8
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-KINDS = {"Llama 3": "llama-bpe", "Qwen 3, tied": "qwen2"}
-"""Names that llama.cpp has for their rules of splitting."""
-
-
-@pytest.fixture(scope="module")
-def transformers():
-    pytest.importorskip("tokenizers", reason="needs the extra `tokens`")
-    return pytest.importorskip("transformers", reason="needs the extra `export-test`")
 
 
 def make_tokenizer(transformers, rules: str):
-    import tokenizers
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `tokens`")
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
     pattern = next(pattern for pattern, name in PATTERNS.items() if name == rules)
@@ -61,17 +49,16 @@ def make_tokenizer(transformers, rules: str):
     return whole
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_tuned_model_has_the_same_logits_elsewhere(
-    transformers, kind, tmp_path, arb_here, monkeypatch
-):
+def test_tuned_model_has_the_same_logits_elsewhere(transformers, tmp_path, arb_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "folder"
-    tokenizer = make_tokenizer(transformers, KINDS[kind])
-    random_model(transformers, kind, bos_token_id=290, eos_token_id=291).save_pretrained(folder)
+    tokenizer = make_tokenizer(transformers, "llama-bpe")
+    random_model(transformers, "Llama 3", bos_token_id=290, eos_token_id=291).save_pretrained(
+        folder
+    )
     tokenizer.save_pretrained(folder)
     (tmp_path / "text").write_text(TEXT)
-    rules = ["--mlp-rule", "nibble"] if kind == "Qwen 3, tied" else []
+    rules = ["--mlp-rule", "nibble"]
     for words in (
         ["import", "folder", "--out", "run", *rules],
         ["train", "--init-from", "run", "--data", "text", "--steps", "10", "--batch", "2", "--ctx",
@@ -90,7 +77,7 @@ def test_tuned_model_has_the_same_logits_elsewhere(
     assert ids == tokenizer(PROMPT)["input_ids"]
     assert back.chat_template == TEMPLATE
     assert symbols_of(ours, PROMPT.encode()) == ids
-    assert len(ours.tokenizer.beginning) == (kind == "Llama 3")
+    assert len(ours.tokenizer.beginning) == 1
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "back", dtype=torch.float32
     )
@@ -199,45 +186,3 @@ def test_model_of_tokens_from_scratch_is_exported(transformers, tmp_path, arb_he
     (tmp_path / "run" / "tokenizer.json").write_text("{}")
     done = arb_here("export", "run", "--to", "hf", "--out", "other")
     assert "is not the tokenizer of" in done.stderr
-
-
-def test_imported_model_is_tuned_on_chats(transformers, tmp_path, arb_here, monkeypatch):
-    pytest.importorskip("jinja2", reason="needs the extra `chat`")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder, kind = tmp_path / "folder", "Qwen 3, tied"
-    tokenizer = make_tokenizer(transformers, KINDS[kind])
-    end = tokenizer.eos_token
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    random_model(transformers, kind, bos_token_id=290, eos_token_id=291).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    messages = [{"role": "user", "content": "main 1"}, {"role": "assistant", "content": "it's 2"}]
-    record = json.dumps({"messages": messages}) + "\n"
-    (tmp_path / "chats.jsonl").write_text(record * 20)
-    for words in (
-        ["import", "folder", "--out", "run"],
-        ["train", "--init-from", "run", "--data", "chats.jsonl", "--field", "messages", "--steps",
-         "2", "--batch", "2", "--ctx", "48", "--compute", "fp32", "--device", "cpu", "--out",
-         "tuned", "--eval-every", "0"],
-    ):  # fmt: skip
-        done = arb_here(*words)
-        assert done.returncode == 0, done.stderr
-    assert read_json(tmp_path / "tuned" / "config.json")["config"]["lr"] == 0.03
-
-    template = find_template(tmp_path / "tuned" / "tokenizer.json")
-    ours = Tokenizer.read(tmp_path / "tuned" / "tokenizer.json")
-    chats = Chats(Text([tmp_path / "chats.jsonl"]), "messages", ours, template, 48)
-    ids, targets, numbers = (part[0] for part in chats.packed_batch([0]))
-    theirs = tokenizer.apply_chat_template(messages, return_dict=False)
-    first = numbers == 0
-    assert [*ids[first].tolist(), int(targets[first][-1])] == theirs
-    learnt = [token for token in targets[first].tolist() if token >= 0]
-    assert tokenizer.decode(learnt) == f"it's 2{end}"
-    asked = ["generate", "--checkpoint", "tuned", "--chat", "--prompt", "main 1", "--json"]
-    report = json.loads(arb_here(*asked, "--length", "2", "--device", "cpu").stdout)
-    assert report["prompt"] == tokenizer.apply_chat_template(
-        messages[:1], tokenize=False, add_generation_prompt=True
-    )

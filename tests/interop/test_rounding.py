@@ -65,7 +65,7 @@ def round_reference(
 
 @pytest.mark.parametrize(
     ("own_grid", "group", "columns", "grid"),
-    [(False, 32, 33, MOMENT), (True, 16, 35, NIBBLE), (False, 4, 3, NIBBLE), (True, 4, 3, MOMENT)],
+    [(False, 32, 33, MOMENT), (True, 16, 18, NIBBLE), (False, 4, 3, NIBBLE), (True, 4, 3, MOMENT)],
 )
 def test_rounding_equals_reference(grid, group, columns, own_grid):
     weight = drawn(3, columns)

@@ -37,16 +37,12 @@ def in_q8_0(weight: Tensor) -> Tensor:
     return ((blocks / step).round() * step.half().float()).view_as(weight)
 
 
-COVERED = ("SmolLM", "Qwen 3")
-"""Kinds of which each property is that of another kind."""
-
-
 def divergence(wanted: Tensor, logits: Tensor) -> float:
     wanted, logits = wanted.double().log_softmax(-1), logits.double().log_softmax(-1)
     return float((wanted.exp() * (wanted - logits)).sum(dim=-1).mean())
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in COVERED])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "Qwen 3"])
 @torch.no_grad()
 def test_model_is_read_and_given_back(transformers, kind, tmp_path, monkeypatch):
     theirs = random_model(transformers, kind)
@@ -89,7 +85,10 @@ def test_model_is_read_and_given_back(transformers, kind, tmp_path, monkeypatch)
     again = transformers.AutoModelForCausalLM.from_pretrained(back, dtype=torch.float32).eval()
     assert type(again) is type(theirs)
     torch.testing.assert_close(again(ids).logits, logits, rtol=0, atol=1e-4)
-    if kind not in ("Qwen 3, tied", "Llama with biases"):  # which have all kinds of tensors
+    if kind not in (
+        "Qwen 3, tied",
+        "Llama with biases and YaRN",
+    ):  # which have all kinds of tensors
         return
     if kind == "Qwen 3, tied":  # some rows at a time, as of large ones
         monkeypatch.setattr(importing, "READ_AT_ONCE", 4000)
