@@ -1,7 +1,6 @@
 """Layers of integers give what float layers of the decoded weights give, in every use of torch."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -226,18 +225,6 @@ def test_evaluation_records_nothing():
     assert_close(x.grad, layer.weight.sum(dim=0)[None])
 
 
-def test_state_is_integers_and_survives_pickles():
-    layer = integers.Linear(40, 8)
-    state = layer.state_dict()
-    assert {part.dtype for part in state.values()} == {torch.uint8, torch.int8}
-    again = pickle.loads(pickle.dumps(layer))
-    other = integers.Linear(40, 8)
-    other.load_state_dict(state)
-    for restored in (again, other):
-        assert torch.equal(restored.weight, layer.weight)
-        assert torch.equal(restored.bias, layer.bias)
-
-
 def test_dtype_changes_what_weights_are_decoded_to():
     layer = integers.Linear(16, 8).to(torch.bfloat16)
     assert layer.weight.dtype == layer.bias.dtype == torch.bfloat16
@@ -252,8 +239,3 @@ def test_weights_cannot_be_assigned():
     for value in (nn.Parameter(torch.zeros(8, 16)), torch.zeros(8, 16)):
         with pytest.raises(ArbError, match="cannot be assigned"):
             layer.weight = value
-
-
-def test_gradients_without_an_optimizer_are_refused():
-    with pytest.raises(ArbError, match="no optimizer that consumes it"):
-        integers.Linear(16, 8)(torch.randn(2, 16)).sum().backward()

@@ -121,23 +121,6 @@ def test_an_early_step_is_close_to_a_complete_one():
     assert 0.9 < b.norm() / a.norm() < 1.1
 
 
-def test_schedulers_set_the_learning_rate():
-    model, optimizer, ids = build()
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step != 1))
-    changes = []
-    for _ in range(3):
-        before = state(model)
-        loss(model, ids).backward()
-        optimizer.step()
-        schedule.step()
-        after = state(model)
-        changes.append(any(
-            not torch.equal(before[name], after[name]) for name in before if "trits" in name or
-            "remainder" in name
-        ))  # fmt: skip
-    assert changes == [True, False, True]
-
-
 def test_training_continues_from_its_state():
     model, optimizer, ids = build(accumulation=2)
 

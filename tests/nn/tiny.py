@@ -9,7 +9,6 @@ SIZES = {
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 
 ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", HEADS),
     "qwen3": (
         "Qwen3ForCausalLM", "Qwen3Config", HEADS | {"head_dim": 16, "tie_word_embeddings": True},
     ),
