@@ -1,98 +1,25 @@
 """A model is written as TOML and read back equal, and a file that is wrong is refused by path."""
 
-import dataclasses
-import random
 import tomllib
-from types import NoneType, UnionType
-from typing import get_args, get_origin
+from dataclasses import replace
 
 import pytest
 
 from arbcli.base.errors import ArbError
 from arbcli.config.file import read_settings
-from arbcli.config.kinds import BESIDE, CHANNELS, MIXERS
-from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
 from arbcli.config.model_file import model_from_toml, model_lines
-from arbcli.config.parts.mlp import MLPConfig
-from arbcli.config.settings import parted
-from arbcli.families.graph.config import MemoriesConfig
-from arbcli.families.hnet.config import ChunkingConfig
-from arbcli.model.rules import DIRECTION, RULES, VOTES_FIXES, WITH_DIGITS
+from arbcli.config.presets import PRESETS
+from arbcli.verify.models import MODELS
+
+VOTES = replace(PRESETS["tiny"], rule="votes", direction=None, votes_fixes=("order", "bound"))
+CONFIGS = MODELS | dict(PRESETS) | {"fixes of votes": VOTES}
 
 
-def drawn(kind: type, seed: random.Random):
-    """Draw a configuration that is valid, each of its fields at random."""
-    while True:
-        fields = [field for field in dataclasses.fields(kind) if field.init]
-        try:
-            return kind(**{field.name: _value(field.name, field.type, seed) for field in fields})
-        except ArbError:
-            continue
-
-
-def _value(name: str, kind, seed: random.Random):
-    kind, setting = parted(kind)
-    if get_origin(kind) is UnionType:
-        kind = seed.choice(get_args(kind))
-    if get_origin(kind) is tuple:
-        return tuple(_value(name, one, seed) for one in get_args(kind))
-    if dataclasses.is_dataclass(kind):
-        return drawn(kind, seed)
-    makes = {
-        int: lambda: seed.choice((1, 2, 3, 4, 6, 8, 12, 64)),
-        bool: lambda: seed.random() < 0.5,
-        str: lambda: seed.choice(WITH_DIGITS if name == "rule" else setting.choices),
-        float: lambda: seed.choice((0.5, 1.0, 2.0, 10000.0)),
-        NoneType: lambda: None,
-    }
-    return makes[kind]()
-
-
-def drawn_model(seed: random.Random) -> ModelConfig:
-    """Draw a model of one to three stages."""
-    while True:
-        try:
-            return _model(seed)
-        except ArbError:
-            continue
-
-
-def _model(seed: random.Random) -> ModelConfig:
-    def blocks():
-        kinds = [BlockConfig(mixer=drawn(seed.choice([*MIXERS.values()]), seed))]
-        kinds.append(BlockConfig(channel=drawn(seed.choice([*CHANNELS.values()]), seed)))
-        kinds.append(dataclasses.replace(kinds[0], channel=kinds[1].channel))
-        return tuple(seed.choices(kinds, k=seed.randrange(6)))
-
-    def outer():
-        chunking = drawn(ChunkingConfig, seed)
-        return StageConfig(dim=96, before=blocks(), after=blocks(), chunking=chunking, streams=2)
-
-    around = tuple(outer() for _ in range(seed.randrange(3)))
-    beside = tuple(drawn(kind, seed) for kind in BESIDE.values() if seed.random() < 0.5)
-    memories = None if around else seed.choice((None, drawn(MemoriesConfig, seed)))
-    router = not around and seed.random() < 0.5
-    rule = seed.choice([*RULES])
-    return ModelConfig(
-        ctx=seed.choice((7, 64)),
-        stages=(*around, StageConfig(dim=192, blocks=blocks(), memories=memories, router=router)),
-        beside=beside,
-        head=seed.choice((None, drawn(MLPConfig, seed))),
-        scale_type=seed.choice(("T4", "T32")),
-        rule=rule,
-        votes_fixes=seed.choice(((), VOTES_FIXES)) if rule == "votes" else (),
-        direction=seed.choice(("sign", DIRECTION[rule])),
-    )
-
-
-def read_back(config: ModelConfig) -> ModelConfig:
-    return model_from_toml(tomllib.loads("\n".join(model_lines(config)))["model"], "a file")
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_model_of_random_parts_is_read_back_equal(seed):
-    config = drawn_model(random.Random(seed))
-    assert read_back(config) == config
+@pytest.mark.parametrize("name", CONFIGS)
+def test_model_is_read_back_equal(name):
+    config = CONFIGS[name]
+    written = tomllib.loads("\n".join(model_lines(config)))
+    assert model_from_toml(written["model"], "a file") == config
 
 
 GOOD = """[model]

@@ -28,60 +28,25 @@ def refused(folder, tmp_path) -> str:
 
 
 @pytest.mark.parametrize(("field", "value"), [
-    ("model_type", "gpt2"), ("hidden_act", "gelu"), ("mlp_bias", True), ("quantization_config", {}),
-    ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}), ("sliding_window", 16),
-    ("rope_scaling", {"rope_type": "linear"}), ("auto_map", {"AutoConfig": "code.Config"}),
-    ("final_logit_softcapping", 30.0), ("hidden_size", "32"), ("num_hidden_layers", 10**9),
-    ("layer_types", ["full_attention"] * 2), ("partial_rotary_factor", 0.5),
-    ("rms_norm_eps", 0.5), ("rope_interleaved", True), ("no_rope_layers", [1]),
+    ("quantization_config", {}), ("final_logit_softcapping", 30.0), ("num_hidden_layers", 10**9),
+    ("rope_parameters", {"rope_type": "dynamic", "factor": 2.0}), ("rope_interleaved", True),
     ("rope_parameters", {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5}),
 ])  # fmt: skip
 def test_field_of_a_config_is_refused_by_its_name(tmp_path, field, value):
+    """Besides those of `altered.txt`."""
     plain_folder(tmp_path / "model", **{field: value})
-    message = refused(tmp_path / "model", tmp_path)
-    wanted = {"rope_scaling": "rope_parameters", "rms_norm_eps": "norm_eps"}.get(field, field)
-    assert wanted in message
-
-
-@pytest.mark.parametrize(("kind", "name"), [
-    ("llama", "num_attention_heads"), ("mistral", "num_key_value_heads"), ("qwen3", "head_dim"),
-])  # fmt: skip
-def test_missing_field_is_named(kind, name):
-    """Transformers would take a number of its own for it, such as 8 heads of keys."""
-    values = {"model_type": kind, "max_position_embeddings": 8, "num_hidden_layers": 1}
-    values |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 4)
-    with pytest.raises(ArbError, match=f"has no `{name}`"):
-        read_config({key: value for key, value in values.items() if key != name}, "it")
+    assert field in refused(tmp_path / "model", tmp_path)
 
 
 def test_tensors_that_are_missing_unknown_or_not_finite_are_refused(tmp_path):
+    """Damaged headers are those of `altered.txt`."""
     folder = tmp_path / "model"
     weights = plain_folder(folder)
     file, name = folder / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
-    whole = file.read_bytes()
-    size = int.from_bytes(whole[:8], "little")
-    header = json.loads(whole[8 : 8 + size])
-
-    def with_header(**fields) -> bytes:
-        text = json.dumps(header | {name: header[name] | fields}).encode()
-        return len(text).to_bytes(8, "little") + text + whole[8 + size :]
-
-    begin, end = header[name]["data_offsets"]
-    unread = "model.safetensors` cannot be read"
-    for content, why in (
-        (b"", unread), (whole[:-1], unread), (whole + b"\0", unread),
-        (b"\xff" * 8 + whole[8:], unread), (whole[:8] + b"x" + whole[9:], unread),
-        (with_header(shape=[48, 31]), unread), (with_header(shape=[-48, -32]), unread),
-        (with_header(data_offsets=[begin + 2, end + 2]), unread),
-        (with_header(data_offsets=[0, end - begin]), unread),
-        (with_header(dtype="F64", shape=[24, 16]), "is F64"),
-        (with_header(shape=[32, 48]), rf"`{name}` is \[32, 48\]"),
-    ):  # fmt: skip
-        file.write_bytes(content)
-        with pytest.raises(ArbError, match=why):
-            import_folder(folder, tmp_path / "run")
     for changed, why in (
         ({name: torch.full((48, 32), torch.nan)}, "not finite"),
+        ({name: weights[name].mT.contiguous()}, f"`{name}` is [32, 48]"),
+        ({name: weights[name].double()}, "is F64"),
         (
             {"model.layers.1.mlp.up_proj.weight": weights[name].clone()},
             "the architecture does not have",
@@ -93,25 +58,13 @@ def test_tensors_that_are_missing_unknown_or_not_finite_are_refused(tmp_path):
     assert f"has no `{name}`" in refused(folder, tmp_path)
 
 
-def test_shards_that_are_missing_or_outside_are_refused(tmp_path):
+def test_shards_are_read_by_their_index(tmp_path):
     folder = tmp_path / "model"
     weights = plain_folder(folder)
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
-    index = folder / "model.safetensors.index.json"
-
-    def write(name: str, **others: str) -> None:
-        index.write_text(json.dumps({"weight_map": dict.fromkeys(weights, name) | others}))
-
-    write("model-00001-of-00001.safetensors")
-    assert import_folder(folder, tmp_path / "whole").num_weights > 0
-    write("model-00001-of-00001.safetensors", **{"lm_head.weight": "model-2.safetensors"})
-    assert "model-2.safetensors" in refused(folder, tmp_path)
-    write("model-00001-of-00001.safetensors", other="model-00001-of-00001.safetensors")
-    assert "has no `other`" in refused(folder, tmp_path)
-    save_file(weights, tmp_path / "outside.safetensors")
-    for name in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), "code.py"):
-        write(name)
-        assert "is not a safetensors file there" in refused(folder, tmp_path)
+    index = {"weight_map": dict.fromkeys(weights, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert import_folder(folder, tmp_path / "run").num_weights > 0
 
 
 def test_pickle_is_refused_and_not_run(tmp_path):
