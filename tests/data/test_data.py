@@ -137,7 +137,7 @@ def test_digest_samples_first_and_last_block_above_the_threshold(tmp_path, monke
     assert seen == [0, 1, 2, 3, 8, 9, 10, 11, 17, 18, 19, 20]
 
 
-@pytest.mark.parametrize(("num_files", "num_val"), [(2, 1), (3, 1), (14, 1), (17, 2), (40, 4)])
+@pytest.mark.parametrize(("num_files", "num_val"), [(2, 1), (14, 1), (17, 2)])
 def test_open_texts_splits_files_into_disjoint_parts(tmp_path, num_files, num_val):
     lines = write_lines(tmp_path, num_files)
     texts = open_texts([str(tmp_path)], None, seed=0, context=1, split="files")
@@ -234,30 +234,19 @@ def test_text_names_missing_and_irregular_files(tmp_path):
         assert message_of(error) == words.format(path)
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 5000])
+@pytest.mark.parametrize("num_bytes", [0, 500, 9_999])
 @pytest.mark.parametrize("is_mapped", [False, True])
-def test_read_names_a_file_that_has_become_shorter(tmp_path, num_bytes, is_mapped):
-    (path,) = write_all(tmp_path, [random_bytes(10_000)])
-    text = Text([path])
-    if is_mapped:
-        text.read(0, 1)
-    os.truncate(path, num_bytes)
-    with pytest.raises(ArbError) as error:
-        text.read(0, 10_000)
-    assert message_of(error) == f"`{path}` has become shorter since the text was opened"
-
-
-@pytest.mark.parametrize("num_bytes", [500, 9_500, 9_999])
-def test_end_of_a_file_that_has_become_shorter_is_not_touched(tmp_path, num_bytes):
+def test_file_that_has_become_shorter_is_named_and_not_touched(tmp_path, num_bytes, is_mapped):
     """To read a page that is no more would kill the process."""
     (path,) = write_all(tmp_path, [random_bytes(10_000)])
     text = Text.of_parts([(path, 9_000, 10_000)])
-    assert len(text.read(0, 1000)) == 1000
-    os.truncate(path, num_bytes)
-    with pytest.raises(ArbError, match="has become shorter"):
+    if is_mapped:
         text.read(0, 1)
-    with pytest.raises(ArbError, match="has become shorter"):
-        text.window_batch([0, 1], 1)
+    os.truncate(path, num_bytes)
+    for read in (lambda: text.read(0, 1000), lambda: text.window_batch([0, 1], 1)):
+        with pytest.raises(ArbError) as error:
+            read()
+        assert message_of(error) == f"`{path}` has become shorter since the text was opened"
 
 
 def mixture(tmp_path, **sizes: int) -> list[str]:
