@@ -16,28 +16,21 @@ from arbcli.cli import app
 from arbcli.commands._options import check_settings
 from arbcli.commands._outputs import PICTURES, check_file, check_folder
 from arbcli.config.presets import preset
-from arbcli.config.training import train_config_from
 
 MISTAKES = {
     "train --data nofile": "nothing matches `nofile`",
     "train --data /dev/null": "`/dev/null` is not a regular file",
-    "train --dim 33": "4 heads do not divide a width of 33",
-    "train --init-from nofile": "there is no run at `nofile`",
     "train --init-from x --dim 8": "a saved model keeps its own settings, so `--dim` cannot",
     "train --resume auto": "there is no run in `runs` that has saved",
-    "train --resume auto --out nofile": "there is no run in `nofile`",
     f"train --data text.txt --out {'x' * 300}": f"cannot use `{'x' * 300}`: File name too long",
     "train --data text.txt:0.5 text.txt": "`text.txt` has no valid weight",
     "train --data empty.txt": "there is no text in `empty.txt`",
-    "evaluate run --data empty.txt": "there is no text in `empty.txt`",
     "train --data chats.jsonl": "`chats.jsonl` has records with `messages`, and no `--field` was"
         " given\nhint: add `--field messages`; or",
     "evaluate run --data pairs.json": "`pairs.json` has records with `prompt`, `completion`, and"
         " no `--field` was given\nhint: add `--field prompt+completion`; or",
-    "train --val texts.ndjson": "`texts.ndjson` has records with `text`, and no `--field`",
     "train --init-from theirs": "`theirs` is a model of Transformers, and no run\nhint: convert it"
         " to one: `arb import theirs`\n",
-    "generate theirs": "`theirs` is a model of Transformers, and no run",
     "train text.txt": "Got unexpected extra argument(s) (text.txt)\nhint: name texts with `--data`",
     "train --learning-rate 0.1": "No such option: --learning-rate\nhint: use `--lr`\n",
     "generate made --system a": "`--system` only applies with `--chat`",
@@ -48,19 +41,17 @@ MISTAKES = {
     "evaluate run --data tokens.bin --data-format tokens32": "`tokens.bin` has 2 bytes, not a"
         " whole number of tokens of 4",
     "train --data text.txt --data-format bytes": "`--data-format` only applies to .bin files",
-    "train --data - --field body": "`--field body` only applies to records",
     "train --teacher nofile": "there is no run at `nofile`",
     "train --out text.txt": "`text.txt` is a file",
     "train --out run": "`run` already contains a run",
     "train --device tpu": "no device is named `tpu`\nhint: use `cpu`, `cuda`",
+    "train --rule [bold]": "`--rule` is `[bold]`\nhint: choose one of: ",
     "train --backend triton": "the `triton` backend needs a CUDA device",
     "train --preset huge": "no preset is named `huge`\nhint: choose one of",
     "train --lr nan --data nofile": "`--lr` is `nan`\nhint: use a number that is finite",
-    "train --lr -1": "`--lr` is -1.0",
     "train --digits all --weights float": "`--digits` is part of `--weights` now",
-    "train --pack --compute fp32": "gates in fp32 cannot be packed\nhint: leave `--pack` out",
-    "train --rule votes --optimizer sign": "the rule `votes` takes no direction",
     "count-params --mlp-rule nibbel": "`--mlp-rule` is `nibbel`\nhint: choose one of: `moment`,",
+    "train --pack --compute fp32": "gates in fp32 cannot be packed\nhint: leave `--pack` out",
     "train --weights anneal --keep-best": "the best checkpoint would be from before the weights are"
         " ternary\nhint: leave `--keep-best` out, or use `--weights int8` or `--weights ternary`\n",
     "train --embedding-dropout 1.5": "`--embedding-dropout` is 1.5\nhint: use a number below 1",
@@ -73,24 +64,18 @@ MISTAKES = {
     "train --data text.txt --plot text.txt": "`--plot` is `text.txt`",
     "train --plot a.png --plot=b.png": "`--plot` is given twice\nhint: name one file\n",
     "train --log paper": "no logger is named `paper`",
-    "train --log-every 1001": "`--log-every` is 1,001",
     "train --minutes 1 --steps 9": "`--minutes` and `--steps` both set the length of the run",
-    "train --model nofile": "cannot read `nofile`",
     "train --model model.toml --no-sub-norms": "`--sub-norms/--no-sub-norms` only applies",
     "train --config nofile": "cannot read `nofile`",
-    "train --resume nofile": "there is no run at `nofile`",
     "train --gpus 2": "there is no GPU for `--gpus 2`",
     "train --gpus 2 --device cpu": "`--accum` is 1, which 2 processes",
     "train --stepz 3": "No such option: --stepz (Possible options: --set, --steps, --streams)\n"
         "hint: `arb train --help` lists what there is\n",
     "--quick": "No such option: --quick\nhint: `arb --help` lists what there is\n",
     "generate --checkpoint nofile": "there is no run at `nofile`",
-    "serve nofile": "there is no run at `nofile`",
-    "generate --checkpoint auto": "there is no run in `runs`",
     "generate run --prompt-file nofile": "cannot read `nofile`",
     "generate run --length 16777217": "Invalid value for '--length': ",
     "generate made --kv fp4": "`--kv` is `fp4`",
-    "generate made --device cpu --backend triton": "the `triton` backend needs a CUDA device",
     "generate made --bytes --json": "`--json` cannot be combined with `--bytes`",
     "generate made --batch 2": "`--batch` only applies with `--prompts`",
     "generate masked --infill a…b --prompt c": "`--prompt` cannot be combined with `--infill`\n"
@@ -101,11 +86,9 @@ MISTAKES = {
     "evaluate made --field said": "`--field` only applies with `--data`",
     "evaluate run --data text.txt --field messages --stride 9":
         "`--stride` does not apply to `--field messages`",
-    "evaluate made --stride 65": "`--stride` is 65, and a window has 64 bytes",
     "generate made --chat": "`made` has no chat template",
     "generate made --infill …": "this model predicts the next byte and cannot fill holes",
     "export auto": "Missing option '--to'.\nhint: `arb export --help` lists what there is\n",
-    "export nofile --to gguf": "there is no run at `nofile`",
     "export made --to onnx": "`--to` is `onnx`",
     "export made --to hf --out run": "`run` exists",
     "export made --to gguf --out text.txt/a": "cannot write `text.txt`: `text.txt` is not a folder",
@@ -114,16 +97,11 @@ MISTAKES = {
     "import run": "`run/config.json` has no `model_type`",
     "train --resume text.txt": "there is no run at `text.txt`",
     "generate text.txt": "`text.txt` is not a saved model",
-    "inspect text.txt": "`text.txt` is not a saved model",
-    "inspect run --diff nofile": "there is no run at `nofile`",
-    "compare nofile": "there is no run at `nofile`",
     "compare run --plot a.txt": "`--plot` is `a.txt`",
     "compare run run": "`run` is named twice",
     "verify-kernels nokernel": "no kernel is named `nokernel`",
-    "verify-kernels --tscale-type T5": "`--tscale-type` is `T5`",
     "verify-kernels --tscale-type T4 --all-tscale-types":
         "`--tscale-type` and `--all-tscale-types` exclude each other",
-    "audit-memory --budget much": "`--budget` is `much`",
     "audit-memory --budget 6GiB --what-if": "`--budget` cannot be combined with `--what-if`",
     "audit-memory --ranks 2 --what-if": "`--what-if` only works with a single process",
     "audit-memory --decode 8 --floats": "`--decode` only measures decoding in one process",
@@ -131,13 +109,12 @@ MISTAKES = {
     "count-params --model model.toml --preset tiny": "`--model` and `--preset` both name a model",
     "count-params --model text.txt": "`text.txt` is not TOML",
     "probe-loss --decode 8 --plot a.png": "`--plot` only draws training steps",
-    "probe-loss --steps 0": "Invalid value for '--steps'",
     "probe-loss --checkpoint made --rule votes --tscale-type T8 --no-knowledge":
         "a saved model keeps its own settings, so `--tscale-type`, `--rule`, `--knowledge/--no-kno",
     "probe-loss --checkpoint made --field body": "`--field` only applies with `--data`",
 } | {
     f"{command} --device cuda": "there is no CUDA device for `cuda`"
-    for command in ("train", "generate", "audit-memory", "probe-loss", "verify-kernels")
+    for command in ("train", "generate", "verify-kernels")
 } | {
     f"{command} auto{words}": "there is no run in `runs`"
     for command, words in (("evaluate", ""), ("probe-loss", ""), ("export", " --to gguf"),
@@ -150,18 +127,11 @@ MISTAKES = {
     f"train --resume auto {words}":
         f"`{option or words.split()[0]}` cannot be changed when resuming"
     for words, option in (
-        ("--config a.toml", ""), ("--minutes 3", ""), ("--init-from y", ""), ("--batch 2", ""),
-        ("--lr 1", ""), ("--model model.toml", ""), ("--no-moe", "--moe/--no-moe"))
+        ("--config a.toml", ""), ("--minutes 3", ""), ("--init-from y", ""), ("--lr 1", ""),
+        ("--model model.toml", ""), ("--no-moe", "--moe/--no-moe"))
 } | {
     f"train --no-save {words}": f"`--no-save` cannot be combined with `{words.split()[0]}`"
     for words in ("--resume auto", "--save-every 1", "--out x", "--profile", "--plot a.svg")
-} | {
-    f"train --{option} {value}": f"`--{option}` is `{value}`\nhint: choose one of: "
-    for option, value in {
-        "backend": "cuda", "boundaries": "none", "compute": "fp4", "data-format": "x",
-        "optimizer": "up",
-        "rule": "[bold]", "schedule": "step", "tscale-type": "T5", "weights": "half",
-    }.items()
 }  # fmt: skip
 MODEL = """
 [model]
@@ -194,7 +164,7 @@ def test_mistakes_are_refused_without_torch(monkeypatch, tmp_path):
         header = header_of(preset("tiny", objective=objective))
         (tmp_path / name / "step-000001.safetensors").write_bytes(header)
     for name, content in (
-        ("chats.jsonl", '\ufeff{"messages": []}\n{'), ("texts.ndjson", '{"text": "a"}\n'),
+        ("chats.jsonl", '\ufeff{"messages": []}\n{'),
         ("pairs.json", '[\n{"prompt": "a", "completion": "b"}]'),
         ("tokens.bin", "\1\0"),
         ("text.txt", "ternary weights"), ("empty.txt", ""), ("model.toml", MODEL),
@@ -254,11 +224,6 @@ def test_saved_model_is_named_by_an_argument_or_an_option(command):
             result = CliRunner().invoke(app, [*command.split(), *words.split()])
             assert isinstance(result.exception, ArbError), (words, result.output)
             assert str(result.exception) == said
-
-
-def test_model_of_a_run_that_is_not_an_object_is_refused_in_one_line():
-    with pytest.raises(ArbError, match=r"a model is `\[1\]`, not an object"):
-        train_config_from({"config": {"model": [1]}})
 
 
 def test_bad_places_are_refused(tmp_path, monkeypatch):

@@ -40,16 +40,6 @@ def test_train_prints_run_device_losses_and_checkpoint(text, tmp_path, arb_here,
     assert again.stderr.startswith("the run is finished: all 12 steps are done, held-out loss")
 
 
-def test_train_shows_samples_and_utilisation(text, tmp_path, arb_here, monkeypatch):
-    monkeypatch.setattr("arbcli.training.recorder.peak_operations", lambda device: 1e12)
-    monkeypatch.setattr("arbcli.training.trainer.Trainer.evaluate", lambda self: 1.0)
-    args = ["--data", text, *SMALL, "--steps", "5", "--sample-every", "4"]
-    done = arb_here("train", *args, "--out", str(tmp_path / "r"))
-    assert done.returncode == 0, done.stderr
-    assert "\nsample at step 4\n" in done.stderr
-    assert "% MFU" in done.stderr
-
-
 class BrokenStream(io.StringIO):
     """Takes a few writes, then fails as a pipe whose reader has gone, or a full disk."""
 

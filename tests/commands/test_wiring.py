@@ -1,11 +1,8 @@
 """Options of a command reach the function that does its work, each in its argument."""
 
-import inspect
 import io
 import os
-import pkgutil
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -14,10 +11,9 @@ import pytest
 
 from arbcli.base.errors import ArbError
 from arbcli.base.run_files import COMPANIONS
-from arbcli.commands import audit_memory, evaluate, train
+from arbcli.commands import audit_memory, train
 from arbcli.config.presets import preset
 from arbcli.generation import load, tokens
-from arbcli.inspect import room
 from arbcli.model.rules import LR_OF_FADING_TUNING, LR_OF_TUNING
 from arbcli.training import run as runs
 
@@ -48,34 +44,10 @@ def recorded_call(arb_here, monkeypatch):
     return ask
 
 
-def test_resume_is_called_with_its_options(recorded_call, monkeypatch):
-    Path("some/run/config.json").touch()
-    words = ["--device", "cpu", "--backend", "torch", "--steps", "9", "--profile", "5"]
-    call = recorded_call(
-        "arbcli.training.resume.resume_run", "train", "--resume", "some/run", *words
-    )
-    assert call.args[0] == Path("some/run")
-    assert call.kwargs == {"device": "cpu", "backend": "torch", "steps": 9, "profile": 5}
-    call = recorded_call("arbcli.training.resume.resume_run", "train", "--resume", "some/run")
-    assert set(call.kwargs.values()) == {None}
-    call = recorded_call(
-        "arbcli.base.run_files.latest_run", "train", "--resume", "auto", "--out", "here"
-    )
-    assert call.args == (Path("here"),)
-    words = ["--resume", "auto", "--out", "here", "--dry-run"]  # which tells of the same run
-    assert recorded_call("arbcli.base.run_files.latest_run", "train", *words).args == (
-        Path("here"),
-    )
-    for words in (["train", "--resume", "auto"], ["check", "auto"]):
-        assert recorded_call("arbcli.base.run_files.latest_run", *words).args == (Path("runs"),)
-
-
 def test_start_is_called_with_its_options(recorded_call, monkeypatch):
     monkeypatch.setattr(load, "read_saved", lambda path, note: load.SavedModel(path, path))
     monkeypatch.setattr(load, "saved_config", lambda checkpoint: preset("small"))
     monkeypatch.setattr(tokens, "saved_tokenizer", lambda *_: None)
-    checked = mock.Mock()
-    monkeypatch.setattr(room, "check_memory", checked)
     words = ["train", "--out", "some/run", "--device", "cpu", "--minutes", "2.5", "--profile", "4"]
     words += ["--init-from", "model", "--ctx", "32", "--weights", "anneal"]
     call = recorded_call("arbcli.training.run.start_run", *words)
@@ -84,15 +56,6 @@ def test_start_is_called_with_its_options(recorded_call, monkeypatch):
     assert (model.dim, model.ctx, model.digits, out) == (384, 32, "fade", Path("some/run"))
     assert call.kwargs["initial"].checkpoint == Path("model")
     assert (call.kwargs["minutes"], call.kwargs["profile"]) == (2.5, 4)
-    call.kwargs["check"](config)
-    assert checked.call_args.args[0] is config
-    assert "`--force`" in checked.call_args.args[1]
-    call = recorded_call("arbcli.training.run.start_run", "train", "--device", "cpu", "--force")
-    assert call.args[1] is None
-    assert [call.kwargs[name] for name in ("minutes", "initial", "profile")] == [None] * 3
-    checked.reset_mock()
-    call.kwargs["check"](config)
-    assert not checked.called
 
 
 @pytest.mark.parametrize(
@@ -151,58 +114,6 @@ def test_first_process_alone_prints_and_plots(rank, arb_here, monkeypatch, tmp_p
     assert done.returncode == (0 if rank else 143)
 
 
-def test_audit_is_called_with_its_options(recorded_call, monkeypatch, tmp_path):
-    words = ["audit-memory", *SIZES, "--device", "cpu"]
-    config, snapshot, *_ = recorded_call("arbcli.inspect.audit.audit", *words, "--steps", "7").args
-    assert (config.steps, config.model.dim, snapshot) == (7, 32, None)
-    config, budget, _ = recorded_call(
-        "arbcli.inspect.audit.check_fit", *words, "--budget", "6GiB"
-    ).args
-    assert (config.model.ctx, budget) == (16, "6GiB")
-    assert recorded_call("arbcli.inspect.memory.what_if", *words, "--what-if").args == (
-        config.model,
-    )
-    path = tmp_path / "a.pickle"
-    on_gpu = SimpleNamespace(device="cuda")
-    monkeypatch.setattr("arbcli.training.configure.new_config", lambda **given: on_gpu)
-    call = recorded_call("arbcli.inspect.audit.audit", *words, "--snapshot", str(path))
-    assert call.args[:2] == (on_gpu, path)
-
-
-def test_evaluation_is_called_with_its_options(recorded_call, monkeypatch, tmp_path):
-    monkeypatch.setattr(evaluate, "find_run", Path)
-    loaded = mock.Mock(return_value=("model", "its name"))
-    monkeypatch.setattr(load, "load_named_model", loaded)
-    text = tmp_path / "text.jsonl"
-    text.write_bytes(b'{"text": "not this", "body": "read this"}')
-    words = ["--checkpoint", "some/run", "--data", str(text), "--stride", "7", "--batch", "3"]
-    words += ["--kv", "int8", "--device", "cpu", "--field", "body", "--backend", "torch"]
-    words += ["--compute", "bf16"]
-    call = recorded_call("arbcli.generation.evaluation.evaluate", "evaluate", *words)
-    assert call.args[:2] == ("model", "its name")
-    given = {name: call.kwargs[name] for name in ("stride", "batch", "kv", "backend")}
-    assert given == {"stride": 7, "batch": 3, "kv": "int8", "backend": "torch"}
-    named, device, _, compute = loaded.call_args.args
-    assert (str(named), str(device), compute) == ("some/run", "cpu", "bf16")
-    assert call.args[2].read(0, len(call.args[2])) == b"read this\n"
-
-
-def test_prompt_is_continued_with_its_options(recorded_call, monkeypatch):
-    model = SimpleNamespace(config=SimpleNamespace(is_masked=False, vocabulary=256))
-    loaded = mock.Mock(return_value=(model, "its name"))
-    monkeypatch.setattr(load, "load_named_model", loaded)
-    words = ["--checkpoint", "x", "--prompt", "a", "--device", "cpu", "--backend", "torch"]
-    words += ["--length", "9", "--ahead", "3", "--kv", "int8", "--temperature", "0.5"]
-    words += ["--top-k", "5", "--top-p", "0.7", "--seed", "4", "--compute", "bf16"]
-    call = recorded_call("arbcli.generation.generation.continue_text", "generate", *words)
-    assert call.args[:4] == (model, "its name", b"a", 9)
-    assert asdict(call.args[4]) == {"temperature": 0.5, "top_k": 5, "top_p": 0.7, "seed": 4}
-    given = {name: call.kwargs[name] for name in ("ahead", "kv", "backend")}
-    assert given == {"ahead": 3, "kv": "int8", "backend": "torch"}
-    named, device, _, compute = loaded.call_args.args
-    assert (str(named), str(device), compute) == ("x", "cpu", "bf16")
-
-
 def test_prompt_is_taken_byte_for_byte(recorded_call, monkeypatch):
     model = SimpleNamespace(config=SimpleNamespace(is_masked=False))
     monkeypatch.setattr(load, "load_named_model", lambda *_: (model, "its name"))
@@ -219,43 +130,6 @@ def test_prompt_is_taken_byte_for_byte(recorded_call, monkeypatch):
     monkeypatch.setattr(sys, "stdin", stdin)
     call = recorded_call("arbcli.generation.batch.continue_batch", *words, "--prompts", "-")
     assert [each.prompt for each in call.args[1]] == [b"a", b"b"]
-
-
-LEFT_OUT = {
-    "generate x": ("generation.generation.continue_text",
-        {"kv": None, "ends": None, "ahead": 1, "sampling": (0.8, 256, 1.0, 0), "length": 512}),
-    "generate x --prompts p.jsonl": ("generation.batch.continue_batch",
-        {"batch": None, "kv": None}),
-    "evaluate x --data t.txt": ("generation.evaluation.evaluate",
-        {"stride": None, "batch": 16, "kv": None, "draws": None}),
-    "export some/run --to hf": ("interop.exporting.export", {"out": None, "kind": None}),
-    "probe-loss": ("inspect.probe.probe", {"steps": 12}),
-    "probe-loss x": ("inspect.probe.open_saved", {"steps": 12, "backend": None}),
-    "audit-memory": ("inspect.audit.audit", {"snapshot": None, "floats": False}),
-    "check some/run": ("training.check.check_run", {"steps": None}),
-}  # fmt: skip
-"""Function that each command calls, and the arguments it gets when no option is given."""
-
-
-@pytest.mark.parametrize("words", LEFT_OUT)
-def test_option_that_is_left_out_is_handed_on_as_such(words, recorded_call, monkeypatch):
-    model = SimpleNamespace(config=SimpleNamespace(is_masked=False))
-    loaded = mock.Mock(return_value=(model, "its name"))
-    monkeypatch.setattr(load, "load_named_model", loaded)
-    monkeypatch.setattr(room, "check_memory", mock.Mock())
-    Path("config.json").unlink()
-    Path("some/run/config.json").touch()
-    Path("t.txt").write_text("a text")
-    Path("p.jsonl").write_text('"a"')
-    function, expected = LEFT_OUT[words]
-    called = pkgutil.resolve_name(f"arbcli.{function}")
-    device = () if words.startswith(("export", "check")) else ("--device", "cpu")
-    call = recorded_call(f"arbcli.{function}", *words.split(), *device)
-    given = inspect.signature(called).bind(*call.args, **call.kwargs).arguments
-    if "sampling" in given:
-        given["sampling"] = tuple(asdict(given["sampling"]).values())
-    assert {name: given.get(name, "absent") for name in expected} == expected
-    assert [args.args[3] for args in loaded.call_args_list] == [None] * loaded.call_count
 
 
 def test_audit_of_ranks_is_called_with_its_options(recorded_call, monkeypatch):
