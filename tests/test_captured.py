@@ -120,7 +120,7 @@ def test_no_step_outside_a_graph_sets_a_condition(monkeypatch):
     "given",
     [
         {"digits": "fade", "fade_from": 0.4, "fade_to": 0.6, "steps": 11},
-        {"accum": 2, "objective": "fill", "reduce_dtype": "int12"}, {"accum": 2, "dropout": 0.25},
+        {"accum": 2, "objective": "fill", "reduce_dtype": "int12", "dropout": 0.25},
     ],
     ids=str,
 )  # fmt: skip

@@ -74,10 +74,9 @@ def test_exact_losses_give_their_law():
     assert max(fitted.errors) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Muon", "moment, all digits", "nibble, all digits"])
-def test_last_bits_of_losses_change_no_digit_of_a_law(kind):
+def test_last_bits_of_losses_change_no_digit_of_a_law():
     """As those of a sum do, which depend on a processor's instructions."""
-    measured = rows_of(load("scaling"), kind=kind)
+    measured = rows_of(load("scaling"), kind="moment, all digits")
     first = fit(measured)
     for sign in (1, -1):
         changed = [
