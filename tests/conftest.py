@@ -11,6 +11,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -82,6 +83,48 @@ def text(tmp_path) -> str:
 def own_cache(monkeypatch, tmp_path) -> None:
     """Use a cache in the folder of the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory) -> Path:
+    """Directory of a run of four steps, all of which are saved, next to its text; for reading."""
+    from arbcli.training.configure import new_config
+    from arbcli.training.observer import Observer
+    from arbcli.training.run import start_run
+
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "text.txt").write_bytes(b"ternary weights learn to read. " * 100)
+    sizes = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2}
+    saves = {"steps": 4, "save_every": 1, "eval_every": 1, "keep": 9, "keep_best": True}
+    config = new_config(**sizes, **saves, device="cpu", data=[str(folder / "text.txt")])
+    start_run(config, folder / "run", Observer())
+    return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def transformers() -> ModuleType:
+    """Transformers, which prints nothing."""
+    module = pytest.importorskip("transformers", reason="needs the extra `trainers`")
+    module.logging.set_verbosity_error()
+    module.logging.disable_progress_bar()
+    return module
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer(tmp_path_factory) -> Path:
+    """File of a tokenizer of bytes and of some words, with two tokens of chats."""
+    package = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
+    trained = package.Tokenizer(package.models.BPE())
+    trained.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = package.decoders.ByteLevel()
+    trainer = package.trainers.BpeTrainer(
+        vocab_size=270, special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False,
+        initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    trained.train_from_iterator(["how are you, I am fine"], trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    trained.save(str(path))
+    return path
 
 
 @pytest.fixture(scope="session")

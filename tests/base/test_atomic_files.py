@@ -14,25 +14,12 @@ from arbcli.base.atomic_files import new_folder, open_to_append, sweep, write_fi
 from arbcli.base.errors import ArbError
 from arbcli.interop.exporting import export
 from arbcli.model.checkpoint import run_lock
-from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
 from arbcli.training.profiling import StepTrace
 from arbcli.training.record import METRICS, RunRecords
 from arbcli.training.resume import resume_run
-from arbcli.training.run import start_run
 
-TINY = {"dim": 16, "layers": 1, "heads": 1, "ffn": 16, "ctx": 8, "batch": 2, "device": "cpu"}
-PLAN = {"steps": 4, "save_every": 1, "eval_every": 1, "keep": 9, "keep_best": True}
 PRECIOUS = b"precious"
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("finished")
-    (folder / "text.txt").write_bytes(b"ternary weights learn to read. " * 100)
-    config = new_config(**TINY, **PLAN, data=[str(folder / "text.txt")])
-    start_run(config, folder / "run", Observer())
-    return folder / "run"
 
 
 @pytest.fixture
@@ -48,24 +35,28 @@ def assert_untouched(home: Path) -> None:
     assert {path.name: path.read_bytes() for path in home.iterdir()} == {"precious": PRECIOUS}
 
 
-@pytest.mark.parametrize("target", ["precious", "missing"])
-@pytest.mark.parametrize("name", [METRICS, ".lock"])
-@pytest.mark.parametrize("start", ["step-000002.safetensors", "step-000003.safetensors"])
-def test_nothing_is_written_through_links_in_a_run(start, name, target, finished, home, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "target", "start"),
+    [(METRICS, "precious", 2), (METRICS, "missing", 3), (".lock", "precious", 3),
+     (".lock", "missing", 3)],
+)  # fmt: skip
+def test_nothing_is_written_through_links_in_a_run(
+    start, name, target, finished_run, home, tmp_path
+):
     run = tmp_path / "run"
-    shutil.copytree(finished, run)
+    shutil.copytree(finished_run, run)
     for late in run.glob("*-000004*"):
         late.unlink()
     (run / name).unlink()
     (run / name).symlink_to(home / target)
     with suppress(ArbError):  # it is replaced, or else refused
-        resume_run(run / start, Observer())
+        resume_run(run / f"step-{start:06d}.safetensors", Observer())
     assert_untouched(home)
 
 
-def test_links_at_the_names_of_checkpoints_are_replaced(finished, home, tmp_path):
+def test_links_at_the_names_of_checkpoints_are_replaced(finished_run, home, tmp_path):
     run = tmp_path / "run"
-    shutil.copytree(finished, run)
+    shutil.copytree(finished_run, run)
     names = [path.name for path in run.iterdir() if path.name > "step-000002.z"]
     names += [f"best-{step:06d}.safetensors" for step in range(1, 6)]
     names += ["step-000005.safetensors", "step-000004.safetensors.aside"]
@@ -100,13 +91,13 @@ def test_link_at_the_name_of_an_output_is_replaced(home, tmp_path):
 
 @pytest.mark.parametrize("form", ["safetensors", "hf"])
 def test_export_into_a_folder_with_links_writes_nothing_through_them(
-    form, finished, home, tmp_path
+    form, finished_run, home, tmp_path
 ):
     shared = tmp_path / "shared"
     shared.mkdir()
     for name in (".model.tmp", ".model.0123abcd.tmp"):
         (shared / name).symlink_to(home if form == "hf" else home / "precious")
-    export(finished, form, out=shared / "model")
+    export(finished_run, form, out=shared / "model")
     assert (shared / "model").exists()
     assert_untouched(home)
 

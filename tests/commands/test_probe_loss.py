@@ -8,27 +8,20 @@ from typer.testing import CliRunner
 from arbcli.base.errors import ArbError
 from arbcli.cli import app
 from arbcli.inspect import plots
-from arbcli.training.configure import new_config
-from arbcli.training.observer import Observer
-from arbcli.training.run import start_run
 
 
 def invoke(*args: str):
     return CliRunner().invoke(app, ["probe-loss", *args])
 
 
-def test_probe_loss_plots_a_saved_model_and_does_not_change_it(tmp_path):
+def test_probe_loss_plots_a_saved_model_and_does_not_change_it(finished_run, tmp_path):
     pytest.importorskip("matplotlib")
-    names = ("dim", "layers", "heads", "ffn", "ctx")
-    sizes = dict(zip(names, (32, 1, 2, 48, 16), strict=True))
-    config = new_config(**sizes, batch=4, steps=4, device="cpu")
-    start_run(config, tmp_path / "run", Observer())
-    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-    args = ["--checkpoint", str(tmp_path / "run"), "--device", "cpu", "--steps", "2", "--json"]
+    before = {path.name: path.read_bytes() for path in finished_run.iterdir()}
+    args = ["--checkpoint", str(finished_run), "--device", "cpu", "--steps", "2", "--json"]
     args += ["--plot", str(tmp_path / "probe.png")]
     report = json.loads(invoke(*args).stdout)
     assert [reading["step"] for reading in report["readings"]] == [4, 5, 6]
-    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    assert {path.name: path.read_bytes() for path in finished_run.iterdir()} == before
     assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "probe.png").stat().st_size > 10_000
 

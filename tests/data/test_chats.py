@@ -39,19 +39,10 @@ def chat(*contents: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    package = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
+def folder(tmp_path_factory, byte_tokenizer):
     pytest.importorskip("jinja2", reason="needs the package jinja2")
-    trained = package.Tokenizer(package.models.BPE())
-    trained.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trained.decoder = package.decoders.ByteLevel()
-    trainer = package.trainers.BpeTrainer(
-        vocab_size=270, special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False,
-        initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    trained.train_from_iterator(["how are you, I am fine"], trainer)
     path = tmp_path_factory.mktemp("tokenizer")
-    trained.save(str(path / "tokenizer.json"))
+    shutil.copy(byte_tokenizer, path)
     (path / "chat_template.jinja").write_text(CHATML)
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     return path

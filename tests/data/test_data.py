@@ -12,7 +12,6 @@ from opened import WRITTEN, opened
 
 from arbcli.base.errors import ArbError
 from arbcli.data import text as data
-from arbcli.data.files import weight_of
 from arbcli.data.opening import open_text, open_texts
 from arbcli.data.text import MAX_OPEN_MAPS, Mixture, Text, batch, digest, entropy
 
@@ -179,20 +178,6 @@ def test_open_texts_reads_folders_sorted_and_without_hidden_files(tmp_path):
     (tmp_path / "broken link").symlink_to(tmp_path / "nowhere")
     texts = open_texts([str(tmp_path)], [str(tmp_path)], seed=0, context=1)
     assert lines_of(texts.train) == ["0.txt\n", "a-0/x\n", "a/y/x\n", "a/z.txt\n", "b.txt\n"]
-
-
-@pytest.mark.parametrize("weight", ["1", "0.5", ".5", "007.25", "9" * 9])
-def test_weight_follows_the_last_colon(tmp_path, weight):
-    assert weight_of(f"{tmp_path}/a:b.txt:{weight}") == (f"{tmp_path}/a:b.txt", float(weight))
-
-
-def test_open_texts_counts_a_file_once(tmp_path, monkeypatch):
-    path = write(tmp_path / "book.txt", random_bytes(100))
-    (tmp_path / "link.txt").symlink_to(path)
-    monkeypatch.chdir(tmp_path)
-    entries = ["link.txt", "book.txt", str(path), ".", "*.txt", "../" + tmp_path.name]
-    texts = open_texts(entries, None, seed=0, context=8)
-    assert len(texts.train) + len(texts.val) == 100
 
 
 def test_open_texts_defaults_to_the_standard_library():

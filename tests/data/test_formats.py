@@ -202,20 +202,9 @@ def test_run_of_stdin_is_resumed_from_the_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Tokenizer:
-    """A tokenizer of bytes and two words, of which some characters are cut into several tokens."""
-    package = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
-    letters = sorted(package.pre_tokenizers.ByteLevel.alphabet())
-    merges = [("d", "o"), ("do", "c"), ("m", "e")]
-    words = [*letters, *("".join(pair) for pair in merges)]
-    numbers = {word: number for number, word in enumerate(words)}
-    made = package.Tokenizer(package.models.BPE(vocab=numbers, merges=merges))
-    made.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = package.decoders.ByteLevel()
-    made.add_special_tokens(["<|end|>"])
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    made.save(str(path))
-    return Tokenizer.read(path)
+def tokenizer(byte_tokenizer) -> Tokenizer:
+    """A tokenizer of bytes and words, of which some characters are cut into several tokens."""
+    return Tokenizer.read(byte_tokenizer)
 
 
 def header(magic: int, version: int, tokens: int) -> bytes:
@@ -257,7 +246,7 @@ def test_shard_has_the_windows_of_the_tokenised_text(
 
 
 def test_documents_of_a_shard_keep_their_end_token(tokenizer, tmp_path):
-    end = tokenizer.special("<|end|>")
+    end = tokenizer.special("<|im_end|>")
     tokens = [
         token
         for document in DOCUMENTS_OF_TEXT

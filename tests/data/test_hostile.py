@@ -13,22 +13,9 @@ from arbcli.base.run_files import latest_run
 from arbcli.config.presets import config_from_dict
 from arbcli.generation.load import load_model
 from arbcli.model.build import build_model
-from arbcli.training.configure import new_config
 from arbcli.training.observer import Observer
 from arbcli.training.resume import resume_run
-from arbcli.training.run import start_run
 from tests.model.test_checkpoint import pack, reseal, unpack
-
-SMALL = {"dim": 32, "layers": 2, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2}
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "text.txt").write_bytes(b"ternary weights learn to read. " * 100)
-    config = new_config(**SMALL, data=[str(folder / "text.txt")], device="cpu", steps=1)
-    start_run(config, folder / "run", Observer())
-    return folder / "run"
 
 
 def of_model(**changes):
@@ -71,8 +58,8 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("number", range(len(HOSTILE)))
-def test_hostile_configuration_is_refused_by_name(number, run, tmp_path):
-    header, data = unpack((run / "step-000001.safetensors").read_bytes())
+def test_hostile_configuration_is_refused_by_name(number, finished_run, tmp_path):
+    header, data = unpack((finished_run / "step-000001.safetensors").read_bytes())
     config = HOSTILE[number](saved_config(header))
     assert_refused(tmp_path, pack(reseal(header, {"config": config}), data))
 
@@ -92,9 +79,9 @@ def assert_refused(folder: Path, content: bytes, hole: int = 0) -> None:
     assert caught.value.hint
 
 
-def test_model_of_terabytes_is_refused_by_name(run, tmp_path):
+def test_model_of_terabytes_is_refused_by_name(finished_run, tmp_path):
     """In a file that has holes in place of its tensors."""
-    header, _ = unpack((run / "step-000001.safetensors").read_bytes())
+    header, _ = unpack((finished_run / "step-000001.safetensors").read_bytes())
     block = {"mixer": {"kind": "attention", "heads": 1}, "channel": {"kind": "mlp", "width": 1}}
     config = of_model(stages=[{"dim": 2**18, "blocks": [block]}])(saved_config(header))
     with torch.device("meta"):
@@ -130,11 +117,11 @@ NO_FACTS = {
 
 
 @pytest.mark.parametrize("name", NO_FACTS)
-def test_hostile_config_of_a_run_is_refused(name, run, tmp_path):
-    facts = json.loads((run / "config.json").read_text())
+def test_hostile_config_of_a_run_is_refused(name, finished_run, tmp_path):
+    facts = json.loads((finished_run / "config.json").read_text())
     (tmp_path / "run").mkdir()
     write_json(tmp_path / "run" / "config.json", NO_FACTS[name](facts))
-    (checkpoint,) = run.glob("*1.safetensors")
-    os.link(checkpoint, tmp_path / "run" / checkpoint.name)
+    checkpoint = "step-000001.safetensors"
+    os.link(finished_run / checkpoint, tmp_path / "run" / checkpoint)
     with pytest.raises(ArbError):
         resume_run(latest_run(tmp_path), Observer())

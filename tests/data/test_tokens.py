@@ -27,22 +27,6 @@ def random_lines(seed: int, lines: int) -> str:
     return "".join(" ".join(WORDS[pick] for pick in line) + ".\n" for line in picks)
 
 
-@pytest.fixture(scope="module")
-def tokenizer_file(tmp_path_factory):
-    package = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
-    trained = package.Tokenizer(package.models.BPE())
-    trained.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trained.decoder = package.decoders.ByteLevel()
-    alphabet = package.pre_tokenizers.ByteLevel.alphabet()
-    trainer = package.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    trained.train_from_iterator([random_lines(0, 200)], trainer)
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    trained.save(str(path))
-    return path
-
-
 @pytest.fixture
 def text_file(tmp_path):
     path = tmp_path / "text.txt"
@@ -51,8 +35,8 @@ def text_file(tmp_path):
 
 
 @pytest.fixture
-def tokenizer(tokenizer_file) -> Tokenizer:
-    return Tokenizer.read(tokenizer_file)
+def tokenizer(byte_tokenizer) -> Tokenizer:
+    return Tokenizer.read(byte_tokenizer)
 
 
 def all_tokens(text: Text) -> list[int]:
@@ -99,15 +83,15 @@ def test_mixture_of_tokens_keeps_its_weights_and_never_mixes_a_window(tmp_path, 
 
 
 def test_text_cannot_make_special_tokens(tokenizer):
-    special = tokenizer._tokenizer.token_to_id("<|end|>")
-    assert special not in tokenizer.encode(b"an <|end|> in text")
-    assert tokenizer.decode(tokenizer.encode(b"an <|end|> in text")) == "an <|end|> in text"
+    special = tokenizer._tokenizer.token_to_id("<|im_end|>")
+    assert special not in tokenizer.encode(b"an <|im_end|> in text")
+    assert tokenizer.decode(tokenizer.encode(b"an <|im_end|> in text")) == "an <|im_end|> in text"
     # nor once a template has written them, or has failed to
-    assert special in [token for token, _ in tokenizer.encode_marked("an <|end|>")]
-    assert special not in tokenizer.encode(b"an <|end|> in text")
+    assert special in [token for token, _ in tokenizer.encode_marked("an <|im_end|>")]
+    assert special not in tokenizer.encode(b"an <|im_end|> in text")
     with pytest.raises(ArbError):
         tokenizer.encode_marked(7)
-    assert special not in tokenizer.encode(b"an <|end|> in text")
+    assert special not in tokenizer.encode(b"an <|im_end|> in text")
 
 
 @pytest.mark.parametrize(("written", "before"), [
@@ -143,7 +127,7 @@ def test_characters_come_as_soon_as_they_are_whole(tokenizer):
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"model": {"type": "none"}}'])
-def test_file_that_is_not_a_tokenizer_is_refused_in_one_line(content, tmp_path, tokenizer_file):
+def test_file_that_is_not_a_tokenizer_is_refused_in_one_line(content, tmp_path, byte_tokenizer):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
     with pytest.raises(ArbError, match="is not a tokenizer") as refused:
@@ -201,18 +185,18 @@ def run_json(arb_here, *args: str) -> list[dict]:
 
 
 def test_run_of_tokens_is_trained_evaluated_resumed_and_written(
-    text_file, tokenizer_file, tmp_path, arb_here
+    text_file, byte_tokenizer, tmp_path, arb_here
 ):
     run = tmp_path / "run"
-    text = ["--data", str(text_file), "--tokenizer", str(tokenizer_file)]
+    text = ["--data", str(text_file), "--tokenizer", str(byte_tokenizer)]
     *_, last, _ = run_json(arb_here, "train", *SMALL, *text, "--quiet", "--out", str(run))
-    tokenizer = Tokenizer.read(tokenizer_file)
+    tokenizer = Tokenizer.read(byte_tokenizer)
     texts = open_texts([str(text_file)], None, seed=0, context=12)
     val = tokenised(texts.val, tokenizer)
     assert last["token_val_loss"] == pytest.approx(last["val_loss"] * val.symbol_bytes)
     assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2))
     assert abs(last["token_val_loss"] - math.log(tokenizer.size)) < 1
-    assert (run / "tokenizer.json").read_bytes() == tokenizer_file.read_bytes()
+    assert (run / "tokenizer.json").read_bytes() == byte_tokenizer.read_bytes()
     # the run has its own
     saved = ["--checkpoint", str(run), "--device", "cpu"]
     (report,) = run_json(arb_here, "evaluate", *saved, "--quiet")
@@ -224,7 +208,7 @@ def test_run_of_tokens_is_trained_evaluated_resumed_and_written(
     (written,) = run_json(arb_here, "generate", *saved, "--prompt", "ternary", "--length", "9")
     assert written["length"] == 9
     assert arb_here("train", "--resume", str(run), "--steps", "4", "--quiet").returncode == 0
-    (run / "tokenizer.json").write_bytes(tokenizer_file.read_bytes() + b"\n")
+    (run / "tokenizer.json").write_bytes(byte_tokenizer.read_bytes() + b"\n")
     for command in (["train", "--resume", str(run), "--steps", "9"], ["generate", *saved]):
         done = arb_here(*command)
         assert done.returncode == 2
@@ -244,18 +228,18 @@ MODEL = (
 @pytest.mark.parametrize(
     ("vocabulary", "with_tokenizer", "words", "said"),
     [
-        (300, False, [], "--tokenizer"),
+        (270, False, [], "--tokenizer"),
         (200, True, [], "has tokens up to {last:,}, and the model's vocabulary has 200"),
-        (None, True, [*SMALL, "--ctx", "200"], "201 tokens or more"),
+        (None, True, [*SMALL, "--ctx", "254"], "255 tokens or more"),
     ],
 )
 def test_model_text_and_tokenizer_that_do_not_fit_are_refused(
-    vocabulary, with_tokenizer, words, said, text_file, tokenizer_file, tmp_path, arb_here
+    vocabulary, with_tokenizer, words, said, text_file, byte_tokenizer, tmp_path, arb_here
 ):
     if vocabulary:
         (tmp_path / "model.toml").write_text(MODEL.format(vocabulary))
         words = ["--model", str(tmp_path / "model.toml")]
-    words = [*words, *["--tokenizer", str(tokenizer_file)] * with_tokenizer]
+    words = [*words, *["--tokenizer", str(byte_tokenizer)] * with_tokenizer]
     done = arb_here("train", "--data", str(text_file), "--no-save", *words)
     assert done.returncode == 2
-    assert said.format(last=Tokenizer.read(str(tokenizer_file)).size - 1) in done.stderr
+    assert said.format(last=Tokenizer.read(str(byte_tokenizer)).size - 1) in done.stderr

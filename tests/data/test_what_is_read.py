@@ -74,19 +74,6 @@ def test_schema_names_the_wrong_field():
         assert (str(told.value), told.value.hint) == (said, "h")
 
 
-@pytest.fixture(scope="module")
-def finished_run(tmp_path_factory) -> Path:
-    """Start a run, and return its directory."""
-    folder = tmp_path_factory.mktemp("runs")
-    (folder / "text.txt").write_bytes(b"ternary weights learn to read. " * 100)
-    config = new_config(
-        **SHAPE, batch=2, steps=3, data=[str(folder / "text.txt")], device="cpu",
-        eval_every=1, save_every=1, keep_best=True,
-    )  # fmt: skip
-    start_run(config, folder / "run", Observer())
-    return folder / "run"
-
-
 @pytest.fixture
 def run(finished_run, tmp_path) -> Path:
     copy = tmp_path / "run"
@@ -112,7 +99,7 @@ def test_torn_or_altered_lines_of_records_are_left_out(run):
         path.write_bytes(whole + line)
         assert read_records(run) == good, line
         assert read_all_records(run) == (good, 1 + (len(line) > LONGEST_LINE)), line
-        assert best_step(read_records(run)) in (1, 2, 3), line
+        assert best_step(read_records(run)) in (1, 2, 3, 4), line
     path.write_bytes(whole + b"\n".join(BAD_LINES))
     notes: list[str] = []
     report = open_saved(run, notes.append).report()
@@ -144,9 +131,9 @@ def test_threads_that_no_machine_has_are_not_believed(run):
     notes: list[str] = []
     observer = Observer()
     observer.noted = notes.append
-    resume_run(run, observer, steps=4)
+    resume_run(run, observer, steps=5)
     assert any("began with 1,000,000 threads, too many for this machine" in n for n in notes)
-    assert (run / "step-000004.safetensors").exists()
+    assert (run / "step-000005.safetensors").exists()
 
 
 def test_run_that_was_started_last_is_found_with_the_clock_set_back(finished_run, tmp_path):

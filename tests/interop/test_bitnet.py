@@ -27,14 +27,12 @@ MODES = {
 """Forms of weights: floats whose trits follow from them, and packed ones with one scale."""
 
 
-@pytest.fixture(scope="module")
-def transformers():
+@pytest.fixture(scope="module", autouse=True)
+def eager():
+    """Compile no layer of Transformers, which takes a C++ compiler."""
     pytest.importorskip("accelerate", reason="needs the extra `trainers`")
-    module = pytest.importorskip("transformers", reason="needs the extra `export-test`")
-    module.logging.set_verbosity_error()
-    module.logging.disable_progress_bar()
-    torch._dynamo.config.disable = True  # its layers are compiled, which takes a C++ compiler
-    yield module
+    torch._dynamo.config.disable = True
+    yield
     torch._dynamo.config.disable = False
 
 

@@ -149,9 +149,8 @@ ATTENTION = {
 
 
 @pytest.mark.parametrize("kind", mostly_slow(ATTENTION, lambda kind: kind != "qwen2"))
-def test_transformers_reads_the_bytes_of_a_text(saved, tmp_path, kind):
+def test_transformers_reads_the_bytes_of_a_text(saved, tmp_path, kind, transformers):
     """Its own tokenizer of a Qwen 2 composes characters."""
-    transformers = pytest.importorskip("transformers", reason="needs the extra `export-test`")
     fields = {
         name if "." in name else f"attention.{name}": value
         for name, value in ATTENTION[kind].items()
@@ -166,8 +165,7 @@ def test_transformers_reads_the_bytes_of_a_text(saved, tmp_path, kind):
         assert ids == list("cafe\u0301\n 12".encode())
 
 
-def test_transformers_computes_the_same_with_sub_norms(saved, tmp_path):
-    transformers = pytest.importorskip("transformers", reason="needs the extra `export-test`")
+def test_transformers_computes_the_same_with_sub_norms(saved, tmp_path, transformers):
     checkpoint, folder = saved(), tmp_path / "model"
     export(checkpoint, "hf", out=folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -117,10 +117,8 @@ def saved_model(folder: Path, config: ModelConfig) -> tuple[LanguageModel, Path]
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory) -> SimpleNamespace:
+def exported(tmp_path_factory, transformers) -> SimpleNamespace:
     """Export the models, and read all folders in one process that cannot import arb."""
-    transformers = pytest.importorskip("transformers", reason="needs the extra `export-test`")
-    transformers.logging.disable_progress_bar()
     folder, expected = tmp_path_factory.mktemp("remote"), {}
     for name, number in NUMBERS.items():
         model, checkpoint = saved_model(folder / f"run{number}", CONFIGS[name])

@@ -21,11 +21,6 @@ from arbcli.interop.huggingface.folder import WeightFolder
 from arbcli.interop.importing import import_folder, read_float
 
 
-@pytest.fixture(scope="module")
-def transformers():
-    return pytest.importorskip("transformers", reason="needs the extra `export-test`")
-
-
 def read(folder, **storage) -> ModelConfig:
     return read_config(read_json(folder / "config.json"), "it", **storage)
 

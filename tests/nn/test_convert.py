@@ -18,15 +18,6 @@ from arbcli.model.rules import DIRECTION
 from arbcli.model.updater import Updater
 from arbcli.nn.weights import Anchored, ExpertStack, Matrix, Numbers, Symbols
 
-
-@pytest.fixture(scope="module")
-def transformers():
-    module = pytest.importorskip("transformers", reason="needs the extra `export-test`")
-    module.logging.set_verbosity_error()
-    module.logging.disable_progress_bar()
-    return module
-
-
 FLOATS = ("inv_freq", "embed_scale")
 """Ends of the names of the floats that these models keep: constants."""
 

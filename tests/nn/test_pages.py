@@ -12,11 +12,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch, transformers) -> Path:
     """A folder `Qwen3-0.6B` with a tiny model and a tokenizer, in the current directory."""
-    transformers = pytest.importorskip("transformers", reason="needs the extra `export-test`")
     tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `tokens`")
-    transformers.logging.disable_progress_bar()
     words = {f"w{number}": number for number in range(96)}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()

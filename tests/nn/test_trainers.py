@@ -9,14 +9,7 @@ import torch
 
 import arbcli
 
-
-@pytest.fixture(scope="module")
-def transformers():
-    module = pytest.importorskip("transformers", reason="needs the extra `trainers`")
-    pytest.importorskip("accelerate", reason="needs the extra `trainers`")
-    module.logging.set_verbosity_error()
-    module.logging.disable_progress_bar()
-    return module
+pytest.importorskip("accelerate", reason="needs the extra `trainers`")
 
 
 class Killed(Exception):
