@@ -1,12 +1,15 @@
 """The layers import downwards only, and triton stays in its place."""
 
 import ast
+import builtins
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+from apparatus.forking import run_forked
 from syntax import kernel_files, parsed, statements, walk
 
 PACKAGE = Path(__file__).parents[1] / "arbcli"
@@ -112,19 +115,8 @@ ALTERNATIVES = (
 """Modules that a dense run in one process does not need."""
 
 
-STAGES = {
-    "import arbcli.model.parts.mlp\n": (50, 4_300),
-    "import arbcli.training.trainer\n": (92, 10_900),
-    "with tempfile.TemporaryDirectory() as folder:\n"
-    "    text = Path(folder, 'text.txt')\n"
-    "    text.write_bytes(bytes(range(32, 127)) * 200)\n"
-    "    place = {'data': [text], 'device': 'cpu'}\n"
-    "    config = arbcli.configure(preset='tiny', layers=1, steps=1, batch=1, ctx=16, **place)\n"
-    "    report = arbcli.train(config, Path(folder, 'run'))\n"
-    "assert report.sample and report.val_loss < 8\n": (140, 15_950),
-}
-"""Stages of a process, the last of which trains a step on a CPU, evaluates, saves and samples, and
-the largest numbers of modules and of lines of code that may be loaded after each."""
+MOST = ((50, 4_300), (92, 10_900), (140, 15_950))
+"""Largest numbers of modules and of lines of code that may be loaded after each stage."""
 OF_A_RUN = ("model.cache", "model.state", "kernels.runtime.native_library")
 """Modules that its sample and its backend need."""
 
@@ -140,26 +132,44 @@ def code_lines(path: Path) -> int:
     return len(lines)
 
 
-def test_step_without_triton_loads_what_it_needs_and_neither_alternatives_nor_a_compiler():
-    code = (
-        "import sys, tempfile\n"
-        "from pathlib import Path\n"
-        "sys.modules['triton'] = None\n"
-        "def show():\n"
-        "    ours = [m for name, m in sys.modules.items() if name.startswith('arbcli')]\n"
-        "    print(*(m.__file__ for m in ours), sep='\\n', end='\\n\\n')\n"
-        + "".join(f"{stage}show()\n" for stage in STAGES)
-        + "assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules), 'take two seconds'\n"
-        "from arbcli.inspect.peak import predict_peak\n"
-        "assert predict_peak(config).peak_bytes\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    shown = done.stdout.strip().split("\n\n")
-    for lines, (most_modules, most_lines) in zip(shown, STAGES.values(), strict=True):
-        paths = [Path(line) for line in lines.splitlines()]
+def load_in_stages(folder: Path) -> None:
+    """Import, train a step on a CPU, evaluate, save and sample, and write what is loaded then."""
+    sys.modules["triton"] = None
+    importing = builtins.__import__
+
+    def watched(name: str, *args, **options):
+        assert not name.startswith(("torch._dynamo", "torch._inductor")), "takes two seconds"
+        return importing(name, *args, **options)
+
+    def show(number: int) -> None:
+        ours = [module for name, module in sys.modules.items() if name.startswith("arbcli")]
+        (folder / f"loaded{number}").write_text("\n".join(module.__file__ for module in ours))
+
+    builtins.__import__ = watched
+    importlib.import_module("arbcli.model.parts.mlp")
+    show(0)
+    importlib.import_module("arbcli.training.trainer")
+    show(1)
+    arbcli = importlib.import_module("arbcli")
+    (folder / "text.txt").write_bytes(bytes(range(32, 127)) * 200)
+    given = {"preset": "tiny", "layers": 1, "steps": 1, "batch": 1, "ctx": 16, "device": "cpu"}
+    config = arbcli.configure(data=[folder / "text.txt"], **given)
+    report = arbcli.train(config, folder / "run")
+    assert report.sample
+    assert report.val_loss < 8
+    show(2)
+    builtins.__import__ = importing
+    assert importlib.import_module("arbcli.inspect.peak").predict_peak(config).peak_bytes
+
+
+def test_step_without_triton_loads_what_it_needs_and_neither_alternatives_nor_a_compiler(tmp_path):
+    log = tmp_path / "log"
+    assert run_forked(lambda: load_in_stages(tmp_path), log) == 0, log.read_text()
+    for number, (most_modules, most_lines) in enumerate(MOST):
+        paths = [Path(line) for line in (tmp_path / f"loaded{number}").read_text().splitlines()]
         names = {".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in paths}
         needless = {n for n in names if n.startswith(ALTERNATIVES) and not n.endswith("__init__")}
-        assert needless <= {*(OF_A_RUN if lines is shown[-1] else ())}
+        assert needless <= {*(OF_A_RUN if number == 2 else ())}
         assert len(paths) <= most_modules
         assert sum(map(code_lines, paths)) <= most_lines
 

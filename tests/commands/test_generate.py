@@ -28,7 +28,7 @@ def run(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("saved")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     sizes = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 8}
-    config = new_config(**sizes, steps=40, device="cpu", data=[str(folder / "text.txt")])
+    config = new_config(**sizes, steps=20, device="cpu", data=[str(folder / "text.txt")])
     start_run(config, folder / "run", Observer())
     return str(folder / "run")
 
@@ -84,7 +84,7 @@ def test_generate_writes_the_same_as_json_bytes_and_text(generate, monkeypatch):
     assert generate(*args).stdout == report["text"]
     assert "\ufffd" in report["text"]
     assert (report["prompt"], report["seed"], report["length"]) == ("\n", 7, 60)
-    assert report["checkpoint"].endswith("step-000040.safetensors")
+    assert report["checkpoint"].endswith("step-000020.safetensors")
     assert report["bytes_per_second"] > 0
 
 
@@ -110,7 +110,7 @@ def masked_run(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def fill_run(tmp_path_factory) -> str:
-    return filling_run(tmp_path_factory, "fill", "abcd", ctx=24, steps=50)
+    return filling_run(tmp_path_factory, "fill", "abcd", ctx=24, steps=30)
 
 
 def filling_run(tmp_path_factory, objective: str, words: str, ctx: int, steps: int) -> str:
@@ -197,7 +197,7 @@ def test_evaluate_takes_the_held_out_text_of_the_last_run(run, arb_here, tmp_pat
     report = json.loads(done.stdout)
     assert report["text"].startswith("held out of ")
     assert report["bytes"] == len(TEXT.encode()) // 10
-    assert report["checkpoint"] == "runs/run/step-000040.safetensors"
+    assert report["checkpoint"] == "runs/run/step-000020.safetensors"
     told = "the text is not the one that"
     text = Path(run).parent / "text.txt"
     text.write_bytes(TEXT.encode() + b"more")
