@@ -72,22 +72,8 @@ def test_container_file_names_existing_files(arb_here):
     built = {"pyproject.toml", about["readme"], *about["license-files"], "arbcli"}
     assert built | {"requirements.lock"} == set(SOURCES)
     assert all((ROOT / name).exists() for name in SOURCES)
-    # a release, and its digest, as names of releases move
-    base = r"^FROM python:(\d+\.\d+)\.\d+-slim-[a-z]+@sha256:[0-9a-f]{64}$"
-    (version,) = re.findall(base, CONTAINERFILE, re.MULTILINE)
-    assert f"Programming Language :: Python :: {version}" in about["classifiers"]
-    assert "pip install --no-cache-dir --require-hashes -r /arb/requirements.lock" in CONTAINERFILE
-    assert re.search(r"^RUN pip install .* --no-deps .* /arb ", CONTAINERFILE, re.MULTILINE)
-    (user,) = re.findall(r"^USER (.+)$", CONTAINERFILE, re.MULTILINE)
-    assert re.search(rf"useradd .* {user} ", CONTAINERFILE)
-    (command,) = re.findall(r'^ENTRYPOINT \["(.+)"\]$', CONTAINERFILE, re.MULTILINE)
-    assert command in about["scripts"]
     (options,) = re.findall(r'^CMD \["(.+)"\]$', CONTAINERFILE, re.MULTILINE)
     assert arb_here(options).returncode == 0
-    (folder,) = re.findall(r"^WORKDIR (.+)$", CONTAINERFILE, re.MULTILINE)
-    (mounted, name, *used) = re.findall(r'-v "\$PWD:(\S+)" (\S+) (\S+) (--\S+)', CONTAINERFILE)[0]
-    assert (mounted, name) == (folder, "arb")
-    assert used[1] in arb_here(used[0], "--help").stdout
 
 
 def test_lowest_packages_are_those_that_are_promised():

@@ -63,7 +63,10 @@ SCENES: dict[str, list[str]] = {
     "nothing there": ["evaluate", "--checkpoint", "nowhere", "--data", "text.txt"],
 }  # fmt: skip
 """Commands in their order, in a folder with two texts and prompts."""
-RECORDS = ("a/metrics.jsonl", "a/config.json", "hf/config.json")
+RECORDS = (
+    "a/metrics.jsonl", "a/config.json", "hf/config.json", "hf/generation_config.json",
+    "hf/tokenizer_config.json",
+)  # fmt: skip
 
 
 def run_commands() -> list[str]:
