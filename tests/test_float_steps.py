@@ -69,10 +69,9 @@ def test_eight_bits_step_as_bf16_does_within_their_rounding():
     assert torch.cosine_similarity(first, second, dim=0) > 0.95
 
 
-@pytest.mark.parametrize("kind", ["LoRA 256", "LoRA 16"])
-def test_adapters_leave_the_weights(kind):
-    whole, _ = tuned(kind)
-    begun = dict(tuned(kind, 0)[0].model.named_parameters())
+def test_adapters_leave_the_weights():
+    whole, _ = tuned("LoRA 16")
+    begun = dict(tuned("LoRA 16", 0)[0].model.named_parameters())
     changed = {
         name
         for name, weight in whole.model.named_parameters()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import measuring, results
+from benchmarks import results
 from benchmarks.results import FOLDER, KEYS, add_runs, load, options
 from benchmarks.tables import pages
 from benchmarks.tables.steps import faster, speed_ratio
@@ -131,12 +131,3 @@ def test_every_result_is_shown_by_a_page_or_a_figure():
     shown = {file for module in pages.PAGES.values() for file, _ in module.TABLES.values()}
     assert {path.stem for path in FOLDER.glob("*.json")} == shown
     assert shown <= set(KEYS)
-
-
-def test_functions_are_called_in_turns():
-    called = []
-    rounds = measuring.in_turns(
-        2, lambda: called.append("a") or 1.0, lambda: called.append("b") or 2.0
-    )
-    assert called == ["a", "b", "a", "b"]
-    assert rounds == [[1.0, 1.0], [2.0, 2.0]]

@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("media")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        samples = np.rint(9000 * np.sin(0.3 * np.arange(800))).astype(np.int16)
+        samples = np.rint(9000 * np.sin(0.3 * np.arange(400))).astype(np.int16)
         soundfile.write(folder / "a.wav", samples, 8000)
         shades = np.arange(12 * 10, dtype=np.uint8).reshape(10, 12)
         Image.fromarray(shades).save(folder / "b.png")
@@ -48,7 +48,7 @@ def test_evaluate_tells_loss_by_kind_in_the_forms_of_the_run(call, folder):
     by_kind = {kind["kind"]: kind for kind in report["by_kind"]}
     assert by_kind.keys() == {"text", "sound", "picture"}
     assert sum(kind["bytes"] for kind in by_kind.values()) == report["bytes"]
-    assert (by_kind["sound"]["units"], by_kind["picture"]["units"]) == (1600, 120)
+    assert (by_kind["sound"]["units"], by_kind["picture"]["units"]) == (800, 120)
     assert by_kind["sound"]["peer_bits_per_unit"].keys() == {"FLAC"}
     shown = call("evaluate", "--data", str(folder / "b.png"), "--quiet").stdout
     assert "picture: bits a pixel" in shown
@@ -62,15 +62,15 @@ def test_resume_reads_the_same_forms(folder, monkeypatch):
 
 
 def test_sound_is_continued_and_written(call, folder, tmp_path):
-    for words, frames in (([], 800), (["--keep", "1", "--length", "100"], 850),
-                          (["--keep", "0.25"], 800)):  # fmt: skip
+    for words, frames in (([], 400), (["--keep", "1", "--length", "100"], 450),
+                          (["--keep", "0.25"], 400)):  # fmt: skip
         done = call("generate", "--prompt-file", str(folder / "a.wav"), "--out",
                     str(tmp_path / "b.flac"), *words)  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert done.stdout == ""
         made, rate = soundfile.read(tmp_path / "b.flac", dtype="int16")
         first, _ = soundfile.read(folder / "a.wav", dtype="int16")
-        kept = {0: 400, 4: 800, 2: 200}[len(words)]
+        kept = {0: 200, 4: 400, 2: 100}[len(words)]
         assert (len(made), rate) == (frames, 8000)
         assert np.array_equal(made[:kept], first[:kept])
         assert f"{frames / 8000:.2f} of {frames / 8000:.2f} s" in done.stderr

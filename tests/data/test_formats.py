@@ -217,9 +217,10 @@ def write_shard(path: Path, tokens: list[int], width: int, *, has_header: bool) 
     path.write_bytes(beginning + np.array(tokens, f"<u{width}").tobytes())
 
 
-@pytest.mark.parametrize("chunk", [3, 4096])
-@pytest.mark.parametrize("has_header", [True, False], ids=["header", "none"])
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize(
+    ("width", "has_header", "chunk"),
+    [(2, True, 3), (2, False, 4096), (4, True, 4096), (4, False, 3)],
+)
 def test_shard_has_the_windows_of_the_tokenised_text(
     width, has_header, chunk, tokenizer, tmp_path, monkeypatch
 ):
@@ -263,24 +264,12 @@ def test_documents_of_a_shard_keep_their_end_token(tokenizer, tmp_path):
     mixed = open_text([str(tmp_path / "a.bin")])[0]
     assert digest(texts[0]) == digest(mixed) != digest(texts[1])
     (tmp_path / "c.txt").write_bytes(PLAIN_TEXT)
-    entries = [f"{tmp_path / name}:{weight}" for name, weight in
-               (("a.bin", 1), ("b.bin", 2), ("c.txt", 1))]  # fmt: skip
-    opened = open_texts(entries, None, seed=0, context=8)
-    mixture = tokenised(opened.train, tokenizer)
-    starts = mixture.starts(b"key", 9, 9)
-    rows = mixture.window_batch(starts, 9)
-    first = len(mixture.texts[0])
-    for start, row in zip(starts, rows, strict=True):
-        if start < first:
-            assert row.tolist() == tokens[start : start + 9]
-    assert digest(mixture) == digest(opened.train)
     write_shard(tmp_path / "d.bin", tokens * 2, 2, has_header=False)
     formats = ("bytes", "tokens16", "tokens32")
     read = [
         open_text([str(tmp_path / "d.bin")], Conversion(data_format=form))[0] for form in formats
     ]
     assert len({*map(digest, read)}) == 3
-    assert len({digest(text) for text in (*mixture.texts, mixture)}) == 4
     with pytest.raises(ArbError, match="are of different formats"):
         open_text([str(tmp_path / name) for name in ("a.bin", "c.txt")])
 
