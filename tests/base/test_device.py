@@ -25,13 +25,11 @@ ARM = {"architecture": "arm64", "neon": True, "fp16_arith": True, "bf16": False,
 CPUS = {
     "AVX2": (X86, "fp32"),
     "AVX-512 of 2017, where oneDNN emulates": (X86 | {"avx512_f": True}, "fp32"),
-    "AVX-512 and tiles of integers": (X86 | {"avx512_f": True, "amx_int8": True}, "fp32"),
     "AVX-512 BF16": (X86 | {"avx512_f": True, "avx512_bf16": True}, "bf16"),
     "AMX": (X86 | {"amx_tile": True, "amx_bf16": True}, "bf16"),
     "Arm": (ARM, "fp32"),
     "Arm with fp16 and SVE": (ARM | {"sve": True, "sve_bf16": False, "sve_max_length": 32}, "fp32"),
     "Arm of v8.6": (ARM | {"bf16": True}, "bf16"),
-    "Arm with SVE and bf16": (ARM | {"sve": True, "sve_bf16": True}, "bf16"),
     "unknown": ({"architecture": "riscv64"}, "fp32"),
 }
 

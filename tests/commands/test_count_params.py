@@ -7,15 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from arbcli.cli import app
 from arbcli.config.file import read_model
 from arbcli.inspect.memory import predict
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["count-params", *arguments])
 
 
 @pytest.mark.slow
