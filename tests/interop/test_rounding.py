@@ -1,5 +1,6 @@
 """Weights are rounded as the equations say, and weights of our own grid are read as they are."""
 
+from itertools import takewhile
 from types import SimpleNamespace
 from unittest import mock
 
@@ -31,7 +32,9 @@ def round_reference(
     weight: torch.Tensor, group_size: int, grid: Grid, own_grid: bool = False
 ) -> Rounded:
     """Round (N, K) float32 weights from the equations, a group at a time."""
-    scale_at = {v: float(torch.tensor(2.0 ** (v / 128)).bfloat16()) for v in range(-12288, 4096)}
+    every_v = range(-12288, 4096)
+    scales = torch.tensor([2.0 ** (v / 128) for v in every_v]).bfloat16().tolist()
+    scale_at = dict(zip(every_v, scales, strict=True))
     places = [v for v in scale_at if scale_at[v] != scale_at.get(v - 1)]
     groups = -(-weight.shape[1] // group_size)
     z = torch.zeros(weight.shape, dtype=torch.int8)
@@ -54,7 +57,8 @@ def round_reference(
             tried = [first + place for place in PLACES]
             if own_grid:
                 every = range(first - CLIPPED, len(places))
-                exact = (at for at in every if levels(w, at).any() and error(w, at) == 0)
+                below = takewhile(lambda at, w=w: levels(w, at).any(), every)
+                exact = (at for at in below if error(w, at) == 0)
                 tried = [at for at in [next(exact, None)] if at is not None] or tried
             best = min(tried, key=lambda at: error(w, at))
             v[row, group] = places[best]
