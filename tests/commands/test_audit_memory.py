@@ -15,25 +15,26 @@ SHAPE = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx",
 QUICK = [*SHAPE, "--batch", "2", "--device", "cpu"]
 
 
-def test_audit_memory_prints_one_json_object(arb_here):
-    done = arb_here("audit-memory", *QUICK, "--json")
+def test_audit_memory_prints_one_json_object_and_tells_how_far_it_is(arb_here, monkeypatch):
+    monkeypatch.setattr(output, "PIPE_SECONDS", 0.0)
+    done = arb_here("audit-memory", *QUICK, "--steps", "2", "--json")
     assert done.returncode == 0
     report = json.loads(done.stdout)
     assert report["passed"]
     assert report["measured"]["state_bytes"] == report["predicted"]["total"]["state_bytes"]
     assert report["measured"]["float_parameters"] == report["measured"]["float_buffers"] == 0
-    assert [level["stage"] for level in report["levels"]].count("end") == report["steps"] == 3
+    assert [level["stage"] for level in report["levels"]].count("end") == report["steps"] == 2
+    lines = done.stderr.splitlines()
+    predicting = [f"predicting step {step} of 2" for step in (1, 2)]
+    assert lines[:4] == ["loading", "predicting", *predicting]
+    assert lines[-2:] == ["step 1 of 2", "step 2 of 2"]
 
 
-def test_long_predictions_tell_a_pipe_how_far_they_are(monkeypatch):
+def test_prediction_of_processes_tells_how_far_it_is(monkeypatch):
     monkeypatch.setattr(output, "PIPE_SECONDS", 0.0)
-    of_two = [f"predicting process {number} of 2" for number in (1, 2)]
     words = ["audit-memory", *QUICK, "--budget", "1GB", "--ranks", "2"]
+    of_two = [f"predicting process {number} of 2" for number in (1, 2)]
     assert CliRunner().invoke(app, words).stderr.splitlines() == ["loading", *of_two]
-    lines = [f"predicting step {step} of 2" for step in (1, 2)]
-    measured = CliRunner().invoke(app, ["audit-memory", *QUICK, "--steps", "2"]).stderr.splitlines()
-    assert measured[:4] == ["loading", "predicting", *lines]
-    assert measured[-2:] == ["step 1 of 2", "step 2 of 2"]
 
 
 def after_init(monkeypatch, owner, plant):
