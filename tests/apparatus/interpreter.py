@@ -6,6 +6,7 @@ It hands each call of a builtin through three functions, describes the type and 
 tensor anew, and asks for the types of two operands at seven places.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -33,6 +34,26 @@ def quicken() -> None:
     _take_alike_types_as_they_are()
     _cast_arrays()
     _operate_on_arrays()
+    _unwrap_constants_alone()
+    _read_sources_once()
+
+
+def _unwrap_constants_alone() -> None:
+    core = language.core
+    unwrap, plain = core._unwrap_if_constexpr, {core.tensor, core.dtype, int, bool, type(None)}
+    core._unwrap_if_constexpr = lambda x: x if type(x) in plain else unwrap(x)
+
+
+def _read_sources_once() -> None:
+    """Where a function begins is otherwise read by making it a kernel of a compiler."""
+
+    def rewrite(self) -> Callable:
+        lines, first = inspect.getsourcelines(self.fn)
+        self.filename, self.def_lineno = self.fn.__code__.co_filename, self._find_def(lines)
+        self.def_file_lineno = first + self.def_lineno - 1
+        return self._compile_and_exec(self._transform_ast(self._prepare_source(lines)))
+
+    interpreter.FunctionRewriter.rewrite_ast = rewrite
 
 
 def _call_builtins_directly() -> None:
