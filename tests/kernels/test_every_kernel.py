@@ -220,7 +220,7 @@ def test_kernel_takes_several_turns_where_its_tiles_are_smaller(name, device):
         shrunk.update(smaller)
         kernel.run(*inputs, grid=grid, warmup=False, **options | smaller)
 
-    for case in sample(list(spec.cases(device, 32)))[:4]:  # that have most in them
+    for case in sample(list(spec.cases(device, 32)))[:2]:  # that have most in them
         with replaced_launches(launch):
             assert_triton_agrees(spec, case.label, case.inputs)
     assert shrunk == set(tile)
