@@ -148,7 +148,7 @@ def test_steps_by_kernels_give_the_logits_of_steps_by_parts(small_graph, monkeyp
     @torch.no_grad()
     def read() -> torch.Tensor:
         cache = lm.new_cache(20)  # a window of 16: the ring comes round
-        return torch.cat([lm(part, cache) for part in ids.split([7] + [1] * 13, dim=1)], dim=1)
+        return torch.cat([lm(part, cache) for part in ids.split([14] + [1] * 6, dim=1)], dim=1)
 
     with lm.prepared_weights():
         monkeypatch.setattr(decoding, "fits_prepacked", lambda *_: False)
