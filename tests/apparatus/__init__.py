@@ -7,7 +7,6 @@
 - `graphs` records and replays operations of torch as a CUDA graph does, without a GPU.
 - `killing` kills runs over and over, and compares what is left with an undisturbed run. It is a
   script; `test_kills.py` runs a little of it.
-- `shared` is a script that divides tests among processes of one GPU.
 
 A new apparatus has to find what no test finds without it. One that takes a page to explain, or that
 repeats what a GPU or a user would see at once, does not belong here.

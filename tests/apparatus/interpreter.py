@@ -34,14 +34,7 @@ def quicken() -> None:
     _take_alike_types_as_they_are()
     _cast_arrays()
     _operate_on_arrays()
-    _unwrap_constants_alone()
     _read_sources_once()
-
-
-def _unwrap_constants_alone() -> None:
-    core = language.core
-    unwrap, plain = core._unwrap_if_constexpr, {core.tensor, core.dtype, int, bool, type(None)}
-    core._unwrap_if_constexpr = lambda x: x if type(x) in plain else unwrap(x)
 
 
 def _read_sources_once() -> None:

@@ -210,7 +210,8 @@ def _modules(rooms: tuple[str, ...]) -> Iterator[ModuleType]:
         module = import_module(f"arbcli.{room}")
         yield module
         for info in walk_packages(getattr(module, "__path__", []), f"{module.__name__}."):
-            yield import_module(info.name)
+            if not info.name.endswith(".modeling"):  # which imports Transformers
+                yield import_module(info.name)
 
 
 def _function(value: object) -> Callable | None:

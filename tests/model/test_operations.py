@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from arbcli.config.model import ModelConfig
-from arbcli.config.presets import PRESETS, preset
+from arbcli.config.presets import preset
 from arbcli.families.hnet import config as chunking
 from arbcli.families.media.config import CompositeConfig
 from arbcli.model.build import build_model
@@ -84,10 +84,3 @@ def test_operations_of_compressed_attention_count_attended_positions(small_compr
     positions = 2 * (32 * 112 + 3 * 32 * 48) + 2 * 32 * (7 + 9) + 256 * 32
     entries = 32 * (16 + 2) + 16 * 8 + 16 * 8
     assert forward_operations(config) == 2 * (24 * positions + 8 * entries)
-
-
-def test_operations_of_presets_are_six_a_weight_and_attention():
-    """By hand: 2,048 bytes of 24 blocks, and the head; of the embedding rows are read."""
-    config = PRESETS["1b"]
-    weights = 24 * (4 * 2048**2 + 3 * 2048 * 5632) + 256 * 2048
-    assert step_operations(config) == 2048 * (6 * weights + 12 * 24 * 2048 * 2048)

@@ -24,7 +24,7 @@ from arbcli.model.layers.table import TableWeight
 from arbcli.model.optimizers import DIRECTIONS, orthogonal
 from arbcli.model.optimizers import newton_schulz as iterations
 from arbcli.model.optimizers.newton_schulz import newton_schulz, orthogonalise_stacked
-from arbcli.model.optimizers.orthogonal import near_polar, orthogonalise
+from arbcli.model.optimizers.orthogonal import near_polar
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.rules import DIRECTION, RULES, moment
 from arbcli.model.rules.base import NUM_STREAMS, STEP_OF_RADIX, blend_gains, fixed_point_gains
@@ -188,19 +188,6 @@ def test_newton_schulz_is_the_iteration(shape, composed, device, monkeypatch):
     assert relative_error(polar, iterated(grad)) < 1e-4
     runs = iterations.RUNS
     assert len(grams) == (len(runs) if composed and shape != (30, 45) else sum(runs))
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (200, 17), (3, 16, 64)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_direction_on_a_cpu_is_the_nearest_rational_function(shape, dtype):
-    grad = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul_(1e-9).to(dtype)
-    left, values, right = torch.linalg.svd(grad.double(), full_matrices=False)
-    values = values / (values**4).sum(-1, keepdim=True) ** 0.25
-    (w, *weights), shifts = orthogonal.POLAR_WEIGHTS, orthogonal.SHIFTS
-    factor = w + sum(of / (values**2 + c) for of, c in zip(weights, shifts, strict=True))
-    polar = orthogonalise(grad, torch.bfloat16)
-    assert polar.dtype == torch.float32
-    assert relative_error(polar, left * (values * factor)[..., None, :] @ right) < 1e-3
 
 
 SPECTRA = {
@@ -615,13 +602,12 @@ def test_small_matrices_of_a_stack_step_together_with_the_same_bits(device, monk
             stack.initialise(seed=0, index=0)
             updater = Updater([stack], 3, torch.float32, held_bytes)
             merged.clear()
-            for step in range(2):
-                updater.begin(step, lr=1.0)
-                grad = gradient(device, step, (EXPERTS, HEIGHT, DIM))
-                grad[1, 2, 3] = torch.nan if step else 1.0
-                for where in (range(2), range(2, 3)):
-                    updater(stack, grad[where.start : where.stop], where)
-                updater.finish()
+            updater.begin(0, lr=1.0)
+            grad = gradient(device, 0, (EXPERTS, HEIGHT, DIM))
+            grad[1, 2, 3] = torch.nan
+            for where in (range(2), range(2, 3)):
+                updater(stack, grad[where.start : where.stop], where)
+            updater.finish()
             states.append(state(stack) | {"counters": updater.counters()})
             assert bool(merged) == (held_bytes > 0 and large == 2**22 and stack.rule.merges)
     for other in states[1:]:

@@ -39,7 +39,7 @@ def test_each_byte_has_the_bits_that_it_has_alone(
     """A product makes the average of a single byte, so products are compared."""
     qkv, keys, values, new, at, *table = drawn(rows, window, position, device)
     before, others = (keys.clone(), values.clone()), (*table, 1e-6, 16)
-    weight = prepack(random_packed(40, 128, 32, torch.Generator()).to(device), gated=False)
+    weight = prepack(random_packed(12, 128, 32, torch.Generator()).to(device), gated=False)
     if rows_of_program is not None:
         monkeypatch.setattr(
             of_several, "rows_of_program", lambda *_, **__: min(rows_of_program, rows)

@@ -84,9 +84,8 @@ def check(width, length, kind, dtype, start, device) -> None:
 @pytest.mark.parametrize(
     ("width", "dtype", "kind", "length", "start"),
     [
-        (64, torch.float32, "chosen", 159, 0), (128, torch.bfloat16, "all", 33, 0),
-        (512, torch.float32, "all", 1, 0), (128, torch.float32, "chosen", 5, 1311),
-        (512, torch.bfloat16, "chosen", 3, LONG - 3), (64, torch.float32, "all", 3, LONG - 3),
+        (128, torch.bfloat16, "all", 33, 0), (128, torch.float32, "chosen", 5, 1311),
+        (64, torch.float32, "all", 3, LONG - 3),
     ],
 )  # fmt: skip
 def test_attention_is_close_to_float64(width, dtype, kind, length, start):

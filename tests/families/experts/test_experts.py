@@ -161,16 +161,15 @@ def iterated_inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return normal(ROWS, LENGTH, 40), normal(ROWS, LENGTH, seed=1).sigmoid()
 
 
-def test_six_of_more_experts_than_a_product_takes_step_together():
-    """A product takes 256 of them; the step of one does not depend on the others."""
+def test_six_of_384_experts_step_together():
     config = preset(
-        "tiny", dim=16, heads=1, layers=1, ffn=4, ctx=8, experts=257, top_k_experts=6,
+        "tiny", dim=16, heads=1, layers=1, ffn=4, ctx=8, experts=384, top_k_experts=6,
         direction="factored",
     )  # fmt: skip
     lm = build_model(config, torch.float32)
     lm.initialise(0)
     (experts,) = (part for part in lm.modules() if isinstance(part, Experts))
-    assert experts.down.matrices == 257
+    assert experts.down.matrices == 384
     for weight in lm.weights().values():
         weight.sink = lambda *_: None
     experts.down.sink = updater = Updater([experts.down], 0, torch.float32)
@@ -181,7 +180,7 @@ def test_six_of_more_experts_than_a_product_takes_step_together():
     lm.after_step()
     gate = experts.gate
     assert gate.load.sum() == 2 * 8 * 6
-    moved = (experts.down.trits != before).view(257, -1).any(dim=1)
+    moved = (experts.down.trits != before).view(384, -1).any(dim=1)
     assert moved.any()
     assert not moved[gate.load == 0].any()
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from arbcli.families.votes.kernels.cast_votes import cast_trit_votes
 from arbcli.families.votes.kernels.hold_flips import hold_flips
-from arbcli.kernels.codec.packing import pack_trits, unpack_trits
+from arbcli.kernels.codec.packing import pack_trits
 from arbcli.verify.kernels.codec.packing import random_trits, unpack_trits_reference
 from arbcli.verify.kernels.update.random_bits import random_bits_reference
 
@@ -70,41 +69,3 @@ def test_held_trits_equal_the_reference(shape, threshold, most, device):
 
 def cpu(part):
     return part.cpu() if isinstance(part, torch.Tensor) else part
-
-
-@pytest.mark.parametrize("most", [1, 10, 100])
-def test_no_more_flip_than_may_and_the_most_voted_do(most, device):
-    packed, votes, grad = ballot(33, 123, 9, device)
-    ok, threshold = scalar(1, device), scalar(3, device)
-    held = hold_flips(packed, votes, grad, threshold, scalar(1, device), most)
-    old = unpack_trits(packed, 123)
-    total = (votes.int() - torch.sign(grad).int()).abs()
-    flips = cast_trit_votes(packed, votes, grad, ok, threshold, held)
-    flipped = unpack_trits(packed, 123) != old
-    assert most - 1 <= flips == flipped.sum() <= most
-    assert total[flipped].min() >= total[held].max()
-    assert torch.equal(votes[held].int().abs(), total[held])  # which stay for the next gradient
-
-
-def test_trits_at_their_end_are_not_held_and_count_for_nothing(device):
-    packed = pack_trits(torch.ones(2, 33, dtype=torch.int8)).to(device)
-    votes = torch.full((2, 33), 5, dtype=torch.int8, device=device)
-    grad = -torch.ones(2, 33, device=device)
-    grad[1, :4] = 1
-    votes[1, :4] = -5
-    held = hold_flips(packed, votes, grad, scalar(3, device), scalar(0, device), 4)
-    assert not held.any()
-    held = hold_flips(packed, votes, grad, scalar(3, device), scalar(0, device), 3)
-    assert held.sum() == held[1, :4].sum() == 1
-
-
-def test_another_key_chooses_others_of_equal_votes(device):
-    packed = pack_trits(torch.zeros(9, 33, dtype=torch.int8)).to(device)
-    votes = torch.full((9, 33), 2, dtype=torch.int8, device=device)
-    grad = -torch.ones(9, 33, device=device)
-    first, second = (
-        hold_flips(packed, votes, grad, scalar(3, device), scalar(key, device), 30)
-        for key in (1, 2)
-    )
-    assert (~first).sum() == (~second).sum() == 30
-    assert not torch.equal(first, second)

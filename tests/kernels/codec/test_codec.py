@@ -7,9 +7,8 @@ import torch
 
 from arbcli.kernels.codec import decode_e4m3
 from arbcli.kernels.codec.decode_weight import decode_weight_triton
-from arbcli.kernels.codec.layout import row_bytes
 from arbcli.kernels.codec.packed import Packed, scales_torch
-from arbcli.kernels.codec.packing import illegal_bytes, pack_trits, unpack_trits
+from arbcli.kernels.codec.packing import illegal_bytes, pack_trits
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.verify.check_kernels import copies
 from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference
@@ -20,19 +19,6 @@ from arbcli.verify.kernels.codec.packed import random_packed
 def test_illegal_bytes_are_those_above_242():
     packed = torch.arange(256, dtype=torch.uint8)[:, None]
     assert [illegal_bytes(byte) for byte in packed] == [number > 242 for number in range(256)]
-
-
-@pytest.mark.parametrize("in_features", [1, 3, 33, 123, 161, 323])
-def test_padding_is_trit_zero(in_features):
-    ones = torch.ones(2, in_features, dtype=torch.int8)
-    digits = unpack_trits(pack_trits(ones), in_features)
-    assert digits.sum() == 2 * in_features
-    total = sum(
-        int(pack_trits(ones)[0, j]) // 3**d % 3 - 1
-        for j in range(row_bytes(in_features))
-        for d in range(5)
-    )
-    assert total == in_features
 
 
 def every_v() -> tuple[torch.Tensor, torch.Tensor]:

@@ -106,9 +106,9 @@ def test_weights_are_written_before_they_may_be_read_without_a_wait(monkeypatch)
     assert len(waits) == 2
 
 
-def copies(spec, device, only=lambda case: True):
+def copies(spec, device):
     for _ in range(2):
-        cases = [case.inputs for case in spec.cases(device, 32) if only(case)]
+        cases = [case.inputs for case in [*spec.cases(device, 32)][::2]]
         yield [[x.clone() if torch.is_tensor(x) else x for x in inputs] for inputs in cases]
 
 

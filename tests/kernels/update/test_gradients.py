@@ -68,22 +68,6 @@ def test_slopes_of_a_step_are_divided_by_their_root_mean_square(backend, device)
 
 
 @each_backend
-def test_gains_have_their_definition(backend, device):
-    value = torch.tensor([0.25, 16.0, 2.0**-80], device=device)
-    statistic = torch.full((3, 2), UNSET, dtype=torch.int8, device=device)
-    with use_backend(backend):
-        gains = average(statistic, value)
-    assert int(gains.ok) == 1
-    # of the slope, whose squares sum up to 4 over two groups
-    assert float(gains.slope) == pytest.approx(2**16 / math.sqrt(2))
-    # of the gradient, whose squares sum up to 4 over three weights
-    assert gains.unit.tolist() == pytest.approx([2**16 / math.sqrt(4 / 3)])
-    torch.testing.assert_close(gains.columns, value.rsqrt(), rtol=STEP - 1, atol=0)
-    # 0.99 + 0.01 * 0.25 / 3 for the row; the gradient's own root-mean-square is sqrt(4 / 3)
-    assert float(gains.rows) == pytest.approx(math.sqrt(4 / 3 / 0.9908), rel=STEP - 1)
-
-
-@each_backend
 def test_gain_of_slopes_of_almost_nothing_is_a_number(backend, device):
     inputs = inputs_of(None, torch.ones(3, device=device))
     statistics = inputs[0]._replace(
