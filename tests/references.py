@@ -21,6 +21,13 @@ def reference_logits(
     return reference_model(weights, lm.config, ids, memories=buffers, **options)[0]
 
 
+@torch.no_grad()
+def logits_in_parts(lm: LanguageModel, ids: Tensor, lengths: list[int]) -> Tensor:
+    """Read texts (1, T) in pieces of some lengths, each after those before it."""
+    cache = lm.new_cache(ids.shape[1])
+    return torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
+
+
 def decoded(model: LanguageModel) -> dict[str, Tensor]:
     """Decode all weights as float64 matrices, by their names."""
     return {name: part.weight(torch.float32).double() for name, part in model.weights().items()}

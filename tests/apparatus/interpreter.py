@@ -328,7 +328,7 @@ def barriers_where_needed() -> Iterator[None]:
     a barrier before it: one thread adds, and others may not have stored yet.
     """
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
-    since: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {"load": [], "store": []}
+    since: dict[str, list[tuple]] = {"load": [], "store": []}
     untold: list[np.ndarray] = []
 
     def begin(run: Callable, *parts: list) -> Callable:
@@ -345,13 +345,18 @@ def barriers_where_needed() -> Iterator[None]:
         def noted(self, *args, **options):
             tile, mask = args[first].data, args[first + place].data
             address = tile[np.broadcast_to(mask, np.shape(tile))]
-            for other, addresses in since[against]:
+            if not address.size:
+                return access(self, *args, **options)
+            low, high = address.min(), address.max()
+            for other, addresses, least, most in since[against]:
+                if high < least or most < low:
+                    continue
                 alike = np.size(tile) > 1 and np.array_equal(other, tile)
                 shared = not alike and np.isin(address, addresses).any()
                 assert not shared, f"a {kind} meets a {against}, and no barrier is between"
             told = kind == "store" or not any(np.isin(address, part).any() for part in untold)
             assert told, "a semaphore was raised, and no barrier was between it and the stores"
-            since[kind].append((tile, address))
+            since[kind].append((tile, address, low, high))
             return access(self, *args, **options)
 
         return noted
@@ -359,7 +364,7 @@ def barriers_where_needed() -> Iterator[None]:
     def semaphore(access: Callable) -> Callable:
         @wraps(access)
         def taken(self, *args, **options):
-            untold.extend(address for _, address in since["store"])
+            untold.extend(address for _, address, *_ in since["store"])
             return access(self, *args, **options)
 
         return taken

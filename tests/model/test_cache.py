@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from references import logits_in_parts
 
 from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
@@ -51,12 +52,6 @@ def forward_in_windows(lm, ids, monkeypatch) -> torch.Tensor:
         return lm(ids)
 
 
-@torch.no_grad()
-def forward_in_parts(lm, ids, lengths) -> torch.Tensor:
-    cache = lm.new_cache(ids.shape[1])
-    return torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
-
-
 PARTS = {
     "a byte at a time": [1] * 21,
     "a window, then bytes": [WINDOW, *[1] * 13],
@@ -68,7 +63,7 @@ def check_parts(name: str, backend: str, device, monkeypatch, **storage) -> None
     lm, ids = model(device, **storage), text(21, device)
     expected = forward_in_windows(lm, ids, monkeypatch)
     with use_backend(backend):
-        got = forward_in_parts(lm, ids, PARTS[name])
+        got = logits_in_parts(lm, ids, PARTS[name])
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -101,7 +96,7 @@ def test_loops_give_the_logits_of_one_forward(name, storage, dtype, monkeypatch)
             weight.fraction.zero_()
     expected = forward_in_windows(lm, ids, monkeypatch)
     with lm.prepared_weights(1 << 30), use_backend("native"):
-        got = forward_in_parts(lm, ids, PARTS[name])
+        got = logits_in_parts(lm, ids, PARTS[name])
         assert prepacked(lm) == 2 * 4 + 1
         assert all(weight._kept is None for weight in lm._matrices())
     error = (got.float() - expected.float()).norm() / expected.float().norm()
@@ -147,7 +142,7 @@ def test_twins_take_the_same_cache(weights, device, monkeypatch):
     same = model(device, weights=weights, ctx=21)  # a baseline turns `ctx` positions at most
     expected = forward_in_windows(same, ids, monkeypatch)
     with lm.prepared_weights():
-        got = forward_in_parts(lm, ids, PARTS["ragged chunks and bytes"])
+        got = logits_in_parts(lm, ids, PARTS["ragged chunks and bytes"])
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -199,9 +194,9 @@ KEPT = ["fp8", "int8"]
 def test_prompt_in_eight_bits_is_read_as_byte_by_byte(kv, device):
     lm, ids = model(device), text(21, device)
     with lm.cached_as(kv):
-        one_by_one = forward_in_parts(lm, ids, [1] * 21)
+        one_by_one = logits_in_parts(lm, ids, [1] * 21)
         for name in ("a window, then bytes", "ragged chunks and bytes"):
-            got = forward_in_parts(lm, ids, PARTS[name])
+            got = logits_in_parts(lm, ids, PARTS[name])
             torch.testing.assert_close(got, one_by_one, rtol=1e-4, atol=1e-4)
         plain = lm(ids[:, :WINDOW])
     torch.testing.assert_close(one_by_one[:, :WINDOW], plain, rtol=1e-4, atol=1e-4)

@@ -2,6 +2,7 @@
 
 import torch
 from cells import AHEAD, COVER, FEW, Cell, each_cell
+from references import logits_in_parts
 
 from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.backend import use_backend
@@ -93,6 +94,5 @@ def test_cell_reads_a_text_in_pieces_as_it_does_at_once(cell):
     with use_backend("torch"):
         ids = text_with_room(lm)
         whole = lm(ids)
-        cache, lengths = lm.new_cache(length), [1, 1, 3, 1, 4, *[1] * (length - 10)]
-        got = torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
+        got = logits_in_parts(lm, ids, [1, 1, 3, 1, 4, *[1] * (length - 10)])
     torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-4)

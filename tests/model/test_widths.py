@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from references import logits_in_parts
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
@@ -84,8 +85,7 @@ def test_every_norm_adds_norm_eps(eps):
     wanted, _ = reference_model(weights, model.config, ids)
     with torch.no_grad():
         torch.testing.assert_close(model(ids).double(), wanted, rtol=0, atol=1e-5)
-        cache = model.new_cache(12)
-        logits = torch.cat([model(part, cache) for part in ids[:1].split(1, dim=1)], dim=1)
+        logits = logits_in_parts(model, ids[:1], [1] * 12)
         torch.testing.assert_close(logits.double(), wanted[:1], rtol=0, atol=1e-5)
     other = dataclasses.replace(model.config, norm_eps=1e-4)
     assert (reference_model(weights, other, ids)[0] - wanted).abs().max() > 1e-2

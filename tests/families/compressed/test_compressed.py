@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from handed import chosen_by, handed
+from references import logits_in_parts
 
 from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
@@ -43,12 +44,6 @@ def text(rows: int = 2, length: int = CTX, seed: int = 0) -> torch.Tensor:
     return torch.randint(97, 123, (rows, length), generator=generator)
 
 
-@torch.no_grad()
-def in_parts(lm, ids, lengths) -> torch.Tensor:
-    cache = lm.new_cache(ids.shape[1])
-    return torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
-
-
 PARTS = {
     "bytes": [1] * CTX,
     "all at once": [CTX],
@@ -71,7 +66,7 @@ def test_cached_logits_equal_those_of_one_forward(name, options, small_compresse
     with torch.no_grad(), chosen_by(lm) as chosen:
         expected = lm(ids)
     with handed(chosen):
-        torch.testing.assert_close(in_parts(lm, ids, PARTS[name]), expected, **CLOSE)
+        torch.testing.assert_close(logits_in_parts(lm, ids, PARTS[name]), expected, **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -87,15 +82,15 @@ def test_cache_in_eight_bits_gives_the_logits_of_one_forward(kv, options, small_
             expected = lm(ids)
         for name in ("all at once", "ragged", "a prompt of two entries"):
             with handed(chosen):
-                torch.testing.assert_close(in_parts(lm, ids, PARTS[name]), expected, **CLOSE)
+                torch.testing.assert_close(logits_in_parts(lm, ids, PARTS[name]), expected, **CLOSE)
         # an open block stays as it is, and half of each key turns
         assert lm.new_cache(CTX).nbytes < (0.85 if "-" in kv else 0.75) * plain
 
 
 def test_text_beyond_the_context_is_read_alike_in_bytes_and_chunks(small_compressed):
     lm, ids = model(small_compressed), text(1, 43)
-    in_bytes = in_parts(lm, ids, [1] * 43)
-    in_chunks = in_parts(lm, ids, [24, 7, 1, 11])
+    in_bytes = logits_in_parts(lm, ids, [1] * 43)
+    in_chunks = logits_in_parts(lm, ids, [24, 7, 1, 11])
     torch.testing.assert_close(in_chunks, in_bytes, **CLOSE)
 
 
@@ -120,7 +115,7 @@ def test_choice_of_all_entries_is_dense_attention_bit_by_bit(small_compressed):
     few.load_state_dict(state)
     with torch.no_grad():
         assert torch.equal(chosen(text()), dense(text()))
-        logits, wanted = (in_parts(lm, text(1), PARTS["ragged"]) for lm in (chosen, dense))
+        logits, wanted = (logits_in_parts(lm, text(1), PARTS["ragged"]) for lm in (chosen, dense))
         assert torch.equal(logits, wanted)
         difference = (few(text()) - dense(text())).abs().amax(dim=(0, 2))
     assert difference[-1] > 1e-3 > 1e-5 > difference[:-1].max()
@@ -254,7 +249,7 @@ def test_128_heads_of_512_with_one_head_of_keys_are_predicted_and_step():
     before = lm.blocks[0].attention.projection.weight.trits.clone()
     with torch.no_grad():
         whole = lm(ids)
-    torch.testing.assert_close(in_parts(lm, ids, [5, 1, 1, 1]), whole, **CLOSE)
+    torch.testing.assert_close(logits_in_parts(lm, ids, [5, 1, 1, 1]), whole, **CLOSE)
     updater.begin(0, 16.0)
     sum(lm.losses(ids, ids).values()).backward()
     updater.finish()

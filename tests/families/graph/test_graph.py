@@ -15,7 +15,7 @@ from graph_parts import (
     normal,
     text,
 )
-from references import reference_logits
+from references import logits_in_parts, reference_logits
 from torch.nn.functional import cross_entropy
 
 from arbcli.config.presets import preset
@@ -61,17 +61,12 @@ def test_logits_and_gradients_equal_autograd(options):
     assert_same(lm, (text(2, 8),), lm, lambda w, ids: reference_logits(lm, ids, weights=w))
 
 
-@torch.no_grad()
-def read(lm: LanguageModel, ids, lengths, cache) -> torch.Tensor:
-    return torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
-
-
 def test_cached_logits_equal_those_of_the_whole_text():
     """Also of a text longer than the context, in sliding windows."""
     lm, ids = model(), text(1, LENGTH)
     with torch.no_grad():
         expected = reference_logits(lm, ids, weights=decoded(lm))
-    logits = read(lm, ids, [3, 1, 7, 2, 8], lm.new_cache(LENGTH))
+    logits = logits_in_parts(lm, ids, [3, 1, 7, 2, 8])
     torch.testing.assert_close(logits.double(), expected, **CLOSE)
 
 
@@ -135,16 +130,12 @@ def test_steps_by_kernels_give_the_logits_of_steps_by_parts(small_graph, monkeyp
     lm.embedding.weight.exponent -= 4  # so what blocks add counts, and so do their norms
     ids = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(0))
 
-    @torch.no_grad()
-    def read() -> torch.Tensor:
-        cache = lm.new_cache(20)  # a window of 16: the ring comes round
-        return torch.cat([lm(part, cache) for part in ids.split([14] + [1] * 6, dim=1)], dim=1)
-
+    lengths = [14] + [1] * 6  # a window of 16: the ring comes round
     with lm.prepared_weights():
         monkeypatch.setattr(decoding, "fits_prepacked", lambda *_: False)
-        expected = read()
+        expected = logits_in_parts(lm, ids, lengths)
         monkeypatch.setattr(decoding, "fits_prepacked", lambda x, _: x.shape[1] == 1)
-        got = read()
+        got = logits_in_parts(lm, ids, lengths)
         kept = [part for part in lm.modules() if getattr(part, "_decoded", None) is not None]
         assert len(kept) == 2
     assert all(part._decoded is None for part in kept)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from references import reference_logits
+from references import logits_in_parts, reference_logits
 from torch.nn import functional
 
 from arbcli.base.errors import ArbError
@@ -65,17 +65,11 @@ def text(rows: int = 2, length: int = 24, seed: int = 0) -> torch.Tensor:
     return torch.where(torch.rand(rows, length, generator=generator) < 0.25, 32, ids)
 
 
-@torch.no_grad()
-def read(lm: LanguageModel, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    cache = lm.new_cache(ids.shape[1])
-    return torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
-
-
 @each_other_kind
 def test_text_longer_than_the_context_is_read_as_by_the_reference(kind):
     lm, ids = model(kind, ctx=12), text(1, 31)
     wanted = reference_logits(lm, ids, endless=True)
-    got = read(lm, ids, [4, *[1] * 9, 2, *[1] * 16])
+    got = logits_in_parts(lm, ids, [4, *[1] * 9, 2, *[1] * 16])
     torch.testing.assert_close(got.double(), wanted, **CLOSE)
 
 

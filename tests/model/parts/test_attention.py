@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from references import logits_in_parts
 
 from arbcli.base.errors import ArbError
 from arbcli.config.model import BlockConfig, ModelConfig, StageConfig
@@ -63,12 +64,6 @@ def text(device) -> torch.Tensor:
     return torch.randint(256, (1, LENGTH), generator=generator).to(device)
 
 
-@torch.no_grad()
-def in_parts(lm, ids, lengths) -> torch.Tensor:
-    cache = lm.new_cache(LENGTH)
-    return torch.cat([lm(part, cache) for part in ids.split(lengths, dim=1)], dim=1)
-
-
 @pytest.mark.parametrize(
     ("name", "norm_gain"),
     [("one head of keys, in a window", False), ("interpolated", False), ("all", True)],
@@ -98,7 +93,7 @@ def test_rotated_numbers_of_keys_are_not_rounded_in_an_eight_bit_cache(name, kv,
             errors[kept] = (whole - exact).norm()
             assert lm.cache_dtype == kept
             for lengths in PARTS.values() if kept == kv else ():
-                logits = in_parts(lm, ids, lengths)[:, :CTX]
+                logits = logits_in_parts(lm, ids, lengths)[:, :CTX]
                 # a code may be the next one, where products of other shapes add in another order
                 torch.testing.assert_close(logits, whole, rtol=0, atol=0.05)
     assert 0 < errors[kv] != errors[kv.split("-")[0]]
