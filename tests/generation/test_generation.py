@@ -253,11 +253,6 @@ def test_text_after_others_in_a_slot_is_that_of_a_new_decoder(device):
                 next(used.stream(9))
 
 
-def test_empty_prompt_is_refused(device):
-    with pytest.raises(ArbError, match="the prompt is empty"):
-        continued(model(device), b"", 3)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv", ["fp8", "int8"])
 def test_captured_step_in_eight_bits_gives_the_bits_of_an_eager_step(kv, device):

@@ -108,7 +108,7 @@ def saved(tmp_path) -> Path:
     return save_checkpoint(tmp_path, example())
 
 
-@pytest.mark.parametrize("size", [1, 3, 33, 1311])
+@pytest.mark.parametrize("size", [1, 1311])
 def test_round_trip_is_exact(tmp_path, size):
     original = example(size=size)
     assert_same(load_checkpoint(save_checkpoint(tmp_path, original)), original)
