@@ -74,8 +74,9 @@ def split_average(rule: Rule, average: Tensor, remainder: Tensor) -> tuple[Tenso
     Returns:
         (N, bytes) uint8 and (N, K) int8.
     """
-    z = average.to(torch.int16) << average_shift(rule)
-    half = rule.radix // 2
+    # an average that was rounded up may be beyond the largest z
+    limit, half = rule.radix + rule.remainder_max, rule.radix // 2
+    z = (average.to(torch.int16) << average_shift(rule)).clamp(-limit, limit)
     trits = (z > half).to(torch.int8) - (z < -half).to(torch.int8)
     below = (z - trits * rule.radix).to(torch.int8)
     return pack_trits(trits), (remainder & -16 | below & 15) if rule.share_a_byte else below

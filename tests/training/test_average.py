@@ -1,13 +1,12 @@
 """The average of weights: what it averages, and who reads it."""
 
-import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from processes import in_processes
 from safetensors.torch import load_file
 
-from arbcli.base.errors import ArbError
 from arbcli.config.training import TrainConfig
 from arbcli.data.opening import open_texts
 from arbcli.generation.load import load_named_model, load_weights, read_saved
@@ -19,7 +18,7 @@ from arbcli.training.configure import new_config
 from arbcli.training.parallel.group import Group
 from arbcli.training.trainer import Trainer
 
-HORIZON = 32
+HORIZON, STEPS = 32, 50
 TINY = {
     "dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 4, "warmup": 1,
     "device": "cpu", "compute": "fp32",
@@ -27,23 +26,34 @@ TINY = {
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_bytes(b"".join(b"line %d of a text. " % (i * i) for i in range(400)))
-    return path
-
-
-@pytest.fixture
-def trainer_of(text):
+def trainer_of(lines):
     def make(**changes) -> Trainer:
-        config = new_config(**TINY | {"steps": 200} | changes, data=[text])
+        config = new_config(**TINY | {"steps": 200} | changes, data=[lines])
         return Trainer(config, open_texts(config.data, (), seed=0, context=config.model.ctx))
 
     return make
 
 
-RULES = [{"digits": "all"}, {}, {"rule": "nibble"}, {"rule": "nibble", "digits": "all"},
-         {"digits": "fade"}, {"rule": "carry"}]  # fmt: skip
+RULES = [{"digits": "all"}, {}, {"rule": "nibble"}]
+"""Averages in place of remainders, split into trits and remainders, and of half a byte."""
+
+
+@pytest.fixture(scope="module", params=RULES, ids=str)
+def run(request, trainer_of) -> SimpleNamespace:
+    """Train a run with an average and one without, and compute the average in float64."""
+    averaging = trainer_of(**request.param, weight_average=HORIZON)
+    plain = trainer_of(**request.param)
+    expected = z_of(averaging)
+    assert torch.equal(average_of(averaging), expected.floor())  # before the first step
+    errors = []
+    for rate in average_rates(range(STEPS), HORIZON):
+        averaging.train_step()
+        plain.train_step()
+        z = z_of(averaging)
+        expected += (z - expected) * int(rate) / 2**16
+        errors.append(average_of(averaging) - expected)
+    return SimpleNamespace(changes=request.param, averaging=averaging, plain=plain,
+                           expected=expected, errors=torch.stack(errors))  # fmt: skip
 
 
 def z_of(trainer: Trainer) -> torch.Tensor:
@@ -70,31 +80,16 @@ def test_rates_are_those_of_a_mean_and_then_of_an_exponential_average():
     assert not average_rates(range(100), 0).any()
 
 
-@pytest.mark.parametrize("changes", RULES, ids=str)
-def test_average_is_that_of_the_weights_and_changes_none(changes, trainer_of):
-    averaging, plain = trainer_of(**changes, weight_average=HORIZON), trainer_of(**changes)
-    expected = z_of(averaging)
-    assert torch.equal(average_of(averaging), expected.floor())  # before the first step
-    errors = []
-    for rate in average_rates(range(100), HORIZON):
-        averaging.train_step()
-        plain.train_step()
-        z = z_of(averaging)
-        expected += (z - expected) * int(rate) / 2**16
-        errors.append(average_of(averaging) - expected)
-    assert torch.equal(z, z_of(plain))
-    last = torch.stack(errors[50:])
+def test_average_is_that_of_the_weights_and_changes_none(run):
+    z, last = z_of(run.averaging), run.errors[STEPS // 2 :]
+    assert torch.equal(z, z_of(run.plain))
     assert last.square().mean().sqrt() < 1.5  # of rounding
     assert last.mean().abs() < 0.05  # rounding has no bias
-    assert (z - expected).square().mean().sqrt() > 0.5  # it is not just the weights
+    assert (z - run.expected).square().mean().sqrt() > 0.5  # it is not just the weights
 
 
-@pytest.mark.parametrize("changes", RULES, ids=str)
-def test_evaluations_and_readers_have_the_average(changes, trainer_of, tmp_path):
-    averaging, plain = trainer_of(**changes, weight_average=HORIZON), trainer_of(**changes)
-    for _ in range(20):
-        averaging.train_step()
-        plain.train_step()
+def test_evaluations_and_readers_have_the_average(run, trainer_of, tmp_path):
+    averaging, plain = run.averaging, run.plain
     before = {name: part.clone() for name, part in averaging.model.state_dict().items()}
     loss = averaging.evaluate(2)
     assert loss != plain.evaluate(2)
@@ -107,13 +102,17 @@ def test_evaluations_and_readers_have_the_average(changes, trainer_of, tmp_path)
     checkpoint = read_saved(path, print).checkpoint
     plain.take_weights(checkpoint)
     assert plain.evaluate(2) == loss
+    for tensor in plain._packed_updater.tensors:  # trits are the nearest
+        trits, radix = unpack_trits(tensor.trits, tensor.in_features).int(), tensor.rule.radix
+        z = trits * radix + tensor.rule.digits(tensor.state)["remainder"][0]
+        assert torch.equal(trits, (2 * z > radix).int() - (2 * z < -radix).int())
     reading = load_named_model(path, torch.device("cpu"), print, "fp32")[0]
     exported = load_weights(path, print).model
     ids = torch.arange(12)[None]
     assert torch.equal(reading(ids), plain.model(ids))
     assert torch.equal(exported(ids), reading(ids))
     # a run that starts from it begins its own average there
-    tuned = trainer_of(**changes, weight_average=HORIZON)
+    tuned = trainer_of(**run.changes, weight_average=HORIZON)
     tuned.take_weights(checkpoint)
     assert torch.equal(average_of(tuned), z_of(plain).floor())
 
@@ -128,41 +127,11 @@ def trained(group: Group, config: TrainConfig) -> tuple[dict[str, str], float]:
     return {name: tensor_digest(name, part) for name, part in tensors.items()}, loss
 
 
-def test_processes_have_the_average_of_one_though_they_read_no_remainder(text):
+def test_processes_have_the_average_of_one_though_they_read_no_remainder(lines):
     config = new_config(
-        **TINY, steps=9, weight_average=2, accum=2, reduce_dtype="int12", data=[text]
+        **TINY, steps=9, weight_average=2, accum=2, reduce_dtype="int12", data=[lines]
     )
     expected = trained(Group(), config)
     outcomes = in_processes(2, trained, config)
     assert outcomes[0] == expected
     assert outcomes[1][1] == expected[1]
-
-
-def test_run_with_an_average_generates_and_is_audited(arb_here, text, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    shape = ["--dim", "32", "--layers", "1", "--heads", "2", "--ffn", "48", "--ctx", "16"]
-    done = arb_here(
-        "train", *shape, "--batch", "4", "--steps", "9", "--weights", "int8", "--device", "cpu",
-        "--weight-average", "8", "--data", str(text), "--out", "run",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    done = arb_here("generate", "--checkpoint", "run", "--prompt", "line", "--length", "3")
-    assert done.returncode == 0, done.stderr
-    done = arb_here("audit-memory", *shape, "--weights", "int8", "--weight-average", "8",
-                    "--batch", "4", "--device", "cpu", "--steps", "2", "--json")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    kinds = json.loads(done.stdout)["predicted"]["total"]["bytes_by_kind"]
-    assert kinds["average"] == kinds["remainder"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"rule": "votes"}, "weights of the rule `votes` are not averaged"),
-        ({"weights": "float"}, "a float baseline is not averaged"),
-        ({"weights": "ste"}, "a float baseline is not averaged"),
-    ],
-)
-def test_average_needs_digits_below_the_trits(changes, words):
-    with pytest.raises(ArbError, match=words):
-        new_config(**TINY | changes, weight_average=8)
