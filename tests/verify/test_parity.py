@@ -1,5 +1,6 @@
 """Models agree with their references on the torch backend, and small ones in the kernels."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -31,19 +32,50 @@ def failed(results):
 
 IN_BF16 = ("ragged", "graph", "hnet")
 """Models that are also compared in bf16, where choices are their own."""
+QUICK = [
+    name for name in MODELS
+    if name not in {"graph softplus", "graph hash", "hnet mamba", "4 streams", "compressed of all"}
+]  # fmt: skip
+"""Models of which no other one has all parts."""
+STEPPED = ("ragged", "graph", "mixed")
+"""Models that take a step twice; `test_pairs.py` repeats steps of all families."""
 
 
 def subjects_of_torch() -> list[Subject]:
     every = all_subjects(torch.device("cpu"), ("torch",), ["T32"])
-    return [s for s in every if s.dtype == torch.float32 or s.name.split(" T")[0] in IN_BF16]
+    left_out = {*MODELS} - {*QUICK}
+    return [
+        s for s in every
+        if (s.dtype == torch.float32 or s.name.split(" T")[0] in IN_BF16)
+        and s.name.split(" T")[0] not in left_out and s.batch < 12
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def of_torch():
+def zeros() -> list[tuple[str, str]]:
+    """List gradients of whole models that are 0."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def of_torch(zeros):
     """Compare small models in float32, and some of them in bf16 too."""
     results = [*parity.check_rotary(torch.device("cpu"))]
-    for tested in subjects_of_torch():
-        results += parity.check_model(tested)
+    compare, repeat = Subject.result, parity._determinism
+
+    def noted(subject, check, item, got, expected, gate):
+        if check == "whole gradient" and not got.any():
+            zeros.append((subject.name, item))
+        return compare(subject, check, item, got, expected, gate)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Subject, "result", noted)
+        patch.setattr(
+            parity, "_determinism",
+            lambda subject: repeat(subject) if subject.name.split(" T")[0] in STEPPED else (),
+        )  # fmt: skip
+        for tested in subjects_of_torch():
+            results += parity.check_model(tested)
     return results
 
 
@@ -66,10 +98,6 @@ def in_kernels(subject: Subject, device: torch.device) -> Subject:
     return replace(subject, device=device, backend=backend)
 
 
-def trained(subject: Subject) -> list[str]:
-    return [name for name, tensor in subject.build().weights().items() if not tensor.frozen]
-
-
 def test_blocks_agree_with_the_reference_in_the_kernels(device):
     (stage,) = RAGGED.stages
     short = subject("ragged", ("blocks",), stages=(replace(stage, blocks=stage.blocks[:1]),))
@@ -84,33 +112,29 @@ def test_model_of_memories_agrees_with_the_reference_in_the_kernels(device):
     assert not failed(parity.check_model(in_kernels(subject("graph"), device)))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", QUICK)
 def test_every_block_and_weight_of_a_model_is_compared(of_torch, name):
-    model = parity.build_model(MODELS[name])
+    with torch.device("meta"):
+        model = parity.build_model(MODELS[name])
     results = [r for r in of_torch if r.model == f"{name} T32 fp32"]
     items = {check: [r.item for r in results if r.check == check] for check in CHECKS}
     blocks = [block for block, *_ in parity.named_blocks(model.config)]
     head = [] if model.config.main.router else ["head"]
     assert items["output"] == ["embedding", *blocks, *head]
-    weights = trained(subject(name))
+    weights = [key for key, tensor in model.weights().items() if not tensor.frozen]
     assert items["whole gradient"] == weights
     prefixes = tuple(f"{part}." for part in ("embedding", *blocks))
     assert {w for w in weights if w.startswith(prefixes)} <= set(items["gradient"])
     assert {f"input of {part}" for part in (*blocks, *head)} <= set(items["gradient"])
 
 
-def test_no_model_is_let_off_causality_or_determinism(of_torch):
+def test_no_model_is_let_off_causality(of_torch):
     """Each of few positions is changed; a masked model sees both sides."""
-    counts: dict[str, list[int]] = {}
-    for result in of_torch:
-        for place, check in enumerate(("causality", "determinism")):
-            counts.setdefault(result.model, [0, 0])[place] += result.check == check
+    counts = Counter(result.model for result in of_torch if result.check == "causality")
     for tested in subjects_of_torch():
-        half = "bf16" if tested.dtype == torch.bfloat16 else "fp32"
         changed = 0 if tested.config.is_masked else 2 * (tested.config.ctx - 1)
-        wanted = [changed, 1] if "bits" in tested.checks else [0, 0]
-        if tested.checks != ("blocks", "whole") or tested.name not in counts:
-            assert counts[f"{tested.name} {half}"] == wanted, tested.name
+        if tested.dtype == torch.float32 and "bits" in tested.checks:
+            assert counts[f"{tested.name} fp32"] == changed, tested.name
 
 
 def test_long_texts_are_changed_at_two_positions():
@@ -118,13 +142,9 @@ def test_long_texts_are_changed_at_two_positions():
     assert [int(result.item.split()[-1]) for result in results] == [20, 20, 39, 39]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_no_gradient_of_a_model_is_nothing(name):
+def test_no_gradient_of_a_model_is_nothing(of_torch, zeros):
     """Text is recalled, edges carry, every iteration has a share, experts and entries are used."""
-    tested = subject(name)
-    trace = parity.trace(tested, tested.build())
-    assert sorted(trace.gradients) == sorted(trained(tested))
-    assert all(grad.norm() > 0 for grad in trace.gradients.values())
+    assert zeros == []
 
 
 LOSSES = {
@@ -145,24 +165,22 @@ def test_models_differ_in_bf16_where_choices_are_their_own(of_torch):
         assert max(r.relative_error for r in results if r.item == "logits") > 1e-3
 
 
-@pytest.mark.parametrize("shift", [0, 1])
-def test_choices_of_codes_are_judged_by_the_reference(shift, monkeypatch):
+def test_choices_of_codes_are_judged_by_the_reference(monkeypatch):
     """Rows that are one off are taken as they are, and their scores are not the best."""
     original = codebook.best_pairs
 
     def best_pairs(left, right, top_k):
         _, rows = original(left, right, top_k)
-        rows = (rows + shift) % (left.shape[1] * right.shape[1])
+        rows = (rows + 1) % (left.shape[1] * right.shape[1])
         i, j = rows // right.shape[1], rows % right.shape[1]
         return left.gather(1, i) + right.gather(1, j), rows
 
     monkeypatch.setattr(codebook, "best_pairs", best_pairs)
     results = parity.check_model(subject("graph"))
-    assert [result.item for result in failed(results)] == ["scores of choices"] * shift
+    assert [result.item for result in failed(results)] == ["scores of choices"]
 
 
-@pytest.mark.parametrize("name", ["graph", "mixed"])
-def test_choices_of_experts_are_judged_by_the_reference(name, monkeypatch):
+def test_choices_of_experts_are_judged_by_the_reference(monkeypatch):
     """The worst of three are chosen: they are taken as they are, and their scores are not best."""
     topk = torch.Tensor.topk
 
@@ -171,7 +189,7 @@ def test_choices_of_experts_are_judged_by_the_reference(name, monkeypatch):
         return topk(scores, k, largest=not several, **options)
 
     monkeypatch.setattr(torch.Tensor, "topk", worst)
-    results = parity.check_model(subject(name))
+    results = parity.check_model(subject("graph"))
     assert [result.item for result in failed(results)] == ["scores of choices"]
 
 
@@ -199,7 +217,6 @@ def test_halting_is_judged_by_the_reference(monkeypatch):
 
 
 WRONG = {
-    "none": lambda chosen: chosen,
     "others": lambda chosen: torch.where(chosen > 0, chosen - 1, chosen),
     "a later one": lambda chosen: torch.where(chosen >= 0, chosen.max(), chosen),
 }
@@ -215,7 +232,7 @@ def test_choices_of_entries_are_judged_by_the_reference(wrong, monkeypatch):
     (stage,) = MODELS["compressed"].stages
     short = subject("compressed", stages=(replace(stage, blocks=stage.blocks[:1]),))
     results = parity.check_model(short)
-    assert [r.item for r in failed(results)][:1] == ["scores of choices"] * (wrong != "none")
+    assert [r.item for r in failed(results)][:1] == ["scores of choices"]
 
 
 @pytest.mark.slow  # of every scale type
@@ -295,45 +312,29 @@ COMPARED = {
 
 def test_scale_types_of_a_backend_are_those_of_it_alone():
     """Whatever is compared before it: `native` has the first one only."""
-    sizes = {"T32": 32, "T6": 6}
 
-    def names(*backends: str) -> list[tuple[str, str]]:
-        subjects = all_subjects(torch.device("cpu"), backends, sizes)
-        return [(subject.backend, subject.name) for subject in subjects]
+    def names(*backends: str) -> list[str]:
+        every = all_subjects(torch.device("cpu"), backends, {"T32": 32, "T6": 6})
+        return [subject.name for subject in every]
 
     assert names("native", "torch") == names("native") + names("torch")
 
 
 @pytest.mark.parametrize("backend", COMPARED)
 def test_no_model_is_left_out_of_a_comparison(backend, monkeypatch):
-    """Of presets, small models, batches, types, digits and directions; each is what its name is."""
+    """Of presets, small models, batches, types, digits and directions."""
     monkeypatch.setattr("arbcli.verify.subjects.fits", lambda *_: True)
     names: dict[str, list[str]] = {"float32": [], "bfloat16": [], "update": []}
     for tested in all_subjects(torch.device("cpu"), (backend,), {"T32": 32, "T6": 6}):
-        config, name = tested.config, tested.name
-        half = tested.dtype == torch.bfloat16
-        if name in FULL_SIZE:
-            assert config == shortened(FULL_SIZE[name])
-            assert tested.checks == ("blocks", "whole" if config.main.memories else "bits")
-        elif "update" in tested.checks:
-            words = [config.rule_text, config.direction, "all digits" * (config.digits == "all")]
-            assert name == " ".join(word for word in words if word)
-        elif name.startswith("ragged") and backend != "interpreter":
-            assert f"{config.scale_type} batch {tested.batch}" in name
-            assert ("bits" in tested.checks) == (config.scale_type == "T32")
-        elif name.startswith("all digits"):
-            assert (config.digits, name.split()[3]) == ("all", config.rule_text)
-        else:
-            own = name.removesuffix(f" {config.scale_type}")
-            drops = own.endswith(" with dropout")
-            assert drops == (tested.dropout > 0)
-            own = own.removesuffix(" with dropout")
-            assert config == replace(MODELS.get(own, RAGGED), scale_type=config.scale_type)
-            bits = config.scale_type == "T32" and not half and not drops
-            checks = ("blocks", "whole", *["bits"] * bits)
-            assert tested.checks == (("whole",) if backend == "interpreter" else checks)
+        config, whole = tested.config, backend == "interpreter"
+        half, drops = tested.dtype == torch.bfloat16, tested.dropout > 0
+        assert drops == ("with dropout" in tested.name)
+        if tested.name.removesuffix(f" {config.scale_type}") in MODELS:
+            bits = config.scale_type == "T32" and not half
+            checks = ("whole",) if whole else ("blocks", "whole", *["bits"] * bits)
+            assert tested.checks == checks
         kind = "update" if "update" in tested.checks else str(tested.dtype).removeprefix("torch.")
-        names[kind].append(name)
+        names[kind].append(tested.name)
     single, of_half = map(list, COMPARED[backend])
     assert sorted(names["float32"]) == sorted(single)
     assert sorted(names["bfloat16"]) == sorted(of_half)

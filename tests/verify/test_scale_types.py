@@ -57,8 +57,3 @@ def test_groups_that_launchers_divide_take_other_paths():
 def test_a_kernel_that_declares_nothing_is_checked_in_every_scale_type():
     (spec,) = find_kernels(["pack_trits"])
     assert {*verified_scale_types(spec, SCALE_TYPES)} == {*SCALE_TYPES}
-
-
-@pytest.mark.parametrize("name", SCALE_TYPES)
-def test_one_requested_scale_type_is_verified(name):
-    assert all(verified_scale_types(spec, [name]) == (name,) for spec in WITH_SCALES)

@@ -100,27 +100,21 @@ def test_result_counts_the_bytes_that_must_move(monkeypatch, known_roofline):
     assert timed.share == pytest.approx(0.020008 / 3)
 
 
-def test_launch_that_returns_nothing_counts_its_inputs_alone(monkeypatch, known_roofline):
-    inputs = (torch.zeros(3), torch.zeros(5, dtype=torch.int8))
-    spec = replace(
-        pack_trits_verification, timings=lambda *_: [Timing("a", inputs, run=lambda *_: None)]
-    )
-    monkeypatch.setattr(verify, "KERNELS", (spec,))
-    (result,) = time_kernels(results("pack_trits"), FakeStopwatch([1.0]), 6).timings
-    assert result.moved_bytes == 3 * 4 + 5
-
-
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 def test_every_kernel_declares_whether_it_is_timed(spec):
     assert (spec.timings is None) == (spec.name in NOT_TIMED)
 
 
-def test_kernel_without_peer_has_no_ratio(monkeypatch, known_roofline):
+def test_kernel_without_results_or_peer_counts_its_inputs_and_has_no_ratio(
+    monkeypatch, known_roofline
+):
+    inputs = (torch.zeros(3), torch.zeros(5, dtype=torch.int8))
     spec = replace(
-        pack_trits_verification, timings=lambda *_: [Timing("5", (torch.zeros(5),), torch.neg)]
+        pack_trits_verification, timings=lambda *_: [Timing("a", inputs, run=lambda *_: None)]
     )
     monkeypatch.setattr(verify, "KERNELS", (spec,))
     (timed,) = time_kernels(results("pack_trits"), FakeStopwatch([4.0]), 6).timings
+    assert timed.moved_bytes == 3 * 4 + 5
     assert (timed.peer, timed.peer_us, timed.ratio) == (None, None, None)
 
 

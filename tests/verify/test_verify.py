@@ -25,7 +25,7 @@ from arbcli.verify.compare import compare, errors, worst
 from arbcli.verify.kernels.codec.packing import pack_trits_verification
 from arbcli.verify.kernels.norm.rms_norm import rms_norm_verification
 from arbcli.verify.models import FULL_SIZE
-from arbcli.verify.names import kernel_names, sources_of_kernels
+from arbcli.verify.names import kernel_names
 from arbcli.verify.registry import BY_NAME, KERNELS
 from arbcli.verify.scale_types import ALWAYS, verified_scale_types
 from arbcli.verify.variants import Launch
@@ -80,12 +80,6 @@ def test_nan_fails_a_tolerance():
     assert result.unwritten == 1
 
 
-def test_counts_of_unequal_elements_are_for_exact_gates_only(device):
-    (result,) = checked(["rms_norm"], T6, device, ["torch"])
-    assert result.unequal is None
-    assert result.cosine == pytest.approx(1)
-
-
 def test_kernels_are_given_the_strides_and_the_memory_of_their_cases():
     """A copy that is contiguous would be another case than the one that is told of."""
     base = torch.arange(70, dtype=torch.float32).view(7, 10)
@@ -113,10 +107,6 @@ def test_loops_in_c_are_verified_with_torch_where_there_are_any():
 def test_unknown_kernel_is_refused(device):
     with pytest.raises(ArbError, match="no kernel is named `pack`"):
         kernel_jobs(["pack"], T6, device, ["torch"])
-
-
-def test_every_kernel_can_be_drawn():
-    assert all(spec.arguments or spec.draw for spec in KERNELS)
 
 
 SLOW = {
@@ -231,6 +221,7 @@ def test_figures_of_a_kernel_are_those_of_its_worst_case(device):
         return -y if inputs[0].shape == shape else y
 
     (right,) = checked(["rms_norm"], T6, device, ["torch"])
+    assert right.unequal is None  # which exact gates alone count
     assert right.cosine > 0.999
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "KERNELS", (replace(rms_norm_verification, torch=wrong_once),))
@@ -330,41 +321,30 @@ def chosen(monkeypatch, *cases) -> list[int]:
     return wanted
 
 
-def test_each_fact_is_compiled_and_no_combination_of_them(monkeypatch):
-    facts = [{}, {"HEADS": True}, {"HEADS": 2}, {"HEADS": 8}, {"WIDE": True},
-             {"dtype": torch.bfloat16}, {"warps": 8}, {"warps": 8, "WIDE": True},
-             {"HEADS": 9}, {"dtype": torch.bfloat16, "HEADS": 2}]  # fmt: skip
-    assert chosen(monkeypatch, *([fact] for fact in facts)) == [0, 1, 2, 3, 4, 5, 6]
+THEIRS = {"module": KERNELS[-1].triton.__module__}
+FACTS = [{}, {"HEADS": True}, {"HEADS": 2}, {"HEADS": 8}, {"WIDE": True},
+         {"dtype": torch.bfloat16}, {"warps": 8}, {"warps": 8, "WIDE": True},
+         {"HEADS": 9}, {"dtype": torch.bfloat16, "HEADS": 2}]  # fmt: skip
+OFFERED = {
+    "each fact, and no combination": ([[fact] for fact in FACTS], [0, 1, 2, 3, 4, 5, 6]),
+    "nothing further is compiled": (
+        [[{}], [{"rows": 1}], [{"rows": 32}], [{"WIDE": True}], [{}, {"WIDE": True}]],
+        [0, 1, 2, 3, 4],
+    ),
+    "kernels that others verify": ([[{}, THEIRS], [{}, THEIRS | {"WIDE": True}]], [0]),
+    "all are theirs": ([[THEIRS], [THEIRS | {"WIDE": True}]], [0, 1]),
+}
 
 
-def test_a_case_for_which_nothing_further_is_compiled_runs(monkeypatch):
-    cases = [{}], [{"rows": 1}], [{"rows": 32}], [{"WIDE": True}], [{}, {"WIDE": True}]
-    assert chosen(monkeypatch, *cases) == [0, 1, 2, 3, 4]
-
-
-def test_kernels_that_others_verify_are_not_compiled_in_every_way(monkeypatch):
-    helper = {"module": KERNELS[-1].triton.__module__}
-    wide = helper | {"WIDE": True}
-    assert chosen(monkeypatch, [{}, helper], [{}, wide]) == [0]
-    assert chosen(monkeypatch, [helper], [wide]) == [0, 1]  # where all are theirs
+@pytest.mark.parametrize("cases", OFFERED)
+def test_cases_for_which_something_further_is_compiled_run(cases, monkeypatch):
+    offered, running = OFFERED[cases]
+    assert chosen(monkeypatch, *offered) == running
 
 
 def test_a_case_whose_launcher_reads_results_runs():
     compiled = CompiledCases(KERNELS[0])
     assert all(compiled.wants(lambda: torch.empty(0).item()) for _ in range(2))
-
-
-def test_launchers_are_known_by_the_module_that_declares_their_operation():
-    others = {}
-    for module, names in sources_of_kernels():
-        kernels = module.replace(".verify.kernels.", ".kernels.").replace(".verify.", ".kernels.")
-        declared = {name: find_kernels([name])[0].triton.__module__ for name in names}
-        others |= {name: place for name, place in declared.items() if place != kernels}
-    shared = ("gained_rms_norm", "add_gained_rms_norm")
-    merged = {"decode_weights": "codec.decode_weights", "merged_steps": "update.merged_steps"}
-    assert others == dict.fromkeys(shared, "arbcli.kernels.norm.rms_norm") | {
-        name: f"arbcli.verify.kernels.{module}" for name, module in merged.items()
-    }
 
 
 def test_references_run_on_the_host_with_a_gpu(monkeypatch):
