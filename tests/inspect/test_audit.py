@@ -13,10 +13,10 @@ from torch.nn import functional
 from arbcli.base.errors import ArbError
 from arbcli.data.opening import open_texts
 from arbcli.inspect import audit as audit_module
-from arbcli.inspect.audit import _check_floats, _check_prediction, audit, check_fit, check_levels
+from arbcli.inspect.audit import _check_prediction, audit, check_fit, check_levels
 from arbcli.inspect.floats import FloatTensor, FloatTensors
 from arbcli.inspect.room import least_bytes
-from arbcli.inspect.trace import LiveTensors, calling_function, no_memory
+from arbcli.inspect.trace import LiveTensors, no_memory
 from arbcli.kernels.runtime.backend import default_backend, use_backend
 from arbcli.model.layers.rotary import fresh_tables
 from arbcli.training.configure import new_config
@@ -104,9 +104,8 @@ def test_audit_measures_every_stage():
     assert not any(tensor.dtype == "uint8" for tensor in report.largest)
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError()])
-def test_audit_without_memory_names_the_predicted_peak(error, monkeypatch):
-    monkeypatch.setattr(audit_module, "_watched_step", mock.Mock(side_effect=error))
+def test_audit_without_memory_names_the_predicted_peak(monkeypatch):
+    monkeypatch.setattr(audit_module, "_watched_step", mock.Mock(side_effect=MemoryError()))
     peak = SimpleNamespace(peak_bytes=12_345)
     monkeypatch.setattr(audit_module, "predict_peak", lambda *_, **__: peak)
     peaks = []
@@ -166,9 +165,7 @@ def test_refusal_of_a_small_budget_names_settings_that_fit(
     [
         ({}, "90B", "it fits with --pack"),
         ({}, "89B", "it fits with --batch 1 --accum 2"),
-        ({}, "77B", "it fits with --batch 1 --accum 2"),
         ({"compute": "fp32"}, "90B", "it fits with --batch 1 --accum 2"),
-        ({"layers": 1}, "90B", "it fits with --batch 1 --accum 2"),
         ({"recompute": True}, "90B", "it fits with --batch 1 --accum 2"),
         ({"pack": True, "batch": 3}, "90B", "it fits with --batch 1 --accum 3"),
     ],
@@ -203,19 +200,6 @@ def test_recomputing_is_advised_in_place_of_packing(monkeypatch):
     assert check_fit(config, "110B").advice == (
         f"it fits with --recompute instead of --pack, or with {smaller}"
     )
-
-
-def test_function_of_this_package_is_named_and_a_backward_of_torch_is_autograd_s():
-    told = []
-    about = {"told": told, "calling_function": calling_function}
-    ours, asking = {"__name__": "arbcli.kernels.ours"}, {"__name__": "arbcli.training.trainer"}
-    exec("def backward():\n    told.append(calling_function())", ours | about, ours)
-    exec("def ask(run):\n    told.append(calling_function())\n    run()", of := asking | about)
-    x = torch.ones(3, requires_grad=True)
-    x.register_hook(lambda grad: told.append(calling_function()))
-    x.register_hook(lambda grad: ours["backward"]())
-    of["ask"](x.sum().backward)
-    assert told == ["training.trainer.ask", "autograd", "kernels.ours.backward"]
 
 
 def test_peak_of_an_absent_gpu_is_predicted():
@@ -263,28 +247,6 @@ def test_state_is_as_predicted_in_the_model_and_in_all_that_loading_left(state, 
     assert (hidden in check.detail) == (loaded > state)
 
 
-def test_first_names_of_floats_are_reported():
-    counts = {"float_parameters": 1, "float_buffers": 2}
-    check = _check_floats(SimpleNamespace(float_names=(), **counts))
-    assert check.passed
-    assert check.detail == "1 trainable float parameters, 2 float buffers"
-    for names in ("a", "abc", "abcd"):
-        check = _check_floats(SimpleNamespace(float_names=tuple(names), **counts))
-        assert not check.passed
-        assert check.detail.endswith(f"2 float buffers: {', '.join(names[:3])}")
-
-
-def test_memory_is_checked_before_a_step_is_traced(monkeypatch):
-    asked, traced = mock.Mock(side_effect=ArbError("there is none")), mock.Mock()
-    monkeypatch.setattr(audit_module, "check_memory", asked)
-    monkeypatch.setattr(audit_module, "predict_peak", traced)
-    config = config_of()
-    with pytest.raises(ArbError, match="there is none"):
-        audit(config)
-    assert asked.call_args.args == (config,)
-    assert not traced.called
-
-
 def test_room_for_a_trace_is_that_of_all_batches_of_a_step(monkeypatch):
     asked = []
     monkeypatch.setattr(audit_module, "check_room", lambda *about: asked.append(about))
@@ -315,8 +277,8 @@ def floats_of(trainer: Trainer) -> list[FloatTensor]:
         return [*watch.report()]
 
 
-@pytest.mark.parametrize(("trainer", "micro"), [({}, 1), ({"accum": 3}, 3)], indirect=["trainer"])
-def test_each_matrix_has_one_gradient_which_dies(trainer, micro):
+@pytest.mark.parametrize("trainer", [{"accum": 3}], indirect=True)
+def test_each_matrix_has_one_gradient_which_dies(trainer):
     """In every micro-batch, and under the name of its own layer."""
     floats = floats_of(trainer)
     made = {
@@ -325,7 +287,7 @@ def test_each_matrix_has_one_gradient_which_dies(trainer, micro):
         if tensor.made_in == "model.layers.linear.gradient"
     }
     names = [f"blocks.{block}.{name}" for block in range(2) for name in MATRICES]
-    assert made == dict.fromkeys([*names, "head"], ("backward", False, micro))
+    assert made == dict.fromkeys([*names, "head"], ("backward", False, 3))
     products = [tensor for tensor in floats if tensor.module == "blocks.1.mlp.output"]
     assert {tensor.stage for tensor in products} == {"forward", "backward"}
     widths = {tensor.shape[-1] for tensor in products if tensor.stage == "forward"}
@@ -350,23 +312,11 @@ def test_rule_of_signs_forms_no_float_gradient(trainer):
     assert "model.layers.linear.gradient" not in made
 
 
-@pytest.mark.slow
-def test_list_changes_neither_checks_nor_levels(text):
-    plain, listed = (audit(new_config(**CONFIG, data=[text]), floats=limit) for limit in (0, 1))
-    assert plain.floats is None
-    assert len(listed.floats) > 50
-    assert plain.checks == listed.checks
-    assert plain.peak_bytes == listed.peak_bytes
-    levels = ([level.live_bytes for level in report.levels] for report in (plain, listed))
-    assert next(levels) == next(levels)
-    assert listed.passed
-
-
 VOCABULARY, CHUNK = 5003, 2560
 """Symbols, and of how many a chunk is: two of them."""
 
 
-@pytest.mark.parametrize(("tied", "rule"), [(False, "moment"), (True, "carry"), (False, "nibble")])
+@pytest.mark.parametrize(("tied", "rule"), [(False, "moment"), (True, "carry")])
 def test_neither_logits_nor_gradient_of_many_symbols_ever_exist(text, rule, tied):
     config = new_config(**CONFIG, rule=rule, data=[text], accum=2)
     model = dataclasses.replace(config.model, vocabulary=VOCABULARY, tied=tied)

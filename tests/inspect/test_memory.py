@@ -42,7 +42,7 @@ def predicted_bytes(config):
 @pytest.mark.parametrize(
     ("name", "rule", "direction"),
     mostly_slow(
-        [(name, *kind) for name in PRESETS for kind in KINDS_OF_UPDATE],
+        [(name, *kind) for name in PRESETS if name != "arb-deep" for kind in KINDS_OF_UPDATE],
         lambda name, *kind: name == "tiny" or kind == KINDS_OF_UPDATE[0],
     ),
 )
@@ -74,16 +74,6 @@ def test_frozen_norms_are_trits_and_scales_only():
 )  # fmt: skip
 def test_presets_have_their_size(name, millions):
     assert predict(preset(name)).trained_weights / 1e6 == pytest.approx(millions, rel=2e-3)
-
-
-@pytest.mark.parametrize("weights", ["float", "ste"])
-def test_twin_is_counted_as_the_ternary_model(weights):
-    assert predict(preset("tiny", weights=weights)).total == predict(preset("tiny")).total
-
-
-def test_adamw_takes_sixteen_bytes_a_weight():
-    report = predict(preset("tiny"))
-    assert report.adamw_bytes == 16 * report.trained_weights
 
 
 def test_measure_names_floats_by_their_owners():
@@ -162,9 +152,3 @@ def test_measure_takes_large_integers_outside_buffers_for_state():
     assert measure(model).counter_bytes - before.counter_bytes == 400 + 2**14
     model.head.master = torch.zeros(2**11 + 1, dtype=torch.int64)
     assert measure(model).counter_bytes - before.counter_bytes == 400
-
-
-def test_reports_are_plain_values():
-    report = dataclasses.asdict(predict(preset("tiny")))
-    assert report["config"]["rule"] == "moment"
-    assert set(report["areas"]) == {"embedding", "attention", "mlp", "norms", "head"}

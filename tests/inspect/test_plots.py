@@ -113,12 +113,9 @@ def test_plot_training_draws_a_curve(run, figures, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])
-@pytest.mark.parametrize("content", [None, "{cut off"])
-def test_plot_training_refuses_other_folders_than_runs(name, content, run, tmp_path):
+def test_plot_training_refuses_other_folders_than_runs(name, run, tmp_path):
     (run / name).unlink()
-    if content is not None:
-        (run / name).write_text(content)
-    with pytest.raises(ArbError, match=r"cannot read .*config.json|is not JSON|has no records"):
+    with pytest.raises(ArbError, match=r"cannot read .*config.json|has no records"):
         plot_training(run, tmp_path / "curve.png")
 
 
@@ -129,7 +126,6 @@ def test_plot_runs_draws_each_group_in_a_colour(figures, tmp_path):
         for lr, seed in ((0.5, 0), (0.25, 0), (0.5, 1))
     ]  # fmt: skip
     plot_runs(compare_runs(runs), tmp_path / "runs.png")
-    assert painted_share(tmp_path / "runs.png") > 0.01
     assert words_on(figures[0]) == [
         ("held-out loss", "step", "nats a byte", [], ["lr 0.5", "lr 0.25"]),
         ("training loss", "step", "nats a byte", [], []),
@@ -144,7 +140,6 @@ def test_plot_runs_draws_each_group_in_a_colour(figures, tmp_path):
 
 def test_plot_probe_draws_four_panels(report, figures, tmp_path):
     plot_probe(report, tmp_path / "probe.png")
-    assert painted_share(tmp_path / "probe.png") > 0.02
     stream, flips, loss, logits = figures[0].axes
     assert lines_of(stream) == {
         "after step 0": [(0, 1.0), (1, 1.2), (2, 1.4)],
@@ -201,24 +196,15 @@ def test_missing_matplotlib_is_an_error_with_the_package_to_install(report, monk
         plot_probe(report, tmp_path / "probe.png")
 
 
-def test_plot_probe_draws_lengths_of_chunks(report, figures, tmp_path):
-    report["chunks"] = {"lengths": (5, 3, 0, 1), "mean_lengths": (1.7, 2.5)}
-    plot_probe(report, tmp_path / "probe.png")
-    assert painted_share(tmp_path / "probe.png") > 0.01
-    *_, axes = figures[0].axes
-    bars = [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in axes.patches]
-    assert bars == [pytest.approx(bar) for bar in ((1, 5), (2, 3), (3, 0), (4, 1))]
-    assert [line.get_xdata()[0] for line in axes.get_lines()] == [1.7]
-    about = ("chunks of the held-out text", "bytes of a chunk", "chunks", [], ["mean 1.70"])
-    assert words_on(figures[0])[-1] == about
-
-
-def test_plot_probe_draws_readers_and_writers_of_streams(report, figures, tmp_path):
+def test_plot_probe_draws_streams_and_lengths_of_chunks(report, figures, tmp_path):
     ranges = ((0.1, 0.2, 0.9, 1.1, 0.3, 0.4, 0.8, 1.2), (0.15, None, 1.0, 1.3, 0.2, 0.5, 0.7, 1.4))
     report["readings"][-1]["stream_ranges"] = ranges
-    report["chunks"] = {"lengths": (5, 3), "mean_lengths": (1.7,)}
+    report["chunks"] = {"lengths": (5, 3, 0, 1), "mean_lengths": (1.7, 2.5)}
     plot_probe(report, tmp_path / "probe.png")
-    *_, axes, _ = figures[0].axes
+    *_, axes, chunks = figures[0].axes
+    columns = [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in chunks.patches]
+    assert columns == [pytest.approx(bar) for bar in ((1, 5), (2, 3), (3, 0), (4, 1))]
+    assert [line.get_xdata()[0] for line in chunks.get_lines()] == [1.7]
     bars = [
         [tuple(map(float, point)) for point in segment]
         for drawn in axes.collections
@@ -230,4 +216,5 @@ def test_plot_probe_draws_readers_and_writers_of_streams(report, figures, tmp_pa
         [(0.5, 0.8), (0.5, 1.2)], [(1.5, 0.7), (1.5, 1.4)],
     ]  # fmt: skip
     about = ("weights of streams", "blocks, attention and MLP", "least to largest", [])
-    assert words_on(figures[0])[-2] == (*about, ["read", "written"])
+    others = ("chunks of the held-out text", "bytes of a chunk", "chunks", [], ["mean 1.70"])
+    assert words_on(figures[0])[-2:] == [(*about, ["read", "written"]), others]

@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import json
 import math
-from unittest import mock
 
 import pytest
 import torch
@@ -44,12 +43,6 @@ def text(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def sound() -> ProbeReport:
-    """On the default text."""
-    return probe(new_config(**SMALL), steps=2)
-
-
-@pytest.fixture(scope="module")
 def run(text, tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "run"
     start_run(new_config(**SMALL, data=[text], save_every=6), path, Observer())
@@ -79,7 +72,7 @@ def evidence(report: ProbeReport, name: str) -> str:
     ),
 )
 def test_probe_finds_nothing_wrong_with_other_rules(rule, seed):
-    report = probe(new_config(**SMALL, rule=rule, seed=seed), steps=STEPS)
+    report = probe(new_config(**SMALL, rule=rule, seed=seed), steps=STEPS // 2)
     assert names(report) == ["ok"]
 
 
@@ -120,6 +113,13 @@ def test_probe_looks_at_several_streams(text):
             assert 0 < least < 0.3 < 0.7 < most < 1
         for least, most in (of_block[2:4], of_block[6:]):  # of c, 1 at first
             assert 0 < least <= most < 2
+
+
+def test_histograms_count_every_value_once(text):
+    for tensor in examine(trainer_of(text), 1).tensors:
+        assert sum(tensor.digits["remainder"].counts) == tensor.num_weights
+        assert sum(tensor.digits["moment"].counts) == tensor.num_weights
+        assert tensor.digits["scale"].low < tensor.digits["scale"].high
 
 
 def test_ranges_of_streams_are_those_of_attention_and_then_of_the_mlp():
@@ -209,13 +209,6 @@ def test_readings_are_those_of_the_held_out_batch(text, monkeypatch):
     assert report.config["lr"] == trainer.config.lr
 
 
-def test_histograms_count_every_value_once(sound):
-    for tensor in sound.tensors:
-        assert sum(tensor.digits["remainder"].counts) == tensor.num_weights
-        assert sum(tensor.digits["moment"].counts) == tensor.num_weights
-        assert tensor.digits["scale"].low < tensor.digits["scale"].high
-
-
 @pytest.mark.parametrize(
     "rule", mostly_slow(["moment", "nibble", "carry", "votes"], lambda r: r in ("nibble", "votes"))
 )
@@ -258,15 +251,6 @@ def test_update_size_is_1_where_rounding_is_small(direction, text):
     for tensor in report.tensors:
         if tensor.name != "embedding.weight":  # its rows of absent bytes do not move
             assert 0.8 < tensor.update_size < 1.1, tensor.name
-
-
-def test_probe_steps_as_training_does(text):
-    probed, plain = trainer_of(text), trainer_of(text)
-    losses = [float(plain.train_step()) for _ in range(3)]
-    report = examine(probed, 3)
-    assert [reading.loss for reading in report.readings[1:]] == losses
-    for name, buffer in plain.model.state_dict().items():
-        assert torch.equal(probed.model.state_dict()[name], buffer), name
 
 
 def test_probe_leaves_no_hooks(text):
@@ -389,21 +373,14 @@ class TestSaved:
     def snapshot(run) -> dict:
         return {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in run.iterdir()}
 
-    @pytest.mark.parametrize("file", [None, "step-000006.safetensors"])
-    def test_probe_goes_on_and_leaves_the_files_alone(self, file, run):
-        before = self.snapshot(run)
-        path = run / file if file else run
-        config, checkpoint = open_saved(path, steps=4, note=print)
-        report = probe(config, steps=4, checkpoint=checkpoint)
-        first = 6 if file == "step-000006.safetensors" else 12
-        assert [reading.step for reading in report.readings] == list(range(first, first + 5))
-        assert report.passed
-        assert self.snapshot(run) == before
-
     def test_probe_of_a_saved_model_steps_as_the_run_did(self, run, text):
+        before = self.snapshot(run)
         config, checkpoint = open_saved(run / "step-000006.safetensors", steps=6, note=print)
         assert config.steps == STEPS
         report = probe(config, steps=6, checkpoint=checkpoint)
+        assert report.passed
+        assert [reading.step for reading in report.readings] == [*range(6, 13)]
+        assert self.snapshot(run) == before
         plain = trainer_of(text)
         losses = [float(plain.train_step()) for _ in range(STEPS)]
         assert [reading.loss for reading in report.readings[1:]] == losses[6:]
@@ -426,23 +403,9 @@ class TestSaved:
         config, _ = open_saved(run, steps=1, note=print, device="cpu", backend="torch")
         assert (config.val, config.field) == (("v.txt",), "said")
         assert (config.device, config.backend) == ("cpu", "torch")
-        chosen = mock.Mock(return_value="interpreter")
-        monkeypatch.setattr("arbcli.inspect.probe.resolve_backend", chosen)
-        config, _ = open_saved(run, steps=1, note=print, device="cpu", backend="own")
-        assert chosen.call_args == mock.call("own", torch.device("cpu"))
-        assert config.backend == "interpreter"
         given = {"data": [text], "val": ["w.txt"], "field": "body"}
         config, _ = open_saved(run, steps=1, note=print, **given)
         assert (config.val, config.field) == (("w.txt",), "body")
-
-    def test_a_run_with_packed_gates_can_be_probed_in_float32(self, run, monkeypatch):
-        def packing(_run, facts):
-            return dataclasses.replace(train_config_from(facts), compute="bf16", pack=True)
-
-        monkeypatch.setattr("arbcli.inspect.probe.run_config", packing)
-        assert open_saved(run, steps=1, note=print)[0].pack
-        config, _ = open_saved(run, steps=1, note=print, compute="fp32")
-        assert (config.compute, config.pack) == ("fp32", False)
 
     def test_probe_reads_the_field_that_is_named(self, run, tmp_path):
         records = tmp_path / "a.jsonl"
@@ -473,7 +436,7 @@ def test_what_a_short_context_does_not_use_is_not_dead():
     """No entry of compressed attention is complete in a context below its ratio."""
     shape = SMALL | {"attention": "compressed", "ctx": 6, "ratios": (8, 8)}
     report = probe(new_config(**shape), steps=2)
-    assert "dead" not in [verdict.name for verdict in report.verdicts]
+    assert "dead" not in names(report)
     assert not any("beta" in tensor.name for tensor in report.tensors)
-    longer = probe(new_config(**shape | {"ctx": 16}), steps=2)
+    longer = probe(new_config(**shape | {"ctx": 16}), steps=1)
     assert any("beta" in tensor.name for tensor in longer.tensors)

@@ -42,19 +42,6 @@ def test_ranks_that_cannot_share_the_batch_are_refused():
         predict_ranks(new_config(**SHARED), 3)
 
 
-@pytest.mark.parametrize(
-    ("budget", "verdict"),
-    [("1MB", "each fits"), ("10000", "each fits"), ("9999", "does not fit"), ("1KB", "not fit")],
-)
-def test_ranks_are_compared_with_a_budget(budget, verdict, arb_here, monkeypatch):
-    peak = SimpleNamespace(peak_bytes=9000, evaluated_bytes=10_000)
-    monkeypatch.setattr(ranks, "predict_peak", lambda config, **about: peak)
-    sizes = [f"--{name}={SHAPE[name]}" for name in ("dim", "layers", "heads", "ffn", "ctx")]
-    result = arb_here("audit-memory", "--ranks", "2", "--budget", budget, "--device=cpu", *sizes)
-    assert result.returncode == (0 if "each" in verdict else 1)
-    assert verdict in result.stdout
-
-
 def test_report_of_ranks_has_state_and_budget(monkeypatch):
     asked = []
 

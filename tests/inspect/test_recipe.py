@@ -57,7 +57,6 @@ def imagined(monkeypatch):
         (3.9, {}, {}, "--batch 16 --accum 2 --recompute", 7),
         (0.145, {}, {}, "--batch 1 --accum 32 --recompute", 8),
         (0.1, {}, {}, None, 6),
-        (32, {"recompute": True}, {}, "--batch 32 --accum 1 --recompute", 1),
         (4, {"recompute": True}, {}, "--batch 32 --accum 1 --recompute", 1),
         (4.5, {"pack": True, "layers": 2}, {}, "--batch 4 --accum 8", 4),
         (3.9, {"pack": True, "layers": 2}, {}, None, 3),
@@ -67,7 +66,6 @@ def imagined(monkeypatch):
         (32, {}, {"text_tokens": 6_553_600}, "--batch 32 --accum 1", 1),
         (32, {}, {"text_tokens": 6_553_599}, "--batch 16 --accum 1", 1),
         (1, {}, {"text_tokens": 9}, "--batch 2 --accum 1 --recompute", 2),
-        (32, {"ctx": 1500}, {}, "--batch 32 --accum 1", 1),
         (32, {"ctx": 70_000}, {}, "--batch 1 --accum 1", 1),
     ],
 )
@@ -96,15 +94,15 @@ def test_nothing_is_predicted_of_a_step_that_cannot_fit(imagined):
     assert not imagined
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_predicted_memory_is_that_of_the_chosen_step(processes):
-    config = config_of_any_gpu(**TINY, ctx=64, reduce_dtype="int12" if processes > 1 else None)
-    budget = 200 * 2**20
-    recipe = choose_step(config, budget, processes=processes)
-    assert recipe.accum > 2 * processes
+def test_predicted_memory_is_that_of_the_chosen_step(monkeypatch):
+    monkeypatch.setattr(recipe_module, "STEP_TOKENS", 2**15)
+    monkeypatch.setattr(recipe_module, "KEPT_TOKENS", 2**12)
+    config = config_of_any_gpu(**TINY, ctx=64)
+    budget = 203 * 2**20
+    recipe = choose_step(config, budget)
+    assert recipe.accum > 2
     given = {name: getattr(recipe, name) for name in ("batch", "accum", "reduce_dtype")}
-    chosen = dataclasses.replace(config, **given)
-    peak = predict_peak(chosen, captured=True, size=processes)
+    peak = predict_peak(dataclasses.replace(config, **given), captured=True)
     assert peak.evaluated_bytes <= recipe.reserved_bytes <= budget
     assert recipe.reserved_bytes - peak.evaluated_bytes <= SEGMENT
 
@@ -115,6 +113,8 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sample, "SAMPLE_BYTES", 1)
     monkeypatch.setattr(Trainer.evaluate.__wrapped__, "__defaults__", (1,))
+    for name, tokens in (("STEP_TOKENS", 4096), ("KEPT_TOKENS", 512), ("LEAST_STEP_TOKENS", 512)):
+        monkeypatch.setattr(recipe_module, name, tokens)
     plain_folder(tmp_path / "folder", vocab_size=256)
     (tmp_path / "text.txt").write_bytes(b"ternary weights learn to read. " * 300)
 
@@ -129,15 +129,15 @@ def settings_of(run: str) -> dict:
 
 
 def test_printed_command_trains_with_what_fits(place, arb_here):
-    done = arb_here("import", "folder", "--budget", "260MiB", "--out", "a run")
+    done = arb_here("import", "folder", "--budget", "170MiB", "--out", "a run")
     assert done.returncode == 0, done.stderr
     *_, summary, command = done.stderr.splitlines()
-    assert summary.startswith("with rule moment, 65,536 tokens a step, 0.")
+    assert summary.startswith("with rule moment, 4,096 tokens a step, 0.")
     words = shlex.split(command)
     assert words[:4] == ["arb", "train", "--init-from", "a run"]
     done = arb_here(*words[1:], *CPU, "--out", "tuned")
     assert done.returncode == 0, done.stderr
-    assert settings_of("tuned") == {"batch": 512, "accum": 2, "recompute": False, "ctx": 64}
+    assert settings_of("tuned") == {"batch": 32, "accum": 2, "recompute": False, "ctx": 64}
     assert "chosen" not in done.stderr
 
 
@@ -166,21 +166,19 @@ def test_tuning_chooses_its_step_and_a_resume_keeps_it(place, arb_here, monkeypa
     tune = ["train", "--init-from", "run", "--data", "text.txt", *CPU]
     done = arb_here(*tune, "--out", "chosen")
     assert done.returncode == 0, done.stderr
-    assert "chosen: --ctx 64 --batch 64 --accum 1 (4,096 tokens a step, " in done.stderr
-    given = ["--ctx", "64", "--batch", "64", "--accum", "1"]
+    assert "chosen: --ctx 64 --batch 8 --accum 1 (512 tokens a step, " in done.stderr
+    given = ["--ctx", "64", "--batch", "8", "--accum", "1"]
     assert "chosen" not in arb_here(*tune, *given, "--out", "given").stderr
     first, second = (load_file(checkpoint_path(Path(run), 1)) for run in ("chosen", "given"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
     done = arb_here(*tune, "--ctx", "32", "--recompute", "--out", "partly")
-    assert "chosen: --ctx 32 --batch 128 --accum 1 --recompute (4,096" in done.stderr
-    windows = ["--show-windows", "1", "--ctx", "32"]
-    assert "chosen: --ctx 32 --batch 128 --accum 1 (" in arb_here(*tune, *windows).stderr
+    assert "chosen: --ctx 32 --batch 16 --accum 1 --recompute (512" in done.stderr
     monkeypatch.setattr(recipe_module, "usable_bytes", lambda *_: 2**10)
     done = arb_here(*tune, "--out", "none")
     assert "error: no window of 64 tokens fits into 0.00 GiB" in done.stderr
     assert not Path("none").exists()
     done = arb_here("train", "--resume", "partly", "--steps", "2")
     assert done.returncode == 0, done.stderr
-    assert settings_of("partly") == {"batch": 128, "accum": 1, "recompute": True, "ctx": 32}
+    assert settings_of("partly") == {"batch": 16, "accum": 1, "recompute": True, "ctx": 32}

@@ -1,14 +1,13 @@
 """Whatever is saved can be looked into and compared, and what is damaged is refused."""
 
 import json
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from arbcli.base.errors import ArbError
-from arbcli.inspect.saved import Difference, Saved, compare, open_saved
+from arbcli.inspect.saved import Difference, compare, open_saved
 from arbcli.interop.exporting import export
 
 
@@ -82,18 +81,6 @@ def test_damaged_models_and_other_files_are_refused(forms, tmp_path):
             open_saved(path, print)
 
 
-def test_command_shows_and_compares(forms, arb_here):
-    shown = arb_here("inspect", str(forms["checkpoint"]))
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert "model.stages" not in shown.stdout  # their parts have a table
-    for words in ("checked", "model.ctx", "blocks 0", "heads", "remainder", "below 0"):
-        assert words in shown.stdout
-    args = ["inspect", str(forms["gguf"]), "--diff", str(forms["hf"])]
-    assert "16 tensors" in arb_here(*args).stdout
-    assert json.loads(arb_here(*args, "--json").stdout)["equal"]
-    assert json.loads(arb_here("inspect", str(forms["hf"]), "--json").stdout)["kind"] == "hf"
-
-
 def imagined(path: str, **weights) -> SimpleNamespace:
     """Stand in for a saved model of these weights."""
     tensors = {name: torch.tensor(values) for name, values in weights.items()}
@@ -117,40 +104,3 @@ def test_differences_are_measured_against_the_first():
     assert (report.num_equal, report.equal) == (1, False)
     assert compare(first, first).equal
     assert compare(first, first).num_equal == 5
-
-
-def test_differences_are_in_the_order_of_their_names_and_settings_of_both():
-    names = [f"{letter}{number}" for letter in "zyx" for number in range(5)]
-    first, second = (
-        imagined(side, **{name: [float(side)] for name in names if name != gone})
-        for side, gone in (("1", "z1"), ("2", "x3"))
-    )
-    first.settings, first.config = {"lr": 1, "seed": 3}, {"dim": 4}
-    report = compare(first, second)
-    assert [tensor.name for tensor in report.tensors] == sorted({*names} - {"z1", "x3"})
-    assert [*report.missing] == ["x3", "z1"]
-    assert (report.settings, report.config) == ({}, {})  # the second has none, and no state
-    second.settings = {"lr": 2, "seed": 3}
-    assert compare(first, second).settings == {"lr": [1, 2]}
-
-
-def test_report_adds_up_the_counts_in_order(tmp_path):
-    class Counted(Saved):
-        kind, step, digests, digest, origin, config = "gguf", 7, "none", None, "a digest", {}
-        weights = None
-
-        def bytes_by_area(self):
-            return {"mlp": Counter(Q4_0=18)}
-
-        def histograms(self):
-            signs = {"mlp": [1, 2, 5], "head": [2, 0, 2]}
-            return signs, {"mlp": Counter({2: 1, -3: 4, 0: 3})}
-
-    (tmp_path / "below").mkdir()
-    for name in ("a", "below/b"):
-        (tmp_path / name).write_bytes(b"12345")
-    report = Counted(tmp_path).report()
-    assert (report.num_weights, report.bytes) == (12, 10)
-    assert report.trits == {"mlp": [0.125, 0.25, 0.625], "head": [0.5, 0.0, 0.5]}
-    assert [*report.octaves["mlp"].items()] == [(-3, 4), (0, 3), (2, 1)]
-    assert report.bytes_by_area == {"mlp": {"Q4_0": 18}}
