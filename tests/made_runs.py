@@ -15,6 +15,16 @@ def record(step: int, loss: float, val_loss: float | None = None, **others) -> d
     } | others  # fmt: skip
 
 
+TIMINGS = ("seconds", "bytes_per_second", "seconds_left", "mfu", "peak_bytes")
+"""Fields of a record that differ from run to run."""
+
+
+def read_records(run: Path) -> list[dict]:
+    """Read the records of a run, without what differs from run to run."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMINGS} for line in lines]
+
+
 def make_run(
     run: Path,
     records: list[dict],

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from hashlib import sha256
 from pathlib import Path
 
@@ -31,14 +32,26 @@ class Stop(Observer):
             raise KeyError
 
 
-@pytest.fixture
-def run(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
     """Leave a run of four steps that an error ended after three, and all of its checkpoints."""
-    text = tmp_path / "text.txt"
-    text.write_bytes(b"ternary weights learn to read. " * 100)
-    config = new_config(**SMALL, data=[str(text)], steps=4, save_every=1, eval_every=2, keep=9)
-    with pytest.raises(KeyError):
-        start_run(config, tmp_path / "run", Stop())
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "text.txt").write_bytes(b"ternary weights learn to read. " * 100)
+    options = {"steps": 4, "save_every": 1, "eval_every": 2, "keep": 9}
+    options["data"] = [str(folder / "text.txt")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("arbcli.training.schedule.LOG_EVERY", 1)
+        with pytest.raises(KeyError):
+            start_run(new_config(**SMALL, **options), folder / "run", Stop())
+    return folder
+
+
+@pytest.fixture
+def run(whole, tmp_path) -> Path:
+    """Copy the run and its text."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    facts = tmp_path / "run" / "config.json"
+    facts.write_text(facts.read_text().replace(str(whole), str(tmp_path)))
     return tmp_path / "run"
 
 
@@ -81,8 +94,7 @@ def test_damage_is_found_and_a_resume_does_as_predicted(run):
     report = check_run(run)
     assert not report.passed
     said = {finding.name: finding.detail for finding in report.findings}
-    texts = f"{run.parent / 'text.txt'} (1 file), 2,790 + 310 bytes"
-    assert said["text"] == texts
+    assert said["text"] == f"{run.parent / 'text.txt'} (1 file), 2,790 + 310 bytes"
     assert said["metrics.jsonl"] == "3 records, and 2 invalid lines"
     tensors = load_checkpoint(run / "step-000002.safetensors").tensors.values()
     size = sum(tensor.nbytes for tensor in tensors)

@@ -1,6 +1,8 @@
 """Weights that fade from all digits to the trit, in the course of a run."""
 
 import dataclasses
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,17 +53,17 @@ def test_stages_take_equal_turns_and_the_last_stage_stays():
 
 
 @pytest.mark.parametrize("rule", FADING)
-@pytest.mark.parametrize("stage", STAGES)
-def test_weight_is_all_digits_and_the_trit_each_by_its_share(rule, stage, text):
-    trainer = trainer_of(text, rule=rule)
-    tensor = trainer.model.blocks[0].mlp.output.weight
-    packed, share = tensor.packed, STAGES.index(stage) / 16
+def test_weight_is_all_digits_and_the_trit_each_by_its_share(rule, text):
+    tensor = trainer_of(text, rule=rule).model.blocks[0].mlp.output.weight
+    packed = tensor.packed
     every, trit = digits_reference(packed), digits_reference(packed._replace(remainder=None))
     scale = scales_reference(packed).bfloat16().double()
-    wanted = ((1 - share) * every + share * trit) * scale
-    tensor.rule = stage_rule(rule, stage)
-    assert torch.equal(tensor.weight(), wanted.bfloat16())
-    assert tensor.rule.radix == find_rule(rule, "all").radix
+    for number, stage in enumerate(STAGES):
+        share = number / 16
+        wanted = ((1 - share) * every + share * trit) * scale
+        tensor.rule = stage_rule(rule, stage)
+        assert torch.equal(tensor.weight(), wanted.bfloat16()), stage
+        assert tensor.rule.radix == find_rule(rule, "all").radix
 
 
 @pytest.mark.parametrize("rule", FADING)
@@ -78,9 +80,18 @@ def test_every_stage_steps_by_the_constants_of_all_digits(rule, stage):
     assert (of_stage.reads_all, of_stage.kept) == read
 
 
-def test_run_resumed_while_it_fades_ends_with_the_same_bits(text, tmp_path):
-    run, at = tmp_path / "run", 12
-    start_run(new_config(**SMALL | MIXED, data=[text], save_every=at, keep=3), run, Observer())
+@pytest.fixture(scope="module")
+def faded(tmp_path_factory) -> Path:
+    """Train a run to its end, and keep a checkpoint of the middle."""
+    folder = tmp_path_factory.mktemp("faded")
+    (folder / "text.txt").write_bytes(b"ternary weights learn to read. " * 100)
+    options = SMALL | MIXED | {"data": [str(folder / "text.txt")]}
+    start_run(new_config(**options, save_every=12, keep=3), folder / "run", Observer())
+    return folder / "run"
+
+
+def test_run_resumed_while_it_fades_ends_with_the_same_bits(faded, tmp_path):
+    run, at = Path(shutil.copytree(faded, tmp_path / "run")), 12
     last = load_checkpoint(checkpoint_path(run, 20))
     middle = checkpoint_path(run, at)
     assert saved_config(load_checkpoint(middle)).digits == fade_stage(at, 20, FADES)
@@ -96,20 +107,18 @@ def test_run_resumed_while_it_fades_ends_with_the_same_bits(text, tmp_path):
     assert saved_config(load_checkpoint(checkpoint_path(run, 28))).digits == "trit"
 
 
-def test_checkpoints_of_the_middle_are_read_and_not_exported(text, tmp_path):
-    run = tmp_path / "run"
-    start_run(new_config(**SMALL | MIXED, data=[text], save_every=12, keep=3), run, Observer())
+def test_checkpoints_of_the_middle_are_read_and_not_exported(text, faded, tmp_path):
     trainer = trainer_of(text, **MIXED)
     for _ in range(12):
         trainer.train_step()
-    middle = checkpoint_path(run, 12)
+    middle = checkpoint_path(faded, 12)
     model, ids = load_model(middle, compute="fp32"), torch.arange(16)[None]
     trainer.model.compute_dtype = torch.float32
     assert torch.equal(model(ids), trainer.model(ids))
     assert len(b"".join(generate(model, b"a", 3, Sampling(seed=0)))) >= 3
     with pytest.raises(ArbError, match="fading"):
         export(middle, "safetensors", out=tmp_path / "weights")
-    export(run, "safetensors", out=tmp_path / "weights")
+    export(faded, "safetensors", out=tmp_path / "weights")
     with pytest.raises(ArbError, match="middle of a run"):
         new_config(preset=saved_config(load_checkpoint(middle)))
 

@@ -16,7 +16,6 @@ from processes import in_processes
 
 from arbcli.base.errors import ArbError
 from arbcli.config.training import TrainConfig
-from arbcli.data.opening import open_texts
 from arbcli.inspect.memory import predict_run
 from arbcli.kernels.runtime import merged, native
 from arbcli.model import updater
@@ -194,13 +193,6 @@ def config_of(row: Row) -> TrainConfig:
         model = dataclasses.replace(config.model, vocabulary=VOCABULARY[kind], tied=tied)
         config = dataclasses.replace(config, model=model)
     return config
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_bytes(b"".join(b"line %d of a text to learn. " % (i * i) for i in range(900)))
-    return open_texts((str(path),), (), seed=3, context=64)
 
 
 def trained(group: Group, config: TrainConfig, texts, steps: int, saved=None):

@@ -57,60 +57,34 @@ def purposes(used: list[tuple[str, int]]) -> dict[str, int]:
     return {name: sum(name == other for other, _ in used) for name in dict(used)}
 
 
-@pytest.mark.parametrize("shape", ["dense", "graph"])
-def test_no_two_draws_of_a_run_have_one_key(shape, used_keys, tmp_path, small_graph):
-    """Neither of steps, of micro-batches, of tensors, of matrices in one, nor of purposes."""
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"no two draws of a run have one key. " * 30)
-    dense = {"dim": 16, "layers": 2, "heads": 2, "ffn": 24, "ctx": 8, "batch": 2}
-    options = (small_graph if shape == "graph" else dense) | {"accum": 2, "direction": "factored"}
-    config = new_config(data=[str(path)], device="cpu", backend="torch", steps=3, **options)
-    trainer = Trainer(config, open_texts(config.data, None, seed=0, context=config.model.ctx))
-    tensors = [tensor for tensor in trainer.model.weights().values() if not tensor.frozen]
-    assert purposes(used_keys) == {"start": len(tensors)}
-    steps = 3 if shape == "dense" else 1
-    for _ in range(steps):
-        trainer.train_step()
-    counts = purposes(used_keys)
-    if shape == "dense":  # each micro-batch updates each tensor once, trits and scales in the last
-        assert counts == {
-            "start": len(tensors),
-            "statistics": 3 * 2 * len(tensors) * 2,
-            "scales": 3 * len(tensors),
-            "moment": 3 * 2 * len(tensors),
-            "weights": 3 * len(tensors),
-        }
-    else:  # tables step by the rows that are read, and experts by the tokens that chose them
-        matrices = sum(tensor.matrices for tensor in tensors)
-        assert matrices > len(tensors)
-        assert counts["scales"] > len(tensors)
-    keys = [key for _, key in used_keys]
-    assert len(set(keys)) == len(keys)
+DENSE = {"dim": 16, "layers": 2, "heads": 2, "ffn": 24, "ctx": 8, "batch": 2}
 
 
+@pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("shape", ["dense", "graph"])
-def test_gradients_on_the_wire_share_no_key_with_updates(shape, used_keys, tmp_path, small_graph):
-    """Each part is rounded by noise of its own, and none of it rounds the step that follows."""
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"gradients on the wire share no key. " * 30)
-    dense = {"dim": 16, "layers": 2, "heads": 2, "ffn": 24, "ctx": 8, "batch": 2}
-    options = (small_graph if shape == "graph" else dense) | {"accum": 2, "reduce_dtype": "int8"}
-    about = {"device": "cpu", "backend": "torch", "compute": "fp32"}
-    config = new_config(data=[str(path)], steps=2, **about, **options)
+def test_no_two_draws_of_a_run_have_one_key(shape, wire, used_keys, text, small_graph):
+    """Neither of steps, micro-batches, tensors, matrices in one, messages, nor of purposes."""
+    dense = shape == "dense"
+    options = (DENSE if dense else small_graph) | {"accum": 2, "reduce_dtype": wire}
+    about = {"device": "cpu", "backend": "torch", "direction": None if wire else "factored"}
+    config = new_config(data=[text], steps=3, **about, **options)
     trainer = Trainer(config, open_texts(config.data, None, seed=0, context=config.model.ctx))
-    tensors = len(trainer.shared.tensors)
-    steps = 2 if shape == "dense" else 1
+    weights = [tensor for tensor in trainer.model.weights().values() if not tensor.frozen]
+    tensors, steps = len(weights), 2 if dense else 1
+    assert purposes(used_keys) == {"start": tensors}
     for _ in range(steps):
         trainer.train_step()
     # a look at how large gradients are makes zeros of them, which no noise rounds
     used = [pair for pair in used_keys if pair != ("wire", 0)]
     counts = purposes(used)
-    if shape == "dense":  # what all micro-batches made is stepped by once
-        assert counts == {
-            "start": tensors, "wire": 2 * 2 * tensors, "scales": 2 * tensors,
-            "moment": 2 * tensors, "weights": 2 * tensors,
-        }  # fmt: skip
-    assert counts["wire"] > tensors
+    if dense:  # each micro-batch updates each tensor once, trits and scales in the last
+        updates = {"wire": 2, "moment": 1} if wire else {"statistics": 4, "moment": 2}
+        draws = {"scales": 1, "weights": 1} | updates  # what travelled is stepped by once
+        expected = {purpose: steps * number * tensors for purpose, number in draws.items()}
+        assert counts == {"start": tensors} | expected
+    else:  # tables step by the rows that are read, and experts by the tokens that chose them
+        assert sum(tensor.matrices for tensor in weights) > tensors
+        assert counts["wire" if wire else "scales"] > tensors
     keys = [key for _, key in used]
     assert len(set(keys)) == len(keys)
 

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from made_runs import read_records
 
 from arbcli import load
 from arbcli.base.atomic_files import write_json
@@ -94,13 +95,6 @@ def test_hangup_saves_like_a_termination(text, tmp_path, device, monkeypatch):
         signal.signal(signal.SIGHUP, ignored)
 
 
-def read_unmeasured(path: Path) -> list[dict]:
-    """Read the records of a run without times and memory."""
-    measured = {"seconds", "bytes_per_second", "seconds_left", "peak_bytes", "mfu"}
-    records = (json.loads(line) for line in (path / "metrics.jsonl").open())
-    return [{k: v for k, v in record.items() if k not in measured} for record in records]
-
-
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
@@ -112,7 +106,7 @@ def test_records_come_as_often_as_requested(options, steps, text, tmp_path, devi
     run = tmp_path / "run"
     settings = config(text, device, batch=1, **options)
     report = start_run(settings, run, Observer())
-    records = read_unmeasured(run)
+    records = read_records(run)
     assert [record["step"] for record in records] == steps
     rates = [learning_rate(settings, step - 1) for step in steps]
     assert [record["lr"] for record in records] == rates
@@ -126,14 +120,14 @@ def test_long_interval_of_records_survives_a_stop(text, tmp_path, device):
     run, notes = tmp_path / "run", []
     options = {"batch": 1, "log_every": 12, "eval_every": 0, "save_every": 11, "steps": 13}
     start_run(config(text, device, **options), run, Observer())
-    before = read_unmeasured(run)
+    before = read_records(run)
     assert [record["step"] for record in before] == [12, 13]
     each, losses = Observer(), []
     each.recorded = lambda record: losses.append(record.loss)
     start_run(config(text, device, **options | {"log_every": 1}), None, each, save=False)
     assert before[0]["loss"] == pytest.approx(sum(losses[:12]) / 12, rel=1e-12)
     resume_run(run / "step-000011.safetensors", Observer())
-    assert read_unmeasured(run) == before
+    assert read_records(run) == before
     observer = Observer()
     observer.noted = notes.append
     assert resume_run(run, observer).val_loss is None
@@ -150,7 +144,7 @@ def test_unsaved_run_is_the_same_run_and_leaves_nothing(text, tmp_path, device, 
     observer.recorded = lambda record: notes.append(record.loss)
     observer.started = lambda run, trainer, facts: ends.append((run, facts["number"]))
     report = start_run(settings, None, observer, save=False)
-    assert notes == [record["loss"] for record in read_unmeasured(tmp_path / "run")]
+    assert notes == [record["loss"] for record in read_records(tmp_path / "run")]
     assert ends == [(None, None)]
     assert (report.run, report.checkpoint) == (None, None)
     assert (report.val_loss, report.sample) == (saved.val_loss, saved.sample)
@@ -294,19 +288,6 @@ def test_checkpoint_holds_integers_only(finished_run):
     assert dtypes == {torch.uint8, torch.int8}
 
 
-def test_default_learning_rate_is_of_the_rule_at_every_width():
-    def lr(**given) -> float:
-        return new_config(device="cpu", **given).lr
-
-    assert lr() == lr(preset="arb-tiny") == 0.7
-    assert lr(rule="nibble") == 0.4
-    assert lr(preset="arb-3b") == 0.4  # its rule is nibble
-    assert lr(preset="arb-3b", rule="moment") == 0.7
-    assert lr(preset="arb-3b", lr=0.3) == 0.3
-    assert (lr(weights="float"), lr(weights="ste")) == (1e-3, 3e-3)
-    assert {lr(weights=twin, optimizer="muon") for twin in ("float", "ste")} == {3e-3}
-
-
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't")])
 def test_memory_of_a_cpu_that_is_not_enough_is_explained(error, text, tmp_path, monkeypatch):
     monkeypatch.setattr("arbcli.training.run.Trainer", mock.Mock(side_effect=error))
@@ -347,19 +328,6 @@ def test_next_directory_is_never_another_run_s(tmp_path, monkeypatch):
     for number in (999, 1000):
         (root / f"{number}-x").mkdir()
     assert make_next_directory(options, root).name == f"1001-{name}"
-
-
-def test_next_directory_is_named_for_what_runs_of_a_sweep_differ_in(tmp_path):
-    names = {
-        "ternary-moment-muon-lr0.25-seed0": {"lr": 0.25},
-        "int8-nibble-muon-lr0.4-seed3": {"weights": "int8", "rule": "nibble", "seed": 3},
-        "anneal-moment-adafactor-lr0.35-seed0": {"weights": "anneal", "optimizer": "adafactor"},
-        "ternary-votes-seed0": {"rule": "votes"},
-        "float-adamw-lr0.001-seed0": {"weights": "float"},
-    }
-    for number, (name, settings) in enumerate(names.items(), 1):
-        run = make_next_directory(new_config(device="cpu", **settings), tmp_path)
-        assert run.name == f"{number:03d}-256x4-{name}"
 
 
 def test_two_starts_in_one_directory_cannot_overwrite_each_other(text, tmp_path, device):
@@ -627,8 +595,8 @@ def test_first_step_is_reported_with_the_loss_before_it(text, tmp_path, device):
     report = start_run(config(text, device, log_every=1), run, observer)
     assert firsts == [report.first_step]
     (first,) = firsts
-    assert (first.step, first.loss) == (1, read_unmeasured(run)[0]["loss"])
+    assert (first.step, first.loss) == (1, read_records(run)[0]["loss"])
     assert first.seconds >= first.compile_seconds >= 0
     first = resume_run(run, Observer()).first_step
-    assert (first.step, first.loss) == (3, read_unmeasured(run)[2]["loss"])
+    assert (first.step, first.loss) == (3, read_records(run)[2]["loss"])
     assert resume_run(run, Observer()).first_step is None

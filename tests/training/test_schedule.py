@@ -4,12 +4,10 @@ import math
 from itertools import pairwise
 
 import pytest
-import torch
 
 from arbcli.config.training import SCHEDULES
 from arbcli.data.opening import open_texts
 from arbcli.data.tokens import Tokenizer
-from arbcli.training import configure
 from arbcli.training.configure import new_config
 from arbcli.training.schedule import learning_rate
 from arbcli.training.text_warnings import lost_text, text_warnings
@@ -34,24 +32,6 @@ def test_rate_falls_from_the_first_to_the_final_rate(shape, final_lr):
     assert rates[0] == 0.8
     assert all(a >= b for a, b in pairwise(rates))
     assert rates[-1] == pytest.approx(given.get("final_lr", 0.8))
-
-
-PLACE = torch.device("cpu")
-
-
-def test_omitted_settings_follow_from_the_device(monkeypatch):
-    asked = []
-    monkeypatch.setattr(configure, "resolve_device", lambda name: asked.append(name) or PLACE)
-    monkeypatch.setattr(configure, "default_compute", lambda place: asked.append(place) or "fp32")
-    monkeypatch.setattr(
-        configure, "resolve_backend", lambda name, place: asked.append((name, place)) or "torch"
-    )
-    config = new_config(steps=3)
-    assert (config.device, config.compute, config.backend) == ("cpu", "fp32", "torch")
-    assert (config.steps, asked) == (3, [None, PLACE, (None, PLACE)])
-    asked.clear()
-    config = new_config(device="cpu", compute="bf16", backend="native")
-    assert (config.compute, asked) == ("bf16", ["cpu", ("native", PLACE)])
 
 
 PROSE = b"Ternary weights learn to read, a byte at a time, and then another one. " * 200

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from arbcli.base.errors import ArbError
-from arbcli.config.training import FLOAT_WEIGHT_DECAY
 from arbcli.model.build import build_model
 from arbcli.model.layers.vector import VectorWeight
 from arbcli.model.updater import Updater
@@ -49,13 +48,6 @@ def test_matrices_shrink_by_a_128th_of_the_rate_times_the_decay_and_vectors_do_n
             ratio = float(decayed[name][1].norm() / z.norm())
             assert ratio == pytest.approx(share, abs=0.05)  # steps decay for a shorter time
     assert vectors
-
-
-def test_baselines_decay_by_default_and_packed_weights_do_not():
-    assert new_config(**SHAPE).decay == 0
-    assert new_config(**SHAPE, weights="float").decay == FLOAT_WEIGHT_DECAY
-    assert new_config(**SHAPE, weight_decay=0.25).decay == 0.25
-    assert new_config(**SHAPE, weights="ste", weight_decay=0.0).decay == 0
 
 
 def test_votes_cannot_decay():

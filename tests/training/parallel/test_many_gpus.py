@@ -29,13 +29,6 @@ ENDED_WITHIN = 30
 """Seconds from the end of one process to that of all."""
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"".join(b"line %d of a text to learn. " % (i * i) for i in range(900)))
-    return path
-
-
 def trained(group, text, given, capture):
     """Train on the GPU of this process; return digests of the state, and the losses."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -57,18 +50,18 @@ def trained(group, text, given, capture):
     ids=["eager", "captured", "all digits"],
 )
 @pytest.mark.parametrize("size", SIZES)
-def test_gpus_give_the_bits_of_a_single_gpu(size, given, capture, text):
-    (alone,) = in_processes(1, trained, text, given, False, device="cuda")
-    results = in_processes(size, trained, text, given, capture, device="cuda")
+def test_gpus_give_the_bits_of_a_single_gpu(size, given, capture, lines):
+    (alone,) = in_processes(1, trained, lines, given, False, device="cuda")
+    results = in_processes(size, trained, lines, given, capture, device="cuda")
     assert results[0] == alone
     assert {tuple(losses) for _, losses in results} == {tuple(alone[1])}
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_graph_on_gpus_gives_the_bits_of_a_single_gpu(size, text, small_graph):
+def test_graph_on_gpus_gives_the_bits_of_a_single_gpu(size, lines, small_graph):
     given = small_graph | {"accum": 4, "memgram": True}
-    (alone,) = in_processes(1, trained, text, given, False, device="cuda")
-    assert in_processes(size, trained, text, given, False, device="cuda")[0] == alone
+    (alone,) = in_processes(1, trained, lines, given, False, device="cuda")
+    assert in_processes(size, trained, lines, given, False, device="cuda")[0] == alone
 
 
 def arb(*words: str) -> None:
@@ -84,9 +77,9 @@ def arb(*words: str) -> None:
         *(pytest.param(size, "cuda", marks=on_gpus(size)) for size in (2, 4)),
     ],
 )
-def test_command_ends_and_its_run_goes_on_with_another_number(size, device, text, tmp_path):
+def test_command_ends_and_its_run_goes_on_with_another_number(size, device, lines, tmp_path):
     shape = [word for name, value in SHAPE.items() for word in (f"--{name}", value)]
-    about = [*shape, "--data", text, "--steps", 12, "--save-every", 6, "--keep", 3, "--seed", 3]
+    about = [*shape, "--data", lines, "--steps", 12, "--save-every", 6, "--keep", 3, "--seed", 3]
     about += ["--device", device, "--reduce-dtype", "int12"]
     one, many, back, forth = (tmp_path / name for name in ("one", "many", "back", "forth"))
     arb(*about, "--out", one)
@@ -116,10 +109,10 @@ def children(pid: int) -> list[int]:
     ],
 )
 @pytest.mark.parametrize("killed", [1, 0, "launcher"])
-def test_command_ends_when_one_process_is_killed(killed, size, device, text, tmp_path):
+def test_command_ends_when_one_process_is_killed(killed, size, device, lines, tmp_path):
     """The others are waiting for its messages, in a captured step on a GPU."""
     shape = [str(word) for name, value in SHAPE.items() for word in (f"--{name}", value)]
-    about = [*shape, "--data", str(text), "--steps", "1000000", "--log-every", "1", "--no-save"]
+    about = [*shape, "--data", str(lines), "--steps", "1000000", "--log-every", "1", "--no-save"]
     about += ["--device", device, "--gpus", str(size), "--json"]
     log = tmp_path / "log"
     with log.open("w") as said:

@@ -9,7 +9,6 @@ from processes import in_processes
 
 from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
-from arbcli.data.opening import open_texts
 from arbcli.families.experts import weight as expert_weight
 from arbcli.model.checkpoint import tensor_digest
 from arbcli.model.packed import StateModule
@@ -30,13 +29,6 @@ ABOUT = {
     "compute": "fp32",
 }
 DECIDED = {"lr": 0.5} | ABOUT
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_bytes(b"".join(b"line %d of a text to learn. " % (i * i) for i in range(900)))
-    return open_texts((str(path),), (), seed=3, context=32)
 
 
 def trained(group, texts, given, steps, checkpoint=None):
@@ -72,10 +64,6 @@ def test_four_processes_give_the_bits_of_a_single_process(texts):
 @pytest.mark.parametrize(
     "given",
     [
-        pytest.param({"rule": "carry", "digits": "all", "lr": 0.25}, marks=pytest.mark.slow),
-        pytest.param({"direction": "sign", "recompute": True}, marks=pytest.mark.slow),
-        pytest.param({"rule": "votes"}, marks=pytest.mark.slow),
-        pytest.param({"mlp_rule": "nibble", "digits": "fade", "steps": 5}, marks=pytest.mark.slow),
         # beyond what four bits encode, of micro-batches with unequal numbers of learnt symbols
         {"digits": "all", "lr": 0.4, "weight_decay": 4.0, "objective": "fill"},
         # masks are those of a single process
@@ -88,7 +76,6 @@ def test_four_processes_give_the_bits_of_a_single_process(texts):
         },
         # sums of 16 bits in one process, and of 12 in two
         {"direction": "factored", "accum": 8, "tscale": "T6"},
-        pytest.param({"reduce_dtype": "int8"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -168,15 +155,14 @@ def test_batches_that_cannot_be_dealt_out_are_refused(texts):
         Trainer(dataclasses.replace(config, reduce_dtype=None), texts, group=Group(0, 2))
 
 
-@pytest.mark.parametrize("owner", [1])
-def test_non_finite_gradient_is_counted_once_by_any_number_of_processes(owner, texts):
+def test_non_finite_gradient_is_counted_once_by_any_number_of_processes(texts):
     """The first process writes down what it counts, also of others' tensors."""
 
     def step(group):
         trainer = Trainer(new_config(**(DECIDED | SMALL)), texts, group=group)
         trainer.train_step()
         model, sink = trainer.model, trainer.shared
-        bad = (model.head if owner == 0 else model.blocks[0].mlp.output).weight
+        bad = model.blocks[0].mlp.output.weight
         if group.rank == group.size - 1:  # in the last micro-batch
 
             def spoil(tensor, grad, where=None):
@@ -194,7 +180,7 @@ def test_non_finite_gradient_is_counted_once_by_any_number_of_processes(owner, t
     assert counters == ({"nonfinite_steps": 1, "refused": 1},) * 2
     if not torch.cuda.is_available():  # else processes are not forked, and know no inner function
         first, second = in_processes(2, step)
-        assert first == (digests, counters, owner)
+        assert first == (digests, counters, 1)  # which process 1 owns
         assert second[1] == counters
 
 
