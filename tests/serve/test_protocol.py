@@ -429,12 +429,9 @@ def test_metrics_count_the_tokens(client, engine):
     assert len(values) == text.count("# TYPE")
 
 
-@pytest.mark.parametrize(("kind", "chats"), [("dense", False), ("hnet", True)])
-def test_openai_client_is_answered(kind, chats, chatty, device):
-    """By a model of bytes, which has no chats, and by one of tokens."""
+def test_openai_client_is_answered(chatty, device):
     openai = pytest.importorskip("openai", reason="needs the package openai")
-    config = KINDS[kind]
-    model, path = chatty(config, device) if chats else (model_of(config, device), Path("run/1"))
+    model, path = chatty(KINDS["hnet"], device)
     with Engine(model, path, texts=2, positions=60) as engine, running(engine) as client:
         asked = openai.OpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", api_key="none")
         (name,) = [model.id for model in asked.models.list()]
@@ -459,10 +456,6 @@ def test_openai_client_is_answered(kind, chats, chatty, device):
             complete(temperature=9)
         messages = [{"role": "user", "content": "hello"}]
         talk = partial(asked.chat.completions.create, messages=messages, **options)
-        if not chats:
-            with pytest.raises(openai.BadRequestError, match="chat template"):
-                talk()
-            return
         answers = talk(logprobs=True, top_logprobs=2).choices
         assert len(answers[0].logprobs.content[0].top_logprobs) == 2
         contents = [answer.message.content for answer in answers]
@@ -472,6 +465,13 @@ def test_openai_client_is_answered(kind, chats, chatty, device):
         assert parts == contents
         assert contents[0] != contents[1]
         assert not talk(stop=contents[0][0]).choices[0].message.content
+
+
+def test_model_without_a_template_has_no_chats(device):
+    model, path = model_of(KINDS["dense"], device), "/v1/chat/completions"
+    with Engine(model, Path("run/1"), texts=2, positions=60) as engine, running(engine) as client:
+        status, error = client.error(VALID[path], path)
+        assert (status, "chat template" in error["message"]) == (400, True)
 
 
 @pytest.mark.parametrize(
