@@ -336,9 +336,8 @@ def _gradient_statistics_triton(
     grad: Tensor, packed: Packed, factored: bool = False, signs: bool = False
 ) -> GradientStatistics:
     (rows, columns), groups, group_size = grad.shape, packed.num_groups, packed.group_size
-    block_n, (steps, ahead) = 8, SMALL_STEPS
-    if packed.remainder is None:
-        steps, ahead = tiles_of_a_program(grad, SMALL_STEPS, LARGE_STEPS)
+    large_steps = LARGE_STEPS if packed.remainder is None else SMALL_STEPS
+    block_n, (steps, ahead) = 8, tiles_of_a_program(grad, SMALL_STEPS, large_steps)
     tiles_n = triton.cdiv(rows, block_n * steps)
     blocks = columns // BLOCK if group_size == PLANE else 0  # whose planes are groups
     lanes = triton.next_power_of_2(group_size)
