@@ -1,17 +1,21 @@
 """A tiny graph model, parts of it, and how they are compared with their reference."""
 
 import math
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import torch
 
+from arbcli.base.lazy import imported
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.model import ModelConfig
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.presets import preset
+from arbcli.interop.huggingface.modeling_core import Site
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.packed import TernaryTensor
 from arbcli.verify import parity
-from arbcli.verify.parts.base import Reading
+from arbcli.verify.reference import attach
 from arbcli.verify.subjects import fill_memories as fill_parts
 
 SHAPE = {
@@ -39,15 +43,22 @@ def site(**options) -> LayerSpec:
     return graph_config(**options).site(-1)
 
 
-def reading(
-    config: PartConfig, part: torch.nn.Module | None = None, ids: torch.Tensor | None = None, **at
-) -> Reading:
-    """Make what the reference of a part reads, of one text (T,) if it reads any."""
-    given = [] if ids is None else ids.tolist()
-    memories = dict(part.named_buffers()) if part is not None else {}
-    places = range(len(given))
-    own = site(**at)
-    return Reading(config=config, site=own, text=given, places=places, memories=memories)
+def plain(
+    config: PartConfig, weights: dict[str, torch.Tensor], part: torch.nn.Module, **at
+) -> torch.nn.Module:
+    """Build a part in plain PyTorch, with float64 weights by name and the integers of `part`."""
+    own, storage = site(**at), {"group_size": 1, "storage": "digits"}
+    about = SimpleNamespace(norm_gain=own.norm_gain, norm_eps=own.norm_eps, **storage)
+    with torch.device("meta"):
+        kind, place = imported(config.code), Site(own.dim, own.ctx, about, {}, own.causal)
+        made = kind(asdict(config), place, *sizes_of(config))
+    attach(made, weights | dict(part.named_buffers()))
+    return made
+
+
+def sizes_of(config: PartConfig) -> tuple[int, ...]:
+    """Return the widths of experts in iterations, and of their queries."""
+    return (SHAPE["expert_dim"], SHAPE["gate_dim"]) if config.kind == "experts" else ()
 
 
 def initialised(part: torch.nn.Module) -> torch.nn.Module:

@@ -40,8 +40,8 @@ from arbcli.model.updater import Updater
 from arbcli.verify.compare import poisoned
 from arbcli.verify.kernels.update.gradient_statistics import gradient_statistics_reference
 from arbcli.verify.models import FULL_SIZE, RAGGED
-from arbcli.verify.parts.base import Choices, rotary_angles
 from arbcli.verify.reference import (
+    Choices,
     Reference,
     masked_reference_loss,
     named_blocks,
@@ -191,7 +191,7 @@ class Trace:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Gradients of weights by name, as passed to their sinks."""
     losses: dict[str, Tensor] = field(default_factory=dict)
-    choices: Choices = field(default_factory=Choices)
+    choices: Choices = field(default_factory=dict)
 
     def moved(self, device: torch.device) -> "Trace":
         """Copy all of it to a device, gradients too."""
@@ -203,8 +203,8 @@ class Trace:
 
         parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "choices"}
         every = {name: {key: move(x) for key, x in part.items()} for name, part in parts.items()}
-        choices = {name: [x.to(device) for x in xs] for name, xs in self.choices.by_module.items()}
-        return Trace(**every, choices=Choices(choices))
+        choices = {name: [x.to(device) for x in xs] for name, xs in self.choices.items()}
+        return Trace(**every, choices=choices)
 
 
 def trace(subject: Subject, model: LanguageModel, *, watched: bool = False) -> Trace:
@@ -261,10 +261,10 @@ def _noted(model: LanguageModel, batch: int) -> Iterator[Choices]:
 
     def note(name: str, choose: Callable[..., Tensor], *arguments: Any) -> None:
         chosen = choose(*arguments)
-        choices.by_module.setdefault(name, []).append(chosen.view(batch, -1, *chosen.shape[1:]))
+        choices.setdefault(name, []).append(chosen.view(batch, -1, *chosen.shape[1:]))
 
     def note_rows(name: str, heads: int, _table: nn.Module, inputs: tuple) -> None:
-        if name not in choices.by_module:  # a graph reads rows, too, after its codebook
+        if name not in choices:  # a graph reads rows, too, after its codebook
             note(name, lambda: inputs[0].view(-1, heads, inputs[0].shape[1]))
 
     def note_entries(
@@ -272,7 +272,7 @@ def _noted(model: LanguageModel, batch: int) -> Iterator[Choices]:
     ) -> Tensor:
         q, _, keys = (part.double() for part in arguments[:3])
         entries = choose(*arguments, **options)
-        choices.by_module[name] = [entries, torch.einsum("bnhd,bjd->bnhj", q, keys) > 0]
+        choices[name] = [entries, torch.einsum("bnhd,bjd->bnhj", q, keys) > 0]
         return entries
 
     output_choices = {
@@ -335,7 +335,7 @@ def _end_to_end(
     """
     whole, gate = "whole" in subject.checks, subject.gate_of_depth
     ids, targets = subject.bytes()
-    reference.choices = choices = traced.choices
+    reference.choices = traced.choices
     with torch.set_grad_enabled(whole):
         logits, losses = reference(ids)
         text_loss = masked_reference_loss if subject.config.is_masked else reference_loss
@@ -344,8 +344,8 @@ def _end_to_end(
         losses = {"text": text_loss(logits, bytes_alone)} | losses
     loss_gate = replace(gate, relative=0.05) if subject.dtype == torch.bfloat16 else gate
     pairs = {
-        "scores of choices": choices.scores,
-        "products above 0": choices.products,
+        "scores of choices": reference.scores,
+        "products above 0": reference.products,
         "logits": [(traced.outputs["head"], logits)],
     } | {f"{name} loss": [(traced.losses[name], losses[name])] for name in losses | traced.losses}
     for name, every in pairs.items():
@@ -399,7 +399,7 @@ def _blocks(
     expected = leaves["embedding.weight"][subject.bytes()[0]]
     yield from compare("embedding", got, _gradient(got), expected, within("embedding."))
     terms, last = reference.terms, None
-    for name, stage, block in named_blocks(config):
+    for name, stage, _ in named_blocks(config):
         counts = [len(reference.places[stage, row]) for row in rows]
         x, y = traced.inputs[name], traced.outputs[name]
         # slots without a chunk are left out
@@ -409,9 +409,7 @@ def _blocks(
         )
         source, reference.terms = source.detach().double().requires_grad_(), {}
         texts = zip(rows, source.split(counts), strict=True)
-        expected = torch.cat(
-            [reference.block(name, stage, block, part, row) for row, part in texts]
-        )
+        expected = torch.cat([reference.block(name, stage, part, row) for row, part in texts])
         besides = sum(loss / len(terms[key]) for key, loss in reference.losses().items())
         compared = within(f"{name}.") | {f"input of {name}": (source, grad_x)}
         yield from compare(name, got, grad, expected, compared, besides)
@@ -422,10 +420,8 @@ def _blocks(
         y, got = last[0], traced.outputs["head"]
         source = y.detach().double().requires_grad_()
         x = source.mean(dim=2) if source.dim() == 4 else source
-        expected = torch.stack([reference.head(x[row], row) for row in rows])
         reference.terms = {}
-        for row in rows:
-            reference.ahead(x[row], row)
+        expected = torch.stack([reference.head_of(x[row], row) for row in rows])
         kind_losses = reference.kind_losses(subject.bytes()[1])
         besides = sum([*reference.losses().values(), *kind_losses.values()])
         compared = within("byte_mlp.", "head.", "ahead.") | {
@@ -495,7 +491,9 @@ def check_rotary(device: torch.device) -> Iterator[ParityResult]:
             x = torch.randn(length, width, generator=generator, device=device)
             back = rotate(rotate(x, cos, sin), cos, -sin)
             yield subject.result("rotary", f"inverse {item}", back, x, bits)
-            angle = rotary_angles(torch.arange(length, device=device), width)
+            rates = [10000.0 ** (-2 * i / width) for i in range(width // 2)]
+            places = torch.arange(length, dtype=torch.float64)
+            angle = torch.outer(places, places.new_tensor(rates)).to(device)
             reason = "the angle of the last position, rounded to float32"
             gate = Gate(relative=length * 2.0**-23, reason=reason)
             table, expected = torch.cat([cos, sin]), torch.cat([angle.cos(), angle.sin()])

@@ -1,44 +1,39 @@
-"""A model again, in float64 and plain torch, assembled from the references of its parts.
+"""A model again, in float64 and plain torch: the code of exports, with decoded weights.
 
-Written from the equations, a text at a time: no kernel is called and no layer of the model, chunks
-have no spare slots, hashes are Python's integers, and all rows of a codebook are scored.
+This code is written from the equations: no kernel is called and no layer of the model, a text is
+read by itself, and chunks have no spare slots. What only training needs is added here, by hooks:
+terms of losses, dropout, and choices of the model, which are adopted and judged.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from arbcli.base.lazy import imported
-from arbcli.config.model import BlockConfig, Blocks, ModelConfig
-from arbcli.config.parts.base import PartConfig
+from arbcli.config.model import BlockConfig, ModelConfig
 from arbcli.families.ahead.reference import ahead
-from arbcli.families.graph.reference import memories
-from arbcli.families.graph.router_reference import router
-from arbcli.families.hnet.reference import boundaries, ratio_loss, spread
+from arbcli.families.compressed import modeling as compressed
+from arbcli.families.compressed.reference import above, choose_entries, note_divergences
+from arbcli.families.experts import modeling as experts
+from arbcli.families.experts.reference import choose_experts
+from arbcli.families.graph import modeling as graph
+from arbcli.families.graph.reference import choose_code, choose_rows, halt
+from arbcli.families.hnet import modeling as hnet
+from arbcli.families.hnet.reference import find_starts, ratio_loss
+from arbcli.families.media import modeling as media
 from arbcli.families.media.config import BYTES, KINDS
-from arbcli.families.streams.reference import hyper_connection
+from arbcli.interop.huggingface.modeling_core import Packed, PlainModel, Reading
+from arbcli.interop.huggingface.remote import part_classes, remote_config
 from arbcli.verify.kernels.rows.dropout import dropout_reference
-from arbcli.verify.parts.base import Choices, Reading, Weights, norm, under
-from arbcli.verify.parts.mlp import mlp
 
-
-class Branch(NamedTuple):
-    """A mixer or a channel mixer."""
-
-    name: str
-    """Name of the part in its block."""
-    norm: str
-    """Name of the norm before it."""
-    part: Callable[[Weights, Tensor, Tensor, Reading], Tensor]
-    """Compute the output to be added, from weights, stream (T, D), normalised stream and inputs."""
-
-    def apply(self, w: Weights, weight: Tensor | None, reading: Reading, x: Tensor) -> Tensor:
-        """Normalise the stream (T, D), by weights that the norm may have, and run the part."""
-        return self.part(w, x, norm(x, weight, reading.site.norm_eps), reading)
+Weights = Mapping[str, Tensor]
+Choices = dict[str, list[Tensor]]
+"""Choices of a model by the name of the part, (B, ...) each, in order."""
 
 
 class Masks(NamedTuple):
@@ -63,50 +58,46 @@ class Masks(NamedTuple):
         return kept / (1 - self.rate)
 
 
-def branch_of(config: PartConfig) -> Branch:
-    """Return the reference of a mixer or a channel mixer, with the names of its tensors."""
-    part = imported(config.module)
-    norm_name = part.norm_name or f"{part.name}_norm"
-    return Branch(part.name, norm_name, imported(config.reference))
-
-
-def _scaled(factor: Tensor | float, branch: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return factor * branch(x)
-
-
 def reference_model(
-    weights: Weights,
-    config: ModelConfig,
-    ids: Tensor,
-    *,
-    memories: Mapping[str, Tensor] | None = None,
-    choices: Choices | None = None,
-    endless: bool = False,
-    masks: Masks | None = None,
+    weights: Weights, config: ModelConfig, ids: Tensor, **options: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute logits and losses of bytes or tokens.
+    """Compute logits and losses of (B, T) bytes or tokens: see `Reference`."""
+    return Reference(weights, config, **options)(ids)
+
+
+def _keep_probabilities(model: "Reference", _name: str, head: Any, x: Tensor) -> Tensor:
+    log_probabilities = media.CompositeHead.by_kind(head, x)
+    model.log_probabilities[model.row] = log_probabilities
+    return log_probabilities
+
+
+HOOKS: dict[type[nn.Module], dict[str, Callable]] = {
+    compressed.CompressedAttention: {"shares": note_divergences},
+    compressed.Indexer: {"above": above, "choose": choose_entries},
+    experts.Gate: {"choose": choose_experts},
+    graph.Codebook: {"choose": choose_rows},
+    graph.Iterated: {"halt": halt},
+    graph.Quantiser: {"choose": choose_code},
+    hnet.Stage: {"starts": find_starts},
+    media.CompositeHead: {"by_kind": _keep_probabilities},
+}
+"""Functions by the methods of parts that they replace. They take the reference, the name of the
+part in the model and the part, and then the arguments of the method."""
+
+
+class Reference(PlainModel):
+    """A model in float64.
 
     Args:
         weights: decoded, float64, by their names in the model.
         config: configuration of the model.
-        ids: (B, T) bytes.
         memories: integer buffers of the model by name, others may be among them.
         choices: choices of the model, which are adopted and judged; None chooses the best.
         endless: whether chunks have as many slots as they need, as in generation.
         masks: dropout of the branches; None drops nothing.
-
-    Returns:
-        (B, T, V) logits, and losses besides that of the text: `ponder`, `ratio`, `indexer`, and
-        `next_2` and so on, where there are any.
     """
-    model = Reference(
-        weights, config, memories=memories, choices=choices, endless=endless, masks=masks
-    )
-    return model(ids)
 
-
-class Reference:
-    """A model in float64; the arguments are those of `reference_model`."""
+    dtype = torch.float64
 
     def __init__(
         self,
@@ -118,33 +109,70 @@ class Reference:
         endless: bool = False,
         masks: Masks | None = None,
     ) -> None:
-        self.masks = masks
-        counts = [len(block.parts) for _, _, block in named_blocks(config)]
-        firsts = accumulate(counts, initial=0)
-        self.branches = {
-            name: first for (name, *_), first in zip(named_blocks(config), firsts, strict=False)
-        }
-        """Number of the first branch of each block, by its name."""
+        super().__init__()
         self.weights = {name.removesuffix(".weight"): weights[name] for name in weights}
-        self.config, self.endless = config, endless
-        self.memories, self.choices = memories or {}, choices
+        self.config, self.endless, self.choices = config, endless, choices
         self.terms: dict[str, dict[str, list[Tensor]]] = {}
         """Terms of the losses, which are their averages, by loss and by part."""
         self.log_probabilities: dict[int, Tensor] = {}
         """Log-probabilities of each head of a composite head, by the row of a text."""
-        self.places: dict[tuple[int, int], list[int]] = {}
+        self.places: dict[tuple[int, int], Tensor] = {}
         """The bytes that positions stand for, by stage and text."""
-        self.text: list[list[int]] = []
+        self.text = torch.empty(0)
+        """(B, T) int64, the bytes."""
         self.slots: list[int] = []
         """Positions that each stage has room for."""
+        self.row = 0
+        """Number of the text that is read."""
+        self.scores: list[tuple[Tensor, Tensor]] = []
+        """Scores of what the model chose, and the best ones, sorted."""
+        self.products: list[tuple[Tensor, Tensor]] = []
+        """Products of indexers that the model has above 0, others 0, and those that are above 0."""
+        self.notes: dict[str, Any] = {}
+        """What hooks keep until the end of a text, by part."""
+        parts = {kind: imported(code) for kind, code in part_classes(config).items()}
+        with torch.device("meta"):
+            plain = SimpleNamespace(**remote_config(config))
+            self.build(plain, parts, causal=not config.is_masked)
+        attach(self, self.weights | dict(memories or {}))
+        for name, part in self.named_modules():
+            for method, hook in HOOKS.get(type(part), {}).items():
+                setattr(part, method, partial(hook, self, name_in_model(name), part))
+        if masks:
+            self._drop_by(masks)
 
-    def __call__(self, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute logits and losses of (B, T) bytes."""
-        self.terms, self.places, self.text = {}, {}, ids.tolist()
+    def _drop_by(self, masks: Masks) -> None:
+        branches = [
+            (getattr(self.get_submodule(name), branch), stage)
+            for name, stage, _ in named_blocks(self.config)
+            for branch, _ in self.get_submodule(name).branches  # type: ignore[union-attr]
+        ]
+        for number, (part, stage) in enumerate(branches):
+
+            def drop(
+                _part: nn.Module, _inputs: Any, y: Tensor, n: int = number, s: int = stage
+            ) -> Tensor:
+                return y * masks.factors(n, self.row * self.slots[s], *y.shape).to(y.device)
+
+            part.register_forward_hook(drop)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute logits and losses of (B, T) bytes or tokens.
+
+        Returns:
+            (B, T, V) logits, and losses besides that of the text: `ponder`, `ratio`, `indexer`, and
+            `next_2` and so on, where there are any.
+        """
+        self.scores, self.products = [], []
+        self.terms, self.places, self.text = {}, {}, ids.to(self.weights["embedding"].device)
         lengths = (self.config.ctx if self.endless else ids.shape[1], *self.config.slots[1:])
         self.slots = list(accumulate(lengths, min))
-        logits = torch.stack([self._logits(row) for row in range(len(ids))])
-        return logits, self.losses()
+        rows = []
+        for row, text in enumerate(self.text):
+            self._begin(row)
+            self.places[0, row] = torch.arange(len(text), device=text.device)
+            rows.append(self.read(text))
+        return torch.stack(rows), self.losses()
 
     def losses(self) -> dict[str, Tensor]:
         """Average the terms of losses; parts count equally, and ratios of stages are added up."""
@@ -161,51 +189,24 @@ class Reference:
                 ratio_losses.append(ratio_loss(p, begins, chunking.length))
         return means | ({"ratio": torch.stack(ratio_losses).sum()} if ratio_losses else {})
 
-    def block(self, name: str, stage: int, config: BlockConfig, x: Tensor, row: int) -> Tensor:
+    def block(self, name: str, stage: int, x: Tensor, row: int) -> Tensor:
         """Pass the stream of one text, (T, D), or streams, (T, n, D), through a block."""
-        reading, w = self._reading(name, stage, row), under(self.weights, name)
-        share = self.config.stages[stage].contribution
-        for number, part in enumerate(config.parts, self.branches[name]):
-            factor: Tensor | float = share
-            if self.masks:
-                drawn = self.masks.factors(number, row * self.slots[stage], len(x), x.shape[-1])
-                factor = share * drawn.to(x.device)
-            known = branch_of(part)
-            branch = partial(
-                known.apply,
-                under(w, known.name),
-                w.get(known.norm),
-                reading.within(known.name, part),
-            )
-            if x.dim() == 3:
-                connection = under(w, f"{known.name}_streams")
-                x = hyper_connection(connection, x, partial(_scaled, factor, branch))
-            else:
-                x = x + factor * branch(x)
-        return self.bounded(x, self.config.stages[stage].bound)
+        self._begin(row)
+        return self.get_submodule(name)(x, Reading(self.text[row], self.places[stage, row]))
 
-    @staticmethod
-    def bounded(x: Tensor, limit: float | None) -> Tensor:
-        """Scale streams down whose root-mean-square is above `limit`."""
-        if limit is None:
-            return x
-        size = (x.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
-        return torch.where(size > limit, x * (limit / size), x)
+    def head_of(self, x: Tensor, row: int) -> Tensor:
+        """Compute (T, V) logits of one text from the outermost stage's result, (T, D).
 
-    def head(self, x: Tensor, row: int) -> Tensor:
-        """Compute (T, V) logits of one text from the outermost stage's result, (T, D)."""
-        w = self.weights
-        if self.config.head:
-            reading = self._reading("", 0, row).within("byte_mlp", self.config.head)
-            x = x + mlp(under(w, "byte_mlp"), x, norm(x, w.get("byte_norm")), reading)
-        x = norm(x, w.get("norm"), self.config.norm_eps)
-        if self.config.composite:
-            self.log_probabilities[row] = (
-                (x @ w["head.heads"].T).view(len(x), len(KINDS), -1).log_softmax(-1)
-            )
-            shares = (x @ w["head.gate"].T).log_softmax(-1)
-            return torch.logsumexp(self.log_probabilities[row] + shares[..., None], dim=1)
-        return x @ w["embedding" if self.config.tied else "head"].T
+        Besides, note the losses of the bytes beyond the next one, if they are predicted.
+        """
+        self._begin(row)
+        if self.config.ahead:
+            ahead(self, self.config.ahead, x)
+        return PlainModel.logits(self, x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Compute (T, V) logits of the text that is read."""
+        return self.head_of(x, self.row)
 
     def kind_losses(self, targets: Tensor) -> dict[str, Tensor]:
         """Average the loss of each head of a composite head over the bytes of its kind.
@@ -225,82 +226,51 @@ class Reference:
             losses[f"of_{name}"] = -_mean(logs.gather(1, targets[kind_mask][:, None] % BYTES))
         return losses
 
-    def ahead(self, x: Tensor, row: int) -> None:
-        """Note the losses of the bytes beyond the next one of one text, if they are predicted."""
-        if self.config.ahead:
-            reading = self._reading("", 0, row).within("ahead", self.config.ahead)
-            ahead(under(self.weights, "ahead"), x, reading)
+    def taken(self, name: str) -> list[Tensor] | None:
+        """Return the model's choices for the text in a part; None: choose."""
+        if self.choices is None:
+            return None
+        return [choice[self.row] for choice in self.choices[name]]
 
-    def _logits(self, row: int) -> Tensor:
-        ids = torch.tensor(self.text[row], device=self.weights["embedding"].device)
-        self.places[0, row] = list(range(len(ids)))
-        x = self.weights["embedding"][ids]
-        for part in self.config.beside:
-            reading = self._reading("", 0, row).within(part.kind, part)
-            x = x + imported(part.reference)(under(self.weights, part.kind), reading)
-        x = self._through(0, x, row)
-        self.ahead(x, row)
-        return self.head(x, row)
+    def judge(self, chosen: Tensor, every: Tensor) -> None:
+        """Note the scores (..., k) of what the model chose, and the best k of all (..., n)."""
+        best = every.detach().sort(dim=-1, descending=True).values[..., : chosen.shape[-1]]
+        mine = chosen.detach().sort(dim=-1, descending=True).values
+        self.scores.append((mine.flatten(), best.flatten()))
 
-    def _through(self, index: int, x: Tensor, row: int) -> Tensor:
-        """Pass the stream of one text, (T, D), through a stage and all inside it."""
-        stage = self.config.stages[index]
-        if not stage.chunking:
-            return self._innermost(x, row)
-        name = f"stages.{index}"
-        w, reading = under(self.weights, name), self._reading(name, index, row, stage.chunking)
-        x = norm(self._list(f"{name}.encoder", index, stage.before, x, row))
-        p, begins = boundaries(w, x, reading)
-        if stage.chunking.boundaries == "learned":
-            reading.note("ratio", torch.stack([p, p.new_tensor(begins)], dim=1))
-        starts = [t for t, begin in enumerate(begins) if begin]
-        if not self.endless:
-            starts = starts[: self.slots[index + 1]]
-        self.places[index + 1, row] = [self.places[index, row][t] for t in starts]
-        z = self._through(index + 1, x[starts] @ w["inward"].T, row)
-        z = norm(z, w.get("outward_norm")) @ w["outward"].T
-        x = spread(z, p, starts, x @ w["residual"].T)
-        return self._list(f"{name}.decoder", index, stage.after, x, row)
+    def note(self, loss: str, name: str, terms: Tensor) -> None:
+        """Note (n, ...) terms of a loss in a part."""
+        self.terms.setdefault(loss, {}).setdefault(name, []).append(terms)
 
-    def _innermost(self, x: Tensor, row: int) -> Tensor:
-        stage, index = self.config.main, len(self.config.stages) - 1
-        if not stage.memories and not stage.router:
-            return self._list("blocks", index, stage.blocks, x, row)
-        place, taps = stage.memories.place if stage.memories else 0, [x]
-        x = self._list("blocks", index, stage.blocks[:place], x, row)
-        if stage.memories:
-            reading = self._reading("", index, row, stage.memories)
-            x, outputs = memories(self.weights, x, reading)
-            taps += outputs
-        x = self._list("blocks", index, stage.blocks[place:], x, row, place)
-        return router(under(self.weights, "router"), [x, *taps]) if stage.router else x
+    def stage_of(self, name: str) -> int:
+        """Return the number of the stage of a part."""
+        return int(name.split(".")[1]) if name.startswith("stages.") else len(self.config.outer)
 
-    def _list(
-        self, prefix: str, stage: int, blocks: Blocks, x: Tensor, row: int, first: int = 0
-    ) -> Tensor:
-        """Pass (T, D) through blocks; several streams begin as copies, and are averaged."""
-        streams = self.config.stages[stage].streams
-        if streams > 1:
-            x = torch.stack([x] * streams, dim=1)
-        for number, block in enumerate(blocks, first):
-            x = self.block(f"{prefix}.{number}", stage, block, x, row)
-        return x.mean(dim=1) if streams > 1 else x
+    def _begin(self, row: int) -> None:
+        self.row, self.notes = row, {}
 
-    def _reading(
-        self, name: str, stage: int, row: int, config: PartConfig | None = None
-    ) -> Reading:
-        return Reading(
-            config=config,
-            site=self.config.site(stage),
-            name=name,
-            text=self.text[row],
-            places=self.places[stage, row],
-            row=row,
-            slots=self.slots[stage],
-            memories=self.memories,
-            choices=self.choices,
-            terms=self.terms,
-        )
+
+def name_in_model(name: str) -> str:
+    """Return the name in the model of a module of the plain one."""
+    return name.removeprefix("between.")
+
+
+def attach(model: nn.Module, values: Weights) -> None:
+    """Give modules of plain code their weights, which are not parameters, and integers, by name."""
+    for name, part in [*model.named_modules()]:
+        prefix = f"{name_in_model(name)}." if name else ""
+        if isinstance(part, Packed):
+            setattr(part, "rows", partial(_rows, values[prefix.removesuffix(".")]))  # noqa: B010
+            continue
+        for key, parameter in [*part.named_parameters(recurse=False)]:
+            delattr(part, key)
+            setattr(part, key, values[prefix + key].view(parameter.shape))
+        for key, _ in [*part.named_buffers(recurse=False)]:
+            setattr(part, key, values[prefix + key])
+
+
+def _rows(weight: Tensor, index: Tensor | slice, _dtype: torch.dtype) -> Tensor:
+    return weight[index]
 
 
 def _mean(terms: Tensor) -> Tensor:

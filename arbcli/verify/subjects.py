@@ -100,7 +100,8 @@ class Subject:
         with use_backend("torch"):
             model.initialise(0)
         for tensor in model.packed_tensors().values():
-            if isinstance(tensor, VectorWeight):  # its scales differ, and say what its numbers are
+            # scales of a vector differ, and say what its numbers are; frozen weights are ones
+            if isinstance(tensor, VectorWeight) or tensor.frozen:
                 continue
             for digits, spread in ((tensor.exponent, 2), (tensor.scales[1], 128)):
                 if digits is not None:

@@ -55,7 +55,6 @@ class AttentionConfig(PartConfig):
     """Self-attention with rotary position embedding."""
 
     module: ClassVar[str] = "arbcli.model.parts.attention:Attention"
-    reference: ClassVar[str] = "arbcli.verify.parts.attention:attention"
     code: ClassVar[str] = "arbcli.interop.huggingface.modeling_core:Attention"
     kind: str = field(default="attention", init=False)
     across: ClassVar[str | None] = None

@@ -23,11 +23,9 @@ class PartConfig:
     """Update rule of the part's weights; None is that of the model, or of a part around it."""
     module: ClassVar[str] = ""
     """Class of the part, a `torch.nn.Module`, as `module:class`: see `arbcli.base.lazy`."""
-    reference: ClassVar[str] = ""
-    """Function that computes the part in float64, as `module:function`."""
     code: ClassVar[str] = ""
-    """Class of the part in exports for Transformers, as `module:class`; such modules only import
-    torch, Transformers and one another."""
+    """Class of the part in plain PyTorch, for exports to Transformers and as the reference, as
+    `module:class`; such modules only import torch and one another."""
     across: ClassVar[str | None] = "it would pass something from one document to the next"
     """Reason why the part cannot process packed documents independently; None if it can."""
     causal: ClassVar[str | None] = "it reads what is before a position"

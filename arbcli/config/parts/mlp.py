@@ -12,7 +12,6 @@ class MLPConfig(PartConfig):
     """A gated MLP with SiLU."""
 
     module: ClassVar[str] = "arbcli.model.parts.mlp:MLP"
-    reference: ClassVar[str] = "arbcli.verify.parts.mlp:mlp"
     code: ClassVar[str] = "arbcli.interop.huggingface.modeling_core:MLP"
     kind: str = field(default="mlp", init=False)
     across: ClassVar[str | None] = None

@@ -19,7 +19,6 @@ class CompressedAttentionConfig(PartConfig):
     """Causal self-attention to the last positions, and to compressed entries of earlier ones."""
 
     module: ClassVar[str] = "arbcli.families.compressed.attention:CompressedAttention"
-    reference: ClassVar[str] = "arbcli.families.compressed.reference:compressed_attention"
     code: ClassVar[str] = "arbcli.families.compressed.modeling:CompressedAttention"
     kind: str = field(default="compressed", init=False)
     across: ClassVar[str | None] = "an entry may hold positions of two documents"

@@ -10,11 +10,13 @@ from arbcli.interop.huggingface.modeling_core import (
     Reading,
     Settings,
     Site,
-    attend,
+    attention_shares,
+    mixed,
     norm,
     sees_last,
     turn,
     vector,
+    wide,
 )
 
 
@@ -37,14 +39,23 @@ class Indexer(nn.Module):
             sees: (N, N) bool.
         """
         starts, half = torch.arange(len(ends)) * self.ratio, self.width // 2
-        q, weights = self.query(ends).split((self.heads * self.width, self.heads), dim=1)
+        q, weights = self.query(ends.detach()).split((self.heads * self.width, self.heads), dim=1)
         q = norm(q.view(len(ends), self.heads, -1))
         q = turn(q, starts + self.ratio - 1, half)
-        keys = turn(norm(self.key(still.flatten(1))), starts, half)
-        products = torch.einsum("ghd,jd->ghj", q, keys).float().relu()
-        scores = (weights[..., None].float() * products).sum(dim=1).masked_fill(~sees, -math.inf)
-        order = scores.flip(1).argsort(dim=1, descending=True, stable=True)  # ties: the later one
-        best = len(ends) - 1 - order[:, : self.top_k]
+        keys = turn(norm(self.key(still.detach().flatten(1))), starts, half)
+        products = self.above(wide(torch.einsum("ghd,jd->ghj", q, keys)), sees)
+        scores = (wide(weights)[..., None] * products).sum(dim=1)
+        return self.choose(scores / math.sqrt(self.heads * self.width), sees)
+
+    def above(self, products: Tensor, _sees: Tensor) -> Tensor:
+        """Limit (N, heads, N) products to what is above 0."""
+        return products.relu()
+
+    def choose(self, scores: Tensor, sees: Tensor) -> Tensor:
+        """Choose the entries of the largest (N, N) scores, of those that are seen."""
+        reverse = scores.masked_fill(~sees, -math.inf).flip(1)  # of ties, the later one
+        order = reverse.argsort(dim=1, descending=True, stable=True)
+        best = len(scores) - 1 - order[:, : self.top_k]
         return torch.zeros_like(sees).scatter(1, best, True) & sees
 
 
@@ -79,13 +90,13 @@ class CompressedAttention(nn.Module):
         recent = turn(recent, places, self.rotated)
 
         blocks, *gate = (
-            part[: number * self.ratio].float().unflatten(0, (number, self.ratio))
+            wide(part[: number * self.ratio]).unflatten(0, (number, self.ratio))
             for part in (value, *gate)
         )
         if self.beta is None:
             pooled = blocks.mean(dim=1)
         else:
-            pooled = ((gate[0] + self.beta.float().T).softmax(dim=1) * blocks).sum(dim=1)
+            pooled = ((gate[0] + wide(self.beta).T).softmax(dim=1) * blocks).sum(dim=1)
         still = norm(pooled.view(number, self.kv_heads, self.width)).to(h.dtype)
         entries = still if self.key_gain is None else still * self.key_gain
         entries = turn(entries, places[:number] * self.ratio, self.rotated)
@@ -99,6 +110,10 @@ class CompressedAttention(nn.Module):
         sees = sees[(places + 1) // self.ratio]
         sees = torch.cat((sees, sees_last(length, self.part["window"], device)), dim=1)
         keys = torch.cat((entries, recent))
-        y = attend(q, keys, keys, sees, self.width**-0.5, self.sink)
+        y = mixed(self.shares(q, keys, sees), keys)
         y = turn(y.view(length, self.heads, -1), -places, self.rotated).flatten(1)
         return self.output(norm(y) if self.part["sub_norm"] else y)
+
+    def shares(self, q: Tensor, keys: Tensor, sees: Tensor) -> Tensor:
+        """Compute the shares of entries and positions, (H, T, N + T), of each query."""
+        return attention_shares(q, keys, sees, self.width**-0.5, self.sink)

@@ -17,7 +17,6 @@ class ExpertsConfig(PartConfig):
     """Gated MLPs, of which each position uses `top_k`."""
 
     module: ClassVar[str] = "arbcli.families.experts.mixture:Experts"
-    reference: ClassVar[str] = "arbcli.families.experts.reference:experts"
     code: ClassVar[str] = "arbcli.families.experts.modeling:Experts"
     kind: str = field(default="experts", init=False)
     across: ClassVar[str | None] = None

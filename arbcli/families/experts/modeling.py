@@ -15,6 +15,7 @@ from arbcli.interop.huggingface.modeling_core import (
     gated,
     ngram_rows,
     norm,
+    wide,
 )
 
 LIMIT = 10.0
@@ -39,18 +40,21 @@ class Gate(nn.Module):
 
     def forward(self, query: Tensor, reading: Reading) -> tuple[Tensor, Tensor]:
         """Choose experts, (T, k) int64, and weigh them, (T, k) float32."""
-        scores = self.keys(norm(query)).float()
+        scores = wide(self.keys(norm(query)))
         if self.kind != "softmax":
             scores = functional.softplus(scores).sqrt()
         if self.kind == "hash":
             chosen = self._by_hash(reading)
         else:
-            chances = scores + self.balance * BALANCE_UNITS[self.kind]
-            chosen = chances.topk(self.top_k).indices
+            chosen = self.choose(scores + self.balance * BALANCE_UNITS[self.kind])
         scores = scores.gather(1, chosen)
         if self.kind == "softmax":
             return chosen, scores.softmax(dim=1)
         return chosen, scores / scores.sum(dim=1, keepdim=True)
+
+    def choose(self, chances: Tensor) -> Tensor:
+        """Choose the experts of the largest chances, (T, experts): (T, k) int64."""
+        return chances.topk(self.top_k).indices
 
     def _by_hash(self, reading: Reading) -> Tensor:
         """Draw experts by the n-gram at each position, from those that are left."""

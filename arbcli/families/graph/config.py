@@ -207,7 +207,6 @@ class SequencerConfig(PartConfig):
     """Table of hashed n-grams of 2, 3 and 4 bytes."""
 
     module: ClassVar[str] = "arbcli.families.graph.sequencer:TextSequencer"
-    reference: ClassVar[str] = "arbcli.families.graph.sequencer_reference:sequencer"
     code: ClassVar[str] = "arbcli.families.graph.modeling:Sequencer"
     kind: str = field(default="sequencer", init=False)
     rows: int
@@ -224,7 +223,6 @@ class MemGramConfig(PartConfig):
     """A memory of n-grams of 6 bytes."""
 
     module: ClassVar[str] = "arbcli.families.graph.memgram:MemGram"
-    reference: ClassVar[str] = "arbcli.families.graph.memgram_reference:memgram"
     code: ClassVar[str] = "arbcli.families.graph.modeling:MemGram"
     kind: str = field(default="memgram", init=False)
     rows: int = 65536

@@ -13,6 +13,7 @@ from arbcli.interop.huggingface.modeling_core import (
     Site,
     ngram_rows,
     norm,
+    wide,
 )
 
 ORDERS, RECALLED = (2, 3, 4), 6
@@ -59,7 +60,7 @@ class MemGram(nn.Module):
         """Compute what is added to the embedding of a text, (T, D)."""
         rows = ngram_rows(text, len(self.symbol), RECALLED)
         known = rows.clamp(min=0)
-        strength = (self.strength[known].float() / MOST * (rows >= 0))[:, None]
+        strength = (self.strength[known].double() / MOST * (rows >= 0))[:, None]
         recalled = self.table.rows(self.symbol[known].long() + 128, dtype)
         # the strength is applied after the norm, which would cancel it
         return self.output(norm(recalled)) * strength.sqrt().to(dtype)
@@ -78,22 +79,32 @@ class Codebook(nn.Module):
         self.table = Packed(halves[0] * halves[1], width, site)
         self.output = Packed(site.dim, self.heads * width, site)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the result, (T, D), and the best row of the first head, (T,) int64."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the result, (T, D), and of the first head the best rows and their shares, (T,)."""
         query = norm(self.query(norm(x)).view(len(x), self.heads, 2, self.key_width))
-        keys = self.left(query[:, :, 0]).float(), self.right(query[:, :, 1]).float()
-        (left, i), (right, j) = (half.topk(self.top_k, dim=-1) for half in keys)
-        sums = (left[..., :, None] + right[..., None, :]).flatten(-2)
-        pairs = i[..., :, None] * keys[1].shape[-1] + j[..., None, :]
-        best, places = sums.topk(self.top_k, dim=-1)
-        rows = pairs.flatten(-2).gather(-1, places)
-        shares = best.softmax(dim=-1)[..., None]
-        values = (shares * self.values(rows, torch.float32)).sum(dim=-2).flatten(1).to(x.dtype)
-        return self.output(norm(values)), rows[:, 0, 0]
+        left, right = wide(self.left(query[:, :, 0])), wide(self.right(query[:, :, 1]))
+        rows = self.choose(left, right)
+        shares = row_scores(left, right, rows).softmax(dim=-1)
+        values = (shares[..., None] * self.values(rows, torch.float32)).sum(dim=-2)
+        y = self.output(norm(values.flatten(1).to(x.dtype)))
+        return y, rows[:, 0, 0], shares[:, 0, 0]
+
+    def choose(self, left: Tensor, right: Tensor) -> Tensor:
+        """Choose rows by the scores of both halves of their keys, (T, heads, n): (T, heads, k)."""
+        (best_left, i), (best_right, j) = (half.topk(self.top_k, dim=-1) for half in (left, right))
+        sums = (best_left[..., :, None] + best_right[..., None, :]).flatten(-2)
+        pairs = i[..., :, None] * right.shape[-1] + j[..., None, :]
+        return pairs.flatten(-2).gather(-1, sums.topk(self.top_k, dim=-1).indices)
 
     def values(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Look up (...) rows of the table, (..., width)."""
         return self.table.rows(rows, dtype)
+
+
+def row_scores(left: Tensor, right: Tensor, rows: Tensor) -> Tensor:
+    """Add up the scores of both halves of the keys of rows, (..., k)."""
+    width = right.shape[-1]
+    return left.gather(-1, rows // width) + right.gather(-1, rows % width)
 
 
 class Quantiser(nn.Module):
@@ -107,16 +118,26 @@ class Quantiser(nn.Module):
         self.register_buffer("codes", torch.empty(part["codes"], part["width"], dtype=torch.int8))
         self.output = Packed(site.dim, part["width"], site)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the result, (T, D), and the code of each position, (T,) int64."""
-        z = norm(self.query(norm(x)).float())
-        near, codes = (z * UNIT).round().clamp(-MOST, MOST).double(), self.codes.double()
-        chosen = (2 * near @ codes.T - codes.square().sum(dim=1)).argmax(dim=1)  # sums are exact
-        return self.output(norm(self.values(chosen, x.dtype))), chosen
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the result, (T, D), the code of each position, (T,) int64, and ones."""
+        z = norm(wide(self.query(norm(x))))
+        chosen = self.choose(z)
+        values = self.values(chosen, z.dtype) + (z - z.detach())  # the codes, with a gradient of z
+        return self.output(norm(values.to(x.dtype))), chosen, torch.ones_like(z[:, 0])
+
+    def choose(self, z: Tensor) -> Tensor:
+        """Choose the nearest code of each position, (T,) int64, by (T, width) vectors."""
+        return self.closeness(z).argmax(dim=1)
+
+    def closeness(self, z: Tensor) -> Tensor:
+        """Compute the negative squared distances of rounded vectors and codes, exactly."""
+        near, codes = (z.detach() * UNIT).round().clamp(-MOST, MOST).double(), self.codes.double()
+        lengths = near.square().sum(dim=1, keepdim=True) + codes.square().sum(dim=1)
+        return 2 * near @ codes.T - lengths
 
     def values(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Look up (...) codes, (..., width)."""
-        return (self.codes[rows].float() / UNIT).to(dtype)
+        return self.codes[rows].to(dtype) / UNIT
 
 
 class Edges(nn.Module):
@@ -135,11 +156,11 @@ class Edges(nn.Module):
             self.register_buffer(name, buffer)
 
     def forward(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """Look up targets, (T, W) int64 with 0 for no edge, and their weights, (T, W) float32."""
+        """Look up targets, (T, W) int64 with 0 for no edge, and their weights, (T, W) float64."""
         bucket = codes % len(self.source)
         score = self.score[bucket]
         is_edge = (self.source[bucket] == codes[:, None]) & (score > 0)
-        weights = self.sign[bucket].float() * score.float() / MOST**2
+        weights = self.sign[bucket].double() * score / MOST**2
         return self.target[bucket].long() * is_edge, weights * is_edge
 
 
@@ -171,18 +192,20 @@ class Iterated(nn.Module):
         start: Tensor,
         book: Codebook | Quantiser,
         codes: Tensor,
+        shares: Tensor,
         reading: Reading,
     ) -> Tensor:
-        """Iterate the stream, (T, D), from the codes, (T,), that a codebook found.
+        """Iterate the stream, (T, D), from the codes that a codebook chose, and their shares, (T,).
 
-        Book and codes are only read if there are edges.
+        Book, codes and shares are only read if there are edges.
         """
         part, stream, result = self.part, start, torch.zeros_like(start)
-        halted = torch.zeros(len(start), device=start.device)
+        halted = torch.zeros_like(wide(start[:, 0]))
         for index, adapter in enumerate(self.adapters):
             into, query, low, halting = self.inward(norm(stream)).split(self.sizes, dim=1)
             if part["edges"]:
                 carried, strength, codes = self._hop(codes, book, start.dtype)
+                strength = strength * (1 + (shares - shares.detach())).to(start.dtype)[:, None]
             if part["graph_gate"]:
                 query = query + self.edge_query(carried) * strength
             if part["graph_adapters"]:
@@ -193,12 +216,21 @@ class Iterated(nn.Module):
             if part["edges"]:
                 change = change + self.message(carried) * strength
             stream = start + KEEP * (stream - start) + change
-            halt = torch.sigmoid(halting[:, 0].float() + HALT_BIAS)
-            last = (halted + halt >= HALT_AT) | (index + 1 == len(self.adapters))
-            share = torch.where(last, 1 - halted, halt) * (halted < HALT_AT)
+            share = self.halt(index, halted, torch.sigmoid(wide(halting[:, 0]) + HALT_BIAS))
             result = result + share[:, None].to(start.dtype) * stream
-            halted = torch.where(last, 1.0, halted + halt)
+            halted = halted + share
         return result
+
+    def halt(self, index: int, halted: Tensor, chance: Tensor) -> Tensor:
+        """Compute how much of each position halts with an iteration, (T,).
+
+        Args:
+            index: number of the iteration.
+            halted: (T,), how much has halted before; nothing halts of a position after the last.
+            chance: (T,), how much halts, unless it is the last of what is left.
+        """
+        last = (halted + chance >= HALT_AT) | (index + 1 == len(self.adapters))
+        return torch.where(last, 1 - halted, chance) * (halted < HALT_AT)
 
     def _hop(
         self, codes: Tensor, book: Codebook | Quantiser, dtype: torch.dtype
@@ -222,7 +254,7 @@ class Router(nn.Module):
 
     def forward(self, taps: list[Tensor]) -> Tensor:
         """Mix (T, D) taps."""
-        scores = self.scores(norm(taps[0])).float()
+        scores = wide(self.scores(norm(taps[0])))
         scores[:, 0] += ROUTER_BIAS
         shares = scores.softmax(dim=1).to(taps[0].dtype)
         return (shares[..., None] * torch.stack(taps, dim=1)).sum(dim=1)
@@ -252,11 +284,11 @@ class Between(nn.Module):
         place, taps = self.part.get("place", 0), [x]
         x = run(x, slice(0, place))
         results = [getattr(self, name)(x) for name in self.books]
-        codes = results[0][1] if "codebook" in self.books else None
-        for y, _ in results:
+        codes, shares = results[0][1:] if "codebook" in self.books else (None, None)
+        for y, *_ in results:
             x = x + y
             taps.append(y)
         if self.part.get("iterated"):
-            x = self.moe_graph(x, getattr(self, "codebook", None), codes, reading)
+            x = self.moe_graph(x, getattr(self, "codebook", None), codes, shares, reading)
         x = run(x, slice(place, None))
         return self.router([x, *taps]) if self.router else x

@@ -12,6 +12,7 @@ from arbcli.interop.huggingface.modeling_core import (
     Stack,
     norm,
     vector,
+    wide,
 )
 
 SPACES = tuple(b" \t\n\v\f\r")
@@ -28,8 +29,8 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute (T,) float32 probabilities from the normalised stream, (T, D)."""
-        q, k = self.query_key(x).float().chunk(2, dim=1)
-        u, v = x[:-1].float() + q[:-1], x[1:].float() + k[1:]
+        q, k = wide(self.query_key(x)).chunk(2, dim=1)
+        u, v = wide(x)[:-1] + q[:-1], wide(x)[1:] + k[1:]
         lengths = (u.square().sum(dim=1) + EPS) * (v.square().sum(dim=1) + EPS)
         p = (1 - (u * v).sum(dim=1) / lengths.sqrt()) / 2
         return torch.cat((p.new_ones(1), p))
@@ -52,12 +53,16 @@ class Stage(nn.Module):
     def forward(self, x: Tensor, reading: Reading, inside: Inner) -> Tensor:
         """Pass the stream, (T, D), through the stage, and chunks through those inside."""
         x = norm(self.encoder(x, reading))
-        p = self.router(x) if self.router else self._begins(reading, len(x)).float()
-        starts = (p > 0.5).nonzero()[:, 0]
+        p = self.router(x) if self.router else self._begins(reading, len(x)).to(wide(x))
+        starts = self.starts(p)
         z = inside(self.inward(x[starts]), reading._replace(places=reading.places[starts]))
         z = self.outward(norm(z, self.outward_norm))
-        x = spread(z.float(), p, starts).to(x.dtype) + self.residual(x)
+        x = spread(wide(z), p, starts).to(x.dtype) + self.residual(x)
         return self.decoder(x, reading)
+
+    def starts(self, p: Tensor) -> Tensor:
+        """Return the positions that begin chunks, by (T,) probabilities."""
+        return (p > 0.5).nonzero()[:, 0]
 
     def _begins(self, reading: Reading, length: int) -> Tensor:
         """Find the positions that begin chunks without a router, (T,) bool."""
@@ -78,4 +83,6 @@ def spread(z: Tensor, p: Tensor, starts: Tensor) -> Tensor:
         means.append(mean)
     begins = torch.zeros_like(p, dtype=torch.int64)
     begins[starts] = 1
-    return torch.stack(means)[begins.cumsum(dim=0) - 1]
+    confidence = torch.where(begins > 0, p, 1 - p)
+    straight_through = 1 + (confidence - confidence.detach())  # 1, with a gradient
+    return straight_through[:, None] * torch.stack(means)[begins.cumsum(dim=0) - 1]

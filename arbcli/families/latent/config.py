@@ -14,7 +14,6 @@ class LatentAttentionConfig(PartConfig):
     """Self-attention whose keys and values are projections of a latent vector."""
 
     module: ClassVar[str] = "arbcli.families.latent.attention:LatentAttention"
-    reference: ClassVar[str] = "arbcli.families.latent.reference:latent_attention"
     code: ClassVar[str] = "arbcli.families.latent.modeling:LatentAttention"
     kind: str = field(default="latent", init=False)
     across: ClassVar[str | None] = "its attention has no mask of documents"

@@ -8,7 +8,8 @@ from arbcli.interop.huggingface.modeling_core import (
     Reading,
     Settings,
     Site,
-    attend,
+    attention_shares,
+    mixed,
     norm,
     sees_last,
     turn,
@@ -25,7 +26,7 @@ class LatentAttention(nn.Module):
     def __init__(self, part: Settings, site: Site) -> None:
         super().__init__()
         self.heads, self.width = part["heads"], site.dim // part["heads"]
-        self.still, self.ctx = self.width - part["rotary"], site.ctx
+        self.still, self.ctx, self.causal = self.width - part["rotary"], site.ctx, site.causal
         self.sizes = site.dim, part["latent"], part["rotary"]
         self.sub_norm = part["sub_norm"]
         self.query_down = Packed(sum(self.sizes), site.dim, site)
@@ -41,6 +42,6 @@ class LatentAttention(nn.Module):
         up = self.up(norm(latent)).view(len(h), self.heads, -1)
         key = turn(key, places)[:, None].expand(-1, self.heads, -1)
         k, v = norm(torch.cat((up[..., :still], key), dim=-1)), up[..., still:]
-        sees = sees_last(len(h), self.ctx, h.device)
-        y = attend(q, k, v, sees, SHARPNESS * self.width**-0.5)
+        sees = sees_last(len(h), self.ctx, h.device, causal=self.causal)
+        y = mixed(attention_shares(q, k, sees, SHARPNESS * self.width**-0.5), v)
         return self.output(norm(y) if self.sub_norm else y)

@@ -16,7 +16,6 @@ class MambaConfig(PartConfig):
     """Mamba-2 with `EXPAND * heads` heads, each with a state."""
 
     module: ClassVar[str] = "arbcli.families.mamba.mixer:Mamba"
-    reference: ClassVar[str] = "arbcli.families.mamba.reference:mamba"
     code: ClassVar[str] = "arbcli.families.mamba.modeling:Mamba"
     kind: str = field(default="mamba", init=False)
     across: ClassVar[str | None] = "its state goes on from one document to the next"

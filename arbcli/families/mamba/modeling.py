@@ -4,7 +4,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from arbcli.interop.huggingface.modeling_core import Packed, Reading, Settings, Site, norm, vector
+from arbcli.interop.huggingface.modeling_core import (
+    Packed,
+    Reading,
+    Settings,
+    Site,
+    norm,
+    vector,
+    wide,
+)
 
 EXPAND, TAPS = 2, 4
 CHUNK = 64
@@ -35,12 +43,12 @@ class Mamba(nn.Module):
         before = functional.pad(mixed.T, (TAPS - 1, 0))
         mixed = functional.conv1d(before, self.taps[:, None], groups=self.mixed).T
         sizes = self.inner, self.states, self.states
-        u, b, c = functional.silu(mixed).float().split(sizes, dim=1)
+        u, b, c = wide(functional.silu(mixed)).split(sizes, dim=1)
         u = u.view(len(h), self.heads, -1)
-        dt = functional.softplus(dt.float() + self.bias.float())
-        decay = -self.rate.float().exp() * dt
-        y = scan(decay, dt[..., None] * u, b, c) + self.skip.float()[:, None] * u
-        y = functional.silu(z.float()) * y.flatten(1)
+        dt = functional.softplus(wide(dt) + wide(self.bias))
+        decay = -wide(self.rate).exp() * dt
+        y = scan(decay, dt[..., None] * u, b, c) + wide(self.skip)[:, None] * u
+        y = functional.silu(wide(z)) * y.flatten(1)
         return self.output(norm(y).to(h.dtype))
 
 
@@ -60,9 +68,9 @@ def scan(decay: Tensor, u: Tensor, b: Tensor, c: Tensor) -> Tensor:
     chunks = (part.split(CHUNK) for part in (decay, u, b, c))
     for decay, u, b, c in zip(*chunks, strict=True):
         total = decay.cumsum(dim=0)  # (t, H), the decay of the state before the chunk
-        apart = (total[:, None] - total).exp()
-        causal = torch.ones_like(apart[..., 0]).tril()[..., None]
-        shares = (c @ b.T)[..., None] * apart.where(causal > 0, 0)  # (t, s, H)
+        later = torch.ones(len(u), len(u), dtype=torch.bool, device=u.device).triu(1)[..., None]
+        apart = (total[:, None] - total).masked_fill(later, -torch.inf).exp()
+        shares = (c @ b.T)[..., None] * apart  # (t, s, H)
         y = torch.einsum("tsh,shp->thp", shares, u)
         rows.append(y + torch.einsum("tn,hnp,th->thp", c, state, total.exp()))
         left = (total[-1] - total).exp()

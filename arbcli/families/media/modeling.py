@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from arbcli.interop.huggingface.modeling_core import Packed, Site
+from arbcli.interop.huggingface.modeling_core import Packed, Site, wide
 
 KINDS, BYTES = 3, 256
 
@@ -18,6 +18,9 @@ class CompositeHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute log-probabilities of the mixture, (T, 256), from the normalised stream."""
-        by_kind = self.heads(x).view(len(x), KINDS, BYTES).float().log_softmax(dim=-1)
-        shares = self.gate(x).float().log_softmax(dim=-1)
-        return torch.logsumexp(by_kind + shares[..., None], dim=1).to(x.dtype)
+        shares = wide(self.gate(x)).log_softmax(dim=-1)
+        return torch.logsumexp(self.by_kind(x) + shares[..., None], dim=1).to(x.dtype)
+
+    def by_kind(self, x: Tensor) -> Tensor:
+        """Compute the log-probabilities of each head, (T, 3, 256)."""
+        return wide(self.heads(x)).view(len(x), KINDS, BYTES).log_softmax(dim=-1)

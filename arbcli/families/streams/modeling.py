@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from arbcli.interop.huggingface.modeling_core import Packed, Site, norm, vector
+from arbcli.interop.huggingface.modeling_core import Packed, Site, norm, vector, wide
 
 ROUNDS = 20
 LIMIT = 16.0
@@ -23,13 +23,13 @@ class HyperConnection(nn.Module):
 
     def forward(self, x: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
         """Mix streams, (T, n, D), around a branch."""
-        z = self.projection(norm(x.flatten(1))).float() + self.bias.float()
+        z = wide(self.projection(norm(x.flatten(1)))) + wide(self.bias)
         a, c, b = z.split(self.sizes, dim=1)
         a, c = torch.sigmoid(a), 2 * torch.sigmoid(c - 2)
         b = doubly_stochastic(b.view(len(x), x.shape[1], -1))
-        wide = x.float()
-        y = branch((a[..., None] * wide).sum(dim=1).to(x.dtype)).float()
-        return (b @ wide + c[..., None] * y[:, None]).to(x.dtype)
+        streams = wide(x)
+        y = wide(branch((a[..., None] * streams).sum(dim=1).to(x.dtype)))
+        return (b @ streams + c[..., None] * y[:, None]).to(x.dtype)
 
 
 def doubly_stochastic(z: Tensor) -> Tensor:

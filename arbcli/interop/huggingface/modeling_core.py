@@ -1,9 +1,10 @@
-"""A model of `arb` in plain PyTorch, for Transformers: its core, and parts of dense blocks.
+"""A model of `arb` in plain PyTorch: its core, and parts of dense blocks.
 
     symbols -> embedding -> [encoder -> chunks ->] blocks [-> decoder] -> norm -> head
 
 `arb export --to hf` copies this file and those of the model's other parts next to the weights. They
-stay packed: five trits in a byte, or one digit in a byte, with a scale for each group of a row.
+stay packed: five trits in a byte, or one digit in a byte, with a scale for each group of a row. In
+float64, with weights that are decoded, the same code is the reference of `arb verify-kernels`.
 
 A text is read as a whole, (T, D), without padding, and texts of a batch one after another. There is
 no cache of keys and values: each generated symbol reads the text again.
@@ -11,13 +12,11 @@ no cache of keys and values: each generated symbol reads the text again.
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
 
 TRITS = 5
 """Trits in a byte."""
@@ -33,16 +32,6 @@ Settings = dict[str, Any]
 """Configuration of a part."""
 
 
-class ArbConfig(PretrainedConfig):
-    """Configuration of a model, as `arb` writes it.
-
-    `model` has its stages and other parts, `storage` is `trits` or `digits`, and `group_size` is
-    the number of weights that share a scale.
-    """
-
-    model_type = "arb"
-
-
 class Site(NamedTuple):
     """The stream of a part, and how its weights are stored."""
 
@@ -50,9 +39,12 @@ class Site(NamedTuple):
     """D, the width of the stream."""
     ctx: int
     """Maximum number of positions that a part sees."""
-    config: ArbConfig
+    config: Any
+    """Configuration of the model, as `ArbConfig`."""
     parts: dict[str, Any]
     """Classes of parts by kind."""
+    causal: bool = True
+    """Whether a position sees none that come after it."""
 
     def gains(self) -> nn.Parameter | None:
         """Create the gains of a norm of the stream; None if norms have none."""
@@ -131,10 +123,21 @@ def unpack(packed: Tensor, columns: int) -> Tensor:
     return torch.cat([part.flatten(-3) for part in planes], dim=-1)[..., :columns]
 
 
+def wide(x: Tensor) -> Tensor:
+    """Convert to float32, or leave float64 as it is."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def norm(x: Tensor, gains: Tensor | None = None, eps: float = EPS) -> Tensor:
-    """Divide by the root-mean-square of (..., D), and multiply by gains, in float32."""
-    y = functional.rms_norm(x.float(), x.shape[-1:], eps=eps)
-    return (y if gains is None else y * gains.float()).to(x.dtype)
+    """Divide by the root-mean-square of (..., D), and multiply by gains, in float32 or float64."""
+    y = functional.rms_norm(wide(x), x.shape[-1:], eps=eps)
+    return (y if gains is None else y * wide(gains)).to(x.dtype)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Round rows of (T, D) to -127..127 times a scale; the gradient is that of x."""
+    scale = x.detach().abs().amax(dim=-1, keepdim=True).clamp(min=1e-5) / 127
+    return x + ((x / scale).round() * scale - x).detach()
 
 
 def gated(x: Tensor, limit: float = math.inf) -> Tensor:
@@ -156,8 +159,8 @@ def turn(
     rates = [rotary_rate(i, width, **rotary or {}) for i in range(width // 2)]
     angles[:, : width // 2] = torch.outer(places.cpu().double(), angles.new_tensor(rates))
     angles = angles.view(len(x), *[1] * (x.dim() - 2), half)
-    cos, sin = (part.float().to(x.device) for part in (angles.cos(), angles.sin()))
-    first, second = x.float().split(half, dim=-1)
+    first, second = wide(x).split(half, dim=-1)
+    cos, sin = (part.to(first) for part in (angles.cos(), angles.sin()))
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)
 
 
@@ -187,29 +190,41 @@ def rotary_rate(
     return rate * (kept + (1 - kept) / factor)
 
 
-def sees_last(length: int, window: int, device: torch.device) -> Tensor:
-    """Return the (T, T) mask of causal attention to the last `window` positions."""
+def sees_last(length: int, window: int, device: torch.device, *, causal: bool = True) -> Tensor:
+    """Return the (T, T) mask of attention to the last `window` positions.
+
+    A position sees itself and, unless the mask is causal, as many positions after it.
+    """
     place = torch.arange(length, device=device)
     distance = place[:, None] - place
+    distance = distance if causal else distance.abs()
     return (distance >= 0) & (distance < window)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, scale: float, sinks: Tensor | None = None
+def attention_shares(
+    q: Tensor, k: Tensor, sees: Tensor, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attend from (T, H, d) queries to (S, G, d) keys and values: (T, H d).
+    """Compute the shares of keys, (H, T, S), of (T, H, d) queries and (S, G, d) keys.
 
     Each key head is shared by H / G query heads. Sinks, (H,), are logits without a value.
     """
     heads = q.shape[1]
-    k, v = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (k, v))
-    scores = torch.einsum("thd,shd->hts", q, k).float() * scale
-    scores = scores.masked_fill(~sees, -math.inf)
+    scores = torch.einsum("thd,shd->hts", q, repeated(k, heads))
+    scores = (wide(scores) * scale).masked_fill(~sees, -math.inf)
     if sinks is not None:
-        logits = sinks.float().view(heads, 1, 1).expand(-1, len(q), 1)
+        logits = wide(sinks).view(heads, 1, 1).expand(-1, len(q), 1)
         scores = torch.cat((scores, logits), dim=-1)
-    shares = scores.softmax(dim=-1)[..., : len(k)].to(v.dtype)
-    return torch.einsum("hts,shd->thd", shares, v).flatten(1)
+    return scores.softmax(dim=-1)[..., : len(k)].to(k.dtype)
+
+
+def repeated(x: Tensor, heads: int) -> Tensor:
+    """Repeat key or value heads, (S, G, d), for the query heads: (S, heads, d)."""
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def mixed(shares: Tensor, values: Tensor) -> Tensor:
+    """Average (S, G, d) values by (H, T, S) shares: (T, H d)."""
+    return torch.einsum("hts,shd->thd", shares, repeated(values, len(shares))).flatten(1)
 
 
 def ngram_rows(text: Tensor, rows: int, order: int) -> Tensor:
@@ -229,7 +244,7 @@ class Attention(nn.Module):
 
     def __init__(self, part: Settings, site: Site) -> None:
         super().__init__()
-        self.part, self.eps = part, site.config.norm_eps
+        self.part, self.eps, self.causal = part, site.config.norm_eps, site.causal
         self.heads, self.kv_heads = part["heads"], part["kv_heads"] or part["heads"]
         self.width = width = part["head_width"] or site.dim // self.heads
         self.window = min(part["window"] or site.ctx, site.ctx)
@@ -239,13 +254,14 @@ class Attention(nn.Module):
         gains = part["query_key_norm"] == "gain"
         self.query_gain, self.key_gain = (vector(width) if gains else None for _ in range(2))
         self.sinks = vector(self.heads) if part["sink"] else None
+        self.sub_norm = vector(inner) if part["bitnet"] else None
         self.output = Packed(site.dim, inner, site)
         self.output_bias = vector(site.dim) if part["output_bias"] else None
 
     def forward(self, _x: Tensor, h: Tensor, _reading: Reading) -> Tensor:
         """Attend over the normalised stream, (T, D)."""
         rotary, places = self.part["rotary"], torch.arange(len(h))
-        qkv = self.qkv(h)
+        qkv = self.qkv(rounded(h) if self.part["bitnet"] else h)
         qkv = qkv if self.bias is None else qkv + self.bias
         counts = self.heads, self.kv_heads, self.kv_heads
         q, k, v = qkv.view(len(h), -1, self.width).split(counts, dim=1)
@@ -256,27 +272,35 @@ class Attention(nn.Module):
         scale = self.width**-0.5
         if rotary["scaling"] == "yarn":
             scale *= (0.1 * math.log(rotary["factor"]) + 1) ** 2
-        sees = sees_last(len(h), self.window, h.device)
-        y = attend(q, k, v, sees, scale, self.sinks)
-        y = self.output(norm(y) if self.part["sub_norm"] else y)
+        sees = sees_last(len(h), self.window, h.device, causal=self.causal)
+        y = mixed(attention_shares(q, k, sees, scale, self.sinks), v)
+        if self.part["bitnet"]:
+            y = rounded(norm(y, self.sub_norm, self.eps))
+        elif self.part["sub_norm"]:
+            y = norm(y)
+        y = self.output(y)
         return y if self.output_bias is None else y + self.output_bias
 
 
 class MLP(nn.Module):
-    """Gated MLP with SiLU."""
+    """Gated MLP with SiLU, or with relu(gate)**2 in a BitNet."""
 
     name = "mlp"
 
     def __init__(self, part: Settings, site: Site) -> None:
         super().__init__()
-        self.sub_norm = part["sub_norm"]
+        self.part, self.eps = part, site.config.norm_eps
+        self.sub_norm = vector(part["width"]) if part["bitnet"] else None
         self.gate_up = Packed(2 * part["width"], site.dim, site)
         self.output = Packed(site.dim, part["width"], site)
 
     def forward(self, _x: Tensor, h: Tensor, _reading: Reading) -> Tensor:
         """Transform the normalised stream, (T, D)."""
+        if self.part["bitnet"]:
+            gate, up = self.gate_up(rounded(h)).chunk(2, dim=-1)
+            return self.output(rounded(norm(gate.relu() ** 2 * up, self.sub_norm, self.eps)))
         y = gated(self.gate_up(h))
-        return self.output(norm(y) if self.sub_norm else y)
+        return self.output(norm(y) if self.part["sub_norm"] else y)
 
 
 class Block(nn.Module):
@@ -307,7 +331,7 @@ class Block(nn.Module):
             connection = getattr(self, f"{name}_streams", None)
             x = connection(x, branch) if connection else x + branch(x)
         if self.stage["bound"] is not None:  # scales down vectors beyond it
-            inverse = torch.rsqrt(x.float().square().mean(dim=-1, keepdim=True) + EPS)
+            inverse = torch.rsqrt(wide(x).square().mean(dim=-1, keepdim=True) + EPS)
             x = (x * (self.stage["bound"] * inverse).clamp(max=1)).to(x.dtype)
         return x
 
@@ -325,113 +349,73 @@ class Stack(nn.ModuleList):
             x = torch.stack([x] * self.streams, dim=1)
         for block in [*self][span]:
             x = block(x, reading)
-        return x.float().mean(dim=1).to(x.dtype) if self.streams > 1 else x
+        return wide(x).mean(dim=1).to(x.dtype) if self.streams > 1 else x
 
 
-class ArbForCausalLM(PreTrainedModel, GenerationMixin):
+class PlainModel(nn.Module):
     """A language model of any stages of blocks."""
 
-    config_class = ArbConfig
-    parts: ClassVar[dict[str, Any]] = {}
-    """Classes of the model's parts by kind."""
+    dtype: torch.dtype
 
-    def __init__(self, config: ArbConfig) -> None:
-        super().__init__(config)
-        model = config.model
+    def build(self, config: Any, parts: dict[str, Any], *, causal: bool = True) -> None:
+        """Create the parts of the model, without values.
+
+        Args:
+            config: configuration of the model, as `ArbConfig`.
+            parts: classes of its parts by kind.
+            causal: whether a position sees none that come after it.
+        """
+        self.plain, model = config, config.model
         *outer, main = model["stages"]
-        sites = [Site(stage["dim"], stage["ctx"], config, self.parts) for stage in model["stages"]]
+        sites = [Site(of["dim"], of["ctx"], config, parts, causal) for of in model["stages"]]
         first, last = sites[0], sites[-1]
         self.embedding = Packed(config.symbols, first.dim, first)
         self.beside = [part["kind"] for part in model["beside"]]
         for part in model["beside"]:
-            self.add_module(part["kind"], self.parts[part["kind"]](part, first))
+            self.add_module(part["kind"], parts[part["kind"]](part, first))
         self.stages = nn.ModuleList(
-            self.parts[stage["chunking"]["kind"]](stage, site, inner.dim)
+            parts[stage["chunking"]["kind"]](stage, site, inner.dim)
             for stage, site, inner in zip(outer, sites, sites[1:], strict=False)
         )
         self.blocks = Stack(main["blocks"], main, last)
         self.between = None
         if main["memories"] or main["router"]:
-            self.between = self.parts["between"](main["memories"], main["router"], last)
+            self.between = parts["between"](main["memories"], main["router"], last)
         if model["head"]:
             self.byte_norm = first.gains()
             self.byte_mlp = MLP(model["head"], first)
         self.norm = first.gains()
         if model["composite"]:
-            self.head = self.parts["composite"](first)
+            self.head = parts["composite"](first)
         elif not model["tied"]:
             self.head = Packed(config.vocab_size, first.dim, first)
-        self.post_init()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of activations; a packed model may have no float parameters."""
-        return self.config.dtype or torch.float32
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return self.embedding.exponent.device
 
     def read(self, ids: Tensor) -> Tensor:
         """Compute logits of each next symbol, (T, V), from a text, (T,) int64."""
         x = self.embedding.rows(ids, self.dtype)
         for name in self.beside:
             x = x + getattr(self, name)(ids, self.dtype)
-        x = self._through(0, x, Reading(ids, torch.arange(len(ids), device=ids.device)))
-        if self.config.model["head"]:
+        places = torch.arange(len(ids), device=ids.device)
+        return self.logits(self.through(0, x, Reading(ids, places)))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Compute (T, V) logits from the stream after the last block, (T, D)."""
+        if self.plain.model["head"]:
             x = x + self.byte_mlp(x, norm(x, self.byte_norm), None)
-        x = norm(x, self.norm, self.config.norm_eps)
-        if self.config.model["tied"]:
-            return functional.linear(x, self.embedding.weight(x.dtype)[: self.config.vocab_size])
+        x = norm(x, self.norm, self.plain.norm_eps)
+        if self.plain.model["tied"]:
+            return functional.linear(x, self.embedding.weight(x.dtype)[: self.plain.vocab_size])
         return self.head(x)
 
-    def _through(self, index: int, x: Tensor, reading: Reading) -> Tensor:
+    def through(self, index: int, x: Tensor, reading: Reading) -> Tensor:
         """Pass the stream, (T, D), through a stage and those inside it."""
         if index < len(self.stages):
-            return self.stages[index](x, reading, lambda *inside: self._through(index + 1, *inside))
+            return self.stages[index](x, reading, lambda *inside: self.through(index + 1, *inside))
 
         def run(x: Tensor, span: slice = slice(None)) -> Tensor:
             return self.blocks(x, reading, span)
 
         return self.between(run, x, reading) if self.between else run(x)
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        **_: Any,
-    ) -> CausalLMOutput:
-        """Compute logits, (B, T, V), of each next symbol.
-
-        Args:
-            input_ids: (B, T) int64.
-            attention_mask: (B, T), 0 at padding, whose logits are 0.
-            labels: (B, T) int64, the text again, for the mean loss in nats; -100 is ignored.
-        """
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        rows = []
-        for ids, kept in zip(input_ids, mask.bool(), strict=True):
-            logits = self.read(ids[kept])
-            rows.append(logits.new_zeros(len(ids), logits.shape[-1]).index_put((kept,), logits))
-        logits, loss = torch.stack(rows), None
-        if labels is not None:
-            targets = labels[:, 1:].masked_fill(mask[:, :-1] == 0, -100)
-            loss = functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=-100
-            )
-        return CausalLMOutput(loss=loss, logits=logits)
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
-
-    def prepare_inputs_for_generation(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any
-    ) -> dict[str, Tensor | None]:
-        """Read the whole text for each new symbol."""
-        return {"input_ids": input_ids, "attention_mask": attention_mask}
 
 
 Inner = Callable[[Tensor, Reading], Tensor]

@@ -25,7 +25,7 @@ from arbcli.model.packed import StateModule, TernaryTensor
 MODEL_TYPE = "arb"
 ENTRY = "modeling_arb"
 """Module that a folder's `config.json` names."""
-CORE = "arbcli.interop.huggingface.modeling_core"
+MODEL = "arbcli.interop.huggingface.modeling_entry"
 IMPORT = re.compile(r"^from (arbcli\.\S+) import", re.MULTILINE)
 
 
@@ -54,24 +54,27 @@ def remote_config(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def remote_code(config: ModelConfig) -> dict[str, str]:
-    """Return the modules of a model's folder by the names of their files."""
+def part_classes(config: ModelConfig) -> dict[str, str]:
+    """Return the classes of a model's parts in plain PyTorch by kind: see `PartConfig.code`."""
     parts = every_part((config.stages, config.beside, config.composite))
     classes = {part.kind: part.code for part in parts if part.code}
     if any(stage.streams > 1 for stage in config.stages):
         classes["streams"] = RESIDUAL_CODE
     if config.main.memories or config.main.router:
         classes["between"] = BETWEEN_CODE
+    return classes
+
+
+def remote_code(config: ModelConfig) -> dict[str, str]:
+    """Return the modules of a model's folder by the names of their files."""
     files: dict[str, str] = {}
-    waiting = [CORE, *(code.split(":")[0] for code in classes.values())]
+    waiting = [(ENTRY, _entry(part_classes(config)))]
     while waiting:
-        name = waiting.pop()
-        if f"{_file_name(name)}.py" not in files:
-            text = _source(name)
-            waiting += IMPORT.findall(text)
-            local = IMPORT.sub(lambda match: f"from .{_file_name(match[1])} import", text)
-            files[f"{_file_name(name)}.py"] = local
-    return files | {f"{ENTRY}.py": _entry(classes)}
+        name, text = waiting.pop()
+        others = {_file_name(other): other for other in IMPORT.findall(text)}
+        files[f"{name}.py"] = IMPORT.sub(lambda of: f"from .{_file_name(of[1])} import", text)
+        waiting += [(to, _source(of)) for to, of in others.items() if f"{to}.py" not in files]
+    return files
 
 
 def _source(module: str) -> str:
@@ -89,16 +92,11 @@ def _file_name(module: str) -> str:
 
 def _entry(classes: dict[str, str]) -> str:
     """Write the module that gives the core the classes of a model's parts, by kind."""
-    modules = {name: _file_name(code.split(":")[0]) for name, code in classes.items()}
-    imports = sorted({f"from .{modules[kind]} import {classes[kind].split(':')[1]}\n"
-                      for kind in classes})  # fmt: skip
-    table = "".join(f'        "{kind}": {classes[kind].split(":")[1]},\n' for kind in classes)
-    core = _file_name(CORE)
-    return (
-        '"""The model of this folder, for Transformers: the core with its parts."""\n\n'
-        f"from .{core} import ArbConfig as ArbConfig\nfrom .{core} import ArbForCausalLM as Core\n"
-        f"{''.join(imports)}\n\nclass ArbForCausalLM(Core):\n"
-        f'    """A language model."""\n\n    parts = {{\n{table}    }}\n'
+    names = {kind: code.split(":") for kind, code in classes.items()}
+    imports = sorted({f"from {module} import {name}\n" for module, name in names.values()})
+    table = "".join(f'    "{kind}": {name},\n' for kind, (_, name) in names.items())
+    return _source(MODEL).replace(
+        "\nPARTS: dict[str, Any] = {}", f"{''.join(imports)}\nPARTS: dict[str, Any] = {{\n{table}}}"
     )
 
 

@@ -17,7 +17,6 @@ from arbcli.families.graph.codebook import best_pairs
 from arbcli.families.graph.config import MemGramConfig
 from arbcli.families.graph.memgram import MOST, ORDER, MemGram
 from arbcli.families.graph.sequencer import ORDERS, TextSequencer
-from arbcli.families.graph.sequencer_reference import ngram_row, ngrams
 from arbcli.model.ngrams import HISTORY, ngram_ids
 from arbcli.model.parts.window import attend_in_window
 
@@ -33,6 +32,24 @@ def test_best_pairs_are_the_best_of_all(sizes, top_k):
 
 
 LONG = 14
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def ngrams(text: list[int], order: int) -> list[list[int]]:
+    """List the n-gram that ends at each byte; -1 is before the text."""
+    padded = [-1] * (order - 1) + text
+    return [padded[end : end + order] for end in range(len(text))]
+
+
+def ngram_row(history: list[int], num_rows: int) -> int:
+    """Hash the bytes of one n-gram by Python's integers; -1 if one of them is before the text."""
+    if min(history) < 0:
+        return -1
+    key = 0
+    for byte in reversed(history):
+        key = key * 257 + byte + 1
+    mixed = (key + (len(history) << 40)) * GOLDEN % 2**64
+    return ((mixed >> 32) % 2**31 * num_rows) >> 31
 
 
 def new_memgram(*, filled=True, rows=64) -> MemGram:

@@ -4,17 +4,16 @@ import dataclasses
 
 import pytest
 import torch
-from graph_parts import CLOSE, decoded, initialised, normal, reading, site
+from graph_parts import CLOSE, decoded, initialised, normal, plain, site
 from torch import nn
 from torch.nn import functional
 
 from arbcli.families.latent.attention import LatentAttention
 from arbcli.families.latent.config import LatentAttentionConfig
-from arbcli.families.latent.reference import latent_attention
+from arbcli.interop.huggingface.modeling_core import norm
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.parts.cached import FORMATS, CacheFormat
 from arbcli.model.state import PositionCounter, StateSpec, Track
-from arbcli.verify.parts.base import norm
 
 CONFIG = LatentAttentionConfig(heads=2, latent=24, rotary=8)
 DIM = site().dim
@@ -45,9 +44,8 @@ class Normalised(nn.Module):
 def reference(config=CONFIG, **at):
     def run(w, x):
         weights = {name.removeprefix("attention."): weight for name, weight in w.items()}
-        normal = norm(x, w["before"])
-        read = reading(config, **at)
-        return torch.stack([latent_attention(weights, row, row, read) for row in normal])
+        attention = plain(config, weights, nn.Module(), **at)
+        return torch.stack([attention(row, row, None) for row in norm(x)])
 
     return run
 
