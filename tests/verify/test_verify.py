@@ -275,7 +275,7 @@ def test_kernels_on_a_gpu_are_one_job_each_and_the_longest_code_begins(monkeypat
 
 
 def test_only_the_interpreter_leaves_out_scale_types_and_only_on_request():
-    args = ["rms_norm", "pack_trits"], SCALE_TYPES, CPU, ("interpreter", "torch")
+    args = ["embedding_rows", "pack_trits"], SCALE_TYPES, CPU, ("interpreter", "torch")
     for sampled, kept in ((True, {*ALWAYS}), (False, {*SCALE_TYPES})):
         jobs = kernel_jobs(*args, sampled=sampled)
         assert {name for job in jobs for name in job.group_sizes} == {*SCALE_TYPES, None}

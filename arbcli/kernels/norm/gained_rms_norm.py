@@ -1,8 +1,7 @@
-"""RMS norm of rows with trained gains: y = x * rsqrt(mean(x**2) + eps) * g.
+"""Gradients of an RMS norm of rows with trained gains: y = x * rsqrt(mean(x**2) + eps) * g.
 
-The forward is the kernel of `rms_norm`, given gains for weights. Backward, with
-r = rsqrt(mean(x**2) + eps) and xhat = x * r: grad_x is that of `rms_norm`, and grad_g the sum of
-gy * xhat over all rows. A program sums over its rows, and torch over programs, in a fixed order.
+With r = rsqrt(mean(x**2) + eps) and xhat = x * r: grad_x is that of `rms_norm`, and grad_g the sum
+of gy * xhat over all rows. A program sums over its rows, and torch over programs, in a fixed order.
 The backward returns y again, so that only x has to be saved.
 """
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from arbcli.kernels.norm.rms_norm import (
     ROWS,
     WHOLE_ROW,
-    add_rms_norm,
     dense_rows,
     load_rows,
     rms_norm,
@@ -105,47 +103,18 @@ def _gained_rms_norm_backward_triton(
     return grad_x, y, sums.sum(dim=0)
 
 
-_GAIN = Array("D", FLOAT, dense=True)
-
-gained_rms_norm = Operation(
-    "gained_rms_norm", rms_norm.triton, rms_norm.torch,
-    {"x": ROWS, "weight": _GAIN, "eps": Number()},
-    native=rms_norm.native,
-)  # fmt: skip
-"""Normalise the rows of `x` by their root mean square and multiply them by gains.
-
-Args:
-    x: (..., D) float32 or bfloat16, any strides.
-    weight: gains, (D,) float32, contiguous.
-    eps: added to the mean square.
-
-Returns:
-    (..., D) in the dtype of `x`, contiguous; computed in float32 and rounded once.
-"""
-add_gained_rms_norm = Operation(
-    "add_gained_rms_norm", add_rms_norm.triton, add_rms_norm.torch,
-    {"x": ROWS, "added": ROWS, "weight": _GAIN, "eps": Number()}, native=add_rms_norm.native,
-)  # fmt: skip
-"""Compute `gained_rms_norm` of x + added.
-
-`added` has the shape and dtype of `x`, and any strides; the other arguments are those of
-`gained_rms_norm`.
-
-Returns:
-    x + added, rounded, and the norm of that; both like the result of `gained_rms_norm`.
-"""
 gained_rms_norm_backward = Operation(
     "gained_rms_norm_backward", _gained_rms_norm_backward_triton, _gained_rms_norm_backward_torch,
-    {"grad_y": ROWS, "x": ROWS, "weight": _GAIN, "eps": Number(),
+    {"grad_y": ROWS, "x": ROWS, "weight": Array("D", FLOAT, dense=True), "eps": Number(),
      "other_grad": Array("*B, D", optional=True)},
     native=_gained_rms_norm_backward_native,
 )  # fmt: skip
-"""Compute the gradients of `gained_rms_norm`, and recompute its result.
+"""Compute the gradients of `rms_norm` with gains, and recompute its result.
 
 `grad_y` has the shape and dtype of `x`, and any strides, and so has `other_grad`, the gradient
-of `x` by another path: it is added before rounding. The others are those of `gained_rms_norm`.
+of `x` by another path: it is added before rounding. The others are those of `rms_norm`.
 
 Returns:
-    grad_x and y, each like the result of `gained_rms_norm`, and (D,) float32, the gradient of the
+    grad_x and y, each like the result of `rms_norm`, and (D,) float32, the gradient of the
     gains.
 """

@@ -1,30 +1,26 @@
-"""Activation and norm of a gated MLP: y = rms_norm(silu(gate) * up), with frozen ternary weights.
+"""Activation and norm of a gated MLP: y = rms_norm(silu(gate) * up).
 
 gate and up are the two halves of a row. With h = silu(gate) * up, s = sigmoid(gate) and grad_h from
 the norm: grad_up = grad_h * silu(gate) and grad_gate = grad_h * up * s * (1 + gate * (1 - s)).
-Without weights, weights are ones; without an eps there is no norm, and y = h.
+Without an eps there is no norm, and y = h.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.norm.pack_gates import load_packed, unpack_gates
 from arbcli.kernels.norm.rms_norm import (
     dense_rows,
     load_rows,
-    load_weight,
     norm_backward_native,
     norm_gradient,
     norm_native,
-    norm_weight,
-    norm_weight_torch,
     store_rows,
     tiling,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import UINT8, Arguments, Array, Matrix, Number
+from arbcli.kernels.runtime.arguments import UINT8, Arguments, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
 
@@ -34,15 +30,15 @@ WIDE_BACKWARD = {"WHOLE": False, "BLOCK_M": 1, "BLOCK_D": 2048, "num_warps": 16}
 """Tile of wider rows, small enough that the second pass reads them from cache."""
 
 
-def _gated_rms_norm_torch(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
-    width, factors = gate_up.shape[-1] // 2, norm_weight_torch(weight)
+def _gated_rms_norm_torch(gate_up: Tensor, eps: float | None) -> Tensor:
+    width = gate_up.shape[-1] // 2
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     gate_up, out = gate_up.reshape(-1, 2 * width), y.view(-1, width)
     for rows in row_chunks(gate_up):
         gate, up = gate_up[rows].chunk(2, dim=-1)
         product = functional.silu(gate.float()).mul_(up)
         if eps is not None:
-            product = functional.rms_norm(product, (width,), factors, eps)
+            product = functional.rms_norm(product, (width,), eps=eps)
         out[rows] = product
     return y
 
@@ -55,10 +51,10 @@ def _place_of(x: Tensor, overwrite: bool) -> Tensor:
 
 
 def _gated_rms_norm_backward_torch(
-    grad_y: Tensor, gate_up: Tensor, weight: Packed | None, eps: float | None,
+    grad_y: Tensor, gate_up: Tensor, eps: float | None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    width, factors = grad_y.shape[-1], norm_weight_torch(weight)
+    width = grad_y.shape[-1]
     grad_gate_up = _place_of(gate_up, overwrite)
     y = torch.empty(grad_y.shape, dtype=gate_up.dtype, device=gate_up.device)
     gate_up, grad_y = gate_up.reshape(-1, 2 * width), grad_y.reshape(-1, width)
@@ -69,7 +65,7 @@ def _gated_rms_norm_backward_torch(
         silu = gate * share
         grad, product = grad_y[rows].float(), silu * up
         if eps is not None:
-            grad, product = norm_gradient(grad, product, factors, eps)
+            grad, product = norm_gradient(grad, product, None, eps)
         out[rows] = product
         grads[rows, width:] = torch.mul(silu, grad, out=product)
         slope = silu.neg_().add_(gate).add_(1).mul_(share)  # of silu
@@ -78,31 +74,31 @@ def _gated_rms_norm_backward_torch(
 
 
 def _packed_gates_backward_torch(
-    grad_y: Tensor, codes: Tensor, bases: Tensor, weight: Packed | None, eps: float | None,
+    grad_y: Tensor, codes: Tensor, bases: Tensor, eps: float | None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     gate_up = unpack_gates(codes, bases).to(grad_y.dtype)
-    return _gated_rms_norm_backward_torch(grad_y, gate_up, weight, eps, overwrite=True)
+    return _gated_rms_norm_backward_torch(grad_y, gate_up, eps, overwrite=True)
 
 
-def _gated_rms_norm_native(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
-    return norm_native(gate_up, weight, eps, gated=True)
+def _gated_rms_norm_native(gate_up: Tensor, eps: float | None) -> Tensor:
+    return norm_native(gate_up, None, eps, gated=True)
 
 
 def _gated_rms_norm_backward_native(
-    grad_y: Tensor, gate_up: Tensor, weight: Packed | None, eps: float | None,
+    grad_y: Tensor, gate_up: Tensor, eps: float | None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     place = _place_of(gate_up, overwrite)
-    return norm_backward_native(grad_y, gate_up, weight, eps, gated=True, grad_x=place)
+    return norm_backward_native(grad_y, gate_up, None, eps, gated=True, grad_x=place)
 
 
 @triton.jit
 def _gated_rms_norm_kernel(
-    gate_ptr, up_ptr, weight_ptr, y_ptr,
+    gate_ptr, up_ptr, y_ptr,
     M, D, eps, one,
     stride_xm,
-    HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     offs_m = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
@@ -111,11 +107,9 @@ def _gated_rms_norm_kernel(
         mask = (offs_m < M) & (offs_d < D)[None, :]
         gate = load_rows(gate_ptr, offs_m, offs_d, mask, stride_xm)
         up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
-        if HAS_NORM:
-            weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
         y = gate * sigmoid(gate) * up
         if HAS_NORM:
-            y *= tl.rsqrt(tl.sum(y * y, axis=1) / D + eps)[:, None] * weight
+            y *= tl.rsqrt(tl.sum(y * y, axis=1) / D + eps)[:, None] * one
         store_rows(y_ptr, y, offs_m, offs_d, mask, D)
     else:
         squares = tl.zeros((BLOCK_M,), dtype=tl.float32)
@@ -135,16 +129,16 @@ def _gated_rms_norm_kernel(
             up = load_rows(up_ptr, offs_m, offs_d, mask, stride_xm)
             y = gate * sigmoid(gate) * up
             if HAS_NORM:
-                y *= r * load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
+                y *= r * one
             store_rows(y_ptr, y, offs_m, offs_d, mask, D)
 
 
 @triton.jit
 def _gated_rms_norm_backward_kernel(
-    grad_y_ptr, gate_ptr, up_ptr, weight_ptr, grad_gate_ptr, grad_up_ptr, y_ptr,
+    grad_y_ptr, gate_ptr, up_ptr, grad_gate_ptr, grad_up_ptr, y_ptr,
     M, D, eps, one,
     stride_ym, stride_xm,
-    HAS_NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, PACKED: tl.constexpr,
+    HAS_NORM: tl.constexpr, PACKED: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Compute gradients from gate and up, or from the codes and bases of `pack_gates`."""
@@ -161,8 +155,7 @@ def _gated_rms_norm_backward_kernel(
             y = gate * sigmoid(gate) * up
             grad = load_rows(grad_y_ptr, offs_m, offs_d, mask, stride_ym)
             squares += tl.sum(y * y, axis=1)
-            weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
-            products += tl.sum(y * grad * weight, axis=1)
+            products += tl.sum(y * grad * one, axis=1)
         r = tl.rsqrt(squares / D + eps)
         mean = (products * r / D)[:, None]
         r = r[:, None]
@@ -175,8 +168,7 @@ def _gated_rms_norm_backward_kernel(
         silu = gate * share
         y = silu * up
         if HAS_NORM:
-            weight = load_weight(weight_ptr, offs_d, D, one, HAS_WEIGHT)
-            grad *= weight
+            grad *= one
             if WHOLE:
                 squares, products = tl.split(tl.sum(tl.join(y * y, y * grad), axis=1))
                 r = tl.rsqrt(squares / D + eps)[:, None]
@@ -187,7 +179,7 @@ def _gated_rms_norm_backward_kernel(
                 y = silu * up
             y *= r
             grad = r * (grad - y * mean)
-            y *= weight
+            y *= one
         store_rows(y_ptr, y, offs_m, offs_d, mask, D)
         store_rows(grad_up_ptr, grad * silu, offs_m, offs_d, mask, 2 * D)
         slope = share * (1 + gate - silu)
@@ -211,22 +203,22 @@ def sigmoid(x):
     return 1 / (1 + tl.exp(-x))
 
 
-def _gated_rms_norm_triton(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
+def _gated_rms_norm_triton(gate_up: Tensor, eps: float | None) -> Tensor:
     width = gate_up.shape[-1] // 2
     y = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
-        gate_up, decoded = dense_rows(gate_up), norm_weight(weight)
+        gate_up = dense_rows(gate_up)
         grid, tile = tiling(len(gate_up), width)
         _gated_rms_norm_kernel[grid](
-            gate_up, gate_up[:, width:], y if decoded is None else decoded, y,
+            gate_up, gate_up[:, width:], y,
             len(gate_up), width, eps or 0.0, 1.0, gate_up.stride(0),
-            HAS_NORM=eps is not None, HAS_WEIGHT=decoded is not None, **tile,
+            HAS_NORM=eps is not None, **tile,
         )  # fmt: skip
     return y
 
 
 def _gated_rms_norm_backward_triton(
-    grad_y: Tensor, gate_up: Tensor, weight: Packed | None, eps: float | None,
+    grad_y: Tensor, gate_up: Tensor, eps: float | None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     # a program reads its rows before it writes to them
@@ -234,34 +226,34 @@ def _gated_rms_norm_backward_triton(
     if y.numel():
         gate_up = dense_rows(gate_up)
         parts = gate_up, gate_up[:, y.shape[-1] :]
-        _launch_backward(grad_y, parts, weight, eps, grad_gate_up, y, packed=False)
+        _launch_backward(grad_y, parts, eps, grad_gate_up, y, packed=False)
     return grad_gate_up, y
 
 
 def _packed_gates_backward_triton(
-    grad_y: Tensor, codes: Tensor, bases: Tensor, weight: Packed | None, eps: float | None,
+    grad_y: Tensor, codes: Tensor, bases: Tensor, eps: float | None,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     y, (rows, width) = _place_of(grad_y, overwrite), grad_y.shape
     grad_gate_up = torch.empty(rows, 2 * width, dtype=grad_y.dtype, device=grad_y.device)
     if y.numel():
-        _launch_backward(grad_y, (codes, bases), weight, eps, grad_gate_up, y, packed=True)
+        _launch_backward(grad_y, (codes, bases), eps, grad_gate_up, y, packed=True)
     return grad_gate_up, y
 
 
 def _launch_backward(
-    grad_y: Tensor, parts: tuple[Tensor, Tensor], weight: Packed | None, eps: float | None,
+    grad_y: Tensor, parts: tuple[Tensor, Tensor], eps: float | None,
     grad_gate_up: Tensor, y: Tensor, *, packed: bool,
 ) -> None:  # fmt: skip
-    width, decoded, grad_y = y.shape[-1], norm_weight(weight), dense_rows(grad_y)
+    width, grad_y = y.shape[-1], dense_rows(grad_y)
     grid, tile = _backward_tiling(len(grad_y), width, normalised=eps is not None)
     if packed and not tile["WHOLE"]:
         tile = tile | {"num_warps": 8}  # eight bytes of codes per thread
     grads = grad_gate_up.view(-1, 2 * width)
     _gated_rms_norm_backward_kernel[grid](
-        grad_y, *parts, y if decoded is None else decoded, grads, grads[:, width:], y,
+        grad_y, *parts, grads, grads[:, width:], y,
         len(grad_y), width, eps or 0.0, 1.0, grad_y.stride(0), parts[0].stride(0),
-        HAS_NORM=eps is not None, HAS_WEIGHT=decoded is not None, PACKED=packed, **tile,
+        HAS_NORM=eps is not None, PACKED=packed, **tile,
     )  # fmt: skip
 
 
@@ -276,10 +268,9 @@ def _backward_tiling(
 
 GATED_ARGUMENTS: Arguments = {
     "gate_up": Array("*B, W"),
-    "weight": Matrix("1, W // 2", optional=True),
     "eps": Number(),
 }
-GATED_WHERE = ("W % 2 == 0", "weight is None or eps is not None")
+GATED_WHERE = ("W % 2 == 0",)
 
 gated_rms_norm = Operation(
     "gated_rms_norm", _gated_rms_norm_triton, _gated_rms_norm_torch, GATED_ARGUMENTS,
@@ -289,8 +280,7 @@ gated_rms_norm = Operation(
 
 Args:
     gate_up: (..., 2 D) float32 or bfloat16, any strides.
-    weight: packed weights of the norm, one row of D; None is ones, with the same bits.
-    eps: added to the mean square; None omits the norm, and requires no weights.
+    eps: added to the mean square; None omits the norm.
 
 Returns:
     (..., D) in the dtype of `gate_up`, contiguous; computed in float32 and rounded once.
@@ -315,11 +305,10 @@ packed_gates_backward = Operation(
         "grad_y": Array("M, D"),
         "codes": Array("M, 3 * D", UINT8, dense=True),
         "bases": Array("M, 2", UINT8, dense=True),
-        "weight": Matrix("1, D", optional=True),
         "eps": Number(),
         "overwrite": Number(),
     },
-    where=("D > 0", "weight is None or eps is not None"),
+    where=("D > 0",),
 )  # fmt: skip
 """Compute `gated_rms_norm_backward` from the codes and bases of `pack_gates`.
 

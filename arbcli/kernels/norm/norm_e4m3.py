@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3, quantise_rows, store_e4m3
 from arbcli.kernels.norm.gated_rms_norm import GATED_ARGUMENTS, GATED_WHERE, gated_rms_norm, sigmoid
 from arbcli.kernels.norm.rms_norm import (
@@ -19,7 +18,6 @@ from arbcli.kernels.norm.rms_norm import (
     dense_rows,
     load_rows,
     load_weight,
-    norm_weight,
     rms_norm,
     store_rows,
     tiling,
@@ -68,25 +66,24 @@ def _norm_e4m3_kernel(
 
 
 def _launch(
-    x: Tensor, other: Tensor, total: Tensor, weight: Packed | None, eps: float | None, *,
+    x: Tensor, other: Tensor, total: Tensor, weight: Tensor | None, eps: float | None, *,
     gated: bool = False, add: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, width = len(x), x.shape[1] // (2 if gated else 1)
     q = torch.empty(rows, width, dtype=E4M3, device=x.device)
     scale = torch.empty(rows, 1, device=x.device)
     if q.numel():
-        decoded = norm_weight(weight)
         grid, tile = tiling(rows, width)
         _norm_e4m3_kernel[grid](
-            x, other, scale if decoded is None else decoded, total, q.view(torch.uint8), scale,
+            x, other, scale if weight is None else weight, total, q.view(torch.uint8), scale,
             rows, width, eps or 0.0, 1.0, x.stride(0), other.stride(0),
-            GATED=gated, ADD=add, HAS_NORM=eps is not None, HAS_WEIGHT=decoded is not None,
+            GATED=gated, ADD=add, HAS_NORM=eps is not None, HAS_WEIGHT=weight is not None,
             NATIVE=has_e4m3(x), **tile,
         )  # fmt: skip
     return q, scale
 
 
-def _rms_norm_e4m3_triton(x: Tensor, weight: Packed | None, eps: float) -> tuple[Tensor, Tensor]:
+def _rms_norm_e4m3_triton(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     if x.shape[1] > WHOLE_ROW:
         return quantise_rows(rms_norm(x, weight, eps))
     x = dense_rows(x)
@@ -94,7 +91,7 @@ def _rms_norm_e4m3_triton(x: Tensor, weight: Packed | None, eps: float) -> tuple
 
 
 def _add_rms_norm_e4m3_triton(
-    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+    x: Tensor, added: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     if x.shape[1] > WHOLE_ROW:
         total, y = add_rms_norm(x, added, weight, eps)
@@ -104,14 +101,12 @@ def _add_rms_norm_e4m3_triton(
     return total, *_launch(*parts, weight, eps, add=True)
 
 
-def _gated_rms_norm_e4m3_triton(
-    gate_up: Tensor, weight: Packed | None, eps: float | None
-) -> tuple[Tensor, Tensor]:
+def _gated_rms_norm_e4m3_triton(gate_up: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
     width = gate_up.shape[1] // 2
     if width > WHOLE_ROW:
-        return quantise_rows(gated_rms_norm(gate_up, weight, eps))
+        return quantise_rows(gated_rms_norm(gate_up, eps))
     gate_up = dense_rows(gate_up)
-    return _launch(gate_up, gate_up[:, width:], gate_up, weight, eps, gated=True)
+    return _launch(gate_up, gate_up[:, width:], gate_up, None, eps, gated=True)
 
 
 _X = Array("M, D")
@@ -124,7 +119,7 @@ rms_norm_e4m3 = Operation(
 
 Args:
     x: (M, D) float32 or bfloat16, any strides.
-    weight: one row of D weights; None is ones.
+    weight: gains, (D,) float32, contiguous; None is ones.
     eps: added to the mean square.
 
 Returns:

@@ -1,6 +1,6 @@
-"""RMS norm of rows with ternary weights: y = x * rsqrt(mean(x**2) + eps) * w.
+"""RMS norm of rows with gains: y = x * rsqrt(mean(x**2) + eps) * w.
 
-w is one packed row of frozen weights, decoded before the kernel runs; the default is ones.
+w is a row of gains; the default is ones.
 Backward, with r = rsqrt(mean(x**2) + eps) and xhat = x * r:
 grad_x = r * (gy * w - xhat * mean(xhat * gy * w)).
 
@@ -16,12 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
 
-from arbcli.kernels.codec.decode_digits import decode_digits_torch
-from arbcli.kernels.codec.decode_weight import decode_weight_triton
-from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import Array, Matrix, Number
+from arbcli.kernels.runtime.arguments import FLOAT, Array, Number
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.runtime.operation import Operation
 
@@ -29,50 +26,48 @@ FEW_ROWS = 8
 """Number of rows, as in generation, up to which more threads share a row."""
 WHOLE_ROW = 8192
 """Largest row that a program keeps in registers, in columns."""
-Weight = Packed | Tensor | None
-"""One packed row of frozen weights; or gains, (D,) float32: see `gained_rms_norm`; None is ones."""
 
 
 def normalise_sum(norm: Callable) -> Callable[..., Any]:
     """Add to the first input of a norm, rounded as in torch; return the sum and its norm."""
 
-    def run(x: Tensor, added: Tensor, weight: Weight, eps: float) -> tuple[Tensor, Tensor]:
+    def run(x: Tensor, added: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
         total = (x + added).contiguous()
         return total, norm(total, weight, eps)
 
     return run
 
 
-def _rms_norm_torch(x: Tensor, weight: Weight, eps: float) -> Tensor:
-    width, factors = x.shape[-1], norm_weight_torch(weight)
+def _rms_norm_torch(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    width = x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, out = x.reshape(-1, width), y.view(-1, width)
     for rows in row_chunks(x):
-        out[rows] = torch_rms_norm(x[rows].to(torch.float32), (width,), factors, eps)
+        out[rows] = torch_rms_norm(x[rows].to(torch.float32), (width,), weight, eps)
     return y
 
 
 def _rms_norm_backward_torch(
-    grad_y: Tensor, x: Tensor, weight: Weight, eps: float, other_grad: Tensor | None = None
+    grad_y: Tensor, x: Tensor, weight: Tensor | None, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    width, factors = x.shape[-1], norm_weight_torch(weight)
+    width = x.shape[-1]
     grad_x, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     results = grad_x.view(-1, width), y.view(-1, width)
     grad_y, x = grad_y.reshape(-1, width), x.reshape(-1, width)
     for rows in row_chunks(x):
-        parts = norm_gradient(grad_y[rows], x[rows].to(torch.float32), factors, eps)
+        parts = norm_gradient(grad_y[rows], x[rows].to(torch.float32), weight, eps)
         for result, part in zip(results, parts, strict=True):
             result[rows] = part
     return grad_x if other_grad is None else grad_x.add_(other_grad), y
 
 
-def rms_norm_native(x: Tensor, weight: Weight, eps: float) -> Tensor:
+def rms_norm_native(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Compute `rms_norm` with the native loop."""
     return norm_native(x, weight, eps, gated=False)
 
 
 def rms_norm_backward_native(
-    grad_y: Tensor, x: Tensor, weight: Weight, eps: float, other_grad: Tensor | None = None
+    grad_y: Tensor, x: Tensor, weight: Tensor | None, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute `rms_norm_backward` with the native loop."""
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -80,7 +75,7 @@ def rms_norm_backward_native(
     return grad_x if other_grad is None else grad_x.add_(other_grad), y
 
 
-def norm_native(x: Tensor, weight: Weight, eps: float | None, *, gated: bool) -> Tensor:
+def norm_native(x: Tensor, weight: Tensor | None, eps: float | None, *, gated: bool) -> Tensor:
     """Normalise rows, or if `gated` silu(first half) * second half, with the native loop.
 
     Without an eps there is no norm.
@@ -90,14 +85,20 @@ def norm_native(x: Tensor, weight: Weight, eps: float | None, *, gated: bool) ->
     if y.numel():
         rows, threads = native.dense_rows(x), native.threads_for(x.numel())
         native.call(
-            "norm", rows, rows.stride(0), x.dtype == torch.bfloat16, norm_weight_torch(weight),
+            "norm", rows, rows.stride(0), x.dtype == torch.bfloat16, weight,
             -1.0 if eps is None else eps, gated, y, len(rows), width, threads,
         )  # fmt: skip
     return y
 
 
 def norm_backward_native(
-    grad_y: Tensor, x: Tensor, weight: Weight, eps: float | None, *, gated: bool, grad_x: Tensor
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+    *,
+    gated: bool,
+    grad_x: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradient of x in `norm_native`, and recompute its result.
 
@@ -109,17 +110,10 @@ def norm_backward_native(
         rows, grads = native.dense_rows(x), native.dense_rows(grad_y)
         native.call(
             "norm_backward", grads, grads.stride(0), rows, rows.stride(0),
-            x.dtype == torch.bfloat16, norm_weight_torch(weight), -1.0 if eps is None else eps,
+            x.dtype == torch.bfloat16, weight, -1.0 if eps is None else eps,
             gated, grad_x, y, len(rows), y.shape[-1], native.threads_for(x.numel()),
         )  # fmt: skip
     return grad_x, y
-
-
-def norm_weight_torch(weight: Weight) -> Tensor | None:
-    """Decode the weights of a norm to (D,) float32 with torch; return None and gains unchanged."""
-    if isinstance(weight, Packed):
-        return decode_digits_torch(weight, torch.float32)[0]
-    return weight
 
 
 def norm_gradient(
@@ -285,81 +279,69 @@ def tiling(
     return (triton.cdiv(rows, block_m),), tile
 
 
-def norm_weight(weight: Weight) -> Tensor | None:
-    """Decode the weights of a norm to (D,) float32 with the Triton kernel."""
-    if isinstance(weight, Packed):
-        return decode_weight_triton(weight, torch.float32)[0]
-    return weight
-
-
 def dense_rows(x: Tensor) -> Tensor:
     """View, or copy, (..., D) as rows with contiguous elements."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _rms_norm_triton(x: Tensor, weight: Weight, eps: float) -> Tensor:
+def _rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
-        x, width, decoded = dense_rows(x), x.shape[-1], norm_weight(weight)
+        x, width = dense_rows(x), x.shape[-1]
         grid, tile = tiling(len(x), width)
         _rms_norm_kernel[grid](
-            x, x, y if decoded is None else decoded, y, y, len(x), width, eps, 1.0, x.stride(0), 0,
-            HAS_WEIGHT=decoded is not None, ADD=False, **tile,
+            x, x, y if weight is None else weight, y, y, len(x), width, eps, 1.0, x.stride(0), 0,
+            HAS_WEIGHT=weight is not None, ADD=False, **tile,
         )  # fmt: skip
     return y
 
 
 def _add_rms_norm_triton(
-    x: Tensor, added: Tensor, weight: Weight, eps: float
+    x: Tensor, added: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     grid, tile = tiling(x.numel() // max(width, 1), width)
     if not (x.numel() and tile["WHOLE"]):
         return normalise_sum(_rms_norm_triton)(x, added, weight, eps)
     total, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    x, added, decoded = dense_rows(x), dense_rows(added), norm_weight(weight)
+    x, added = dense_rows(x), dense_rows(added)
     _rms_norm_kernel[grid](
-        x, added, y if decoded is None else decoded, total, y, len(x), width, eps, 1.0,
-        x.stride(0), added.stride(0), HAS_WEIGHT=decoded is not None, ADD=True, **tile,
+        x, added, y if weight is None else weight, total, y, len(x), width, eps, 1.0,
+        x.stride(0), added.stride(0), HAS_WEIGHT=weight is not None, ADD=True, **tile,
     )  # fmt: skip
     return total, y
 
 
 def _rms_norm_backward_triton(
-    grad_y: Tensor, x: Tensor, weight: Weight, eps: float, other_grad: Tensor | None = None
+    grad_y: Tensor, x: Tensor, weight: Tensor | None, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     y = torch.empty_like(grad_x)
     if y.numel():
-        x, grad_y, width, decoded = (
-            dense_rows(x),
-            dense_rows(grad_y),
-            x.shape[-1],
-            norm_weight(weight),
-        )
+        x, grad_y, width = dense_rows(x), dense_rows(grad_y), x.shape[-1]
         grid, tile = tiling(len(x), width)
         others = x if other_grad is None else dense_rows(other_grad)
         _rms_norm_backward_kernel[grid](
-            grad_y, x, y if decoded is None else decoded, others, grad_x, y, len(x), width, eps,
+            grad_y, x, y if weight is None else weight, others, grad_x, y, len(x), width, eps,
             1.0, grad_y.stride(0), x.stride(0), others.stride(0),
-            HAS_WEIGHT=decoded is not None, OTHER_GRAD=other_grad is not None, **tile,
+            HAS_WEIGHT=weight is not None, OTHER_GRAD=other_grad is not None, **tile,
         )  # fmt: skip
     return grad_x, y
 
 
-ROWS, NORM_WEIGHT = Array("*B, D"), Matrix("1, D", optional=True)
+ROWS, GAINS = Array("*B, D"), Array("D", FLOAT, dense=True, optional=True)
 
 rms_norm = Operation(
     "rms_norm", _rms_norm_triton, _rms_norm_torch,
-    {"x": ROWS, "weight": NORM_WEIGHT, "eps": Number()},
+    {"x": ROWS, "weight": GAINS, "eps": Number()},
     native=rms_norm_native,
 )  # fmt: skip
-"""Normalise the rows of `x` by their root mean square and multiply them by ternary weights.
+"""Normalise the rows of `x` by their root mean square and multiply them by gains.
 
 Args:
     x: (..., D) float32 or bfloat16, any strides.
-    weight: one packed row of D weights; None is ones, with the same bits.
+    weight: gains, (D,) float32, contiguous; None is ones, with the same bits.
     eps: added to the mean square.
 
 Returns:
@@ -367,7 +349,7 @@ Returns:
 """
 add_rms_norm = Operation(
     "add_rms_norm", _add_rms_norm_triton, normalise_sum(_rms_norm_torch),
-    {"x": ROWS, "added": ROWS, "weight": NORM_WEIGHT, "eps": Number()},
+    {"x": ROWS, "added": ROWS, "weight": GAINS, "eps": Number()},
     native=normalise_sum(rms_norm_native),
 )  # fmt: skip
 """Compute `rms_norm` of x + added.
@@ -379,7 +361,7 @@ Returns:
 """
 rms_norm_backward = Operation(
     "rms_norm_backward", _rms_norm_backward_triton, _rms_norm_backward_torch,
-    {"grad_y": ROWS, "x": ROWS, "weight": NORM_WEIGHT, "eps": Number(),
+    {"grad_y": ROWS, "x": ROWS, "weight": GAINS, "eps": Number(),
      "other_grad": Array("*B, D", optional=True)},
     native=rms_norm_backward_native,
 )  # fmt: skip

@@ -4,12 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.config.layer_spec import LayerSpec
-from arbcli.kernels.matmul.quantise_rows import quantise_rows
-from arbcli.kernels.norm.gained_rms_norm import (
-    add_gained_rms_norm,
-    gained_rms_norm,
-    gained_rms_norm_backward,
-)
+from arbcli.kernels.norm.gained_rms_norm import gained_rms_norm_backward
 from arbcli.model.layers.compiled import Findable
 from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.vector import VectorWeight
@@ -36,27 +31,6 @@ class GainedRMSNorm(TernaryRMSNorm):
         """Exponents of the scales, as the trits identify the vector."""
         return self.weight.exponent
 
-    @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension of (..., D); not differentiable."""
-        return gained_rms_norm(x, *self._gains())
-
-    @torch.no_grad()
-    def add_and_norm(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x + added, and the normalised sum; not differentiable."""
-        return add_gained_rms_norm(x, added, *self._gains())
-
-    @torch.no_grad()
-    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise (M, D) and quantise rows to e4m3: codes and scales; not differentiable."""
-        return quantise_rows(self(x))
-
-    @torch.no_grad()
-    def rounded_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x + added, (M, D), with the codes and scales of `rounded`; not differentiable."""
-        total, y = self.add_and_norm(x, added)
-        return total, *quantise_rows(y)
-
     trained = True
 
     def await_backward(self) -> None:
@@ -70,9 +44,9 @@ class GainedRMSNorm(TernaryRMSNorm):
 
         The gradient of the gains goes to the sink.
         """
-        grad_x, y, grad = gained_rms_norm_backward(grad_y, x, *self._gains(), other_grad)
+        grad_x, y, grad = gained_rms_norm_backward(grad_y, x, *self._norm(), other_grad)
         self.weight.collect(None, grad)
         return grad_x, y
 
-    def _gains(self) -> tuple[Tensor, float]:
+    def _norm(self) -> tuple[Tensor, float]:
         return self.weight.weight(torch.float32).flatten(), self.eps

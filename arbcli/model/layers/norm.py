@@ -1,7 +1,6 @@
-"""RMS norms with packed weights, and gates of MLPs."""
+"""RMS norms, and gates of MLPs."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,8 +8,6 @@ from torch.nn import functional
 
 from arbcli.config.layer_spec import NORM_EPS as NORM_EPS
 from arbcli.config.layer_spec import LayerSpec
-from arbcli.kernels.codec.decode_digits import decode_digits_torch
-from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.norm.gated_rms_norm import (
     gated_rms_norm,
     gated_rms_norm_backward,
@@ -39,57 +36,20 @@ class PackedGates(NamedTuple):
     bases: Tensor
 
 
-class NormWeight(TernaryTensor):
-    """The frozen weights of a norm, one row, which tracks whether they are all 1.
-
-    This is determined when they are set, as a forward must not synchronise with the device.
-    """
-
-    def __init__(self, dim: int, site: LayerSpec) -> None:
-        super().__init__(1, dim, site, area="norms", frozen=True)
-        self._versions_of_ones: list[int] | None = None
-        self.register_load_state_dict_post_hook(_find_ones)
-
-    def fill(self, trit: int = 1) -> None:
-        """Set all weights to `trit`."""
-        super().fill(trit)
-        self._versions_of_ones = self._versions() if trit == 1 else None
-
-    def find_ones(self) -> None:
-        """Determine whether all weights are 1; synchronises with the device."""
-        ones = bool((decode_digits_torch(self.packed, torch.float32) == 1).all())
-        self._versions_of_ones = self._versions() if ones else None
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or copy the buffers; their values, and so `are_ones`, do not change."""
-        ones = self.are_ones
-        super()._apply(fn, recurse)
-        self._versions_of_ones = self._versions() if ones else None
-        return self
-
-    @property
-    def are_ones(self) -> bool:
-        """Whether all weights are known to be 1, and have not changed since."""
-        return self._versions_of_ones == self._versions()
-
-    def _versions(self) -> list[int]:
-        """Return torch's version counters of the buffers."""
-        return [buffer._version for buffer in self._buffers.values() if buffer is not None]
-
-
-def _find_ones(weight: NormWeight, _incompatible_keys: Any) -> None:
-    weight.find_ones()
+def frozen_ones(dim: int, site: LayerSpec) -> TernaryTensor:
+    """Create the weights of a norm, one row, which are initialised to 1."""
+    return TernaryTensor(1, dim, site, area="norms", frozen=True)
 
 
 class TernaryRMSNorm(Findable):
-    """RMS norm with frozen ternary weights, all 1.
+    """RMS norm whose frozen ternary weights are all 1, so that nothing reads them.
 
     The linear layer after the norm runs it and its backward: see `TernaryLinear`.
     """
 
     def __init__(self, dim: int, site: LayerSpec) -> None:
         super().__init__()
-        self.weight = NormWeight(dim, site)
+        self.weight = frozen_ones(dim, site)
 
     @property
     def key_tensor(self) -> Tensor:
@@ -122,6 +82,8 @@ class TernaryRMSNorm(Findable):
 
     trained = False
     """Whether the norm has trained weights, which need a backward."""
+    plain = True
+    """Whether there are no weights, or they are 1."""
 
     def await_backward(self) -> None:
         """Do nothing; norms with trained weights register the use."""
@@ -132,14 +94,9 @@ class TernaryRMSNorm(Findable):
         """Compute the gradient of x plus `other_grad`, and recompute the output."""
         return rms_norm_backward(grad_y, x, *self._norm(), other_grad)
 
-    @property
-    def plain(self) -> bool:
-        """Whether there are no weights, or they are known to be 1."""
-        return self.weight.are_ones
-
-    def _norm(self) -> tuple[Packed | None, float]:
-        """Return weights and eps for kernels; None for weights that are all 1."""
-        return None if self.plain else self.weight.packed, NORM_EPS
+    def _norm(self) -> tuple[Tensor | None, float]:
+        """Return gains and eps for kernels; None for weights that are all 1."""
+        return None, NORM_EPS
 
 
 class TernaryGate(TernaryRMSNorm):
@@ -154,7 +111,7 @@ class TernaryGate(TernaryRMSNorm):
 
     def __init__(self, dim: int, site: LayerSpec, *, normalise: bool) -> None:
         Findable.__init__(self)
-        self.weight = NormWeight(dim, site) if normalise else None  # type: ignore[assignment]
+        self.weight = frozen_ones(dim, site) if normalise else None  # type: ignore[assignment]
 
     @property
     def key_tensor(self) -> Tensor:
@@ -164,14 +121,14 @@ class TernaryGate(TernaryRMSNorm):
     @torch.no_grad()
     def forward(self, gate_up: Tensor) -> Tensor:
         """Compute (..., D) from gate and up, the halves of (..., 2 D); not differentiable."""
-        return gated_rms_norm(gate_up, *self._norm_of_gate())
+        return gated_rms_norm(gate_up, self._eps)
 
     @torch.no_grad()
     def rounded(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
         """Compute (M, D) from (M, 2 D), and quantise rows to e4m3; not differentiable."""
         from arbcli.kernels.norm.norm_e4m3 import gated_rms_norm_e4m3
 
-        return gated_rms_norm_e4m3(gate_up, *self._norm_of_gate())
+        return gated_rms_norm_e4m3(gate_up, self._eps)
 
     def backward(
         self,
@@ -190,16 +147,13 @@ class TernaryGate(TernaryRMSNorm):
         if other_grad is not None:
             raise ValueError("a gate's input has no other gradient to add")
         if isinstance(x, PackedGates):
-            return packed_gates_backward(grad_y, *x, *self._norm_of_gate(), overwrite)
-        return gated_rms_norm_backward(grad_y, x, *self._norm_of_gate(), overwrite)
+            return packed_gates_backward(grad_y, *x, self._eps, overwrite)
+        return gated_rms_norm_backward(grad_y, x, self._eps, overwrite)
 
     @property
-    def plain(self) -> bool:
-        """Whether there are no weights, or they are known to be 1."""
-        return self.weight is None or super().plain
-
-    def _norm_of_gate(self) -> tuple[Packed | None, float | None]:
-        return self._norm() if self.weight else (None, None)
+    def _eps(self) -> float | None:
+        """The eps of the norm; None if there is none."""
+        return NORM_EPS if self.weight else None
 
 
 class ClampedGate(TernaryGate):

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import has_planes
 from arbcli.kernels.norm.gated_rms_norm import (
     gated_rms_norm,
     gated_rms_norm_backward,
@@ -31,52 +29,48 @@ from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Gate, Timing, Verification
 
 
-def gated_rms_norm_reference(gate_up: Tensor, weight: Packed | None, eps: float | None) -> Tensor:
+def gated_rms_norm_reference(gate_up: Tensor, eps: float | None) -> Tensor:
     """Compute the reference result of `gated_rms_norm`, in float64."""
     gate, up = gate_up.to(torch.float64).chunk(2, dim=-1)
     product = gate / (1 + torch.exp(-gate)) * up
-    return product if eps is None else rms_norm_reference(product, weight, eps)
+    return product if eps is None else rms_norm_reference(product, None, eps)
 
 
 def gated_rms_norm_backward_reference(
-    grad_y: Tensor, gate_up: Tensor, weight: Packed | None, eps: float | None,
+    grad_y: Tensor, gate_up: Tensor, eps: float | None,
     _overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the reference result of `gated_rms_norm_backward`: autograd through the reference."""
-    inputs = grad_y.double(), gate_up.double(), weight, eps
-    return gradient_and_output(gated_rms_norm_reference, *inputs)
+    return gradient_and_output(gated_rms_norm_reference, grad_y.double(), gate_up.double(), eps)
 
 
 def packed_gates_backward_reference(
-    grad_y: Tensor, codes: Tensor, bases: Tensor, weight: Packed | None, eps: float | None,
+    grad_y: Tensor, codes: Tensor, bases: Tensor, eps: float | None,
     _overwrite: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the reference result of `packed_gates_backward`, in float64."""
     gate_up = unpack_gates_reference(codes, bases)
-    return gated_rms_norm_backward_reference(grad_y, gate_up, weight, eps)
+    return gated_rms_norm_backward_reference(grad_y, gate_up, eps)
 
 
-def gated_rms_norm_in_its_dtype(
-    gate_up: Tensor, weight: Packed | None, eps: float | None
-) -> Tensor:
+def gated_rms_norm_in_its_dtype(gate_up: Tensor, eps: float | None) -> Tensor:
     """Compute with torch operations, each rounded, as the peer for bf16."""
     gate, up = gate_up.chunk(2, dim=-1)
     product = functional.silu(gate) * up
-    return product if eps is None else rms_norm_in_its_dtype(product, weight, eps)
+    return product if eps is None else rms_norm_in_its_dtype(product, None, eps)
 
 
 def _draw_packed(rng: CaseGenerator, group_size: int, m: int, _n: int, k: int) -> tuple:
     """Draw a case of `packed_gates_backward`; of random codes few numbers would decide all sums."""
     grad_y, gate_up = rng.reals(m, k), 3 * rng.reals(m, 2 * k)
     eps = rng.pick((1e-6 if k > 4 else 0.1, None))
-    weight = None if eps is None or rng.chance(0.3) else rng.packed(1, k, group_size, 2)
-    return grad_y, *pack_gates_torch(gate_up), weight, eps, rng.chance(0.5)
+    return grad_y, *pack_gates_torch(gate_up), eps, rng.chance(0.5)
 
 
 def _packed_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
     grad_y, gate, up = torch.randn(3, 16384, 5632, device=device, dtype=torch.bfloat16)
     packed = pack_gates_torch(torch.cat((gate, up), dim=1))
-    yield Timing("16384x5632 bf16", (grad_y, *packed, None, TIMED_EPS))
+    yield Timing("16384x5632 bf16", (grad_y, *packed, TIMED_EPS))
 
 
 def _packed_backward_in_its_dtype(
@@ -88,7 +82,7 @@ def _packed_backward_in_its_dtype(
 
 def backward_in_its_dtype(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Compute with torch operations, in the dtype of `gate_up`, out of place."""
-    return gradient_and_output(gated_rms_norm_in_its_dtype, *inputs[:4])
+    return gradient_and_output(gated_rms_norm_in_its_dtype, *inputs[:3])
 
 
 _GATE = Gate(
@@ -101,26 +95,23 @@ _TIMED = [Timed("16384x5632 bf16", B=(16384,), W=2 * 5632, eps=TIMED_EPS)]
 
 _CHANGED: dict[str, dict[str, Any]] = {
     "saturated": {"gate_up": lambda x: 40 * x},
-    "wide": {
-        "gate_up": lambda x: torch.cat((widened(x), widened(x.flip(0))), dim=1),
-        "weight": None,
-    },
+    "wide": {"gate_up": lambda x: torch.cat((widened(x), widened(x.flip(0))), dim=1)},
 }
-GATED_VALUES = {"weight": {"spread": 2}, "eps": (*EPS_VALUES, *EPS_VALUES, None)}
+GATED_VALUES = {"eps": (*EPS_VALUES, *EPS_VALUES, None)}
 gated_rms_norm_verification = Verification(
     gated_rms_norm, gated_rms_norm_reference, gate=_GATE, sizes=GATED_SIZES,
     shapes=ROW_SHAPES, changed=_CHANGED,
-    peer=gated_rms_norm_in_its_dtype, scale_path=has_planes, timed=_TIMED, values=GATED_VALUES,
+    peer=gated_rms_norm_in_its_dtype, timed=_TIMED, values=GATED_VALUES,
 )  # fmt: skip
 gated_rms_norm_backward_verification = Verification(
     gated_rms_norm_backward, gated_rms_norm_backward_reference, gate=_GATE,
     sizes=GATED_SIZES, shapes=ROW_SHAPES,
     changed=_CHANGED | {"wide": {"grad_y": widened, **_CHANGED["wide"]}},
-    peer=backward_in_its_dtype, scale_path=has_planes, timed=_TIMED,
+    peer=backward_in_its_dtype, timed=_TIMED,
     values=GATED_VALUES | {"overwrite": (False, True)},
 )  # fmt: skip
 packed_gates_backward_verification = Verification(
     packed_gates_backward, packed_gates_backward_reference, gate=_GATE, shapes=((0, 1, 40),),
-    draw=_draw_packed, peer=_packed_backward_in_its_dtype, needs_rows=True, scale_path=has_planes,
+    draw=_draw_packed, peer=_packed_backward_in_its_dtype, needs_rows=True,
     timings=_packed_timings,
 )  # fmt: skip

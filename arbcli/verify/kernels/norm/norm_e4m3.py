@@ -54,17 +54,17 @@ _GATE = Gate(relative=3e-3, reason="where a sum's last bit decides, rounding dif
 
 rms_norm_e4m3_verification = Verification(
     rms_norm_e4m3, compose(rms_norm_reference, _rounded_reference),
-    gate=_GATE, compared=_as_product, uses_scales=False,
+    gate=_GATE, compared=_as_product,
     timings=_timings_of(rms_norm_verification, rms_norm_e4m3.triton), values=NORM_VALUES,
 )  # fmt: skip
 add_rms_norm_e4m3_verification = Verification(
     add_rms_norm_e4m3, compose(add_rms_norm_reference, _rounded_reference),
-    gate=_GATE, compared=_as_product, uses_scales=False,
+    gate=_GATE, compared=_as_product,
     timings=_timings_of(add_rms_norm_verification, add_rms_norm_e4m3.triton), values=NORM_VALUES,
 )  # fmt: skip
 gated_rms_norm_e4m3_verification = Verification(
     gated_rms_norm_e4m3, compose(gated_rms_norm_reference, _rounded_reference),
     gate=_GATE, compared=_as_product, sizes={"W": "2 * k"},
-    uses_scales=False, timings=_timings_of(gated_rms_norm_verification, gated_rms_norm_e4m3.triton),
+    timings=_timings_of(gated_rms_norm_verification, gated_rms_norm_e4m3.triton),
     values=GATED_VALUES,
 )  # fmt: skip

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
 
-from arbcli.kernels.codec.decode_digits import decode_digits_torch
-from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import has_planes
 from arbcli.kernels.norm.rms_norm import (
     WHOLE_ROW,
     add_rms_norm,
@@ -17,19 +15,18 @@ from arbcli.kernels.norm.rms_norm import (
     rms_norm,
     rms_norm_backward,
 )
-from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.verify.verification import Gate, Timing, Verification
 
 
-def rms_norm_reference(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
+def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Compute the reference result of `rms_norm`, in float64."""
     x = x.to(torch.float64)
     y = x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps)
-    return y if weight is None else y * decode_digits_reference(weight)[0].to(torch.float64)
+    return y if weight is None else y * weight.to(torch.float64)
 
 
 def add_rms_norm_reference(
-    x: Tensor, added: Tensor, weight: Packed | None, eps: float
+    x: Tensor, added: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Compute `add_rms_norm`: the sum rounded as in torch, then float64."""
     total = x + added
@@ -37,7 +34,7 @@ def add_rms_norm_reference(
 
 
 def rms_norm_backward_reference(
-    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, other_grad: Tensor | None = None
+    grad_y: Tensor, x: Tensor, weight: Tensor | None, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute `rms_norm_backward` by autograd through the reference, in float64."""
     grads = grad_y.double(), x.double()
@@ -46,23 +43,22 @@ def rms_norm_backward_reference(
 
 
 def gradient_and_output(
-    norm: Callable, grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float | None
+    norm: Callable, grad_y: Tensor, x: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Differentiate norm(x, weight, eps) by autograd; return the gradient of x, and the output."""
+    """Differentiate norm(x, *options) by autograd; return the gradient of x, and the output."""
     x = x.detach().requires_grad_()
     with torch.enable_grad():
-        y = norm(x, weight, eps)
+        y = norm(x, *options)
         return torch.autograd.grad(y, x, grad_y)[0], y.detach()
 
 
-def rms_norm_in_its_dtype(x: Tensor, weight: Packed | None, eps: float) -> Tensor:
+def rms_norm_in_its_dtype(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Compute with torch operations in the dtype of `x`, as the peer for bf16."""
-    decoded = None if weight is None else decode_digits_torch(weight, x.dtype)[0]
-    return torch_rms_norm(x, x.shape[-1:], decoded, eps)
+    return torch_rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
 
 
 def backward_in_its_dtype(
-    grad_y: Tensor, x: Tensor, weight: Packed | None, eps: float, other_grad: Tensor | None = None
+    grad_y: Tensor, x: Tensor, weight: Tensor | None, eps: float, other_grad: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute gradient and sum with torch operations, in the dtype of `x`."""
     grad_x, y = gradient_and_output(rms_norm_in_its_dtype, grad_y, x, weight, eps)
@@ -110,9 +106,11 @@ _GATE = Gate(
 ROW_SIZES = {"B": "(m,)"}
 ROW_SHAPES = ((0, 1, 40), (261, 1, 5))
 """No rows, and many."""
+SHAPES = (*ROW_SHAPES, (1, 1, WHOLE_ROW + 5))
+"""These, and a row that is too wide for registers."""
 EPS_VALUES = ("1e-6 if k > 4 else 0.1", "0.1")
 """Larger eps of narrow norms, whose gradient would otherwise cancel, and one that matters."""
-NORM_VALUES = {"weight": {"spread": 2}, "eps": EPS_VALUES}
+NORM_VALUES = {"eps": EPS_VALUES}
 
 
 def widened(values: Tensor) -> Tensor:
@@ -122,20 +120,20 @@ def widened(values: Tensor) -> Tensor:
 
 
 rms_norm_verification = Verification(
-    rms_norm, rms_norm_reference, gate=_GATE, sizes=ROW_SIZES, shapes=ROW_SHAPES,
+    rms_norm, rms_norm_reference, gate=_GATE, sizes=ROW_SIZES, shapes=SHAPES,
     changed={"wide": {"x": widened, "weight": None}},
     peer=rms_norm_in_its_dtype,
-    scale_path=has_planes, timings=_timings, values=NORM_VALUES,
+    timings=_timings, values=NORM_VALUES,
 )  # fmt: skip
 add_rms_norm_verification = Verification(
-    add_rms_norm, add_rms_norm_reference, gate=_GATE, sizes=ROW_SIZES, shapes=ROW_SHAPES,
+    add_rms_norm, add_rms_norm_reference, gate=_GATE, sizes=ROW_SIZES, shapes=SHAPES,
     changed={"wide": {"x": widened, "added": widened, "weight": None}},
-    peer=normalise_sum(rms_norm_in_its_dtype), scale_path=has_planes, timings=_add_timings,
+    peer=normalise_sum(rms_norm_in_its_dtype), timings=_add_timings,
     values=NORM_VALUES,
 )  # fmt: skip
 rms_norm_backward_verification = Verification(
-    rms_norm_backward, rms_norm_backward_reference, gate=_GATE, sizes=ROW_SIZES, shapes=ROW_SHAPES,
+    rms_norm_backward, rms_norm_backward_reference, gate=_GATE, sizes=ROW_SIZES, shapes=SHAPES,
     changed={"wide": {"grad_y": widened, "x": widened, "other_grad": None, "weight": None}},
-    peer=backward_in_its_dtype, scale_path=has_planes, timings=_backward_timings,
+    peer=backward_in_its_dtype, timings=_backward_timings,
     values=NORM_VALUES,
 )  # fmt: skip
