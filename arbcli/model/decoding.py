@@ -131,8 +131,9 @@ def fuses(model: "LanguageModel", x: Tensor) -> bool:
     """
     fits = model.weights_are_prepared and fits_prepacked(x, model.config.site().group_size)
     stages = model.config.stages
-    plain = all(fits_vectors(stage.dim) and stage.adds_plainly for stage in stages)
-    return fits and plain and model.plain_norms and model.fits_bytes
+    plain = model.config.weights == "ternary" and not model.config.norm_gain
+    plain = plain and all(fits_vectors(stage.dim) and stage.adds_plainly for stage in stages)
+    return fits and plain and model.fits_bytes
 
 
 def fused_logits(model: "LanguageModel", x: Tensor) -> Tensor:

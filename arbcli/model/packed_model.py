@@ -10,7 +10,6 @@ from torch import nn
 from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig
 from arbcli.model.layers.linear import LinearWeight
-from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.packed import (
     DecodingLayer,
     StateModule,
@@ -53,12 +52,6 @@ class PackedModel(nn.Module):
     def device(self) -> torch.device:
         """Device of the weights."""
         return next(itertools.chain(self.buffers(), self.parameters())).device
-
-    @property
-    def plain_norms(self) -> bool:
-        """Whether there are norms, and the weights of all of them are known to be 1."""
-        norms = [part for part in self.modules() if isinstance(part, TernaryRMSNorm)]
-        return bool(norms) and all(norm.plain for norm in norms)
 
     @property
     def fits_bytes(self) -> bool:

@@ -18,7 +18,6 @@ class GainedRMSNorm(TernaryRMSNorm):
         site: storage settings and width of the stage.
     """
 
-    plain = False
     weight: VectorWeight  # type: ignore[assignment]
 
     def __init__(self, dim: int, site: LayerSpec) -> None:

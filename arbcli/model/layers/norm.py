@@ -82,8 +82,6 @@ class TernaryRMSNorm(Findable):
 
     trained = False
     """Whether the norm has trained weights, which need a backward."""
-    plain = True
-    """Whether there are no weights, or they are 1."""
 
     def await_backward(self) -> None:
         """Do nothing; norms with trained weights register the use."""

@@ -1,8 +1,7 @@
 """References and random inputs for `arbcli.kernels.matmul.prepacked`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +12,14 @@ from arbcli.kernels.matmul.prepacked import (
     BLOCK,
     CODE_BYTES,
     COLUMNS,
-    Prepacked,
     decode_prepacked,
     prepack,
 )
-from arbcli.kernels.runtime.arguments import TensorOptions, dtype_name
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.kernels.matmul.swizzled import multiply_densely, tiles_reference
-from arbcli.verify.verification import Case, Timing
+from arbcli.verify.verification import Timing
 
 
 def draw_prepacked(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -61,41 +59,6 @@ def prepacked_in_float64(
     """Compute `prepacked_reference` for large matrices."""
     weight = decode_prepacked(pieces).double().view(len(pieces), 2, 8, -1)
     return tiles_reference(x, weight[..., :in_features], out_features, gated, eps, added)
-
-
-def prepack_drawn(
-    rows: int, in_features: int, group_size: int, gated: bool, generator: torch.Generator
-) -> Prepacked:
-    """Draw a prepacked matrix."""
-    return prepack(random_packed(rows, in_features, group_size, generator, spread=8), gated)
-
-
-def prepacked_cases(
-    shapes: Sequence[tuple], device: torch.device, _group_size: int, *,
-    draw: Callable[..., Any] = prepack_drawn,
-) -> Iterator[Case]:  # fmt: skip
-    """Draw the cases of a kernel for prepacked matrices.
-
-    Args:
-        shapes: (M, rows, K, G, gated, eps, with `added`) of each case.
-        device: device of the tensors.
-        draw: function of (rows, K, G, gated, generator) that returns a prepacked matrix.
-    """
-    generator = torch.Generator().manual_seed(0)
-    dtypes = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
-    for m, rows, in_features, group_size, gated, eps, adds in shapes:
-        weight = draw(rows, in_features, group_size, gated, generator)
-        x = torch.randn(m, in_features, generator=generator)
-        x *= 2.0 ** torch.randint(-3, 4, x.shape, generator=generator)
-        added = torch.randn(m, weight.out_features, generator=generator)
-        parts = [part.to(device) if isinstance(part, Tensor) else part for part in weight]
-        for dtype in dtypes:  # the tolerance of bf16 results is coarser
-            label = f"{m}x{rows}x{in_features}{' gate' * gated}{' norm' * (eps is not None)}"
-            yield Case(
-                f"{label}{' sum' * adds} {dtype_name(dtype)}",
-                (x.to(device, torch.bfloat16), *parts, eps,
-                 added.to(device, dtype) if adds else None, dtype),
-            )  # fmt: skip
 
 
 def prepacked_timings(

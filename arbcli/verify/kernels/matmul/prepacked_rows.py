@@ -9,7 +9,6 @@ from arbcli.kernels.matmul.prepacked_rows import (
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.matmul.prepacked import (
     draw_prepacked,
-    prepacked_cases,
     prepacked_in_float64,
     prepacked_reference,
     prepacked_timings,
@@ -17,19 +16,13 @@ from arbcli.verify.kernels.matmul.prepacked import (
 from arbcli.verify.timed import MATRIX
 from arbcli.verify.verification import Gate, Verification
 
-SHAPES = (
-    (1, 1, 8, 32, False, 0.1, False), (9, 34, 328, 32, True, 1e-6, True),
-    (5, 20, 168, 96, False, 1e-6, False), (3, 20, 1512, 32, False, None, True),
-)  # fmt: skip
-"""(M, rows, K, G, gated, eps, with `added`)."""
-
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     return draw_prepacked(rng, group_size, 1 + (m - 1) % MOST_TEXTS, n, k)
 
 
 prepacked_rows_verification = Verification(
-    PREPACKED_ROWS, prepacked_reference, cases=partial(prepacked_cases, SHAPES),
+    PREPACKED_ROWS, prepacked_reference, shapes=((9, 34, 328), (3, 20, 1512)),
     gate=Gate(
         relative=1e-3, peer_slack=0.1,
         reason="float32 sums of up to 2600 products, added up by the matrix units; in bf16 one"

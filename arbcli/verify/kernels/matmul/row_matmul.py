@@ -10,7 +10,6 @@ from arbcli.kernels.matmul.swizzled import MOST_ROWS
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.matmul.prepacked import (
     draw_prepacked,
-    prepacked_cases,
     prepacked_in_float64,
     prepacked_reference,
     prepacked_timings,
@@ -18,15 +17,6 @@ from arbcli.verify.kernels.matmul.prepacked import (
 from arbcli.verify.timed import MATRIX
 from arbcli.verify.verification import Gate, Verification
 
-SHAPES = (
-    (1, 1, 8, 32, False, 0.1, False), (1, 34, 1000, 32, True, 1e-6, True),
-    (1, 17, 328, 96, False, 1e-6, True), (1, 90, 648, 32, False, None, True),
-    (1, 66, 136, 32, True, None, False), (1, 20, 3288, 32, False, 1e-6, False),
-    (1, 94, 512, 64, True, 1e-6, True), (2, 34, 1000, 32, True, 1e-6, True),
-    (4, 17, 328, 96, False, 1e-6, True), (8, 90, 136, 32, True, None, False),
-    (5, 20, 1288, 32, False, 1e-6, False),
-)  # fmt: skip
-"""(M, rows, K, G, gated, eps, with `added`)."""
 MATRICES = ((6144, 2048, False), (2048, 2048, False), (*MATRIX, True), (2048, 5632, False))
 TIMED = [(m, *matrix) for m in (1, 4) for matrix in MATRICES]
 """(M, rows, K, gated)."""
@@ -40,7 +30,7 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 
 
 row_matmul_verification = Verification(
-    ROW_MATMUL, prepacked_reference, cases=partial(prepacked_cases, SHAPES),
+    ROW_MATMUL, prepacked_reference, shapes=((1, 34, 1000), (1, 20, 3288), (8, 90, 136)),
     gate=Gate(
         relative=1e-3, peer_slack=0.1,
         reason="x is rounded to 15 bits, 32 elements with one power of two: errors of up to 2**-14"
