@@ -77,7 +77,6 @@ def _draw_ahead(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> 
 attend_ahead_verification = Verification(
     attend_ahead, attend_ahead_reference, shapes=((2, 2048, 1), (6, 5, 0)),
     gate=Gate(
-        exact=False,
         relative=4e-3,
         reason="as of `attend_parts`; then the average of rounded parts is rounded to bf16 again",
     ),

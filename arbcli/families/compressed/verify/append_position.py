@@ -81,7 +81,7 @@ def _timings_8bit(device: torch.device, group_size: int) -> Iterator[Timing]:
     for timing in append_position_verification.draw_timings(device, group_size):
         for name, stored in FORMATS.items():
             inputs = quantise_inputs(timing.inputs, stored)
-            yield Timing(f"{timing.label} {name}", inputs, run=APPEND_POSITION.triton)
+            yield Timing(f"{timing.label} {name}", inputs)
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:

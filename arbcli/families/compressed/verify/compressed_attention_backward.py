@@ -118,7 +118,6 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         yield Timing(
             label,
             (torch.randn_like(y), y, logs, *inputs),
-            run=compressed_attention_backward.triton,
         )
 
 

@@ -70,7 +70,6 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         yield Timing(
             f"{heads}x{window}x{width} at {position}",
             (qkv, keys, values, place, cos, sin, 1e-6, MOST_PARTS),
-            run=attend_parts.triton,
             peer=partial(decode_attention, qkv, keys, values, place, cos, sin, semaphores, 1e-6),
             peer_name="decode_attention, which adds the parts up",
         )

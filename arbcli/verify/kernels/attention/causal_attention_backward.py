@@ -84,7 +84,6 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         yield Timing(
             f"{batch}x{heads}x{length}x{width} bf16",
             inputs,
-            run=causal_attention_backward.triton,
             peer=partial(flash_attention_backward, *inputs),
             peer_name="torch's flash attention",
             flops=5 * batch * heads * length**2 * width,

@@ -102,7 +102,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         )
         yield Timing(
             f"{'16 texts of ' if texts else ''}16x2048x128 bf16", inputs,
-            run=DECODE_ATTENTION.triton, peer=partial(attend, q[:, :, None], *rings),
+            peer=partial(attend, q[:, :, None], *rings),
             peer_name="torch's attention alone",
         )  # fmt: skip
 
@@ -115,12 +115,11 @@ def _timings_8bit(device: torch.device, _group_size: int) -> Iterator[Timing]:
             inputs = (plain[0], *codes.unbind(), *plain[3:], False, exponents)
             label = f"{name} {'x'.join(map(str, shape))}"
             yield Timing(
-                label, inputs, run=DECODE_ATTENTION.triton,
-                peer=partial(decode_attention, *plain), peer_name="the ring in bf16",
+                label, inputs, peer=partial(decode_attention, *plain), peer_name="the ring in bf16"
             )  # fmt: skip
             if shape[1] < 16384:
                 texts = stacked_texts([inputs] * 16, *SHARED)
-                yield Timing(f"16 texts of {label}", texts, run=DECODE_ATTENTION.triton)
+                yield Timing(f"16 texts of {label}", texts)
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int, widest: int = 65) -> tuple:

@@ -1,6 +1,7 @@
 """Verification of `arbcli.kernels.attention.dropped_attention`."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -85,7 +86,9 @@ def _inputs(
     return (q, k, v, key, rate), (grad_y, q, k, v, y.to(dtype), logs.float(), key, rate)
 
 
-def _draw(rng: CaseGenerator, m: int, backward: bool) -> tuple:
+def _draw(
+    rng: CaseGenerator, group_size: int, m: int, n: int, k: int, *, backward: bool = False
+) -> tuple:
     length = 2 + min(m, rng.pick((1, 40, 150)))
     shape = rng.pick((1, 2)), rng.pick((1, 3)), length, rng.pick((16, 32, 64))
     rate = rng.pick((0.0, 0.1, 0.5, 0.9))
@@ -96,14 +99,6 @@ def _draw(rng: CaseGenerator, m: int, backward: bool) -> tuple:
         else part.to(rng.device) if isinstance(part, Tensor) else part
         for part in inputs
     )  # fmt: skip
-
-
-def _draw_forward(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    return _draw(rng, m, False)
-
-
-def _draw_backward(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    return _draw(rng, m, True)
 
 
 def _drawn_for_timing(device: torch.device) -> tuple[list[Tensor], Tensor]:
@@ -128,9 +123,7 @@ def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
         return functional.scaled_dot_product_attention(q, k, v, dropout_p=RATE, is_causal=True)
 
     inputs = (q, k, v, key, RATE)
-    yield Timing(
-        LABEL, inputs, run=dropped_attention.triton, peer=peer, peer_name="torch", flops=_flops(2)
-    )
+    yield Timing(LABEL, inputs, peer=peer, peer_name="torch", flops=_flops(2))
 
 
 def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
@@ -146,16 +139,17 @@ def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing
 
     inputs = (grad_y, q, k, v, y, logs, key, RATE)
     yield Timing(
-        LABEL, inputs, run=dropped_attention_backward.triton, peer=peer,
+        LABEL, inputs, peer=peer,
         peer_name="torch's flash attention", flops=_flops(5),
     )  # fmt: skip
 
 
 dropped_attention_verification = Verification(
     dropped_attention, dropped_attention_reference, gate=GATE,
-    draw=_draw_forward, peer=_rounded_attention, needs_rows=True, timings=_timings,
+    draw=_draw, peer=_rounded_attention, needs_rows=True, timings=_timings,
 )  # fmt: skip
 dropped_attention_backward_verification = Verification(
     dropped_attention_backward, dropped_attention_backward_reference, gate=GATE,
-    draw=_draw_backward, peer=_rounded_gradients, needs_rows=True, timings=_backward_timings,
+    draw=partial(_draw, backward=True), peer=_rounded_gradients, needs_rows=True,
+    timings=_backward_timings,
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Verification of `arbcli.kernels.norm.norm_e4m3`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -29,13 +29,13 @@ from arbcli.verify.kernels.norm.rms_norm import (
 from arbcli.verify.verification import Gate, MakeTimings, Timing, Verification
 
 
-def _timings_of(spec: Verification, run: Callable) -> MakeTimings:
+def _timings_of(spec: Verification) -> MakeTimings:
     """Use the timings of a norm, with the separate norm and quantisation as the peer."""
 
     def timings(device: torch.device, group_size: int) -> Iterator[Timing]:
         for timing in spec.draw_timings(device, group_size):
             peer = partial(compose(spec.triton, quantise_rows), *timing.inputs)
-            yield Timing(timing.label, timing.inputs, run=run, peer=peer, peer_name="apart")
+            yield Timing(timing.label, timing.inputs, peer=peer, peer_name="apart")
 
     return timings
 
@@ -55,16 +55,16 @@ _GATE = Gate(relative=3e-3, reason="where a sum's last bit decides, rounding dif
 rms_norm_e4m3_verification = Verification(
     rms_norm_e4m3, compose(rms_norm_reference, _rounded_reference),
     gate=_GATE, compared=_as_product,
-    timings=_timings_of(rms_norm_verification, rms_norm_e4m3.triton), values=NORM_VALUES,
+    timings=_timings_of(rms_norm_verification), values=NORM_VALUES,
 )  # fmt: skip
 add_rms_norm_e4m3_verification = Verification(
     add_rms_norm_e4m3, compose(add_rms_norm_reference, _rounded_reference),
     gate=_GATE, compared=_as_product,
-    timings=_timings_of(add_rms_norm_verification, add_rms_norm_e4m3.triton), values=NORM_VALUES,
+    timings=_timings_of(add_rms_norm_verification), values=NORM_VALUES,
 )  # fmt: skip
 gated_rms_norm_e4m3_verification = Verification(
     gated_rms_norm_e4m3, compose(gated_rms_norm_reference, _rounded_reference),
     gate=_GATE, compared=_as_product, sizes={"W": "2 * k"},
-    timings=_timings_of(gated_rms_norm_verification, gated_rms_norm_e4m3.triton),
+    timings=_timings_of(gated_rms_norm_verification),
     values=GATED_VALUES,
 )  # fmt: skip
