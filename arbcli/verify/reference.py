@@ -97,8 +97,6 @@ class Reference(PlainModel):
         masks: dropout of the branches; None drops nothing.
     """
 
-    dtype = torch.float64
-
     def __init__(
         self,
         weights: Weights,
@@ -171,7 +169,7 @@ class Reference(PlainModel):
         for row, text in enumerate(self.text):
             self._begin(row)
             self.places[0, row] = torch.arange(len(text), device=text.device)
-            rows.append(self.read(text))
+            rows.append(self.read(text, torch.float64))
         return torch.stack(rows), self.losses()
 
     def losses(self) -> dict[str, Tensor]:
@@ -201,7 +199,7 @@ class Reference(PlainModel):
         """
         self._begin(row)
         if self.config.ahead:
-            ahead(self, self.config.ahead, x)
+            ahead(self, x)
         return PlainModel.logits(self, x)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from arbcli.verify.reference import Reference
 
 
-def ahead(model: "Reference", config: AheadConfig, s: Tensor) -> None:
+def ahead(model: "Reference", s: Tensor) -> None:
     """Note the losses of each byte beyond the next one of the text that is read.
 
     Args:
         model: the reference.
-        config: configuration of the head.
         s: (T, D), the stream after the last block.
     """
     text, losses_by_name = model.text[model.row].tolist(), dict[str, list[Tensor]]()
-    prefix = "ahead."
+    prefix, config = "ahead.", model.config.ahead
+    assert isinstance(config, AheadConfig), "the model has such a head"
     w = {name[len(prefix) :]: of for name, of in model.weights.items() if name.startswith(prefix)}
     gains = {name: weight.flatten() for name, weight in w.items() if name.endswith("norm")}
     for t in range(len(text)):

@@ -355,8 +355,6 @@ class Stack(nn.ModuleList):
 class PlainModel(nn.Module):
     """A language model of any stages of blocks."""
 
-    dtype: torch.dtype
-
     def build(self, config: Any, parts: dict[str, Any], *, causal: bool = True) -> None:
         """Create the parts of the model, without values.
 
@@ -390,11 +388,11 @@ class PlainModel(nn.Module):
         elif not model["tied"]:
             self.head = Packed(config.vocab_size, first.dim, first)
 
-    def read(self, ids: Tensor) -> Tensor:
+    def read(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute logits of each next symbol, (T, V), from a text, (T,) int64."""
-        x = self.embedding.rows(ids, self.dtype)
+        x = self.embedding.rows(ids, dtype)
         for name in self.beside:
-            x = x + getattr(self, name)(ids, self.dtype)
+            x = x + getattr(self, name)(ids, dtype)
         places = torch.arange(len(ids), device=ids.device)
         return self.logits(self.through(0, x, Reading(ids, places)))
 

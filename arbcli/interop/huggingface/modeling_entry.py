@@ -30,6 +30,8 @@ class ArbForCausalLM(PlainModel, PreTrainedModel, GenerationMixin):
     """A language model."""
 
     config_class = ArbConfig
+    config: Any
+    post_init: Any
 
     def __init__(self, config: ArbConfig) -> None:
         super().__init__(config)
@@ -63,7 +65,7 @@ class ArbForCausalLM(PlainModel, PreTrainedModel, GenerationMixin):
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         rows = []
         for ids, kept in zip(input_ids, mask.bool(), strict=True):
-            logits = self.read(ids[kept])
+            logits = self.read(ids[kept], self.dtype)
             rows.append(logits.new_zeros(len(ids), logits.shape[-1]).index_put((kept,), logits))
         logits, loss = torch.stack(rows), None
         if labels is not None:

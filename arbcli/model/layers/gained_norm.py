@@ -18,7 +18,7 @@ class GainedRMSNorm(TernaryRMSNorm):
         site: storage settings and width of the stage.
     """
 
-    weight: VectorWeight  # type: ignore[assignment]
+    weight: VectorWeight
 
     def __init__(self, dim: int, site: LayerSpec) -> None:
         Findable.__init__(self)
