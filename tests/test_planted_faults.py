@@ -471,7 +471,7 @@ FAULTS = [
         rewrite("x[:, :, None].expand(-1, -1, t, -1, -1).flatten(1, 2)", "x.repeat(1, t, 1, 1)"),
         "grouped: output"),
     module("gradient", "gradient of gains multiplied by the gains", "model.layers.gained_norm",
-        rewrite("s.collect(None, g)", "s.collect(None, g * self._gains()[0])"),
+        rewrite("s.collect(None, g)", "s.collect(None, g * self._norm()[0])"),
         "grouped: gradient"),
     # the head beyond the next byte
     module("position", "byte beyond the next one read a position late", "families.ahead.head",

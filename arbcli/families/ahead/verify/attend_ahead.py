@@ -11,6 +11,7 @@ from arbcli.families.ahead.kernels.attend_ahead import (
 from arbcli.kernels.attention.attend_parts import (
     MOST_PARTS,
     WIDTHS,
+    sharing,
 )
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.attend_parts import attend_parts_reference
@@ -63,19 +64,22 @@ def _append_rings(inputs: tuple, y: Tensor) -> tuple[Tensor, ...]:
 
 def _draw_ahead(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     rows, heads, width = 2 + m % (MOST_AHEAD - 1), 1 + rng.below(3), WIDTHS[k % 2]
-    slots, position, half = max(n, rows), rng.below(3 * n), torch.bfloat16
+    slots, most, half = max(n, rows), rng.pick((MOST_PARTS, 1, 3)), torch.bfloat16
+    parts, _, span = sharing(slots, width, most)
+    # between two positions another part begins
+    position = span * (1 + rng.below(parts)) - 1 if rng.plain else rng.below(3 * n)
     qkv = rng.reals(rows * 3 * heads, width, dtype=half).contiguous().view(rows, 3, heads, width)
     rings = [rng.reals(heads * slots, width, dtype=half).contiguous() for _ in range(2)]
     angle = rng.reals(position + rows, width // 2, dtype=torch.float32).contiguous()
     return (
         qkv, *(ring.clone().view(heads, slots, width) for ring in rings),
         torch.zeros(2, rows, heads, width, device=rng.device, dtype=half), rng.scalar(position),
-        angle.cos(), angle.sin(), 0.1, rng.pick((1, 3, MOST_PARTS)),
+        angle.cos(), angle.sin(), 0.1, most,
     )  # fmt: skip
 
 
 attend_ahead_verification = Verification(
-    attend_ahead, attend_ahead_reference, shapes=((2, 2048, 1), (6, 5, 0)),
+    attend_ahead, attend_ahead_reference, shapes=((2, 300, 1), (4, 99, 0), (6, 5, 0)),
     gate=Gate(
         relative=4e-3,
         reason="as of `attend_parts`; then the average of rounded parts is rounded to bf16 again",
