@@ -118,9 +118,7 @@ def test_rounded_norm_has_the_gradient_of_its_norm(gated):
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("needed", [True, False])
-@pytest.mark.parametrize(
-    "before", [None, plain_norm, normalised_gate, gained_norm_of_all_sizes]
-)
+@pytest.mark.parametrize("before", [None, plain_norm, normalised_gate, gained_norm_of_all_sizes])
 def test_weight_has_one_gradient_whether_or_not_its_input_needs_one(before, needed, fp8):
     layer, before = linear(32, 48), before and before()
     layer.weight.number_format = "fp8" if fp8 else "bf16"
