@@ -268,7 +268,7 @@ def tensors_of(inputs):
 
 def test_kernels_on_a_gpu_are_one_job_each_and_the_longest_code_begins(monkeypatch):
     monkeypatch.setattr(verify, "check_backend", lambda *_: None)
-    names = ["step_scales", "rms_norm", "compressed_attention_backward"]
+    names = ["step_scales", "decode_weight", "compressed_attention_backward"]
     jobs = kernel_jobs(names, SCALE_TYPES, CPU, ("triton", "torch"), sampled=True)
     assert [job.kernel for job in jobs] == [*reversed(names)]
     assert [*jobs[1].group_sizes] == [*verified_scale_types(find_kernels(names)[1], SCALE_TYPES)]
