@@ -235,7 +235,7 @@ def read_case(words: str) -> Case:
     """Read a case from the command line, such as `8b-moment` or `8b-moment:4x8`.
 
     Raises:
-        argparse.ArgumentTypeError: there is no such case.
+        argparse.ArgumentTypeError: the case is unknown.
     """
     name, _, size = words.partition(":")
     numbers = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", size or "1x1")

@@ -1,7 +1,7 @@
 """A model again, in float64 and plain torch: the code of exports, with decoded weights.
 
 This code is written from the equations: no kernel is called and no layer of the model, a text is
-read by itself, and chunks have no spare slots. What only training needs is added here, by hooks:
+read by itself, and chunks have no spare slots. Hooks add the parts of training:
 terms of losses, dropout, and choices of the model, which are adopted and judged.
 """
 
@@ -127,7 +127,7 @@ class Reference(PlainModel):
         self.products: list[tuple[Tensor, Tensor]] = []
         """Products of indexers that the model has above 0, others 0, and those that are above 0."""
         self.notes: dict[str, Any] = {}
-        """What hooks keep until the end of a text, by part."""
+        """State that hooks keep until the end of a text, by part."""
         parts = {kind: imported(code) for kind, code in part_classes(config).items()}
         with torch.device("meta"):
             plain = SimpleNamespace(**remote_config(config))

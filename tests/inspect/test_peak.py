@@ -318,9 +318,9 @@ class _Doubles(TorchDispatchMode):
 )
 def test_a_step_on_a_gpu_of_apple_makes_no_float64(direction, compute):
     """It has none. Nothing else of it can be tested without one."""
-    about = {"device": "mps", "backend": "torch", "compute": compute, "batch": 2}
+    settings = {"device": "mps", "backend": "torch", "compute": compute, "batch": 2}
     shape = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16}
-    config = train_config("tiny", direction=direction, **shape, **about)
+    config = train_config("tiny", direction=direction, **shape, **settings)
     with _Doubles() as doubles:
         report = predict_peak(config)
     assert report.device == "mps"

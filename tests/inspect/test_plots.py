@@ -215,6 +215,6 @@ def test_plot_probe_draws_streams_and_lengths_of_chunks(report, figures, tmp_pat
         [(0.0, 0.9), (0.0, 1.1)], [(1.0, 1.0), (1.0, 1.3)],
         [(0.5, 0.8), (0.5, 1.2)], [(1.5, 0.7), (1.5, 1.4)],
     ]  # fmt: skip
-    about = ("weights of streams", "blocks, attention and MLP", "least to largest", [])
+    labels = ("weights of streams", "blocks, attention and MLP", "least to largest", [])
     others = ("chunks of the held-out text", "bytes of a chunk", "chunks", [], ["mean 1.70"])
-    assert words_on(figures[0])[-2:] == [(*about, ["read", "written"]), others]
+    assert words_on(figures[0])[-2:] == [(*labels, ["read", "written"]), others]

@@ -75,8 +75,8 @@ def test_smallest_type_is_that_of_groups_and_digits(scale_type, of_trits, of_dig
 
 def test_every_key_has_its_value(saved, tmp_path):
     heads = {"attention.heads": 4, "attention.kv_heads": 2, "attention.head_width": 24}
-    about = {"layers": 3, "ctx": 48, "fields": heads | {"attention.rotary.base": 500.0}}
-    weights, _ = write_gguf(saved, tmp_path / "model.gguf", **about)
+    settings = {"layers": 3, "ctx": 48, "fields": heads | {"attention.rotary.base": 500.0}}
+    weights, _ = write_gguf(saved, tmp_path / "model.gguf", **settings)
     keys = GGUFFile(tmp_path / "model.gguf").keys
     tokens = keys.pop("tokenizer.ggml.tokens")
     assert [tokens.index(letter) for letter in "!~¡ÿĀ"] == [0x21, 0x7E, 0xA1, 0xFF, 0]

@@ -66,8 +66,8 @@ def test_no_two_draws_of_a_run_have_one_key(shape, wire, used_keys, text, small_
     """Neither of steps, micro-batches, tensors, matrices in one, messages, nor of purposes."""
     dense = shape == "dense"
     options = (DENSE if dense else small_graph) | {"accum": 2, "reduce_dtype": wire}
-    about = {"device": "cpu", "backend": "torch", "direction": None if wire else "factored"}
-    config = new_config(data=[text], steps=3, **about, **options)
+    backend = {"device": "cpu", "backend": "torch", "direction": None if wire else "factored"}
+    config = new_config(data=[text], steps=3, **backend, **options)
     trainer = Trainer(config, open_texts(config.data, None, seed=0, context=config.model.ctx))
     weights = [tensor for tensor in trainer.model.weights().values() if not tensor.frozen]
     tensors, steps = len(weights), 2 if dense else 1

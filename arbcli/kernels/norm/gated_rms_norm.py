@@ -2,7 +2,7 @@
 
 gate and up are the two halves of a row. With h = silu(gate) * up, s = sigmoid(gate) and grad_h from
 the norm: grad_up = grad_h * silu(gate) and grad_gate = grad_h * up * s * (1 + gate * (1 - s)).
-Without an eps there is no norm, and y = h.
+Without an eps the norm is omitted: y = h.
 """
 
 import torch

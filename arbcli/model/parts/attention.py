@@ -166,8 +166,8 @@ class Attention(CachedAttention):
         length, sink, documents = qkv.shape[1], self._sinks(), reading.documents
         mask = reading.dropout.attention if reading.dropout else None
         window = None if self.window is None or self.window >= length else self.window
-        whole = self.causal and window is None and documents is None and mask is None
-        whole = whole and sink is None
+        restricted = (part is not None for part in (window, documents, mask, sink))
+        whole = self.causal and not any(restricted)
         if self.one_gradient and whole and self.cache_format.stored is None:
             return attend_rotated(qkv, table_for(qkv, self.rotary))
         prepare = self.rotary_norm if self.fits_kernels else self._turned

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from arbcli.config.training import MOST_FINELY_SUMMED
 from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows, weighted_rows_grad
 from arbcli.kernels.runtime.arguments import TensorOptions
@@ -47,7 +48,7 @@ from arbcli.training.parallel.owners import (
 
 LARGEST = {"int8": 127, "int12": 2047, "int16": 32767}
 """Maximum magnitude of a quantised gradient, by `reduce_dtype`."""
-MOST_NARROWED = {"int8": 4, "int12": 4, "int16": 16}
+MOST_NARROWED = {"int8": 4, "int12": 4, "int16": MOST_FINELY_SUMMED}
 """Up to this many micro-batches, gradients are narrowed so that their sum needs no more bits."""
 HEADROOM = {"int8": 0, "int12": 0, "int16": 2}
 """Bits above the largest element of a row, so that those of later gradients are not clipped."""
