@@ -1,7 +1,7 @@
 """A Qwen 3 in plain torch, tuned as the field does it: the peer of tuning in integers.
 
 Blocks are compiled, and may be computed again in the backward. Losses are computed a few tokens at
-a time, and products are bf16. `float_steps` has the optimizers of bf16 weights.
+a time, and products are bf16, or in eight bits but for gradients of weights. `float_steps` has the optimizers of bf16 weights.
 """
 
 from dataclasses import dataclass
@@ -38,14 +38,16 @@ class FloatQwen(nn.Module):
         shape: its sizes.
         dtype: of its weights.
         recompute: whether a backward computes the inside of a block again.
+        fp8: whether blocks multiply in e4m3, except for gradients of weights.
         device: where it is.
     """
 
     def __init__(
-        self, shape: Shape, dtype: torch.dtype, *, recompute: bool, device: str = "cuda"
-    ) -> None:
+        self, shape: Shape, dtype: torch.dtype, *, recompute: bool, fp8: bool = False,
+        device: str = "cuda",
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.shape, self.recompute = shape, recompute
+        self.shape, self.recompute, self.fp8 = shape, recompute, fp8
         q, kv = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
         sizes = {
             "q": (q, shape.dim), "k": (kv, shape.dim), "v": (kv, shape.dim), "o": (shape.dim, q),
@@ -82,7 +84,9 @@ class FloatQwen(nn.Module):
         for block, adapters in zip(self.matrices, self.factors, strict=True):
             weights = [block[name] for name in ORDER]
             weights += [pair[part] for pair in adapters.values() for part in "ab"]
-            given = (x, *turned, self.shape.head_width, tuple(adapters.keys()), *weights)
+            given = (
+                x, *turned, self.shape.head_width, self.fp8, tuple(adapters.keys()), *weights,
+            )  # fmt: skip
             if self.recompute:
                 x = checkpoint(self._block, *given, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -94,15 +98,45 @@ class FloatQwen(nn.Module):
 ORDER = ("norm", "q", "k", "v", "q_norm", "k_norm", "o", "ffn_norm", "gate", "up", "down")
 
 
+class _Product(torch.autograd.Function):
+    """x @ w.T in e4m3, each row with a scale of its own; the gradient of w is computed in bf16.
+
+    Source: torchao's recipe `rowwise_with_gw_hp`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _multiply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        grad_x = _multiply(rows, weight.T.contiguous()).view(x.shape)
+        return grad_x, rows.T @ x.flatten(0, -2)
+
+
+def _multiply(x: Tensor, weight: Tensor) -> Tensor:
+    (q, scale), (w, scales) = _quantised(x), _quantised(weight)
+    return torch._scaled_mm(q, w.T, scale, scales.T, out_dtype=x.dtype, use_fast_accum=True)
+
+
+def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.abs().amax(1, keepdim=True).float().clamp(min=1e-12) / 448
+    return (x / scale).to(torch.float8_e4m3fn), scale
+
+
 def _block(
-    x: Tensor, cos: Tensor, sin: Tensor, width: int, adapted: tuple[str, ...], *weights: Tensor
-) -> Tensor:
+    x: Tensor, cos: Tensor, sin: Tensor, width: int, fp8: bool, adapted: tuple[str, ...],
+    *weights: Tensor,
+) -> Tensor:  # fmt: skip
     w = dict(zip(ORDER, (weight.to(x.dtype) for weight in weights), strict=False))
     factors = iter(weight.to(x.dtype) for weight in weights[len(ORDER) :])
     pairs = {name: (next(factors), next(factors)) for name in adapted}
 
     def linear(y: Tensor, name: str) -> Tensor:
-        product = functional.linear(y, w[name])
+        product = _Product.apply(y, w[name]) if fp8 else functional.linear(y, w[name])
         if name not in pairs:
             return product
         a, b = pairs[name]

@@ -61,7 +61,7 @@ class Case:
 
     shape: str
     kind: str
-    """Rule and direction, or the name of a peer."""
+    """Rule and direction, or the name of a peer; `fp8` if matrices are multiplied in e4m3."""
     batch: int = 1
     """Windows of a micro-batch."""
     accum: int = 1
@@ -80,11 +80,19 @@ class Case:
         """Whether windows are packed with documents that are kept apart."""
         return self.kind.endswith("documents")
 
+    @property
+    def fp8(self) -> bool:
+        """Whether products of blocks are in e4m3, except for gradients of weights."""
+        return self.kind.endswith("fp8")
+
 
 CASES = {
     "8b-moment": Case(shape="8b", kind="moment orthogonal", gib=24),
     "8b-nibble": Case(shape="8b", kind="nibble orthogonal", gib=16),
     "8b-bf16": Case(shape="8b", kind="bf16 Adafactor"),
+    "8b-moment-fp8": Case(shape="8b", kind="moment orthogonal fp8", gib=24),
+    "8b-nibble-fp8": Case(shape="8b", kind="nibble orthogonal fp8", gib=16),
+    "8b-bf16-fp8": Case(shape="8b", kind="bf16 Adafactor fp8"),
     "8b-moment-factored": Case(shape="8b", kind="moment factored", gib=24),
     "8b-nibble-factored": Case(shape="8b", kind="nibble factored", gib=16),
     "0.6b-moment": Case(shape="0.6b", kind="moment orthogonal", batch=4, recompute=False),
@@ -96,6 +104,8 @@ CASES = {
     "1.7b-moment": Case(shape="1.7b", kind="moment orthogonal", batch=4, recompute=True),
     "1.7b-adamw": Case(shape="1.7b", kind="float32 AdamW", batch=4, recompute=True),
     "1.7b-bf16": Case(shape="1.7b", kind="bf16 Adafactor", batch=4, recompute=True),
+    "1.7b-moment-fp8": Case(shape="1.7b", kind="moment orthogonal fp8", batch=4, recompute=True),
+    "1.7b-bf16-fp8": Case(shape="1.7b", kind="bf16 Adafactor fp8", batch=4, recompute=True),
     "1.7b-nibble": Case(shape="1.7b", kind="nibble orthogonal", batch=4, recompute=True),
     "0.6b-factored": Case(shape="0.6b", kind="moment factored", batch=4, recompute=False),
     "0.6b-bf16": Case(shape="0.6b", kind="bf16 Adafactor", batch=4, recompute=False),
@@ -190,6 +200,7 @@ def prepare_ours(case: Case, ctx: int) -> tuple[dict[str, Any], Callable[[], Ten
     config = new_config(
         preset=model, ctx=ctx, batch=case.batch, accum=case.accum, recompute=case.recompute,
         device="cuda", field="+text" if case.documents else "text",
+        compute="fp8" if case.fp8 else "bf16",
         **({} if case.gib is None else {"reduce_dtype": "none"}),
     )  # fmt: skip
     traced = dataclasses.replace(  # later micro-batches allocate what the second one does
@@ -215,7 +226,7 @@ def prepare_peer(case: Case, ctx: int) -> tuple[dict[str, Any], Callable[[], Ten
     """Make a float model and its optimizer."""
     shape, released = SHAPES[case.shape], case.kind.startswith("bf16")
     dtype = torch.bfloat16 if released else torch.float32
-    model = FloatQwen(shape, dtype, recompute=case.recompute)
+    model = FloatQwen(shape, dtype, recompute=case.recompute, fp8=case.fp8)
     updates = (ReleasedAdafactor if released else AdamW)(model, 1e-5)
     whole = WholeStep(model, updates, case.accum)
     text = RandomTokens(shape.vocabulary, ctx)

@@ -130,6 +130,19 @@ def round_weight(weight, INT8: tl.constexpr):
 
 
 @triton.jit
+def to_e4m3(x, NATIVE: tl.constexpr):
+    """Round float32 of magnitude below 448 to the bits of e4m3, ties to even."""
+    if NATIVE:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    bits = x.to(tl.int32, bitcast=True)
+    sign, bits = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
+    nearest = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
+    # below 2**-6 the sum's last bits count multiples of 2**-9
+    small = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    return (sign | tl.where(bits < 0x3C800000, small, nearest - (120 << 3))).to(tl.uint8)
+
+
+@triton.jit
 def _decode_digits_kernel(
     packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
     N, K, blocks,
@@ -138,7 +151,28 @@ def _decode_digits_kernel(
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, INT8: tl.constexpr, NIBBLE: tl.constexpr,
     ROWS: tl.constexpr, ABREAST: tl.constexpr, REST_ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Decode `ABREAST` of the first `blocks` blocks of `ROWS` rows, or one of the others."""
+    decode_tile(
+        packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr, N, K, blocks,
+        stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+        stride_an, stride_ak, trit_unit, low_unit, stride_wn, 1, 1.0,
+        GROUP, HAS_FRACTION, INT8, NIBBLE, ROWS, ABREAST, REST_ROWS, PTX, False, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def decode_tile(
+    packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
+    N, K, blocks,
+    stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+    stride_an, stride_ak, trit_unit, low_unit, stride_wn, stride_wk, factor,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, INT8: tl.constexpr, NIBBLE: tl.constexpr,
+    ROWS: tl.constexpr, ABREAST: tl.constexpr, REST_ROWS: tl.constexpr, PTX: tl.constexpr,
+    E4M3: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Decode `ABREAST` of the first `blocks` blocks of `ROWS` rows, or one of the others.
+
+    With `E4M3` weights are stored as the bits of e4m3 of w * factor.
+    """
     program = tl.program_id(0)
     others = tl.cdiv(K, 160) - blocks
     rest_programs = tl.cdiv(N, REST_ROWS) * others
@@ -150,8 +184,8 @@ def _decode_digits_kernel(
             packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
             rest_n, other, width, N, K, K,
             stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-            stride_an, stride_ak, trit_unit, low_unit, stride_wn,
-            GROUP, HAS_FRACTION, INT8, NIBBLE, False, PTX,
+            stride_an, stride_ak, trit_unit, low_unit, stride_wn, stride_wk, factor,
+            GROUP, HAS_FRACTION, INT8, NIBBLE, False, PTX, E4M3, NATIVE,
         )  # fmt: skip
     else:  # offsets known to the compiler, so that loads are vectorised
         program -= rest_programs
@@ -162,8 +196,8 @@ def _decode_digits_kernel(
             packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
             n, block, 32, N, K, 160 * blocks,
             stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-            stride_an, stride_ak, trit_unit, low_unit, stride_wn,
-            GROUP, HAS_FRACTION, INT8, NIBBLE, True, PTX,
+            stride_an, stride_ak, trit_unit, low_unit, stride_wn, stride_wk, factor,
+            GROUP, HAS_FRACTION, INT8, NIBBLE, True, PTX, E4M3, NATIVE,
         )  # fmt: skip
 
 
@@ -172,9 +206,10 @@ def _decode_planes(
     packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, weight_ptr,
     n, block, width, N, K, end,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
-    stride_an, stride_ak, trit_unit, low_unit, stride_wn,
+    stride_an, stride_ak, trit_unit, low_unit, stride_wn, stride_wk, factor,
     GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr,
     INT8: tl.constexpr, NIBBLE: tl.constexpr, ONE_SCALE: tl.constexpr, PTX: tl.constexpr,
+    E4M3: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Decode five planes of `width` weights of blocks of rows, in columns before `end`.
 
@@ -216,7 +251,9 @@ def _decode_planes(
         if not (PTX and dtype == tl.bfloat16):  # which a GPU rounds as it converts
             weight = round_weight(weight, INT8)
         k = block * 160 + width * digit + j
-        weight_ptrs = weight_ptr + n * stride_wn + k
+        weight_ptrs = weight_ptr + n * stride_wn + k * stride_wk
+        if E4M3:
+            weight = to_e4m3(weight * factor, NATIVE)
         tl.store(weight_ptrs, weight.to(dtype), mask=mask_b & (k < K))
 
 

@@ -19,11 +19,11 @@ Reason: a trit times an e4m3 number is that number, its negative or 0. So three 
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_digits import add_remainder, decode_digits_torch, round_weight
+from arbcli.kernels.codec.decode_digits import decode_digits_torch, decode_tile, to_e4m3
 from arbcli.kernels.codec.layout import BLOCK
 from arbcli.kernels.codec.packed import Packed, load_scale, scale_of
-from arbcli.kernels.codec.packing import byte_tiles, digit_of, plane_offsets
-from arbcli.kernels.matmul.quantise_rows import E4M3, LARGEST_OCTAVE, to_e4m3
+from arbcli.kernels.codec.packing import byte_tiles, has_planes, plane_offsets
+from arbcli.kernels.matmul.quantise_rows import E4M3, LARGEST_OCTAVE, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import INT8, Array, Matrix, Number
 from arbcli.kernels.runtime.backend import uses_triton
@@ -34,6 +34,8 @@ MOST_PARTS = 128
 """Maximum number of programs that search for the largest exponent."""
 PART = 8192
 """Exponents that a program reads at a time."""
+TILE, TRANSPOSED_TILE = (4, 8, 4), (64, 1, 4)
+"""Rows, blocks of each, and warps of a program that decodes int8 weights."""
 
 
 def _decode_e4m3_torch(
@@ -72,41 +74,26 @@ def _load_largest(largest_ptr, PARTS: tl.constexpr):
 @triton.jit
 def _decode_int8_kernel(
     packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, largest_ptr, q_ptr, scale_ptr,
-    N, K, blocks,
+    N, K, blocks, num_scales,
     stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
     stride_an, stride_ak, trit_unit, low_unit,
     stride_qn, stride_qk,
-    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, INT8: tl.constexpr,
-    NIBBLE: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, HAS_FRACTION: tl.constexpr, INT8: tl.constexpr, NIBBLE: tl.constexpr,
+    ROWS: tl.constexpr, ABREAST: tl.constexpr, REST_ROWS: tl.constexpr, SHARE: tl.constexpr,
+    PARTS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Decode one block of rows of int8 weights."""
-    block, tile = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    offs_n = tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    n, j = offs_n[:, None], tl.arange(0, 32)
-    # the last block of a row has narrower planes
-    width = tl.minimum((K - block * 160 + 4) // 5, 32)
+    """Decode a tile of int8 weights; each program stores `SHARE` of the equal scales."""
     octave = _load_largest(largest_ptr, PARTS) - 6
     inverse = ((127 - octave) << 23).to(tl.float32, bitcast=True)
+    decode_tile(
+        packed_ptr, exponent_ptr, fraction_ptr, remainder_ptr, q_ptr, N, K, blocks,
+        stride_pn, stride_pb, stride_en, stride_eg, stride_fn, stride_fg,
+        stride_an, stride_ak, trit_unit, low_unit, stride_qn, stride_qk, inverse,
+        GROUP, HAS_FRACTION, INT8, NIBBLE, ROWS, ABREAST, REST_ROWS, False, True, NATIVE,
+    )  # fmt: skip
     power = ((127 + octave) << 23).to(tl.float32, bitcast=True)
-    mask_b = (n < N) & (j < width)[None, :]
-    packed_ptrs = packed_ptr + n * stride_pn + (block * 32 + j)[None, :] * stride_pb
-    byte = tl.load(packed_ptrs, mask=mask_b, other=0)
-    for digit in tl.static_range(5):
-        offs_k = block * 160 + width * digit + j
-        k, mask = offs_k[None, :], mask_b & (offs_k < K)[None, :]
-        scale = load_scale(
-            exponent_ptr, fraction_ptr, n, k // GROUP, mask,
-            stride_en, stride_eg, stride_fn, stride_fg, HAS_FRACTION,
-        )  # fmt: skip
-        offset, trit = n * stride_an + k * stride_ak, digit_of(byte, digit).to(tl.float32)
-        z = add_remainder(trit, remainder_ptr, offset, mask, trit_unit, low_unit, INT8, NIBBLE)
-        q = to_e4m3(round_weight(z * scale, INT8) * inverse, False)
-        at = n * stride_qn + k.to(tl.int64) * stride_qk
-        tl.store(q_ptr + at, q.to(tl.uint8), mask=mask)
-        stores_k = TRANSPOSED & (tile == 0) & (j < width) & (offs_k < K)
-        tl.store(scale_ptr + offs_k, power, mask=stores_k)
-    stores_n = (TRANSPOSED == 0) & (block == 0) & (offs_n < N)
-    tl.store(scale_ptr + offs_n, power, mask=stores_n)
+    row = tl.program_id(0) * SHARE + tl.arange(0, SHARE)
+    tl.store(scale_ptr + row, tl.zeros(row.shape, tl.float32) + power, mask=row < num_scales)
 
 
 def _decode_int8_triton(
@@ -116,14 +103,19 @@ def _decode_int8_triton(
     shape = (in_features, rows) if transposed else (rows, in_features)
     q = torch.empty(shape, dtype=E4M3, device=packed.trits.device)
     scale = torch.empty(1, len(q), device=packed.trits.device)
-    blocks = triton.cdiv(in_features, BLOCK)
     strides = q.stride()[::-1] if transposed else q.stride()
     largest = _largest_triton(packed) if largest is None else largest
-    _decode_int8_kernel[(triton.cdiv(rows, 32) * blocks,)](
+    tile_rows, abreast, warps = TRANSPOSED_TILE if transposed else TILE
+    blocks = in_features // BLOCK if has_planes(packed.group_size) else 0
+    programs = triton.cdiv(rows, tile_rows) * (
+        triton.cdiv(in_features, BLOCK) - blocks + triton.cdiv(blocks, abreast)
+    )
+    _decode_int8_kernel[(programs,)](
         *packed.all_pointers, largest, q.view(torch.uint8), scale,
-        rows, in_features, blocks, *packed.all_strides, *packed.worths, *strides,
-        **packed.all_constants, TRANSPOSED=transposed, BLOCK_N=32, PARTS=largest.numel(),
-        num_warps=4,
+        rows, in_features, blocks, len(q), *packed.all_strides, *packed.worths, *strides,
+        **packed.all_constants, ROWS=tile_rows, ABREAST=abreast, REST_ROWS=tile_rows,
+        SHARE=triton.next_power_of_2(triton.cdiv(len(q), programs)), PARTS=largest.numel(),
+        NATIVE=has_e4m3(q), num_warps=warps,
     )  # fmt: skip
     return q, scale
 

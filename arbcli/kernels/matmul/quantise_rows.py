@@ -9,6 +9,7 @@ Source: P. Micikevicius et al., "FP8 Formats for Deep Learning", https://arxiv.o
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.decode_digits import to_e4m3
 from arbcli.kernels.norm.rms_norm import tiling
 from arbcli.kernels.runtime._triton import INTERPRETED, tl, triton
 from arbcli.kernels.runtime.arguments import Array
@@ -34,19 +35,6 @@ def _quantise_rows_torch(x: Tensor) -> tuple[Tensor, Tensor]:
         q[rows] = (values * inverse).to(E4M3)
         scale[rows] = torch.where(largest < torch.inf, scale[rows], torch.nan)
     return q, scale
-
-
-@triton.jit
-def to_e4m3(x, NATIVE: tl.constexpr):
-    """Round float32 of magnitude below 448 to the bits of e4m3, ties to even."""
-    if NATIVE:
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    bits = x.to(tl.int32, bitcast=True)
-    sign, bits = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
-    nearest = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
-    # below 2**-6 the sum's last bits count multiples of 2**-9
-    small = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    return (sign | tl.where(bits < 0x3C800000, small, nearest - (120 << 3))).to(tl.uint8)
 
 
 @triton.jit

@@ -47,8 +47,10 @@ def test_gradients_are_those_of_flash_attention_and_the_same_every_time(shape, g
     inputs = random(*shape, dtype=torch.bfloat16, device=device, group=group)
     grads = causal_attention_backward(*inputs)
     assert error(grads, rounded_causal_gradients(*inputs)) < 2.5e-3  # both are rounded at the end
+    # the library's gradients of a group are rounded before their sum too: a third error
+    limit = 2.5e-3 if group == 1 else 2.5e-3 * 1.5**0.5
     with deterministic():
-        assert error(grads, flash_attention_backward(*inputs)) < 2.5e-3
+        assert error(grads, flash_attention_backward(*inputs)) < limit
     for _ in range(5):
         again = causal_attention_backward(*inputs)
         assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
