@@ -1,7 +1,8 @@
 """A Qwen 3 in plain torch, tuned as the field does it: the peer of tuning in integers.
 
 Blocks are compiled, and may be computed again in the backward. Losses are computed a few tokens at
-a time, and products are bf16, or in eight bits but for gradients of weights. `float_steps` has the optimizers of bf16 weights.
+a time. Products are bf16; those of blocks may be e4m3, except for gradients of weights.
+`float_steps` has the optimizers of bf16 weights.
 """
 
 from dataclasses import dataclass

@@ -310,7 +310,7 @@ class _Losses(_Use):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, targets, total = ctx.saved_tensors
-        scored, scale = Scored(x, targets, total), grad.contiguous()
+        scored, scale = Scored(x, targets, total, []), grad.contiguous()
         grad_x = ctx.weight.propagate_losses(scored, scale) if ctx.needs_input_grad[0] else None
         _Use.collect(ctx, scored, scale)
         return grad_x, None, None, None

@@ -79,7 +79,8 @@ def test_audit_of_many_symbols_measures_the_predicted_peak(tied, rule):
     report = audit(config)
     assert report.passed
     assert report.peak_error == 0
-    assert least_bytes(config) <= report.predicted_peak.peak_bytes <= 4 * least_bytes(config)
+    kept = 4 * (4 * 16 * 9001)  # logits, float32
+    assert least_bytes(config) <= report.predicted_peak.peak_bytes <= 4 * least_bytes(config) + kept
 
 
 def test_audit_measures_every_stage():
@@ -317,7 +318,7 @@ VOCABULARY, CHUNK = 5003, 2560
 
 
 @pytest.mark.parametrize(("tied", "rule"), [(False, "moment"), (True, "carry")])
-def test_neither_logits_nor_gradient_of_many_symbols_ever_exist(text, rule, tied):
+def test_no_tensor_has_the_logits_or_the_gradient_of_all_symbols(text, rule, tied):
     config = new_config(**CONFIG, rule=rule, data=[text], accum=2)
     model = dataclasses.replace(config.model, vocabulary=VOCABULARY, tied=tied)
     config = dataclasses.replace(config, model=model, batch=8)  # 128 positions

@@ -14,6 +14,7 @@ from arbcli.config.presets import PRESETS
 from arbcli.inspect.memory import predict_parts
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
+from arbcli.model.layers import symbols
 from arbcli.verify.reference import reference_loss, reference_model
 
 DIM, CTX = 24, 10
@@ -80,6 +81,25 @@ def test_loss_and_gradients_agree_with_those_of_the_reference(vocabulary, tied, 
     for name in trained:
         error = (grads[name] - weights[name].grad).norm() / weights[name].grad.norm()
         assert error < (1e-5 if dtype == torch.float32 else 3e-2), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_that_a_forward_keeps_give_the_same_gradients(tied, monkeypatch):
+    chunk = 3 * CTX * 2560 * 4  # bytes of the logits of one of two chunks
+    gradients = []
+    for kept_bytes in (0, chunk, 2**30):
+        monkeypatch.setattr(symbols, "KEPT_BYTES", kept_bytes)
+        model, ids = build(LARGE, tied=tied), text(LARGE)
+        kept: list[torch.Tensor] = []
+        rows, targets = torch.randn(3 * CTX, DIM), ids[:, 1:].flatten()
+        model.head.weight.score(rows, targets, kept)
+        assert [logits.shape[1] for logits in kept] == [2560, LARGE - 2560][: kept_bytes // chunk]
+        grads = dense_gradients(model)
+        with use_backend("torch"):
+            model.loss(ids[:, :-1], ids[:, 1:]).backward()
+        gradients.append(grads)
+    for others in gradients[1:]:
+        assert all(torch.equal(grad, others[name]) for name, grad in gradients[0].items())
 
 
 def test_shared_weight_is_counted_once():

@@ -133,12 +133,17 @@ def _rotary_heads_backward_kernel(
         grad_ptr, begin = grad_v_ptr, HEADS + KV
         stride_b, stride_h, stride_t = stride_vb, stride_vh, stride_vt
     offs_h = tl.arange(0, BLOCK_H)[None, :]
-    first_sums = tl.zeros((BLOCK_H,), dtype=tl.float32)
-    second_sums = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    first_sums = tl.zeros((BLOCK_R, BLOCK_H), dtype=tl.float32)
+    second_sums = tl.zeros((BLOCK_R, BLOCK_H), dtype=tl.float32)
+    # scalars are divided in 64 bits, and rows of the program, counted from these, in 32
+    first_row = program * TILES * BLOCK_R
+    first_token, first_head = first_row // heads, (first_row % heads).to(tl.int32)
+    first_batch, first_position = first_token // T, (first_token % T).to(tl.int32)
     for tile in range(TILES):
-        row = (program * TILES + tile) * BLOCK_R + tl.arange(0, BLOCK_R)  # a head of a token
-        token, head = row // heads, row % heads
-        batch, position = token // T, token % T
+        row = first_head + tile * BLOCK_R + tl.arange(0, BLOCK_R)  # a head of a token
+        further, head = row // heads, (row % heads).to(tl.int64)
+        token, place = first_token + further, first_position + further
+        batch, position = first_batch + place // T, (place % T).to(tl.int64)
         mask = (token < tokens)[:, None] & (offs_h < HALF)
         grad_ptrs = grad_ptr + batch * stride_b + head * stride_h + position * stride_t
         grad_ptrs = grad_ptrs[:, None] + offs_h
@@ -160,8 +165,8 @@ def _rotary_heads_backward_kernel(
                 x_first *= r
                 x_second *= r
                 if GAINS:
-                    first_sums += tl.sum(first * x_first, axis=0)
-                    second_sums += tl.sum(second * x_second, axis=0)
+                    first_sums += first * x_first
+                    second_sums += second * x_second
                     gain_ptrs = gains_ptr + part * 2 * HALF + offs_h
                     first *= tl.load(gain_ptrs, mask=offs_h < HALF, other=0)
                     second *= tl.load(gain_ptrs + HALF, mask=offs_h < HALF, other=0)
@@ -175,8 +180,8 @@ def _rotary_heads_backward_kernel(
     if GAINS and part < 2:
         offs = tl.arange(0, BLOCK_H)
         sums_ptrs = sums_ptr + (part * tl.num_programs(0) + program) * 2 * HALF + offs
-        tl.store(sums_ptrs, first_sums, mask=offs < HALF)
-        tl.store(sums_ptrs + HALF, second_sums, mask=offs < HALF)
+        tl.store(sums_ptrs, tl.sum(first_sums, axis=0), mask=offs < HALF)
+        tl.store(sums_ptrs + HALF, tl.sum(second_sums, axis=0), mask=offs < HALF)
 
 
 def _rotary_heads_triton(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import decode_digits_torch, decode_tile, to_e4m3
 from arbcli.kernels.codec.layout import BLOCK
-from arbcli.kernels.codec.packed import Packed, load_scale, scale_of
+from arbcli.kernels.codec.packed import Packed, scale_of
 from arbcli.kernels.codec.packing import byte_tiles, has_planes, plane_offsets
 from arbcli.kernels.matmul.quantise_rows import E4M3, LARGEST_OCTAVE, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton

@@ -1,8 +1,9 @@
 """Embedding and head weights for large vocabularies, separate or tied.
 
 A large weight is stepped in chunks of rows, each a separate matrix. Losses are computed in chunks
-of the vocabulary, and recomputed in the backward, so that neither all logits nor the complete
-gradient of the weight are ever in memory.
+of the vocabulary, and the backward recomputes the logits that the forward has not kept, so that
+neither all logits nor, where the losses are the last use, the complete gradient of the weight are
+ever in memory.
 """
 
 import warnings
@@ -28,6 +29,8 @@ from arbcli.model.packed import NO_SINK, GradientSink
 
 ALIGNMENT = 64
 """The number of rows in a chunk is a multiple of this."""
+KEPT_BYTES = 2**30
+"""Maximum size of the logits that a forward keeps for its backward."""
 
 
 class Predictions(NamedTuple):
@@ -53,6 +56,15 @@ class Scored(NamedTuple):
     """(M,) int64, or a teacher's predictions."""
     total: Tensor
     """(M,) float32, log-sum-exp of all logits."""
+    logits: list[Tensor]
+    """Logits of the first chunks, (M, N) each, which are taken and overwritten chunk by chunk."""
+
+
+class Graded(NamedTuple):
+    """The gradient of the weight from losses that were not its last use."""
+
+    chunks: list[Tensor]
+    """(N, D) of each chunk."""
 
 
 class SymbolWeight(LinearWeight):
@@ -100,12 +112,21 @@ class SymbolWeight(LinearWeight):
         """Return the chunks, one range each."""
         return [range(index, index + 1) for index in range(self.matrices)]
 
-    def score(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the cross-entropy of each row in nats, and the log-sum-exp of its logits."""
+    def score(
+        self, x: Tensor, targets: Tensor, kept: list[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the cross-entropy of each row in nats, and the log-sum-exp of its logits.
+
+        The logits of the first chunks, up to `KEPT_BYTES`, are appended to `kept`.
+        """
         total = torch.full((len(x),), -torch.inf, dtype=torch.float32, device=x.device)
-        target_logits = torch.zeros_like(total)
+        target_logits, room = torch.zeros_like(total), KEPT_BYTES
         for rows, w in self._chunks(x.dtype):
-            add_symbols_(total, target_logits, x @ w.T, targets - rows.start)
+            logits = x @ w.T
+            add_symbols_(total, target_logits, logits, targets - rows.start)
+            room -= logits.nbytes
+            if kept is not None and room >= 0:
+                kept.append(logits)
         return total - target_logits, total
 
     def diverge(self, x: Tensor, theirs: Predictions) -> tuple[Tensor, Tensor]:
@@ -129,36 +150,45 @@ class SymbolWeight(LinearWeight):
         Returns:
             The gradient of x, (M, D) in its dtype.
         """
-        if not self.is_last_use:
-            grad_x = self.propagate_losses(scored, scale)
-            self.collect(scored, scale)
-            return grad_x
-        grad_x = torch.zeros(scored.x.shape, dtype=torch.float32, device=scored.x.device)
-        self.forget()
-        self._form_gradients([(scored, scale)], grad_x)
-        return grad_x.to(scored.x.dtype)
+        if self.is_last_use:
+            grad_x = torch.zeros(scored.x.shape, dtype=torch.float32, device=scored.x.device)
+            self.forget()
+            self._form_gradients([(scored, scale)], grad_x)
+            return grad_x.to(scored.x.dtype)
+        chunks: list[Tensor] = []
+        grad_x = self.propagate_losses(scored, scale, None if self.sink is None else chunks)
+        self.collect(Graded(chunks), scale)
+        return grad_x
 
-    def propagate_losses(self, scored: Scored, scale: Tensor) -> Tensor:
-        """Compute the gradient of x of losses: see `losses_backward`."""
+    def propagate_losses(
+        self, scored: Scored, scale: Tensor, chunks: list[Tensor] | None = None
+    ) -> Tensor:
+        """Compute the gradient of x of losses, and append that of each chunk of rows to `chunks`.
+
+        Args and result are those of `losses_backward`.
+        """
         grad_x = torch.zeros(scored.x.shape, dtype=torch.float32, device=scored.x.device)
         for rows, w in self._chunks(scored.x.dtype):
-            _add_product_(grad_x, _gradient_of_logits(scored, scale, rows, w), w)
+            grad_logits = _gradient_of_logits(scored, scale, rows, w)
+            _add_product_(grad_x, grad_logits, w)
+            if chunks is not None:
+                chunks.append(grad_logits.T @ scored.x)
         return grad_x.to(scored.x.dtype)
 
     def emit_gradient_of_uses(
-        self, sink: GradientSink, uses: list[tuple[Scored | Tensor, Tensor]]
+        self, sink: GradientSink, uses: list[tuple[Scored | Graded | Tensor, Tensor]]
     ) -> None:
         """Compute the gradient of each chunk from all uses, and pass it to the sink."""
         self._form_gradients(uses)
 
     def _form_gradients(
-        self, uses: list[tuple[Scored | Tensor, Tensor]], grad_x: Tensor | None = None
+        self, uses: list[tuple[Scored | Graded | Tensor, Tensor]], grad_x: Tensor | None = None
     ) -> None:
         """Compute the gradients chunk by chunk, and pass each to the sink.
 
         Args:
-            uses: pairs of inputs and gradients: for losses those of `losses_backward`, for products
-                x and (M, V), for an embedding ids and (M, D).
+            uses: pairs of inputs and gradients: for losses those of `losses_backward`, or what it
+                has computed, for products x and (M, V), for an embedding ids and (M, D).
             grad_x: (M, D) float32, to which the losses' gradient of x is added.
         """
         if self.sink is None and not self.frozen:
@@ -170,7 +200,7 @@ class SymbolWeight(LinearWeight):
             grad_rows, touched = _gradient_of_rows(ids, grads, self.out_features)
         for index, chunk in enumerate(self.gradient_ranges()):
             rows = self.rows_of(chunk)
-            grad = self._gradient_of_chunk(uses, rows, grad_x)
+            grad = self._gradient_of_chunk(uses, index, rows, grad_x)
             if looked_up:
                 shape = rows.stop - rows.start, self.in_features
                 dense = torch.zeros(shape, dtype=torch.float32, device=grad_rows.device)
@@ -185,11 +215,19 @@ class SymbolWeight(LinearWeight):
                 self.sink(self, grad[None], range(index, index + 1))
 
     def _gradient_of_chunk(
-        self, uses: list[tuple[Scored | Tensor, Tensor]], rows: slice, grad_x: Tensor | None
+        self,
+        uses: list[tuple[Scored | Graded | Tensor, Tensor]],
+        index: int,
+        rows: slice,
+        grad_x: Tensor | None,
     ) -> Tensor | None:
-        """Compute the gradient of a slice of rows from losses and products; None without these."""
+        """Compute the gradient of a chunk of rows from losses and products; None without these."""
         grad, w = None, None
         for source, grad_result in uses:
+            if isinstance(source, Graded):
+                part = source.chunks[index]
+                grad = part if grad is None else grad + part
+                continue
             if isinstance(source, Scored):
                 w = self.decode_rows(rows, source.x.dtype) if w is None else w
                 grad_logits, x = _gradient_of_logits(source, grad_result, rows, w), source.x
@@ -224,7 +262,7 @@ class ManyEmbeddingsWeight(SymbolWeight):
         super().__init__(vocabulary, dim, site, area=area, std=1.0, lr_factor=1.0)
 
 
-def _are_ids(source: Scored | Tensor) -> bool:
+def _are_ids(source: Scored | Graded | Tensor) -> bool:
     return isinstance(source, Tensor) and not source.is_floating_point()
 
 
@@ -238,7 +276,8 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _gradient_of_logits(scored: Scored, scale: Tensor, rows: slice, w: Tensor) -> Tensor:
-    logits, targets = scored.x @ w.T, scored.targets
+    logits = scored.logits.pop(0) if scored.logits else scored.x @ w.T
+    targets = scored.targets
     if isinstance(targets, Predictions):
         theirs = targets.logits(rows)
         grade_divergence_(logits, theirs, scored.total, targets.total, scale)
@@ -275,15 +314,16 @@ class _Losses(Function):
         _anchor: Tensor,
         weight: SymbolWeight,
         before: TernaryRMSNorm,
+        kept: list[Tensor] | None,
     ) -> Tensor:
-        ctx.weight, ctx.before, ctx.theirs = weight, before, None
+        ctx.weight, ctx.before, ctx.theirs, ctx.kept = weight, before, None, kept
         normal = before(x)
         if isinstance(targets, Predictions):
             losses, total = weight.diverge(normal, targets)
             ctx.theirs = targets
             ctx.save_for_backward(x, total)
         else:
-            losses, total = weight.score(normal, targets)
+            losses, total = weight.score(normal, targets, kept)
             ctx.save_for_backward(x, total, targets)
         return losses
 
@@ -291,9 +331,9 @@ class _Losses(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, total, *targets_of_loss = ctx.saved_tensors
         before, targets = ctx.before, ctx.theirs or targets_of_loss[0]
-        scored = Scored(before(x), targets, total)
+        scored = Scored(before(x), targets, total, ctx.kept)
         grad_x, _ = before.backward(ctx.weight.losses_backward(scored, grad.contiguous()), x)
-        return grad_x, None, None, None, None
+        return grad_x, None, None, None, None, None
 
 
 class SymbolHead(TernaryLinear):
@@ -321,12 +361,15 @@ class SymbolHead(TernaryLinear):
         Returns:
             (...) float32.
         """
+        kept: list[Tensor] | None = None
         if torch.is_grad_enabled():
+            kept = []
             self.weight.await_backward()
             before.await_backward()
         rows = x.reshape(-1, x.shape[-1])
         symbols = targets if isinstance(targets, Predictions) else targets.reshape(-1)
-        return _Losses.apply(rows, symbols, anchor(x), self.weight, before).view(x.shape[:-1])
+        losses = _Losses.apply(rows, symbols, anchor(x), self.weight, before, kept)
+        return losses.view(x.shape[:-1])
 
     @torch.no_grad()
     def predictions(self, x: Tensor, before: TernaryRMSNorm) -> Predictions:
