@@ -34,7 +34,7 @@ MOST_PARTS = 128
 """Maximum number of programs that search for the largest exponent."""
 PART = 8192
 """Exponents that a program reads at a time."""
-TILE, TRANSPOSED_TILE = (4, 8, 4), (64, 1, 4)
+TILE, TRANSPOSED_TILE = (4, 8, 4), (32, 2, 4)
 """Rows, blocks of each, and warps of a program that decodes int8 weights."""
 
 
