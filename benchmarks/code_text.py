@@ -1,16 +1,20 @@
-"""Collect source code of installed packages, as a text to train on.
+"""Collect source code of installed packages, as a text to train on, and chats about it.
 
     python -m benchmarks.code_text FOLDER [--bytes N]
 
 Writes `code-train.txt` and `code-val.txt`: files of the standard library and of all packages of the
 running Python, each once, in an order that their names and sizes decide, and of equals their paths.
-The first 2 MB are held out, so no file is in both. What is found depends on what is installed:
-compare runs on one machine.
+The first 2 MB are held out, so no file is in both. `chats-train.jsonl` and `chats-val.jsonl` ask
+for the docstring of each function of these files that has one. What is found depends on what is
+installed: compare runs on one machine.
 """
 
 import argparse
+import ast
 import hashlib
+import json
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +22,8 @@ ENDINGS = {".py", ".pyi", ".h", ".cuh", ".hpp", ".c", ".cpp", ".cu", ".js"}
 LARGEST = 1_000_000
 """Bytes of a file; larger ones are tables."""
 HELD_OUT = 2_000_000
+CODE_CHARACTERS, ANSWER_CHARACTERS = range(100, 2000), range(60, 1500)
+"""Sizes of a function and of its docstring in a chat."""
 
 
 def sources() -> list[Path]:
@@ -46,6 +52,30 @@ def contents(paths: list[Path]) -> Iterator[bytes]:
             yield data
 
 
+def chats(source: bytes) -> Iterator[dict]:
+    """Ask for the docstring of each function of a file of Python, as records of `messages`."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or len(node.body) == 1:
+            continue
+        answer = ast.get_docstring(node)
+        if answer is None or len(answer) not in ANSWER_CHARACTERS:
+            continue
+        del node.body[0]
+        code = ast.unparse(node)
+        # a message that contains the text of a special token is refused
+        if len(code) in CODE_CHARACTERS and "<|" not in code + answer:
+            question = {
+                "role": "user",
+                "content": f"Write a docstring for this function.\n\n{code}",
+            }
+            yield {"messages": [question, {"role": "assistant", "content": answer}]}
+
+
 def main() -> None:
     """Write both texts and print their sizes."""
     parser = argparse.ArgumentParser(description="Collect source code as a text to train on.")
@@ -54,12 +84,14 @@ def main() -> None:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     texts = contents(sources())
-    for name, most in (("code-val.txt", HELD_OUT), ("code-train.txt", args.bytes)):
+    for part, most in (("val", HELD_OUT), ("train", args.bytes)):
+        code, asked = args.folder / f"code-{part}.txt", args.folder / f"chats-{part}.jsonl"
         written = 0
-        with (args.folder / name).open("wb") as file:
+        with code.open("wb") as file, asked.open("w") as records:
             while written < most and (data := next(texts, None)) is not None:
                 written += file.write(data)
-        print(f"{args.folder / name}: {written:,} bytes")
+                records.writelines(json.dumps(chat) + "\n" for chat in chats(data))
+        print(f"{code}: {written:,} bytes, {asked}: {asked.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

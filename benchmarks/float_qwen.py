@@ -1,4 +1,4 @@
-"""A Qwen 3 in plain torch, tuned as the field does it: the peer of tuning in integers.
+"""A Qwen 3 or Llama in plain torch, tuned as the field does it: the peer of tuning in integers.
 
 Blocks are compiled, and may be computed again in the backward. Losses are computed a few tokens at
 a time. Products are bf16; those of blocks may be e4m3, except for gradients of weights.
@@ -15,12 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 LOGITS_AT_ONCE = 2**26
 """Maximum number of logits that are computed at once."""
-EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Sizes of a Qwen 3."""
+    """Sizes and constants of a Qwen 3, or of a Llama, which has no norms of queries and keys."""
 
     layers: int
     dim: int
@@ -30,10 +29,13 @@ class Shape:
     ffn: int
     vocabulary: int
     tied: bool
+    head_norms: bool = True
+    theta: float = 1e6
+    eps: float = 1e-6
 
 
 class FloatQwen(nn.Module):
-    """A Qwen 3 with random weights.
+    """A Qwen 3 or Llama with random weights.
 
     Args:
         shape: its sizes.
@@ -54,8 +56,9 @@ class FloatQwen(nn.Module):
             "q": (q, shape.dim), "k": (kv, shape.dim), "v": (kv, shape.dim), "o": (shape.dim, q),
             "gate": (shape.ffn, shape.dim), "up": (shape.ffn, shape.dim),
             "down": (shape.dim, shape.ffn), "norm": (shape.dim,), "ffn_norm": (shape.dim,),
-            "q_norm": (shape.head_width,), "k_norm": (shape.head_width,),
         }  # fmt: skip
+        if shape.head_norms:
+            sizes |= {"q_norm": (shape.head_width,), "k_norm": (shape.head_width,)}
 
         def drawn(size: tuple[int, ...]) -> nn.Parameter:
             weight = torch.empty(size, dtype=dtype, device=device)
@@ -80,23 +83,22 @@ class FloatQwen(nn.Module):
 
         With `tokens`, the number of tokens of a step, it is the share of this batch in their mean.
         """
-        turned = _turns(ids.shape[1], self.shape.head_width, ids.device)
+        shape = self.shape
+        turned = _turns(ids.shape[1], shape.head_width, shape.theta, ids.device)
         x = functional.embedding(ids, self.embedding).to(torch.bfloat16)
         for block, adapters in zip(self.matrices, self.factors, strict=True):
-            weights = [block[name] for name in ORDER]
-            weights += [pair[part] for pair in adapters.values() for part in "ab"]
+            factors = [pair[part] for pair in adapters.values() for part in "ab"]
+            names = tuple(block.keys()), tuple(adapters.keys())
             given = (
-                x, *turned, self.shape.head_width, self.fp8, tuple(adapters.keys()), *weights,
+                x, *turned, shape.head_width, shape.eps, self.fp8, *names, *block.values(),
+                *factors,
             )  # fmt: skip
             if self.recompute:
                 x = checkpoint(self._block, *given, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = self._block(*given)
-        x = functional.rms_norm(x, x.shape[-1:], self.norm.to(x.dtype), EPS)
+        x = functional.rms_norm(x, x.shape[-1:], self.norm.to(x.dtype), shape.eps)
         return _Loss.apply(x.flatten(0, 1), self.head, targets.flatten(), tokens or targets.numel())
-
-
-ORDER = ("norm", "q", "k", "v", "q_norm", "k_norm", "o", "ffn_norm", "gate", "up", "down")
 
 
 class _Product(torch.autograd.Function):
@@ -129,11 +131,11 @@ def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _block(
-    x: Tensor, cos: Tensor, sin: Tensor, width: int, fp8: bool, adapted: tuple[str, ...],
-    *weights: Tensor,
+    x: Tensor, cos: Tensor, sin: Tensor, width: int, eps: float, fp8: bool, names: tuple[str, ...],
+    adapted: tuple[str, ...], *weights: Tensor,
 ) -> Tensor:  # fmt: skip
-    w = dict(zip(ORDER, (weight.to(x.dtype) for weight in weights), strict=False))
-    factors = iter(weight.to(x.dtype) for weight in weights[len(ORDER) :])
+    w = dict(zip(names, (weight.to(x.dtype) for weight in weights), strict=False))
+    factors = iter(weight.to(x.dtype) for weight in weights[len(names) :])
     pairs = {name: (next(factors), next(factors)) for name in adapted}
 
     def linear(y: Tensor, name: str) -> Tensor:
@@ -143,20 +145,22 @@ def _block(
         a, b = pairs[name]
         return product + 2 * functional.linear(functional.linear(y, a), b)
 
-    y = functional.rms_norm(x, x.shape[-1:], w["norm"], EPS)
+    y = functional.rms_norm(x, x.shape[-1:], w["norm"], eps)
     q, k, v = (linear(y, name).unflatten(-1, (-1, width)).transpose(1, 2) for name in "qkv")
-    q, k = (
-        _turn(functional.rms_norm(part, (width,), w[name], EPS), cos, sin)
-        for part, name in ((q, "q_norm"), (k, "k_norm"))
-    )
+    if "q_norm" in names:
+        q, k = (
+            functional.rms_norm(part, (width,), w[name], eps)
+            for part, name in ((q, "q_norm"), (k, "k_norm"))
+        )
+    q, k = (_turn(part, cos, sin) for part in (q, k))
     y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     x = x + linear(y.transpose(1, 2).flatten(2), "o")
-    y = functional.rms_norm(x, x.shape[-1:], w["ffn_norm"], EPS)
+    y = functional.rms_norm(x, x.shape[-1:], w["ffn_norm"], eps)
     return x + linear(functional.silu(linear(y, "gate")) * linear(y, "up"), "down")
 
 
-def _turns(length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    rates = 1e6 ** (-torch.arange(0, width, 2, device=device) / width)
+def _turns(length: int, width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    rates = theta ** (-torch.arange(0, width, 2, device=device) / width)
     angles = torch.arange(length, device=device)[:, None] * rates
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)

@@ -321,6 +321,7 @@ KINDS: dict[str, Callable[[FloatQwen, float], FloatSteps]] = {
     "BAdam": BlockAdam,
     "LoRA 256": lambda model, lr: Adapters(model, lr, 256, EVERY_MATRIX),
     "LoRA 16": lambda model, lr: Adapters(model, lr, 16, ("q", "k", "v", "o")),
+    "LoRA 16, all matrices": lambda model, lr: Adapters(model, lr, 16, EVERY_MATRIX),
 }
 """How bf16 weights are tuned, by kind."""
 

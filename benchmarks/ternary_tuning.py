@@ -2,54 +2,58 @@
 
     python -m benchmarks.ternary_tuning TEXTS [--kinds KIND...] [--way WAY...] [--out DIR]
 
-TEXTS is as of `benchmarks.tuning`. A float Qwen 3 of bytes, of the size of `base` (85 million
-weights), is trained by AdamW on code and novels, and imported. Integers fade to the trit by `arb
-train --init-from --weights anneal`, with and without `--teacher`; straight-through baselines begin
-with the same float weights. All see as many tokens of the same text. `rounded` has the trits of the
-import, and no training.
+TEXTS and `--folder` are as of `benchmarks.tuning`. Without a folder a float Qwen 3 of bytes, of the
+size of `base` (85 million weights), is trained by AdamW on code and novels. Integers fade to the
+trit by `arb train --init-from --weights anneal`, with and without `--teacher`; straight-through
+baselines begin with the same float weights. All see as many tokens of the same text. `rounded` has
+the trits of the import, and no training.
 
 WAY replaces the ways of this file: a kind, a rate, and fields of `Way`, such as
 `"moment 0.6 taught=True fade_to=0.25"`.
 """
 
 import ast
-import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import arbcli
 from arbcli.config.training import FADE_LEARNT_TO
-from arbcli.data.text import Text, Texts
 from arbcli.generation.load import load_model, read_saved, saved_config
-from arbcli.interop.huggingface.config_json import read_folder_config
-from arbcli.kernels.runtime.device import deterministic
+from arbcli.interop.huggingface.folder import WeightFolder
+from arbcli.model.language_model import LanguageModel
 from arbcli.model.rules import stage_rule
 from arbcli.training.configure import new_config
-from arbcli.training.trainer import Trainer
 from benchmarks.float_qwen import Shape
 from benchmarks.tuning import (
+    BYTES,
+    FLOAT,
     MIXTURES,
     WARMUP,
-    both_losses,
+    float_model,
     imported,
     options,
     prepared_folder,
     run_all,
     run_jobs,
     save_row,
-    score,
+    scores,
+    setting_of,
+    text_options,
+    tuned_integers,
     tuned_twin,
+    twin_trainer,
 )
 
 SHAPE = Shape(
     layers=12, dim=768, heads=12, kv_heads=12, head_width=64, ffn=2048, vocabulary=256, tied=False
 )
 BATCH, STEPS = 32, 1000
-TRAINED_ON = ("code-train.txt", "novels-train.txt")
-HELD_OUT = ("code-val.txt", "novels-val.txt")
+TEXTS = ("code", "novels")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,45 +85,46 @@ WAYS = (
 RULES = ("moment", "nibble", *MIXTURES)
 
 
+def way_options(way: Way, texts: Path, folder: Path) -> dict[str, Any]:
+    """Return options of `arb train` for a way."""
+    given = text_options(texts, folder, *TEXTS)
+    if setting_of(folder) is BYTES:
+        given["batch"] = BATCH
+    return given | {"lr": way.lr, "steps": way.steps, "seed": way.seed}
+
+
 def fade(way: Way, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     """Train the imported model with fading weights, as `arb train --init-from` does."""
     initial = imported(folder, way.kind)
     model = replace(saved_config(read_saved(initial, print).checkpoint), digits="fade")
     config = new_config(
-        preset=model, batch=BATCH, device=device, warmup=WARMUP, eval_every=0, keep=1,
-        fade_from=way.fade_from, fade_to=way.fade_to, lr=way.lr, steps=way.steps, seed=way.seed,
-        teacher=str(initial) if way.taught else None,
-        data=[str(texts / name) for name in TRAINED_ON],
-        val=[str(texts / name) for name in HELD_OUT],
+        preset=model, device=device, warmup=WARMUP, fade_from=way.fade_from, fade_to=way.fade_to,
+        teacher=str(initial) if way.taught else None, **way_options(way, texts, folder),
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as made:
-        run = Path(made, "run")
-        arbcli.train(config, run, init_from=initial)
-        return score(run, texts, device)
+    return tuned_integers(config, initial, texts, folder)
 
 
 def straight_through(way: Way, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     """Train float latents that are rounded to trits, with straight-through gradients."""
-    train, held_out = (Text([texts / name for name in names]) for names in (TRAINED_ON, HELD_OUT))
-    config = new_config(
-        preset=read_folder_config(folder, weights="ste"), batch=BATCH, device=device,
-        warmup=WARMUP, optimizer=way.kind, lr=way.lr, steps=way.steps, seed=way.seed,
-    )  # fmt: skip
-    with deterministic():
-        trainer = Trainer(config, Texts(train, held_out, ""), capture=True)
+    given = way_options(way, texts, folder)
+    trainer = twin_trainer(folder, device=device, weights="ste", optimizer=way.kind, **given)
     return tuned_twin(trainer, folder, texts, device)
 
 
-def begin(texts: Path, folder: Path, rule: str, device: str) -> list[dict[str, Any]]:
-    """Score the imported model, which is the teacher, and its trits without training."""
-    model, rows = load_model(imported(folder, rule), device=device), []
-    for kind in ("imported", "rounded"):
-        if kind == "rounded":
-            for tensor in model.packed_tensors().values():
-                tensor.rule = stage_rule(tensor.rule.name, "trit")
-        way = asdict(Way(kind=f"{rule} {kind}", lr=0.0, steps=0))
-        rows.append(way | {"state_bytes": 0} | both_losses(model.loss, texts, device))
-    return rows
+def begin(texts: Path, folder: Path, rules: list[str], device: str) -> Iterator[dict[str, Any]]:
+    """Score the float model, its imports, one of them the teacher, and their trits, untrained."""
+
+    def row(kind: str, model: LanguageModel) -> dict[str, Any]:
+        way = asdict(Way(kind=kind, lr=0.0, steps=0))
+        return way | {"state_bytes": 0} | scores(model, texts, folder, device)
+
+    yield row(FLOAT, float_model(folder, WeightFolder(folder).read, device))
+    for rule in rules:
+        model = load_model(imported(folder, rule), device=device)
+        yield row(f"{rule} imported", model)
+        for tensor in model.packed_tensors().values():
+            tensor.rule = stage_rule(tensor.rule.name, "trit")
+        yield row(f"{rule} rounded", model)
 
 
 def read_way(words: str) -> Way:
@@ -147,10 +152,12 @@ def main() -> None:
         return
     kinds = args.kinds or {way.kind for way in args.way}
     rules = [rule for rule in RULES if rule in kinds]
-    with prepared_folder(args, rules, TRAINED_ON, HELD_OUT, SHAPE, BATCH) as folder:
-        for rule in rules:
-            for row in begin(args.texts, folder, rule, args.device):
-                save_row("ternary_tuning", row, args)
+    files = [[f"{name}-{part}.txt" for name in TEXTS] for part in ("train", "val")]
+    with prepared_folder(args, *files, SHAPE, BATCH) as folder:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(partial(imported, folder), rules))
+        for row in begin(args.texts, folder, rules, args.device):
+            save_row("ternary_tuning", row, args)
         run_all("ternary_tuning", args.way, folder, args)
 
 

@@ -1,14 +1,18 @@
 """A float model that is imported and tuned on another text, against float training of the same.
 
-    python -m benchmarks.tuning TEXTS [--parts PART...] [--kinds KIND...] [--seeds N...] [--out DIR]
+    python -m benchmarks.tuning TEXTS [--folder FOLDER] [--text TEXT] [--parts PART...]
+        [--kinds KIND...] [--seeds N...] [--out DIR]
 
-TEXTS is a folder with `code-train.txt`, `code-val.txt` (`benchmarks.code_text` writes them),
-`novels-train.txt` and `novels-val.txt`. A Qwen 3 of bytes (10.8 million weights) is trained on code
-in float32 by AdamW, and written as a folder for Transformers. Integers go the way of the README:
-`arb import`, then `arb train --init-from` on novels, by the functions that these commands call. The
+TEXTS is a folder with `novels-train.txt`, `novels-val.txt`, and what `benchmarks.code_text` writes:
+`code-train.txt`, `code-val.txt` and chats. FOLDER is a Llama or Qwen 3 for Transformers with its
+tokenizer; its rows are in `tuning_tokens.json`. Without it a Qwen 3 of bytes (10.8 million weights)
+is trained on code in float32 by AdamW, and written as such a folder. Integers go the way of the
+README: `arb import`, then `arb train --init-from`, by the functions that these commands call. The
 peers begin with the same folder: AdamW and Muon by the float baseline, others by `float_steps`.
 
-`new` is the held-out loss of novels, `old` that of code, in nats a byte, both of the same windows.
+`new` is the held-out loss of TEXT, by default novels, `old` that of code, in nats a byte, both of
+the same windows. With a tokenizer, rows also have the losses of the other texts, and `_choices`: in
+how many of some held-out passages the true continuation is more likely than three others.
 `speed` times steps alone, each way in a process of its own.
 """
 
@@ -29,20 +33,39 @@ from threading import Lock
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 import arbcli
-from arbcli.data.text import EVAL_BATCHES, Text, Texts, batch, evaluation_batches
+from arbcli.base.run_files import TOKENIZER
+from arbcli.config.training import TrainConfig
+from arbcli.data.text import (
+    EVAL_BATCHES,
+    EVAL_SEED,
+    Text,
+    batch,
+    batch_starts,
+    evaluation_batches,
+)
 from arbcli.generation.load import load_model, read_saved, saved_config
 from arbcli.interop.huggingface.config_json import read_folder_config
 from arbcli.interop.huggingface.dense import sources
 from arbcli.interop.huggingface.folder import WeightFolder
-from arbcli.interop.importing import read_float
 from arbcli.kernels.runtime.backend import use_backend
-from arbcli.kernels.runtime.device import deterministic, resolve_backend, resolve_device
+from arbcli.kernels.runtime.device import (
+    COMPUTE,
+    default_compute,
+    deterministic,
+    resolve_backend,
+    resolve_device,
+)
 from arbcli.model.baselines import FloatWeight
+from arbcli.model.build import build_model
+from arbcli.model.language_model import LanguageModel
 from arbcli.training.configure import new_config
+from arbcli.training.directory import open_run_texts
+from arbcli.training.observer import Observer
+from arbcli.training.record import Record
 from arbcli.training.schedule import learning_rate
 from arbcli.training.trainer import Trainer
 from benchmarks import float_steps, results
@@ -53,9 +76,7 @@ from benchmarks.measuring import measured, wait_turn
 SHAPE = Shape(
     layers=6, dim=384, heads=6, kv_heads=6, head_width=64, ffn=1024, vocabulary=256, tied=False
 )
-CTX, BATCH = 512, 64
-PRETRAINED_STEPS, STEPS = 2000, 600
-WARMUP = 60
+PRETRAINED_STEPS, WARMUP = 2000, 60
 RULES = {
     "moment": ("moment", "muon"),
     "moment factored": ("moment", "adafactor"),
@@ -78,6 +99,68 @@ IN_BLOCK = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How models of bytes, or of tokens, are tuned."""
+
+    ctx: int
+    """Symbols of a window."""
+    batch: int
+    """Windows of a step."""
+    steps: int
+    rates: dict[str, dict[str, tuple[float, ...]]]
+    """Rates by part and kind: the first with each seed, the others with seed 0 after it."""
+    suffix: str = ""
+    """Ending of the names of files of results."""
+
+
+BYTES = Setting(
+    ctx=512,
+    batch=64,
+    steps=600,
+    rates={
+        "swept": {
+            "AdamW": (3e-3, 5e-3, 1e-2, 1e-3, 3e-4, 1e-4),
+            "moment": (0.3, 0.5, 1.0, 0.1, 0.03, 0.01),
+            "nibble": (0.3, 0.1, 1.0, 0.03),
+            "Muon": (5e-3, 1e-2, 2e-3, 5e-4),
+            "moment factored": (0.3, 1.0, 0.1, 0.03),
+            "nibble factored": (0.3, 0.1),
+        },
+        "others": {
+            "bf16 AdamW": (3e-3, 1e-3, 1e-2),
+            "bf16 AdamW, eight bits": (3e-3, 1e-3, 1e-2),
+            "LoRA 256": (1e-3, 3e-3, 3e-4),
+            "LoRA 16": (1e-2, 3e-2, 3e-3),
+            "bf16 Adafactor": (1e-3, 3e-4, 3e-3),
+            "BAdam": (3e-3, 1e-3, 1e-2),
+        },
+    },
+)
+TOKENS = Setting(
+    ctx=1024,
+    batch=8,
+    steps=512,
+    rates={
+        "swept": {
+            "AdamW": (3e-4, 1e-3, 1e-4, 3e-3),
+            "moment": (0.03, 0.1, 0.01, 0.3),
+            "nibble": (0.03, 0.1, 0.01, 0.3),
+        },
+        "others": {"LoRA 16, all matrices": (1e-3, 3e-3, 3e-4, 1e-2)},
+    },
+    suffix="_tokens",
+)
+TEXTS = {"novels": "txt", "code": "txt", "chats": "jsonl"}
+"""Endings of the files of each text."""
+NEW, OLD, CHATS = TEXTS
+CURVE = 5
+"""Number of losses of a curve."""
+QUESTIONS, CHOICES, PASSAGE, CONTINUATION = 256, 4, 64, 24
+"""Numbers of held-out passages, of continuations of each, and of tokens of both."""
+QUESTIONS_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A run of tuning."""
 
@@ -85,38 +168,31 @@ class Job:
     kind: str
     lr: float
     seed: int = 0
-    steps: int = STEPS
-    batch: int = BATCH
+    steps: int = BYTES.steps
+    batch: int = BYTES.batch
+    text: str = NEW
 
 
-SWEPT = {
-    "AdamW": (3e-3, 5e-3, 1e-2, 1e-3, 3e-4, 1e-4),
-    "moment": (0.3, 0.5, 1.0, 0.1, 0.03, 0.01),
-    "nibble": (0.3, 0.1, 1.0, 0.03),
-    "Muon": (5e-3, 1e-2, 2e-3, 5e-4),
-    "moment factored": (0.3, 1.0, 0.1, 0.03),
-    "nibble factored": (0.3, 0.1),
-}
-"""Rates by kind: the first with each seed, the others with seed 0 after it."""
-OTHERS = {
-    "bf16 AdamW": (3e-3, 1e-3, 1e-2),
-    "bf16 AdamW, eight bits": (3e-3, 1e-3, 1e-2),
-    "LoRA 256": (1e-3, 3e-3, 3e-4),
-    "LoRA 16": (1e-2, 3e-2, 3e-3),
-    "bf16 Adafactor": (1e-3, 3e-4, 3e-3),
-    "BAdam": (3e-3, 1e-3, 1e-2),
-}
-"""The same of other ways."""
-PARTS = ("swept", "speed", "others")
-SPEEDS = (*RULES, "AdamW", "Muon", *OTHERS)
+PARTS = ("begun", "swept", "speed", "others")
+FLOAT = "float"
+"""Kind of the float model before it is tuned."""
 UNTIMED_STEPS, TIMED_STEPS = 8, 40
 
 
-def jobs(seeds: Sequence[int]) -> list[Job]:
+def setting_of(folder: Path | None) -> Setting:
+    """Choose the setting: that of tokens if the folder of a model has a tokenizer."""
+    return TOKENS if folder and (folder / TOKENIZER).exists() else BYTES
+
+
+def jobs(seeds: Sequence[int], setting: Setting, text: str = NEW) -> list[Job]:
     """List all runs of some of the seeds 0 to 2, of each kind the most telling ones first."""
-    return [
-        Job(part=part, kind=kind, lr=lr, seed=seed)
-        for part, rates in (("swept", SWEPT), ("others", OTHERS))
+    given: dict[str, Any] = {"batch": setting.batch, "text": text}
+    ours = [kind for kind in setting.rates["swept"] if kind in RULES]
+    begun = [Job(part="begun", kind=kind, lr=0.0, steps=0, **given) for kind in (FLOAT, *ours)]
+    return begun + [
+        Job(part=part, kind=kind, lr=lr, seed=seed, steps=setting.steps, **given)
+        for part, rates in setting.rates.items()
+        if text != CHATS or part == "swept"  # `FloatQwen` has no documents
         for kind, (first, *others) in rates.items()
         for lr, some in [(first, seeds), *((other, [0]) for other in others if 0 in seeds)]
         for seed in some
@@ -131,7 +207,7 @@ def pretrain(
     data: Iterable[str] = ("code-train.txt",),
     held_out: Iterable[str] = ("code-val.txt",),
     shape: Shape | None = None,
-    windows: int = BATCH,
+    windows: int = BYTES.batch,
 ) -> None:
     """Train the float model on code, or other texts, and write a folder for Transformers."""
     folder.mkdir(parents=True)
@@ -141,15 +217,15 @@ def pretrain(
         "intermediate_size": shape.ffn, "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_width, "vocab_size": shape.vocabulary, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": shape.tied, "max_position_embeddings": CTX, "rope_theta": 1e6,
+        "tie_word_embeddings": shape.tied, "max_position_embeddings": BYTES.ctx, "rope_theta": 1e6,
         "dtype": "float32",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(fields))
-    train, val = (Text([texts / name for name in some]) for some in (data, held_out))
-    begun = Texts(train, val, "")
+    train, val = ([str(texts / name) for name in some] for some in (data, held_out))
     trainer = twin_trainer(
-        folder, begun, batch=windows, lr=1e-3, steps=steps, device=device, optimizer="adamw"
-    )
+        folder, device=device, batch=windows, lr=1e-3, steps=steps, optimizer="adamw", data=train,
+        val=val,
+    )  # fmt: skip
     with deterministic():
         for _ in range(steps):
             trainer.train_step()
@@ -162,34 +238,43 @@ def pretrain(
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def twin_trainer(folder: Path, texts: Texts, *, device: str, **options: Any) -> Trainer:
-    """Make a trainer of the float baseline of a folder's model."""
-    model = read_folder_config(folder, weights="float")
+def text_options(texts: Path, folder: Path, *names: str) -> dict[str, Any]:
+    """Return options of `arb train` for texts of one kind, and for their windows."""
+    setting = setting_of(folder)
+    options: dict[str, Any] = {
+        role: [str(texts / f"{name}-{part}.{TEXTS[name]}") for name in names]
+        for role, part in (("data", "train"), ("val", "val"))
+    }
+    if setting is TOKENS:
+        options["tokenizer"] = str(folder / TOKENIZER)
+    if CHATS in names:
+        options["field"] = "messages"
+    return options | {"ctx": setting.ctx, "batch": setting.batch}
+
+
+def twin_trainer(folder: Path, *, device: str, weights: str = "float", **options: Any) -> Trainer:
+    """Make a trainer of the float baseline of a folder's model, by options of `arb train`."""
+    model = read_folder_config(folder, weights=weights)
     config = new_config(preset=model, device=device, warmup=WARMUP, **options)
     with deterministic():
-        return Trainer(config, texts, capture=True)
+        return Trainer(config, open_run_texts(config), capture=True)
+
+
+def job_options(job: Job, texts: Path, folder: Path) -> dict[str, Any]:
+    """Return options of `arb train` for a job."""
+    given = {"lr": job.lr, "steps": job.steps, "seed": job.seed, "batch": job.batch}
+    return text_options(texts, folder, job.text) | given
 
 
 def tune_twin(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     """Tune the float baseline by AdamW or Muon."""
-    novels = Texts(Text([texts / "novels-train.txt"]), Text([texts / "novels-val.txt"]), "")
-    options = {
-        "optimizer": job.kind.lower(),
-        "lr": job.lr,
-        "steps": job.steps,
-        "seed": job.seed,
-        "batch": job.batch,
-    }
-    trainer = twin_trainer(folder, novels, device=device, **options)
-    return tuned_twin(trainer, folder, texts, device)
+    options = job_options(job, texts, folder)
+    trainer = twin_trainer(folder, device=device, optimizer=job.kind.lower(), **options)
+    return tuned_twin(trainer, folder, texts, device, job.text)
 
 
 def tuned_twin(
-    trainer: Trainer,
-    folder: Path,
-    texts: Path,
-    device: str,
-    begin: Callable[[], None] = lambda: None,
+    trainer: Trainer, folder: Path, texts: Path, device: str, new: str = NEW
 ) -> dict[str, Any]:
     """Train a baseline from the weights of the folder to its end, and score it.
 
@@ -198,62 +283,144 @@ def tuned_twin(
         folder: of the float model.
         texts: folder of the texts.
         device: of the trainer.
-        begin: is called when the weights are there.
+        new: name of the text that is new.
     """
-    begun = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
-    trainer.model.load_state_dict(begun.state_dict())
-    begin()
+    fill(trainer.model, WeightFolder(folder).read)
+    config = trainer.config
+    curve = Curve(f"{config.optimizer} {config.lr:g}")
     with deterministic():
-        for _ in range(trainer.config.steps):
+        for step in range(1, config.steps + 1):
             trainer.train_step()
+            if step % max(1, config.steps // CURVE) == 0:
+                curve.add(step, trainer.evaluate() / trainer.texts.val.symbol_bytes)
     trainer.release_graph()
-    return {"state_bytes": trainer.state_bytes()} | both_losses(trainer.model.loss, texts, device)
+    figures = {"state_bytes": trainer.state_bytes(), "curve": curve.losses}
+    return figures | scores(trainer.model, texts, folder, device, new)
 
 
-def prepare_plain(kind: str, lr: float, folder: Path | None, device: str) -> WholeStep:
+class Curve(Observer):
+    """Keeps and prints held-out losses of a run, in nats a byte.
+
+    Args:
+        name: of the run.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.losses: list[tuple[int, float]] = []
+        """Number of steps, and the loss after them."""
+
+    def recorded(self, record: Record) -> None:
+        """Add the loss of a record, if it has one."""
+        if record.val_loss is not None:
+            self.add(record.step, record.val_loss)
+
+    def add(self, step: int, loss: float) -> None:
+        """Add a loss."""
+        self.losses.append((step, round(loss, 4)))
+        print(f"{self.name}, step {step}: {loss:.4f}", file=sys.stderr, flush=True)
+
+
+@torch.no_grad()
+def fill(model: LanguageModel, read: Callable[[str], Tensor]) -> None:
+    """Copy weights, by their names of Transformers, into a float baseline."""
+    for source in sources(model):
+        if isinstance(source.tensor, FloatWeight):
+            for part in source.parts:
+                rows = source.tensor.latent[part.rows]
+                rows.copy_(read(part.hugging_face).view_as(rows))
+
+
+def float_model(folder: Path, read: Callable[[str], Tensor], device: str) -> LanguageModel:
+    """Build the float baseline of a folder with some weights, to score them."""
+    config = read_folder_config(folder, weights="float")
+    compute = COMPUTE[default_compute(resolve_device(device))]
+    model = build_model(config, compute, seed=None).to(device)
+    fill(model, read)
+    return model
+
+
+def read_shape(folder: Path) -> Shape:
+    """Read the shape of a Llama or Qwen 3."""
+    fields = json.loads((folder / "config.json").read_text())
+    heads, dim = fields["num_attention_heads"], fields["hidden_size"]
+    return Shape(
+        layers=fields["num_hidden_layers"], dim=dim, heads=heads,
+        kv_heads=fields["num_key_value_heads"], head_width=fields.get("head_dim") or dim // heads,
+        ffn=fields["intermediate_size"], vocabulary=fields["vocab_size"],
+        tied=fields["tie_word_embeddings"], head_norms=fields["model_type"] == "qwen3",
+        theta=fields["rope_theta"], eps=fields["rms_norm_eps"],
+    )  # fmt: skip
+
+
+def prepare_plain(kind: str, lr: float, folder: Path, device: str) -> WholeStep:
     """Make a float model in bf16, with the weights of the folder, and what tunes it."""
-    model = FloatQwen(SHAPE, torch.bfloat16, recompute=False, device=device)
-    if folder is not None:
-        load_plain(model, load_file(folder / "model.safetensors"))
+    model = FloatQwen(read_shape(folder), torch.bfloat16, recompute=False, device=device)
+    read = WeightFolder(folder).read
+    with torch.no_grad():
+        for name, weight in named_weights(model).items():
+            weight.copy_(read(name))
     return WholeStep(model, float_steps.KINDS[kind](model, lr))
+
+
+def named_weights(model: FloatQwen) -> dict[str, Tensor]:
+    """List the weights by their names of Transformers, with their adapters added."""
+    named: dict[str, Tensor] = {
+        "model.embed_tokens.weight": model.embedding,
+        "model.norm.weight": model.norm,
+    }
+    if not model.shape.tied:
+        named["lm_head.weight"] = model.head
+    for index, (block, factors) in enumerate(zip(model.matrices, model.factors, strict=True)):
+        for name, weight in block.items():
+            if name in factors:
+                pair = factors[name]
+                weight = weight.detach().float() + 2 * pair["b"].detach() @ pair["a"].detach()
+            named[f"model.layers.{index}.{IN_BLOCK[name]}.weight"] = weight
+    return named
 
 
 def tune_plain(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     """Tune weights in bf16, or adapters, as the field does it."""
     step = prepare_plain(job.kind, job.lr, folder, device)
-    text, config = Text([texts / "novels-train.txt"]), new_config(steps=job.steps, warmup=WARMUP)
-    drawn = {"seed": job.seed, "micro": 0, "batch_size": job.batch, "context": CTX}
+    model = read_folder_config(folder, weights="float")
+    given = job_options(job, texts, folder)
+    config = new_config(preset=model, device=device, warmup=WARMUP, **given)
+    text = open_run_texts(config).train
+    drawn = {"seed": job.seed, "micro": 0, "batch_size": job.batch, "context": config.model.ctx}
     for number in range(job.steps):
         step.updates.lr.fill_(job.lr * learning_rate(config, number) / config.lr)
         step(*batch(text, step=number, device=device, **drawn))
     figures = {"state_bytes": step.state_bytes(), "captured": step.graph is not None}
-    return figures | both_losses(step.model.loss, texts, device)
+    twin = float_model(folder, named_weights(step.model).__getitem__, device)
+    return figures | scores(twin, texts, folder, device, job.text)
 
 
 def measure(kind: str, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     """Time steps of a way of tuning, and measure its peak."""
-    novels = Text([texts / "novels-train.txt"])
+    setting, options = setting_of(folder), text_options(texts, folder, NEW)
     drawn: dict[str, Any] = {
         "seed": 0,
         "micro": 0,
-        "batch_size": BATCH,
-        "context": CTX,
+        "batch_size": setting.batch,
+        "context": setting.ctx,
         "device": device,
     }
     if kind in float_steps.KINDS:
+        model = read_folder_config(folder, weights="float")
+        text = open_run_texts(new_config(preset=model, device=device, **options)).train
         whole = prepare_plain(kind, 1e-4, folder, device)
-        batches = itertools.cycle([batch(novels, step=number, **drawn) for number in range(4)])
+        batches = itertools.cycle([batch(text, step=number, **drawn) for number in range(4)])
         step, state = lambda: whole(*next(batches)), whole.state_bytes
     else:
-        both = Texts(novels, Text([texts / "novels-val.txt"]), "")
         if kind in RULES:
             model = saved_config(read_saved(imported(folder, kind), print).checkpoint)
-            config = new_config(preset=model, batch=BATCH, device=device)
+            config = new_config(preset=model, device=device, **options)
             with deterministic():
-                trainer = Trainer(config, both, capture=True)
+                trainer = Trainer(config, open_run_texts(config), capture=True)
         else:
-            trainer = twin_trainer(folder, both, device=device, optimizer=kind.lower(), batch=BATCH)
-        step, state = trainer.train_step, trainer.state_bytes
+            trainer = twin_trainer(folder, device=device, optimizer=kind.lower(), **options)
+        step, state, text = trainer.train_step, trainer.state_bytes, trainer.texts.train
     with deterministic() if kind not in float_steps.KINDS else nullcontext():
         for _ in range(UNTIMED_STEPS):
             step()
@@ -268,7 +435,7 @@ def measure(kind: str, texts: Path, folder: Path, device: str) -> dict[str, Any]
     return asdict(job) | {
         "state_bytes": state(),
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
-        "bytes_per_second": round(BATCH * CTX / seconds),
+        "bytes_per_second": round(setting.batch * setting.ctx * text.symbol_bytes / seconds),
         "seconds": round(seconds, 5),
     }
 
@@ -279,78 +446,99 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
-@torch.no_grad()
-def load_plain(model: FloatQwen, tensors: dict[str, Tensor]) -> None:
-    """Copy the weights of a folder."""
-    model.embedding.copy_(tensors["model.embed_tokens.weight"])
-    model.norm.copy_(tensors["model.norm.weight"])
-    model.head.copy_(tensors["lm_head.weight"])
-    for index, block in enumerate(model.matrices):
-        for name, theirs in IN_BLOCK.items():
-            block[name].copy_(tensors[f"model.layers.{index}.{theirs}.weight"])
-
-
 def tune_integers(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     """Tune integers as `arb train --init-from` does, from the import of the folder."""
     begun = imported(folder, job.kind)
-    options: dict[str, Any] = {
-        "lr": job.lr, "steps": job.steps, "seed": job.seed, "batch": job.batch, "warmup": WARMUP,
-        "eval_every": 0, "keep": 1, "device": device, "data": [str(texts / "novels-train.txt")],
-        "val": [str(texts / "novels-val.txt")],
-    }  # fmt: skip
+    model = saved_config(read_saved(begun, print).checkpoint)
+    given = job_options(job, texts, folder)
+    config = new_config(preset=model, device=device, warmup=WARMUP, **given)
+    return tuned_integers(config, begun, texts, folder, job.text)
+
+
+def tuned_integers(
+    config: TrainConfig, begun: Path, texts: Path, folder: Path, new: str = NEW
+) -> dict[str, Any]:
+    """Train a run from another one, and score it: see `tuned_twin`."""
+    config = replace(config, eval_every=max(1, config.steps // CURVE), keep=1)
+    curve = Curve(f"{config.model.rule} {config.lr:g}")
     with tempfile.TemporaryDirectory() as made:
         run = Path(made, "run")
-        config = new_config(preset=saved_config(read_saved(begun, print).checkpoint), **options)
-        arbcli.train(config, run, init_from=begun)
-        return score(run, texts, device)
+        arbcli.train(config, run, init_from=begun, observer=curve)
+        return {"curve": curve.losses} | score(run, texts, folder, config.device, new)
 
 
-def score(run: Path, texts: Path, device: str) -> dict[str, Any]:
-    """Return both losses of a saved run, and the bytes of its state."""
+def score(run: Path, texts: Path, folder: Path, device: str, new: str = NEW) -> dict[str, Any]:
+    """Return the scores of a saved run, and the bytes of its state."""
     model = load_model(run, device=device)
     state = max(path.stat().st_size for path in run.glob("step-*.safetensors"))
-    return {"state_bytes": state} | both_losses(model.loss, texts, device)
+    return {"state_bytes": state} | scores(model, texts, folder, device, new)
 
 
 def imported(folder: Path, kind: str) -> Path:
-    """Name the run that a kind begins with."""
-    return folder.with_name(f"imported-{kind.replace(' ', '-')}")
-
-
-def import_for(folder: Path, kind: str) -> None:
-    """Import the float model for a kind, in a process of its own.
+    """Return the run that a kind begins with; a process of its own imports it if it is missing.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the import failed.
     """
-    rule, optimizer = RULES.get(kind, RULES["moment"])
-    command = [sys.executable, "-m", "arbcli", "import", str(folder), "--rule", rule]
-    command += ["--optimizer", optimizer, *MIXTURES.get(kind, ())]
-    command += ["--out", str(imported(folder, kind))]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-800:]}")
+    run = folder.with_name(f"{folder.name}-{kind.replace(' ', '-')}")
+    if not run.exists():
+        rule, optimizer = RULES.get(kind, RULES["moment"])
+        command = [sys.executable, "-m", "arbcli", "import", str(folder), "--rule", rule]
+        command += ["--optimizer", optimizer, *MIXTURES.get(kind, ()), "--out", str(run)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-800:]}")
+    return run
 
 
 @torch.no_grad()
-def both_losses(
-    loss: Callable[[Tensor, Tensor], Tensor], texts: Path, device: str
+def scores(
+    model: LanguageModel, texts: Path, folder: Path, device: str, new: str = NEW
 ) -> dict[str, float]:
-    """Average the loss over the held-out windows of both texts."""
-    means = {}
+    """Return losses and choices of a model on the held-out texts, see the module."""
+    setting, figures = setting_of(folder), {}
+    names = {"new": new, "old": OLD}
+    if setting is TOKENS:
+        names |= {name: name for name in TEXTS if name not in (new, OLD)}
+    config = read_folder_config(folder, weights="float")
     with use_backend(resolve_backend(None, resolve_device(device))):
-        for name, file in (("new", "novels-val.txt"), ("old", "code-val.txt")):
-            batches = evaluation_batches(
-                Text([texts / file]), num_batches=EVAL_BATCHES, batch_size=BATCH, context=CTX,
+        for field, name in names.items():
+            options = text_options(texts, folder, name)
+            options["data"] = options["val"]  # what it was trained on is not read
+            text = open_run_texts(new_config(preset=config, device=device, **options)).val
+            total, count = 0.0, 0
+            for inputs in evaluation_batches(
+                text, num_batches=EVAL_BATCHES, batch_size=setting.batch, context=setting.ctx,
                 device=device,
-            )  # fmt: skip
-            losses = [float(loss(ids, targets)) for ids, targets in batches]
-            means[name] = round(sum(losses) / len(losses), 4)
-    return means
+            ):  # fmt: skip
+                learnt = int((inputs[1] >= 0).sum())
+                total, count = total + float(model.loss(*inputs)) * learnt, count + learnt
+            figures[field] = round(total / count / text.symbol_bytes, 4)
+            if setting is TOKENS and not text.packs:
+                figures[f"{field}_choices"] = choose(model, text, device)
+    return figures
+
+
+def choose(model: LanguageModel, text: Text, device: str) -> float:
+    """Return the share of passages whose true continuation has the lowest loss of `CHOICES`."""
+    length, right = PASSAGE + CONTINUATION, 0
+    for number in range(QUESTIONS // QUESTIONS_AT_ONCE):
+        starts = batch_starts(text, EVAL_SEED, number, 0, QUESTIONS_AT_ONCE * CHOICES, length - 1)
+        windows = text.window_batch(starts, length).long().view(-1, CHOICES, length).to(device)
+        windows[:, :, :PASSAGE] = windows[:, :1, :PASSAGE]
+        ids = windows.flatten(0, 1)
+        losses = model.position_losses(ids[:, :-1], ids[:, 1:])[:, PASSAGE - 1 :].sum(1)
+        right += int((losses.view(-1, CHOICES).argmin(1) == 0).sum())
+    return right / QUESTIONS
 
 
 def tune(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
-    """Run a job: tune a model, and return its results."""
+    """Run a job: tune a model, or score what ways begin with, and return its results."""
+    if job.kind == FLOAT:
+        twin = float_model(folder, WeightFolder(folder).read, device)
+        return {"state_bytes": 0} | scores(twin, texts, folder, device, job.text)
+    if job.part == "begun":
+        return score(imported(folder, job.kind), texts, folder, device, job.text)
     if job.kind in RULES:
         return tune_integers(job, texts, folder, device)
     if job.kind in ("AdamW", "Muon"):
@@ -365,18 +553,18 @@ def options(benchmark: str, summary: str) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, help="steps of every run, for a trial")
     parser.add_argument("--folder", type=Path, help="the float model; trained if missing")
+    parser.add_argument("--text", choices=TEXTS, default=NEW, help="what is new [novels]")
     parser.add_argument("--kinds", nargs="+", help="only run jobs of these kinds")
     parser.add_argument("--jobs", help=argparse.SUPPRESS)
     return parser
 
 
 @contextmanager
-def prepared_folder(args: argparse.Namespace, kinds: Iterable[str], *what: Any) -> Iterator[Path]:
-    """Train the float model if it is missing, and import it for several kinds.
+def prepared_folder(args: argparse.Namespace, *what: Any) -> Iterator[Path]:
+    """Train the float model if it is missing.
 
     Args:
         args: parsed arguments of `options`; without a folder, a temporary one is used.
-        kinds: kinds in `RULES` and `MIXTURES`.
         what: arguments of `pretrain` after the device.
 
     Yields:
@@ -386,8 +574,6 @@ def prepared_folder(args: argparse.Namespace, kinds: Iterable[str], *what: Any) 
         folder = args.folder or Path(temporary, "qwen3-of-bytes")
         if not folder.exists():
             pretrain(args.texts, folder, args.steps or PRETRAINED_STEPS, args.device, *what)
-        with ThreadPoolExecutor(len(RULES)) as pool:
-            list(pool.map(lambda kind: import_for(folder, kind), kinds))
         yield folder
 
 
@@ -403,7 +589,7 @@ def run_all(benchmark: str, jobs: Iterable[Any], folder: Path, args: argparse.Na
     kinds: dict[str, list[dict[str, Any]]] = {}
     for job in jobs:
         if job.kind in (args.kinds or (job.kind,)):
-            job = replace(job, steps=args.steps or job.steps)
+            job = replace(job, steps=job.steps and (args.steps or job.steps))
             kinds.setdefault(job.kind, []).append(asdict(job))
     writing = Lock()
 
@@ -447,17 +633,8 @@ def save_row(benchmark: str, row: dict[str, Any], args: argparse.Namespace) -> N
     """Print a row, and save it with the results."""
     print(json.dumps(row), flush=True)
     command = results.command_line(benchmark, "TEXTS")
-    results.save(benchmark, [row], command=command, folder=args.out)
-
-
-def print_begun(rules: Iterable[str], folder: Path, args: argparse.Namespace) -> None:
-    """Print the losses of the float model and of its import."""
-    for kind in rules:
-        row = {"part": "begun", "kind": kind, "lr": 0.0, "seed": 0, "steps": 0, "seconds": 0.0}
-        scores = score(imported(folder, kind), args.texts, args.device)
-        print(json.dumps(row | scores), flush=True)
-    twin = read_float(WeightFolder(folder), read_folder_config(folder, weights="float"))
-    print("float", both_losses(twin.to(args.device).loss, args.texts, args.device), flush=True)
+    name = benchmark + setting_of(args.folder).suffix
+    results.save(name, [row], command=command, folder=args.out)
 
 
 def main() -> None:
@@ -473,19 +650,17 @@ def main() -> None:
     if args.measure:
         print(json.dumps(measure(args.measure, args.texts, args.folder, args.device)))
         return
-    rules = [kind for kind in RULES if kind in (args.kinds or RULES)]
-    with prepared_folder(args, rules) as folder:
-        parts = args.parts or PARTS
-        if {*parts} != {"speed"}:
-            print_begun(rules, folder, args)
+    parts, setting = args.parts or PARTS, setting_of(args.folder)
+    with prepared_folder(args) as folder:
         if "speed" in parts:
             words = [sys.executable, "-m", "benchmarks.tuning", str(args.texts)]
             words += ["--device", args.device, "--folder", str(folder), "--measure"]
-            kinds = [kind for kind in SPEEDS if kind in (args.kinds or (kind,))]
+            kinds = [kind for rates in setting.rates.values() for kind in rates]
+            kinds = [kind for kind in kinds if kind in (args.kinds or (kind,))]
             for row in measured([*words, kind] for kind in kinds):
                 if row is not None:
                     save_row("tuning", row, args)
-        chosen = [job for job in jobs(args.seeds) if job.part in parts]
+        chosen = [job for job in jobs(args.seeds, setting, args.text) if job.part in parts]
         run_all("tuning", chosen, folder, args)
 
 

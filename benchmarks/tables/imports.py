@@ -46,7 +46,7 @@ def _gib(size: float | None) -> str:
 
 def tuning(runs: Runs) -> str:
     """List each way of tuning at its best rate, the best way first: losses, bytes and speed."""
-    tuned = [row for row in rows_of(runs) if row["part"] != "speed"]
+    tuned = [row for row in rows_of(runs) if row["part"] not in ("begun", "speed")]
     by_way: dict[tuple[str, float], list[Row]] = {}
     for row in tuned:
         by_way.setdefault((row["kind"], row["lr"]), []).append(row)
@@ -76,6 +76,7 @@ MIXTURES = {
 }
 """Rules of weights that fade, if there are two of them."""
 WAYS_TO_TRITS = {
+    "float": "float, before",
     "muon": "straight-through latents, Muon",
     "moment imported": "`moment`, all digits, as imported",
     "nibble imported": "`nibble`, all digits, as imported",
