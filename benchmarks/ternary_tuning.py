@@ -153,12 +153,16 @@ def main() -> None:
     kinds = args.kinds or {way.kind for way in args.way}
     rules = [rule for rule in RULES if rule in kinds]
     files = [[f"{name}-{part}.txt" for name in TEXTS] for part in ("train", "val")]
-    with prepared_folder(args, *files, SHAPE, BATCH) as folder:
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(partial(imported, folder), rules))
-        for row in begin(args.texts, folder, rules, args.device):
-            save_row("ternary_tuning", row, args)
+    with prepared_folder(args, *files, SHAPE, BATCH) as folder, ThreadPoolExecutor() as pool:
+        list(pool.map(partial(imported, folder), rules))
+
+        def save_begun() -> None:
+            for row in begin(args.texts, folder, rules, args.device):
+                save_row("ternary_tuning", row, args)
+
+        begun = pool.submit(save_begun)
         run_all("ternary_tuning", args.way, folder, args)
+        begun.result()
 
 
 if __name__ == "__main__":

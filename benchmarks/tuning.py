@@ -38,6 +38,7 @@ from torch import Tensor
 
 import arbcli
 from arbcli.base.run_files import TOKENIZER
+from arbcli.config.model import ModelConfig
 from arbcli.config.training import TrainConfig
 from arbcli.data.text import (
     EVAL_BATCHES,
@@ -153,11 +154,13 @@ TOKENS = Setting(
 TEXTS = {"novels": "txt", "code": "txt", "chats": "jsonl"}
 """Endings of the files of each text."""
 NEW, OLD, CHATS = TEXTS
-CURVE = 5
+CURVE = 4
 """Number of losses of a curve."""
 QUESTIONS, CHOICES, PASSAGE, CONTINUATION = 256, 4, 64, 24
 """Numbers of held-out passages, of continuations of each, and of tokens of both."""
 QUESTIONS_AT_ONCE = 16
+WRITING = Lock()
+"""Held while a file of results is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +298,9 @@ def tuned_twin(
                 curve.add(step, trainer.evaluate() / trainer.texts.val.symbol_bytes)
     trainer.release_graph()
     figures = {"state_bytes": trainer.state_bytes(), "curve": curve.losses}
-    return figures | scores(trainer.model, texts, folder, device, new)
+    eager = untrained(config.model, device)  # one that is compiled would be so for each shape
+    eager.load_state_dict(trainer.model.state_dict())
+    return figures | scores(eager, texts, folder, device, new)
 
 
 class Curve(Observer):
@@ -331,11 +336,15 @@ def fill(model: LanguageModel, read: Callable[[str], Tensor]) -> None:
                 rows.copy_(read(part.hugging_face).view_as(rows))
 
 
+def untrained(config: ModelConfig, device: str) -> LanguageModel:
+    """Build a baseline whose weights are not set."""
+    compute = COMPUTE[default_compute(resolve_device(device))]
+    return build_model(config, compute, seed=None).to(device)
+
+
 def float_model(folder: Path, read: Callable[[str], Tensor], device: str) -> LanguageModel:
     """Build the float baseline of a folder with some weights, to score them."""
-    config = read_folder_config(folder, weights="float")
-    compute = COMPUTE[default_compute(resolve_device(device))]
-    model = build_model(config, compute, seed=None).to(device)
+    model = untrained(read_folder_config(folder, weights="float"), device)
     fill(model, read)
     return model
 
@@ -591,7 +600,6 @@ def run_all(benchmark: str, jobs: Iterable[Any], folder: Path, args: argparse.Na
         if job.kind in (args.kinds or (job.kind,)):
             job = replace(job, steps=job.steps and (args.steps or job.steps))
             kinds.setdefault(job.kind, []).append(asdict(job))
-    writing = Lock()
 
     def run(group: list[dict[str, Any]]) -> None:
         words = ["-m", f"benchmarks.{benchmark}", str(args.texts), "--device", args.device]
@@ -601,8 +609,7 @@ def run_all(benchmark: str, jobs: Iterable[Any], folder: Path, args: argparse.Na
             assert process.stdout is not None
             for line in process.stdout:
                 if line.startswith("{"):
-                    with writing:
-                        save_row(benchmark, json.loads(line), args)
+                    save_row(benchmark, json.loads(line), args)
         if process.returncode:
             print(f"{group[0]['kind']}: failed", flush=True)
 
@@ -634,7 +641,8 @@ def save_row(benchmark: str, row: dict[str, Any], args: argparse.Namespace) -> N
     print(json.dumps(row), flush=True)
     command = results.command_line(benchmark, "TEXTS")
     name = benchmark + setting_of(args.folder).suffix
-    results.save(name, [row], command=command, folder=args.out)
+    with WRITING:
+        results.save(name, [row], command=command, folder=args.out)
 
 
 def main() -> None:
