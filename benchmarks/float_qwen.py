@@ -5,7 +5,9 @@ a time. Products are bf16; those of blocks may be e4m3, except for gradients of 
 `float_steps` has the optimizers of bf16 weights.
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +34,27 @@ class Shape:
     head_norms: bool = True
     theta: float = 1e6
     eps: float = 1e-6
+
+    @classmethod
+    def read(cls, folder: Path) -> "Shape":
+        """Read the shape of a folder for Transformers."""
+        fields = json.loads((folder / "config.json").read_text())
+        sizes = {field: fields[name] for field, name in FIELDS.items()}
+        width = fields.get("head_dim") or sizes["dim"] // sizes["heads"]
+        return cls(**sizes, head_width=width, head_norms=fields["model_type"] == "qwen3")
+
+    def hugging_face(self, **others: Any) -> dict[str, Any]:
+        """Return the fields of `config.json` of a Qwen 3."""
+        sizes = {name: getattr(self, field) for field, name in FIELDS.items()}
+        return sizes | {"model_type": "qwen3", "head_dim": self.head_width} | others
+
+
+FIELDS = {
+    "layers": "num_hidden_layers", "dim": "hidden_size", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "ffn": "intermediate_size", "vocabulary": "vocab_size",
+    "tied": "tie_word_embeddings", "theta": "rope_theta", "eps": "rms_norm_eps",
+}  # fmt: skip
+"""Fields of `config.json`, by those of `Shape`."""
 
 
 class FloatQwen(nn.Module):

@@ -151,13 +151,7 @@ class RandomTokens:
 
 def model_config(shape: Shape, rule: str, direction: str) -> ModelConfig:
     """Read the model of a `config.json` of that shape, as `arb import` does."""
-    fields = {
-        "model_type": "qwen3", "hidden_size": shape.dim, "intermediate_size": shape.ffn,
-        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_width,
-        "vocab_size": shape.vocabulary, "tie_word_embeddings": shape.tied, "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6, "max_position_embeddings": 40960,
-    }  # fmt: skip
+    fields = shape.hugging_face(max_position_embeddings=40960)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(fields))
         return read_folder_config(Path(folder), rule=rule, direction=direction, digits="all")

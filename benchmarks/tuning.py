@@ -156,7 +156,7 @@ TEXTS = {"novels": "txt", "code": "txt", "chats": "jsonl"}
 NEW, OLD, CHATS = TEXTS
 CURVE = 4
 """Number of losses of a curve."""
-QUESTIONS, CHOICES, PASSAGE, CONTINUATION = 256, 4, 64, 24
+QUESTIONS, CHOICES, PASSAGE, CONTINUATION = 256, 4, 48, 8
 """Numbers of held-out passages, of continuations of each, and of tokens of both."""
 QUESTIONS_AT_ONCE = 16
 WRITING = Lock()
@@ -214,16 +214,9 @@ def pretrain(
 ) -> None:
     """Train the float model on code, or other texts, and write a folder for Transformers."""
     folder.mkdir(parents=True)
-    shape = shape or SHAPE
-    fields = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": shape.dim,
-        "intermediate_size": shape.ffn, "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_width, "vocab_size": shape.vocabulary, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": shape.tied, "max_position_embeddings": BYTES.ctx, "rope_theta": 1e6,
-        "dtype": "float32",
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(fields))
+    shape, shown = shape or SHAPE, {"architectures": ["Qwen3ForCausalLM"], "dtype": "float32"}
+    fields = shape.hugging_face(max_position_embeddings=BYTES.ctx)
+    (folder / "config.json").write_text(json.dumps(fields | shown))
     train, val = ([str(texts / name) for name in some] for some in (data, held_out))
     trainer = twin_trainer(
         folder, device=device, batch=windows, lr=1e-3, steps=steps, optimizer="adamw", data=train,
@@ -255,10 +248,15 @@ def text_options(texts: Path, folder: Path, *names: str) -> dict[str, Any]:
     return options | {"ctx": setting.ctx, "batch": setting.batch}
 
 
-def twin_trainer(folder: Path, *, device: str, weights: str = "float", **options: Any) -> Trainer:
-    """Make a trainer of the float baseline of a folder's model, by options of `arb train`."""
+def twin_config(folder: Path, *, weights: str = "float", **options: Any) -> TrainConfig:
+    """Configure the float baseline of a folder's model, by options of `arb train`."""
     model = read_folder_config(folder, weights=weights)
-    config = new_config(preset=model, device=device, warmup=WARMUP, **options)
+    return new_config(preset=model, warmup=WARMUP, **options)
+
+
+def twin_trainer(folder: Path, **options: Any) -> Trainer:
+    """Make a trainer of the float baseline: see `twin_config`."""
+    config = twin_config(folder, **options)
     with deterministic():
         return Trainer(config, open_run_texts(config), capture=True)
 
@@ -349,22 +347,9 @@ def float_model(folder: Path, read: Callable[[str], Tensor], device: str) -> Lan
     return model
 
 
-def read_shape(folder: Path) -> Shape:
-    """Read the shape of a Llama or Qwen 3."""
-    fields = json.loads((folder / "config.json").read_text())
-    heads, dim = fields["num_attention_heads"], fields["hidden_size"]
-    return Shape(
-        layers=fields["num_hidden_layers"], dim=dim, heads=heads,
-        kv_heads=fields["num_key_value_heads"], head_width=fields.get("head_dim") or dim // heads,
-        ffn=fields["intermediate_size"], vocabulary=fields["vocab_size"],
-        tied=fields["tie_word_embeddings"], head_norms=fields["model_type"] == "qwen3",
-        theta=fields["rope_theta"], eps=fields["rms_norm_eps"],
-    )  # fmt: skip
-
-
 def prepare_plain(kind: str, lr: float, folder: Path, device: str) -> WholeStep:
     """Make a float model in bf16, with the weights of the folder, and what tunes it."""
-    model = FloatQwen(read_shape(folder), torch.bfloat16, recompute=False, device=device)
+    model = FloatQwen(Shape.read(folder), torch.bfloat16, recompute=False, device=device)
     read = WeightFolder(folder).read
     with torch.no_grad():
         for name, weight in named_weights(model).items():
@@ -392,9 +377,7 @@ def named_weights(model: FloatQwen) -> dict[str, Tensor]:
 def tune_plain(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     """Tune weights in bf16, or adapters, as the field does it."""
     step = prepare_plain(job.kind, job.lr, folder, device)
-    model = read_folder_config(folder, weights="float")
-    given = job_options(job, texts, folder)
-    config = new_config(preset=model, device=device, warmup=WARMUP, **given)
+    config = twin_config(folder, device=device, **job_options(job, texts, folder))
     text = open_run_texts(config).train
     drawn = {"seed": job.seed, "micro": 0, "batch_size": job.batch, "context": config.model.ctx}
     for number in range(job.steps):
@@ -408,18 +391,16 @@ def tune_plain(job: Job, texts: Path, folder: Path, device: str) -> dict[str, An
 def measure(kind: str, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     """Time steps of a way of tuning, and measure its peak."""
     setting, options = setting_of(folder), text_options(texts, folder, NEW)
-    drawn: dict[str, Any] = {
-        "seed": 0,
-        "micro": 0,
-        "batch_size": setting.batch,
-        "context": setting.ctx,
-        "device": device,
-    }
     if kind in float_steps.KINDS:
-        model = read_folder_config(folder, weights="float")
-        text = open_run_texts(new_config(preset=model, device=device, **options)).train
+        text = open_run_texts(twin_config(folder, device=device, **options)).train
+        size: dict[str, Any] = {"batch_size": setting.batch, "context": setting.ctx}
         whole = prepare_plain(kind, 1e-4, folder, device)
-        batches = itertools.cycle([batch(text, step=number, **drawn) for number in range(4)])
+        batches = itertools.cycle(
+            [
+                batch(text, seed=0, step=number, micro=0, device=device, **size)
+                for number in range(4)
+            ]
+        )
         step, state = lambda: whole(*next(batches)), whole.state_bytes
     else:
         if kind in RULES:
@@ -509,12 +490,11 @@ def scores(
     names = {"new": new, "old": OLD}
     if setting is TOKENS:
         names |= {name: name for name in TEXTS if name not in (new, OLD)}
-    config = read_folder_config(folder, weights="float")
     with use_backend(resolve_backend(None, resolve_device(device))):
         for field, name in names.items():
             options = text_options(texts, folder, name)
             options["data"] = options["val"]  # what it was trained on is not read
-            text = open_run_texts(new_config(preset=config, device=device, **options)).val
+            text = open_run_texts(twin_config(folder, device=device, **options)).val
             total, count = 0.0, 0
             for inputs in evaluation_batches(
                 text, num_batches=EVAL_BATCHES, batch_size=setting.batch, context=setting.ctx,
