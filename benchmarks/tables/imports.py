@@ -85,16 +85,19 @@ WAYS_TO_TRITS = {
 
 
 def ways_to_trits(runs: Runs) -> str:
-    """List ways to a ternary model with a loss for each seed, by the mean loss of both texts."""
+    """List ways to a ternary model, at their best rates and fades, by the loss of both texts."""
     ways: dict[tuple, list[Row]] = {}
     for row in sorted(rows_of(runs), key=lambda row: row["seed"]):
         if row["kind"] not in WAYS_TO_TRITS and not row["lr"]:
             continue  # imports of other rules hardly differ
         fields = ("kind", "lr", "taught", "fade_from", "fade_to")
         ways.setdefault(tuple(row[field] for field in fields), []).append(row)
-    lines = []
+    lines, shown = [], set()
     for rows in sorted(ways.values(), key=lambda rows: mean(r["new"] + r["old"] for r in rows)):
         row = rows[0]
+        if (row["kind"], row["taught"]) in shown:
+            continue
+        shown.add((row["kind"], row["taught"]))
         fades = row["kind"] not in WAYS_TO_TRITS
         peaks = sorted({each.get("peak_bytes") or 0 for each in rows} - {0})
         way = (MIXTURES | WAYS_TO_TRITS).get(row["kind"], f"`{row['kind']}`")
