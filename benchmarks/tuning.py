@@ -85,6 +85,11 @@ RULES = {
     "nibble factored": ("nibble", "adafactor"),
 }
 """Rule and optimizer, by kind."""
+VARIANTS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "moment, orthogonal symbols": ({"embedding_direction": "orthogonal"}, {}),
+    "moment, fp8": ({}, {"compute": "fp8"}),
+}
+"""Fields of the model and of the run that differ from those of `moment`, by kind."""
 MIXTURES = {
     "moment+nibble": ("--mlp-rule", "nibble"),
     "moment+nibble-blocks": ("--attention-rule", "nibble", "--mlp-rule", "nibble"),
@@ -146,6 +151,8 @@ TOKENS = Setting(
             "AdamW": (3e-4, 1e-3, 1e-4, 3e-3),
             "moment": (0.03, 0.1, 0.01, 0.3),
             "nibble": (0.03, 0.1, 0.01, 0.3),
+            "moment, orthogonal symbols": (0.03, 0.1),
+            "moment, fp8": (0.03,),
         },
         "others": {"LoRA 16, all matrices": (1e-3, 3e-3, 3e-4, 1e-2)},
     },
@@ -439,8 +446,9 @@ def synchronise(device: str) -> None:
 def tune_integers(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     """Tune integers as `arb train --init-from` does, from the import of the folder."""
     begun = imported(folder, job.kind)
-    model = saved_config(read_saved(begun, print).checkpoint)
-    given = job_options(job, texts, folder)
+    of_model, of_run = VARIANTS.get(job.kind, ({}, {}))
+    model = replace(saved_config(read_saved(begun, print).checkpoint), **of_model)
+    given = job_options(job, texts, folder) | of_run
     config = new_config(preset=model, device=device, warmup=WARMUP, **given)
     return tuned_integers(config, begun, texts, folder, job.text)
 
@@ -528,7 +536,7 @@ def tune(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
         return {"state_bytes": 0} | scores(twin, texts, folder, device, job.text)
     if job.part == "begun":
         return score(imported(folder, job.kind), texts, folder, device, job.text)
-    if job.kind in RULES:
+    if job.kind in RULES or job.kind in VARIANTS:
         return tune_integers(job, texts, folder, device)
     if job.kind in ("AdamW", "Muon"):
         return tune_twin(job, texts, folder, device)

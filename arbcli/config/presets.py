@@ -10,6 +10,7 @@ from arbcli.base.lazy import LoadedMapping
 from arbcli.base.reading import shown
 from arbcli.config.fields import build_dataclass, change_fields
 from arbcli.config.kinds import MIXERS
+from arbcli.config.layer_spec import is_chunked
 from arbcli.config.model import ModelConfig
 from arbcli.config.settings import check_choice
 from arbcli.config.short_forms import (
@@ -154,6 +155,21 @@ def change_storage(config: ModelConfig, **overrides: object) -> ModelConfig:
         )
     _set_direction(changes, config.rule, config.direction)
     return set_part_rules(dataclasses.replace(config, **changes), **rules)
+
+
+def with_symbol_directions(config: ModelConfig) -> ModelConfig:
+    """Choose factored steps for the embedding and the head of a large vocabulary.
+
+    Only where the model's own are orthogonal, and where no others are chosen: chunks of such a
+    matrix learn less from orthogonal steps, which are also slower.
+    """
+    orthogonal = config.weights == "ternary" and config.direction == "orthogonal"
+    if not (orthogonal and is_chunked(config.vocabulary)):
+        return config
+    changes = {"embedding_direction": config.embedding_direction or "factored"}
+    if not (config.tied or config.composite):
+        changes["head_direction"] = config.head_direction or "factored"
+    return dataclasses.replace(config, **changes)
 
 
 def _set_direction(changes: dict[str, Any], own_rule: str, own_direction: str | None) -> None:

@@ -17,6 +17,7 @@ from arbcli.config.model import MOST_BLOCKS, BlockConfig, ModelConfig, StageConf
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
+from arbcli.config.presets import with_symbol_directions
 from arbcli.config.short_forms import PART_RULES, set_part_rules
 
 HINT = "import a Llama, Mistral, Qwen 2 or Qwen 3, dense and not quantised, or a BitNet"
@@ -197,7 +198,7 @@ def read_config(
     for name in SILENT:
         fields.take(name, object, None)
     fields.end(ignored)
-    return set_part_rules(config, **rules)
+    return set_part_rules(with_symbol_directions(config), **rules)
 
 
 def divides_by_scale(values: Mapping[str, Any]) -> bool:
