@@ -211,7 +211,7 @@ def sections(ledger: Ledger) -> list[Section]:
     ]
     if ledger.timing:
         speed = f"speed on {ledger.device}: {_roofline(ledger.timing.roofline)}"
-        columns = ("kernel", "shape", "us", "peer", "peer us", "speedup", "roofline", "bound")
+        columns = ("kernel", "shape", "us", "library us", "speedup", "roofline", "bound")
         laid_out.append(Section(speed, columns, list(_speed_rows(ledger.timing))))
     return [section for section in laid_out if section.rows]
 
@@ -224,10 +224,10 @@ def _worst_figures(group: list[ParityResult]) -> list[str]:
 def _speed_rows(timing: TimingReport) -> Iterable[list[str]]:
     """Return a table of speeds, with a row for each kernel that was not timed."""
     for r in timing.timings:
-        peer = [r.peer, f"{r.peer_us:.1f}", f"{r.ratio:.2f}"] if r.peer else [""] * 3
-        yield [r.kernel, r.shape, f"{r.us:.1f}", *peer, f"{r.share:.0%}", r.bound]
+        library = ["", ""] if r.library_us is None else [f"{r.library_us:.1f}", f"{r.ratio:.2f}"]
+        yield [r.kernel, r.shape, f"{r.us:.1f}", *library, f"{r.share:.0%}", r.bound]
     for kernel, reason in timing.not_timed.items():
-        yield [kernel, f"not timed: {reason}", *[""] * 6]
+        yield [kernel, f"not timed: {reason}", *[""] * 5]
 
 
 def _roofline(roofline: Roofline) -> str:

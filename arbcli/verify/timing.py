@@ -2,8 +2,8 @@
 
 What is timed is one call, captured as a CUDA graph and replayed between two events. That is how a
 training step runs, and it leaves out Python but not the launch: a call that does nothing takes
-`Roofline.launch_us`, which is in every figure, ours and a peer's, and is not subtracted. A kernel
-of 5 us is therefore faster than its share of the roofline says, and its ratio to a peer nearer 1.
+`Roofline.launch_us`, which is in every figure, ours and a library's, and is not subtracted. A
+kernel of 5 us is therefore faster than its share of the roofline says, and its ratio nearer 1.
 
 Caches are cold. Before each call a buffer of four times the L2 cache is read, and meanwhile the
 call is queued, so that the GPU never waits for Python. It is read and not written, for a cache full
@@ -19,17 +19,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from arbcli.base.errors import ArbError
-from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.runtime.device import capturing
+from arbcli.verify.cases import production_cases
 from arbcli.verify.check_kernels import KernelResult, find_kernels
-from arbcli.verify.compare import as_tuple
-from arbcli.verify.verification import Timing
+from arbcli.verify.verification import Case, Verification
 
 WARM_UPS = 3
 """Warm-up calls before a capture, and warm-up turns."""
@@ -147,14 +148,14 @@ class TimingResult:
     shape: str
     us: float
     """Median of the turns, in microseconds."""
-    peer: str | None
-    """Name of the peer, if there is one."""
-    peer_us: float | None
+    library_us: float | None
+    """The same of torch's or cuBLAS's call for the same work, if there is one."""
     ratio: float | None
-    """How many times as fast as the peer."""
+    """How many times as fast as that call."""
     moved_bytes: int
     """Inputs read once and results written once."""
     flops: int
+    """Multiplications and additions of the products of the library."""
     floor_us: float
     """The least that the roofline allows."""
     bound: str
@@ -198,7 +199,7 @@ def time_kernels(
     group_size: int,
     progress: Callable[[str], None] = lambda _: None,
 ) -> TimingReport:
-    """Time the kernels that passed, and no other.
+    """Time the kernels that passed, and no other, on their cases of production sizes.
 
     Args:
         results: results of their verification.
@@ -218,43 +219,45 @@ def time_kernels(
         (spec,) = find_kernels([name])
         if not passed[name]:
             not_timed[name] = "it did not pass"
-        elif spec.timings is None:
-            not_timed[name] = "it has nothing to be timed on"
+        elif not spec.timed:
+            not_timed[name] = "a CUDA graph cannot capture it"
         else:
             progress(f"timing  {name}")
-            for timing in spec.timings(stopwatch.device, group_size):
-                run = timing.run or spec.operation.triton
-                timings.append(_time(name, run, timing, stopwatch, roofline))
+            for case in production_cases(spec, stopwatch.device, group_size):
+                timings.append(_time(spec, case, stopwatch, roofline))
     return TimingReport(roofline, tuple(timings), not_timed)
 
 
 def num_bytes(value: object) -> int:
-    """Count the bytes of an argument, of all its tensors if it is a packed matrix."""
-    if isinstance(value, Packed):
+    """Count the bytes of an argument, of all its tensors if it is a tuple of them."""
+    if isinstance(value, tuple):
         return sum(map(num_bytes, value))
     return value.nbytes if isinstance(value, Tensor) else 0
 
 
-def _time(
-    kernel: str, run: Callable, timing: Timing, stopwatch: Stopwatch, roofline: Roofline
-) -> TimingResult:
-    outputs = run(*timing.inputs)
-    results = () if outputs is None else as_tuple(outputs)  # of a launch that writes to its inputs
-    moved_bytes = sum(map(num_bytes, (*timing.inputs, *results)))
-    calls: list[Callable[[], object]] = [partial(run, *timing.inputs)]
-    if timing.peer:
-        calls.append(timing.peer)
+def _time(spec: Verification, case: Case, stopwatch: Stopwatch, roofline: Roofline) -> TimingResult:
+    run: Callable[[], Any] = partial(spec.operation.triton, *case.inputs)
+    results, moved_bytes = run(), num_bytes(case.inputs)
+    if not any(results is value for value in case.inputs):
+        moved_bytes += num_bytes(results)
+    if spec.looked_up:
+        moved_bytes -= num_bytes(case.inputs[[*spec.arguments].index(spec.looked_up)])
+    calls, flops = [run], 0
+    if spec.library:
+        calls.append(spec.library(*case.inputs))
+        with FlopCounterMode(display=False) as counter:
+            calls[1]()
+        flops = counter.get_total_flops()
     ours, *peers = time_calls(calls, stopwatch)
-    floor_us, bound = roofline.floor_us(moved_bytes, timing.flops)
+    floor_us, bound = roofline.floor_us(moved_bytes, flops)
     return TimingResult(
-        kernel=kernel,
-        shape=timing.label,
+        kernel=spec.name,
+        shape=case.label,
         us=median(ours),
-        peer=timing.peer_name if peers else None,
-        peer_us=median(peers[0]) if peers else None,
+        library_us=median(peers[0]) if peers else None,
         ratio=median_ratio(ours, peers[0]) if peers else None,
         moved_bytes=moved_bytes,
-        flops=timing.flops,
+        flops=flops,
         floor_us=floor_us,
         bound=bound,
         share=floor_us / median(ours),

@@ -5,11 +5,11 @@ operation declares. Cases of special values, and draws of arguments that depend 
 declared here.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial, wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,28 +44,10 @@ class Case:
     """Elements of the parts that the torch backend works on; None is as many as it likes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """One set of inputs of a production size, and what else does the same work."""
-
-    label: str
-    """Shapes, and the kind where a kernel has several."""
-    inputs: tuple
-    """Positional arguments; every tensor of them is counted as read once."""
-    run: Callable | None = None
-    """Function to time, whose results count as written once; None is the operation's launcher."""
-    peer: Callable[[], object] | None = None
-    """The same work, without arguments, by torch or a library that it calls."""
-    peer_name: str = "torch"
-    flops: int = 0
-    """Multiplications and additions of a matrix product in bf16; 0 where there is none."""
-
-
 REFUSED = {"refused": {"ok": torch.zeros_like}}
 """A changed case of an update that is refused."""
 Device = torch.device
 MakeCases = Callable[[torch.device, int], Iterator[Case]]
-MakeTimings = Callable[[torch.device, int], Iterable[Timing]]
 
 
 def filled(value: float) -> Callable[[Tensor], Tensor]:
@@ -84,23 +66,14 @@ def one_of(value: float) -> Callable[[Tensor], Tensor]:
     return change
 
 
+def same_inputs(run: Callable) -> Callable:
+    """Make the `library` of an operation from a function that takes its inputs."""
+    return partial(partial, run)
+
+
 def nothing(values: Tensor) -> Tensor:
     """Return none of the rows."""
     return values[:0]
-
-
-class Drawable(Protocol):
-    """A timing whose inputs follow from the arguments of its operation: see `Timed`."""
-
-    def draw(
-        self,
-        arguments: Arguments,
-        values: Mapping[str, Any],
-        device: torch.device,
-        group_size: int,
-    ) -> Timing:
-        """Draw the inputs."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +107,7 @@ EXACT = Gate(exact=True, reason="integers are compared with torch.equal")
 
 @dataclass(frozen=True, eq=False)
 class Verification:
-    """Verification of an operation: its reference, cases, gate and timings."""
+    """Verification of an operation: its reference, cases and gate, and what it is timed next to."""
 
     operation: Operation
     reference: Callable
@@ -182,10 +155,12 @@ class Verification:
     """Whether the scale type matters; None is whether there is a packed matrix."""
     scale_path: Callable[[int], Hashable] = int
     """(group size) to what the code asks of it: sizes of the same answer take the same path."""
-    timed: Sequence[Drawable] = ()
-    """Production sizes that are timed on a GPU, with inputs drawn from the declared arguments."""
-    timings: MakeTimings | None = None
-    """(device, group size) to timings with inputs made by hand; None draws those of `timed`."""
+    library: Callable | None = None
+    """(inputs) to a call of torch or cuBLAS that does the same work, which is timed next to it."""
+    looked_up: str | None = None
+    """Argument of which few rows are read, whose bytes are not counted in a roofline."""
+    timed: bool = True
+    """Whether it is timed: not if a CUDA graph cannot capture its launcher."""
     not_verified: tuple[str, ...] = ()
     """Gaps of the cases and their reasons, for the ledger."""
 
@@ -210,8 +185,6 @@ class Verification:
             derived["peer"] = derived["torch"]
         if self.cases is None:
             derived["cases"] = self._drawn_cases
-        if self.timed and self.timings is None:
-            derived["timings"] = self._drawn_timings
         for key, value in derived.items():
             object.__setattr__(self, key, value)
 
@@ -224,10 +197,6 @@ class Verification:
     def arguments(self) -> Arguments:
         """Declared arguments of the operation, by name."""
         return self.operation.arguments
-
-    def draw_timings(self, device: Device, group_size: int) -> Iterable[Timing]:
-        """Make the timings of this operation, with their inputs on `device`."""
-        return self.timings(device, group_size) if self.timings else ()
 
     def run(self, backend: str) -> Callable:
         """Return a backend's implementation for comparisons; it returns modified arguments too."""
@@ -339,8 +308,3 @@ class Verification:
         if isinstance(kind, Number):
             return bool(kind.allowed or self.values.get(name))
         return self.values.get(name) is not never
-
-    def _drawn_timings(self, device: Device, group_size: int) -> list[Timing]:
-        return [
-            timing.draw(self.arguments, self.values, device, group_size) for timing in self.timed
-        ]

@@ -343,7 +343,7 @@ def _shown_by_verify() -> str:
     untimed = dataclasses.replace(
         few, failures=(filled(Failure),),
         timing=dataclasses.replace(report.timing, timings=tuple(
-            dataclasses.replace(each, peer=None, peer_us=None, ratio=None)
+            dataclasses.replace(each, library_us=None, ratio=None)
             for each in report.timing.timings
         )),
     )  # fmt: skip

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 (RIGHT,) = checked(["pack_trits"], {"T32": 32}, CPU, ["torch"])
 PARITY = next(iter(check_rotary(CPU)))
 TIMED = TimingResult(
-    "rms_norm", "11264x2048", us=20.0, peer="torch", peer_us=30.0, ratio=1.5, moved_bytes=10**7,
+    "rms_norm", "11264x2048", us=20.0, library_us=30.0, ratio=1.5, moved_bytes=10**7,
     flops=0, floor_us=10.0, bound="memory", share=0.5, turns=90,
 )  # fmt: skip
 TIMING = TimingReport(Roofline(4e12, 7e14, 3.0), (TIMED,), {"pack_trits": "it did not pass"})

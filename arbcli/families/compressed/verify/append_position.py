@@ -1,7 +1,5 @@
 """Verification of `arbcli.families.compressed.kernels.append_position`."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -13,15 +11,13 @@ from arbcli.families.compressed.kernels.append_position import (
 )
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
 from arbcli.kernels.runtime.texts import text_by_text
-from arbcli.model.parts.cached import FORMATS
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.eight_bits import (
     decode_entries_reference,
     round_entries_reference,
 )
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
-from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Verification
 
 
 @text_by_text(5, *SHARED)
@@ -77,13 +73,6 @@ def quantise_inputs(inputs: tuple, stored: torch.dtype) -> tuple:
     return inputs[0], *codes, *inputs[3:], exponents
 
 
-def _timings_8bit(device: torch.device, group_size: int) -> Iterator[Timing]:
-    for timing in append_position_verification.draw_timings(device, group_size):
-        for name, stored in FORMATS.items():
-            inputs = quantise_inputs(timing.inputs, stored)
-            yield Timing(f"{timing.label} {name}", inputs)
-
-
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     kv, half, ratio = rng.pick((1, 2)), 1 + min(k, 64), 2 + rng.below(9)
     position, slots = rng.below(60), 1 + rng.below(8)
@@ -101,11 +90,6 @@ append_position_verification = Verification(
         reason="float32 sums over a block; in bf16 no worse than torch by 10 %",
     ),
     compared=("recent", "entries", "opened"), draw=_draw, torch_is_peer=True, needs_rows=False,
-    timed=[
-        Timed(f"{'16 texts of ' * len(texts)}128 wide, {m} of an entry", T=texts, G=1, D=128, W=128,
-              E=slots, M=m, P=16384, position=16000, eps=1e-6)
-        for slots, m in ((4097, 4), (129, 128)) for texts in ((), (16,))
-    ],
 )  # fmt: skip
 append_position_8bit_verification = Verification(
     APPEND_POSITION_8BIT, append_position_8bit_reference, gate=Gate(
@@ -114,5 +98,5 @@ append_position_8bit_verification = Verification(
     ),
     compared=_append_buffers,
     draw=lambda rng, *sizes: quantise_inputs(_draw(rng, *sizes), rng.pick(CODES)),
-    needs_rows=False, timings=_timings_8bit,
+    needs_rows=False,
 )  # fmt: skip

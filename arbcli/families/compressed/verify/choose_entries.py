@@ -8,7 +8,6 @@ from arbcli.families.compressed.kernels.choose_entries import (
 )
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Verification
 
 
@@ -56,10 +55,5 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, size: int) -> tup
 
 choose_entries_verification = Verification(
     choose_entries, choose_entries_reference, draw=_draw, needs_rows=True,
-    timed=[
-        Timed(f"1x4096 of 4x32, 128 of 4096 {name}", choose_entries.torch, B=1, N=4096, H=4, D=32,
-              E=4096, q=dtype, k=dtype, w=torch.bfloat16, first=1, max_entries=4096, top_k=128)
-        for name, dtype in (("bf16", torch.bfloat16), ("e4m3", E4M3))
-    ],
     not_verified=("scores that differ by a rounding alone: which of them is chosen",),
 )  # fmt: skip

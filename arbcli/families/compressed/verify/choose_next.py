@@ -12,7 +12,6 @@ from arbcli.kernels.runtime.texts import text_by_text
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
 from arbcli.verify.kernels.matmul.quantise_rows import round_e4m3_reference
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Gate, Verification
 
 
@@ -105,9 +104,4 @@ choose_next_verification = Verification(
         reason="choices and drawn keys are exact; a square root may err in its last bit",
     ),
     compared=_append_state, draw=_draw, needs_rows=False,
-    timed=[
-        Timed(f"{'16 texts of ' * len(texts)}128 of 4096 at {position}", T=texts, Q=132, D=32,
-              E=4097, K=128, P=16384, position=position, m=4, max_entries=4096, eps=1e-6)
-        for position in (16383, 16382) for texts in ((), (16,))
-    ],
 )  # fmt: skip

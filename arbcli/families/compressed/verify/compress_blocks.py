@@ -10,7 +10,6 @@ from arbcli.families.compressed.kernels.compress_blocks import (
 )
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Gate, Verification
 
 
@@ -86,26 +85,11 @@ def _draw_backward(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) 
     return *(rng.reals(*t.shape, dtype=torch.float32) for t in (recent, entries)), *inputs
 
 
-_TIMED = [
-    Timed(
-        f"16384 bytes by {m} bf16",
-        B=1,
-        T=16384,
-        X=384,
-        M=m,
-        heads=1,
-        eps=1e-6,
-        x=lambda rng, *shape: rng.reals(1, 16384, 1920)[..., 1536:],
-        grad_recent=torch.float32,
-        grad_entries=torch.float32,
-    )
-    for m in (4, 128)
-]
 compress_blocks_verification = Verification(
     compress_blocks, compress_blocks_reference, gate=_GATE, draw=_draw_blocks,
-    torch_is_peer=True, needs_rows=True, timed=_TIMED,
+    torch_is_peer=True, needs_rows=True,
 )  # fmt: skip
 compress_blocks_backward_verification = Verification(
     compress_blocks_backward, compress_blocks_backward_reference, gate=_GATE,
-    draw=_draw_backward, peer=rounded_block_gradients, needs_rows=True, timed=_TIMED,
+    draw=_draw_backward, peer=rounded_block_gradients, needs_rows=True,
 )  # fmt: skip

@@ -1,7 +1,5 @@
 """Verification of `arbcli.families.compressed.kernels.compressed_attention`."""
 
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from arbcli.families.compressed.kernels.compressed_attention import (
 from arbcli.kernels.runtime.arguments import normals
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
-from arbcli.verify.verification import Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Verification
 
 
 def compressed_attention_reference(
@@ -88,37 +86,12 @@ def random_sight(
     return x, *vectors, chosen, normal(heads), angle.cos(), angle.sin(), sight
 
 
-def draw_timed(device: torch.device) -> Iterator[tuple[str, tuple]]:
-    """Draw labels and inputs for 16,384 bytes."""
-    for sight, top_k in ((Sight(128, 4, 4096), 128), (Sight(128, 128, 128), 0)):
-        generator = torch.Generator().manual_seed(0)
-        x, *vectors = random_sight(generator, sight, 1, 16384, 0, (12, 1, 128, top_k))
-        real = [part.to(device, torch.bfloat16) for part in (x, *vectors[:2])]
-        rest = [part.to(device) if isinstance(part, Tensor) else part for part in vectors[2:]]
-        yield f"16384 bytes, entries of {sight.ratio} bf16", (*real, *rest, 1e-6)
-
-
 def _those_there_are(_inputs: tuple, results: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     return tuple(part for part in results if part is not None)
 
 
 def _reference(*inputs: Any) -> tuple[Tensor, ...]:
     return _those_there_are(inputs, compressed_attention_reference(*inputs))
-
-
-def _dense_attention(x: Tensor) -> Tensor:
-    """Compute dense attention to all bytes, with the same number of products per byte."""
-    q = x.view(*x.shape[:2], -1, 64)[:, :, :12].transpose(1, 2)
-    return functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    for label, inputs in draw_timed(device):
-        yield Timing(
-            label, inputs,
-            peer=partial(_dense_attention, inputs[0]),
-            peer_name="torch's attention to all bytes, 12 heads of 64",
-        )  # fmt: skip
 
 
 GATE = Gate(
@@ -147,5 +120,5 @@ def _on(device: torch.device, value: Any) -> Any:
 
 compressed_attention_verification = Verification(
     compressed_attention, _reference, gate=GATE, compared=_those_there_are,
-    draw=draw_attention, torch_is_peer=True, needs_rows=True, timings=_timings,
+    draw=draw_attention, torch_is_peer=True, needs_rows=True,
 )  # fmt: skip

@@ -1,6 +1,5 @@
 """Verification of `arbcli.families.compressed.kernels.compressed_attention_backward`."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,7 +7,6 @@ from torch import Tensor
 
 from arbcli.families.compressed.kernels.compressed_attention import (
     Sight,
-    compressed_attention,
 )
 from arbcli.families.compressed.kernels.compressed_attention_backward import (
     compressed_attention_backward,
@@ -17,11 +15,10 @@ from arbcli.families.compressed.verify.compressed_attention import (
     compressed_attention_reference,
     compressed_attention_verification,
     draw_attention,
-    draw_timed,
 )
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import rotate_reference
-from arbcli.verify.verification import Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Verification
 
 
 def compressed_attention_backward_reference(
@@ -112,15 +109,6 @@ def _gradients_and_terms(
     return gradients, (grad_q * r, grad_recent, grad_entries, sink_terms)
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    for label, inputs in draw_timed(device):
-        y, logs, _ = compressed_attention(*inputs)
-        yield Timing(
-            label,
-            (torch.randn_like(y), y, logs, *inputs),
-        )
-
-
 GATE = Gate(
     relative=1e-5, peer_slack=0.5,
     reason="float32 sums; in bf16 the peer rounds what products take and groups keep, else nothing",
@@ -136,5 +124,4 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 compressed_attention_backward_verification = Verification(
     compressed_attention_backward, compressed_attention_backward_reference, gate=GATE,
     draw=_draw, peer=rounded_attention_gradients, terms=gradient_terms, needs_rows=True,
-    timings=_timings,
 )  # fmt: skip

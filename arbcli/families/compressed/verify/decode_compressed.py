@@ -15,7 +15,6 @@ from arbcli.model.parts.cached import FORMATS
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.eight_bits import decode_entries_reference
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Gate, Verification
 
 
@@ -90,10 +89,4 @@ decode_compressed_verification = Verification(
         relative=1e-5, peer_slack=0.1, reason="float32 sums; in bf16 no worse than torch by 10 %"
     ),
     compared=("semaphores",), draw=_draw, torch_is_peer=True, needs_rows=False,
-    timed=[
-        Timed(f"{'16 texts of ' * len(texts)}12x128, entries of {m}", T=texts, H=12, D=128, W=128,
-              G=1, E=max_entries + 1, K=size, P=16384, choice=(0, max_entries) if size else None,
-              sink=0, position=16383, semaphores=0, m=m, max_entries=max_entries, eps=1e-6)
-        for m, max_entries, size in ((4, 4096, 128), (128, 128, 0)) for texts in ((), (16,))
-    ],
 )  # fmt: skip

@@ -7,7 +7,6 @@ from arbcli.families.compressed.kernels.sum_choices import (
     sum_choices,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Gate, Verification
 
 
@@ -44,10 +43,6 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 
 
 sum_choices_verification = Verification(
-    sum_choices, sum_choices_reference, 
+    sum_choices, sum_choices_reference,
     gate=Gate(relative=1e-5, reason="float32 sums over groups"), draw=_draw, needs_rows=True,
-    timed=[
-        Timed("1x4096x128 of 4096, width 128 bf16", B=1, N=4096, K=128, D=128, entries=4096,
-              chosen=lambda rng, *shape: _choices(rng, *shape, 4096))
-    ],
 )  # fmt: skip

@@ -1,7 +1,5 @@
 """Verification of `arbcli.families.experts.kernels.expert_combine`."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,6 @@ from arbcli.families.experts.kernels.expert_combine import (
     expert_combine_backward,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Gate, Verification
 
 
@@ -31,10 +28,6 @@ def expert_combine_backward_reference(
     return grad_values, torch.einsum("md,mjd->mj", grad_y.double(), values.double()[positions])
 
 
-def _gather_and_multiply(values: Tensor, positions: Tensor, gates: Tensor) -> Tensor:
-    return torch.bmm(gates.bfloat16()[:, None], values[positions])
-
-
 _GATE = Gate(
     relative=1e-5, peer_slack=0.1, rounded=True,
     reason="float32 sums of up to thousands of products; in bf16 no worse than one rounding",
@@ -49,20 +42,15 @@ def _draw_slots(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> 
     return rng.reals(len(order), k), positions, gates
 
 
-_TIMED: dict[str, Any] = {
-    "V": 16384, "D": 1280, "M": 4096, "S": 4, "gates": torch.float32,
-    "positions": lambda rng, *shape: torch.randperm(16384, device=rng.device).view(shape),
-}  # fmt: skip
 expert_combine_verification = Verification(
     expert_combine, expert_combine_reference, gate=_GATE, shapes=((0, 1, 7), (3, 1, 513)),
     changed={"gates of zero": {"gates": torch.zeros_like}}, draw=_draw_slots,
     needs_rows=True,
-    timed=[Timed("4096x4 of 1280 bf16", _gather_and_multiply, "gather and bmm", **_TIMED)],
 )  # fmt: skip
 expert_combine_backward_verification = Verification(
     expert_combine_backward, expert_combine_backward_reference,
     gate=_GATE, shapes=((0, 1, 7), (3, 1, 513)),
     changed={"gates of zero": {"gates": torch.zeros_like}},
     draw=lambda rng, g, m, n, k: (rng.reals(m, k), *_draw_slots(rng, g, m, n, k)),
-    needs_rows=True, timed=[Timed("4096x4 of 1280 bf16", expert_combine_backward.torch, **_TIMED)],
+    needs_rows=True,
 )  # fmt: skip

@@ -1,8 +1,5 @@
 """Verification of `arbcli.families.experts.kernels.grouped_matmul`."""
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -11,7 +8,7 @@ from arbcli.families.experts.kernels.grouped_matmul import (
     grouped_matmul,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Verification
 
 
 def grouped_matmul_reference(
@@ -35,54 +32,6 @@ def grouped_grad_w_reference(grad_y: Tensor, x: Tensor, bounds: Tensor) -> Tenso
         masked_grad, masked_x = (torch.where(owned, values.double(), 0.0) for values in (grad_y, x))
         grad_w.append(torch.einsum("sn,sk->nk", masked_grad, masked_x))
     return torch.stack(grad_w)
-
-
-TIMED = ((16384, 40, 5120, 1280), (128, 64, 5120, 1280))
-"""(S, E, N, K): a batch of training, and one token at a time with eight experts for each of 16."""
-
-
-def _sorted_slots(slots: int, experts: int, device: torch.device) -> Tensor:
-    """Draw bounds of a router with uniform probabilities."""
-    owners = torch.randint(experts, (slots,), device=device).sort().values
-    return torch.searchsorted(owners, torch.arange(experts + 1, device=device))
-
-
-def _timed(device: torch.device) -> Iterator[tuple[str, int, Tensor, Tensor, Tensor, Tensor]]:
-    draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
-    for slots, experts, n, k in TIMED:
-        bounds = _sorted_slots(slots, experts, device)
-        label, flops = f"{slots}x{n}x{k} of {experts}", 2 * slots * n * k
-        yield label, flops, draw(slots, k), draw(experts, n, k), bounds, draw(slots, n)
-
-
-def _matmul_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    """Time it against a batched cuBLAS product with equal, rounded up, rows per expert.
-
-    Its sizes are known from shapes; with ragged rows cuBLAS would have to wait for the device.
-    """
-    for label, flops, x, w, bounds, grad_y in _timed(device):
-        for kind, source, matrices in (("", x, w), (" grad_x", grad_y, w.mT)):
-            equal = source.new_ones(len(w), -(-len(x) // len(w)), source.shape[1])
-            yield Timing(
-                label + kind,
-                (source, matrices, bounds, None),
-                peer=partial(torch.bmm, equal.normal_(), matrices.mT),
-                peer_name="cuBLAS, equal rows",
-                flops=flops,
-            )
-
-
-def _grad_w_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    for label, flops, x, w, bounds, grad_y in _timed(device):
-        rows = -(-len(x) // len(w))
-        left, right = (v.new_ones(len(w), rows, v.shape[1]).normal_() for v in (grad_y, x))
-        yield Timing(
-            label,
-            (grad_y, x, bounds),
-            peer=partial(torch.bmm, left.mT, right),
-            peer_name="cuBLAS, equal rows",
-            flops=flops,
-        )
 
 
 _GATE = Gate(
@@ -123,9 +72,9 @@ def _draw_grad_w(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) ->
 
 grouped_matmul_verification = Verification(
     grouped_matmul, grouped_matmul_reference, gate=_GATE, shapes=((0, 5, 7),), draw=_draw_product,
-    torch_is_peer=True, needs_rows=True, timings=_matmul_timings,
+    torch_is_peer=True, needs_rows=True,
 )  # fmt: skip
 grouped_grad_w_verification = Verification(
     grouped_grad_w, grouped_grad_w_reference, gate=_GATE, shapes=((0, 5, 7),), draw=_draw_grad_w,
-    torch_is_peer=True, needs_rows=True, timings=_grad_w_timings,
+    torch_is_peer=True, needs_rows=True,
 )  # fmt: skip

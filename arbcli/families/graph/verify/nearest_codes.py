@@ -7,7 +7,6 @@ from arbcli.families.graph.kernels.nearest_codes import (
     nearest_codes,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Verification
 
 
@@ -41,8 +40,4 @@ nearest_codes_verification = Verification(
         },
     },
     draw=_draw, needs_rows=True,
-    timed=[
-        Timed(f"{rows} of {number}x{width}", M=rows, V=number, D=width)
-        for rows, number, width in ((4096, 131072, 1024), (4096, 5_000_000, 64))
-    ],
 )  # fmt: skip

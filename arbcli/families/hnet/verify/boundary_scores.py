@@ -10,7 +10,6 @@ from arbcli.families.hnet.kernels.boundary_scores import (
     boundary_scores,
     boundary_scores_backward,
 )
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Gate, Verification
 
 
@@ -53,11 +52,9 @@ _CHANGED: dict[str, dict[str, Any]] = {
 boundary_scores_verification = Verification(
     boundary_scores, boundary_scores_reference, gate=_GATE, shapes=((0, 1, 5),), changed=_CHANGED,
     sizes=_SIZES,
-    timed=[Timed("32x4096x512 bf16", boundary_scores.torch, B=32, T=4096, D=512)],
 )  # fmt: skip
 boundary_scores_backward_verification = Verification(
     boundary_scores_backward, boundary_scores_backward_reference,
     gate=_GATE, shapes=((0, 1, 5),), changed=_CHANGED,
     sizes=_SIZES,
-    timed=[Timed("32x4096x512 bf16", boundary_scores_backward.torch, B=32, T=4096, D=512)],
 )  # fmt: skip

@@ -9,7 +9,6 @@ from arbcli.families.hnet.kernels.find_chunks import (
 )
 from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Verification, filled
 
 
@@ -44,6 +43,5 @@ find_chunks_verification = Verification(
     shapes=((0, 1, 5),),
     changed={f"all {x}": {"boundaries": filled(x)} for x in (True, False)},
     sizes={"B": "m", "T": "k"},
-    timed=[Timed("32x4096 in 1536", find_chunks.torch, B=32, T=4096, capacity=1536)],
     values={"boundaries": draw_boundaries, "capacity": (1, 7, "k", "2 * k")},
 )  # fmt: skip

@@ -6,7 +6,6 @@ from torch import Tensor
 from arbcli.families.hnet.kernels.gather_chunks import (
     gather_chunks,
 )
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Verification, filled
 
 
@@ -24,9 +23,5 @@ gather_chunks_verification = Verification(
     gather_chunks, gather_chunks_reference,
     shapes=((0, 1, 9),), changed={"nowhere": {"index": filled(-1)}},
     sizes={"B": (1, 3), "S": "m", "R": (1, 9, "m")},
-    timed=[
-        Timed("32x1024 of 4096x512 bf16", gather_chunks.torch, B=32, S=4096, D=512, R=1024,
-              index=lambda rng, *shape: torch.arange(0, 4096, 4).to(rng.device).repeat(32, 1))
-    ],
     values={"index": (-1, "S - 1")},
 )  # fmt: skip

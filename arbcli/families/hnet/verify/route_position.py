@@ -10,7 +10,6 @@ from arbcli.families.hnet.kernels.route_position import (
 )
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Gate, Verification, filled
 
 
@@ -94,26 +93,14 @@ def _draw_text(rng: CaseGenerator, router: str, m: int, n: int, k: int) -> tuple
     return router, x, rows, mean, last, byte, ids, *places, 4, 0.1, None
 
 
-def _zero(rng: CaseGenerator, *texts: int) -> Tensor:
-    return rng.integers(0, 0, *texts, 1, 1, dtype=torch.int64)
-
-
 route_position_verification = Verification(
     route_position_, route_position_reference, gate=_GATE, compared=_routed,
     draw=_draw_route, torch_is_peer=True,
-    timed=[
-        Timed(f"{'16 texts of ' * len(texts)}512 bf16", None if texts else route_position_.torch,
-              "torch, step by step", T=texts, D=512, router="learned", byte=_zero, ids=_zero,
-              encoder=0, decoder=0, length=4, eps=1e-6)
-        for texts in ((), (16,))
-    ],
     values={"length": (2, 4, 7), "eps": (0.1,)},
 )  # fmt: skip
 take_chunk_verification = Verification(
     take_chunk_, take_chunk_reference, gate=_GATE,
     changed={f"p {p}": {"p": filled(p)} for p in (0.0, 1.0)}, compared=("y", "mean", "position"),
     sizes={"T": ("()", "(m,)")}, torch_is_peer=True, needs_rows=False,
-    timed=[Timed("512 bf16", take_chunk_.torch, "torch, step by step", T=(), D=512),
-           Timed("16 texts of 512 bf16", T=(16,), D=512, begins=1)],
     values={"p": CaseGenerator.shares, "position": (0, 99), "begins": (0, 1)},
 )  # fmt: skip

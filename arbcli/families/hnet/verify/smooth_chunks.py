@@ -8,7 +8,6 @@ from arbcli.families.hnet.kernels.smooth_chunks import (
     smooth_chunks_backward,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Gate, Verification
 
 
@@ -42,11 +41,6 @@ _GATE = Gate(
     reason="float32 sums over chunks and columns; in bf16 no worse than one rounding",
 )  # fmt: skip
 
-_TIMED = [
-    Timed("32x1024x512 bf16", lambda z, *_: torch.cumsum(z, 1, dtype=torch.float32), "cumsum",
-          B=32, C=1024, D=512)
-]  # fmt: skip
-
 
 def _draw_shares(rng: CaseGenerator, *shape: int) -> Tensor:
     shares = rng.shares(*shape)
@@ -55,7 +49,7 @@ def _draw_shares(rng: CaseGenerator, *shape: int) -> Tensor:
 
 smooth_chunks_verification = Verification(
     smooth_chunks, smooth_chunks_reference, gate=_GATE, shapes=((0, 1, 3),),
-    sizes={"B": (1, 3), "C": "m"}, timed=_TIMED, values={"p": _draw_shares},
+    sizes={"B": (1, 3), "C": "m"}, values={"p": _draw_shares},
 )  # fmt: skip
 
 
@@ -67,5 +61,5 @@ def _draw_backward(rng: CaseGenerator, *sizes: int) -> tuple:
 smooth_chunks_backward_verification = Verification(
     smooth_chunks_backward, smooth_chunks_backward_reference,
     gate=_GATE, shapes=((0, 1, 3),),
-    draw=_draw_backward, needs_rows=True, timed=_TIMED, values={"p": _draw_shares},
+    draw=_draw_backward, needs_rows=True, values={"p": _draw_shares},
 )  # fmt: skip

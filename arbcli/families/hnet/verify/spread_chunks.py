@@ -1,7 +1,5 @@
 """Verification of `arbcli.families.hnet.kernels.spread_chunks`."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,6 @@ from arbcli.families.hnet.kernels.spread_chunks import (
 )
 from arbcli.families.hnet.verify.find_chunks import draw_boundaries
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Gate, Verification
 
 
@@ -45,20 +42,13 @@ def _draw_backward(rng: CaseGenerator, _group_size: int, m: int, _n: int, k: int
     return rng.reals(sequences, m, k), s, rng.view(partition.owner), rng.view(partition.first)
 
 
-_TIMED: dict[str, Any] = {
-    "B": 32, "T": 4096, "C": 1024, "D": 512,
-    "owner": lambda rng, *shape: (torch.arange(4096, device=rng.device) // 4).repeat(32, 1),
-    "first": lambda rng, *shape: torch.arange(0, 4096, 4, device=rng.device).repeat(32, 1),
-}  # fmt: skip
 spread_chunks_verification = Verification(
     spread_chunks, spread_chunks_reference, gate=_GATE, shapes=((0, 1, 5),),
     sizes={"B": (1, 3), "T": "m", "C": (1, 7, "m")},
-    timed=[Timed("32x4096 in 1024 of 512 bf16", spread_chunks.torch, **_TIMED)],
     values={"owner": (0, "C - 1")},
 )  # fmt: skip
 spread_chunks_backward_verification = Verification(
     spread_chunks_backward, spread_chunks_backward_reference,
     gate=_GATE, shapes=((0, 1, 5),), draw=_draw_backward, needs_rows=True,
-    timed=[Timed("32x4096 in 1024 of 512 bf16", spread_chunks_backward.torch, **_TIMED)],
     values={"owner": (0, "C - 1")},
 )  # fmt: skip

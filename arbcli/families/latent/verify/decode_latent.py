@@ -10,7 +10,6 @@ from arbcli.families.latent.kernels.decode_latent import (
 from arbcli.kernels.runtime.texts import text_by_text
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import rotate_reference
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Gate, Verification
 
 
@@ -73,10 +72,4 @@ decode_latent_verification = Verification(
     ),
     compared=("latent", "rotated", "lengths"), draw=_draw_rings, torch_is_peer=True,
     needs_rows=False,
-    timed=[
-        Timed(f"{'16 texts of ' * len(texts)}20x128x512 of 64 bf16",
-              None if texts else decode_latent.torch, "torch, step by step", T=texts, H=20, L=512,
-              R=32, Q=20 * 128 + 512 + 32, W=64, P=64, position=63, scale=2 * 128**-0.5, eps=1e-6)
-        for texts in ((), (16,))
-    ],
 )  # fmt: skip

@@ -1,18 +1,13 @@
 """Verification of `arbcli.families.mamba.kernels.causal_conv`."""
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from arbcli.families.mamba.kernels.causal_conv import (
     causal_conv,
     causal_conv_grad_w,
 )
-from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Verification
 
 
 def causal_conv_reference(x: Tensor, w: Tensor, reverse: bool) -> Tensor:
@@ -37,14 +32,6 @@ def causal_conv_grad_w_reference(grad_y: Tensor, x: Tensor, taps: int) -> Tensor
     return grad
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    x = torch.randn(16, 4096, 1152, device=device, dtype=torch.bfloat16)
-    w = torch.randn(1152, 4, device=device)
-    weight = w.bfloat16()[:, None]
-    peer = partial(functional.conv1d, x.mT.contiguous(), weight, padding=3, groups=1152)
-    yield Timing("16x4096x1152, 4 taps bf16", (x, w, False), peer=peer, peer_name="conv1d")
-
-
 _GATE = Gate(
     relative=1e-5, peer_slack=0.1, rounded=True,
     reason="float32 sums over taps, or over the sequence; in bf16 no worse than one rounding",
@@ -52,15 +39,12 @@ _GATE = Gate(
 
 causal_conv_verification = Verification(
     causal_conv, causal_conv_reference, gate=_GATE, shapes=((0, 1, 5),),
-    sizes={"B": (1, 3), "T": "m", "W": (1, 4, 8)}, timings=_timings,
+    sizes={"B": (1, 3), "T": "m", "W": (1, 4, 8)},
     values={"reverse": (False, True)},
 )  # fmt: skip
 causal_conv_grad_w_verification = Verification(
     causal_conv_grad_w, causal_conv_grad_w_reference,
     gate=_GATE, shapes=((0, 1, 5),),
     sizes={"B": (1, 3), "T": "m + 8"},
-    timed=[
-        Timed("16x4096x1152, 4 taps bf16", causal_conv_grad_w.torch, B=16, T=4096, D=1152, taps=4)
-    ],
     values={"taps": (1, 4, 8)},
 )  # fmt: skip

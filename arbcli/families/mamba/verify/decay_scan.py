@@ -1,8 +1,5 @@
 """Verification of `arbcli.families.mamba.kernels.decay_scan`."""
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -10,7 +7,7 @@ from arbcli.families.mamba.kernels.decay_scan import (
     decay_scan,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Timing, Verification, filled
+from arbcli.verify.verification import Gate, Verification, filled
 
 
 def decay_scan_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool) -> Tensor:
@@ -41,17 +38,6 @@ def scan_in_bf16(q: Tensor, k: Tensor, v: Tensor, g: Tensor, reverse: bool) -> T
     return (scores @ v).transpose(1, 2)
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
-    q, k, v = draw(8, 4096, 1, 64), draw(8, 4096, 1, 64), draw(8, 4096, 16, 64)
-    shared = q.expand(-1, -1, 16, -1), k.expand(-1, -1, 16, -1)
-    inputs = *shared, v, -torch.rand(8, 4096, 16, device=device), False
-    query, key, value = (part.transpose(1, 2).contiguous() for part in (*shared, v))
-    attend = torch.nn.functional.scaled_dot_product_attention
-    peer = partial(attend, query, key, value, is_causal=True)
-    yield Timing("8x4096x16x64x64 bf16", inputs, peer=peer, peer_name="causal attention")
-
-
 def _draw_decays(rng: CaseGenerator, *shape: int) -> Tensor:
     decays = -rng.reals(*shape, dtype=torch.float32).square()
     slow = rng.plain or rng.chance(0.5)  # so that a piece still matters two pieces later
@@ -70,5 +56,5 @@ decay_scan_verification = Verification(
         reason="float32 sums over the sequence; in bf16 scores and states are rounded, peers' too",
     ),
     sizes={"B": (1, 2), "T": "m", "H": (1, 3), "P": "min(n, 70)", "N": (1, 9, 32)},
-    peer=scan_in_bf16, timings=_timings, values={"g": _draw_decays, "reverse": (False, True)},
+    peer=scan_in_bf16, values={"g": _draw_decays, "reverse": (False, True)},
 )  # fmt: skip

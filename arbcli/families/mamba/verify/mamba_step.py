@@ -9,7 +9,6 @@ from arbcli.families.mamba.kernels.mamba_step import (
 )
 from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Gate, Verification
 
 
@@ -87,9 +86,4 @@ mamba_step_verification = Verification(
         reason="float32 sums over states; in bf16 one rounding, as torch has",
     ),
     compared=("ring", "state"), draw=_draw, torch_is_peer=True,
-    timed=[
-        Timed(f"{'16 texts of ' * len(texts)}16x64x64 bf16", None if texts else mamba_step.torch,
-              "torch, step by step", X=texts, H=16, N=64, P=64, W=4, position=9)
-        for texts in ((), (16,))
-    ],
 )  # fmt: skip

@@ -13,7 +13,6 @@ from arbcli.families.nvfp4.kernels.round_nvfp4 import (
 )
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.verify.kernels.matmul.quantise_rows import draw_of_any_size, round_e4m3_reference
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Verification
 
 
@@ -46,7 +45,6 @@ def round_nvfp4_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     return nvfp4_numbers(codes, scales, torch.float64)[:, : x.shape[1]].to(x.dtype), g
 
 
-_TIMED = [Timed("16384x2048 bf16", M=16384, D=2048)]
 TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, -2.5, -5, 0, 1, 2, 3, 4)
 _CHANGED: dict[str, dict[str, Any]] = {
     "zeros": {"x": torch.zeros_like}, "smallest": {"x": lambda x: x * 2.0**-120},
@@ -56,11 +54,11 @@ _CHANGED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 round_nvfp4_verification = Verification(
     round_nvfp4, round_nvfp4_reference, shapes=((0, 1, 32),), changed=_CHANGED,
-    torch_is_peer=True, timed=_TIMED,
+    torch_is_peer=True,
     values={"x": draw_of_any_size},
 )  # fmt: skip
 encode_nvfp4_verification = Verification(
     encode_nvfp4, encode_nvfp4_reference, shapes=((0, 1, 32),), changed=_CHANGED,
-    torch_is_peer=True, timed=_TIMED,
+    torch_is_peer=True,
     values={"x": draw_of_any_size},
 )  # fmt: skip

@@ -1,7 +1,5 @@
 """Verification of `arbcli.families.nvfp4.kernels.scaled_nvfp4`."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,7 @@ from arbcli.families.nvfp4.kernels.scaled_nvfp4 import (
     scaled_nvfp4_matmul,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Verification
 
 
 def scaled_nvfp4_matmul_reference(
@@ -26,19 +24,6 @@ def scaled_nvfp4_matmul_reference(
     return rows @ columns.T * scale.double()
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    size = 4096
-    x = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    codes, scales, scale = encode_nvfp4.torch(x)
-    yield Timing(
-        f"{size}x{size}x{size}",
-        (codes, scales, codes, scales, scale * scale, torch.bfloat16),
-        peer=lambda: x @ x.T,
-        peer_name="cuBLAS bf16",
-        flops=2 * size**3,
-    )
-
-
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     sides = [encode_nvfp4.torch(rng.reals(rows, k)) for rows in (m, n)]
     (a, a_scales, first), (b, b_scales, second) = sides
@@ -48,6 +33,5 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 scaled_nvfp4_matmul_verification = Verification(
     scaled_nvfp4_matmul, scaled_nvfp4_matmul_reference,
     gate=Gate(relative=4e-3, reason="float32 sums, rounded to bf16"), draw=_draw, needs_rows=True,
-    timings=_timings,
     not_verified=("products of hardware of compute capability 10 and more, which was not there",),
 )  # fmt: skip

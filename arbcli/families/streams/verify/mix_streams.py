@@ -1,8 +1,5 @@
 """Verification of `arbcli.families.streams.kernels.mix_streams`."""
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -11,7 +8,7 @@ from arbcli.families.streams.kernels.mix_streams import (
     mix_streams_backward,
 )
 from arbcli.families.streams.kernels.stream_weights import STREAMS
-from arbcli.verify.verification import Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Verification
 
 
 def mix_streams_reference(
@@ -35,28 +32,6 @@ def mix_streams_backward_reference(
     return torch.autograd.grad(y, inputs, grad_y.double())
 
 
-def _timed(device: torch.device) -> tuple[str, tuple, tuple]:
-    """Draw 16384 positions of four streams of a width of 1024."""
-    draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
-    weights = draw(16384, 4, 5).float()
-    inputs = draw(16384, 4, 1024), weights[..., :4], draw(16384, 1024), weights[..., 4]
-    return "16384x4x1024 to 4 bf16", inputs, (draw(16384, 4, 1024),)
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    label, inputs, _ = _timed(device)
-    x, weights, added, gains = inputs
-    low = torch.cat((weights, gains[..., None]), dim=2).bfloat16()
-    peer = partial(torch.bmm, low, torch.cat((x, added[:, None]), dim=1))
-    yield Timing(label, inputs, peer=peer, peer_name="bmm")
-
-
-def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    label, inputs, grads = _timed(device)
-    inputs = (*grads, *inputs)
-    yield Timing(label, inputs, peer=partial(mix_streams_backward.torch, *inputs))
-
-
 _GATE = Gate(
     relative=1e-5, peer_slack=0.1, rounded=True,
     reason="float32 sums over streams and columns; in bf16 no worse than one rounding",
@@ -69,10 +44,8 @@ mix_streams_verification = Verification(
     gate=_GATE,
     shapes=((0, 1, 7),),
     sizes=_SIZES,
-    timings=_timings,
 )
 mix_streams_backward_verification = Verification(
     mix_streams_backward, mix_streams_backward_reference,
     gate=_GATE, shapes=((0, 1, 7),), sizes=_SIZES,
-    timings=_backward_timings,
 )  # fmt: skip

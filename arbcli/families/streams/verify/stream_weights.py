@@ -12,9 +12,7 @@ from arbcli.families.streams.kernels.stream_weights import (
     count_streams,
     stream_weights,
     stream_weights_backward,
-    stream_weights_torch,
 )
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Gate, Verification
 
 
@@ -66,14 +64,10 @@ _CHANGED: dict[str, dict[str, Any]] = {
 stream_weights_verification = Verification(
     stream_weights, stream_weights_reference, gate=_GATE, shapes=((0, 1, 1),), changed=_CHANGED,
     sizes={"S": STREAMS, "W": "S * (S + 2)"},
-    timed=[Timed("16384 of 4 bf16", stream_weights_torch, M=16384, W=24, rounds=ROUNDS)],
     values={"rounds": (1, 3, 7)},
 )  # fmt: skip
 stream_weights_backward_verification = Verification(
     stream_weights_backward, stream_weights_backward_reference,
     gate=_GATE, shapes=((0, 1, 1),), changed=_CHANGED, sizes={"S": STREAMS},
-    timed=[
-        Timed("16384 of 4 bf16", stream_weights_backward.torch, M=16384, S=4, rounds=ROUNDS)
-    ],
     values={"rounds": (1, 3, 7)},
 )  # fmt: skip

@@ -12,7 +12,6 @@ from arbcli.verify.kernels.codec.packing import (
     pack_trits_reference,
     unpack_trits_reference,
 )
-from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import REFUSED, Verification, filled
 
 
@@ -62,14 +61,12 @@ cast_trit_votes_verification = Verification(
         "saturated below": {"votes": filled(-127), "grad": filled(1), "threshold": filled(200)},
     }, compared=("packed", "votes"),
     draw=_draw_trits, needs_rows=False,
-    timed=[Timed("11264x2048 bf16", **MATRIX_SIZES, packed=(0, 242), votes=(-2, 2),
-                 grad=torch.bfloat16, threshold=3)],
     values={"ok": CaseGenerator.ok},
 )  # fmt: skip
 cast_scale_votes_verification = Verification(
     cast_scale_votes, cast_scale_votes_reference,
     changed=REFUSED | {f"E {x}": {"exponent": filled(x)} for x in (-96, 31)},
     compared=("exponent", "votes"),
-    sizes={"G": "k"}, timed=[Timed("11264x64", N=11264, G=64)],
+    sizes={"G": "k"},
     values={"exponent": (-96, 31), "votes": (-3, 3), "ok": CaseGenerator.ok},
 )  # fmt: skip

@@ -1,8 +1,5 @@
 """Verification of `arbcli.kernels.attention.attend_parts`."""
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -13,11 +10,9 @@ from arbcli.kernels.attention.attend_parts import (
     attend_parts,
     sharing,
 )
-from arbcli.kernels.attention.decode_attention import decode_attention
-from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.decode_attention import rotated_reference
-from arbcli.verify.verification import Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Verification
 
 
 def attend_parts_reference(
@@ -59,22 +54,6 @@ def _append_state(inputs: tuple, parts: AttentionParts) -> tuple[Tensor, ...]:
     return sums, totals, keys, values
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    half: TensorOptions = {"device": device, "dtype": torch.bfloat16}
-    for heads, window, width, position in ((16, 737, 128, 176), (16, 2048, 128, 2047)):
-        qkv = torch.randn(3, heads, width, **half)
-        keys, values = torch.randn(2, heads, window, width, **half).unbind()
-        place = torch.tensor(position, dtype=torch.int32, device=device)
-        cos, sin = torch.rand(2, window, width // 2, device=device).unbind()
-        semaphores = torch.zeros(heads, dtype=torch.int32, device=device)
-        yield Timing(
-            f"{heads}x{window}x{width} at {position}",
-            (qkv, keys, values, place, cos, sin, 1e-6, MOST_PARTS),
-            peer=partial(decode_attention, qkv, keys, values, place, cos, sin, semaphores, 1e-6),
-            peer_name="decode_attention, which adds the parts up",
-        )
-
-
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     heads, width, position = 1 + rng.below(3), WIDTHS[k % 2], rng.below(3 * n)
     qkv = rng.reals(3 * heads, width, dtype=torch.bfloat16).contiguous().view(3, heads, width)
@@ -93,5 +72,5 @@ attend_parts_verification = Verification(
         reason="parts are rounded to bf16 once; where query and key are rounded otherwise than in"
         " float64, in the last bit, weights differ by less",
     ),
-    compared=_append_state, draw=_draw, needs_rows=False, timings=_timings,
+    compared=_append_state, draw=_draw, needs_rows=False,
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Verification of `arbcli.kernels.attention.causal_attention_backward`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,9 +10,8 @@ from arbcli.kernels.attention.causal_attention_backward import (
     causal_attention_backward,
     flash_attention_backward,
 )
-from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Verification
 
 
 def causal_attention_backward_reference(
@@ -75,19 +74,11 @@ def rounded_causal_gradients(
     return (e @ k * scale).to(dtype), grad_k, grad_v
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    for batch, heads, length, width in ((8, 16, 2048, 128), (16, 12, 1024, 64)):
-        draw: TensorOptions = {"device": device, "dtype": torch.bfloat16}
-        grad_y, q, k, v = torch.randn(4, batch, length, heads, width, **draw).transpose(2, 3)
-        y, logs, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
-        inputs = (grad_y, q, k, v, y, logs)
-        yield Timing(
-            f"{batch}x{heads}x{length}x{width} bf16",
-            inputs,
-            peer=partial(flash_attention_backward, *inputs),
-            peer_name="torch's flash attention",
-            flops=5 * batch * heads * length**2 * width,
-        )
+def _flash_attention(
+    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logs: Tensor
+) -> Callable:
+    k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+    return partial(flash_attention_backward, grad_y, q, k, v, y, logs)
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -106,5 +97,5 @@ GATE = Gate(
 
 causal_attention_backward_verification = Verification(
     causal_attention_backward, causal_attention_backward_reference, gate=GATE,
-    draw=_draw, peer=rounded_causal_gradients, needs_rows=True, timings=_timings,
+    draw=_draw, peer=rounded_causal_gradients, needs_rows=True, library=_flash_attention,
 )  # fmt: skip

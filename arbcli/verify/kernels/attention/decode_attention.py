@@ -1,6 +1,5 @@
 """Verification of `arbcli.kernels.attention.decode_attention`."""
 
-from collections.abc import Iterator
 from functools import partial
 from math import prod
 
@@ -12,10 +11,9 @@ from arbcli.kernels.attention.decode_attention import (
     DECODE_ATTENTION,
     DECODE_ATTENTION_8BIT,
     SHARED,
-    decode_attention,
 )
 from arbcli.kernels.attention.eight_bits import decode_entries, quantise_entries
-from arbcli.kernels.runtime.texts import stacked_texts, text_by_text
+from arbcli.kernels.runtime.texts import text_by_text
 from arbcli.model.parts.cached import FORMATS
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.eight_bits import (
@@ -23,7 +21,7 @@ from arbcli.verify.kernels.attention.eight_bits import (
     round_entries_reference,
 )
 from arbcli.verify.kernels.attention.rotary_norm import rotate_reference
-from arbcli.verify.verification import Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Verification
 
 
 @text_by_text(3, *SHARED)
@@ -64,62 +62,11 @@ def attend_reference(q: Tensor, keys: Tensor, values: Tensor, position: int) -> 
     return y
 
 
-def _byte_of(
-    sizes: tuple, position: int | tuple[int, ...], device: torch.device, dtype: torch.dtype,
-    generator: torch.Generator,
-) -> tuple:  # fmt: skip
-    """Draw the inputs of one byte, or of one byte per text, with their rings; the eps is last."""
-    parts = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
-    *_, heads, width = sizes[0]
-    place = torch.tensor(position, dtype=torch.int32, device=device)
-    rows = max(position) + 1 if isinstance(position, tuple) else position + 2
-    angle = 7 * torch.randn(rows, width // 2, generator=generator).to(device)
-    semaphores = torch.zeros(*place.shape, heads, dtype=torch.int32, device=device)
-    return (*parts, place, angle.cos(), angle.sin(), semaphores, 0.1)
-
-
 def _append_state(inputs: tuple, y: Tensor) -> tuple[Tensor, ...]:
     """Return the result, the semaphores and the decoded rings."""
     _, keys, values, *_, semaphores, _, _, exponents = inputs
     rings = zip((keys, values), exponents.unbind(-3), strict=True)
     return y, *(decode_entries(*ring, torch.float32) for ring in rings), semaphores
-
-
-def _timed(device: torch.device, heads: int, window: int, width: int, *texts: int) -> tuple:
-    """Draw the inputs of one byte, or of one byte per text, at the end of full bf16 rings."""
-    ring, place = (*texts, heads, window, width), window - 1
-    sizes = ((*texts, 3, heads, width), ring, ring)
-    at = (place,) * texts[0] if texts else place
-    return _byte_of(sizes, at, device, torch.bfloat16, torch.Generator().manual_seed(0))
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    attend = functional.scaled_dot_product_attention
-    for texts in ((), (16,)):
-        inputs = _timed(device, 16, 2048, 128, *texts)
-        q, *rings = (
-            part if texts else part[None] for part in (inputs[0][..., 0, :, :], *inputs[1:3])
-        )
-        yield Timing(
-            f"{'16 texts of ' if texts else ''}16x2048x128 bf16", inputs,
-            peer=partial(attend, q[:, :, None], *rings),
-            peer_name="torch's attention alone",
-        )  # fmt: skip
-
-
-def _timings_8bit(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    for shape in ((16, 2048, 128), (16, 16384, 64)):
-        plain = _timed(device, *shape)
-        for name, stored in FORMATS.items():
-            codes, exponents = quantise_entries(torch.stack(plain[1:3]), stored)
-            inputs = (plain[0], *codes.unbind(), *plain[3:], False, exponents)
-            label = f"{name} {'x'.join(map(str, shape))}"
-            yield Timing(
-                label, inputs, peer=partial(decode_attention, *plain), peer_name="the ring in bf16"
-            )  # fmt: skip
-            if shape[1] < 16384:
-                texts = stacked_texts([inputs] * 16, *SHARED)
-                yield Timing(f"16 texts of {label}", texts)
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int, widest: int = 65) -> tuple:
@@ -159,7 +106,9 @@ decode_attention_verification = Verification(
         reason="float32 sums of up to 5000 values; in bf16 no worse than torch's attention by 10 %",
     ),
     compared=("keys", "values", "semaphores"), draw=_draw, torch_is_peer=True, needs_rows=False,
-    timings=_timings,
+    library=lambda qkv, keys, values, *_: partial(
+        functional.scaled_dot_product_attention, qkv[None, 0, :, None], keys[None], values[None]
+    ),
 )  # fmt: skip
 decode_attention_8bit_verification = Verification(
     DECODE_ATTENTION_8BIT, decode_attention_reference,
@@ -168,5 +117,5 @@ decode_attention_8bit_verification = Verification(
         relative=3e-3,
         reason="a result in bf16 is rounded, and a sum's last bit may decide how a code is",
     ),
-    compared=_append_state, draw=_draw_8bit, needs_rows=False, timings=_timings_8bit,
+    compared=_append_state, draw=_draw_8bit, needs_rows=False,
 )  # fmt: skip

@@ -1,6 +1,5 @@
 """Verification of `arbcli.kernels.attention.dropped_attention`."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -11,7 +10,6 @@ from arbcli.kernels.attention.dropped_attention import (
     dropped_attention,
     dropped_attention_backward,
 )
-from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.causal_attention_backward import (
     GATE,
@@ -20,12 +18,7 @@ from arbcli.verify.kernels.attention.causal_attention_backward import (
     rounded_causal_gradients,
 )
 from arbcli.verify.kernels.update.random_bits import random_bits_reference
-from arbcli.verify.verification import Timing, Verification
-
-RATE = 0.2
-"""Rate of timings."""
-TIMED = 64, 256, 6, 64
-"""Batch, length, heads and width of timings, those of `small`."""
+from arbcli.verify.verification import Verification
 
 
 def _factors(q: Tensor, key: Tensor, rate: float) -> Tensor:
@@ -101,55 +94,14 @@ def _draw(
     )  # fmt: skip
 
 
-def _drawn_for_timing(device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """Draw grad_y, q, k and v of `small`, and a key."""
-    draw: TensorOptions = {"device": device, "dtype": torch.bfloat16}
-    tensors = torch.randn(4, *TIMED, **draw).transpose(2, 3)
-    return [*tensors], torch.tensor(5, dtype=torch.int32, device=device)
-
-
-def _flops(products: int) -> int:
-    batch, length, heads, width = TIMED
-    return products * batch * heads * length**2 * width
-
-
-LABEL = "64x6x256x64 bf16"
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    (_, q, k, v), key = _drawn_for_timing(device)
-
-    def peer() -> Tensor:
-        return functional.scaled_dot_product_attention(q, k, v, dropout_p=RATE, is_causal=True)
-
-    inputs = (q, k, v, key, RATE)
-    yield Timing(LABEL, inputs, peer=peer, peer_name="torch", flops=_flops(2))
-
-
-def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    (grad_y, q, k, v), key = _drawn_for_timing(device)
-    y, logs, _, _, max_q, max_k, seed, offset, _ = (
-        torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, RATE, True)
-    )
-
-    def peer() -> tuple[Tensor, ...]:
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad_y, q, k, v, y, logs, None, None, max_q, max_k, RATE, True, seed, offset
-        )
-
-    inputs = (grad_y, q, k, v, y, logs, key, RATE)
-    yield Timing(
-        LABEL, inputs, peer=peer,
-        peer_name="torch's flash attention", flops=_flops(5),
-    )  # fmt: skip
-
-
 dropped_attention_verification = Verification(
     dropped_attention, dropped_attention_reference, gate=GATE,
-    draw=_draw, peer=_rounded_attention, needs_rows=True, timings=_timings,
+    draw=_draw, peer=_rounded_attention, needs_rows=True,
+    library=lambda q, k, v, _key, rate: partial(
+        functional.scaled_dot_product_attention, q, k, v, dropout_p=rate, is_causal=True
+    ),
 )  # fmt: skip
 dropped_attention_backward_verification = Verification(
     dropped_attention_backward, dropped_attention_backward_reference, gate=GATE,
     draw=partial(_draw, backward=True), peer=_rounded_gradients, needs_rows=True,
-    timings=_backward_timings,
 )  # fmt: skip

@@ -1,18 +1,12 @@
 """Verification of `arbcli.kernels.attention.rotary_attention_backward`."""
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from arbcli.kernels.attention.causal_attention_backward import (
-    causal_attention_backward,
-)
 from arbcli.kernels.attention.rotary_attention_backward import (
     rotary_attention_backward,
 )
-from arbcli.kernels.attention.rotary_norm import rotary_norm_backward, unpack_qkv
+from arbcli.kernels.attention.rotary_norm import unpack_qkv
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.causal_attention_backward import (
     causal_attention_backward_reference,
@@ -23,7 +17,7 @@ from arbcli.verify.kernels.attention.rotary_norm import (
     rotary_norm_backward_reference,
     rotary_norm_verification,
 )
-from arbcli.verify.verification import Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Verification
 
 EPS = 1e-6
 
@@ -56,32 +50,6 @@ def _random(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dty
     return grad_y.transpose(1, 2), qkv, r, cos, sin, y.to(dtype), logs.float()
 
 
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    for batch, heads, length, width in ((8, 16, 2048, 128), (16, 12, 1024, 64)):
-        qkv = torch.randn(batch, length, 3, heads, width, device=device, dtype=torch.bfloat16)
-        angle = torch.randn(length, width // 2, device=device)
-        table = angle.cos(), angle.sin()
-        rotate = rotary_norm_verification.run("triton" if device.type == "cuda" else "torch")
-        qkv, r = rotate(qkv, *table, EPS)
-        q, k, v = unpack_qkv(qkv)
-        y, logs, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
-        grad_y = torch.randn_like(y)
-
-        def both(inputs: tuple) -> Tensor:
-            grad_y, qkv, r, cos, sin, y, logs = inputs
-            grads = causal_attention_backward.triton(grad_y, *unpack_qkv(qkv), y, logs)
-            return rotary_norm_backward.triton(*grads, qkv, r, cos, sin)
-
-        inputs = (grad_y, qkv, r, *table, y, logs)
-        yield Timing(
-            f"{batch}x{heads}x{length}x{width} bf16",
-            inputs,
-            peer=partial(both, inputs),
-            peer_name="one after the other",
-            flops=5 * batch * heads * length**2 * width,
-        )
-
-
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     length = 2 + min(m, rng.pick((1, 40, 150)))
     shape = rng.pick((1, 2)), length, rng.pick((1, 3)), rng.pick((16, 32, 64))
@@ -95,5 +63,5 @@ rotary_attention_backward_verification = Verification(
         relative=2e-5, peer_slack=0.2,
         reason="float32 sums; in bf16 the peer rounds what products take and what they give",
     ),
-    draw=_draw, peer=rounded_gradient, needs_rows=True, timings=_timings,
+    draw=_draw, peer=rounded_gradient, needs_rows=True,
 )  # fmt: skip

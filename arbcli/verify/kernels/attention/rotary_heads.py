@@ -1,7 +1,5 @@
 """Verification of `arbcli.kernels.attention.rotary_heads`."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -10,11 +8,9 @@ from arbcli.kernels.attention.rotary_heads import (
     rotary_heads,
     rotary_heads_backward,
 )
-from arbcli.kernels.runtime.arguments import FLOAT
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
-from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Verification
 
 
 def rotary_heads_reference(
@@ -45,13 +41,6 @@ def rotary_heads_backward_reference(
         grad_sources = torch.autograd.grad(y, sources, torch.cat((grad_q, grad_k), dim=2))
     grad_sources[0][:, :, -kv:] = grad_v
     return grad_sources[0], no_gains(qkv) if g is None else grad_sources[1]
-
-
-def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    (timing,) = rotary_heads_verification.draw_timings(device, group_size)
-    qkv, gains, *table, _, eps = timing.inputs
-    grads = (part.transpose(1, 2) for part in torch.randn_like(qkv).split((16, 8, 8), dim=2))
-    yield Timing(timing.label, (*grads, qkv, gains, *table, eps))
 
 
 _GATE = Gate(
@@ -87,9 +76,8 @@ def _draw_backward(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) 
 rotary_heads_verification = Verification(
     rotary_heads, rotary_heads_reference, gate=_GATE,
     draw=_draw, needs_rows=True,
-    timed=[Timed("8x2048x16+8x128 bf16", B=8, T=2048, H=32, D=128, gains=FLOAT[0], kv=8, eps=1e-6)],
 )  # fmt: skip
 rotary_heads_backward_verification = Verification(
     rotary_heads_backward, rotary_heads_backward_reference, gate=_GATE,
-    draw=_draw_backward, needs_rows=True, timings=_backward_timings,
+    draw=_draw_backward, needs_rows=True,
 )  # fmt: skip

@@ -1,18 +1,14 @@
 """Verification of `arbcli.kernels.attention.rotary_norm`."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from arbcli.kernels.attention.rotary_norm import (
     rotary_norm_,
     rotary_norm_backward,
-    unpack_qkv,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Verification
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -54,13 +50,6 @@ def rotary_norm_backward_reference(
     return torch.cat([rotated, grad[:, :, 2:]], dim=2)
 
 
-def _backward_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    (timing,) = rotary_norm_verification.draw_timings(device, group_size)
-    qkv, *table, _ = timing.inputs
-    r = torch.rand(*qkv.shape[:2], 2, qkv.shape[3], device=device)
-    yield Timing(timing.label, (*unpack_qkv(torch.randn_like(qkv)), qkv, r, *table))
-
-
 _GATE = Gate(
     relative=1e-5, peer_slack=0.1, rounded=True,
     reason="float32 sums of at most 128 squares; in bf16 no worse than one rounding",
@@ -91,9 +80,8 @@ def _append_qkv(inputs: tuple, r: Tensor) -> tuple[Tensor, Tensor]:
 rotary_norm_verification = Verification(
     rotary_norm_, rotary_norm_reference, gate=_GATE, compared=_append_qkv, draw=_draw,
     needs_rows=True,
-    timed=[Timed("8x2048x16x128 bf16", B=8, T=2048, H=16, D=128, eps=1e-6)],
 )  # fmt: skip
 rotary_norm_backward_verification = Verification(
     rotary_norm_backward, rotary_norm_backward_reference, gate=_GATE,
-    draw=_draw_backward, needs_rows=True, timings=_backward_timings,
+    draw=_draw_backward, needs_rows=True,
 )  # fmt: skip

@@ -17,9 +17,8 @@ from arbcli.kernels.codec.decode_digits import (
 )
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import has_planes
-from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.kernels.codec.packing import unpack_trits_reference
-from arbcli.verify.verification import Timing, Verification
+from arbcli.verify.verification import Verification
 
 P = ParamSpec("P")
 
@@ -62,13 +61,6 @@ def add_remainders(packed: Packed, generator: torch.Generator) -> Iterator[tuple
         low = draw(-128, 128, shape).to(packed.trits.device)
         digits = packed._replace(remainder=low, radix=radix, nibble=bits == 4)
         yield f"all digits of {bits} bits", digits
-
-
-def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    generator = torch.Generator(device)
-    packed = random_packed(8192, 8192, group_size, generator)
-    for name, all_digits in add_remainders(packed, generator):
-        yield Timing(f"8192x8192 {name}", (all_digits,))
 
 
 def fix_float32(run: Callable[P, Tensor]) -> Callable[P, Tensor]:
@@ -117,5 +109,5 @@ decode_digits_verification = Verification(
     },
     triton=rounded_float32(decode_digits_triton),
     torch=rounded_float32(decode_digits_torch), native=rounded_float32(decode_digits_native),
-    scale_path=has_planes, timings=_timings, values={"packed": {"spread": 90, "digits": "all"}},
+    scale_path=has_planes, values={"packed": {"spread": 90, "digits": "all"}},
 )  # fmt: skip

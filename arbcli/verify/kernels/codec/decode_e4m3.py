@@ -1,7 +1,5 @@
 """Verification of `arbcli.kernels.codec.decode_e4m3`."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -11,11 +9,10 @@ from arbcli.kernels.codec.decode_e4m3 import (
 from arbcli.kernels.codec.layout import BLOCK
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import has_planes
-from arbcli.verify.kernels.codec.decode_digits import add_remainders, decode_digits_reference
-from arbcli.verify.kernels.codec.packed import SPECIAL_WEIGHTS, random_packed
+from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference
+from arbcli.verify.kernels.codec.packed import SPECIAL_WEIGHTS
 from arbcli.verify.kernels.matmul.quantise_rows import codes_to_float32, round_e4m3_reference
-from arbcli.verify.timed import MATRIX
-from arbcli.verify.verification import Timing, Verification, never
+from arbcli.verify.verification import Verification, never
 
 
 def decode_e4m3_reference(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor]:
@@ -27,23 +24,10 @@ def decode_e4m3_reference(packed: Packed, transposed: bool) -> tuple[Tensor, Ten
     return round_e4m3_reference(weight * torch.exp2(-octave)), scale
 
 
-def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    generator = torch.Generator(device)
-    packed = random_packed(*MATRIX, group_size, generator, spread=8)
-    for transposed in (False, True):
-        label = f"11264x2048{' transposed' * transposed}"
-        yield Timing(label, (packed, transposed), run=decode_e4m3.triton)
-    _, (name, all_digits) = add_remainders(packed, generator)
-    for transposed in (False, True):
-        label = f"11264x2048 {name}{' transposed' * transposed}"
-        yield Timing(label, (all_digits, transposed), run=decode_e4m3.triton)
-
-
 decode_e4m3_verification = Verification(
     decode_e4m3, decode_e4m3_reference,
     changed=SPECIAL_WEIGHTS,
     compared=codes_to_float32,
     scale_path=lambda group_size: (has_planes(group_size), BLOCK % group_size == 0),
-    timings=_timings,
     values={"packed": {"spread": 12}, "transposed": (False, True), "largest": never},
 )  # fmt: skip

@@ -1,21 +1,18 @@
 """Verification of `arbcli.kernels.codec.decode_weights`."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.decode_digits import decode_digits_torch
-from arbcli.kernels.codec.decode_weight import decode_weight_triton
 from arbcli.kernels.codec.decode_weights import decode_weights_triton
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.decode_digits import rounded_float32
 from arbcli.verify.kernels.codec.decode_weight import decode_weight_verification
-from arbcli.verify.kernels.codec.packed import random_packed
-from arbcli.verify.verification import Timing, Verification
+from arbcli.verify.verification import Verification
 
 
 def _one_by_one(decode: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
@@ -23,6 +20,10 @@ def _one_by_one(decode: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ..
         return tuple(map(decode, matrices))
 
     return run_all
+
+
+def _decode(*matrices: Packed) -> tuple[Tensor, ...]:
+    return tuple(decode_weights_triton([*matrices]))
 
 
 def _decode_in_one_launch(*matrices: Packed) -> tuple[Tensor, ...]:
@@ -34,24 +35,14 @@ def _decode_in_one_launch(*matrices: Packed) -> tuple[Tensor, ...]:
     return tuple(map(rounded_float32(next_one), matrices))
 
 
-def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    """Time the matrices of a block of `tiny`, next to a launch for each."""
-    generator = torch.Generator(device)
-    shapes = ((768, 256), (256, 256), (1408, 256), (256, 704))
-    matrices = tuple(random_packed(*shape, group_size, generator) for shape in shapes)
-    peer = partial(_one_by_one(decode_weight_triton), *matrices)
-    yield Timing("4 of 256", matrices, lambda *all: decode_weights_triton([*all]), peer, "apart")
-
-
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     shapes = [(n, k), *((1 + rng.below(n), 1 + rng.below(k)) for _ in range(rng.below(4)))]
     return tuple(rng.packed(*shape, group_size, 127, "trit") for shape in shapes)
 
 
 decode_weights_verification = Verification(
-    Operation(
-        "decode_weights", _decode_in_one_launch, _one_by_one(rounded_float32(decode_digits_torch))
-    ),
-    _one_by_one(decode_weight_verification.reference), draw=_draw, needs_rows=False,
-    uses_scales=True, scale_path=decode_weight_verification.scale_path, timings=_timings,
+    Operation("decode_weights", _decode, _one_by_one(rounded_float32(decode_digits_torch))),
+    _one_by_one(decode_weight_verification.reference), triton=_decode_in_one_launch, draw=_draw,
+    needs_rows=False,
+    uses_scales=True, scale_path=decode_weight_verification.scale_path,
 )  # fmt: skip

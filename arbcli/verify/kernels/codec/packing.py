@@ -1,18 +1,14 @@
 """Verification of `arbcli.kernels.codec.packing`."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.packing import (
     LARGEST_BYTE,
     pack_trits,
-    pack_trits_torch,
     unpack_trits,
 )
-from arbcli.verify.timed import MATRIX
-from arbcli.verify.verification import Timing, Verification, nothing
+from arbcli.verify.verification import Verification, nothing
 
 
 def pack_trits_reference(trits: Tensor) -> Tensor:
@@ -53,20 +49,10 @@ def random_trits(rows: int, in_features: int, generator: torch.Generator) -> Ten
     )
 
 
-def _pack_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    yield Timing("11264x2048", (random_trits(*MATRIX, torch.Generator(device)),))
-
-
-def _unpack_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    packed = pack_trits_torch(random_trits(*MATRIX, torch.Generator(device)))
-    yield Timing("11264x2048", (packed, MATRIX[1]))
-
-
 pack_trits_verification = Verification(
     pack_trits,
     pack_trits_reference,
     changed={"empty": {"trits": nothing}},
-    timings=_pack_timings,
     values={"trits": (-1, 1)},
 )
 
@@ -78,5 +64,5 @@ def _every_byte(packed: Tensor) -> Tensor:
 unpack_trits_verification = Verification(
     unpack_trits, unpack_trits_reference,
     changed={"every byte": {"packed": _every_byte, "in_features": 5}, "empty": {"packed": nothing}},
-    draw=lambda rng, group_size, m, n, k: (rng.trits(n, k), k), timings=_unpack_timings,
+    draw=lambda rng, group_size, m, n, k: (rng.trits(n, k), k),
 )  # fmt: skip

@@ -1,11 +1,12 @@
 """Verification of `arbcli.kernels.matmul.fp8_matmul`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.fp8_matmul import (
     MULTIPLE,
@@ -14,9 +15,8 @@ from arbcli.kernels.matmul.fp8_matmul import (
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.decode_e4m3 import decode_e4m3_reference, decode_e4m3_verification
-from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.kernels.matmul.quantise_rows import quantise_rows_verification
-from arbcli.verify.verification import Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Verification
 
 
 def fp8_matmul_reference(
@@ -28,20 +28,12 @@ def fp8_matmul_reference(
     return (q.double() * scale) @ (weight.double() * weight_scale.T).T
 
 
-def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    rows, outputs, inputs = 8192, 8192, 8192
-    packed = random_packed(outputs, inputs, group_size, torch.Generator(device), spread=8)
-    dense = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16)
-    x = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
-    q, scale = quantise_rows_verification.torch(x)
-    for transposed in (False, True):
-        yield Timing(
-            f"{rows}x{outputs}x{inputs}{' transposed' * transposed}",
-            (q.to(E4M3), scale, packed, transposed, torch.bfloat16),
-            peer=partial(torch.matmul, x, dense if transposed else dense.T),
-            peer_name="cuBLAS bf16",
-            flops=2 * rows * outputs * inputs,
-        )
+def _in_bf16(
+    q: Tensor, _scale: Tensor, packed: Packed, transposed: bool, _dtype: torch.dtype
+) -> Callable:
+    """Multiply in bfloat16."""
+    weight = decode_weight(packed)
+    return partial(torch.matmul, q.bfloat16(), weight if transposed else weight.T)
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -56,5 +48,5 @@ fp8_matmul_verification = Verification(
     changed={"zeros": {"q": torch.zeros_like}},
     gate=Gate(relative=4e-3, reason="sums of the matrix library, rounded to bf16"), draw=_draw,
     large_reference=partial(fp8_matmul_reference, decode=decode_e4m3_verification.torch),
-    needs_rows=True, uses_scales=False, timings=_timings,
+    needs_rows=True, uses_scales=False, library=_in_bf16,
 )  # fmt: skip

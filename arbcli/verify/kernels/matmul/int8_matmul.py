@@ -1,6 +1,6 @@
 """Verification of `arbcli.kernels.matmul.int8_matmul`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,22 +10,18 @@ from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.int8_matmul import (
     INT8_MATMUL,
-    PrepackedInt8,
     _weights_in_float32,
     prepack_int8,
 )
 from arbcli.kernels.matmul.prepacked_rows import MOST_TEXTS
 from arbcli.kernels.matmul.swizzled import (
-    ROWS,
     tiles_torch,
 )
-from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.decode_digits import add_remainders
 from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.kernels.matmul.swizzled import multiply_densely, tiles_reference
-from arbcli.verify.timed import MATRIX
-from arbcli.verify.verification import Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Verification
 
 
 def int8_matmul_reference(
@@ -51,6 +47,15 @@ def _multiply_rounded_weights(
     return tiles_torch(x, weight, out_features, gated, eps, added, dtype)
 
 
+def _multiply_by_library(
+    x: Tensor, pieces: Tensor, scales: Tensor, out_features: int, in_features: int, gated: bool,
+    eps: float | None, added: Tensor | None, dtype: torch.dtype,
+) -> Callable:  # fmt: skip
+    """Multiply by torch and cuBLAS in bfloat16."""
+    weight = _weights_in_float32(pieces, scales)[: out_features * (1 + gated), :in_features]
+    return partial(multiply_densely, x, weight.bfloat16(), gated, eps, added)
+
+
 def random_int8(rows: int, in_features: int, group_size: int, generator: torch.Generator) -> Packed:
     """Draw a matrix of all digits with |z| up to 127."""
     packed = random_packed(rows, in_features, group_size, generator, spread=8)
@@ -61,28 +66,6 @@ def random_int8(rows: int, in_features: int, group_size: int, generator: torch.G
 def _any_codes(pieces: Tensor) -> Tensor:
     """Return all codes, also that of -0."""
     return (torch.arange(pieces.numel(), device=pieces.device) * 37).to(torch.uint8).view_as(pieces)
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    generator = torch.Generator(device)
-    half: TensorOptions = {"device": device, "dtype": torch.bfloat16}
-    shapes = ((1, 11264, 2048, True), (1, 2048, 5632, False), (1, *MATRIX, False))
-    for m, rows, in_features, gated in (*shapes, (1, 16384, 16384, False), (8, *MATRIX, False)):
-        pieces = torch.randint(
-            0, 256, (rows // ROWS, -(-in_features // PLANE), 8, 4, 2, 8),
-            generator=generator, device=device, dtype=torch.uint8,
-        )  # fmt: skip
-        scales = torch.full((*pieces.shape[:3], 2), 2.0**-12, **half)
-        weight = PrepackedInt8(pieces, scales, rows // (1 + gated), in_features, gated)
-        dense = torch.randn(rows, in_features, **half)
-        x, added = torch.randn(m, in_features, **half), torch.randn(m, weight.out_features, **half)
-        yield Timing(
-            f"{m}x{rows}x{in_features}{' gate' * gated}",
-            (x, *weight, 1e-6, added, x.dtype),
-            peer=partial(multiply_densely, x, dense, gated, added),
-            peer_name="torch and cuBLAS bf16",
-            flops=2 * m * rows * in_features,
-        )
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -106,5 +89,6 @@ int8_matmul_verification = Verification(
         peer_slack=0.1,
         reason="the native loop rounds x to 16 bits; in bf16 the peer rounds weights, as GPUs do",
     ),
-    draw=_draw, peer=_multiply_rounded_weights, needs_rows=False, timings=_timings,
+    draw=_draw, peer=_multiply_rounded_weights, needs_rows=False,
+    library=_multiply_by_library,
 )  # fmt: skip

@@ -1,12 +1,11 @@
 """References and random inputs for `arbcli.kernels.matmul.prepacked`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.kernels.codec.layout import PLANE
 from arbcli.kernels.matmul.prepacked import (
     BLOCK,
@@ -15,11 +14,8 @@ from arbcli.kernels.matmul.prepacked import (
     decode_prepacked,
     prepack,
 )
-from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.kernels.matmul.swizzled import multiply_densely, tiles_reference
-from arbcli.verify.verification import Timing
 
 
 def draw_prepacked(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -30,6 +26,15 @@ def draw_prepacked(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) 
     x = rng.reals(m, k, dtype=torch.bfloat16).contiguous()
     added = rng.reals(m, weight.out_features).contiguous() if rng.below(2) else None
     return x, *weight, rng.pick((None, 1e-6)), added, rng.dtype
+
+
+def prepacked_by_library(
+    x: Tensor, pieces: Tensor, out_features: int, in_features: int, gated: bool, eps: float | None,
+    added: Tensor | None, dtype: torch.dtype,
+) -> Callable:  # fmt: skip
+    """Multiply by torch and cuBLAS in bfloat16."""
+    weight = decode_prepacked(pieces)[: out_features * (1 + gated), :in_features].bfloat16()
+    return partial(multiply_densely, x, weight, gated, eps, added)
 
 
 def prepacked_reference(
@@ -59,22 +64,3 @@ def prepacked_in_float64(
     """Compute `prepacked_reference` for large matrices."""
     weight = decode_prepacked(pieces).double().view(len(pieces), 2, 8, -1)
     return tiles_reference(x, weight[..., :in_features], out_features, gated, eps, added)
-
-
-def prepacked_timings(
-    shapes: Sequence[tuple], device: torch.device, _group_size: int
-) -> Iterator[Timing]:
-    """Draw the timings of a kernel for prepacked matrices; shapes are (M, rows, K, gated)."""
-    generator = torch.Generator(device)
-    half: TensorOptions = {"device": device, "dtype": torch.bfloat16}
-    for m, rows, in_features, gated in shapes:
-        packed = random_packed(rows, in_features, 32, generator, spread=8)
-        weight = prepack(packed, gated)
-        x, added = torch.randn(m, in_features, **half), torch.randn(m, weight.out_features, **half)
-        yield Timing(
-            f"{m}x{rows}x{in_features}{' gate' * gated}",
-            (x, *weight, 1e-6, added, x.dtype),
-            peer=partial(multiply_densely, x, decode_weight(packed), gated, added),
-            peer_name="torch and cuBLAS bf16",
-            flops=2 * m * rows * in_features,
-        )

@@ -1,7 +1,5 @@
 """Verification of `arbcli.kernels.matmul.prepacked_rows`."""
 
-from functools import partial
-
 from arbcli.kernels.matmul.prepacked_rows import (
     MOST_TEXTS,
     PREPACKED_ROWS,
@@ -9,11 +7,10 @@ from arbcli.kernels.matmul.prepacked_rows import (
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.matmul.prepacked import (
     draw_prepacked,
+    prepacked_by_library,
     prepacked_in_float64,
     prepacked_reference,
-    prepacked_timings,
 )
-from arbcli.verify.timed import MATRIX
 from arbcli.verify.verification import Gate, Verification
 
 
@@ -28,6 +25,6 @@ prepacked_rows_verification = Verification(
         reason="float32 sums of up to 2600 products, added up by the matrix units; in bf16 one"
         " rounding, as torch's float32 has",
     ),
-    draw=_draw, large_reference=prepacked_in_float64, torch_is_peer=True, needs_rows=False,
-    timings=partial(prepacked_timings, [(m, *MATRIX, True) for m in (4, 16, 64)]),
+    draw=_draw, large_reference=prepacked_in_float64, library=prepacked_by_library,
+    torch_is_peer=True, needs_rows=False,
 )  # fmt: skip

@@ -4,12 +4,10 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.matmul.quantise_rows import (
-    E4M3,
     WHOLE_ROW,
     quantise_rows,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Verification
 
 
@@ -52,9 +50,5 @@ quantise_rows_verification = Verification(
         "ties": {"x": lambda x: torch.arange(2048)[None].to(x) * 2.0**-11},
     },
     compared=codes_to_float32,
-    timed=[
-        Timed(f"16384x{columns}", lambda x: x.to(E4M3), "torch's cast", M=16384, D=columns)
-        for columns in (2048, 11264)
-    ],
     values={"x": draw_of_any_size},
 )  # fmt: skip

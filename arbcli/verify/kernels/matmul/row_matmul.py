@@ -1,7 +1,5 @@
 """Verification of `arbcli.kernels.matmul.row_matmul`."""
 
-from functools import partial
-
 from arbcli.kernels.matmul.row_matmul import (
     MOST_COLUMNS,
     ROW_MATMUL,
@@ -10,16 +8,11 @@ from arbcli.kernels.matmul.swizzled import MOST_ROWS
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.matmul.prepacked import (
     draw_prepacked,
+    prepacked_by_library,
     prepacked_in_float64,
     prepacked_reference,
-    prepacked_timings,
 )
-from arbcli.verify.timed import MATRIX
 from arbcli.verify.verification import Gate, Verification
-
-MATRICES = ((6144, 2048, False), (2048, 2048, False), (*MATRIX, True), (2048, 5632, False))
-TIMED = [(m, *matrix) for m in (1, 4) for matrix in MATRICES]
-"""(M, rows, K, gated)."""
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
@@ -37,6 +30,6 @@ row_matmul_verification = Verification(
         " of the largest of them, some 1e-4 of the norm of a product and 3e-4 after a gate; then"
         " float32 sums; in bf16 one rounding, as torch's float32 has",
     ),
-    draw=_draw, large_reference=prepacked_in_float64, torch_is_peer=True, needs_rows=True,
-    timings=partial(prepacked_timings, TIMED),
+    draw=_draw, large_reference=prepacked_in_float64, library=prepacked_by_library,
+    torch_is_peer=True, needs_rows=True,
 )  # fmt: skip

@@ -20,10 +20,14 @@ def tiles_reference(
     return y if added is None else added.double() + y
 
 
-def multiply_densely(x: Tensor, weight: Tensor, gated: bool, added: Tensor) -> Tensor:
+def multiply_densely(
+    x: Tensor, weight: Tensor, gated: bool, eps: float | None, added: Tensor | None
+) -> Tensor:
     """Compute the same from dense weights, one torch operation at a time."""
-    y = functional.linear(functional.rms_norm(x, x.shape[1:], eps=1e-6), weight)
+    if eps is not None:
+        x = functional.rms_norm(x, x.shape[1:], eps=eps)
+    y = functional.linear(x, weight)
     if gated:
         gate, up = y.chunk(2, dim=1)
         y = functional.silu(gate) * up
-    return added + y
+    return y if added is None else added + y

@@ -1,7 +1,5 @@
 """Verification of `arbcli.kernels.norm.gained_rms_norm`."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
@@ -11,10 +9,9 @@ from arbcli.verify.kernels.norm.rms_norm import (
     EPS_VALUES,
     ROW_SIZES,
     SHAPES,
-    TIMED_EPS,
     rms_norm_reference,
 )
-from arbcli.verify.verification import Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Verification
 
 
 def gained_rms_norm_backward_reference(
@@ -39,19 +36,6 @@ def gained_gradient_in_its_dtype(
     return grad_x if other_grad is None else grad_x + other_grad, y.detach(), grad_gain
 
 
-def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    x, grad_y = torch.randn(2, 16384, 2048, device=device, dtype=torch.bfloat16)
-    gain = torch.randn(2048, device=device)
-    low = gain.to(x.dtype)
-    _, r = torch.ops.aten._fused_rms_norm(x, low.shape, low, TIMED_EPS)
-    inputs = (grad_y, x, low.shape, r, low, [True, True])
-
-    def peer() -> object:
-        return torch.ops.aten._fused_rms_norm_backward(*inputs)
-
-    yield Timing("16384x2048 bf16", (grad_y, x, gain, TIMED_EPS, x), peer=peer)
-
-
 _GATE = Gate(
     relative=1e-5, peer_slack=0.1,
     reason="float32 sums of up to 8197 squares, and over all rows; in bf16 no worse than torch",
@@ -59,5 +43,5 @@ _GATE = Gate(
 gained_rms_norm_backward_verification = Verification(
     gained_rms_norm_backward, gained_rms_norm_backward_reference, gate=_GATE,
     sizes=ROW_SIZES, shapes=SHAPES,
-    peer=gained_gradient_in_its_dtype, timings=_backward_timings, values={"eps": EPS_VALUES},
+    peer=gained_gradient_in_its_dtype, values={"eps": EPS_VALUES},
 )  # fmt: skip

@@ -1,6 +1,5 @@
 """Verification of `arbcli.kernels.norm.gated_rms_norm`."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,14 +18,12 @@ from arbcli.verify.kernels.norm.rms_norm import (
     EPS_VALUES,
     ROW_SHAPES,
     ROW_SIZES,
-    TIMED_EPS,
     gradient_and_output,
     rms_norm_in_its_dtype,
     rms_norm_reference,
     widened,
 )
-from arbcli.verify.timed import Timed
-from arbcli.verify.verification import Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Verification, same_inputs
 
 
 def gated_rms_norm_reference(gate_up: Tensor, eps: float | None) -> Tensor:
@@ -67,12 +64,6 @@ def _draw_packed(rng: CaseGenerator, group_size: int, m: int, _n: int, k: int) -
     return grad_y, *pack_gates_torch(gate_up), eps, rng.chance(0.5)
 
 
-def _packed_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    grad_y, gate, up = torch.randn(3, 16384, 5632, device=device, dtype=torch.bfloat16)
-    packed = pack_gates_torch(torch.cat((gate, up), dim=1))
-    yield Timing("16384x5632 bf16", (grad_y, *packed, TIMED_EPS))
-
-
 def _packed_backward_in_its_dtype(
     grad_y: Tensor, codes: Tensor, bases: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor]:
@@ -91,7 +82,6 @@ _GATE = Gate(
 )  # fmt: skip
 GATED_SIZES = ROW_SIZES | {"W": "2 * k"}
 
-_TIMED = [Timed("16384x5632 bf16", B=(16384,), W=2 * 5632, eps=TIMED_EPS)]
 
 _CHANGED: dict[str, dict[str, Any]] = {
     "saturated": {"gate_up": lambda x: 40 * x},
@@ -101,17 +91,17 @@ GATED_VALUES = {"eps": (*EPS_VALUES, *EPS_VALUES, None)}
 gated_rms_norm_verification = Verification(
     gated_rms_norm, gated_rms_norm_reference, gate=_GATE, sizes=GATED_SIZES,
     shapes=ROW_SHAPES, changed=_CHANGED,
-    peer=gated_rms_norm_in_its_dtype, timed=_TIMED, values=GATED_VALUES,
+    peer=gated_rms_norm_in_its_dtype, library=same_inputs(gated_rms_norm_in_its_dtype),
+    values=GATED_VALUES,
 )  # fmt: skip
 gated_rms_norm_backward_verification = Verification(
     gated_rms_norm_backward, gated_rms_norm_backward_reference, gate=_GATE,
     sizes=GATED_SIZES, shapes=ROW_SHAPES,
     changed=_CHANGED | {"wide": {"grad_y": widened, **_CHANGED["wide"]}},
-    peer=backward_in_its_dtype, timed=_TIMED,
+    peer=backward_in_its_dtype,
     values=GATED_VALUES | {"overwrite": (False, True)},
 )  # fmt: skip
 packed_gates_backward_verification = Verification(
     packed_gates_backward, packed_gates_backward_reference, gate=_GATE, shapes=((0, 1, 40),),
     draw=_draw_packed, peer=_packed_backward_in_its_dtype, needs_rows=True,
-    timings=_packed_timings,
 )  # fmt: skip

@@ -9,7 +9,6 @@ from arbcli.kernels.norm.pack_gates import (
     pack_gates,
     pack_gates_torch,
 )
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Verification
 
 
@@ -77,5 +76,4 @@ pack_gates_verification = Verification(
     },
     sizes={"W": "2 * k"},
     large_reference=pack_gates_torch,
-    timed=[Timed("16384x5632 bf16", lambda x: x.clone(), "copy", M=16384, W=2 * 5632)],
 )  # fmt: skip

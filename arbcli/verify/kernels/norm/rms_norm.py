@@ -1,7 +1,6 @@
 """Verification of `arbcli.kernels.norm.rms_norm`."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from arbcli.kernels.norm.rms_norm import (
     rms_norm,
     rms_norm_backward,
 )
-from arbcli.verify.verification import Gate, Timing, Verification
+from arbcli.verify.verification import Gate, Verification, same_inputs
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -65,40 +64,6 @@ def backward_in_its_dtype(
     return grad_x if other_grad is None else grad_x + other_grad, y
 
 
-TIMED_EPS = 1e-6
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    x, _, weight = _timed_inputs(device)
-    peer = partial(torch_rms_norm, x, weight.shape, weight, TIMED_EPS)
-    yield Timing("16384x2048 bf16", (x, None, TIMED_EPS), peer=peer)
-
-
-def _add_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    x, added, weight = _timed_inputs(device)
-    x, added = x[:1], added[:1]
-
-    def peer() -> Tensor:
-        return torch_rms_norm(x + added, weight.shape, weight, TIMED_EPS)
-
-    yield Timing("1x2048 bf16", (x, added, None, TIMED_EPS), peer=peer)
-
-
-def _backward_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    x, grad_y, weight = _timed_inputs(device)
-    _, r = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, TIMED_EPS)
-    # the operation that autograd calls for torch's `rms_norm`, for the gradient of x only
-    inputs = (grad_y, x, weight.shape, r, weight, [True, False])
-    peer = partial(torch.ops.aten._fused_rms_norm_backward, *inputs)
-    yield Timing("16384x2048 bf16", (grad_y, x, None, TIMED_EPS), peer=peer)
-
-
-def _timed_inputs(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw (x, grad_y, weights of ones for torch); a model's own norms have none."""
-    x, grad_y = torch.randn(2, 16384, 2048, device=device, dtype=torch.bfloat16)
-    return x, grad_y, x.new_ones(2048)
-
-
 _GATE = Gate(
     relative=1e-5, peer_slack=0.1,
     reason="float32 sums of up to 8197 squares; in bf16 one rounding, as torch has",
@@ -122,18 +87,18 @@ def widened(values: Tensor) -> Tensor:
 rms_norm_verification = Verification(
     rms_norm, rms_norm_reference, gate=_GATE, sizes=ROW_SIZES, shapes=SHAPES,
     changed={"wide": {"x": widened, "weight": None}},
-    peer=rms_norm_in_its_dtype,
-    timings=_timings, values=NORM_VALUES,
+    peer=rms_norm_in_its_dtype, library=same_inputs(rms_norm_in_its_dtype),
+    values=NORM_VALUES,
 )  # fmt: skip
 add_rms_norm_verification = Verification(
     add_rms_norm, add_rms_norm_reference, gate=_GATE, sizes=ROW_SIZES, shapes=SHAPES,
     changed={"wide": {"x": widened, "added": widened, "weight": None}},
-    peer=normalise_sum(rms_norm_in_its_dtype), timings=_add_timings,
+    peer=normalise_sum(rms_norm_in_its_dtype),
     values=NORM_VALUES,
 )  # fmt: skip
 rms_norm_backward_verification = Verification(
     rms_norm_backward, rms_norm_backward_reference, gate=_GATE, sizes=ROW_SIZES, shapes=SHAPES,
     changed={"wide": {"grad_y": widened, "x": widened, "other_grad": None, "weight": None}},
-    peer=backward_in_its_dtype, timings=_backward_timings,
+    peer=backward_in_its_dtype,
     values=NORM_VALUES,
 )  # fmt: skip

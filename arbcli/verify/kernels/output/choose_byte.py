@@ -9,10 +9,8 @@ from torch import Tensor
 from arbcli.kernels.output.choose_byte import (
     MAX_SYMBOLS,
     choose_byte_,
-    choose_byte_torch,
 )
 from arbcli.verify.kernels.update.random_bits import mix_reference
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Verification
 
 
@@ -60,8 +58,6 @@ choose_byte_verification = Verification(
         "M": ("()", "(min(m, 8),)"), "B": "M or (1,)", "V": f"min(k + 1, {MAX_SYMBOLS})",
         "P": "n + 20",
     },
-    timed=[Timed("256 logits", choose_byte_torch, "torch, step by step", B=(1, 1), P=9, M=(), V=256,
-                 logits=torch.float32, position=0, key=0, temperature=0.8, top_k=40, top_p=0.95)],
     values={
         "byte": (0, 127), "logits": lambda rng, *shape: 4 * rng.reals(*shape),
         "position": (0, 9), "temperature": (0.0, 0.5, 1.0, 2.0),

@@ -13,7 +13,6 @@ from arbcli.kernels.output.choose_bytes import (
 )
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.output.choose_byte import LOGITS_CHANGED, choose_byte_reference
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Verification
 
 
@@ -43,9 +42,6 @@ choose_bytes_verification = Verification(
     changed=LOGITS_CHANGED,
     compared=("byte", "text"),
     sizes={"B": "1 + m % 5", "V": f"min(k + 1, {MAX_SYMBOLS})", "P": "n"}, needs_rows=False,
-    timed=[Timed("64x256 logits", lambda *arguments: torch.multinomial(arguments[2].softmax(1), 1),
-                 "torch's multinomial", B=64, P=9, V=256, logits=torch.float32, position=0,
-                 temperature=0.95, top_k=40, top_p=0.95)],
     values={
         "logits": lambda rng, *shape: 4 * rng.reals(*shape), "position": (0, "P - 1"),
         "temperature": _picked(0.0, 0.5, 1.0, 2.0), "top_k": (1, "V"),

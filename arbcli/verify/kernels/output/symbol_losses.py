@@ -9,7 +9,6 @@ from arbcli.kernels.output.symbol_losses import (
     grade_symbols_,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Gate, Verification, filled
 
 
@@ -57,7 +56,6 @@ add_symbols_verification = Verification(
     changed={"large": {"logits": lambda x: 300 * x}, "first": {"total": filled(-torch.inf)}},
     gate=_GATE, compared=("total", "target_sums"),
     sizes=_SIZES,
-    timed=[Timed("16384x4032 bf16", lambda *args: torch.logsumexp(args[2], 1), M=16384, V=4032)],
     values={"total": _total_so_far, "targets": ("-V", "2 * V")},
 )  # fmt: skip
 grade_symbols_verification = Verification(
@@ -65,6 +63,5 @@ grade_symbols_verification = Verification(
     shapes=((0, 1, 255),),
     gate=_GATE, compared=("logits",),
     draw=_draw_graded, needs_rows=True,
-    timed=[Timed("16384x4032 bf16", lambda logits, *_: torch.softmax(logits, 1), M=16384, V=4032)],
     values={"targets": ("-V", "2 * V")},
 )  # fmt: skip

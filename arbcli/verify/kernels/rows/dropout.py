@@ -1,5 +1,7 @@
 """Verification of `arbcli.kernels.rows.dropout`."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -7,7 +9,6 @@ from torch.nn import functional
 from arbcli.kernels.rows.dropout import dropout
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.random_bits import random_bits_reference
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Verification, filled, one_of
 
 
@@ -30,9 +31,5 @@ dropout_verification = Verification(
         "infinite": {"x": one_of(torch.inf)}, "almost all": {"rate": 0.999999},
         "last key": {"key": filled(2**31 - 1)}, "first key": {"key": filled(-(2**31))},
     },
-    draw=_draw, needs_rows=True,
-    timed=[
-        Timed("16384x2048 bf16", lambda x, key, rate: functional.dropout(x, rate),
-              M=16384, D=2048, key=5, rate=0.2)
-    ],
+    draw=_draw, needs_rows=True, library=lambda x, _key, rate: partial(functional.dropout, x, rate),
 )  # fmt: skip

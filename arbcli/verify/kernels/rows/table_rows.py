@@ -1,6 +1,5 @@
 """Verification of `arbcli.kernels.rows.table_rows`."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from arbcli.kernels.rows.table_rows import (
     scatter_rows_,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Timing, Verification, nothing
+from arbcli.verify.verification import Verification, nothing
 
 
 def gather_rows_reference(buffer: Tensor, rows: Tensor) -> Tensor:
@@ -31,45 +30,8 @@ def scatter_rows_reference(buffer: Tensor, rows: Tensor, values: Tensor) -> Tens
     return buffer
 
 
-def _draw(
-    num_rows: int, num_bytes: int, generator: torch.Generator, dtype: torch.dtype = torch.int8
-) -> Tensor:
-    size = (num_rows, num_bytes)
-    drawn = torch.randint(0, 256, size, generator=generator, device=generator.device)
-    return drawn.to(torch.uint8).view(dtype)
-
-
 TABLES = ((5_000_000, 64, 76), (5_000_000, 13, 76), (131_072, 1024, 8))
 """(V, bytes per row, V divided by the number of touched rows)."""
-
-
-def _production_rows(device: torch.device) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Draw (label, distant rows of a large table, these rows in random order).
-
-    So the roofline counts the touched bytes, not the table.
-    """
-    for num_rows, num_bytes, apart in TABLES:
-        buffer = _draw(num_rows, num_bytes, torch.Generator(device))[::apart]
-        label = f"{len(buffer)} of {num_rows}x{num_bytes}"
-        yield label, buffer, torch.randperm(len(buffer), device=device)
-
-
-def _gather_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    for label, buffer, rows in _production_rows(device):
-        peer = partial(torch.index_select, buffer, 0, rows)
-        yield Timing(label, (buffer, rows), peer=peer)
-
-
-def _scatter_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    def run(*inputs: Tensor) -> tuple:
-        scatter_rows_.triton(*inputs)
-        return ()  # the inputs include the buffer
-
-    for label, buffer, rows in _production_rows(device):
-        num_rows, num_bytes = buffer.shape
-        values = _draw(num_rows, num_bytes, torch.Generator(device))
-        peer = partial(buffer.index_copy_, 0, rows, values)
-        yield Timing(label, (buffer, rows, values), run=run, peer=peer)
 
 
 _CHANGED: dict[str, dict[str, Any]] = {
@@ -80,7 +42,10 @@ gather_rows_verification = Verification(
     gather_rows, gather_rows_reference,
     changed=_CHANGED | {"no rows": {"rows": nothing}, "no bytes": {"buffer": lambda x: x[:, :0]}},
     sizes={"V": "n", "B": "k", "R": "m"},
-    timings=_gather_timings, values={"rows": (-1, "V")},
+    library=lambda buffer, rows: partial(
+        torch.index_select, buffer, 0, rows.clamp(0, len(buffer) - 1)
+    ),
+    looked_up="buffer", values={"rows": (-1, "V")},
 )  # fmt: skip
 
 
@@ -98,6 +63,5 @@ scatter_rows_verification = Verification(
     changed=_CHANGED | {
         "no rows": {"rows": nothing, "values": nothing},
         "no bytes": {"buffer": lambda x: x[:, :0], "values": lambda x: x[:, :0]},
-    }, draw=_draw_scattered, needs_rows=True,
-    timings=_scatter_timings,
+    }, draw=_draw_scattered, needs_rows=True, looked_up="buffer",
 )  # fmt: skip

@@ -1,6 +1,5 @@
 """Verification of `arbcli.kernels.rows.ternary_embedding`."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -19,8 +18,7 @@ from arbcli.verify.kernels.codec.decode_digits import (
     decode_digits_reference,
     rounded_float32,
 )
-from arbcli.verify.kernels.codec.packed import random_packed
-from arbcli.verify.verification import Gate, Timing, Verification, filled, nothing
+from arbcli.verify.verification import Gate, Verification, filled, nothing
 
 
 def embedding_rows_reference(ids: Tensor, packed: Packed) -> Tensor:
@@ -35,22 +33,6 @@ def embedding_grad_reference(grad_y: Tensor, ids: Tensor, num_embeddings: int) -
     return grad.index_add_(0, ids, grad_y.double())
 
 
-def _rows_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    ids = torch.randint(256, (16384,), device=device)
-    packed = random_packed(256, 2048, group_size, torch.Generator(device))
-    yield Timing(
-        "16384 of 256x2048 bf16", (ids, packed), peer=partial(embedding, ids, decode_weight(packed))
-    )
-
-
-def _grad_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    ids = torch.randn(16384, device=device).mul(20).add(128).clamp(0, 255).long()
-    grad_y = torch.randn(16384, 2048, device=device, dtype=torch.bfloat16)
-    # the operation that autograd calls for torch's `embedding`; its sums are rounded to bf16
-    peer = partial(torch.ops.aten.embedding_dense_backward, grad_y, ids, 256, -1, False)
-    yield Timing("16384x2048 to 256 bf16", (grad_y, ids, 256), peer=peer)
-
-
 def _many(ids: Tensor) -> Tensor:
     """Return so many strided ids that the whole table is decoded."""
     return torch.arange(300, device=ids.device).remainder(17)[::3]
@@ -62,7 +44,8 @@ embedding_rows_verification = Verification(
     triton=rounded_float32(embedding_rows.triton),
     torch=rounded_float32(embedding_rows.torch),
     native=rounded_float32(embedding_rows_native), sizes={"V": "n"}, scale_path=has_planes,
-    timings=_rows_timings, values={"ids": (0, "V - 1"), "packed": {"spread": 127}},
+    library=lambda ids, packed: partial(embedding, ids, decode_weight(packed)),
+    looked_up="packed", values={"ids": (0, "V - 1"), "packed": {"spread": 127}},
 )  # fmt: skip
 
 embedding_grad_verification = Verification(
@@ -70,6 +53,5 @@ embedding_grad_verification = Verification(
     gate=Gate(relative=1e-6, reason="float32 sums of up to thousands of tokens"),
     shapes=((150, 5, 33),),
     changed={"no ids": {"ids": nothing, "grad_y": nothing}, "one id": {"ids": filled(3)}},
-    timings=_grad_timings,
     values={"ids": (0, "n - 1"), "num_embeddings": ("n",)},
 )  # fmt: skip

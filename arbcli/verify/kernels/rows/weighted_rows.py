@@ -1,6 +1,6 @@
 """Verification of `arbcli.kernels.rows.weighted_rows`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,7 @@ from arbcli.verify.kernels.codec.decode_digits import (
     decode_large,
     fix_float32,
 )
-from arbcli.verify.kernels.codec.packed import random_packed
-from arbcli.verify.verification import Gate, Timing, Verification, filled, nothing
+from arbcli.verify.verification import Gate, Verification, filled, nothing
 
 
 def weighted_rows_reference(
@@ -77,66 +76,10 @@ SHAPES = ((2048, 32, 5_000_000, 64, 76), (2048, 8, 131_072, 1024, 8))
 """(M, k, V, D, V divided by the number of touched rows)."""
 
 
-def _production_slots(
-    device: torch.device, group_size: int
-) -> Iterator[tuple[str, Tensor, Tensor, Packed]]:
-    """Draw (label, ids, weights, table), with distant rows of a large table, each used once.
-
-    So the roofline counts the bytes that are read, not the table.
-    """
-    for tokens, slots, rows, dim, apart in SHAPES:
-        packed = random_packed(rows, dim, group_size, torch.Generator(device), spread=8)
-        packed = packed.rows(slice(None, None, apart))
-        ids = torch.randperm(packed.out_features, device=device)[: tokens * slots]
-        weights = torch.randn(tokens, slots, device=device)
-        label = f"{tokens}x{slots} of {rows}x{dim}"
-        yield label, ids.view(tokens, slots), weights, packed
-
-
-def _weighted_rows_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    for label, ids, weights, packed in _production_slots(device, group_size):
-        half = decode_weight(packed), weights.to(torch.bfloat16)
-        peer = partial(embedding_bag, ids, half[0], mode="sum", per_sample_weights=half[1])
-        inputs = (ids, weights, packed)
-        yield Timing(f"{label} bf16", inputs, peer=peer)
-
-
-def _grad_weights_timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    for label, ids, _, packed in _production_slots(device, group_size):
-        tokens, slots = ids.shape
-        grad_y = torch.randn(tokens, packed.in_features, device=device, dtype=torch.bfloat16)
-        # the operation that autograd calls for torch's `embedding_bag`, which has no bf16
-        peer = partial(
-            torch.ops.aten._embedding_bag_per_sample_weights_backward,
-            grad_y.float(), decode_weight(packed, torch.float32), ids.flatten(),
-            torch.arange(0, ids.numel(), slots, device=device),
-            torch.arange(ids.numel(), device=device) // slots, 0,
-        )  # fmt: skip
-        yield Timing(f"{label} bf16", (grad_y, ids, packed), peer=peer, peer_name="torch, float32")
-
-
-def _grad_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    for tokens, slots, rows, dim, _ in SHAPES:
-        size = tokens * slots
-        grad_y = torch.randn(tokens, dim, device=device, dtype=torch.bfloat16)
-        weights = torch.randn(size, device=device)
-        slot_rows = torch.arange(size, device=device) // slots
-        for kind in ("spread", "one row has half"):
-            ids = torch.randint(rows, (size,), device=device)
-            if kind != "spread":
-                ids[::2] = 7
-            touched = touched_rows(ids, rows)
-            inputs = (grad_y, weights, slot_rows, touched.order, touched.bounds)
-            peer = partial(
-                _add_products, grad_y, weights, slot_rows, torch.searchsorted(touched.rows, ids)
-            )
-            label = f"{tokens}x{slots} to {rows}x{dim} bf16, {kind}"
-            yield Timing(label, inputs, peer=peer)
-
-
-def _add_products(grad_y: Tensor, weights: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
-    products = weights[:, None] * grad_y[tokens]
-    return products.new_zeros(products.shape).index_add_(0, rows, products)
+def _sum_bags(ids: Tensor, weights: Tensor, packed: Packed) -> Callable:
+    """Sum rows by torch, from weights in bfloat16."""
+    ids, table = ids.clamp(0, packed.out_features - 1), decode_weight(packed)
+    return partial(embedding_bag, ids, table, mode="sum", per_sample_weights=weights.bfloat16())
 
 
 def _slots(rng: CaseGenerator, m: int, n: int, least: int = 64) -> Tensor:
@@ -187,7 +130,8 @@ weighted_rows_verification = Verification(
     },
     triton=fix_float32(weighted_rows.triton), torch=fix_float32(weighted_rows.torch),
     draw=_draw, large_reference=partial(weighted_rows_reference, decode=decode_large),
-    needs_rows=True, scale_path=_scale_path, timings=_weighted_rows_timings,
+    library=_sum_bags, looked_up="packed",
+    needs_rows=True, scale_path=_scale_path,
 )  # fmt: skip
 weighted_rows_grad_weights_verification = Verification(
     weighted_rows_grad_weights, weighted_rows_grad_weights_reference,
@@ -197,9 +141,9 @@ weighted_rows_grad_weights_verification = Verification(
         "no slots": {"ids": lambda x: x[:, :0]},
         "empty table": {"packed": lambda x: x.rows(slice(0))},
     },
-    draw=_draw_grad_weights,
+    draw=_draw_grad_weights, looked_up="packed",
     large_reference=partial(weighted_rows_grad_weights_reference, decode=decode_large),
-    needs_rows=True, scale_path=_scale_path, timings=_grad_weights_timings,
+    needs_rows=True, scale_path=_scale_path,
 )  # fmt: skip
 weighted_rows_grad_verification = Verification(
     WEIGHTED_ROWS_GRAD, weighted_rows_grad_reference,
@@ -209,5 +153,5 @@ weighted_rows_grad_verification = Verification(
         "weights": nothing, "tokens": nothing, "order": nothing, "bounds": torch.zeros_like,
     }},
     triton=fix_float32(WEIGHTED_ROWS_GRAD.triton), torch=fix_float32(WEIGHTED_ROWS_GRAD.torch),
-    draw=_draw_grad, needs_rows=True, timings=_grad_timings,
+    draw=_draw_grad, needs_rows=True,
 )  # fmt: skip

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from arbcli.kernels.update.add_slopes import add_slopes
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import Verification, filled
 
 
@@ -28,7 +27,6 @@ add_slopes_verification = Verification(
         "clipped": {"slope": filled(1e30)},
     },
     compared=lambda inputs, squares: (inputs[0], squares.sum().to(torch.int64)), sizes={"G": "k"},
-    timed=[Timed("11264x64", N=11264, G=64, total=(-9000, 9000), slope_gain=2.0**16, weight=2**14)],
     values={
         "total": (-(2**15 - 1), 2**15 - 1),
         "slope_gain": lambda rng: rng.real(rng.pick((2.0**8, 2.0**16))),

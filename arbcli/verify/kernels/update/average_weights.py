@@ -8,7 +8,6 @@ from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.packing import unpack_trits_reference
 from arbcli.verify.kernels.update.random_bits import random_halves_reference
 from arbcli.verify.kernels.update.step_trits import draw_weights
-from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import Verification, filled
 
 
@@ -44,6 +43,4 @@ average_weights_verification = Verification(
     average_weights, average_weights_reference, compared=("average",), draw=_draw,
     changed={"copied": {"rate": filled(2**16)}, "kept": {"rate": filled(0)}},
     needs_rows=False,
-    timed=[Timed("11264x2048", **MATRIX_SIZES, packed=(0, 242), remainder=(-63, 63),
-                 average=(-127, 127), rate=4096, radix=64, shift=0, nibble=False)],
 )  # fmt: skip

@@ -10,7 +10,6 @@ from arbcli.kernels.update.blend_moment import (
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.direction import draw_gains, fixed_point_reference
 from arbcli.verify.kernels.update.random_bits import random_halves_reference
-from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import REFUSED, Verification, filled
 
 
@@ -61,11 +60,5 @@ blend_moment_verification = Verification(
         },
     }, compared=("moment", "squares"), draw=_draw,
     needs_rows=False,
-    timed=[
-        Timed(f"11264x2048 bf16{' nibble' * nibble}", **MATRIX_SIZES, moment=(-112, 112),
-              row_gain=2.0**8, column_gain=2.0**8, squares=0, decay=58982, gain=813, shift=7,
-              nibble=nibble)
-        for nibble in (False, True)
-    ],
     values={"ok": CaseGenerator.ok},
 )  # fmt: skip

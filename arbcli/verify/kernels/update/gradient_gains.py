@@ -13,7 +13,6 @@ from arbcli.kernels.update.gradient_gains import (
 )
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.random_bits import random_bits_reference
-from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import Gate, Verification, filled
 
 
@@ -109,7 +108,4 @@ gradient_gains_verification = Verification(
         reason="a float log2 at a rounding boundary lands one step of 1/128, 0.54 %, to the side",
     ),
     compared=_append_state, draw=_draw, needs_rows=False,
-    timed=[Timed("11264x2048", **MATRIX_SIZES, G=64, P=16 * 88, R=16, C=88,
-                 slope_squares=1, squares=1, rows=1, columns=1, row_statistic=0,
-                 column_statistic=0, refused=0, nonfinite=0)],
 )  # fmt: skip

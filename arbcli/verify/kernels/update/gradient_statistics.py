@@ -18,7 +18,6 @@ from arbcli.verify.kernels.codec.decode_digits import (
     scales_reference,
 )
 from arbcli.verify.kernels.codec.packed import ALL_DIGITS
-from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import Gate, Verification
 
 
@@ -55,9 +54,5 @@ gradient_statistics_verification = Verification(
     compared=_sum_parts,
     large_reference=partial(gradient_statistics_reference, digits=digits_large),
     scale_path=_scale_path,
-    timed=[
-        Timed(f"11264x2048 bf16{' factored' * factored}", **MATRIX_SIZES, factored=factored)
-        for factored in (False, True)
-    ],
     values={"factored": (False, True), "signs": (False, False, False, True)},
 )  # fmt: skip

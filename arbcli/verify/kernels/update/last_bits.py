@@ -1,7 +1,5 @@
 """Verification of `arbcli.kernels.update.last_bits`."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,6 @@ from arbcli.kernels.update.last_bits import (
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.packing import pack_trits_reference, unpack_trits_reference
 from arbcli.verify.kernels.update.step_trits import draw_weights
-from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import Verification
 
 
@@ -53,13 +50,8 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     return packed, remainder, radix, nibble
 
 
-_TIMED: dict[str, Any] = {
-    **MATRIX_SIZES, "trits": (0, 242), "remainder": (-31, 31), "radix": 64,
-    "nibble": False,
-}  # fmt: skip
 last_bits_verification = Verification(
     last_bits, last_bits_reference, draw=_draw, needs_rows=False,
-    timed=[Timed("11264x2048", **_TIMED)],
 )  # fmt: skip
 
 
@@ -71,5 +63,5 @@ def _draw_taken(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> 
 
 take_last_bits_verification = Verification(
     take_last_bits_, take_last_bits_reference, compared=("trits", "remainder"),
-    draw=_draw_taken, needs_rows=False, timed=[Timed("11264x2048", **_TIMED)],
+    draw=_draw_taken, needs_rows=False,
 )  # fmt: skip

@@ -4,14 +4,13 @@ import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from arbcli.kernels.runtime.merged import merge_launches
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.step_scales import step_scales_verification
-from arbcli.verify.verification import Timing, Verification
+from arbcli.verify.verification import Verification
 
 NUM_INPUTS = 8
 """Number of inputs of `step_scales`."""
@@ -36,13 +35,6 @@ def _merged_steps_triton(*inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(itertools.chain(*(part[:2] for part in _parts(inputs))))
 
 
-def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    (timing,) = step_scales_verification.draw_timings(device, group_size)
-    rows = (slice(begin, begin + 256) for begin in range(0, 16 * 256, 256))
-    inputs = [(*(x[some] for x in timing.inputs[:3]), *timing.inputs[3:]) for some in rows]
-    yield Timing("16 of 256x64", tuple(itertools.chain(*inputs)))
-
-
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     shapes = [(n, k), *((1 + rng.below(n), 1 + rng.below(k)) for _ in range(rng.below(9)))]
     matrices = [step_scales_verification.drawn(rng, group_size, m, *shape) for shape in shapes]
@@ -54,5 +46,4 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 merged_steps_verification = Verification(
     Operation("merged_steps", _merged_steps_triton, _one_by_one(step_scales_verification.torch)),
     _one_by_one(step_scales_verification.reference), draw=_draw, needs_rows=False,
-    timings=_timings,
 )  # fmt: skip

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.update.moment_squares import moment_squares
-from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import Verification, filled
 
 
@@ -19,6 +18,5 @@ def moment_squares_reference(moment: Tensor, squares: Tensor, nibble: bool) -> T
 moment_squares_verification = Verification(
     moment_squares, moment_squares_reference, compared=("squares",),
     changed={"largest": {"moment": filled(-128)}},
-    timed=[Timed("11264x2048", **MATRIX_SIZES, moment=(-112, 112), squares=0, nibble=False)],
     values={"moment": (-128, 127), "squares": (0, 1000), "nibble": (False, True)},
 )  # fmt: skip

@@ -1,8 +1,5 @@
 """Verification of `arbcli.kernels.update.newton_schulz`."""
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -13,8 +10,7 @@ from arbcli.kernels.update.newton_schulz import (
     gram_triton,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.timed import MATRIX
-from arbcli.verify.verification import Gate, Timing, Verification, nothing
+from arbcli.verify.verification import Gate, Verification, nothing, same_inputs
 
 
 def gram_reference(x: Tensor) -> Tensor:
@@ -35,23 +31,6 @@ _GATE = Gate(
 )  # fmt: skip
 
 
-def _gram_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    for n, m in ((768, 768), (768, 2048), (2048, 5632), MATRIX[::-1]):
-        x = torch.randn(n, m, device=device, dtype=torch.bfloat16)
-        peer = partial(gram.torch, x)
-        yield Timing(f"{n}x{m} bf16", (x,), gram_triton, peer, "cuBLAS", flops=2 * n * n * m)
-
-
-def _polynomial_timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    for n in (768, 2048):
-        x = torch.randn(n, n, device=device, dtype=torch.bfloat16)
-        inputs = (((x + x.mT) / (4 * n) ** 0.5), 3.4445, -4.775, 2.0315)
-        peer = partial(gram_polynomial.torch, *inputs)
-        yield Timing(
-            f"{n}x{n} bf16", inputs, gram_polynomial_triton, peer, "cuBLAS", flops=2 * n**3
-        )
-
-
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     stack = (1 + rng.below(3),) if rng.chance(0.3) else ()
     n, k = (n, k) if rng.chance(0.3) else (min(n, k), max(n, k))
@@ -70,8 +49,8 @@ gram_verification = Verification(
     changed={
         "a row for all": {"x": lambda x: x[:1].expand_as(x)}, "zeros": {"x": torch.zeros_like},
         "nothing to sum": {"x": lambda x: x[:, :0]}, "empty": {"x": nothing},
-    }, triton=gram_triton, draw=_draw, torch_is_peer=True,
-    needs_rows=False, timings=_gram_timings,
+    }, triton=gram_triton, draw=_draw, torch_is_peer=True, library=same_inputs(gram.torch),
+    needs_rows=False,
     not_verified=("kernels of the matrix library, which computes the other shapes",),
 )  # fmt: skip
 gram_polynomial_verification = Verification(
@@ -80,5 +59,4 @@ gram_polynomial_verification = Verification(
         "square alone": {"alpha": 0.0, "beta": 0.0, "gamma": 1.0}, "zeros": {"a": torch.zeros_like},
     },
     triton=gram_polynomial_triton, draw=_draw_symmetric, torch_is_peer=True, needs_rows=False,
-    timings=_polynomial_timings,
 )  # fmt: skip

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.update.hadamard import (
-    LARGEST_BLOCK,
     block_of,
 )
 from arbcli.kernels.update.quantise_gradient import (
@@ -14,7 +13,6 @@ from arbcli.kernels.update.quantise_gradient import (
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.hadamard import mixed_reference
 from arbcli.verify.kernels.update.random_bits import random_halves_reference
-from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import Verification
 
 
@@ -90,9 +88,4 @@ quantise_gradient_verification = Verification(
         "halfway": {"grad": _halves, "limit": 15, "block": 1},
     }, compared=("sums", "low", "fitting"),
     draw=_draw, needs_rows=False,
-    timed=[
-        Timed(f"11264x2048 bf16, {bits} bits{' added' * add}", **MATRIX_SIZES, exponent=-4,
-              sums=0, low=low, fitting=-4, limit=limit, block=LARGEST_BLOCK, add=add)
-        for add in (False, True) for bits, limit, low in ((8, 31, None), (12, 511, 0))
-    ],
 )  # fmt: skip

@@ -1,22 +1,20 @@
 """Verification of `arbcli.kernels.update.sign_gradient`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.update.gradient_statistics import gradient_statistics
 from arbcli.kernels.update.sign_gradient import (
     SignGradient,
     sign_gradient,
 )
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.decode_digits import digits_large, digits_reference
-from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.kernels.update.gradient_statistics import gradient_statistics_reference
-from arbcli.verify.verification import Gate, Timing, Verification, nothing
+from arbcli.verify.verification import Gate, Verification, nothing
 
 
 def sign_gradient_reference(
@@ -31,19 +29,6 @@ def sign_gradient_reference(
 def _scale_path(group_size: int) -> bool:
     """Return whether the lanes of groups are all of them."""
     return group_size & (group_size - 1) == 0
-
-
-def _timings(device: torch.device, group_size: int) -> Iterator[Timing]:
-    length, rows, columns = 8192, 11264, 2048
-    packed = random_packed(rows, columns, group_size, torch.Generator(device), spread=8)
-    grad_y, x = (
-        torch.randn(length, width, device=device, dtype=torch.bfloat16) for width in (rows, columns)
-    )
-    yield Timing(
-        f"{length}x{rows}x{columns}", (grad_y, x, packed),
-        peer=lambda: gradient_statistics(grad_y.T @ x, packed, signs=True),
-        peer_name="cuBLAS, then statistics", flops=2 * length * rows * columns,
-    )  # fmt: skip
 
 
 def _sum_parts(_inputs: tuple, results: SignGradient) -> tuple[Tensor, ...]:
@@ -65,6 +50,6 @@ sign_gradient_verification = Verification(
         reason="signs equal; float32 sums over a group, and products in float32 in either type",
     ),
     compared=_sum_parts, large_reference=partial(sign_gradient_reference, digits=digits_large),
-    scale_path=_scale_path, timings=_timings,
+    scale_path=_scale_path,
     values={"grad_y": _draw_small, "x": _draw_small, "packed": {"digits": "trit"}},
 )  # fmt: skip

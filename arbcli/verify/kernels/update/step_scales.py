@@ -8,7 +8,6 @@ from arbcli.kernels.update.step_scales import (
 )
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.random_bits import random_bits_reference
-from arbcli.verify.timed import Timed
 from arbcli.verify.verification import REFUSED, Verification, filled
 
 
@@ -44,8 +43,6 @@ step_scales_verification = Verification(
         },
     },
     compared=("exponent", "fraction"), sizes={"G": "k"},
-    timed=[Timed("11264x64", N=11264, G=64, exponent=(0, 15), fraction=(0, 15), slope_gain=2.0**16,
-                 gain=4000, shift=10)],
     values={
         "exponent": (-96, 31), "fraction": (0, 127), "slope_gain": _draw_slope_gain,
         "gain": (0, 2**12), "shift": (0, 19), "ok": CaseGenerator.ok,

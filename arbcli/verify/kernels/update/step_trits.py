@@ -1,7 +1,6 @@
 """Verification of `arbcli.kernels.update.step_trits`."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from arbcli.verify.kernels.codec.packing import (
 )
 from arbcli.verify.kernels.update.direction import draw_gains, fixed_point_reference
 from arbcli.verify.kernels.update.random_bits import random_halves_reference
-from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import REFUSED, Verification, filled
 
 
@@ -126,10 +124,6 @@ def _draw_by_direction(rng: CaseGenerator, group_size: int, m: int, n: int, k: i
     )  # fmt: skip
 
 
-_TIMED: dict[str, Any] = {
-    **MATRIX_SIZES, "packed": (0, 242), "remainder": (-15, 15), "limit": 2**19,
-    "flips": 0,
-}  # fmt: skip
 step_by_moment_verification = Verification(
     step_by_moment, step_by_moment_reference,
     changed=REFUSED | {
@@ -138,18 +132,11 @@ step_by_moment_verification = Verification(
         "no moment": {"squares": torch.zeros_like},
     },
     compared=("packed", "remainder", "flips"), draw=_draw_by_moment, needs_rows=False,
-    timed=[
-        Timed(f"11264x2048 {name}", **_TIMED, moment=moment, turn=40503, step_size=2**33,
-              squares=500 * 11264 * 2048, radix=radix, remainder_max=largest)
-        for name, moment, radix, largest in (("moment", (-40, 40), 32, 127), ("nibble", None, 8, 7))
-    ],
     values={"ok": CaseGenerator.ok},
 )  # fmt: skip
 step_by_direction_verification = Verification(
     step_by_direction, step_by_direction_reference,
     changed=REFUSED | {f"saturated {x:+}": {"values": filled(x)} for x in (1e30, -1e30)},
     compared=("packed", "remainder", "flips"), draw=_draw_by_direction, needs_rows=False,
-    timed=[Timed("11264x2048 bf16", **_TIMED, row_gain=2.0**8, column_gain=2.0**8, gain=3000,
-                 shift=10, radix=32, remainder_max=127)],
     values={"ok": CaseGenerator.ok},
 )  # fmt: skip

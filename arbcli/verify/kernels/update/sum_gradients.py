@@ -5,7 +5,6 @@ from torch import Tensor
 
 from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.update.hadamard import (
-    LARGEST_BLOCK,
     block_of,
 )
 from arbcli.kernels.update.quantise_gradient import NONE, NOT_FINITE
@@ -15,7 +14,6 @@ from arbcli.kernels.update.sum_gradients import (
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.update.hadamard import hadamard_matrix, signs_reference
 from arbcli.verify.kernels.update.quantise_gradient import together_reference
-from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import Verification
 
 
@@ -60,9 +58,4 @@ sum_gradients_verification = Verification(
         },
         "bf16": {"parts": lambda x: x.clamp(-9, 9), "low": None, "dtype": torch.bfloat16},
     }, draw=_draw, needs_rows=False,
-    timed=[
-        Timed(f"{parts} parts of 11264x2048{', 12 bits' * bool(low)}", P=parts, **MATRIX_SIZES,
-              parts=1, low=low, exponent=-4, fitting=-4, block=LARGEST_BLOCK, dtype=torch.bfloat16)
-        for parts, low in ((1, None), (4, None), (4, 1))
-    ],
 )  # fmt: skip

@@ -9,7 +9,6 @@ from arbcli.kernels.update.unit_gain import (
     unit_gain,
 )
 from arbcli.verify.kernels.update.direction import draw_gains
-from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import Gate, Verification
 
 
@@ -35,5 +34,4 @@ unit_gain_verification = Verification(
     gate=Gate(relative=1e-5, reason="float32 sums of millions of squares"), compared=("ok",),
     draw=lambda rng, g, m, n, k: (rng.reals(n, k), *draw_gains(rng, n, k, 1.0), rng.scalar(1)),
     needs_rows=False,
-    timed=[Timed("11264x2048 bf16", **MATRIX_SIZES, row_gain=1, column_gain=1, ok=1)],
 )  # fmt: skip

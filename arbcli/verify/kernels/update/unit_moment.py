@@ -9,7 +9,6 @@ from arbcli.kernels.update.unit_moment import (
     unit_moment,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.timed import MATRIX_SIZES, Timed
 from arbcli.verify.verification import Verification
 
 
@@ -33,5 +32,4 @@ unit_moment_verification = Verification(
         "refused": {"squares": torch.zeros_like},
     },
     compared=("out",), draw=_draw, needs_rows=False,
-    timed=[Timed("11264x2048 bf16", **MATRIX_SIZES, moment=(-112, 112), squares=2**36)],
 )  # fmt: skip

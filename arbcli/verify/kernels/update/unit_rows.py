@@ -1,6 +1,5 @@
 """Verification of `arbcli.kernels.update.unit_rows`."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,8 +9,7 @@ from arbcli.kernels.update.unit_rows import (
     unit_rows,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.timed import MATRIX
-from arbcli.verify.verification import Gate, Timing, Verification, one_of
+from arbcli.verify.verification import Gate, Verification, one_of
 
 
 def unit_rows_reference(values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,13 +23,6 @@ def unit_rows_reference(values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
             gain[n] = 2**16 / mean_square**0.5
     rows = int((gain > 0).sum())
     return gain * (len(gain) / max(rows, 1)) ** 0.5, ok
-
-
-def _timings(device: torch.device, _group_size: int) -> Iterator[Timing]:
-    values = torch.randn(MATRIX, dtype=torch.bfloat16, device=device)
-    ok = torch.ones((), dtype=torch.int32, device=device)
-    yield Timing("11264x2048 bf16", (values, ok))
-    yield Timing("2048x11264 bf16 transposed", (values.T, ok))
 
 
 def _draw_values(rng: CaseGenerator, rows: int, columns: int) -> Tensor:
@@ -50,5 +41,5 @@ unit_rows_verification = Verification(
     shapes=((1, 1300, 3),),
     changed=_CHANGED,
     gate=Gate(relative=1e-5, reason="float32 sums of thousands of squares"), compared=("ok",),
-    timings=_timings, values={"values": _draw_values, "ok": lambda rng: rng.scalar(1)},
+    values={"values": _draw_values, "ok": lambda rng: rng.scalar(1)},
 )  # fmt: skip
