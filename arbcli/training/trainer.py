@@ -47,7 +47,7 @@ from arbcli.model.packed import StreamedTensor, TernaryTensor
 from arbcli.model.rules import stage_rule
 from arbcli.model.updater import HELD_BYTES, Updater
 from arbcli.training.parallel.group import Group
-from arbcli.training.schedule import fade_growth, fade_stage, learning_rate
+from arbcli.training.schedule import fade_stage, learning_rate
 from arbcli.training.step import TrainingStep, minimised
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ class Trainer:
     ) -> "SharedUpdater":
         from arbcli.training.parallel.shared_updater import SharedUpdater
 
-        config, largest = self.config, self.config.lr * fade_growth(self.config)
+        config = self.config
         shared = SharedUpdater(
             tensors,
             config.seed,
@@ -244,7 +244,6 @@ class Trainer:
             reduce_dtype,
             config.accum,
             self.group,
-            largest,
             config.decay,
             config.weight_average,
         )

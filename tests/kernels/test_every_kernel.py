@@ -181,8 +181,8 @@ SEVERAL_TILES = {
     "gather_chunks": (5, 1, 500), "smooth_chunks": (3, 1, 500), "spread_chunks": (5, 1, 500),
     "pack_trits": (1, 60, 7), "unpack_trits": (1, 60, 7), "scaled_nvfp4_matmul": (62, 3, 40),
     "gather_rows": (5, 9, 500), "scatter_rows": (5, 9, 500), "embedding_rows": (5, 9, 310),
-    "causal_conv": (5, 1, 250), "mix_streams": (2, 1, 1000), "last_bits": (1, 62, 7),
-    "take_last_bits": (1, 62, 7), "unit_gain": (1, 1540, 3),
+    "causal_conv": (5, 1, 250), "mix_streams": (2, 1, 1000),
+    "unit_gain": (1, 1540, 3),
     "gradient_gains": (4090, 3, 5),
 }  # fmt: skip
 """Kernels whose cases end within the first half of their second tile, and sizes that do not."""
@@ -278,8 +278,8 @@ ROWS_APART = {
     "grade_symbols": (0,), "stream_weights": (0,), "stream_weights_backward": (3,),
     "gradient_statistics": (0, 1), "unit_gain": (0,), "unit_rows": (0,), "step_scales": (0, 1, 2),
     "blend_moment": (0, 1), "step_by_moment": (0, 1, 2), "step_by_direction": (0, 1, 2),
-    "decode_weight": (0,), "decode_digits": (0,), "quantise_gradient": (0, 3), "last_bits": (0, 1),
-    "take_last_bits": (0, 1, 2), "grouped_matmul": (0, 1), "grouped_grad_w": (0, 1),
+    "decode_weight": (0,), "decode_digits": (0,), "quantise_gradient": (0, 3),
+    "grouped_matmul": (0, 1), "grouped_grad_w": (0, 1),
 }  # fmt: skip
 """Of kernels that take columns side by side as a case of its own, the inputs of which that is."""
 

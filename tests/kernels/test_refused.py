@@ -34,7 +34,6 @@ from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.gradient_gains import gradient_gains
 from arbcli.kernels.update.gradient_statistics import GradientStatistics
-from arbcli.kernels.update.last_bits import last_bits
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.check_kernels import copies
 from arbcli.verify.registry import BY_NAME, KERNELS
@@ -58,9 +57,6 @@ ADAPTED = {
         grad_y, weights, tokens, TouchedRows(order, order, bounds, order), *kind
     ),
     "gradient_gains": lambda *inputs: gradient_gains(GradientStatistics(*inputs[:5]), *inputs[5:]),
-    "last_bits": lambda trits, remainder, *kind: last_bits(
-        trits, remainder, *kind, torch.zeros((len(remainder) + 1) // 2, 37, dtype=torch.uint8)
-    ),
 }
 """Operations whose arguments are grouped, by the name of the kernel that has them one by one."""
 

@@ -6,22 +6,16 @@ backward, last to first, each to the process with the least work so far, which b
 throughout the backward.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from arbcli.kernels.update.direction import UNIT
 from arbcli.kernels.update.hadamard import LARGEST_BLOCK
-from arbcli.kernels.update.last_bits import LARGEST_CHANGE
 from arbcli.kernels.update.quantise_gradient import LARGEST_OF_PLANES
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.packed import TernaryTensor
-from arbcli.model.rules.base import DECAY_OF_LR, STEP_OF_RADIX
-from arbcli.model.step_parameters import step_limits
 
 BUCKET_WEIGHTS = 2**25
 """Approximate number of weights in a bucket."""
@@ -30,10 +24,6 @@ ALIGNMENT = 16
 ORTHOGONAL_COST = 1 / 100
 """Cost of orthogonalisation per weight and row or column of the smaller side, relative to a pass
 over memory: thirty operations against twenty bytes."""
-
-
-DIGITS = ("trits", "remainder")
-"""Buffers that are encoded by the low bits of z."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +62,6 @@ class Member:
     """Offset of its sums in the owner's part, in bytes."""
     down: int
     """Offset of its state in the owner's message, in bytes."""
-    sends_bits: bool
-    """Whether trits and remainders are sent as low bits of z: see `uses_low_bits`."""
 
     @property
     def rows(self) -> slice:
@@ -85,16 +73,9 @@ class Member:
         """Number of rows and columns."""
         return self.rows.stop - self.rows.start, self.tensor.in_features
 
-    @property
-    def bits_shape(self) -> tuple[int, int]:
-        """Shape of the packed low bits: rows and bytes per row."""
-        rows, columns = self.shape
-        return (rows + 1) // 2, columns
-
-    def copied(self) -> list[Tensor]:
-        """Return the buffers that the owner sends unchanged, as views."""
-        parts = broadcast_buffers(self.tensor).items()
-        return [part[self.rows] for name, part in parts if not (self.sends_bits and name in DIGITS)]
+    def sent(self) -> list[Tensor]:
+        """Return the buffers that the owner sends, as views."""
+        return [part[self.rows] for part in broadcast_buffers(self.tensor).values()]
 
 
 @dataclass(eq=False, slots=True)
@@ -132,27 +113,6 @@ def broadcast_buffers(tensor: TernaryTensor) -> dict[str, Tensor]:
     return {name: getattr(tensor, name) for name in names}
 
 
-def uses_low_bits(tensor: TernaryTensor, lr: float, weight_decay: float) -> bool:
-    """Return whether the low four bits of z encode a step of a tensor.
-
-    This requires that all digits are read, and that no step changes z by more than
-    `LARGEST_CHANGE`. Rows of tables may have missed steps, and are sent unchanged.
-
-    Args:
-        tensor: the tensor.
-        lr: maximum learning rate.
-        weight_decay: weight decay, multiplied by the learning rate.
-    """
-    rule = tensor.rule
-    if not tensor.reads_digits or isinstance(tensor, TableWeight):
-        return False
-    lr = lr * tensor.lr_factor
-    limit = step_limits(np.array(lr * rule.radix * STEP_OF_RADIX)) / UNIT
-    if tensor.decays:
-        limit += (rule.radix + rule.remainder_max) * lr * weight_decay * DECAY_OF_LR
-    return bool(np.ceil(limit) <= LARGEST_CHANGE)
-
-
 def owner_buffers(tensor: TernaryTensor) -> dict[str, Tensor]:
     """Return the buffers that only the owner of a tensor needs."""
     others = broadcast_buffers(tensor)
@@ -182,8 +142,6 @@ def plan(
     owners: dict[int, int],
     size: int,
     sums: Sums,
-    lr: float,
-    weight_decay: float,
 ) -> list[Bucket]:
     """Lay out the messages of a step.
 
@@ -192,8 +150,6 @@ def plan(
         owners: owner of each tensor, by its `id`.
         size: number of processes.
         sums: format of the sums.
-        lr: maximum learning rate.
-        weight_decay: weight decay, multiplied by the learning rate.
 
     Returns:
         Buckets in the approximate order of a backward. Each table has its own bucket, as only
@@ -203,7 +159,6 @@ def plan(
     weights = 0
     for tensor in reversed([*tensors]):
         alone, owner = isinstance(tensor, TableWeight), owners[id(tensor)]
-        sends_bits = uses_low_bits(tensor, lr, weight_decay)
         for matrices in tensor.gradient_ranges():
             number = len(matrices) * (tensor.num_weights // tensor.matrices)
             # starts a new bucket if more than half of the tensor would exceed the limit
@@ -212,12 +167,10 @@ def plan(
                 weights = 0
             bucket = buckets[-1]
             up, down = bucket.up_sizes[owner], bucket.down_sizes[owner]
-            member = Member(tensor, matrices, owner, up, down, sends_bits)
+            member = Member(tensor, matrices, owner, up, down)
             bucket.members.append(member)
             parts = *sums.sizes(*member.shape), member.shape[0]
             bucket.up_sizes[owner] += sum(map(rounded_up, parts))
-            bits = rounded_up(math.prod(member.bits_shape)) if sends_bits else 0
-            copied = sum(rounded_up(part.nbytes) for part in member.copied())
-            bucket.down_sizes[owner] += bits + copied
+            bucket.down_sizes[owner] += sum(rounded_up(part.nbytes) for part in member.sent())
             weights = 2 * BUCKET_WEIGHTS if alone else weights + number
     return buckets

@@ -4,7 +4,6 @@ Each micro-batch is quantised with the same scales and random bits in whichever 
 integer sums do not depend on the order, results do not depend on the number of processes.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from arbcli.kernels.rows.table_rows import gather_rows, scatter_rows_
 from arbcli.kernels.rows.weighted_rows import TouchedRows, touched_rows, weighted_rows_grad
 from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.update.hadamard import block_of
-from arbcli.kernels.update.last_bits import last_bits, take_last_bits_
 from arbcli.kernels.update.quantise_gradient import (
     HIGHEST,
     LOWEST,
@@ -43,7 +41,6 @@ from arbcli.training.parallel.owners import (
     owner_buffers,
     plan,
     rounded_up,
-    uses_low_bits,
 )
 
 LARGEST = {"int8": 127, "int12": 2047, "int16": 32767}
@@ -97,7 +94,6 @@ class SharedUpdater:
         reduce_dtype: integer format of gradients, one of `REDUCE_DTYPES`.
         micro_batches: number of micro-batches in a step, over all processes.
         group: the processes of the run.
-        lr: maximum learning rate.
         weight_decay: weight decay, multiplied by the learning rate.
         horizon: time constant of the weights' averages in steps; 0 if there are none.
     """
@@ -117,7 +113,6 @@ class SharedUpdater:
         reduce_dtype: str,
         micro_batches: int,
         group: Group,
-        lr: float,
         weight_decay: float = 0.0,
         horizon: int = 0,
     ) -> None:
@@ -137,8 +132,7 @@ class SharedUpdater:
         """1 in steps in which exponents may fall, else 0."""
         self.owners = assign_owners(self.tensors, group.size)
         """Rank of the owner by the `id` of a tensor."""
-        self._largest_lr = lr
-        self.buckets = plan(self.tensors, self.owners, group.size, self.sums, lr, weight_decay)
+        self.buckets = plan(self.tensors, self.owners, group.size, self.sums)
         self._bucket_of = {
             (id(member.tensor), member.matrices.start): (bucket, member)
             for bucket in self.buckets
@@ -147,10 +141,7 @@ class SharedUpdater:
         self.received = 0
         """Bytes that all processes together received from others in the last step."""
         self._kept = {
-            id(tensor): {
-                name: (part.shape, part.dtype)
-                for name, part in (owner_buffers(tensor) | self._half_broadcast(tensor)).items()
-            }
+            id(tensor): {n: (part.shape, part.dtype) for n, part in owner_buffers(tensor).items()}
             for tensor in self.tensors
         }
         """Shapes and dtypes of the buffers that are only valid in the owner, by tensor and name."""
@@ -175,20 +166,10 @@ class SharedUpdater:
                 for name, part in owner_buffers(tensor).items():
                     setattr(tensor, name, part[:0].clone())
 
-    def _half_broadcast(self, tensor: TernaryTensor) -> dict[str, Tensor]:
-        """Return the buffer of which only four bits per byte are broadcast, if any."""
-        sends_bits = uses_low_bits(tensor, self._largest_lr, self.updates.weight_decay)
-        return {"remainder": tensor.remainder} if sends_bits and tensor.rule.share_a_byte else {}
-
     def common(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the state of a model that is replicated in all processes, by name."""
-        modules = _names(model)
         layout = self.layout(model)
-        parts = {name: part for name, part in model.state_dict().items() if name not in layout}
-        for tensor in self.tensors:
-            for name, part in self._half_broadcast(tensor).items():
-                parts[f"{modules[id(tensor)]}.{name}"] = part & 15
-        return parts
+        return {name: part for name, part in model.state_dict().items() if name not in layout}
 
     def layout(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the state that is only valid in owners, by name, as tensors on `meta`."""
@@ -232,9 +213,6 @@ class SharedUpdater:
             lr: learning rate.
             accumulation: not used, as all micro-batches are summed first.
             counts: not used, as factors of losses weigh micro-batches.
-
-        Raises:
-            ValueError: the learning rate exceeds the maximum.
         """
         parameters = self.step_parameters(range(step, step + 1), [lr], accumulation)[0]
         self._parameters = loaded(parameters, self._parameters)
@@ -254,13 +232,7 @@ class SharedUpdater:
         accumulation: int,
         counts: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return the parameters of consecutive steps: see `Updater.step_parameters`.
-
-        Raises:
-            ValueError: a learning rate exceeds the maximum.
-        """
-        if max(rates) > self._largest_lr * (1 + 1e-6):  # tolerates rounding
-            raise ValueError(f"a learning rate of {max(rates)} is above {self._largest_lr}")
+        """Return the parameters of consecutive steps: see `Updater.step_parameters`."""
         numbers = torch.arange(steps.start, steps.stop, device="cpu")[:, None]
         local = torch.arange(self.local.start, self.local.stop, device="cpu")
         size = (len(local) + 1) // 2 + 1
@@ -427,25 +399,11 @@ class SharedUpdater:
         for member in bucket.members:
             if member.owner == owner:
                 begin = member.down
-                if member.sends_bits:
-                    size = math.prod(member.bits_shape)
-                    self._pass_bits(member, message[begin : begin + size], into=into)
-                    begin += rounded_up(size)
-                for part in member.copied():
+                for part in member.sent():
                     parts.append(part.view(torch.uint8).view(-1))
                     places.append(message[begin : begin + part.nbytes])
                     begin += rounded_up(part.nbytes)
         torch._foreach_copy_(*((places, parts) if into else (parts, places)))  # in few launches
-
-    def _pass_bits(self, member: Member, place: Tensor, *, into: bool) -> None:
-        """Encode the low bits of z to a message, or decode them from it."""
-        tensor, rule = member.tensor, member.tensor.rule
-        trits, remainder = tensor.trits[member.rows], tensor.remainder[member.rows]
-        bits = place.view(member.bits_shape)
-        if into:
-            last_bits(trits, remainder, rule.radix, rule.share_a_byte, out=bits)
-        else:
-            take_last_bits_(trits, remainder, bits, rule.radix, rule.share_a_byte)
 
     def _receive(self) -> None:
         """Apply the broadcasts of a bucket's owners."""

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
 from arbcli.model.build import build_model
-from arbcli.model.layers.table import TableWeight
 from arbcli.model.layers.vector import VectorWeight
 from arbcli.training.parallel import owners
 from arbcli.training.parallel.group import Group, own_device
@@ -149,7 +148,7 @@ def test_nothing_that_travels_overlaps(size, sums, digits, small_graph, monkeypa
     monkeypatch.setattr(owners, "BUCKET_WEIGHTS", 3000)
     tensors = tensors_of(small_graph | {"digits": digits})
     dealt = assign_owners(tensors, size)
-    buckets = plan(tensors, dealt, size, SUMS[sums], 0.35, 0.0)
+    buckets = plan(tensors, dealt, size, SUMS[sums])
     assert len(buckets) > 5
     seen: dict[int, list[int]] = {}
     for bucket in buckets:
@@ -161,10 +160,7 @@ def test_nothing_that_travels_overlaps(size, sums, digits, small_graph, monkeypa
             rows, columns = member.shape
             up = rounded_up(rows * columns * (1, 1, 2, 4)[sums]) + rounded_up(rows)
             up += rounded_up((rows + 1) // 2 * columns) if sums == 1 else 0
-            sends_bits = digits == "all" and not isinstance(member.tensor, TableWeight)
-            assert member.sends_bits == sends_bits
-            down = sum(rounded_up(part.nbytes) for part in member.copied())
-            down += rounded_up((rows + 1) // 2 * columns) if sends_bits else 0
+            down = sum(rounded_up(part.nbytes) for part in member.sent())
             for way, begin, length in (("up", member.up, up), ("down", member.down, down)):
                 assert begin == ends[way, member.owner]  # one after the other, each at a multiple
                 assert begin % 16 == 0

@@ -16,7 +16,6 @@ from arbcli.training.configure import new_config
 from arbcli.training.parallel import owners
 from arbcli.training.parallel.group import Group
 from arbcli.training.recent import RecentSteps
-from arbcli.training.schedule import fade_growth, learning_rate
 from arbcli.training.trainer import Trainer
 
 SMALL = {"dim": 32, "layers": 1, "heads": 2, "ffn": 48, "ctx": 16, "batch": 2}
@@ -64,7 +63,7 @@ def test_four_processes_give_the_bits_of_a_single_process(texts):
 @pytest.mark.parametrize(
     "given",
     [
-        # beyond what four bits encode, of micro-batches with unequal numbers of learnt symbols
+        # micro-batches with unequal numbers of learnt symbols
         {"digits": "all", "lr": 0.4, "weight_decay": 4.0, "objective": "fill"},
         # masks are those of a single process
         {
@@ -203,21 +202,6 @@ def test_tensor_without_a_gradient_in_a_step_does_not_change(reduce_dtype, texts
     assert moved[0] == set() < {"trits", "remainder", "moment"} <= moved[1]
     assert "wire_exponent" in before[0]
     assert trainer.updater.counters() == {"nonfinite_steps": 0, "refused": 1}
-
-
-@pytest.mark.parametrize("rule", ["moment", "nibble"])
-@pytest.mark.parametrize("digits", ["trit", "all", "fade"])
-def test_no_step_of_a_run_is_beyond_the_largest_rate(rule, digits, texts):
-    """How digits travel is chosen by it: the rate grows while weights fade."""
-    given = {"rule": rule, "digits": digits, "schedule": "constant", "warmup": 0, "steps": 10}
-    config = new_config(**(DECIDED | SMALL | given))
-    shared = Trainer(config, texts).shared
-    rates = [learning_rate(config, step) for step in range(config.steps)]
-    for step, rate in enumerate(rates):
-        shared.set_step(step, rate)
-    assert max(rates) == pytest.approx(config.lr * fade_growth(config))
-    with pytest.raises(ValueError, match="is above"):
-        shared.set_step(0, 1.01 * max(rates))
 
 
 def twin_losses(group, texts):
