@@ -110,7 +110,7 @@ ALTERNATIVES = (
     "families.", "verify.", "interop.", "training.float_optimizer", "training.teacher",
     "training.dropout", "training.parallel.shared_updater", "training.parallel.rendezvous",
     "model.baselines", "model.cache", "model.state", "data.conversion", "data.tokens", "data.chats",
-    "kernels.runtime.native_library", "kernels.norm.norm_e4m3", "kernels.rows.weighted_rows",
+    "kernels.runtime.native_library", "kernels.rows.weighted_rows",
 )  # fmt: skip
 """Modules that a dense run in one process does not need."""
 

@@ -155,10 +155,6 @@ class CaseGenerator:
         return view.copy_(values)
 
 
-def never(*_: Any) -> None:
-    """Omit an argument, a last one, from random cases."""
-
-
 def draw_argument(
     kind: Argument, values: Any, rng: CaseGenerator, group_size: int, sizes: Mapping[str, Any]
 ) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from arbcli.kernels.runtime.arguments import Arguments, Array, Matrix, Number, evaluate, names_in
 from arbcli.kernels.runtime.operation import Operation
-from arbcli.verify.case_generator import CaseGenerator, Sizes, draw_argument, never
+from arbcli.verify.case_generator import CaseGenerator, Sizes, draw_argument
 
 MOST_DRAWS = 100
 """Maximum number of draws per random case until one is valid."""
@@ -301,10 +301,5 @@ class Verification:
         return tuple(
             draw_argument(kind, self.values.get(name), rng, group_size, sizes)
             for name, kind in self.arguments.items()
-            if self._is_drawn(name, kind)
+            if not isinstance(kind, Number) or kind.allowed or self.values.get(name)
         )
-
-    def _is_drawn(self, name: str, kind: Any) -> bool:
-        if isinstance(kind, Number):
-            return bool(kind.allowed or self.values.get(name))
-        return self.values.get(name) is not never

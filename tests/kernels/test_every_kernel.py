@@ -268,7 +268,7 @@ ROWS_APART = {
     "quantise_rows": (0,), "round_nvfp4": (0,), "rms_norm": (0,), "add_rms_norm": (0, 1),
     "rms_norm_backward": (0, 1, 4), "gated_rms_norm": (0,), "gated_rms_norm_backward": (0, 1),
     "gained_rms_norm_backward": (0, 1, 4),
-    "rms_norm_e4m3": (0,), "gated_rms_norm_e4m3": (0,), "rotary_norm_backward": (0, 1, 2),
+    "rotary_norm_backward": (0, 1, 2),
     "rotary_heads_backward": (0, 1, 2), "causal_attention_backward": (0, 1, 2, 3, 4),
     "rotary_attention_backward": (0, 5), "dropped_attention": (0, 1, 2),
     "dropped_attention_backward": (0, 1, 2, 3, 4),

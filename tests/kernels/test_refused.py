@@ -19,9 +19,7 @@ from arbcli.families.compressed.kernels.decode_compressed import decode_compress
 from arbcli.families.compressed.verify.append_position import quantise_inputs
 from arbcli.kernels.attention.attend_parts import attend_parts
 from arbcli.kernels.attention.decode_attention import Kept, decode_attention
-from arbcli.kernels.codec.decode_e4m3 import decode_e4m3
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.matmul.fp8_matmul import fp8_matmul
 from arbcli.kernels.matmul.int8_matmul import PrepackedInt8, int8_matmul, prepack_int8
 from arbcli.kernels.matmul.prepacked import Prepacked, prepack
 from arbcli.kernels.matmul.prepacked_rows import prepacked_rows
@@ -300,15 +298,6 @@ def test_codes_are_read_with_exponents_that_fit_them():
                 decode_compressed(*inputs, others)
     with pytest.raises(ValueError, match="recent: need contiguous"):
         decode_compressed(*drawn("decode_compressed"), exponents)
-
-
-def test_largest_exponents_are_int8_side_by_side():
-    q, scale, packed, *_ = drawn("fp8_matmul")
-    for wrong in (zeros(2), zeros(2, 2, dtype=INT8), zeros(4, dtype=INT8)[::2]):
-        with pytest.raises(ValueError, match="largest: need contiguous"):
-            decode_e4m3(packed, largest=wrong)
-        with pytest.raises(ValueError, match="largest: need contiguous"):
-            fp8_matmul(q, scale, packed, largest=wrong)
 
 
 def test_parts_of_attention_that_do_not_belong_together_are_not_multiplied():

@@ -6,7 +6,6 @@ from arbcli.families.nvfp4.kernels.round_nvfp4 import round_nvfp4 as round_nvfp4
 from arbcli.families.nvfp4.kernels.round_nvfp4 import round_stack_nvfp4 as round_stack_nvfp4
 from arbcli.families.nvfp4.kernels.scaled_nvfp4 import nvfp4_product
 from arbcli.model.layers.linear import LinearWeight
-from arbcli.model.layers.norm import TernaryRMSNorm
 from arbcli.model.layers.products import Product
 
 
@@ -19,13 +18,6 @@ class NVFP4Product(Product):
     def product(self, weight: LinearWeight, x: Tensor) -> Tensor:
         """Compute x @ w.T for (M, K) activations."""
         return nvfp4_product(x, weight.packed)
-
-    def multiply_sum(
-        self, weight: LinearWeight, x: Tensor, added: Tensor, before: TernaryRMSNorm
-    ) -> tuple[Tensor, Tensor]:
-        """Compute total = x + added; return before(total) @ w.T and total."""
-        total = x + added
-        return self.multiply(weight, total, before), total
 
     def propagate(self, weight: LinearWeight, grad_y: Tensor) -> Tensor:
         """Compute grad_y @ w for the (M, N) gradient of a product."""

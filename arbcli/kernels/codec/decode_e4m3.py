@@ -25,8 +25,7 @@ from arbcli.kernels.codec.packed import Packed, scale_of
 from arbcli.kernels.codec.packing import byte_tiles, has_planes, plane_offsets
 from arbcli.kernels.matmul.quantise_rows import E4M3, LARGEST_OCTAVE, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import INT8, Array, Matrix, Number
-from arbcli.kernels.runtime.backend import uses_triton
+from arbcli.kernels.runtime.arguments import Matrix, Number
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.ptx import first_digits, take_digits
 
@@ -38,11 +37,8 @@ TILE, TRANSPOSED_TILE = (4, 8, 4), (32, 2, 4)
 """Rows, blocks of each, and warps of a program that decodes int8 weights."""
 
 
-def _decode_e4m3_torch(
-    packed: Packed, transposed: bool = False, largest: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    largest = packed.exponent if largest is None else largest
-    octave = largest.amax().to(torch.int32) - _largest_octave(packed)
+def _decode_e4m3_torch(packed: Packed, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    octave = packed.exponent.amax().to(torch.int32) - _largest_octave(packed)
     inverse, scale = (((127 + sign * octave) << 23).view(torch.float32) for sign in (-1, 1))
     q = (decode_digits_torch(packed, torch.float32) * inverse).to(E4M3)
     q = q.T.contiguous() if transposed else q
@@ -96,15 +92,13 @@ def _decode_int8_kernel(
     tl.store(scale_ptr + row, tl.zeros(row.shape, tl.float32) + power, mask=row < num_scales)
 
 
-def _decode_int8_triton(
-    packed: Packed, transposed: bool, largest: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _decode_int8_triton(packed: Packed, transposed: bool) -> tuple[Tensor, Tensor]:
     rows, in_features = packed.out_features, packed.in_features
     shape = (in_features, rows) if transposed else (rows, in_features)
     q = torch.empty(shape, dtype=E4M3, device=packed.trits.device)
     scale = torch.empty(1, len(q), device=packed.trits.device)
     strides = q.stride()[::-1] if transposed else q.stride()
-    largest = _largest_triton(packed) if largest is None else largest
+    largest = _largest_exponents(packed)
     tile_rows, abreast, warps = TRANSPOSED_TILE if transposed else TILE
     blocks = in_features // BLOCK if has_planes(packed.group_size) else 0
     programs = triton.cdiv(rows, tile_rows) * (
@@ -267,11 +261,9 @@ def _decode_block(
                     tl.store(q_ptr + at, q, mask=(k < K) & (n_i < rows))
 
 
-def _decode_e4m3_triton(
-    packed: Packed, transposed: bool = False, largest: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _decode_e4m3_triton(packed: Packed, transposed: bool = False) -> tuple[Tensor, Tensor]:
     if packed.remainder is not None:
-        return _decode_int8_triton(packed, transposed, largest)
+        return _decode_int8_triton(packed, transposed)
     (rows, num_bytes), in_features = packed.trits.shape, packed.in_features
     shape = (in_features, rows) if transposed else (rows, in_features)
     q = torch.empty(shape, dtype=E4M3, device=packed.trits.device)
@@ -280,7 +272,7 @@ def _decode_e4m3_triton(
     # the maximum number of groups that a block overlaps, at least 8
     groups = max(8, triton.next_power_of_2((BLOCK - 1) // packed.group_size + 2))
     tiles, blocks = byte_tiles(rows, num_bytes, block_n)
-    largest = _largest_triton(packed) if largest is None else largest
+    largest = _largest_exponents(packed)
     _decode_e4m3_kernel[(tiles * blocks,)](
         *packed.pointers, largest, q.view(torch.uint8), scale,
         rows, in_features, num_bytes, *packed.strides, shape[1],
@@ -291,7 +283,8 @@ def _decode_e4m3_triton(
     return q, scale
 
 
-def _largest_triton(packed: Packed) -> Tensor:
+def _largest_exponents(packed: Packed) -> Tensor:
+    """Compute the maximum exponent of each part of a matrix, int8, in one or more parts."""
     exponent = packed.exponent.contiguous()
     number = exponent.numel()
     parts = min(triton.next_power_of_2(triton.cdiv(number, PART)), MOST_PARTS)
@@ -301,28 +294,15 @@ def _largest_triton(packed: Packed) -> Tensor:
     return largest
 
 
-def largest_exponents(packed: Packed) -> Tensor:
-    """Compute the maximum exponent of each part of a matrix, int8, in one or more parts."""
-    if uses_triton(packed.trits):
-        return _largest_triton(packed)
-    return packed.exponent.amax()[None]
-
-
-LARGEST = Array("L", INT8, dense=True, optional=True)
-"""Result of `largest_exponents`; random cases omit it."""
-
 decode_e4m3 = Operation(
     "decode_e4m3", _decode_e4m3_triton, _decode_e4m3_torch,
-    {
-        "packed": Matrix(), "transposed": Number(), "largest": LARGEST
-    },
+    {"packed": Matrix(), "transposed": Number()},
 )  # fmt: skip
 """Decode a packed matrix to e4m3.
 
 Args:
     packed: N rows by K weights, not empty.
     transposed: whether to decode w.T.
-    largest: result of `largest_exponents`; None computes it.
 
 Returns:
     (N, K) float8_e4m3fn q, or (K, N) if `transposed`, contiguous; and its scale, a power of two,

@@ -8,7 +8,7 @@ with FP8 (sm_89 or later); on others the same numbers are multiplied in float32.
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_e4m3 import LARGEST, _decode_e4m3_torch, _decode_e4m3_triton
+from arbcli.kernels.codec.decode_e4m3 import _decode_e4m3_torch, _decode_e4m3_triton
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.quantise_rows import E4M3
 from arbcli.kernels.runtime.arguments import FLOAT, Array, Matrix, Number
@@ -20,16 +20,16 @@ MULTIPLE = 16
 
 def _fp8_matmul_torch(
     q: Tensor, scale: Tensor, packed: Packed, transposed: bool = False,
-    dtype: torch.dtype = torch.bfloat16, largest: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:  # fmt: skip
-    return _multiply(q, scale, *_decode_e4m3_torch(packed, transposed, largest), dtype)
+    return _multiply(q, scale, *_decode_e4m3_torch(packed, transposed), dtype)
 
 
 def _fp8_matmul_triton(
     q: Tensor, scale: Tensor, packed: Packed, transposed: bool = False,
-    dtype: torch.dtype = torch.bfloat16, largest: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:  # fmt: skip
-    return _multiply(q, scale, *_decode_e4m3_triton(packed, transposed, largest), dtype)
+    return _multiply(q, scale, *_decode_e4m3_triton(packed, transposed), dtype)
 
 
 def _multiply(
@@ -46,8 +46,7 @@ fp8_matmul = Operation(
     "fp8_matmul", _fp8_matmul_triton, _fp8_matmul_torch,
     {
         "q": Array("M, N if transposed else K", (E4M3,)), "scale": Array("M, 1", FLOAT),
-        "packed": Matrix(), "transposed": Number(),
-        "dtype": Number(), "largest": LARGEST,
+        "packed": Matrix(), "transposed": Number(), "dtype": Number(),
     },
     where=(f"N % {MULTIPLE} == 0 and K % {MULTIPLE} == 0",),
 )  # fmt: skip
@@ -61,7 +60,6 @@ Args:
     packed: w, N rows by K weights, both multiples of `MULTIPLE`.
     transposed: whether to compute q @ w, for a gradient.
     dtype: dtype of the result, bfloat16 or float32.
-    largest: result of `largest_exponents` of the matrix; None computes it.
 
 Returns:
     (M, N) in `dtype`; (M, K) if `transposed`. A row whose scale is NaN gives NaN.

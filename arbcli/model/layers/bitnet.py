@@ -10,7 +10,6 @@ integrations/bitnet.py of Transformers, `ActQuant`.
 import torch
 from torch import Tensor
 
-from arbcli.kernels.matmul.quantise_rows import quantise_rows
 from arbcli.model.layers.gained_norm import GainedRMSNorm
 from arbcli.model.layers.norm import PackedGates
 
@@ -37,17 +36,6 @@ class RoundedRMSNorm(GainedRMSNorm):
         """Return x + added, and the rounded norm of the sum; not differentiable."""
         total, y = super().add_and_norm(x, added)
         return total, round_rows(y)
-
-    @torch.no_grad()
-    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Round the result once more, to e4m3: codes and scales; not differentiable."""
-        return quantise_rows(self(x))
-
-    @torch.no_grad()
-    def rounded_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x + added, (M, D), with the codes and scales of `rounded`; not differentiable."""
-        total, y = self.add_and_norm(x, added)
-        return total, *quantise_rows(y)
 
     def backward(
         self,

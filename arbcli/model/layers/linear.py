@@ -85,13 +85,14 @@ class LinearWeight(StreamedTensor, LowPrecision):
         self, x: Tensor, added: Tensor, before: TernaryRMSNorm
     ) -> tuple[Tensor, Tensor]:
         """Compute total = x + added; return before(total) @ w.T and total."""
-        return self.product_for(x).multiply_sum(self, x, added, before)
+        total, normal = before.add_and_norm(x, added)
+        return self.product_for(x).product(self, normal), total
 
     def multiply(self, x: Tensor, before: TernaryRMSNorm | None) -> Tensor:
         """Compute before(x) @ w.T for (M, K) activations; undefined where nothing reads it."""
         if self.is_last and recomputing():
             return x.new_empty(len(x), self.out_features)
-        return self.product_for(x).multiply(self, x, before)
+        return self.product_for(x).product(self, before(x) if before else x)
 
     def propagate(self, grad_y: Tensor) -> Tensor:
         """Compute grad_y @ w, the gradient of x, from the (M, N) gradient of a product."""

@@ -66,20 +66,6 @@ class TernaryRMSNorm(Findable):
         """Return x + added, and the normalised sum; not differentiable."""
         return add_rms_norm(x, added, *self._norm())
 
-    @torch.no_grad()
-    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise (M, D) and quantise rows to e4m3: codes and scales; not differentiable."""
-        from arbcli.kernels.norm.norm_e4m3 import rms_norm_e4m3
-
-        return rms_norm_e4m3(x, *self._norm())
-
-    @torch.no_grad()
-    def rounded_sum(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x + added, (M, D), with the codes and scales of `rounded`; not differentiable."""
-        from arbcli.kernels.norm.norm_e4m3 import add_rms_norm_e4m3
-
-        return add_rms_norm_e4m3(x, added, *self._norm())
-
     trained = False
     """Whether the norm has trained weights, which need a backward."""
 
@@ -121,13 +107,6 @@ class TernaryGate(TernaryRMSNorm):
         """Compute (..., D) from gate and up, the halves of (..., 2 D); not differentiable."""
         return gated_rms_norm(gate_up, self._eps)
 
-    @torch.no_grad()
-    def rounded(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute (M, D) from (M, 2 D), and quantise rows to e4m3; not differentiable."""
-        from arbcli.kernels.norm.norm_e4m3 import gated_rms_norm_e4m3
-
-        return gated_rms_norm_e4m3(gate_up, self._eps)
-
     def backward(
         self,
         grad_y: Tensor,
@@ -161,11 +140,6 @@ class ClampedGate(TernaryGate):
     def forward(self, gate_up: Tensor) -> Tensor:
         """Compute (..., D) from gate and up, the halves of (..., 2 D); not differentiable."""
         return super().forward(clamp_halves(gate_up))
-
-    @torch.no_grad()
-    def rounded(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute (M, D) from (M, 2 D), and quantise rows to e4m3; not differentiable."""
-        return super().rounded(clamp_halves(gate_up))
 
     def backward(
         self,

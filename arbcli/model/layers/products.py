@@ -26,7 +26,6 @@ from arbcli.kernels.runtime.backend import uses_native, uses_triton
 
 if TYPE_CHECKING:
     from arbcli.model.layers.linear import LinearWeight
-    from arbcli.model.layers.norm import TernaryRMSNorm
 
 FEW_ROWS = 64
 """Largest number of rows of a product that is neither rounded to FP8 or NVFP4 nor decoded in a
@@ -60,19 +59,6 @@ class Product:
     def product(self, weight: "LinearWeight", x: Tensor) -> Tensor:
         """Compute x @ w.T for (M, K) activations."""
         return ternary_matmul(x, weight.packed)
-
-    def multiply(
-        self, weight: "LinearWeight", x: Tensor, before: "TernaryRMSNorm | None"
-    ) -> Tensor:
-        """Compute before(x) @ w.T for (M, K) activations."""
-        return self.product(weight, before(x) if before else x)
-
-    def multiply_sum(
-        self, weight: "LinearWeight", x: Tensor, added: Tensor, before: "TernaryRMSNorm"
-    ) -> tuple[Tensor, Tensor]:
-        """Compute total = x + added; return before(total) @ w.T and total."""
-        total, normal = before.add_and_norm(x, added)
-        return self.product(weight, normal), total
 
     def propagate(self, weight: "LinearWeight", grad_y: Tensor) -> Tensor:
         """Compute grad_y @ w for the (M, N) gradient of a product."""

@@ -12,7 +12,6 @@ from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.baselines import FloatWeight
 from arbcli.model.language_model import LanguageModel
-from arbcli.model.layers import fp8_product
 from arbcli.model.layers.bitnet import RoundedGate, RoundedRMSNorm
 from arbcli.model.layers.embedding import TernaryEmbedding
 from arbcli.model.layers.gained_norm import GainedRMSNorm
@@ -144,27 +143,6 @@ def test_weight_has_one_gradient_whether_or_not_its_input_needs_one(before, need
     # the last bits of the product, and of the input's norm, move each term by up to 2**-21
     terms = grad_y.double().abs().T @ normal.abs()
     assert ((grad - grad_y.double().T @ normal).abs() <= 2**-20 * terms).all()
-
-
-def test_largest_exponent_of_a_forward_serves_its_backward_alone(monkeypatch):
-    """A replayed forward would use old weights if it had not decoded them itself."""
-    searched, layer = [], linear(32, 48)
-    find = fp8_product.largest_exponents
-    monkeypatch.setattr(fp8_product, "largest_exponents", lambda p: searched.append(p) or find(p))
-    layer.weight.number_format = "fp8"
-    collect(layer)
-    x = torch.randn(FEW_ROWS + 1, 48, requires_grad=True)
-    layer(x)
-    y = layer(x)
-    assert len(searched) == 2
-    y.sum().backward()
-    assert layer.weight._ready is None
-    before, x.grad = x.grad, None
-    y = layer(x)
-    wrong = torch.full_like(layer.weight._ready[1], 20)
-    layer.weight._ready = (0,), wrong  # of another version
-    y.sum().backward()
-    assert torch.equal(x.grad, before)
 
 
 @pytest.mark.skipif(not native.available(), reason="no C compiler")
