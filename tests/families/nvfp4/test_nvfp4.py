@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from arbcli.config.presets import preset
-from arbcli.families.nvfp4.kernels import scaled_nvfp4
-from arbcli.families.nvfp4.kernels.round_nvfp4 import encode_nvfp4, round_nvfp4
-from arbcli.families.nvfp4.kernels.scaled_nvfp4 import (
-    nvfp4_matmul,
-    nvfp4_product,
-)
+from arbcli.families.nvfp4.kernels.round_nvfp4 import round_nvfp4
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.products import FEW_ROWS
@@ -54,9 +49,9 @@ def test_trits_keep_their_signs_and_zeros():
     y, g = round_nvfp4(exact)
     assert torch.equal(y.sign(), exact.sign())
     assert ((y * g - exact).abs() <= exact.abs() / 16).all()  # of a scale all but three bits
+    layer.weight.number_format = "nvfp4"
     x = torch.randn(70, 48, generator=torch.Generator().manual_seed(1))
-    q, scale = round_nvfp4(x)
-    got = nvfp4_matmul(q, scale, layer.weight.packed, False, torch.float32)
+    got = layer(x)
     assert (got - x @ exact.T).norm() < 0.15 * (x @ exact.T).norm()
 
 
@@ -72,35 +67,3 @@ def test_layer_multiplies_both_ways_in_four_bits():
         assert 0.05 < (got - wanted).norm() / wanted.norm() < 0.2
     few = layer(x[:3])  # a few rows are as exact as ever
     assert (few - (x @ exact.T)[:3]).norm() < 1e-5 * few.norm()
-
-
-def matrices(*shapes: tuple[int, int]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_hardware_of_such_products_is_taken_where_it_is(transposed, monkeypatch):
-    layer = TernaryLinear(32, 48, preset("tiny").site(), area="mlp", std=0.1)
-    layer.weight.initialise(seed=0, index=0)
-    (x,) = matrices((9, 32 if transposed else 48))
-    emulated = nvfp4_matmul(*round_nvfp4(x), layer.weight.packed, transposed, torch.float32)
-    assert torch.equal(nvfp4_product(x, layer.weight.packed, transposed=transposed), emulated)
-    asked = []
-
-    def encoded(part):
-        asked.append(tuple(part.shape))
-        return encode_nvfp4(part)
-
-    monkeypatch.setattr(scaled_nvfp4, "capability", lambda _: (10, 0))
-    monkeypatch.setattr(
-        scaled_nvfp4, "_scaled_nvfp4_matmul_triton", scaled_nvfp4._scaled_nvfp4_matmul_torch
-    )
-    monkeypatch.setattr(
-        scaled_nvfp4, "decode_weight_triton", lambda _, dtype: layer.weight.weight(dtype)
-    )
-    monkeypatch.setattr(scaled_nvfp4, "uses_triton", lambda _: True)
-    monkeypatch.setattr(scaled_nvfp4, "encode_nvfp4", encoded)
-    product = nvfp4_product(x, layer.weight.packed, transposed=transposed)
-    torch.testing.assert_close(product, emulated, rtol=1e-5, atol=1e-5)
-    assert asked == [tuple(x.shape), (48, 32) if transposed else (32, 48)]

@@ -7,10 +7,9 @@ and g for the matrix:
     s = e4m3(min(max of 16 |x| / g / 6, 448)),   q = e2m1(x / g / s)
 
 g is a power of two, so that dividing by it is exact, and brings the largest s between 170 and 342:
-no s is beyond 448, the largest of e4m3. Ties of q go to the even code. A code is the place of |q|
-among its numbers, plus 8 if q is negative; two make a byte, the one of the even column in its lower
-half. s * q has six bits at most, which bfloat16 holds: so what hardware of such numbers would
-multiply, it can multiply here.
+no s is beyond 448, the largest of e4m3. Ties of q go to the even place among its numbers. s * q has
+six bits at most, which bfloat16 holds: so what hardware of such numbers would multiply, it can
+multiply here.
 Source: NVIDIA, "Introducing NVFP4 for Efficient and Accurate Low-Precision Inference", 2025.
 """
 
@@ -33,14 +32,6 @@ LARGEST_SCALE = 448.0
 _BLOCK, _SIXTH, _LARGEST = map(tl.constexpr, (BLOCK, SIXTH, LARGEST_SCALE))
 
 
-def nvfp4_numbers(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decode codes and scales: (M, K)."""
-    indices = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1).long()
-    numbers = torch.tensor([*NUMBERS, *(-number for number in NUMBERS)], dtype=dtype)
-    scales = scales.view(E4M3).to(dtype).repeat_interleave(BLOCK, dim=1)
-    return numbers.to(codes.device)[indices] * scales
-
-
 def global_scale(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the largest magnitude, g and 1 / g: (1,) float32; g is NaN if it is not finite."""
     largest = x.abs().amax().float()[None] if x.numel() else x.new_zeros(1, dtype=torch.float32)
@@ -50,36 +41,22 @@ def global_scale(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return largest, torch.where(largest < torch.inf, scale, torch.nan), inverse
 
 
-def _codes_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute x / g in blocks, (M, B, 16), their scales, codes without signs, and g."""
+def _round_nvfp4_torch(x: Tensor) -> tuple[Tensor, Tensor]:
     _, scale, inverse = global_scale(x)
     padding = (0, -x.shape[1] % BLOCK)
     t = torch.nn.functional.pad(x.float() * inverse, padding).unflatten(1, (-1, BLOCK))
     size = t.abs()
-    s = (size.amax(dim=2, keepdim=True) * SIXTH).clamp(max=LARGEST_SCALE).to(E4M3)
-    code, size_codes = torch.zeros_like(size, dtype=torch.uint8), s.float()
+    s = (size.amax(dim=2, keepdim=True) * SIXTH).clamp(max=LARGEST_SCALE).to(E4M3).float()
+    code = torch.zeros_like(size, dtype=torch.int64)
     for index, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5)):
-        edge = middle * size_codes
+        edge = middle * s
         code += (size >= edge) if index % 2 else (size > edge)
-    return t, s, code, scale
-
-
-def _round_nvfp4_torch(x: Tensor) -> tuple[Tensor, Tensor]:
-    t, s, code, scale = _codes_of(x)
-    q = torch.tensor(NUMBERS, device=x.device)[code.long()]
-    return (t.sign() * q * s.float()).flatten(1)[:, : x.shape[1]].to(x.dtype).contiguous(), scale
-
-
-def _encode_nvfp4_torch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    t, s, code, scale = _codes_of(x)
-    code = torch.where(s.float() > 0, code, 0)
-    code += 8 * ((t < 0) & (code > 0)).to(torch.uint8)
-    code = code.flatten(1)
-    return code[:, ::2] | (code[:, 1::2] << 4), s.view(torch.uint8)[..., 0].contiguous(), scale
+    q = torch.tensor(NUMBERS, device=x.device)[code]
+    return (t.sign() * q * s).flatten(1)[:, : x.shape[1]].to(x.dtype).contiguous(), scale
 
 
 @triton.jit
-def number_of_scale(code, NATIVE: tl.constexpr):
+def _number_of_scale(code, NATIVE: tl.constexpr):
     """Decode the bits of non-negative e4m3 numbers to float32."""
     if NATIVE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -89,21 +66,11 @@ def number_of_scale(code, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def number_of_code(code):
-    """Decode e2m1 codes to float32."""
-    size, exponent = code & 7, (code & 7) >> 1
-    large = ((1 << exponent) * (2 + (size & 1))).to(tl.float32) * 0.25
-    number = tl.where(size < 2, size.to(tl.float32) * 0.5, large)
-    return tl.where(code > 7, -number, number)
-
-
-@triton.jit
 def _nvfp4_kernel(
-    x_ptr, largest_ptr, y_ptr, scales_ptr,
-    M, K, B, stride_xm, stride_xk,
-    CODES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, NATIVE: tl.constexpr,
+    x_ptr, largest_ptr, y_ptr,
+    M, K, stride_xm, stride_xk,
+    BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Store codes and scales, or their decoded values."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     b = tl.program_id(1).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     k = b[None, :, None] * _BLOCK + tl.arange(0, _BLOCK)[None, None, :]
@@ -114,52 +81,30 @@ def _nvfp4_kernel(
     t = x * ((264 - field) << 23).to(tl.float32, bitcast=True)
     size = tl.abs(t)
     bits = to_e4m3(tl.minimum(tl.max(size, axis=2) * _SIXTH, _LARGEST), NATIVE)
-    s = number_of_scale(bits, NATIVE)[:, :, None]
+    s = _number_of_scale(bits, NATIVE)[:, :, None]
     # comparisons instead of a quotient give the same bits on every backend
     code = (size > 0.25 * s).to(tl.int32) + (size >= 0.75 * s).to(tl.int32)
     code += (size > 1.25 * s).to(tl.int32) + (size >= 1.75 * s).to(tl.int32)
     code += (size > 2.5 * s).to(tl.int32) + (size >= 3.5 * s).to(tl.int32)
     code += (size > 5.0 * s).to(tl.int32)
-    if CODES:
-        code = tl.where(s > 0, code, 0)
-        code = tl.where((t < 0) & (code > 0), code + 8, code)
-        low, high = tl.split(tl.reshape(code, [BLOCK_M, BLOCKS, _BLOCK // 2, 2]))
-        place = m[:, None] * B + b[None, :]
-        there = (m < M)[:, None] & (b < B)[None, :]
-        tl.store(scales_ptr + place, bits, mask=there)
-        at = place[:, :, None] * (_BLOCK // 2) + tl.arange(0, _BLOCK // 2)[None, None, :]
-        tl.store(y_ptr + at, (low | (high << 4)).to(tl.uint8), mask=there[:, :, None])
-    else:
-        y = number_of_code(code) * s
-        y = tl.where(t < 0, -y, y).to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + m[:, None, None] * K + k, y, mask=mask)
-
-
-def _launch(x: Tensor, largest: Tensor, y: Tensor, scales: Tensor | None) -> None:
-    if x.numel():
-        rows, number = len(x), triton.cdiv(x.shape[1], BLOCK)
-        blocks = min(16, triton.next_power_of_2(number))
-        block_m = min(128 // blocks, triton.next_power_of_2(rows))
-        _nvfp4_kernel[(triton.cdiv(rows, block_m), triton.cdiv(number, blocks))](
-            x, largest, y, scales, *x.shape, number, *x.stride(),
-            CODES=scales is not None, BLOCK_M=block_m, BLOCKS=blocks, NATIVE=has_e4m3(x),
-        )  # fmt: skip
+    large = ((1 << (code >> 1)) * (2 + (code & 1))).to(tl.float32) * 0.25
+    y = tl.where(code < 2, code.to(tl.float32) * 0.5, large) * s
+    y = tl.where(t < 0, -y, y).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + m[:, None, None] * K + k, y, mask=mask)
 
 
 def _round_nvfp4_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     largest, scale, _ = global_scale(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, largest, y, None)
+    if x.numel():
+        rows, number = len(x), triton.cdiv(x.shape[1], BLOCK)
+        blocks = min(16, triton.next_power_of_2(number))
+        block_m = min(128 // blocks, triton.next_power_of_2(rows))
+        _nvfp4_kernel[(triton.cdiv(rows, block_m), triton.cdiv(number, blocks))](
+            x, largest, y, *x.shape, *x.stride(),
+            BLOCK_M=block_m, BLOCKS=blocks, NATIVE=has_e4m3(x),
+        )  # fmt: skip
     return y, scale
-
-
-def _encode_nvfp4_triton(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    largest, scale, _ = global_scale(x)
-    rows, number = len(x), triton.cdiv(x.shape[1], BLOCK)
-    codes = torch.empty(rows, number * BLOCK // 2, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(rows, number, dtype=torch.uint8, device=x.device)
-    _launch(x, largest, codes, scales)
-    return codes, scales, scale
 
 
 def round_stack_nvfp4(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,16 +133,4 @@ Args:
 Returns:
     s * q, (M, K) in the dtype of x, contiguous; and g, (1,) float32, which is NaN if an element
     is not finite.
-"""
-encode_nvfp4 = Operation(
-    "encode_nvfp4", _encode_nvfp4_triton, _encode_nvfp4_torch, {"x": ACTIVATIONS}
-)
-"""Encode a matrix to NVFP4 codes and scales.
-
-Args:
-    x: (M, K) float32 or bfloat16, any strides.
-
-Returns:
-    (M, 8 ceil(K / 16)) uint8 codes, 0 beyond K; (M, ceil(K / 16)) uint8, the bits of e4m3
-    scales; and g, (1,) float32, which is NaN if an element is not finite.
 """

@@ -5,44 +5,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbcli.families.nvfp4.kernels.round_nvfp4 import (
-    NUMBERS,
-    encode_nvfp4,
-    nvfp4_numbers,
-    round_nvfp4,
-)
-from arbcli.kernels.matmul.quantise_rows import E4M3
+from arbcli.families.nvfp4.kernels.round_nvfp4 import NUMBERS, round_nvfp4
 from arbcli.verify.kernels.matmul.quantise_rows import draw_of_any_size, round_e4m3_reference
 from arbcli.verify.verification import Verification
 
 
-def encode_nvfp4_reference(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `encode_nvfp4` in float64, 16 columns at a time."""
+def round_nvfp4_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute `round_nvfp4` in float64, 16 columns at a time."""
     largest = x.double().abs().max() if x.numel() else x.new_zeros((), dtype=torch.float64)
     octave = max(int(torch.frexp(largest).exponent) - 1, -116) if largest > 0 else -116
-    values, blocks = x.double() / 2.0 ** (octave - 10), -(-x.shape[1] // 16)
-    codes = torch.zeros(len(x), 16 * blocks, dtype=torch.int64, device=x.device)
-    scales = torch.zeros(len(x), blocks, dtype=torch.uint8, device=x.device)
+    values = x.double() / 2.0 ** (octave - 10)
+    y, even = torch.empty_like(values), torch.arange(8, device=x.device) % 2 == 0
     numbers = torch.tensor(NUMBERS, dtype=torch.float64, device=x.device)
-    for block in range(blocks):
-        part = values[:, 16 * block : 16 * block + 16]
+    for first in range(0, x.shape[1], 16):
+        part = values[:, first : first + 16]
         sixth = (part.abs().amax(dim=1, keepdim=True).float() * (1 / 6)).clamp(max=448)
         s = round_e4m3_reference(sixth.double()).double()
         distance = (part.abs()[..., None] - s[..., None] * numbers).abs()
-        nearest = distance.amin(dim=-1, keepdim=True)
-        even = torch.arange(8, device=x.device) % 2 == 0
-        code = (2 * (distance == nearest) + even).argmax(dim=-1) * (s > 0)
-        code += 8 * ((part < 0) & (code > 0))
-        codes[:, 16 * block : 16 * block + part.shape[1]] = code
-        scales[:, block] = s[:, 0].to(E4M3).view(torch.uint8)
-    both = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
-    return both, scales, torch.tensor([2.0 ** (octave - 10)], device=x.device)
-
-
-def round_nvfp4_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `round_nvfp4` in float64, by decoding codes."""
-    codes, scales, g = encode_nvfp4_reference(x)
-    return nvfp4_numbers(codes, scales, torch.float64)[:, : x.shape[1]].to(x.dtype), g
+        nearest = distance == distance.amin(dim=-1, keepdim=True)
+        code = (2 * nearest + even).argmax(dim=-1)
+        y[:, first : first + 16] = part.sign() * numbers[code] * s
+    return y.to(x.dtype), torch.tensor([2.0 ** (octave - 10)], device=x.device)
 
 
 TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, -2.5, -5, 0, 1, 2, 3, 4)
@@ -54,11 +37,6 @@ _CHANGED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 round_nvfp4_verification = Verification(
     round_nvfp4, round_nvfp4_reference, shapes=((0, 1, 32),), changed=_CHANGED,
-    torch_is_peer=True,
-    values={"x": draw_of_any_size},
-)  # fmt: skip
-encode_nvfp4_verification = Verification(
-    encode_nvfp4, encode_nvfp4_reference, shapes=((0, 1, 32),), changed=_CHANGED,
     torch_is_peer=True,
     values={"x": draw_of_any_size},
 )  # fmt: skip
