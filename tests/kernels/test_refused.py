@@ -259,7 +259,7 @@ VALUES = {
         {2: zeros(0, 38), 3: zeros(0, 10), 4: zeros(0, 3)}),
     "int8_matmul": ({0: zeros(0, 40, dtype=HALF), 7: None},
         {0: zeros(65, 40, dtype=HALF), 7: None}),
-    "find_chunks": ({1: 0},), "gated_rms_norm": ({0: zeros(3, 5)},),
+    "gated_rms_norm": ({0: zeros(3, 5)},),
     "gradient_statistics": ({0: zeros(0, 37)},),
     "grouped_grad_w": ({0: zeros(5, 0)}, {1: zeros(5, 0)}, {2: zeros(1, dtype=INT64)},
         {2: zeros(258, dtype=INT64)}),

@@ -22,12 +22,46 @@ from torch.autograd import Function
 
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.hnet.kernels.boundary_scores import boundary_scores, boundary_scores_backward
-from arbcli.families.hnet.kernels.find_chunks import Chunks
-from arbcli.families.hnet.kernels.gather_chunks import gather_chunks
 from arbcli.families.hnet.kernels.route_position import LEAST_SHARE
 from arbcli.families.hnet.kernels.smooth_chunks import smooth_chunks, smooth_chunks_backward
 from arbcli.families.hnet.kernels.spread_chunks import spread_chunks, spread_chunks_backward
+from arbcli.kernels.rows.table_rows import gather_rows
 from arbcli.model.layers.kinds import layers_for
+
+
+class Chunks(NamedTuple):
+    """The chunks of B sequences of T positions, in C slots each."""
+
+    first: Tensor
+    """(B, C) int64: first position of each chunk; -1 in unused slots, which are the last ones."""
+    owner: Tensor
+    """(B, T) int64: slot of each position's chunk."""
+    slot: Tensor
+    """(B, T) int64: slot of the chunk that starts at a position; -1 if none does."""
+    overflow: Tensor
+    """(B,) int64: number of boundaries without a chunk, because all slots were used."""
+
+
+def find_chunks(boundaries: Tensor, capacity: int) -> Chunks:
+    """Assign the positions of sequences to chunks, in a fixed number of slots.
+
+    A boundary starts the next chunk. The last slot takes all further chunks, so shapes do not
+    depend on the text, and the host never waits for the device.
+
+    Args:
+        boundaries: (B, T) bool: whether a chunk starts. One always starts at 0.
+        capacity: C, the number of slots per sequence; at least 1.
+    """
+    begins = boundaries.clone()
+    begins[:, :1] = True
+    counts = begins.long().cumsum(1)
+    numbers = torch.arange(1, capacity + 1, device=counts.device).expand(len(counts), -1)
+    first = torch.searchsorted(counts, numbers.contiguous())
+    first = torch.where(first < counts.shape[1], first, -1)
+    fits = counts <= capacity
+    slot = torch.where(begins & fits, counts - 1, -1)
+    owner = counts.clamp(max=capacity) - 1
+    return Chunks(first, owner, slot, (begins & ~fits).sum(1))
 
 
 class Routed(NamedTuple):
@@ -135,15 +169,25 @@ class _BoundaryScores(Function):
         return boundary_scores_backward(grad_p, *ctx.saved_tensors)
 
 
+def _gather(x: Tensor, index: Tensor) -> Tensor:
+    """Gather positions of each sequence: (B, R, D), zeros where an index, (B, R), is -1."""
+    starts = torch.arange(len(x), device=x.device)[:, None] * x.shape[1]
+    rows = torch.where(index < 0, -1, index + starts)
+    values = gather_rows(x.contiguous().view(torch.uint8).flatten(0, 1), rows.flatten())
+    return values.view(x.dtype).view(*index.shape, x.shape[2])
+
+
 class _TakeChunks(Function):
+    """A chunk starts at each position at most once, so the backward gathers, too."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, chunks: Chunks) -> Tensor:
         ctx.save_for_backward(chunks.slot)
-        return gather_chunks(x, chunks.first)
+        return _gather(x, chunks.first)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        return gather_chunks(grad_y, *ctx.saved_tensors), None
+        return _gather(grad_y, *ctx.saved_tensors), None
 
 
 class _Spread(Function):

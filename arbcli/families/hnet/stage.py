@@ -15,6 +15,7 @@ from arbcli.config.model import ModelConfig
 from arbcli.families.hnet.chunking import (
     BoundaryRouter,
     Routed,
+    find_chunks,
     ratio_loss,
     route_every,
     route_words,
@@ -23,7 +24,6 @@ from arbcli.families.hnet.chunking import (
     take_chunks,
 )
 from arbcli.families.hnet.kernels.boundary_scores import boundary_scores
-from arbcli.families.hnet.kernels.find_chunks import find_chunks
 from arbcli.families.hnet.kernels.route_position import route_position_, take_chunk_
 from arbcli.families.hnet.kernels.smooth_chunks import smooth_chunks
 from arbcli.families.hnet.kernels.spread_chunks import spread_chunks

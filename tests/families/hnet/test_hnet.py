@@ -10,8 +10,7 @@ from arbcli.config.layer_spec import NORM_EPS
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
 from arbcli.families.hnet.boundaries import chunk_depths, chunk_starts
-from arbcli.families.hnet.chunking import Routed, ratio_loss, share_of, spread
-from arbcli.families.hnet.kernels.find_chunks import find_chunks
+from arbcli.families.hnet.chunking import Routed, find_chunks, ratio_loss, share_of, spread
 from arbcli.families.hnet.kernels.smooth_chunks import smooth_chunks
 from arbcli.generation.decoder import Decoder
 from arbcli.generation.sampling import Sampling
@@ -193,6 +192,20 @@ def test_ratio_loss_counts_positions_that_there_are():
 def test_configuration_that_does_not_fit_is_refused(options, words):
     with pytest.raises(ArbError, match=words):
         config(**options)
+
+
+@pytest.mark.parametrize("capacity", [1, 3, 40])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_chunks_are_those_of_a_count_position_by_position(share, capacity):
+    boundaries = torch.rand(3, 20, generator=torch.Generator().manual_seed(0)) < share
+    first, owner, slot, overflow = find_chunks(boundaries, capacity)
+    for row, marks in enumerate(boundaries.tolist()):
+        places = [t for t, mark in enumerate(marks) if mark or t == 0]
+        kept = places[:capacity]
+        assert first[row].tolist() == kept + [-1] * (capacity - len(kept))
+        assert slot[row].tolist() == [kept.index(t) if t in kept else -1 for t in range(20)]
+        assert owner[row].tolist() == [sum(t <= now for t in kept) - 1 for now in range(20)]
+        assert overflow[row] == len(places) - len(kept)
 
 
 def test_share_that_was_clamped_passes_no_gradient_on():

@@ -123,7 +123,7 @@ spread_chunks = Operation(
 Args:
     x: (B, T, D) float32 or bfloat16, any strides.
     s: (B, C, D) float32, any strides.
-    owner: (B, T) int64 in 0..C-1, from `find_chunks`.
+    owner: (B, T) int64 in 0..C-1, from `chunking.find_chunks`.
 
 Returns:
     (B, T, D) in the dtype of x; added in float32.
@@ -138,7 +138,7 @@ Args:
     grad_y: (B, T, D) float32 or bfloat16, any strides.
     s: as in `spread_chunks`.
     owner: likewise.
-    first: (B, C) int64, from `find_chunks`.
+    first: (B, C) int64, from `chunking.find_chunks`.
 
 Returns:
     float32 gradients of s, (B, C, D), and of the factor at each position, (B, T).

@@ -3,12 +3,11 @@
 import torch
 from torch import Tensor
 
-from arbcli.families.hnet.kernels.find_chunks import find_chunks
+from arbcli.families.hnet.chunking import find_chunks
 from arbcli.families.hnet.kernels.spread_chunks import (
     spread_chunks,
     spread_chunks_backward,
 )
-from arbcli.families.hnet.verify.find_chunks import draw_boundaries
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.verification import Gate, Verification
 
@@ -37,7 +36,8 @@ _GATE = Gate(
 
 def _draw_backward(rng: CaseGenerator, _group_size: int, m: int, _n: int, k: int) -> tuple:
     sequences, chunks = rng.pick((1, 3)), rng.pick((1, 7, m))
-    partition = find_chunks.torch(draw_boundaries(rng, sequences, m), chunks)
+    marks = torch.rand(sequences, m, generator=rng.generator, device=rng.device)
+    partition = find_chunks(marks < rng.pick((0.05, 0.25, 0.9)), chunks)
     s = rng.reals(sequences, chunks, k, dtype=torch.float32)
     return rng.reals(sequences, m, k), s, rng.view(partition.owner), rng.view(partition.first)
 
