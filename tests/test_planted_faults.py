@@ -120,8 +120,8 @@ def module(kind: str, name: str, room: str, change: Change, caught_by: str) -> F
 FAULTS = [
     # products in eight bits
     kernel("rounding", "ties rounded up", "quantise_rows", rewrite("(a >> 20) & 1", "1")),
-    kernel("sign", "odd digits of e4m3 negated, not even ones", "decode_e4m3",
-        rewrite("a if d % 2 else b", "b if d % 2 else a")),
+    kernel("layout", "planes of e4m3 as wide as those of a full block", "decode_e4m3",
+        rewrite("b * 160 + w * d + j", "b * 160 + 32 * d + j")),
     kernel("missing term", "scale of w left out", "fp8_matmul", rewrite("a * (b * c)", "a * b")),
     # products in four bits, emulated
     kernel("saturation", "scales of four-bit numbers beyond the largest of e4m3", "round_nvfp4",
@@ -137,7 +137,7 @@ FAULTS = [
     kernel("sign", "four bits of remainder read as unsigned", "decode_digits",
         rewrite("(a << 28) >> 28", "a & 15")),
     kernel("octave", "all digits in e4m3 an octave too large", "decode_e4m3",
-        rewrite("_load_largest(a, b) - 6", "_load_largest(a, b) - 7")),
+        rewrite("tl.load(a).to(tl.int32) - b", "tl.load(a).to(tl.int32) - 7")),
     kernel("layout", "both rows of a thread by the first one's scale", "int8_matmul",
         rewrite("a >> (16 * b)", "a >> (0 * b)")),
     kernel("tie", "of codes at one distance the last taken", "nearest_codes",

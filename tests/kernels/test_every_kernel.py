@@ -28,7 +28,7 @@ from arbcli.verify.registry import BY_NAME, KERNELS
 
 BACKENDS = ("torch", "triton" if torch.cuda.is_available() else "interpreter")
 NATIVE = [pytest.mark.skipif(not native.available(), reason=native.why_not())]
-PLANES = {"decode_weight", "decode_e4m3", "gradient_statistics", "decode_digits"}
+PLANES = {"decode_weight", "gradient_statistics", "decode_digits"}
 """Kernels with code of its own for groups that are planes of a block, as those of T32 are."""
 
 
@@ -292,7 +292,7 @@ def by_columns(value):
 FAR = 8 if torch.cuda.is_available() else 2**30
 """Least number of elements between rows: on a CPU, rows after the second are beyond int32."""
 NOT_FAR = {
-    "choose_entries", "decode_e4m3", "decode_weight", "ternary_matmul", "ternary_matmul_grad_x",
+    "choose_entries", "decode_weight", "ternary_matmul", "ternary_matmul_grad_x",
 }  # fmt: skip
 """Kernels that count rows within a tile, or heads of a position, in int32, which is enough."""
 MAP_NORESERVE = 0x4000  # the module has no name for it before Python 3.13

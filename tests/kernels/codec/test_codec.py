@@ -5,15 +5,12 @@ import math
 import pytest
 import torch
 
-from arbcli.kernels.codec import decode_e4m3
 from arbcli.kernels.codec.decode_weight import decode_weight_triton
 from arbcli.kernels.codec.packed import Packed, scales_torch
 from arbcli.kernels.codec.packing import illegal_bytes, pack_trits
-from arbcli.kernels.runtime.backend import use_backend
 from arbcli.verify.check_kernels import copies
 from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference
 from arbcli.verify.kernels.codec.decode_weight import decode_weight_verification
-from arbcli.verify.kernels.codec.packed import random_packed
 
 
 def test_illegal_bytes_are_those_above_242():
@@ -60,22 +57,3 @@ def test_every_byte_is_decoded_and_a_weight_of_zero_has_no_sign(device, dtype):
     expected = decode_digits_reference(packed).to(dtype)
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     assert torch.equal(weight.view(bits), expected.view(bits))
-
-
-KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
-
-
-@pytest.mark.parametrize("backend", [KERNEL_BACKEND, "torch"])
-@pytest.mark.parametrize("rows", [1, 5, 30])
-def test_largest_exponent_is_found_wherever_it_is(backend, rows, device, monkeypatch):
-    """In any part of those that programs share out, the last one of which may be short."""
-    monkeypatch.setattr(decode_e4m3, "PART", 8)
-    monkeypatch.setattr(decode_e4m3, "MOST_PARTS", 4)
-    packed = random_packed(rows, 33, 16, torch.Generator().manual_seed(0)).to(device)
-    number = packed.exponent.numel()
-    for place in sorted({0, 7, 8, 15, 16, number // 2, number - 2, number - 1}):
-        if not 0 <= place < number:
-            continue
-        packed.exponent.fill_(-40).view(-1)[place] = -7
-        with use_backend(backend):
-            assert decode_e4m3._largest_exponents(packed).amax() == -7, place

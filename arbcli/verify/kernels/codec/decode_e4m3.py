@@ -6,7 +6,6 @@ from torch import Tensor
 from arbcli.kernels.codec.decode_e4m3 import (
     decode_e4m3,
 )
-from arbcli.kernels.codec.layout import BLOCK
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.codec.packing import has_planes
 from arbcli.verify.kernels.codec.decode_digits import decode_digits_reference
@@ -28,6 +27,6 @@ decode_e4m3_verification = Verification(
     decode_e4m3, decode_e4m3_reference,
     changed=SPECIAL_WEIGHTS,
     compared=codes_to_float32,
-    scale_path=lambda group_size: (has_planes(group_size), BLOCK % group_size == 0),
+    scale_path=has_planes,
     values={"packed": {"spread": 12}, "transposed": (False, True)},
 )  # fmt: skip
