@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from arbcli.model.language_model import LanguageModel
-from arbcli.verify.reference import reference_model
+from arbcli.verify.reference import Reference
 from arbcli.verify.update_reference import reference_weight
 
 
@@ -18,7 +18,7 @@ def reference_logits(
         names = lm.weights()
         weights = {next(n for n in (k, f"{k}.weight") if n in names): w for k, w in weights.items()}
     buffers = dict(lm.named_buffers())
-    return reference_model(weights, lm.config, ids, memories=buffers, **options)[0]
+    return Reference(weights, lm.config, memories=buffers, **options)(ids)[0]
 
 
 @torch.no_grad()

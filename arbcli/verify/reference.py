@@ -58,13 +58,6 @@ class Masks(NamedTuple):
         return kept / (1 - self.rate)
 
 
-def reference_model(
-    weights: Weights, config: ModelConfig, ids: Tensor, **options: Any
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute logits and losses of (B, T) bytes or tokens: see `Reference`."""
-    return Reference(weights, config, **options)(ids)
-
-
 def _keep_probabilities(model: "Reference", _name: str, head: Any, x: Tensor) -> Tensor:
     log_probabilities = media.CompositeHead.by_kind(head, x)
     model.log_probabilities[model.row] = log_probabilities

@@ -16,7 +16,7 @@ from arbcli.interop.huggingface.dense import sources
 from arbcli.interop.importing import import_folder
 from arbcli.kernels.codec.packing import unpack_trits
 from arbcli.model.layers import bitnet
-from arbcli.verify.reference import reference_model
+from arbcli.verify.reference import Reference
 
 TEXT = "def main(self):\n    return 1234\n\n" * 40
 MODES = {
@@ -99,7 +99,7 @@ def test_trits_are_kept_and_computed_with_alike(transformers, mode, tmp_path, mo
     assert apart().sort().values[len(ids) * 8] < 1e-5
     assert apart().max() < 0.05
     weights = {name: part.weight(torch.float32).double() for name, part in ours.weights().items()}
-    reference, _ = reference_model(weights, ours.config, ids[:1])
+    reference, _ = Reference(weights, ours.config)(ids[:1])
     apart_from_reference = (ours(ids[:1]) - reference).norm(dim=-1) / reference.norm(dim=-1)
     assert apart_from_reference.flatten().sort().values[8] < 1e-5
     monkeypatch.setattr(bitnet, "round_rows", lambda y: y)

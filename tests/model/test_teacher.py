@@ -25,7 +25,7 @@ from arbcli.training.resume import resume_run
 from arbcli.training.run import start_run
 from arbcli.training.teacher import read_teacher
 from arbcli.training.trainer import Trainer
-from arbcli.verify.reference import reference_loss, reference_model
+from arbcli.verify.reference import Reference, reference_loss
 
 CTX = 10
 SMALL, LARGE = 301, 5003
@@ -64,8 +64,8 @@ def test_divergence_and_gradients_agree_with_those_of_the_reference(
     teacher = model_of(vocabulary, 32, dtype, 1, tied=not tied)
     ids, targets, _ = batch_of(vocabulary)
     weights = {name: part.requires_grad_() for name, part in decoded(student).items()}
-    logits, _ = reference_model(weights, student.config, ids)
-    theirs, _ = reference_model(decoded(teacher), teacher.config, ids)
+    logits, _ = Reference(weights, student.config)(ids)
+    theirs, _ = Reference(decoded(teacher), teacher.config)(ids)
     shares, log_theirs = theirs.softmax(-1), theirs.log_softmax(-1)
     wanted = (shares * (log_theirs - logits.log_softmax(-1))).sum(-1).mean()
     (wanted + reference_loss(logits, targets)).backward()

@@ -15,7 +15,7 @@ from arbcli.inspect.memory import predict_parts
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
 from arbcli.model.layers import symbols
-from arbcli.verify.reference import reference_loss, reference_model
+from arbcli.verify.reference import Reference, reference_loss
 
 DIM, CTX = 24, 10
 SMALL, LARGE = 301, 5003
@@ -66,7 +66,7 @@ def test_loss_and_gradients_agree_with_those_of_the_reference(vocabulary, tied, 
     model, ids = build(vocabulary, dtype, tied=tied, norm_gain=norm_gain), text(vocabulary)
     close = {"rtol": 1e-5, "atol": 0} if dtype == torch.float32 else {"rtol": 1e-3, "atol": 0}
     weights = {name: part.requires_grad_() for name, part in decoded(model).items()}
-    logits, _ = reference_model(weights, model.config, ids[:, :-1])
+    logits, _ = Reference(weights, model.config)(ids[:, :-1])
     wanted = reference_loss(logits, ids[:, 1:])
     wanted.backward()
     grads = dense_gradients(model)

@@ -14,7 +14,7 @@ from arbcli.config.presets import preset
 from arbcli.model.build import build_model
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.updater import Updater
-from arbcli.verify.reference import reference_model
+from arbcli.verify.reference import Reference
 from arbcli.verify.update_reference import reference_weight
 
 
@@ -82,13 +82,13 @@ def test_every_norm_adds_norm_eps(eps):
     model.embedding.weight.exponent.sub_(4)
     ids = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(0))
     weights = {name: reference_weight(tensor) for name, tensor in model.weights().items()}
-    wanted, _ = reference_model(weights, model.config, ids)
+    wanted, _ = Reference(weights, model.config)(ids)
     with torch.no_grad():
         torch.testing.assert_close(model(ids).double(), wanted, rtol=0, atol=1e-5)
         logits = logits_in_parts(model, ids[:1], [1] * 12)
         torch.testing.assert_close(logits.double(), wanted[:1], rtol=0, atol=1e-5)
     other = dataclasses.replace(model.config, norm_eps=1e-4)
-    assert (reference_model(weights, other, ids)[0] - wanted).abs().max() > 1e-2
+    assert (Reference(weights, other)(ids)[0] - wanted).abs().max() > 1e-2
     model.loss(ids, ids).backward()
 
 

@@ -426,11 +426,6 @@ class CompressedAttention(CachedAttention):
             chosen = functional.pad(chosen, (0, 0, 1, 0), value=-1)
         return (q, w, k), chosen
 
-    def multiply_in(self, number_format: str) -> bool:
-        """Score in FP8: see `LowPrecision`; an indexer has no matrix of its own."""
-        self.fp8 = number_format == "fp8"
-        return False
-
     def table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the angles of `length` positions."""
         return rotary_table(length, self.width, device, self.rotated)

@@ -24,7 +24,7 @@ from arbcli.model import decoding
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.training.step import minimised
-from arbcli.verify.reference import reference_model
+from arbcli.verify.reference import Reference
 
 PARTS = {
     "attention": "blocks.0.attention", "sequencer": "sequencer", "codebook": "codebook",
@@ -80,7 +80,7 @@ def assert_twin_agrees_with_the_reference(lm: LanguageModel, *others: str) -> No
     losses = lm.losses(ids[:, :-1], ids[:, 1:])
     minimised(losses, lm.loss_weights).backward()
     memories = dict(lm.named_buffers())
-    logits, besides = reference_model(leaves, lm.config, ids[:, :-1], memories=memories)
+    logits, besides = Reference(leaves, lm.config, memories=memories)(ids[:, :-1])
     of_text = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     wanted = {"text": of_text} | besides
     minimised(wanted, lm.loss_weights).backward()

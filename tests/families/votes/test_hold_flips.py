@@ -5,7 +5,7 @@ import torch
 
 from arbcli.families.votes.kernels.hold_flips import hold_flips
 from arbcli.kernels.codec.packing import pack_trits
-from arbcli.verify.kernels.codec.packing import random_trits, unpack_trits_reference
+from arbcli.verify.kernels.codec.packing import unpack_trits_reference
 from arbcli.verify.kernels.update.random_bits import random_bits_reference
 
 
@@ -42,7 +42,7 @@ def scalar(value: int, device=None) -> torch.Tensor:
 
 def ballot(rows: int, columns: int, most_votes: int, device) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(rows * columns)
-    trits = random_trits(rows, columns, generator)
+    trits = torch.randint(-1, 2, (rows, columns), generator=generator, dtype=torch.int8)
     span = (-most_votes, most_votes + 1)
     votes = torch.randint(*span, (rows, columns), generator=generator, dtype=torch.int8)
     grad = torch.randn(rows, columns, generator=generator)

@@ -26,12 +26,13 @@ from arbcli.kernels.matmul.swizzled import fits_prepacked
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.verify.kernels.codec.decode_digits import (
+    add_remainders,
     decode_digits_reference,
     digits_reference,
     scales_reference,
 )
 from arbcli.verify.kernels.codec.packed import random_packed
-from arbcli.verify.kernels.matmul.int8_matmul import int8_matmul_verification, random_int8
+from arbcli.verify.kernels.matmul.int8_matmul import int8_matmul_verification
 from arbcli.verify.kernels.matmul.prepacked import prepacked_reference
 
 compiled = pytest.mark.skipif(not native.available(), reason=native.why_not())
@@ -41,6 +42,13 @@ KERNELS = "triton" if torch.cuda.is_available() else "interpreter"
 def matrix(device, rows=20, in_features=328, group_size=32) -> Packed:
     generator = torch.Generator().manual_seed(0)
     return random_packed(rows, in_features, group_size, generator, spread=8).to(device)
+
+
+def random_int8(rows, in_features, group_size, generator) -> Packed:
+    """Draw a matrix of all digits with |z| up to 127."""
+    packed = random_packed(rows, in_features, group_size, generator, spread=8)
+    _, (_, packed) = add_remainders(packed, generator)
+    return packed
 
 
 def draw(rows, in_features=328, *, device) -> torch.Tensor:

@@ -42,13 +42,6 @@ def unpack_trits_reference(packed: Tensor, in_features: int) -> Tensor:
     return torch.tensor(trits, dtype=torch.int8, device=packed.device).view(len(trits), in_features)
 
 
-def random_trits(rows: int, in_features: int, generator: torch.Generator) -> Tensor:
-    """Draw (rows, in_features) uniform int8 trits on the generator's device."""
-    return torch.randint(
-        -1, 2, (rows, in_features), generator=generator, device=generator.device, dtype=torch.int8
-    )
-
-
 pack_trits_verification = Verification(
     pack_trits,
     pack_trits_reference,

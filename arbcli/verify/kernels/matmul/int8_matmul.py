@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from arbcli.kernels.codec.layout import PLANE
-from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.matmul.int8_matmul import (
     INT8_MATMUL,
     _weights_in_float32,
@@ -18,8 +17,6 @@ from arbcli.kernels.matmul.swizzled import (
     tiles_torch,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.kernels.codec.decode_digits import add_remainders
-from arbcli.verify.kernels.codec.packed import random_packed
 from arbcli.verify.kernels.matmul.swizzled import multiply_densely, tiles_reference
 from arbcli.verify.verification import Gate, Verification
 
@@ -54,13 +51,6 @@ def _multiply_by_library(
     """Multiply by torch and cuBLAS in bfloat16."""
     weight = _weights_in_float32(pieces, scales)[: out_features * (1 + gated), :in_features]
     return partial(multiply_densely, x, weight.bfloat16(), gated, eps, added)
-
-
-def random_int8(rows: int, in_features: int, group_size: int, generator: torch.Generator) -> Packed:
-    """Draw a matrix of all digits with |z| up to 127."""
-    packed = random_packed(rows, in_features, group_size, generator, spread=8)
-    _, (_, packed) = add_remainders(packed, generator)
-    return packed
 
 
 def _any_codes(pieces: Tensor) -> Tensor:
