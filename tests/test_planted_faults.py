@@ -423,7 +423,7 @@ FAULTS = [
         "forward"), rewrite("r, k, w = f(x)", "w, k, r = f(x)")), "streams: output"),
     module("rounding", "rotary table in bf16", "model",
         rewrite("(a.float().to(d), b.float().to(d))",
-        "(a.bfloat16().float().to(d), b.bfloat16().float().to(d))"), "rotary"),
+        "(a.bfloat16().float().to(d), b.bfloat16().float().to(d))"), "model: output"),
     Fault("wiring", "norms before attention and MLP exchanged", edit(method(Block, "forward"),
         rewrite("branch.part(x, branch.norm, ...)",
         "branch.part(x, self.branches[branch is self.branches[0]].norm, ...)")),
@@ -555,7 +555,7 @@ MODELS: dict[str, Callable[[str], list]] = {
     "ahead:": partial(of_model, "ahead"), "masked:": partial(of_model, "masked"),
     "fill:": partial(of_model, "fill"), "nearest:": partial(of_model, "graph nearest"),
     "composite:": partial(of_model, "composite"),
-    "update": of_update, "rotary": lambda _: list(parity.check_rotary(CPU)),
+    "update": of_update,
 }  # fmt: skip
 """Checks of models by the first word of their name."""
 

@@ -26,20 +26,18 @@ from arbcli.families.votes.verify.cast_votes import (
     cast_trit_votes_reference,
 )
 from arbcli.inspect.trace import no_memory
-from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.rows.table_rows import TouchedRows
 from arbcli.kernels.runtime.backend import compile_for, gpu_of, use_backend
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.build import build_model
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.dropout import Dropout
-from arbcli.model.layers.rotary import rotary_table
 from arbcli.model.packed import GradientSink, StreamedTensor, TernaryTensor
 from arbcli.model.rules import find_rule
 from arbcli.model.updater import Updater
 from arbcli.verify.compare import poisoned
 from arbcli.verify.kernels.update.gradient_statistics import gradient_statistics_reference
-from arbcli.verify.models import FULL_SIZE, RAGGED
+from arbcli.verify.models import FULL_SIZE
 from arbcli.verify.reference import (
     Choices,
     Reference,
@@ -73,7 +71,6 @@ CHECKS = {
     "causality": "a byte is changed: no earlier logit may differ in a bit, and its own must; where"
     " positions share the products of an expert, earlier ones may by a rounding",
     "determinism": "a training step, twice from the same state, compared bit for bit",
-    "rotary": "cos**2 + sin**2 = 1, turning back undoes turning, angles against float64",
     "update": "every stored number within one unit of the formula in float64, rounding unbiased",
 }
 """Description of each check."""
@@ -471,33 +468,6 @@ def _determinism(subject: Subject) -> Iterator[ParityResult]:
     differing = torch.stack([(a != b).sum() for a, b in zip(*runs, strict=True)])
     zeros = torch.zeros_like(differing)
     yield subject.result("determinism", "loss and state", differing, zeros, EXACT)
-
-
-def check_rotary(device: torch.device) -> Iterator[ParityResult]:
-    """Check the rotary tables of all presets."""
-    generator = torch.Generator(device).manual_seed(5)
-    bits = Gate(relative=1e-6, reason="float32; in bf16 it would be off by 0.4 %")
-    for name, config in {"ragged": RAGGED, **FULL_SIZE}.items():
-        sites = [(site.ctx, site.dim, part) for site, part in config.sited_parts()]
-        widths = {(ctx, dim // part.heads) for ctx, dim, part in sites if hasattr(part, "heads")}
-        for length, width in sorted(widths):
-            subject = Subject(name, config, 1, torch.float32, device, "torch")
-            cos, sin = rotary_table(length, width, device)
-            square = cos.double() ** 2 + sin.double() ** 2
-            ones = torch.ones_like(square)
-            item = f"of {length} positions and {width} numbers"
-            one = subject.result("rotary", f"cos**2 + sin**2 {item}", square, ones, bits)
-            yield replace(one, gate="each within 1e-06", passed=(one.max_error or 0.0) <= 1e-6)
-            x = torch.randn(length, width, generator=generator, device=device)
-            back = rotate(rotate(x, cos, sin), cos, -sin)
-            yield subject.result("rotary", f"inverse {item}", back, x, bits)
-            rates = [10000.0 ** (-2 * i / width) for i in range(width // 2)]
-            places = torch.arange(length, dtype=torch.float64)
-            angle = torch.outer(places, places.new_tensor(rates)).to(device)
-            reason = "the angle of the last position, rounded to float32"
-            gate = Gate(relative=length * 2.0**-23, reason=reason)
-            table, expected = torch.cat([cos, sin]), torch.cat([angle.cos(), angle.sin()])
-            yield subject.result("rotary", f"angles {item}", table, expected, gate)
 
 
 def _tensor(subject: Subject, rule: str) -> tuple[TernaryTensor, list[Tensor]]:

@@ -22,7 +22,7 @@ from arbcli.verify.check_kernels import (
 )
 from arbcli.verify.ledger import Ledger, new_ledger, verdict
 from arbcli.verify.models import LARGEST, LONGEST
-from arbcli.verify.parity import check_model, check_rotary, compilations, compile_share
+from arbcli.verify.parity import check_model, compilations, compile_share
 from arbcli.verify.scale_types import ALWAYS, DEFAULT_SCALE_TYPE, TRITON_BACKENDS
 from arbcli.verify.subjects import FEW_MODELS, TRAINED_MODEL, ParityResult, Subject, all_subjects
 from arbcli.verify.timing import Stopwatch, TimingReport, check_timeable, time_kernels
@@ -167,8 +167,6 @@ def _check(
 
     with Workers(1 if request.names else _num_workers(device)) as workers:
         workers.run(jobs, done)
-    if request.whole_model:
-        results.parity += check_rotary(device)
 
 
 def _backends(device: torch.device) -> tuple[str, ...]:

@@ -15,14 +15,18 @@ from arbcli import cli
 from arbcli.verify import check_kernels, ledger, run
 from arbcli.verify.kernels.codec.packing import pack_trits_verification
 from arbcli.verify.ledger import ledger_page, write_ledger
-from arbcli.verify.parity import CHECKS, check_rotary
+from arbcli.verify.models import RAGGED
+from arbcli.verify.parity import CHECKS
 from arbcli.verify.registry import KERNELS
 from arbcli.verify.run import VerifyRequest, verify
+from arbcli.verify.subjects import Subject
 from arbcli.verify.timing import Roofline, TimingReport, TimingResult
+from arbcli.verify.verification import EXACT
 
 CPU = torch.device("cpu")
 (RIGHT,) = checked(["pack_trits"], {"T32": 32}, CPU, ["torch"])
-PARITY = next(iter(check_rotary(CPU)))
+SUBJECT = Subject("ragged", RAGGED, 1, torch.float32, CPU, "torch")
+PARITY = SUBJECT.result("output", "block 1", torch.ones(3), torch.ones(3), EXACT)
 TIMED = TimingResult(
     "rms_norm", "11264x2048", us=20.0, library_us=30.0, ratio=1.5, moved_bytes=10**7,
     flops=0, floor_us=10.0, bound="memory", share=0.5, turns=90,
@@ -39,8 +43,8 @@ def small(monkeypatch):
     """Leave one kernel, no other processes, and stages that find that all is well."""
     monkeypatch.setattr(check_kernels, "KERNELS", (pack_trits_verification,))
     monkeypatch.setattr(run, "_num_workers", lambda _: 1)
-    monkeypatch.setattr(run, "all_subjects", lambda *_: ())
-    monkeypatch.setattr(run, "check_rotary", lambda _: [PARITY])
+    monkeypatch.setattr(run, "all_subjects", lambda *_: (SUBJECT,))
+    monkeypatch.setattr(run, "check_model", lambda _: [PARITY])
     return monkeypatch
 
 
@@ -52,12 +56,12 @@ def break_kernel(patch):
 
 
 def break_parity(patch):
-    patch.setattr(run, "check_rotary", lambda _: [PARITY, replace(PARITY, passed=False)])
+    patch.setattr(run, "check_model", lambda _: [PARITY, replace(PARITY, passed=False)])
 
 
 BREAKS = {
     break_kernel: "integer state",
-    break_parity: "failures of `rotary`",
+    break_parity: "failures of `output`",
 }
 
 
@@ -103,7 +107,7 @@ def test_wrong_results_of_a_kernel_are_not_ruled_out(change, what):
         assert any(what in item for item in excluded) == (results[1] == RIGHT)
 
 
-@pytest.mark.parametrize("stage", ["kernel_jobs", "check_rotary"])
+@pytest.mark.parametrize("stage", ["kernel_jobs", "check_model"])
 def test_unexpected_error_of_a_stage_ends_the_program_with_2(stage, small, capsys):
     small.setattr(run, stage, mock.Mock(side_effect=RuntimeError("not foreseen")))
     arguments = ["verify-kernels", "--backend", "torch", "--device", "cpu"]

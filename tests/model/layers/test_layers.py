@@ -180,6 +180,15 @@ def test_backward_saves_nothing_weight_shaped():
     assert not [t for t in saved if tuple(t.shape) in shapes]
 
 
+@pytest.mark.parametrize("length", [64, 2**17])
+def test_angles_are_those_of_float64(length):
+    """The angle of the last position, rounded to float32, would be off by more."""
+    table = torch.cat(rotary_table(length, 32, torch.device("cpu")), dim=1)
+    rates = 10000.0 ** (-torch.arange(16, dtype=torch.float64) / 16)
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), rates)
+    assert (table - torch.cat((angles.cos(), angles.sin()), dim=1)).abs().max() < 1e-7
+
+
 def test_rotation_is_undone_by_its_inverse():
     cos, sin = rotary_table(64, 32, torch.device("cpu"))
     assert (cos**2 + sin**2 - 1).abs().max() < 1e-6
