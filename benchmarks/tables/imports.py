@@ -41,7 +41,7 @@ def _step(row: Row) -> str:
 
 
 def _gib(size: float | None) -> str:
-    return "" if size is None else f"{size / 2**30:.3f}"
+    return "" if size is None else f"{size / 2**30:.2f}"
 
 
 def tuning(runs: Runs) -> str:
