@@ -109,7 +109,7 @@ def audit_memory(
     settings = given_options(**settings, steps=steps)
     settings = expand_model_file(settings)
     if ranks is not None:
-        settings = {"accum": ranks, "reduce_dtype": "int12"} | settings
+        settings = {"accum": ranks, "processes": ranks} | settings
     check_settings(settings)
     with LiveLine() as line:
         line.show_wait("loading")

@@ -236,8 +236,6 @@ def train(
         check_file(plot, "--plot", PICTURES)
     rank, processes, *_ = this_process()
     ternary = trains_ternary(settings.get("preset", "tiny"), settings.get("weights"))
-    if processes > 1 and ternary and resume is None:
-        settings.setdefault("reduce_dtype", "int12")
     is_first = rank == 0  # only this process prints
     advises = minutes is None and resume is None
     with RunDisplay(
@@ -266,7 +264,7 @@ def train(
             sums = settings.get("reduce_dtype") != "none"
             choices = {"choose": partial(_choose_step, display, sums=sums)} if chooses else {}
             report = start_run(
-                new_config(**settings | machine),
+                new_config(**settings | machine, processes=processes),
                 out,
                 observer,
                 minutes=minutes,

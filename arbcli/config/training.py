@@ -798,6 +798,7 @@ def train_config(
     backend: str,
     compute: str,
     fields: Mapping[str, Any] | None = None,
+    processes: int = 1,
     **settings: Any,
 ) -> TrainConfig:
     """Build a configuration from settings, with defaults for all others.
@@ -808,6 +809,7 @@ def train_config(
         backend: backend of the kernels.
         compute: one of `COMPUTES`.
         fields: further fields of the model by path: see `arbcli.config.fields.change_fields`.
+        processes: number of processes of the run, on which the default of `reduce_dtype` depends.
         settings: fields of `TrainConfig` and arguments of the preset's short form.
 
     Raises:
@@ -853,8 +855,8 @@ def train_config(
             fields=("lr", "rule"),
         )
     settings.setdefault("lr", rate)
-    if ternary and settings.get("accum", 1) <= MOST_PARTS["int12"]:
-        settings.setdefault("reduce_dtype", default_sums(settings.get("accum", 1)))
+    if ternary:
+        settings.setdefault("reduce_dtype", default_sums(settings.get("accum", 1), processes))
     data, val = (tuple(map(str, settings.pop(name, ()))) for name in ("data", "val"))
     settings["scale_losses"] = tuple(settings.pop("scale_losses", ()))
     if settings.get("tokenizer") is not None:
@@ -867,9 +869,11 @@ def train_config(
     )  # fmt: skip
 
 
-def default_sums(accum: int) -> str | None:
-    """Return the default `reduce_dtype` of one process, given its micro-batches per step."""
-    if accum <= MOST_IN_PLACE:
+def default_sums(accum: int, processes: int = 1) -> str | None:
+    """Return the default `reduce_dtype`, given micro-batches per step and processes."""
+    if processes > 1:
+        return "int12"
+    if not MOST_IN_PLACE < accum <= MOST_PARTS["int12"]:
         return None
     return "int16" if accum <= MOST_FINELY_SUMMED else "int12"
 

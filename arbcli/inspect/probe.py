@@ -471,7 +471,8 @@ def _count_acausal(model: LanguageModel, ids: Tensor) -> tuple[int, tuple[int, .
     """Change one byte of every window, the last one of the last; count what moved before it.
 
     With experts the rows that a product is made of change, and so do the last bits of its sums:
-    there only what moves by more than `ROUNDING` of the root-mean-square counts.
+    there only what moves by more than `ROUNDING` of the root-mean-square counts. It is computed in
+    float32, as one unit of bfloat16 is more than that.
 
     Returns:
         Predictions, and positions of the stream after the embedding and after each block; none of
@@ -488,14 +489,19 @@ def _count_acausal(model: LanguageModel, ids: Tensor) -> tuple[int, tuple[int, .
     def moved(before: Tensor, after: Tensor) -> int:
         same = (before == after) | (before.isnan() & after.isnan())
         if rounds:
-            before, after = before.float(), after.float()
             same |= (before - after).abs() <= ROUNDING * before.square().mean().sqrt()
         return int((~same.all(-1) & earlier).sum())
 
-    with _projected(model) as first:
-        before = model(ids)
-    with _projected(model) as second:
-        after = model(changed)
+    dtype = model.compute_dtype
+    if rounds:
+        model.compute_dtype = torch.float32
+    try:
+        with _projected(model) as first:
+            before = model(ids)
+        with _projected(model) as second:
+            after = model(changed)
+    finally:
+        model.compute_dtype = dtype
     layer_counts: tuple[int, ...] = ()
     if all(layer.shape[:2] == ids.shape for layer in first):
         layer_counts = tuple(map(moved, first, second))

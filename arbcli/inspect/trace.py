@@ -227,19 +227,6 @@ def no_memory(device: torch.device) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def host_device(device: torch.device) -> Iterator[None]:
-    """Allocate on the CPU instead of on `device`: for tensors whose values are read."""
-    generator, cpu = torch.Generator, torch.device("cpu")
-    # a mode is not told of a new generator
-    torch.Generator = lambda *_: generator(cpu)  # type: ignore[assignment, misc]
-    try:
-        with _Elsewhere(device, cpu):
-            yield
-    finally:
-        torch.Generator = generator  # type: ignore[misc]
-
-
 def _launch_nothing(_kernel: Any, _grid: Any, *_: Any, **__: Any) -> None: ...
 
 

@@ -14,6 +14,7 @@ from arbcli.config.training import train_config_from
 from arbcli.data.opening import open_texts
 from arbcli.data.text import entropy, evaluation_batches
 from arbcli.inspect.probe import (
+    _count_acausal,
     _histogram,
     _ranges_of_blocks,
     _Watch,
@@ -179,6 +180,17 @@ def test_acausal_part_of_a_graph_is_named(part, text, small_graph, monkeypatch):
 
     monkeypatch.setattr(module, "forward", leaking)
     assert names(examine(trainer, 1))[0] == "acausal"
+
+
+def test_causality_of_experts_is_checked_in_float32(text):
+    """One unit of bfloat16, by which sums of other rows may differ, would count as a leak."""
+    trainer = trainer_of(text, preset="arb-deep-small", layers=1, hash_layers=1, compute="bf16")
+    model, dtypes = trainer.model, set()
+    channel = model.blocks[0].branches[1].part
+    channel.register_forward_pre_hook(lambda module, args: dtypes.add(args[0].dtype))
+    assert _count_acausal(model, torch.zeros(2, 8, dtype=torch.int64)) == (0, (0, 0))
+    assert dtypes == {torch.float32}
+    assert model.compute_dtype == torch.bfloat16
 
 
 def test_readings_are_those_of_the_held_out_batch(text, monkeypatch):
