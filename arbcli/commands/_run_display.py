@@ -8,7 +8,6 @@ from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 from arbcli.base.output import LiveLine, OutputError, bytes_text, clock, emit_json, note, note_text
-from arbcli.commands._time_left import TimeLeft
 from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.config.training import word_of
 from arbcli.training.observer import Observer
@@ -44,7 +43,11 @@ class RunDisplay(Observer):
     def __init__(self, *, quiet: bool, as_json: bool, advises: bool = False) -> None:
         self.quiet, self.as_json, self.advises = quiet, as_json, advises
         self.line = LiveLine(moves=True)
-        self._time_left: TimeLeft | None = None
+        self._step = self._first_step = 0
+        """Number of steps done, and those of an earlier process."""
+        self._begun = 0.0
+        self._left: tuple[float, float] | None = None
+        """Remaining seconds by the last record, and its time."""
         self._figures: list[str] = []
         """Formatted values of the last record."""
         self._estimate: Timer | None = None
@@ -112,7 +115,8 @@ class RunDisplay(Observer):
         if self.advises and config.device == "cpu":
             smaller = "" if number < SMALL_WEIGHTS else "`--preset tiny` is a smaller model, "
             self._advice = f"{smaller}`--minutes 10` trains as many steps as fit"
-        self._time_left = TimeLeft(config, trainer.step, time.perf_counter())
+        self._step = self._first_step = trainer.step
+        self._begun, self._left = time.perf_counter(), None
         self.line.follow(self._progress)
         if self._estimate:  # of an earlier start of the same command
             self._estimate.cancel()
@@ -121,33 +125,37 @@ class RunDisplay(Observer):
         self._estimate.start()
 
     def stepped(self, step: int) -> None:
-        if self._time_left:
-            self._time_left.stepped(step, time.perf_counter())
+        self._step = step
+
+    def _seconds_left(self) -> tuple[str, float]:
+        """Estimate the remaining seconds, by the last record or else by the steps so far.
+
+        Returns:
+            Empty, or `more than ` before the first step has finished; and the seconds.
+        """
+        now, done = time.perf_counter(), self._step - self._first_step
+        if self._left:
+            seconds, at = self._left
+            return "", max(0.0, seconds - (now - at))
+        seconds = now - self._begun
+        if done:
+            return "", seconds / done * (self.steps - self._step)
+        return "more than ", seconds * (self.steps - self._step - 1)
 
     def tell_estimate(self) -> None:
         """Print the estimated duration, and faster alternatives if it is long."""
-        if self._time_left is None:
-            return
-        now = time.perf_counter()
-        left, how = self._time_left.seconds(now), "about"
-        if left is None:
-            left, how = self._time_left.least_seconds(now), "more than"
-        note(f"time    {how} {clock(left)} to step {self.steps:,}")
+        how, left = self._seconds_left()
+        note(f"time    {how or 'about '}{clock(left)} to step {self.steps:,}")
         if self._advice and left > LONG_SECONDS:
             note(f"        quicker, from the start: {self._advice}")
 
     def _progress(self, width: int) -> str:
         """Return the status line between records, of at most `width` columns."""
-        now, left = time.perf_counter(), self._time_left
-        if left is None:
-            return ""
-        seconds, done = left.seconds(now), left.step / self.steps
-        shown = f"more than {clock(left.least_seconds(now))} left"
-        if seconds is not None:
-            shown = f"{clock(seconds)} left"
-        filled = int(done * BAR_COLUMNS)
+        how, left = self._seconds_left()
+        filled = self._step * BAR_COLUMNS // self.steps
         bar = f"[{'#' * filled}{'.' * (BAR_COLUMNS - filled)}]"
-        return fitted([f"step {left.step}/{self.steps}", shown, bar, *self._figures], width)
+        parts = [f"step {self._step}/{self.steps}", f"{how}{clock(left)} left", bar]
+        return fitted([*parts, *self._figures], width)
 
     def first_step(self, first: "FirstStep") -> None:
         if self.quiet:
@@ -160,12 +168,8 @@ class RunDisplay(Observer):
         self._emit(record.as_json())
         if self.quiet:
             return
-        now, time_left = time.perf_counter(), self._time_left
-        if time_left is None:
-            return
-        if record.val_loss is not None:
-            time_left.evaluated(now)
-        time_left.resumed(now)
+        if record.seconds_left is not None:
+            self._left = record.seconds_left, time.perf_counter()
         self._figures = _figures(record, record.bytes_seen / self._train_bytes)
         parts = [f"step {record.step}/{self.steps}", *self._figures]
         keep = self.keeps_lines or record.val_loss is not None
@@ -173,8 +177,8 @@ class RunDisplay(Observer):
             if keep:
                 self.line.show(fitted(parts, self.line.width), keep=True)
         else:
-            if (left := time_left.seconds(now)) is not None:
-                parts.insert(1, f"{clock(left)} left")
+            if record.seconds_left is not None:
+                parts.insert(1, f"{clock(record.seconds_left)} left")
             self.line.show("  ".join(parts), keep=keep)
         gauges = {name: value for name, value in record.gauges.items() if name != "wire"}
         if record.val_loss is not None and gauges:
