@@ -125,7 +125,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         lambda _: conversation.Conversation(SimpleNamespace(tokenizer=None), Path("run/step-1")),
         "`run` has no chat template"),
     "audit of other ranks": (
-        lambda _: audit_memory._check_ranks(4, 2, what_if=False, snapshot=None),
+        lambda _: audit_memory._check_ranks(4, 2),
         "`--ranks` is 4, and `torchrun` has started 2 processes"),
     "half a character": (
         lambda _: gguf_tokens._read(text('{"a": "\\ud800"}', "a.json")), "`a.json` is not JSON"),

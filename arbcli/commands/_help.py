@@ -1,13 +1,14 @@
-"""Help pages with options in groups and readable placeholders of values."""
+"""Commands: help pages with options in groups, and options that exclude or need one another."""
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
+from arbcli.base.errors import ArbError, quoted
 from arbcli.config.settings import GROUPS
 
 _RANGE = re.compile(r"(?:\s*\[|; )[^\[\];]*\bx[<>]=?[^\[\];]*(\]?)")
@@ -34,12 +35,62 @@ def show_all(context: typer.Context, is_set: bool | None) -> None:
         raise typer.Exit
 
 
+def combining(
+    excluded: Mapping[str, Sequence[str]], needed: Mapping[str, str] | None = None
+) -> Callable[[Callable], Callable]:
+    """Return a decorator that declares which options of a command can be combined.
+
+    Args:
+        excluded: options that cannot be given with an option.
+        needed: the option that one only applies with.
+    """
+
+    def declare(command: Any) -> Any:
+        command.excluded, command.needed = excluded, needed or {}
+        return command
+
+    return declare
+
+
+def options_given(context: Any) -> set[str]:
+    """Return the options that a command line gives, also by `--set`; of a pair that was meant."""
+    given = {
+        (param.secondary_opts if context.params[param.name] is False else param.opts)[0]
+        for param in context.command.params
+        if context.get_parameter_source(param.name).name in ("COMMANDLINE", "ENVIRONMENT")
+    }
+    assigned = context.params.get("assignments") or ()
+    return given | {f"--{text.partition('=')[0].strip().replace('_', '-')}" for text in assigned}
+
+
 class Command(TyperCommand):
     """A command whose help page groups its options under headings.
 
     If the function of the command has `rare_options`, names of parameters, the page leaves them out
     and shows the first sentence of the others; `show_all` prints the complete page.
     """
+
+    def invoke(self, ctx: Any) -> Any:
+        """Check that the options can be combined, and run the command.
+
+        Raises:
+            ArbError: an option excludes or needs another one.
+        """
+        given = options_given(ctx)
+        for option, others in getattr(self.callback, "excluded", {}).items():
+            both = [other for other in others if other in given] if option in given else ()
+            if both:
+                raise ArbError(
+                    f"{quoted(both)} cannot be combined with `{option}`",
+                    hint=f"leave {quoted(both)} out",
+                )
+        for option, other in getattr(self.callback, "needed", {}).items():
+            if option in given and other not in given:
+                raise ArbError(
+                    f"`{option}` only applies with `{other}`",
+                    hint=f"add `{other}`",
+                )
+        return super().invoke(ctx)
 
     def get_help(self, ctx: Any) -> str:
         """Return the page."""

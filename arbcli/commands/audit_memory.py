@@ -11,6 +11,7 @@ from rich.table import Table
 
 from arbcli.base.errors import ArbError
 from arbcli.base.output import LiveLine, bytes_text, emit, table
+from arbcli.commands._help import combining
 from arbcli.commands._options import (
     Json,
     PredictedBackend,
@@ -47,6 +48,16 @@ STAGES = {
 }
 
 
+EXCLUDED = {
+    "--decode": ("--budget", "--what-if", "--ranks", "--floats", "--snapshot"),
+    "--floats": ("--budget", "--what-if", "--ranks"),
+    "--snapshot": ("--budget", "--what-if", "--ranks"),
+    "--what-if": ("--budget", "--ranks"),
+}
+"""Options that cannot be combined with another one."""
+
+
+@combining(EXCLUDED)
 @takes_settings(
     "batch", "accum", "compute", "recompute", "pack", "weight_average", "teacher", "seed"
 )
@@ -83,23 +94,11 @@ def audit_memory(
     **settings: Any,
 ) -> None:
     """Measure real steps: `arb audit-memory --preset small`; exit 1 on float state or growth."""
-    if budget is not None and what_if:
-        raise ArbError("`--budget` cannot be combined with `--what-if`", hint="give one of them")
-    if floats and (budget is not None or what_if or ranks is not None):
-        raise ArbError(
-            "`--floats` only works with a measured step of one process",
-            hint="leave `--budget`, `--what-if` and `--ranks` out",
-        )
-    if decode is not None and any((budget, what_if, ranks, floats, snapshot)):
-        raise ArbError(
-            "`--decode` only measures decoding in one process",
-            hint="leave `--budget`, `--what-if`, `--ranks`, `--floats` and `--snapshot` out",
-        )
     if snapshot is not None:
         check_file(snapshot, "--snapshot", (".pickle", ".pkl"))
     rank, processes, *_ = this_process()
     if ranks is not None:
-        _check_ranks(ranks, processes, what_if=what_if, snapshot=snapshot)
+        _check_ranks(ranks, processes)
         if budget is None and processes == 1:
             start_processes(ranks)
     if budget is not None:
@@ -178,10 +177,7 @@ def _audit_ranks(config: "TrainConfig") -> "RanksReport":
         return audit_ranks(dataclasses.replace(config, device=str(place)), group)
 
 
-def _check_ranks(ranks: int, processes: int, *, what_if: bool, snapshot: Path | None) -> None:
-    if what_if or snapshot is not None:
-        other = "--what-if" if what_if else "--snapshot"
-        raise ArbError(f"`{other}` only works with a single process", hint="leave `--ranks` out")
+def _check_ranks(ranks: int, processes: int) -> None:
     if processes not in (1, ranks):
         raise ArbError(
             f"`--ranks` is {ranks}, and `torchrun` has started {processes} processes",

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from arbcli.base.errors import ArbError
 from arbcli.base.output import PIPE_SECONDS, LiveLine, emit, note, table
 from arbcli.base.run_files import run_of
+from arbcli.commands._help import combining
 from arbcli.commands._options import (
     Backend,
     CacheDtype,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from arbcli.generation.evaluation import EvaluateReport, KindLoss
 
 
+@combining({}, {"--field": "--data"})
 def evaluate(
     run: Run = None,
     checkpoint: Checkpoint = None,
@@ -80,8 +81,6 @@ def evaluate(
     Each byte after the first is predicted once, from at least context - stride bytes before it. Of
     chats, only answers are predicted.
     """
-    if field is not None and not data:
-        raise ArbError("`--field` only applies with `--data`", hint="add `--data`")
     check_document_options(field, stride)
     checkpoint = find_run(one_path(run, checkpoint), loads=True)
     check_entries(data or (), field, data_format)

@@ -25,6 +25,7 @@ from arbcli.base.output import (
 )
 from arbcli.base.reading import check_regular
 from arbcli.commands._chat import chat
+from arbcli.commands._help import combining, options_given
 from arbcli.commands._options import (
     Backend,
     CacheDtype,
@@ -58,12 +59,8 @@ EXCLUDED = {
     ),
 }  # fmt: skip
 """Options that cannot be combined with another one."""
-NEEDED = {
-    "--batch": ("--prompts", "add `--prompts FILE`"),
-    "--system": ("--chat", "add `--chat`"),
-    "--keep": ("--prompt-file", "give a sound or picture"),
-}
-"""Options that only apply with another one, and the hint for it."""
+NEEDED = {"--batch": "--prompts", "--system": "--chat", "--keep": "--prompt-file"}
+"""Options that only apply with another one."""
 NOT_INTERACTIVE = (
     "--prompt", "--prompt-file", "--infill", "--prompts", "--out", "--bytes", "--chunks", "--json",
 )  # fmt: skip
@@ -76,7 +73,9 @@ if TYPE_CHECKING:
     from arbcli.model.language_model import LanguageModel
 
 
+@combining(EXCLUDED, NEEDED)
 def generate(
+    context: typer.Context,
     run: Run = None,
     checkpoint: Checkpoint = None,
     prompt: Annotated[
@@ -200,26 +199,18 @@ def generate(
     a prompt, prompts are read interactively. A model that fills holes completes the text of
     --infill, a masked one a prompt too, and the whole text is written to stdout.
     """
-    set_options = {
-        "--prompt": prompt is not None, "--prompt-file": prompt_file is not None,
-        "--infill": infill is not None, "--prompts": prompts is not None,
-        "--batch": batch is not None, "--steps": steps is not None, "--keep": keep is not None,
-        "--out": out is not None, "--ahead": ahead is not None, "--kv": kv is not None,
-        "--chat": chats, "--system": system is not None, "--bytes": raw, "--chunks": chunks,
-        "--json": as_json, "--echo": echo is True,
-    }  # fmt: skip
-    _check_combinations(set_options)
+    given = options_given(context)
     if out is not None:
         check_file(out, "--out", tuple(chain(*MEDIA.values())))
     checkpoint = find_run(one_path(run, checkpoint), loads=True)
     if prompt_file is not None:
         check_regular(prompt_file)
     if config := config_in_header(checkpoint):
-        _check_model(config, set_options, ahead, steps)
+        _check_model(config, given, ahead, steps)
         if chats:
             template_of(checkpoint if checkpoint.is_dir() else checkpoint.parent)
     lines = read_lines(prompts) if prompts else []
-    is_interactive = not any(set_options[option] for option in NOT_INTERACTIVE) and is_terminal()
+    is_interactive = given.isdisjoint(NOT_INTERACTIVE) and is_terminal()
     with LiveLine() as line, typing_dropped() if is_interactive else nullcontext():
         line.show_wait("loading")
         from arbcli.families.hnet import boundaries as chunking
@@ -241,7 +232,7 @@ def generate(
     if requests:
         _continue_batch(model, requests, batch, backend, kv, conversation)
         return
-    _check_model(model.config, set_options, ahead, steps)
+    _check_model(model.config, given, ahead, steps)
     fills = infill is not None or model.config.is_masked
     if is_interactive and not fills:
         chat(model, length or LENGTH, sampling, backend, kv, conversation)
@@ -301,28 +292,8 @@ def generate(
     )
 
 
-def _check_combinations(set_options: dict[str, bool]) -> None:
-    """Check that options can be combined.
-
-    Args:
-        set_options: whether each option was given.
-
-    Raises:
-        ArbError: an option excludes or needs another one.
-    """
-    for option, (needed, hint) in NEEDED.items():
-        if set_options[option] and not set_options[needed]:
-            raise ArbError(f"`{option}` only applies with `{needed}`", hint=hint)
-    for option, others in EXCLUDED.items():
-        for other in others:
-            if set_options[option] and set_options[other]:
-                raise ArbError(
-                    f"`{other}` cannot be combined with `{option}`", hint=f"leave `{other}` out"
-                )
-
-
 def _check_model(
-    config: "ModelConfig", set_options: dict[str, bool], ahead: int | None, steps: int | None
+    config: "ModelConfig", given: set[str], ahead: int | None, steps: int | None
 ) -> None:
     """Check that a model supports the options.
 
@@ -330,10 +301,10 @@ def _check_model(
         ArbError: the model does not support an option.
     """
     check_masked_option(config, "--steps", steps)
-    if set_options["--infill"]:
+    if "--infill" in given:
         check_fills(config)
     for option in ("--chat", "--chunks", "--ahead", "--kv"):
-        if set_options[option] and config.is_masked:
+        if option in given and config.is_masked:
             raise ArbError(
                 f"`{option}` only applies to text that is generated from left to right",
                 hint=f"leave `{option}` out",

@@ -11,8 +11,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from arbcli.base.errors import ArbError
 from arbcli.base.output import LiveLine, bytes_text, chunked_text, emit, note, table
+from arbcli.commands._help import combining
 from arbcli.commands._options import (
     NAMED,
     NAMES_RUN,
@@ -44,6 +44,7 @@ STEP_FIELDS = ("data", "val", "field", "data_format", "batch", "lr", "seed", "co
 """Fields that can be set for a saved model; it keeps its own values of all others."""
 
 
+@combining({"--decode": ("--plot",)}, {"--field": "--data"})
 @takes_settings(
     "data", "val", "field", "data_format", "tokenizer", "batch", "lr", "seed", "compute"
 )
@@ -78,8 +79,6 @@ def probe_loss(
     """
     if plot is not None:
         check_file(plot, "--plot", PICTURES)
-        if decode is not None:
-            raise ArbError("`--plot` only draws training steps", hint="leave `--decode` out")
     settings = given_options(**settings, warmup=warmup)
     steps = settings.pop("steps", steps)  # of `--set`
     path = None if run is None and checkpoint is None else one_path(run, checkpoint)
@@ -89,8 +88,6 @@ def probe_loss(
     else:
         changed = [name for name in settings if name not in STEP_FIELDS]
         refuse_kept(changed, "probe a new model")
-        if "field" in settings and "data" not in settings:
-            raise ArbError("`--field` only applies with `--data`", hint="add `--data`")
         path = find_run(path, loads=True)
     with LiveLine() as line:
         line.show_wait("loading")

@@ -14,6 +14,7 @@ from arbcli.base.errors import ArbError
 from arbcli.base.output import LiveLine, emit_json, note, write_bytes
 from arbcli.base.signals import STOPPED_UNSAVED, exit_code
 from arbcli.base.sockets import pin_to_socket
+from arbcli.commands._help import combining
 from arbcli.commands._options import (
     OPTIONAL,
     Backend,
@@ -55,6 +56,19 @@ def _check_loggers(names: list[str] | None) -> list[str] | None:
     return names
 
 
+EXCLUDED = {
+    "--no-save": (
+        "--save-every", "--keep", "--keep-best", "--out", "--resume", "--plot", "--log",
+        "--profile",
+    ),
+    "--resume": ("--print-config", "--show-windows"),
+    "--print-config": ("--init-from",),
+    "--minutes": ("--steps",),
+}  # fmt: skip
+"""Options that cannot be combined with another one."""
+
+
+@combining(EXCLUDED, {"--dry-run": "--resume"})
 @takes_settings(*RUN_SETTINGS, "weights", rare=("pin", "profile", "force", "dry_run", "backend"))
 def train(
     minutes: Annotated[
@@ -187,10 +201,6 @@ def train(
     """Train a model on bytes, or continue a run: `arb train --ctx 64`."""
     settings = given_options(**settings)
     steps = settings.get("steps")
-    if no_save:
-        kept = {name: settings.get(name) for name in ("save_every", "keep", "keep_best")}
-        kept |= {"out": out, "resume": resume, "dry_run": dry_run or None}
-        _refuse_outputs(given_options(**kept, plot=plot, log=log, profile=profile))
     if gpus is not None and not dry_run and not print_config:
         if resume is None and config_file is None:
             chosen = gpus if _chooses_step(settings, init_from) else 1
@@ -198,24 +208,13 @@ def train(
         start_processes(gpus)
     if pin and not dry_run and not print_config:
         _pin(device)
-    if print_config and (resume or init_from):
-        raise ArbError(
-            "`--print-config` only applies to new models",
-            hint="`arb inspect` shows the settings of a saved one",
-        )
     if resume is not None:
         others = {name: value for name, value in settings.items() if name != "steps"}
         others |= given_options(minutes=minutes, init_from=init_from, config=config_file)
         _refuse_changes(others)
     else:
         settings = _merge_files(settings, config_file, init_from)
-        if minutes is not None and steps is not None:
-            raise ArbError(
-                "`--minutes` and `--steps` both set the length of the run", hint="give one of them"
-            )
-    if dry_run:
-        if resume is None:
-            raise ArbError("`--dry-run` only applies with `--resume`", hint="add `--resume RUN`")
+    if dry_run and resume is not None:
         raise typer.Exit(print_check(Path(resume), as_json=as_json, root=out, steps=steps))
     if resume is None:
         _check_new(settings, init_from, out)
@@ -228,8 +227,6 @@ def train(
         _show_settings(settings | machine, as_json=as_json)
         return
     if show_windows is not None:
-        if resume is not None:
-            raise ArbError("`--show-windows` shows a new run", hint="leave `--resume` out")
         _show_windows(settings | machine, init_from, show_windows, as_json=as_json)
         return
     if plot is not None:
@@ -453,14 +450,6 @@ def _refuse_changes(settings: dict[str, Any]) -> None:
         raise ArbError(
             f"{quoted_options(settings)} cannot be changed when resuming",
             hint="leave them out, or start a new run without `--resume`",
-        )
-
-
-def _refuse_outputs(settings: dict[str, Any]) -> None:
-    if settings:
-        raise ArbError(
-            f"`--no-save` cannot be combined with {quoted_options(settings)}",
-            hint="leave one or the other out",
         )
 
 

@@ -9,15 +9,16 @@ from typing import Annotated
 import typer
 
 from arbcli.base.environment import interpret_kernels_without_gpu
-from arbcli.base.errors import ArbError
 from arbcli.base.output import LiveLine, emit, note
 from arbcli.base.signals import Interrupted, exit_code
+from arbcli.commands._help import combining
 from arbcli.commands._options import Device, Json, ScaleType, Seed, VerifiedBackend
 from arbcli.commands._outputs import check_folder
 from arbcli.commands._verify_tables import emit_gates, ledger_tables
 from arbcli.verify.names import check_kernel_names
 
 
+@combining({"--all-tscale-types": ("--tscale-type",)})
 def verify_kernels(
     names: Annotated[
         list[str] | None,
@@ -57,10 +58,6 @@ def verify_kernels(
     as_json: Json = False,
 ) -> None:
     """Compare kernels with their references: `arb verify-kernels --all-tscale-types`."""
-    if all_tscale_types and scale_type:
-        raise ArbError(
-            "`--tscale-type` and `--all-tscale-types` exclude each other", hint="give one of them"
-        )
     check_kernel_names(names or ())
     if ledger is not None:
         check_folder(ledger, "--ledger")

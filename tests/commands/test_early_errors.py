@@ -60,11 +60,13 @@ MISTAKES = {
     "train --eval-every 0 --keep-best":
         "a run that is never evaluated has no best checkpoint",
     "train --no-save --keep-best --keep 1":
-        "`--no-save` cannot be combined with `--keep`, `--keep-best`",
+        "`--keep`, `--keep-best` cannot be combined with `--no-save`",
     "train --data text.txt --plot text.txt": "`--plot` is `text.txt`",
     "train --plot a.png --plot=b.png": "`--plot` is given twice\nhint: name one file\n",
     "train --log paper": "no logger is named `paper`",
-    "train --minutes 1 --steps 9": "`--minutes` and `--steps` both set the length of the run",
+    "train --minutes 1 --steps 9": "`--steps` cannot be combined with `--minutes`",
+    "train --minutes 1 --set steps=9": "`--steps` cannot be combined with `--minutes`",
+    "train --dry-run": "`--dry-run` only applies with `--resume`",
     "train --model model.toml --no-sub-norms": "`--sub-norms/--no-sub-norms` only applies",
     "train --config nofile": "cannot read `nofile`",
     "train --gpus 2": "there is no GPU for `--gpus 2`",
@@ -101,14 +103,14 @@ MISTAKES = {
     "compare run run": "`run` is named twice",
     "verify-kernels nokernel": "no kernel is named `nokernel`",
     "verify-kernels --tscale-type T4 --all-tscale-types":
-        "`--tscale-type` and `--all-tscale-types` exclude each other",
+        "`--tscale-type` cannot be combined with `--all-tscale-types`",
     "audit-memory --budget 6GiB --what-if": "`--budget` cannot be combined with `--what-if`",
-    "audit-memory --ranks 2 --what-if": "`--what-if` only works with a single process",
-    "audit-memory --decode 8 --floats": "`--decode` only measures decoding in one process",
+    "audit-memory --ranks 2 --what-if": "`--ranks` cannot be combined with `--what-if`",
+    "audit-memory --decode 8 --floats": "`--floats` cannot be combined with `--decode`",
     "audit-memory --snapshot text.txt": "`--snapshot` is `text.txt`",
     "count-params --model model.toml --preset tiny": "`--model` and `--preset` both name a model",
     "count-params --model text.txt": "`text.txt` is not TOML",
-    "probe-loss --decode 8 --plot a.png": "`--plot` only draws training steps",
+    "probe-loss --decode 8 --plot a.png": "`--plot` cannot be combined with `--decode`",
     "probe-loss --checkpoint made --rule votes --tscale-type T8 --no-knowledge":
         "a saved model keeps its own settings, so `--tscale-type`, `--rule`, `--knowledge/--no-kno",
     "probe-loss --checkpoint made --field body": "`--field` only applies with `--data`",
@@ -130,7 +132,7 @@ MISTAKES = {
         ("--config a.toml", ""), ("--minutes 3", ""), ("--init-from y", ""), ("--lr 1", ""),
         ("--model model.toml", ""), ("--no-moe", "--moe/--no-moe"))
 } | {
-    f"train --no-save {words}": f"`--no-save` cannot be combined with `{words.split()[0]}`"
+    f"train --no-save {words}": f"`{words.split()[0]}` cannot be combined with `--no-save`"
     for words in ("--resume auto", "--save-every 1", "--out x", "--profile", "--plot a.svg")
 }  # fmt: skip
 MODEL = """
