@@ -28,6 +28,8 @@ RUN = "Run"
 OUTPUT = "Output"
 GROUPS = (MODEL, HNET, GRAPH, TEXT, OPTIMISATION, RUN, OUTPUT)
 """Headings of a help page, in order."""
+MOST = 2**31 - 1
+"""Upper bound of integers."""
 PRESETS_OWN = "the preset's"
 """Description of a default that each preset sets."""
 
@@ -51,7 +53,7 @@ class Setting:
     minimum: float | None = None
     """Lower bound, inclusive."""
     maximum: float | None = None
-    """Upper bound, inclusive."""
+    """Upper bound, inclusive; of integers None is `MOST`."""
     default: str | None = None
     """Description of the default, if it is not the declared value."""
     option: str | None = None
@@ -62,8 +64,8 @@ class Setting:
     """Whether a boolean field has a `--no-` option."""
     metavar: str | None = None
     """Placeholder for the value; None derives it from the choices or the type."""
-    decisive: bool = False
-    """Whether the final weights depend on the field."""
+    decisive: bool | None = None
+    """Whether the final weights depend on the field; None if its heading is `OPTIMISATION`."""
 
 
 class Declared(NamedTuple):
@@ -120,8 +122,12 @@ def settings_of(source: type | Callable) -> dict[str, Declared]:
 
 def decisive(config: Any) -> dict[str, Any]:
     """Return the values of a configuration's decisive fields, by name."""
-    names = settings_of(type(config)).items()
-    return {name: getattr(config, name) for name, one in names if one.setting.decisive}
+    settings = {name: one.setting for name, one in settings_of(type(config)).items()}
+    return {
+        name: getattr(config, name)
+        for name, one in settings.items()
+        if (one.group == OPTIMISATION if one.decisive is None else one.decisive)
+    }
 
 
 def replaced(declared: Declared, **changes: Any) -> Declared:
@@ -175,8 +181,8 @@ def check_setting(field: str, value: Any, setting: Setting) -> None:
             check_choice(field, one, (*setting.choices, *setting.also))
         if setting.minimum is not None:
             check_at_least(field, one, setting.minimum)
-        if setting.maximum is not None:
-            check_at_most(field, one, setting.maximum)
+        if setting.maximum is not None or type(one) is int:
+            check_at_most(field, one, MOST if setting.maximum is None else setting.maximum)
 
 
 def check_type(field: str, value: Any, kind: Any) -> None:

@@ -11,6 +11,7 @@ from arbcli.base.lazy import ExtendedMapping
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import assembled, config_from_dict
 from arbcli.config.settings import (
+    MOST,
     OPTIMISATION,
     RUN,
     TEXT,
@@ -34,8 +35,6 @@ EVAL_EVERY = (50, 500)
 """Minimum and maximum of the default number of steps between evaluations."""
 LONGEST_LOG = 1000
 """Maximum number of steps between records; a checkpoint has the loss of each of them."""
-MOST = 2**31 - 1
-"""Maximum of counts."""
 LOSSES = ("text", *(loss for family in FAMILIES.values() for loss in family.losses))
 """Parts of a loss: see `LanguageModel.losses`."""
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
@@ -64,6 +63,14 @@ OPTIMIZERS = {"ternary": ("rule",), "float": ("adamw", "muon"), "ste": ("adamw",
 """Choices of `optimizer` by the kind of weights."""
 FLOAT_WEIGHT_DECAY = 0.1
 """Default `weight_decay` of float baselines."""
+OF_TERNARY = {
+    "scale_losses": "scales", "weight_average": "average", "teacher": "teacher",
+    "reduce_dtype": "rounded gradients", "compute=fp8": "products in eight bits",
+    "compute=nvfp4": "products in four bits", "pack": "packed gates", "keep_best": "checkpoint",
+}  # fmt: skip
+"""Settings that a float baseline refuses, with what it has not."""
+OF_REMAINDERS = {"weight_average": "average", "weight_decay": "remainder that could decay"}
+"""Settings that weights without remainders refuse."""
 DROPOUTS = ("dropout", "attention_dropout", "embedding_dropout")
 """Settings with a probability of dropout."""
 LARGEST_DECAY = 8
@@ -153,46 +160,21 @@ class TrainConfig:
     ] = None
     steps: Annotated[
         int,
-        Setting(
-            "Training steps.",
-            OPTIMISATION,
-            minimum=1,
-            maximum=MOST,
-            decisive=True,
-            common=True,
-        ),
+        Setting("Training steps.", OPTIMISATION, minimum=1, common=True),
     ] = 400
     batch: Annotated[
         int,
-        Setting(
-            "Windows in a batch.",
-            OPTIMISATION,
-            minimum=1,
-            maximum=MOST,
-            decisive=True,
-            common=True,
-        ),
+        Setting("Windows in a batch.", OPTIMISATION, minimum=1, common=True),
     ] = 16
     accum: Annotated[
         int,
         Setting(
-            "Batches whose gradients are summed for one step.",
-            OPTIMISATION,
-            minimum=1,
-            maximum=MOST,
-            decisive=True,
-            common=True,
+            "Batches whose gradients are summed for one step.", OPTIMISATION, minimum=1, common=True
         ),
     ] = 1
     lr: Annotated[
         float,
-        Setting(
-            "Learning rate.",
-            OPTIMISATION,
-            default="depends on the rule",
-            decisive=True,
-            common=True,
-        ),
+        Setting("Learning rate.", OPTIMISATION, default="depends on the rule", common=True),
     ] = 1.0
     warmup: Annotated[
         int,
@@ -200,8 +182,6 @@ class TrainConfig:
             "Steps of linear warm-up, at most half of the run.",
             OPTIMISATION,
             minimum=0,
-            maximum=MOST,
-            decisive=True,
             common=True,
         ),
     ] = 100
@@ -212,15 +192,12 @@ class TrainConfig:
             " constant and falls in the last fifth.",
             OPTIMISATION,
             choices=SCHEDULES,
-            decisive=True,
             common=True,
         ),
     ] = "cosine"
     final_lr: Annotated[
         float | None,
-        Setting(
-            "Learning rate at the end.", OPTIMISATION, minimum=0, default="lr / 20", decisive=True
-        ),
+        Setting("Learning rate at the end.", OPTIMISATION, minimum=0, default="lr / 20"),
     ] = None
     fade_from: Annotated[
         float | None,
@@ -230,7 +207,6 @@ class TrainConfig:
             minimum=0,
             default="half of the steps before the end of the fade, so 0.4; 0 for a run that starts"
             " from weights of all digits",
-            decisive=True,
         ),
     ] = None
     fade_to: Annotated[
@@ -241,7 +217,6 @@ class TrainConfig:
             minimum=0,
             default="half of the steps after the beginning of the fade, so 0.9; 0.1 for a run that"
             " starts from weights of all digits",
-            decisive=True,
         ),
     ] = None
     dropout: Annotated[
@@ -252,7 +227,6 @@ class TrainConfig:
             OPTIMISATION,
             minimum=0,
             metavar="P",
-            decisive=True,
         ),
     ] = 0.0
     attention_dropout: Annotated[
@@ -262,7 +236,6 @@ class TrainConfig:
             OPTIMISATION,
             minimum=0,
             metavar="P",
-            decisive=True,
         ),
     ] = 0.0
     embedding_dropout: Annotated[
@@ -272,7 +245,6 @@ class TrainConfig:
             OPTIMISATION,
             minimum=0,
             metavar="P",
-            decisive=True,
         ),
     ] = 0.0
     weight_decay: Annotated[
@@ -282,7 +254,6 @@ class TrainConfig:
             OPTIMISATION,
             minimum=0,
             default="0; 0.1 for the baselines float and ste",
-            decisive=True,
         ),
     ] = None
     weight_average: Annotated[
@@ -292,20 +263,12 @@ class TrainConfig:
             " int8; 0 averages nothing.",
             OPTIMISATION,
             minimum=0,
-            maximum=MOST,
+            decisive=False,
         ),
     ] = 0
     seed: Annotated[
         int,
-        Setting(
-            "Random seed.",
-            RUN,
-            minimum=0,
-            maximum=MOST,
-            metavar="N",
-            decisive=True,
-            common=True,
-        ),
+        Setting("Random seed.", RUN, minimum=0, metavar="N", common=True, decisive=True),
     ] = 0
     save_every: Annotated[
         int,
@@ -313,7 +276,6 @@ class TrainConfig:
             "Steps between checkpoints. One is also saved at the start and every 5 minutes.",
             RUN,
             minimum=1,
-            maximum=MOST,
             common=True,
         ),
     ] = 500
@@ -336,7 +298,7 @@ class TrainConfig:
         int | None,
         Setting("Steps between samples of text.", RUN, minimum=1, default="only at the end"),
     ] = None
-    keep: Annotated[int, Setting("Newest checkpoints to keep.", RUN, minimum=1, maximum=MOST)] = 2
+    keep: Annotated[int, Setting("Newest checkpoints to keep.", RUN, minimum=1)] = 2
     keep_best: Annotated[
         bool,
         Setting("Also keep the checkpoint of the lowest held-out loss.", RUN, negatable=False),
@@ -348,7 +310,6 @@ class TrainConfig:
             " of the lowest.",
             RUN,
             minimum=1,
-            maximum=MOST,
             default="all steps are done",
         ),
     ] = None
@@ -361,7 +322,6 @@ class TrainConfig:
             also=OPTIMIZERS["ternary"],
             words={"adamw": {"optimizer": "adamw"}},
             default="adamw",
-            decisive=True,
         ),
     ] = "rule"
     """Optimizer of float baselines; `rule` for ternary weights."""
@@ -371,6 +331,7 @@ class TrainConfig:
             "Run or checkpoint to distil from: its predictions are learnt in addition to the text.",
             OPTIMISATION,
             metavar="PATH",
+            decisive=False,
         ),
     ] = None
     scale_losses: tuple[str, ...] = ()
@@ -383,6 +344,7 @@ class TrainConfig:
             OPTIMISATION,
             negatable=False,
             common=True,
+            decisive=False,
         ),
     ] = False
     pack: Annotated[
@@ -391,7 +353,6 @@ class TrainConfig:
             "Keep the gates of MLPs in 12 bits per number for the backward pass, to save memory.",
             OPTIMISATION,
             negatable=False,
-            decisive=True,
         ),
     ] = False
     reduce_dtype: Annotated[
@@ -415,18 +376,13 @@ class TrainConfig:
             OPTIMISATION,
             choices=COMPUTES,
             default="bf16 where it is fast",
-            decisive=True,
             common=True,
         ),
     ] = "bf16"
     device: Annotated[
         str,
         Setting(
-            "Device.",
-            RUN,
-            metavar="cpu|cuda|mps",
-            default="cuda if there is one",
-            common=True,
+            "Device.", RUN, metavar="cpu|cuda|mps", default="cuda if there is one", common=True
         ),
     ] = "cpu"
     backend: Annotated[
@@ -449,45 +405,22 @@ class TrainConfig:
         if self.reduce_dtype == "none":
             object.__setattr__(self, "reduce_dtype", None)
         check_choice("optimizer", self.optimizer, OPTIMIZERS[self.model.weights])
+        if self.model.weights != "ternary":
+            self._refuse(OF_TERNARY, "a float baseline has no", "weights")
+        if "votes" in self.model.rules:
+            self._refuse(OF_REMAINDERS, "weights of the rule `votes` have no", "rule")
         if self.scale_losses:
             self._check_scale_losses()
-        if self.weight_average:
-            self._check_average()
         self._check_media()
-        if self.teacher is not None and self.model.weights != "ternary":
+        if self.reduce_dtype is not None and self.accum > MOST_PARTS[self.reduce_dtype]:
             raise ArbError(
-                "a float baseline cannot have a teacher",
-                hint="leave `teacher` out, or use `weights=ternary`",
-                fields=("teacher", "weights"),
+                f"sums of {self.accum:,} parts of {self.reduce_dtype} could wrap",
+                hint=f"use `accum` of up to {MOST_PARTS[self.reduce_dtype]:,}, or narrower"
+                " integers",
+                fields=("accum", "reduce_dtype"),
             )
-        if self.reduce_dtype is not None:
-            if self.model.weights != "ternary":
-                raise ArbError(
-                    "gradients of a float baseline are not rounded",
-                    hint="leave `reduce_dtype` out",
-                    fields=("reduce_dtype",),
-                )
-            if self.accum > MOST_PARTS[self.reduce_dtype]:
-                raise ArbError(
-                    f"sums of {self.accum:,} parts of {self.reduce_dtype} could wrap",
-                    hint=f"use `accum` of up to {MOST_PARTS[self.reduce_dtype]:,}, or narrower"
-                    " integers",
-                    fields=("accum", "reduce_dtype"),
-                )
-        if self.compute in ("fp8", "nvfp4") and self.model.weights != "ternary":
-            raise ArbError(
-                "the products of a float baseline are in bf16",
-                hint=f"leave `compute={self.compute}` out",
-                fields=("compute",),
-            )
-        if self.pack:
-            self._check_pack()
-        if self.keep_best and self.model.weights != "ternary":
-            raise ArbError(
-                "a float baseline keeps no checkpoint",
-                hint="leave `keep_best=True` out",
-                fields=("keep_best",),
-            )
+        for problem, name in self.bars_to_packing() if self.pack else ():
+            raise ArbError(problem, hint="leave `pack=True` out", fields=("pack", name))
         for name, chosen in (("keep_best=True", self.keep_best), ("patience", self.patience)):
             field = name.partition("=")[0]
             if chosen and self.eval_interval == 0:
@@ -538,12 +471,6 @@ class TrainConfig:
                 hint=f"use numbers whose product is at most {LARGEST_DECAY}",
                 fields=("weight_decay", "lr"),
             )
-        if self.decay and "votes" in self.model.rules:
-            raise ArbError(
-                "weights of the rule `votes` have no remainder that could decay",
-                hint="leave `weight_decay` out, or use another `rule`",
-                fields=("weight_decay", "rule"),
-            )
         for name in DROPOUTS:
             if (rate := getattr(self, name)) >= 1:
                 raise ArbError(f"`{name}` is {rate:g}", hint="use a number below 1", fields=(name,))
@@ -560,6 +487,23 @@ class TrainConfig:
                 hint="leave `final_lr` out, or choose another `schedule`",
                 fields=("final_lr", "schedule"),
             )
+
+    def _refuse(self, settings: Mapping[str, str], has_no: str, cause: str) -> None:
+        """Refuse settings that other fields make meaningless.
+
+        Args:
+            settings: what each is about, by name; `name=value` is one of its values.
+            has_no: beginning of the message, before that.
+            cause: field that makes them so.
+        """
+        for setting, what in settings.items():
+            name, _, value = setting.partition("=")
+            if getattr(self, name) == value if value else getattr(self, name):
+                raise ArbError(
+                    f"{has_no} {what}",
+                    hint=f"leave `{setting}` out, or choose other `{cause}`",
+                    fields=(name, cause),
+                )
 
     def _check_attention_dropout(self) -> None:
         """Check that there are attention weights to drop, and that all of them can be."""
@@ -590,18 +534,12 @@ class TrainConfig:
             return self.weight_decay
         return 0.0 if self.model.weights == "ternary" else FLOAT_WEIGHT_DECAY
 
-    def _check_pack(self) -> None:
-        """Check that gates can be packed."""
-        for problem, name in self.bars_to_packing():
-            raise ArbError(problem, hint="leave `pack=True` out", fields=("pack", name))
-
     def bars_to_packing(self) -> list[tuple[str, str]]:
         """List why gates cannot be packed, and the fields that are the cause.
 
         There must be gates in bfloat16, and blocks that do not recompute them.
         """
         barred = {
-            "weights": ("a float baseline does not pack gates", self.model.weights != "ternary"),
             "layers": (
                 "no block before the last one has a gated MLP",
                 not any(True for _ in self.model.gates_to_pack()),
@@ -623,21 +561,6 @@ class TrainConfig:
                 fields=(formats[0], "tokenizer"),
             )
 
-    def _check_average(self) -> None:
-        """Check that the weights have digits below their trits."""
-        if self.model.weights != "ternary":
-            raise ArbError(
-                "a float baseline is not averaged",
-                hint="leave `weight_average` out, or use `weights=ternary`",
-                fields=("weight_average", "weights"),
-            )
-        if "votes" in self.model.rules:
-            raise ArbError(
-                "weights of the rule `votes` are not averaged",
-                hint="leave `weight_average` out, or use `rule=moment`",
-                fields=("weight_average", "rule"),
-            )
-
     def _check_scale_losses(self) -> None:
         """Check the syntax of `scale_losses`, and that it can be combined with other settings."""
         for entry in self.scale_losses:
@@ -651,7 +574,6 @@ class TrainConfig:
             for loss in losses.split("+"):
                 check_choice("scale_losses", loss, LOSSES)
         barred = {
-            "a float baseline, which has no scales": self.model.weights != "ternary",
             "`reduce_dtype`": self.reduce_dtype is not None,
             "several batches per step": self.accum > 1,
             "the fix `order` of votes": "order" in self.model.votes_fixes,

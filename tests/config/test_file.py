@@ -89,4 +89,4 @@ def test_command_prints_settings_and_options_go_first(tmp_path, arb_here):
     assert (as_json["steps"], as_json["model"]["stages"][0]["dim"]) == (9, 32)
     done = arb_here("train", "--resume", "auto", "--print-config")
     assert done.returncode == 2
-    assert "only applies to new models" in done.stderr
+    assert "`--print-config` cannot be combined with `--resume`" in done.stderr
