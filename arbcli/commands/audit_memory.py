@@ -344,11 +344,6 @@ def _audit_tables(report: "AuditReport") -> Group:
         f" {_verdict(report.passed)}, a peak of"
         f" {_size(report.peak_bytes)} in {report.steps} steps ({report.seconds:.1f} s)"
     )
-    tensors = [
-        [when, f"{t.dtype} {' x '.join(map(str, t.shape))}", _part_of(t.made_in), _size(t.bytes)]
-        for when, listed in (("peak", report.largest), ("derived", report.derived))
-        for t in listed
-    ]
     measured = f"measured, prediction off by {report.peak_error:+.1%}"
     peak = [*_peak_rows(report.predicted_peak), [measured, _size(report.peak_bytes)]]
     shown = [] if report.floats is None else [_floats_table(report.floats)]
@@ -359,8 +354,5 @@ def _audit_tables(report: "AuditReport") -> Group:
         table("Peak", ["", "size"], peak),
         _live_table(report.predicted_peak),
         _levels_table(report.levels),
-        table(
-            "Largest tensors besides the state", ["", "tensor", "made in", "size"], tensors, left=3
-        ),
         _checks_table(report.checks),
     )

@@ -2,7 +2,7 @@
 
 On CUDA the levels are those of the allocator. A CPU has none to ask, so the storages that are alive
 are counted: each is noted when an operation returns it, or when Python holds it, and struck off
-when it dies. The same count names the largest tensors at the peak, on both.
+when it dies.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from arbcli.inspect.floats import FloatTensor, FloatTensors
 from arbcli.inspect.memory import MeasuredState, StateReport, measure, predict_run
 from arbcli.inspect.peak import PeakReport, predict_peak
 from arbcli.inspect.room import BATCH_BYTES, HINT, check_memory
-from arbcli.inspect.trace import NUM_LARGEST, LiveTensor, LiveTensors
+from arbcli.inspect.trace import LiveTensors
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import check_room, deterministic, explained_out_of_memory
 from arbcli.model.layers.rotary import fresh_tables
@@ -98,12 +98,6 @@ class AuditReport:
     """Peak of live memory over all steps, in bytes."""
     peak_error: float
     """The predicted peak over this one, minus 1."""
-    largest: tuple[LiveTensor, ...]
-    """The largest at the peak that are not state."""
-    derived_bytes: int
-    """How far the first step raised the level: derived constants, keys and workspaces."""
-    derived: tuple[LiveTensor, ...]
-    """The largest of these."""
     checks: tuple[Check, ...]
     passed: bool
     floats: tuple[FloatTensor, ...] | None
@@ -247,7 +241,6 @@ def audit(
         loaded_bytes -= measure(trainer.model, trainer.updater).counter_bytes
         if trainer.teacher:
             loaded_bytes -= sum(part.nbytes for part in trainer.teacher.buffers())
-        tensors.settle()
         started = time.perf_counter()
         for step in range(1, config.steps + 1):
             progress(f"step {step} of {config.steps}")
@@ -258,8 +251,6 @@ def audit(
                 listed = watch.report()
             else:
                 levels += _watched_step(trainer, tensors, step)
-            if step == 1:
-                derived = tensors.recent_tensors()
         seconds = time.perf_counter() - started
     peak_bytes = max(level.peak_bytes for level in levels[1:])
     state, measured = predict_run(config), measure(trainer.model, trainer.updater)
@@ -284,9 +275,6 @@ def audit(
         levels=tuple(levels),
         peak_bytes=peak_bytes,
         peak_error=predicted_peak.peak_bytes / peak_bytes - 1,
-        largest=tuple(tensors.peak_tensors),
-        derived_bytes=ends[0] - levels[0].live_bytes,
-        derived=tuple(derived[:NUM_LARGEST]),
         checks=checks,
         passed=all(check.passed for check in checks),
         floats=listed,

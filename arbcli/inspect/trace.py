@@ -1,13 +1,11 @@
 """Tracking of live tensors, in real runs and in runs on meta tensors."""
 
 import gc
-import heapq
 import math
 import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import compress
 from types import FrameType, FunctionType
 from typing import Any
@@ -22,29 +20,13 @@ from torch.utils._pytree import tree_leaves
 
 from arbcli.families.experts.kernels import grouped_matmul
 from arbcli.kernels.runtime._triton import replaced_launches
-from arbcli.kernels.runtime.arguments import dtype_name
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.model import packed
 from arbcli.model.layers.rotary import fresh_tables
 
-NUM_LARGEST = 3
-"""Tensors that a report names."""
 META = torch.device("meta")
 MARK = "__dynamo_disable"
 """Attribute of a function by which torch finds the one that its compiler leaves alone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveTensor:
-    """A tensor that was alive, the first one seen of its storage."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    op: str
-    """The operation that returned it; `None` where Python held it, and none was seen."""
-    made_in: str
-    """The function of this package that called the operation; `autograd` where none did."""
 
 
 def held_tensors() -> Iterator[Tensor]:
@@ -143,48 +125,22 @@ class LiveTensors(Storages):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.bytes = self.stage_peak = self.peak = 0
-        self.peak_tensors: list[LiveTensor] = []
-        self._counted: dict[int, LiveTensor] = {}
-        self._state: set[int] = set()
-
-    def settle(self) -> None:
-        """Take the live tensors as the state; later ones are transient, or derived from it."""
-        self._state = set(self._counted)
-        self.peak = self.bytes
+        self.bytes = self.stage_peak = 0
+        self._sizes: dict[int, int] = {}
 
     def start_stage(self) -> None:
         """Measure `stage_peak` anew."""
         self.stage_peak = self.bytes
 
-    def recent_tensors(self) -> list[LiveTensor]:
-        """List the live tensors since `settle`, the largest first."""
-        return sorted(self._transient(), key=lambda tensor: -tensor.bytes)
-
     def on_alloc(self, key: int, tensor: Tensor, size: int, op: Any) -> None:
         """Count a storage."""
-        self._counted[key] = LiveTensor(
-            shape=tuple(tensor.shape),
-            dtype=dtype_name(tensor.dtype),
-            bytes=size,
-            op=str(op),
-            made_in=calling_function() if op else "unknown",
-        )
+        self._sizes[key] = size
         self.bytes += size
         self.stage_peak = max(self.stage_peak, self.bytes)
-        if self._state and self.bytes > self.peak:
-            self.peak = self.bytes
-            largest = heapq.nlargest(NUM_LARGEST, self._transient(), key=lambda noted: noted.bytes)
-            self.peak_tensors = largest
 
     def on_free(self, key: int) -> None:
         """Stop counting a storage."""
-        self.bytes -= self._counted.pop(key).bytes
-        self._state.discard(key)
-
-    def _transient(self) -> list[LiveTensor]:
-        # of a copy, as the garbage collector may run at any time, and what dies is struck off
-        return [noted for key, noted in self._counted.copy().items() if key not in self._state]
+        self.bytes -= self._sizes.pop(key)
 
 
 def calling_function() -> str:

@@ -58,17 +58,6 @@ def test_live_tensors_finds_tensors_that_no_operation_returned():
         assert tensors.bytes == held.nbytes
 
 
-def test_live_tensors_names_the_largest_at_the_peak():
-    with LiveTensors(CPU) as tensors:
-        state = torch.ones(5000)
-        tensors.settle()
-        for size in (10, 4000, 200, 30):
-            torch.ones(size)
-        kept = [torch.ones(3000), torch.ones(2000), torch.ones(10), torch.ones(20)]
-    assert [tensor.shape for tensor in tensors.peak_tensors] == [(3000,), (2000,), (20,)]
-    assert tensors.peak == 4 * (len(state) + sum(map(len, kept)))
-
-
 @pytest.mark.parametrize(
     ("tied", "rule"), mostly_slow([(False, "moment"), (True, "nibble")], lambda tied, _: tied)
 )
@@ -95,14 +84,10 @@ def test_audit_measures_every_stage():
     assert all(level.peak_bytes >= level.live_bytes for level in report.levels)
     assert report.peak_bytes == max(level.peak_bytes for level in report.levels[1:])
     assert report.levels[-1].peak_bytes < report.peak_bytes  # of the end of a step, and no more
-    first_end = next(level for level in report.levels if level.stage == "end")
-    assert report.derived_bytes == first_end.live_bytes - report.levels[0].live_bytes > 0
     assert (report.device, report.backend, report.compute) == (
         "cpu", default_backend(torch.device("cpu")), "bf16",
     )  # fmt: skip
     assert (report.batch, report.accum, report.steps) == (2, 2, 2)
-    assert len(report.largest) == 3
-    assert not any(tensor.dtype == "uint8" for tensor in report.largest)
 
 
 def test_audit_without_memory_names_the_predicted_peak(monkeypatch):

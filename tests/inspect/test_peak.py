@@ -43,10 +43,10 @@ def measured_peak(config):
     tensors = LiveTensors(CPU)
     with deterministic(), fresh_tables(), tensors:
         trainer = Trainer(config, texts)
-        tensors.settle()
+        tensors.start_stage()
         for _ in range(2):
             trainer.train_step()
-    return tensors.peak
+    return tensors.stage_peak
 
 
 CHANGES = {
