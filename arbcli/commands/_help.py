@@ -111,7 +111,10 @@ class Command(TyperCommand):
             if record is not None and param.name not in rare:
                 if rare:
                     record = record[0], _first_sentence(record[1])
-                title = getattr(param, "rich_help_panel", None) or "Options"
+                title = getattr(param, "rich_help_panel", None)
+                if title is None:
+                    of_all = param.name in ("help", "help_all")
+                    title = "Options" if of_all else getattr(self.callback, "heading", "Options")
                 names, text = _readable_type(param, record[0]), _strip_range(record[1])
                 groups[title].append((names, text.replace("-", _UNBROKEN)))
         for title, rows in groups.items():

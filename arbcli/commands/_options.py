@@ -530,7 +530,9 @@ MANUAL_OPTIONS = {
 """Options of a model that set more than one field."""
 
 
-def takes_settings(*names: str, rare: Collection[str] = ()) -> Callable[[Callable], Callable]:
+def takes_settings(
+    *names: str, rare: Collection[str] = (), heading: str = "Options"
+) -> Callable[[Callable], Callable]:
     """Return a decorator that gives a command one option for each setting.
 
     The command receives their values in its `**settings`.
@@ -539,6 +541,7 @@ def takes_settings(*names: str, rare: Collection[str] = ()) -> Callable[[Callabl
         names: settings of a run to add; those of a model are always added, but for `weights`.
         rare: parameters of the command that only the complete help page shows, besides settings
             that are not common.
+        heading: heading of the command's own options that name none.
     """
     sharing: dict[str, list[str]] = {}
     for name in (*(name for name in MODEL_SETTINGS if name != "weights"), *names):
@@ -557,7 +560,7 @@ def takes_settings(*names: str, rare: Collection[str] = ()) -> Callable[[Callabl
             if name not in names_of_command
         ]
         result: Any = command
-        result.rare_options = frozenset(rare)
+        result.rare_options, result.heading = frozenset(rare), heading
         result.__signature__ = signature.replace(parameters=[*parameters, *added])
         return command
 

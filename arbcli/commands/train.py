@@ -69,7 +69,9 @@ EXCLUDED = {
 
 
 @combining(EXCLUDED, {"--dry-run": "--resume"})
-@takes_settings(*RUN_SETTINGS, "weights", rare=("pin", "profile", "force", "dry_run", "backend"))
+@takes_settings(
+    *RUN_SETTINGS, "weights", rare=("pin", "profile", "force", "dry_run", "backend"), heading=RUN
+)
 def train(
     minutes: Annotated[
         float | None,
@@ -91,41 +93,24 @@ def train(
     config_file: Annotated[
         Path | None,
         typer.Option(
-            "--config",
-            help="Settings as TOML, or a run's config.json. Options override them.",
-            rich_help_panel=RUN,
+            "--config", help="Settings as TOML, or a run's config.json. Options override them."
         ),
     ] = None,
     print_config: Annotated[
         bool,
-        typer.Option(
-            "--print-config",
-            help="Print the settings as TOML instead of training.",
-            rich_help_panel=RUN,
-        ),
+        typer.Option("--print-config", help="Print the settings as TOML instead of training."),
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="Directory to create. [default: the next free one in runs/]",
-            rich_help_panel=RUN,
-        ),
+        typer.Option(help="Directory to create. [default: the next free one in runs/]"),
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(
-            metavar="auto|PATH",
-            help="Continue the last run, or the given one.",
-            rich_help_panel=RUN,
-        ),
+        typer.Option(metavar="auto|PATH", help="Continue the last run, or the given one."),
     ] = None,
     no_save: Annotated[
         bool,
-        typer.Option(
-            "--no-save",
-            help="Write no files: no run directory, checkpoints or records.",
-            rich_help_panel=RUN,
-        ),
+        typer.Option("--no-save", help="Write no files: no run directory, checkpoints or records."),
     ] = False,
     gpus: Annotated[
         int | None,
@@ -133,18 +118,13 @@ def train(
             min=1,
             help="Number of processes to start, one for each GPU. --accum must be a multiple of it."
             " [default: 1]",
-            rich_help_panel=RUN,
         ),
     ] = None,
     device: Device = None,
     backend: Backend = None,
     pin: Annotated[
         bool,
-        typer.Option(
-            "--pin",
-            help="Pin the threads to one CPU socket, if there are several.",
-            rich_help_panel=RUN,
-        ),
+        typer.Option("--pin", help="Pin the threads to one CPU socket, if there are several."),
     ] = False,
     plot: Annotated[
         Path | None,
@@ -170,18 +150,12 @@ def train(
     ] = None,
     force: Annotated[
         bool,
-        typer.Option(
-            "--force",
-            help="Start even if the predicted memory does not fit.",
-            rich_help_panel=RUN,
-        ),
+        typer.Option("--force", help="Start even if the predicted memory does not fit."),
     ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run",
-            help="With --resume: only print what it would do, as arb check does.",
-            rich_help_panel=RUN,
+            "--dry-run", help="With --resume: only print what it would do, as arb check does."
         ),
     ] = False,
     show_windows: Annotated[
@@ -191,7 +165,6 @@ def train(
             metavar="N",
             min=1,
             help="Print the first N windows of a new run, with learned text in [[ ]], and exit.",
-            rich_help_panel=RUN,
         ),
     ] = None,
     quiet: Quiet = False,
