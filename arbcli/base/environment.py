@@ -157,22 +157,6 @@ def no_cuda_device(name: str) -> ArbError:
     )
 
 
-def no_gpu_for_triton(device: str) -> ArbError:
-    """Return the error for the `triton` backend on a device that is not a GPU."""
-    return ArbError(
-        f"the `triton` backend needs a CUDA device, and this run is on `{device}`",
-        hint="use `--backend torch`, or `--device cuda` on a machine with an NVIDIA GPU",
-    )
-
-
-def interpreter_not_asked_for() -> ArbError:
-    """Return the error for the `interpreter` backend where kernels were defined without it."""
-    return ArbError(
-        "the `interpreter` backend was not asked for before the kernels were defined",
-        hint=f"set the environment variable `{INTERPRET}=1`",
-    )
-
-
 def may_have_gpu() -> bool:
     """Return whether torch might find a GPU, without importing it: on Linux, by its driver."""
     if sys.platform != "linux":

@@ -5,7 +5,6 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import UnionType
@@ -14,13 +13,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from arbcli.base import run_files
-from arbcli.base.environment import (
-    INTERPRET,
-    interpreter_not_asked_for,
-    may_have_gpu,
-    no_cuda_device,
-    no_gpu_for_triton,
-)
+from arbcli.base.environment import may_have_gpu, no_cuda_device
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.lazy import imported
 from arbcli.base.output import note
@@ -39,7 +32,7 @@ from arbcli.config.settings import (
     replaced,
 )
 from arbcli.config.short_forms import ARGUMENTS, MODEL_SETTINGS
-from arbcli.config.training import BACKENDS, FIELDS, SETTINGS, spelled_out, train_config, words_of
+from arbcli.config.training import FIELDS, SETTINGS, spelled_out, train_config, words_of
 from arbcli.data.conversion import check_records
 from arbcli.data.files import (
     check_named,
@@ -304,6 +297,27 @@ def check_entries(
                 check_is_bytes(width)
 
 
+UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{infix}b": (1024 if infix else 1000) ** power
+    for power, prefix in enumerate("kmgt", 1)
+    for infix in ("", "i")
+}
+UNITS |= {prefix: 1024**power for power, prefix in enumerate("kmgt", 1)}
+
+
+def read_budget(budget: str) -> int:
+    """Read a number of bytes: `6GiB`, `6G`, `4GB`.
+
+    Raises:
+        ArbError: it is none.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", budget.lower())
+    unit = UNITS.get(match[2]) if match else None
+    if match is None or not unit:
+        raise ArbError(f"`--budget` is `{budget}`", hint="use a number and a unit, such as `6GiB`")
+    return int(float(match[1]) * unit)
+
+
 MOST_METAVAR = 32
 """Maximum length of a value's placeholder in a help page."""
 
@@ -340,20 +354,6 @@ def check_device(name: str | None) -> str | None:
     _check_device_name(name)
     if name is not None and name.startswith("cuda") and not may_have_gpu():
         raise no_cuda_device(name)
-    return name
-
-
-def _check_backend(name: str | None) -> str | None:
-    one_of("backend", BACKENDS)(name)
-    if name == "triton" and not may_have_gpu():
-        raise no_gpu_for_triton("cpu")
-    return name
-
-
-def _check_run_backend(name: str | None) -> str | None:
-    _check_backend(name)
-    if name == "interpreter" and find_spec("triton") and os.environ.get(INTERPRET) != "1":
-        raise interpreter_not_asked_for()
     return name
 
 
@@ -410,11 +410,7 @@ def _device(callback: Callable[[str | None], str | None]) -> Any:
 Device = _device(check_device)
 PredictedDevice = _device(_check_device_name)
 """A device that need not exist on this machine."""
-Backend = option_for("backend", callback=_check_run_backend)
-VerifiedBackend = option_for("backend", callback=_check_backend)
-"""A backend for which `verify-kernels` defines the kernels itself."""
-PredictedBackend = option_for("backend")
-"""A backend whose device need not exist on this machine."""
+Backend = option_for("backend")
 Seed = option_for("seed")
 Field = option_for("field")
 DataFormat = option_for("data_format")

@@ -13,19 +13,19 @@ from arbcli.base.errors import ArbError
 from arbcli.base.output import LiveLine, bytes_text, emit, table
 from arbcli.commands._help import combining
 from arbcli.commands._options import (
+    Backend,
     Json,
-    PredictedBackend,
     PredictedDevice,
     check_device,
     check_settings,
     expand_model_file,
     given_options,
+    read_budget,
     takes_settings,
 )
 from arbcli.commands._outputs import check_file
 from arbcli.commands._processes import start_processes, this_process
 from arbcli.commands.count_params import state_table
-from arbcli.inspect.budget import budget_bytes
 
 if TYPE_CHECKING:
     from arbcli.config.training import TrainConfig
@@ -64,8 +64,12 @@ EXCLUDED = {
 def audit_memory(
     steps: Annotated[int, typer.Option(min=2, help="Number of steps to measure.")] = 3,
     budget: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Only predict whether a step fits: 6GiB, 500MiB, 4GB."),
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Only predict whether a step fits: 6GiB, 500MiB, 4GB.",
+            parser=read_budget,
+        ),
     ] = None,
     what_if: Annotated[
         bool, typer.Option("--what-if", help="Only predict the state of all rules and scale types.")
@@ -89,7 +93,7 @@ def audit_memory(
         ),
     ] = None,
     device: PredictedDevice = None,
-    backend: PredictedBackend = None,
+    backend: Backend = None,
     as_json: Json = False,
     **settings: Any,
 ) -> None:
@@ -101,9 +105,7 @@ def audit_memory(
         _check_ranks(ranks, processes)
         if budget is None and processes == 1:
             start_processes(ranks)
-    if budget is not None:
-        budget_bytes(budget)  # refuses a malformed size before torch is imported
-    else:
+    if budget is None:
         check_device(device)
     settings = given_options(**settings, steps=steps)
     settings = expand_model_file(settings)
@@ -134,7 +136,7 @@ def audit_memory(
             from arbcli.inspect.ranks import predict_ranks
 
             with LiveLine() as line:
-                shares = predict_ranks(config, ranks, budget_bytes(budget), line.show_wait)
+                shares = predict_ranks(config, ranks, budget, line.show_wait)
         else:
             shares = _audit_ranks(config)
         if rank == 0:

@@ -22,12 +22,12 @@ from arbcli.commands._options import (
     MLPRuleToCome,
     RuleToCome,
     ScaleTypeToCome,
+    read_budget,
 )
 from arbcli.commands._outputs import check_folder
 from arbcli.config.model import VOCABULARY, ModelConfig
 from arbcli.config.model_file import model_lines
 from arbcli.config.training import spelled_out
-from arbcli.inspect.budget import budget_bytes
 from arbcli.interop.huggingface.config_json import model_name, read_folder_config
 from arbcli.model.rules import FADING
 
@@ -64,11 +64,12 @@ def import_model(
         ),
     ] = None,
     budget: Annotated[
-        str | None,
+        int | None,
         typer.Option(
             metavar="SIZE",
             help="Memory of the GPU that is to train, such as 24GiB: the last line is the command"
             " that fits. [default: that of this machine's GPU]",
+            parser=read_budget,
         ),
     ] = None,
     print_config: Annotated[
@@ -84,7 +85,6 @@ def import_model(
     """
     if not folder.is_dir():
         raise ArbError(f"`{folder}` is not a folder", hint="name a folder with `config.json` in it")
-    size = None if budget is None else budget_bytes(budget)
     storage = spelled_out({"scale_type": scale_type, "direction": direction})
     storage |= {"attention_rule": attention_rule, "mlp_rule": mlp_rule}
     ignored = ignore_field or ()
@@ -99,7 +99,7 @@ def import_model(
     if budget is not None or (may_have_gpu() and not print_config):
         with LiveLine() as line:
             line.show_wait("loading")
-            config, recipe, summary = _choose(configs, size, line.show_wait)
+            config, recipe, summary = _choose(configs, budget, line.show_wait)
     options = recipe.options.split() if recipe else ()
     command = shlex.join(["arb", "train", "--init-from", str(run), *options, "--data", TEXT])
     if print_config:

@@ -12,7 +12,7 @@ from arbcli.base.environment import interpret_kernels_without_gpu
 from arbcli.base.output import LiveLine, emit, note
 from arbcli.base.signals import Interrupted, exit_code
 from arbcli.commands._help import combining
-from arbcli.commands._options import Device, Json, ScaleType, Seed, VerifiedBackend
+from arbcli.commands._options import Backend, Device, Json, ScaleType, Seed
 from arbcli.commands._outputs import check_folder
 from arbcli.commands._verify_tables import emit_gates, ledger_tables
 from arbcli.verify.names import check_kernel_names
@@ -54,7 +54,7 @@ def verify_kernels(
         bool, typer.Option("--list", help="List the kernels and their gates, without checking.")
     ] = False,
     device: Device = None,
-    backend: VerifiedBackend = None,
+    backend: Backend = None,
     as_json: Json = False,
 ) -> None:
     """Compare kernels with their references: `arb verify-kernels --all-tscale-types`."""

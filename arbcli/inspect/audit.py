@@ -19,7 +19,6 @@ import torch
 from arbcli.base.atomic_files import write_file
 from arbcli.config.training import TrainConfig
 from arbcli.data.opening import open_texts
-from arbcli.inspect.budget import budget_bytes
 from arbcli.inspect.floats import FloatTensor, FloatTensors
 from arbcli.inspect.memory import MeasuredState, StateReport, measure, predict_run
 from arbcli.inspect.peak import PeakReport, predict_peak
@@ -114,29 +113,33 @@ def config_of_any_gpu(**settings: Any) -> TrainConfig:
 
 
 def check_fit(
-    config: TrainConfig, budget: str, progress: Callable[[str], None] = lambda text: None
+    config: TrainConfig, budget: int, progress: Callable[[str], None] = lambda text: None
 ) -> FitReport:
-    """Return whether the steps and evaluations of a run fit into a budget: `6GiB`, `6G`, `4GB`.
+    """Return whether the steps and evaluations of a run fit into a budget.
 
     Args:
         config: configuration of the run.
-        budget: the budget.
+        budget: the budget in bytes.
         progress: called with what is predicted, before each step of it.
 
     Raises:
-        ArbError: that is not a number of bytes, or the batches alone are beyond any machine.
+        ArbError: the batches alone are beyond any machine.
     """
-    size, started = budget_bytes(budget), time.perf_counter()
+    started = time.perf_counter()
     positions = config.batch * config.accum * config.model.ctx
     check_room(positions * BATCH_BYTES, "to trace such a step", HINT)
     peak = predict_peak(
         config, captured=True, progress=lambda stage: progress(f"predicting {stage}")
     )
-    fits = peak.evaluated_bytes <= size
-    advice = None if fits else _what_fits(config, peak, size, progress)
+    fits = peak.evaluated_bytes <= budget
+    advice = None if fits else _what_fits(config, peak, budget, progress)
     seconds = time.perf_counter() - started
     return FitReport(
-        budget_bytes=size, predicted_peak=peak, fits=fits, advice=advice, seconds=round(seconds, 1)
+        budget_bytes=budget,
+        predicted_peak=peak,
+        fits=fits,
+        advice=advice,
+        seconds=round(seconds, 1),
     )
 
 

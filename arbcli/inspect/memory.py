@@ -5,7 +5,7 @@ A prediction reads what the layers declare, of a model that is built where tenso
 
 import dataclasses
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from types import FunctionType, ModuleType
@@ -150,25 +150,31 @@ def _empty(config: ModelConfig) -> "LanguageModel":
 
 
 def _state(config: ModelConfig, model: "LanguageModel") -> StateReport:
-    parts: dict[str, list[Footprint]] = {area: [] for area in AREAS}
+    weights, sizes = Counter[str](), {area: Counter[str]() for area in AREAS}
     for tensor in model.state_modules():
-        sizes = dict.fromkeys(KINDS, 0)
+        weights[tensor.area] += getattr(tensor, "num_weights", 0)
         for name, kind in tensor.kinds.items():
-            sizes[kind] = sizes.get(kind, 0) + getattr(tensor, name).nbytes
-        weights = getattr(tensor, "num_weights", 0)
-        trits = TRITS_PER_BYTE * sizes["trits"]
-        area_parts = parts.setdefault(tensor.area, [])
-        area_parts.append(_add_up(weights, trits - weights, sizes))
-    areas = {area: _sum(footprints) for area, footprints in parts.items() if footprints}
-    total = _sum(list(areas.values()))
+            sizes.setdefault(tensor.area, Counter())[kind] += getattr(tensor, name).nbytes
     tensors = model.packed_tensors().values()
     trained = sum(tensor.num_weights for tensor in tensors if not tensor.frozen)
     return StateReport(
         config=config,
-        areas=areas,
-        total=total,
+        areas={area: _footprint(weights[area], kinds) for area, kinds in sizes.items() if kinds},
+        total=_footprint(weights.total(), sum(sizes.values(), Counter())),
         trained_weights=trained,
         adamw_bytes=trained * ADAMW_BYTES,
+    )
+
+
+def _footprint(weights: int, sizes: Counter[str]) -> Footprint:
+    """Describe some weights, whose buffers have these bytes by kind."""
+    state_bytes = sizes.total()
+    return Footprint(
+        weights=weights,
+        padding_trits=TRITS_PER_BYTE * sizes["trits"] - weights,
+        bytes_by_kind=dict.fromkeys(KINDS, 0) | sizes,
+        state_bytes=state_bytes,
+        bytes_per_weight=state_bytes / weights if weights else 0.0,
     )
 
 
@@ -196,28 +202,6 @@ def what_if(config: ModelConfig) -> WhatIfReport:
         trained_weights=report.trained_weights,
         adamw_bytes=report.adamw_bytes,
         choices=tuple(choices),
-    )
-
-
-def _sum(parts: list[Footprint]) -> Footprint:
-    kinds: dict[str, int] = {}
-    for part in parts:
-        for kind, size in part.bytes_by_kind.items():
-            kinds[kind] = kinds.get(kind, 0) + size
-    weights, padding = (
-        sum(getattr(part, name) for part in parts) for name in ("weights", "padding_trits")
-    )
-    return _add_up(weights, padding, kinds)
-
-
-def _add_up(weights: int, padding_trits: int, bytes_by_kind: dict[str, int]) -> Footprint:
-    state_bytes = sum(bytes_by_kind.values())
-    return Footprint(
-        weights=weights,
-        padding_trits=padding_trits,
-        bytes_by_kind=bytes_by_kind,
-        state_bytes=state_bytes,
-        bytes_per_weight=state_bytes / weights if weights else 0.0,
     )
 
 

@@ -1,5 +1,6 @@
 """Export of a run to a file or a folder of another program."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from arbcli.interop.formats import FORMATS, NAMES, name_of, output_path
 from arbcli.interop.gguf import export as gguf
 from arbcli.interop.gguf.block_types import TYPES
 from arbcli.interop.huggingface import export as hugging_face
-from arbcli.interop.inference import write_inference
+from arbcli.model.checkpoint import write_checkpoint
 from arbcli.model.rules import FADED
 
 TYPES_OF = {"gguf": tuple(TYPES), "hf": tuple(hugging_face.TYPES), "safetensors": ()}
@@ -89,7 +90,14 @@ def export(
     elif format == "hf":
         type_name = hugging_face.write_folder(path, weights, name, kind) or type_name
     else:
-        write_inference(path, weights)
+        about = {"origin": weights.origin, "compute": weights.compute}
+        checkpoint = dataclasses.replace(
+            weights.checkpoint,
+            counters={},
+            data=weights.checkpoint.data | about,
+            tensors=weights.model.state_dict(),
+        )
+        write_checkpoint(path, checkpoint)
     files = path.iterdir() if path.is_dir() else [path]
     return ExportReport(
         checkpoint=str(weights.path),

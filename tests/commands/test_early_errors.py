@@ -46,7 +46,6 @@ MISTAKES = {
     "train --out run": "`run` already contains a run",
     "train --device tpu": "no device is named `tpu`\nhint: use `cpu`, `cuda`",
     "train --rule [bold]": "`--rule` is `[bold]`\nhint: choose one of: ",
-    "train --backend triton": "the `triton` backend needs a CUDA device",
     "train --preset huge": "no preset is named `huge`\nhint: choose one of",
     "train --lr nan --data nofile": "`--lr` is `nan`\nhint: use a number that is finite",
     "train --digits all --weights float": "`--digits` is part of `--weights` now",

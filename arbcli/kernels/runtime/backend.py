@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from arbcli.base.environment import interpreter_not_asked_for, no_gpu_for_triton
+from arbcli.base.environment import INTERPRET
 from arbcli.base.errors import ArbError, quoted
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime._triton import HAS_TRITON, INTERPRETED, TritonMissing
@@ -49,7 +49,10 @@ def check_backend(name: str, device: torch.device) -> None:
         _check_native(device)
         return
     if name == "triton" and device.type != "cuda":
-        raise no_gpu_for_triton(str(device))
+        raise ArbError(
+            f"the `triton` backend needs a CUDA device, and this run is on `{device}`",
+            hint="use `--backend torch`, or `--device cuda` on a machine with an NVIDIA GPU",
+        )
     if not HAS_TRITON:
         raise TritonMissing(f"the `{name}` backend")
     if name == "interpreter":
@@ -64,7 +67,10 @@ def check_backend(name: str, device: torch.device) -> None:
 
 def _check_interpreter() -> None:
     if not INTERPRETED:
-        raise interpreter_not_asked_for()
+        raise ArbError(
+            "the `interpreter` backend was not asked for before the kernels were defined",
+            hint=f"set the environment variable `{INTERPRET}=1`",
+        )
     triton, numpy = (version(name).split(".") for name in ("triton", "numpy"))
     if triton[:2] == ["3", "6"] and tuple(map(int, numpy[:2])) >= (2, 4):  # fixed in Triton 3.7
         raise ArbError(
