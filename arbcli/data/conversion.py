@@ -79,23 +79,14 @@ def converted_file(path: Path, conversion: Conversion = PLAIN) -> Path:
             cannot be written; or a package is missing.
     """
     name, field = name_inside(path), conversion.field
-    is_table, is_medium = name.endswith(TABLES), medium_of(name) is not None
-    is_tar = name.endswith(TAR)
-    if is_table and field is None and not conversion.whole:
-        raise ArbError(
-            f"`{path}` has columns, and none of them was named",
-            hint="name the one with the text: `--field text`",
-        )
-    has_records = name.endswith((*RECORDS, TAR)) and (field is not None or conversion.whole)
-    lines_stay = conversion.whole and not _is_array(path, name)
-    is_changed = is_table or is_medium or is_tar or (has_records and not lines_stay)
-    if name == path.name.lower() and not is_changed:
-        return path
-    options = ["members"] if is_tar else []
-    options += [field or "", *(str(option) for option in astuple(conversion)[1:] if option)]
-    if has_records and field is not None:
-        options += _media_states(path, name, field)
     blocks = _blocks(path, name, conversion)
+    if blocks is None and name == path.name.lower():
+        return path
+    options = ["members"] if name.endswith(TAR) else []
+    options += [field or "", *(str(option) for option in astuple(conversion)[1:] if option)]
+    if field is not None and name.endswith((*RECORDS, TAR)):
+        options += _media_states(path, name, field)
+    blocks = blocks or _unpacked(path)
     return converted(path, " ".join(options), lambda size: bounded(blocks, path, size))
 
 
@@ -207,35 +198,44 @@ def bounded(blocks: Iterator[bytes], path: Path, packed_bytes: int) -> Iterator[
         raise unreadable(path, error) from error
 
 
-def _blocks(path: Path, name: str, conversion: Conversion) -> Iterator[bytes]:
-    """Yield the plain bytes of a file."""
-    field = conversion.field
+def _blocks(path: Path, name: str, conversion: Conversion) -> Iterator[bytes] | None:
+    """Return the plain bytes of a file; None if they are those of the file once it is unpacked.
+
+    Raises:
+        ArbError: the file has columns and no field was named, or it must not be compressed.
+    """
+    field, whole = conversion.field, conversion.whole
+    is_packed = name != path.name.lower()
     if medium_of(name):
-        if name != path.name.lower():
+        if is_packed:
             raise ArbError(f"`{path}` is a compressed sound or picture", hint="unpack it")
-        yield from _medium(path, conversion)
-        return
+        return _medium(path, conversion)
     if name.endswith(TABLES):
-        if name != path.name.lower():
+        if is_packed:
             raise ArbError(
                 f"`{path}` is a compressed table",
                 hint="Parquet and Arrow compress by themselves: unpack it",
             )
+        if field is None and not whole:
+            raise ArbError(
+                f"`{path}` has columns, and none of them was named",
+                hint="name the one with the text: `--field text`",
+            )
         from arbcli.data import tables
 
-        # `converted_file` refuses a table without a field
-        yield from tables.rows_of(path) if conversion.whole else tables.column_of(path, str(field))
-        return
-    if name.endswith(TAR) and field is None and not conversion.whole:
-        yield from (content + b"\n" for _, content in _members(path, name, ".txt"))
-    elif conversion.whole and (name.endswith(TAR) or _is_array(path, name)):
-        for _, record in _records(path, name):
-            yield json.dumps(record, ensure_ascii=False).encode(errors="surrogatepass") + b"\n"
-    elif field and name.endswith((*RECORDS, TAR)):
-        for number, record in _records(path, name):
-            yield from _text_of(record, number, path, conversion)
-    else:
-        yield from _unpacked(path)
+        return tables.rows_of(path) if whole else tables.column_of(path, str(field))
+    if name.endswith(TAR) and field is None and not whole:
+        return (content + b"\n" for _, content in _members(path, name, ".txt"))
+    if whole and (name.endswith(TAR) or _is_array(path, name)):
+        return (
+            json.dumps(record, ensure_ascii=False).encode(errors="surrogatepass") + b"\n"
+            for _, record in _records(path, name)
+        )
+    if field and not whole and name.endswith((*RECORDS, TAR)):
+        records = _records(path, name)
+        texts = (_text_of(record, number, path, conversion) for number, record in records)
+        return itertools.chain.from_iterable(texts)
+    return None
 
 
 def _medium(path: Path, conversion: Conversion) -> Iterator[bytes]:

@@ -11,17 +11,15 @@ from arbcli.base.errors import ArbError
 from arbcli.base.lazy import imported
 from arbcli.base.reading import file_bytes
 from arbcli.data.files import (
+    PACKED,
     PLAIN,
     RECORDS,
     SAVED,
-    TABLES,
-    TAR,
     Conversion,
     check_weights,
     find_files,
     find_standard_library,
     may_be_shard,
-    name_inside,
     weight_of,
 )
 from arbcli.data.text import FAR_NATS, Mixture, Text, Texts, entropy
@@ -120,10 +118,8 @@ def plain_file(path: Path, conversion: Conversion = PLAIN) -> Path:
     Raises:
         ArbError: see `arbcli.data.conversion.converted_file`.
     """
-    name = name_inside(path)
-    may_change = name != path.name.lower() or name.endswith((*TABLES, TAR)) or medium_of(name)
-    fields = conversion.field is not None or conversion.whole
-    if not (may_change or (fields and name.endswith(RECORDS))):
+    name = path.name.lower()
+    if not (medium_of(name) or name.endswith((*PACKED, *RECORDS))):
         return path
     from arbcli.data.conversion import converted_file  # plain texts do not need it
 
