@@ -153,10 +153,32 @@ class Anchored(StreamedTensor):
         matrix = self.weight(self.anchor.dtype)
         return matrix.T if self.transposed else matrix.view(self.shape)
 
+    def use(
+        self,
+        run: Callable[..., tuple[Tensor, ...]],
+        propagate: Callable[..., Tensor] | None,
+        express: Callable[..., tuple[Any, Tensor]],
+        *tensors: Tensor,
+    ) -> Tensor:
+        """Compute a result, of which the first of some tensors and the weights have gradients.
+
+        Args:
+            run: computes the result, and further tensors that the backward needs.
+            propagate: computes the gradient of the first tensor from that of the result, and from
+                `tensors` and the further ones; None if it has none.
+            express: expresses the gradient of the result as a use, from the same: see `add_use`.
+            tensors: arguments of `run`.
+        """
+        return _Use.apply(self, self.token(), run, propagate, express, *tensors)
+
     @torch.compiler.disable
     def read(self) -> Tensor:
         """Decode to the shape and dtype of the float parameter; differentiable."""
-        return _Read.apply(self, self.token())
+        return self.use(
+            lambda: (self.decoded(),),
+            None,
+            lambda grad: self.dense_use(self.as_matrix(grad).contiguous()),
+        )
 
     @torch.no_grad()
     def round(self, values: Tensor, own_grid: bool = False) -> None:
@@ -209,133 +231,33 @@ class _Token(Function):
         return None, None
 
 
+_FIRST = 5
+"""Place of the first tensor among the arguments of `_Use`."""
+
+
 class _Use(Function):
-    """Base of the uses of a packed tensor."""
-
-    @staticmethod
-    def keep(ctx: Any, weight: Anchored, token: Tensor) -> None:
-        """Keep weight and token for the backward."""
-        ctx.weight, ctx.token, ctx.version = weight, token, weight.version
-
-    @staticmethod
-    def collect(ctx: Any, source: Any, grad_y: Tensor) -> None:
-        """Collect the gradients of a use whose weight is trained."""
-        if ctx.token.requires_grad:
-            ctx.weight.add_use(source, grad_y, ctx.version)
-
-
-class _Read(_Use):
-    """Decoded weights."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Anchored, token: Tensor) -> Tensor:
-        _Use.keep(ctx, weight, token)
-        return weight.decoded()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        matrix = ctx.weight.as_matrix(grad).contiguous()
-        _Use.collect(ctx, *ctx.weight.dense_use(matrix))
-        return None, None
-
-
-class _Product(_Use):
-    """y = x @ w.T."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: "Matrix | Symbols", token: Tensor) -> Tensor:
-        _Use.keep(ctx, weight, token)
-        ctx.save_for_backward(x)
-        return weight.multiply(x, None)
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None]:
-        (x,) = ctx.saved_tensors
-        grad_y = grad_y.contiguous()
-        grad_x = ctx.weight.propagate(grad_y) if ctx.needs_input_grad[0] else None
-        _Use.collect(ctx, x, grad_y)
-        return grad_x, None, None
-
-
-class _ProductOfRows(_Use):
-    """y = x @ w[rows].T."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: "FusedMatrix", token: Tensor, part: int) -> Tensor:
-        _Use.keep(ctx, weight, token)
-        ctx.part = part
-        ctx.save_for_backward(x)
-        return ternary_matmul(x, weight.packed.rows(weight.parts[part]))
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None]:
-        (x,) = ctx.saved_tensors
-        grad_y, weight = grad_y.contiguous(), ctx.weight
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = ternary_matmul_grad_x(grad_y, weight.packed.rows(weight.parts[ctx.part]))
-        _Use.collect(ctx, (x, ctx.part), grad_y)
-        return grad_x, None, None, None
-
-
-class _Lookup(_Use):
-    """Rows of w."""
-
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Anchored, token: Tensor, padding: int) -> Tensor:
-        _Use.keep(ctx, weight, token)
-        ctx.padding = padding
-        ctx.save_for_backward(ids)
-        return embedding_rows(ids, weight.packed, weight.anchor.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[None, None, None, None]:
-        (ids,) = ctx.saved_tensors
-        if ctx.padding >= 0:
-            grad_y = grad_y.masked_fill((ids == ctx.padding)[:, None], 0)
-        _Use.collect(ctx, ids, grad_y.contiguous())
-        return None, None, None, None
-
-
-class _Losses(_Use):
-    """Cross-entropy of each row of x @ w.T; logits are computed in chunks of the vocabulary."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, targets: Tensor, weight: "Symbols", token: Tensor) -> Tensor:
-        _Use.keep(ctx, weight, token)
-        losses, total = weight.score(x, targets)
-        ctx.save_for_backward(x, targets, total)
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        x, targets, total = ctx.saved_tensors
-        scored, scale = Scored(x, targets, total, []), grad.contiguous()
-        grad_x = ctx.weight.propagate_losses(scored, scale) if ctx.needs_input_grad[0] else None
-        _Use.collect(ctx, scored, scale)
-        return grad_x, None, None, None
-
-
-class _GroupedProduct(_Use):
-    """y = x @ w[expert].T for slots sorted by expert."""
+    """A use of a packed tensor: see `Anchored.use`."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bounds: Tensor, weight: "ExpertStack", token: Tensor
-    ) -> Tensor:
-        _Use.keep(ctx, weight, token)
-        ctx.save_for_backward(x, bounds)
-        return weight.product(x, bounds)
+        ctx: Any, weight: Anchored, token: Tensor, run: Any, propagate: Any, express: Any,
+        *tensors: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.weight, ctx.token, ctx.version = weight, token, weight.version
+        ctx.propagate, ctx.express = propagate, express
+        y, *kept = run(*tensors)
+        ctx.save_for_backward(*tensors, *kept)
+        return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, None, None, None]:
-        x, bounds = ctx.saved_tensors
-        grad_y = grad_y.contiguous()
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = ctx.weight.product(grad_y, bounds, transposed=True)
-        _Use.collect(ctx, (x, bounds), grad_y)
-        return grad_x, None, None, None
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        grad_y, saved = grad_y.contiguous(), ctx.saved_tensors
+        grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        if any(ctx.needs_input_grad[_FIRST:]):
+            grads[_FIRST] = ctx.propagate(grad_y, *saved)
+        if ctx.token.requires_grad:
+            ctx.weight.add_use(*ctx.express(grad_y, *saved), ctx.version)
+        return tuple(grads)
 
 
 class _Multiplied(Anchored, LinearWeight):
@@ -348,7 +270,16 @@ class _Multiplied(Anchored, LinearWeight):
         Raises:
             ArbError: x is neither bfloat16 nor float32.
         """
-        return _multiplied(x, lambda rows: _Product.apply(rows, self, self.token()))
+
+        def multiply(rows: Tensor) -> Tensor:
+            return self.use(
+                lambda rows: (self.multiply(rows, None),),
+                lambda grad_y, _: self.propagate(grad_y),
+                lambda grad_y, rows: (rows, grad_y),
+                rows,
+            )
+
+        return _multiplied(x, multiply)
 
 
 def _multiplied(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
@@ -423,9 +354,17 @@ class MatrixRows:
     def product(self, x: Tensor) -> Tensor:
         """Multiply (..., K): see `Matrix.product`."""
         matrix = self.matrix
-        return _multiplied(
-            x, lambda rows: _ProductOfRows.apply(rows, matrix, matrix.token(), self.part)
-        )
+
+        def multiply(rows: Tensor) -> Tensor:
+            packed = matrix.packed.rows(matrix.parts[self.part])
+            return matrix.use(
+                lambda rows: (ternary_matmul(rows, packed),),
+                lambda grad_y, _: ternary_matmul_grad_x(grad_y, packed),
+                lambda grad_y, rows: ((rows, self.part), grad_y),
+                rows,
+            )
+
+        return _multiplied(x, multiply)
 
     def decoded(self) -> Tensor:
         """Decode to the dtype of the float parameter; not differentiable."""
@@ -455,7 +394,13 @@ class Symbols(Anchored, SymbolWeight):
             (M,) float32.
         """
         check_dtype(x.dtype)
-        return _Losses.apply(x, targets, self, self.token())
+        return self.use(
+            self.score,
+            lambda scale, *scored: self.propagate_losses(Scored(*scored, []), scale),
+            lambda scale, *scored: (Scored(*scored, []), scale),
+            x,
+            targets,
+        )
 
 
 class Rows(Anchored, EmbeddingWeight):
@@ -522,7 +467,13 @@ class ExpertStack(Anchored, ExpertWeight):
 
     def multiply_slots(self, x: Tensor, bounds: Tensor) -> Tensor:
         """Multiply slots that are sorted by expert: see `ExpertWeight.multiply`."""
-        return _GroupedProduct.apply(x, bounds, self, self.token())
+        return self.use(
+            lambda x, bounds: (self.product(x, bounds),),
+            lambda grad_y, _, bounds: self.product(grad_y, bounds, transposed=True),
+            lambda grad_y, *slots: (slots, grad_y),
+            x,
+            bounds,
+        )
 
     def dense_use(self, grad: Tensor) -> tuple[Any, Tensor]:
         """Express a gradient of the matrices as slots that are unit vectors."""
@@ -545,5 +496,13 @@ def look_up(weight: Anchored, ids: Tensor, padding: int | None) -> Tensor:
         (..., D) of the dtype that the weight is decoded to.
     """
     flat = ids.reshape(-1).to(torch.int64)
-    y = _Lookup.apply(flat, weight, weight.token(), -1 if padding is None else padding)
+
+    def express(grad_y: Tensor, ids: Tensor) -> tuple[Any, Tensor]:
+        if padding is not None:
+            grad_y = grad_y.masked_fill((ids == padding)[:, None], 0)
+        return ids, grad_y
+
+    y = weight.use(
+        lambda ids: (embedding_rows(ids, weight.packed, weight.anchor.dtype),), None, express, flat
+    )
     return y.view(*ids.shape, weight.in_features)
