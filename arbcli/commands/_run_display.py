@@ -8,7 +8,7 @@ from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 from arbcli.base.output import LiveLine, OutputError, bytes_text, clock, emit_json, note, note_text
-from arbcli.config.model import VOCABULARY, ModelConfig
+from arbcli.config.model import VOCABULARY
 from arbcli.config.training import word_of
 from arbcli.training.observer import Observer
 
@@ -70,7 +70,8 @@ class RunDisplay(Observer):
     def started(self, run: Path | None, trainer: "Trainer", facts: dict[str, Any]) -> None:
         if self.quiet:
             return
-        from arbcli.kernels.runtime import native  # torch is loaded by now
+        from arbcli.interop.huggingface.dense import shape_of  # torch is loaded by now
+        from arbcli.kernels.runtime import native
 
         config, text = trainer.config, facts["text"]
         self.steps, self.keeps_lines = config.steps, config.log_every is not None
@@ -98,7 +99,8 @@ class RunDisplay(Observer):
                 f"        float parameters {parameters:,}, float buffers {buffers:,},"
                 f" logical ternary weights {ternary:,}"
             )
-        if self.is_saved and _sub_norms_prevent_gguf(model):
+        shape = shape_of(model)
+        if self.is_saved and model.weights == "ternary" and shape and shape.sub_norms:
             note("        never a GGUF file, as llama.cpp has no sub-norms: see `--no-sub-norms`")
         by = f"{optimizer} at lr {config.lr:g}" if optimizer else model.rule_text
         windows = config.batch * config.accum
@@ -247,15 +249,6 @@ def _compile_time(first: "FirstStep") -> str:
     if loaded:
         return f"{took} load {loaded:,} kernels that were compiled before"
     return ""
-
-
-def _sub_norms_prevent_gguf(model: ModelConfig) -> bool:
-    """Return whether a model of dense blocks has sub-norms, which llama.cpp has not."""
-    parts = [part for _, part in model.sited_parts()]
-    if model.weights != "ternary" or model.outer or model.main.streams > 1:
-        return False
-    dense = {part.kind for part in parts} == {"attention", "mlp"}
-    return dense and any(getattr(part, "sub_norm", False) and not part.is_bitnet for part in parts)
 
 
 def fitted(parts: Sequence[str], width: int) -> str:

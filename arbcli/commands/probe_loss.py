@@ -33,10 +33,8 @@ from arbcli.commands._outputs import PICTURES, check_file
 from arbcli.config.presets import config_from_dict
 
 if TYPE_CHECKING:
-    from arbcli.config.training import TrainConfig
     from arbcli.inspect.decoding import DecodingProbe
     from arbcli.inspect.probe import ChunkReport, ProbeReport, TensorReport
-    from arbcli.model.checkpoint import Checkpoint as SavedCheckpoint
 
 STEPS = 12
 """Enough for warm-up to end, and for votes to accumulate, flip and accumulate again."""
@@ -91,46 +89,31 @@ def probe_loss(
         path = find_run(path, loads=True)
     with LiveLine() as line:
         line.show_wait("loading")
+        from arbcli.inspect import probe, room  # slow to import, and not needed for `arb --help`
         from arbcli.inspect.plots import plot_probe, require_matplotlib
+        from arbcli.training.configure import new_config
 
         if plot is not None:
             require_matplotlib()
         report: ProbeReport | DecodingProbe
-        config, saved = _opened(settings, steps, path, device, backend)
+        settings |= {"device": device, "backend": backend}
+        if path is None:
+            config, saved = new_config(steps=steps, **settings), None
+            room.check_memory(config)
+        else:
+            config, saved = probe.open_saved(path, steps=steps, note=note, **settings)
         if decode is not None:
             from arbcli.inspect.decoding import probe_decoding
 
             report = probe_decoding(config, decode, saved)
             tables = _decoding_tables(report)
         else:
-            from arbcli.inspect.probe import probe
-
-            report = probe(config, steps=steps, checkpoint=saved, progress=line.show_wait)
+            report = probe.probe(config, steps=steps, checkpoint=saved, progress=line.show_wait)
             tables = _tables(report)
     emit(report, tables, as_json=as_json)
     if plot is not None:
         plot_probe(dataclasses.asdict(report), plot)
     raise typer.Exit(0 if report.passed else 1)
-
-
-def _opened(
-    settings: dict[str, Any],
-    steps: int,
-    checkpoint: Path | None,
-    device: str | None,
-    backend: str | None,
-) -> "tuple[TrainConfig, SavedCheckpoint | None]":
-    """Return the configuration of the steps, and the checkpoint of a saved model."""
-    from arbcli.inspect import probe, room  # slow to import, and not needed for `arb --help`
-    from arbcli.training.configure import new_config
-
-    if checkpoint is None:
-        config = new_config(steps=steps, device=device, backend=backend, **settings)
-        room.check_memory(config)
-        return config, None
-    return probe.open_saved(
-        checkpoint, steps=steps, note=note, device=device, backend=backend, **settings
-    )
 
 
 def _decoding_tables(report: "DecodingProbe") -> Group:

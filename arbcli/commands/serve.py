@@ -1,7 +1,7 @@
 """`arb serve`: a server of the OpenAI protocol for a saved model."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -97,7 +97,8 @@ def serve(
 
     engine = None
     if checkpoint is not None:
-        engine = _start_engine(checkpoint, batch, length, queue, compute, kv, device, backend)
+        sizes = {"texts": batch, "positions": length, "queue": queue}
+        engine = _start_engine(checkpoint, compute, device, backend, kv=kv, **sizes)
     app = build_app(engine, api_key=api_key, limits=Limits(seconds=seconds), watch=watch)
     try:
         run_server(app, engine, sock, seconds=seconds)
@@ -108,16 +109,9 @@ def serve(
 
 
 def _start_engine(
-    checkpoint: Path,
-    texts: int | None,
-    positions: int | None,
-    queue: int,
-    compute: str | None,
-    kv: str | None,
-    device: str | None,
-    backend: str | None,
+    checkpoint: Path, compute: str | None, device: str | None, backend: str | None, **options: Any
 ) -> "Engine":
-    """Load a model, and start its engine."""
+    """Load a model, and start its engine; further arguments are those of `Engine`."""
     with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.generation.load import load_named_model
@@ -126,14 +120,6 @@ def _start_engine(
 
         place = resolve_device(device)
         model, name = load_named_model(checkpoint, place, note, compute)
-        engine = Engine(
-            model,
-            Path(name),
-            texts=texts,
-            positions=positions,
-            queue=queue,
-            backend=resolve_backend(backend, place),
-            kv=kv,
-        )
+        engine = Engine(model, Path(name), backend=resolve_backend(backend, place), **options)
         engine.start()
     return engine

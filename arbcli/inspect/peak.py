@@ -16,7 +16,7 @@ from torch import Tensor
 
 from arbcli.config.training import TrainConfig
 from arbcli.data.files import has_documents
-from arbcli.data.text import Texts
+from arbcli.data.text import Text, Texts
 from arbcli.inspect.allocator import Allocator
 from arbcli.inspect.trace import (
     META,
@@ -249,27 +249,24 @@ def _shape_text(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape))
 
 
-class _AnyText:
+class _AnyText(Text):
     """Stand-in for a text, of which a prediction only needs shapes."""
 
-    pieces = ()
-
     def __init__(self, config: TrainConfig) -> None:
+        super().__init__([])
         self.packs, self.context = has_documents(config.field), config.model.ctx
-
-    def packed_batch(self, starts: list[int]) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros(3, len(starts), self.context, dtype=torch.int64, device="cpu"))
 
     def __len__(self) -> int:
         return 2**30
 
-    def windows(self, length: int) -> int:
-        return len(self) - length + 1
+    def packed_batch(self, starts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return zeros of the shape of a batch."""
+        shape = len(starts), self.context
+        ids, targets, documents = torch.zeros(3, *shape, dtype=torch.int64, device="cpu")
+        return ids, targets, documents
 
-    def starts(self, key: bytes, count: int, length: int) -> list[int]:
-        return [0] * count
-
-    def window_batch(self, starts: list[int], length: int) -> Tensor:
+    def window_batch(self, starts: Sequence[int], length: int) -> Tensor:
+        """Return zeros of the shape of a batch."""
         windows = torch.frombuffer(bytearray(len(starts) * length), dtype=torch.uint8)
         return windows.view(len(starts), length)
 
@@ -328,7 +325,7 @@ def predict_peak(
         trace,
         no_memory(device),
     ):
-        text: Any = _AnyText(config)  # all of a text that a step asks for
+        text = _AnyText(config)
         known = teacher and teacher.checkpoint
         trainer = Trainer(config, Texts(text, text, ""), group=group, teacher=known)
         trace.end_stage()
