@@ -28,8 +28,7 @@ from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.settings import (
     PRESETS_OWN,
     Setting,
-    check_at_least,
-    check_at_most,
+    check_bounds,
     check_choice,
     check_fields,
 )
@@ -155,8 +154,6 @@ class StageConfig:
         """
         check_fields(self)
         _check_kinds(self, chunking=CHUNKING, memories=MEMORIES)
-        check_at_least("dim", self.dim)
-        check_at_most("dim", self.dim, MOST)
         check_choice("streams", self.streams, STREAMS)
         if not 0 < self.contribution <= 1:
             raise ArbError(
@@ -169,7 +166,7 @@ class StageConfig:
                 f"`bound` is {self.bound}", hint="use a number above 0", fields=("bound",)
             )
         for name in LISTS:
-            check_at_most("layers", len(getattr(self, name)), MOST_BLOCKS)
+            check_bounds("layers", len(getattr(self, name)), 0, MOST_BLOCKS)
         if self.chunking and (self.blocks or self.memories or self.router):
             raise ArbError(
                 "a stage with chunking has `blocks`, `memories` or a `router`",
@@ -327,8 +324,6 @@ class ModelConfig:
         """
         check_fields(self)
         _check_kinds(self, ahead=AHEAD, composite=COMPOSITE)
-        check_at_least("vocabulary", self.vocabulary, 2)
-        check_at_most("vocabulary", self.vocabulary, MOST)
         self._check_storage()
         for part in self.beside:
             check_choice("beside", part.kind, BESIDE)

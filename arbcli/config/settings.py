@@ -139,12 +139,14 @@ LARGEST = 2**20
 """Upper bound of sizes not in `LARGEST_OF`; products of a tensor's sizes fit in 63 bits."""
 LARGEST_OF = {"iterations": 256, "rows": 2**31 - 1, "codes": 2**28}
 """Upper bounds of sizes by field."""
-LEAST_OF = {"place": 0}
+LEAST_OF = {"place": 0, "vocabulary": 2}
 """Lower bounds of sizes by field; 1 for all others."""
 
 
 def check_fields(config: Any) -> None:
-    """Check types of all fields, and choices and bounds of their settings.
+    """Check types of all fields, choices and bounds of their settings, and bounds of other sizes.
+
+    Sizes are the fields of integers.
 
     Args:
         config: a dataclass.
@@ -153,19 +155,15 @@ def check_fields(config: Any) -> None:
         ArbError: a value has the wrong type or is out of bounds.
     """
     for field in dataclasses.fields(config):
-        check_value(field.name, getattr(config, field.name), field.type)
-
-
-def check_value(field: str, value: Any, annotation: Any) -> None:
-    """Check the type of a value, and the choices and bounds of its setting.
-
-    Raises:
-        ArbError: it has the wrong type or is out of bounds.
-    """
-    kind, setting = parted(annotation)
-    check_type(field, value, kind)
-    if setting is not None:
-        check_setting(field, value, setting)
+        name, value = field.name, getattr(config, field.name)
+        kind, setting = parted(field.type)
+        check_type(name, value, kind)
+        if setting is not None:
+            check_setting(name, value, setting)
+        elif kind is not float:  # an integer in a field of floats may be 0
+            sizes = value if isinstance(value, tuple) else (value,)
+            for size in (size for size in sizes if type(size) is int):
+                check_bounds(name, size, LEAST_OF.get(name, 1), LARGEST_OF.get(name, LARGEST))
 
 
 def check_setting(field: str, value: Any, setting: Setting) -> None:
@@ -179,10 +177,9 @@ def check_setting(field: str, value: Any, setting: Setting) -> None:
             continue
         if setting.choices:
             check_choice(field, one, (*setting.choices, *setting.also))
-        if setting.minimum is not None:
-            check_at_least(field, one, setting.minimum)
-        if setting.maximum is not None or type(one) is int:
-            check_at_most(field, one, MOST if setting.maximum is None else setting.maximum)
+        most = MOST if setting.maximum is None and type(one) is int else setting.maximum
+        if not isinstance(one, str):
+            check_bounds(field, one, setting.minimum, most)
 
 
 def check_type(field: str, value: Any, kind: Any) -> None:
@@ -231,35 +228,6 @@ def as_type(value: Any, kind: Any, where: str) -> Any:
     raise ArbError(f"{where} is `{shown(value)}`", hint=f"it takes a value of type {names}")
 
 
-def check_sizes(config: Any) -> None:
-    """Check the bounds of all sizes, which are the fields of integers.
-
-    Args:
-        config: a dataclass whose fields have valid types.
-
-    Raises:
-        ArbError: a size is out of bounds.
-    """
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if plain_type(field.type) is float:  # an integer in a field of floats may be 0
-            continue
-        minimum, maximum = LEAST_OF.get(field.name, 1), LARGEST_OF.get(field.name, LARGEST)
-        check_integers(field.name, value, minimum, maximum)
-
-
-def check_integers(field: str, value: Any, minimum: int, maximum: int) -> None:
-    """Check that a value, or those of a tuple, are within `minimum` and `maximum` if integers.
-
-    Raises:
-        ArbError: an integer is out of bounds.
-    """
-    for size in value if isinstance(value, tuple) else (value,):
-        if type(size) is int:
-            check_at_least(field, size, minimum)
-            check_at_most(field, size, maximum)
-
-
 def check_choice(field: str, value: object, known: Iterable[object]) -> None:
     """Check that a value is one of `known`.
 
@@ -274,25 +242,18 @@ def check_choice(field: str, value: object, known: Iterable[object]) -> None:
         )
 
 
-def check_at_least(field: str, value: float, minimum: float = 1) -> None:
-    """Check that a number is at least `minimum`.
+def check_bounds(
+    field: str, value: float, minimum: float | None = 1, maximum: float | None = None
+) -> None:
+    """Check that a number is within bounds, of which None is no bound.
 
     Raises:
-        ArbError: it is smaller.
+        ArbError: it is smaller or larger.
     """
-    if value < minimum:
-        raise ArbError(
-            f"`{field}` is {shown(value)}", hint=f"use {minimum} or more", fields=(field,)
-        )
-
-
-def check_at_most(field: str, value: float, maximum: float) -> None:
-    """Check that a number is at most `maximum`.
-
-    Raises:
-        ArbError: it is larger.
-    """
-    if value > maximum:
-        raise ArbError(
-            f"`{field}` is {shown(value)}", hint=f"use at most {maximum:,}", fields=(field,)
-        )
+    hint = None
+    if minimum is not None and value < minimum:
+        hint = f"use {minimum} or more"
+    if maximum is not None and value > maximum:
+        hint = f"use at most {maximum:,}"
+    if hint:
+        raise ArbError(f"`{field}` is {shown(value)}", hint=hint, fields=(field,))

@@ -31,7 +31,7 @@ from arbcli.config.settings import (
     PRESETS_OWN,
     Declared,
     Setting,
-    check_integers,
+    check_bounds,
     check_type,
     plain_type,
     settings_of,
@@ -322,7 +322,9 @@ def assemble(form: str, values: dict[str, Any]) -> ModelConfig:
         value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
         check_type(name, value, plain_type(known[name].annotation))
         checked[name] = value
-        check_integers(name, value, 1, largest.get(name, LARGEST))
+        for size in value if isinstance(value, tuple) else (value,):
+            if type(size) is int:
+                check_bounds(name, size, 1, largest.get(name, LARGEST))
     built = {name: value for name, value in checked.items() if name in (*form_arguments, *STORAGE)}
     config = build(**built)
     if checked.keys() - built.keys() - {*PART_RULES}:

@@ -17,7 +17,7 @@ import torch
 from arbcli.base.errors import ArbError, os_errors
 from arbcli.base.reading import read_json
 from arbcli.base.run_files import CONFIG, RUNS, TOKENIZER, run_of
-from arbcli.config.settings import check_at_least
+from arbcli.config.settings import check_bounds
 from arbcli.config.training import (
     TrainConfig,
     train_config_dict,
@@ -118,7 +118,7 @@ def read_facts(run: Path) -> dict[str, Any]:
     """
     content = read_json(run / CONFIG, FACTS)
     facts = {name: value for name, value in content.items() if value is not None}
-    check_at_least("threads", facts.get("threads", 1))
+    check_bounds("threads", facts.get("threads", 1))
     return facts
 
 

@@ -57,7 +57,7 @@ def shown(value: float) -> str:
     [
         (float, (1, -2, 0.5), (nan, inf, -inf, True, "1", None)),
         (float | None, (None, 1, 0.5), (nan, inf, False, "1")),
-        (int, (1, -2), (1.0, nan, True, "1", None)),
+        (int, (1, 2**20), (1.0, nan, True, "1", None)),
         (bool, (True, False), (1, 0, None)),
         (str, ("", "a"), (b"a", 1, None)),
         (tuple[int, int], ((1, 2),), ((1,), (1, 2, 3), (1, 2.0), [1, 2])),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from arbcli.base.errors import ArbError
 from arbcli.config.layer_spec import LayerSpec
-from arbcli.config.settings import check_choice, check_fields, check_sizes
+from arbcli.config.settings import check_choice, check_fields
 from arbcli.model.rules import RULES
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ class PartConfig:
             ArbError: a value has the wrong type, a size is out of bounds, or no rule has the name.
         """
         check_fields(self)
-        check_sizes(self)
         if self.rule is not None:
             check_choice("rule", self.rule, RULES)
 
