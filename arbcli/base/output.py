@@ -22,10 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -231,24 +229,6 @@ def is_shown() -> bool:
     return _stdout.isatty()
 
 
-@contextlib.contextmanager
-def typing_dropped() -> Iterator[None]:
-    """Discard keys that are pressed within the block, without an echo."""
-    try:
-        import termios
-    except ImportError:  # on Windows
-        yield
-        return
-    before = termios.tcgetattr(sys.stdin)
-    hidden = [*before]
-    hidden[3] &= ~termios.ECHO  # index 3: local modes
-    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, hidden)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSAFLUSH, before)
-
-
 def read_line(mark: str) -> str | None:
     """Read a line from the terminal after the prompt `mark`; None at the end of input."""
     try:
@@ -341,17 +321,6 @@ PIPE_SECONDS = 10.0
 """Least interval between lines of progress where stderr is not a terminal."""
 
 
-class _LiveLine(Live):
-    """A live display of one line, which leaves nothing behind if the terminal becomes narrower."""
-
-    def process_renderables(self, renderables: list[Any]) -> list[Any]:
-        """Clear all rows over which the terminal has wrapped the line since it was written."""
-        if self._live_render._shape is not None:
-            columns, _ = self._live_render._shape
-            self._live_render._shape = columns, max(1, -(-columns // self.console.width))
-        return super().process_renderables(renderables)
-
-
 class LiveLine:
     """A status line on stderr that is updated in place; off a terminal, each update is a new line.
 
@@ -367,7 +336,7 @@ class LiveLine:
         self._make: Callable[[int], str] = lambda _: ""
         self._follows = self._is_left = False
         self._next = time.monotonic() + PIPE_SECONDS
-        self._live = _LiveLine(
+        self._live = Live(
             console=_err,
             auto_refresh=moves,
             refresh_per_second=1,
@@ -431,28 +400,6 @@ class LiveLine:
         return Text(_one_line(self._make(self.width)), no_wrap=True, overflow="ellipsis")
 
 
-_WORD_PARTS = re.compile(r"(?<=\w[./_-])(?=\w)")
-"""Places in a word, such as the name of a setting, where a line may end."""
-
-
-class _Cell(Text):
-    """Text that breaks words of more than a line after `.`, `/`, `_` and `-`, where it can."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        """Yield the lines."""
-
-        def break_word(word: re.Match) -> str:
-            lines = [""]
-            for part in _WORD_PARTS.split(word[0]):
-                if cell_len(lines[-1] + part) > options.max_width:
-                    lines.append("")
-                lines[-1] += part
-            return "\n".join(filter(None, lines))
-
-        broken = Text(re.sub(r"\S+", break_word, self.plain), style=self.style)
-        yield from broken.__rich_console__(console, options)
-
-
 def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 1) -> Table:
     """Return a table of text cells; all columns after the first `left` are right-aligned.
 
@@ -461,11 +408,10 @@ def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 
     title_text = Text(_one_line(title))
     result = Table(title=title_text, title_justify="left", show_header=any(columns))
     for index, column in enumerate(columns):
-        result.add_column(
-            _Cell(column), justify="left" if index < left else "right", overflow="fold"
-        )
+        justify = "left" if index < left else "right"
+        result.add_column(Text(column), justify=justify, overflow="fold")
     for row in rows:
-        result.add_row(*(_Cell(printable(cell)) for cell in row))
+        result.add_row(*(Text(printable(cell)) for cell in row))
     return result
 
 

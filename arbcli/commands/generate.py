@@ -2,7 +2,6 @@
 
 import os
 import sys
-from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -19,7 +18,6 @@ from arbcli.base.output import (
     is_shown,
     is_terminal,
     note,
-    typing_dropped,
     write_bytes,
     write_chunks,
 )
@@ -211,7 +209,7 @@ def generate(
             template_of(checkpoint if checkpoint.is_dir() else checkpoint.parent)
     lines = read_lines(prompts) if prompts else []
     is_interactive = given.isdisjoint(NOT_INTERACTIVE) and is_terminal()
-    with LiveLine() as line, typing_dropped() if is_interactive else nullcontext():
+    with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.families.hnet import boundaries as chunking
         from arbcli.families.masked.holes import HOLE, HOLE_LENGTH, fill_text

@@ -95,7 +95,7 @@ def plot_runs(report: RunComparison, png: Path) -> None:
 def plot_probe(report: dict[str, Any], png: Path) -> None:
     """Draw residual stream, flips, losses and logits of a probe.
 
-    Besides, what several streams are read and written by, and lengths of chunks, if there are any.
+    Besides, lengths of chunks, if there are any.
 
     Args:
         report: the object that `arb probe-loss --json` prints.
@@ -107,8 +107,7 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
     chunks = report["chunks"]
     readings = report["readings"]
     first, last = readings[0], readings[-1]
-    ranges = last["stream_ranges"]
-    figure, (stream, flips, loss, logits, *more) = _figure(4 + bool(chunks) + bool(ranges))
+    figure, (stream, flips, loss, logits, *more) = _figure(4 + bool(chunks))
     for reading, color in ((first, FAINT), (last, BLUE)):
         label = f"after step {reading['step']}"
         sizes = [_number(size) for size in reading["residual_rms"]]
@@ -145,9 +144,7 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
     logits.axhline(LEAST_SPREAD, color=FAINT, linestyle=":", linewidth=1)
     _label(logits, "spread of logits", "steps done", "standard deviation")
 
-    if ranges:
-        _draw_ranges(more[0], ranges)
-    for axes in more[-1:] if chunks else ():
+    for axes in more:
         counts = chunks["lengths"]
         axes.bar(range(1, len(counts) + 1), counts, color=GREEN, width=0.8)
         mean = chunks["mean_lengths"][0]
@@ -163,26 +160,6 @@ def plot_probe(report: dict[str, Any], png: Path) -> None:
     )
     figure.suptitle(f"{rules}: {verdicts}   ({shape})", color=INK, fontsize=12)
     _save(figure, png)
-
-
-def _draw_ranges(axes: "Axes", ranges: list[list[float | None]]) -> None:
-    """Draw bars from the least to the largest weight, of each branch of each block."""
-    for shift, color, label in ((0, BLUE, "read"), (2, ORANGE, "written")):
-        for place, branch in enumerate((0, 4)):
-            ends = [[_number(value) for value in of[branch + shift :][:2]] for of in ranges]
-            at = [index + 0.5 * place for index in range(len(ends))]
-            lowest, highest = zip(*ends, strict=True)
-            axes.vlines(
-                at,
-                lowest,
-                highest,
-                label="" if place else label,
-                color=color,
-                linewidth=3,
-                alpha=0.7,
-            )
-    axes.legend(frameon=False, fontsize=8)
-    _label(axes, "weights of streams", "blocks, attention and MLP", "least to largest")
 
 
 def _figure(columns: int) -> "tuple[Figure, list[Axes]]":

@@ -94,26 +94,6 @@ def test_chunks_of_a_text_are_obeyed_by_no_terminal(monkeypatch):
     assert "\x1b[31mred\\x1b[2J" in stream.getvalue()
 
 
-def test_long_names_in_a_table_are_broken_between_their_words():
-    name = "stages.0.blocks.channel.down_projection.scale_type_of_the_weights"
-    long = "x" * 90
-    rows = [[name, "first-tuned/step_000100", "none"], ["lr", f"{name} {name}", "0.123456789"],
-            ["text", "a few plain words", long]]  # fmt: skip
-    stream = io.StringIO()
-    Console(file=stream, width=80).print(table("Differences", ["", name, name], rows))
-    lines = [line for line in stream.getvalue().splitlines() if line[0] in "│┃"]
-    assert {*map(len, lines)} == {80}
-    columns = zip(*(re.split("[│┃]", line)[1:-1] for line in lines), strict=True)
-    cells = [[cell.strip() for cell in column] for column in columns]
-    first, second, third = map("".join, cells)
-    assert first == f"{name}lrtext"
-    assert second == f"{name}first-tuned/step_000100{name}{name}a few plain words"
-    assert third == f"{name}none0.123456789{long}"
-    whole = ("weights", "lr", "text", "a few plain words", "first-tuned/step_000100")
-    for cell in filter(None, cells[0] + cells[1]):
-        assert cell.endswith((".", "_", *whole)), cell
-
-
 @pytest.fixture
 def terminal(monkeypatch) -> io.StringIO:
     stream = io.StringIO()
@@ -140,16 +120,6 @@ def test_wait_lines_in_a_pipe_are_some_time_apart(capsys, monkeypatch):
             line.show_wait(f"step {number}")
         line.show_wait("")
     assert capsys.readouterr().err == "step 1\nstep 3\n"
-
-
-def test_narrower_terminal_keeps_nothing_of_a_wider_line(terminal):
-    """It has wrapped 75 columns over three rows of 30, all of which are cleared."""
-    with LiveLine() as line:
-        line.show("a" * 75)
-        output._err.width = 30
-        before = len(terminal.getvalue())
-        line.show("b" * 20)
-        assert terminal.getvalue()[before:] == "\r\x1b[2K" + 2 * "\x1b[1A\x1b[2K" + "b" * 20
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,10 @@
 """The prompt loop: lines are continued after the text so far, and Ctrl-C stops the text only."""
 
-import os
-import pty
-import select
 import signal
 from types import SimpleNamespace
 
 import pytest
 
-from arbcli.base import output
 from arbcli.base.signals import Interrupted
 from arbcli.commands import _chat
 from arbcli.generation.generation import generate
@@ -81,18 +77,3 @@ def test_other_signals_end_the_program(number, model, typed):
     typed(lambda: signal.raise_signal(number))
     with pytest.raises(Interrupted):
         _chat.chat(model, 5, Sampling(), "torch")
-
-
-def test_input_typed_ahead_is_neither_shown_nor_kept(monkeypatch):
-    ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "r") as stdin:
-        monkeypatch.setattr("sys.stdin", stdin)
-        with output.typing_dropped():
-            os.write(ours, b"early\n")
-            select.select([theirs], [], [])  # it has come
-        os.write(ours, b"late\n")
-        assert stdin.readline() == "late\n"
-        shown, _, _ = select.select([ours], [], [], 10.0)  # and no echo is waited for in vain
-        assert shown
-        assert os.read(ours, 99) == b"late\r\n"
-    os.close(ours)

@@ -4,7 +4,7 @@ import io
 import json
 import os
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -92,7 +92,6 @@ def test_every_option_reaches_the_prompt_loop(generate, monkeypatch):
     chat = mock.Mock()
     monkeypatch.setattr("arbcli.commands.generate.chat", chat)
     monkeypatch.setattr("arbcli.commands.generate.is_terminal", lambda: True)
-    monkeypatch.setattr("arbcli.commands.generate.typing_dropped", nullcontext)
     how = ["--temperature", "0.5", "--top-k", "3", "--top-p", "0.25", "--seed", "9"]
     assert generate(*how, "--length", "4", "--kv", "int8", "--compute", "bf16").returncode == 0
     _, length, sampling, backend, kv, conversation = chat.call_args.args
