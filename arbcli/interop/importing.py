@@ -79,13 +79,9 @@ def import_folder(
     source: Path,
     run: Path,
     *,
-    rule: str = "moment",
-    attention_rule: str | None = None,
-    mlp_rule: str | None = None,
-    scale_type: str | None = None,
-    direction: str | None = "orthogonal",
     ignored: Collection[str] = (),
     on_read: Callable[[str], None] = lambda name: None,
+    **storage: str | None,
 ) -> ImportReport:
     """Read a folder for Transformers into a run, whose weights are all digits.
 
@@ -97,13 +93,11 @@ def import_folder(
     Args:
         source: the folder.
         run: directory to create, without a checkpoint.
-        rule: one of `arbcli.model.rules.FADING`.
-        attention_rule: rule of attention; None is `rule`.
-        mlp_rule: rule of MLPs; None is `rule`.
-        scale_type: scale type of the weights; None is `T128` for trits, and `T32` for all digits.
-        direction: direction whose state is created.
         ignored: names of fields of `config.json` that are unknown and decide nothing.
         on_read: called with the name of each tensor before it is read.
+        storage: how weights are stored: `rule`, one of `arbcli.model.rules.FADING`; `direction`;
+            `scale_type`, by default `T128` for trits, and `T32` for all digits; `attention_rule`
+            and `mlp_rule`.
 
     Raises:
         ArbError: the folder is damaged or its model is not supported, or the run cannot be created.
@@ -111,9 +105,7 @@ def import_folder(
     started = time.perf_counter()
     if checkpoints(run) or (run / CONFIG).exists():
         raise ArbError(f"`{run}` already contains a run", hint="choose another `--out`")
-    storage = {"rule": rule, "scale_type": scale_type, "direction": direction}
-    rules = {"attention_rule": attention_rule, "mlp_rule": mlp_rule}
-    config = read_folder_config(source, ignored, **storage, **rules, digits="all")
+    config = read_folder_config(source, ignored, **storage, digits="all")
     values = read_json(source / CONFIG)
     if known_shape(config).sub_norms:
         raise ArbError(
@@ -126,7 +118,7 @@ def import_folder(
     with torch.device("meta"):
         shapes = build_model(config, torch.float32)
     check_tensors(folder, shapes)
-    trits = scale_type or OF_TRITS
+    trits = storage.get("scale_type") or OF_TRITS
     if not known_shape(config).bitnet and _are_trits(folder, shapes, SCALE_TYPES[trits]):
         config = dataclasses.replace(config, digits="trit", scale_type=trits)
         with torch.device("meta"):

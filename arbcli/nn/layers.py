@@ -100,24 +100,13 @@ class Linear(IntegerModule, nn.Linear):
     Weights are initialised as those of `torch.nn.Linear`.
 
     Args:
-        in_features: K.
-        out_features: N.
-        bias: whether there is a bias.
-        device: device of the weights.
-        dtype: dtype of biases and of `weight` as it is read, bfloat16 or float32.
+        args, kwargs: those of `torch.nn.Linear`, among them `dtype`, that of biases and of `weight`
+            as it is read: bfloat16 or float32.
         storage: rule, scale type and direction: see `Storage`.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        storage: Storage = DEFAULT,
-    ) -> None:
-        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+    def __init__(self, *args: Any, storage: Storage = DEFAULT, **kwargs: Any) -> None:
+        nn.Linear.__init__(self, *args, **kwargs)
         pack(self, storage)
 
     _float_class = nn.Linear
@@ -140,26 +129,13 @@ class Embedding(IntegerModule, nn.Embedding):
     Weights are initialised as those of `torch.nn.Embedding`.
 
     Args:
-        num_embeddings: V.
-        embedding_dim: D.
-        padding_idx: row that is not trained; None for none.
-        device: device of the weights.
-        dtype: dtype of the result, bfloat16 or float32.
+        args, kwargs: those of `torch.nn.Embedding`, among them `dtype`, that of the result:
+            bfloat16 or float32.
         storage: rule, scale type and direction: see `Storage`.
     """
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        device: Any = None,
-        dtype: Any = None,
-        storage: Storage = DEFAULT,
-    ) -> None:
-        nn.Embedding.__init__(
-            self, num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype
-        )
+    def __init__(self, *args: Any, storage: Storage = DEFAULT, **kwargs: Any) -> None:
+        nn.Embedding.__init__(self, *args, **kwargs)
         pack(self, storage)
 
     _float_class = nn.Embedding

@@ -8,6 +8,7 @@ from torch import nn
 from arbcli.base.errors import ArbError, quoted
 from arbcli.config.layer_spec import SCALE_TYPES, LayerSpec, is_chunked
 from arbcli.model.initial import head_lr_factor, inner_lr_factor
+from arbcli.model.layers.vector import DIRECTION as VECTOR_DIRECTION
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import DIRECTION, WITH_DIGITS
 from arbcli.nn.weights import (
@@ -115,7 +116,10 @@ def new_packed(
             matrices = len(value) if value.ndim == 3 else 1
             rows = shape[1] if value.ndim == 3 else len(value)
             columns = value.numel() // (matrices * rows)
-            packed = Stack(matrices, rows, columns, site, area="read", dtype=value.dtype)
+            packed = Stack(
+                matrices * rows, columns, site, area="read", direction=VECTOR_DIRECTION,
+                matrices=matrices, dtype=value.dtype,
+            )  # fmt: skip
         packed.anchor.requires_grad_(value.requires_grad)
     packed.shape, packed.transposed = tuple(value.shape), transposed
     return packed

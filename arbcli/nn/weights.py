@@ -28,7 +28,7 @@ from arbcli.kernels.rows.ternary_embedding import embedding_rows
 from arbcli.model.layers.embedding import EmbeddingWeight
 from arbcli.model.layers.linear import LinearWeight
 from arbcli.model.layers.symbols import ManyEmbeddingsWeight, Scored, SymbolWeight
-from arbcli.model.layers.vector import DIRECTION, ReadWeight, VectorWeight
+from arbcli.model.layers.vector import ReadWeight, VectorWeight
 from arbcli.model.packed import GradientSink, StreamedTensor
 
 READ_AT_ONCE = 1 << 22
@@ -431,21 +431,6 @@ class Numbers(Anchored, VectorWeight):
 
 class Stack(Anchored, ReadWeight):
     """Matrices that a module reads, stacked by rows and stepped separately."""
-
-    def __init__(
-        self,
-        matrices: int,
-        rows: int,
-        columns: int,
-        site: LayerSpec,
-        *,
-        area: str,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(
-            matrices * rows, columns, site, area=area, direction=DIRECTION, matrices=matrices,
-            dtype=dtype,
-        )  # fmt: skip
 
     always_has_gradients = True
 
