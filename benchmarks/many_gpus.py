@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from arbcli.data.opening import open_texts
-from arbcli.data.text import Texts, evaluation_batches
+from arbcli.data.text import Texts, held_out_batch
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.checkpoint import tensor_digest
@@ -197,14 +197,12 @@ def learn(
             )
             for _ in range(steps):
                 trainer.train_step()
+            ctx = trainer.config.model.ctx
             with torch.no_grad(), use_backend(trainer.config.backend):
                 losses = [
-                    trainer.model.loss(*pair)
-                    for pair in evaluation_batches(
-                        texts.val, num_batches=40, batch_size=32,
-                        context=trainer.config.model.ctx, device=trainer.device,
-                    )
-                ]  # fmt: skip
+                    trainer.model.loss(*held_out_batch(texts.val, number, 32, ctx, trainer.device))
+                    for number in range(40)
+                ]
             loss = float(torch.stack(losses).mean())
         seconds = time.perf_counter() - started
         row = {"part": "quality", "preset": preset, "kind": kind, "gpus": 1, "seed": seed}

@@ -46,7 +46,7 @@ from arbcli.data.text import (
     Text,
     batch,
     batch_starts,
-    evaluation_batches,
+    held_out_batch,
 )
 from arbcli.generation.load import load_model, read_saved, saved_config
 from arbcli.interop.huggingface.config_json import read_folder_config
@@ -504,10 +504,8 @@ def scores(
             options["data"] = options["val"]  # what it was trained on is not read
             text = open_run_texts(twin_config(folder, device=device, **options)).val
             total, count = 0.0, 0
-            for inputs in evaluation_batches(
-                text, num_batches=EVAL_BATCHES, batch_size=setting.batch, context=setting.ctx,
-                device=device,
-            ):  # fmt: skip
+            for number in range(EVAL_BATCHES):
+                inputs = held_out_batch(text, number, setting.batch, setting.ctx, device)
                 learnt = int((inputs[1] >= 0).sum())
                 total, count = total + float(model.loss(*inputs)) * learnt, count + learnt
             figures[field] = round(total / count / text.symbol_bytes, 4)

@@ -49,6 +49,10 @@ MOST_BLOCKS = 1024
 MOST_OUTER_STAGES = 8
 MOST = 2**20
 """Maximum width, context and vocabulary."""
+OF_SITES = (
+    "scale_type", "rule", "digits", "votes_fixes", "direction", "weights", "norm_gain", "norm_eps",
+)  # fmt: skip
+"""Fields of a model that all its sites have."""
 MOST_EPS = 0.01
 """Maximum of `norm_eps`."""
 EPS_KINDS = ("attention", "mlp")
@@ -626,15 +630,8 @@ class ModelConfig:
             dim=stage_config.dim,
             depth=len(stage_config.lists[0]) if depth is None else depth,
             ctx=self.slots[stage],
-            scale_type=self.scale_type,
-            rule=self.rule,
-            digits=self.digits,
-            votes_fixes=self.votes_fixes,
-            direction=self.direction,
-            weights=self.weights,
-            norm_gain=self.norm_gain,
-            norm_eps=self.norm_eps,
             causal=not self.is_masked,
+            **{name: getattr(self, name) for name in OF_SITES},
         )
 
     def blocks(self) -> Iterator[tuple[LayerSpec, BlockConfig]]:

@@ -78,14 +78,18 @@ class ChatTemplate:
                 f"`{name}` is not a chat template: {_reason(error)}", hint=HINT
             ) from None
 
-    def render(
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
+        """Format messages as one text: see `render_marked`."""
+        return self.render_marked(messages, **options)[0]
+
+    def render_marked(
         self,
         messages: Sequence[Message],
         *,
         asks: bool = False,
         tools: Any = None,
         documents: Any = None,
-    ) -> str:
+    ) -> tuple[str, list[tuple[int, int]]]:
         """Format messages as one text, with the variables that Transformers gives to templates.
 
         Args:
@@ -96,18 +100,6 @@ class ChatTemplate:
 
         Raises:
             ArbError: the template refuses the messages, fails, or exceeds a limit.
-        """
-        return self.render_marked(messages, asks=asks, tools=tools, documents=documents)[0]
-
-    def render_marked(
-        self,
-        messages: Sequence[Message],
-        *,
-        asks: bool = False,
-        tools: Any = None,
-        documents: Any = None,
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Format messages: see `render`.
 
         Returns:
             The text, and the first character of each `{% generation %}` block and that after its

@@ -322,17 +322,11 @@ def batch_starts(
     return text.starts(key, batch_size, context + 1)
 
 
-def evaluation_batches(
-    text: Text,
-    *,
-    num_batches: int = EVAL_BATCHES,
-    batch_size: int,
-    context: int,
-    device: "torch.device | str",
-) -> Iterator["tuple[Tensor, ...]"]:
-    """Yield held-out batches, the same on every call."""
-    for number in range(num_batches):
-        yield batch_at(text, evaluation_starts(text, number, batch_size, context), context, device)
+def held_out_batch(
+    text: Text, number: int, batch_size: int, context: int, device: "torch.device | str"
+) -> "tuple[Tensor, ...]":
+    """Read a held-out batch, always the same: see `evaluation_starts`."""
+    return batch_at(text, evaluation_starts(text, number, batch_size, context), context, device)
 
 
 def num_evaluation_batches(batch_size: int, accumulation: int, context: int) -> int:

@@ -32,6 +32,8 @@ from arbcli.training.parallel.group import Group
 from arbcli.training.teacher import read_teacher
 from arbcli.training.trainer import Trainer
 
+OF_RUN = "device", "backend", "compute", "batch", "accum", "steps"
+"""Settings of a run that its report has."""
 TOLERANCE = 0.01
 """Maximum relative error of the predicted size of the state."""
 
@@ -265,12 +267,7 @@ def audit(
         check_levels(ends),
     )
     return AuditReport(
-        device=config.device,
-        backend=config.backend,
-        compute=config.compute,
-        batch=config.batch,
-        accum=config.accum,
-        steps=config.steps,
+        **{name: getattr(config, name) for name in OF_RUN},
         predicted=state,
         predicted_peak=predicted_peak,
         measured=measured,

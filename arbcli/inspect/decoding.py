@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from arbcli.base.errors import ArbError
 from arbcli.config.training import TrainConfig
-from arbcli.data.text import evaluation_batches
+from arbcli.data.text import held_out_batch
 from arbcli.generation.decoder import Decoder, read_symbols
 from arbcli.generation.load import empty_model
 from arbcli.inspect.audit import Check, Level, check_levels, read_level
@@ -161,10 +161,7 @@ def _held_out(config: TrainConfig, length: int) -> Tensor:
     text = open_run_texts(config).val
     if text.packs:
         raise ArbError("decoding is measured on plain text", hint="name a text with `--data`")
-    ((ids, *_),) = evaluation_batches(
-        text, num_batches=1, batch_size=1, context=length, device=config.device
-    )
-    return ids[0]
+    return held_out_batch(text, 0, 1, length, config.device)[0][0]
 
 
 def _model(config: TrainConfig, checkpoint: Checkpoint | None) -> LanguageModel:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from arbcli.base.errors import ArbError
 from arbcli.config.training import TrainConfig
-from arbcli.data.text import entropy, evaluation_batches
+from arbcli.data.text import entropy, held_out_batch
 from arbcli.families.experts.mixture import Experts
 from arbcli.families.streams.hyper_connection import HyperConnection
 from arbcli.generation.load import read_saved
@@ -162,10 +162,7 @@ def examine(
         raise ArbError(
             "a probe reads plain text, and these are documents", hint="name a text with `--data`"
         )
-    ((ids, targets, *_),) = evaluation_batches(
-        trainer.texts.val, num_batches=1, batch_size=windows, context=context, device=device
-    )
-    held_out = ids, targets
+    held_out = held_out_batch(trainer.texts.val, 0, windows, context, device)
     starts = [0, *(2**bit for bit in range((context - 1).bit_length()))]
     peak = 0
     with (

@@ -28,6 +28,8 @@ _SCHEMA = {
 }  # fmt: skip
 _TIMED = 1000
 """Number of records of which the median speed is taken."""
+SPREADS = "loss", "val_loss", "best_val_loss", "seconds", "bytes_per_second"
+"""Fields of runs whose means and deviations a group has."""
 _SHOWN_DIGITS = 12
 """Number of hexadecimal digits of a digest that identify it in a table."""
 
@@ -305,11 +307,7 @@ def _group(runs: Sequence[RunSummary], differing: Sequence[str]) -> RunGroup:
         seeds=tuple(run.seed for run in runs),
         settings={name: runs[0].settings.get(name) for name in differing},
         steps=(min(values("step")), max(values("step"))),
-        loss=spread("loss"),
-        val_loss=spread("val_loss"),
-        best_val_loss=spread("best_val_loss"),
         state_bytes=max(values("state_bytes"), default=None),
         peak_bytes=max(values("peak_bytes"), default=None),
-        seconds=spread("seconds"),
-        bytes_per_second=spread("bytes_per_second"),
+        **{name: spread(name) for name in SPREADS},
     )

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from arbcli.config.training import train_config_from
 from arbcli.data.opening import open_texts
-from arbcli.data.text import entropy, evaluation_batches
+from arbcli.data.text import entropy, held_out_batch
 from arbcli.inspect.probe import (
     _count_acausal,
     _histogram,
@@ -196,8 +196,7 @@ def test_causality_of_experts_is_checked_in_float32(text):
 def test_readings_are_those_of_the_held_out_batch(text, monkeypatch):
     trainer, peaks = trainer_of(text, warmup=2, steps=3), iter([500, 900, 700])
     monkeypatch.setattr("arbcli.inspect.probe.peak_bytes", lambda device: next(peaks))
-    sizes = {"batch_size": trainer.config.batch, "context": SMALL["ctx"], "device": "cpu"}
-    ((ids, targets),) = evaluation_batches(trainer.texts.val, num_batches=1, **sizes)
+    ids, targets = held_out_batch(trainer.texts.val, 0, trainer.config.batch, SMALL["ctx"], "cpu")
     rates = [learning_rate(trainer.config, step) for step in range(3)]
     report = examine(trainer, 3)
     last = report.readings[-1]
