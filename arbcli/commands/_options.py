@@ -17,11 +17,11 @@ from arbcli.base.environment import may_have_gpu, no_cuda_device
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.lazy import imported
 from arbcli.base.output import note
-from arbcli.base.reading import check_regular
+from arbcli.base.reading import LARGEST_FILE, check_regular, open_regular, parse_json
 from arbcli.commands._help import show_all
-from arbcli.commands._saved import check_is_model
 from arbcli.config.file import read_assignments, read_model
-from arbcli.config.presets import ATTENTIONS, check_preset
+from arbcli.config.model import ModelConfig
+from arbcli.config.presets import ATTENTIONS, check_preset, config_from_dict
 from arbcli.config.settings import (
     MODEL,
     OUTPUT,
@@ -239,6 +239,44 @@ def find_run(path: Path, root: Path | None = None, *, loads: bool = False) -> Pa
     elif loads and not path.is_dir():
         check_is_model(path)
     return path
+
+
+def config_in_header(path: Path) -> ModelConfig | None:
+    """Read a model's configuration from the header of its checkpoint, without a checksum.
+
+    Args:
+        path: a checkpoint, or a run, whose newest checkpoint is read.
+
+    Returns:
+        The configuration; None if it cannot be read, as loading the model reports the reason.
+    """
+    try:
+        file = run_files.checkpoints(path)[0] if path.is_dir() else path
+        with open_regular(file) as source:
+            size = int.from_bytes(source.read(8), "little")
+            header = parse_json(source.read(min(size, LARGEST_FILE)))
+        return config_from_dict(parse_json(header["__metadata__"]["arb"].encode())["config"])
+    except (ArbError, ValueError, TypeError, LookupError, AttributeError):
+        return None
+
+
+def check_is_model(path: Path) -> None:
+    """Check that a folder has a checkpoint, or that a file has the header of a saved model.
+
+    Raises:
+        ArbError: `path` is neither a run nor a checkpoint nor an export.
+    """
+    if path.is_dir():
+        if not any(path.glob("*.safetensors*")):
+            raise run_files.missing_checkpoint(path)
+        return
+    with open_regular(path) as file:
+        head = file.read(9)
+    # the JSON header of a safetensors file follows its 8-byte length
+    if not head.startswith(b"GGUF") and head[8:] != b"{":
+        raise ArbError(
+            f"`{path}` is not a saved model", hint="name a run, a checkpoint or an export"
+        )
 
 
 def check_settings(settings: dict[str, Any]) -> None:

@@ -23,10 +23,10 @@ from arbcli.commands._options import (
     Quiet,
     Run,
     check_entries,
+    config_in_header,
     find_run,
     one_path,
 )
-from arbcli.commands._saved import config_in_header
 from arbcli.data.files import has_documents
 from arbcli.data.opening import open_text
 from arbcli.generation.option_checks import (
@@ -92,7 +92,6 @@ def evaluate(
         from arbcli.generation import (
             evaluation,  # imports torch: slow, and not needed for `arb --help`
         )
-        from arbcli.generation.documents import documents_for
         from arbcli.generation.load import load_named_model
         from arbcli.kernels.runtime.device import resolve_backend, resolve_device
         from arbcli.training.directory import held_out_text, run_conversion
@@ -105,7 +104,7 @@ def evaluate(
         backend = resolve_backend(backend, place)
         model, name = load_named_model(checkpoint, place, note, compute)
         if field is not None and has_documents(field):
-            documents = documents_for(model, Path(name), text[0], field)
+            documents = evaluation.documents_for(model, Path(name), text[0], field)
             if documents.cut:
                 note(f"{documents.cut:,} documents are cut to {documents.context:,} tokens")
             text = documents, f"{text[1]}, `{field}`"

@@ -33,12 +33,12 @@ from arbcli.commands._options import (
     Json,
     Run,
     Seed,
+    config_in_header,
     find_run,
     one_path,
 )
 from arbcli.commands._outputs import check_file
 from arbcli.commands._prompts import PromptProgress, read_lines, read_prompt, stdin_has_data
-from arbcli.commands._saved import config_in_header
 from arbcli.data.chat_template import template_of
 from arbcli.families import MEDIA, medium_of
 from arbcli.families.media.continuing import Completion, write_first

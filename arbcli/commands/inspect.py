@@ -8,9 +8,8 @@ import typer
 from rich.console import Group, RenderableType
 
 from arbcli.base.output import bytes_text, emit, note, table
-from arbcli.commands._options import NAMED, Checkpoint, Json, find_run, one_path
+from arbcli.commands._options import NAMED, Checkpoint, Json, check_is_model, find_run, one_path
 from arbcli.commands._parts_table import parts_table
-from arbcli.commands._saved import check_is_model
 
 if TYPE_CHECKING:
     from arbcli.inspect.saved import DifferenceReport, SavedReport

@@ -14,10 +14,10 @@ from arbcli.commands._options import (
     ComputeOfRun,
     Device,
     Run,
+    config_in_header,
     find_run,
     one_path,
 )
-from arbcli.commands._saved import config_in_header
 
 if TYPE_CHECKING:
     from arbcli.serve.engine import Engine

@@ -2,20 +2,25 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from arbcli.base.environment import interpret_kernels_without_gpu
-from arbcli.base.output import LiveLine, emit, note
+from arbcli.base.output import LiveLine, emit, emit_json, note, table
 from arbcli.base.signals import Interrupted, exit_code
 from arbcli.commands._help import combining
 from arbcli.commands._options import Backend, Device, Json, ScaleType, Seed
 from arbcli.commands._outputs import check_folder
-from arbcli.commands._verify_tables import emit_gates, ledger_tables
 from arbcli.verify.names import check_kernel_names
+
+if TYPE_CHECKING:
+    from arbcli.verify.ledger import Ledger
 
 
 @combining({"--all-tscale-types": ("--tscale-type",)})
@@ -91,6 +96,43 @@ def verify_kernels(
         note(f"stopped by {report.interrupted}: the remaining checks were not run")
         raise typer.Exit(exit_code(report.interrupted))
     raise typer.Exit(0 if report.passed else 1)
+
+
+def ledger_tables(ledger: "Ledger") -> Group:
+    """Lay out results for kernels and models, and the failures."""
+    from arbcli.verify.ledger import sections
+
+    blocks: list[RenderableType] = [
+        table(section.title, list(section.columns), section.rows, left=section.words)
+        for section in sections(ledger)
+    ]
+    blocks += [
+        Text(f"FAIL  {failure.item}  {failure.label}: {failure.error}\n      {failure.command}")
+        for failure in ledger.failures
+    ]
+    outputs, elements, unwritten = (
+        sum(getattr(result, name) for result in ledger.kernels)
+        for name in ("outputs", "elements", "unwritten")
+    )
+    blocks.append(
+        Text(
+            f"{outputs:,} outputs of {elements:,} elements in poisoned memory,"
+            f" {unwritten:,} elements left unwritten; {ledger.seconds:.0f} s"
+        )
+    )
+    blocks += [Text(f"sampled: {item}") for item in ledger.sampled]
+    return Group(*blocks)
+
+
+def emit_gates(*, as_json: bool) -> None:
+    """Print each kernel with its tolerance and the reason for it."""
+    from arbcli.verify.registry import KERNELS
+
+    if as_json:
+        emit_json({spec.name: asdict(spec.gate) for spec in KERNELS})
+        return
+    rows = [[spec.name, spec.gate.text, spec.gate.reason] for spec in KERNELS]
+    emit(None, table("kernels", ["kernel", "gate", "reason"], rows, left=3), as_json=False)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from arbcli.base.errors import ArbError
 from arbcli.base.lazy import imported
-from arbcli.data.chats import Chats
+from arbcli.base.run_files import TOKENIZER
+from arbcli.data.chats import Chats, open_documents
 from arbcli.data.text import Text, check_is_bytes, entropy
 from arbcli.data.tokens import tokenised
 from arbcli.families import MEDIA_MARK
@@ -38,6 +40,8 @@ DRAWS = 16
 """Default number of random masks for each window."""
 SEED = 7
 """Seed of the random masks."""
+SHORTEST_WINDOW = 1024
+"""Minimum number of positions of a window, unless the context is shorter."""
 NEAR = 1024
 """Positions of the first bucket of `by_position`; each further bucket doubles the end."""
 
@@ -198,6 +202,26 @@ def document_loss(
         done += count
         progress(done, total / done)
     return total / done
+
+
+def documents_for(model: LanguageModel, checkpoint: Path, text: Text, field: str) -> Chats:
+    """Tokenise documents as the model reads them, in windows that the longest one fills.
+
+    Args:
+        model: the model.
+        checkpoint: path of its checkpoint, next to which are its tokenizer and template.
+        text: records.
+        field: see `Chats`.
+
+    Raises:
+        ArbError: the model has no tokenizer or no template, or a record is invalid.
+    """
+    path, context = checkpoint.with_name(TOKENIZER), model.config.ctx
+    documents = open_documents(text, field, model.tokenizer, path, context)
+    shorter = max(documents.longest, SHORTEST_WINDOW)
+    if shorter >= context:
+        return documents
+    return open_documents(text, field, model.tokenizer, path, shorter)
 
 
 def _masked_losses(model: LanguageModel, ids: Tensor, numbers: range, draws: int) -> Tensor:

@@ -20,7 +20,6 @@ from rich.table import Table
 
 from arbcli.commands import (
     _run_display,
-    _verify_tables,
     audit_memory,
     check,
     compare,
@@ -30,6 +29,7 @@ from arbcli.commands import (
     import_model,
     inspect,
     probe_loss,
+    verify_kernels,
 )
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
@@ -348,7 +348,7 @@ def _shown_by_verify() -> str:
         )),
     )  # fmt: skip
     stopped = dataclasses.replace(few, interrupted="SIGINT")
-    tables = [plain(_verify_tables.ledger_tables(each)) for each in (report, few)]
+    tables = [plain(verify_kernels.ledger_tables(each)) for each in (report, few)]
     return "\n".join([*tables, *map(ledger_page, (report, few, untimed, stopped))])
 
 
