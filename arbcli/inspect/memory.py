@@ -150,20 +150,27 @@ def _empty(config: ModelConfig) -> "LanguageModel":
 
 
 def _state(config: ModelConfig, model: "LanguageModel") -> StateReport:
-    weights, sizes = Counter[str](), {area: Counter[str]() for area in AREAS}
+    weights, sizes = Counter[str](), sizes_by_area(model)
     for tensor in model.state_modules():
         weights[tensor.area] += getattr(tensor, "num_weights", 0)
-        for name, kind in tensor.kinds.items():
-            sizes.setdefault(tensor.area, Counter())[kind] += getattr(tensor, name).nbytes
     tensors = model.packed_tensors().values()
     trained = sum(tensor.num_weights for tensor in tensors if not tensor.frozen)
     return StateReport(
         config=config,
-        areas={area: _footprint(weights[area], kinds) for area, kinds in sizes.items() if kinds},
+        areas={area: _footprint(weights[area], kinds) for area, kinds in sizes.items()},
         total=_footprint(weights.total(), sum(sizes.values(), Counter())),
         trained_weights=trained,
         adamw_bytes=trained * ADAMW_BYTES,
     )
+
+
+def sizes_by_area(model: "LanguageModel") -> dict[str, Counter[str]]:
+    """Sum the bytes of a model's state by area, in the order of `AREAS`, and by purpose."""
+    sizes = {area: Counter[str]() for area in AREAS}
+    for tensor in model.state_modules():
+        for name, kind in tensor.kinds.items():
+            sizes.setdefault(tensor.area, Counter())[kind] += getattr(tensor, name).nbytes
+    return {area: kinds for area, kinds in sizes.items() if kinds}
 
 
 def _footprint(weights: int, sizes: Counter[str]) -> Footprint:

@@ -1,7 +1,7 @@
 """Description of a saved model: a run, a checkpoint, or an export of any form."""
 
+import dataclasses
 import re
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from arbcli.base.errors import ArbError
 from arbcli.base.reading import check_schema, open_regular, read_json
 from arbcli.base.run_files import CONFIG, checkpoints
 from arbcli.generation.load import empty_model, read_saved
+from arbcli.inspect.memory import sizes_by_area
 from arbcli.inspect.parts import PartReport, list_parts
 from arbcli.interop.gguf.container import MAGIC, GGUFFile
 from arbcli.interop.gguf.export import read_reordered
@@ -73,49 +74,40 @@ class SavedReport:
     """Facts about a run: its text, versions, checkpoints and last record."""
 
 
-class Saved(ABC):
-    """A saved model that was opened."""
+Histograms = tuple[dict[str, list[int]], dict[str, Counter]]
+"""Weights below, at and above 0, and octaves, by area."""
 
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Saved:
+    """A saved model that was opened; see `SavedReport` for fields of the same names."""
+
+    path: Path
     kind: str
     step: int | None
     digests: str
-    digest: str | None
+    digest: str | None = None
     origin: str | None
     config: dict[str, Any]
-    settings: Mapping[str, Any] = {}
-    run: Mapping[str, Any] = {}
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @abstractmethod
-    def weights(self) -> Decoders:
-        """List the matrices; those of dense blocks have the names of GGUF."""
-
-    @abstractmethod
-    def bytes_by_area(self) -> dict[str, Counter]:
-        """Sum the bytes of the file by area."""
-
-    @abstractmethod
-    def histograms(self) -> tuple[dict[str, list[int]], dict[str, Counter]]:
-        """Count weights below, at and above 0, and octaves, by area."""
-
-    def parts(self) -> tuple[PartReport, ...]:
-        """List the parts of the model; none where the file has no more than matrices."""
-        return ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    run: Mapping[str, Any] = field(default_factory=dict)
+    weights: Callable[[], Decoders]
+    """Lists the matrices; those of dense blocks have the names of GGUF."""
+    state: Callable[[], Decoders] | None = None
+    """Lists all tensors of a checkpoint, with trits unpacked; None for other files."""
+    bytes_by_area: Callable[[], dict[str, Counter]]
+    histograms: Callable[[], Histograms]
+    parts: Callable[[], tuple[PartReport, ...]] = tuple
+    """Lists the parts of the model; none where the file has no more than matrices."""
 
     def report(self) -> SavedReport:
         """Return the complete report."""
         signs, octaves = self.histograms()
         files = [path for path in self.path.rglob("*") if path.is_file()]
+        same = ("kind", "step", "digests", "digest", "origin", "config")
         return SavedReport(
             path=str(self.path),
-            kind=self.kind,
-            step=self.step,
-            digests=self.digests,
-            digest=self.digest,
-            origin=self.origin,
-            config=dict(self.config),
+            **{name: getattr(self, name) for name in same},
             settings=dict(self.settings),
             num_weights=sum(map(sum, signs.values())),
             bytes=sum(file.stat().st_size for file in files or [self.path]),
@@ -127,103 +119,94 @@ class Saved(ABC):
         )
 
 
-class Packed(Saved):
-    """A checkpoint, or the weights alone, all digests checked."""
+def _open_packed(path: Path, checkpoint: Checkpoint) -> Saved:
+    """Open a checkpoint, or the weights alone, all of whose digests are checked."""
+    settings = checkpoint.data.get("settings")
+    if isinstance(settings, dict):
+        settings = settings | {"seed": checkpoint.data.get("seed")}
+    model = empty_model(checkpoint)
+    model.load_state_dict(checkpoint.tensors, assign=True)
+    packed = model.packed_tensors()
 
-    digests = "checked"
-
-    def __init__(self, path: Path, checkpoint: Checkpoint) -> None:
-        super().__init__(path)
-        self.tensors = checkpoint.tensors
-        """The state, by name."""
-        self.kind = "weights" if is_export(checkpoint) else "checkpoint"
-        self.config, self.step, self.digest = checkpoint.config, checkpoint.step, checkpoint.digest
-        self.origin = checkpoint.data.get("origin")
-        settings = checkpoint.data.get("settings")
-        if isinstance(settings, dict):
-            self.settings = settings | {"seed": checkpoint.data.get("seed")}
-        self.model = empty_model(checkpoint)
-        self.model.load_state_dict(checkpoint.tensors, assign=True)
-
-    def weights(self) -> Decoders:
-        """List the matrices."""
-        if shape_of(self.model.config) is None:
-            tensors = self.model.packed_tensors().items()
-            return {name: partial(tensor.weight) for name, tensor in tensors}
+    def weights() -> Decoders:
+        if shape_of(model.config) is None:
+            return {name: partial(tensor.weight) for name, tensor in packed.items()}
         return {
             part.gguf: _decoder(source.tensor, part.rows)
-            for source in sources(self.model)
+            for source in sources(model)
             for part in source.parts
             if len(part.shape) == 2 and isinstance(source.tensor, TernaryTensor)
         }
 
-    def parts(self) -> tuple[PartReport, ...]:
-        """List the parts of the model."""
-        return list_parts(self.model)
+    def state() -> Decoders:
+        widths = {f"{name}.trits": tensor.in_features for name, tensor in packed.items()}
+        return {
+            name: partial(unpack_trits, tensor, widths[name])
+            if name in widths
+            else partial(Tensor.detach, tensor)
+            for name, tensor in checkpoint.tensors.items()
+        }
 
-    def bytes_by_area(self) -> dict[str, Counter]:
-        """Sum the bytes of the state by area and purpose."""
-        sizes: dict[str, Counter] = {}
-        for module in self.model.state_modules():
-            for name, kind in module.kinds.items():
-                size = getattr(module, name).nbytes
-                sizes.setdefault(module.area, Counter())[kind] += size
-        return sizes
-
-    def histograms(self) -> tuple[dict[str, list[int]], dict[str, Counter]]:
-        """Count trits and the octaves of scales."""
+    def histograms() -> Histograms:
         signs: dict[str, list[int]] = {}
         octaves: dict[str, Counter] = {}
-        for tensor in self.model.packed_tensors().values():
+        for tensor in packed.values():
             for rows in row_chunks(tensor.trits):
                 trits = unpack_trits(tensor.trits[rows], tensor.in_features)
                 _count_signs(signs, tensor.area, trits)
             _count_values(octaves, tensor.area, tensor.exponent)
         return signs, octaves
 
+    return Saved(
+        path=path,
+        kind="weights" if is_export(checkpoint) else "checkpoint",
+        step=checkpoint.step,
+        digests="checked",
+        digest=checkpoint.digest,
+        origin=checkpoint.data.get("origin"),
+        config=checkpoint.config,
+        settings=settings if isinstance(settings, dict) else {},
+        weights=weights,
+        state=state,
+        bytes_by_area=partial(sizes_by_area, model),
+        histograms=histograms,
+        parts=partial(list_parts, model),
+    )
 
-class Plain(Saved):
-    """An export whose weights are numbers: GGUF, or a folder for Transformers."""
 
-    digests, digest = "none", None
+def _open_plain(path: Path, kind: str, file: GGUFFile | ModelFolder) -> Saved:
+    """Open an export whose weights are numbers: GGUF, or a folder for Transformers."""
+    about = {name: file.keys.get(f"arb.{name}") for name in ("step", "origin")}
+    check_schema(about, ORIGIN, f"`{path}`: `arb`", "name an export of `arb export`")
+    read = partial(read_reordered, file) if isinstance(file, GGUFFile) else file.tensor
+    matrices = [entry.name for entry in file.entries.values() if len(entry.shape) == 2]
 
-    def __init__(self, path: Path, kind: str, file: GGUFFile | ModelFolder) -> None:
-        super().__init__(path)
-        self.kind, self.file = kind, file
-        lists = [name for name, value in file.keys.items() if isinstance(value, list)]
-        self.config = {name: file.keys[name] for name in file.keys if name not in lists}
-        about = {name: file.keys.get(f"arb.{name}") for name in ("step", "origin")}
-        check_schema(about, ORIGIN, f"`{path}`: `arb`", "name an export of `arb export`")
-        self.step, self.origin = about["step"], about["origin"]
-
-    def weights(self) -> Decoders:
-        """List the matrices."""
-        read = self.file.tensor
-        if isinstance(self.file, GGUFFile):
-            read = partial(read_reordered, self.file)
-        return {
-            entry.name: partial(read, entry.name)
-            for entry in self.file.entries.values()
-            if len(entry.shape) == 2
-        }
-
-    def bytes_by_area(self) -> dict[str, Counter]:
-        """Add up the tensors by type."""
+    def bytes_by_area() -> dict[str, Counter]:
         sizes: dict[str, Counter] = {}
-        for entry in self.file.entries.values():
+        for entry in file.entries.values():
             area = _area(entry.name) if len(entry.shape) == 2 else "norms"
             sizes.setdefault(area, Counter())[entry.kind.name] += entry.num_bytes
         return sizes
 
-    def histograms(self) -> tuple[dict[str, list[int]], dict[str, Counter]]:
-        """Count signs and octaves of the weights."""
+    def histograms() -> Histograms:
         signs: dict[str, list[int]] = {}
         octaves: dict[str, Counter] = {}
-        for name, read in self.weights().items():
-            weight = read()
+        for name in matrices:
+            weight = read(name)
             _count_signs(signs, _area(name), weight.sign())
             _count_values(octaves, _area(name), torch.frexp(weight[weight != 0]).exponent - 1)
         return signs, octaves
+
+    return Saved(
+        path=path,
+        kind=kind,
+        digests="none",
+        **about,
+        config={name: value for name, value in file.keys.items() if not isinstance(value, list)},
+        weights=lambda: {name: partial(read, name) for name in matrices},
+        bytes_by_area=bytes_by_area,
+        histograms=histograms,
+    )
 
 
 def open_saved(path: Path, note: Callable[[str], None]) -> Saved:
@@ -239,16 +222,16 @@ def open_saved(path: Path, note: Callable[[str], None]) -> Saved:
     if not path.exists():
         raise ArbError(f"there is no `{path}`", hint="name a run, a checkpoint or an export")
     if path.is_dir() and any((path / name).exists() for name in (WEIGHTS, INDEX)):
-        return Plain(path, "hf", ModelFolder(path))
+        return _open_plain(path, "hf", ModelFolder(path))
+    saved = partial(read_saved, path, note)
     if path.is_dir():
-        saved = Packed(*read_saved(path, note))
-        saved.kind, saved.run = "run", _run_facts(path, note)
-        return saved
+        packed = _open_packed(*saved())
+        return dataclasses.replace(packed, kind="run", run=_run_facts(path, note))
     with open_regular(path) as file:
         head = file.read(len(MAGIC))
     if head == MAGIC:
-        return Plain(path, "gguf", GGUFFile(path))
-    return Packed(*read_saved(path, note))
+        return _open_plain(path, "gguf", GGUFFile(path))
+    return _open_packed(*saved())
 
 
 def _run_facts(run: Path, note: Callable[[str], None]) -> dict[str, Any]:
@@ -326,11 +309,8 @@ class DifferenceReport:
 
 def compare(first: Saved, second: Saved) -> DifferenceReport:
     """Compare the state of two checkpoints, or the weights of any two."""
-    packed = isinstance(first, Packed) and isinstance(second, Packed)
-    if isinstance(first, Packed) and isinstance(second, Packed):
-        both = [_state(first), _state(second)]
-    else:
-        both = [first.weights(), second.weights()]
+    packed = first.state and second.state
+    both = [first.state(), second.state()] if packed else [first.weights(), second.weights()]
     differences, missing, equal = [], {}, 0
     for name in sorted(both[0].keys() | both[1].keys()):
         if name not in both[0] or name not in both[1]:
@@ -372,16 +352,3 @@ def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str,
     names = sorted(first.keys() | second.keys())
     values = {name: [report.get(name) for report in (first, second)] for name in names}
     return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
-
-
-def _state(saved: Packed) -> Decoders:
-    """List the state; trits are unpacked, so that each counts."""
-    tensors = saved.model.packed_tensors().items()
-    widths = {f"{name}.trits": tensor.in_features for name, tensor in tensors}
-
-    def reader(name: str, tensor: Tensor) -> Callable[[], Tensor]:
-        if name in widths:
-            return lambda: unpack_trits(tensor, widths[name])
-        return lambda: tensor
-
-    return {name: reader(name, tensor) for name, tensor in saved.tensors.items()}

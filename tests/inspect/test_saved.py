@@ -85,7 +85,7 @@ def imagined(path: str, **weights) -> SimpleNamespace:
     """Stand in for a saved model of these weights."""
     tensors = {name: torch.tensor(values) for name, values in weights.items()}
     named = {name: lambda tensor=tensor: tensor for name, tensor in tensors.items()}
-    return SimpleNamespace(path=path, config={}, settings={}, weights=lambda: named)
+    return SimpleNamespace(path=path, config={}, settings={}, weights=lambda: named, state=None)
 
 
 def test_differences_are_measured_against_the_first():
