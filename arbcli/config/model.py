@@ -31,6 +31,7 @@ from arbcli.config.settings import (
     check_bounds,
     check_choice,
     check_fields,
+    setting,
 )
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import DIGITS, DIRECTION, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS
@@ -221,92 +222,78 @@ class ModelConfig:
     """Second head, which predicts bytes after the next one; None for no such head."""
     composite: PartConfig | None = None
     """Heads for text, sounds and pictures that replace the linear head; None keeps it."""
-    scale_type: Annotated[
-        str,
-        Setting(
-            "Number of weights that share a scale.",
-            choices=tuple(SCALE_TYPES),
-            default=PRESETS_OWN,
-            option="tscale-type",
-        ),
-    ] = "T32"
-    rule: Annotated[
-        str,
-        Setting(
-            "Update rule: moment for the lowest loss, nibble for 56 % of its state; its loss is 2 %"
-            " higher. carry and votes are worse.",
-            choices=RULES,
-            default=PRESETS_OWN,
-            common=True,
-        ),
-    ] = "moment"
-    digits: Annotated[
-        str,
-        Setting(
-            "Weights to multiply by: int8 for the lowest loss, anneal for a model that ends"
-            " ternary. ternary is -1, 0 and 1; int8 is all digits that the rule stores, in the same"
-            " memory; anneal is int8 first and ternary at the end.",
-            choices=DIGITS,
-            also=FADED,
-            option="weights",
-            words={
-                "ternary": {"weights": "ternary", "digits": "trit"},
-                "int8": {"weights": "ternary", "digits": "all"},
-                "anneal": {"weights": "ternary", "digits": "fade"},
-            },
-            default="ternary",
-            common=True,
-        ),
-    ] = "trit"
+    scale_type: str = setting(
+        "T32",
+        "Number of weights that share a scale.",
+        choices=tuple(SCALE_TYPES),
+        default=PRESETS_OWN,
+        option="tscale-type",
+    )
+    rule: str = setting(
+        "moment",
+        "Update rule: moment for the lowest loss, nibble for 56 % of its state; its loss is 2 %"
+        " higher. carry and votes are worse.",
+        choices=RULES,
+        default=PRESETS_OWN,
+        common=True,
+    )
+    digits: str = setting(
+        "trit",
+        "Weights to multiply by: int8 for the lowest loss, anneal for a model that ends"
+        " ternary. ternary is -1, 0 and 1; int8 is all digits that the rule stores, in the same"
+        " memory; anneal is int8 first and ternary at the end.",
+        choices=DIGITS,
+        also=FADED,
+        option="weights",
+        words={
+            "ternary": {"weights": "ternary", "digits": "trit"},
+            "int8": {"weights": "ternary", "digits": "all"},
+            "anneal": {"weights": "ternary", "digits": "fade"},
+        },
+        default="ternary",
+        common=True,
+    )
     """Digits of the weights; a checkpoint from the middle of a run with `fade` has one of
     `FADED`."""
-    votes_fixes: Annotated[
-        tuple[str, ...],
-        Setting(
-            f"Only with `rule=votes`: its changes, separated by commas: {', '.join(VOTES_FIXES)}.",
-            choices=VOTES_FIXES,
-            default="none",
-            metavar="FIXES",
-        ),
-    ] = ()
-    direction: Annotated[
-        str | None,
-        Setting(
-            "Direction of a step: muon for the lowest loss, adafactor for the fastest step. muon"
-            " orthogonalises the gradient, adafactor scales it by factored second moments, sign"
-            " takes its sign.",
-            choices=DIRECTIONS,
-            option="optimizer",
-            words={
-                "muon": {"direction": "orthogonal"},
-                "adafactor": {"direction": "factored"},
-                "sign": {"direction": "sign"},
-            },
-            default="depends on preset and rule, mostly muon",
-            common=True,
-        ),
-    ] = "orthogonal"
-    weights: Annotated[
-        str,
-        Setting(
-            "Baselines to compare with: float, or ste (float weights that are rounded to ternary in"
-            " the forward pass).",
-            choices=WEIGHTS,
-            words={
-                "float": {"weights": "float", "digits": "trit"},
-                "ste": {"weights": "ste", "digits": "trit"},
-            },
-        ),
-    ] = "ternary"
-    objective: Annotated[
-        str,
-        Setting(
-            "Training objective: next predicts the next byte, masked predicts masked bytes from"
-            " both sides, and fill predicts the next byte of a text, or of a hole that comes after"
-            " both of its sides.",
-            choices=OBJECTIVES,
-        ),
-    ] = "next"
+    votes_fixes: tuple[str, ...] = setting(
+        (),
+        f"Only with `rule=votes`: its changes, separated by commas: {', '.join(VOTES_FIXES)}.",
+        choices=VOTES_FIXES,
+        default="none",
+        metavar="FIXES",
+    )
+    direction: str | None = setting(
+        "orthogonal",
+        "Direction of a step: muon for the lowest loss, adafactor for the fastest step. muon"
+        " orthogonalises the gradient, adafactor scales it by factored second moments, sign"
+        " takes its sign.",
+        choices=DIRECTIONS,
+        option="optimizer",
+        words={
+            "muon": {"direction": "orthogonal"},
+            "adafactor": {"direction": "factored"},
+            "sign": {"direction": "sign"},
+        },
+        default="depends on preset and rule, mostly muon",
+        common=True,
+    )
+    weights: str = setting(
+        "ternary",
+        "Baselines to compare with: float, or ste (float weights that are rounded to ternary in"
+        " the forward pass).",
+        choices=WEIGHTS,
+        words={
+            "float": {"weights": "float", "digits": "trit"},
+            "ste": {"weights": "ste", "digits": "trit"},
+        },
+    )
+    objective: str = setting(
+        "next",
+        "Training objective: next predicts the next byte, masked predicts masked bytes from"
+        " both sides, and fill predicts the next byte of a text, or of a hole that comes after"
+        " both of its sides.",
+        choices=OBJECTIVES,
+    )
     norm_gain: bool = False
     """Whether the norms before parts and before the head have trained gains."""
     vocabulary: int = VOCABULARY
@@ -465,12 +452,16 @@ class ModelConfig:
                 fields=("norm_eps",),
             )
 
+    @property
+    def _byte_readers(self) -> list[str]:
+        """Kinds of the parts that read bytes and no other symbols, in back quotes."""
+        parts = [part for _, part in self.sited_parts() if part.reads_text]
+        return [f"`{part.kind}`" for part in (*parts, *self.beside, self.ahead) if part]
+
     def _check_tokens(self) -> None:
-        kinds = [part.kind for _, part in self.sited_parts() if part.reads_text]
-        kinds += [part.kind for part in (*self.beside, self.ahead) if part]
-        if kinds:
+        if self._byte_readers:
             raise ArbError(
-                f"`vocabulary` is {self.vocabulary:,}, and `{kinds[0]}` reads bytes",
+                f"`vocabulary` is {self.vocabulary:,}, and {self._byte_readers[0]} reads bytes",
                 hint=f"leave it out, or use the vocabulary of bytes, {VOCABULARY}",
                 fields=("vocabulary",),
             )
@@ -501,9 +492,7 @@ class ModelConfig:
         Raises:
             ArbError: a part does not support marks, or `ctx` is out of bounds.
         """
-        parts = [f"`{part.kind}`" for _, part in self.sited_parts() if part.reads_text]
-        parts += [f"`{part.kind}`" for part in (*self.beside, self.ahead) if part]
-        for name in [*parts, *(["`tied`"] if self.tied else [])]:
+        for name in [*self._byte_readers, *(["`tied`"] if self.tied else [])]:
             raise ArbError(
                 f"`objective` is `fill`, and the model has {name}, which does not support holes",
                 hint="use a preset of dense blocks, such as `base`, or `objective=next`",

@@ -1,6 +1,8 @@
 """Settings: the help, choices, bounds, heading and option name of a field, declared at the field.
 
-    steps: Annotated[int, Setting("Training steps.", OPTIMISATION, minimum=1)] = 400
+    steps: int = setting(400, "Training steps.", OPTIMISATION, minimum=1)
+
+and at an argument of a function, whose type is `Annotated[int, Setting(...)]`.
 
 The options of `arb`, their help pages, files of settings, the validation of configurations and
 docs/settings.md are generated from these declarations. A field without one has no option.
@@ -68,6 +70,18 @@ class Setting:
     """Whether the final weights depend on the field; None if its heading is `OPTIMISATION`."""
 
 
+def setting(value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Declare a field of a dataclass with a default and a `Setting`, of which these are arguments.
+
+    The default must not be mutable.
+    """
+    return dataclasses.field(default=value, metadata={_KEY: Setting(*args, **kwargs)})
+
+
+_KEY, _FIELDS = "setting", "__dataclass_fields__"
+"""Key of a setting in the metadata of its field, and the attribute of a dataclass with all."""
+
+
 class Declared(NamedTuple):
     """A field or an argument that has a setting."""
 
@@ -113,8 +127,10 @@ def plain_type(annotation: Any) -> Any:
 def settings_of(source: type | Callable) -> dict[str, Declared]:
     """Return the settings of a dataclass's fields or a function's arguments, by name."""
     settings = {}
+    metadata = {name: one.metadata for name, one in getattr(source, _FIELDS, {}).items()}
     for name, one in inspect.signature(source).parameters.items():
         kind, setting = parted(one.annotation)
+        setting = metadata.get(name, {}).get(_KEY, setting)
         if setting is not None:
             settings[name] = Declared(name, setting, kind, one.default)
     return settings
@@ -157,6 +173,7 @@ def check_fields(config: Any) -> None:
     for field in dataclasses.fields(config):
         name, value = field.name, getattr(config, field.name)
         kind, setting = parted(field.type)
+        setting = field.metadata.get(_KEY, setting)
         check_type(name, value, kind)
         if setting is not None:
             check_setting(name, value, setting)

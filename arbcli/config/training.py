@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from arbcli.base.errors import ArbError, quoted
 from arbcli.base.lazy import ExtendedMapping
@@ -16,10 +16,10 @@ from arbcli.config.settings import (
     RUN,
     TEXT,
     Declared,
-    Setting,
     check_choice,
     check_fields,
     decisive,
+    setting,
     settings_of,
 )
 from arbcli.config.short_forms import ARGUMENTS, MODEL_SETTINGS, PART_RULES
@@ -89,311 +89,239 @@ class TrainConfig:
     """Complete configuration of a run, as saved in `config.json`."""
 
     model: ModelConfig
-    data: Annotated[
-        tuple[str, ...],
-        Setting(
-            "Training text: a file, folder or glob, - for stdin, or hf:NAME:SPLIT for a dataset of"
-            " the hub. Repeat it for several, all with weights as in a.txt:0.7 or none. Compressed,"
-            " Parquet, Arrow and tar files are unpacked.",
-            TEXT,
-            default="Python's standard library",
-            metavar="PATH",
-            common=True,
-        ),
-    ] = ()
-    val: Annotated[
-        tuple[str, ...],
-        Setting(
-            "Held-out text.",
-            TEXT,
-            default="the last tenth of one file, or a tenth of the files",
-            metavar="PATH",
-            common=True,
-        ),
-    ] = ()
-    field: Annotated[
-        str | None,
-        Setting(
-            "Field of records, such as .jsonl or .parquet files, that holds the text; for chats"
-            " messages, or the names of two fields as QUESTION+ANSWER.",
-            TEXT,
-            metavar="FIELD",
-            common=True,
-        ),
-    ] = None
-    data_format: Annotated[
-        str | None,
-        Setting(
-            "Format of .bin files: text as bytes, or tokens of the tokenizer as integers of 16 or"
-            " 32 bits.",
-            TEXT,
-            choices=tuple(TOKEN_BYTES),
-            default="that of llm.c's header",
-        ),
-    ] = None
-    sound: Annotated[
-        str | None,
-        Setting(
-            "Format of sounds: mulaw, one byte per sample, or pcm16, two.",
-            TEXT,
-            choices=SOUND_FORMS,
-            default="mulaw, and sounds in folders are left out",
-        ),
-    ] = None
-    picture: Annotated[
-        str | None,
-        Setting(
-            "Format of pictures: rgb or grey, optionally with a size, as in rgb:64x48.",
-            TEXT,
-            metavar="FORM",
-            default="rgb, and pictures in folders are left out",
-        ),
-    ] = None
-    tokenizer: Annotated[
-        str | None,
-        Setting(
-            "A tokenizer.json. The model then reads its tokens instead of bytes.",
-            TEXT,
-            metavar="FILE",
-            common=True,
-        ),
-    ] = None
-    steps: Annotated[
-        int,
-        Setting("Training steps.", OPTIMISATION, minimum=1, common=True),
-    ] = 400
-    batch: Annotated[
-        int,
-        Setting("Windows in a batch.", OPTIMISATION, minimum=1, common=True),
-    ] = 16
-    accum: Annotated[
-        int,
-        Setting(
-            "Batches whose gradients are summed for one step.", OPTIMISATION, minimum=1, common=True
-        ),
-    ] = 1
-    lr: Annotated[
-        float,
-        Setting("Learning rate.", OPTIMISATION, default="depends on the rule", common=True),
-    ] = 1.0
-    warmup: Annotated[
-        int,
-        Setting(
-            "Steps of linear warm-up, at most half of the run.",
-            OPTIMISATION,
-            minimum=0,
-            common=True,
-        ),
-    ] = 100
-    schedule: Annotated[
-        str,
-        Setting(
-            "Learning rate after the warm-up: cosine, linear or constant, or wsd, which is"
-            " constant and falls in the last fifth.",
-            OPTIMISATION,
-            choices=SCHEDULES,
-            common=True,
-        ),
-    ] = "cosine"
-    final_lr: Annotated[
-        float | None,
-        Setting("Learning rate at the end.", OPTIMISATION, minimum=0, default="lr / 20"),
-    ] = None
-    fade_from: Annotated[
-        float | None,
-        Setting(
-            "Share of the steps after which weights begin to anneal.",
-            OPTIMISATION,
-            minimum=0,
-            default="half of the steps before the end of the fade, so 0.4; 0 for a run that starts"
-            " from weights of all digits",
-        ),
-    ] = None
-    fade_to: Annotated[
-        float | None,
-        Setting(
-            "Share of the steps after which annealed weights are ternary.",
-            OPTIMISATION,
-            minimum=0,
-            default="half of the steps after the beginning of the fade, so 0.9; 0.1 for a run that"
-            " starts from weights of all digits",
-        ),
-    ] = None
-    dropout: Annotated[
-        float,
-        Setting(
-            "Probability with which each output of a mixer or an MLP is dropped in training, for"
-            " texts that are read several times.",
-            OPTIMISATION,
-            minimum=0,
-            metavar="P",
-        ),
-    ] = 0.0
-    attention_dropout: Annotated[
-        float,
-        Setting(
-            "Probability with which each attention weight is dropped in training.",
-            OPTIMISATION,
-            minimum=0,
-            metavar="P",
-        ),
-    ] = 0.0
-    embedding_dropout: Annotated[
-        float,
-        Setting(
-            "Probability with which each number of the embedding's output is dropped in training.",
-            OPTIMISATION,
-            minimum=0,
-            metavar="P",
-        ),
-    ] = 0.0
-    weight_decay: Annotated[
-        float | None,
-        Setting(
-            "Share by which weights shrink in a step, relative to the learning rate: as AdamW's.",
-            OPTIMISATION,
-            minimum=0,
-            default="0; 0.1 for the baselines float and ste",
-        ),
-    ] = None
-    weight_average: Annotated[
-        int,
-        Setting(
-            "Evaluate, sample and export an average of the weights over about so many steps, in"
-            " int8; 0 averages nothing.",
-            OPTIMISATION,
-            minimum=0,
-            decisive=False,
-        ),
-    ] = 0
-    seed: Annotated[
-        int,
-        Setting("Random seed.", RUN, minimum=0, metavar="N", common=True, decisive=True),
-    ] = 0
-    save_every: Annotated[
-        int,
-        Setting(
-            "Steps between checkpoints. One is also saved at the start and every 5 minutes.",
-            RUN,
-            minimum=1,
-            common=True,
-        ),
-    ] = 500
-    eval_every: Annotated[
-        int | None,
-        Setting(
-            "Steps between evaluations; 0 is never.",
-            RUN,
-            minimum=0,
-            default=f"a quarter of the run, {EVAL_EVERY[0]} to {EVAL_EVERY[1]}",
-            common=True,
-        ),
-    ] = None
-    log_every: Annotated[
-        int | None,
-        Setting("Steps between records.", RUN, minimum=1, maximum=LONGEST_LOG, default="10"),
-    ] = None
+    data: tuple[str, ...] = setting(
+        (),
+        "Training text: a file, folder or glob, - for stdin, or hf:NAME:SPLIT for a dataset of"
+        " the hub. Repeat it for several, all with weights as in a.txt:0.7 or none. Compressed,"
+        " Parquet, Arrow and tar files are unpacked.",
+        TEXT,
+        default="Python's standard library",
+        metavar="PATH",
+        common=True,
+    )
+    val: tuple[str, ...] = setting(
+        (),
+        "Held-out text.",
+        TEXT,
+        default="the last tenth of one file, or a tenth of the files",
+        metavar="PATH",
+        common=True,
+    )
+    field: str | None = setting(
+        None,
+        "Field of records, such as .jsonl or .parquet files, that holds the text; for chats"
+        " messages, or the names of two fields as QUESTION+ANSWER.",
+        TEXT,
+        metavar="FIELD",
+        common=True,
+    )
+    data_format: str | None = setting(
+        None,
+        "Format of .bin files: text as bytes, or tokens of the tokenizer as integers of 16 or"
+        " 32 bits.",
+        TEXT,
+        choices=tuple(TOKEN_BYTES),
+        default="that of llm.c's header",
+    )
+    sound: str | None = setting(
+        None,
+        "Format of sounds: mulaw, one byte per sample, or pcm16, two.",
+        TEXT,
+        choices=SOUND_FORMS,
+        default="mulaw, and sounds in folders are left out",
+    )
+    picture: str | None = setting(
+        None,
+        "Format of pictures: rgb or grey, optionally with a size, as in rgb:64x48.",
+        TEXT,
+        metavar="FORM",
+        default="rgb, and pictures in folders are left out",
+    )
+    tokenizer: str | None = setting(
+        None,
+        "A tokenizer.json. The model then reads its tokens instead of bytes.",
+        TEXT,
+        metavar="FILE",
+        common=True,
+    )
+    steps: int = setting(400, "Training steps.", OPTIMISATION, minimum=1, common=True)
+    batch: int = setting(16, "Windows in a batch.", OPTIMISATION, minimum=1, common=True)
+    accum: int = setting(
+        1, "Batches whose gradients are summed for one step.", OPTIMISATION, minimum=1, common=True
+    )
+    lr: float = setting(
+        1.0, "Learning rate.", OPTIMISATION, default="depends on the rule", common=True
+    )
+    warmup: int = setting(
+        100,
+        "Steps of linear warm-up, at most half of the run.",
+        OPTIMISATION,
+        minimum=0,
+        common=True,
+    )
+    schedule: str = setting(
+        "cosine",
+        "Learning rate after the warm-up: cosine, linear or constant, or wsd, which is"
+        " constant and falls in the last fifth.",
+        OPTIMISATION,
+        choices=SCHEDULES,
+        common=True,
+    )
+    final_lr: float | None = setting(
+        None, "Learning rate at the end.", OPTIMISATION, minimum=0, default="lr / 20"
+    )
+    fade_from: float | None = setting(
+        None,
+        "Share of the steps after which weights begin to anneal.",
+        OPTIMISATION,
+        minimum=0,
+        default="half of the steps before the end of the fade, so 0.4; 0 for a run that starts"
+        " from weights of all digits",
+    )
+    fade_to: float | None = setting(
+        None,
+        "Share of the steps after which annealed weights are ternary.",
+        OPTIMISATION,
+        minimum=0,
+        default="half of the steps after the beginning of the fade, so 0.9; 0.1 for a run that"
+        " starts from weights of all digits",
+    )
+    dropout: float = setting(
+        0.0,
+        "Probability with which each output of a mixer or an MLP is dropped in training, for"
+        " texts that are read several times.",
+        OPTIMISATION,
+        minimum=0,
+        metavar="P",
+    )
+    attention_dropout: float = setting(
+        0.0,
+        "Probability with which each attention weight is dropped in training.",
+        OPTIMISATION,
+        minimum=0,
+        metavar="P",
+    )
+    embedding_dropout: float = setting(
+        0.0,
+        "Probability with which each number of the embedding's output is dropped in training.",
+        OPTIMISATION,
+        minimum=0,
+        metavar="P",
+    )
+    weight_decay: float | None = setting(
+        None,
+        "Share by which weights shrink in a step, relative to the learning rate: as AdamW's.",
+        OPTIMISATION,
+        minimum=0,
+        default="0; 0.1 for the baselines float and ste",
+    )
+    weight_average: int = setting(
+        0,
+        "Evaluate, sample and export an average of the weights over about so many steps, in"
+        " int8; 0 averages nothing.",
+        OPTIMISATION,
+        minimum=0,
+        decisive=False,
+    )
+    seed: int = setting(0, "Random seed.", RUN, minimum=0, metavar="N", common=True, decisive=True)
+    save_every: int = setting(
+        500,
+        "Steps between checkpoints. One is also saved at the start and every 5 minutes.",
+        RUN,
+        minimum=1,
+        common=True,
+    )
+    eval_every: int | None = setting(
+        None,
+        "Steps between evaluations; 0 is never.",
+        RUN,
+        minimum=0,
+        default=f"a quarter of the run, {EVAL_EVERY[0]} to {EVAL_EVERY[1]}",
+        common=True,
+    )
+    log_every: int | None = setting(
+        None, "Steps between records.", RUN, minimum=1, maximum=LONGEST_LOG, default="10"
+    )
     """Steps between records; None is `arbcli.training.schedule.LOG_EVERY`."""
-    sample_every: Annotated[
-        int | None,
-        Setting("Steps between samples of text.", RUN, minimum=1, default="only at the end"),
-    ] = None
-    keep: Annotated[int, Setting("Newest checkpoints to keep.", RUN, minimum=1)] = 2
-    keep_best: Annotated[
-        bool,
-        Setting("Also keep the checkpoint of the lowest held-out loss.", RUN, negatable=False),
-    ] = False
-    patience: Annotated[
-        int | None,
-        Setting(
-            "Stop after so many evaluations without a lower held-out loss, and keep the checkpoint"
-            " of the lowest.",
-            RUN,
-            minimum=1,
-            default="all steps are done",
-        ),
-    ] = None
-    optimizer: Annotated[
-        str,
-        Setting(
-            "For the baselines float and ste: adamw, their default, or muon.",
-            OPTIMISATION,
-            choices=OPTIMIZERS["float"],
-            also=OPTIMIZERS["ternary"],
-            words={"adamw": {"optimizer": "adamw"}},
-            default="adamw",
-        ),
-    ] = "rule"
+    sample_every: int | None = setting(
+        None, "Steps between samples of text.", RUN, minimum=1, default="only at the end"
+    )
+    keep: int = setting(2, "Newest checkpoints to keep.", RUN, minimum=1)
+    keep_best: bool = setting(
+        False, "Also keep the checkpoint of the lowest held-out loss.", RUN, negatable=False
+    )
+    patience: int | None = setting(
+        None,
+        "Stop after so many evaluations without a lower held-out loss, and keep the checkpoint"
+        " of the lowest.",
+        RUN,
+        minimum=1,
+        default="all steps are done",
+    )
+    optimizer: str = setting(
+        "rule",
+        "For the baselines float and ste: adamw, their default, or muon.",
+        OPTIMISATION,
+        choices=OPTIMIZERS["float"],
+        also=OPTIMIZERS["ternary"],
+        words={"adamw": {"optimizer": "adamw"}},
+        default="adamw",
+    )
     """Optimizer of float baselines; `rule` for ternary weights."""
-    teacher: Annotated[
-        str | None,
-        Setting(
-            "Run or checkpoint to distil from: its predictions are learnt in addition to the text.",
-            OPTIMISATION,
-            metavar="PATH",
-            decisive=False,
-        ),
-    ] = None
+    teacher: str | None = setting(
+        None,
+        "Run or checkpoint to distil from: its predictions are learnt in addition to the text.",
+        OPTIMISATION,
+        metavar="PATH",
+        decisive=False,
+    )
     scale_losses: tuple[str, ...] = ()
     """Parts of the loss that train the scales of an area of the model, as `area=loss` or
     `area=loss+loss`; scales of other areas are trained by the complete loss."""
-    recompute: Annotated[
-        bool,
-        Setting(
-            "Recompute activations in the backward pass, to save memory.",
-            OPTIMISATION,
-            negatable=False,
-            common=True,
-            decisive=False,
-        ),
-    ] = False
-    pack: Annotated[
-        bool,
-        Setting(
-            "Keep the gates of MLPs in 12 bits per number for the backward pass, to save memory.",
-            OPTIMISATION,
-            negatable=False,
-        ),
-    ] = False
-    reduce_dtype: Annotated[
-        str | None,
-        Setting(
-            "Integer type in which gradients of micro-batches and processes are summed. none"
-            " averages each as it is computed, in less memory.",
-            RUN,
-            choices=(*REDUCE_DTYPES, "none"),
-            default=f"int12 for several processes; else none, int16 over {MOST_IN_PLACE} batches,"
-            f" int12 over {MOST_FINELY_SUMMED}",
-        ),
-    ] = None
+    recompute: bool = setting(
+        False,
+        "Recompute activations in the backward pass, to save memory.",
+        OPTIMISATION,
+        negatable=False,
+        common=True,
+        decisive=False,
+    )
+    pack: bool = setting(
+        False,
+        "Keep the gates of MLPs in 12 bits per number for the backward pass, to save memory.",
+        OPTIMISATION,
+        negatable=False,
+    )
+    reduce_dtype: str | None = setting(
+        None,
+        "Integer type in which gradients of micro-batches and processes are summed. none"
+        " averages each as it is computed, in less memory.",
+        RUN,
+        choices=(*REDUCE_DTYPES, "none"),
+        default=f"int12 for several processes; else none, int16 over {MOST_IN_PLACE} batches,"
+        f" int12 over {MOST_FINELY_SUMMED}",
+    )
     """Integers of gradients in sums and in the all-reduce; None updates each matrix as soon as its
     gradient is computed, without accumulating gradients. `none` becomes None."""
-    compute: Annotated[
-        str,
-        Setting(
-            "Activations: bf16 or fp32; or bf16 with matrix products in fp8, or in nvfp4, which is"
-            " emulated.",
-            OPTIMISATION,
-            choices=COMPUTES,
-            default="bf16 where it is fast",
-            common=True,
-        ),
-    ] = "bf16"
-    device: Annotated[
-        str,
-        Setting(
-            "Device.", RUN, metavar="cpu|cuda|mps", default="cuda if there is one", common=True
-        ),
-    ] = "cpu"
-    backend: Annotated[
-        str,
-        Setting(
-            "Implementation of the kernels.",
-            RUN,
-            choices=BACKENDS,
-            default="triton on a GPU, native on a CPU with a C compiler, else torch",
-        ),
-    ] = "torch"
+    compute: str = setting(
+        "bf16",
+        "Activations: bf16 or fp32; or bf16 with matrix products in fp8, or in nvfp4, which is"
+        " emulated.",
+        OPTIMISATION,
+        choices=COMPUTES,
+        default="bf16 where it is fast",
+        common=True,
+    )
+    device: str = setting(
+        "cpu", "Device.", RUN, metavar="cpu|cuda|mps", default="cuda if there is one", common=True
+    )
+    backend: str = setting(
+        "torch",
+        "Implementation of the kernels.",
+        RUN,
+        choices=BACKENDS,
+        default="triton on a GPU, native on a CPU with a C compiler, else torch",
+    )
 
     def __post_init__(self) -> None:
         """Check values, and that settings can be combined.
@@ -496,12 +424,12 @@ class TrainConfig:
             has_no: beginning of the message, before that.
             cause: field that makes them so.
         """
-        for setting, what in settings.items():
-            name, _, value = setting.partition("=")
+        for refused, what in settings.items():
+            name, _, value = refused.partition("=")
             if getattr(self, name) == value if value else getattr(self, name):
                 raise ArbError(
                     f"{has_no} {what}",
-                    hint=f"leave `{setting}` out, or choose other `{cause}`",
+                    hint=f"leave `{refused}` out, or choose other `{cause}`",
                     fields=(name, cause),
                 )
 
@@ -691,14 +619,14 @@ def spelled_out(values: dict[str, Any]) -> dict[str, Any]:
         if known is not None and value not in (*known.setting.choices, *known.setting.also):
             words = words_of(known.option)
             fields = words.get(value, fields) if isinstance(value, str) else fields
-        for field, setting in fields.items():
+        for field, of_field in fields.items():
             source = sources.setdefault(field, spelling)
-            if source != spelling and settings[field] != setting:
+            if source != spelling and settings[field] != of_field:
                 raise ArbError(
                     f"`{source}={values[source]}` and `{spelling}={value}` contradict each other",
                     hint="give one of them",
                 )
-            settings[field] = setting
+            settings[field] = of_field
     return settings
 
 

@@ -1,13 +1,13 @@
 """Self-attention, full or within a sliding window."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 from arbcli.base.errors import ArbError
 from arbcli.config.layer_spec import LayerSpec
 from arbcli.config.parts.base import PartConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
-from arbcli.config.settings import Setting
+from arbcli.config.settings import setting
 
 QUERY_KEY_NORMS = ("unit", "gain", "none")
 
@@ -72,7 +72,7 @@ class AttentionConfig(PartConfig):
     masked model attends to as many positions on the other side."""
     rotary: RotaryConfig = PLAIN
     """Angles of the rotary position embedding."""
-    query_key_norm: Annotated[str, Setting(choices=QUERY_KEY_NORMS)] = "unit"
+    query_key_norm: str = setting("unit", choices=QUERY_KEY_NORMS)
     """Norm of each head of queries and keys before rotation: `unit` is an RMS norm without gains,
     `gain` one with learned gains; `none` omits it."""
     bias: bool = False

@@ -2,10 +2,9 @@
 
 import math
 from dataclasses import dataclass, fields
-from typing import Annotated
 
 from arbcli.base.errors import ArbError
-from arbcli.config.settings import LARGEST, Setting, check_fields
+from arbcli.config.settings import LARGEST, check_fields, setting
 
 SCALINGS = ("none", "linear", "llama3", "yarn")
 LOW = {"llama3": 1.0, "yarn": 1.0}
@@ -23,19 +22,19 @@ class RotaryConfig:
     position.
     """
 
-    base: Annotated[float, Setting(minimum=1, maximum=MOST)] = 10000.0
+    base: float = setting(10000.0, minimum=1, maximum=MOST)
     """Base of the wavelengths; they grow nearly by this factor from the first to the last pair."""
     share: float = 1.0
     """Rotated share of a head."""
-    scaling: Annotated[str, Setting(choices=SCALINGS)] = "none"
+    scaling: str = setting("none", choices=SCALINGS)
     """`linear` divides all angles by `factor`; `llama3` and `yarn` only those of long waves."""
-    factor: Annotated[float, Setting(minimum=1, maximum=MOST)] = 1.0
+    factor: float = setting(1.0, minimum=1, maximum=MOST)
     """Divisor of the angles."""
     low: float | None = None
     """Waves with fewer rotations in the original context are scaled; None is 1."""
     high: float | None = None
     """Waves with more rotations are not scaled; None is 4 for `llama3` and 32 for `yarn`."""
-    original_ctx: Annotated[int | None, Setting(minimum=1, maximum=LARGEST)] = None
+    original_ctx: int | None = setting(None, minimum=1, maximum=LARGEST)
     """Context length before the extension, for `llama3` and `yarn`."""
 
     def __post_init__(self) -> None:
