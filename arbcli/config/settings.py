@@ -30,8 +30,6 @@ RUN = "Run"
 OUTPUT = "Output"
 GROUPS = (MODEL, HNET, GRAPH, TEXT, OPTIMISATION, RUN, OUTPUT)
 """Headings of a help page, in order."""
-MOST = 2**31 - 1
-"""Upper bound of integers."""
 PRESETS_OWN = "the preset's"
 """Description of a default that each preset sets."""
 
@@ -55,7 +53,7 @@ class Setting:
     minimum: float | None = None
     """Lower bound, inclusive."""
     maximum: float | None = None
-    """Upper bound, inclusive; of integers None is `MOST`."""
+    """Upper bound, inclusive; None is that of all sizes, see `check_fields`."""
     default: str | None = None
     """Description of the default, if it is not the declared value."""
     option: str | None = None
@@ -159,13 +157,14 @@ LEAST_OF = {"place": 0, "vocabulary": 2}
 """Lower bounds of sizes by field; 1 for all others."""
 
 
-def check_fields(config: Any) -> None:
+def check_fields(config: Any, largest: int = LARGEST) -> None:
     """Check types of all fields, choices and bounds of their settings, and bounds of other sizes.
 
     Sizes are the fields of integers.
 
     Args:
         config: a dataclass.
+        largest: upper bound of sizes whose setting has none, and that are not in `LARGEST_OF`.
 
     Raises:
         ArbError: a value has the wrong type or is out of bounds.
@@ -177,10 +176,12 @@ def check_fields(config: Any) -> None:
         check_type(name, value, kind)
         if setting is not None:
             check_setting(name, value, setting)
-        elif kind is not float:  # an integer in a field of floats may be 0
-            sizes = value if isinstance(value, tuple) else (value,)
-            for size in (size for size in sizes if type(size) is int):
-                check_bounds(name, size, LEAST_OF.get(name, 1), LARGEST_OF.get(name, LARGEST))
+        bounded = setting or Setting()
+        least = LEAST_OF.get(name, 1) if bounded.minimum is None else None
+        most = LARGEST_OF.get(name, largest) if bounded.maximum is None else None
+        for size in value if isinstance(value, tuple) else (value,):
+            if type(size) is int and kind is not float:  # which may be 0 in a field of floats
+                check_bounds(name, size, least, most)
 
 
 def check_setting(field: str, value: Any, setting: Setting) -> None:
@@ -194,9 +195,8 @@ def check_setting(field: str, value: Any, setting: Setting) -> None:
             continue
         if setting.choices:
             check_choice(field, one, (*setting.choices, *setting.also))
-        most = MOST if setting.maximum is None and type(one) is int else setting.maximum
         if not isinstance(one, str):
-            check_bounds(field, one, setting.minimum, most)
+            check_bounds(field, one, setting.minimum, setting.maximum)
 
 
 def check_type(field: str, value: Any, kind: Any) -> None:

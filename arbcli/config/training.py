@@ -11,7 +11,6 @@ from arbcli.base.lazy import ExtendedMapping
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import assembled, config_from_dict
 from arbcli.config.settings import (
-    MOST,
     OPTIMISATION,
     RUN,
     TEXT,
@@ -35,6 +34,8 @@ EVAL_EVERY = (50, 500)
 """Minimum and maximum of the default number of steps between evaluations."""
 LONGEST_LOG = 1000
 """Maximum number of steps between records; a checkpoint has the loss of each of them."""
+MOST = 2**31 - 1
+"""Maximum of counts."""
 LOSSES = ("text", *(loss for family in FAMILIES.values() for loss in family.losses))
 """Parts of a loss: see `LanguageModel.losses`."""
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
@@ -329,7 +330,7 @@ class TrainConfig:
         Raises:
             ArbError: a value is invalid, or settings contradict each other.
         """
-        check_fields(self)
+        check_fields(self, MOST)
         if self.reduce_dtype == "none":
             object.__setattr__(self, "reduce_dtype", None)
         check_choice("optimizer", self.optimizer, OPTIMIZERS[self.model.weights])

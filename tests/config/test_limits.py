@@ -9,6 +9,7 @@ from arbcli.base.errors import ArbError
 from arbcli.config.presets import config_from_dict, preset
 from arbcli.config.settings import check_fields
 from arbcli.config.training import train_config
+from arbcli.families.compressed.config import CompressedAttentionConfig
 
 MOST = 2**31 - 1
 RUN = {
@@ -102,6 +103,13 @@ def test_size_of_a_model_is_taken_to_its_limits(of, name):
         if name != "heads" or value < 1:
             assert name in caught.value.fields
             assert shown(value) in str(caught.value)
+
+
+def test_field_whose_setting_has_one_bound_has_the_other_of_all_sizes():
+    assert CompressedAttentionConfig(heads=4, ratio=2**20).ratio == 2**20
+    for ratio in (1, 2**20 + 1):
+        with pytest.raises(ArbError, match="`ratio`"):
+            CompressedAttentionConfig(heads=4, ratio=ratio)
 
 
 def test_numbers_of_micro_batches_end_where_they_are_counted():
