@@ -408,8 +408,9 @@ def table(title: str, columns: list[str], rows: list[list[str]], *, left: int = 
     title_text = Text(_one_line(title))
     result = Table(title=title_text, title_justify="left", show_header=any(columns))
     for index, column in enumerate(columns):
-        justify = "left" if index < left else "right"
-        result.add_column(Text(column), justify=justify, overflow="fold")
+        result.add_column(
+            Text(column), justify="left" if index < left else "right", overflow="fold"
+        )
     for row in rows:
         result.add_row(*(Text(printable(cell)) for cell in row))
     return result

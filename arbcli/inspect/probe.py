@@ -162,7 +162,8 @@ def examine(
         raise ArbError(
             "a probe reads plain text, and these are documents", hint="name a text with `--data`"
         )
-    held_out = held_out_batch(trainer.texts.val, 0, windows, context, device)
+    ids, targets, *_ = held_out_batch(trainer.texts.val, 0, windows, context, device)
+    held_out = ids, targets
     starts = [0, *(2**bit for bit in range((context - 1).bit_length()))]
     peak = 0
     with (

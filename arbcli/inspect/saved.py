@@ -201,7 +201,8 @@ def _open_plain(path: Path, kind: str, file: GGUFFile | ModelFolder) -> Saved:
         path=path,
         kind=kind,
         digests="none",
-        **about,
+        step=about["step"],
+        origin=about["origin"],
         config={name: value for name, value in file.keys.items() if not isinstance(value, list)},
         weights=lambda: {name: partial(read, name) for name in matrices},
         bytes_by_area=bytes_by_area,
@@ -309,8 +310,8 @@ class DifferenceReport:
 
 def compare(first: Saved, second: Saved) -> DifferenceReport:
     """Compare the state of two checkpoints, or the weights of any two."""
-    packed = first.state and second.state
-    both = [first.state(), second.state()] if packed else [first.weights(), second.weights()]
+    packed = None not in (first.state, second.state)
+    both = [(one.state if packed and one.state else one.weights)() for one in (first, second)]
     differences, missing, equal = [], {}, 0
     for name in sorted(both[0].keys() | both[1].keys()):
         if name not in both[0] or name not in both[1]:
