@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from arbcli.base.environment import set_environment
+from arbcli.base.environment import BASELINES, set_environment
 from arbcli.base.errors import ArbError
 from arbcli.version import __version__ as __version__
 
@@ -60,7 +60,7 @@ def configure(**settings: Any) -> "TrainConfig":
     Raises:
         ArbError: settings are incompatible with each other or with this machine.
     """
-    set_environment(("--weights", settings.get("weights") or "ternary"))
+    set_environment(spins=settings.get("weights") not in BASELINES)
     from arbcli.training.configure import new_config
 
     return new_config(**settings)

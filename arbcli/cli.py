@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from arbcli.base.environment import keep_compiled_modules, set_environment
+from arbcli.base.environment import keep_compiled_modules, set_environment, set_spins
 from arbcli.base.errors import ArbError
 from arbcli.base.output import OutputError, note_text, open_closed_streams
 from arbcli.base.signals import STOPPED_UNSAVED, Interrupted, RaisedSignal
@@ -76,6 +76,8 @@ def root(
     """Train language models whose whole persistent state is packed trits and int8."""
     if context.invoked_subcommand:
         check_shared(context.invoked_subcommand)
+        if context.invoked_subcommand != "train":
+            set_spins()
 
 
 def main() -> None:
@@ -83,7 +85,7 @@ def main() -> None:
     open_closed_streams()
     warnings.formatwarning = _one_line_warning
     keep_compiled_modules()
-    set_environment(sys.argv[1:])
+    set_environment(spins=False)
     try:
         with RaisedSignal():
             args = fill_options(repeat_options(rename_options(sys.argv[1:])))

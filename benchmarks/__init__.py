@@ -4,4 +4,4 @@ import sys
 
 from arbcli.base.environment import set_environment
 
-set_environment(sys.argv[1:])  # as `arb` has it
+set_environment(spins="--weights" not in sys.argv)  # a baseline has libgomp's default

@@ -56,7 +56,7 @@ def serve(kind: str, compute: str | None) -> None:
 def start(kind: str, compute: str | None) -> subprocess.Popen:
     """Start the process of a kind."""
     about = ["--compute", compute] if compute else []
-    # the words say to `set_environment` that a baseline is trained
+    # the words say to `benchmarks` that a baseline is trained
     words = ["--weights", "float"] if KINDS[kind] is TWIN else []
     environment = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
     return subprocess.Popen(

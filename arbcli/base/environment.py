@@ -5,7 +5,7 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from arbcli.base.errors import ArbError
@@ -39,16 +39,26 @@ INTERPRET = "TRITON_INTERPRET"
 """Triton's variable: at `1`, kernels run in its interpreter. It is read when they are defined."""
 
 
-def set_environment(words: Sequence[str] = ()) -> None:
-    """Set the variables of `SETTINGS` and `GOMP_SPINCOUNT`, unless the user has set them.
+def set_environment(*, spins: bool = True) -> None:
+    """Set the variables of `SETTINGS`, unless the user has set them; before torch is imported.
 
     Args:
-        words: arguments of the command line; `--weights float` and `ste` train a float baseline.
+        spins: whether to call `set_spins` too.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    if not trains_baseline(words) and "GOMP_SPINCOUNT" not in os.environ:
-        os.environ["GOMP_SPINCOUNT"] = SPINS[words[:1] == ["train"] and others_running() > 0]
+    if spins:
+        set_spins()
+
+
+def set_spins(*, yields: bool = False) -> None:
+    """Set `GOMP_SPINCOUNT`, unless the user has set it; before torch is imported.
+
+    Args:
+        yields: whether threads spin less while other programs run.
+    """
+    if "GOMP_SPINCOUNT" not in os.environ:
+        os.environ["GOMP_SPINCOUNT"] = SPINS[yields and others_running() > 0]
 
 
 def keep_compiled_modules() -> None:
@@ -116,17 +126,6 @@ def free_threads(threads: int, processors: int) -> int:
         return threads
     busy = others_running(LOOKS_FOR_THREADS)
     return min(threads, processors - busy) if 2 * busy <= processors else threads
-
-
-def trains_baseline(words: Sequence[str]) -> bool:
-    """Return whether a command line trains a float baseline; the last `--weights` counts."""
-    weights = "ternary"
-    for index, word in enumerate(words):
-        if word == "--weights":
-            weights = "".join(words[index + 1 : index + 2])
-        elif word.startswith("--weights="):
-            weights = word.removeprefix("--weights=")
-    return weights in BASELINES
 
 
 def is_for_cpu(device: str | None) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from arbcli.base import run_files
-from arbcli.base.environment import free_threads, is_for_cpu, may_have_gpu
+from arbcli.base.environment import free_threads, is_for_cpu, may_have_gpu, set_spins
 from arbcli.base.errors import ArbError
 from arbcli.base.output import LiveLine, emit_json, note, write_bytes
 from arbcli.base.signals import STOPPED_UNSAVED, exit_code
@@ -206,6 +206,8 @@ def train(
         check_file(plot, "--plot", PICTURES)
     rank, processes, *_ = this_process()
     ternary = trains_ternary(settings.get("preset", "tiny"), settings.get("weights"))
+    if ternary or resume is not None:
+        set_spins(yields=True)
     is_first = rank == 0  # only this process prints
     advises = minutes is None and resume is None
     with RunDisplay(

@@ -10,11 +10,8 @@ from functools import partial
 import pytest
 
 from arbcli import __main__, cli
-from arbcli.base import sockets
-from arbcli.base.environment import (
-    set_environment,
-    trains_baseline,
-)
+from arbcli.base import environment, sockets
+from arbcli.base.environment import set_environment, set_spins
 from arbcli.base.signals import (
     HANGUP,
     STOPPING,
@@ -22,13 +19,6 @@ from arbcli.base.signals import (
     RaisedSignal,
     RememberedSignal,
 )
-
-LINES = {
-    "train --ctx 64": False, "train --weights ternary": False, "train --weights float": True,
-    "train --ctx 64 --weights ste --optimizer muon": True, "train --weights=float --ctx 64": True,
-    "train --weights float --weights ternary": False, "train --weights": False,
-    "generate --prompt float": False, "": False,
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -38,12 +28,16 @@ def empty(monkeypatch) -> dict[str, str]:
     return environment
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_threads_of_a_twin_spin_as_libgomp_has_it(line, empty):
-    assert trains_baseline(line.split()) == LINES[line]
-    set_environment(line.split())
-    assert ("GOMP_SPINCOUNT" in empty) != LINES[line]
+@pytest.mark.parametrize(("others", "yields", "spins"), [(0, True, 0), (2, True, 1), (2, False, 0)])
+def test_threads_spin_less_next_to_other_programs(others, yields, spins, empty, monkeypatch):
+    monkeypatch.setattr(environment, "others_running", lambda: others)
+    set_environment(spins=False)
     assert empty["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert "GOMP_SPINCOUNT" not in empty
+    for set_before in (None, "7"):
+        empty |= {"GOMP_SPINCOUNT": set_before} if set_before else {}
+        set_spins(yields=yields)
+        assert empty["GOMP_SPINCOUNT"] == (set_before or environment.SPINS[bool(spins)])
 
 
 GPUS = ("0000:18:00.0", "0000:3a:00.0", "0000:9b:00.0")

@@ -98,6 +98,16 @@ def test_twelve_bits_are_sent_or_summed_by_default(
     assert call.args[0] == Path("x")
 
 
+@pytest.mark.parametrize("weights", ["ternary", "float"])
+def test_threads_of_a_baseline_spin_as_libgomp_has_it(weights, recorded_call, monkeypatch):
+    spins = mock.Mock()
+    monkeypatch.setattr(train, "set_spins", spins)
+    Path("settings.toml").write_text(f'[model]\nweights = "{weights}"\n')
+    words = ["train", "--device", "cpu", "--config", "settings.toml"]
+    recorded_call("arbcli.training.run.start_run", *words)
+    assert spins.called == (weights == "ternary")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_first_process_alone_prints_and_plots(rank, arb_here, monkeypatch, tmp_path):
     monkeypatch.setattr(train, "this_process", lambda: (rank, 2))
