@@ -1,6 +1,7 @@
 """Classes, functions and entries of mappings that are imported on first use."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -61,7 +62,7 @@ class ExtendedMapping(Mapping[str, V]):
 
     def __init__(self, first: Mapping[str, V], extend: Callable[[], Mapping[str, V]]) -> None:
         self.first = first
-        self.extend = extend
+        self.extend = cache(extend)
 
     def __getitem__(self, name: str) -> V:
         """Return the value of a name, and load the extension if the first entries lack it."""

@@ -276,28 +276,20 @@ def _functions_of_families() -> list[Callable[..., ModelConfig]]:
     return [module.FORM.build if hasattr(module, "FORM") else module.MODIFIER for module in modules]
 
 
-@cache
-def _family_arguments() -> dict[str, inspect.Parameter]:
-    return {
-        n: parameter
-        for function in _functions_of_families()
-        for n, parameter in _arguments_of(function).items()
+def _of_families(read: Callable[[Callable], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    """Return a function that merges what `read` returns of each function of the families."""
+    return lambda: {
+        name: one for function in _functions_of_families() for name, one in read(function).items()
     }
 
 
-@cache
-def _family_settings() -> dict[str, Declared]:
-    return {
-        n: setting
-        for function in _functions_of_families()
-        for n, setting in settings_of(function).items()
-    }
-
-
-ARGUMENTS = ExtendedMapping(arguments("dense").first, _family_arguments)
+ARGUMENTS: ExtendedMapping[inspect.Parameter] = ExtendedMapping(
+    arguments("dense").first, _of_families(_arguments_of)
+)
 """Arguments of all forms and modifiers by name."""
-MODEL_SETTINGS = ExtendedMapping(
-    settings_of(ModelConfig) | settings_of(set_part_rules) | settings_of(dense), _family_settings
+MODEL_SETTINGS: ExtendedMapping[Declared] = ExtendedMapping(
+    settings_of(ModelConfig) | settings_of(set_part_rules) | settings_of(dense),
+    _of_families(settings_of),
 )
 """Settings of models, by name of the argument."""
 
