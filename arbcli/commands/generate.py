@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -66,7 +67,7 @@ NOT_INTERACTIVE = (
 
 if TYPE_CHECKING:
     from arbcli.config.model import ModelConfig
-    from arbcli.generation.batch import Request, TextReport
+    from arbcli.generation.batch import Request
     from arbcli.generation.conversation import Conversation
     from arbcli.model.language_model import LanguageModel
 
@@ -351,15 +352,15 @@ def _continue_batch(
     conversation: "Conversation | None",
 ) -> None:
     """Print a JSON line for each text, and a note with the speed."""
-    from arbcli.generation.batch import continue_batch
-
-    def write(text: "TextReport") -> None:
-        emit_json(asdict(text))
+    from arbcli.generation.batch import check_batch, continue_batch
 
     ask = None if conversation is None else conversation.ask_apart
-    done = continue_batch(model, requests, batch, backend=backend, kv=kv, ask=ask, on_text=write)
-    unit, rate = _unit(model), done.length / done.seconds
+    started, length = time.perf_counter(), 0
+    for text in continue_batch(model, requests, batch, backend=backend, kv=kv, ask=ask):
+        emit_json(asdict(text))
+        length += text.length
+    unit, rate = _unit(model), length / (time.perf_counter() - started)
     note(
-        f"{done.texts} texts, {done.length:,} {unit}, {rate:,.0f} {unit}/s on {done.device},"
-        f" backend {done.backend}, {done.batch} at once"
+        f"{len(requests)} texts, {length:,} {unit}, {rate:,.0f} {unit}/s on {model.device},"
+        f" backend {backend}, {min(check_batch(batch), len(requests))} at once"
     )

@@ -88,9 +88,9 @@ USES: dict[str, tuple[Callable, bool]] = {
     ),
     "generate": (lambda model, _: list(generate(model, b"a", 3, backend="torch")), False),
     "continue_batch": (
-        lambda model, _: continue_batch(
+        lambda model, _: list(continue_batch(
             model, [Request(prompt=b"a", length=2, sampling=SAMPLING)], backend="torch"
-        ), True,
+        )), True,
     ),
     "chunk_depths": (lambda model, _: chunk_depths(model, b"abcdefghij", "torch"), True),
 }  # fmt: skip
