@@ -24,7 +24,7 @@ from arbcli.interop.huggingface.config_json import (
     model_name,
     read_folder_config,
 )
-from arbcli.interop.huggingface.dense import Part, Source, known_shape, sources
+from arbcli.interop.huggingface.dense import Part, known_shape, sources
 from arbcli.interop.huggingface.folder import WeightFolder, check_tensors
 from arbcli.interop.rounding import are_ternary, group_peaks, put, put_trits
 from arbcli.kernels.runtime.device import check_room
@@ -131,10 +131,18 @@ def import_folder(
     own_grid = "arb.origin" in values
     reports, error, squares = [], 0.0, 0.0
     for tensor_source in sources(model):
-        for taken in _take(folder, tensor_source, own_grid, on_read):
-            reports.append(taken.report)
-            if len(taken.report.shape) == 2:
-                error, squares = error + taken.error, squares + taken.squares
+        tensor = tensor_source.tensor
+        assert isinstance(tensor, TernaryTensor), "a run has packed weights, and no ones"
+        for buffer in tensor.buffers():
+            buffer.zero_()
+        for part in tensor_source.parts:
+            on_read(part.hugging_face)
+            report, of_part = _round(folder, tensor, part, own_grid)
+            reports.append(report)
+            if len(part.shape) == 2:
+                error, squares = error + of_part[0], squares + of_part[1]
+        if tensor.direction is not None:
+            tensor.direction.start(tensor.state)
     copy_companions(source, run / COMPANIONS)
     about = {name: value for name, value in values.items() if name not in ignored}
     write_json(run / COMPANIONS / CONFIG, about | {NAME: model_name(source)})
@@ -160,17 +168,6 @@ def import_folder(
         seconds=time.perf_counter() - started,
         tensors=reports,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """A part that was rounded."""
-
-    report: TensorReport
-    error: float
-    """Sum of the squared differences."""
-    squares: float
-    """Sum of squares of the weights."""
 
 
 def _check_tokens(path: Path, vocabulary: int) -> None:
@@ -205,28 +202,14 @@ def _are_trits(folder: WeightFolder, model: LanguageModel, group_size: int) -> b
     )
 
 
-def _take(
-    folder: WeightFolder, source: Source, own_grid: bool, on_read: Callable[[str], None]
-) -> list[_Taken]:
-    """Round all parts of a tensor."""
-    tensor = source.tensor
-    assert isinstance(tensor, TernaryTensor), "a run has packed weights, and no ones"
-    for buffer in tensor.buffers():
-        buffer.zero_()
-    taken = [_take_part(folder, tensor, part, own_grid, on_read) for part in source.parts]
-    if tensor.direction is not None:
-        tensor.direction.start(tensor.state)
-    return taken
+def _round(
+    folder: WeightFolder, tensor: TernaryTensor, part: Part, own_grid: bool
+) -> tuple[TensorReport, tuple[float, float]]:
+    """Round the weights of a part of a tensor.
 
-
-def _take_part(
-    folder: WeightFolder,
-    tensor: TernaryTensor,
-    part: Part,
-    own_grid: bool,
-    on_read: Callable[[str], None],
-) -> _Taken:
-    on_read(part.hugging_face)
+    Returns:
+        Its report; and the sums of the squared differences, and of the squared weights.
+    """
     width = tensor.in_features
     error = squares = largest = 0.0
     scale = torch.tensor(folder.scale(part.hugging_face)) if tensor.fixed_scales else None
@@ -259,7 +242,7 @@ def _take_part(
         largest=largest / size if size else 0.0,
         outliers=outliers,
     )
-    return _Taken(report, error, squares)
+    return report, (error, squares)
 
 
 def _chunks(part: Part, width: int) -> list[slice]:

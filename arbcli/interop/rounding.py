@@ -266,13 +266,8 @@ def put_trits(tensor: TernaryTensor, rows: slice, weight: Tensor, scales: Tensor
     share = torch.where(by_weight > 0, weight * (1 / by_weight), 0.0)
     trits = share.round().clamp_(-1, 1)
     rest = ((share - trits) * rule.radix).round_()
-    tensor.trits[rows] = pack_trits(trits.to(torch.int8))
-    largest = rule.remainder_max
-    rule.start(tensor.state, rows, rest.clamp_(-largest, largest).to(torch.int8))
-    v = round_scales(scales)
-    tensor.exponent[rows] = (v // OCTAVE).to(torch.int8)
-    tensor.fraction[rows] = (v % OCTAVE).to(torch.int8)
-    return decode_weight(tensor.packed.rows(rows), torch.float32) - trits * by_weight
+    rest.clamp_(-rule.remainder_max, rule.remainder_max)
+    return _set(tensor, rows, trits, rest, round_scales(scales)) - trits * by_weight
 
 
 @torch.no_grad()
@@ -295,8 +290,13 @@ def put(tensor: TernaryTensor, rows: slice, weight: Tensor, own_grid: bool) -> T
         z, v = round_weights(weight, tensor.group_size, grid, own_grid)
     wide, half = z.to(torch.int16), rule.radix // 2
     trits = (wide > half).to(torch.int8) - (wide < -half).to(torch.int8)
-    tensor.trits[rows] = pack_trits(trits)
-    rule.start(tensor.state, rows, (wide - trits * rule.radix).to(torch.int8))
+    return _set(tensor, rows, trits, wide - trits * rule.radix, v)
+
+
+def _set(tensor: TernaryTensor, rows: slice, trits: Tensor, rest: Tensor, v: Tensor) -> Tensor:
+    """Set trits, remainders and scales of some rows; return what they decode to."""
+    tensor.trits[rows] = pack_trits(trits.to(torch.int8))
+    tensor.rule.start(tensor.state, rows, rest.to(torch.int8))
     tensor.exponent[rows] = (v // OCTAVE).to(torch.int8)
     tensor.fraction[rows] = (v % OCTAVE).to(torch.int8)
     return decode_weight(tensor.packed.rows(rows), torch.float32)
