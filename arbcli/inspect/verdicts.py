@@ -230,12 +230,6 @@ def _loss(reading: Reading) -> float:
     return math.inf if reading.val_loss is None else reading.val_loss
 
 
-def _flips(report: ProbeReport) -> list[tuple[float, int]]:
-    """List the share of trits that each step flipped, and its number."""
-    steps = report.readings[1:]
-    return [(step.flip_share, step.step) for step in steps if step.flip_share is not None]
-
-
 def _worse_than_uniform(report: ProbeReport) -> Iterator[str]:
     after = report.readings[1:]
     later = after[len(after) // 2 :]
@@ -287,7 +281,7 @@ def _dead(report: ProbeReport) -> Iterator[str]:
 
 def _progress(report: ProbeReport) -> str:
     first, last = report.readings[0], report.readings[-1]
-    flips = max(share for share, _ in _flips(report))
+    flips = max(step.flip_share or 0 for step in report.readings[1:])
     return (
         f"the held-out loss went from {first.val_loss:.2f} to {last.val_loss:.2f} nats,"
         f" and no step flipped more than {flips:.1%} of all trits"
