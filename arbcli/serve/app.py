@@ -20,9 +20,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from arbcli.base.errors import ArbError
 from arbcli.generation.conversation import Conversation
 from arbcli.serve.engine import Busy, Closed, Engine
 from arbcli.serve.protocol import Answer, RequestError, parse_request
+from arbcli.serve.runs import json_answer
 from arbcli.serve.runs import routes as page_routes
 from arbcli.serve.texts import Piece, Text
 
@@ -65,6 +67,7 @@ def build_app(
     handlers: Any = {
         RequestError: _request_error,
         HTTPException: _http_error,
+        ArbError: _damaged_runs,
         ClientDisconnect: _nobody,
         Exception: _server_error,
     }
@@ -304,6 +307,10 @@ async def _request_error(_: Request, error: RequestError) -> Response:
 
 async def _http_error(_: Request, error: HTTPException) -> Response:
     return _answer(RequestError(error.detail, error.status_code))
+
+
+async def _damaged_runs(_: Request, error: ArbError) -> Response:
+    return json_answer({"error": {"message": str(error)}}, 500)
 
 
 async def _server_error(_: Request, __: Exception) -> Response:

@@ -8,7 +8,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib.resources import files
@@ -44,7 +43,6 @@ def routes(watch: Path | None) -> list[Route]:
     readers: dict[Path, RunReader] = {}
     one_at_a_time = threading.Lock()
 
-    @_reporting
     def runs(request: Request) -> Response:
         nonlocal readers
         summaries, damaged = {}, {}
@@ -60,16 +58,15 @@ def routes(watch: Path | None) -> list[Route]:
                 _shown(run, summary, readers[run].branch, names)
                 for run, summary in summaries.items()
             ]
-        return _json({"runs": shown, "damaged": damaged})
+        return json_answer({"runs": shown, "damaged": damaged})
 
-    @_reporting
     def metrics(request: Request) -> Response:
         name, offset = request.path_params["name"], request.query_params.get("from", "0")
         run = next((run for run in list_runs(watch) if run.name == name), None)
         if run is None:
-            return _json({"error": {"message": "there is no such run"}}, 404)
+            return json_answer({"error": {"message": "there is no such run"}}, 404)
         if not re.fullmatch("[0-9]{1,12}", offset):
-            return _json({"error": {"message": "`from` is not an offset"}}, 400)
+            return json_answer({"error": {"message": "`from` is not an offset"}}, 400)
         records, end = [], int(offset)
         for line, record in complete_lines(run, end):
             end += len(line)
@@ -77,21 +74,9 @@ def routes(watch: Path | None) -> list[Route]:
                 records.append(record)
             if end - int(offset) >= ANSWER_BYTES:
                 break
-        return _json({"records": records, "next": end})
+        return json_answer({"records": records, "next": end})
 
     return [Route("/", _page), Route("/runs", runs), Route("/runs/{name}/metrics", metrics)]
-
-
-def _reporting(endpoint: Callable[[Request], Response]) -> Callable[[Request], Response]:
-    """Return an endpoint that answers with the message of an `ArbError` where that is raised."""
-
-    def answer(request: Request) -> Response:
-        try:
-            return endpoint(request)
-        except ArbError as error:
-            return _json({"error": {"message": str(error)}}, 500)
-
-    return answer
 
 
 def _shown(run: Path, summary: RunSummary, branch: float, names: list[str]) -> dict[str, Any]:
@@ -104,7 +89,7 @@ def _shown(run: Path, summary: RunSummary, branch: float, names: list[str]) -> d
     return fields | {"name": run.name, "settings": settings, "branch": branch, "age": age}
 
 
-def _json(value: dict[str, Any], status: int = 200) -> Response:
+def json_answer(value: dict[str, Any], status: int = 200) -> Response:
     """Return a response of ASCII, as names and settings may have halves of surrogate pairs."""
     return Response(json.dumps(value, allow_nan=False), status, media_type="application/json")
 

@@ -7,10 +7,9 @@ from made_runs import make_run, record
 
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 testclient = pytest.importorskip("starlette.testclient", reason="needs the package httpx")
-from starlette.applications import Starlette  # noqa: E402
 
 from arbcli.serve import runs as served  # noqa: E402
-from arbcli.serve.runs import routes  # noqa: E402
+from arbcli.serve.app import build_app  # noqa: E402
 from arbcli.training import record as records  # noqa: E402
 
 
@@ -23,7 +22,7 @@ def folder(tmp_path):
 
 
 def client(folder, **options):
-    return testclient.TestClient(Starlette(routes=routes(folder)), **options)
+    return testclient.TestClient(build_app(None, watch=folder), **options)
 
 
 def steps(answer) -> list[int]:
