@@ -1,5 +1,6 @@
 """Run kernels on the GPU if there is one, else in Triton's interpreter."""
 
+import atexit
 import dataclasses
 import gc
 import os
@@ -37,14 +38,31 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_finish():
-    gc.collect()
-    gc.freeze()  # else every collection goes through all modules and tests anew
+    collect_and_freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
 
 
-def pytest_unconfigure():
-    gc.unfreeze()  # what is never collected, Triton reports as leaked when the process ends
+def collect_and_freeze():
+    """Let no later collection, and no search for live tensors, go through what is alive now."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is None or nextitem.path != item.path:
+        collect_and_freeze()  # libraries that the module imported
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config):
+    """End the process without freeing a million objects one by one, which takes seconds."""
+    if (session := config.pluginmanager.getplugin("session")) is None:
+        return  # the options were refused
+    config.get_terminal_writer().flush()
+    atexit._run_exitfuncs()
+    os._exit(session.exitstatus)
 
 
 def pytest_collection_modifyitems(items):
