@@ -101,7 +101,9 @@ class Answered:
 
 @lru_cache(maxsize=1)  # parameters of a kernel and scale type follow one another
 def answered(spec, device, group_size) -> list[Answered]:
-    return [Answered(spec, case) for case in spec.cases(device, group_size)]
+    answers = [Answered(spec, case) for case in spec.cases(device, group_size)]
+    assert len({answer.case.label for answer in answers}) == len(answers), "labels are not unique"
+    return answers
 
 
 IN_CHUNKS = [

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cells import Cell
-from graph_parts import graph_config
 
 from arbcli.config.model import ModelConfig
 from arbcli.config.presets import preset
@@ -27,10 +26,9 @@ KINDS = {
     "dense": DENSE,
     "hnet": Cell("attention", "mlp", 1, "chunked").model(),
     "compressed": Cell("compressed", "mlp", 1, "plain").model(),
-    "latent experts on streams": Cell("latent", "experts", 4, "plain").model(),
     "mamba": Cell("mamba", "mlp", 1, "plain").model(),
-    "graph": graph_config(),
 }
+"""`tests/generation/test_batch.py` has all parts in a batch."""
 WAIT = 60
 """Time in seconds after which a text that does not come is an error."""
 

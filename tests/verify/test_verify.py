@@ -406,12 +406,6 @@ def test_torch_backend_works_on_random_cases_in_the_parts_that_were_drawn(monkey
     assert {-1, 1} < set(seen)
 
 
-@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
-def test_labels_of_cases_are_unique(spec):
-    labels = [case.label for case in spec.cases(CPU, SCALE_TYPES["T32"])]
-    assert len(set(labels)) == len(labels)
-
-
 def test_non_finite_error_is_worse_than_any():
     assert worst([0.5, None, 2.0]) is None
     assert worst([0.5, 2.0, 1.0]) == 2.0
