@@ -75,7 +75,7 @@ FIELDS = {
 PENDING_BYTES = 2**30
 """Maximum size of tensors in flight between device, threads and disk, in bytes."""
 SMALL_BYTES = 2**16
-"""Size from which on a tensor is handed to a thread, in bytes."""
+"""Size in bytes below which a tensor is not worth a thread, unless others are in flight."""
 THREADS = min(16, os.cpu_count() or 1)
 
 _CODES = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32"}
@@ -444,12 +444,10 @@ def _map_threads(
     pool = ThreadPoolExecutor(THREADS)
     try:
         for name, tensor in tensors:
-            if tensor.nbytes < SMALL_BYTES:
-                future: Future = Future()
-                future.set_result(work(name, tensor))
-            else:
-                future = pool.submit(work, name, tensor)
-            waiting.append((tensor.nbytes, future))
+            if tensor.nbytes < SMALL_BYTES and not waiting:
+                yield work(name, tensor)
+                continue
+            waiting.append((tensor.nbytes, pool.submit(work, name, tensor)))
             in_hand += tensor.nbytes
             del tensor
             while in_hand >= PENDING_BYTES:
