@@ -68,7 +68,7 @@ $(VENV)/installed: pyproject.toml | $(BIN)/pip
 # the pip of Python 3.11 takes three times as long to choose packages
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade pip
+	$(PIP) --no-compile --upgrade pip
 
 # at once, and not after the program alone: pip looks through every release of each package again;
 # modules are compiled when they are first imported, which few of them ever are
