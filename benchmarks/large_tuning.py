@@ -93,8 +93,6 @@ CASES = {
     "8b-moment-fp8": Case(shape="8b", kind="moment orthogonal fp8", gib=24),
     "8b-nibble-fp8": Case(shape="8b", kind="nibble orthogonal fp8", gib=16),
     "8b-bf16-fp8": Case(shape="8b", kind="bf16 Adafactor fp8"),
-    "8b-moment-factored": Case(shape="8b", kind="moment factored", gib=24),
-    "8b-nibble-factored": Case(shape="8b", kind="nibble factored", gib=16),
     "0.6b-moment": Case(shape="0.6b", kind="moment orthogonal", batch=4, recompute=False),
     "0.6b-adamw": Case(shape="0.6b", kind="float32 AdamW", batch=4, recompute=False),
     "0.6b-nibble": Case(shape="0.6b", kind="nibble orthogonal", batch=4, recompute=False),
@@ -107,7 +105,6 @@ CASES = {
     "1.7b-moment-fp8": Case(shape="1.7b", kind="moment orthogonal fp8", batch=4, recompute=True),
     "1.7b-bf16-fp8": Case(shape="1.7b", kind="bf16 Adafactor fp8", batch=4, recompute=True),
     "1.7b-nibble": Case(shape="1.7b", kind="nibble orthogonal", batch=4, recompute=True),
-    "0.6b-factored": Case(shape="0.6b", kind="moment factored", batch=4, recompute=False),
     "0.6b-bf16": Case(shape="0.6b", kind="bf16 Adafactor", batch=4, recompute=False),
 }
 SEVERAL_WINDOWS = (

@@ -85,7 +85,7 @@ RULES = {
     "nibble factored": ("nibble", "adafactor"),
 }
 """Rule and optimizer, by kind."""
-VARIANTS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "moment, orthogonal symbols": ({"embedding_direction": "orthogonal"}, {}),
     "moment, fp8": ({}, {"compute": "fp8"}),
 }

@@ -166,10 +166,12 @@ def with_symbol_directions(config: ModelConfig) -> ModelConfig:
     orthogonal = config.weights == "ternary" and config.direction == "orthogonal"
     if not (orthogonal and is_chunked(config.vocabulary)):
         return config
-    changes = {"embedding_direction": config.embedding_direction or "factored"}
-    if not (config.tied or config.composite):
-        changes["head_direction"] = config.head_direction or "factored"
-    return dataclasses.replace(config, **changes)
+    has_head = not (config.tied or config.composite)
+    return dataclasses.replace(
+        config,
+        embedding_direction=config.embedding_direction or "factored",
+        head_direction=(config.head_direction or "factored") if has_head else None,
+    )
 
 
 def _set_direction(changes: dict[str, Any], own_rule: str, own_direction: str | None) -> None:

@@ -396,8 +396,10 @@ class Symbols(Anchored, SymbolWeight):
         check_dtype(x.dtype)
         return self.use(
             self.score,
-            lambda scale, *scored: self.propagate_losses(Scored(*scored, []), scale),
-            lambda scale, *scored: (Scored(*scored, []), scale),
+            lambda scale, x, targets, total: self.propagate_losses(
+                Scored(x, targets, total, []), scale
+            ),
+            lambda scale, x, targets, total: (Scored(x, targets, total, []), scale),
             x,
             targets,
         )
