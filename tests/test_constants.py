@@ -51,7 +51,7 @@ CONSTANTS = {
     initial: {"REFERENCE_WIDTH": 384, "HEAD": 0.25},
     base: {"STEP_CLIP": 4, "STEP_OF_RADIX": 0.0625, "SCALE_STEP": 4, "NUM_STREAMS": 5,
         "DECAY_OF_LR": 0.0078125},
-    moment: {"DECAY": 0.9}, step_parameters: {"ROW_CLIP": 2},
+    moment: {"BETA": 0.9}, step_parameters: {"ROW_CLIP": 2},
     float_optimizer: {"BETAS": (0.9, 0.95), "CLIP_NORM": 1.0,
         "MOMENTUM": 0.95, "NEWTON_SCHULZ": (3.4445, -4.7750, 2.0315), "NEWTON_SCHULZ_STEPS": 5, },
     norm: {"NORM_EPS": 1e-6}, table: {"SPARSE_SPREAD": 0.2, "MOST_USES": 127},

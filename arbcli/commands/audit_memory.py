@@ -97,7 +97,7 @@ def audit_memory(
     as_json: Json = False,
     **settings: Any,
 ) -> None:
-    """Measure real steps: `arb audit-memory --preset small`; exit 1 on float state or growth."""
+    """Measure memory of steps: `arb audit-memory --preset small`; exit 1 on floats or growth."""
     if snapshot is not None:
         check_file(snapshot, "--snapshot", (".pickle", ".pkl"))
     rank, processes, *_ = this_process()

@@ -148,7 +148,7 @@ class TrainConfig:
     steps: int = setting(400, "Training steps.", OPTIMISATION, minimum=1, common=True)
     batch: int = setting(16, "Windows in a batch.", OPTIMISATION, minimum=1, common=True)
     accum: int = setting(
-        1, "Batches whose gradients are summed for one step.", OPTIMISATION, minimum=1, common=True
+        1, "Gradient accumulation: micro-batches of a step.", OPTIMISATION, minimum=1, common=True
     )
     lr: float = setting(
         1.0, "Learning rate.", OPTIMISATION, default="depends on the rule", common=True

@@ -55,8 +55,8 @@ class StepSizes(NamedTuple):
     limit: Tensor
     row_limit: Tensor
     """Limit for rows of tables."""
-    decay: Tensor
-    direct_decay: Tensor
+    weight_decay: Tensor
+    direct_weight_decay: Tensor
     step_size: Tensor
     share_size: Tensor
 
@@ -80,7 +80,7 @@ class StepLayout:
     | `step_size`, `share_size` | int64 | paces | see `StepControl` |
     | `weight` | int32 | | weight of the micro-batch in averages, in units of 2**-16 |
     | `GAINS` | int32 | paces, 2 | gain and shift of each |
-    | `limit`, `row_limit`, `decay`, `direct_decay` | int32 | paces | see `StepSizes` |
+    | `limit`, `row_limit`, `weight_decay`, `direct_weight_decay` | int32 | paces | `StepSizes` |
     | `largest_boost` | int32 | | largest factor of gradients in moments, see `BOOST_UNIT` |
     | `step` | int32 | | number of the step |
     | `average_rate` | int32 | | see `average_rates` |
@@ -100,8 +100,8 @@ class StepLayout:
             "step_size": (wide, (paces,)),
             "share_size": (wide, (paces,)),
             **dict.fromkeys(GAINS, (narrow, (paces, 2))),
-            **dict.fromkeys(("limit", "row_limit", "decay"), (narrow, (paces,))),
-            "direct_decay": (narrow, (paces,)),
+            **dict.fromkeys(("limit", "row_limit", "weight_decay"), (narrow, (paces,))),
+            "direct_weight_decay": (narrow, (paces,)),
             **dict.fromkeys(("weight", "largest_boost"), (narrow, (1,))),
             **dict.fromkeys(("step", "turn", "turn_alone", "average_rate"), (narrow, (1,))),
             "keys": (narrow, (matrices, NUM_STREAMS)),
@@ -212,8 +212,8 @@ def step_values(
         **dict(zip(GAINS, np.moveaxis(gains, 0, -1), strict=True)),
         "limit": limits,
         "row_limit": limits * ROW_CLIP // STEP_CLIP,
-        "decay": decays,
-        "direct_decay": np.rint(decays / divisors),
+        "weight_decay": decays,
+        "direct_weight_decay": np.rint(decays / divisors),
         # by the root of the number of micro-batches, or of as many as unequal ones are worth
         "largest_boost": np.rint(BOOST_UNIT * total / np.sqrt(max(1, np.square(weights).sum()))),
         "step": numbers,

@@ -84,7 +84,7 @@ def test_parameters_of_steps_are_those_of_one_python_number_at_a_time(accumulati
             (sizes,) = updater._sizes.values()
             assert [[*map(int, pair)] for pair in sizes[:4]] == gains
             decay = min(round(lr * factor * 0.3 * 2**17), 2**21)
-            numbers = sizes.limit, sizes.row_limit, sizes.decay, sizes.direct_decay
+            numbers = sizes.limit, sizes.row_limit, sizes.weight_decay, sizes.direct_weight_decay
             wanted = [limit, limit // 2, decay, round(decay / accumulation)]
             assert [*map(int, numbers)] == wanted
             assert int(sizes.step_size) == round(size * 2**32)

@@ -17,7 +17,7 @@ The square root grows slowly, so that the balance can compensate for any product
 vanish.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ from arbcli.model.layers.compiled import Findable, KeepsInputs, operator
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.packed import StepMemory, recomputing
 from arbcli.model.parts.base import BlockInputs, BlockOutput, Part, each_text
+
+if TYPE_CHECKING:
+    from arbcli.model.state import PositionCounter
 
 BALANCE_UNIT = 1 / 8
 """Score of one unit of balance with the gate `softmax`."""
@@ -276,6 +279,9 @@ class Experts(Part):
         self.shared = None
         if config.shared:
             self.shared = SharedExpert(config, width, site, area=area, std=std)
+
+    def new_state(self, clock: "PositionCounter") -> None:
+        """Return None, as positions are independent."""
 
     def forward(
         self,

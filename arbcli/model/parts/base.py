@@ -208,8 +208,8 @@ class Part(nn.Module):
         raise NotImplementedError
 
     def new_state(self, clock: "PositionCounter") -> "State | None":
-        """Create the decoding state of a text; None for a part without state."""
-        return None
+        """Create the decoding state of a text; None if positions are independent."""
+        raise NotImplementedError(f"generation needs `new_state` of {type(self).__name__}")
 
     def linears(self) -> tuple[nn.Module, ...]:
         """Return the linear layers in order of use, if they can be decoded in groups."""

@@ -1,5 +1,7 @@
 """The gated MLP of a block."""
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from arbcli.config.layer_spec import LayerSpec
@@ -7,6 +9,9 @@ from arbcli.config.parts.mlp import MLPConfig
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.parts.base import BlockInputs, BlockOutput, Part, fits_vectors, project
+
+if TYPE_CHECKING:
+    from arbcli.model.state import PositionCounter
 
 
 class MLP(Part):
@@ -29,6 +34,9 @@ class MLP(Part):
         std = output_std(width, site.depth)
         self.output = parts.linear(site.dim, width, site, area=area, std=std)
         self.steps_fused = fits_vectors(width)
+
+    def new_state(self, clock: "PositionCounter") -> None:
+        """Return None, as positions are independent."""
 
     def forward(
         self,

@@ -131,9 +131,9 @@ class StepControl:
     steps after each gradient."""
     limit: Tensor
     """Maximum step of z, int32 in units of 2**-16."""
-    decay: Tensor | None
+    weight_decay: Tensor | None
     """Decay of z in a step, int32 in units of 2**-24; None without weight decay."""
-    direct_decay: Tensor | None
+    direct_weight_decay: Tensor | None
     """Decay of z when it steps after each gradient."""
     flips: Tensor
     """Counter of changed trits, int64; incremented by the step."""

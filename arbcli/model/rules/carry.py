@@ -26,7 +26,7 @@ class Carry(Rule):
         step_by_direction(
             state["trits"], state["remainder"], *gradient.ingredients, keys[TRIT],
             *control.direct_gain, control.limit, ok, control.flips, self.radix, self.remainder_max,
-            control.direct_decay,
+            control.direct_weight_decay,
         )  # fmt: skip
 
 

@@ -22,7 +22,8 @@ from arbcli.model.rules.base import (
     StepControl,
 )
 
-DECAY = 0.9
+BETA = 0.9
+"""Decay of the moment a step; a captured step has it as a constant."""
 
 
 class Moment(Rule):
@@ -39,12 +40,12 @@ class Moment(Rule):
     @property
     def blend_units(self) -> float:
         """Factor of a direction of unit RMS in the moment, in units of int8 or of a nibble."""
-        return (1 - DECAY) * (moment_max(self.share_a_byte) / self.moment_range)
+        return (1 - BETA) * (moment_max(self.share_a_byte) / self.moment_range)
 
     @property
     def expected_square(self) -> float:
         """Mean square of the moment of gradients that are independent."""
-        return self.blend_units**2 / (1 - DECAY**2)
+        return self.blend_units**2 / (1 - BETA**2)
 
     def buffers(self, rows: int, columns: int, groups: int) -> dict[str, Buffer]:
         """Declare remainder and moment."""
@@ -77,29 +78,29 @@ class Moment(Rule):
             state["trits"], state["remainder"], None if self.share_a_byte else state["moment"],
             control.keys[TRIT], control.turn, step_size, squares, control.limit, ok,
             control.flips, self.radix, self.remainder_max,
-            control.direct_decay if control.alone else control.decay,
+            control.direct_weight_decay if control.alone else control.weight_decay,
         )  # fmt: skip
 
     def average(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Step the scales, and blend the gradient or direction into the moment."""
         self.move_scales(state, gradient, control)
-        decay = round(DECAY * UNIT) if control.first else UNIT
+        beta = round(BETA * UNIT) if control.first else UNIT
         gain = control.alone_gain if control.alone else control.blend_gain
         blend_moment(
             self.moment_bytes(state), *gradient.ingredients, control.keys[MOMENT],
-            gradient.gains.ok, control.squares, decay, *gain, self.share_a_byte,
+            gradient.gains.ok, control.squares, beta, *gain, self.share_a_byte,
         )  # fmt: skip
 
     def step_along(
         self, state: State, direction: FactoredUpdate, ok: Tensor, control: StepControl
     ) -> None:
         """Step weights along the direction of the moment."""
-        gain, decay = control.whole_gain, control.decay
+        gain, weight_decay = control.whole_gain, control.weight_decay
         if control.alone:
-            gain, decay = control.direct_gain, control.direct_decay
+            gain, weight_decay = control.direct_gain, control.direct_weight_decay
         step_by_direction(
             state["trits"], state["remainder"], *direction, control.keys[TRIT], *gain,
-            control.limit, ok, control.flips, self.radix, self.remainder_max, decay,
+            control.limit, ok, control.flips, self.radix, self.remainder_max, weight_decay,
         )  # fmt: skip
 
 
