@@ -180,7 +180,7 @@ def test_programs_of_a_large_matrix_take_larger_or_several_tiles(
 
 
 SEVERAL_TILES = {
-    "smooth_chunks": (3, 1, 500), "spread_chunks": (5, 1, 500),
+    "smooth_chunks": (3, 1, 500),
     "pack_trits": (1, 60, 7), "unpack_trits": (1, 60, 7),
     "gather_rows": (5, 9, 500), "scatter_rows": (5, 9, 500), "embedding_rows": (5, 9, 310),
     "causal_conv": (5, 1, 250), "mix_streams": (2, 1, 1000),

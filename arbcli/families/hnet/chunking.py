@@ -24,8 +24,8 @@ from arbcli.config.layer_spec import LayerSpec
 from arbcli.families.hnet.kernels.boundary_scores import boundary_scores, boundary_scores_backward
 from arbcli.families.hnet.kernels.route_position import LEAST_SHARE
 from arbcli.families.hnet.kernels.smooth_chunks import smooth_chunks, smooth_chunks_backward
-from arbcli.families.hnet.kernels.spread_chunks import spread_chunks, spread_chunks_backward
 from arbcli.kernels.rows.table_rows import gather_rows
+from arbcli.kernels.rows.ternary_embedding import embedding_grad
 from arbcli.model.layers.kinds import layers_for
 
 
@@ -153,6 +153,37 @@ def spread(z: Tensor, p: Tensor, residual: Tensor, chunks: Chunks) -> Tensor:
     return _Spread.apply(z, p, residual, chunks)
 
 
+def spread_chunks(x: Tensor, s: Tensor, owner: Tensor) -> Tensor:
+    """Add to every position the vector of its chunk, y[t] = x[t] + s[owner[t]], in float32.
+
+    Args:
+        x: (B, T, D) float32 or bfloat16.
+        s: (B, C, D) float32.
+        owner: (B, T) int64 in 0..C-1.
+
+    Returns:
+        (B, T, D) in the dtype of x.
+    """
+    return (x + s[_sequences(owner), owner]).to(x.dtype)
+
+
+def spread_chunks_backward(grad_y: Tensor, s: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute gradients of `spread_chunks`, except that of x, which is `grad_y`.
+
+    Returns:
+        float32 gradients of s, (B, C, D), and, for a straight-through estimator, of a factor of 1
+        of the chunk's vector at each position, (B, T).
+    """
+    rows = _sequences(owner)
+    places = (owner + rows * s.shape[1]).flatten()
+    grad_s = embedding_grad(grad_y.flatten(0, 1), places, s.shape[0] * s.shape[1])
+    return grad_s.view(s.shape), (grad_y * s[rows, owner]).sum(dim=2)
+
+
+def _sequences(owner: Tensor) -> Tensor:
+    return torch.arange(len(owner), device=owner.device)[:, None]
+
+
 def share_of(p: Tensor) -> Tensor:
     """Clamp the boundary probability of a chunk's first position away from 0 and 1."""
     return p.clamp(LEAST_SHARE, 1 - LEAST_SHARE)
@@ -196,15 +227,15 @@ class _Spread(Function):
         chunk_scores = p.gather(1, chunks.first.clamp(min=0))
         share = share_of(chunk_scores)
         s = smooth_chunks(z, share)
-        ctx.save_for_backward(z, share, s, *chunks[:3])
+        ctx.save_for_backward(z, share, s, chunks.owner, chunks.slot)
         # clamped probabilities have no gradient
         ctx.clamped = chunk_scores != share if ctx.needs_input_grad[1] else None
         return spread_chunks(residual, s, chunks.owner)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        z, share, s, first, owner, slot = ctx.saved_tensors
-        grad_s, grad_c = spread_chunks_backward(grad_y, s, owner, first)
+        z, share, s, owner, slot = ctx.saved_tensors
+        grad_s, grad_c = spread_chunks_backward(grad_y, s, owner)
         grad_z, grad_share = smooth_chunks_backward(grad_s, z, share, s)
         grad_p = None
         if ctx.needs_input_grad[1]:

@@ -21,12 +21,12 @@ from arbcli.families.hnet.chunking import (
     route_words,
     share_of,
     spread,
+    spread_chunks,
     take_chunks,
 )
 from arbcli.families.hnet.kernels.boundary_scores import boundary_scores
 from arbcli.families.hnet.kernels.route_position import route_position_, take_chunk_
 from arbcli.families.hnet.kernels.smooth_chunks import smooth_chunks
-from arbcli.families.hnet.kernels.spread_chunks import spread_chunks
 from arbcli.kernels.runtime.conditions import has_conditions
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
