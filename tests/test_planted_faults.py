@@ -392,8 +392,6 @@ FAULTS = [
     kernel("sign", "signs of gradients flipped", "sign_gradient",
         rewrite("(a > 0).to(tl.int32) - (a < 0).to(tl.int32)",
         "(a < 0).to(tl.int32) - (a > 0).to(tl.int32)")),
-    kernel("threshold", "scales never fall", "cast_scale_votes",
-        rewrite("t <= -THRESHOLD", "t < -127")),
     # updates
     module("micro-batch", "moment decays with every micro-batch", "model.rules",
         rewrite("round(a) if f else UNIT", "round(a)"), "update moment sign"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from arbcli.config.presets import preset
+from arbcli.families.votes.kernels.cast_votes import cast_scale_votes
 from arbcli.families.votes.rule import FIRST_VOTES
 from arbcli.families.votes.verify.cast_votes import (
     cast_scale_votes_reference,
@@ -108,3 +109,17 @@ def test_scales_vote_before_or_after_the_trits(fixes, device):
     wanted = {"trits": trits, "votes": votes, "exponent": scales[0], "scale_votes": scales[1]}
     for name, part in wanted.items():
         assert torch.equal(tensor.state[name].cpu(), part), name
+
+
+@pytest.mark.parametrize("ok", [0, 1])
+@pytest.mark.parametrize("exponent", [-96, 0, 31])
+def test_scale_votes_equal_the_reference(ok, exponent, device):
+    generator = torch.Generator().manual_seed(1)
+    votes = torch.randint(-3, 4, (40, 5), generator=generator, dtype=torch.int8)
+    slope = torch.randn(40, 5, generator=generator).round()  # zeros too
+    inputs = torch.full_like(votes, exponent), votes, slope, torch.tensor(ok, dtype=torch.int32)
+    wanted = cast_scale_votes_reference(*inputs)
+    placed = [part.to(device, copy=True) for part in inputs]
+    cast_scale_votes(*placed)
+    assert torch.equal(placed[0].cpu(), wanted[0])
+    assert torch.equal(placed[1].cpu(), wanted[1])

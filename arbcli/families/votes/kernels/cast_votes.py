@@ -20,7 +20,7 @@ from arbcli.kernels.codec.packing import (
     unpack_trits_torch,
 )
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import BOOL, FLOAT, INT8, INT32, UINT8, Array
+from arbcli.kernels.runtime.arguments import BOOL, INT8, INT32, UINT8, Array
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.update.direction import OK
 
@@ -44,15 +44,6 @@ def _cast_trit_votes_torch(
     packed.copy_(pack_trits_torch(new))
     votes.copy_(total.masked_fill_(moved, 0))
     return (new != old).sum()
-
-
-def _cast_scale_votes_torch(exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor) -> None:
-    if ok:
-        votes -= torch.sign(slope).to(torch.int8)
-        octaves = (votes >= SCALE_THRESHOLD).to(torch.int8)
-        octaves -= (votes <= -SCALE_THRESHOLD).to(torch.int8)
-        votes -= SCALE_THRESHOLD * octaves
-        exponent.copy_((exponent + octaves).clamp_(LOWEST_EXPONENT, HIGHEST_EXPONENT))
 
 
 @triton.jit
@@ -103,29 +94,6 @@ def _cast_trit_votes_kernel(
     tl.store(flips_ptr + program, tl.sum(flips))
 
 
-@triton.jit
-def _cast_scale_votes_kernel(
-    exponent_ptr, votes_ptr, slope_ptr, ok_ptr,
-    N, num_groups,
-    stride_en, stride_eg, stride_an, stride_ag, stride_sn, stride_sg,
-    THRESHOLD: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    if tl.load(ok_ptr) == 0:
-        return
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    n, g = index // num_groups, index % num_groups
-    mask = n < N
-    exponent_ptrs = exponent_ptr + n * stride_en + g * stride_eg
-    votes_ptrs = votes_ptr + n * stride_an + g * stride_ag
-    total = tl.load(votes_ptrs, mask=mask, other=0).to(tl.int32)
-    total -= _sign(tl.load(slope_ptr + n * stride_sn + g * stride_sg, mask=mask, other=0.0))
-    octaves = (total >= THRESHOLD).to(tl.int32) - (total <= -THRESHOLD).to(tl.int32)
-    exponent = tl.load(exponent_ptrs, mask=mask, other=0).to(tl.int32) + octaves
-    exponent = tl.minimum(tl.maximum(exponent, LOWEST), HIGHEST)
-    tl.store(exponent_ptrs, exponent.to(tl.int8), mask=mask)
-    tl.store(votes_ptrs, (total - THRESHOLD * octaves).to(tl.int8), mask=mask)
-
-
 def _cast_trit_votes_triton(
     packed: Tensor, votes: Tensor, grad: Tensor, ok: Tensor, threshold: Tensor,
     held: Tensor | None = None,
@@ -142,15 +110,6 @@ def _cast_trit_votes_triton(
             HOLDS=holds, BLOCK_N=32, BLOCK_B=PLANE,
         )  # fmt: skip
     return flips.sum(dtype=torch.int64)
-
-
-def _cast_scale_votes_triton(exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor) -> None:
-    if slope.numel():
-        _cast_scale_votes_kernel[(triton.cdiv(slope.numel(), 1024),)](
-            exponent, votes, slope, ok, *slope.shape,
-            *exponent.stride(), *votes.stride(), *slope.stride(),
-            THRESHOLD=SCALE_THRESHOLD, LOWEST=LOWEST_EXPONENT, HIGHEST=HIGHEST_EXPONENT, BLOCK=1024,
-        )  # fmt: skip
 
 
 cast_trit_votes = Operation(
@@ -174,18 +133,19 @@ Args:
 Returns:
     int64 scalar tensor, the number of trits that changed.
 """
-cast_scale_votes = Operation(
-    "cast_scale_votes", _cast_scale_votes_triton, _cast_scale_votes_torch,
-    {
-        "exponent": Array("N, G", INT8),
-        "votes": Array("N, G", INT8), "slope": Array("N, G", FLOAT), "ok": OK,
-    },
-)  # fmt: skip
-"""Add votes to every scale of a matrix, and move those that reach 4 by an octave, in place.
 
-Args:
-    exponent: (N, groups) int8.
-    votes: (N, groups) int8.
-    slope: (N, groups) float32; only its sign is read.
-    ok: int32 scalar tensor; if 0, nothing changes.
-"""
+
+def cast_scale_votes(exponent: Tensor, votes: Tensor, slope: Tensor, ok: Tensor) -> None:
+    """Add votes to every scale of a matrix, and move those that reach 4 by an octave, in place.
+
+    Args:
+        exponent: (N, groups) int8.
+        votes: (N, groups) int8, at most 3 in magnitude.
+        slope: (N, groups) float32; only its sign is read.
+        ok: int32 scalar tensor; if 0, nothing changes.
+    """
+    goes = (ok != 0).to(torch.int8)
+    votes -= torch.sign(slope).to(torch.int8) * goes
+    octaves = (votes >= SCALE_THRESHOLD).to(torch.int8) - (votes <= -SCALE_THRESHOLD).to(torch.int8)
+    votes -= SCALE_THRESHOLD * octaves
+    exponent.copy_((exponent + octaves).clamp_(LOWEST_EXPONENT, HIGHEST_EXPONENT))

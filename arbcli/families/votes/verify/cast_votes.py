@@ -3,10 +3,7 @@
 import torch
 from torch import Tensor
 
-from arbcli.families.votes.kernels.cast_votes import (
-    cast_scale_votes,
-    cast_trit_votes,
-)
+from arbcli.families.votes.kernels.cast_votes import cast_trit_votes
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.codec.packing import (
     pack_trits_reference,
@@ -62,11 +59,4 @@ cast_trit_votes_verification = Verification(
     }, compared=("packed", "votes"),
     draw=_draw_trits, needs_rows=False,
     values={"ok": CaseGenerator.ok},
-)  # fmt: skip
-cast_scale_votes_verification = Verification(
-    cast_scale_votes, cast_scale_votes_reference,
-    changed=REFUSED | {f"E {x}": {"exponent": filled(x)} for x in (-96, 31)},
-    compared=("exponent", "votes"),
-    sizes={"G": "k"},
-    values={"exponent": (-96, 31), "votes": (-3, 3), "ok": CaseGenerator.ok},
 )  # fmt: skip
