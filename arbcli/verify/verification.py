@@ -76,6 +76,39 @@ def nothing(values: Tensor) -> Tensor:
     return values[:0]
 
 
+def gradients_of(
+    reference: Callable, places: Sequence[int], results: int = 1, skipped: int = 0
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Return the reference of a backward operation: autograd in float64 through a forward's.
+
+    It takes a gradient for each of the first `results` of the forward, `skipped` arguments that it
+    ignores, and the forward's inputs.
+
+    Args:
+        reference: reference of the forward.
+        places: indices of the inputs whose gradients it returns; one that is None has none.
+        results: number of results with gradients.
+        skipped: number of ignored arguments.
+    """
+
+    def backward(*arguments: Any) -> tuple[Tensor, ...]:
+        grads, inputs = arguments[:results], list(arguments[results + skipped :])
+        leaves = []
+        for place in places:
+            if inputs[place] is not None:
+                inputs[place] = inputs[place].detach().double().requires_grad_()
+                leaves.append(inputs[place])
+        with torch.enable_grad():
+            outputs = reference(*inputs)
+            outputs = (outputs,) if isinstance(outputs, Tensor) else outputs[:results]
+            pairs = zip(outputs, grads, strict=True)
+            total = torch.stack([(y * grad.double()).sum() for y, grad in pairs]).sum()
+            total = total + sum(0 * leaf.sum() for leaf in leaves)  # each has a gradient
+        return torch.autograd.grad(total, leaves)
+
+    return backward
+
+
 @dataclass(frozen=True, slots=True)
 class Gate:
     """Tolerance of a comparison."""

@@ -10,7 +10,7 @@ from arbcli.families.compressed.kernels.compress_blocks import (
 )
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import normalise_reference, rotate_reference
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import Gate, Verification, gradients_of
 
 
 def compress_blocks_reference(
@@ -37,19 +37,6 @@ def compress_blocks_reference(
         none = recent[:, :0]
         return recent, none, none
     return recent, torch.stack(entries, dim=1), torch.stack(still, dim=1)
-
-
-def compress_blocks_backward_reference(
-    grad_recent: Tensor, grad_entries: Tensor, x: Tensor, beta: Tensor, cos: Tensor, sin: Tensor,
-    heads: int, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `compress_blocks_backward` by autograd of the reference."""
-    x, beta = (part.double().requires_grad_() for part in (x, beta))
-    with torch.enable_grad():
-        recent, entries, _ = compress_blocks_reference(x, beta, cos, sin, heads, eps)
-        total = (recent * grad_recent).sum() + (entries * grad_entries).sum()
-    grad_x, grad_beta = torch.autograd.grad(total, (x, beta), allow_unused=True)
-    return grad_x, torch.zeros_like(beta) if grad_beta is None else grad_beta
 
 
 def rounded_block_gradients(
@@ -90,6 +77,6 @@ compress_blocks_verification = Verification(
     torch_is_peer=True, needs_rows=True,
 )  # fmt: skip
 compress_blocks_backward_verification = Verification(
-    compress_blocks_backward, compress_blocks_backward_reference, gate=_GATE,
+    compress_blocks_backward, gradients_of(compress_blocks_reference, (0, 1), 2), gate=_GATE,
     draw=_draw_backward, peer=rounded_block_gradients, needs_rows=True,
 )  # fmt: skip

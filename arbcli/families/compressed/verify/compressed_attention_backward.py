@@ -18,26 +18,7 @@ from arbcli.families.compressed.verify.compressed_attention import (
 )
 from arbcli.verify.case_generator import CaseGenerator
 from arbcli.verify.kernels.attention.rotary_norm import rotate_reference
-from arbcli.verify.verification import Gate, Verification
-
-
-def compressed_attention_backward_reference(
-    grad_y: Tensor, _y: Tensor, _logs: Tensor, x: Tensor, recent: Tensor, entries: Tensor,
-    chosen: Tensor | None, sink: Tensor, cos: Tensor, sin: Tensor, sight: Sight, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute `compressed_attention_backward` by autograd through the reference."""
-    leaves = [part.double().requires_grad_() for part in (x, recent, entries, sink)]
-    x, recent, entries, sink = leaves
-    with torch.enable_grad():
-        y, *_ = compressed_attention_reference(
-            x, recent, entries, chosen, sink, cos, sin, sight, eps
-        )
-    grads = torch.autograd.grad(y, leaves, grad_y.double(), allow_unused=True)
-    grad_x, grad_recent, grad_entries, grad_sink = (
-        torch.zeros_like(leaf) if grad is None else grad
-        for leaf, grad in zip(leaves, grads, strict=True)
-    )
-    return grad_x, grad_recent, grad_entries, grad_sink
+from arbcli.verify.verification import Gate, Verification, gradients_of
 
 
 def rounded_attention_gradients(*inputs: Any) -> tuple[Tensor, ...]:
@@ -122,6 +103,7 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 
 
 compressed_attention_backward_verification = Verification(
-    compressed_attention_backward, compressed_attention_backward_reference, gate=GATE,
+    compressed_attention_backward,
+    gradients_of(compressed_attention_reference, (0, 1, 2, 4), skipped=2), gate=GATE,
     draw=_draw, peer=rounded_attention_gradients, terms=gradient_terms, needs_rows=True,
 )  # fmt: skip

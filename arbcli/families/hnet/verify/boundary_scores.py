@@ -10,7 +10,7 @@ from arbcli.families.hnet.kernels.boundary_scores import (
     boundary_scores,
     boundary_scores_backward,
 )
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import Gate, Verification, gradients_of
 
 
 def boundary_scores_reference(x: Tensor, qk: Tensor) -> Tensor:
@@ -20,14 +20,6 @@ def boundary_scores_reference(x: Tensor, qk: Tensor) -> Tensor:
     lengths = ((part.square().sum(dim=2) + 1e-6).sqrt() for part in (u, v))
     p = (1 - (u * v).sum(dim=2) / prod(lengths)) / 2
     return torch.cat([torch.ones_like(x[:, :1, 0]), p], dim=1)
-
-
-def boundary_scores_backward_reference(grad_p: Tensor, x: Tensor, qk: Tensor) -> tuple[Tensor, ...]:
-    """Compute the reference result of `boundary_scores_backward`, by autograd in float64."""
-    x, qk = x.double().requires_grad_(), qk.double().requires_grad_()
-    with torch.enable_grad():
-        total = (boundary_scores_reference(x, qk) * grad_p.double()).sum()
-    return torch.autograd.grad(total, (x, qk))
 
 
 _GATE = Gate(
@@ -54,7 +46,7 @@ boundary_scores_verification = Verification(
     sizes=_SIZES,
 )  # fmt: skip
 boundary_scores_backward_verification = Verification(
-    boundary_scores_backward, boundary_scores_backward_reference,
+    boundary_scores_backward, gradients_of(boundary_scores_reference, (0, 1)),
     gate=_GATE, shapes=((0, 1, 5),), changed=_CHANGED,
     sizes=_SIZES,
 )  # fmt: skip

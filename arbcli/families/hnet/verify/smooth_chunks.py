@@ -8,32 +8,15 @@ from arbcli.families.hnet.kernels.smooth_chunks import (
     smooth_chunks_backward,
 )
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import Gate, Verification, gradients_of
 
 
 def smooth_chunks_reference(z: Tensor, p: Tensor) -> Tensor:
     """Compute the reference result of `smooth_chunks`, one chunk after another in float64."""
-    s = torch.zeros(z.shape, dtype=torch.float64, device=z.device)
-    last = s.new_zeros(len(s), 1)
+    z, p, means = z.double(), p.double()[..., None], list[Tensor]()
     for j in range(z.shape[1]):
-        share = p[:, j, None].double()
-        last = s[:, j] = share * z[:, j].double() + (1 - share) * last
-    return s
-
-
-def smooth_chunks_backward_reference(
-    grad_s: Tensor, z: Tensor, p: Tensor, s: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute the reference result of `smooth_chunks_backward`, by autograd in float64."""
-    z, p = z.double().requires_grad_(), p.double().requires_grad_()
-    total, last = z.new_zeros(()), z.new_zeros(len(z), 1)
-    for j in range(z.shape[1]):
-        last = p[:, j, None] * z[:, j] + (1 - p[:, j, None]) * last
-        total = total + (last * grad_s[:, j].double()).sum()
-    if not z.numel():
-        return torch.zeros_like(z), torch.zeros_like(p)
-    grad_z, grad_p = torch.autograd.grad(total, (z, p))
-    return grad_z, grad_p
+        means.append(p[:, j] * z[:, j] + (1 - p[:, j]) * (means[-1] if means else 0))
+    return torch.stack(means, dim=1) if means else torch.zeros_like(z)
 
 
 _GATE = Gate(
@@ -59,7 +42,8 @@ def _draw_backward(rng: CaseGenerator, *sizes: int) -> tuple:
 
 
 smooth_chunks_backward_verification = Verification(
-    smooth_chunks_backward, smooth_chunks_backward_reference,
+    smooth_chunks_backward,
+    lambda *inputs: gradients_of(smooth_chunks_reference, (0, 1))(*inputs[:3]),
     gate=_GATE, shapes=((0, 1, 3),),
     draw=_draw_backward, needs_rows=True, values={"p": _draw_shares},
 )  # fmt: skip

@@ -8,7 +8,7 @@ from arbcli.families.streams.kernels.mix_streams import (
     mix_streams_backward,
 )
 from arbcli.families.streams.kernels.stream_weights import STREAMS
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import Gate, Verification, gradients_of
 
 
 def mix_streams_reference(
@@ -19,17 +19,6 @@ def mix_streams_reference(
     if added is not None and gains is not None:
         y = y + torch.einsum("mi,md->mid", gains.double(), added.double())
     return y
-
-
-def mix_streams_backward_reference(
-    grad_y: Tensor, x: Tensor, weights: Tensor, added: Tensor | None, gains: Tensor | None
-) -> tuple[Tensor, ...]:
-    """Compute the reference result of `mix_streams_backward`, by autograd in float64."""
-    inputs = [part.double().requires_grad_() for part in (x, weights)]
-    if added is not None and gains is not None:
-        inputs += [part.double().requires_grad_() for part in (added, gains)]
-    y = mix_streams_reference(*inputs, *[None] * (4 - len(inputs)))
-    return torch.autograd.grad(y, inputs, grad_y.double())
 
 
 _GATE = Gate(
@@ -46,6 +35,6 @@ mix_streams_verification = Verification(
     sizes=_SIZES,
 )
 mix_streams_backward_verification = Verification(
-    mix_streams_backward, mix_streams_backward_reference,
+    mix_streams_backward, gradients_of(mix_streams_reference, range(4)),
     gate=_GATE, shapes=((0, 1, 7),), sizes=_SIZES,
 )  # fmt: skip

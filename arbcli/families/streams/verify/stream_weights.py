@@ -13,7 +13,7 @@ from arbcli.families.streams.kernels.stream_weights import (
     stream_weights,
     stream_weights_backward,
 )
-from arbcli.verify.verification import Gate, Verification
+from arbcli.verify.verification import Gate, Verification, gradients_of
 
 
 def stream_weights_reference(
@@ -38,19 +38,6 @@ def _stream_weights(z: Tensor, n: int, rounds: int) -> tuple[Tensor, Tensor, Ten
     return a, p + torch.outer(row_lacks, column_lacks) / (row_lacks.sum() + 2**-21), c
 
 
-def stream_weights_backward_reference(
-    grad_a: Tensor, grad_b: Tensor, grad_c: Tensor, raw: Tensor, bias: Tensor, rounds: int
-) -> Tensor:
-    """Compute the reference result of `stream_weights_backward`, by autograd in float64."""
-    raw = raw.double().requires_grad_()
-    weights = stream_weights_reference(raw, bias, rounds)
-    if not len(raw):
-        return torch.zeros_like(raw)
-    weighted = zip(weights, (grad_a, grad_b, grad_c), strict=True)
-    total = torch.stack([(w * g).sum() for w, g in weighted]).sum()
-    return torch.autograd.grad(total, raw)[0]
-
-
 _GATE = Gate(
     relative=1e-4,
     reason="where sums are 1 but for a rounding, float32 cannot tell which rows are above",
@@ -67,7 +54,7 @@ stream_weights_verification = Verification(
     values={"rounds": (1, 3, 7)},
 )  # fmt: skip
 stream_weights_backward_verification = Verification(
-    stream_weights_backward, stream_weights_backward_reference,
+    stream_weights_backward, gradients_of(stream_weights_reference, (0,), 3),
     gate=_GATE, shapes=((0, 1, 1),), changed=_CHANGED, sizes={"S": STREAMS},
     values={"rounds": (1, 3, 7)},
 )  # fmt: skip
