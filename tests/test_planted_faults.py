@@ -221,7 +221,7 @@ FAULTS = [
         rewrite("tl.where(c == p, 8, r + 1)", "tl.where(c == p, 8, r + 2)")),
     kernel("neighbour", "the farthest of the places that a text repeats", "repeat_ahead",
         rewrite("a * SPAN - b", "a * SPAN + b")),
-    kernel("left over", "a repetition that goes on after another byte", "propose_byte",
+    kernel("left over", "a repetition that goes on after another byte", "choose_byte",
         rewrite("tl.store(p, NONE, mask=c != f)", "tl.store(p, NONE, mask=c != c)")),
     kernel("diagonal", "squares of the neighbouring row", "prepacked_rows",
         rewrite("write_where(t, s, c == r // 2, p)", "write_where(t, s, c == (r // 2 ^ 1), p)")),

@@ -10,7 +10,6 @@ from torch import Tensor
 from arbcli.families.ahead.config import MOST
 from arbcli.families.ahead.kernels.accept_ahead import accept_ahead_
 from arbcli.families.ahead.kernels.attend_ahead import keep_accepted_, table_of
-from arbcli.families.ahead.kernels.propose_byte import propose_byte_
 from arbcli.families.ahead.kernels.repeat_ahead import repeat_ahead_
 from arbcli.kernels.output.choose_byte import choose_byte_
 from arbcli.kernels.runtime.arguments import TensorOptions
@@ -117,4 +116,4 @@ class Checks:
             byte, place = self._ids[:, number - 1 : number], self._places[number]
             x, logits = head.step(x, byte) if fused else head(x, byte)
             byte, pair = self._ids[0, number : number + 1], repeated[number - 1 : number + 1]
-            propose_byte_(byte, pair, equal, logits[0, 0], place, key, EACH_EQUAL, *sampling)
+            choose_byte_(byte, text, logits[0, 0], place, key, *sampling, pair, equal, EACH_EQUAL)

@@ -18,11 +18,14 @@ from arbcli.kernels.update.random_bits import random_bits, random_words
 
 MAX_SYMBOLS = 256
 """Number of bytes; one program holds all logits. With more symbols, a sort is used."""
+NONE = tl.constexpr(-1)
+"""Value that stands for no repeated byte."""
 
 
 def choose_byte_torch(
     byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: float,
-    top_k: int, top_p: float,
+    top_k: int, top_p: float, repeated: Tensor | None = None, equal: Tensor | None = None,
+    equal_bonus: float = 0.0,
 ) -> None:  # fmt: skip
     """Compute `choose_byte_` with torch operations."""
     if logits.dim() == 2:
@@ -32,7 +35,13 @@ def choose_byte_torch(
         return None
     if logits.shape[-1] > MAX_SYMBOLS:
         return choose_among_many(byte, text, logits, position, key, temperature, top_k, top_p)
-    choice = choice_torch(logits.float(), position, key, temperature, top_k, top_p)
+    logits = logits.float()
+    if repeated is not None and equal is not None:
+        is_repeated = torch.arange(len(logits), device=logits.device) == repeated[0]
+        logits = logits + torch.where(is_repeated, equal_bonus * equal.float(), 0.0)
+    choice = choice_torch(logits, position, key, temperature, top_k, top_p)
+    if repeated is not None:
+        repeated[1:] = torch.where(choice == repeated[:1], repeated[1:], NONE.value)
     byte.copy_(choice)
     text.index_copy_(0, position.long()[None], choice.to(torch.uint8)[None])
     return None
@@ -125,31 +134,39 @@ def choose_symbol(
 
 @triton.jit
 def _choose_byte_kernel(
-    byte_ptr, text_ptr, logits_ptr, position_ptr, key_ptr,
-    temperature, top_k, top_p, V,
+    byte_ptr, text_ptr, logits_ptr, position_ptr, key_ptr, repeated_ptr, equal_ptr,
+    temperature, top_k, top_p, equal_bonus, V,
     DRAWN: tl.constexpr, SOME: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_last(OVERLAP)
     row = tl.program_id(0)
     position = tl.load(position_ptr) + row
+    favoured, bonus = -1, 0.0
+    if repeated_ptr is not None:
+        favoured = tl.load(repeated_ptr).to(tl.int32)
+        bonus = equal_bonus * tl.load(equal_ptr).to(tl.float32)
     choice = choose_symbol(
         logits_ptr + row * V, position, tl.load(key_ptr), temperature, top_k, top_p, V,
-        DRAWN, SOME, BLOCK_V, BLOCK_J,
+        DRAWN, SOME, BLOCK_V, BLOCK_J, favoured, bonus,
     )  # fmt: skip
+    if repeated_ptr is not None:
+        tl.store(repeated_ptr + 1, NONE, mask=choice != favoured)
     tl.store(byte_ptr + row, choice.to(tl.int64))
     tl.store(text_ptr + position, choice.to(tl.uint8))
 
 
 def _choose_byte_triton(
     byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: float,
-    top_k: int, top_p: float,
+    top_k: int, top_p: float, repeated: Tensor | None = None, equal: Tensor | None = None,
+    equal_bonus: float = 0.0,
 ) -> None:  # fmt: skip
     symbols = logits.shape[-1]
     if symbols > MAX_SYMBOLS:
         return choose_among_many(byte, text, logits, position, key, temperature, top_k, top_p)
     _choose_byte_kernel[(byte.numel(),)](
-        byte, text, logits, position, key, float(temperature), top_k, float(top_p), symbols,
+        byte, text, logits, position, key, repeated, equal,
+        float(temperature), top_k, float(top_p), float(equal_bonus), symbols,
         DRAWN=temperature > 0, SOME=top_k < symbols or top_p < 1,
         BLOCK_V=triton.next_power_of_2(symbols), BLOCK_J=32, num_warps=8,
         **overlap_options(logits),
@@ -171,10 +188,15 @@ choose_byte_ = Operation(
         "temperature": Number(),
         "top_k": Number(),
         "top_p": Number(),
+        "repeated": Array("2", INT64, dense=True, optional=True),
+        "equal": Array("", INT32, optional=True),
+        "equal_bonus": Number(),
     },
     where=(
         "V > 0", TEXT_FITS, "byte.numel() == logits.numel() // V",
         f"len(M) == 0 or len(M) == 1 and V <= {MAX_SYMBOLS}",
+        "(repeated is None) == (equal is None)",
+        f"repeated is None or len(M) == 0 and V <= {MAX_SYMBOLS}",
     ),
 )  # fmt: skip
 """Sample the byte or token at `position` of `text`, or several from there on, in place.
@@ -192,4 +214,8 @@ Args:
     temperature: divisor of the logits; 0 takes the largest logit.
     top_k: number of most likely symbols to keep, at least 1.
     top_p: smallest total probability of the symbols to keep; above 0, and 1 keeps all.
+    repeated: (2,) int64, for a single byte: the byte that would repeat an earlier text, or -1, and
+        the one after it, which is set to -1 if another byte is sampled. None repeats nothing.
+    equal: int32 scalar: number of equal bytes before.
+    equal_bonus: bonus of the repeated byte's logit per equal byte.
 """

@@ -16,9 +16,20 @@ from arbcli.verify.verification import Verification
 
 def choose_byte_reference(
     byte: Tensor, text: Tensor, logits: Tensor, position: Tensor, key: Tensor, temperature: float,
-    top_k: int, top_p: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the reference result of `choose_byte_` in `byte` and `text`, with Python floats."""
+    top_k: int, top_p: float, repeated: Tensor | None = None, equal: Tensor | None = None,
+    equal_bonus: float = 0.0,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Compute the reference result of `choose_byte_` in what it sets, with Python floats."""
+    if repeated is not None and equal is not None:
+        logits, favoured, repeated = logits.clone(), int(repeated[0]), repeated.clone()
+        if favoured >= 0:
+            logits[favoured] += equal_bonus * int(equal)
+        byte, text = choose_byte_reference(
+            byte, text, logits, position, key, temperature, top_k, top_p
+        )
+        if int(byte) != favoured:
+            repeated[1] = -1
+        return byte, text, repeated
     if logits.dim() == 2:
         choices = []
         for row, row_logits in enumerate(logits):
@@ -53,7 +64,7 @@ LOGITS_CHANGED: dict[str, dict[str, Any]] = {
 choose_byte_verification = Verification(
     choose_byte_, choose_byte_reference,
     changed=LOGITS_CHANGED,
-    compared=("byte", "text"),
+    compared=("byte", "text", "repeated"),
     sizes={
         "M": ("()", "(min(m, 8),)"), "B": "M or (1,)", "V": f"min(k + 1, {MAX_SYMBOLS})",
         "P": "n + 20",
@@ -62,5 +73,6 @@ choose_byte_verification = Verification(
         "byte": (0, 127), "logits": lambda rng, *shape: 4 * rng.reals(*shape),
         "position": (0, 9), "temperature": (0.0, 0.5, 1.0, 2.0),
         "top_k": ("1", "(V + 1) // 2", "V"), "top_p": (1.0, 0.9, 0.3),
+        "repeated": (-1, "V - 1"), "equal": (0, 16), "equal_bonus": (0.0, 0.25, 1.0),
     },
 )  # fmt: skip
