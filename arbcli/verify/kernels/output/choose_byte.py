@@ -66,7 +66,8 @@ choose_byte_verification = Verification(
     changed=LOGITS_CHANGED,
     compared=("byte", "text", "repeated"),
     sizes={
-        "M": ("()", "(min(m, 8),)"), "B": "M or (1,)", "V": f"min(k + 1, {MAX_SYMBOLS})",
+        # most rows are drawn again, as a repetition is of a single byte
+        "M": ("()", *["(min(m, 8),)"] * 6), "B": "M or (1,)", "V": f"min(k + 1, {MAX_SYMBOLS})",
         "P": "n + 20",
     },
     values={
