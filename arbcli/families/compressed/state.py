@@ -279,7 +279,7 @@ class CompressedState(State):
         x = q.reshape(*self.clock.position.shape, *q.shape[2:]).contiguous()
         y = decode_compressed(
             x, self.recent.codes, self.entries.codes, choice, sink, self.clock.position, cos, sin,
-            self.semaphores, self.ratio, self.max_entries, NORM_EPS, self.exponents,
+            self.semaphores, self.ratio, self.max_entries, NORM_EPS, *(self.exponents or ()),
         )  # fmt: skip
         return y.view(q.shape)
 

@@ -23,15 +23,7 @@ from arbcli.kernels.attention.eight_bits import ROOM, decode_entries, numbers_of
 from arbcli.kernels.attention.rotary_norm import rotate
 from arbcli.kernels.matmul.quantise_rows import E4M3, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
-from arbcli.kernels.runtime.arguments import (
-    FLOAT,
-    INT8,
-    INT32,
-    Arguments,
-    Array,
-    Number,
-    compiled_check,
-)
+from arbcli.kernels.runtime.arguments import FLOAT, INT8, INT32, REAL, Array, Number
 from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.texts import text_by_text
 
@@ -45,14 +37,14 @@ SHARED = (4, 6, 7)
 def _decode_compressed_torch(
     x: Tensor, recent: Tensor, entries: Tensor, choice: Tensor | None, sink: Tensor,
     position: Tensor, cos: Tensor, sin: Tensor, semaphores: Tensor, m: int, max_entries: int,
-    eps: float, exponents: tuple[Tensor, Tensor] | None = None,
+    eps: float, recent_exponents: Tensor | None = None, entry_exponents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     slots, ring, device = len(entries), len(recent), x.device
     place = position.long()[None]
     complete = (place + 1) // m
-    if exponents:
-        recent = decode_entries(recent, exponents[0], x.dtype)
-        entries = decode_entries(entries, exponents[1], x.dtype)
+    if recent_exponents is not None and entry_exponents is not None:
+        recent = decode_entries(recent, recent_exponents, x.dtype)
+        entries = decode_entries(entries, entry_exponents, x.dtype)
     if choice is None:
         number = place // m  # the open entry
         numbers = number - (number - torch.arange(slots, device=device)) % slots
@@ -169,10 +161,10 @@ def _decode_compressed_kernel(
 def _decode_compressed_triton(
     x: Tensor, recent: Tensor, entries: Tensor, choice: Tensor | None, sink: Tensor,
     position: Tensor, cos: Tensor, sin: Tensor, semaphores: Tensor, m: int, max_entries: int,
-    eps: float, exponents: tuple[Tensor, Tensor] | None = None,
+    eps: float, recent_exponents: Tensor | None = None, entry_exponents: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     (heads, width), (ring, kv, _) = x.shape[-2:], recent.shape[-3:]
-    floats, (recent_exponents, entry_exponents) = recent.dtype == E4M3, exponents or (None, None)
+    floats = recent.dtype == E4M3
     if floats:
         recent, entries = recent.view(torch.uint8), entries.view(torch.uint8)
     slots = entries.shape[-3]
@@ -187,78 +179,54 @@ def _decode_compressed_triton(
         ring, slots, size, m, max_entries, heads, kv, width**-0.5, eps,
         HALF=width // 2, BLOCK_H=triton.next_power_of_2(width // 2), BLOCK_S=SLOTS,
         SPLITS=splits, BLOCK_P=min(32, triton.next_power_of_2(splits)),
-        CHOSEN=choice is not None, EIGHT=exponents is not None, FLOATS=floats,
+        CHOSEN=choice is not None, EIGHT=recent_exponents is not None, FLOATS=floats,
         NATIVE=has_e4m3(x), num_warps=4 if width <= 128 else 8,
     )  # fmt: skip
     return y
 
 
-def decode_compressed(
-    x: Tensor, recent: Tensor, entries: Tensor, choice: Tensor | None, sink: Tensor,
-    position: Tensor, cos: Tensor, sin: Tensor, semaphores: Tensor, m: int, max_entries: int,
-    eps: float, exponents: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:  # fmt: skip
-    """Attend with one byte that `append_position_` has stored.
+_STORED = (*REAL, *ROOM)
 
-    With several texts, all arguments but `sink`, `cos` and `sin`, and the result, have a leading
-    batch dimension.
-
-    Args:
-        x: (H, d) float32 or bfloat16, contiguous, d even: projected queries.
-        recent: (W, G, d) like x, contiguous: the ring; all filled slots are visible.
-        entries: (E, G, d) like x, contiguous; E is above `max_entries`, or the ring never fills.
-        choice: (k,) int32, contiguous: indices of entries, or -1; None selects all complete ones.
-        sink: (H,) float32, contiguous.
-        position: int32 scalar tensor, below P.
-        cos: (P, d / 2) float32, contiguous.
-        sin: like `cos`.
-        semaphores: (H,) int32 zeros, reset to zeros.
-        m: bytes per entry.
-        max_entries: M, the maximum number of visible entries.
-        eps: added to mean squares.
-        exponents: int8, (W, G) and (E, G), contiguous, if `recent` and `entries` are codes in
-            float8_e4m3fn or int8.
-
-    Returns:
-        (H, d) in the dtype of x.
-
-    Raises:
-        ValueError: a dtype or a shape does not fit.
-    """
-    inputs = x, recent, entries, choice, sink, position, cos, sin, semaphores, m, max_entries, eps
-    if exponents is None:
-        DECODE_COMPRESSED.check(*inputs)
-    else:
-        _check_codes(*inputs, *exponents)
-    return DECODE_COMPRESSED.chosen(x)(*inputs, exponents)
-
-
-_ARGUMENTS: Arguments = {
-    "x": Array("*T, H, D", dense=True),
-    "recent": Array("*T, W, G, D", dense=True),
-    "entries": Array("*T, E, G, D", dense=True),
-    "choice": Array("*T, K", INT32, dense=True, optional=True),
-    "sink": Array("H", FLOAT, dense=True),
-    **PLACE,
-    "semaphores": Array("*T, H", INT32, dense=True),
-    "m": Number(),
-    "max_entries": Number(),
-    "eps": Number(),
-}
-_WHERE = ("len(T) < 2", "D % 2 == 0", "G > 0 and H % G == 0")
-
-DECODE_COMPRESSED = Operation(
-    "decode_compressed", _decode_compressed_triton, _decode_compressed_torch, _ARGUMENTS,
-    where=_WHERE,
-)  # fmt: skip
-
-_check_codes = compiled_check(
-    "decode_compressed",
+decode_compressed = Operation(
+    "decode_compressed", _decode_compressed_triton, _decode_compressed_torch,
     {
-        **_ARGUMENTS, "recent": Array("*T, W, G, D", tuple(ROOM), dense=True),
-        "entries": Array("*T, E, G, D", tuple(ROOM), dense=True),
-        "recent_exponents": Array("*T, W, G", INT8, dense=True),
-        "entry_exponents": Array("*T, E, G", INT8, dense=True),
+        "x": Array("*T, H, D", dense=True),
+        "recent": Array("*T, W, G, D", _STORED, dense=True),
+        "entries": Array("*T, E, G, D", _STORED, dense=True),
+        "choice": Array("*T, K", INT32, dense=True, optional=True),
+        "sink": Array("H", FLOAT, dense=True), **PLACE,
+        "semaphores": Array("*T, H", INT32, dense=True), "m": Number(), "max_entries": Number(),
+        "eps": Number(), "recent_exponents": Array("*T, W, G", INT8, dense=True, optional=True),
+        "entry_exponents": Array("*T, E, G", INT8, dense=True, optional=True),
     },
-    (*_WHERE, "recent.dtype == entries.dtype"),
+    where=(
+        "len(T) < 2", "D % 2 == 0", "G > 0 and H % G == 0", "recent.dtype == entries.dtype",
+        "(recent_exponents is None) == (entry_exponents is None)",
+        "(recent.dtype == x.dtype) == (recent_exponents is None)",
+    ),
 )  # fmt: skip
+"""Attend with one byte that `append_position_` has stored.
+
+With several texts, all arguments but `sink`, `cos` and `sin`, and the result, have a leading
+batch dimension.
+
+Args:
+    x: (H, d) float32 or bfloat16, contiguous, d even: projected queries.
+    recent: (W, G, d) like x, contiguous: the ring; all filled slots are visible.
+    entries: (E, G, d) like x, contiguous; E is above `max_entries`, or the ring never fills.
+    choice: (k,) int32, contiguous: indices of entries, or -1; None selects all complete ones.
+    sink: (H,) float32, contiguous.
+    position: int32 scalar tensor, below P.
+    cos: (P, d / 2) float32, contiguous.
+    sin: like `cos`.
+    semaphores: (H,) int32 zeros, reset to zeros.
+    m: bytes per entry.
+    max_entries: M, the maximum number of visible entries.
+    eps: added to mean squares.
+    recent_exponents: (W, G) int8, contiguous, if `recent` and `entries` are codes in float8_e4m3fn
+        or int8.
+    entry_exponents: (E, G) int8, likewise.
+
+Returns:
+    (H, d) in the dtype of x.
+"""

@@ -4,10 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from arbcli.families.compressed.kernels.decode_compressed import (
-    DECODE_COMPRESSED,
-    SHARED,
-)
+from arbcli.families.compressed.kernels.decode_compressed import SHARED, decode_compressed
 from arbcli.kernels.attention.eight_bits import quantise_entries
 from arbcli.kernels.runtime.arguments import normals
 from arbcli.kernels.runtime.texts import text_by_text
@@ -22,13 +19,13 @@ from arbcli.verify.verification import Gate, Verification
 def decode_compressed_reference(
     x: Tensor, recent: Tensor, entries: Tensor, choice: Tensor | None, sink: Tensor,
     position: Tensor, cos: Tensor, sin: Tensor, semaphores: Tensor, m: int, max_entries: int,
-    eps: float, exponents: tuple[Tensor, Tensor] | None = None,
+    eps: float, recent_exponents: Tensor | None = None, entry_exponents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the result and the `semaphores` of `decode_compressed`, in float64."""
     p, (heads, width) = int(position), x.shape
-    if exponents:
-        rings = zip((recent, entries), exponents, strict=True)
-        recent, entries = (decode_entries_reference(*ring) for ring in rings)
+    if recent_exponents is not None and entry_exponents is not None:
+        recent = decode_entries_reference(recent, recent_exponents)
+        entries = decode_entries_reference(entries, entry_exponents)
     x, recent, entries = (part.double() for part in (x, recent, entries))
     complete = (p + 1) // m
     seen = range(max(0, complete - max_entries), complete) if choice is None else choice.tolist()
@@ -79,12 +76,12 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     if rng.chance(0.3):
         stored = rng.pick((*FORMATS.values(),))
         codes, exponents = zip(*(quantise_entries(x, stored) for x in inputs[1:3]), strict=True)
-        inputs = (inputs[0], *codes, *inputs[3:], exponents)
+        inputs = (inputs[0], *codes, *inputs[3:], *exponents)
     return rng.texts(inputs, 5, *SHARED)
 
 
 decode_compressed_verification = Verification(
-    DECODE_COMPRESSED, decode_compressed_reference,
+    decode_compressed, decode_compressed_reference,
     gate=Gate(
         relative=1e-5, peer_slack=0.1, reason="float32 sums; in bf16 no worse than torch by 10 %"
     ),
