@@ -77,22 +77,23 @@ def nothing(values: Tensor) -> Tensor:
 
 
 def gradients_of(
-    reference: Callable, places: Sequence[int], results: int = 1, skipped: int = 0
+    reference: Callable, places: Sequence[int], results: int = 1, ignored: Sequence[int] = ()
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Return the reference of a backward operation: autograd in float64 through a forward's.
 
-    It takes a gradient for each of the first `results` of the forward, `skipped` arguments that it
-    ignores, and the forward's inputs.
+    It takes a gradient for each of the first `results` of the forward, and the forward's inputs,
+    among which it ignores some of its arguments.
 
     Args:
         reference: reference of the forward.
         places: indices of the inputs whose gradients it returns; one that is None has none.
         results: number of results with gradients.
-        skipped: number of ignored arguments.
+        ignored: indices of the arguments that it ignores.
     """
 
     def backward(*arguments: Any) -> tuple[Tensor, ...]:
-        grads, inputs = arguments[:results], list(arguments[results + skipped :])
+        kept = (part for i, part in enumerate(arguments) if i not in ignored)
+        grads, inputs = arguments[:results], [*kept][results:]
         leaves = []
         for place in places:
             if inputs[place] is not None:

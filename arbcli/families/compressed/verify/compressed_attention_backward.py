@@ -104,6 +104,6 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
 
 compressed_attention_backward_verification = Verification(
     compressed_attention_backward,
-    gradients_of(compressed_attention_reference, (0, 1, 2, 4), skipped=2), gate=GATE,
+    gradients_of(compressed_attention_reference, (0, 1, 2, 4), ignored=(1, 2)), gate=GATE,
     draw=_draw, peer=rounded_attention_gradients, terms=gradient_terms, needs_rows=True,
 )  # fmt: skip

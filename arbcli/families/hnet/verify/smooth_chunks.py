@@ -43,7 +43,7 @@ def _draw_backward(rng: CaseGenerator, *sizes: int) -> tuple:
 
 smooth_chunks_backward_verification = Verification(
     smooth_chunks_backward,
-    lambda *inputs: gradients_of(smooth_chunks_reference, (0, 1))(*inputs[:3]),
+    gradients_of(smooth_chunks_reference, (0, 1), ignored=(3,)),
     gate=_GATE, shapes=((0, 1, 3),),
     draw=_draw_backward, needs_rows=True, values={"p": _draw_shares},
 )  # fmt: skip

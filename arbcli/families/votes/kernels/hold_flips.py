@@ -9,29 +9,10 @@ end of its range. These are ranked by |votes|, and equal ones by 16 random bits;
 import torch
 from torch import Tensor
 
-from arbcli.families.votes.kernels.cast_votes import GRADIENTS
 from arbcli.kernels.codec.packing import unpack_trits_torch
-from arbcli.kernels.runtime.arguments import (
-    INT8,
-    INT32,
-    UINT8,
-    Array,
-    Number,
-    TensorOptions,
-    compiled_check,
-)
+from arbcli.kernels.runtime.arguments import TensorOptions
 from arbcli.kernels.runtime.backend import row_chunks
 from arbcli.kernels.update.random_bits import random_bits
-
-check = compiled_check(
-    "hold_flips",
-    {
-        "packed": Array("N, row_bytes(K)", UINT8), "votes": Array("N, K", INT8),
-        "grad": Array("N, K", GRADIENTS), "threshold": Array("", INT32),
-        "key": Array("", INT32), "max_flips": Number(),
-    },
-    ("max_flips > 0",),
-)  # fmt: skip
 
 
 def hold_flips(
@@ -49,11 +30,7 @@ def hold_flips(
 
     Returns:
         (N, K) bool.
-
-    Raises:
-        ValueError: a dtype, a shape or the bound does not fit.
     """
-    check(packed, votes, grad, threshold, key, max_flips)
     integer: TensorOptions = {"dtype": torch.int32, "device": votes.device}
     columns = torch.arange(votes.shape[1], **integer)
     rank = torch.empty(votes.shape, **integer)

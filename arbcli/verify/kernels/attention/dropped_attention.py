@@ -18,7 +18,7 @@ from arbcli.verify.kernels.attention.causal_attention_backward import (
     rounded_causal_gradients,
 )
 from arbcli.verify.kernels.update.random_bits import random_bits_reference
-from arbcli.verify.verification import Verification
+from arbcli.verify.verification import Verification, gradients_of
 
 
 def _factors(q: Tensor, key: Tensor, rate: float) -> Tensor:
@@ -34,17 +34,6 @@ def dropped_attention_reference(
 ) -> tuple[Tensor, Tensor]:
     """Attend in float64; return the result and the log-sum-exp of each query."""
     return causal_attention_float64(q, k, v, _factors(q, key, rate))
-
-
-def dropped_attention_backward_reference(
-    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, _y: Tensor, _logs: Tensor, key: Tensor,
-    rate: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute the gradients by autograd in float64."""
-    q, k, v = (part.detach().double().requires_grad_() for part in (q, k, v))
-    with torch.enable_grad():
-        y, _ = dropped_attention_reference(q, k, v, key, rate)
-        return torch.autograd.grad(y, (q, k, v), grad_y.double())
 
 
 def _rounded_attention(
@@ -102,6 +91,7 @@ dropped_attention_verification = Verification(
     ),
 )  # fmt: skip
 dropped_attention_backward_verification = Verification(
-    dropped_attention_backward, dropped_attention_backward_reference, gate=GATE,
+    dropped_attention_backward,
+    gradients_of(dropped_attention_reference, range(3), ignored=(4, 5)), gate=GATE,
     draw=partial(_draw, backward=True), peer=_rounded_gradients, needs_rows=True,
 )  # fmt: skip
