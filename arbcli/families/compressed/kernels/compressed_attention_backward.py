@@ -93,14 +93,6 @@ def _turn_gradients_kernel(
 
 
 @triton.jit
-def _load_rows(ptr, rows, mask, HALF: tl.constexpr, BLOCK_H: tl.constexpr):
-    offs = tl.arange(0, BLOCK_H)[None, :]
-    ptrs = ptr + rows[:, None] * (2 * HALF) + offs
-    both = mask[:, None] & (offs < HALF)
-    return tl.load(ptrs, mask=both, other=0), tl.load(ptrs + HALF, mask=both, other=0)
-
-
-@triton.jit
 def _slopes(q1, q2, do1, do2, k1, k2, log, delta, seen, scale, PRECISION: tl.constexpr):
     """Compute p and ds / sqrt(d), [ROWS, BLOCK_N] float32."""
     p = tl.exp(scores_of(q1, q2, k1, k2, scale, PRECISION) - log[:, None])
@@ -133,8 +125,8 @@ def _grad_queries_kernel(
     low, high = tl.maximum(first, 0), tl.minimum(first + QUERIES, T) - 1
     # queries, output gradients and row sums that the first kernel prepared
     rows = (b * T + t) * HEADS + h
-    q1, q2 = _load_rows(q_ptr, rows, valid, HALF, BLOCK_H)
-    do1, do2 = _load_rows(do_ptr, rows, valid, HALF, BLOCK_H)
+    q1, q2 = load_vectors(q_ptr, rows, valid, 2 * HALF, HALF, BLOCK_H)
+    do1, do2 = load_vectors(do_ptr, rows, valid, 2 * HALF, HALF, BLOCK_H)
     log = tl.load(logs_ptr + rows, mask=valid, other=0)
     delta = tl.load(delta_ptr + rows, mask=valid, other=0)
     dtype = x_ptr.dtype.element_ty
@@ -239,8 +231,8 @@ def _grad_vectors_kernel(
         h = kv * heads_per_kv + head
         valid = (head < heads_per_kv) & (t < high)
         rows = (b * T + t) * HEADS + h
-        q1, q2 = _load_rows(q_ptr, rows, valid, HALF, BLOCK_H)
-        do1, do2 = _load_rows(do_ptr, rows, valid, HALF, BLOCK_H)
+        q1, q2 = load_vectors(q_ptr, rows, valid, 2 * HALF, HALF, BLOCK_H)
+        do1, do2 = load_vectors(do_ptr, rows, valid, 2 * HALF, HALF, BLOCK_H)
         log = tl.load(logs_ptr + rows, mask=valid, other=0)
         delta = tl.load(delta_ptr + rows, mask=valid, other=0)
         # which query sees which vector

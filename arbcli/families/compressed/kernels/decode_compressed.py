@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from arbcli.families.compressed.kernels.compressed_attention import load_vectors
 from arbcli.kernels.attention.decode_attention import PLACE
 from arbcli.kernels.attention.eight_bits import ROOM, decode_entries, numbers_of, scale_of_entry
 from arbcli.kernels.attention.rotary_norm import rotate
@@ -67,13 +68,6 @@ def _decode_compressed_torch(
 
 
 @triton.jit
-def _load_halves(ptr, rows, seen, offs, mask, HALF: tl.constexpr):
-    ptrs = ptr + (rows * (2 * HALF))[:, None] + offs[None, :]
-    both = seen[:, None] & mask[None, :]
-    return tl.load(ptrs, mask=both, other=0), tl.load(ptrs + HALF, mask=both, other=0)
-
-
-@triton.jit
 def _decode_compressed_kernel(
     x_ptr, recent_ptr, entries_ptr, recent_exponents_ptr, entry_exponents_ptr, choice_ptr, sink_ptr,
     position_ptr, cos_ptr, sin_ptr, semaphores_ptr, totals_ptr, sums_ptr, y_ptr,
@@ -113,8 +107,8 @@ def _decode_compressed_kernel(
         seen = seen & (number < complete) & (number >= complete - MOST)
     near = near & (s <= position)
     slot = tl.where(seen, number % E, 0).to(tl.int64)
-    r1, r2 = _load_halves(recent_ptr, s.to(tl.int64) * KV + kv, near, offs, mask, HALF)
-    k1, k2 = _load_halves(entries_ptr, slot * KV + kv, seen, offs, mask, HALF)
+    r1, r2 = load_vectors(recent_ptr, s * KV + kv, near, WIDTH, HALF, BLOCK_H)
+    k1, k2 = load_vectors(entries_ptr, slot * KV + kv, seen, WIDTH, HALF, BLOCK_H)
     k1, k2 = tl.where(near[:, None], r1, k1), tl.where(near[:, None], r2, k2)
     if EIGHT:
         e1 = tl.load(recent_exponents_ptr + s.to(tl.int64) * KV + kv, mask=near, other=0)
@@ -149,7 +143,7 @@ def _decode_compressed_kernel(
             p = start + tl.arange(0, BLOCK_P)
             parts = head * SPLITS + p
             total += tl.sum(tl.load(totals_ptr + parts, mask=p < SPLITS, other=0))
-            s1, s2 = _load_halves(sums_ptr, parts, p < SPLITS, offs, mask, HALF)
+            s1, s2 = load_vectors(sums_ptr, parts, p < SPLITS, WIDTH, HALF, BLOCK_H)
             y1, y2 = y1 + tl.sum(s1, axis=0), y2 + tl.sum(s2, axis=0)
         y1, y2 = y1 / total, y2 / total
         out = y_ptr + head * WIDTH + offs
