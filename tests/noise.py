@@ -1,7 +1,6 @@
 """A plugin of pytest, under which products and sums of floats differ in their last bits.
 
     python -m pytest -p tests.noise --noise-seed 3 [--noise-models] TESTS
-    python tests/noise.py [--seeds 16] [--first 1] [--processes P] [PYTEST ARGUMENTS]
 
 The last bits of a product depend on the instruction set of a CPU, on the library, and on the
 shapes. A test whose verdict hangs on them, for instance because the larger of two almost equal sums
@@ -19,28 +18,15 @@ numbers that are equal but for their rounding is made otherwise by one of the tw
 
 Functions such as the exponential differ by up to one unit in the last place, which depends on the
 seed and the result. Operations that write into a tensor, C loops and compiled code are exact.
-
-As a script it runs all quick tests, or those that the arguments select, with the first seed, and
-with the others those that noise touched, and prints which failed. Noise touches a test if a result
-of its module until then, in processes that it forks too, is one that noise may move; all operands
-before the first such result are exact, so that no seed touches other tests.
 """
 
-import argparse
-import mmap
-import os
-import re
-import subprocess
 import sys
-import tempfile
 import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -49,7 +35,6 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
-ROOT = Path(__file__).parents[1]
 WORK = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """Types that products are added in, where these are not their own."""
 PRECISION = {np.dtype(np.float32): 24, np.dtype(np.float64): 53}
@@ -65,10 +50,8 @@ MODELS = (
     "tests/families/graph", "tests/families/hnet/test_hnet.py", "tests/families/latent",
 )  # fmt: skip
 """Tests of floats on which a choice may depend: entries, experts, codes and chunks."""
-EXACT = ("tests/test_step_budget.py", "tests/test_portable.py")
-"""Tests that count operations, which noise replaces by others, and those of noise."""
-MOVED = mmap.mmap(-1, 1)
-"""1 if noise has moved a result of the module, in this process or in one that it forked."""
+EXACT = "tests/test_portable.py"
+"""Tests of noise itself."""
 NOISY = pytest.StashKey[set[str]]()
 """Names of the tests that have noise."""
 
@@ -111,7 +94,6 @@ def noise_where_rounded(
         lowest: a value of which every term is a multiple.
     """
     rounded = (number > 1) & (total >= 2.0 ** PRECISION[noise.dtype] * lowest)
-    MOVED[0] |= np.any(rounded)
     return np.where(rounded & np.isfinite(noise), noise, 0)
 
 
@@ -153,7 +135,6 @@ def move_by_a_unit(seed: int, y: np.ndarray) -> None:
     hashed = (low * np.int32(0x2545F491) + np.int32(pair * 7919)) * np.int32(0x1B873593)
     unit = sign * (hashed >> 31 | 1)
     inexact = (low & 0xFFF) != 0  # the low bits of infinity and NaN are zero
-    MOVED[0] |= np.any(inexact)
     bits += np.where(inexact, unit, 0)
 
 
@@ -302,18 +283,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="noise in tests of models alone, with each third parameter, by the seed",
     )
-    group.addoption("--noise-share", default="0/1", help="K/N: run every Nth test from the Kth on")
-    group.addoption("--noise-tests", type=Path, help="file with the names of the tests to run")
-    group.addoption("--noise-touched", type=Path, help="file for the names of touched tests")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if (tests := config.getoption("--noise-tests")) is not None:
-        names = {*tests.read_text().splitlines()}
-        items[:] = [item for item in items if item.nodeid in names]
-    first, step = map(int, config.getoption("--noise-share").split("/"))
-    items[:] = items[first::step]
     seed, only = map(config.getoption, ("--noise-seed", "--noise-models"))
     cases, step = defaultdict(list), 3 if only else 1
     for item in items:
@@ -329,74 +302,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     noise = noisy(item.config.getoption("--noise-seed"))
     with noise if item.nodeid in item.config.stash[NOISY] else nullcontext():
-        result = yield
-    touched = item.config.getoption("--noise-touched")
-    if MOVED[0] and touched is not None:
-        with touched.open("a") as names:
-            names.write(f"{item.nodeid}\n")
-    if nextitem is None or nextitem.path != item.path:
-        MOVED[0] = 0
-    return result
-
-
-def main() -> int:
-    """Run tests with every seed, and return 1 if any failed."""
-    parser = argparse.ArgumentParser(description="Run tests with noise in last bits, by seeds.")
-    parser.add_argument("--seeds", type=int, default=16, help="how many seeds")
-    parser.add_argument("--first", type=int, default=1, help="the first of them")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at a time")
-    options, arguments = parser.parse_known_args()
-    failed: dict[str, list[int]] = defaultdict(list)
-
-    def run(seed: int, *settings: str) -> tuple[int, int, str]:
-        command = ["pytest", "-v", "-p", "no:cacheprovider", "--tb=short", "-m", "not slow"]
-        noise = ["-p", "tests.noise", "--noise-seed", str(seed), *settings]
-        lines, percent = [], 0
-        with subprocess.Popen(
-            [sys.executable, "-m", *command, *noise, *arguments],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        ) as process:  # fmt: skip
-            for line in process.stdout or ():
-                lines.append(line)
-                verdict = re.search(r" (\w+) +\[ *(\d+)%\]$", line)
-                if verdict and (verdict[1] in ("FAILED", "ERROR") or int(verdict[2]) > percent + 9):
-                    percent = int(verdict[2])
-                    sys.stderr.write(f"seed {seed}: {line}")
-        return seed, process.wait(), "".join(lines)
-
-    def run_all(seeds: range, setting: str) -> None:
-        # processes that end at about the same time; each collects tests for a 50th of their time
-        shares = min(
-            range(1, 2 * options.processes + 1),
-            key=lambda shares: -(-len(seeds) * shares // options.processes) * (1 / shares + 1 / 50),
-        )
-        jobs = [(seed, f"--noise-share={i}/{shares}") for i in range(shares) for seed in seeds]
-        with ThreadPoolExecutor(options.processes) as pool:
-            runs = [pool.submit(run, seed, share, setting) for seed, share in jobs]
-            for seed, code, text in (done.result() for done in as_completed(runs)):
-                sys.stderr.write(f"seed {seed}: {text.splitlines()[-1]}\n")
-                tests = {*re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", text, re.MULTILINE)}
-                if tests - failed.keys() or (code not in (0, 1, 5) and not tests):
-                    report = re.search(r"^=+ (?:FAILURES|ERRORS) =+$.*", text, re.M | re.S)
-                    sys.stderr.write((report[0] if report else text)[-60_000:])
-                for test in tests if code in (0, 1, 5) else {*tests, f"pytest ended with {code}"}:
-                    failed[test].append(seed)
-
-    seeds = range(options.first, options.first + options.seeds)
-    with tempfile.TemporaryDirectory() as folder:
-        touched = Path(folder) / "touched"
-        touched.touch()
-        run_all(seeds[:1], f"--noise-touched={touched}")
-        sys.stderr.write(f"noise touches {len(touched.read_text().splitlines())} tests\n")
-        run_all(seeds[1:], f"--noise-tests={touched}")
-    for test, of in sorted(failed.items()):
-        sys.stdout.write(f"{test} failed with seeds {sorted(of)}\n")
-    sys.stdout.write(f"{len(failed)} tests failed with seeds {seeds[0]} to {seeds[-1]}\n")
-    return bool(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return (yield)

@@ -33,7 +33,6 @@ KERNELS = (
     "-k", "not interpreter and not triton and not T6-torch and not T32-torch", "-m", "not slow",
 )  # fmt: skip
 SENSITIVE = (
-    "tests/test_step_budget.py",
     "tests/test_results.py::test_tables_follow_from_the_results",
     "tests/training/test_reading.py::test_records_of_a_run_are_pinned",
     "tests/families/compressed/test_compressed.py::test_cached_logits_equal_those_of_one_forward",
