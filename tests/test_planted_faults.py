@@ -6,7 +6,6 @@ every kernel that its cases notice, and one for every check of a model. `plantin
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -646,18 +645,3 @@ def test_every_kind_of_mistake_and_every_kernel_has_a_fault():
     assert {fault.kind for fault in FAULTS} == set(KINDS)
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     assert {fault.caught_by.split()[0] for fault in FAULTS} >= OF_KERNELS
-
-
-def test_a_change_that_changes_nothing_is_an_error(tmp_path):
-    unfit = edit(of_kernel("pack_trits"), rewrite("a ** 7", "a"))
-    with pytest.raises(AssertionError, match="no function"):
-        unfit(ExitStack(), tmp_path)
-    with pytest.raises(AssertionError, match="has the values"):
-        set_constant("model.updater", "NO_SUCH_CONSTANT", 1)(ExitStack(), tmp_path)
-
-
-def test_a_fault_is_taken_away_again(tmp_path):
-    fault = next(fault for fault in FAULTS if fault.name == "column stride of a table ignored")
-    with fault.planted(tmp_path):
-        assert failures("gather_rows", tmp_path)
-    assert not failures("gather_rows", tmp_path)

@@ -1,17 +1,20 @@
 """Texts against a naive concatenation of their files, batches against the windows they must be."""
 
 import errno
+import gzip
+import json
 import math
 import os
 import sysconfig
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
-from opened import WRITTEN, opened
 
 from arbcli.base.errors import ArbError
 from arbcli.data import text as data
+from arbcli.data.files import Conversion
 from arbcli.data.opening import open_text, open_texts
 from arbcli.data.text import MAX_OPEN_MAPS, Mixture, Text, batch, digest, entropy
 
@@ -266,9 +269,70 @@ def test_weights_are_part_of_the_digest(tmp_path):
     assert len(digests | {digest(Text([tmp_path / "abcd", tmp_path / "efghi"]))}) == 3
 
 
-def test_entries_open_pinned_texts():
-    """`python tests/opened.py` writes it again: read a difference as a change."""
-    assert list(opened()) == WRITTEN.read_text(encoding="utf-8").splitlines()
+FILES = {
+    "a.txt": b"a.txt of " * 60, "b.txt": b"b.txt of " * 31, "empty.txt": b"",
+    "home/home.txt": b"at home. " * 9, "packed.gz": gzip.compress(b"zip " * 99),
+    "rows.jsonl": b"".join(json.dumps({"body": f"row {n} ", "n": n}).encode() + b"\n"
+                           for n in range(40)),
+    "deep/c.txt": b"c.txt" * 40, "deep/d.txt": b"d.txt" * 40, "deep/far/e.txt": b"far/e.txt" * 40,
+    "deep/.f": b"hidden" * 9, "deep/.g/h.txt": b"hidden" * 9, "deep/binary": bytes(50),
+    "deep/step-000001.safetensors": b"saved" * 9,
+}  # fmt: skip
+LEFT_OUT = "1 saved by arb and 1 binary left out"
+OPENED = {
+    ("a.txt", ""): "a.txt (1 file); None; 486 and 54; 1802567d",
+    ("a.txt a.txt b.txt", ""): "a.txt and 2 more (2 files); within; 738 and 81; 066f875b",
+    ("a.txt", "val=b.txt"): "a.txt (1 file); None; 540 and 279; 2ba66ac7",
+    ("deep", ""): f"deep (3 files; {LEFT_OUT}); within; 684 and 76; 4fade983",
+    ("deep", "split=files"): f"deep (3 files; {LEFT_OUT}); files; 560 and 200; 94d76bf8",
+    ("deep", "seed=1 split=files"): f"deep (3 files; {LEFT_OUT}); files; 400 and 360; e5bab1c3",
+    ("deep", "val=deep"): f"deep (3 files; {LEFT_OUT}); None; 760 and 760; c2691f0f",
+    ("deep/**/*.txt a.txt", "seed=2"):
+        "deep/**/*.txt and 1 more (4 files); files; 940 and 360; a09e6683",
+    ("deep/binary", "val=b.txt"): "deep/binary (1 file); None; 50 and 279; dba23653",
+    ("~/home.txt", ""): "~/home.txt (1 file); None; 73 and 8; 7eb02b8e",
+    ("packed.gz empty.txt", ""): "packed.gz and 1 more (1 file); None; 357 and 39; 381ca51b",
+    ("rows.jsonl", ""): "rows.jsonl (1 file); None; 1026 and 114; c46b608e",
+    ("rows.jsonl b.txt", "field=body"):
+        "rows.jsonl and 1 more (2 files); within; 531 and 58; ac9ac4dd",
+    ("a.txt:2 deep:0.5", ""):
+        f"a.txt:2 and 1 more (4 files; {LEFT_OUT}); None; 1170 and 130; 019277f9",
+    ("a.txt:1 b.txt:2 deep:3", "seed=1"):
+        f"a.txt:1 and 2 more (5 files; {LEFT_OUT}); None; 1422 and 157; e35ab022",
+    ("deep/binary", ""): "a context of 7 needs a validation text of 8 bytes or more,",
+    ("empty.txt", ""): "there is no text in `empty.txt`",
+    ("a.txt nothing", ""): "nothing matches `nothing`",
+    ("a.txt", "val=nothing"): "nothing matches `nothing`",
+    ("a.txt:2 b.txt", ""): "`b.txt` has no valid weight, and another text has one",
+    ("a.txt:2 b.txt:0", ""): "`b.txt:0` has no valid weight, and another text has one",
+}  # fmt: skip
+"""Description, split, lengths and a checksum of windows, by entries and options; or the error."""
+
+
+@pytest.mark.parametrize(("entries", "options"), OPENED)
+@pytest.mark.usefixtures("own_cache")
+def test_entries_open_the_same_texts_in_all_versions(entries, options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name, content in FILES.items():
+        write(Path(name), content)
+    os.symlink("..", "deep/far/up")
+    given = dict(option.split("=") for option in options.split())
+    val, seed = given.pop("val", "").split(), int(given.pop("seed", 0))
+    conversion = Conversion(field=given.pop("field", None))
+    try:
+        texts = open_texts(
+            entries.split(), val, seed=seed, context=7, conversion=conversion, **given
+        )
+    except ArbError as error:
+        opened = str(error)
+    else:
+        parts = texts.train, texts.val
+        windows = [part.window_batch(part.starts(b"a key", 5, 8), 8).numpy() for part in parts]
+        checksum = zlib.crc32(b"".join(part.tobytes() for part in windows))
+        sizes = " and ".join(str(len(part)) for part in parts)
+        opened = f"{texts.description}; {texts.split}; {sizes}; {checksum:08x}"
+    assert opened.startswith(OPENED[entries, options])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from arbcli.verify.models import (
     MODELS,
     RAGGED,
     fits,
-    has_mamba,
     shortened,
 )
 from arbcli.verify.parity import CHECKS
@@ -135,11 +134,6 @@ def test_no_model_is_let_off_causality(of_torch):
         changed = 0 if tested.config.is_masked else 2 * (tested.config.ctx - 1)
         if tested.dtype == torch.float32 and "bits" in tested.checks:
             assert counts[f"{tested.name} fp32"] == changed, tested.name
-
-
-def test_long_texts_are_changed_at_two_positions():
-    results = list(parity._causality(subject("ragged", ctx=40)))
-    assert [int(result.item.split()[-1]) for result in results] == [20, 20, 39, 39]
 
 
 def test_no_gradient_of_a_model_is_nothing(of_torch, zeros):
@@ -272,75 +266,6 @@ def test_preset_agrees_with_the_reference_on_a_gpu(name, device):
         )
 
 
-def test_short_presets_have_blocks_of_every_kind_and_their_memories():
-    for name, config in FULL_SIZE.items():
-        short = shortened(config)
-        for stage, whole in zip(short.stages, config.stages, strict=True):
-            for kept, blocks in zip(stage.lists, whole.lists, strict=True):
-                assert set(kept) == set(blocks), name
-                assert len(kept) <= max(2, len(set(blocks)))
-        assert short.ctx == min(config.ctx, 8 if config.main.memories else 512)
-        assert bool(short.main.memories) == bool(config.main.memories)
-    assert shortened(FULL_SIZE["arb-3b"]).main.memories.place == 2
-    assert len(shortened(FULL_SIZE["arb-long"]).main.blocks) == 2
-
-
-RAGGED_MODELS = (
-    "ragged T32 batch 1", "ragged T6 batch 1", "ragged T32 batch 12", "ragged T6 batch 12",
-)  # fmt: skip
-DIGITS = tuple(
-    f"all digits of {name} T32" for name in ("moment", "nibble", "carry", "moment+nibble+carry")
-)
-SMALL = (*(f"{name} T32" for name in MODELS), "bounded with dropout T32")
-OTHER_SCALES = ("graph T6", "compressed T6")
-HALF = tuple(f"{name} T32" for name in MODELS if not has_mamba(MODELS[name]))
-UPDATES = (
-    "moment orthogonal", "moment factored", "moment sign", "moment orthogonal all digits",
-    "nibble orthogonal", "nibble factored", "nibble sign", "nibble orthogonal all digits",
-    "carry orthogonal", "carry factored", "carry sign", "carry factored all digits", "votes",
-    "moment+nibble+carry orthogonal", "moment+nibble+carry orthogonal all digits",
-)  # fmt: skip
-USUAL = ("carry factored", "votes", "moment+nibble+carry orthogonal")
-COMPARED = {
-    "torch": ((*RAGGED_MODELS, *DIGITS, *SMALL, *OTHER_SCALES), (*RAGGED_MODELS, *HALF)),
-    "triton": ((*RAGGED_MODELS, *DIGITS, *SMALL, *OTHER_SCALES), LARGEST),
-    "native": ((*RAGGED_MODELS[::2], *DIGITS, *SMALL), (*RAGGED_MODELS[::2], *HALF)),
-    "interpreter": (("ragged T32", "graph T32", "hnet T32", "compressed T32"), ()),
-}  # fmt: skip
-"""Of each backend: the models in float32, and those in bf16."""
-
-
-def test_scale_types_of_a_backend_are_those_of_it_alone():
-    """Whatever is compared before it: `native` has the first one only."""
-
-    def names(*backends: str) -> list[str]:
-        every = all_subjects(torch.device("cpu"), backends, {"T32": 32, "T6": 6})
-        return [subject.name for subject in every]
-
-    assert names("native", "torch") == names("native") + names("torch")
-
-
-@pytest.mark.parametrize("backend", COMPARED)
-def test_no_model_is_left_out_of_a_comparison(backend, monkeypatch):
-    """Of presets, small models, batches, types, digits and directions."""
-    monkeypatch.setattr("arbcli.verify.subjects.fits", lambda *_: True)
-    names: dict[str, list[str]] = {"float32": [], "bfloat16": [], "update": []}
-    for tested in all_subjects(torch.device("cpu"), (backend,), {"T32": 32, "T6": 6}):
-        config, whole = tested.config, backend == "interpreter"
-        half, drops = tested.dtype == torch.bfloat16, tested.dropout > 0
-        assert drops == ("with dropout" in tested.name)
-        if tested.name.removesuffix(f" {config.scale_type}") in MODELS:
-            bits = config.scale_type == "T32" and not half
-            checks = ("whole",) if whole else ("blocks", "whole", *["bits"] * bits)
-            assert tested.checks == checks
-        kind = "update" if "update" in tested.checks else str(tested.dtype).removeprefix("torch.")
-        names[kind].append(tested.name)
-    single, of_half = map(list, COMPARED[backend])
-    assert sorted(names["float32"]) == sorted(single)
-    assert sorted(names["bfloat16"]) == sorted(of_half)
-    assert names["update"] == list(USUAL if backend == "interpreter" else UPDATES)
-
-
 def test_scales_of_a_subject_differ_from_group_to_group():
     for tensor in subject("ragged").build().weights().values():
         assert tensor.fraction.min() >= 0
@@ -348,56 +273,11 @@ def test_scales_of_a_subject_differ_from_group_to_group():
             assert tensor.fraction.unique().numel() > 1
 
 
-def test_update_compares_every_number_and_every_buffer():
-    tested = subject("ragged", ("update",), rule="moment", direction="factored")
-    items = {result.item for result in parity.check_model(tested)}
-    numbers = {
-        f"{name} of micro-batch {micro}{decay}"
-        for name in "zvm"
-        for micro in ("1/1", "1/2", "2/2")
-        for decay in ("", " with weight decay")
-    }
-    buffers = ("trits", "exponent", "fraction", "remainder", "moment",
-               "row_statistic", "column_statistic")  # fmt: skip
-    assert items == numbers | {f"{name} given NaN" for name in buffers}
-
-
 @pytest.mark.parametrize(("shift", "passed"), [(0.0, True), (0.09, False)])
 def test_rounding_that_is_biased_fails_though_each_number_is_near(shift, passed):
     wanted = torch.linspace(-5, 5, 4000, dtype=torch.float64)
     got = (wanted + shift + torch.rand(4000, generator=torch.Generator().manual_seed(0))).floor()
     assert parity._rounded(subject("ragged"), "", got, wanted, 1.1).passed == passed
-
-
-def test_steps_that_differ_in_the_state_alone_are_not_equal(monkeypatch):
-    """The losses of a step are of before it: only the state tells that rounding was another."""
-    tested = subject("ragged")
-    assert [result.passed for result in parity._determinism(tested)] == [True]
-    seeds, updater = iter((3, 4)), parity.Updater
-    monkeypatch.setattr(
-        parity, "Updater", lambda weights, _, dtype: updater(weights, next(seeds), dtype)
-    )
-    (result,) = parity._determinism(tested)
-    assert not result.passed
-    losses = len(tested.build().losses(*tested.bytes()))
-    assert result.shape == (losses + len(tested.build().state_dict()),)
-
-
-def test_steps_that_differ_in_the_loss_alone_are_not_equal(monkeypatch):
-    times, losses = iter((1.0, 1.0 + 2.0**-20)), parity.LanguageModel.losses
-    scale = {}
-
-    def scaled(model, ids, targets):
-        scale.setdefault(id(model), next(times))
-        exact_losses = losses(model, ids, targets)
-        exact = exact_losses["text"]
-        with torch.no_grad():
-            moved = exact * scale[id(model)] - exact
-        return {"text": exact + moved}  # with the gradient of the exact one
-
-    monkeypatch.setattr(parity.LanguageModel, "losses", scaled)
-    (result,) = parity._determinism(subject("ragged"))
-    assert (result.passed, result.max_error) == (False, 1.0)
 
 
 @pytest.mark.parametrize(("late", "failing"), [(0, ()), (1, ("at",)), (-1, ("before",))])

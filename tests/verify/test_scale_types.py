@@ -6,7 +6,6 @@ import pytest
 from syntax import kernel_files, parsed, walk
 
 from arbcli.config.layer_spec import SCALE_TYPES
-from arbcli.verify.check_kernels import find_kernels
 from arbcli.verify.registry import KERNELS
 from arbcli.verify.scale_types import ALWAYS, verified_scale_types
 
@@ -44,16 +43,3 @@ def test_every_path_of_a_kernel_is_in_its_sample(spec):
     assert {*ALWAYS} <= {*chosen} < {*SCALE_TYPES}
     paths = {name: spec.scale_path(size) for name, size in SCALE_TYPES.items()}
     assert {paths[name] for name in chosen} == {*paths.values()}
-
-
-def test_groups_that_launchers_divide_take_other_paths():
-    paths = {spec.name: [spec.scale_path(size) for size in (16, 32, 64)] for spec in WITH_SCALES}
-    of_planes = "ternary_matmul", "decode_weight", "embedding_rows"
-    for narrow, plane, _ in map(paths.get, of_planes):
-        assert narrow != plane
-    assert find_kernels(["weighted_rows"])[0].scale_path(4) != paths["weighted_rows"][0]
-
-
-def test_a_kernel_that_declares_nothing_is_checked_in_every_scale_type():
-    (spec,) = find_kernels(["pack_trits"])
-    assert {*verified_scale_types(spec, SCALE_TYPES)} == {*SCALE_TYPES}

@@ -23,8 +23,6 @@ from arbcli.verify.timing import (
     Stopwatch,
     check_timeable,
     measure_roofline,
-    median_ratio,
-    time_calls,
     time_kernels,
 )
 from arbcli.verify.verification import Case, Verification, same_inputs
@@ -66,19 +64,6 @@ def test_slower_of_bytes_and_products_is_the_floor():
     assert ROOFLINE.floor_us(2_000_000, 0) == (pytest.approx(2.0), "memory")
     assert ROOFLINE.floor_us(2_000_000, 4 * 10**9) == (pytest.approx(4.0), "products")
     assert ROOFLINE.floor_us(5_000_000, 4 * 10**9) == (pytest.approx(5.0), "memory")
-
-
-def test_ratio_is_of_the_same_turns():
-    assert median_ratio([1.0, 2.0, 4.0], [2.0, 2.0, 12.0]) == 2.0
-
-
-@pytest.mark.parametrize(("seconds", "turns"), [(0.0, 10), (0.25, 25), (60.0, 500)])
-def test_turns_fill_the_time(monkeypatch, seconds, turns):
-    stopwatch = FakeStopwatch([1.0], [2.0])
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: stopwatch.now)
-    assert time_calls([print, print], stopwatch, seconds) == [[1.0], [2.0]]
-    assert stopwatch.turns == turns
-    assert stopwatch.captured == 2
 
 
 def timed(monkeypatch, spec, inputs, *times):
@@ -129,14 +114,6 @@ def test_only_looked_up_rows_of_a_table_count(monkeypatch, known_roofline):
 
 
 # a result that is an input counts once
-@pytest.mark.parametrize("run", [lambda a, b: None, lambda a, b: a], ids=["none", "an input"])
-def test_kernel_without_results_or_library_counts_its_inputs_and_has_no_ratio(
-    monkeypatch, known_roofline, run
-):
-    inputs = (torch.zeros(3), torch.zeros(5, dtype=torch.int8))
-    (result,) = timed(monkeypatch, declared(run, "a", "b"), inputs, [4.0]).timings
-    assert result.moved_bytes == 3 * 4 + 5
-    assert (result.library_us, result.ratio) == (None, None)
 
 
 def test_kernel_that_failed_or_cannot_be_captured_is_not_timed(monkeypatch, known_roofline):
@@ -152,12 +129,6 @@ def test_kernel_that_failed_or_cannot_be_captured_is_not_timed(monkeypatch, know
         assert report.not_timed == {
             "pack_trits": "it did not pass", "unpack_trits": "a CUDA graph cannot capture it",
         }  # fmt: skip
-
-
-def test_kernel_that_was_not_verified_is_not_timed(known_roofline):
-    of_torch = [replace(result, backend="torch") for result in results("pack_trits")]
-    report = time_kernels(of_torch, FakeStopwatch(), 6)
-    assert (report.timings, report.not_timed) == ((), {})
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """A fault that any stage finds fails the verification, and the ledger says what was skipped."""
 
 import json
-import os
 import sys
 from dataclasses import replace
 from unittest import mock
@@ -12,12 +11,10 @@ from checked import checked
 from typer.testing import CliRunner
 
 from arbcli import cli
-from arbcli.verify import check_kernels, ledger, run
+from arbcli.verify import check_kernels, run
 from arbcli.verify.kernels.codec.packing import pack_trits_verification
 from arbcli.verify.ledger import ledger_page, write_ledger
 from arbcli.verify.models import RAGGED
-from arbcli.verify.parity import CHECKS
-from arbcli.verify.registry import KERNELS
 from arbcli.verify.run import VerifyRequest, verify
 from arbcli.verify.subjects import Subject
 from arbcli.verify.timing import Roofline, TimingReport, TimingResult
@@ -89,24 +86,6 @@ def test_one_fault_in_any_stage_fails_the_whole(break_, small):
     assert json.loads(result.stdout)["passed"] is False
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_one_failure_of_a_check_of_the_model_is_enough(check):
-    """One of several backends, models and items."""
-    right = replace(PARITY, check=check)
-    for wrong in ((), (replace(right, passed=False),)):
-        excluded = ledger._ruled_out((), (right, *wrong, right))
-        assert any(item.startswith(f"failures of `{check}`") for item in excluded) == (not wrong)
-
-
-@pytest.mark.parametrize(
-    ("change", "what"), [({"unequal": 1}, "integer state"), ({"unwritten": 1}, "unwritten")]
-)
-def test_wrong_results_of_a_kernel_are_not_ruled_out(change, what):
-    for results in ((RIGHT, RIGHT), (RIGHT, replace(RIGHT, **change))):
-        excluded = ledger._ruled_out(results, ())
-        assert any(what in item for item in excluded) == (results[1] == RIGHT)
-
-
 @pytest.mark.parametrize("stage", ["kernel_jobs", "check_model"])
 def test_unexpected_error_of_a_stage_ends_the_program_with_2(stage, small, capsys):
     small.setattr(run, stage, mock.Mock(side_effect=RuntimeError("not foreseen")))
@@ -138,14 +117,6 @@ def test_skipped_checks_are_listed_once(what, small):
     assert sum(item.startswith(what) for item in listed) == 1, listed
 
 
-def test_errors_that_no_check_can_detect_are_listed(small):
-    small.setattr(run, "kernel_jobs", lambda *_, **__: [])
-    small.setattr(check_kernels, "KERNELS", KERNELS)
-    items = [f"{spec.name}: {item}" for spec in KERNELS for item in spec.not_verified]
-    assert items
-    assert {*items} <= {*verify(WHOLE).not_verified}
-
-
 def test_written_ledger_is_strict_json_and_a_page(small, tmp_path):
     report = replace(verify(WHOLE), timing=TIMING)
     data, page = write_ledger(report, tmp_path / "new" / "folder")
@@ -156,17 +127,3 @@ def test_written_ledger_is_strict_json_and_a_page(small, tmp_path):
     for line in ledger_page(report).splitlines():
         widths = [*widths, line.count("|")] if line.startswith("|") else []
         assert len(set(widths)) <= 1
-
-
-@pytest.mark.parametrize(("cores", "free", "number"), [
-    (8, None, 8), (8, 100 << 32, 8), (64, 100 << 32, 32), (64, 5 << 32, 5), (64, 1, 1),
-])  # fmt: skip
-def test_as_many_processes_check_as_there_are_cores_and_memory_for(
-    cores, free, number, monkeypatch
-):
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * (free or 0)))
-    device = torch.device("cpu" if free is None else "cuda")
-    assert run._num_workers(device) == number
-    monkeypatch.setattr(run, "HAS_TRITON", False)
-    assert not {"triton", "interpreter"} & {*run._backends(device)}

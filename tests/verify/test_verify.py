@@ -16,20 +16,17 @@ from arbcli.config.layer_spec import SCALE_TYPES
 from arbcli.kernels.codec.packed import Packed
 from arbcli.kernels.runtime import native
 from arbcli.kernels.runtime.backend import chunk_elements
-from arbcli.model.build import build_model
 from arbcli.verify import check_kernels as verify
 from arbcli.verify.case_generator import CaseGenerator
-from arbcli.verify.cases import LARGE_MATRIX, production_cases, random_cases
-from arbcli.verify.check_kernels import CompiledCases, copies, find_kernels, kernel_jobs
+from arbcli.verify.cases import random_cases
+from arbcli.verify.check_kernels import CompiledCases, copies, kernel_jobs
 from arbcli.verify.compare import compare, errors, worst
 from arbcli.verify.kernels.codec.packing import pack_trits_verification
 from arbcli.verify.kernels.norm.rms_norm import rms_norm_verification
-from arbcli.verify.models import FULL_SIZE
-from arbcli.verify.names import kernel_names
 from arbcli.verify.registry import BY_NAME, KERNELS
-from arbcli.verify.scale_types import ALWAYS, verified_scale_types
+from arbcli.verify.scale_types import ALWAYS
 from arbcli.verify.variants import Launch
-from arbcli.verify.verification import DRAWS, TILES, Case, Gate
+from arbcli.verify.verification import DRAWS, TILES, Gate
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
 T6 = {"T6": 6}
@@ -143,12 +140,6 @@ def assert_same(inputs, others):
             assert a == b
 
 
-def test_kernels_are_found_by_name():
-    assert find_kernels([]) == list(KERNELS)
-    assert find_kernels(["pack_trits"]) == [pack_trits_verification]
-    assert sorted(kernel_names()) == sorted(spec.name for spec in KERNELS)
-
-
 def close(relative: float, peer_slack: float = 0.0):
     return replace(rms_norm_verification, gate=Gate(relative=relative, peer_slack=peer_slack))
 
@@ -213,35 +204,6 @@ def test_errors_of_a_sum_that_cancels_are_relative_to_its_terms(error, passed):
     assert not compare(close(1e-9, 0.1), "", wanted + 0.02, wanted, wanted + 0.02, terms).passed
 
 
-def test_figures_of_a_kernel_are_those_of_its_worst_case(device):
-    shape = next(case.inputs[0].shape for case in rms_norm_verification.cases(device, 6))
-
-    def wrong_once(*inputs):
-        y = rms_norm_verification.torch(*inputs)
-        return -y if inputs[0].shape == shape else y
-
-    (right,) = checked(["rms_norm"], T6, device, ["torch"])
-    assert right.unequal is None  # which exact gates alone count
-    assert right.cosine > 0.999
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify, "KERNELS", (replace(rms_norm_verification, torch=wrong_once),))
-        (result,) = checked([], T6, device, ["torch"])
-    assert result.cosine < -0.999
-    assert result.max_error > 0.1
-
-
-def test_matrices_of_presets_are_multiplied_by_few_and_by_many_rows():
-    (spec,) = find_kernels(["rms_norm"])
-    cases = production_cases(spec, CPU, 32, (3, 40))
-    assert [case.inputs[0].shape[0] for case in cases] == [1, 64, 2048]
-
-
-def test_production_shape_is_that_of_a_preset():
-    with torch.device("meta"):
-        weights = build_model(FULL_SIZE["1b"]).packed_tensors().values()
-    assert LARGE_MATRIX in {(weight.out_features, weight.in_features) for weight in weights}
-
-
 def test_random_sizes_are_on_both_sides_of_every_boundary():
     sizes = {CaseGenerator(seed, CPU).near(TILES) for seed in range(600)}
     assert sizes == {1, 2, 3, 5} | {tile + by for tile in TILES for by in (-1, 0, 1)}
@@ -264,14 +226,6 @@ def tensors_of(inputs):
             yield from tensors_of(value)
         elif isinstance(value, torch.Tensor):
             yield value
-
-
-def test_kernels_on_a_gpu_are_one_job_each_and_the_longest_code_begins(monkeypatch):
-    monkeypatch.setattr(verify, "check_backend", lambda *_: None)
-    names = ["step_scales", "decode_weight", "compressed_attention_backward"]
-    jobs = kernel_jobs(names, SCALE_TYPES, CPU, ("triton", "torch"), sampled=True)
-    assert [job.kernel for job in jobs] == [*reversed(names)]
-    assert [*jobs[1].group_sizes] == [*verified_scale_types(find_kernels(names)[1], SCALE_TYPES)]
 
 
 def test_only_the_interpreter_leaves_out_scale_types_and_only_on_request():
@@ -345,27 +299,6 @@ def test_cases_for_which_something_further_is_compiled_run(cases, monkeypatch):
 def test_a_case_whose_launcher_reads_results_runs():
     compiled = CompiledCases(KERNELS[0])
     assert all(compiled.wants(lambda: torch.empty(0).item()) for _ in range(2))
-
-
-def test_references_run_on_the_host_with_a_gpu(monkeypatch):
-    """But for matrices of presets, and large cases of kernels that have a reference for these."""
-    called, places = [], []
-
-    def reference(name):
-        return lambda x: called.append(name) or x
-
-    small, large = (Case("", (torch.zeros(n),)) for n in (3, verify.LARGE + 1))
-    spec = replace(
-        rms_norm_verification, reference=reference("small"), large_reference=reference("large")
-    )
-    monkeypatch.setattr(verify, "_moved", lambda x, place: places.append(place.type) or x)
-    gpu = torch.device("cuda")
-    for kind, device, case in (
-        ("cases", gpu, small), ("cases", gpu, large), ("real", gpu, small), ("cases", CPU, large),
-    ):  # fmt: skip
-        verify._Check(spec, kind, device, None)._expected(case)
-    assert called == ["small", "large", "large", "small"]
-    assert places == ["cpu", "cpu"]
 
 
 @pytest.fixture
