@@ -11,7 +11,6 @@ import pytest
 import torch
 import typer.main
 from safetensors.numpy import load_file
-from typer.testing import CliRunner
 
 from arbcli.cli import app
 from arbcli.commands._options import fill_options, repeat_options
@@ -132,23 +131,6 @@ OF_ARB = [command for command in COMMANDS if command.startswith("arb ")]
 def test_commands_of_claims_parse():
     for command in OF_ARB:
         parsed(fill_options(repeat_options(shlex.split(command)[1:])))
-
-
-RUNS = ("train", "audit-memory", "probe-loss", "verify-kernels")
-"""Commands that compute, whose own tests run them."""
-SMALLEST = "arb audit-memory --preset arb-3b --budget 5106MiB --device cuda --batch 1"
-
-
-@pytest.mark.parametrize("command", [
-    *(c for c in OF_ARB if "--print-config" in c or c.split()[1] not in RUNS),
-    pytest.param(SMALLEST, marks=pytest.mark.slow),
-])  # fmt: skip
-def test_command_of_a_claim_runs(command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # for what it writes
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    words = fill_options(repeat_options(shlex.split(command)[1:]))
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

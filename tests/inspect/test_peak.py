@@ -212,49 +212,6 @@ def test_predicted_peak_leaves_no_trace(report):
     assert {name: function() for name, function in functions.items()} == before
 
 
-MEASURED = {
-    ("tiny", 16, False, False): (103_416_832, 132_120_576),
-    ("tiny", 16, True, False): (170_462_720, 203_423_744),
-    ("small", 32, False, False): (562_208_768, 620_756_992),
-    ("small", 32, True, False): (622_856_192, 692_060_160),
-    ("small", 32, True, True): (302_883_328, 360_710_144),
-    ("arb-tiny", 16, True, False): (329_653_248, 360_710_144),
-    ("base", 16, True, False): (3_892_991_488, 4_194_304_000),
-    ("base", 16, True, True): (1_052_279_808, 1_358_954_496),
-    ("1b", 8, False, False): (22_319_234_048, 23_785_897_984),
-    ("1b", 8, True, False): (22_386_343_936, 23_825_743_872),
-    ("1b", 8, True, True): (6_107_177_984, 6_947_864_576),
-    ("arb-3b", 1, True, False): (4_484_716_032, 4_735_369_216),
-    ("arb-3b", 24, True, True): (5_079_321_600, 5_916_065_792),
-}
-"""The most that was allocated and reserved with torch 2.11, by preset, batch, whether steps were
-captured, and whether blocks were computed again.
-
-On an H100, `tiny`, `small` and `base` that are not recomputed at `4db7864b`, others at `df1b92c6`.
-Those of `1b` and `arb-3b` are of an H200, before the gradient of a gated MLP's middle overwrote
-that middle, which saves up to 11 %, and before gradients of small matrices were held: to be
-measured again.
-"""
-
-
-QUICK_MEASURED = (("tiny", False, False),)
-
-
-@pytest.mark.parametrize(
-    ("name", "batch", "captured", "recompute"),
-    mostly_slow(MEASURED, lambda name, _, *how: (name, *how) in QUICK_MEASURED),
-)
-def test_predicted_peak_is_no_more_than_a_gpu_held_before(name, batch, captured, recompute):
-    config = TrainConfig(
-        model=preset(name), batch=batch, recompute=recompute, device="cuda", backend="triton"
-    )
-    peak = predict_peak(config, captured=captured)
-    allocated, reserved = MEASURED[name, batch, captured, recompute]
-    assert -0.12 <= peak.peak_bytes / allocated - 1 <= 0.005
-    assert -0.14 <= peak.reserved_bytes / reserved - 1 <= 0.035
-    assert peak.evaluated_bytes >= peak.reserved_bytes
-
-
 MEASURE = """
 import sys, json, torch
 from arbcli.base.environment import set_environment

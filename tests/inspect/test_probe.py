@@ -86,23 +86,6 @@ def test_probe_names_the_mass_flips_of_votes(seed):  # which not every seed has
     assert "of all trits" in evidence(report, "spike")
 
 
-PARTS = (None, "attention", "moe", "graph", "knowledge_codebook")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", PARTS)
-def test_probe_finds_nothing_wrong_with_a_graph(part, text, small_graph):
-    off = {part: False} if part else {"memgram": True}
-    given = small_graph | {"data": [text], "steps": STEPS, "device": "cpu", "ctx": 32} | off
-    report = probe(new_config(**given), steps=STEPS)
-    assert names(report) == ["ok"]
-    last = report.readings[-1]
-    assert len(last.residual_rms) == 3
-    assert (None in last.mixer_rms) == (part == "attention")
-    assert None not in last.channel_rms
-    json.dumps(dataclasses.asdict(report), allow_nan=False)
-
-
 def test_probe_looks_at_several_streams(text):
     """Their biases are a module that is given nothing."""
     report = probe(new_config(**SMALL | {"data": [text], "steps": 2}, streams=2), steps=2)
@@ -373,11 +356,6 @@ def test_nan_of_a_gradient_is_traced_to_its_weight(text, monkeypatch):
     assert report.first_nonfinite == "gradient of `blocks.0.attention.qkv.weight` by step 1"
     assert names(report)[0] == "spike"
     assert "`blocks.0.attention.qkv.weight` changed" in evidence(report, "dead")
-
-
-def test_model_that_learns_nothing_is_worse_than_uniform(text):
-    report = examine(trainer_of(text, **TIMID), 3)
-    assert names(report) == ["worse-than-uniform"]
 
 
 class TestSaved:
