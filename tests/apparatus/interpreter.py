@@ -2,11 +2,10 @@
 
 Here is what it computes for nothing, and what numpy computes at once.
 
-It hands each call of a builtin through three functions, describes the type and the shape of every
-tensor anew, and asks for the types of two operands at seven places.
+It describes the type and the shape of every tensor anew, and asks for the types of two operands at
+seven places.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -27,47 +26,11 @@ except ImportError:  # whatever asks for them is skipped
 def quicken() -> None:
     """Leave out what has no effect; an interpreter that has none of it stays as it is."""
     interpret_faster()
-    _call_builtins_directly()
     _describe_types_once()
-    _compare_types_by_identity()
     _leave_alike_shapes_alone()
     _take_alike_types_as_they_are()
     _cast_arrays()
     _operate_on_arrays()
-    _read_sources_once()
-
-
-def _read_sources_once() -> None:
-    """Where a function begins is otherwise read by making it a kernel of a compiler."""
-
-    def rewrite(self) -> Callable:
-        lines, first = inspect.getsourcelines(self.fn)
-        self.filename, self.def_lineno = self.fn.__code__.co_filename, self._find_def(lines)
-        self.def_file_lineno = first + self.def_lineno - 1
-        return self._compile_and_exec(self._transform_ast(self._prepare_source(lines)))
-
-    interpreter.FunctionRewriter.rewrite_ast = rewrite
-
-
-def _call_builtins_directly() -> None:
-    """Leave out what is around builtins, which asks only whether semantics are there."""
-    core = language.core
-
-    def noop() -> None: ...
-
-    around = core.builtin(noop).__code__
-
-    def patch(obj: object, name: str, member: Callable, builder: object, scope: object) -> None:
-        if getattr(member, "__code__", None) is around:
-            member = member.__wrapped__
-
-        def call(*args, **kwargs):
-            kwargs["_semantic"] = interpreter.interpreter_semantic
-            return member(*args, **kwargs)
-
-        scope.set_attr(obj, name, call)
-
-    interpreter._patch_attr = patch
 
 
 def _describe_types_once() -> None:
@@ -106,20 +69,6 @@ def _describe_types_once() -> None:
 
     block.__init__, block.with_element_ty = describe_once, with_element_type
     tensor.__init__ = make_alike
-
-
-def _compare_types_by_identity() -> None:
-    of, pointer = language.core.dtype, language.core.pointer_type
-    for kind in (of, pointer):
-        kind.__eq__ = _or_identical(kind.__eq__)
-
-
-def _or_identical(compare: Callable) -> Callable:
-    @wraps(compare)
-    def equal(self, other) -> bool:
-        return self is other or compare(self, other)
-
-    return equal
 
 
 def _leave_alike_shapes_alone() -> None:
