@@ -1,7 +1,6 @@
 """Run kernels on the GPU if there is one, else in Triton's interpreter."""
 
 import atexit
-import dataclasses
 import gc
 import os
 import signal
@@ -131,17 +130,11 @@ def transformers() -> ModuleType:
 @pytest.fixture(scope="session")
 def byte_tokenizer(tmp_path_factory) -> Path:
     """File of a tokenizer of bytes and of some words, with two tokens of chats."""
-    package = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
-    trained = package.Tokenizer(package.models.BPE())
-    trained.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trained.decoder = package.decoders.ByteLevel()
-    trainer = package.trainers.BpeTrainer(
-        vocab_size=270, special_tokens=["<|im_start|>", "<|im_end|>"], show_progress=False,
-        initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    trained.train_from_iterator(["how are you, I am fine"], trainer)
+    pytest.importorskip("tokenizers", reason="needs the package tokenizers")
+    from apparatus.killing import write_tokenizer
+
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    trained.save(str(path))
+    write_tokenizer(path, ("<|im_start|>", "<|im_end|>"), "how are you, I am fine")
     return path
 
 
@@ -223,12 +216,11 @@ def poison_uninitialised_memory():
 def saved(tmp_path) -> Callable[..., Path]:
     """Save a model whose scales differ from group to group, as after training."""
 
+    from made_runs import checkpoint_of
+
     from arbcli.config.presets import assembled
     from arbcli.model.build import build_model
-    from arbcli.model.checkpoint import (  # not before the variable is set
-        Checkpoint,
-        save_checkpoint,
-    )
+    from arbcli.model.checkpoint import save_checkpoint  # not before the variable is set
 
     sizes = {"dim": 64, "layers": 2, "heads": 2, "ffn": 192, "ctx": 32}
 
@@ -241,14 +233,7 @@ def saved(tmp_path) -> Callable[..., Path]:
             if not weight.frozen and weight.scales[1] is not None:
                 shape = weight.fraction.shape
                 weight.fraction.copy_(torch.randint(0, 128, shape, generator=generator))
-        checkpoint = Checkpoint(
-            step=7,
-            config=dataclasses.asdict(config),
-            counters={"nonfinite_steps": 0},
-            data={"digest": "of a text", "seed": 3, "position": 7},
-            tensors=model.state_dict(),
-        )
-        return save_checkpoint(tmp_path, checkpoint)
+        return save_checkpoint(tmp_path, checkpoint_of(model))
 
     return save
 

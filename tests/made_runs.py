@@ -1,10 +1,13 @@
 """Directories of runs without checkpoints, for what reads configurations and records alone."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 from arbcli.config.presets import preset
 from arbcli.config.training import TrainConfig, train_config_dict
+from arbcli.model.checkpoint import Checkpoint
+from arbcli.model.language_model import LanguageModel
 
 
 def record(step: int, loss: float, val_loss: float | None = None, **others) -> dict:
@@ -23,6 +26,17 @@ def read_records(run: Path) -> list[dict]:
     """Read the records of a run, without what differs from run to run."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in TIMINGS} for line in lines]
+
+
+def checkpoint_of(model: LanguageModel) -> Checkpoint:
+    """Make a checkpoint of step 7 of a model."""
+    return Checkpoint(
+        step=7,
+        config=dataclasses.asdict(model.config),
+        counters={"nonfinite_steps": 0},
+        data={"digest": "of a text", "seed": 3, "position": 7},
+        tensors=model.state_dict(),
+    )
 
 
 def make_run(

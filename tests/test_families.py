@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from arbcli.config.presets import preset
-from arbcli.families.compressed.kernels.choose_entries import choose_entries
 from arbcli.kernels.runtime.backend import use_backend
 from arbcli.model.build import build_model
 from arbcli.training.step import minimised
-from benchmarks.bare_families import FamilyModel, Indexer
+from benchmarks.bare_families import FamilyModel
 from benchmarks.families import FAMILIES
 
 SMALL = {
@@ -73,13 +72,3 @@ def test_loss_and_gradients_are_those_of_the_float_baseline(family):
     for theirs, ours in pairs:
         wanted = theirs.grad.view_as(ours)
         assert (ours.grad - wanted).norm() < 1e-4 * wanted.norm()
-
-
-def test_selected_entries_are_those_of_the_kernel():
-    mixer = small("arb-long").main.blocks[0].mixer
-    indexer = Indexer(mixer, 32, 64)
-    q, weights, keys = torch.rand(2, 16, 4, 32), torch.rand(2, 16, 4), torch.rand(2, 16, 32)
-    chosen, exists = indexer.select(q, weights, keys)
-    entries = torch.where(exists, chosen, 16).sort(-1).values
-    wanted = choose_entries(q, weights, keys, 1, 16, 5)
-    assert torch.equal(entries, torch.where(wanted < 0, 16, wanted).long())

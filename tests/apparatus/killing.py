@@ -233,8 +233,8 @@ def options_of(name: str, folder: Path) -> list[str]:
     return words
 
 
-def write_tokenizer(path: Path, special: tuple[str, ...] = ()) -> None:
-    """Train a small tokenizer of bytes on the text."""
+def write_tokenizer(path: Path, special: tuple[str, ...] = (), text: str = TEXT.decode()) -> None:
+    """Train a small tokenizer of bytes on a text."""
     import tokenizers
 
     trained = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -247,7 +247,7 @@ def write_tokenizer(path: Path, special: tuple[str, ...] = ()) -> None:
         show_progress=False,
         special_tokens=[*special],
     )
-    trained.train_from_iterator([TEXT.decode()], trainer)
+    trained.train_from_iterator([text], trainer)
     trained.save(str(path))
 
 

@@ -1,6 +1,5 @@
 """Models of any parts for Transformers: it runs their code without arb, and computes the same."""
 
-import dataclasses
 import os
 import sys
 import warnings
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from apparatus.forking import run_forked
+from made_runs import checkpoint_of
 from safetensors.torch import load_file
 
 from arbcli.base.errors import ArbError
@@ -27,7 +27,7 @@ from arbcli.generation.generation import generate
 from arbcli.generation.sampling import Sampling
 from arbcli.interop.exporting import export
 from arbcli.interop.huggingface.remote import remote_code
-from arbcli.model.checkpoint import Checkpoint, save_checkpoint
+from arbcli.model.checkpoint import save_checkpoint
 from arbcli.model.language_model import LanguageModel
 from arbcli.verify.models import COMPRESSED, GRAPH, MODELS, TWO_STAGES
 from arbcli.verify.subjects import Subject
@@ -105,15 +105,8 @@ def saved_model(folder: Path, config: ModelConfig) -> tuple[LanguageModel, Path]
     for weight in model.packed_tensors().values():
         if weight.frozen:
             weight.fill()
-    checkpoint = Checkpoint(
-        step=7,
-        config=dataclasses.asdict(config),
-        counters={"nonfinite_steps": 0},
-        data={"digest": "of a text", "seed": 3, "position": 7},
-        tensors=model.state_dict(),
-    )
     folder.mkdir()
-    return model, save_checkpoint(folder, checkpoint)
+    return model, save_checkpoint(folder, checkpoint_of(model))
 
 
 @pytest.fixture(scope="module")

@@ -64,19 +64,22 @@ def test_graph_on_gpus_gives_the_bits_of_a_single_gpu(size, lines, small_graph):
     assert in_processes(size, trained, lines, given, False, device="cuda")[0] == alone
 
 
-def arb(*words: str) -> None:
-    command = [sys.executable, "-m", "arbcli", "train", "--quiet", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.mark.parametrize(
+each_size = pytest.mark.parametrize(
     ("size", "device"),
     [
         pytest.param(2, "cpu", marks=pytest.mark.slow),
         *(pytest.param(size, "cuda", marks=on_gpus(size)) for size in (2, 4)),
     ],
 )
+
+
+def arb(*words: str) -> None:
+    command = [sys.executable, "-m", "arbcli", "train", "--quiet", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@each_size
 def test_command_ends_and_its_run_goes_on_with_another_number(size, device, lines, tmp_path):
     shape = [word for name, value in SHAPE.items() for word in (f"--{name}", value)]
     about = [*shape, "--data", lines, "--steps", 12, "--save-every", 6, "--keep", 3, "--seed", 3]
@@ -101,13 +104,7 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize(
-    ("size", "device"),
-    [
-        pytest.param(2, "cpu", marks=pytest.mark.slow),
-        *(pytest.param(size, "cuda", marks=on_gpus(size)) for size in (2, 4)),
-    ],
-)
+@each_size
 @pytest.mark.parametrize("killed", [1, 0, "launcher"])
 def test_command_ends_when_one_process_is_killed(killed, size, device, lines, tmp_path):
     """The others are waiting for its messages, in a captured step on a GPU."""
