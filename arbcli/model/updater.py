@@ -90,7 +90,7 @@ def _step_one(averaged: _Averaged, values: Tensor) -> None:
     """Step a matrix along the direction computed from its moment, (N, K)."""
     tensor, direction, state, gains, control = averaged
     ingredients = direction.ingredients(values, gains, control.share)
-    tensor.rule.step_along(state, ingredients, gains.ok, control)
+    tensor.rule.step_along_direction(state, ingredients, gains.ok, control)
 
 
 def _gathered(tensor: TernaryTensor, rows: Tensor) -> State:
@@ -391,7 +391,7 @@ class Updater:
             rows = _gathered(tensor, where.rows)
             share = where.count.clamp(min=1) / len(where.rows)
             target = _Target(tensor, rows, index, self._unused[index], True, True, share)
-            self._step_along(self._begin(target, grad))
+            self._step_along(self._update_matrix(target, grad))
             for name, part in rows.items():
                 if name != "column_statistic":
                     scatter_rows_(tensor.state[name], where.rows, part)
@@ -464,7 +464,7 @@ class Updater:
         averaged: list[_Averaged] = []
 
         def begin(tensor: TernaryTensor, grad: Tensor, part: Tensor) -> None:
-            averaged.extend(self._begin_whole(tensor, grad, part))
+            averaged.extend(self._update_only_matrix(tensor, grad, part))
 
         self._run(
             (
@@ -519,7 +519,7 @@ class Updater:
 
     def _update_whole(self, tensor: TernaryTensor, grad: Tensor | SignGradient) -> None:
         """Update a tensor with one matrix."""
-        self._step_along(self._begin_whole(tensor, grad))
+        self._step_along(self._update_only_matrix(tensor, grad))
 
     def _update_stack(self, tensor: TernaryTensor, grad: Tensor, where: range) -> None:
         """Update a range of the matrices of a stack."""
@@ -534,22 +534,22 @@ class Updater:
         def begin(part: int, number: int) -> None:
             state, at = tensor.matrix(number), index + number
             target = _Target(tensor, state, at, refused[at], first, last)
-            averaged.extend(self._begin(target, grad[part], values[part]))
+            averaged.extend(self._update_matrix(target, grad[part], values[part]))
 
         self._run(
             (partial(begin, *place) for place in enumerate(where)), merge=self._merges(tensor)
         )
         self._step_along(averaged)
 
-    def _begin_whole(
+    def _update_only_matrix(
         self, tensor: TernaryTensor, grad: Tensor | SignGradient, values: Tensor | None = None
     ) -> list[_Averaged]:
         index = self._index[id(tensor)]
         refused = self._refused[index]
         target = _Target(tensor, tensor.matrix(0), index, refused, self.first, self.last)
-        return self._begin(target, grad, values)
+        return self._update_matrix(target, grad, values)
 
-    def _begin(
+    def _update_matrix(
         self, target: _Target, grad: Tensor | SignGradient, values: Tensor | None = None
     ) -> list[_Averaged]:
         """Update a matrix, or only its moment if the direction is that of the moment.
@@ -593,7 +593,7 @@ class Updater:
         if direction is None or not tensor.averages_gradients:
             rule.step(state, gradient, control)
             return []
-        rule.average(state, gradient, control)
+        rule.update_moment(state, gradient, control)
         return [_Averaged(tensor, direction, state, gains, control)] if last else []
 
     def _control_of(self, target: _Target) -> StepControl:
@@ -658,7 +658,7 @@ class Updater:
                 if not tensor.rule.moment_range:
                     continue  # its weights have stepped with each gradient
                 if tensor.direction is None or not tensor.averages_gradients:
-                    tensor.rule.step_by_average(state, ok, control)
+                    tensor.rule.step_along_moment(state, ok, control)
                     continue
                 empty = torch.empty(0, device=self.device)
                 gains = GradientGains(ok, *[empty] * 4)

@@ -153,7 +153,13 @@ class StepControl:
 
 
 class Rule(ABC):
-    """An update rule for integers z = T * P + A, with the trit T and remainder A as digits."""
+    """An update rule for integers z = T * P + A, with the trit T and remainder A as digits.
+
+    For each gradient of a matrix the updater calls `step`, which also steps the weights where that
+    is due. If the moment averages gradients, it calls `update_moment` instead, and after the last
+    gradient of a step `step_along_direction` with the direction of the moment. A matrix without a
+    gradient in the last micro-batch steps by `end_scales` and `step_along_moment`.
+    """
 
     name: str
     """Name in `arbcli.model.rules.RULES`."""
@@ -297,7 +303,7 @@ class Rule(ABC):
         key = control.keys[SCALE]
         step_scales(state["exponent"], state["fraction"], slope, gain, key, *size, ok)
 
-    def step_by_average(self, state: State, ok: Tensor, control: StepControl) -> None:
+    def step_along_moment(self, state: State, ok: Tensor, control: StepControl) -> None:
         """Step weights along their moment, for a rule with a moment that averages directions."""
         raise ValueError(f"weights of `{self.name}` have no moment to step along")
 
@@ -305,20 +311,20 @@ class Rule(ABC):
     def step(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Update the state of one matrix by a gradient, in place."""
 
-    def average(self, state: State, gradient: Gradient, control: StepControl) -> None:
+    def update_moment(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Step the scales, and blend the gradient or direction into the moment."""
         raise NotImplementedError
 
-    def step_along(
+    def step_along_direction(
         self, state: State, direction: FactoredUpdate, ok: Tensor, control: StepControl
     ) -> None:
         """Step weights along the direction of the moment, after the last gradient of a step.
 
         Args:
-            state: state of the matrix, updated by `average`.
+            state: state of the matrix, updated by `update_moment`.
             direction: direction of unit RMS.
             ok: int32 scalar tensor; 0 skips the step.
-            control: as in `average`.
+            control: as in `update_moment`.
         """
         raise NotImplementedError
 

@@ -63,11 +63,11 @@ class Moment(Rule):
 
     def step(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Blend the direction into the moment; after the last gradient, step along the moment."""
-        self.average(state, gradient, control)
+        self.update_moment(state, gradient, control)
         if control.last:
-            self.step_by_average(state, gradient.gains.ok, control)
+            self.step_along_moment(state, gradient.gains.ok, control)
 
-    def step_by_average(self, state: State, ok: Tensor, control: StepControl) -> None:
+    def step_along_moment(self, state: State, ok: Tensor, control: StepControl) -> None:
         """Step weights along the moment, if it averages directions."""
         step_size, squares = control.step_size, control.squares
         if control.share is not None:
@@ -81,7 +81,7 @@ class Moment(Rule):
             control.direct_weight_decay if control.alone else control.weight_decay,
         )  # fmt: skip
 
-    def average(self, state: State, gradient: Gradient, control: StepControl) -> None:
+    def update_moment(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Step the scales, and blend the gradient or direction into the moment."""
         self.move_scales(state, gradient, control)
         beta = round(BETA * UNIT) if control.first else UNIT
@@ -91,7 +91,7 @@ class Moment(Rule):
             gradient.gains.ok, control.squares, beta, *gain, self.share_a_byte,
         )  # fmt: skip
 
-    def step_along(
+    def step_along_direction(
         self, state: State, direction: FactoredUpdate, ok: Tensor, control: StepControl
     ) -> None:
         """Step weights along the direction of the moment."""
