@@ -295,10 +295,9 @@ def _nodes(code: CodeType) -> dict[type, list[ast.AST]]:
 
 
 def _may_fit(change: Change, code: CodeType) -> bool:
-    """Whether a pattern of a change is in a function: most functions of a place have none."""
-    pattern = getattr(change, "pattern", None)
-    nodes = _nodes(code).get(type(pattern), ())
-    return pattern is None or any(_matches(pattern, node, {}) for node in nodes)
+    """Whether the pattern of a change is in a function: most functions of a place have none."""
+    nodes = _nodes(code).get(type(change.pattern), ())
+    return any(_matches(change.pattern, node, {}) for node in nodes)
 
 
 def set_constant(room: str, name: str, value: object) -> Planter:

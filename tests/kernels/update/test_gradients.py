@@ -23,7 +23,6 @@ from arbcli.verify.kernels.update.gradient_gains import (
 )
 
 KERNEL_BACKEND = "triton" if torch.cuda.is_available() else "interpreter"
-STEP = 2 ** (1 / 128)
 
 each_backend = pytest.mark.parametrize("backend", [KERNEL_BACKEND, "torch"])
 
