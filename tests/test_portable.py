@@ -42,6 +42,19 @@ def test_noise_moves_the_last_bits_by_its_seed(name, dtype):
     assert torch.equal(compute(x, w), plain)
 
 
+def test_four_seeds_find_a_choice_between_equal_sums_in_another_order():
+    def choose(x: torch.Tensor) -> int:
+        return int(torch.stack([x, x.flip(0)]).sum(dim=1).argmax())
+
+    texts = torch.randn(30, 300, generator=torch.Generator().manual_seed(0))
+    plain, moved = [choose(terms) for terms in texts], set()
+    for seed in range(1, 5):
+        with noisy(seed):
+            noised = [choose(terms) for terms in texts]
+        moved |= {i for i, pair in enumerate(zip(plain, noised, strict=True)) if len({*pair}) > 1}
+    assert len(moved) >= 27
+
+
 def test_levels_are_those_that_the_loops_can_be_compiled_for():
     assert set(portable.LEVELS) <= {
         name for names in native_library.LEVELS.values() for name in names
