@@ -50,8 +50,10 @@ MODELS = (
     "tests/families/graph", "tests/families/hnet/test_hnet.py", "tests/families/latent",
 )  # fmt: skip
 """Tests of floats on which a choice may depend: entries, experts, codes and chunks."""
-EXACT = "tests/test_portable.py"
-"""Tests of noise itself."""
+EXACT = (
+    "tests/test_portable.py", "tests/inspect/test_audit.py::test_audit_of_many_symbols",
+)  # fmt: skip
+"""Tests of noise itself, and of a peak in a product, where noise has tensors of its own."""
 NOISY = pytest.StashKey[set[str]]()
 """Names of the tests that have noise."""
 
