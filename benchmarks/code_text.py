@@ -5,7 +5,7 @@
 Writes `code-train.txt` and `code-val.txt`: files of the standard library and of all packages of the
 running Python, each once, in an order that their names and sizes decide, and of equals their paths.
 The first 2 MB are held out, so no file is in both. `chats-train.jsonl` and `chats-val.jsonl` ask
-for the docstring of each function of these files that has one. What is found depends on what is
+for the docstring of each function of these files that has one. The texts depend on the packages
 installed: compare runs on one machine.
 """
 

@@ -108,8 +108,8 @@ CASES = {
     "0.6b-bf16": Case(shape="0.6b", kind="bf16 Adafactor", batch=4, recompute=False),
 }
 SEVERAL_WINDOWS = (
-    "8b-moment:4x8", "8b-nibble:4x8", "8b-bf16:4x8", "8b-bf16:32x1",
-    "8b-moment:4x2", "8b-nibble:4x2", "8b-bf16:4x2", "8b-bf16:8x1",
+    "8b-moment:4x8", "8b-moment-fp8:4x8", "8b-nibble:4x8", "8b-bf16:4x8", "8b-bf16:32x1",
+    "8b-moment:4x2", "8b-moment-fp8:4x2", "8b-nibble:4x2", "8b-bf16:4x2", "8b-bf16:8x1",
     "1.7b-moment:4x8", "1.7b-bf16:4x8", "0.6b-moment:4x8", "0.6b-bf16:4x8",
 )  # fmt: skip
 """Cases with more tokens a step, by default measured after those of `CASES`."""

@@ -262,7 +262,7 @@ def check_choice(field: str, value: object, known: Iterable[object]) -> None:
 def check_bounds(
     field: str, value: float, minimum: float | None = 1, maximum: float | None = None
 ) -> None:
-    """Check that a number is within bounds, of which None is no bound.
+    """Check that a number is within bounds; a bound of None is not checked.
 
     Raises:
         ArbError: it is smaller or larger.

@@ -151,7 +151,7 @@ class TimingResult:
     library_us: float | None
     """The same of torch's or cuBLAS's call for the same work, if there is one."""
     ratio: float | None
-    """How many times as fast as that call."""
+    """Time of that call divided by the operation's."""
     moved_bytes: int
     """Inputs read once and results written once."""
     flops: int

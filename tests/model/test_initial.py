@@ -66,7 +66,7 @@ def is_norm(name: str) -> bool:
 def test_packed_weights_spread_as_they_declare(shape, rule, small_graph):
     """In size to the rounding to bfloat16, in the share that is not zero to the sampling error.
 
-    What they declare is pinned in `old_configs.json`.
+    `old_configs.json` pins the declarations.
     """
     options = DENSE if shape == "dense" else small_graph | {"memgram": True}
     for name, tensor in build(rule=rule, **options).weights().items():

@@ -251,10 +251,20 @@ def _decode_planes(
         if not (PTX and dtype == tl.bfloat16):  # which a GPU rounds as it converts
             weight = round_weight(weight, INT8)
         k = block * 160 + width * digit + j
-        weight_ptrs = weight_ptr + n * stride_wn + k * stride_wk
-        if E4M3:
+        column = k
+        if E4M3:  # may be transposed, so that columns are far apart
+            column = k.to(tl.int64) * stride_wk
             weight = to_e4m3(weight * factor, NATIVE)
+        weight_ptrs = weight_ptr + n * stride_wn + column
         tl.store(weight_ptrs, weight.to(dtype), mask=mask_b & (k < K))
+
+
+def tile_grid(packed: Packed, rows: int, abreast: int, rest_rows: int) -> tuple[int, int]:
+    """Count the blocks whose planes have one scale each, and the programs of `decode_tile`."""
+    blocks = packed.in_features // BLOCK if has_planes(packed.group_size) else 0
+    others = triton.cdiv(packed.in_features, BLOCK) - blocks
+    programs = triton.cdiv(packed.out_features, rest_rows) * others
+    return blocks, programs + triton.cdiv(packed.out_features, rows) * triton.cdiv(blocks, abreast)
 
 
 def decode_digits_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -262,9 +272,7 @@ def decode_digits_triton(packed: Packed, dtype: torch.dtype = torch.bfloat16) ->
     rows, in_features = packed.out_features, packed.in_features
     weight = torch.empty(rows, in_features, dtype=dtype, device=packed.trits.device)
     if weight.numel():
-        blocks = in_features // BLOCK if has_planes(packed.group_size) else 0
-        programs = triton.cdiv(rows, REST_ROWS) * (triton.cdiv(in_features, BLOCK) - blocks)
-        programs += triton.cdiv(rows, ROWS) * triton.cdiv(blocks, ABREAST)
+        blocks, programs = tile_grid(packed, ROWS, ABREAST, REST_ROWS)
         _decode_digits_kernel[(programs,)](
             *packed.all_pointers, weight, rows, in_features, blocks,
             *packed.all_strides, *packed.worths, weight.stride(0),

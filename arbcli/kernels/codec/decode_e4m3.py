@@ -10,10 +10,8 @@ digits.
 import torch
 from torch import Tensor
 
-from arbcli.kernels.codec.decode_digits import decode_digits_torch, decode_tile
-from arbcli.kernels.codec.layout import BLOCK
+from arbcli.kernels.codec.decode_digits import decode_digits_torch, decode_tile, tile_grid
 from arbcli.kernels.codec.packed import Packed
-from arbcli.kernels.codec.packing import has_planes
 from arbcli.kernels.matmul.quantise_rows import E4M3, LARGEST_OCTAVE, has_e4m3
 from arbcli.kernels.runtime._triton import tl, triton
 from arbcli.kernels.runtime.arguments import Matrix, Number
@@ -64,10 +62,7 @@ def _decode_e4m3_triton(packed: Packed, transposed: bool = False) -> tuple[Tenso
     scale = torch.empty(1, len(q), device=packed.trits.device)
     strides = q.stride()[::-1] if transposed else q.stride()
     tile_rows, abreast, warps = TRANSPOSED_TILE if transposed else TILE
-    blocks = in_features // BLOCK if has_planes(packed.group_size) else 0
-    programs = triton.cdiv(rows, tile_rows) * (
-        triton.cdiv(in_features, BLOCK) - blocks + triton.cdiv(blocks, abreast)
-    )
+    blocks, programs = tile_grid(packed, tile_rows, abreast, tile_rows)
     _decode_e4m3_kernel[(programs,)](
         *packed.all_pointers, packed.exponent.amax(), q.view(torch.uint8), scale,
         rows, in_features, blocks, len(q), *packed.all_strides, *packed.worths, *strides,
