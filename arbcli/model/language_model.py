@@ -237,7 +237,8 @@ class LanguageModel(PackedModel):
         return self.config.weights == "ternary" and is_chunked(self.config.vocabulary)
 
     def _score(self, flow: BlockOutput, targets: "Tensor | Predictions") -> Tensor:
-        return self.head.losses(self._head_input(flow), targets, self.norm)
+        x = self._head_input(flow)
+        return self.head.losses(x, targets, self.norm, recompute=self.recompute)
 
     def _head_input(self, flow: BlockOutput) -> Tensor:
         x = flow.total()

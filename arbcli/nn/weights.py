@@ -395,7 +395,7 @@ class Symbols(Anchored, SymbolWeight):
         """
         check_dtype(x.dtype)
         return self.use(
-            self.score,
+            lambda x, targets: self.score(x, targets)[:2],
             lambda scale, x, targets, total: self.propagate_losses(
                 Scored(x, targets, total, []), scale
             ),

@@ -27,8 +27,8 @@ def model_config(vocabulary: int, **options) -> ModelConfig:
     return ModelConfig(ctx=CTX, stages=(stage,), vocabulary=vocabulary, **options)
 
 
-def build(vocabulary: int, dtype=torch.float32, **options):
-    model = build_model(model_config(vocabulary, **options), dtype)
+def build(vocabulary: int, dtype=torch.float32, recompute=False, **options):
+    model = build_model(model_config(vocabulary, **options), dtype, recompute=recompute)
     model.initialise(0)
     return model
 
@@ -86,18 +86,24 @@ def test_loss_and_gradients_agree_with_those_of_the_reference(vocabulary, tied, 
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_that_a_forward_keeps_give_the_same_gradients(tied, monkeypatch):
     chunk = 3 * CTX * 2560 * 4  # bytes of the logits of one of two chunks
-    gradients = []
-    for kept_bytes in (0, chunk, 2**30):
-        monkeypatch.setattr(symbols, "KEPT_BYTES", kept_bytes)
-        model, ids = build(LARGE, tied=tied), text(LARGE)
-        kept: list[torch.Tensor] = []
-        rows, targets = torch.randn(3 * CTX, DIM), ids[:, 1:].flatten()
-        model.head.weight.score(rows, targets, kept)
-        assert [logits.shape[1] for logits in kept] == [2560, LARGE - 2560][: kept_bytes // chunk]
+    score, kept, gradients = symbols.SymbolWeight.score, [], []
+
+    def record(*arguments):
+        scored = score(*arguments)
+        kept.append([logits.shape[1] for logits in scored[2]])
+        return scored
+
+    monkeypatch.setattr(symbols.SymbolWeight, "score", record)
+    monkeypatch.setattr(symbols, "KEPT_BYTES", {False: 2 * chunk, True: chunk})
+    for recompute in (False, True):
+        model, ids = build(LARGE, recompute=recompute, tied=tied), text(LARGE)
         grads = dense_gradients(model)
         with use_backend("torch"):
             model.loss(ids[:, :-1], ids[:, 1:]).backward()
+            with torch.no_grad():
+                model.loss(ids[:, :-1], ids[:, 1:])
         gradients.append(grads)
+    assert kept == [[2560, LARGE - 2560], [], [2560], []]
     for others in gradients[1:]:
         assert all(torch.equal(grad, others[name]) for name, grad in gradients[0].items())
 

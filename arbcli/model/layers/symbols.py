@@ -29,8 +29,9 @@ from arbcli.model.packed import NO_SINK, GradientSink
 
 ALIGNMENT = 64
 """The number of rows in a chunk is a multiple of this."""
-KEPT_BYTES = 2**30
-"""Maximum size of the logits that a forward keeps for its backward."""
+KEPT_BYTES = {False: 5 * 2**29, True: 2**30}
+"""Maximum size of the logits that a forward keeps for its backward, by whether blocks are
+recomputed, where the loss decides the peak. The first holds 8,192 rows of 152 k symbols in bf16."""
 
 
 class Predictions(NamedTuple):
@@ -113,21 +114,21 @@ class SymbolWeight(LinearWeight):
         return [range(index, index + 1) for index in range(self.matrices)]
 
     def score(
-        self, x: Tensor, targets: Tensor, kept: list[Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, targets: Tensor, room: int = 0
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Compute the cross-entropy of each row in nats, and the log-sum-exp of its logits.
 
-        The logits of the first chunks, up to `KEPT_BYTES`, are appended to `kept`.
+        The third result are the logits of the first chunks, up to `room` bytes.
         """
         total = torch.full((len(x),), -torch.inf, dtype=torch.float32, device=x.device)
-        target_logits, room = torch.zeros_like(total), KEPT_BYTES
+        target_logits, kept = torch.zeros_like(total), list[Tensor]()
         for rows, w in self._chunks(x.dtype):
             logits = x @ w.T
             add_symbols_(total, target_logits, logits, targets - rows.start)
             room -= logits.nbytes
-            if kept is not None and room >= 0:
+            if room >= 0:
                 kept.append(logits)
-        return total - target_logits, total
+        return total - target_logits, total, kept
 
     def diverge(self, x: Tensor, theirs: Predictions) -> tuple[Tensor, Tensor]:
         """Compute the KL divergence of each row from the teacher, and the log-sum-exp."""
@@ -314,16 +315,16 @@ class _Losses(Function):
         _anchor: Tensor,
         weight: SymbolWeight,
         before: TernaryRMSNorm,
-        kept: list[Tensor] | None,
+        room: int,
     ) -> Tensor:
-        ctx.weight, ctx.before, ctx.theirs, ctx.kept = weight, before, None, kept
+        ctx.weight, ctx.before, ctx.theirs, ctx.kept = weight, before, None, []
         normal = before(x)
         if isinstance(targets, Predictions):
             losses, total = weight.diverge(normal, targets)
             ctx.theirs = targets
             ctx.save_for_backward(x, total)
         else:
-            losses, total = weight.score(normal, targets, kept)
+            losses, total, ctx.kept = weight.score(normal, targets, room)
             ctx.save_for_backward(x, total, targets)
         return losses
 
@@ -350,6 +351,8 @@ class SymbolHead(TernaryLinear):
         x: Tensor,
         targets: Tensor | Predictions,
         before: TernaryRMSNorm,
+        *,
+        recompute: bool,
     ) -> Tensor:
         """Compute the cross-entropy of each position in nats, or its divergence from a teacher.
 
@@ -357,18 +360,19 @@ class SymbolHead(TernaryLinear):
             x: (..., D), the stream.
             targets: (...) int64, or a teacher's predictions.
             before: norm that is applied to x first.
+            recompute: whether blocks are recomputed: see `KEPT_BYTES`.
 
         Returns:
             (...) float32.
         """
-        kept: list[Tensor] | None = None
+        room = 0
         if torch.is_grad_enabled():
-            kept = []
+            room = KEPT_BYTES[recompute]
             self.weight.await_backward()
             before.await_backward()
         rows = x.reshape(-1, x.shape[-1])
         symbols = targets if isinstance(targets, Predictions) else targets.reshape(-1)
-        losses = _Losses.apply(rows, symbols, anchor(x), self.weight, before, kept)
+        losses = _Losses.apply(rows, symbols, anchor(x), self.weight, before, room)
         return losses.view(x.shape[:-1])
 
     @torch.no_grad()
