@@ -12,6 +12,7 @@ from arbcli.config.training import MOST_IN_PLACE, TrainConfig, default_sums
 from arbcli.inspect.peak import predict_peak
 from arbcli.inspect.ranks import share_out
 from arbcli.inspect.room import least_bytes
+from arbcli.inspect.speed import Speed, expected_speed
 from arbcli.kernels.runtime.device import free_bytes
 
 WINDOW = 2048
@@ -50,6 +51,8 @@ class Recipe:
     budget_bytes: int
     reserved_bytes: int
     """Predicted memory of a process, evaluations included."""
+    speed: Speed | None
+    """None of several processes, and where it cannot be estimated."""
 
     @property
     def options(self) -> str:
@@ -62,10 +65,11 @@ class Recipe:
 
     @property
     def summary(self) -> str:
-        """Tokens of a step and memory, in words."""
+        """Tokens of a step, memory and speed, in words."""
         used, budget = (size / 2**30 for size in (self.reserved_bytes, self.budget_bytes))
         tokens = self.ctx * self.batch * self.accum
-        return f"{tokens:,} tokens a step, {used:.2f} of {budget:.2f} GiB predicted"
+        words = f"{tokens:,} tokens a step, {used:.2f} of {budget:.2f} GiB predicted"
+        return f"{words}, {self.speed}" if self.speed else words
 
 
 def usable_bytes(device: torch.device, processes: int = 1) -> int:
@@ -139,6 +143,7 @@ def choose_step(
             may_sum = sums and reduce_dtype is None and MOST_IN_PLACE < accum <= MOST_SUMMED
             if may_sum and fits(batch, recompute, summed=True):
                 reduce_dtype = default_sums(accum)
+            step = dataclasses.replace(config, batch=batch, accum=accum, recompute=recompute)
             return Recipe(
                 rule=config.model.rule,
                 ctx=context,
@@ -148,5 +153,6 @@ def choose_step(
                 reduce_dtype=reduce_dtype,
                 budget_bytes=budget,
                 reserved_bytes=reserved_bytes[batch, recompute],
+                speed=expected_speed(step) if processes == 1 else None,
             )
     return None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,6 +79,7 @@ def test_largest_micro_batch_is_chosen(room, changes, arguments, options, tries,
     processes = arguments.get("processes", 1)
     assert {step.accum // processes for step in imagined} <= {1, 2}
     if recipe:
+        assert (recipe.speed is None) == (processes > 1)
         last = {step.batch: step.accum for step in imagined}[recipe.batch]
         assert last == min(recipe.accum, 2 * processes)
 
@@ -133,6 +135,7 @@ def test_printed_command_trains_with_what_fits(place, arb_here):
     assert done.returncode == 0, done.stderr
     *_, summary, command = done.stderr.splitlines()
     assert summary.startswith("with rule moment, 4,096 tokens a step, 0.")
+    assert re.search(r"predicted, about [\d,]+ tokens/s on an NVIDIA \w+", summary)
     words = shlex.split(command)
     assert words[:4] == ["arb", "train", "--init-from", "a run"]
     done = arb_here(*words[1:], *CPU, "--out", "tuned")
