@@ -64,8 +64,8 @@ class Scored(NamedTuple):
 class Graded(NamedTuple):
     """The gradient of the weight from losses that were not its last use."""
 
-    chunks: list[Tensor]
-    """(N, D) of each chunk."""
+    chunks: list[Tensor | None]
+    """(N, D) of each chunk; None if the weight had no sink."""
 
 
 class SymbolWeight(LinearWeight):
@@ -151,29 +151,21 @@ class SymbolWeight(LinearWeight):
         Returns:
             The gradient of x, (M, D) in its dtype.
         """
+        grad_x = torch.zeros(scored.x.shape, dtype=torch.float32, device=scored.x.device)
         if self.is_last_use:
-            grad_x = torch.zeros(scored.x.shape, dtype=torch.float32, device=scored.x.device)
             self.forget()
             self._form_gradients([(scored, scale)], grad_x)
-            return grad_x.to(scored.x.dtype)
-        chunks: list[Tensor] = []
-        grad_x = self.propagate_losses(scored, scale, None if self.sink is None else chunks)
-        self.collect(Graded(chunks), scale)
-        return grad_x
+        else:
+            ranges = map(self.rows_of, self.gradient_ranges())
+            grads = [self._gradient_of_losses(scored, scale, rows, grad_x) for rows in ranges]
+            self.collect(Graded(grads), scale)
+        return grad_x.to(scored.x.dtype)
 
-    def propagate_losses(
-        self, scored: Scored, scale: Tensor, chunks: list[Tensor] | None = None
-    ) -> Tensor:
-        """Compute the gradient of x of losses, and append that of each chunk of rows to `chunks`.
-
-        Args and result are those of `losses_backward`.
-        """
+    def propagate_losses(self, scored: Scored, scale: Tensor) -> Tensor:
+        """Compute the gradient of x of losses, as `losses_backward` does, not of the weight."""
         grad_x = torch.zeros(scored.x.shape, dtype=torch.float32, device=scored.x.device)
         for rows, w in self._chunks(scored.x.dtype):
-            grad_logits = _gradient_of_logits(scored, scale, rows, w)
-            _add_product_(grad_x, grad_logits, w)
-            if chunks is not None:
-                chunks.append(grad_logits.T @ scored.x)
+            _add_product_(grad_x, _gradient_of_logits(scored, scale, rows, w), w)
         return grad_x.to(scored.x.dtype)
 
     def emit_gradient_of_uses(
@@ -223,22 +215,26 @@ class SymbolWeight(LinearWeight):
         grad_x: Tensor | None,
     ) -> Tensor | None:
         """Compute the gradient of a chunk of rows from losses and products; None without these."""
-        grad, w = None, None
+        grad = None
         for source, grad_result in uses:
             if isinstance(source, Graded):
                 part = source.chunks[index]
-                grad = part if grad is None else grad + part
-                continue
-            if isinstance(source, Scored):
-                w = self.decode_rows(rows, source.x.dtype) if w is None else w
-                grad_logits, x = _gradient_of_logits(source, grad_result, rows, w), source.x
-                if grad_x is not None:
-                    _add_product_(grad_x, grad_logits, w)
+            elif isinstance(source, Scored):
+                part = self._gradient_of_losses(source, grad_result, rows, grad_x)
             else:
-                grad_logits, x = grad_result[:, rows], source
-            part = grad_logits.T @ x
-            grad = part if grad is None else grad + part
+                part = grad_result[:, rows].T @ source
+            grad = part if grad is None or part is None else grad + part
         return grad
+
+    def _gradient_of_losses(
+        self, scored: Scored, scale: Tensor, rows: slice, grad_x: Tensor | None
+    ) -> Tensor | None:
+        """Compute the gradient of a chunk of rows, None without a sink, and add to that of x."""
+        w = self.decode_rows(rows, scored.x.dtype)
+        grad_logits = _gradient_of_logits(scored, scale, rows, w)
+        if grad_x is not None:
+            _add_product_(grad_x, grad_logits, w)
+        return None if self.sink is None else grad_logits.T @ scored.x
 
     def decode_rows(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """Decode the weights of a slice of symbols, (N, D) of `dtype`."""
