@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+COMPUTE = torch.bfloat16
+"""Dtype of activations."""
 LOGITS_AT_ONCE = 2**26
 """Maximum number of logits that are computed at once."""
 
@@ -108,7 +110,7 @@ class FloatQwen(nn.Module):
         """
         shape = self.shape
         turned = _turns(ids.shape[1], shape.head_width, shape.theta, ids.device)
-        x = functional.embedding(ids, self.embedding).to(torch.bfloat16)
+        x = functional.embedding(ids, self.embedding).to(COMPUTE)
         for block, adapters in zip(self.matrices, self.factors, strict=True):
             factors = [pair[part] for pair in adapters.values() for part in "ab"]
             names = tuple(block.keys()), tuple(adapters.keys())
@@ -186,7 +188,7 @@ def _turns(length: int, width: int, theta: float, device: torch.device) -> tuple
     rates = theta ** (-torch.arange(0, width, 2, device=device) / width)
     angles = torch.arange(length, device=device)[:, None] * rates
     angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
+    return angles.cos().to(COMPUTE), angles.sin().to(COMPUTE)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -227,4 +229,4 @@ def _grade(logits: Tensor, targets: Tensor, count: int) -> tuple[Tensor, Tensor]
     target_logits = logits.gather(1, targets[:, None])[:, 0]
     here = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     of_logits = ((logits - total[:, None]).exp() - here.float()) / count
-    return (total - target_logits).sum() / count, of_logits.to(torch.bfloat16)
+    return (total - target_logits).sum() / count, of_logits.to(COMPUTE)
