@@ -85,11 +85,8 @@ RULES = {
     "nibble factored": ("nibble", "adafactor"),
 }
 """Rule and optimizer, by kind."""
-VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "moment, orthogonal symbols": ({"embedding_direction": "orthogonal"}, {}),
-    "moment, fp8": ({}, {"compute": "fp8"}),
-}
-"""Fields of the model and of the run that differ from those of `moment`, by kind."""
+VARIANTS: dict[str, dict[str, Any]] = {"moment, fp8": {"compute": "fp8"}}
+"""Options of the run that differ from those of `moment`, by kind."""
 MIXTURES = {
     "moment+nibble": ("--mlp-rule", "nibble"),
     "moment+nibble-blocks": ("--attention-rule", "nibble", "--mlp-rule", "nibble"),
@@ -149,10 +146,9 @@ TOKENS = Setting(
     rates={
         "swept": {
             "AdamW": (3e-4, 1e-3, 1e-4, 3e-3),
-            "moment": (0.03, 0.1, 0.01, 0.3),
-            "nibble": (0.03, 0.1, 0.01, 0.3),
-            "moment, orthogonal symbols": (0.03, 0.1),
-            "moment, fp8": (0.03,),
+            "moment": (0.01, 0.003, 0.03, 0.1),
+            "nibble": (0.01, 0.003, 0.03, 0.1),
+            "moment, fp8": (0.03, 0.01),
         },
         "others": {"LoRA 16, all matrices": (1e-3, 3e-3, 3e-4, 1e-2)},
     },
@@ -446,9 +442,8 @@ def synchronise(device: str) -> None:
 def tune_integers(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     """Tune integers as `arb train --init-from` does, from the import of the folder."""
     begun = imported(folder, job.kind)
-    of_model, of_run = VARIANTS.get(job.kind, ({}, {}))
-    model = replace(saved_config(read_saved(begun, print).checkpoint), **of_model)
-    given = job_options(job, texts, folder) | of_run
+    model = saved_config(read_saved(begun, print).checkpoint)
+    given = job_options(job, texts, folder) | VARIANTS.get(job.kind, {})
     config = new_config(preset=model, device=device, warmup=WARMUP, **given)
     return tuned_integers(config, begun, texts, folder, job.text)
 

@@ -3,7 +3,7 @@
 from statistics import mean
 from typing import Any
 
-from benchmarks.tables.cells import markdown, measured, number, source
+from benchmarks.tables.cells import markdown, measured, number, share, source
 from benchmarks.tables.rows import Row, Runs, Tables, row_of, rows_of
 
 
@@ -70,6 +70,27 @@ def tuning(runs: Runs) -> str:
     return markdown(head, lines) + source(runs)
 
 
+def tuning_tokens(runs: Runs) -> str:
+    """List each way of tuning a real model at its best rate, by text, after what it begins with."""
+    best: dict[tuple, Row] = {}
+    for row in sorted(rows_of(runs), key=lambda row: (row["part"] != "begun", row["new"])):
+        if row["part"] != "begun" or row["kind"] == "float":
+            best.setdefault((row["text"], row["kind"]), row)
+    lines = []
+    for (text, kind), row in sorted(best.items(), key=lambda item: item[0][0] != "novels"):
+        losses = row | {text: row["new"], "code": row["old"]}
+        cells = [f"{losses[name]:.4f}" for name in ("novels", "code", "chats")]
+        novels_choices = row.get("novels_choices", row.get("new_choices"))
+        cells += [share(novels_choices), share(row["old_choices"])]
+        cells += [f"{row['state_bytes'] / 1e6:.0f}"] if row["state_bytes"] else [""]
+        lines.append(
+            [text, *(("before", "") if kind == "float" else (kind, f"{row['lr']:g}")), *cells]
+        )
+    head = ["tuned on", "way", "best rate", "novels", "code", "chats"]
+    head += ["choices: novels", "code", "state, MB"]
+    return markdown(head, lines) + source(runs)
+
+
 MIXTURES = {
     "moment+nibble": "`moment`, MLPs by `nibble`",
     "moment+nibble-blocks": "`moment`, blocks by `nibble`",
@@ -127,5 +148,7 @@ def _seeds(rows: list[Row], **fields: Any) -> list[str]:
 TABLES: Tables = {
     "large-tuning": ("large_tuning", large_tuning),
     "tuning": ("tuning", tuning),
+    "tuning-tokens": ("tuning_tokens", tuning_tokens),
     "ternary-tuning": ("ternary_tuning", ways_to_trits),
+    "ternary-tuning-tokens": ("ternary_tuning_tokens", ways_to_trits),
 }

@@ -155,22 +155,6 @@ def frontier(runs: Runs) -> str:
     return measured(head, lines, runs)
 
 
-def steps_by_size(runs: Runs) -> str:
-    """Milliseconds and peaks of the steps that the frontier is made of."""
-    groups: dict[tuple[str, int], dict[str, Row]] = {}
-    for row in rows_of(runs):
-        groups.setdefault((row["kind"], row["weights"]), {})[row["way"]] = row
-    ways = list(dict.fromkeys(row["way"] for row in rows_of(runs)))
-    lines = []
-    for (kind, weights), steps in sorted(groups.items()):
-        cells = [
-            f"{steps[way]['ms']:.2f} ms, {steps[way]['peak_mib']} MiB" if way in steps else ""
-            for way in ways
-        ]
-        lines.append([kind, f"{weights / 1e6:.1f} M", *cells])
-    return measured(["kind", "weights", *ways], lines, runs)
-
-
 TABLES: Tables = {
     "quality-small": ("quality", quality_of_small),
     "quality-code": ("code", quality_of_code),
@@ -178,6 +162,5 @@ TABLES: Tables = {
     "scaling": ("scaling", losses_by_size),
     "scaling-laws": ("scaling", laws),
     "frontier": ("frontier", frontier),
-    "frontier-steps": ("frontier", steps_by_size),
     "curves-code": ("code_base", curves_of_code),
 }
