@@ -1,15 +1,13 @@
-"""Measure a run of several GPUs: its bits, its speed against a baseline's, and its losses.
+"""Measure a run of several GPUs: its bits, and its speed against a baseline's.
 
-    torchrun --nproc-per-node 2 -m benchmarks.many_gpus bits|speed|quality [--preset NAME]
+    torchrun --nproc-per-node 2 -m benchmarks.many_gpus bits|speed [--preset NAME]
         [--data FILE --val FILE] [--device cpu] [--eager] [--digits all] [--steps N]
-        [--kinds KIND...] [--seeds N...] [--out DIR]
+        [--kinds KIND...] [--out DIR]
 
 `bits` trains with all GPUs, and with the first one alone that does all micro-batches, and compares
 every tensor of the state. `speed` times a step of all GPUs with one micro-batch each, and of one
 GPU with one: weak scaling is what each GPU does of that. The peer, of kind `twin`, is the float
-baseline under torch's DistributedDataParallel, compiled, with gradients in bfloat16. `quality`
-compares held-out losses with those of the rule that steps by one gradient of the same windows; each
-GPU has its own runs.
+baseline under torch's DistributedDataParallel, compiled, with gradients in bfloat16.
 
 `--device cpu` tries it out with gloo: figures of time and memory mean nothing there.
 """
@@ -26,8 +24,7 @@ from typing import Any
 import torch
 
 from arbcli.data.opening import open_texts
-from arbcli.data.text import Texts, held_out_batch
-from arbcli.kernels.runtime.backend import use_backend
+from arbcli.data.text import Texts
 from arbcli.kernels.runtime.device import deterministic
 from arbcli.model.checkpoint import tensor_digest
 from arbcli.training.configure import new_config
@@ -47,7 +44,6 @@ ABOUT: dict[str, dict[str, Any]] = {
 STARTED = time.perf_counter()
 TWIN = {"weights": "float", "optimizer": "muon", "sub_norms": False}
 ROUNDS, ROUND_SECONDS = 3, 0.7
-SEEDS = (0, 1, 2)
 
 
 def progress(group: Group, text: str) -> None:
@@ -175,49 +171,10 @@ def time_steps(preset: str, texts: Texts, group: Group, capture: bool, kinds: li
     return rows
 
 
-def learn(
-    preset: str, texts: Texts, group: Group, steps: int, kinds: list[str] | None, seeds: list[int]
-) -> list[dict]:
-    """Train every seed in one step of 32 windows, and in four parts that travel as integers."""
-    options: dict[str, dict[str, Any]] = {
-        "rule, 1 x 32": {"batch": 32},
-        "wire, 4 x 8": {"batch": 8, "accum": 4, "reduce_dtype": "int12"},
-        "wire, 1 x 32": {"batch": 32, "reduce_dtype": "int12"},
-        "int8, 4 x 8": {"batch": 8, "accum": 4, "reduce_dtype": "int8"},
-        "int16, 4 x 8": {"batch": 8, "accum": 4, "reduce_dtype": "int16"},
-    }
-    jobs = [(kind, seed) for kind in kinds or options for seed in seeds]
-    rows = []
-    for kind, seed in jobs[group.rank :: group.size]:
-        started = time.perf_counter()
-        with deterministic():
-            about = options[kind] | {"seed": seed}
-            trainer = build(
-                preset, texts, Group(device=group.device), capture=True, steps=steps, **about
-            )
-            for _ in range(steps):
-                trainer.train_step()
-            ctx = trainer.config.model.ctx
-            with torch.no_grad(), use_backend(trainer.config.backend):
-                losses = [
-                    trainer.model.loss(*held_out_batch(texts.val, number, 32, ctx, trainer.device))
-                    for number in range(40)
-                ]
-            loss = float(torch.stack(losses).mean())
-        seconds = time.perf_counter() - started
-        row = {"part": "quality", "preset": preset, "kind": kind, "gpus": 1, "seed": seed}
-        rows.append(row | {"steps": steps, "val_loss": loss, "seconds": seconds})
-        print(json.dumps(rows[-1]), flush=True)
-        trainer.release_graph()
-        del trainer
-        empty()
-    return [row for part in group.collect(rows) for row in part]
-
-
 def main() -> int:
     """Measure one part; the first process writes the rows."""
     parser = results.options("many_gpus", "Measure a run that several GPUs share.")
-    parser.add_argument("part", choices=("bits", "speed", "quality"))
+    parser.add_argument("part", choices=("bits", "speed"))
     parser.add_argument("--preset", default="small")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--val", type=Path)
@@ -225,8 +182,7 @@ def main() -> int:
     parser.add_argument("--eager", action="store_true", help="do not capture steps")
     parser.add_argument("--digits", choices=("trit", "all"), default="trit", help="of `bits`")
     parser.add_argument("--kinds", nargs="+")
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of `quality`")
-    parser.add_argument("--steps", type=int)
+    parser.add_argument("--steps", type=int, help="of `bits`")
     args = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     place = own_device(torch.device(args.device))
@@ -239,10 +195,8 @@ def main() -> int:
                 rows = [compare_bits(*about, capture, args.steps or 8, 4, args.digits)]
             if group.first:
                 print(json.dumps(rows[0]), flush=True)
-        elif args.part == "speed":
-            rows = time_steps(*about, capture, args.kinds or ["wire", "rule", "twin"])
         else:
-            rows = learn(*about, args.steps or 2000, args.kinds, args.seeds)
+            rows = time_steps(*about, capture, args.kinds or ["wire", "rule", "twin"])
         group.agree(0)
         if group.first:
             command = results.command_line("many_gpus", args.part, "--preset", args.preset)

@@ -299,8 +299,8 @@ class TrainConfig:
         " averages each as it is computed, in less memory.",
         RUN,
         choices=(*REDUCE_DTYPES, "none"),
-        default=f"int12 for several processes; else none, int16 over {MOST_IN_PLACE} batches,"
-        f" int12 over {MOST_FINELY_SUMMED}",
+        default=f"int16, and int12 over {MOST_FINELY_SUMMED} batches; none for one process of up to"
+        f" {MOST_IN_PLACE}",
     )
     """Integers of gradients in sums and in the all-reduce; None updates each matrix as soon as its
     gradient is computed, without accumulating gradients. `none` becomes None."""
@@ -722,9 +722,7 @@ def train_config(
 
 def default_sums(accum: int, processes: int = 1) -> str | None:
     """Return the default `reduce_dtype`, given micro-batches per step and processes."""
-    if processes > 1:
-        return "int12"
-    if not MOST_IN_PLACE < accum <= MOST_PARTS["int12"]:
+    if processes == 1 and not MOST_IN_PLACE < accum <= MOST_PARTS["int12"]:
         return None
     return "int16" if accum <= MOST_FINELY_SUMMED else "int12"
 

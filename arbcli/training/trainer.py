@@ -77,7 +77,7 @@ def check_shares(config: TrainConfig, size: int) -> None:
     if size > 1 and config.model.weights == "ternary" and config.reduce_dtype is None:
         raise ArbError(
             "uncompressed gradients cannot be shared across processes",
-            hint="use one process, or start a run with `reduce_dtype=int12`",
+            hint="use one process, or start a run with `reduce_dtype=int16`",
             fields=("reduce_dtype",),
         )
 

@@ -1,7 +1,5 @@
 """Tables of `docs/many-gpus.md`."""
 
-from statistics import mean
-
 from benchmarks.tables.cells import measured, share
 from benchmarks.tables.rows import Runs, Tables, only, row_of, rows_of
 
@@ -48,27 +46,7 @@ def speed_of_many(runs: Runs) -> str:
     return measured(head, lines, selection)
 
 
-def quality_of_many(runs: Runs) -> str:
-    """Held-out loss of whole runs by gradients that travel, against those of the other rule."""
-    selection = only(runs, part="quality")
-    means = {}
-    for kind in dict.fromkeys(row["kind"] for row in rows_of(selection)):
-        means[kind] = mean(row["val_loss"] for row in rows_of(selection, kind=kind))
-    first = next(iter(means.values()), 0.0)
-    lines = [
-        [
-            kind,
-            ", ".join(f"{row['val_loss']:.4f}" for row in rows_of(selection, kind=kind)),
-            f"{loss:.4f}",
-            f"{loss / first - 1:+.2%}".replace("%", " %"),
-        ]
-        for kind, loss in means.items()
-    ]
-    return measured(["parts and windows", "by seed", "mean", "from the first"], lines, selection)
-
-
 TABLES: Tables = {
     "many-gpus-bits": ("many_gpus", bits_of_many),
     "many-gpus-speed": ("many_gpus", speed_of_many),
-    "many-gpus-quality": ("many_gpus", quality_of_many),
 }

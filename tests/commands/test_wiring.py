@@ -79,13 +79,13 @@ def test_tuned_model_has_defaults_of_its_own(words, lr, tokenizer, recorded_call
 
 @pytest.mark.parametrize(
     ("words", "processes", "reduce_dtype"),
-    [([], 1, None), ([], 2, "int12"), (["--reduce-dtype", "int16"], 2, "int16"),
+    [([], 1, None), ([], 2, "int16"), (["--reduce-dtype", "int12"], 2, "int12"),
      (["--weights", "float"], 2, None), (["--accum", "4"], 1, None), (["--accum", "6"], 1, "int16"),
-     (["--accum", "32"], 1, "int12"),
+     (["--accum", "32"], 1, "int12"), (["--accum", "32"], 2, "int12"),
      (["--accum", "6", "--reduce-dtype", "none"], 1, None),
      (["--accum", "6", "--weights", "float"], 1, None)],
 )  # fmt: skip
-def test_twelve_bits_are_sent_or_summed_by_default(
+def test_sixteen_or_twelve_bits_are_sent_and_summed_by_default(
     words, processes, reduce_dtype, recorded_call, monkeypatch
 ):
     monkeypatch.setattr(train, "this_process", lambda: (0, processes))
@@ -146,9 +146,9 @@ def test_audit_of_ranks_is_called_with_its_options(recorded_call, monkeypatch):
     words = ["audit-memory", *SIZES, "--device", "cpu", "--ranks", "2"]
     predict = "arbcli.inspect.ranks.predict_ranks"
     config, ranks, budget, _ = recorded_call(predict, *words, "--budget", "3KB").args
-    assert (config.accum, config.reduce_dtype, ranks, budget) == (2, "int12", 2, 3000)
+    assert (config.accum, config.reduce_dtype, ranks, budget) == (2, "int16", 2, 3000)
     config, ranks, *_ = recorded_call(predict, *words, "--budget", "3KB", "--accum", "4").args
-    assert (config.accum, config.reduce_dtype, ranks) == (4, "int12", 2)
+    assert (config.accum, config.reduce_dtype, ranks) == (4, "int16", 2)
     assert recorded_call("arbcli.commands.audit_memory.start_processes", *words).args == (2,)
     monkeypatch.setattr(audit_memory, "this_process", lambda: (1, 2))
     call = recorded_call("arbcli.commands.audit_memory._audit_ranks", *words)

@@ -62,7 +62,7 @@ def expected(tmp_path_factory):
     """Train in this process, from which others are forked; return the SHA-256 of the checkpoint."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "text.txt").write_bytes(TEXT)
-    config = new_config(**SHAPE, **PLAN, data=(str(folder / "text.txt"),), reduce_dtype="int12")
+    config = new_config(**SHAPE, **PLAN, data=(str(folder / "text.txt"),), reduce_dtype="int16")
     start_run(config, folder / "run", Observer())
     return digest(folder / LAST)
 
