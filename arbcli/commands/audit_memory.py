@@ -11,14 +11,18 @@ from rich.table import Table
 
 from arbcli.base.errors import ArbError
 from arbcli.base.output import LiveLine, bytes_text, emit, table
+from arbcli.base.run_files import CONFIG, run_of
 from arbcli.commands._help import combining
 from arbcli.commands._options import (
+    NAMED,
+    NAMES_RUN,
     Backend,
     Json,
     PredictedDevice,
     check_device,
     check_settings,
     expand_model_file,
+    find_run,
     given_options,
     read_budget,
     takes_settings,
@@ -26,6 +30,8 @@ from arbcli.commands._options import (
 from arbcli.commands._outputs import check_file
 from arbcli.commands._processes import start_processes, this_process
 from arbcli.commands.count_params import state_table
+from arbcli.config.file import read_model, read_settings
+from arbcli.config.training import trains_ternary
 
 if TYPE_CHECKING:
     from arbcli.config.training import TrainConfig
@@ -55,13 +61,18 @@ EXCLUDED = {
     "--what-if": ("--budget", "--ranks"),
 }
 """Options that cannot be combined with another one."""
+OPTIONS = ("batch", "accum", "compute", "recompute", "pack", "weight_average", "teacher", "seed")
+OF_RUN = {*OPTIONS, "dropout", "attention_dropout", "embedding_dropout", "reduce_dtype"}
+"""Settings of a run that are audited with its model."""
 
 
 @combining(EXCLUDED)
-@takes_settings(
-    "batch", "accum", "compute", "recompute", "pack", "weight_average", "teacher", "seed"
-)
+@takes_settings(*OPTIONS)
 def audit_memory(
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar=NAMED, help=f"Run whose settings are the defaults: {NAMES_RUN}"),
+    ] = None,
     steps: Annotated[int, typer.Option(min=2, help="Number of steps to measure.")] = 3,
     budget: Annotated[
         int | None,
@@ -109,6 +120,12 @@ def audit_memory(
         check_device(device)
     settings = given_options(**settings, steps=steps)
     settings = expand_model_file(settings)
+    if run is not None:
+        settings = _settings_of_run(run, settings)
+    if not trains_ternary(settings.get("preset", "tiny"), settings.get("weights")):
+        raise ArbError(
+            "a float baseline has no integers to audit", hint="name a run of packed weights"
+        )
     if ranks is not None:
         settings = {"accum": ranks, "processes": ranks} | settings
     check_settings(settings)
@@ -165,6 +182,17 @@ def audit_memory(
             report = audit.audit(config, snapshot, show_prediction, line.show_wait, floats=floats)
         emit(report, _audit_tables(report), as_json=as_json)
         raise typer.Exit(0 if report.passed else 1)
+
+
+def _settings_of_run(run: Path, changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run, with changes of them."""
+    if "preset" in changes:
+        raise ArbError(
+            f"`{run}` and `--preset` or `--model` both name a model", hint="give one of them"
+        )
+    path = run_of(find_run(run)) / CONFIG
+    settings = {name: value for name, value in read_settings(path).items() if name in OF_RUN}
+    return settings | {"preset": read_model(path)} | changes
 
 
 def _audit_ranks(config: "TrainConfig") -> "RanksReport":

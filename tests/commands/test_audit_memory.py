@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from arbcli.base import output
 from arbcli.cli import app
+from arbcli.config.training import TrainConfig
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.updater import Updater
 
@@ -35,6 +36,22 @@ def test_prediction_of_processes_tells_how_far_it_is(monkeypatch):
     words = ["audit-memory", *QUICK, "--budget", "1GB", "--ranks", "2"]
     of_two = [f"predicting process {number} of 2" for number in (1, 2)]
     assert CliRunner().invoke(app, words).stderr.splitlines() == ["loading", *of_two]
+
+
+def test_audit_of_a_run_has_its_settings_unless_an_option_changes_them(finished_run):
+    words = ["audit-memory", "--budget", "1GB", "--device", "cpu", "--json"]
+
+    def peak(*more):
+        return json.loads(CliRunner().invoke(app, [*words, *more]).stdout)["predicted_peak"]
+
+    config = json.loads((finished_run / "config.json").read_text())["config"]
+    path = next(finished_run.glob("step-*"))
+    of_run = peak(str(finished_run))
+    assert of_run["batch"] == config["batch"] != TrainConfig.batch
+    assert of_run == peak(str(path))
+    changed = peak(str(finished_run), "--batch", "5", "--rule", "nibble")
+    assert changed["batch"] == 5
+    assert changed["state_bytes"] < of_run["state_bytes"]
 
 
 def after_init(monkeypatch, owner, plant):

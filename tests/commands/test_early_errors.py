@@ -107,6 +107,10 @@ MISTAKES = {
     "audit-memory --ranks 2 --what-if": "`--ranks` cannot be combined with `--what-if`",
     "audit-memory --decode 8 --floats": "`--floats` cannot be combined with `--decode`",
     "audit-memory --snapshot text.txt": "`--snapshot` is `text.txt`",
+    "audit-memory made": "cannot read `made/config.json`",
+    "audit-memory run": "`run/config.json` has no whole model",
+    "audit-memory run --preset tiny": "`run` and `--preset` or `--model` both name a model",
+    "audit-memory --set weights=float": "a float baseline has no integers to audit",
     "count-params --model model.toml --preset tiny": "`--model` and `--preset` both name a model",
     "count-params --model text.txt": "`text.txt` is not TOML",
     "probe-loss --decode 8 --plot a.png": "`--plot` cannot be combined with `--decode`",
@@ -119,7 +123,7 @@ MISTAKES = {
 } | {
     f"{command} auto{words}": "there is no run in `runs`"
     for command, words in (("evaluate", ""), ("probe-loss", ""), ("export", " --to gguf"),
-                           ("inspect", ""), ("check", ""), ("compare", ""))
+                           ("audit-memory", ""), ("inspect", ""), ("check", ""), ("compare", ""))
 } | {
     f"generate made --prompts text.txt {words}":
         f"`{words.split()[0]}` cannot be combined with `--prompts`\nhint: leave `{words.split()[0]}"
