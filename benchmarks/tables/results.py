@@ -22,8 +22,10 @@ def losses_by_state(runs: Runs, preset: str, head: Sequence[str]) -> str:
         for row in rows_of([run], preset=preset):
             groups.setdefault(row["options"], []).append((row, run["commit"]))
     lines = []
-    for options, pairs in groups.items():
-        pairs.sort(key=lambda pair: pair[0]["seed"])
+    # the lowest mean comes first
+    means = {o: mean(row["held_out_nats"] for row, _ in pairs) for o, pairs in groups.items()}
+    for options in sorted(groups, key=means.__getitem__):
+        pairs = sorted(groups[options], key=lambda pair: pair[0]["seed"])
         rows = [row for row, _ in pairs]
         first, last = rows[0]["seed"], rows[-1]["seed"]
         seeds = f"{first} to {last}" if last - first > 1 else f"{first}, {last}"
