@@ -66,14 +66,14 @@ def measure_texts(
     """
     head = model.ahead
     for way, how in WAYS.items():
-        alone: list[bytes] = []
+        unchecked: list[bytes] = []
         slow: list[float] = []
         for size, favour in [(1, None), *((size, each) for each in favours for size in sizes)]:
             model.ahead = None if favour is None else head
             speculative.EACH_EQUAL = favour or 0.0
             made = [make_text(model, prompt, how, size, length) for prompt in prompts]
             texts, rates, per_check = zip(*made, strict=True)
-            alone, slow = alone or [*texts], slow or [*rates]
+            unchecked, slow = unchecked or [*texts], slow or [*rates]
             yield {
                 "size": size,
                 "way": way,
@@ -84,7 +84,7 @@ def measure_texts(
                 "bytes_per_check": per_check,
                 "times": round(statistics.median(map(truediv, rates, slow)), 3),
                 # a warm-up by checks is longer
-                "same": all(map(bytes.startswith, texts, alone)),
+                "same": all(map(bytes.startswith, texts, unchecked)),
             }
     model.ahead = head
 

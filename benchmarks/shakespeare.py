@@ -128,7 +128,7 @@ def finished_row(row: dict[str, Any], curve: dict[int, float]) -> dict[str, Any]
     }
 
 
-def train_alone(
+def train_timed(
     trainer: Trainer, evaluate: Callable[[Trainer], float], began: float
 ) -> tuple[dict[int, float], dict[str, float]]:
     """Train a model to its end: its held-out losses by step, and seconds since `began`."""
@@ -166,9 +166,9 @@ def measure(kind: str, seeds: Sequence[int], texts: Texts) -> list[dict[str, Any
         return held_out_loss(trainer, texts.batches)
 
     began = time.perf_counter()
-    alone = trainer_of(KINDS[kind], texts, first)
-    curve, times = train_alone(alone, evaluate, began)
-    rows = [row_of(kind, first, alone, curve) | times]
+    trainer = trainer_of(KINDS[kind], texts, first)
+    curve, times = train_timed(trainer, evaluate, began)
+    rows = [row_of(kind, first, trainer, curve) | times]
     trainers = [trainer_of(KINDS[kind], texts, seed) for seed in others]
     if trainers:
         curves = train_together(trainers, EVERY, evaluate)

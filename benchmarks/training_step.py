@@ -165,7 +165,7 @@ def measure(
         save: takes the rows of this call so far.
     """
     subjects: list[Subject] = []
-    alone: list[str] = []
+    left_over: list[str] = []
     for number, (kind, maker) in enumerate(makers.items(), 1):
         started = time.perf_counter()
         try:
@@ -173,7 +173,7 @@ def measure(
                 prepare(kind, maker)
             subjects.append(prepare(kind, maker))
         except torch.OutOfMemoryError:
-            alone.append(kind)
+            left_over.append(kind)
         except Exception:
             traceback.print_exc()
         seconds = time.perf_counter() - started
@@ -184,10 +184,10 @@ def measure(
     subjects.clear()
     empty()
     if len(makers) > 1:
-        for kind in alone:
+        for kind in left_over:
             measure(name, shape, {kind: makers[kind]}, save)
-    elif alone:
-        print(f"{name} {alone[0]}: the GPU's memory is not enough", file=sys.stderr)
+    elif left_over:
+        print(f"{name} {left_over[0]}: the GPU's memory is not enough", file=sys.stderr)
 
 
 def to_row(preset: str, shape: tuple[int, int], subject: Subject, in_turns: bool) -> dict:

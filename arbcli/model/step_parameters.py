@@ -46,23 +46,24 @@ class Pace(NamedTuple):
 class StepSizes(NamedTuple):
     """Fixed-point learning rates of slopes, directions and moments: see `StepControl`."""
 
-    scale_gain: tuple[Tensor, Tensor]
-    direct_gain: tuple[Tensor, Tensor]
-    whole_scale_gain: tuple[Tensor, Tensor]
-    whole_gain: tuple[Tensor, Tensor]
+    micro_scale_gain: tuple[Tensor, Tensor]
+    micro_gain: tuple[Tensor, Tensor]
+    step_scale_gain: tuple[Tensor, Tensor]
+    step_gain: tuple[Tensor, Tensor]
     blend_gain: tuple[Tensor, Tensor]
-    alone_gain: tuple[Tensor, Tensor]
+    micro_blend_gain: tuple[Tensor, Tensor]
     limit: Tensor
     row_limit: Tensor
     """Limit for rows of tables."""
     weight_decay: Tensor
-    direct_weight_decay: Tensor
+    micro_weight_decay: Tensor
     step_size: Tensor
-    share_size: Tensor
+    micro_step_size: Tensor
 
 
 GAINS = (
-    "scale_gain", "direct_gain", "whole_scale_gain", "whole_gain", "blend_gain", "alone_gain",
+    "micro_scale_gain", "micro_gain", "step_scale_gain", "step_gain", "blend_gain",
+    "micro_blend_gain",
 )  # fmt: skip
 """Fields of `StepSizes` that are a gain and a shift."""
 
@@ -77,14 +78,14 @@ class StepLayout:
     |---|---|---|---|
     | `squares` | int64 | matrices | sums of squares of moments, which updates add up |
     | `nonfinite` | int64 | | whether a gradient was not finite, which updates set |
-    | `step_size`, `share_size` | int64 | paces | see `StepControl` |
-    | `weight` | int32 | | weight of the micro-batch in averages, in units of 2**-16 |
+    | `step_size`, `micro_step_size` | int64 | paces | see `StepControl` |
+    | `weight` | int32 | | weight of the micro-batch in its step, in units of 2**-16 |
     | `GAINS` | int32 | paces, 2 | gain and shift of each |
-    | `limit`, `row_limit`, `weight_decay`, `direct_weight_decay` | int32 | paces | `StepSizes` |
+    | `limit`, `row_limit`, `weight_decay`, `micro_weight_decay` | int32 | paces | `StepSizes` |
     | `largest_boost` | int32 | | largest factor of gradients in moments, see `BOOST_UNIT` |
     | `step` | int32 | | number of the step |
     | `average_rate` | int32 | | see `average_rates` |
-    | `turn`, `turn_alone` | int32 | | offsets of a step, and of a micro-batch |
+    | `turn`, `micro_turn` | int32 | | offsets of a step, and of a micro-batch |
     | `keys` | int32 | matrices, NUM_STREAMS | keys of random bits |
 
     Args:
@@ -98,12 +99,12 @@ class StepLayout:
             "squares": (wide, (matrices,)),
             "nonfinite": (wide, (1,)),
             "step_size": (wide, (paces,)),
-            "share_size": (wide, (paces,)),
+            "micro_step_size": (wide, (paces,)),
             **dict.fromkeys(GAINS, (narrow, (paces, 2))),
             **dict.fromkeys(("limit", "row_limit", "weight_decay"), (narrow, (paces,))),
-            "direct_weight_decay": (narrow, (paces,)),
+            "micro_weight_decay": (narrow, (paces,)),
             **dict.fromkeys(("weight", "largest_boost"), (narrow, (1,))),
-            **dict.fromkeys(("step", "turn", "turn_alone", "average_rate"), (narrow, (1,))),
+            **dict.fromkeys(("step", "turn", "micro_turn", "average_rate"), (narrow, (1,))),
             "keys": (narrow, (matrices, NUM_STREAMS)),
         }
         self._places: dict[str, slice] = {}
@@ -207,17 +208,17 @@ def step_values(
     updates = numbers * len(weights) + np.arange(len(weights))[:, None]
     return {
         "step_size": moments,
-        "share_size": quotients * weights[:, None] + remainders * weights[:, None] // total,
+        "micro_step_size": quotients * weights[:, None] + remainders * weights[:, None] // total,
         "weight": np.rint(UNIT * weights / total)[:, None],
         **dict(zip(GAINS, np.moveaxis(gains, 0, -1), strict=True)),
         "limit": limits,
         "row_limit": limits * ROW_CLIP // STEP_CLIP,
         "weight_decay": decays,
-        "direct_weight_decay": np.rint(decays / divisors),
+        "micro_weight_decay": np.rint(decays / divisors),
         # by the root of the number of micro-batches, or of as many as unequal ones are worth
         "largest_boost": np.rint(BOOST_UNIT * total / np.sqrt(max(1, np.square(weights).sum()))),
         "step": numbers,
         "average_rate": average_rates(steps, horizon)[:, None, None],
         "turn": numbers * GOLDEN_TURN % UNIT,
-        "turn_alone": updates * GOLDEN_TURN % UNIT,
+        "micro_turn": updates * GOLDEN_TURN % UNIT,
     }

@@ -278,8 +278,8 @@ class Updater:
         self._squares, self.keys = field["squares"], field["keys"]
         if micro == 0:  # set by the first of all gradients that is not finite
             self._nonfinite = field["nonfinite"][0]
-        self._step, self._turn, self._turn_alone, self._average_rate = (
-            field[name][0] for name in ("step", "turn", "turn_alone", "average_rate")
+        self._step, self._turn, self._micro_turn, self._average_rate = (
+            field[name][0] for name in ("step", "turn", "micro_turn", "average_rate")
         )
         self._weight = field["weight"][0]
         self._sizes = dict(zip(self._paces, self._layout.sizes(row), strict=True))
@@ -600,8 +600,8 @@ class Updater:
         """Return the parameters of an update of a matrix."""
         tensor, state, index, _, first, last, share = target
         keys, turn = self.keys[index].unbind(), self._no_turn
-        if tensor.rule.turns_bits:  # offset for each step, or for each gradient that steps alone
-            turn = self._turn_alone if first and last else self._turn
+        if tensor.rule.turns_bits:  # offset for each step, or for each micro-batch
+            turn = self._micro_turn if first and last else self._turn
             keys = (*keys[:TRIT], self._steady_keys[index], *keys[TRIT + 1 :])
         sizes = self._sizes[_pace(tensor)]
         blend_gain = sizes.blend_gain
@@ -615,23 +615,24 @@ class Updater:
             if not last:
                 self._slope_sums[index] = slopes
         decays = bool(self.weight_decay) and tensor.decays
+        scale_gain = (self._no_turn,) * 2 if tensor.fixed_scales else sizes.micro_scale_gain
         return StepControl(
             step=self._step,
             turn=turn,
             keys=keys,
-            scale_gain=(self._no_turn,) * 2 if tensor.fixed_scales else sizes.scale_gain,
-            whole_scale_gain=sizes.whole_scale_gain,
+            micro_scale_gain=scale_gain,
+            step_scale_gain=sizes.step_scale_gain,
             weight=self._weight,
             slopes=slopes,
-            direct_gain=sizes.direct_gain,
-            whole_gain=sizes.whole_gain,
+            micro_gain=sizes.micro_gain,
+            step_gain=sizes.step_gain,
             blend_gain=blend_gain,
-            alone_gain=sizes.alone_gain,
+            micro_blend_gain=sizes.micro_blend_gain,
             step_size=sizes.step_size,
-            share_size=sizes.share_size,
+            micro_step_size=sizes.micro_step_size,
             limit=sizes.limit if share is None else sizes.row_limit,
             weight_decay=sizes.weight_decay if decays else None,
-            direct_weight_decay=sizes.direct_weight_decay if decays else None,
+            micro_weight_decay=sizes.micro_weight_decay if decays else None,
             flips=self._flips[index],
             squares=self._squares[index],
             share=share,

@@ -162,8 +162,8 @@ class Loop:
             raise
         except Exception:
             with suppress(Exception):  # report the original error
-                alone = self.group.size == 1  # other processes may be at another step, or lost
-                if alone and self.trainer.is_idle and not self.saver.is_saved:
+                single = self.group.size == 1  # other processes may be at another step, or lost
+                if single and self.trainer.is_idle and not self.saver.is_saved:
                     self._save()
                     step = self.trainer.step
                     self.observer.noted(f"step {step} is saved: continue with `--resume`")

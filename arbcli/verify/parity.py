@@ -337,8 +337,8 @@ def _end_to_end(
         logits, losses = reference(ids)
         text_loss = masked_reference_loss if subject.config.is_masked else reference_loss
         losses = losses | reference.kind_losses(targets)
-        bytes_alone = targets % VOCABULARY if subject.config.composite else targets
-        losses = {"text": text_loss(logits, bytes_alone)} | losses
+        target_bytes = targets % VOCABULARY if subject.config.composite else targets
+        losses = {"text": text_loss(logits, target_bytes)} | losses
     loss_gate = replace(gate, relative=0.05) if subject.dtype == torch.bfloat16 else gate
     pairs = {
         "scores of choices": reference.scores,
@@ -546,8 +546,8 @@ def _units(name: str, digits: str) -> dict[str, float]:
     """Return the unit of each number that a step of a rule rounds."""
     rule, units = find_rule(name, digits), {"z": 1.0, "v": 1.0}
     if rule.moment_range:
-        alone = "moment" in rule.buffers(1, 1, 1)  # else it has four bits of a byte
-        units["m"] = rule.moment_range / (127 if alone else 7)
+        is_int8 = "moment" in rule.buffers(1, 1, 1)  # else it has four bits of a byte
+        units["m"] = rule.moment_range / (127 if is_int8 else 7)
     return units
 
 

@@ -9,7 +9,7 @@ from benchmarks.tables.rows import Row, Runs, Tables, rows_of
 def checked_texts(runs: Runs) -> str:
     """Speed of texts of trained models by checks, with the largest bonus of a repetition."""
     ways = rows_of(runs)
-    alone = {(row["preset"], row["way"]): row for row in ways if row["size"] == 1}
+    unchecked = {(row["preset"], row["way"]): row for row in ways if row["size"] == 1}
     kept: dict[tuple, Row] = {}
     for row in sorted((row for row in ways if row["size"] > 1), key=lambda row: row["favour"] or 0):
         kept[tuple(row[name] for name in ("preset", "way", "size", "has_head"))] = row
@@ -25,7 +25,7 @@ def checked_texts(runs: Runs) -> str:
                 way,
                 str(size),
                 f"head, {row['favour']:g}" if has_head else "text alone",
-                _speeds(alone[name, way]),
+                _speeds(unchecked[name, way]),
                 _speeds(row),
                 f"{mean(row['bytes_per_check']):.2f}",
                 f"{row['times']:.2f}",

@@ -84,12 +84,12 @@ def test_parameters_of_steps_are_those_of_one_python_number_at_a_time(accumulati
             (sizes,) = updater._sizes.values()
             assert [[*map(int, pair)] for pair in sizes[:4]] == gains
             decay = min(round(lr * factor * 0.3 * 2**17), 2**21)
-            numbers = sizes.limit, sizes.row_limit, sizes.weight_decay, sizes.direct_weight_decay
+            numbers = sizes.limit, sizes.row_limit, sizes.weight_decay, sizes.micro_weight_decay
             wanted = [limit, limit // 2, decay, round(decay / accumulation)]
             assert [*map(int, numbers)] == wanted
             assert int(sizes.step_size) == round(size * 2**32)
-            assert int(sizes.share_size) == round(size * 2**32) // accumulation
-            turns = updater._step, updater._turn, updater._turn_alone
+            assert int(sizes.micro_step_size) == round(size * 2**32) // accumulation
+            turns = updater._step, updater._turn, updater._micro_turn
             assert [*map(int, turns)] == [step, *(n * 40503 % 2**16 for n in (step, tick))]
             key = stream_keys(updater.seed, torch.tensor(tick, dtype=torch.int32), 1, NUM_STREAMS)
             assert torch.equal(updater.keys, key)

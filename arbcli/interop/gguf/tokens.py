@@ -148,8 +148,8 @@ def _rules(tokenizer: dict[str, Any], path: Path) -> str:
         if regex in PATTERNS and is_plain:
             return PATTERNS[regex]
     elif kinds in STEPS and _has_options(steps[-1], BYTES_AND_WORDS):
-        is_alone = steps[0].get("individual_digits") is True
-        if is_alone or kinds[0] != "Digits":
+        splits_digits = steps[0].get("individual_digits") is True
+        if splits_digits or kinds[0] != "Digits":
             return STEPS[kinds]
     raise ArbError(
         f"`{path}`: llama.cpp has no rules by which `pre_tokenizer` splits text", hint=HINT

@@ -787,7 +787,9 @@ def tiling_of(tiles: int, blocks: int, processors: int) -> Tiling:
     return Tiling(4, height, warps, 96 if height == 4 else 128)
 
 
-def tiling_of_rows(rows: int, alone: Tiling, tiles: int, blocks: int, processors: int) -> Tiling:
+def tiling_of_rows(
+    rows: int, row_tiling: Tiling, tiles: int, blocks: int, processors: int
+) -> Tiling:
     """Choose the tiling that was fastest for `base` and `1b` on an H100; it does not affect bits.
 
     A program that is alone on a multiprocessor has one warp per step; if two programs share one,
@@ -795,16 +797,16 @@ def tiling_of_rows(rows: int, alone: Tiling, tiles: int, blocks: int, processors
         the same tiles divide the rows of x.
     """
     if rows == 1:
-        return alone
-    steps = alone.height * -(-blocks // alone.abreast)
-    shared = tiles > processors * alone.height
-    warps = max(8, alone.warps if shared else min(16, triton.next_power_of_2(steps)))
-    tiling = alone._replace(
-        warps=warps, registers=64 if alone.abreast == 1 else 128,
-        squares=min(alone.warps, width_of(blocks, alone.abreast) // 2),
+        return row_tiling
+    steps = row_tiling.height * -(-blocks // row_tiling.abreast)
+    shared = tiles > processors * row_tiling.height
+    warps = max(8, row_tiling.warps if shared else min(16, triton.next_power_of_2(steps)))
+    tiling = row_tiling._replace(
+        warps=warps, registers=64 if row_tiling.abreast == 1 else 128,
+        squares=min(row_tiling.warps, width_of(blocks, row_tiling.abreast) // 2),
     )  # fmt: skip
     fit = max(1, min(MOST_ROWS, SHARED_BYTES // tiling.shared_bytes(blocks)))
-    program_rows = -(-rows // programs_of_tiles(rows, -(-tiles // alone.height), processors))
+    program_rows = -(-rows // programs_of_tiles(rows, -(-tiles // row_tiling.height), processors))
     staged_rows = -(-program_rows // -(-program_rows // fit))
     return tiling._replace(program_rows=program_rows, rows=staged_rows)
 
@@ -829,8 +831,8 @@ def _row_matmul_triton(
         x = x.values
     x = x if x.data_ptr() % 16 == 0 else x.clone()
     processors = num_processors(x)
-    alone = tiling_of(tiles, blocks, processors)
-    tiling = tiling_of_rows(rows, alone, tiles, blocks, processors)
+    row_tiling = tiling_of(tiles, blocks, processors)
+    tiling = tiling_of_rows(rows, row_tiling, tiles, blocks, processors)
     grid = triton.cdiv(tiles, tiling.height), triton.cdiv(rows, tiling.program_rows)
     size = tiling.shared_bytes(blocks)
     instead = pieces if HAS_PTX else pieces.new_empty(grid[0] * grid[1] * size)

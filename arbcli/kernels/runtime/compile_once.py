@@ -19,13 +19,13 @@ def compile_each_once(folder: str) -> None:
 
     from triton import compiler
 
-    compile_alone = compiler.compile
+    compile_source = compiler.compile
 
     def compile_once(source: Any, *args: Any, **kwargs: Any) -> Any:
         about = f"{source.hash()} {args} {kwargs}"
         name = hashlib.sha256(about.encode()).hexdigest()
         with Path(folder, name).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            return compile_alone(source, *args, **kwargs)
+            return compile_source(source, *args, **kwargs)
 
     compiler.compile = compile_once  # launchers look this up at their first run

@@ -97,7 +97,11 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class StepControl:
-    """Parameters of a step of one matrix: scalar tensors on the device, and Python flags."""
+    """Parameters of a step of one matrix: scalar tensors on the device, and Python flags.
+
+    Values named `micro_` apply where weights step after each micro-batch, by its share of the step;
+    the others where they step once for all of its gradients.
+    """
 
     step: Tensor
     """Number of the step, from 0, int32."""
@@ -105,35 +109,35 @@ class StepControl:
     """Offset of the random bits of trits, int32; 0 unless the rule `turns_bits`."""
     keys: tuple[Tensor, ...]
     """Keys of the random streams, NUM_STREAMS int32 scalars."""
-    scale_gain: tuple[Tensor, Tensor]
+    micro_scale_gain: tuple[Tensor, Tensor]
     """Factor of a slope in fixed point, int32 gain and shift, when scales step after each
     gradient."""
-    whole_scale_gain: tuple[Tensor, Tensor]
+    step_scale_gain: tuple[Tensor, Tensor]
     """Factor of a slope, int32 gain and shift, when scales step once for all gradients."""
     weight: Tensor
-    """Weight of the gradient in averages, int32 in units of 2**-16."""
+    """Weight of the gradient in its step, int32 in units of 2**-16."""
     slopes: Tensor | None
     """(N, groups) int16, weighted sum of the slopes of the step so far: see `add_slopes`. None if
     scales step after each gradient."""
-    direct_gain: tuple[Tensor, Tensor]
+    micro_gain: tuple[Tensor, Tensor]
     """Factor of a direction, int32 gain and shift, when z steps after each gradient."""
-    whole_gain: tuple[Tensor, Tensor]
+    step_gain: tuple[Tensor, Tensor]
     """Factor of a direction, int32 gain and shift, when z steps once for all gradients."""
     blend_gain: tuple[Tensor, Tensor]
     """Factor of a direction in the moment, int32 gain and shift, by its share of the step."""
-    alone_gain: tuple[Tensor, Tensor]
+    micro_blend_gain: tuple[Tensor, Tensor]
     """Factor of a direction in the moment, int32 gain and shift, if the moment decays before each
     gradient."""
     step_size: Tensor
     """Factor of the moment, int64 in units of 2**-32 of z."""
-    share_size: Tensor
+    micro_step_size: Tensor
     """Factor of the moment by the share of the gradient, int64 in units of 2**-32 of z, when z
     steps after each gradient."""
     limit: Tensor
     """Maximum step of z, int32 in units of 2**-16."""
     weight_decay: Tensor | None
     """Decay of z in a step, int32 in units of 2**-24; None without weight decay."""
-    direct_weight_decay: Tensor | None
+    micro_weight_decay: Tensor | None
     """Decay of z when it steps after each gradient."""
     flips: Tensor
     """Counter of changed trits, int64; incremented by the step."""
@@ -147,7 +151,7 @@ class StepControl:
     """Whether this is the last gradient of the step, after which the weights step."""
 
     @property
-    def alone(self) -> bool:
+    def per_micro_batch(self) -> bool:
         """Whether the weights step after each gradient, by its share of the step."""
         return self.first and self.last
 
@@ -276,12 +280,12 @@ class Rule(ABC):
     def move_scales(self, state: State, gradient: Gradient, control: StepControl) -> None:
         """Step the scales along their negative slopes, or add these to the sum of the step."""
         slope, gains = gradient.statistics.slope, gradient.gains
-        gain, size, ok = gains.slope, control.scale_gain, gains.ok
+        gain, size, ok = gains.slope, control.micro_scale_gain, gains.ok
         if control.slopes is not None:
             squares = add_slopes(control.slopes, slope, gain, control.weight, ok)
             if not control.last:
                 return
-            slope, size = control.slopes, control.whole_scale_gain
+            slope, size = control.slopes, control.step_scale_gain
             ok, gain = slope_gain(slope, squares)
         self._step_scales(state, slope, gain, size, ok, control)
 
@@ -289,7 +293,7 @@ class Rule(ABC):
         """Step the scales along the slopes so far, if the step ends before its last gradient."""
         if control.slopes is not None:
             ok, gain = slope_gain(control.slopes, sum_squares(control.slopes))
-            self._step_scales(state, control.slopes, gain, control.whole_scale_gain, ok, control)
+            self._step_scales(state, control.slopes, gain, control.step_scale_gain, ok, control)
 
     def _step_scales(
         self,

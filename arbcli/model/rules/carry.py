@@ -25,8 +25,8 @@ class Carry(Rule):
         self.move_scales(state, gradient, control)
         step_by_direction(
             state["trits"], state["remainder"], *gradient.ingredients, keys[TRIT],
-            *control.direct_gain, control.limit, ok, control.flips, self.radix, self.remainder_max,
-            control.direct_weight_decay,
+            *control.micro_gain, control.limit, ok, control.flips, self.radix, self.remainder_max,
+            control.micro_weight_decay,
         )  # fmt: skip
 
 

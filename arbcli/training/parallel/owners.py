@@ -158,11 +158,11 @@ def plan(
     buckets: list[Bucket] = []
     weights = 0
     for tensor in reversed([*tensors]):
-        alone, owner = isinstance(tensor, TableWeight), owners[id(tensor)]
+        is_table, owner = isinstance(tensor, TableWeight), owners[id(tensor)]
         for matrices in tensor.gradient_ranges():
             number = len(matrices) * (tensor.num_weights // tensor.matrices)
             # starts a new bucket if more than half of the tensor would exceed the limit
-            if alone or not buckets or weights + number // 2 > BUCKET_WEIGHTS:
+            if is_table or not buckets or weights + number // 2 > BUCKET_WEIGHTS:
                 buckets.append(Bucket([], [0] * size, [0] * size))
                 weights = 0
             bucket = buckets[-1]
@@ -172,5 +172,5 @@ def plan(
             parts = *sums.sizes(*member.shape), member.shape[0]
             bucket.up_sizes[owner] += sum(map(rounded_up, parts))
             bucket.down_sizes[owner] += sum(rounded_up(part.nbytes) for part in member.sent())
-            weights = 2 * BUCKET_WEIGHTS if alone else weights + number
+            weights = 2 * BUCKET_WEIGHTS if is_table else weights + number
     return buckets
