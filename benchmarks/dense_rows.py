@@ -105,7 +105,7 @@ def read_dense(model: LanguageModel) -> int:
         if isinstance(layer, TernaryLinear):
             weight = layer.weight.weight(torch.bfloat16)
             read += weight.nbytes
-            layer.averages = False
+            layer.combines_parts = False
             vars(layer)["fused"] = _fused_with(weight)  # in place of the method
     torch.cuda.synchronize()
     return read

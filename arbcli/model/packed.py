@@ -164,7 +164,7 @@ class TernaryTensor(StateModule, Weight):
     """Absent for rules without a remainder."""
     row_statistic: Tensor
     column_statistic: Tensor
-    """Present if the direction averages statistics."""
+    """Present if the direction keeps statistics."""
     wire_exponent: Tensor
     """Present after `declare_wire`."""
     average: Tensor
@@ -310,10 +310,10 @@ class TernaryTensor(StateModule, Weight):
         return [range(self.matrices)]
 
     @property
-    def averages_gradients(self) -> bool:
+    def gradient_moment(self) -> bool:
         """Whether the moment averages gradients, and its direction is taken afterwards."""
-        takes_average = self.direction is not None and self.direction.takes_average
-        return self.rule.averages_gradients and takes_average
+        reads_moment = self.direction is not None and self.direction.reads_moment
+        return self.rule.gradient_moment and reads_moment
 
     @torch.no_grad()
     def fill(self, trit: int = 1) -> None:

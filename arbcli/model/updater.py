@@ -71,7 +71,7 @@ class _Target(NamedTuple):
     """Share of rows with a gradient; None for all."""
 
 
-class _Averaged(NamedTuple):
+class _Unstepped(NamedTuple):
     """A matrix whose moment is updated, and whose weights have yet to step along it."""
 
     tensor: TernaryTensor
@@ -86,9 +86,9 @@ def _pace(tensor: TernaryTensor) -> Pace:
     return Pace(tensor.lr_factor, tensor.rule.radix, tensor.rule.blend_units)
 
 
-def _step_one(averaged: _Averaged, values: Tensor) -> None:
+def _step_one(unstepped: _Unstepped, values: Tensor) -> None:
     """Step a matrix along the direction computed from its moment, (N, K)."""
-    tensor, direction, state, gains, control = averaged
+    tensor, direction, state, gains, control = unstepped
     ingredients = direction.ingredients(values, gains, control.share)
     tensor.rule.step_along_direction(state, ingredients, gains.ok, control)
 
@@ -177,7 +177,7 @@ class Updater:
         """Computed slopes and their squares, by index of the matrix."""
         self._slope_sums: dict[int, Tensor] = {}
         """Weighted sums of the slopes of the step so far, by index of the matrix."""
-        self._averaging = [
+        self._gradient_moments = [
             (index, tensor)
             for tensor, index in zip(self.tensors, first[:-1], strict=True)
             if tensor.rule.moment_range and self._steps_once(tensor)
@@ -198,7 +198,7 @@ class Updater:
 
     takes_signs = True
     """Whether gradients may be passed as signs, for rules that read no more."""
-    averages = True
+    weighs_micro_batches = True
     """Each gradient is weighted by its share of the step: see `set_step`."""
     normalises = True
     """Each gradient is normalised, so that factors of a loss have no effect."""
@@ -304,7 +304,7 @@ class Updater:
             Factors in units of 1 / BOOST_UNIT.
         """
         squares = torch.zeros_like(self._expected)
-        for index, tensor in self._averaging:
+        for index, tensor in self._gradient_moments:
             for number in range(tensor.matrices):
                 moment = tensor.rule.moment_bytes(tensor.matrix(number))
                 moment_squares(moment, squares[index + number], tensor.rule.share_a_byte)
@@ -456,15 +456,12 @@ class Updater:
         """Update the tensors of all held gradients in merged launches."""
         held, self._held = self._held, []
         values = self._values_of(
-            [
-                (None if tensor.averages_gradients else tensor.direction, grad)
-                for tensor, grad in held
-            ]
+            [(None if tensor.gradient_moment else tensor.direction, grad) for tensor, grad in held]
         )
-        averaged: list[_Averaged] = []
+        unstepped: list[_Unstepped] = []
 
         def begin(tensor: TernaryTensor, grad: Tensor, part: Tensor) -> None:
-            averaged.extend(self._update_only_matrix(tensor, grad, part))
+            unstepped.extend(self._update_only_matrix(tensor, grad, part))
 
         self._run(
             (
@@ -474,7 +471,7 @@ class Updater:
             merge=True,
         )
         held.clear()
-        self._step_along(averaged)
+        self._step_along(unstepped)
 
     def _run(self, parts: Iterable[Callable[[], None]], *, merge: bool) -> None:
         """Run functions that only launch kernels, one by one or with merged launches."""
@@ -487,14 +484,14 @@ class Updater:
             for part in parts:
                 part()
 
-    def _step_along(self, averaged: list[_Averaged]) -> None:
+    def _step_along(self, unstepped: list[_Unstepped]) -> None:
         """Step weights along the directions of their updated moments."""
-        moments = [matrix.tensor.rule.digits(matrix.state)["moment"][0] for matrix in averaged]
-        directions = [matrix.direction for matrix in averaged]
-        squares = [matrix.control.squares for matrix in averaged]
+        moments = [matrix.tensor.rule.digits(matrix.state)["moment"][0] for matrix in unstepped]
+        directions = [matrix.direction for matrix in unstepped]
+        squares = [matrix.control.squares for matrix in unstepped]
         transformed = self._values_of(list(zip(directions, moments, strict=True)), squares)
-        pairs = zip(averaged, transformed, strict=True)
-        merge = all(self._merges(matrix.tensor) for matrix in averaged)
+        pairs = zip(unstepped, transformed, strict=True)
+        merge = all(self._merges(matrix.tensor) for matrix in unstepped)
         self._run((partial(_step_one, matrix, values) for matrix, values in pairs), merge=merge)
 
     def _values_of(
@@ -524,26 +521,26 @@ class Updater:
     def _update_stack(self, tensor: TernaryTensor, grad: Tensor, where: range) -> None:
         """Update a range of the matrices of a stack."""
         index, direction, values = self._index[id(tensor)], tensor.direction, grad
-        if direction is not None and not tensor.averages_gradients:
+        if direction is not None and not tensor.gradient_moment:
             values = direction.values(grad, self.dtype)
         always = tensor.always_has_gradients
         first, last = (self.first, self.last) if always else (True, True)
         refused = self._refused if always else self._unused
-        averaged: list[_Averaged] = []
+        unstepped: list[_Unstepped] = []
 
         def begin(part: int, number: int) -> None:
             state, at = tensor.matrix(number), index + number
             target = _Target(tensor, state, at, refused[at], first, last)
-            averaged.extend(self._update_matrix(target, grad[part], values[part]))
+            unstepped.extend(self._update_matrix(target, grad[part], values[part]))
 
         self._run(
             (partial(begin, *place) for place in enumerate(where)), merge=self._merges(tensor)
         )
-        self._step_along(averaged)
+        self._step_along(unstepped)
 
     def _update_only_matrix(
         self, tensor: TernaryTensor, grad: Tensor | SignGradient, values: Tensor | None = None
-    ) -> list[_Averaged]:
+    ) -> list[_Unstepped]:
         index = self._index[id(tensor)]
         refused = self._refused[index]
         target = _Target(tensor, tensor.matrix(0), index, refused, self.first, self.last)
@@ -551,7 +548,7 @@ class Updater:
 
     def _update_matrix(
         self, target: _Target, grad: Tensor | SignGradient, values: Tensor | None = None
-    ) -> list[_Averaged]:
+    ) -> list[_Unstepped]:
         """Update a matrix, or only its moment if the direction is that of the moment.
 
         Args:
@@ -566,12 +563,12 @@ class Updater:
         tensor.updates += 1
         keys, rule, direction = self.keys[index].unbind(), tensor.rule, tensor.direction
         packed = tensor.packed_of(state)
-        averages = direction is not None and direction.averages
+        factored = direction is not None and direction.keeps_statistics
         if isinstance(grad, SignGradient):
             grad, statistics = grad
         else:
             statistics = gradient_statistics(
-                grad, packed, factored=averages, signs=rule.steps_by_signs
+                grad, packed, factored=factored, signs=rule.steps_by_signs
             )
         statistics = self._replace_slope(tensor, statistics, index)
         if share is not None:
@@ -582,7 +579,7 @@ class Updater:
         counters = refused, self._nonfinite
         gains = gradient_gains(statistics, *running, keys[ROW], keys[COLUMN], *counters)
         ingredients = None
-        if direction is not None and tensor.averages_gradients:
+        if direction is not None and tensor.gradient_moment:
             unit = gains.unit if share is None else gains.unit * share.sqrt()
             ingredients = FactoredUpdate(grad, unit.expand(len(grad)), None)
         elif direction is not None:
@@ -590,11 +587,11 @@ class Updater:
             ingredients = direction.ingredients(values, gains, share)
         control = self._control_of(target)
         gradient = Gradient(grad, packed, statistics, gains, ingredients)
-        if direction is None or not tensor.averages_gradients:
+        if direction is None or not tensor.gradient_moment:
             rule.step(state, gradient, control)
             return []
         rule.update_moment(state, gradient, control)
-        return [_Averaged(tensor, direction, state, gains, control)] if last else []
+        return [_Unstepped(tensor, direction, state, gains, control)] if last else []
 
     def _control_of(self, target: _Target) -> StepControl:
         """Return the parameters of an update of a matrix."""
@@ -658,12 +655,12 @@ class Updater:
                 tensor.rule.end_scales(state, control)
                 if not tensor.rule.moment_range:
                     continue  # its weights have stepped with each gradient
-                if tensor.direction is None or not tensor.averages_gradients:
+                if tensor.direction is None or not tensor.gradient_moment:
                     tensor.rule.step_along_moment(state, ok, control)
                     continue
                 empty = torch.empty(0, device=self.device)
                 gains = GradientGains(ok, *[empty] * 4)
-                self._step_along([_Averaged(tensor, tensor.direction, state, gains, control)])
+                self._step_along([_Unstepped(tensor, tensor.direction, state, gains, control)])
 
     def index_of(self, tensor: TernaryTensor) -> int:
         """Return the index of a tensor's first matrix among all matrices."""

@@ -65,7 +65,7 @@ class FloatOptimizer:
             capturable=model.device.type == "cuda",
         )
 
-    averages = False
+    weighs_micro_batches = False
     """Gradients of micro-batches are summed, so the caller divides losses by their number."""
     normalises = False
     """See `Updater.normalises`."""

@@ -88,7 +88,7 @@ class TrainingStep:
                 self._one = torch.ones_like(loss)
             weight = self._one if self.weights is None else self.weights[micro]
             scale = self._one if self.updates.normalises else weight
-            (loss if self.updates.averages else loss / local).backward(scale)
+            (loss if self.updates.weighs_micro_batches else loss / local).backward(scale)
             reached("backward")
             for name, part in parts.items():
                 share = part.detach()

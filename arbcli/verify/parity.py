@@ -517,7 +517,7 @@ def _update(subject: Subject) -> Iterator[ParityResult]:
                     reference_direction(grad, config.direction, before),
                     None,
                 )
-                if tensor.averages_gradients:
+                if tensor.gradient_moment:
                     smoothed = reference_direction(after["m"], config.direction, before)
                     direction = unit_gradient(grad)
                 lr = LR * reference_rate(name, config.rule, config.digits)

@@ -113,19 +113,19 @@ def one_position(lm, x, position: int) -> torch.Tensor:
         return lm.blocks[0].attention.step(x, block, x)
 
 
-def test_product_of_parts_has_the_bits_of_that_of_their_average(device, monkeypatch):
+def test_product_of_parts_has_the_bits_of_that_of_their_mean(device, monkeypatch):
     """Of a full part and one that is not, which is what the ring of a single text is left in."""
     lm = model(device, torch.bfloat16, dim=64, heads=1, layers=1, ctx=220)
     x = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(2)).bfloat16().to(device)
-    product, attend, averaged = one_position(lm, x, 200), KVCache.attend_in_parts, []
+    product, attend, combined = one_position(lm, x, 200), KVCache.attend_in_parts, []
 
-    def average(*given):
-        averaged.append(attend(*given).average())
-        return averaged[-1].view(1, 1, -1)
+    def attend_and_combine(*arguments):
+        combined.append(attend(*arguments).combine())
+        return combined[-1].view(1, 1, -1)
 
-    monkeypatch.setattr(KVCache, "attend_in_parts", average)
+    monkeypatch.setattr(KVCache, "attend_in_parts", attend_and_combine)
     assert torch.equal(one_position(lm, x, 200), product)
-    assert len(averaged) == 1
+    assert len(combined) == 1
 
 
 def prepacked(lm) -> int:

@@ -6,7 +6,7 @@ slots; part p of S has the spans p, p + S, p + 2 S and so on. For each part and 
 the sum of exp(q . k / sqrt(d)) over its slots, the *total*, and the mean of its values with these
 weights. So y is the mean of all parts, weighted by their totals.
 
-A kernel that reads y averages the parts while it reads them. So no program waits for another to add
+A kernel that reads y combines the parts while it reads them. So no program waits for another to add
 up the parts, which would take longer than reading them.
 
 Spans of a ring in S = 3 parts, and slots of width 128 in the threads of a warp:
@@ -75,7 +75,7 @@ _check_parts = compiled_check(
 
 
 class AttentionParts(NamedTuple):
-    """Attention of one byte, with S partial results per head that remain to be averaged.
+    """Attention of one byte, with S partial results per head that remain to be combined.
 
     The first min(S, ceil((position + 1) / span)) parts are defined. The others are uninitialised
     and must not be read.
@@ -98,8 +98,8 @@ class AttentionParts(NamedTuple):
         """
         _check_parts(*self)
 
-    def average(self) -> Tensor:
-        """Average the parts: (heads * d,) bfloat16, computed in float32 and rounded once."""
+    def combine(self) -> Tensor:
+        """Combine the parts: (heads * d,) bfloat16, computed in float32 and rounded once."""
         parts, heads = self.totals.shape
         begins = self.span * torch.arange(parts, device=self.totals.device)
         filled = (begins <= self.position)[:, None]
@@ -148,8 +148,8 @@ def _attend_parts_torch(
     weight = functional.pad(weight, (0, fill)).unflatten(1, split)  # (heads, rounds, S, span)
     seen = functional.pad(seen, (0, 0, 0, fill)).unflatten(1, split)
     totals = weight.sum((1, 3))
-    averages = torch.einsum("hrps,hrpsd->phd", weight, seen) / totals.T[..., None]
-    values_of_parts = averages.to(qkv.dtype).flatten(1)
+    means = torch.einsum("hrps,hrpsd->phd", weight, seen) / totals.T[..., None]
+    values_of_parts = means.to(qkv.dtype).flatten(1)
     return AttentionParts(values_of_parts, totals.T.contiguous(), position, span)
 
 
@@ -275,7 +275,7 @@ def rotated_angles(cos_ptr, sin_ptr, position, d, HALF: tl.constexpr, PTX: tl.co
 
 @triton.jit
 def _attend_parts_kernel(
-    qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, averages_ptr, totals_ptr,
+    qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, means_ptr, totals_ptr,
     instead_ptr, W, HEADS, scale, eps,
     WIDTH: tl.constexpr, PASSES: tl.constexpr, SEVERAL: tl.constexpr,
     WARPS: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
@@ -361,7 +361,7 @@ def _attend_parts_kernel(
                 sums, total, keys, values, q, mine, seen, slot, scale, WIDTH, STRIDE, False, PTX
             )
 
-        # add up the warps through shared memory, and store the average of this part
+        # add up the warps through shared memory, and store the mean of this part
         write_sums(memory + OF_WARP * warp, sums, total, d, lane, WIDTH, PTX)
         tl.debug_barrier()
         has_element = True
@@ -369,7 +369,7 @@ def _attend_parts_kernel(
             has_element = 32 * warp_number() < WIDTH
         if has_element:
             store_part(
-                memory, averages_ptr, totals_ptr, part * HEADS + head, thread % WIDTH,
+                memory, means_ptr, totals_ptr, part * HEADS + head, thread % WIDTH,
                 thread < WIDTH, WIDTH, WARPS, PTX,
             )  # fmt: skip
 
@@ -389,19 +389,19 @@ def write_sums(at, sums, total, d, lane, WIDTH: tl.constexpr, PTX: tl.constexpr)
 
 @triton.jit
 def store_part(
-    memory, averages_ptr, totals_ptr, place, offs_d, some,
+    memory, means_ptr, totals_ptr, place, offs_d, some,
     WIDTH: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Sum the partial sums of all warps, and store the average and the total."""
+    """Sum the partial sums of all warps, and store the mean and the total."""
     OF_WARP: tl.constexpr = 4 * WIDTH + 16
     weighted, whole = tl.zeros(offs_d.shape, tl.float32), tl.zeros(offs_d.shape, tl.float32)
     for w in tl.static_range(WARPS):
         weighted += read_float(memory + (OF_WARP * w + 4 * offs_d), PTX)
         whole += read_float(memory + (OF_WARP * w + 4 * WIDTH), PTX)
-    # the average is rounded once; the total stays float32, to weight it
-    average = weighted / whole
-    rounded = round_pair(average, average, PTX).to(tl.int16)
-    tl.store(averages_ptr + place * WIDTH + offs_d, rounded, mask=some)
+    # the mean is rounded once; the total stays float32, to weight it
+    mean = weighted / whole
+    rounded = round_pair(mean, mean, PTX).to(tl.int16)
+    tl.store(means_ptr + place * WIDTH + offs_d, rounded, mask=some)
     tl.store(totals_ptr + place + 0 * offs_d, whole, mask=some & (offs_d == 0))
 
 
@@ -411,7 +411,7 @@ def _attend_parts_triton(
 ) -> AttentionParts:  # fmt: skip
     heads, window, width = keys.shape
     parts, passes, span = sharing(window, width, max_parts)
-    averages = torch.empty(parts, heads * width, dtype=qkv.dtype, device=qkv.device)
+    means = torch.empty(parts, heads * width, dtype=qkv.dtype, device=qkv.device)
     totals = torch.empty(parts, heads, dtype=torch.float32, device=qkv.device)
     aligned = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (qkv, cos, sin))
     qkv, cos, sin = (x.view(torch.int32) for x in aligned)
@@ -419,11 +419,11 @@ def _attend_parts_triton(
     instead = totals if HAS_PTX else torch.empty(size, dtype=torch.uint8, device=qkv.device)
     _attend_parts_kernel[(heads, parts)](
         qkv, keys.view(torch.int32), values.view(torch.int32), position, cos, sin,
-        averages.view(torch.int16), totals, instead, window, heads, width**-0.5, eps,
+        means.view(torch.int16), totals, instead, window, heads, width**-0.5, eps,
         WIDTH=width, PASSES=passes, SEVERAL=window > parts * span, WARPS=WARPS,
         PTX=HAS_PTX, num_warps=WARPS, maxnreg=REGISTERS, **overlap_options(qkv),
     )  # fmt: skip
-    return AttentionParts(averages, totals, position, span)
+    return AttentionParts(means, totals, position, span)
 
 
 def fits_parts(qkv: Tensor) -> bool:
@@ -470,6 +470,6 @@ Args:
     max_parts: maximum number of parts per head.
 
 Returns:
-    Parts whose average is the mean of the last min(position + 1, W) values, with the weights
+    Parts that combine to the mean of the last min(position + 1, W) values, with the weights
     softmax(q . k / sqrt(d)).
 """

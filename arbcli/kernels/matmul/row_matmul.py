@@ -132,7 +132,7 @@ def _row_matmul_torch(
     x: Tensor | AttentionParts, pieces: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    rows = x.average()[None] if isinstance(x, AttentionParts) else x
+    rows = x.combine()[None] if isinstance(x, AttentionParts) else x
     return prepacked_torch(rows, pieces, out_features, in_features, gated, eps, added, dtype)
 
 
@@ -140,7 +140,7 @@ def _row_matmul_native(
     x: Tensor | AttentionParts, pieces: Tensor, out_features: int, in_features: int, gated: bool,
     eps: float | None, added: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    rows = x.average()[None] if isinstance(x, AttentionParts) else x
+    rows = x.combine()[None] if isinstance(x, AttentionParts) else x
     return prepacked_native(rows, pieces, out_features, in_features, gated, eps, added, dtype)
 
 

@@ -8,7 +8,7 @@ these have taken the new ones in.
 
 A running statistic is two int8 digits of its log2 in steps of 1/128: log2 = whole + fraction / 128,
 whole = -128 standing for one never set. It is averaged arithmetically and then its log is rounded
-stochastically: an average of logs lags, and a rounded one would stand still.
+stochastically: a mean of logs lags, and a rounded one would stand still.
 """
 
 import math
@@ -72,7 +72,7 @@ def _gradient_gains_torch(
             0xFFFF
         )
         words = torch.cat([row_bits[:num_rows], column_bits[:num_columns]])
-        statistic = _averaged_torch(statistic, value.add_(FLOOR), words)
+        statistic = _add_statistic_torch(statistic, value.add_(FLOOR), words)
         row_statistic.copy_(statistic[:num_rows])
         column_statistic.copy_(statistic[num_rows:])
     gains = statistic_value(statistic).clamp_(min=1e-38).rsqrt_()
@@ -119,11 +119,11 @@ def _judge(
     return size, ok, slope_gain, squares.new_full((1,), UNIT / size if usable else 0.0)
 
 
-def _averaged_torch(statistic: Tensor, value: Tensor, word: Tensor) -> Tensor:
+def _add_statistic_torch(statistic: Tensor, value: Tensor, word: Tensor) -> Tensor:
     """Average values into statistics; return the new digits."""
-    average = torch.lerp(statistic_value(statistic), value, 0.01)
-    average = torch.where(statistic[:, 0] == UNSET, value, average)
-    t = average.log2_().mul_(128).clamp_(LOWEST, HIGHEST)
+    mean_square = torch.lerp(statistic_value(statistic), value, 0.01)
+    mean_square = torch.where(statistic[:, 0] == UNSET, value, mean_square)
+    t = mean_square.log2_().mul_(128).clamp_(LOWEST, HIGHEST)
     low = torch.floor(t)
     # the same as floor(t + word / 65536), which would lose bits of the word to a large t
     above = (t - low).mul_(65536).to(torch.int32).add_(word).bitwise_right_shift_(16)
@@ -183,8 +183,8 @@ def _average(
             for i in tl.static_range(AT_ONCE):
                 total += loaded[i]
         value = tl.sum(total, axis=0) / count + FLOOR
-        average = tl.where(whole == -128, value, 0.99 * _decode(whole, fraction) + 0.01 * value)
-        t = tl.minimum(tl.maximum(128 * tl.log2(average), LOWEST), HIGHEST)
+        mean_square = tl.where(whole == -128, value, 0.99 * _decode(whole, fraction) + 0.01 * value)
+        t = tl.minimum(tl.maximum(128 * tl.log2(mean_square), LOWEST), HIGHEST)
         word = random_words(tl.load(key_ptr), tl.zeros_like(offs_l), offs_l) & 0xFFFF
         low = tl.floor(t)
         above = ((t - low) * 65536).to(tl.int32)
@@ -271,7 +271,7 @@ def gradient_gains(
     statistics: GradientStatistics, row_statistic: Tensor | None, column_statistic: Tensor | None,
     row_key: Tensor, column_key: Tensor, refused: Tensor, nonfinite: Tensor,
 ) -> GradientGains:  # fmt: skip
-    """Judge a gradient, and average its mean squares into running statistics, in place.
+    """Judge a gradient, and add its mean squares to running statistics, in place.
 
     A statistic becomes 0.99 old + 0.01 new, or new if unset. The log of that is rounded to 1/128 as
     floor(t + r / 65536), t = 128 log2, with r the low 16 bits of the random word (key, 0, l).

@@ -271,7 +271,7 @@ class TernaryLinear(DecodingLayer):
         low_precision: whether `--compute fp8` and `nvfp4` apply to the layer.
     """
 
-    averages = True
+    combines_parts = True
     """Whether `fused` may take the partial results of split-KV attention."""
     _prepacked: Any = None
     _decoded: Tensor | None = None
@@ -344,7 +344,7 @@ class TernaryLinear(DecodingLayer):
     @property
     def takes_parts(self) -> bool:
         """Whether `fused` takes partial attention results: of one row, for ternary weights."""
-        return self.averages and fits_row_matmul(self.weight.storage, self.weight.in_features)
+        return self.combines_parts and fits_row_matmul(self.weight.storage, self.weight.in_features)
 
     def fused_product_for(self, x: "Tensor | AttentionParts") -> FusedProduct:
         """Choose the product of `fused`."""

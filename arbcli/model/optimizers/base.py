@@ -34,10 +34,10 @@ class FactoredUpdate(NamedTuple):
 class Direction:
     """Conversion of a gradient to a direction of unit root-mean-square over its matrix."""
 
-    takes_average: bool = False
+    reads_moment: bool = False
     """Whether the direction is computed from the running mean of gradients, rather than averaged
     over steps itself."""
-    averages: bool = False
+    keeps_statistics: bool = False
     """Whether the direction has running mean squares of rows and columns, in the buffers
     `row_statistic` and `column_statistic`."""
 
@@ -58,7 +58,7 @@ class Direction:
         """Return the direction before its gains, for a gradient (N, K) or a stack (B, N, K).
 
         Args:
-            grad: float32 or bfloat16; or an int8 moment, for a direction that `takes_average`.
+            grad: float32 or bfloat16; or an int8 moment, for a direction that `reads_moment`.
             dtype: dtype of matrix products.
         """
         return grad

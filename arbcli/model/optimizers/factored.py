@@ -14,7 +14,7 @@ class Factored(Direction):
     log2 of a running mean square is stored as two int8 digits, of units and of 1/128.
     """
 
-    averages = True
+    keeps_statistics = True
 
     def buffers(self, rows: int, columns: int, matrices: int) -> dict[str, Buffer]:
         """Return buffers of (N, 2) for rows, and (K, 2) for columns of each matrix."""

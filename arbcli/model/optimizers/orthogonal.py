@@ -22,7 +22,7 @@ POLAR_WEIGHTS = (0.961939909, 0.00921883, 0.18527752)
 class Orthogonal(Direction):
     """Orthogonalisation of each matrix, with normalised rows."""
 
-    takes_average = True
+    reads_moment = True
 
     def values(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """Orthogonalise (N, K), or each matrix of (B, N, K), on a GPU in `dtype`."""

@@ -34,7 +34,7 @@ class Moment(Rule):
     range of 0.5 clips few elements.
     """
 
-    name, averages_gradients = "moment", True
+    name, gradient_moment = "moment", True
     radix, remainder_max, moment_range = 64, 127, 0.5
 
     @property

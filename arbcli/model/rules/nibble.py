@@ -15,7 +15,7 @@ class Nibble(Moment):
     from step to step instead.
     """
 
-    name, averages_gradients, turns_bits = "nibble", False, True
+    name, gradient_moment, turns_bits = "nibble", False, True
     radix, remainder_max, moment_range = 14, 7, 0.6
     share_a_byte = True
 

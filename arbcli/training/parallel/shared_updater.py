@@ -98,8 +98,8 @@ class SharedUpdater:
         horizon: time constant of the weights' averages in steps; 0 if there are none.
     """
 
-    averages = True
-    """The scale of gradients does not matter: see `Updater.averages`."""
+    weighs_micro_batches = True
+    """See `Updater.weighs_micro_batches`."""
     normalises = False
     """Factors of a loss weigh its micro-batch: gradients are summed before they are normalised."""
     counts_rows = True

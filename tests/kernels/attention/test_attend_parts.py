@@ -37,8 +37,8 @@ def test_average_of_the_parts_is_attention_over_all_slots(backend, device):
     with use_backend(backend):
         parts = attend_parts(*given)
     assert len(parts.totals) == 2
-    assert parts.average().dtype == torch.bfloat16
-    assert errors(parts.average(), y.flatten())[1] < 6e-3
+    assert parts.combine().dtype == torch.bfloat16
+    assert errors(parts.combine(), y.flatten())[1] < 6e-3
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -55,7 +55,7 @@ def test_parts_are_few_however_long_the_ring(width):
 @pytest.mark.gpu
 def test_steps_that_overlap_give_the_same_bits():
     """Of two rings, whose new bytes follow each other as in two blocks, in many steps."""
-    averages = []
+    outputs = []
     for context in (nullcontext, overlapping):
         rings = [inputs("cuda", heads=16, window=180, position=150) for _ in range(2)]
         position = rings[0][3]
@@ -64,12 +64,12 @@ def test_steps_that_overlap_give_the_same_bits():
                 for ring in rings:
                     parts = attend_parts(*ring[:3], position, *ring[4:])
                 position += 1
-                averages.append(parts.average())
-    assert all(map(torch.equal, averages[:60], averages[60:]))
+                outputs.append(parts.combine())
+    assert all(map(torch.equal, outputs[:60], outputs[60:]))
 
 
 def test_average_weighs_parts_by_their_totals():
     values = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 2.0, -1.0, 8.0], [torch.nan] * 4])
     totals = torch.tensor([[1.0, 3.0], [3.0, 1.0], [torch.nan] * 2])
     parts = AttentionParts(values.bfloat16(), totals, torch.tensor(14), 10)
-    assert torch.equal(parts.average(), torch.tensor([4.0, 2.0, 2.0, 5.0]).bfloat16())
+    assert torch.equal(parts.combine(), torch.tensor([4.0, 2.0, 2.0, 5.0]).bfloat16())

@@ -296,7 +296,7 @@ def test_parts_of_attention_are_averaged_first(eps, heads, width, filled, device
     weight = prepack(matrix(device, in_features=in_features))
     for backend in (KERNELS, "torch"):
         with use_backend(backend):
-            ways = x, x.average()[None]
+            ways = x, x.combine()[None]
             y, expected = (row_matmul(way, weight, eps, dtype=torch.float32) for way in ways)
         assert y.isfinite().all()
         if KERNELS == "interpreter":

@@ -40,7 +40,7 @@ def inputs_of(statistic, value, key=7, ok=1):
     return statistics, row_statistic, statistic, *keys, *counters
 
 
-def average(statistic, value, **options):
+def gains_of(statistic, value, **options):
     """Average values into a statistic; return what `gradient_gains` does."""
     return gradient_gains(*inputs_of(statistic, value, **options))
 
@@ -82,7 +82,7 @@ def test_zero_gradient_has_the_least_statistic(backend, device):
     """A power of two that is not the end of what digits can be."""
     statistic = torch.full((2, 2), UNSET, dtype=torch.int8, device=device)
     with use_backend(backend):
-        gains = average(statistic, torch.tensor([1.0, 0.0], device=device))
+        gains = gains_of(statistic, torch.tensor([1.0, 0.0], device=device))
     assert statistic[1].tolist() == [-120, 0]
     assert float(gains.columns[1]) == pytest.approx(2.0**60)
 
@@ -97,7 +97,7 @@ def test_statistic_is_rounded_as_the_reference_nearly_everywhere(backend, device
     value = torch.exp2(old / 128 + 4 * torch.randn(length, generator=generator)).to(device)
     reference = ours.clone()
     with use_backend(backend):
-        average(ours, value)
+        gains_of(ours, value)
     statistics, *rest = inputs_of(reference, value)
     gradient_gains_reference(*statistics, *rest)
     whole, fraction = (ours.int() - reference.int()).unbind(1)
@@ -111,8 +111,8 @@ def test_statistic_is_rounded_as_the_reference_nearly_everywhere(backend, device
     [(0, 0, 1.3), (-3, 17, 0.1), (-128, 5, 0.7)],
 )
 def test_averaged_digits_are_unbiased_over_every_random_word(whole, fraction, value):
-    average = 0.99 * 2 ** (whole + fraction / 128) + 0.01 * value if whole != -128 else value
-    t = 128 * math.log2(average)
+    mean_square = 0.99 * 2 ** (whole + fraction / 128) + 0.01 * value if whole != -128 else value
+    t = 128 * math.log2(mean_square)
     words = [averaged_digits(whole, fraction, value, word) for word in range(65536)]
     counts = {v: words.count(divmod(v, 128)) for v in (math.floor(t), math.floor(t) + 1)}
     assert sum(counts.values()) == 65536
@@ -129,7 +129,7 @@ def test_statistic_saturates_at_both_ends(backend, device):
     statistic = digits((127, 127), (127, 127), (-127, 0), (-128, 0), (-127, 0), device=device)
     value = torch.tensor([3e38, math.inf, 0.0, 0.0, 1e-44], device=device)
     with use_backend(backend):
-        gains = average(statistic, value)
+        gains = gains_of(statistic, value)
     # the first is a hair below the end, and may be rounded down
     assert statistic[0, 0] == 127
     assert statistic[0, 1] >= 125

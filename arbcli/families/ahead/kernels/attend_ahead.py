@@ -16,8 +16,8 @@ registers of the threads that hold it, and no other thread waits for that.
 Work. A program computes one part of a head, as in `attend_parts`, for some of the new bytes, and
 reads the keys and values of a span once for all of them. Its warps first rotate the new vectors and
 write them to shared memory. Then it processes the bytes in order: before each byte, it puts the
-key and value of the previous byte in their slot, in registers. A second kernel averages the parts
-of each byte, all of which it loads at once. For a single byte the next product averages the parts;
+key and value of the previous byte in their slot, in registers. A second kernel combines the parts
+of each byte, all of which it loads at once. For a single byte the next product combines the parts;
 here each of its programs would have to read all parts of all bytes.
 """
 
@@ -106,7 +106,7 @@ def _attend_ahead_torch(
     sin: Tensor, eps: float, max_parts: int = MOST_PARTS,
 ) -> Tensor:  # fmt: skip
     def attend(row: Tensor, place: Tensor) -> Tensor:
-        return attend_parts(row, keys, values, place, cos, sin, eps, max_parts).average()
+        return attend_parts(row, keys, values, place, cos, sin, eps, max_parts).combine()
 
     return torch.stack(_attend_in_turn(attend, qkv, keys, values, new, position))
 
@@ -224,7 +224,7 @@ def _put_before(
 
 @triton.jit
 def _attend_ahead_kernel(
-    qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, averages_ptr, totals_ptr,
+    qkv_ptr, keys_ptr, values_ptr, position_ptr, cos_ptr, sin_ptr, means_ptr, totals_ptr,
     new_ptr, instead_ptr, W, HEADS, scale, eps,
     M: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr, PASSES: tl.constexpr,
     SEVERAL: tl.constexpr, WARPS: tl.constexpr, BYTES: tl.constexpr, PTX: tl.constexpr,
@@ -327,7 +327,7 @@ def _attend_ahead_kernel(
             row = tl.minimum(start + local, M - 1)
             place = (row * tl.num_programs(1) + part) * HEADS + head
             store_part(
-                sums_at + OF_ROW * local, averages_ptr, totals_ptr, place, thread % WIDTH, i < EACH,
+                sums_at + OF_ROW * local, means_ptr, totals_ptr, place, thread % WIDTH, i < EACH,
                 WIDTH, WARPS, PTX,
             )  # fmt: skip
 
@@ -372,7 +372,7 @@ def _attend_ahead_triton(
     parts, passes, span = sharing(window, width, max_parts)
     several = window > parts * span
     program_rows = rows_of_program(rows, heads * parts, num_processors(qkv), several=several)
-    averages = torch.empty(rows, parts, heads * width, dtype=qkv.dtype, device=qkv.device)
+    means = torch.empty(rows, parts, heads * width, dtype=qkv.dtype, device=qkv.device)
     totals = torch.empty(rows, parts, heads, dtype=torch.float32, device=qkv.device)
     y = torch.empty(rows, heads * width, dtype=qkv.dtype, device=qkv.device)
     aligned = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (qkv, cos, sin))
@@ -382,13 +382,13 @@ def _attend_ahead_triton(
     instead = torch.empty(room, dtype=torch.uint8, device=qkv.device) if room else totals
     _attend_ahead_kernel[(heads, parts, triton.cdiv(rows, program_rows))](
         qkv, keys.view(torch.int32), values.view(torch.int32), position, cos, sin,
-        averages.view(torch.int16), totals, new.view(torch.int32), instead,
+        means.view(torch.int16), totals, new.view(torch.int32), instead,
         window, heads, width**-0.5, eps,
         M=rows, EACH=program_rows, WIDTH=width, PASSES=passes, SEVERAL=several, WARPS=WARPS,
         BYTES=size, PTX=HAS_PTX, num_warps=WARPS, maxnreg=REGISTERS, **overlap_options(qkv),
     )  # fmt: skip
     _average_parts_kernel[(triton.cdiv(heads * width, 256), rows)](
-        averages.flatten().view(torch.int64), totals, position, y.view(torch.int32),
+        means.flatten().view(torch.int64), totals, position, y.view(torch.int32),
         heads * width, span,
         PARTS=parts, WIDTH=width, PTX=HAS_PTX, num_warps=1, **overlap_options(qkv),
     )  # fmt: skip

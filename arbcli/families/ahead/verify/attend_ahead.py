@@ -30,18 +30,18 @@ def attend_ahead_reference(
     max_parts: int = MOST_PARTS,
 ) -> tuple[Tensor, ...]:
     """Compute the result of `attend_ahead`, its new keys and values, and the rings, in float64."""
-    before, averages, stored = (keys, values), [], []
+    before, means, stored = (keys, values), [], []
     for row, row_qkv in enumerate(qkv):
         at = int(position) + row
         place = torch.tensor(at)
-        average, total, keys, values = attend_parts_reference(
+        mean, total, keys, values = attend_parts_reference(
             row_qkv, keys, values, place, cos, sin, eps, max_parts
         )
         shares = (total / total.sum(0))[..., None]  # (S, heads, 1)
-        averages.append((shares * average.unflatten(1, (total.shape[1], -1))).sum(0).flatten())
+        means.append((shares * mean.unflatten(1, (total.shape[1], -1))).sum(0).flatten())
         slot = at % keys.shape[1]
         stored.append(torch.stack([keys[:, slot], values[:, slot]]))
-    return torch.stack(averages), torch.stack(stored, dim=1), *before
+    return torch.stack(means), torch.stack(stored, dim=1), *before
 
 
 def keep_accepted_reference(
@@ -82,7 +82,7 @@ attend_ahead_verification = Verification(
     attend_ahead, attend_ahead_reference, shapes=((2, 300, 1), (4, 99, 0), (6, 5, 0)),
     gate=Gate(
         relative=4e-3,
-        reason="as of `attend_parts`; then the average of rounded parts is rounded to bf16 again",
+        reason="as of `attend_parts`; then the mean of rounded parts is rounded to bf16 again",
     ),
     compared=_append_rings, draw=_draw_ahead, needs_rows=False,
 )  # fmt: skip

@@ -34,16 +34,16 @@ def attend_parts_reference(
     x, keys, values = (part.to(torch.float64) for part in (qkv, keys, values))
     q, k = rotated_reference(x, cos[p], sin[p], eps).to(qkv.dtype).to(torch.float64)
     keys[:, p % window], values[:, p % window] = k, x[2]
-    averages = torch.zeros(parts, heads, width, dtype=torch.float64, device=qkv.device)
-    totals = averages.new_zeros(parts, heads)
+    means = torch.zeros(parts, heads, width, dtype=torch.float64, device=qkv.device)
+    totals = means.new_zeros(parts, heads)
     seen = torch.arange(min(p + 1, window), device=qkv.device)
     for part in range(parts):
         slots = seen[seen // span % parts == part]
         for head in range(heads if len(slots) else 0):
             weight = torch.exp(keys[head, slots] @ q[head] / width**0.5)
             totals[part, head] = weight.sum()
-            averages[part, head] = weight @ values[head, slots] / weight.sum()
-    return averages.flatten(1), totals, keys, values
+            means[part, head] = weight @ values[head, slots] / weight.sum()
+    return means.flatten(1), totals, keys, values
 
 
 def _append_state(inputs: tuple, parts: AttentionParts) -> tuple[Tensor, ...]:

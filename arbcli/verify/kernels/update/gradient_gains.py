@@ -18,8 +18,8 @@ from arbcli.verify.verification import Gate, Verification, filled
 
 def averaged_digits(whole: int, fraction: int, value: float, word: int) -> tuple[int, int]:
     """Average `value` into one statistic, given the 16 random bits `word` that round it."""
-    average = value if whole == -128 else 0.99 * 2 ** (whole + fraction / 128) + 0.01 * value
-    t = 128 * math.log2(average) if average > 0 else -math.inf
+    mean_square = value if whole == -128 else 0.99 * 2 ** (whole + fraction / 128) + 0.01 * value
+    t = 128 * math.log2(mean_square) if mean_square > 0 else -math.inf
     t = min(max(t, -127 * 128), 127 * 128 + 127)
     return divmod(math.floor(t + word / 65536), 128)
 
