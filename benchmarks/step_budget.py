@@ -247,7 +247,7 @@ def counting(work: Work) -> Iterator[None]:
     def launch(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
         if not nested:
             work.launched(kernel, dict(zip(kernel.arg_names, args, strict=False)) | options)
-        before(kernel, grid)(*args, **options)
+        previous(kernel, grid)(*args, **options)
 
     def launch_merged(*kinds: merged.Arguments) -> None:
         nonlocal nested
@@ -266,15 +266,15 @@ def counting(work: Work) -> Iterator[None]:
 
         @wraps(run)
         def inside(*args: Any, **given: Any) -> Any:
-            before, work.updating = work.updating, True
+            previous, work.updating = work.updating, True
             try:
                 return run(*args, **given)
             finally:
-                work.updating = before
+                work.updating = previous
 
         return mock.patch.object(Updater, method, inside)
 
-    before = launcher()
+    previous = launcher()
     with ExitStack() as stack:
         for method in METHODS:
             stack.enter_context(marked(method))

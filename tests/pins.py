@@ -28,7 +28,7 @@ ASPECTS = {
     "starts": ("std", "spread", "frozen"),
     "steps": ("lr_factor", "direction"),
     "areas": ("area", "low_precision"),
-    "groups": ("grouped", "after", "before"),
+    "groups": ("grouped", "forward_weights", "backward_weights"),
 }
 """Attributes of a weight, by what they are about."""
 

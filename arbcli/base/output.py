@@ -194,7 +194,7 @@ def held_stderr() -> Iterator[None]:
     reported. Python's streams are not redirected, but the file descriptor is.
     """
     try:
-        before = os.dup(2)
+        previous = os.dup(2)
     except OSError:  # closed
         yield
         return
@@ -203,8 +203,8 @@ def held_stderr() -> Iterator[None]:
         try:
             yield
         finally:
-            os.dup2(before, 2)
-            os.close(before)
+            os.dup2(previous, 2)
+            os.close(previous)
         held.seek(0)
         with contextlib.suppress(OSError):
             os.write(2, held.read())

@@ -30,14 +30,14 @@ class _Listener:
     """
 
     def __init__(self) -> None:
-        self._before: dict[int, Callable | int | None] = {}
+        self._previous: dict[int, Callable | int | None] = {}
 
     def __enter__(self) -> Any:
         for number in STOPPING:
             if number == HANGUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue
             try:
-                self._before[number] = signal.signal(number, self._receive)
+                self._previous[number] = signal.signal(number, self._receive)
             except ValueError:  # only the main thread can set handlers
                 break
         return self
@@ -46,16 +46,16 @@ class _Listener:
         self._restore()
 
     def _receive(self, number: int, _frame: object) -> None:
-        hangup_before = self._before.get(HANGUP) if HANGUP else None
+        previous_hangup = self._previous.get(HANGUP) if HANGUP else None
         self._restore()
-        if HANGUP and hangup_before is not None:
-            self._before[HANGUP] = hangup_before  # for `__exit__`
+        if HANGUP and previous_hangup is not None:
+            self._previous[HANGUP] = previous_hangup  # for `__exit__`
             signal.signal(HANGUP, signal.SIG_IGN)
         self._act(signal.Signals(number))
 
     def _restore(self) -> None:
-        while self._before:
-            signal.signal(*self._before.popitem())
+        while self._previous:
+            signal.signal(*self._previous.popitem())
 
     def _act(self, received: signal.Signals) -> None:
         raise NotImplementedError

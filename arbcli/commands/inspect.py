@@ -85,13 +85,13 @@ def _model_fields(report: "SavedReport") -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the items of nested dictionaries, with keys joined by dots."""
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{before}{name}.")
+            yield from _flat(value, f"{prefix}{name}.")
         else:
-            yield before + name, ", ".join(map(str, value)) if isinstance(value, list) else value
+            yield prefix + name, ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
 def _octaves(counts: dict[int, int]) -> str:

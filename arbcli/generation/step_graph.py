@@ -106,9 +106,9 @@ class StepGraph:
         handle.fill_(ctypes.c_int64(condition.value).value)
         params = _NodeParams(type=_CONDITIONAL, handle=condition, condition=_IF, size=1)
         params.context = self._context
-        node, (before, count) = ctypes.c_void_p(), _after(last)
+        node, (dependencies, count) = ctypes.c_void_p(), _after(last)
         _call(
-            "cuGraphAddNode_v2", ctypes.byref(node), graph, before, None, count,
+            "cuGraphAddNode_v2", ctypes.byref(node), graph, dependencies, None, count,
             ctypes.byref(params),
         )  # fmt: skip
         return ctypes.c_void_p(params.bodies[0]), node
@@ -116,5 +116,5 @@ class StepGraph:
 
 def _after(node: ctypes.c_void_p | None) -> tuple:
     """Return a node's dependencies as an array and its length."""
-    before = None if node is None else ctypes.byref(node)
-    return before, ctypes.c_size_t(0 if node is None else 1)
+    dependencies = None if node is None else ctypes.byref(node)
+    return dependencies, ctypes.c_size_t(0 if node is None else 1)

@@ -201,10 +201,10 @@ def _settings(facts: dict[str, Any]) -> dict[str, Any]:
     return {unneeded.sub("", name): value for name, value in settings.items()}
 
 
-def _flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the items of nested objects with keys joined by dots; see `RunSummary.settings`."""
     for name, value in values.items():
-        path = f"{before}{name}"
+        path = f"{prefix}{name}"
         if isinstance(value, dict):
             yield from _flat(value, f"{path}.")
         elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):

@@ -90,20 +90,20 @@ class FloatLinear(nn.Module):
     def forward(
         self,
         x: Tensor,
-        before: nn.Module | None = None,
+        norm: nn.Module | None = None,
         added: Tensor | None = None,
         *,
         consumes: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Multiply before(x) by the weight: (..., K) to (..., N) of the same dtype.
+        """Multiply norm(x) by the weight: (..., K) to (..., N) of the same dtype.
 
         With `added`, x + added takes the place of x and is returned too. `consumes` has no effect,
         as autograd saves its inputs.
         """
         if added is not None:
             x = x + added
-            return self(x, before), x
-        return functional.linear(before(x) if before else x, self.weight.weight(x.dtype))
+            return self(x, norm), x
+        return functional.linear(norm(x) if norm else x, self.weight.weight(x.dtype))
 
 
 class FloatEmbedding(nn.Module):

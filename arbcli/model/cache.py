@@ -119,8 +119,8 @@ class Cache:
             yield ids
             return
         # captured steps begin a new text by setting the position to 0, without a reset
-        before = torch.where(self.position.view(-1, 1) == 0, -1, self.history)
-        text = torch.cat((before, ids), dim=1)
+        history = torch.where(self.position.view(-1, 1) == 0, -1, self.history)
+        text = torch.cat((history, ids), dim=1)
         yield text
         self.history.copy_(self._updated_history(text[:, ids.shape[1] :]))
 

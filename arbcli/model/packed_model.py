@@ -76,11 +76,11 @@ class PackedModel(nn.Module):
                     stack.enter_context(part.cast_once(self.compute_dtype))
                 elif isinstance(part, DecodingLayer):
                     stack.enter_context(part.prepacked_once())
-            before, self.weights_are_prepared = self.weights_are_prepared, True
+            previous, self.weights_are_prepared = self.weights_are_prepared, True
             try:
                 yield
             finally:
-                self.weights_are_prepared = before
+                self.weights_are_prepared = previous
 
     @property
     def decoded_bytes(self) -> int:
@@ -110,7 +110,7 @@ class PackedModel(nn.Module):
                 "`--kv bf16` needs activations in bf16, and they are float32",
                 hint="leave `--kv` out, or add `--compute bf16`",
             )
-        chosen, before = CacheFormat.named(kv), self.cache_format
+        chosen, previous = CacheFormat.named(kv), self.cache_format
         attentions = [part for part in self.modules() if isinstance(part, CachedAttention)]
         if chosen.stored and not attentions:
             raise ArbError("this model has no keys and values", hint="leave `--kv` out")
@@ -126,7 +126,7 @@ class PackedModel(nn.Module):
             yield
         finally:
             for part in parts:
-                part.cache_format = before
+                part.cache_format = previous
 
     @property
     def cache_dtype(self) -> str:

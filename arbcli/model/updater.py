@@ -103,21 +103,21 @@ def _gathered(tensor: TernaryTensor, rows: Tensor) -> State:
     }
 
 
-def loaded(numbers: Tensor, before: Tensor) -> Tensor:
+def loaded(numbers: Tensor, buffer: Tensor) -> Tensor:
     """Copy the parameters of a step to the device, in place for captured steps.
 
     Args:
         numbers: parameters on the host.
-        before: parameters of the previous step on the device; overwritten if the shape is equal.
+        buffer: parameters of the previous step on the device; overwritten if the shape is equal.
 
     Returns:
         The parameters on the device.
     """
-    if before.shape != numbers.shape:
-        return numbers.to(before.device)
-    if before.device.type == "cuda":
-        return before.copy_(numbers.pin_memory(), non_blocking=True)
-    return before.copy_(numbers)
+    if buffer.shape != numbers.shape:
+        return numbers.to(buffer.device)
+    if buffer.device.type == "cuda":
+        return buffer.copy_(numbers.pin_memory(), non_blocking=True)
+    return buffer.copy_(numbers)
 
 
 class Updater:

@@ -78,9 +78,9 @@ class CapturedStep:
         uses_gpu = micro_batches[0][0].is_cuda
         self._steps += 1
         if not uses_gpu or self._steps <= EAGER_STEPS:
-            before = TABLES.brought
+            previous = TABLES.brought
             total = self._run(micro_batches)
-            self._table_numbers = TABLES.brought - before
+            self._table_numbers = TABLES.brought - previous
             return total
         if self._graph is None:
             self._capture(micro_batches)

@@ -68,11 +68,11 @@ class _Server(uvicorn.Server):
             yield
             return
         stopping = signal.SIGINT, signal.SIGTERM
-        before = {number: signal.signal(number, self.handle_exit) for number in stopping}
+        previous = {number: signal.signal(number, self.handle_exit) for number in stopping}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
 

@@ -121,7 +121,7 @@ def poisoned(*, warn_only: bool = True) -> Iterator[None]:
 
     Needs torch's deterministic mode, in which `warn_only` lets other operations pass, silently.
     """
-    before = torch.get_deterministic_debug_mode()
+    previous = torch.get_deterministic_debug_mode()
     filling: Any = torch.utils.deterministic
     fill = filling.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("warn" if warn_only else "error")
@@ -133,7 +133,7 @@ def poisoned(*, warn_only: bool = True) -> Iterator[None]:
             warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
             yield
     finally:
-        torch.set_deterministic_debug_mode(before)
+        torch.set_deterministic_debug_mode(previous)
         filling.fill_uninitialized_memory = fill
 
 

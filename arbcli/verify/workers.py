@@ -101,11 +101,11 @@ def _interrupts_held_back() -> Iterator[None]:
         yield
         return
     resource_tracker.ensure_running()  # when it starts it lets signals through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def _start_process(threads: int, locks: str) -> None:

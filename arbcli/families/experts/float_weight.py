@@ -29,12 +29,12 @@ class FloatExpertWeight(FloatWeight):
         super().__init__(rows, in_features, site, std=std or projection_std(in_features))
         self.experts = experts
 
-    def multiply(self, x: Tensor, bounds: Tensor, before: nn.Module | None) -> Tensor:
+    def multiply(self, x: Tensor, bounds: Tensor, norm: nn.Module | None) -> Tensor:
         """Multiply the slots of each expert, (S, K), by its matrix: (S, N).
 
         Uses torch's grouped product in bf16 on a GPU, and `grouped_matmul` elsewhere.
         """
-        x = before(x) if before else x
+        x = norm(x) if norm else x
         w = self.weight(x.dtype).unflatten(0, (self.experts, -1))
         if x.is_cuda and x.dtype == torch.bfloat16:
             return torch._grouped_mm(x, w.transpose(1, 2), offs=bounds[1:].to(torch.int32))

@@ -328,7 +328,7 @@ class Experts(Part):
         x: Tensor,
         query: Tensor,
         chosen: Tensor | None = None,
-        before: nn.Module | None = None,
+        norm: nn.Module | None = None,
         valid: Tensor | None = None,
     ) -> Tensor:
         """Apply the experts to (M, dim), and return the weighted sum.
@@ -337,13 +337,13 @@ class Experts(Part):
             x: (M, dim), inputs of the experts.
             query: (M, query width), queries of the gate.
             chosen: (M, k) int64, selected experts; None lets the gate select.
-            before: norm of the inputs.
+            norm: norm of the inputs.
             valid: (M,) bool mask of the positions; None for all.
         """
         chosen, gates = self.gate(query, chosen, valid)
         routing = route(chosen, self.gate.experts)
         slots = _dispatch(x, routing.tokens, routing.positions)
-        slots = self.gate_up.multiply(slots, routing.bounds, before)
+        slots = self.gate_up.multiply(slots, routing.bounds, norm)
         slots = self.down.multiply(slots, routing.bounds, self.sub_norm)
         y = _combine(slots, routing.positions, gates)
-        return y + self.shared(x, before) if self.shared else y
+        return y + self.shared(x, norm) if self.shared else y

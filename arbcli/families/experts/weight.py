@@ -58,18 +58,18 @@ class ExpertWeight(StreamedTensor, LowPrecision):
         )
         return self.nvfp4
 
-    def multiply(self, x: Tensor, bounds: Tensor, before: TernaryRMSNorm | None) -> Tensor:
+    def multiply(self, x: Tensor, bounds: Tensor, norm: TernaryRMSNorm | None) -> Tensor:
         """Multiply the slots of each expert by its matrix; differentiable.
 
         Args:
             x: (S, K) slots, sorted by expert.
             bounds: (E + 1,) int64: slots of expert e are bounds[e] to bounds[e + 1] - 1.
-            before: norm or gate that is applied to x first; None for none.
+            norm: norm or gate that is applied to x first; None for none.
 
         Returns:
             (S, N).
         """
-        return _grouped_linear(x, self, bounds, before)
+        return _grouped_linear(x, self, bounds, norm)
 
     def product(
         self, x: Tensor, bounds: Tensor, *, transposed: bool = False, apart: bool = False
@@ -126,34 +126,34 @@ class ExpertWeight(StreamedTensor, LowPrecision):
 
 
 class _GroupedLinear(Function):
-    """y = before(x) @ w[expert].T for slots sorted by expert; see `layers._Linear`."""
+    """y = norm(x) @ w[expert].T for slots sorted by expert; see `layers._Linear`."""
 
     @staticmethod
     def forward(
         x: Tensor,
         weight: ExpertWeight,
         bounds: Tensor,
-        before: TernaryRMSNorm | None,
+        norm: TernaryRMSNorm | None,
         anchor: Tensor,
         trained: bool,
     ) -> Tensor:
         if trained:
             weight.await_backward()
-            if before:
-                before.await_backward()
-        return weight.product(before(x) if before else x, bounds)
+            if norm:
+                norm.await_backward()
+        return weight.product(norm(x) if norm else x, bounds)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        x, ctx.weight, bounds, ctx.before, *_ = inputs
+        x, ctx.weight, bounds, ctx.norm, *_ = inputs
         ctx.save_for_backward(x, bounds)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, bounds = ctx.saved_tensors
         grad_x = ctx.weight.product(grad_y, bounds, transposed=True)
-        if ctx.before:
-            grad_x, x = ctx.before.backward(grad_x, x)
+        if ctx.norm:
+            grad_x, x = ctx.norm.backward(grad_x, x)
         ctx.weight.collect((x, bounds), grad_y)
         return grad_x, None, None, None, None, None
 

@@ -98,15 +98,15 @@ def route_every(length: int, positions: Tensor) -> Routed:
     return Routed(begins.float(), begins)
 
 
-def route_words(ids: Tensor, before: Tensor) -> Routed:
+def route_words(ids: Tensor, last_byte: Tensor) -> Routed:
     """Begin a chunk at each byte after whitespace that is not whitespace itself.
 
     Args:
         ids: (B, T) int64 bytes.
-        before: (B, 1) int64, the byte before each sequence; negative at the beginning of a text,
+        last_byte: (B, 1) int64, the byte before each sequence; negative at the beginning of a text,
             which always begins a chunk.
     """
-    previous = torch.cat((before, ids[:, :-1]), dim=1)
+    previous = torch.cat((last_byte, ids[:, :-1]), dim=1)
     begins = (previous < 0) | (_are_spaces(previous) & ~_are_spaces(ids))
     return Routed(begins.float(), begins)
 

@@ -172,8 +172,8 @@ class Stage(nn.Module, JoinedStatistics):
         if self.router:
             routed = past.route(x, self.router.query_key(x), places)
         elif self.chunking.boundaries == "space":
-            before = torch.where(first == 0, -1, past.byte)
-            routed = route_words(ids, before)
+            last_byte = torch.where(first == 0, -1, past.byte)
+            routed = route_words(ids, last_byte)
             past.byte.copy_(ids[:, -1:])
         else:
             routed = route_every(self.chunking.length, places)

@@ -232,8 +232,8 @@ class LatentRing(State):
             T) bool.
         """
         slots = self.clock.places % self.window
-        before = self.latent.get().clone()
-        after = torch.cat((before, self.latent.put(slots, latent)), dim=1)
+        earlier = self.latent.get().clone()
+        after = torch.cat((earlier, self.latent.put(slots, latent)), dim=1)
         extended = after, torch.cat((self.rotated, rotated), dim=1)
         self.rotated.index_copy_(1, slots, rotated)
         return *extended, self.mask

@@ -40,8 +40,8 @@ class Mamba(nn.Module):
     def forward(self, _x: Tensor, h: Tensor, _reading: Reading) -> Tensor:
         """Mix positions of the normalised stream, (T, D)."""
         z, mixed, dt = self.projection(h).split((self.inner, self.mixed, self.heads), dim=1)
-        before = functional.pad(mixed.T, (TAPS - 1, 0))
-        mixed = functional.conv1d(before, self.taps[:, None], groups=self.mixed).T
+        padded = functional.pad(mixed.T, (TAPS - 1, 0))
+        mixed = functional.conv1d(padded, self.taps[:, None], groups=self.mixed).T
         sizes = self.inner, self.states, self.states
         u, b, c = wide(functional.silu(mixed)).split(sizes, dim=1)
         u = u.view(len(h), self.heads, -1)

@@ -112,9 +112,9 @@ def replaced_launches(instead: Callable) -> Iterator[None]:
         return
     from triton.runtime.jit import KernelInterface
 
-    before = KernelInterface.__getitem__
+    previous = KernelInterface.__getitem__
     KernelInterface.__getitem__ = lambda kernel, grid: partial(instead, kernel, grid)
     try:
         yield
     finally:
-        KernelInterface.__getitem__ = before
+        KernelInterface.__getitem__ = previous

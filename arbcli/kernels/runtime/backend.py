@@ -96,11 +96,11 @@ def _check_native(device: torch.device) -> None:
 def use_backend(name: str | None) -> Iterator[None]:
     """Run every kernel inside the context on one backend; `None` restores the default."""
     global _forced
-    before, _forced = _forced, name
+    previous, _forced = _forced, name
     try:
         yield
     finally:
-        _forced = before
+        _forced = previous
 
 
 def uses_triton(tensor: Tensor) -> bool:
@@ -131,11 +131,11 @@ def compile_for(capability: tuple[int, int], processors: int = 5) -> Iterator[No
     The default number of multiprocessors is small, so that interpreted cases have shared tiles.
     """
     global _assumed
-    before, _assumed = _assumed, (capability, processors)
+    previous, _assumed = _assumed, (capability, processors)
     try:
         yield
     finally:
-        _assumed = before
+        _assumed = previous
 
 
 def capability(tensor: Tensor) -> tuple[int, int]:
@@ -164,11 +164,11 @@ def gpu_of(device: torch.device) -> tuple[tuple[int, int], int]:
 def chunks_of(elements: int | None) -> Iterator[None]:
     """Set the number of elements of the torch backend's parts; `None` restores the default."""
     global _chunk_elements
-    before, _chunk_elements = _chunk_elements, elements
+    previous, _chunk_elements = _chunk_elements, elements
     try:
         yield
     finally:
-        _chunk_elements = before
+        _chunk_elements = previous
 
 
 def chunk_elements(usual: int) -> int:

@@ -29,17 +29,17 @@ def counted_compiling() -> Iterator[Compiling]:
         yield counts
         return
     knobs = triton.knobs.compilation
-    before = knobs.listener
+    previous = knobs.listener
 
     def listen(*, times: Any, cache_hit: bool, **others: Any) -> None:
         counts.loaded += cache_hit
         counts.compiled += not cache_hit
         counts.seconds += times.total * MICROSECOND
-        if before is not None:
-            before(times=times, cache_hit=cache_hit, **others)
+        if previous is not None:
+            previous(times=times, cache_hit=cache_hit, **others)
 
     knobs.listener = listen
     try:
         yield counts
     finally:
-        knobs.listener = before
+        knobs.listener = previous

@@ -139,7 +139,7 @@ def deterministic() -> Iterator[None]:
     cuBLAS also needs `CUBLAS_WORKSPACE_CONFIG`, which the `arb` program sets before it starts.
     torch's compiler also needs `set_compiler_determinism`.
     """
-    before = torch.get_deterministic_debug_mode()
+    previous = torch.get_deterministic_debug_mode()
     filling: Any = torch.utils.deterministic
     fill = filling.fill_uninitialized_memory
     # `use_deterministic_algorithms` has the same effect, but loads a compiler in two seconds
@@ -150,7 +150,7 @@ def deterministic() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_deterministic_debug_mode(before)
+        torch.set_deterministic_debug_mode(previous)
         filling.fill_uninitialized_memory = fill
         torch.backends.cuda.enable_mem_efficient_sdp(True)
         torch.backends.cuda.enable_cudnn_sdp(True)
@@ -183,12 +183,12 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
 @contextmanager
 def cpu_threads(number: int) -> Iterator[None]:
     """Set torch's number of CPU threads inside the context; it determines how sums are split."""
-    before = torch.get_num_threads()
+    previous = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 @contextmanager

@@ -50,11 +50,11 @@ def wait_for_last(OVERLAP: tl.constexpr, EARLY: tl.constexpr = False):
 def overlapping() -> Iterator[None]:
     """Launch kernels in the block to overlap, if they can; no weight may change in the block."""
     global _overlapping
-    before, _overlapping = _overlapping, True
+    previous, _overlapping = _overlapping, True
     try:
         yield
     finally:
-        _overlapping = before
+        _overlapping = previous
 
 
 def overlap_options(tensor: Tensor) -> dict[str, bool]:

@@ -17,7 +17,7 @@ class GroupProduct(Product):
     def product(self, weight: LinearWeight, x: Tensor) -> Tensor:
         """Compute x @ w.T, and keep w for the backward that begins with it."""
         assert weight.group is not None
-        dense = _decode(weight, weight.group.after, x.dtype)
+        dense = _decode(weight, weight.group.forward_weights, x.dtype)
         if weight.group.kept_for_backward and weight.is_awaited:
             weight.make_ready(dense)
         return x @ dense.T
@@ -25,7 +25,7 @@ class GroupProduct(Product):
     def propagate(self, weight: LinearWeight, grad_y: Tensor) -> Tensor:
         """Compute grad_y @ w for the (M, N) gradient of a product."""
         assert weight.group is not None
-        return grad_y @ _decode(weight, weight.group.before, grad_y.dtype)
+        return grad_y @ _decode(weight, weight.group.backward_weights, grad_y.dtype)
 
 
 def _decode(weight: LinearWeight, group: tuple[LinearWeight, ...], dtype: torch.dtype) -> Tensor:

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 class DecodedWith(NamedTuple):
     """Weights that are decoded in one launch: see `decode_in_groups`."""
 
-    after: "tuple[LinearWeight, ...]"
+    forward_weights: "tuple[LinearWeight, ...]"
     """Weights that a forward decodes too, which it needs next."""
-    before: "tuple[LinearWeight, ...]"
+    backward_weights: "tuple[LinearWeight, ...]"
     """Weights that a backward decodes too, which it needs next."""
     kept_for_backward: bool
     """Whether a forward keeps the decoded weight for the backward, which begins with it."""
@@ -81,18 +81,16 @@ class LinearWeight(StreamedTensor, LowPrecision):
             self.number_format, self.group is not None, self._keeps,
         )  # fmt: skip
 
-    def multiply_sum(
-        self, x: Tensor, added: Tensor, before: TernaryRMSNorm
-    ) -> tuple[Tensor, Tensor]:
-        """Compute total = x + added; return before(total) @ w.T and total."""
-        total, normal = before.add_and_norm(x, added)
+    def multiply_sum(self, x: Tensor, added: Tensor, norm: TernaryRMSNorm) -> tuple[Tensor, Tensor]:
+        """Compute total = x + added; return norm(total) @ w.T and total."""
+        total, normal = norm.add_and_norm(x, added)
         return self.product_for(x).product(self, normal), total
 
-    def multiply(self, x: Tensor, before: TernaryRMSNorm | None) -> Tensor:
-        """Compute before(x) @ w.T for (M, K) activations; undefined where nothing reads it."""
+    def multiply(self, x: Tensor, norm: TernaryRMSNorm | None) -> Tensor:
+        """Compute norm(x) @ w.T for (M, K) activations; undefined where nothing reads it."""
         if self.is_last and recomputing():
             return x.new_empty(len(x), self.out_features)
-        return self.product_for(x).product(self, before(x) if before else x)
+        return self.product_for(x).product(self, norm(x) if norm else x)
 
     def propagate(self, grad_y: Tensor) -> Tensor:
         """Compute grad_y @ w, the gradient of x, from the (M, N) gradient of a product."""
@@ -145,7 +143,7 @@ class LinearWeight(StreamedTensor, LowPrecision):
         self,
         grad_y: Tensor,
         x: Tensor | PackedGates,
-        before: TernaryRMSNorm | None,
+        norm: TernaryRMSNorm | None,
         needs_grad_x: bool,
         *,
         other_grad: Tensor | None = None,
@@ -155,26 +153,26 @@ class LinearWeight(StreamedTensor, LowPrecision):
 
         Args:
             grad_y: (M, N).
-            x: (M, K), or the input of `before`, packed or not.
-            before: as in `multiply`.
+            x: (M, K), or the input of `norm`, packed or not.
+            norm: as in `multiply`.
             needs_grad_x: whether the gradient of x is needed; else the result may be None.
-            other_grad: another gradient of x, which `before` adds.
+            other_grad: another gradient of x, which `norm` adds.
             overwrite: whether the gradient of a gate may overwrite x.
         """
         grad_x: Tensor | None = None
         source: Any = x
-        if needs_grad_x or (before and before.trained):
+        if needs_grad_x or (norm and norm.trained):
             grad_x = self.propagate(grad_y)
-            if before:
-                grad_x, source = before.backward(grad_x, source, other_grad, overwrite)
-        elif before:
-            source = before(source)
+            if norm:
+                grad_x, source = norm.backward(grad_x, source, other_grad, overwrite)
+        elif norm:
+            source = norm(source)
         self.collect(source, grad_y)
         return grad_x
 
 
 class _Linear(Function):
-    """y = before(x) @ w.T. The gradient of w goes to the weight's sink.
+    """y = norm(x) @ w.T. The gradient of w goes to the weight's sink.
 
     `anchor` is an empty tensor that requires a gradient, so that the backward also runs if x does
     not require one.
@@ -184,27 +182,27 @@ class _Linear(Function):
     def forward(
         x: Tensor,
         weight: LinearWeight,
-        before: TernaryRMSNorm | None,
+        norm: TernaryRMSNorm | None,
         consumes: bool,
         anchor: Tensor,
         trained: bool,
     ) -> Tensor:
         if trained:
             weight.await_backward()
-            if before:
-                before.await_backward()
-        return weight.multiply(x, before)
+            if norm:
+                norm.await_backward()
+        return weight.multiply(x, norm)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        x, ctx.weight, ctx.before, ctx.consumes, *_ = inputs
+        x, ctx.weight, ctx.norm, ctx.consumes, *_ = inputs
         ctx.save_for_backward(x)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         grad_x = ctx.weight.product_backward(
-            grad_y, x.detach(), ctx.before, ctx.needs_input_grad[0], overwrite=ctx.consumes
+            grad_y, x.detach(), ctx.norm, ctx.needs_input_grad[0], overwrite=ctx.consumes
         )
         return grad_x, None, None, None, None, None
 
@@ -213,7 +211,7 @@ _linear = operator(_Linear, lambda x, trits, *_: x.new_empty(len(x), len(trits))
 
 
 class _LinearOfSum(Function):
-    """total = x + added, y = before(total) @ w.T; otherwise like `_Linear`.
+    """total = x + added, y = norm(total) @ w.T; otherwise like `_Linear`.
 
     `total` is also an output, the residual stream, so its gradient is added.
     """
@@ -221,39 +219,39 @@ class _LinearOfSum(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, added: Tensor, anchor: Tensor, weight: LinearWeight,
-        before: TernaryRMSNorm,
+        norm: TernaryRMSNorm,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        ctx.weight, ctx.before = weight, before
+        ctx.weight, ctx.norm = weight, norm
         ctx.set_materialize_grads(False)
-        y, total = weight.multiply_sum(x, added, before)
+        y, total = weight.multiply_sum(x, added, norm)
         ctx.save_for_backward(total)
         return y, total
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor, grad_total: Tensor | None) -> tuple[Tensor | None, ...]:
         (total,) = ctx.saved_tensors
-        grad = ctx.weight.product_backward(grad_y, total, ctx.before, True, other_grad=grad_total)
+        grad = ctx.weight.product_backward(grad_y, total, ctx.norm, True, other_grad=grad_total)
         return grad, grad, None, None, None
 
 
 class _LinearOfGates(Function):
-    """y = before(x) @ w.T of gate and up, which are packed for the backward."""
+    """y = norm(x) @ w.T of gate and up, which are packed for the backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, anchor: Tensor, weight: LinearWeight, before: TernaryGate
+        ctx: Any, x: Tensor, anchor: Tensor, weight: LinearWeight, norm: TernaryGate
     ) -> Tensor:
         from arbcli.kernels.norm.pack_gates import pack_gates
 
-        ctx.weight, ctx.before = weight, before
-        y = weight.multiply(x, before)
+        ctx.weight, ctx.norm = weight, norm
+        y = weight.multiply(x, norm)
         ctx.save_for_backward(*pack_gates(x))
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         kept = PackedGates(*ctx.saved_tensors)
-        grad = ctx.weight.product_backward(grad_y, kept, ctx.before, True, overwrite=True)
+        grad = ctx.weight.product_backward(grad_y, kept, ctx.norm, True, overwrite=True)
         return grad, None, None, None
 
 
@@ -304,7 +302,7 @@ class TernaryLinear(DecodingLayer):
     def forward(
         self,
         x: Tensor,
-        before: TernaryRMSNorm | None = None,
+        norm: TernaryRMSNorm | None = None,
         added: Tensor | None = None,
         *,
         consumes: bool = False,
@@ -313,7 +311,7 @@ class TernaryLinear(DecodingLayer):
 
         Args:
             x: activations.
-            before: norm or gate applied to x first; its backward is part of the product's, so that
+            norm: norm or gate applied to x first; its backward is part of the product's, so that
                 only x is saved.
             added: tensor added to x before that; the sum is then returned too.
             consumes: whether the caller no longer needs x, so that the backward of a gate may
@@ -322,22 +320,22 @@ class TernaryLinear(DecodingLayer):
         compiled = torch.compiler.is_compiling()
         if compiled and added is not None:
             x = x + added
-            return self(x, before), x
+            return self(x, norm), x
         rows = x.reshape(-1, x.shape[-1])
         if added is None:
-            packs = consumes and isinstance(before, TernaryGate) and before.packs
+            packs = consumes and isinstance(norm, TernaryGate) and norm.packs
             if packs and torch.is_grad_enabled():
                 self.weight.await_backward()
-                y = _LinearOfGates.apply(rows, anchor(x), self.weight, before)
+                y = _LinearOfGates.apply(rows, anchor(x), self.weight, norm)
             else:
-                y = _linear(rows, self.weight, before, consumes and not compiled)
+                y = _linear(rows, self.weight, norm, consumes and not compiled)
         else:
             if torch.is_grad_enabled():
                 self.weight.await_backward()
-                if before:
-                    before.await_backward()
+                if norm:
+                    norm.await_backward()
             parts = rows, added.reshape(rows.shape), anchor(x)
-            y, total = _LinearOfSum.apply(*parts, self.weight, before)
+            y, total = _LinearOfSum.apply(*parts, self.weight, norm)
             return y.view(*x.shape[:-1], -1), total.view(x.shape)
         return y.view(*x.shape[:-1], -1)
 

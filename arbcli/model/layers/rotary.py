@@ -170,11 +170,11 @@ def table_rows(positions: int, context: int) -> int:
 def fresh_tables() -> Iterator[None]:
     """Use a separate cache of tables within the block, to measure the memory of a step."""
     global _tables
-    before, _tables = _tables, _new_cache()
+    previous, _tables = _tables, _new_cache()
     try:
         yield
     finally:
-        _tables = before
+        _tables = previous
 
 
 Angles = tuple[Tensor, Tensor]

@@ -236,7 +236,7 @@ class _Here:
 
     slots: Tensor
     """Slots of the new positions."""
-    before: Tensor | None = None
+    earlier: Tensor | None = None
     """Slots of the previous positions in the order of the text; None if there are none."""
     mask: Tensor | None = None
     """(T, previous + T) bool attention mask over the previous and the new positions; for a single
@@ -322,9 +322,9 @@ class KVCache(State):
         if start == 0:
             return _Here(slots)
         number = min(start, self.window)
-        before = torch.arange(start - number, start, device=device) % self.window
+        earlier = torch.arange(start - number, start, device=device) % self.window
         every = torch.ones(length, number + length, dtype=torch.bool, device=device)
-        return _Here(slots, before, every.tril(number).triu(number - self.window + 1))
+        return _Here(slots, earlier, every.tril(number).triu(number - self.window + 1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
         """Store new positions, and attend from them to all positions.
@@ -340,16 +340,16 @@ class KVCache(State):
         Returns:
             (1, H, T, d).
         """
-        here, before = self.here, None
-        if here.before is not None:
-            before = [rows.get(here.before) for rows in (self.keys, self.values)]
+        here, earlier = self.here, None
+        if here.earlier is not None:
+            earlier = [rows.get(here.earlier) for rows in (self.keys, self.values)]
         keys, values = self.keys.put(here.slots, k[0]), self.values.put(here.slots, v[0])
         if self.clock.length == 1:
             keys, values = self.keys.get(), self.values.get()
-        elif before is not None:
+        elif earlier is not None:
             keys, values = (
-                torch.cat((before[0], keys), dim=1),
-                torch.cat((before[1], values), dim=1),
+                torch.cat((earlier[0], keys), dim=1),
+                torch.cat((earlier[1], values), dim=1),
             )
         return attend_to(q, keys, values, here.mask, sink)
 

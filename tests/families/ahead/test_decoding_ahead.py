@@ -79,7 +79,7 @@ def test_a_forward_keeps_what_its_backward_begins_with(device, backend, monkeypa
 def test_a_head_whose_losses_are_computed_in_chunks_is_not_decoded_ahead(tied):
     config = replace(preset("tiny", **SIZES), vocabulary=5000, tied=tied)
     weights = weights_of(LanguageModel(config))
-    assert weights[0].group.after == tuple(weights[1:4])
+    assert weights[0].group.forward_weights == tuple(weights[1:4])
     assert weights[4].group is None
 
 
@@ -90,7 +90,7 @@ def test_stacks_of_a_chunked_model_are_decoded_apart():
     stage = model.stages[0]
     for stack in (stage.encoder, model.blocks, stage.decoder):
         weights = [weight for block in stack.weights_of_blocks() for weight in block]
-        assert weights[0].group.after == tuple(weights[1:4])
+        assert weights[0].group.forward_weights == tuple(weights[1:4])
     assert model.head.weight.group is None
 
 

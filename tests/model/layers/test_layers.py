@@ -117,26 +117,26 @@ def test_rounded_norm_has_the_gradient_of_its_norm(gated):
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("needed", [True, False])
-@pytest.mark.parametrize("before", [None, plain_norm, normalised_gate, gained_norm_of_all_sizes])
-def test_weight_has_one_gradient_whether_or_not_its_input_needs_one(before, needed, fp8):
-    layer, before = linear(32, 48), before and before()
+@pytest.mark.parametrize("norm", [None, plain_norm, normalised_gate, gained_norm_of_all_sizes])
+def test_weight_has_one_gradient_whether_or_not_its_input_needs_one(norm, needed, fp8):
+    layer, norm = linear(32, 48), norm and norm()
     layer.weight.number_format = "fp8" if fp8 else "bf16"
     grads = collect(layer)
     rows, generator = FEW_ROWS + 1 if fp8 else 5, torch.Generator().manual_seed(0)
-    gated = isinstance(before, TernaryGate)
+    gated = isinstance(norm, TernaryGate)
     # of the size of eps, where a norm is not what it is of its own result
     x = 2e-3 * torch.randn(rows, 96 if gated else 48, generator=generator)
     if gated:
         x[:, 48:] *= 1e3
     grad_y = torch.randn(rows, 32, generator=generator)
-    y = layer(x.requires_grad_(needed), before)
+    y = layer(x.requires_grad_(needed), norm)
     y.backward(grad_y)
     normal = x.detach().double()
     if gated:
         normal = torch.nn.functional.silu(normal[:, :48]) * normal[:, 48:]
-    if before:
+    if norm:
         normal = torch.nn.functional.rms_norm(normal, (48,), eps=1e-6)
-        normal = normal * before.weight.weight(torch.float64).view(1, -1)
+        normal = normal * norm.weight.weight(torch.float64).view(1, -1)
     wanted = normal @ layer.weight.weight(torch.float64).T
     assert (y - wanted).norm() < (0.05 if fp8 else 1e-5) * wanted.norm()
     (grad,) = grads["weight"]
