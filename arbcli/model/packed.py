@@ -139,6 +139,10 @@ class StepMemory(StateModule, JoinedStatistics):
 class TernaryTensor(StateModule, Weight):
     """An N by K weight matrix that is stored as packed trits with integer scales.
 
+    `Ternary` in names of classes, and `weights="ternary"` of a configuration, say that a weight is
+    stored with a trit as its high digit, in contrast to a float baseline. The model multiplies by
+    the trit or, with `--weights int8`, by all digits.
+
     Buffers, in addition to those of its rule and direction:
         trits: (N, row_bytes(K)) uint8, five weights a byte.
         exponent, fraction: (N, ceil(K / G)) int8, the digits E and F of each scale.

@@ -256,7 +256,7 @@ class _LinearOfGates(Function):
 
 
 class TernaryLinear(DecodingLayer):
-    """y = x @ w.T with packed ternary weights.
+    """y = x @ w.T with packed weights, ternary or of all digits: see `TernaryTensor`.
 
     Args:
         out_features: N.
