@@ -183,7 +183,7 @@ FAULTS = [
     kernel("stack", "every text has the random numbers of the first", "choose_bytes",
         rewrite("tl.load(key_ptr + r)", "tl.load(key_ptr)")),
     kernel("neighbour", "an element rotated with another one than its partner", "attend_parts",
-        rewrite("across(w, LANES // 2, PTX)", "across(w, LANES // 4, PTX)")),
+        rewrite("shuffle_xor(w, LANES // 2, PTX)", "shuffle_xor(w, LANES // 4, PTX)")),
     kernel("missing term", "scales of keys in eight bits forgotten", "decode_attention_8bit",
         rewrite("scale_of_entry(a, E4M3) * scale", "scale")),
     kernel("wrong place", "scale of a new value stored over its key's", "decode_attention_8bit",

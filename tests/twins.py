@@ -16,6 +16,6 @@ def losses_of_steps(lm: LanguageModel, ids: Tensor, lr: float, steps: int) -> li
         losses = lm.losses(ids[:, :-1], ids[:, 1:])
         minimised(losses, lm.loss_weights).backward()
         optimizer.step()
-        lm.after_step()
+        lm.finish_step()
         history.append({name: loss.item() for name, loss in losses.items()})
     return history

@@ -49,10 +49,10 @@ def build_dataclass(kind: type, values: Any, where: str) -> Any:
     try:
         return kind(**built)
     except ArbError as error:
-        raise _at(error, known, where) from None
+        raise _name_paths(error, known, where) from None
 
 
-def _at(error: ArbError, known: Iterable[str], where: str) -> ArbError:
+def _name_paths(error: ArbError, known: Iterable[str], where: str) -> ArbError:
     """Replace the names of fields in an error by their paths in a file."""
     text = str(error)
     for name in error.fields:
@@ -132,13 +132,13 @@ def _changed(
     """
     if not is_dataclass(node) or isinstance(node, type):
         return node
-    paths = _without(paths, getattr(node, "kind", None))
+    paths = _strip_prefix(paths, getattr(node, "kind", None))
     changed_fields: dict[str, Any] = {}
     for field in dataclasses.fields(node):
         if not field.init:
             continue
         old = getattr(node, field.name)
-        inner = _without(paths, field.name)
+        inner = _strip_prefix(paths, field.name)
         if isinstance(old, tuple):
             below = (_entry_paths(inner, index) for index in range(len(old)))
             pairs = zip(old, below, strict=True)
@@ -165,7 +165,9 @@ def _entry_paths(paths: dict[str, tuple[str, ...]], index: int) -> dict[str, tup
     }
 
 
-def _without(paths: dict[str, tuple[str, ...]], name: str | None) -> dict[str, tuple[str, ...]]:
+def _strip_prefix(
+    paths: dict[str, tuple[str, ...]], name: str | None
+) -> dict[str, tuple[str, ...]]:
     """Remove a name from the beginning of the paths that begin with it and go on."""
     return {
         path: names[1:] if len(names) > 1 and names[0] == name else names

@@ -157,7 +157,7 @@ def change_storage(config: ModelConfig, **overrides: object) -> ModelConfig:
     return set_part_rules(dataclasses.replace(config, **changes), **rules)
 
 
-def with_symbol_directions(config: ModelConfig) -> ModelConfig:
+def set_symbol_directions(config: ModelConfig) -> ModelConfig:
     """Choose factored steps for the embedding and the head of a large vocabulary.
 
     Only where the model's own are orthogonal, and where no others are chosen: chunks of such a

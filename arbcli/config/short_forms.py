@@ -174,7 +174,7 @@ def set_part_rules(
     if mlp_rule and not any(block.channel for _, block in config.blocks()):
         raise _missing_part("mlp_rule", "an MLP or experts")
 
-    def of(blocks: Blocks) -> Blocks:
+    def set_rules(blocks: Blocks) -> Blocks:
         return tuple(
             BlockConfig(
                 mixer=_set_rule(block.mixer, attention_rule),
@@ -184,7 +184,12 @@ def set_part_rules(
         )
 
     stages = (
-        replace(one, blocks=of(one.blocks), before=of(one.before), after=of(one.after))
+        replace(
+            one,
+            blocks=set_rules(one.blocks),
+            before=set_rules(one.before),
+            after=set_rules(one.after),
+        )
         for one in config.stages
     )
     return replace(config, stages=tuple(stages))
@@ -266,7 +271,7 @@ def arguments(form: str) -> ExtendedMapping[inspect.Parameter]:
     return ExtendedMapping(form_arguments | storage | rules, modifier_arguments)
 
 
-def _functions_of_families() -> list[Callable[..., ModelConfig]]:
+def _functions_merge_families() -> list[Callable[..., ModelConfig]]:
     """Import the forms and modifiers of all families, in the order of `FAMILIES`."""
     modules = [
         import_module(f"arbcli.families.{name}.presets")
@@ -276,20 +281,22 @@ def _functions_of_families() -> list[Callable[..., ModelConfig]]:
     return [module.FORM.build if hasattr(module, "FORM") else module.MODIFIER for module in modules]
 
 
-def _of_families(read: Callable[[Callable], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+def _merge_families(read: Callable[[Callable], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
     """Return a function that merges what `read` returns of each function of the families."""
     return lambda: {
-        name: one for function in _functions_of_families() for name, one in read(function).items()
+        name: one
+        for function in _functions_merge_families()
+        for name, one in read(function).items()
     }
 
 
 ARGUMENTS: ExtendedMapping[inspect.Parameter] = ExtendedMapping(
-    arguments("dense").first, _of_families(_arguments_of)
+    arguments("dense").first, _merge_families(_arguments_of)
 )
 """Arguments of all forms and modifiers by name."""
 MODEL_SETTINGS: ExtendedMapping[Declared] = ExtendedMapping(
     settings_of(ModelConfig) | settings_of(set_part_rules) | settings_of(dense),
-    _of_families(settings_of),
+    _merge_families(settings_of),
 )
 """Settings of models, by name of the argument."""
 

@@ -152,7 +152,7 @@ def _plain_text(files: Sequence[Path], conversion: Conversion) -> Text:
 
 
 class _Part(NamedTuple):
-    """A part of a file of plain bytes, or of a shard: see `Text.of_parts`."""
+    """A part of a file of plain bytes, or of a shard: see `Text.from_parts`."""
 
     path: Path
     start: int
@@ -184,7 +184,7 @@ def _joined(parts: Sequence[_Part]) -> Text:
             f"`{first}` and `{second}` are of different formats, and cannot be one text",
             hint="give each of them a weight, as in `--data a.bin:0.7 --data b.txt:0.3`",
         )
-    return Text.of_parts([part[:3] for part in parts], *widths)
+    return Text.from_parts([part[:3] for part in parts], *widths)
 
 
 def _name(entries: Sequence[str]) -> str:

@@ -69,7 +69,7 @@ class Text:
     """Bytes of a token if the files are shards, which `arbcli.data.tokens` reads; 1 for text."""
 
     @classmethod
-    def of_parts(cls, parts: Sequence[tuple[Path, int, int]], token_bytes: int = 1) -> "Text":
+    def from_parts(cls, parts: Sequence[tuple[Path, int, int]], token_bytes: int = 1) -> "Text":
         """Create a text from parts of files, each (path, start, stop), in bytes."""
         text = cls([])
         text._take(parts)

@@ -184,12 +184,12 @@ def read_saved(path: Path, note: Callable[[str], None], accept: Accept | None = 
     """
     accept = accept or check_saved
     if not path.is_dir():
-        return SavedModel(path, with_averages(load_checkpoint(path, accept)))
+        return SavedModel(path, load_averages(load_checkpoint(path, accept)))
     checkpoint = latest_checkpoint(path, note, accept)
-    return SavedModel(checkpoint_path(path, checkpoint.step), with_averages(checkpoint))
+    return SavedModel(checkpoint_path(path, checkpoint.step), load_averages(checkpoint))
 
 
-def with_averages(checkpoint: Checkpoint) -> Checkpoint:
+def load_averages(checkpoint: Checkpoint) -> Checkpoint:
     """Replace the digits of all weights by those of their averages, if there are any."""
     if "average" not in checkpoint.data:
         return checkpoint

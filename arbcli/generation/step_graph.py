@@ -88,7 +88,7 @@ class StepGraph:
             phase, graph = parts.popleft()
             node, captured = ctypes.c_void_p(), ctypes.c_void_p(graph.raw_cuda_graph())
             to = ctypes.byref(node)
-            _call("cuGraphAddChildGraphNode", to, parent, *_after(last), captured)
+            _call("cuGraphAddChildGraphNode", to, parent, *_dependencies(last), captured)
             last = node
             if phase.leads_deeper is not None:
                 body, last = self._add_condition(parent, last, phase.handle)
@@ -106,7 +106,7 @@ class StepGraph:
         handle.fill_(ctypes.c_int64(condition.value).value)
         params = _NodeParams(type=_CONDITIONAL, handle=condition, condition=_IF, size=1)
         params.context = self._context
-        node, (dependencies, count) = ctypes.c_void_p(), _after(last)
+        node, (dependencies, count) = ctypes.c_void_p(), _dependencies(last)
         _call(
             "cuGraphAddNode_v2", ctypes.byref(node), graph, dependencies, None, count,
             ctypes.byref(params),
@@ -114,7 +114,7 @@ class StepGraph:
         return ctypes.c_void_p(params.bodies[0]), node
 
 
-def _after(node: ctypes.c_void_p | None) -> tuple:
+def _dependencies(node: ctypes.c_void_p | None) -> tuple:
     """Return a node's dependencies as an array and its length."""
     dependencies = None if node is None else ctypes.byref(node)
     return dependencies, ctypes.c_size_t(0 if node is None else 1)

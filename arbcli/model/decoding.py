@@ -64,7 +64,7 @@ def step_phases(model: "LanguageModel", ids: Tensor, cache: "Cache") -> list[Pha
         return [Phase(0, lambda: model(ids, cache))]
     reading, is_fused = BlockInputs(), False
 
-    def down(index: int) -> None:
+    def descend(index: int) -> None:
         nonlocal reading, is_fused
         if index == 0:
             with cache.reading(ids) as text:
@@ -81,7 +81,7 @@ def step_phases(model: "LanguageModel", ids: Tensor, cache: "Cache") -> list[Pha
         x = pass_one(model.blocks, x, cache.main, reading, fused=is_fused)
         stage.step_outward(x, past, cache.main.position, fused=is_fused)
 
-    def up(index: int) -> Tensor | None:
+    def ascend(index: int) -> Tensor | None:
         past = cache.stages[index]
         x = model.stages[index].step_up(reading, past, fused=is_fused)
         if index:  # stages count their own positions
@@ -94,9 +94,9 @@ def step_phases(model: "LanguageModel", ids: Tensor, cache: "Cache") -> list[Pha
     phases = []
     for index, past in enumerate(cache.stages):
         begins = partial(getattr, past, "begins")
-        phases.append(Phase(index, partial(down, index), begins, past.handle))
+        phases.append(Phase(index, partial(descend, index), begins, past.handle))
     phases.append(Phase(last, main))
-    return phases + [Phase(index, partial(up, index)) for index in reversed(range(last))]
+    return phases + [Phase(index, partial(ascend, index)) for index in reversed(range(last))]
 
 
 def _continue_stages(

@@ -286,7 +286,7 @@ class LanguageModel(PackedModel):
         length = ids.shape[1]
         x, reading = self.embed(ids, length), self.reading(ids, length)
         if documents is not None:
-            reading = reading._replace(documents=Documents.of(documents))
+            reading = reading._replace(documents=Documents.from_numbers(documents))
         if dropout is not None:
             reading = reading._replace(dropout=dropout)
             x = dropout.drop_embedding(x)
@@ -344,13 +344,13 @@ class LanguageModel(PackedModel):
         outer = [stack for stage in self.stages for stack in (stage.encoder, stage.decoder)]
         return [*outer, self.blocks]
 
-    def after_step(self) -> None:
+    def finish_step(self) -> None:
         """Update the parts that learn without gradients, after a step; does not synchronise."""
         for part in self._memories():
-            part.after_step()
+            part.finish_step()
 
     def join(self, group: Any) -> None:
-        """Combine the statistics of all processes, before `after_step`.
+        """Combine the statistics of all processes, before `finish_step`.
 
         Args:
             group: the `arbcli.training.parallel.group.Group` of the run.

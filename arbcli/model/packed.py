@@ -128,7 +128,7 @@ class JoinedStatistics:
 class StepMemory(StateModule, JoinedStatistics):
     """A part whose integer state is updated after a step, without gradients."""
 
-    def after_step(self) -> None:
+    def finish_step(self) -> None:
         """Update the state from the recorded statistics, and clear them; does not synchronise."""
         raise NotImplementedError
 

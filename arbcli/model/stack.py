@@ -120,7 +120,7 @@ class Block(nn.Module):
         def apply(number: int, x: Tensor, added: Tensor | None = None) -> BlockOutput:
             branch, inputs = self.branches[number], reading
             if reading and drops:
-                inputs = reading._replace(dropout=drops.of(number, 1))
+                inputs = reading._replace(dropout=drops.select(number, 1))
             flow = branch.part(x, branch.norm, added, inputs, state)
             losses.append(flow.losses)
             if self.contribution != 1:
@@ -155,7 +155,9 @@ class Block(nn.Module):
                 added = part.step_texts(x, norm, read)
             else:
                 rows = [
-                    part(row, norm, None, read.of(text), state and state.text_views[text]).added
+                    part(
+                        row, norm, None, read.select_text(text), state and state.text_views[text]
+                    ).added
                     for text, row in enumerate(rows_of(x))
                 ]
                 added = torch.cat(rows)
@@ -259,7 +261,9 @@ class Stack(nn.ModuleList):
         if track and track.text_views:
             texts = enumerate(zip(rows_of(x), track.text_views, strict=True))
             read = reading or BlockInputs()
-            rows = [self(row, read.of(text), view, span=span) for text, (row, view) in texts]
+            rows = [
+                self(row, read.select_text(text), view, span=span) for text, (row, view) in texts
+            ]
             return BlockOutput(torch.cat([flow.total() for flow in rows]))
         if self.streams > 1:
             x = import_module(RESIDUAL).spread_streams(x, self.streams)
@@ -271,7 +275,7 @@ class Stack(nn.ModuleList):
         drops, firsts = reading.dropout if reading else None, self._firsts[span]
         for index, block in enumerate([*self][span]):
             if reading and drops:
-                drops_here = drops.of(self.first_branch + firsts[index], len(block.branches))
+                drops_here = drops.select(self.first_branch + firsts[index], len(block.branches))
                 reading = reading._replace(dropout=drops_here)
             if recompute and torch.is_grad_enabled():
                 flow = recomputed(block, x, None, reading)

@@ -57,7 +57,7 @@ class Field(NamedTuple):
     """Checks a value of this type."""
 
 
-def _between(least: float, most: float, kind: Any = int) -> Field:
+def _bounded(least: float, most: float, kind: Any = int) -> Field:
     word = "an integer" if kind is int else "a number"
     return Field(kind, f"{word} from {least:,} to {most:,}", lambda value: least <= value <= most)
 
@@ -71,8 +71,8 @@ NO_PENALTY = Field(float, "0, as there are no penalties", lambda value: value ==
 FLAG, OBJECT = Field(bool, "true or false"), Field(dict, "an object")
 FIELDS = {
     "model": Field(str, "the name of the model"),
-    "max_tokens": _between(0, MOST),
-    "n": _between(1, MOST_TEXTS),
+    "max_tokens": _bounded(0, MOST),
+    "n": _bounded(1, MOST_TEXTS),
     "seed": Field(int, "an integer"),
     "stop": Field(str | list[str], f"up to {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters",
         _fits_stop),
@@ -81,7 +81,7 @@ FIELDS = {
     "temperature": Field(float, "0, or a number from 1e-6 to 2",
         lambda value: value == 0 or 1e-6 <= value <= 2),
     "top_p": Field(float, "a number above 0 and at most 1", lambda value: 0 < value <= 1),
-    "top_k": _between(1, MOST),
+    "top_k": _bounded(1, MOST),
     "user": Field(str, "a string"),
     "presence_penalty": NO_PENALTY,
     "frequency_penalty": NO_PENALTY,
@@ -91,15 +91,15 @@ FIELDS = {
 COMPLETION_FIELDS = FIELDS | {
     "prompt": Field(str | list[str] | list[int] | list[list[int]], "a text or tokens, or several"),
     "echo": FLAG,
-    "logprobs": _between(0, MOST_LOGPROBS),
+    "logprobs": _bounded(0, MOST_LOGPROBS),
     "best_of": Field(int, "1, as all texts are returned", lambda value: value == 1),
     "suffix": Field(str, "empty, as texts are continued only", lambda value: not value),
 }
 CHAT_FIELDS = FIELDS | {
     "messages": Field(list[dict], "a list of messages", bool),
-    "max_completion_tokens": _between(0, MOST),
+    "max_completion_tokens": _bounded(0, MOST),
     "logprobs": FLAG,
-    "top_logprobs": _between(0, MOST_LOGPROBS),
+    "top_logprobs": _bounded(0, MOST_LOGPROBS),
 }
 
 

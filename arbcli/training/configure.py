@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from arbcli.config.model import VOCABULARY, ModelConfig
-from arbcli.config.presets import with_symbol_directions
+from arbcli.config.presets import set_symbol_directions
 from arbcli.config.training import TrainConfig, train_config
 from arbcli.kernels.runtime.device import (
     check_compute,
@@ -50,6 +50,6 @@ def _set_vocabulary(config: TrainConfig, path: str) -> TrainConfig:
     model, tokenizer = config.model, Tokenizer.read(path)
     if model.vocabulary == VOCABULARY:
         model = dataclasses.replace(model, vocabulary=tokenizer.size)
-        model = with_symbol_directions(model)
+        model = set_symbol_directions(model)
     check_vocabulary(model, tokenizer, path)
     return dataclasses.replace(config, model=model)

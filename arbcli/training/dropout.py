@@ -39,7 +39,7 @@ class DropoutKeys:
         keys = stream_keys(self._seed, ticks, self._keys.shape[1], 1)
         self._keys = loaded(keys[..., 0], self._keys)
 
-    def of(self, micro: int) -> Dropout:
+    def select(self, micro: int) -> Dropout:
         """Return the dropout of a micro-batch of this step.
 
         Args:

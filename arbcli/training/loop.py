@@ -94,7 +94,7 @@ class Loop:
                     else:
                         self._train_step()
                     if trainer.step < config.steps:
-                        self._after_step(trainer.step)
+                        self._finish_step(trainer.step)
             # the final save is last: a run that is killed before it repeats the same record
             if not self._is_stopped(signal):
                 if trainer.step < config.steps:  # the last evaluation is recorded
@@ -195,7 +195,7 @@ class Loop:
                 self.trace.step_done()
         return loss
 
-    def _after_step(self, step: int) -> None:
+    def _finish_step(self, step: int) -> None:
         """Save, evaluate, record and sample, as far as due after a step that is not the last."""
         due = self._save_is_due if self.group.size > 1 else self.saver.is_due
         if due or step % self.config.save_every == 0:

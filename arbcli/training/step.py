@@ -102,7 +102,7 @@ class TrainingStep:
                     shares.setdefault(name, []).append(share)
         self.updates.finish()
         self.model.join(self.group)
-        self.model.after_step()
+        self.model.finish_step()
         for name, local_shares in shares.items():
             for share in self.group.gather(local_shares):
                 totals[name] = totals.get(name, 0) + share
@@ -121,7 +121,7 @@ class TrainingStep:
         """Return the dropout of a micro-batch of this process as an argument of `losses`."""
         if self.dropout is None:
             return {}
-        return {"dropout": self.dropout.of(self.group.local(self.accumulation)[micro])}
+        return {"dropout": self.dropout.select(self.group.local(self.accumulation)[micro])}
 
     def _find_slopes(
         self,

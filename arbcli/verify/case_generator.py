@@ -36,36 +36,36 @@ class CaseGenerator:
         self.device, self.plain = device, dtype is not None
         self.dtype = dtype or self.pick(real_dtypes(device))
 
-    def below(self, limit: int) -> int:
+    def integer(self, limit: int) -> int:
         """Draw an integer in 0..limit-1."""
         return int(torch.randint(limit, (), generator=self._rolls, device=self._rolls.device))
 
     def pick(self, choices: Sequence) -> Any:
         """Draw an element of a sequence."""
-        return choices[self.below(len(choices))]
+        return choices[self.integer(len(choices))]
 
-    def near(self, boundaries: tuple[int, ...]) -> int:
+    def size(self, boundaries: tuple[int, ...]) -> int:
         """Draw a size: small, or within one of a boundary."""
-        if self.below(5) == 0:
+        if self.integer(5) == 0:
             return self.pick(SMALL_SIZES)
-        return self.pick(boundaries) - 1 + self.below(3)
+        return self.pick(boundaries) - 1 + self.integer(3)
 
     def sizes(
         self, rows: tuple[int, ...], tiles: tuple[int, ...], columns: tuple[int, ...]
     ) -> Sizes:
         """Draw m, n and k near boundaries, of which no two are tiny."""
-        m, n, k = self.near(rows), self.near(tiles), self.near(columns)
+        m, n, k = self.size(rows), self.size(tiles), self.size(columns)
         if m * n < 64 or n * k < 64:  # so few sums can cancel to any relative error
             return m + 16, n + 16, k + 5
         return m, n, k
 
     def chance(self, share: float) -> bool:
         """Return True with a given probability; never with a plain generator."""
-        return not self.plain and self.below(1000) < 1000 * share
+        return not self.plain and self.integer(1000) < 1000 * share
 
     def seeded(self) -> torch.Generator:
         """Create a CPU generator with a newly drawn seed."""
-        return torch.Generator().manual_seed(self.below(2**31))
+        return torch.Generator().manual_seed(self.integer(2**31))
 
     def scalar(self, value: int) -> Tensor:
         """Create an int32 scalar tensor, such as a position or a threshold."""
@@ -81,7 +81,7 @@ class CaseGenerator:
 
     def key(self) -> Tensor:
         """Draw the key of a random stream."""
-        return self.scalar(self.below(2**32) - 2**31)
+        return self.scalar(self.integer(2**32) - 2**31)
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
         """Draw integers in low..high; in some cases all are equal."""
@@ -143,8 +143,8 @@ class CaseGenerator:
         """Copy the values to a view of a larger tensor with random strides and offset."""
         if values.dim() == 0 or not self.chance(0.5):
             return values
-        steps = [1 + self.below(3) for _ in values.shape]
-        starts = [self.below(3) for _ in values.shape]
+        steps = [1 + self.integer(3) for _ in values.shape]
+        starts = [self.integer(3) for _ in values.shape]
         sizes = [z + s * n for z, s, n in zip(starts, steps, values.shape, strict=True)]
         flipped = values.dim() == 2 and self.chance(0.5)
         sizes = sizes[::-1] if flipped else sizes

@@ -388,13 +388,13 @@ def _blocks(
         for (key, (_, got_grad)), exact in zip(tensors.items(), grads, strict=True):
             yield subject.result("gradient", key, got_grad, exact, subject.gate)
 
-    def within(*prefixes: str) -> dict[str, tuple[Tensor, Tensor]]:
+    def leaf_gradients(*prefixes: str) -> dict[str, tuple[Tensor, Tensor]]:
         chosen = (name for name in leaves if name.startswith(prefixes))
         return {name: (leaves[name], traced.gradients[name]) for name in chosen}
 
     got = traced.outputs["embedding"]
     expected = leaves["embedding.weight"][subject.bytes()[0]]
-    yield from compare("embedding", got, _gradient(got), expected, within("embedding."))
+    yield from compare("embedding", got, _gradient(got), expected, leaf_gradients("embedding."))
     terms, last = reference.terms, None
     for name, stage, _ in named_blocks(config):
         counts = [len(reference.places[stage, row]) for row in rows]
@@ -408,7 +408,7 @@ def _blocks(
         texts = zip(rows, source.split(counts), strict=True)
         expected = torch.cat([reference.block(name, stage, part, row) for row, part in texts])
         besides = sum(loss / len(terms[key]) for key, loss in reference.losses().items())
-        compared = within(f"{name}.") | {f"input of {name}": (source, grad_x)}
+        compared = leaf_gradients(f"{name}.") | {f"input of {name}": (source, grad_x)}
         yield from compare(name, got, grad, expected, compared, besides)
         last = (y, stage)
     memories = config.main.memories
@@ -421,7 +421,7 @@ def _blocks(
         expected = torch.stack([reference.head_of(x[row], row) for row in rows])
         kind_losses = reference.kind_losses(subject.bytes()[1])
         besides = sum([*reference.losses().values(), *kind_losses.values()])
-        compared = within("byte_mlp.", "head.", "ahead.") | {
+        compared = leaf_gradients("byte_mlp.", "head.", "ahead.") | {
             "input of head": (source, _gradient(y))
         }
         yield from compare("head", got, _gradient(got), expected, compared, besides)
@@ -462,7 +462,7 @@ def _determinism(subject: Subject) -> Iterator[ParityResult]:
         with use_backend(subject.backend):
             losses = model.losses(*subject.bytes())
             _total(losses).backward()
-            model.after_step()
+            model.finish_step()
         loss_values = [loss.detach() for loss in losses.values()]
         runs.append([*loss_values, *model.state_dict().values()])
     differing = torch.stack([(a != b).sum() for a, b in zip(*runs, strict=True)])

@@ -18,7 +18,7 @@ from arbcli.base.lazy import imported
 from arbcli.config.model import BlockConfig, ModelConfig
 from arbcli.families.ahead.reference import ahead
 from arbcli.families.compressed import modeling as compressed
-from arbcli.families.compressed.reference import above, choose_entries, note_divergences
+from arbcli.families.compressed.reference import choose_entries, limit, note_divergences
 from arbcli.families.experts import modeling as experts
 from arbcli.families.experts.reference import choose_experts
 from arbcli.families.graph import modeling as graph
@@ -59,20 +59,20 @@ class Masks(NamedTuple):
 
 
 def _keep_probabilities(model: "Reference", _name: str, head: Any, x: Tensor) -> Tensor:
-    log_probabilities = media.CompositeHead.by_kind(head, x)
+    log_probabilities = media.CompositeHead.kind_log_probabilities(head, x)
     model.log_probabilities[model.row] = log_probabilities
     return log_probabilities
 
 
 HOOKS: dict[type[nn.Module], dict[str, Callable]] = {
     compressed.CompressedAttention: {"shares": note_divergences},
-    compressed.Indexer: {"above": above, "choose": choose_entries},
+    compressed.Indexer: {"limit": limit, "choose": choose_entries},
     experts.Gate: {"choose": choose_experts},
     graph.Codebook: {"choose": choose_rows},
     graph.Iterated: {"halt": halt},
     graph.Quantiser: {"choose": choose_code},
     hnet.Stage: {"starts": find_starts},
-    media.CompositeHead: {"by_kind": _keep_probabilities},
+    media.CompositeHead: {"kind_log_probabilities": _keep_probabilities},
 }
 """Functions by the methods of parts that they replace. They take the reference, the name of the
 part in the model and the part, and then the arguments of the method."""

@@ -62,7 +62,7 @@ def reference_direction(grad: Tensor, direction: str, before: dict[str, Tensor])
         columns = _running_mean(before["columns"], grad.square().mean(dim=0))
         u = grad / torch.sqrt(rows[:, None] * columns / rows.mean())
     else:
-        u = _near_polar(grad) if grad.device.type == "cpu" else _newton_schulz(grad)
+        u = _approximate_polar(grad) if grad.device.type == "cpu" else _newton_schulz(grad)
         length = u.norm(dim=1, keepdim=True)
         u = torch.where(length > 0, u / length, 0)
     return u / _rms(u)
@@ -76,7 +76,7 @@ def _newton_schulz(grad: Tensor) -> Tensor:
     return u
 
 
-def _near_polar(grad: Tensor) -> Tensor:
+def _approximate_polar(grad: Tensor) -> Tensor:
     """Apply the rational function that a CPU has for it to the singular values themselves."""
     left, s, right = torch.linalg.svd(grad, full_matrices=False)
     s = s / (s**4).sum() ** 0.25

@@ -174,12 +174,12 @@ def unpacked(path: Path, start: int, stop: int) -> bytes:
 
 
 def tokens_of(path: Path, start: int, stop: int) -> bytes:
-    text = TokenText(Text.of_parts([(path, start, stop)]), BYTES)
+    text = TokenText(Text.from_parts([(path, start, stop)]), BYTES)
     return bytes(text.window_batch([0], len(text))[0].tolist())
 
 
 def documents_of(path: Path, start: int, stop: int) -> bytes:
-    chats = Chats(Text.of_parts([(path, start, stop)]), "+t", BYTES, None, 64)
+    chats = Chats(Text.from_parts([(path, start, stop)]), "+t", BYTES, None, 64)
     targets = chats.packed_batch([0])[1]
     return bytes(targets[targets >= 0].tolist())
 

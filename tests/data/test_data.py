@@ -76,7 +76,7 @@ def test_window_batch_equals_slices(tmp_path):
     windows = text.window_batch(starts, 7)
     assert windows.dtype == torch.uint8
     assert windows.tolist() == [list(stream[start : start + 7]) for start in starts]
-    part = Text.of_parts([(text.files[2], 5, 29), (text.files[0], 9, 20)])
+    part = Text.from_parts([(text.files[2], 5, 29), (text.files[0], 9, 20)])
     stream = stream[26:50] + stream[9:20]
     windows = part.window_batch([0, 9, 24, 21, 28], 7).tolist()
     assert windows == [list(stream[start : start + 7]) for start in (0, 9, 24, 21, 28)]
@@ -227,7 +227,7 @@ def test_text_names_missing_and_irregular_files(tmp_path):
 def test_file_that_has_become_shorter_is_named_and_not_touched(tmp_path, num_bytes, is_mapped):
     """To read a page that is no more would kill the process."""
     (path,) = write_all(tmp_path, [random_bytes(10_000)])
-    text = Text.of_parts([(path, 9_000, 10_000)])
+    text = Text.from_parts([(path, 9_000, 10_000)])
     if is_mapped:
         text.read(0, 1)
     os.truncate(path, num_bytes)

@@ -59,7 +59,7 @@ def test_tokens_are_made_once_for_each_text_and_tokenizer(text_file, tokenizer, 
     monkeypatch.setattr(Tokenizer, "encode_all", lambda *_: pytest.fail("tokenised again"))
     assert all_tokens(tokenised(Text([text_file]), tokenizer)) == all_tokens(first)
     with pytest.raises(pytest.fail.Exception):  # another part of the file
-        tokenised(Text.of_parts([(text_file, 0, 100)]), tokenizer)
+        tokenised(Text.from_parts([(text_file, 0, 100)]), tokenizer)
     tokenizer.digest = "another"
     with pytest.raises(pytest.fail.Exception):
         tokenised(Text([text_file]), tokenizer)

@@ -24,7 +24,7 @@ from arbcli.model.layers.table import TableWeight
 from arbcli.model.optimizers import DIRECTIONS, orthogonal
 from arbcli.model.optimizers import newton_schulz as iterations
 from arbcli.model.optimizers.newton_schulz import newton_schulz, orthogonalise_stacked
-from arbcli.model.optimizers.orthogonal import near_polar
+from arbcli.model.optimizers.orthogonal import approximate_polar
 from arbcli.model.packed import TernaryTensor
 from arbcli.model.rules import DIRECTION, RULES, moment
 from arbcli.model.rules.base import NUM_STREAMS, STEP_OF_RADIX, blend_gains, fixed_point_gains
@@ -204,7 +204,7 @@ def test_no_spectrum_is_too_uneven_for_inverses(spectrum):
     rows, columns = (
         torch.linalg.qr(gradient("cpu", seed, (size, n)))[0] for seed, size in enumerate((n, m))
     )
-    polar = near_polar(rows * SPECTRA[spectrum](n) @ columns.T)
+    polar = approximate_polar(rows * SPECTRA[spectrum](n) @ columns.T)
     assert torch.linalg.matrix_norm(polar, 2) < 1.2
 
 

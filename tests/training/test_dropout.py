@@ -59,7 +59,7 @@ def test_every_branch_micro_batch_and_step_has_a_mask_of_its_own():
     seen = []
     for step in range(5):
         keys.set_step(step)
-        for masks in map(keys.of, range(3)):
+        for masks in map(keys.select, range(3)):
             seen += [*masks.keys.tolist(), *masks.attention_keys.tolist(), int(masks.embedding.key)]
     assert len(set(seen)) == len(seen) == 5 * 3 * (4 + 4 + 1)
 

@@ -205,7 +205,7 @@ def test_errors_of_a_sum_that_cancels_are_relative_to_its_terms(error, passed):
 
 
 def test_random_sizes_are_on_both_sides_of_every_boundary():
-    sizes = {CaseGenerator(seed, CPU).near(TILES) for seed in range(600)}
+    sizes = {CaseGenerator(seed, CPU).size(TILES) for seed in range(600)}
     assert sizes == {1, 2, 3, 5} | {tile + by for tile in TILES for by in (-1, 0, 1)}
 
 

@@ -43,11 +43,11 @@ class Indexer(nn.Module):
         q = norm(q.view(len(ends), self.heads, -1))
         q = turn(q, starts + self.ratio - 1, half)
         keys = turn(norm(self.key(still.detach().flatten(1))), starts, half)
-        products = self.above(wide(torch.einsum("ghd,jd->ghj", q, keys)), sees)
+        products = self.limit(wide(torch.einsum("ghd,jd->ghj", q, keys)), sees)
         scores = (wide(weights)[..., None] * products).sum(dim=1)
         return self.choose(scores / math.sqrt(self.heads * self.width), sees)
 
-    def above(self, products: Tensor, _sees: Tensor) -> Tensor:
+    def limit(self, products: Tensor, _sees: Tensor) -> Tensor:
         """Limit (N, heads, N) products to what is above 0."""
         return products.relu()
 

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from arbcli.verify.reference import Reference
 
 
-def above(model: "Reference", name: str, part: Indexer, products: Tensor, sees: Tensor) -> Tensor:
+def limit(model: "Reference", name: str, part: Indexer, products: Tensor, sees: Tensor) -> Tensor:
     """Limit products to those above 0 in the model, as a rounding may change a sign."""
-    taken, exact = model.taken(name), Indexer.above(part, products, sees)
+    taken, exact = model.taken(name), Indexer.limit(part, products, sees)
     if taken is None:
         return exact
     number, shown = len(products), sees[:, None].expand_as(products)

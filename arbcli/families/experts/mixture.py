@@ -180,7 +180,7 @@ class Gate(Findable, StepMemory):
         self._load = None if self._load is None else group.sum(self._load)
 
     @torch.no_grad()
-    def after_step(self) -> None:
+    def finish_step(self) -> None:
         """Decrement the balance of experts with more than the mean load, and increment others."""
         if self._load is not None:
             load, self._load = self._load, None

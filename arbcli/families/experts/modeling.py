@@ -44,7 +44,7 @@ class Gate(nn.Module):
         if self.kind != "softmax":
             scores = functional.softplus(scores).sqrt()
         if self.kind == "hash":
-            chosen = self._by_hash(reading)
+            chosen = self._hash_experts(reading)
         else:
             chosen = self.choose(scores + self.balance * BALANCE_UNITS[self.kind])
         scores = scores.gather(1, chosen)
@@ -56,7 +56,7 @@ class Gate(nn.Module):
         """Choose the experts of the largest chances, (T, experts): (T, k) int64."""
         return chances.topk(self.top_k).indices
 
-    def _by_hash(self, reading: Reading) -> Tensor:
+    def _hash_experts(self, reading: Reading) -> Tensor:
         """Draw experts by the n-gram at each position, from those that are left."""
         rows = ngram_rows(reading.text, 2**HASH_BITS, HASHED)[reading.places]
         drawn: list[Tensor] = []

@@ -88,7 +88,7 @@ class Edges(StepMemory):
         self._votes = None if self._votes is None else group.sum(self._votes)
 
     @torch.no_grad()
-    def after_step(self) -> None:
+    def finish_step(self) -> None:
         """Update signs by the votes, increment scores of the edges in use, and add new edges.
 
         Among a bucket's pairs without an edge, the last one decrements the score of the weakest

@@ -78,7 +78,7 @@ class MemGram(StepMemory):
         self._seen = group.gather(self._seen)
 
     @torch.no_grad()
-    def after_step(self) -> None:
+    def finish_step(self) -> None:
         """Update the entries from the step's n-grams; for each entry only the last one counts."""
         if not self._seen:
             return

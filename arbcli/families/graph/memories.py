@@ -101,7 +101,7 @@ class Memories(nn.Module):
         results = []
         for text, row in enumerate(rows_of(x)):
             outputs: list[Tensor] = []
-            results.append((self._remember(row, outputs, reading.of(text))[0], *outputs))
+            results.append((self._remember(row, outputs, reading.select_text(text))[0], *outputs))
         x, *books = (torch.cat(parts) for parts in zip(*results, strict=True))
         taps += books
         return x, {}

@@ -117,7 +117,7 @@ class Quantiser(StepMemory):
         self._seen, self._chosen = group.gather(self._seen), group.gather(self._chosen)
 
     @torch.no_grad()
-    def after_step(self) -> None:
+    def finish_step(self) -> None:
         """Update the selected codes, and replace dead ones."""
         if self._seen:
             q, chosen = torch.cat(self._seen), torch.cat(self._chosen)

@@ -91,7 +91,7 @@ class Stage(nn.Module, JoinedStatistics):
         if valid is not None:
             routed = routed._replace(begins=routed.begins & valid)
         chunks = find_chunks(routed.begins, self.config.capacity(self.index, x.shape[1]))
-        inside = reading.at(chunks.first)
+        inside = reading.select_positions(chunks.first)
         if inside.places is None:
             raise ValueError("chunks need the places of their positions")
         numel = torch.full_like(inside.places[0, 0], routed.begins.numel())
@@ -181,7 +181,7 @@ class Stage(nn.Module, JoinedStatistics):
         past.p, past.begins = routed
         if past.begins.any():
             chosen = torch.nonzero(past.begins[0])[:, 0][None]
-            within = inner(self.inward(past.chosen()), reading.at(chosen))
+            within = inner(self.inward(past.chosen()), reading.select_positions(chosen))
             past.take_in(project(self.outward, within.x, self.outward_norm, within.added)[0])
         with past.decoder.clock.reading(x.shape[1]):
             return self.decoder(past.spread(), reading, past.decoder)

@@ -135,7 +135,7 @@ class _DecayScan(Function):
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-        return decay_scan(*_of_heads(q, k, v), v, g)
+        return decay_scan(*_expand_heads(q, k, v), v, g)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -144,7 +144,7 @@ class _DecayScan(Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, y = ctx.saved_tensors
-        q, k = _of_heads(q, k, v)
+        q, k = _expand_heads(q, k, v)
         low = grad_y.to(q.dtype)
         grad_v = decay_scan(k, q, low, g, reverse=True)
         grad_k = decay_scan(v, low, q, g, reverse=True)
@@ -155,7 +155,7 @@ class _DecayScan(Function):
         return grad_q, grad_k, grad_v.to(v.dtype), grad_g
 
 
-def _of_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _expand_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Expand (B, T, S) to (B, T, H, S) for the heads of v, without copies."""
     heads = v.shape[2]
     return q[:, :, None].expand(-1, -1, heads, -1), k[:, :, None].expand(-1, -1, heads, -1)
@@ -260,7 +260,7 @@ class MambaState(State):
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
         """Run `decay_scan` on new positions from the state, and update the state."""
-        q, k = _of_heads(q, k, v)
+        q, k = _expand_heads(q, k, v)
         c = running_sum(g).transpose(1, 2)  # (1, H, T)
         end = c[..., -1:]
         past = c.exp()[..., None] * (q.float().transpose(1, 2) @ self.state)

@@ -19,8 +19,10 @@ class CompositeHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute log-probabilities of the mixture, (T, 256), from the normalised stream."""
         shares = wide(self.gate(x)).log_softmax(dim=-1)
-        return torch.logsumexp(self.by_kind(x) + shares[..., None], dim=1).to(x.dtype)
+        return torch.logsumexp(self.kind_log_probabilities(x) + shares[..., None], dim=1).to(
+            x.dtype
+        )
 
-    def by_kind(self, x: Tensor) -> Tensor:
+    def kind_log_probabilities(self, x: Tensor) -> Tensor:
         """Compute the log-probabilities of each head, (T, 3, 256)."""
         return wide(self.heads(x)).view(len(x), KINDS, BYTES).log_softmax(dim=-1)

@@ -17,7 +17,7 @@ from arbcli.config.model import MOST_BLOCKS, BlockConfig, ModelConfig, StageConf
 from arbcli.config.parts.attention import AttentionConfig
 from arbcli.config.parts.mlp import MLPConfig
 from arbcli.config.parts.rotary import PLAIN, RotaryConfig
-from arbcli.config.presets import with_symbol_directions
+from arbcli.config.presets import set_symbol_directions
 from arbcli.config.short_forms import PART_RULES, set_part_rules
 
 HINT = "import a Llama, Mistral, Qwen 2 or Qwen 3, dense and not quantised, or a BitNet"
@@ -181,7 +181,7 @@ def read_config(
     width = fields.take("intermediate_size", int)
     channel = MLPConfig(width=width, sub_norm=mixer.sub_norm, bitnet=is_bitnet)
     blocks = tuple(
-        BlockConfig(mixer=_within(mixer, window, ctx), channel=channel)
+        BlockConfig(mixer=_limit_window(mixer, window, ctx), channel=channel)
         for window in _windows(fields, model_type, layers)
     )
     rules = {name: storage.pop(name) for name in PART_RULES if name in storage}
@@ -198,7 +198,7 @@ def read_config(
     for name in SILENT:
         fields.take(name, object, None)
     fields.end(ignored)
-    return set_part_rules(with_symbol_directions(config), **rules)
+    return set_part_rules(set_symbol_directions(config), **rules)
 
 
 def divides_by_scale(values: Mapping[str, Any]) -> bool:
@@ -223,7 +223,7 @@ def _check_quantization(fields: _Fields) -> None:
     inner.end()
 
 
-def _within(mixer: AttentionConfig, window: int | None, ctx: int) -> AttentionConfig:
+def _limit_window(mixer: AttentionConfig, window: int | None, ctx: int) -> AttentionConfig:
     return replace(mixer, window=window if window is not None and window < ctx else None)
 
 

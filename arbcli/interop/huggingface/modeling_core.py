@@ -394,7 +394,7 @@ class PlainModel(nn.Module):
         for name in self.beside:
             x = x + getattr(self, name)(ids, dtype)
         places = torch.arange(len(ids), device=ids.device)
-        return self.logits(self.through(0, x, Reading(ids, places)))
+        return self.logits(self.run_stage(0, x, Reading(ids, places)))
 
     def logits(self, x: Tensor) -> Tensor:
         """Compute (T, V) logits from the stream after the last block, (T, D)."""
@@ -405,10 +405,12 @@ class PlainModel(nn.Module):
             return functional.linear(x, self.embedding.weight(x.dtype)[: self.plain.vocab_size])
         return self.head(x)
 
-    def through(self, index: int, x: Tensor, reading: Reading) -> Tensor:
+    def run_stage(self, index: int, x: Tensor, reading: Reading) -> Tensor:
         """Pass the stream, (T, D), through a stage and those inside it."""
         if index < len(self.stages):
-            return self.stages[index](x, reading, lambda *inside: self.through(index + 1, *inside))
+            return self.stages[index](
+                x, reading, lambda *inside: self.run_stage(index + 1, *inside)
+            )
 
         def run(x: Tensor, span: slice = slice(None)) -> Tensor:
             return self.blocks(x, reading, span)

@@ -39,12 +39,12 @@ from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.ptx import (
     HAS_PTX,
-    across,
     load_new,
     load_where,
     memory_of,
     read_float,
     round_pair,
+    shuffle_xor,
     unpair,
     unpair_again,
     unpair_four,
@@ -163,7 +163,7 @@ def sum_across(values, FROM: tl.constexpr, TO: tl.constexpr, PTX: tl.constexpr):
         if 1 << bit >= FROM and 1 << bit < TO:
             others, sums = (), ()
             for i in tl.static_range(len(values)):  # issue all before the first use
-                others = others + (across(values[i], 1 << bit, PTX),)  # noqa: RUF005
+                others = others + (shuffle_xor(values[i], 1 << bit, PTX),)  # noqa: RUF005
             for i in tl.static_range(len(values)):
                 sums = sums + (values[i] + others[i],)  # noqa: RUF005
             values = sums
@@ -197,7 +197,7 @@ def turn(words, cos, sin, eps, WIDTH: tl.constexpr, PTX: tl.constexpr):
     r = tl.rsqrt(squares[0] / WIDTH + eps)
     # the partner of an element is in the other half, LANES / 2 threads away
     for i in tl.static_range(4):
-        partner = partner + unpair(across(words[i], LANES // 2, PTX))
+        partner = partner + unpair(shuffle_xor(words[i], LANES // 2, PTX))
     rotated = ()
     for i in tl.static_range(4):
         low = (x[2 * i] * cos[2 * i] + partner[2 * i] * sin[2 * i]) * r

@@ -53,7 +53,7 @@ class Packed(NamedTuple):
         """Number of scales per row."""
         return num_groups(self.in_features, self.group_size)
 
-    def above(self, other: "Packed") -> "Packed":
+    def stack(self, other: "Packed") -> "Packed":
         """Concatenate this matrix and another one of the same format along rows."""
 
         def both(mine: Tensor | None, others: Tensor | None) -> Tensor | None:

@@ -59,7 +59,6 @@ from arbcli.kernels.runtime.operation import Operation
 from arbcli.kernels.runtime.overlap import overlap_options, wait_for_last
 from arbcli.kernels.runtime.ptx import (
     HAS_PTX,
-    across,
     add_byte_products,
     load_constant,
     load_new,
@@ -69,6 +68,7 @@ from arbcli.kernels.runtime.ptx import (
     read_four,
     read_four_where,
     round_pair,
+    shuffle_xor,
     unpair,
     unpair_four,
     warp_number,
@@ -206,7 +206,7 @@ def _sum_over_four(values, PTX: tl.constexpr):
     for turn in tl.static_range(2):
         others, sums = (), ()
         for t in tl.static_range(len(values)):
-            others = others + (across(values[t], 1 << turn, PTX),)  # noqa: RUF005
+            others = others + (shuffle_xor(values[t], 1 << turn, PTX),)  # noqa: RUF005
         for t in tl.static_range(len(values)):
             sums = sums + (values[t] + others[t],)  # noqa: RUF005
         values = sums
@@ -219,7 +219,7 @@ def _largest_of_four(values, PTX: tl.constexpr):
     for turn in tl.static_range(2):
         others, maxima = (), ()
         for t in tl.static_range(len(values)):
-            others = others + (across(values[t], 1 << turn, PTX),)  # noqa: RUF005
+            others = others + (shuffle_xor(values[t], 1 << turn, PTX),)  # noqa: RUF005
         for t in tl.static_range(len(values)):
             maxima = maxima + (_max_pairs(values[t], others[t], PTX),)  # noqa: RUF005
         values = maxima
@@ -410,7 +410,7 @@ def _take_rows(
         for turn in tl.static_range(5):  # over the threads of a warp
             others = ()
             for task in tl.static_range(TASKS):
-                others = others + (across(squares[task], 1 << turn, PTX),)  # noqa: RUF005
+                others = others + (shuffle_xor(squares[task], 1 << turn, PTX),)  # noqa: RUF005
             squares = _sum_pairwise(squares, others)
         for task in tl.static_range(TASKS):
             row, group = _task_of(task, thread // 32, ROWS, WARPS, SQUARES)
@@ -472,7 +472,7 @@ def _multiply_four_blocks(codes, scales, x_at, tables_at, thread, PTX: tl.conste
         upper += upper_sum.to(tl.float32) * (unpair(scales[i // 2])[i % 2] * unit)
         lower += lower_sum.to(tl.float32) * (unpair(scales[2 + i // 2])[i % 2] * unit)
     for turn in tl.static_range(2):  # over the four blocks
-        others = across(upper, 1 << turn, PTX), across(lower, 1 << turn, PTX)
+        others = shuffle_xor(upper, 1 << turn, PTX), shuffle_xor(lower, 1 << turn, PTX)
         upper, lower = upper + others[0], lower + others[1]
     return upper, lower
 
@@ -629,7 +629,7 @@ def _finish(
         y *= tl.rsqrt(total * share + eps)
     # gate and up of a result are eight threads apart
     if GATED:
-        y = y / (1 + tl.exp(-y)) * across(y, 8, PTX)
+        y = y / (1 + tl.exp(-y)) * shuffle_xor(y, 8, PTX)
     return y + added
 
 

@@ -45,7 +45,7 @@ _LOAD_NEW = tl.constexpr("ld.global.cg.v4.b32 {$0, $1, $2, $3}, [$4];")
 
 
 @triton.constexpr_function
-def _across_ptx(mask):
+def _shuffle_xor_ptx(mask):
     return f"shfl.sync.bfly.b32 $0, $1, {mask}, 0x1f, 0xffffffff;"
 
 
@@ -60,10 +60,10 @@ mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
 
 
 @triton.jit
-def across(value, MASK: tl.constexpr, PTX: tl.constexpr):
+def shuffle_xor(value, MASK: tl.constexpr, PTX: tl.constexpr):
     """Fetch an int32 or float32 from the thread of the warp whose number differs by `MASK`."""
     if PTX:
-        CODE: tl.constexpr = _across_ptx(MASK)
+        CODE: tl.constexpr = _shuffle_xor_ptx(MASK)
         REGISTERS: tl.constexpr = "=f,f" if value.dtype == tl.float32 else "=r,r"
         return tl.inline_asm_elementwise(
             CODE, REGISTERS, [value], dtype=value.dtype, is_pure=False, pack=1

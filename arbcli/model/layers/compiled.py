@@ -159,7 +159,7 @@ class _Operator:
         else:
             with use_backend("torch"):
                 results = self.run(*self._converted(inputs))
-        return self._returned(map(_like, [results] if self.single else results))
+        return self._returned(map(_empty_like, [results] if self.single else results))
 
     def _keep(self, ctx: Any, inputs: tuple, output: Any) -> None:
         """Save the tensors that the function saves, with None in place of all others."""
@@ -217,7 +217,7 @@ class _Operator:
         if any(part is None for part in like):
             with use_backend("torch"):
                 like = self._gradients(grads, kept, needs_grad, *numbers)
-        return [_like(part) for part in like]
+        return [_empty_like(part) for part in like]
 
     def _inputs(self, kept: list, numbers: tuple) -> tuple[list, list]:
         """Merge tensors and numbers in the order of the inputs; return inputs and outputs."""
@@ -285,7 +285,7 @@ def _is_in(part: Any, tensors: tuple) -> bool:
     return any(part is tensor for tensor in tensors)
 
 
-def _like(part: Tensor) -> Tensor:
+def _empty_like(part: Tensor) -> Tensor:
     return torch.empty(part.shape, dtype=part.dtype, device=part.device)
 
 

@@ -59,7 +59,7 @@ class Dropout(NamedTuple):
     embedding: Mask | None
     """Mask of the embedding; None drops nothing."""
 
-    def of(self, first: int, branches: int) -> "Dropout":
+    def select(self, first: int, branches: int) -> "Dropout":
         """Select consecutive branches."""
         selected = slice(first, first + branches)
         return self._replace(keys=self.keys[selected], attention_keys=self.attention_keys[selected])

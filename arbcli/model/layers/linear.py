@@ -395,7 +395,7 @@ class TernaryLinear(DecodingLayer):
     def _stacked(self, also: "TernaryLinear | None") -> Packed:
         """Stack the weights of another layer below these."""
         packed = self.weight.packed
-        return packed if also is None else packed.above(also.weight.packed)
+        return packed if also is None else packed.stack(also.weight.packed)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """Return the decoded weight, (N, K) of `dtype`, cached within `prepacked_once`."""

@@ -14,8 +14,8 @@ from arbcli.model.optimizers.base import Direction, FactoredUpdate
 
 SHIFTS = (1.89608180e-05, 9.18605963e-03)
 POLAR_WEIGHTS = (0.961939909, 0.00921883, 0.18527752)
-"""Coefficients of `near_polar`: f(s) = s (w_0 + w_1 / (s^2 + c_1) + w_2 / (s^2 + c_2)) is within
-0.155 of 1 for all s in 0.002 .. 1, which is optimal for its degree; below that it is at most
+"""Coefficients of `approximate_polar`: f(s) = s (w_0 + w_1 / (s^2 + c_1) + w_2 / (s^2 + c_2)) is
+within 0.155 of 1 for all s in 0.002 .. 1, which is optimal for its degree; below that it is at most
 507 s."""
 
 
@@ -64,13 +64,13 @@ def orthogonalise(grad: Tensor, dtype: torch.dtype) -> Tensor:
         Like `grad`, of `dtype`; on a CPU float32.
     """
     if not (grad.is_cuda or grad.is_mps):
-        return near_polar(grad)
+        return approximate_polar(grad)
     from arbcli.model.optimizers.newton_schulz import newton_schulz
 
     return newton_schulz(grad, dtype)
 
 
-def near_polar(grad: Tensor) -> Tensor:
+def approximate_polar(grad: Tensor) -> Tensor:
     """Orthogonalise a matrix approximately, with two inverses.
 
     On the smaller side of the matrix, X being (n, m) with n <= m and A = X X.T / s:

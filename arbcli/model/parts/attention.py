@@ -183,7 +183,7 @@ class Attention(CachedAttention):
             return functional.scaled_dot_product_attention(q, k, v)
         seen = None  # all earlier positions
         if documents is not None:
-            seen = documents.within(self.window)
+            seen = documents.limit(self.window)
         elif window is not None or not self.causal:
             seen = positions_seen(length, window, self.causal, q.device)
         if mask is not None:

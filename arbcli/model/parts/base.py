@@ -64,13 +64,13 @@ class Documents(NamedTuple):
     """(B, 1, T, T) bool: causal, and only within a document."""
 
     @classmethod
-    def of(cls, numbers: Tensor) -> "Documents":
+    def from_numbers(cls, numbers: Tensor) -> "Documents":
         """Build the mask from the number of each position's document, (B, T) integers."""
         length = numbers.shape[1]
         seen = torch.ones(length, length, dtype=torch.bool, device=numbers.device).tril()
         return cls(((numbers[:, :, None] == numbers[:, None]) & seen)[:, None])
 
-    def within(self, window: int | None) -> Tensor:
+    def limit(self, window: int | None) -> Tensor:
         """Return the mask restricted to a sliding window of `window` positions."""
         if window is None or window >= self.seen.shape[-1]:
             return self.seen
@@ -95,14 +95,14 @@ class BlockInputs(NamedTuple):
         """Mask of the slots that hold a position, (B, T) bool; None if all do."""
         return None if self.places is None else self.places >= 0
 
-    def of(self, text: int) -> "BlockInputs":
+    def select_text(self, text: int) -> "BlockInputs":
         """Select one text of a batch."""
         places, grams = (
             None if part is None else part[text : text + 1] for part in (self.places, self.grams)
         )
         return BlockInputs(places, grams)
 
-    def at(self, first: Tensor) -> "BlockInputs":
+    def select_positions(self, first: Tensor) -> "BlockInputs":
         """Select the positions at which chunks begin, (B, C) int64, -1 for an empty slot."""
         index = first.clamp(min=0)
         grams = None if self.grams is None else self.grams.gather(1, index)

@@ -151,7 +151,7 @@ class StepControl:
     """Whether this is the last gradient of the step, after which the weights step."""
 
     @property
-    def per_micro_batch(self) -> bool:
+    def is_micro_step(self) -> bool:
         """Whether the weights step after each gradient, by its share of the step."""
         return self.first and self.last
 

@@ -16,7 +16,7 @@ from arbcli.base.environment import number_in
 from arbcli.base.errors import ArbError
 from arbcli.base.signals import Interrupted
 from arbcli.training.parallel.launch import fail_once
-from arbcli.training.parallel.process import RESUME, LostProcess, called, within
+from arbcli.training.parallel.process import RESUME, LostProcess, call_with_timeout, called
 
 LOST = "ARB_LOST_SECONDS"
 """Environment variable with the time in seconds after which a silent process is lost."""
@@ -102,7 +102,7 @@ class Heartbeat:
             if self._left.wait(min(BEAT_SECONDS, self._limit / 4)):
                 return
             try:
-                reason = within(self._limit, self._beat)
+                reason = call_with_timeout(self._limit, self._beat)
             except TimeoutError:
                 machine = f"the machine of {called(0, self._hosts)}"
                 reason = f"no answer for {self._limit:.0f} s from {machine}"
@@ -138,4 +138,4 @@ class Heartbeat:
     def _tell(self, call: Callable[[], object]) -> None:
         """Write to the store, which may be lost or unreachable."""
         with suppress(RuntimeError, TimeoutError):
-            within(LEAVE_SECONDS, call)
+            call_with_timeout(LEAVE_SECONDS, call)

@@ -78,7 +78,7 @@ def explained_loss() -> Iterator[None]:
         ) from error
 
 
-def within(seconds: float, make: Callable[[], T]) -> T:
+def call_with_timeout(seconds: float, make: Callable[[], T]) -> T:
     """Call a function in a thread, with a timeout and so that signals are handled.
 
     Raises:

@@ -24,9 +24,9 @@ from arbcli.training.parallel.process import (
     STORE,
     TOGETHER,
     Place,
+    call_with_timeout,
     called,
     explained_loss,
-    within,
 )
 from arbcli.version import __version__
 
@@ -95,7 +95,7 @@ def connect(
     seconds = seconds_to_join()
     try:
         with explained_loss():
-            within(seconds, initialise)
+            call_with_timeout(seconds, initialise)
     except TimeoutError:
         raise ArbError(
             f"another process of the run ended, or does not connect within {seconds} s",
@@ -213,7 +213,7 @@ def _open_store(place: Place, seconds: int) -> dist.Store:
     if holds:
         store = partial(store, is_master=True, master_listen_fd=_listen(host, port))
     try:
-        opened = within(seconds, store)
+        opened = call_with_timeout(seconds, store)
     except (TimeoutError, RuntimeError) as error:
         raise ArbError(
             f"process 0 does not answer at the rendezvous `{host}:{port}`",

@@ -112,7 +112,7 @@ def test_balance_moves_against_the_load():
     loads = []
     for _ in range(400):
         gate(query)
-        gate.after_step()
+        gate.finish_step()
         loads.append(gate.load.tolist())
         if loads[-1][2] < 32:
             break
@@ -185,7 +185,7 @@ def test_six_of_384_experts_step_together():
     updater.begin(0, 16.0)
     lm.loss(text(2, 8), text(2, 8)).backward()
     updater.finish()
-    lm.after_step()
+    lm.finish_step()
     gate = experts.gate
     assert gate.load.sum() == 2 * 8 * 6
     moved = (experts.down.trits != before).view(384, -1).any(dim=1)

@@ -44,7 +44,7 @@ class Slow:
         for row in codes:
             self.pairs += pairwise(row)
 
-    def after_step(self):
+    def finish_step(self):
         for index, bucket in enumerate(self.buckets):
             for edge, votes in zip(bucket, self.votes[index], strict=True):
                 edge[2] = max(-127, min(127, edge[2] + (votes > 0) - (votes < 0)))
@@ -91,8 +91,8 @@ def step(graph: Edges, slow: Slow | None, seed: int) -> None:
             slow.vote(code, grad[row].tolist())
         for batch in batches:
             slow.note(batch.tolist())
-        slow.after_step()
-    graph.after_step()
+        slow.finish_step()
+    graph.finish_step()
 
 
 def test_steps_equal_a_slow_model():

@@ -63,7 +63,7 @@ def see(memory: MemGram, *texts: torch.Tensor) -> None:
     """Take one step's texts in."""
     for ids in texts:
         memory(ids, ids.shape[1], torch.float32)
-    memory.after_step()
+    memory.finish_step()
 
 
 def test_history_equals_the_whole_text():

@@ -50,8 +50,8 @@ def stepped(tested: Quantiser, q: torch.Tensor, chosen: torch.Tensor) -> None:
         if lives[place] == 0:
             codes[place], uses[place], lives[place] = q[index].tolist(), 1, CONFIG.patience
     tested._seen, tested._chosen = list(q.split(4)), list(chosen.split(4))
-    tested.after_step()
-    tested.after_step()  # nothing was seen since
+    tested.finish_step()
+    tested.finish_step()  # nothing was seen since
     assert tested.codes.tolist() == codes
     assert tested.uses[:, 0].tolist() == uses
     assert tested.lives[:, 0].tolist() == lives
@@ -85,7 +85,7 @@ def test_unused_codes_become_vectors_and_come_into_use():
     for step in range(60):
         x = centres[torch.randint(20, (1, 40), generator=torch.Generator().manual_seed(step))]
         tested(x + 0.01 * normal(1, 40, dim, seed=step))
-        tested.after_step()
+        tested.finish_step()
     with torch.no_grad():
         codes = tested(centres[None]).codes.unique()
     assert len(codes) == 20
@@ -99,10 +99,10 @@ def test_processes_step_by_the_data_of_all():
         alone(x)
         other(x)
     seen, chosen = ([getattr(other, name)[0] for other in others] for name in ("_seen", "_chosen"))
-    alone.after_step()
+    alone.finish_step()
     for other in others:
         told = iter((seen, chosen))
         other.join(SimpleNamespace(gather=lambda _own, told=told: next(told)))
-        other.after_step()
+        other.finish_step()
         for name, buffer in alone.named_buffers():
             assert torch.equal(buffer, dict(other.named_buffers())[name]), name

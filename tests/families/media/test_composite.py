@@ -70,7 +70,7 @@ def test_kinds_are_those_of_sounds_and_pictures(tmp_path):
         starts = [*range(0, len(wanted) - length + 1, 3)]
         expected = [wanted[start : start + length] for start in starts]
         assert kinds_of_text.windows(starts, length).tolist() == expected
-    late = Text.of_parts([(path, 30, len(wanted))])
+    late = Text.from_parts([(path, 30, len(wanted))])
     assert ByteKinds(late).windows([0], len(late)).tolist() == [wanted[30:]]
     mixed = Mixture([(Text([plain]), 1), (whole, 2)])
     assert ByteKinds(mixed).windows([0], len(mixed)).tolist() == [[0] * 8 + wanted]

@@ -298,7 +298,7 @@ def test_losses_are_summed_by_kind_of_byte(cuts, tmp_path, device):
     edges = [0, *cuts, size]
     pieces = [(path, start, stop) for start, stop in pairwise(edges)]
     # every second piece is left out, so that sounds begin before and end after theirs
-    text = Text.of_parts(pieces[1::2] or pieces)
+    text = Text.from_parts(pieces[1::2] or pieces)
     costs = torch.rand(len(text), generator=torch.Generator().manual_seed(0)).double()
     losses = MediaLosses(text, device)
     width = 7

@@ -57,7 +57,7 @@ class Trained:
         with deterministic():
             losses = self.model.losses(*ids)
             sum(losses.values()).backward()
-            self.model.after_step()
+            self.model.finish_step()
         return [loss.detach() for loss in losses.values()]
 
     def changed(self) -> dict[str, torch.Tensor]:

@@ -121,7 +121,7 @@ def test_signal_ends_a_process_that_waits_for_others():
     with RaisedSignal():
         timer.start()
         with pytest.raises(Interrupted):
-            rendezvous.within(60, Event().wait)
+            rendezvous.call_with_timeout(60, Event().wait)
 
 
 def test_every_source_is_in_the_digest(tmp_path):

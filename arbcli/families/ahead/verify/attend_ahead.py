@@ -63,11 +63,11 @@ def _append_rings(inputs: tuple, y: Tensor) -> tuple[Tensor, ...]:
 
 
 def _draw_ahead(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    rows, heads, width = 2 + m % (MOST_AHEAD - 1), 1 + rng.below(3), WIDTHS[k % 2]
+    rows, heads, width = 2 + m % (MOST_AHEAD - 1), 1 + rng.integer(3), WIDTHS[k % 2]
     slots, most, half = max(n, rows), rng.pick((MOST_PARTS, 1, 3)), torch.bfloat16
     parts, _, span = sharing(slots, width, most)
     # between two positions another part begins
-    position = span * (1 + rng.below(parts)) - 1 if rng.plain else rng.below(3 * n)
+    position = span * (1 + rng.integer(parts)) - 1 if rng.plain else rng.integer(3 * n)
     qkv = rng.reals(rows * 3 * heads, width, dtype=half).contiguous().view(rows, 3, heads, width)
     rings = [rng.reals(heads * slots, width, dtype=half).contiguous() for _ in range(2)]
     angle = rng.reals(position + rows, width // 2, dtype=torch.float32).contiguous()
@@ -89,13 +89,13 @@ attend_ahead_verification = Verification(
 
 
 def _draw_kept(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    rows, heads, width = 1 + m % MOST_AHEAD, 1 + rng.below(3), 1 + k
+    rows, heads, width = 1 + m % MOST_AHEAD, 1 + rng.integer(3), 1 + k
     slots = max(n, rows)
     rings = [rng.reals(heads * slots, width).contiguous() for _ in range(2)]
     new = rng.reals(2 * rows * heads, width).contiguous().view(2, rows, heads, width)
     return (
-        *(ring.view(heads, slots, width) for ring in rings), new, rng.scalar(rng.below(3 * n)),
-        rng.scalar(1 + rng.below(rows)),
+        *(ring.view(heads, slots, width) for ring in rings), new, rng.scalar(rng.integer(3 * n)),
+        rng.scalar(1 + rng.integer(rows)),
     )  # fmt: skip
 
 

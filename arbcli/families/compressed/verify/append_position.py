@@ -74,9 +74,9 @@ def quantise_inputs(inputs: tuple, stored: torch.dtype) -> tuple:
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    kv, half, ratio = rng.pick((1, 2)), 1 + min(k, 64), 2 + rng.below(9)
-    position, slots = rng.below(60), 1 + rng.below(8)
-    sizes = (3, kv, 2 * half), (1 + rng.below(7), kv, 2 * half), (slots, kv, 2 * half)
+    kv, half, ratio = rng.pick((1, 2)), 1 + min(k, 64), 2 + rng.integer(9)
+    position, slots = rng.integer(60), 1 + rng.integer(8)
+    sizes = (3, kv, 2 * half), (1 + rng.integer(7), kv, 2 * half), (slots, kv, 2 * half)
     buffers = (rng.reals(*size).contiguous() for size in (*sizes, (2, ratio, kv * 2 * half)))
     angle = rng.reals(position + 1, half, dtype=torch.float32).contiguous()
     beta = rng.reals(kv * 2 * half, ratio, dtype=torch.float32).contiguous()

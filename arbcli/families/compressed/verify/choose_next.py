@@ -86,11 +86,11 @@ def index_of_byte(
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    ratio, max_entries, size = 2 + rng.below(4), 1 + rng.below(60), 1 + rng.below(9)
+    ratio, max_entries, size = 2 + rng.integer(4), 1 + rng.integer(60), 1 + rng.integer(9)
     heads = rng.pick((1, 3))
     query, key, keys, *rest = index_of_byte(
         rng.seeded(), rng.device, rng.dtype, heads, 2 * (1 + min(k, 19)),
-        max_entries + 1, size, ratio, max_entries, rng.below(3 * max_entries * ratio),
+        max_entries + 1, size, ratio, max_entries, rng.integer(3 * max_entries * ratio),
     )  # fmt: skip
     if rng.chance(0.2):  # all scores are equal: the last entries are selected
         query[-heads:] = 0

@@ -58,7 +58,7 @@ _GATE = Gate(
 
 
 def _draw_blocks(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    heads, half, ratio = rng.pick((1, 2)), 1 + min(k, 40), 2 + rng.below(7)
+    heads, half, ratio = rng.pick((1, 2)), 1 + min(k, 40), 2 + rng.integer(7)
     batch, length = rng.pick((1, 2)), 1 + min(m, 60)
     x = rng.reals(batch, length, 6 * heads * half)
     beta = rng.reals(2 * heads * half, ratio, dtype=torch.float32)

@@ -102,9 +102,9 @@ GATE = Gate(
 
 def draw_attention(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     """Draw the inputs of `compressed_attention`."""
-    ratio, length = 2 + rng.below(5), 1 + min(m, rng.pick((1, 5, 60)))
+    ratio, length = 2 + rng.integer(5), 1 + min(m, rng.pick((1, 5, 60)))
     kept, window = rng.pick((0, 3)), rng.pick((1, 4, 200))
-    start = kept + rng.below(9) if kept else 0
+    start = kept + rng.integer(9) if kept else 0
     sight = Sight(window, ratio, rng.pick((2, 10**4)), start)
     kv, width = rng.pick((1, 2)), 2 * min(1 + k, rng.pick((1, 9, 32)))
     shape = (kv * rng.pick((1, 3, 8)), kv, width, rng.pick((0, 1, 5, 40)))

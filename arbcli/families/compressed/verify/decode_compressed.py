@@ -67,11 +67,11 @@ def attention_of_byte(
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    ratio, max_entries, kv = 2 + rng.below(4), 1 + rng.below(60), rng.pick((1, 2))
+    ratio, max_entries, kv = 2 + rng.integer(4), 1 + rng.integer(60), rng.pick((1, 2))
     inputs = attention_of_byte(
         rng.seeded(), rng.device, rng.dtype, kv * rng.pick((1, 3, 8)), kv,
-        2 * (1 + min(k, 63)), 1 + rng.below(70), max_entries + 1, rng.pick((0, 2, 9, 40)), ratio,
-        max_entries, rng.below(2 * max_entries * ratio),
+        2 * (1 + min(k, 63)), 1 + rng.integer(70), max_entries + 1, rng.pick((0, 2, 9, 40)), ratio,
+        max_entries, rng.integer(2 * max_entries * ratio),
     )  # fmt: skip
     if rng.chance(0.3):
         stored = rng.pick((*FORMATS.values(),))

@@ -37,7 +37,7 @@ def _choices(rng: CaseGenerator, *sizes: int) -> Tensor:
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     entries, number = rng.pick((1, 8, 90)), 1 + min(m, 60)
-    size, batch = 1 + rng.below(entries), rng.pick((1, 2))
+    size, batch = 1 + rng.integer(entries), rng.pick((1, 2))
     chosen = _choices(rng, batch, number, size, entries)
     return rng.reals(batch, number, size, 1 + min(k, 200)).contiguous(), chosen, entries
 

@@ -35,7 +35,7 @@ _GATE = Gate(
 
 
 def _draw_slots(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    slots, spare = rng.pick((1, 2, 3, MOST_SLOTS)), rng.below(3)
+    slots, spare = rng.pick((1, 2, 3, MOST_SLOTS)), rng.integer(3)
     order = torch.randperm(m * slots + spare, generator=rng.generator, device=rng.device)
     positions = rng.view(order[: m * slots].view(m, slots))
     gates = None if rng.chance(0.2) else rng.reals(m, slots, dtype=torch.float32)

@@ -88,7 +88,7 @@ def _draw_text(rng: CaseGenerator, router: str, m: int, n: int, k: int) -> tuple
     rows = rng.reals((3 if router == "learned" else 1) * k).contiguous()
     x, last = rng.reals(k).contiguous(), rng.reals(2 * k).contiguous()
     mean = rng.reals(k, dtype=torch.float32).contiguous()
-    byte, ids = (torch.tensor([[rng.below(48)]], device=rng.device) for _ in range(2))
+    byte, ids = (torch.tensor([[rng.integer(48)]], device=rng.device) for _ in range(2))
     places = rng.scalar(rng.pick((0, 1, m, 4 * n))), rng.scalar(7)
     return router, x, rows, mean, last, byte, ids, *places, 4, 0.1, None
 

@@ -44,8 +44,8 @@ def decode_latent_reference(
 
 
 def _draw_rings(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    heads, half, still = 1 + rng.below(3), 1 + min(k // 8, 20), rng.below(40)
-    width, size, position = 2 * half + still, 1 + min(k, 300), rng.below(3 * n)
+    heads, half, still = 1 + rng.integer(3), 1 + min(k // 8, 20), rng.integer(40)
+    width, size, position = 2 * half + still, 1 + min(k, 300), rng.integer(3 * n)
     angle = rng.reals(position + 1, half, dtype=torch.float32).contiguous()
     shapes = ((1, heads * width + size + 2 * half), (heads * (width + still), size),
               (n, size), (n, 2 * half))  # fmt: skip

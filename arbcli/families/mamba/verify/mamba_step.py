@@ -62,7 +62,7 @@ def draw_step(
 def _draw(rng: CaseGenerator, _group_size: int, _m: int, n: int, _k: int) -> tuple:
     heads, states, taps = rng.pick((3, 4)), rng.pick((1, 9, 64)), rng.pick((2, 4, 8))
     shape = heads, states, min(n, 70), taps
-    inputs = draw_step(*shape, rng.below(14), rng.dtype, rng.generator)
+    inputs = draw_step(*shape, rng.integer(14), rng.dtype, rng.generator)
     if not rng.chance(0.4):
         return inputs
     others = [draw_step(*shape, at, rng.dtype, rng.generator) for at in (0, 13)]

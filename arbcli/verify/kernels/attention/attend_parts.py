@@ -55,7 +55,7 @@ def _append_state(inputs: tuple, parts: AttentionParts) -> tuple[Tensor, ...]:
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    heads, width, position = 1 + rng.below(3), WIDTHS[k % 2], rng.below(3 * n)
+    heads, width, position = 1 + rng.integer(3), WIDTHS[k % 2], rng.integer(3 * n)
     qkv = rng.reals(3 * heads, width, dtype=torch.bfloat16).contiguous().view(3, heads, width)
     rings = [rng.reals(heads * n, width, dtype=torch.bfloat16).contiguous() for _ in range(2)]
     angle = rng.reals(position + 1, width // 2, dtype=torch.float32).contiguous()

@@ -70,8 +70,8 @@ def _append_state(inputs: tuple, y: Tensor) -> tuple[Tensor, ...]:
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int, widest: int = 65) -> tuple:
-    texts = (1 + rng.below(4),) if rng.chance(0.4) else ()
-    heads, half = 1 + rng.below(4), min(k + 1, widest)
+    texts = (1 + rng.integer(4),) if rng.chance(0.4) else ()
+    heads, half = 1 + rng.integer(4), min(k + 1, widest)
     qkv, keys, values = (
         rng.reals(prod(shape[:-1]), shape[-1]).contiguous().view(shape)
         for shape in ((*texts, 3, heads, 2 * half), *(((*texts, heads, n, 2 * half),) * 2))

@@ -51,14 +51,14 @@ _GATE = Gate(
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     batch, heads, kv, half = (
-        1 + rng.below(3), 1 + rng.below(4), 1 + rng.below(3), 2 + min(k, 64)
+        1 + rng.integer(3), 1 + rng.integer(4), 1 + rng.integer(3), 2 + min(k, 64)
     )  # fmt: skip
     angle = rng.reals(m, half, dtype=torch.float32).contiguous()
     qkv = rng.reals(batch * m * (heads + 2 * kv), 2 * half).contiguous()
     gains = None
-    if rng.below(3) != 1:
+    if rng.integer(3) != 1:
         gains = rng.reals(2, 2 * half, dtype=torch.float32).contiguous()
-    eps = None if gains is None and rng.below(2) else 0.1
+    eps = None if gains is None and rng.integer(2) else 0.1
     qkv = qkv.view(batch, m, heads + 2 * kv, 2 * half)
     return qkv, gains, angle.cos(), angle.sin(), kv, eps
 

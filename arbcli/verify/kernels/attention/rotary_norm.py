@@ -57,7 +57,7 @@ _GATE = Gate(
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    batch, heads, half = 1 + rng.below(3), 1 + rng.below(4), 2 + min(k, 64)
+    batch, heads, half = 1 + rng.integer(3), 1 + rng.integer(4), 2 + min(k, 64)
     angle = rng.reals(m, half, dtype=torch.float32)
     qkv = rng.reals(batch * m * 3 * heads, 2 * half).contiguous()
     angle = angle.contiguous()

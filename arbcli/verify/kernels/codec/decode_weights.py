@@ -36,7 +36,7 @@ def _decode_in_one_launch(*matrices: Packed) -> tuple[Tensor, ...]:
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    shapes = [(n, k), *((1 + rng.below(n), 1 + rng.below(k)) for _ in range(rng.below(4)))]
+    shapes = [(n, k), *((1 + rng.integer(n), 1 + rng.integer(k)) for _ in range(rng.integer(4)))]
     return tuple(rng.packed(*shape, group_size, 127, "trit") for shape in shapes)
 
 

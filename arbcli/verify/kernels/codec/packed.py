@@ -29,11 +29,11 @@ def random_packed(
     return Packed(trits, exponent, fraction, in_features, group_size)
 
 
-def _in_octave(exponent: int) -> Callable[[Packed], Packed]:
+def _set_octave(exponent: int) -> Callable[[Packed], Packed]:
     return lambda packed: packed._replace(exponent=torch.full_like(packed.exponent, exponent))
 
 
-def _with_remainder(radix: int, nibble: bool) -> Callable[[Packed], Packed]:
+def _set_remainder(radix: int, nibble: bool) -> Callable[[Packed], Packed]:
     def change(packed: Packed) -> Packed:
         size, device = (packed.out_features, packed.in_features), packed.trits.device
         digits = torch.arange(size[0] * size[1], device=device) * 37 % 256 - 128
@@ -44,13 +44,13 @@ def _with_remainder(radix: int, nibble: bool) -> Callable[[Packed], Packed]:
 
 
 ALL_DIGITS: dict[str, dict[str, Any]] = {
-    "eight bits": {"packed": _with_remainder(64, False)},
-    "four bits": {"packed": _with_remainder(14, True)},
+    "eight bits": {"packed": _set_remainder(64, False)},
+    "four bits": {"packed": _set_remainder(14, True)},
 }
 """Changed cases of an operation with weights of all digits."""
 SPECIAL_WEIGHTS: dict[str, dict[str, Any]] = {
-    "lowest octave": {"packed": _in_octave(LOWEST_EXPONENT)},
-    "highest octave": {"packed": _in_octave(HIGHEST_EXPONENT)},
+    "lowest octave": {"packed": _set_octave(LOWEST_EXPONENT)},
+    "highest octave": {"packed": _set_octave(HIGHEST_EXPONENT)},
     "zeros": {"packed": lambda x: x._replace(trits=torch.full_like(x.trits, LARGEST_BYTE // 2))},
 }
 """Changed cases of an operation with packed weights."""

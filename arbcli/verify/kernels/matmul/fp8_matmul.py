@@ -28,7 +28,7 @@ def fp8_matmul_reference(
     return (q.double() * scale) @ (weight.double() * weight_scale.T).T
 
 
-def _in_bf16(
+def _multiply_bf16(
     q: Tensor, _scale: Tensor, packed: Packed, transposed: bool, _dtype: torch.dtype
 ) -> Callable:
     """Multiply in bfloat16."""
@@ -37,7 +37,7 @@ def _in_bf16(
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    n, k, transposed = -(-n // MULTIPLE) * MULTIPLE, -(-k // MULTIPLE) * MULTIPLE, rng.below(2)
+    n, k, transposed = -(-n // MULTIPLE) * MULTIPLE, -(-k // MULTIPLE) * MULTIPLE, rng.integer(2)
     packed = rng.packed(n, k, group_size)
     q, scale = quantise_rows_verification.torch(rng.reals(m, n if transposed else k))
     return q.to(E4M3), scale, packed, transposed == 1, rng.dtype
@@ -48,5 +48,5 @@ fp8_matmul_verification = Verification(
     changed={"zeros": {"q": torch.zeros_like}},
     gate=Gate(relative=4e-3, reason="sums of the matrix library, rounded to bf16"), draw=_draw,
     large_reference=partial(fp8_matmul_reference, decode=decode_e4m3_verification.torch),
-    needs_rows=True, uses_scales=False, library=_in_bf16,
+    needs_rows=True, uses_scales=False, library=_multiply_bf16,
 )  # fmt: skip

@@ -59,14 +59,14 @@ def _any_codes(pieces: Tensor) -> Tensor:
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    gated, size = rng.below(2) == 1, PLANE * max(1, group_size // PLANE)
+    gated, size = rng.integer(2) == 1, PLANE * max(1, group_size // PLANE)
     k = -(-k // 8) * 8
     packed = rng.packed(n + n % 2, k, size, digits="all")
     if packed.remainder is not None and not packed.nibble:  # |z| is at most 127
         packed = packed._replace(remainder=(packed.remainder // 2).clamp(min=-63))
     weight = prepack_int8(packed, gated)
     x = rng.reals(1 + (m - 1) % MOST_TEXTS, k, dtype=torch.bfloat16).contiguous()
-    added = rng.reals(len(x), weight.out_features).contiguous() if rng.below(2) else None
+    added = rng.reals(len(x), weight.out_features).contiguous() if rng.integer(2) else None
     return x, *weight, rng.pick((None, 1e-6)), added, rng.dtype
 
 

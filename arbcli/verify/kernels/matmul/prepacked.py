@@ -20,11 +20,11 @@ from arbcli.verify.kernels.matmul.swizzled import multiply_densely, tiles_refere
 
 def draw_prepacked(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     """Draw rows, a prepacked matrix, and the optional norm, gate and sum."""
-    gated, size = rng.below(2) == 1, PLANE * max(1, group_size // PLANE)
+    gated, size = rng.integer(2) == 1, PLANE * max(1, group_size // PLANE)
     n, k = n + n % 2, -(-k // 8) * 8
     weight = prepack(rng.packed(n, k, size, digits="trit"), gated)
     x = rng.reals(m, k, dtype=torch.bfloat16).contiguous()
-    added = rng.reals(m, weight.out_features).contiguous() if rng.below(2) else None
+    added = rng.reals(m, weight.out_features).contiguous() if rng.integer(2) else None
     return x, *weight, rng.pick((None, 1e-6)), added, rng.dtype
 
 

@@ -84,7 +84,7 @@ def _sum_bags(ids: Tensor, weights: Tensor, packed: Packed) -> Callable:
 
 def _slots(rng: CaseGenerator, m: int, n: int, least: int = 64) -> Tensor:
     """Draw the ids of at least `least` slots, as many of every token, some of them outside."""
-    return rng.integers(-1, n, m, max(1 + rng.below(12), -(-least // m)), dtype=torch.int64)
+    return rng.integers(-1, n, m, max(1 + rng.integer(12), -(-least // m)), dtype=torch.int64)
 
 
 def _few_tokens(m: int, k: int) -> int:

@@ -35,17 +35,17 @@ def blend_moment_reference(
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    nibble = rng.below(2) == 1
+    nibble = rng.integer(2) == 1
     largest = moment_max(nibble)
     moment = rng.integers(-largest, largest, n, k)
     if nibble:
         moment = rng.view(moment * 16 + rng.integers(0, 15, n, k))
     gains = draw_gains(rng, n, k, rng.pick((2.0**14, 2.0**16, 2.0**22)))
-    squares = torch.tensor(rng.below(1000), device=rng.device)
+    squares = torch.tensor(rng.integer(1000), device=rng.device)
     return (
         moment, rng.reals(n, k), *gains, rng.key(), rng.scalar(not rng.chance(0.1)), squares,
-        rng.pick((0, 58982, 65536)), rng.scalar(rng.below(1024)),
-        rng.scalar(4 + rng.below(12)), nibble,
+        rng.pick((0, 58982, 65536)), rng.scalar(rng.integer(1024)),
+        rng.scalar(4 + rng.integer(12)), nibble,
     )  # fmt: skip
 
 

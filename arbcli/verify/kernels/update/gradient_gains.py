@@ -94,7 +94,7 @@ def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     parts = sums(m), sums(m + 2, n), sums(m + 5, k)
     counters = [torch.zeros((), dtype=torch.int64, device=rng.device) for _ in range(2)]
     squares = parts[0] * rng.pick((1.0, 1.0, 2.0**140))
-    state = (digits(n), digits(k)) if rng.below(4) else (None, None)
+    state = (digits(n), digits(k)) if rng.integer(4) else (None, None)
     return slope, parts[0].double(), squares, *parts[1:], *state, rng.key(), rng.key(), *counters
 
 

@@ -36,7 +36,7 @@ def _merged_steps_triton(*inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    shapes = [(n, k), *((1 + rng.below(n), 1 + rng.below(k)) for _ in range(rng.below(9)))]
+    shapes = [(n, k), *((1 + rng.integer(n), 1 + rng.integer(k)) for _ in range(rng.integer(9)))]
     matrices = [step_scales_verification.drawn(rng, group_size, m, *shape) for shape in shapes]
     if rng.chance(0.5):  # one kind of launch, else two that share a wave
         matrices = [(*inputs[:2], inputs[2].float(), *inputs[3:]) for inputs in matrices]

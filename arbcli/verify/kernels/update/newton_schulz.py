@@ -32,7 +32,7 @@ _GATE = Gate(
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    stack = (1 + rng.below(3),) if rng.chance(0.3) else ()
+    stack = (1 + rng.integer(3),) if rng.chance(0.3) else ()
     n, k = (n, k) if rng.chance(0.3) else (min(n, k), max(n, k))
     return (rng.reals(*stack, n, k),)
 

@@ -55,21 +55,21 @@ def together_reference(sums: Tensor, low: Tensor | None) -> Tensor:
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     dtype = rng.pick((torch.int8, torch.int16, torch.int32))
-    sums = torch.full((n, k), rng.below(99), dtype=dtype, device=rng.device)
+    sums = torch.full((n, k), rng.integer(99), dtype=dtype, device=rng.device)
     exponent, fitting = (rng.integers(-9, 1, n).contiguous() for _ in range(2))
     if rng.chance(0.2):
-        exponent[:: 1 + rng.below(4)] = NONE
+        exponent[:: 1 + rng.integer(4)] = NONE
     low, room = None, 29  # in sums of int8
     if dtype == torch.int8 and rng.chance(0.5):
         low, room = rng.integers(0, 15, (n + 1) // 2, k).contiguous().view(torch.uint8), 450
     block = block_of(k) if rng.chance(0.9) else 1
     add = not rng.chance(0.4)
     widest = 2047 if low is not None else 127 if dtype == torch.int8 else 32767
-    limit = 1 + rng.below(room) if add else widest
+    limit = 1 + rng.integer(room) if add else widest
     return rng.reals(n, k), exponent, rng.key(), sums, low, fitting, limit, block, add
 
 
-def _with_wrong_numbers(grad: Tensor) -> Tensor:
+def _set_nonfinite(grad: Tensor) -> Tensor:
     grad = grad.clone()
     grad[1, 3], grad[2, 0], grad[3, -1] = torch.nan, torch.inf, -torch.inf
     return grad
@@ -83,8 +83,8 @@ quantise_gradient_verification = Verification(
     quantise_gradient, quantise_gradient_reference,
     changed={
         "zeros": {"grad": torch.zeros_like}, "clipped": {"grad": lambda x: x * 1e30},
-        "tiny": {"grad": lambda x: x * 1e-33}, "not finite": {"grad": _with_wrong_numbers},
-        "not finite, not mixed": {"grad": _with_wrong_numbers, "block": 1},
+        "tiny": {"grad": lambda x: x * 1e-33}, "not finite": {"grad": _set_nonfinite},
+        "not finite, not mixed": {"grad": _set_nonfinite, "block": 1},
         "halfway": {"grad": _halves, "limit": 15, "block": 1},
     }, compared=("sums", "low", "fitting"),
     draw=_draw, needs_rows=False,

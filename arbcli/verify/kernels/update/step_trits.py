@@ -91,7 +91,7 @@ def draw_weights(
 
 
 def _draw_by_moment(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    nibble = rng.below(2) == 1
+    nibble = rng.integer(2) == 1
     radix, largest = (8, 7) if nibble else (32, 127)
     packed, remainder = draw_weights(rng, n, k, radix, largest)
     moment = None if nibble else rng.integers(-127, 127, n, k)
@@ -99,27 +99,27 @@ def _draw_by_moment(rng: CaseGenerator, group_size: int, m: int, n: int, k: int)
         remainder = rng.view(rng.integers(-7, 7, n, k) * 16 + remainder % 16)
     step_size, squares, flips = (
         torch.tensor(value, device=rng.device)
-        for value in (rng.below(2**36), rng.below(n * k * largest**2), rng.below(1000))
+        for value in (rng.integer(2**36), rng.integer(n * k * largest**2), rng.integer(1000))
     )
     limit = rng.scalar(rng.pick((2**14, 2**19, 2**23)))
     return (
-        packed, remainder, moment, rng.key(), rng.scalar(rng.below(2**16)), step_size, squares,
+        packed, remainder, moment, rng.key(), rng.scalar(rng.integer(2**16)), step_size, squares,
         limit,
         rng.scalar(not rng.chance(0.1)), flips, radix, largest, _draw_decay(rng),
     )  # fmt: skip
 
 
 def _draw_decay(rng: CaseGenerator) -> Tensor | None:
-    return rng.scalar(rng.below(LARGEST_DECAY + 1)) if rng.below(2) else None
+    return rng.scalar(rng.integer(LARGEST_DECAY + 1)) if rng.integer(2) else None
 
 
 def _draw_by_direction(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     gains = draw_gains(rng, n, k, rng.pick((2.0**14, 2.0**16, 2.0**19)))
     limit = rng.pick((2**14, 2**19, 2**23))
-    control = map(rng.scalar, (rng.below(2**12), 6 + rng.below(8), limit))
+    control = map(rng.scalar, (rng.integer(2**12), 6 + rng.integer(8), limit))
     return (
         *draw_weights(rng, n, k, 32, 127), rng.reals(n, k), *gains, rng.key(), *control,
-        rng.scalar(not rng.chance(0.1)), torch.tensor(rng.below(1000), device=rng.device),
+        rng.scalar(not rng.chance(0.1)), torch.tensor(rng.integer(1000), device=rng.device),
         32, 127, _draw_decay(rng),
     )  # fmt: skip
 

@@ -36,13 +36,13 @@ def sum_gradients_reference(
 
 
 def _draw(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
-    number, dtype = 1 + rng.below(4), rng.pick((torch.int8, torch.int16, torch.int32))
+    number, dtype = 1 + rng.integer(4), rng.pick((torch.int8, torch.int16, torch.int32))
     low = None
     if dtype == torch.int8 and rng.chance(0.5):
-        halves = rng.integers(-128, 127, number, (n + 1) // 2 * k + rng.below(3))
+        halves = rng.integers(-128, 127, number, (n + 1) // 2 * k + rng.integer(3))
         low = halves.contiguous().view(torch.uint8)[:, : (n + 1) // 2 * k]
         low = low.unflatten(1, ((n + 1) // 2, k))
-    room = torch.zeros(number, n * k + rng.below(3), dtype=dtype, device=rng.device)
+    room = torch.zeros(number, n * k + rng.integer(3), dtype=dtype, device=rng.device)
     parts = room[:, : n * k].unflatten(1, (n, k))
     parts.copy_(rng.integers(-127, 127, number, n, k))
     exponent, fitting = (rng.integers(-9, 9, *shape).contiguous() for shape in ((n,), (number, n)))

@@ -28,7 +28,7 @@ def unit_rows_reference(values: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
 def _draw_values(rng: CaseGenerator, rows: int, columns: int) -> Tensor:
     values = rng.reals(rows, columns)
     if rng.chance(0.3):
-        values[:: 1 + rng.below(3)] = 0
+        values[:: 1 + rng.integer(3)] = 0
     return values
 
 
