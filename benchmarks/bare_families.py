@@ -240,7 +240,9 @@ class Compressed(nn.Module):
         entries = turn(still, at(angles, slice(0, length, m)))
         q = q * width**-0.5
         by_flex = self.mask is not None
-        near, total = self.by_flex(q, recent, entries) if by_flex else self.near(q, recent)
+        near, total = (
+            self.attend_by_flex(q, recent, entries) if by_flex else self.attend_nearby(q, recent)
+        )
         total = total + self.sink.exp()
         divergence = None
         if self.indexer is None and not by_flex:
@@ -252,7 +254,7 @@ class Compressed(nn.Module):
             far, more, weights = self.to_chosen(q, gathered(entries, chosen), exists)
             near, total = near + far, total + more
             with torch.no_grad():
-                shares = (weights / self.in_groups(total, torch.inf)[..., None]).sum(2)
+                shares = (weights / self.view_groups(total, torch.inf)[..., None]).sum(2)
             divergence = self.indexer.divergence(projections, chosen, exists, shares)
         y = (near / total[..., None]).to(x.dtype)
         back = of_heads[0], -of_heads[1]
@@ -270,8 +272,8 @@ class Compressed(nn.Module):
         device = str(torch.empty(0).device)
         return create_block_mask(seen, None, None, length, length + entries, device=device)
 
-    def by_flex(self, q: Tensor, recent: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend to the last bytes, and to all complete entries: see `near`."""
+    def attend_by_flex(self, q: Tensor, recent: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend to the last bytes, and to all complete entries: see `attend_nearby`."""
         keys = recent if self.indexer else torch.cat((recent, entries), 1)
         keys = keys[:, None]
         y, logs = flex_attention(
@@ -281,7 +283,7 @@ class Compressed(nn.Module):
         total = logs.exp().transpose(1, 2)
         return y.transpose(1, 2).float() * total[..., None], total
 
-    def near(self, q: Tensor, recent: Tensor) -> tuple[Tensor, Tensor]:
+    def attend_nearby(self, q: Tensor, recent: Tensor) -> tuple[Tensor, Tensor]:
         """Attend to the last bytes; (B, T, H, d), unnormalised, and sums of weights, (B, T, H)."""
         window, pieces = self.window, q.shape[1] // self.window
         keys = recent.unflatten(1, (pieces, window))
@@ -306,7 +308,7 @@ class Compressed(nn.Module):
         y = weights.flatten(1, 2).to(q.dtype) @ entries
         return y.view(q.shape), weights.sum(-1)
 
-    def in_groups(self, x: Tensor, padding: float = 0.0) -> Tensor:
+    def view_groups(self, x: Tensor, padding: float = 0.0) -> Tensor:
         """View positions as groups that share a selection, without the first, incomplete one.
 
         (B, T, H, ...) to (B, T / m, m H, ...); the last group is padded.
@@ -318,15 +320,15 @@ class Compressed(nn.Module):
     def to_chosen(self, q: Tensor, keys: Tensor, exists: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Attend to selected entries, likewise; also return the weights, (B, T / m, m H, k)."""
         m, length = self.ratio, q.shape[1]
-        scores = self.in_groups(q) @ keys.mT
+        scores = self.view_groups(q) @ keys.mT
         weights = torch.where(exists[:, :, None], scores.float().exp(), 0)
         y = weights.to(q.dtype) @ keys
 
-        def by_position(x: Tensor) -> Tensor:
+        def split_positions(x: Tensor) -> Tensor:
             x = x.unflatten(2, (m, -1)).flatten(1, 2)[:, : length - m + 1]
             return functional.pad(x, (*[0] * (2 * (x.dim() - 2)), m - 1, 0))
 
-        return by_position(y), by_position(weights.sum(-1)), weights
+        return split_positions(y), split_positions(weights.sum(-1)), weights
 
 
 class MLP(nn.Module):

@@ -102,7 +102,7 @@ def compare_few_rows(comparisons: Comparisons, size: int) -> None:
     weights = [prepack(one) for one in matrices]
     twins = [randn(size, size) for _ in matrices]
 
-    def in_a_row(multiply: Callable, x: Tensor, many: list) -> None:
+    def multiply_in_a_row(multiply: Callable, x: Tensor, many: list) -> None:
         with overlapping():
             for weight in many:
                 multiply(x, weight)
@@ -115,7 +115,10 @@ def compare_few_rows(comparisons: Comparisons, size: int) -> None:
         x = randn(rows, size)
         multiply = row_matmul if rows == 1 else prepacked_rows
         one, one_twin = partial(multiply, x, weights[0]), partial(torch.matmul, x, twins[0].T)
-        all_, all_twins = partial(in_a_row, multiply, x, weights), partial(twins_in_a_row, x)
+        all_, all_twins = (
+            partial(multiply_in_a_row, multiply, x, weights),
+            partial(twins_in_a_row, x),
+        )
         for what, ours, peer, number in (
             ("prepacked", one, one_twin, 1),
             ("prepacked, in a row", all_, all_twins, len(weights)),

@@ -151,18 +151,18 @@ def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_of(value)
 
 
-def of_symmetric(x_desc: Any, N: int, K: int, **_: Any) -> int:
+def count_symmetric(x_desc: Any, N: int, K: int, **_: Any) -> int:
     """Count the operations of a product with a symmetric result, half of which is needed."""
     matrices: int = x_desc.base.shape[0]
     return matrices * N * (N + 1) * K
 
 
-def of_grouped(S: int, N: int, K: int, **_: Any) -> int:
+def count_grouped(S: int, N: int, K: int, **_: Any) -> int:
     """Count the operations of products of experts: each of S rows is multiplied once."""
     return 2 * S * N * K
 
 
-def of_compressed(
+def count_compressed(
     x_ptr: Tensor, T: int, SIZE: int, WINDOW: int, MOST: int, RATIO: int, CHOSEN: bool, **_: Any
 ) -> int:
     """Count the operations of attention to a window and to compressed entries, both passes."""
@@ -173,15 +173,15 @@ def of_compressed(
 
 
 OPERATIONS: dict[str, Callable[..., int]] = {
-    "_symmetric_kernel": of_symmetric,
-    "_grouped_matmul_kernel": of_grouped,
-    "_grouped_grad_w_kernel": of_grouped,
-    "_compressed_attention_kernel": of_compressed,
+    "_symmetric_kernel": count_symmetric,
+    "_grouped_matmul_kernel": count_grouped,
+    "_grouped_grad_w_kernel": count_grouped,
+    "_compressed_attention_kernel": count_compressed,
 }
 """Functions that count the operations of our kernels from their arguments."""
 
 
-def of_library_attention(name: str, given: dict[str, Any]) -> int:
+def count_library_attention(name: str, given: dict[str, Any]) -> int:
     """Count the operations of attention by a library, both passes, when its forward is called."""
     if "backward" in name:
         return 0
@@ -231,7 +231,7 @@ class Operations(TorchDispatchMode):
             return result
         if "attention" in name:
             given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-            work.operations[ATTENTION] += of_library_attention(name, given)
+            work.operations[ATTENTION] += count_library_attention(name, given)
             work.bytes[ATTENTION] += work.num_bytes([*taken, *results_])
         elif not name.startswith(("empty", "new_empty", "detach")):
             work.bytes[work.kind(REST)] += work.num_bytes([*taken, *results_])
@@ -265,14 +265,14 @@ def counting(work: Work) -> Iterator[None]:
         run = getattr(Updater, method)
 
         @wraps(run)
-        def inside(*args: Any, **given: Any) -> Any:
+        def marked_run(*args: Any, **given: Any) -> Any:
             previous, work.updating = work.updating, True
             try:
                 return run(*args, **given)
             finally:
                 work.updating = previous
 
-        return mock.patch.object(Updater, method, inside)
+        return mock.patch.object(Updater, method, marked_run)
 
     previous = launcher()
     with ExitStack() as stack:
@@ -304,11 +304,11 @@ def annotated(method: str) -> Any:
     run = getattr(Updater, method)
 
     @wraps(run)
-    def inside(*args: Any, **given: Any) -> Any:
+    def marked_run(*args: Any, **given: Any) -> Any:
         with record_function(UPDATE):
             return run(*args, **given)
 
-    return mock.patch.object(Updater, method, inside)
+    return mock.patch.object(Updater, method, marked_run)
 
 
 def trace(trainer: Trainer) -> list[dict[str, Any]]:

@@ -108,7 +108,7 @@ def _other_bytes(data: bytes, places: Iterable[int]) -> Iterator[bytes]:
     yield from (data + b"x", data[:-1])
 
 
-def _of_configs() -> Iterator[tuple[str, _Outcomes]]:
+def _config_outcomes() -> Iterator[tuple[str, _Outcomes]]:
     for model_type, own in MODELS.items():
         outcomes = _Outcomes()
         for values in _others(COMMON | {"model_type": model_type} | own):
@@ -120,7 +120,7 @@ def _of_configs() -> Iterator[tuple[str, _Outcomes]]:
         yield f"config.json of {model_type}", outcomes
 
 
-def _of_gguf() -> Iterator[tuple[str, _Outcomes]]:
+def _gguf_outcomes() -> Iterator[tuple[str, _Outcomes]]:
     outcomes, content, path = _Outcomes(), BytesIO(), Path("model.gguf")
     keys = {"a.name": (STRING, "some"), "a.list": (UINT32, [3, 4]), "a.float": (FLOAT32, 0.5),
             "a.words": (STRING, ["x", "yz"]), "a.number": (UINT32, 7)}  # fmt: skip
@@ -143,7 +143,7 @@ def _of_gguf() -> Iterator[tuple[str, _Outcomes]]:
     yield "a GGUF file", outcomes
 
 
-def _of_safetensors() -> Iterator[tuple[str, _Outcomes]]:
+def _safetensors_outcomes() -> Iterator[tuple[str, _Outcomes]]:
     def write(name: str, header: Any, data: bytes) -> None:
         text = json.dumps(header).encode()
         Path(name).write_bytes(struct.pack("<Q", len(text)) + text + data)
@@ -179,7 +179,7 @@ def _of_safetensors() -> Iterator[tuple[str, _Outcomes]]:
     yield "an index", outcomes
 
 
-def _of_checkpoints() -> Iterator[tuple[str, _Outcomes]]:
+def _checkpoint_outcomes() -> Iterator[tuple[str, _Outcomes]]:
     tensors = {"a.trits": torch.arange(6, dtype=torch.uint8).view(2, 3)}
     outcomes = _Outcomes()
     whole = Checkpoint(3, {"x": 1}, {"refused": 2}, {"text": "y"}, tensors)
@@ -194,7 +194,7 @@ def _of_checkpoints() -> Iterator[tuple[str, _Outcomes]]:
 def altered() -> Iterator[str]:
     """Yield the lines of all kinds of files."""
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
-        for kind in (_of_configs, _of_gguf, _of_safetensors, _of_checkpoints):
+        for kind in (_config_outcomes, _gguf_outcomes, _safetensors_outcomes, _checkpoint_outcomes):
             for name, outcomes in kind():
                 yield from (name, *outcomes.lines())
 

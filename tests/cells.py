@@ -81,7 +81,7 @@ def wide(config: ModelConfig) -> ModelConfig:
     return replace(config, stages=(replace(outer, dim=16), main))
 
 
-def without(config: ModelConfig, part: str) -> ModelConfig:
+def drop_part(config: ModelConfig, part: str) -> ModelConfig:
     """Leave the `mixer` or the `channel` out of all blocks, and blocks that have nothing else."""
 
     def left(blocks: tuple[BlockConfig, ...]) -> tuple[BlockConfig, ...]:

@@ -140,7 +140,7 @@ def move_by_a_unit(seed: int, y: np.ndarray) -> None:
     bits += np.where(inexact, unit, 0)
 
 
-def in_numpy(x: Tensor) -> np.ndarray:
+def to_numpy(x: Tensor) -> np.ndarray:
     return x.detach().numpy()
 
 
@@ -163,7 +163,7 @@ def kernels(seed: int) -> dict[str, Callable]:
             a, b = factors = [x.to(work) for x in factors]
             given = [x.to(work) for x in args[:first]] + factors
             result = operation(*given, **scales, out=a.new_empty(shape))
-            noise = torch.from_numpy(noise_of_product(seed, in_numpy(a), in_numpy(b)))
+            noise = torch.from_numpy(noise_of_product(seed, to_numpy(a), to_numpy(b)))
             result += noise * scales.get("alpha", 1)
             return result.to(args[first].dtype)
 
@@ -188,7 +188,7 @@ def kernels(seed: int) -> dict[str, Callable]:
             result = x.new_empty(shape, dtype=work)
             operation(x if work is dtype else x.to(work), dim, keepdim, dtype=work, out=result)
             if is_noisy(x) and x.dim() and work.is_floating_point:
-                noise = noise_of_sum(seed, in_numpy(x.to(work)), dims, keepdim)
+                noise = noise_of_sum(seed, to_numpy(x.to(work)), dims, keepdim)
                 noise = torch.from_numpy(np.asarray(noise))
                 result += noise / (x.numel() / result.numel()) if mean else noise
             return result.to(dtype)
@@ -202,7 +202,7 @@ def kernels(seed: int) -> dict[str, Callable]:
         terms = x.to(work)
         result = aten.cumsum.out(terms, dim, out=torch.empty_like(terms))
         if is_noisy(x) and x.dim() and work.is_floating_point:
-            result += torch.from_numpy(noise_of_scan(seed, in_numpy(terms), dim % x.dim()))
+            result += torch.from_numpy(noise_of_scan(seed, to_numpy(terms), dim % x.dim()))
         return result.to(dtype)
 
     def function(name: str) -> Callable:
@@ -215,7 +215,7 @@ def kernels(seed: int) -> dict[str, Callable]:
             result = x.new_empty(0, dtype=torch.float32 if widened else dtype)
             operation(x, *args, **options, out=result)
             if result.dtype in (torch.float32, torch.float64):
-                move_by_a_unit(seed, in_numpy(result))
+                move_by_a_unit(seed, to_numpy(result))
             return result
 
         return compute

@@ -11,7 +11,7 @@ from torch import multiprocessing
 from arbcli.training.parallel.group import joined
 
 
-def in_processes(size: int, work: Callable, *args, device: str = "cpu", join: bool = True) -> list:
+def run_processes(size: int, work: Callable, *args, device: str = "cpu", join: bool = True) -> list:
     """Call work(group, *args) in so many processes; return what each of them returned, by rank.
 
     With `join=False` it is work(rank, *args), and joins the others itself.

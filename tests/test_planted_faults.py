@@ -16,10 +16,10 @@ from apparatus.planting import (
     Change,
     Fault,
     edit,
-    in_room,
+    functions_of_kernel,
+    functions_of_package,
     launched,
     method,
-    of_kernel,
     rewrite,
     set_constant,
 )
@@ -50,7 +50,7 @@ ATTENTION = "functional.scaled_dot_product_attention"
 
 def kernel(
     kind: str, name: str, of: str, change: Change, *,
-    scale: str = "", place=of_kernel,
+    scale: str = "", place=functions_of_kernel,
 ) -> Fault:  # fmt: skip
     """Plant a fault in what a kernel's spec reaches, which its cases must notice.
 
@@ -60,12 +60,12 @@ def kernel(
     return Fault(kind, name, edit(place(of), change), f"{of} {scale}".strip())
 
 
-torch_backend = partial(of_kernel, backend="torch")
+torch_backend = partial(functions_of_kernel, backend="torch")
 
 
 def module(kind: str, name: str, room: str, change: Change, caught_by: str) -> Fault:
     """Plant a fault in a room of `arbcli`."""
-    return Fault(kind, name, edit(in_room(room), change), caught_by)
+    return Fault(kind, name, edit(functions_of_package(room), change), caught_by)
 
 
 FAULTS = [
@@ -459,7 +459,7 @@ def scale_type_of(kernel: str, named: str) -> str | None:
     return (named or ("T32" if "norm" in kernel else "T6")) if spec.uses_scales else None
 
 
-def of_model(name: str, check: str) -> list:
+def check_one(name: str, check: str) -> list:
     """Make one of the checks of a model, as far as the first result that fails."""
     parts = {"output": "blocks", "gradient": "blocks"}.get(check, "whole")
     config = RAGGED if name == "ragged" else models.MODELS[name]
@@ -470,7 +470,7 @@ def of_model(name: str, check: str) -> list:
         return [*islice(failed, 1)]
 
 
-def of_update(rule_and_direction: str) -> list:
+def check_update(rule_and_direction: str) -> list:
     """Compare updates of one rule, or of `several` in one model, with their formulas."""
     rule, direction = rule_and_direction.split()
     if rule == "several":
@@ -482,15 +482,15 @@ def of_update(rule_and_direction: str) -> list:
 
 
 MODELS: dict[str, Callable[[str], list]] = {
-    "model:": partial(of_model, "ragged"), "streams:": partial(of_model, "4 streams"),
-    "graph:": partial(of_model, "graph"), "gates:": partial(of_model, "graph softplus"),
-    "hashed:": partial(of_model, "graph hash"), "compressed:": partial(of_model, "compressed"),
-    "hnet:": partial(of_model, "hnet"), "mamba:": partial(of_model, "hnet mamba"),
-    "mixed:": partial(of_model, "mixed"), "grouped:": partial(of_model, "grouped"),
-    "ahead:": partial(of_model, "ahead"), "masked:": partial(of_model, "masked"),
-    "fill:": partial(of_model, "fill"), "nearest:": partial(of_model, "graph nearest"),
-    "composite:": partial(of_model, "composite"),
-    "update": of_update,
+    "model:": partial(check_one, "ragged"), "streams:": partial(check_one, "4 streams"),
+    "graph:": partial(check_one, "graph"), "gates:": partial(check_one, "graph softplus"),
+    "hashed:": partial(check_one, "graph hash"), "compressed:": partial(check_one, "compressed"),
+    "hnet:": partial(check_one, "hnet"), "mamba:": partial(check_one, "hnet mamba"),
+    "mixed:": partial(check_one, "mixed"), "grouped:": partial(check_one, "grouped"),
+    "ahead:": partial(check_one, "ahead"), "masked:": partial(check_one, "masked"),
+    "fill:": partial(check_one, "fill"), "nearest:": partial(check_one, "graph nearest"),
+    "composite:": partial(check_one, "composite"),
+    "update": check_update,
 }  # fmt: skip
 """Checks of models by the first word of their name."""
 

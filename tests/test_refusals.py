@@ -49,59 +49,59 @@ PLACE = {"device": "cpu", "backend": "torch", "compute": "fp32"}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def of_model(name: str, **options):
+def model_config(name: str, **options):
     return lambda: preset(name, **options)
 
 
-def of_run(name: str = "tiny", **options):
+def run_config(name: str = "tiny", **options):
     return lambda: train_config(name, **PLACE | options)
 
 
 CONFIGURATIONS = {
-    "unknown fix of votes": (of_model("tiny", rule="votes", votes_fixes=("order", "none")),
+    "unknown fix of votes": (model_config("tiny", rule="votes", votes_fixes=("order", "none")),
         "`votes_fixes` is `none`", "choose one of: `threshold`", ("votes_fixes",)),
-    "fix of votes twice": (of_model("tiny", rule="votes", votes_fixes=("order", "order")),
+    "fix of votes twice": (model_config("tiny", rule="votes", votes_fixes=("order", "order")),
         "names a fix twice", "name it once", ("votes_fixes",)),
-    "fixes of another rule": (of_model("tiny", votes_fixes=("order",)),
+    "fixes of another rule": (model_config("tiny", votes_fixes=("order",)),
         "only applies to the rule `votes`", "leave it out, or use `rule=votes`",
         ("votes_fixes", "rule")),
-    "digits of votes": (of_model("tiny", rule="votes", digits="all"),
+    "digits of votes": (model_config("tiny", rule="votes", digits="all"),
         "the rule `votes` stores no digits",
         "`digits=all` out, or use one of: moment, nibble, carry", ("digits",)),
-    "digits of a baseline": (of_model("tiny", weights="ste", digits="all"),
+    "digits of a baseline": (model_config("tiny", weights="ste", digits="all"),
         "a float baseline stores no digits", "moment", ("digits",)),
-    "half keys": (of_model("arb-tiny", top_k=2000), "`top_k` is 2000", "half keys", ("top_k",)),
-    "stages": (of_model("hnet-tiny", outer_dim=(32, 32)), "for 1 stages, and `outer_dim` for 2",
+    "half keys": (model_config("arb-tiny", top_k=2000), "`top_k` is 2000", "half keys", ("top_k",)),
+    "stages": (model_config("hnet-tiny", outer_dim=(32, 32)), "for 1 stages, and `outer_dim` for 2",
         "1 to 8", ("outer_layers", "outer_dim")),
-    "best of a baseline": (of_run(weights="float", keep_best=True),
+    "best of a baseline": (run_config(weights="float", keep_best=True),
         "a float baseline has no checkpoint", "leave `keep_best` out", ("keep_best", "weights")),
-    "end of a constant rate": (of_run(schedule="constant", final_lr=0.5),
+    "end of a constant rate": (run_config(schedule="constant", final_lr=0.5),
         "does not change at the end", "`final_lr` out, or choose another `schedule`",
         ("final_lr", "schedule")),
-    "fading of other weights": (of_run(digits="all", fade_from=0.1), "only applies to weights that",
+    "fading of other weights": (run_config(digits="all", fade_from=0.1), "only applies to weights",
         "`fade_from` out, or use `digits=fade`", ("fade_from", "digits")),
-    "fading beyond the end": (of_run(digits="fade", fade_from=0.6), "fade from 0.6 to 1.1 of the",
+    "fading beyond the end": (run_config(digits="fade", fade_from=0.6), "fade from 0.6 to 1.1 of",
         "a larger `fade_to` of at most 1", ("fade_from", "fade_to")),
-    "fading that ends before": (of_run(digits="fade", fade_from=0.4, fade_to=0.3),
+    "fading that ends before": (run_config(digits="fade", fade_from=0.4, fade_to=0.3),
         "would fade from 0.4 to 0.3 of the",
         "`fade_from` of 0 or more, and a larger `fade_to`", ("fade_from", "fade_to")),
-    "streams of others": (of_model("arb-tiny", streams=2), "read one residual stream",
+    "streams of others": (model_config("arb-tiny", streams=2), "read one residual stream",
         "use `streams = 1`", ("streams",)),
-    "reduce dtype of a baseline": (of_run(weights="float", reduce_dtype="int8"),
+    "reduce dtype of a baseline": (run_config(weights="float", reduce_dtype="int8"),
         "a float baseline has no rounded gradients", "leave `reduce_dtype` out",
         ("reduce_dtype", "weights")),
-    "too many parts": (of_run(reduce_dtype="int16", accum=4097),
+    "too many parts": (run_config(reduce_dtype="int16", accum=4097),
         "sums of 4,097 parts of int16 could wrap",
         "use `accum` of up to 4,096", ("accum", "reduce_dtype")),
-    "fp8 of a baseline": (of_run(weights="ste", compute="fp8"), "no products in eight bits",
+    "fp8 of a baseline": (run_config(weights="ste", compute="fp8"), "no products in eight bits",
         "`compute=fp8` out", ("compute", "weights")),
-    "rate of votes": (of_run(rule="votes", lr=0.1), "the rule `votes` has no learning rate",
+    "rate of votes": (run_config(rule="votes", lr=0.1), "the rule `votes` has no learning rate",
         "leave `lr` out", ("lr", "rule")),
-    "direction of a float head": (of_run(weights="float", fields={"head_direction": "sign"}),
+    "direction of a float head": (run_config(weights="float", fields={"head_direction": "sign"}),
         "a float baseline takes no direction", "leave `head_direction` out", ()),
-    "direction of a tied head": (of_run(fields={"head_direction": "sign", "tied": True}),
+    "direction of a tied head": (run_config(fields={"head_direction": "sign", "tied": True}),
         "no linear head", "leave `head_direction` out", ()),
-    "attention of chunks": (of_model("hnet-tiny", attention="compressed"),
+    "attention of chunks": (model_config("hnet-tiny", attention="compressed"),
         "`hnet-tiny` has no such part: `attention`", "use it with `tiny` or `small`",
         ("attention",)),
 }  # fmt: skip

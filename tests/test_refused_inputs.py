@@ -48,7 +48,7 @@ def toml(model: str) -> Callable:
     return lambda _: read_settings(text(model, "a.toml"))
 
 
-def without(package: str, call: Callable) -> Callable:
+def hide_package(package: str, call: Callable) -> Callable:
     """Call where a package is not installed."""
 
     def refused(patch: pytest.MonkeyPatch) -> None:
@@ -113,9 +113,9 @@ REFUSED: dict[str, tuple[Callable, str]] = {
         smaller(tokens, "LARGEST_FILE", 3, lambda: tokens.Tokenizer.read(text("four"))),
         "`a.txt` has more than 3 bytes"),
     "templates without jinja": (
-        without("jinja2", lambda: templates("x")), "needs the package jinja2, which is not"),
+        hide_package("jinja2", lambda: templates("x")), "needs the package jinja2, which is not"),
     "tokenizers without the package": (
-        without("tokenizers", lambda: tokens.Tokenizer(b"{}", "it")),
+        hide_package("tokenizers", lambda: tokens.Tokenizer(b"{}", "it")),
         "`it` needs the package tokenizers, which is not installed"),
     "endless template": (
         smaller(chat_template, "MOST_CHARACTERS", 9, lambda: templates("0123456789").render([])),

@@ -18,7 +18,7 @@ from arbcli.inspect.saved import open_saved
 from arbcli.interop.huggingface.dense import shape_of
 
 
-def with_main(**changes: object):
+def set_main(**changes: object):
     config = preset("tiny", layers=2)
     return replace(config, stages=(replace(config.main, **changes),))
 
@@ -26,7 +26,7 @@ def with_main(**changes: object):
 def first_block(**changes: object):
     config = preset("tiny", layers=2)
     one, other = config.main.blocks
-    return with_main(blocks=(replace(one, **changes), other))
+    return set_main(blocks=(replace(one, **changes), other))
 
 
 def test_model_of_another_kind_has_no_shape():
@@ -34,14 +34,14 @@ def test_model_of_another_kind_has_no_shape():
     block = config.main.blocks[0]
     assert shape_of(config) is not None
     narrow = replace(block, mixer=replace(block.mixer, window=3))
-    assert shape_of(with_main(blocks=(narrow, block))).windows == (3, None)
+    assert shape_of(set_main(blocks=(narrow, block))).windows == (3, None)
     for other in (
         preset("hnet-tiny"), graph_config(), preset("tiny", streams=2),
-        with_main(contribution=0.5), first_block(channel=None), first_block(mixer=None),
-        with_main(blocks=(replace(block, channel=None),) * 2),
-        with_main(blocks=(replace(block, mixer=MambaConfig(heads=4)),) * 2),
-        with_main(blocks=(replace(block, channel=ExpertsConfig(experts=4, width=7)),) * 2),
-        with_main(blocks=(replace(block, mixer=replace(block.mixer, sub_norm=False)),) * 2),
+        set_main(contribution=0.5), first_block(channel=None), first_block(mixer=None),
+        set_main(blocks=(replace(block, channel=None),) * 2),
+        set_main(blocks=(replace(block, mixer=MambaConfig(heads=4)),) * 2),
+        set_main(blocks=(replace(block, channel=ExpertsConfig(experts=4, width=7)),) * 2),
+        set_main(blocks=(replace(block, mixer=replace(block.mixer, sub_norm=False)),) * 2),
     ):  # fmt: skip
         assert shape_of(other) is None
 

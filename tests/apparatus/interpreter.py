@@ -221,7 +221,7 @@ def _directly(slowly: Callable, name: str, operate: Callable) -> Callable:
 
 
 @contextmanager
-def within_arguments() -> Iterator[None]:
+def checked_bounds() -> Iterator[None]:
     """Fail where a kernel reads or writes outside of the memory of its arguments.
 
     A GPU may stop there; the interpreter reads what is there, and a mask may hide it from results.

@@ -147,7 +147,7 @@ def _filled(instead: ast.AST, bindings: dict[str, Any]) -> ast.AST:
     return Filler().visit(copy.deepcopy(instead))
 
 
-def of_kernel(name: str, backend: str = "triton") -> Place:
+def functions_of_kernel(name: str, backend: str = "triton") -> Place:
     """Find all functions and kernels that a spec's implementation reaches by global names."""
 
     def find() -> list:
@@ -161,14 +161,16 @@ def launched(name: str) -> Place:
     """Find the kernels that a spec's launchers launch, without those that these call."""
 
     def find() -> list:
-        functions = [value for value in of_kernel(name)() if isinstance(value, FunctionType)]
+        functions = [
+            value for value in functions_of_kernel(name)() if isinstance(value, FunctionType)
+        ]
         inner = [named for function in functions for named in _named(function)]
         return [kernel for kernel in inner if _is_kernel(kernel)]
 
     return find
 
 
-def in_room(*rooms: str) -> Place:
+def functions_of_package(*rooms: str) -> Place:
     """Find all functions and methods that are defined in packages or modules of `arbcli`."""
 
     def find() -> list:

@@ -82,10 +82,10 @@ def run_commands() -> list[str]:
             lines: list[str] = []
             for name, words in SCENES.items():
                 code, out, err = _run(words if "--prompts" in words else [*words, "--json"])
-                lines += ["", f"{name}: {code}", *_of_output(out)]
+                lines += ["", f"{name}: {code}", *_output_values(out)]
                 lines += [line for line in err.splitlines() if line.startswith(("error", "hint"))]
             for name in RECORDS:
-                lines += ["", name, *_of_output(Path(name).read_text())]
+                lines += ["", name, *_output_values(Path(name).read_text())]
             lines += sorted(str(path) for name in ("a", "d", "hf") for path in Path(name).iterdir())
         finally:
             os.chdir(before)
@@ -129,7 +129,7 @@ def _run(words: list[str]) -> tuple[Any, str, str]:
     return code, *(part.buffer.getvalue().decode() for part in (out, err))
 
 
-def _of_output(text: str) -> Iterator[str]:
+def _output_values(text: str) -> Iterator[str]:
     """Yield the values of a JSON object, or of one per line."""
     try:
         objects = [json.loads(text)]

@@ -54,7 +54,7 @@ def test_audit_of_a_run_has_its_settings_unless_an_option_changes_them(finished_
     assert changed["state_bytes"] < of_run["state_bytes"]
 
 
-def after_init(monkeypatch, owner, plant):
+def patch_init(monkeypatch, owner, plant):
     init = owner.__init__
 
     def planted(self, *args, **kwargs):
@@ -77,8 +77,8 @@ def test_audit_memory_fails_on_floats_on_hidden_state_and_on_a_tensor_kept_each_
         kept.append(torch.from_numpy(np.ones(3, dtype=np.int8)))
         finish(self)
 
-    after_init(monkeypatch, LanguageModel, plant)
-    after_init(monkeypatch, Updater, lambda updater: setattr(updater, "scale", torch.ones(4)))
+    patch_init(monkeypatch, LanguageModel, plant)
+    patch_init(monkeypatch, Updater, lambda updater: setattr(updater, "scale", torch.ones(4)))
     monkeypatch.setattr(Updater, "finish", leak)
     result = CliRunner().invoke(app, ["audit-memory", *QUICK, "--steps", "2", "--json"])
     assert result.exit_code == 1

@@ -22,10 +22,10 @@ def arb(*arguments):
 
 @pytest.fixture
 def wrong_kernel(monkeypatch):
-    def off_by_one(trits):
+    def pack_wrongly(trits):
         return pack_trits_verification.triton(trits) + 1
 
-    monkeypatch.setattr(verify, "KERNELS", (replace(pack_trits_verification, triton=off_by_one),))
+    monkeypatch.setattr(verify, "KERNELS", (replace(pack_trits_verification, triton=pack_wrongly),))
 
 
 def test_json_is_one_object_with_pinned_fields():

@@ -18,16 +18,16 @@ from arbcli.training.resume import resume_run
 from tests.model.test_checkpoint import pack, reseal, unpack
 
 
-def of_model(**changes):
+def change_model(**changes):
     return lambda config: config | changes
 
 
-def of_stage(**changes):
+def change_stage(**changes):
     return lambda config: config | {"stages": [config["stages"][0] | changes]}
 
 
-def of_blocks(number: int):
-    return lambda config: of_stage(blocks=config["stages"][0]["blocks"][:1] * number)(config)
+def repeat_blocks(number: int):
+    return lambda config: change_stage(blocks=config["stages"][0]["blocks"][:1] * number)(config)
 
 
 def chunked(stages: int, blocks: int):
@@ -45,14 +45,15 @@ def chunked(stages: int, blocks: int):
 NO_SIZES = (0, -1, 2**20 + 1, 2**63, 10**400, 33.0, 1e30, True, None, "32", [32], {"a": 1})
 NO_NAMES = ("", "T5", "\x1b]52;c;aGk=\x07", "x" * 10_000, 32, True, ["moment"], {})
 HOSTILE = [
-    *(of_stage(dim=value) for value in NO_SIZES), *(of_model(ctx=value) for value in NO_SIZES),
-    *(of_model(rule=value) for value in NO_NAMES),
-    *(of_model(scale_type=value) for value in NO_NAMES),
-    *(of_model(tied=value) for value in (0, 1, "True", None, [], 1.0)),
-    of_stage(dim=512), of_blocks(16), of_stage(blocks=[[]] * 9), of_stage(blocks=3),
+    *(change_stage(dim=value) for value in NO_SIZES),
+    *(change_model(ctx=value) for value in NO_SIZES),
+    *(change_model(rule=value) for value in NO_NAMES),
+    *(change_model(scale_type=value) for value in NO_NAMES),
+    *(change_model(tied=value) for value in (0, 1, "True", None, [], 1.0)),
+    change_stage(dim=512), repeat_blocks(16), change_stage(blocks=[[]] * 9), change_stage(blocks=3),
     chunked(1, 2000), chunked(9, 1),
     lambda config: {name: value for name, value in config.items() if name != "ctx"},
-    of_model(**{f"field{number}": number for number in range(10_000)}), lambda config: {},
+    change_model(**{f"field{number}": number for number in range(10_000)}), lambda config: {},
 ]  # fmt: skip
 """Changes of a configuration that is saved."""
 
@@ -83,7 +84,7 @@ def test_model_of_terabytes_is_refused_by_name(finished_run, tmp_path):
     """In a file that has holes in place of its tensors."""
     header, _ = unpack((finished_run / "step-000001.safetensors").read_bytes())
     block = {"mixer": {"kind": "attention", "heads": 1}, "channel": {"kind": "mlp", "width": 1}}
-    config = of_model(stages=[{"dim": 2**18, "blocks": [block]}])(saved_config(header))
+    config = change_model(stages=[{"dim": 2**18, "blocks": [block]}])(saved_config(header))
     with torch.device("meta"):
         layout = build_model(config_from_dict(config)).state_dict()
     codes = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32"}

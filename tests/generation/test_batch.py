@@ -76,7 +76,7 @@ def test_slot_takes_the_sampling_settings_of_its_new_text(lm):
     assert made[3:] == alone
 
 
-def in_cell(cell, dtype: torch.dtype, device: torch.device) -> LanguageModel:
+def model_of_cell(cell, dtype: torch.dtype, device: torch.device) -> LanguageModel:
     with torch.device(device):
         lm = LanguageModel(wide(cell.model()), dtype)
     lm.initialise(0)
@@ -114,7 +114,7 @@ def check_neighbours(lm, first: bytes, second: bytes, other: bytes) -> None:
 @each_cell(quick=FEW)
 def test_text_of_every_cell_is_the_same_among_any_others(cell, device):
     """By the kernels of the device, and where there are none one text after another."""
-    lm, (first, second) = in_cell(cell, torch.float32, device), (b"it was longer", b"a b")
+    lm, (first, second) = model_of_cell(cell, torch.float32, device), (b"it was longer", b"a b")
     check_neighbours(lm, first, second, b"words of it")
 
 
@@ -144,7 +144,7 @@ def test_widths_that_no_kernel_reads_are_generated_without_it(cell, sizes, devic
 @pytest.mark.parametrize("kv", [None, "int8"])
 def test_text_of_every_cell_is_the_same_among_any_others_on_a_gpu(cell, kv):
     """In bf16, each at a place of its own among 2, 9 and 40 texts."""
-    lm = in_cell(cell, torch.bfloat16, torch.device("cuda"))
+    lm = model_of_cell(cell, torch.bfloat16, torch.device("cuda"))
     if kv and cell.mixer in ("mamba", "none"):
         pytest.skip("has no keys and values")
     many = [request(bytes([97 + n % 26]) * (1 + n % 13), 6, n) for n in range(40)]

@@ -118,7 +118,7 @@ def test_model_is_used_in_deterministic_mode_on_the_backend_without_gradients(
     assert backends._forced is None
 
 
-def of_several(model: LanguageModel, _tmp_path) -> None:
+def generate_several(model: LanguageModel, _tmp_path) -> None:
     several = [Request(prompt=b"a", length=1, sampling=SAMPLING)]
     list(generate_batch(model, several, backend="torch"))
 
@@ -127,7 +127,7 @@ HINTS = {
     "evaluate": (evaluated, "use a smaller `--batch`"),
     "continue_text": (USES["continue_text"][0], OUT_OF_MEMORY),
     "generate": (USES["generate"][0], OUT_OF_MEMORY),
-    "generate_batch": (of_several, OUT_OF_MEMORY),
+    "generate_batch": (generate_several, OUT_OF_MEMORY),
 }
 """Functions that use a model, and the hint of each where memory is too small."""
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cells import Cell
 from marks import mostly_slow
-from processes import in_processes
+from processes import run_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -82,7 +82,7 @@ def shapes_received(group, sizes: list[int]) -> list[tuple]:
 def test_imagined_process_gets_the_tensors_of_a_real_process():
     """Of as many others, and of the part that it owns."""
     sizes = [4, 6]
-    real = in_processes(2, shapes_received, sizes)
+    real = run_processes(2, shapes_received, sizes)
     assert real == [shapes_received(peak._Imagined(rank, 2), sizes) for rank in range(2)]
     assert real[0][0] != real[1][0]
     arrived = peak._Imagined(2, 5).send_to_owners(torch.zeros(15), [1, 2, 3, 4, 5]).wait()

@@ -384,10 +384,10 @@ class TestSaved:
     def test_another_text_drops_held_out_text_and_field_of_the_run(self, run, text, monkeypatch):
         """Neither its held-out text nor the field of its records is of that one."""
 
-        def of_records(_run, facts):
+        def change_texts(_run, facts):
             return dataclasses.replace(train_config_from(facts), val=("v.txt",), field="said")
 
-        monkeypatch.setattr("arbcli.inspect.probe.run_config", of_records)
+        monkeypatch.setattr("arbcli.inspect.probe.run_config", change_texts)
         config, _ = open_saved(run, steps=1, note=print, data=[text])
         assert (config.data, config.val, config.field) == ((text,), (), None)
         config, _ = open_saved(run, steps=1, note=print, device="cpu", backend="torch")

@@ -4,7 +4,7 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-from processes import in_processes
+from processes import run_processes
 
 from arbcli.base.errors import ArbError
 from arbcli.inspect import ranks
@@ -26,7 +26,7 @@ def test_two_processes_hold_the_predicted_memory():
     config = new_config(**SHARED)
     predicted = predict_ranks(config, 2, budget=2**30)
     assert predicted.passed
-    report = in_processes(2, audited, config)[0]
+    report = run_processes(2, audited, config)[0]
     assert report.passed
     for before, after in zip(predicted.ranks, report.ranks, strict=True):
         assert before.share == after.share

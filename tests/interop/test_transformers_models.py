@@ -25,7 +25,7 @@ def read(folder, **storage) -> ModelConfig:
     return read_config(read_json(folder / "config.json"), "it", **storage)
 
 
-def in_q8_0(weight: Tensor) -> Tensor:
+def round_to_q8_0(weight: Tensor) -> Tensor:
     """Round as llama.cpp does: blocks of 32, whose largest has level 127, and an fp16 scale."""
     blocks = weight.reshape(-1, 32)
     step = blocks.abs().amax(dim=1, keepdim=True) / 127
@@ -69,7 +69,7 @@ def test_model_is_read_and_given_back(transformers, kind, tmp_path, monkeypatch)
     logits, other = ours(ids), copy.deepcopy(theirs)
     for weight in other.parameters():
         if weight.dim() == 2:
-            weight.copy_(in_q8_0(weight))
+            weight.copy_(round_to_q8_0(weight))
     assert divergence(wanted, logits) < 1.2 * divergence(wanted, other(ids).logits)
 
     export(run, "hf", out=back)

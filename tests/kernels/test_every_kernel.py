@@ -11,7 +11,7 @@ from operator import attrgetter
 
 import pytest
 import torch
-from apparatus.interpreter import arguments_left_in_place, barriers_where_needed, within_arguments
+from apparatus.interpreter import arguments_left_in_place, barriers_where_needed, checked_bounds
 from apparatus.sampling import sample
 from checked import has_one_layout
 
@@ -149,7 +149,7 @@ def watched(backend: str) -> Iterator[None]:
     if backend != "interpreter":
         yield
         return
-    with within_arguments(), barriers_where_needed():
+    with checked_bounds(), barriers_where_needed():
         yield
 
 
@@ -286,9 +286,9 @@ ROWS_APART = {
 """Of kernels that take columns side by side as a case of its own, the inputs of which that is."""
 
 
-def by_columns(value):
+def lay_columns(value):
     """Lay a matrix out column by column."""
-    return value.map(by_columns) if isinstance(value, Packed) else value.mT.contiguous().mT
+    return value.map(lay_columns) if isinstance(value, Packed) else value.mT.contiguous().mT
 
 
 FAR = 8 if torch.cuda.is_available() else 2**30
@@ -346,7 +346,7 @@ def test_columns_of_any_one_input_of_a_loop_in_c_may_lie_apart(name):
     inputs = spec.drawn(rng, SCALE_TYPES["T6"], 5, 7, 37)
     wanted = as_tuple(spec.reference(*copies(inputs)))
     for place in ROWS_APART[name]:
-        laid_out = [by_columns(x) if i == place else x for i, x in enumerate(copies(inputs))]
+        laid_out = [lay_columns(x) if i == place else x for i, x in enumerate(copies(inputs))]
         assert_layout_changes_nothing(spec, "native", laid_out, wanted)
 
 

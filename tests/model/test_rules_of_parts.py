@@ -59,15 +59,15 @@ PLACES = {
 """A model, and the first letters of the names of a part's tensors, by the place of the part."""
 
 
-def with_rule(config, place: list[str], rule: str):
+def set_rule(config, place: list[str], rule: str):
     """Return a configuration in which the part at a place has a rule."""
     if not place:
         return replace(config, rule=rule)
     at, *rest = place
     if at.isdigit():
-        inner = with_rule(config[int(at)], rest, rule)
+        inner = set_rule(config[int(at)], rest, rule)
         return (*config[: int(at)], inner, *config[int(at) + 1 :])
-    return replace(config, **{at: with_rule(getattr(config, at), rest, rule)})
+    return replace(config, **{at: set_rule(getattr(config, at), rest, rule)})
 
 
 def trained(config: ModelConfig) -> dict:
@@ -81,7 +81,7 @@ def trained(config: ModelConfig) -> dict:
 def test_all_weights_of_a_part_are_stored_and_stepped_by_its_rule_and_no_others(place, digits):
     plain, names = PLACES[place]
     plain = replace(plain, digits=digits)
-    config = with_rule(plain, place.split("."), "nibble")
+    config = set_rule(plain, place.split("."), "nibble")
     before, after = trained(plain), trained(config)
     of_part = {name for name in before if name.startswith(names)}
     assert 0 < len(of_part) < len(before)
@@ -101,8 +101,8 @@ def test_all_weights_of_a_part_are_stored_and_stepped_by_its_rule_and_no_others(
 
 
 def test_part_within_a_part_may_go_back_to_the_rule_of_the_model():
-    config = with_rule(graph_config(), ["stages", "0", "memories"], "nibble")
-    config = with_rule(config, ["stages", "0", "memories", "iterated"], "moment")
+    config = set_rule(graph_config(), ["stages", "0", "memories"], "nibble")
+    config = set_rule(config, ["stages", "0", "memories", "iterated"], "moment")
     before, after = trained(graph_config()), trained(config)
     for name, tensor in after.items():
         in_memories = name.startswith(("codebook.", "knowledge."))

@@ -185,7 +185,7 @@ def test_failure_ends_all_texts(device, monkeypatch):
     assert told == [engine.failure]
 
 
-def up_to_stop(text: bytes, stops: list[bytes]) -> tuple[bytes, str]:
+def cut_at_stop(text: bytes, stops: list[bytes]) -> tuple[bytes, str]:
     """Return a text up to the stop string that is complete first."""
     for end in range(len(text) + 1):
         if places := [at for stop in stops if (at := text[:end].find(stop)) >= 0]:
@@ -200,7 +200,7 @@ def test_output_ends_before_a_stop_string_and_never_shows_its_beginning():
         stops = [
             bytes(draw.choices(b"ab", k=draw.randint(1, 6))) for _ in range(draw.randint(0, 3))
         ]
-        expected, reason = up_to_stop(text, stops)
+        expected, reason = cut_at_stop(text, stops)
         asked = Text(prompt=b"a", length=12, sampling=Sampling(), stops=tuple(stops))
         output, shown, left = Output(asked, None), b"", [*map(Symbol, text)]
         while left:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import in_processes
+from processes import run_processes
 from safetensors.torch import load_file
 
 from arbcli.config.training import TrainConfig
@@ -132,6 +132,6 @@ def test_processes_have_the_average_of_one_though_they_read_no_remainder(lines):
         **TINY, steps=9, weight_average=2, accum=2, reduce_dtype="int12", data=[lines]
     )
     expected = trained(Group(), config)
-    outcomes = in_processes(2, trained, config)
+    outcomes = run_processes(2, trained, config)
     assert outcomes[0] == expected
     assert outcomes[1][1] == expected[1]

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from processes import in_processes
+from processes import run_processes
 
 from arbcli.base.errors import ArbError
 from arbcli.config.training import TrainConfig
@@ -228,7 +228,7 @@ def check_ternary(config: TrainConfig, processes: int, texts, folder, monkeypatc
         monkeypatch.setattr(merged, "merge_launches", lambda parts, _: [part() for part in parts])
         outcomes = [trained(Group(), *goes_on)]
     else:
-        outcomes = in_processes(processes, trained, *goes_on)
+        outcomes = run_processes(processes, trained, *goes_on)
     assert all(again == losses for again, _ in outcomes)
     assert outcomes[0][1] == digests | last.counters
 
@@ -240,7 +240,7 @@ def check_twin(config: TrainConfig, processes: int, texts) -> None:
     if processes == 1:
         assert trained(Group(), config, texts, MIDDLE)[0] == losses
     else:
-        for again, _ in in_processes(processes, trained, config, texts, MIDDLE):
+        for again, _ in run_processes(processes, trained, config, texts, MIDDLE):
             assert again == pytest.approx(losses, rel=0.02)
 
 

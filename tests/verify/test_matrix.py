@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cells import CELLS, CHANNELS, FEW, MIXERS, QUICK, Cell, each_cell, pairs, without
+from cells import CELLS, CHANNELS, FEW, MIXERS, QUICK, Cell, drop_part, each_cell, pairs
 
 from arbcli.config.model import ModelConfig, StageConfig
 from arbcli.config.parts.mlp import MLPConfig
@@ -56,7 +56,7 @@ def test_reference_without_a_part_of_the_cell_disagrees(cell, device):
     about = {"memories": dict(model.named_buffers()), "choices": trace.choices}
     passed = {}
     for part in (None, "mixer", "channel"):
-        config = without(tested.config, part) if part else tested.config
+        config = drop_part(tested.config, part) if part else tested.config
         with torch.no_grad():
             wanted, _ = Reference(weights, config, **about)(tested.bytes()[0])
         logits = trace.outputs["head"]

@@ -57,7 +57,7 @@ def zeros() -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def of_torch(zeros):
+def torch_results(zeros):
     """Compare small models in float32, and some of them in bf16 too."""
     results = []
     compare, repeat = Subject.result, parity._determinism
@@ -79,8 +79,8 @@ def of_torch(zeros):
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_torch_backend_agrees_with_the_reference(of_torch, check):
-    results = [result for result in of_torch if result.check == check]
+def test_torch_backend_agrees_with_the_reference(torch_results, check):
+    results = [result for result in torch_results if result.check == check]
     assert results
     assert not failed(results)
 
@@ -91,7 +91,7 @@ def subject(name: str, parts: tuple[str, ...] = ("blocks", "whole"), **options) 
     return Subject(name, config, 2, torch.float32, torch.device("cpu"), "torch", parts)
 
 
-def in_kernels(subject: Subject, device: torch.device) -> Subject:
+def use_kernels(subject: Subject, device: torch.device) -> Subject:
     """Compare in the kernels of a GPU, or in the interpreter."""
     backend = "triton" if device.type == "cuda" else "interpreter"
     return replace(subject, device=device, backend=backend)
@@ -100,7 +100,7 @@ def in_kernels(subject: Subject, device: torch.device) -> Subject:
 def test_blocks_agree_with_the_reference_in_the_kernels(device):
     (stage,) = RAGGED.stages
     short = subject("ragged", ("blocks",), stages=(replace(stage, blocks=stage.blocks[:1]),))
-    results = parity.check_model(in_kernels(short, device))
+    results = parity.check_model(use_kernels(short, device))
     assert not failed(results)
     # embedding, qkv, output, gate-up, down, head; and the inputs of the block and of the head
     assert sum(result.check == "gradient" for result in results) == 8
@@ -108,14 +108,14 @@ def test_blocks_agree_with_the_reference_in_the_kernels(device):
 
 @pytest.mark.slow
 def test_model_of_memories_agrees_with_the_reference_in_the_kernels(device):
-    assert not failed(parity.check_model(in_kernels(subject("graph"), device)))
+    assert not failed(parity.check_model(use_kernels(subject("graph"), device)))
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_every_block_and_weight_of_a_model_is_compared(of_torch, name):
+def test_every_block_and_weight_of_a_model_is_compared(torch_results, name):
     with torch.device("meta"):
         model = parity.build_model(MODELS[name])
-    results = [r for r in of_torch if r.model == f"{name} T32 fp32"]
+    results = [r for r in torch_results if r.model == f"{name} T32 fp32"]
     items = {check: [r.item for r in results if r.check == check] for check in CHECKS}
     blocks = [block for block, *_ in parity.named_blocks(model.config)]
     head = [] if model.config.main.router else ["head"]
@@ -127,16 +127,16 @@ def test_every_block_and_weight_of_a_model_is_compared(of_torch, name):
     assert {f"input of {part}" for part in (*blocks, *head)} <= set(items["gradient"])
 
 
-def test_no_model_is_let_off_causality(of_torch):
+def test_no_model_is_let_off_causality(torch_results):
     """Each of few positions is changed; a masked model sees both sides."""
-    counts = Counter(result.model for result in of_torch if result.check == "causality")
+    counts = Counter(result.model for result in torch_results if result.check == "causality")
     for tested in subjects_of_torch():
         changed = 0 if tested.config.is_masked else 2 * (tested.config.ctx - 1)
         if tested.dtype == torch.float32 and "bits" in tested.checks:
             assert counts[f"{tested.name} fp32"] == changed, tested.name
 
 
-def test_no_gradient_of_a_model_is_nothing(of_torch, zeros):
+def test_no_gradient_of_a_model_is_nothing(torch_results, zeros):
     """Text is recalled, edges carry, every iteration has a share, experts and entries are used."""
     assert zeros == []
 
@@ -148,14 +148,16 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_is_compared(of_torch, name):
-    items = {r.item for r in of_torch if r.model == f"{name} T32 fp32" and r.check == "end to end"}
+def test_every_loss_is_compared(torch_results, name):
+    items = {
+        r.item for r in torch_results if r.model == f"{name} T32 fp32" and r.check == "end to end"
+    }
     assert {item.split()[0] for item in items if item.endswith(" loss")} == LOSSES[name]
 
 
-def test_models_differ_in_bf16_where_choices_are_their_own(of_torch):
+def test_models_differ_in_bf16_where_choices_are_their_own(torch_results):
     for name in IN_BF16[1:]:
-        results = [r for r in of_torch if r.model == f"{name} T32 bf16"]
+        results = [r for r in torch_results if r.model == f"{name} T32 bf16"]
         assert max(r.relative_error for r in results if r.item == "logits") > 1e-3
 
 

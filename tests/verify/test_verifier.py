@@ -31,7 +31,7 @@ TIMED = TimingResult(
 TIMING = TimingReport(Roofline(4e12, 7e14, 3.0), (TIMED,), {"pack_trits": "it did not pass"})
 
 
-def off_by_one(trits):
+def pack_wrongly(trits):
     return pack_trits_verification.torch(trits) + 1
 
 
@@ -49,7 +49,7 @@ WHOLE = VerifyRequest(backend="torch", device="cpu")
 
 
 def break_kernel(patch):
-    patch.setattr(check_kernels, "KERNELS", (replace(pack_trits_verification, torch=off_by_one),))
+    patch.setattr(check_kernels, "KERNELS", (replace(pack_trits_verification, torch=pack_wrongly),))
 
 
 def break_parity(patch):

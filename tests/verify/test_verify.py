@@ -39,13 +39,13 @@ def verify_planted(monkeypatch, spec, device):
     return result
 
 
-def off_by_one(trits):
+def pack_wrongly(trits):
     return pack_trits_verification.triton(trits) + 1
 
 
 def test_wrong_kernel_fails_with_its_cases(monkeypatch, device):
     result = verify_planted(
-        monkeypatch, replace(pack_trits_verification, triton=off_by_one), device
+        monkeypatch, replace(pack_trits_verification, triton=pack_wrongly), device
     )
     assert not result.passed
     assert result.unequal == result.elements > 0

@@ -58,7 +58,7 @@ def new_track(part, positions=LENGTH, stored=None) -> Track:
 
 
 @torch.no_grad()
-def in_parts(part, x, lengths, track) -> torch.Tensor:
+def read_in_parts(part, x, lengths, track) -> torch.Tensor:
     """Read (1, T, D) after the past of a track."""
     outputs = []
     for piece in x.split(lengths, dim=1):
@@ -70,7 +70,7 @@ def in_parts(part, x, lengths, track) -> torch.Tensor:
 def check(part, x, lengths, track) -> None:
     with torch.no_grad():
         expected = reference()(decoded(part), x.double())
-    torch.testing.assert_close(in_parts(part, x, lengths, track).double(), expected, **CLOSE)
+    torch.testing.assert_close(read_in_parts(part, x, lengths, track).double(), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("rotary", [2, 4, 8])
@@ -109,7 +109,7 @@ def test_cache_in_eight_bits_is_read_as_byte_by_byte(kv):
         track = new_track(part, stored=FORMATS[kv])
         of_a_byte = CONFIG.latent + 1 + 4 * (CONFIG.rotary + CONFIG.heads)
         assert track.nbytes == WINDOW * of_a_byte
-        return in_parts(part, x, lengths, track)
+        return read_in_parts(part, x, lengths, track)
 
     one_by_one = read([1] * LENGTH)
     torch.testing.assert_close(read(PARTS["ragged chunks and bytes"]), one_by_one, **CLOSE)

@@ -23,7 +23,7 @@ RINGS = {
 """By kernel: its rings, and their dimension of slots."""
 
 
-def with_rubbish(name: str, inputs: tuple, rubbish: float) -> tuple:
+def fill_with_rubbish(name: str, inputs: tuple, rubbish: float) -> tuple:
     names = [*inspect.signature(inspect.unwrap(BY_NAME[name].reference)).parameters]
     given, (rings, axis) = dict(zip(names, copies(inputs), strict=False)), RINGS[name]
     for ring in rings:
@@ -38,7 +38,7 @@ def compare(name: str, inputs: tuple, backend: str) -> None:
     outputs = []
     for rubbish in (0.0, torch.nan):
         with use_backend(backend):
-            result = BY_NAME[name].operation(*with_rubbish(name, inputs, rubbish))
+            result = BY_NAME[name].operation(*fill_with_rubbish(name, inputs, rubbish))
         # parts that no byte reaches have nothing in them
         whole = result.combine() if isinstance(result, AttentionParts) else as_tuple(result)[0]
         outputs.append(whole)

@@ -197,7 +197,7 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_not())
 
 
 @pytest.fixture(autouse=True)
-def by_loops():
+def use_loops():
     with use_backend("native"), torch.no_grad():
         yield
 

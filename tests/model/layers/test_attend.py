@@ -37,7 +37,7 @@ def one_by_one(qkv):
     return attend_causally(*rotary_norm(qkv))
 
 
-def at_once(qkv):
+def attend_at_once(qkv):
     return attend_rotated(qkv, table_for(qkv))
 
 
@@ -67,12 +67,12 @@ def test_gradients_go_through_our_kernels_to_the_rotation_without_a_copy(width, 
 
 @pytest.mark.parametrize(("width", "length", "ours"), WINDOWS)
 def test_gradient_of_the_rotation_has_no_kernel_of_its_own(width, length, ours):
-    operations, launched = gone_back(width=width, length=length, attend=at_once)
+    operations, launched = gone_back(width=width, length=length, attend=attend_at_once)
     assert launched == ours
     assert not {FLASH, "clone", "copy_", "_to_copy", "stack", "cat"} & {*operations}
 
 
-@pytest.mark.parametrize("attend", [one_by_one, at_once])
+@pytest.mark.parametrize("attend", [one_by_one, attend_at_once])
 @pytest.mark.parametrize(
     "other",
     [{"backend": "torch"}, {"capability": (8, 0)}, {"width": 32}, {"length": 127}],
@@ -132,7 +132,7 @@ def test_gradient_at_once_is_that_of_both_parts(width, device):
     torch.manual_seed(0)
     qkv = torch.randn(2, 256, 3, 4, width, device=device).bfloat16().requires_grad_()
     results = []
-    for attended in (one_by_one, at_once, at_once):
+    for attended in (one_by_one, attend_at_once, attend_at_once):
         y = attended(qkv * 1)
         results.append((y, *torch.autograd.grad(y, qkv, y.detach())))
     (y, grad), (same, near), again = results

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from marks import on_gpus
-from processes import in_processes
+from processes import run_processes
 
 from arbcli.data.opening import open_texts
 from arbcli.kernels.runtime.device import EAGER_STEPS, deterministic
@@ -51,8 +51,8 @@ def trained(group, text, given, capture):
 )
 @pytest.mark.parametrize("size", SIZES)
 def test_gpus_give_the_bits_of_a_single_gpu(size, given, capture, lines):
-    (alone,) = in_processes(1, trained, lines, given, False, device="cuda")
-    results = in_processes(size, trained, lines, given, capture, device="cuda")
+    (alone,) = run_processes(1, trained, lines, given, False, device="cuda")
+    results = run_processes(size, trained, lines, given, capture, device="cuda")
     assert results[0] == alone
     assert {tuple(losses) for _, losses in results} == {tuple(alone[1])}
 
@@ -60,8 +60,8 @@ def test_gpus_give_the_bits_of_a_single_gpu(size, given, capture, lines):
 @pytest.mark.parametrize("size", SIZES)
 def test_graph_on_gpus_gives_the_bits_of_a_single_gpu(size, lines, small_graph):
     given = small_graph | {"accum": 4, "memgram": True}
-    (alone,) = in_processes(1, trained, lines, given, False, device="cuda")
-    assert in_processes(size, trained, lines, given, False, device="cuda")[0] == alone
+    (alone,) = run_processes(1, trained, lines, given, False, device="cuda")
+    assert run_processes(size, trained, lines, given, False, device="cuda")[0] == alone
 
 
 each_size = pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from processes import environment, in_processes
+from processes import environment, run_processes
 
 from arbcli.base.errors import ArbError
 from arbcli.generation.load import read_saved
@@ -117,12 +117,12 @@ def chosen_step(rank, config):
 
 
 def test_processes_take_the_step_that_the_first_one_chooses(config):
-    assert in_processes(2, chosen_step, config, join=False) == [(3, 8), (3, 8)]
+    assert run_processes(2, chosen_step, config, join=False) == [(3, 8), (3, 8)]
 
 
 def test_processes_that_begin_with_other_weights_are_refused(run, config):
     before = {path: path.read_bytes() for path in run.iterdir()}
-    told = in_processes(2, refusal, run, config, join=False)
+    told = run_processes(2, refusal, run, config, join=False)
     assert told == ["process 1 has another setting than process 0: `init_from`"] * 2
     assert {path: path.read_bytes() for path in run.iterdir()} == before
     assert not run.with_name("other").exists()
@@ -147,7 +147,7 @@ def test_all_processes_end_if_the_text_was_changed(run, config, tmp_path):
     text = tmp_path / "text.txt"
     text.write_bytes(run.with_name("text.txt").read_bytes())
     config = dataclasses.replace(config, data=(str(text),), save_every=1)
-    told = in_processes(2, trains_while_one_changes_the_text, config, tmp_path / "run", join=False)
+    told = run_processes(2, trains_while_one_changes_the_text, config, tmp_path / "run", join=False)
     assert told == ["the text was changed while the run read it"] * 2
 
 

@@ -11,7 +11,7 @@ from threading import Event, Timer
 from unittest import mock
 
 import pytest
-from processes import environment, in_processes
+from processes import environment, run_processes
 
 import arbcli
 from arbcli.base.errors import ArbError
@@ -110,7 +110,7 @@ def connected(rank: int) -> str:
 
 def test_process_that_ends_once_all_have_met_is_missed_in_time():
     began = time.monotonic()
-    waited, left = in_processes(2, connected, join=False)
+    waited, left = run_processes(2, connected, join=False)
     assert left == "left"
     assert waited.startswith("another process of the run ended, or does not connect within 2 s; st")
     assert time.monotonic() - began < 30

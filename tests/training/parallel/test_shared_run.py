@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from marks import mostly_slow
-from processes import in_processes
+from processes import run_processes
 
 from arbcli.base.errors import ArbError
 from arbcli.config.presets import preset
@@ -49,7 +49,7 @@ def trained(group, texts, given, steps, checkpoint=None):
 def assert_the_same(texts, given, size=2, steps=2):
     digests, losses, counted, wire = trained(Group(), texts, given, steps)
     assert wire == 0
-    results = in_processes(size, trained, texts, given, steps)
+    results = run_processes(size, trained, texts, given, steps)
     assert {name for name in digests if digests[name] != results[0][0][name]} == set()
     assert all(outcome[1:3] == (losses, counted) for outcome in results)
     assert 0 < results[0][3] <= 1.5
@@ -125,7 +125,7 @@ def test_state_is_shared_out_and_a_run_goes_on_with_another_number(texts):
     alone.train_step()
     checkpoint = alone.checkpoint("text")
     digests, losses, *_ = trained(Group(), texts, SMALL, 2, checkpoint)
-    results = in_processes(2, trained, texts, SMALL, 2, checkpoint)
+    results = run_processes(2, trained, texts, SMALL, 2, checkpoint)
     assert (results[0][0], results[0][1]) == (digests, losses)
 
 
@@ -143,7 +143,7 @@ def differing(group, texts):
 
 
 def test_processes_that_differ_are_refused(texts):
-    assert in_processes(2, differing, texts) == [([1, 5], 0)] * 2
+    assert run_processes(2, differing, texts) == [([1, 5], 0)] * 2
 
 
 def test_batches_that_cannot_be_dealt_out_are_refused(texts):
@@ -178,7 +178,7 @@ def test_non_finite_gradient_is_counted_once_by_any_number_of_processes(texts):
     digests, counters, _ = step(Group())
     assert counters == ({"nonfinite_steps": 1, "refused": 1},) * 2
     if not torch.cuda.is_available():  # else processes are not forked, and know no inner function
-        first, second = in_processes(2, step)
+        first, second = run_processes(2, step)
         assert first == (digests, counters, 1)  # which process 1 owns
         assert second[1] == counters
 
@@ -213,7 +213,7 @@ def twin_losses(group, texts):
 
 def test_twin_learns_the_same_in_two_processes(texts):
     alone = twin_losses(Group(), texts)
-    results = in_processes(2, twin_losses, texts)
+    results = run_processes(2, twin_losses, texts)
     assert results[0] == results[1]
     assert results[0] == pytest.approx(alone, abs=1e-5)
 
