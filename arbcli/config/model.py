@@ -7,11 +7,11 @@ and `after`, which decode them. The last stage is the innermost, and has `blocks
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any
 
 from arbcli.base.environment import BASELINES
 from arbcli.base.errors import ArbError
+from arbcli.base.lazy import imported
 from arbcli.config.kinds import (
     AHEAD,
     BESIDE,
@@ -33,6 +33,7 @@ from arbcli.config.settings import (
     check_fields,
     setting,
 )
+from arbcli.families import CHECKS_OF_OBJECTIVES
 from arbcli.model.optimizers import DIRECTIONS
 from arbcli.model.rules import DIGITS, DIRECTION, FADED, FADING, RULES, VOTES_FIXES, WITH_DIGITS
 
@@ -41,7 +42,6 @@ OBJECTIVES = ("next", "masked", "fill")
 FILL_SYMBOLS = 3
 """Number of marks in windows with a hole, for `objective=fill`: see
 `arbcli.families.masked.filling`."""
-LEAST_FILL_CTX = 8
 STREAMS = (1, 2, 4, 8)
 LISTS = ("blocks", "before", "after")
 """Fields of a stage that are lists of blocks."""
@@ -351,10 +351,8 @@ class ModelConfig:
         if self.vocabulary != VOCABULARY:
             self._check_tokens()
         check_choice("objective", self.objective, OBJECTIVES)
-        if self.is_masked:
-            self._check_masked()
-        if self.objective == "fill":
-            self._check_fill()
+        if self.objective in CHECKS_OF_OBJECTIVES:
+            imported(CHECKS_OF_OBJECTIVES[self.objective])(self)
         for part in self.chunkings:
             part.check_model(self)
         for _, part in self.sited_parts():
@@ -453,57 +451,17 @@ class ModelConfig:
             )
 
     @property
-    def _byte_readers(self) -> list[str]:
+    def byte_readers(self) -> list[str]:
         """Kinds of the parts that read bytes and no other symbols, in back quotes."""
         parts = [part for _, part in self.sited_parts() if part.reads_text]
         return [f"`{part.kind}`" for part in (*parts, *self.beside, self.ahead) if part]
 
     def _check_tokens(self) -> None:
-        if self._byte_readers:
+        if self.byte_readers:
             raise ArbError(
-                f"`vocabulary` is {self.vocabulary:,}, and {self._byte_readers[0]} reads bytes",
+                f"`vocabulary` is {self.vocabulary:,}, and {self.byte_readers[0]} reads bytes",
                 hint=f"leave it out, or use the vocabulary of bytes, {VOCABULARY}",
                 fields=("vocabulary",),
-            )
-
-    def _check_masked(self) -> None:
-        """Check that all parts are bidirectional, and that a mask symbol can be added."""
-        reasons = {
-            f"`{part.kind}`": part.causal or "it reads the bytes before a position"
-            for _, part in self.sited_parts()
-            if part.causal or part.reads_text
-        }
-        for name, is_there, why in (
-            ("chunks", bool(self.outer), "one ends where the next begins"),
-            ("`tied`", self.tied, "the head has no row for the symbol of a hidden byte"),
-        ):
-            if is_there:
-                reasons[name] = why
-        for name, reason in reasons.items():
-            raise ArbError(
-                f"`objective` is `masked`, and the model has {name}: {reason}",
-                hint="use a preset of dense blocks, such as `base`, or `objective=next`",
-                fields=("objective",),
-            )
-
-    def _check_fill(self) -> None:
-        """Check that no part reads marks as bytes, and that the length of a hole fits two symbols.
-
-        Raises:
-            ArbError: a part does not support marks, or `ctx` is out of bounds.
-        """
-        for name in [*self._byte_readers, *(["`tied`"] if self.tied else [])]:
-            raise ArbError(
-                f"`objective` is `fill`, and the model has {name}, which does not support holes",
-                hint="use a preset of dense blocks, such as `base`, or `objective=next`",
-                fields=("objective",),
-            )
-        maximum = min(MOST, self.vocabulary**2 - 1)
-        if not LEAST_FILL_CTX <= self.ctx <= maximum:
-            raise ArbError(
-                f"`objective` is `fill`, and `ctx` is {self.ctx}",
-                hint=f"use a context of {LEAST_FILL_CTX} to {maximum:,}",
-                fields=("objective", "ctx"),
             )
 
     @property
@@ -544,13 +502,15 @@ class ModelConfig:
     @property
     def rules(self) -> tuple[str, ...]:
         """The rules of all weights, each once, beginning with the model's."""
-        part_rules = (part.rule for part in every_part((self.stages, self.beside, *self._heads)))
+        part_rules = (
+            part.rule for part in every_part((self.stages, self.beside, *self.head_parts))
+        )
         return (*dict.fromkeys((self.rule, *filter(None, part_rules))),)
 
     @property
     def loss_weights(self) -> dict[str, float]:
         """Weights of the auxiliary losses of all parts in the training loss, by name."""
-        parts = every_part((self.stages, self.beside, *self._heads))
+        parts = every_part((self.stages, self.beside, *self.head_parts))
         return {name: weight for part in parts for name, weight in part.loss_weights.items()}
 
     @property
@@ -559,7 +519,7 @@ class ModelConfig:
         return "+".join(self.rules)
 
     @property
-    def _heads(self) -> tuple[PartConfig, ...]:
+    def head_parts(self) -> tuple[PartConfig, ...]:
         """The parts around or instead of the linear head."""
         return tuple(part for part in (self.head, self.ahead, self.composite) if part)
 
@@ -643,48 +603,9 @@ class ModelConfig:
             yield from ((site, part) for part in block.parts)
         if self.main.memories:
             yield self.site(-1), self.main.memories
-        yield from ((self.site(), part) for part in self._heads)
+        yield from ((self.site(), part) for part in self.head_parts)
 
     @property
     def reads_text(self) -> bool:
         """Whether a part also reads the bytes of the text."""
         return any(part.reads_text for _, part in self.sited_parts())
-
-    def products(self) -> float:
-        """Return the multiplications in matrix products of a forward over a window of `ctx` bytes.
-
-        Inner stages are counted at the target length of chunks.
-        """
-        stage_products = partial(self._stage_products, lengths=self.lengths)
-        products = sum(stage_products(index) for index in range(len(self.stages)))
-        site = self.site()
-        ends = [part.products(site, self.ctx) for part in (*self.beside, *self._heads)]
-        plain = 0 if self.composite else self.vocabulary * site.dim
-        return products + self.ctx * (sum(ends) + plain)
-
-    def _stage_products(self, index: int, lengths: tuple[float, ...]) -> float:
-        stage, positions = self.stages[index], lengths[index]
-        products = 0.0
-        for blocks in stage.lists:
-            site = self.site(index, len(blocks))
-            parts = [part for block in blocks for part in block.parts]
-            products += sum(part.products(site, positions) for part in parts)
-            if stage.streams > 1:
-                products += len(parts) * _stream_products(stage)
-        site, taps = self.site(index), 1
-        if stage.memories:
-            products += stage.memories.products(site, positions)
-            taps += stage.memories.outputs
-        if stage.router:
-            products += stage.dim * (taps + 1)
-        products *= positions
-        if stage.chunking:
-            inner = self.stages[index + 1].dim
-            products += stage.chunking.products_with(site, inner, positions)
-        return products
-
-
-def _stream_products(stage: StageConfig) -> int:
-    """Return the multiplications of one hyper-connection: projection, reading and writing."""
-    n = stage.streams
-    return stage.dim * (n**2 * (n + 2) + n + n * (n + 1))

@@ -65,6 +65,11 @@ OBJECTIVES = {
     "fill": "arbcli.families.masked.filling",
 }
 """Modules of objectives other than the next symbol; each has `training_windows`."""
+CHECKS_OF_OBJECTIVES = {
+    "masked": "arbcli.families.masked.config:check_masked",
+    "fill": "arbcli.families.masked.config:check_fill",
+}
+"""Functions that check that a model can be trained for these."""
 MEDIA = {"sound": (".wav", ".flac", ".ogg"), "picture": (".png", ".jpg", ".jpeg", ".webp")}
 """Suffixes of the files of each medium that `arbcli.families.media` reads."""
 SOUND_FORMS = ("mulaw", "pcm16")

@@ -6,7 +6,7 @@ from arbcli.base.errors import ArbError
 from arbcli.config.model import ModelConfig, gates_to_pack
 from arbcli.model.language_model import LanguageModel
 from arbcli.model.layers.norm import TernaryGate
-from arbcli.model.packed import LowPrecision
+from arbcli.model.layers.products import LowPrecision
 from arbcli.model.stack import Stack
 
 

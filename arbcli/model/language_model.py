@@ -22,8 +22,7 @@ from arbcli.model.layers.decoded_groups import decode_in_groups
 from arbcli.model.layers.kinds import layers_for, stream_norm, symbol_embedding, symbol_head
 from arbcli.model.layers.linear import TernaryLinear
 from arbcli.model.layers.loss import divergence
-from arbcli.model.packed import JoinedStatistics
-from arbcli.model.packed_model import PackedModel
+from arbcli.model.packed_model import JoinedStatistics, PackedModel
 from arbcli.model.parts.base import BlockInputs, BlockOutput, Documents, build_part
 from arbcli.model.stack import Stack
 

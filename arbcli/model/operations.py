@@ -5,7 +5,7 @@ without the causal mask, as is customary. Source: A. Chowdhery et al., "PaLM",
 https://arxiv.org/abs/2204.02311, appendix B.
 """
 
-from arbcli.config.model import ModelConfig
+from arbcli.config.model import ModelConfig, StageConfig
 
 OPERATIONS_PER_PRODUCT = 2
 """Operations of a multiply-add."""
@@ -20,4 +20,44 @@ def step_operations(config: ModelConfig) -> int:
 
 def forward_operations(config: ModelConfig) -> int:
     """Return the operations of a forward pass over a window of `ctx` bytes."""
-    return OPERATIONS_PER_PRODUCT * round(config.products())
+    return OPERATIONS_PER_PRODUCT * round(_products(config))
+
+
+def _products(config: ModelConfig) -> float:
+    """Return the multiplications in matrix products of a forward over a window of `ctx` bytes.
+
+    Inner stages are counted at the target length of chunks.
+    """
+    lengths = config.lengths
+    products = sum(_stage_products(config, n, length) for n, length in enumerate(lengths))
+    site = config.site()
+    ends = [part.products(site, config.ctx) for part in (*config.beside, *config.head_parts)]
+    plain = 0 if config.composite else config.vocabulary * site.dim
+    return products + config.ctx * (sum(ends) + plain)
+
+
+def _stage_products(config: ModelConfig, index: int, positions: float) -> float:
+    stage, products = config.stages[index], 0.0
+    for blocks in stage.lists:
+        site = config.site(index, len(blocks))
+        parts = [part for block in blocks for part in block.parts]
+        products += sum(part.products(site, positions) for part in parts)
+        if stage.streams > 1:
+            products += len(parts) * _stream_products(stage)
+    site, taps = config.site(index), 1
+    if stage.memories:
+        products += stage.memories.products(site, positions)
+        taps += stage.memories.outputs
+    if stage.router:
+        products += stage.dim * (taps + 1)
+    products *= positions
+    if stage.chunking:
+        inner = config.stages[index + 1].dim
+        products += stage.chunking.products_with(site, inner, positions)
+    return products
+
+
+def _stream_products(stage: StageConfig) -> int:
+    """Return the multiplications of one hyper-connection: projection, reading and writing."""
+    n = stage.streams
+    return stage.dim * (n**2 * (n + 2) + n + n * (n + 1))

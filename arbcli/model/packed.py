@@ -114,28 +114,6 @@ def drawn_weights(module: nn.Module) -> list[Weight]:
     return list(dict.fromkeys(weights))  # tied weights are drawn once
 
 
-class JoinedStatistics:
-    """A part that records statistics in forward passes, which processes combine after a step."""
-
-    def join(self, group: Any) -> None:
-        """Combine the statistics of all processes.
-
-        Args:
-            group: the `arbcli.training.parallel.group.Group` of the run.
-        """
-
-
-class StepMemory(StateModule, JoinedStatistics):
-    """A part whose integer state is updated after a step, without gradients."""
-
-    def finish_step(self) -> None:
-        """Update the state from the recorded statistics, and clear them; does not synchronise."""
-        raise NotImplementedError
-
-    def forget(self) -> None:
-        """Clear the statistics of a step that was aborted."""
-
-
 class TernaryTensor(StateModule, Weight):
     """An N by K weight matrix that is stored as packed trits with integer scales.
 
@@ -376,28 +354,6 @@ class TernaryTensor(StateModule, Weight):
 
 GradientSink = Callable[..., None]
 """Consumer of gradients, such as an `Updater`; called once per tensor and backward."""
-
-
-class LowPrecision:
-    """A module that can multiply in FP8 or in NVFP4."""
-
-    def multiply_in(self, number_format: str) -> bool:
-        """Multiply in a format from now on, if the module's shapes allow it.
-
-        Args:
-            number_format: `fp8` or `nvfp4`.
-
-        Returns:
-            Whether the module has matrices that it multiplies in the format.
-        """
-        raise NotImplementedError
-
-
-def fits_low_precision(rows: int, columns: int) -> bool:
-    """Return whether both sizes of a matrix are multiples of `MULTIPLE`."""
-    from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
-
-    return rows % MULTIPLE == 0 and columns % MULTIPLE == 0
 
 
 NO_SINK = "a packed weight has no `sink`, so its gradient is discarded: set an `Updater`"

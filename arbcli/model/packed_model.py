@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,13 +14,34 @@ from arbcli.model.layers.linear import LinearWeight
 from arbcli.model.packed import (
     DecodingLayer,
     StateModule,
-    StepMemory,
     StreamedTensor,
     TernaryTensor,
     Weight,
     drawn_weights,
 )
 from arbcli.model.parts.cached import CachedAttention, CacheFormat
+
+
+class JoinedStatistics:
+    """A part that records statistics in forward passes, which processes combine after a step."""
+
+    def join(self, group: Any) -> None:
+        """Combine the statistics of all processes.
+
+        Args:
+            group: the `arbcli.training.parallel.group.Group` of the run.
+        """
+
+
+class StepMemory(StateModule, JoinedStatistics):
+    """A part whose integer state is updated after a step, without gradients."""
+
+    def finish_step(self) -> None:
+        """Update the state from the recorded statistics, and clear them; does not synchronise."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Clear the statistics of a step that was aborted."""
 
 
 class PackedModel(nn.Module):

@@ -222,3 +222,20 @@ def step_values(
         "turn": numbers * GOLDEN_TURN % UNIT,
         "micro_turn": updates * GOLDEN_TURN % UNIT,
     }
+
+
+def loaded(numbers: Tensor, buffer: Tensor) -> Tensor:
+    """Copy the parameters of a step to the device, in place for captured steps.
+
+    Args:
+        numbers: parameters on the host.
+        buffer: parameters of the previous step on the device; overwritten if the shape is equal.
+
+    Returns:
+        The parameters on the device.
+    """
+    if buffer.shape != numbers.shape:
+        return numbers.to(buffer.device)
+    if buffer.device.type == "cuda":
+        return buffer.copy_(numbers.pin_memory(), non_blocking=True)
+    return buffer.copy_(numbers)

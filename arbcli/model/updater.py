@@ -40,7 +40,7 @@ from arbcli.model.rules.base import (
     State,
     StepControl,
 )
-from arbcli.model.step_parameters import BOOST_UNIT, Pace, StepLayout, step_values
+from arbcli.model.step_parameters import BOOST_UNIT, Pace, StepLayout, loaded, step_values
 
 if TYPE_CHECKING:
     from arbcli.kernels.rows.table_rows import TouchedRows
@@ -101,23 +101,6 @@ def _gathered(tensor: TernaryTensor, rows: Tensor) -> State:
         name: part if name == "column_statistic" else gather_rows(part, rows)
         for name, part in tensor.state.items()
     }
-
-
-def loaded(numbers: Tensor, buffer: Tensor) -> Tensor:
-    """Copy the parameters of a step to the device, in place for captured steps.
-
-    Args:
-        numbers: parameters on the host.
-        buffer: parameters of the previous step on the device; overwritten if the shape is equal.
-
-    Returns:
-        The parameters on the device.
-    """
-    if buffer.shape != numbers.shape:
-        return numbers.to(buffer.device)
-    if buffer.device.type == "cuda":
-        return buffer.copy_(numbers.pin_memory(), non_blocking=True)
-    return buffer.copy_(numbers)
 
 
 class Updater:

@@ -5,7 +5,7 @@ import torch
 from arbcli.config.training import TrainConfig
 from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.model.layers.dropout import Dropout, Mask
-from arbcli.model.updater import loaded
+from arbcli.model.step_parameters import loaded
 
 SEED = int.from_bytes(b"drop")
 """Changes the seed of a run, so that masks and rounding use different random words."""

@@ -58,8 +58,8 @@ from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
+from arbcli.model.layers.products import LowPrecision
 from arbcli.model.layers.rotary import Angles, broadcast_heads, rotary_table, rows_at
-from arbcli.model.packed import LowPrecision
 from arbcli.model.parts.base import BlockInputs, BlockOutput, fits_vectors, project
 from arbcli.model.parts.cached import CachedAttention
 from arbcli.model.state import PositionCounter

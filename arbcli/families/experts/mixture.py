@@ -34,7 +34,8 @@ from arbcli.kernels.norm.rms_norm import FEW_ROWS
 from arbcli.model.initial import output_std
 from arbcli.model.layers.compiled import Findable, KeepsInputs, operator
 from arbcli.model.layers.kinds import layers_for
-from arbcli.model.packed import StepMemory, recomputing
+from arbcli.model.packed import recomputing
+from arbcli.model.packed_model import StepMemory
 from arbcli.model.parts.base import BlockInputs, BlockOutput, Part, each_text
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from arbcli.kernels.codec.decode_weight import decode_weight
 from arbcli.model.initial import projection_std
 from arbcli.model.layers.compiled import operator
 from arbcli.model.layers.norm import TernaryRMSNorm
-from arbcli.model.layers.products import FEW_ROWS
-from arbcli.model.packed import GradientSink, LowPrecision, StreamedTensor, fits_low_precision
+from arbcli.model.layers.products import FEW_ROWS, LowPrecision, fits_low_precision
+from arbcli.model.packed import GradientSink, StreamedTensor
 
 WEIGHTS_AT_ONCE = 2**25
 """Maximum number of weights that are decoded, or whose gradient is computed, at once."""

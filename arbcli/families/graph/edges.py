@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from arbcli.model.packed import StepMemory
+from arbcli.model.packed_model import StepMemory
 
 MOST = 127
 NEW_SCORE, NEW_SIGN = 16, 64

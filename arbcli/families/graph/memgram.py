@@ -16,7 +16,7 @@ from arbcli.families.graph.config import MemGramConfig
 from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.ngrams import ngram_ids
-from arbcli.model.packed import StepMemory
+from arbcli.model.packed_model import StepMemory
 
 ORDER = 6
 """Length of the n-grams."""

@@ -30,7 +30,7 @@ from arbcli.model.initial import output_std
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS
 from arbcli.model.ngrams import MIX
-from arbcli.model.packed import StepMemory
+from arbcli.model.packed_model import StepMemory
 
 UNIT = 32
 """Integer value of 1 in codes."""

@@ -30,7 +30,7 @@ from arbcli.families.hnet.kernels.smooth_chunks import smooth_chunks
 from arbcli.kernels.runtime.conditions import has_conditions
 from arbcli.model.layers.kinds import layers_for
 from arbcli.model.layers.norm import NORM_EPS, unit_rms
-from arbcli.model.packed import JoinedStatistics
+from arbcli.model.packed_model import JoinedStatistics
 from arbcli.model.parts.base import BlockInputs, BlockOutput, each_text, merge, project
 from arbcli.model.stack import Stack, pass_one
 from arbcli.model.state import PositionCounter, State, StateSpec, Track

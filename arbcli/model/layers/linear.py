@@ -16,19 +16,19 @@ from arbcli.model.layers.norm import NORM_EPS, PackedGates, TernaryGate, Ternary
 from arbcli.model.layers.products import (
     FEW_ROWS,
     FusedProduct,
+    LowPrecision,
     Product,
     backend_of,
     choose_fused,
     choose_prepacking,
     choose_product,
+    fits_low_precision,
     fits_row_matmul,
 )
 from arbcli.model.packed import (
     DecodingLayer,
     GradientSink,
-    LowPrecision,
     StreamedTensor,
-    fits_low_precision,
     recomputing,
 )
 

@@ -37,6 +37,28 @@ FORMATS = {
 """Places of products of many rows, by the number format of both operands."""
 
 
+class LowPrecision:
+    """A module that can multiply in FP8 or in NVFP4."""
+
+    def multiply_in(self, number_format: str) -> bool:
+        """Multiply in a format from now on, if the module's shapes allow it.
+
+        Args:
+            number_format: `fp8` or `nvfp4`.
+
+        Returns:
+            Whether the module has matrices that it multiplies in the format.
+        """
+        raise NotImplementedError
+
+
+def fits_low_precision(rows: int, columns: int) -> bool:
+    """Return whether both sizes of a matrix are multiples of `MULTIPLE`."""
+    from arbcli.kernels.matmul.fp8_matmul import MULTIPLE
+
+    return rows % MULTIPLE == 0 and columns % MULTIPLE == 0
+
+
 @dataclass(frozen=True, slots=True)
 class Product:
     """A product of rows and a packed matrix, which is decoded for each product."""

@@ -28,7 +28,8 @@ from arbcli.kernels.update.random_bits import stream_keys
 from arbcli.kernels.update.sum_gradients import sum_gradients
 from arbcli.model.layers.table import TableWeight
 from arbcli.model.packed import TernaryTensor
-from arbcli.model.updater import HELD_BYTES, Updater, loaded
+from arbcli.model.step_parameters import loaded
+from arbcli.model.updater import HELD_BYTES, Updater
 from arbcli.training.parallel.group import Group, PendingTensor
 from arbcli.training.parallel.owners import (
     ALIGNMENT,

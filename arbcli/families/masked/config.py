@@ -1,0 +1,52 @@
+"""Models that can be trained to fill holes, or on masked bytes."""
+
+from arbcli.base.errors import ArbError
+from arbcli.config.model import MOST, ModelConfig
+
+LEAST_FILL_CTX = 8
+
+
+def check_masked(model: ModelConfig) -> None:
+    """Check that all parts are bidirectional, and that a mask symbol can be added.
+
+    Raises:
+        ArbError: a part is causal, reads bytes, or has no place for the symbol.
+    """
+    reasons = {
+        f"`{part.kind}`": part.causal or "it reads the bytes before a position"
+        for _, part in model.sited_parts()
+        if part.causal or part.reads_text
+    }
+    for name, is_there, why in (
+        ("chunks", bool(model.outer), "one ends where the next begins"),
+        ("`tied`", model.tied, "the head has no row for the symbol of a hidden byte"),
+    ):
+        if is_there:
+            reasons[name] = why
+    for name, reason in reasons.items():
+        raise ArbError(
+            f"`objective` is `masked`, and the model has {name}: {reason}",
+            hint="use a preset of dense blocks, such as `base`, or `objective=next`",
+            fields=("objective",),
+        )
+
+
+def check_fill(model: ModelConfig) -> None:
+    """Check that no part reads marks as bytes, and that the length of a hole fits two symbols.
+
+    Raises:
+        ArbError: a part does not support marks, or `ctx` is out of bounds.
+    """
+    for name in [*model.byte_readers, *(["`tied`"] if model.tied else [])]:
+        raise ArbError(
+            f"`objective` is `fill`, and the model has {name}, which does not support holes",
+            hint="use a preset of dense blocks, such as `base`, or `objective=next`",
+            fields=("objective",),
+        )
+    maximum = min(MOST, model.vocabulary**2 - 1)
+    if not LEAST_FILL_CTX <= model.ctx <= maximum:
+        raise ArbError(
+            f"`objective` is `fill`, and `ctx` is {model.ctx}",
+            hint=f"use a context of {LEAST_FILL_CTX} to {maximum:,}",
+            fields=("objective", "ctx"),
+        )
