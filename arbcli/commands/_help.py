@@ -54,13 +54,13 @@ def combining(
 
 def options_given(context: Any) -> set[str]:
     """Return the options that a command line gives, also by `--set`; of a pair that was meant."""
-    given = {
+    options = {
         (param.secondary_opts if context.params[param.name] is False else param.opts)[0]
         for param in context.command.params
         if context.get_parameter_source(param.name).name in ("COMMANDLINE", "ENVIRONMENT")
     }
     assigned = context.params.get("assignments") or ()
-    return given | {f"--{text.partition('=')[0].strip().replace('_', '-')}" for text in assigned}
+    return options | {f"--{text.partition('=')[0].strip().replace('_', '-')}" for text in assigned}
 
 
 class Command(TyperCommand):
@@ -76,16 +76,16 @@ class Command(TyperCommand):
         Raises:
             ArbError: an option excludes or needs another one.
         """
-        given = options_given(ctx)
+        options = options_given(ctx)
         for option, others in getattr(self.callback, "excluded", {}).items():
-            both = [other for other in others if other in given] if option in given else ()
+            both = [other for other in others if other in options] if option in options else ()
             if both:
                 raise ArbError(
                     f"{quoted(both)} cannot be combined with `{option}`",
                     hint=f"leave {quoted(both)} out",
                 )
         for option, other in getattr(self.callback, "needed", {}).items():
-            if option in given and other not in given:
+            if option in options and other not in options:
                 raise ArbError(
                     f"`{option}` only applies with `{other}`",
                     hint=f"add `{other}`",

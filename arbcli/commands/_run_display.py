@@ -202,8 +202,8 @@ class RunDisplay(Observer):
             emit_json(value)
         except OutputError as error:
             self.as_json = False
-            kept = ", and its directory has every record" if self.is_saved else ""
-            note(f"{error}; the run continues{kept}")
+            addition = ", and its directory has every record" if self.is_saved else ""
+            note(f"{error}; the run continues{addition}")
 
     def noted(self, message: str) -> None:
         note(message)

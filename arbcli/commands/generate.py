@@ -198,18 +198,18 @@ def generate(
     a prompt, prompts are read interactively. A model that fills holes completes the text of
     --infill, a masked one a prompt too, and the whole text is written to stdout.
     """
-    given = options_given(context)
+    options = options_given(context)
     if out is not None:
         check_file(out, "--out", tuple(chain(*MEDIA.values())))
     checkpoint = find_run(one_path(run, checkpoint), loads=True)
     if prompt_file is not None:
         check_regular(prompt_file)
     if config := config_in_header(checkpoint):
-        _check_model(config, given, ahead, steps)
+        _check_model(config, options, ahead, steps)
         if chats:
             template_of(checkpoint if checkpoint.is_dir() else checkpoint.parent)
     lines = read_lines(prompts) if prompts else []
-    is_interactive = given.isdisjoint(NOT_INTERACTIVE) and is_terminal()
+    is_interactive = options.isdisjoint(NOT_INTERACTIVE) and is_terminal()
     with LiveLine() as line:
         line.show_wait("loading")
         from arbcli.families.hnet import boundaries as chunking
@@ -231,7 +231,7 @@ def generate(
     if requests:
         _continue_batch(model, requests, batch, backend, kv, conversation)
         return
-    _check_model(model.config, given, ahead, steps)
+    _check_model(model.config, options, ahead, steps)
     fills = infill is not None or model.config.is_masked
     if is_interactive and not fills:
         chat(model, length or LENGTH, sampling, backend, kv, conversation)
@@ -292,7 +292,7 @@ def generate(
 
 
 def _check_model(
-    config: "ModelConfig", given: set[str], ahead: int | None, steps: int | None
+    config: "ModelConfig", options: set[str], ahead: int | None, steps: int | None
 ) -> None:
     """Check that a model supports the options.
 
@@ -300,10 +300,10 @@ def _check_model(
         ArbError: the model does not support an option.
     """
     check_masked_option(config, "--steps", steps)
-    if "--infill" in given:
+    if "--infill" in options:
         check_fills(config)
     for option in ("--chat", "--chunks", "--ahead", "--kv"):
-        if option in given and config.is_masked:
+        if option in options and config.is_masked:
             raise ArbError(
                 f"`{option}` only applies to text that is generated from left to right",
                 hint=f"leave `{option}` out",

@@ -429,9 +429,9 @@ def _refuse_changes(settings: dict[str, Any]) -> None:
 
 
 def _refuse_model_settings(settings: dict[str, Any]) -> None:
-    kept = [
+    refused = [
         name for name in settings if name in ("preset", "model_file", "fields") or is_kept(name)
     ]
     if settings.get("weights") == "ternary":
-        kept.remove("weights")
-    refuse_kept(kept, "start without `--init-from`")
+        refused.remove("weights")
+    refuse_kept(refused, "start without `--init-from`")

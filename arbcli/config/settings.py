@@ -177,11 +177,11 @@ def check_fields(config: Any, largest: int = LARGEST) -> None:
         if setting is not None:
             check_setting(name, value, setting)
         bounded = setting or Setting()
-        least = LEAST_OF.get(name, 1) if bounded.minimum is None else None
-        most = LARGEST_OF.get(name, largest) if bounded.maximum is None else None
+        minimum = LEAST_OF.get(name, 1) if bounded.minimum is None else None
+        maximum = LARGEST_OF.get(name, largest) if bounded.maximum is None else None
         for size in value if isinstance(value, tuple) else (value,):
             if type(size) is int and kind is not float:  # which may be 0 in a field of floats
-                check_bounds(name, size, least, most)
+                check_bounds(name, size, minimum, maximum)
 
 
 def check_setting(field: str, value: Any, setting: Setting) -> None:

@@ -271,12 +271,12 @@ def keep_template(tokenizer: Path | str, run: Path) -> None:
     keep_special_tokens(tokenizer, run)
     settings: dict[str, Any] = {}
     try:
-        kept = template_digest(find_template(run / TOKENIZER))
+        kept_digest = template_digest(find_template(run / TOKENIZER))
         if (folder / SETTINGS).exists():
             settings = read_json(folder / SETTINGS, {})
     except ArbError:  # damaged
-        kept = None
-    if kept == template_digest(template):
+        kept_digest = None
+    if kept_digest == template_digest(template):
         return
     if template is None:
         raise ArbError(

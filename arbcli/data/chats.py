@@ -109,17 +109,17 @@ class Chats(Text):
         for tokens, sizes in _read_documents(
             [_tokenised(piece, reader) for piece in source.pieces]
         ):
-            kept = tokens[: context + 1]
-            is_learnt = kept[1:] < 0  # the first token is not predicted
+            window = tokens[: context + 1]
+            is_learnt = window[1:] < 0  # the first token is not predicted
             learnt = int(is_learnt.sum())
             if learnt:
-                self.cut += len(kept) < len(tokens)
-                self._places.append((begin, len(kept)))
-                begin += len(kept)
-                documents.append(np.array(kept))
-                totals.append((learnt, int(sizes[: len(kept)].sum())))
+                self.cut += len(window) < len(tokens)
+                self._places.append((begin, len(window)))
+                begin += len(window)
+                documents.append(np.array(window))
+                totals.append((learnt, int(sizes[: len(window)].sum())))
                 self.learnt_tokens += learnt
-                self.learnt_bytes += int(sizes[1 : len(kept)][is_learnt].sum())
+                self.learnt_bytes += int(sizes[1 : len(window)][is_learnt].sum())
         if not self._places:
             raise ArbError(
                 f"no record has an answer that begins within {context:,} tokens",
@@ -366,12 +366,12 @@ class _Reader:
             {name: value for name, value in message.items() if name != "weight"}
             for message in messages
         ]
-        whole, marks = template.render_marked(messages, **variables)
+        text, marks = template.render_marked(messages, **variables)
         if marks:
             if len(marks) != len(answers) and not all(learnt):
                 raise ValueError("the template marks other answers than those with a `weight`")
-            kept = learnt if len(marks) == len(answers) else [True] * len(marks)
-            yield self._document(whole, list(compress(marks, kept)))
+            is_target = learnt if len(marks) == len(answers) else [True] * len(marks)
+            yield self._document(text, list(compress(marks, is_target)))
             return
         spans, texts = [], []
         for index in answers:

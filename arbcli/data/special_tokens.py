@@ -59,9 +59,9 @@ def special_tokens(folder: Path) -> dict[str, str]:
 def set_special_tokens(settings: Mapping[str, Any], tokens: Mapping[str, str]) -> dict[str, Any]:
     """Return a tokenizer's settings with other special tokens: see `special_tokens`."""
     others = {name: text for name, text in tokens.items() if name not in NAMED}
-    kept = {name: value for name, value in settings.items() if name not in (*NAMED, *OWN_NAMES)}
-    kept |= {name: text for name, text in tokens.items() if name in NAMED}
-    return kept | ({OWN_NAMES[-1]: others} if others else {})
+    named = {name: value for name, value in settings.items() if name not in (*NAMED, *OWN_NAMES)}
+    named |= {name: text for name, text in tokens.items() if name in NAMED}
+    return named | ({OWN_NAMES[-1]: others} if others else {})
 
 
 def _text(value: Any) -> str:

@@ -142,10 +142,10 @@ class Text:
         index = bisect_right(self._begins, offset) - 1
         while length:
             begin, end = self._begins[index : index + 2]
-            taken = min(length, end - offset)
+            count = min(length, end - offset)
             at = self._pieces[index].start + offset - begin
-            parts.append(self._opened(index)[at : at + taken])
-            offset, length, index = offset + taken, length - taken, index + 1
+            parts.append(self._opened(index)[at : at + count])
+            offset, length, index = offset + count, length - count, index + 1
         return b"".join(parts)
 
     packs = False
@@ -335,8 +335,8 @@ def num_evaluation_batches(batch_size: int, accumulation: int, context: int) -> 
     With accumulation they are at most those of `EVAL_SYMBOLS`, as an evaluation would take long,
     unless as many batches without accumulation have more.
     """
-    most = max(EVAL_BATCHES, EVAL_SYMBOLS // (batch_size * context))
-    return min(EVAL_BATCHES * accumulation, most)
+    maximum = max(EVAL_BATCHES, EVAL_SYMBOLS // (batch_size * context))
+    return min(EVAL_BATCHES * accumulation, maximum)
 
 
 def evaluation_starts(

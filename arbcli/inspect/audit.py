@@ -175,11 +175,11 @@ def _what_fits(
             fitting.append(recompute)
         else:
             kinds.append((f" {recompute}", recomputing, recomputed))
-    for words, changes, whole in kinds:
+    for words, changes, full in kinds:
         for batch in (b for b in range(config.batch - 1, 0, -1) if config.batch % b == 0):
             # what grows with the batch is at most all that is not state
             share = batch / config.batch
-            if whole.state_bytes + share * (whole.evaluated_bytes - whole.state_bytes) > budget:
+            if full.state_bytes + share * (full.evaluated_bytes - full.state_bytes) > budget:
                 continue
             accum = config.accum * config.batch // batch
             smaller = f"--batch {batch} --accum {accum}{words}"

@@ -74,11 +74,11 @@ class FloatTensors(Storages):
 
     def report(self) -> tuple[FloatTensor, ...]:
         """List the float tensors in the order of their allocation; those alive now survive."""
-        kept = Counter(self._kept.values())
+        alive = Counter(self._kept.values())
         kinds = (
             dataclasses.replace(kind, survives=survives, count=count)
             for kind, allocated in self._kinds.items()
-            for survives, count in ((False, allocated - kept[kind]), (True, kept[kind]))
+            for survives, count in ((False, allocated - alive[kind]), (True, alive[kind]))
         )
         return tuple(kind for kind in kinds if kind.count)
 

@@ -125,13 +125,13 @@ class _Trace(Storages):
         self.memory: Allocator | _Total = Allocator() if self.uses_gpu else _Total()
         self.parts = dict.fromkeys(("state", "saved", "transient", "constant"), 0)
         self.peak, self.peak_parts, self.at = 0, self.parts, ""
-        self._taken: dict[int, _Taken] = {}
-        self._taken_at_peak: dict[int, _Taken] = {}
+        self._allocations: dict[int, _Allocation] = {}
+        self._allocations_at_peak: dict[int, _Allocation] = {}
         """All that is allocated, and was at the peak, by number."""
         self._number = 0
         """Number of allocations."""
         self.loading = True
-        self._blocks: dict[int, _Taken] = {}
+        self._blocks: dict[int, _Allocation] = {}
         self._workspaces: set[tuple[Any, bool, bool]] = set()
 
     def __torch_dispatch__(
@@ -173,16 +173,18 @@ class _Trace(Storages):
     def end_stage(self) -> None:
         """End the loading, or a step: what is alive now and was not before is constant."""
         self.loading = False
-        for key, taken in self._blocks.items():
-            if taken.part in ("saved", "transient"):
-                self.parts[taken.part] -= taken.size
-                self.parts["constant"] += taken.size
-                self._blocks[key] = self._taken[taken.number] = taken._replace(part="constant")
+        for key, allocation in self._blocks.items():
+            if allocation.part in ("saved", "transient"):
+                self.parts[allocation.part] -= allocation.size
+                self.parts["constant"] += allocation.size
+                self._blocks[key] = self._allocations[allocation.number] = allocation._replace(
+                    part="constant"
+                )
 
     def live(self) -> tuple[AtPeak, ...]:
         """List the tensors alive at the peak, besides the state."""
         sizes: dict[tuple[str, str, str], list[int]] = {}
-        for one in self._taken_at_peak.values():
+        for one in self._allocations_at_peak.values():
             if one.part != "state":
                 sizes.setdefault((one.part, one.made_in, one.tensor), []).append(one.size)
         rows = [
@@ -206,7 +208,9 @@ class _Trace(Storages):
         """Whether autograd runs, which has a thread of its own for a GPU."""
         return torch._C._current_graph_task_id() >= 0
 
-    def _take(self, size: int, op: Any, part: str | None = None, *, tensor: str = "") -> "_Taken":
+    def _take(
+        self, size: int, op: Any, part: str | None = None, *, tensor: str = ""
+    ) -> "_Allocation":
         part = part or (
             "state" if self.loading else "transient" if self._runs_backward else "saved"
         )
@@ -216,21 +220,21 @@ class _Trace(Storages):
         self.parts[part] += size
         function = "" if self.loading else calling_function()
         self._number += 1
-        taken = _Taken(self._number, block, size, part, function, tensor)
-        self._taken[taken.number] = taken
+        allocation = _Allocation(self._number, block, size, part, function, tensor)
+        self._allocations[allocation.number] = allocation
         if not self.loading and self.memory.allocated >= self.peak:
             self.peak, self.peak_parts = self.memory.allocated, self.parts.copy()
-            self._taken_at_peak = self._taken.copy()
+            self._allocations_at_peak = self._allocations.copy()
             self.at = f"{op} in {function}" if function == "autograd" else function
-        return taken
+        return allocation
 
-    def _give(self, taken: "_Taken") -> None:
-        self.memory.release(taken.block)
-        self.parts[taken.part] -= taken.size
-        del self._taken[taken.number]
+    def _give(self, allocation: "_Allocation") -> None:
+        self.memory.release(allocation.block)
+        self.parts[allocation.part] -= allocation.size
+        del self._allocations[allocation.number]
 
 
-class _Taken(NamedTuple):
+class _Allocation(NamedTuple):
     """An allocation."""
 
     number: int

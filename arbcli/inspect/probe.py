@@ -283,10 +283,10 @@ class _Watch:
             Root-mean-squares of the stream of every byte, (B, T), after each layer; and of every
             hyper-connection, by name, the least and the largest weight of reading and of writing.
         """
-        taken = [self._streams[name] for name in self._layers], dict(self._ranges)
+        measurements = [self._streams[name] for name in self._layers], dict(self._ranges)
         self._streams.clear()
         self._ranges.clear()
-        return taken
+        return measurements
 
     def take_rms(self) -> dict[str, float | None]:
         """Return and clear the root-mean-squares; note the first value that is not finite."""

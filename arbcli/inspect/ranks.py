@@ -104,14 +104,14 @@ def audit_ranks(config: TrainConfig, group: Group) -> RanksReport:
 
 def share_out(config: TrainConfig, size: int) -> list[Share]:
     """Compute the state of each of several processes between steps."""
-    tensors, whole = _declared(config)
+    tensors, state_bytes = _declared(config)
     owners = assign_owners(tensors, size)
     weights, owned_bytes = [0] * size, [0] * size
     for tensor in tensors:
         owner = owners[id(tensor)]
         weights[owner] += tensor.num_weights
         owned_bytes[owner] += sum(part.nbytes for part in owner_buffers(tensor).values())
-    replicated_bytes = whole - sum(owned_bytes)
+    replicated_bytes = state_bytes - sum(owned_bytes)
     return [
         Share(
             rank=rank,

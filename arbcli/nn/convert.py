@@ -184,8 +184,8 @@ def _grouped(model: nn.Module, settings: dict[str, Any]) -> list[list[_Use]]:
                 f"no parameter matches the pattern `{pattern}`",
                 hint="`[name for name, _ in model.named_parameters()]` has all names",
             )
-    kept = [uses for uses in groups if not _any_matches(uses, settings["skip"])]
-    problems = [(uses, _problem(uses)) for uses in kept]
+    chosen_groups = [uses for uses in groups if not _any_matches(uses, settings["skip"])]
+    problems = [(uses, _problem(uses)) for uses in chosen_groups]
     refused = [(uses[0].full_name, problem) for uses, problem in problems if problem]
     if refused and not settings["skip_unsupported"]:
         name, problem = refused[0]

@@ -36,9 +36,9 @@ def linear_cross_entropy(
     if not isinstance(packed, Symbols) or getattr(head, "bias", None) is not None:
         logits = head(rows).float()
         return functional.cross_entropy(logits, symbols, ignore_index=ignore_index)
-    kept = symbols != ignore_index
-    losses = packed.losses(rows, symbols.where(kept, 0))
-    return (losses * kept).sum() / kept.sum()
+    mask = symbols != ignore_index
+    losses = packed.losses(rows, symbols.where(mask, 0))
+    return (losses * mask).sum() / mask.sum()
 
 
 class CapturedStep:

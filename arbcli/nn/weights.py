@@ -245,8 +245,8 @@ class _Use(Function):
     ) -> Tensor:  # fmt: skip
         ctx.weight, ctx.token, ctx.version = weight, token, weight.version
         ctx.propagate, ctx.express = propagate, express
-        y, *kept = run(*tensors)
-        ctx.save_for_backward(*tensors, *kept)
+        y, *saved = run(*tensors)
+        ctx.save_for_backward(*tensors, *saved)
         return y
 
     @staticmethod

@@ -96,8 +96,8 @@ class _Bounds:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._token and scope["path"] not in OPEN_PATHS:
-            given = Headers(scope=scope).get("authorization", "")
-            if not secrets.compare_digest(given.encode("latin-1"), self._token):
+            authorization = Headers(scope=scope).get("authorization", "")
+            if not secrets.compare_digest(authorization.encode("latin-1"), self._token):
                 error = RequestError("the API key is missing or wrong", 401, code="invalid_api_key")
                 await _answer(error)(scope, receive, send)
                 return
@@ -182,13 +182,13 @@ class _Service:
     async def _body(self, request: Request) -> bytes:
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
             raise RequestError("the header must have `Content-Type: application/json`", 415)
-        body, most = bytearray(), self._limits.body_bytes
+        body, maximum = bytearray(), self._limits.body_bytes
         try:
             async with asyncio.timeout(self._limits.body_seconds):
                 async for part in request.stream():
                     body += part
-                    if len(body) > most:
-                        raise RequestError(f"the body has more than {most:,} bytes", 413)
+                    if len(body) > maximum:
+                        raise RequestError(f"the body has more than {maximum:,} bytes", 413)
         except TimeoutError:
             raise RequestError("the body did not arrive in time", 408) from None
         return bytes(body)

@@ -57,9 +57,11 @@ class Field(NamedTuple):
     """Checks a value of this type."""
 
 
-def _bounded(least: float, most: float, kind: Any = int) -> Field:
+def _bounded(minimum: float, maximum: float, kind: Any = int) -> Field:
     word = "an integer" if kind is int else "a number"
-    return Field(kind, f"{word} from {least:,} to {most:,}", lambda value: least <= value <= most)
+    return Field(
+        kind, f"{word} from {minimum:,} to {maximum:,}", lambda value: minimum <= value <= maximum
+    )
 
 
 def _fits_stop(stop: str | list[str]) -> bool:

@@ -123,12 +123,12 @@ def check_run(path: Path, steps: int | None = None) -> CheckReport:
     if config is not None and resumes_at is not None:
         then = dataclasses.replace(config, steps=steps or config.steps)
         has_recent = resumes_at in recent_steps
-        kept = [record for record in records if stays(record, resumes_at, then, has_recent)]
-        dropped = len(records) - len(kept)
-        recorded = any(record["step"] == resumes_at for record in kept)
+        kept_records = [record for record in records if stays(record, resumes_at, then, has_recent)]
+        dropped = len(records) - len(kept_records)
+        recorded = any(record["step"] == resumes_at for record in kept_records)
         evaluates = is_evaluated(then, resumes_at) and not recorded
         sets_aside = [file.name for file in verified if step_of(file) > resumes_at]
-        left = {file.name for file in surplus(run, config, resumes_at, kept)}
+        left = {file.name for file in surplus(run, config, resumes_at, kept_records)}
         if resumes_at < then.steps:  # else nothing is saved
             older = [file.name for file in verified if step_of(file) <= resumes_at]
             left |= {*older[config.keep - 1 :]}

@@ -54,8 +54,8 @@ class FloatOptimizer:
         no_decay = {id(part.latent) for part in vectors}
         groups: list[dict[str, Any]] = [{"params": [p for p in rest if id(p) not in no_decay]}]
         if no_decay:
-            kept = [p for p in rest if id(p) in no_decay]
-            groups.append({"params": kept, "weight_decay": 0.0})
+            undecayed = [p for p in rest if id(p) in no_decay]
+            groups.append({"params": undecayed, "weight_decay": 0.0})
         self._adamw = torch.optim.AdamW(
             groups,
             lr=self._lr,

@@ -40,8 +40,8 @@ class Recorder:
         self._trainer, self._records = trainer, records
         self._resumed = resumed or Resumed({}, 0.0, records)
         self._resumed_step = trainer.step if resumed else None
-        kept = max(KEPT_STEPS, trainer.config.log_every or 0)
-        self._recent = RecentSteps(trainer.group, self._resumed.recent, kept)
+        kept_steps = max(KEPT_STEPS, trainer.config.log_every or 0)
+        self._recent = RecentSteps(trainer.group, self._resumed.recent, kept_steps)
         self.recorded_step = self._find_recorded() if resumed else 0
         """Step of the last record; the next one averages the steps since then."""
         self._bytes_seen, self._seen_step = 0, 0

@@ -243,7 +243,7 @@ def _extended(
     """Change the total number of steps, with a note about the learning rate."""
     check_steps(run, done, steps)
     longer = dataclasses.replace(config, steps=steps)
-    rates = [learning_rate(each, min(done, each.steps)) for each in (config, longer)]
+    rates = [learning_rate(plan, min(done, plan.steps)) for plan in (config, longer)]
     observer.noted(
         f"{steps:,} steps instead of {config.steps:,}: the `{config.schedule}` schedule changes at"
         f" step {done:,}, where the learning rate is {rates[1]:.4g} instead of {rates[0]:.4g}"

@@ -156,8 +156,8 @@ def surplus(
     if later_checkpoints(run, step):
         return []
     paths, best = checkpoints(run)[config.keep :], best_step(records)
-    kept = [path for path in best_checkpoints(run) if step_of(path) == best]
-    return paths + [path for path in best_checkpoints(run) if kept and path not in kept]
+    best_paths = [path for path in best_checkpoints(run) if step_of(path) == best]
+    return paths + [path for path in best_checkpoints(run) if best_paths and path not in best_paths]
 
 
 def sweep_run(run: Path, config: TrainConfig, step: int, records: Sequence[dict[str, Any]]) -> None:

@@ -629,8 +629,8 @@ class Trainer:
         starts_averages = self.config.weight_average and "average" not in checkpoint.data
         if starts_averages:
             tensors |= {n: part for n, part in state.items() if n.endswith(AVERAGE)}
-        whole = self.shared.layout(self.model) if self.shared else {}
-        check_layout(tensors, state | whole)
+        layout = self.shared.layout(self.model) if self.shared else {}
+        check_layout(tensors, state | layout)
         self.model.load_state_dict({n: part[: len(state[n])] for n, part in tensors.items()})
         if starts_averages:
             self._start_averages()

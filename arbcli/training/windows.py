@@ -74,8 +74,8 @@ def _window(
         learnt = [False] + [targets[at] >= 0 for at in here]
         if documents and not any(learnt):  # padding
             continue
-        kept = len(symbols) if symbols[-1] >= 0 else -1
-        rows.append(tuple(_runs(symbols[:kept], learnt[:kept], tokenizer)))
+        end = len(symbols) if symbols[-1] >= 0 else -1
+        rows.append(tuple(_runs(symbols[:end], learnt[:end], tokenizer)))
     return Window(tuple(rows))
 
 

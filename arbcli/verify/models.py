@@ -178,7 +178,7 @@ def shortened(config: ModelConfig) -> ModelConfig:
     """Shorten a model, whose reference is slow, to a few blocks of each kind."""
     stages = []
     for stage in config.stages:
-        kept = {
+        indices = {
             name: [
                 index
                 for index, block in enumerate(blocks)
@@ -189,10 +189,10 @@ def shortened(config: ModelConfig) -> ModelConfig:
         }
         memories = stage.memories
         if memories:
-            place = sum(index < memories.place for index in kept["blocks"])
+            place = sum(index < memories.place for index in indices["blocks"])
             memories = replace(memories, place=place)
         lists: dict[str, Any] = {
-            name: tuple(getattr(stage, name)[i] for i in kept[name]) for name in kept
+            name: tuple(getattr(stage, name)[i] for i in indices[name]) for name in indices
         }
         stages.append(replace(stage, memories=memories, **lists))
     longest = SHORTEST if config.main.memories else LONGEST

@@ -54,8 +54,8 @@ class Masks(NamedTuple):
             width: width of the stream.
         """
         ones = torch.ones(first + positions, width, dtype=torch.float64)
-        kept = dropout_reference(ones, torch.tensor(self.keys[branch]), self.rate)[first:] > 0
-        return kept / (1 - self.rate)
+        mask = dropout_reference(ones, torch.tensor(self.keys[branch]), self.rate)[first:] > 0
+        return mask / (1 - self.rate)
 
 
 def _keep_probabilities(model: "Reference", _name: str, head: Any, x: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ class Reference(PlainModel):
             losses[f"of_{name}"] = -_mean(logs.gather(1, targets[kind_mask][:, None] % BYTES))
         return losses
 
-    def taken(self, name: str) -> list[Tensor] | None:
+    def model_choice(self, name: str) -> list[Tensor] | None:
         """Return the model's choices for the text in a part; None: choose."""
         if self.choices is None:
             return None

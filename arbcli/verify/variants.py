@@ -46,8 +46,10 @@ def variant_of(launch: Launch) -> Variant:
     """
     function, _, named, fixed, options = launch
     plain = {p.name for p in function.params if p.do_not_specialize}
-    whole = {key: value for key, value in named.items() if type(value) is int and key not in plain}
-    constants = fixed | {key: 1 for key, value in whole.items() if value == 1}
+    integers = {
+        key: value for key, value in named.items() if type(value) is int and key not in plain
+    }
+    constants = fixed | {key: 1 for key, value in integers.items() if value == 1}
     signature = {
         name: "constexpr" if name in constants else type_of(named[name])
         for name in function.arg_names

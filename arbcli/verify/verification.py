@@ -92,8 +92,8 @@ def gradients_of(
     """
 
     def backward(*arguments: Any) -> tuple[Tensor, ...]:
-        kept = (part for i, part in enumerate(arguments) if i not in ignored)
-        grads, inputs = arguments[:results], [*kept][results:]
+        read_arguments = (part for i, part in enumerate(arguments) if i not in ignored)
+        grads, inputs = arguments[:results], [*read_arguments][results:]
         leaves = []
         for place in places:
             if inputs[place] is not None:

@@ -420,8 +420,8 @@ class CompressedAttention(CachedAttention):
         q, w = indexer.queries(x[:, ends], norm, rows_at(table, ends))
         k = indexer.keys(still, rows_at(table, slice(0, number * self.ratio, self.ratio)))
         with torch.no_grad():
-            kept = self.cache_format.stored is not None
-            chosen = indexer.choose(q, w, k, 1, self.sight.max_entries, low_precision=kept)
+            is_quantised = self.cache_format.stored is not None
+            chosen = indexer.choose(q, w, k, 1, self.sight.max_entries, low_precision=is_quantised)
             # bytes before the first complete entry select none
             chosen = functional.pad(chosen, (0, 0, 1, 0), value=-1)
         return (q, w, k), chosen

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 def limit(model: "Reference", name: str, part: Indexer, products: Tensor, sees: Tensor) -> Tensor:
     """Limit products to those above 0 in the model, as a rounding may change a sign."""
-    taken, exact = model.taken(name), Indexer.limit(part, products, sees)
-    if taken is None:
+    model_choice, exact = model.model_choice(name), Indexer.limit(part, products, sees)
+    if model_choice is None:
         return exact
     number, shown = len(products), sees[:, None].expand_as(products)
-    positive = products * taken[1][:number, :, :number]
+    positive = products * model_choice[1][:number, :, :number]
     model.products.append((positive.detach()[shown], exact.detach()[shown]))
     return positive
 
@@ -27,11 +27,11 @@ def choose_entries(
     model: "Reference", name: str, part: Indexer, scores: Tensor, sees: Tensor
 ) -> Tensor:
     """Adopt the entries that the model chose, and judge them: `Indexer.choose`."""
-    taken, chosen = model.taken(name), Indexer.choose(part, scores, sees)
-    if taken:
+    model_choice, chosen = model.model_choice(name), Indexer.choose(part, scores, sees)
+    if model_choice:
         best, chosen = chosen, torch.zeros_like(sees)
         for g, (row, visible) in enumerate(zip(scores.detach(), sees, strict=True)):
-            picked = [j for j in taken[0][g].tolist() if j >= 0 and visible[j]]
+            picked = [j for j in model_choice[0][g].tolist() if j >= 0 and visible[j]]
             chosen[g, picked] = True
             mine = row.new_full((int(best[g].sum()),), -math.inf)  # of those missing
             mine[: len(picked)] = row[picked]

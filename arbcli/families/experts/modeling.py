@@ -65,8 +65,8 @@ class Gate(nn.Module):
             key = (key ^ ((key >> 32) & 0xFFFFFFFF)) * MIX
             expert = ((key >> 32) & 0x7FFFFFFF) * (self.experts - draw) >> HASH_BITS
             # the number of the expert among those that are left, in ascending order
-            for taken in torch.stack(drawn).sort(dim=0).values if drawn else ():
-                expert = expert + (expert >= taken)
+            for earlier in torch.stack(drawn).sort(dim=0).values if drawn else ():
+                expert = expert + (expert >= earlier)
             drawn.append(expert)
         return torch.stack(drawn, dim=1)
 

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 def choose_experts(model: "Reference", name: str, gate: Gate, chances: Tensor) -> Tensor:
     """Adopt the experts that the model chose, and judge them by their chances: `Gate.choose`."""
-    taken = model.taken(name)
-    if taken is None:
+    model_choice = model.model_choice(name)
+    if model_choice is None:
         return Gate.choose(gate, chances)
     call = model.notes[name] = model.notes.get(name, -1) + 1  # several on a text, of iterations
-    chosen = taken[call][: len(chances)]
+    chosen = model_choice[call][: len(chances)]
     model.judge(chances.gather(1, chosen), chances)
     return chosen

@@ -92,8 +92,8 @@ class MemGram(StepMemory):
         new = (symbols[last.clamp(min=0)] - 128).to(torch.int8)
         again, seen = (new == self.symbol) & (self.strength > 0), last >= 0
         strength = self.strength.int()
-        taken = seen & ~again & (strength <= 1)
+        replaced = seen & ~again & (strength <= 1)
         moved = torch.where(again, (strength + 1).clamp(max=MOST), strength - 1)
-        strength = torch.where(taken, 1, torch.where(seen, moved, strength))
-        self.symbol.copy_(torch.where(taken, new, self.symbol))
+        strength = torch.where(replaced, 1, torch.where(seen, moved, strength))
+        self.symbol.copy_(torch.where(replaced, new, self.symbol))
         self.strength.copy_(strength)

@@ -24,20 +24,20 @@ def choose_rows(
     model: "Reference", name: str, book: Codebook, left: Tensor, right: Tensor
 ) -> Tensor:
     """Adopt the rows that the model chose, and judge them by all scores: `Codebook.choose`."""
-    taken = model.taken(name)
-    if taken is None:
+    model_choice = model.model_choice(name)
+    if model_choice is None:
         return Codebook.choose(book, left, right)
     every = (left[..., :, None] + right[..., None, :]).flatten(-2)
-    rows = taken[0][: len(left)]
+    rows = model_choice[0][: len(left)]
     model.judge(row_scores(left, right, rows), every)
     return rows
 
 
 def choose_code(model: "Reference", name: str, book: Quantiser, z: Tensor) -> Tensor:
     """Adopt the codes that the model chose, and note how far they are: `Quantiser.choose`."""
-    taken, chosen = model.taken(name), Quantiser.choose(book, z)
-    if taken:
-        closeness, chosen = book.closeness(z), taken[0][: len(z)].flatten()
+    model_choice, chosen = model.model_choice(name), Quantiser.choose(book, z)
+    if model_choice:
+        closeness, chosen = book.closeness(z), model_choice[0][: len(z)].flatten()
         model.judge(closeness.gather(1, chosen[:, None]), closeness)
     model.note("commitment", name, (z - book.codes[chosen] / UNIT).square().mean(dim=1))
     return chosen
@@ -47,11 +47,11 @@ def halt(
     model: "Reference", name: str, part: Iterated, index: int, halted: Tensor, chance: Tensor
 ) -> Tensor:
     """Halt in the iterations in which the model did, and note their cost: `Iterated.halt`."""
-    taken, last = model.taken(name), index + 1 == len(part.adapters)
-    if taken is None:
+    model_choice, last = model.model_choice(name), index + 1 == len(part.adapters)
+    if model_choice is None:
         share = Iterated.halt(part, index, halted, chance)
     else:
-        iteration = taken[0][: len(halted)]
+        iteration = model_choice[0][: len(halted)]
         running, done = iteration >= index, iteration <= index
         if not last:
             gone = (halted + chance).detach()[running]

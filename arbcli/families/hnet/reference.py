@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 def find_starts(model: "Reference", name: str, stage: Stage, p: Tensor) -> Tensor:
     """Adopt the boundaries that the model chose, as far as there is room: `Stage.starts`."""
-    begins, taken = p > 0.5, model.taken(f"{name}.router") if stage.router else None
-    if taken:
-        begins, either = taken[0][: len(p)].bool(), torch.stack([1 - p, p], dim=1)
+    begins, model_choice = p > 0.5, model.model_choice(f"{name}.router") if stage.router else None
+    if model_choice:
+        begins, either = model_choice[0][: len(p)].bool(), torch.stack([1 - p, p], dim=1)
         model.judge(either.gather(1, begins.long()[:, None]), either)
     if stage.router:
         model.note("ratio", name, torch.stack([p, begins.to(p)], dim=1))

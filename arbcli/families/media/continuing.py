@@ -54,10 +54,10 @@ def prompt_and_length(
             f"the prompt is a {header.kind}, and its continuation needs a file",
             hint="add `--out FILE`, or `--keep 1` to generate the text after it",
         )
-    kept = int((KEPT if keep is None else keep) * (header.body_bytes // header.item_bytes))
-    rest = header.body_bytes - kept * header.item_bytes
+    kept_items = int((KEPT if keep is None else keep) * (header.body_bytes // header.item_bytes))
+    rest = header.body_bytes - kept_items * header.item_bytes
     if isinstance(header, SoundHeader) and length is not None:
-        header = dataclasses.replace(header, frames=kept + length // header.item_bytes)
+        header = dataclasses.replace(header, frames=kept_items + length // header.item_bytes)
         rest = length
     if not rest:
         raise ArbError(
@@ -65,7 +65,7 @@ def prompt_and_length(
             hint="use a smaller `--keep`, give a sound a `--length`, or leave out `--out` and"
             " `--bytes` to generate text",
         )
-    body = content[span.body : span.body + kept * header.item_bytes]
+    body = content[span.body : span.body + kept_items * header.item_bytes]
     return header.encode() + body, rest if length is None else min(length, rest)
 
 

@@ -95,8 +95,8 @@ class WeightFolder:
                     f"`{path / name}` has no `{missing[0]}`, which `{INDEX}` says is there",
                     hint=HINT,
                 )
-            kept = tensors.keys() if expected is None else expected
-            self.tensors |= {tensor: tensors[tensor] for tensor in kept}
+            names = tensors.keys() if expected is None else expected
+            self.tensors |= {tensor: tensors[tensor] for tensor in names}
         for name, stored in self.tensors.items():
             if stored.dtype not in DTYPES:
                 self._unpack(name, stored)

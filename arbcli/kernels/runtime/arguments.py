@@ -175,11 +175,11 @@ def _lines_of(name: str, kind: Argument, known: set[str], space: dict[str, Any])
         wrong.append(f"{name}.dim() {'<' if lead else '!='} {number}")
         unequal = []
         if lead:
-            taken = f"{name}.shape[:-{number}]" if number else f"{name}.shape"
+            sizes = f"{name}.shape[:-{number}]" if number else f"{name}.shape"
             if lead in known:
-                unequal.append(f"{taken} != {lead}")
+                unequal.append(f"{sizes} != {lead}")
             else:
-                after.append(f"{lead} = {taken}")
+                after.append(f"{lead} = {sizes}")
                 known.add(lead)
         singles = dims[1:] if lead else dims
         targets = []
@@ -191,8 +191,8 @@ def _lines_of(name: str, kind: Argument, known: set[str], space: dict[str, Any])
                 targets.append(f"_{place}")
                 unequal.append(f"_{place} != ({size})")
         if targets:
-            taken = f"{name}.shape[-{number}:]" if lead else f"{name}.shape"
-            after.append(f"{', '.join(targets)}, = {taken}")
+            sizes = f"{name}.shape[-{number}:]" if lead else f"{name}.shape"
+            after.append(f"{', '.join(targets)}, = {sizes}")
         if unequal:
             after.append(f"if {' or '.join(unequal)}: {refuse}")
     lines = [f"if {' or '.join(wrong)}: {refuse}", *after]

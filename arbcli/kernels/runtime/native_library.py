@@ -57,17 +57,17 @@ def load_library() -> ctypes.CDLL:
     command = [*_compiler(), *FLAGS, *([f"-march={level}"] if level else _tuning())]
     about = "\0".join([SOURCE.read_text(), *command, "" if level else "\n".join(describe_cpu())])
     name = f"native-{hashlib.sha256(about.encode()).hexdigest()[:20]}.so"
-    kept = cache_folder() / name
+    cached = cache_folder() / name
     with tempfile.TemporaryDirectory() as folder:  # other users cannot write to the loaded file
         library = Path(folder) / name
-        if (content := read_cached(kept)) is not None:
+        if (content := read_cached(cached)) is not None:
             library.write_bytes(content)
             with suppress(OSError):  # built on a system with another linker
                 return ctypes.CDLL(str(library))
         _compile([*command, str(SOURCE), "-o", str(library), "-lm"])
         loaded = ctypes.CDLL(str(library))
         with suppress(ArbError):  # it is compiled again in the next process
-            write_cached(kept, [library.read_bytes()])
+            write_cached(cached, [library.read_bytes()])
     return loaded
 
 

@@ -119,20 +119,22 @@ class _Operator:
         number = len(get_args(hints.pop("return"))) or 1
         self.trains, self.single = "anchor" in hints, number == 1
         self.kinds = [*map(_kind, hints, hints.values())]
-        taken = [f"{kind.schema} {name}" for name, kind in zip(hints, self.kinds, strict=True)]
-        numbers = [text for text, kind in zip(taken, self.kinds, strict=True) if not kind.tensor]
+        parameters = [f"{kind.schema} {name}" for name, kind in zip(hints, self.kinds, strict=True)]
+        numbers = [
+            text for text, kind in zip(parameters, self.kinds, strict=True) if not kind.tensor
+        ]
         results = "Tensor" if self.single else f"({', '.join(['Tensor'] * number)})"
         name = "arb::" + re.sub("(?<!^)(?=[A-Z])", "_", function.__name__.strip("_")).lower()
         self.forward = library.custom_op(
-            name, self._forward, mutates_args=(), schema=f"({', '.join(taken)}) -> {results}"
+            name, self._forward, mutates_args=(), schema=f"({', '.join(parameters)}) -> {results}"
         )
         self.forward.register_fake(self._fake)
         if not differentiable:
             return
-        taken = ["Tensor?[] grads", "Tensor?[] kept", "bool[] wanted", *numbers]
+        parameters = ["Tensor?[] grads", "Tensor?[] saved", "bool[] wanted", *numbers]
         self.backward = library.custom_op(
             f"{name}_backward", self._backward, mutates_args=(),
-            schema=f"({', '.join(taken)}) -> Tensor[]",
+            schema=f"({', '.join(parameters)}) -> Tensor[]",
         )  # fmt: skip
         self.backward.register_fake(self._fake_backward)
         self.forward.register_autograd(self._propagate, setup_context=self._keep)
@@ -166,13 +168,13 @@ class _Operator:
         context = _Context(())
         self.function.setup_context(context, inputs, output)
         outputs = [output] if self.single else output
-        kept = [
+        saved = [
             part if kind.kept or _is_in(part, context.saved_tensors) else None
             for part, kind in zip(inputs, self.kinds, strict=True)
             if kind.tensor
         ]
-        kept += [part if _is_in(part, context.saved_tensors) else None for part in outputs]
-        ctx.save_for_backward(*kept)
+        saved += [part if _is_in(part, context.saved_tensors) else None for part in outputs]
+        ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*context.non_differentiable)
         pairs = zip(inputs, self.kinds, strict=True)
         ctx.numbers = [part for part, kind in pairs if not kind.tensor]
@@ -185,17 +187,17 @@ class _Operator:
         return tuple(next(gradients) if some else None for some in needs_grad)
 
     def _backward(
-        self, grads: list, kept: list, needs_grad: list[bool], *numbers: Any
+        self, grads: list, saved: list, needs_grad: list[bool], *numbers: Any
     ) -> list[Tensor]:
         # some backends use autograd, which torch disables within operators
         with torch._C._SetExcludeDispatchKeyGuard(AUTOGRAD, False):
-            gradients = self._gradients(grads, kept, needs_grad, *numbers)
-        return _owned(gradients, (*grads, *kept))
+            gradients = self._gradients(grads, saved, needs_grad, *numbers)
+        return _owned(gradients, (*grads, *saved))
 
     def _gradients(
-        self, grads: list, kept: list, needs_grad: list[bool], *numbers: Any
+        self, grads: list, saved: list, needs_grad: list[bool], *numbers: Any
     ) -> list[Tensor]:
-        inputs, outputs = self._inputs(kept, numbers)
+        inputs, outputs = self._inputs(saved, numbers)
         ctx = _Context(needs_grad)
         self.function.setup_context(ctx, self._converted(inputs), self._returned(outputs))
         gradients = self.function.backward(ctx, *grads)
@@ -208,20 +210,20 @@ class _Operator:
         ]
 
     def _fake_backward(
-        self, grads: list, kept: list, needs_grad: list[bool], *numbers: Any
+        self, grads: list, saved: list, needs_grad: list[bool], *numbers: Any
     ) -> list[Tensor]:
         if self.fake_grads:
             return self.fake_grads(*grads)
-        inputs, _ = self._inputs(kept, numbers)
+        inputs, _ = self._inputs(saved, numbers)
         like = [part for part, some in zip(inputs, needs_grad, strict=True) if some]
         if any(part is None for part in like):
             with use_backend("torch"):
-                like = self._gradients(grads, kept, needs_grad, *numbers)
+                like = self._gradients(grads, saved, needs_grad, *numbers)
         return [_empty_like(part) for part in like]
 
-    def _inputs(self, kept: list, numbers: tuple) -> tuple[list, list]:
+    def _inputs(self, saved: list, numbers: tuple) -> tuple[list, list]:
         """Merge tensors and numbers in the order of the inputs; return inputs and outputs."""
-        tensors, others = iter(kept), iter(numbers)
+        tensors, others = iter(saved), iter(numbers)
         inputs = [next(tensors if kind.tensor else others) for kind in self.kinds]
         return inputs, [*tensors]
 
@@ -291,12 +293,12 @@ def _empty_like(part: Tensor) -> Tensor:
 
 def _owned(results: Iterable[Tensor], inputs: Iterable) -> list[Tensor]:
     """Make results contiguous, and copy those that alias an input, as operators require."""
-    taken = {part.untyped_storage().data_ptr() for part in inputs if isinstance(part, Tensor)}
+    pointers = {part.untyped_storage().data_ptr() for part in inputs if isinstance(part, Tensor)}
     owned = []
     for result in results:
         part = result.contiguous()
-        if part.untyped_storage().data_ptr() in taken and part.numel():
+        if part.untyped_storage().data_ptr() in pointers and part.numel():
             part = part.clone()
-        taken.add(part.untyped_storage().data_ptr())
+        pointers.add(part.untyped_storage().data_ptr())
         owned.append(part)
     return owned

@@ -35,13 +35,13 @@ def decode_in_groups(
     forward, first = range(0, number, length), len(after)
     backward = (0, first + 1, *range(first + size - 1, first + number, length))
     weights += after
-    kept = weights[::-1][: first + size - 1] if across else []
-    if sum(weight.num_weights for weight in kept) > MOST_KEPT:
-        kept = []
+    kept_weights = weights[::-1][: first + size - 1] if across else []
+    if sum(weight.num_weights for weight in kept_weights) > MOST_KEPT:
+        kept_weights = []
     needed_after = _rest_of_groups(weights, forward)
     needed_before = _rest_of_groups(weights[::-1], backward)[::-1]
     for index, weight in enumerate(weights):
-        keeps = len(weights) - index <= len(kept)
+        keeps = len(weights) - index <= len(kept_weights)
         weight.group = DecodedWith(needed_after[index], needed_before[index], keeps)
 
 

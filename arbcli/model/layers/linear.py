@@ -250,8 +250,8 @@ class _LinearOfGates(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        kept = PackedGates(*ctx.saved_tensors)
-        grad = ctx.weight.product_backward(grad_y, kept, ctx.norm, True, overwrite=True)
+        gates = PackedGates(*ctx.saved_tensors)
+        grad = ctx.weight.product_backward(grad_y, gates, ctx.norm, True, overwrite=True)
         return grad, None, None, None
 
 

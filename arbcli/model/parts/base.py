@@ -37,8 +37,8 @@ Losses = dict[str, list[Tensor]]
 def merge(*losses: Losses) -> Losses:
     """Concatenate the lists of each loss, in order."""
     merged: Losses = {}
-    for each in losses:
-        for name, parts in each.items():
+    for part_losses in losses:
+        for name, parts in part_losses.items():
             merged.setdefault(name, []).extend(parts)
     return merged
 

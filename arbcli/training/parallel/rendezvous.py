@@ -77,8 +77,8 @@ def connect(
     store, hosts = meet(place, command)
     beats = None
     if STORE not in os.environ:
-        own = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-        beats = Heartbeat(own, place.rank, hosts)
+        heartbeat_store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+        beats = Heartbeat(heartbeat_store, place.rank, hosts)
     uses_gpus = device.type == "cuda"
 
     def initialise() -> None:

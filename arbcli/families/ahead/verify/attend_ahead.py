@@ -64,8 +64,8 @@ def _append_rings(inputs: tuple, y: Tensor) -> tuple[Tensor, ...]:
 
 def _draw_ahead(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> tuple:
     rows, heads, width = 2 + m % (MOST_AHEAD - 1), 1 + rng.integer(3), WIDTHS[k % 2]
-    slots, most, half = max(n, rows), rng.pick((MOST_PARTS, 1, 3)), torch.bfloat16
-    parts, _, span = sharing(slots, width, most)
+    slots, max_parts, half = max(n, rows), rng.pick((MOST_PARTS, 1, 3)), torch.bfloat16
+    parts, _, span = sharing(slots, width, max_parts)
     # between two positions another part begins
     position = span * (1 + rng.integer(parts)) - 1 if rng.plain else rng.integer(3 * n)
     qkv = rng.reals(rows * 3 * heads, width, dtype=half).contiguous().view(rows, 3, heads, width)
@@ -74,7 +74,7 @@ def _draw_ahead(rng: CaseGenerator, group_size: int, m: int, n: int, k: int) -> 
     return (
         qkv, *(ring.clone().view(heads, slots, width) for ring in rings),
         torch.zeros(2, rows, heads, width, device=rng.device, dtype=half), rng.scalar(position),
-        angle.cos(), angle.sin(), 0.1, most,
+        angle.cos(), angle.sin(), 0.1, max_parts,
     )  # fmt: skip
 
 

@@ -89,9 +89,9 @@ def store_best(chosen_ptr, numbers, scores, seen, SIZE, BLOCK: tl.constexpr):
     equal = (seen & (order == least)).to(tl.int32)
     remaining = SIZE - tl.sum(above.to(tl.int32))
     later_ties = tl.sum(equal) - tl.cumsum(equal) + equal  # ties from this entry on are selected
-    taken = above | ((equal > 0) & (later_ties <= remaining))
-    tl.store(chosen_ptr + tl.cumsum(taken.to(tl.int32)) - 1, numbers, mask=taken)
-    place, total = tl.arange(0, BLOCK), tl.sum(taken.to(tl.int32))
+    selected = above | ((equal > 0) & (later_ties <= remaining))
+    tl.store(chosen_ptr + tl.cumsum(selected.to(tl.int32)) - 1, numbers, mask=selected)
+    place, total = tl.arange(0, BLOCK), tl.sum(selected.to(tl.int32))
     tl.store(chosen_ptr + place, -1, mask=(place >= total) & (place < SIZE))
 
 

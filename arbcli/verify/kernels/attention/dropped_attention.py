@@ -25,8 +25,8 @@ def _factors(q: Tensor, key: Tensor, rate: float) -> Tensor:
     """Compute what weights are multiplied by, (B, heads, T, T) float64."""
     batch, heads, length, _ = q.shape
     words = random_bits_reference(int(key), batch * heads * length, length).to(q.device)
-    kept = (words >= round(rate * 2**32)).view(batch, heads, length, length)
-    return kept.double() / (1 - rate)
+    mask = (words >= round(rate * 2**32)).view(batch, heads, length, length)
+    return mask.double() / (1 - rate)
 
 
 def dropped_attention_reference(

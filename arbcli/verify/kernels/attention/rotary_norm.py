@@ -13,8 +13,10 @@ from arbcli.verify.verification import Gate, Verification
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate (..., d) by (..., d / 2) angles, as complex numbers in float64."""
-    found = torch.complex(*x.double().chunk(2, dim=-1)) * torch.complex(cos.double(), sin.double())
-    return torch.cat((found.real, found.imag), dim=-1)
+    rotated = torch.complex(*x.double().chunk(2, dim=-1)) * torch.complex(
+        cos.double(), sin.double()
+    )
+    return torch.cat((rotated.real, rotated.imag), dim=-1)
 
 
 def normalise_reference(x: Tensor, eps: float) -> Tensor:
