@@ -71,8 +71,8 @@ def measure_texts(
         for size, favour in [(1, None), *((size, each) for each in favours for size in sizes)]:
             model.ahead = None if favour is None else head
             speculative.EACH_EQUAL = favour or 0.0
-            made = [make_text(model, prompt, how, size, length) for prompt in prompts]
-            texts, rates, per_check = zip(*made, strict=True)
+            results = [make_text(model, prompt, how, size, length) for prompt in prompts]
+            texts, rates, per_check = zip(*results, strict=True)
             unchecked, slow = unchecked or [*texts], slow or [*rates]
             yield {
                 "size": size,
@@ -101,18 +101,18 @@ def main() -> None:
         "--favour", type=float, nargs="+", default=[speculative.EACH_EQUAL], metavar="X"
     )
     parser.add_argument("--bytes", type=int, default=2500, help="of each of the four texts")
-    given = parser.parse_args()
-    model = load_model(given.run, device="cuda" if torch.cuda.is_available() else "cpu")
-    whole = given.text.read_bytes()
-    places = [int(share * len(whole)) for share in PROMPTS]
-    prompts = [whole[at : at + given.prompt] for at in places]
-    favours = [*given.favour, None] if given.no_head else given.favour
+    args = parser.parse_args()
+    model = load_model(args.run, device="cuda" if torch.cuda.is_available() else "cpu")
+    content = args.text.read_bytes()
+    places = [int(share * len(content)) for share in PROMPTS]
+    prompts = [content[at : at + args.prompt] for at in places]
+    favours = [*args.favour, None] if args.no_head else args.favour
     command = results.command_line("checks", "RUN", "--text", "FILE")
     with torch.no_grad(), model.prepared_weights():
-        for row in measure_texts(model, prompts, given.sizes, favours, given.bytes):
-            row = {"preset": given.run.name, "prompt": given.prompt} | row
+        for row in measure_texts(model, prompts, args.sizes, favours, args.bytes):
+            row = {"preset": args.run.name, "prompt": args.prompt} | row
             print(json.dumps(row), flush=True)
-            results.save("checked_texts", [row], command=command, folder=given.out)
+            results.save("checked_texts", [row], command=command, folder=args.out)
 
 
 if __name__ == "__main__":

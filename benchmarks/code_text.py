@@ -31,9 +31,9 @@ def sources() -> list[Path]:
     roots = {Path(sysconfig.get_paths()[kind]) for kind in ("stdlib", "purelib", "platlib")}
     paths = {path for root in roots for path in root.rglob("*") if path.suffix in ENDINGS}
     sized = [(path, path.stat().st_size) for path in paths if path.is_file()]
-    kept = [(path, size) for path, size in sized if size <= LARGEST]
+    files = [(path, size) for path, size in sized if size <= LARGEST]
     return [
-        path for path, _ in sorted(kept, key=lambda file: (_digest(file[0].name, file[1]), file))
+        path for path, _ in sorted(files, key=lambda file: (_digest(file[0].name, file[1]), file))
     ]
 
 

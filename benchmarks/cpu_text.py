@@ -106,8 +106,8 @@ def serve_llama(threads: str, path: str) -> None:
             | {"ignore_eos": True, "logit_bias": [[ord("a"), 1e4]]}
         )
         timings = answer["timings"]
-        of_task, made = ("prompt", PROMPT) if length == 1 else ("predicted", LENGTH)
-        assert timings[f"{of_task}_n"] == made, json.dumps(timings)
+        of_task, length_made = ("prompt", PROMPT) if length == 1 else ("predicted", LENGTH)
+        assert timings[f"{of_task}_n"] == length_made, json.dumps(timings)
         print(timings[f"{of_task}_ms"] / 1e3, time.process_time() - of_cpu, flush=True)
 
 

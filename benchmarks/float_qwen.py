@@ -114,14 +114,14 @@ class FloatQwen(nn.Module):
         for block, adapters in zip(self.matrices, self.factors, strict=True):
             factors = [pair[part] for pair in adapters.values() for part in "ab"]
             names = tuple(block.keys()), tuple(adapters.keys())
-            given = (
+            options = (
                 x, *turned, shape.head_width, shape.eps, self.fp8, *names, *block.values(),
                 *factors,
             )  # fmt: skip
             if self.recompute:
-                x = checkpoint(self._block, *given, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(self._block, *options, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = self._block(*given)
+                x = self._block(*options)
         x = functional.rms_norm(x, x.shape[-1:], self.norm.to(x.dtype), shape.eps)
         return _Loss.apply(x.flatten(0, 1), self.head, targets.flatten(), tokens or targets.numel())
 

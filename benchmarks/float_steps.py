@@ -140,12 +140,12 @@ class ReleasedAdamW8(ReleasedAdamW):
         if not self._has_codes(weight):
             return super().start(weight)
         blocks = weight.numel() // CODE_BLOCK
-        made: list[Tensor] = []
+        tensors: list[Tensor] = []
         for codes in self.codes:
             zero = int(codes.abs().argmin())
             moment = torch.full((blocks, CODE_BLOCK), zero, dtype=torch.uint8)
-            made += [moment.to(weight.device), torch.zeros(blocks, 1, device=weight.device)]
-        return (*made, *self.codes)
+            tensors += [moment.to(weight.device), torch.zeros(blocks, 1, device=weight.device)]
+        return (*tensors, *self.codes)
 
     def function(self, weight: Tensor) -> Callable[..., None]:
         """Choose what steps a weight."""

@@ -56,8 +56,8 @@ def make_ours(model: LanguageModel, prompt: int) -> Callable[[int], None]:
     decoder.begin(b"\n" * prompt)
 
     def more(length: int) -> None:
-        made = sum(map(len, decoder.stream(length)))
-        assert made == length
+        num_bytes = sum(map(len, decoder.stream(length)))
+        assert num_bytes == length
 
     return more
 

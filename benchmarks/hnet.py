@@ -40,8 +40,8 @@ def measure(preset: str, ctx: int, batch: int, options: dict) -> dict:
     """Time the training step of one model, then its generation."""
     empty()
     with deterministic():
-        given = {"preset": preset, "ctx": ctx, "batch": batch, "steps": 1000}
-        trainer = trainer_of(given | options)
+        settings = {"preset": preset, "ctx": ctx, "batch": batch, "steps": 1000}
+        trainer = trainer_of(settings | options)
         run_steps(trainer, EAGER_STEPS + 2)
         seconds = [run_steps(trainer, STEPS) for _ in range(ROUNDS)]
         row = {
@@ -56,12 +56,12 @@ def measure(preset: str, ctx: int, batch: int, options: dict) -> dict:
         outer = trainer.model.config.outer
         if outer and outer[0].chunking and outer[0].chunking.boundaries == "learned":
             run_steps(trainer, TRAINED)
-        made, rates = time_generation(trainer.model, ctx)
+        num_bytes, rates = time_generation(trainer.model, ctx)
         row["generated_bytes_per_second"] = round(statistics.median(rates), 1)
         row["rounds_generated"] = [round(rate, 1) for rate in rates]
         if outer:
-            depths = chunk_depths(trainer.model, made, "triton")
-            row["generated_chunk_length"] = round(len(made) / sum(map(bool, depths)), 2)
+            depths = chunk_depths(trainer.model, num_bytes, "triton")
+            row["generated_chunk_length"] = round(len(num_bytes) / sum(map(bool, depths)), 2)
     return row
 
 
@@ -70,16 +70,16 @@ def time_generation(model: LanguageModel, ctx: int) -> tuple[bytes, list[float]]
     rates = []
     with model.prepared_weights():
         for seed in range(ROUNDS):
-            decoder, made = Decoder(model, ctx), bytearray(b"\n")
+            decoder, text = Decoder(model, ctx), bytearray(b"\n")
 
-            def more(length: int, decoder: Decoder = decoder, made: bytearray = made) -> None:
+            def more(length: int, decoder: Decoder = decoder, text: bytearray = text) -> None:
                 for part in decoder.stream(length):
-                    made.extend(part)
+                    text.extend(part)
 
-            decoder.begin(bytes(made), Sampling(seed=seed))
+            decoder.begin(bytes(text), Sampling(seed=seed))
             more(WARM_UP_BYTES)
-            rates.append(bytes_per_second(more, ctx - len(made)))
-    return bytes(made), rates
+            rates.append(bytes_per_second(more, ctx - len(text)))
+    return bytes(text), rates
 
 
 def main() -> None:

@@ -157,16 +157,20 @@ def model_config(shape: Shape, rule: str, direction: str) -> ModelConfig:
 def measure(case: Case, ctx: int) -> dict[str, Any]:
     """Run a few steps, and return measurements."""
     if case.gib is not None:
-        whole = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(case.gib * 2**30 / whole)
+        memory = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(case.gib * 2**30 / memory)
     ours = case.kind.split()[0] in ("moment", "nibble")
     begun = time.perf_counter()
     row, step = prepare_ours(case, ctx) if ours else prepare_peer(case, ctx)
-    made = time.perf_counter() - begun
+    build_seconds = time.perf_counter() - begun
     losses = [step() for _ in range(EAGER_STEPS + 1)]  # compile, and are captured
     torch.cuda.synchronize()
     ready = time.perf_counter() - begun
-    print(f"{case}: made in {made:.0f} s, ready in {ready:.0f} s", file=sys.stderr, flush=True)
+    print(
+        f"{case}: made in {build_seconds:.0f} s, ready in {ready:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
     wait_turn()
     started = time.perf_counter()
     losses += [step() for _ in range(TIMED_STEPS)]

@@ -43,6 +43,6 @@ class Llama:
 
     def _complete(self, prompt: bytes | str | list[int], length: int, **options: Any) -> list[dict]:
         how = {"max_tokens": length, "temperature": 0, "cache_prompt": False, **options}
-        given = prompt if isinstance(prompt, str) else list(prompt)
-        answer = self._server.handle_completions({"prompt": given, **how})
+        prompt_or_tokens = prompt if isinstance(prompt, str) else list(prompt)
+        answer = self._server.handle_completions({"prompt": prompt_or_tokens, **how})
         return answer["choices"][0]["logprobs"]["content"]

@@ -41,8 +41,8 @@ def text() -> Path:
 
 def trainer_of(options: dict[str, Any], capture: bool = True) -> Trainer:
     """Make a trainer of a GPU on Python's own source."""
-    given: dict[str, Any] = {"steps": 10_000, "device": "cuda", "data": [str(text())]}
-    config = new_config(**given | options)
+    settings: dict[str, Any] = {"steps": 10_000, "device": "cuda", "data": [str(text())]}
+    config = new_config(**settings | options)
     texts = open_texts(config.data, None, seed=0, context=config.model.ctx)
     with drawn_on_device():
         return Trainer(config, texts, capture=capture)

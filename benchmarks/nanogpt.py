@@ -145,7 +145,7 @@ class Recipe:
         """Compute the mean loss of (batches, B, CTX + 1) windows, in nats per character."""
         self.model.eval()
         with torch.autocast(self.device.type, torch.bfloat16):
-            losses = [self.model(each[:, :-1], each[:, 1:]) for each in batches]
+            losses = [self.model(batch[:, :-1], batch[:, 1:]) for batch in batches]
         self.model.train()
         return float(torch.stack(losses).mean())
 

@@ -183,11 +183,11 @@ def draw_step_budget(runs: Runs) -> Any:
     kinds = list(dict.fromkeys(kind for row in rows for kind in row["kinds"]))
     figure, axes = pyplot.subplots(figsize=(8, 0.6 * len(rows) + 1.4))
     for place, row in enumerate(rows):
-        whole, left = sum(entry["ms"] for entry in row["kinds"].values()), 0.0
+        total, left = sum(entry["ms"] for entry in row["kinds"].values()), 0.0
         for kind, colour in zip(kinds, SHADES, strict=True):
             entry = row["kinds"][kind]
-            width = entry["ms"] / whole
-            least = min(entry["floor_ms"] / whole, width)
+            width = entry["ms"] / total
+            least = min(entry["floor_ms"] / total, width)
             label = kind if place == 0 else None
             axes.barh(place, width, left=left, color=colour, alpha=0.4, edgecolor="white")
             axes.barh(place, least, left=left, color=colour, label=label)

@@ -68,24 +68,24 @@ class Comparisons:
             weight: whose bytes are compared with the copy bandwidth.
         """
         us, peer_us = time_calls([ours, peer], self.stopwatch, seconds=0.6)
-        each, peer_each = median(us) / number, median(peer_us) / number
+        time_us, peer_each = median(us) / number, median(peer_us) / number
         ratio, share = median_ratio(us, peer_us), None
         if weight is not None:
-            share = 1e6 * weight.nbytes / self.roofline.bytes_per_second / each
+            share = 1e6 * weight.nbytes / self.roofline.bytes_per_second / time_us
         name = "x".join(map(str, size))
         self.rows.append(
             {
                 "size": name,
                 "rows": rows,
                 "what": what,
-                "us": round(each, 2),
+                "us": round(time_us, 2),
                 "peer_us": round(peer_each, 2),
                 "ratio": round(ratio, 4),
                 "copy_share": share and round(share, 4),
             }
         )
         print(
-            f"{name} {what}, M = {rows}: {each:.1f} us, cuBLAS {peer_each:.1f} us:"
+            f"{name} {what}, M = {rows}: {time_us:.1f} us, cuBLAS {peer_each:.1f} us:"
             f" {ratio:.3f} x its speed"
             + (f", {share:.0%} of the copy bandwidth" if share is not None else ""),
             flush=True,

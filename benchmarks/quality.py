@@ -49,9 +49,9 @@ def measure(options: str, common: str, text: list[str], seed: int, every: int | 
     """
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        given = ["train", *shlex.split(f"{common} {options}"), *text, "--seed", str(seed)]
-        given += ["--eval-every", str(every)] if every else []
-        app([*given, "--out", str(run), "--quiet"], standalone_mode=False)
+        words = ["train", *shlex.split(f"{common} {options}"), *text, "--seed", str(seed)]
+        words += ["--eval-every", str(every)] if every else []
+        app([*words, "--out", str(run), "--quiet"], standalone_mode=False)
         records = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
         config = json.loads((run / "config.json").read_text())["config"]
     weights, last = config["model"]["weights"], records[-1]
@@ -75,13 +75,13 @@ def measure(options: str, common: str, text: list[str], seed: int, every: int | 
 def trainer_of(options: str, common: str, text: list[str], seed: int) -> Trainer:
     """Make what trains by options of `arb train`, each of which has a value."""
     words = iter(shlex.split(f"{common} {options} {shlex.join(text)} --seed {seed}"))
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for word, value in zip(words, words, strict=True):
         name = word.removeprefix("--").replace("-", "_")
         number = value.replace(".", "").replace("e-", "").isdecimal()
-        given[name] = ast.literal_eval(value) if number else value
-    given |= WEIGHTS.get(given.get("weights", ""), {})
-    config = new_config(**given | {name: [given[name]] for name in ("data", "val")})
+        settings[name] = ast.literal_eval(value) if number else value
+    settings |= WEIGHTS.get(settings.get("weights", ""), {})
+    config = new_config(**settings | {name: [settings[name]] for name in ("data", "val")})
     texts = open_texts(config.data, config.val, seed=seed, context=config.model.ctx)
     return Trainer(config, texts, capture=True)
 

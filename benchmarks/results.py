@@ -105,14 +105,14 @@ def add_runs(name: str, runs: Iterable[dict[str, Any]], folder: Path = FOLDER) -
     """
     runs = list(runs)
     new = {_key(name, row) for run in runs for row in run["rows"]}
-    kept = []
+    kept_runs = []
     for run in load(name, folder):
         rows = [row for row in run["rows"] if _key(name, row) not in new]
         if rows:
-            kept.append(run | {"rows": rows})
+            kept_runs.append(run | {"rows": rows})
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {"name": name, "runs": kept + runs}
-    (folder / f"{name}.json").write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
+    content = {"name": name, "runs": kept_runs + runs}
+    (folder / f"{name}.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def _key(name: str, row: dict[str, Any]) -> tuple:

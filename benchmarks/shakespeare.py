@@ -84,7 +84,7 @@ class Texts:
 def held_out_loss(trainer: Trainer, batches: Tensor) -> float:
     """Compute the mean loss of the held-out windows, in nats per character."""
     with use_backend(trainer.config.backend):
-        losses = [trainer.model.loss(each[:, :-1], each[:, 1:]) for each in batches]
+        losses = [trainer.model.loss(batch[:, :-1], batch[:, 1:]) for batch in batches]
     return float(torch.stack(losses).mean())
 
 
@@ -183,14 +183,14 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """Print a line for each kind, averaged over its seeds."""
     print("\nkind     seeds  best (low, high)         final   steps  seconds (prepared)  state MiB")
     for kind in dict.fromkeys(row["kind"] for row in rows):
-        own = [row for row in rows if row["kind"] == kind]
-        best = [row["best_nats"] for row in own]
-        last = mean(row["final_nats"] for row in own)
-        timed = next(row for row in own if "seconds" in row)
+        rows_of_kind = [row for row in rows if row["kind"] == kind]
+        best = [row["best_nats"] for row in rows_of_kind]
+        last = mean(row["final_nats"] for row in rows_of_kind)
+        timed = next(row for row in rows_of_kind if "seconds" in row)
         print(
-            f"{kind:8} {len(own):5}  {mean(best):.4f} ({min(best):.4f}, {max(best):.4f})"
-            f"  {last:.4f}  {own[0]['steps']:6}  {timed['seconds']:7.1f} "
-            f"({timed['prepared_seconds']:.1f})  {own[0]['state_mib']:12.1f}"
+            f"{kind:8} {len(rows_of_kind):5}  {mean(best):.4f} ({min(best):.4f}, {max(best):.4f})"
+            f"  {last:.4f}  {rows_of_kind[0]['steps']:6}  {timed['seconds']:7.1f} "
+            f"({timed['prepared_seconds']:.1f})  {rows_of_kind[0]['state_mib']:12.1f}"
         )
 
 

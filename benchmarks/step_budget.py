@@ -181,20 +181,20 @@ OPERATIONS: dict[str, Callable[..., int]] = {
 """Functions that count the operations of our kernels from their arguments."""
 
 
-def count_library_attention(name: str, given: dict[str, Any]) -> int:
+def count_library_attention(name: str, arguments: dict[str, Any]) -> int:
     """Count the operations of attention by a library, both passes, when its forward is called."""
     if "backward" in name:
         return 0
-    q, k = given["query"], given["key"]
+    q, k = arguments["query"], arguments["key"]
     places = (1, 2) if name == "_flash_attention_forward" else (2, 1)
     length, heads = (q.shape[place] for place in places)
     keys = k.shape[places[0]]
-    window = given.get("window_size_left")
+    window = arguments.get("window_size_left")
     seen = length * keys
     if window is not None and window >= 0:
         seen = sum(min(t, window) + 1 for t in range(length))
-        seen += 0 if given["is_causal"] else seen - length
-    elif given["is_causal"]:
+        seen += 0 if arguments["is_causal"] else seen - length
+    elif arguments["is_causal"]:
         seen = length * (length + 1) // 2
     return round(OF_ATTENTION * 4 * q.shape[0] * heads * q.shape[-1] * seen)
 
@@ -225,16 +225,18 @@ class Operations(TorchDispatchMode):
             forms = tuple(map(form_of, args)), tuple((k, form_of(v)) for k, v in kwargs.items())
             work.products[work.kind(PRODUCTS), func, *forms] += 1
             return result
-        taken = [*tensors_of(args), *tensors_of(kwargs.values())]
-        views = not func._schema.is_mutable and places_of(results_) <= places_of(taken)
-        if views or not results_ or not taken:  # also what only asks for memory
+        inputs = [*tensors_of(args), *tensors_of(kwargs.values())]
+        views = not func._schema.is_mutable and places_of(results_) <= places_of(inputs)
+        if views or not results_ or not inputs:  # also what only asks for memory
             return result
         if "attention" in name:
-            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-            work.operations[ATTENTION] += count_library_attention(name, given)
-            work.bytes[ATTENTION] += work.num_bytes([*taken, *results_])
+            arguments = (
+                dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+            )
+            work.operations[ATTENTION] += count_library_attention(name, arguments)
+            work.bytes[ATTENTION] += work.num_bytes([*inputs, *results_])
         elif not name.startswith(("empty", "new_empty", "detach")):
-            work.bytes[work.kind(REST)] += work.num_bytes([*taken, *results_])
+            work.bytes[work.kind(REST)] += work.num_bytes([*inputs, *results_])
         return result
 
 
@@ -265,10 +267,10 @@ def counting(work: Work) -> Iterator[None]:
         run = getattr(Updater, method)
 
         @wraps(run)
-        def marked_run(*args: Any, **given: Any) -> Any:
+        def marked_run(*args: Any, **options: Any) -> Any:
             previous, work.updating = work.updating, True
             try:
-                return run(*args, **given)
+                return run(*args, **options)
             finally:
                 work.updating = previous
 
@@ -304,9 +306,9 @@ def annotated(method: str) -> Any:
     run = getattr(Updater, method)
 
     @wraps(run)
-    def marked_run(*args: Any, **given: Any) -> Any:
+    def marked_run(*args: Any, **options: Any) -> Any:
         with record_function(UPDATE):
-            return run(*args, **given)
+            return run(*args, **options)
 
     return mock.patch.object(Updater, method, marked_run)
 
@@ -377,9 +379,9 @@ def time_products(work: Work, stopwatch: Stopwatch) -> list[dict[str, Any]]:
     """Time every product of the library alone."""
     rows = []
     for (kind, func, args, kwargs), count in work.products.items():
-        given = [made(form, stopwatch.device) for form in args]
+        arguments = [made(form, stopwatch.device) for form in args]
         named = {name: made(form, stopwatch.device) for name, form in kwargs}
-        (times,) = time_calls([partial(func, *given, **named)], stopwatch, PRODUCT_SECONDS)
+        (times,) = time_calls([partial(func, *arguments, **named)], stopwatch, PRODUCT_SECONDS)
         shape = shape_of(func, args)
         us = statistics.median(times)
         rows.append(

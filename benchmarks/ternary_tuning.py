@@ -87,10 +87,10 @@ RULES = ("moment", "nibble", *MIXTURES)
 
 def way_options(way: Way, texts: Path, folder: Path) -> dict[str, Any]:
     """Return options of `arb train` for a way."""
-    given = text_options(texts, folder, *TEXTS)
+    options = text_options(texts, folder, *TEXTS)
     if setting_of(folder) is BYTES:
-        given["batch"] = BATCH
-    return given | {"lr": way.lr, "steps": way.steps, "seed": way.seed}
+        options["batch"] = BATCH
+    return options | {"lr": way.lr, "steps": way.steps, "seed": way.seed}
 
 
 def fade(way: Way, texts: Path, folder: Path, device: str) -> dict[str, Any]:
@@ -106,8 +106,8 @@ def fade(way: Way, texts: Path, folder: Path, device: str) -> dict[str, Any]:
 
 def straight_through(way: Way, texts: Path, folder: Path, device: str) -> dict[str, Any]:
     """Train float latents that are rounded to trits, with straight-through gradients."""
-    given = way_options(way, texts, folder)
-    trainer = twin_trainer(folder, device=device, weights="ste", optimizer=way.kind, **given)
+    options = way_options(way, texts, folder)
+    trainer = twin_trainer(folder, device=device, weights="ste", optimizer=way.kind, **options)
     return tuned_twin(trainer, folder, texts, device)
 
 

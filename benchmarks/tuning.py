@@ -192,11 +192,11 @@ def setting_of(folder: Path | None) -> Setting:
 
 def jobs(seeds: Sequence[int], setting: Setting, text: str = NEW) -> list[Job]:
     """List all runs of some of the seeds 0 to 2, of each kind the most telling ones first."""
-    given: dict[str, Any] = {"batch": setting.batch, "text": text}
+    settings: dict[str, Any] = {"batch": setting.batch, "text": text}
     ours = [kind for kind in setting.rates["swept"] if kind in RULES]
-    begun = [Job(part="begun", kind=kind, lr=0.0, steps=0, **given) for kind in (FLOAT, *ours)]
+    begun = [Job(part="begun", kind=kind, lr=0.0, steps=0, **settings) for kind in (FLOAT, *ours)]
     return begun + [
-        Job(part=part, kind=kind, lr=lr, seed=seed, steps=setting.steps, **given)
+        Job(part=part, kind=kind, lr=lr, seed=seed, steps=setting.steps, **settings)
         for part, rates in setting.rates.items()
         if text != CHATS or part == "swept"  # `FloatQwen` has no documents
         for kind, (first, *others) in rates.items()
@@ -266,8 +266,8 @@ def twin_trainer(folder: Path, **options: Any) -> Trainer:
 
 def job_options(job: Job, texts: Path, folder: Path) -> dict[str, Any]:
     """Return options of `arb train` for a job."""
-    given = {"lr": job.lr, "steps": job.steps, "seed": job.seed, "batch": job.batch}
-    return text_options(texts, folder, job.text) | given
+    settings = {"lr": job.lr, "steps": job.steps, "seed": job.seed, "batch": job.batch}
+    return text_options(texts, folder, job.text) | settings
 
 
 def tune_twin(job: Job, texts: Path, folder: Path, device: str) -> dict[str, Any]:
@@ -397,14 +397,14 @@ def measure(kind: str, texts: Path, folder: Path, device: str) -> dict[str, Any]
     if kind in float_steps.KINDS:
         text = open_run_texts(twin_config(folder, device=device, **options)).train
         size: dict[str, Any] = {"batch_size": setting.batch, "context": setting.ctx}
-        whole = prepare_plain(kind, 1e-4, folder, device)
+        prepared = prepare_plain(kind, 1e-4, folder, device)
         batches = itertools.cycle(
             [
                 batch(text, seed=0, step=number, micro=0, device=device, **size)
                 for number in range(4)
             ]
         )
-        step, state = lambda: whole(*next(batches)), whole.state_bytes
+        step, state = lambda: prepared(*next(batches)), prepared.state_bytes
     else:
         if kind in RULES:
             model = saved_config(read_saved(imported(folder, kind), print).checkpoint)
@@ -443,8 +443,8 @@ def tune_integers(job: Job, texts: Path, folder: Path, device: str) -> dict[str,
     """Tune integers as `arb train --init-from` does, from the import of the folder."""
     begun = imported(folder, job.kind)
     model = saved_config(read_saved(begun, print).checkpoint)
-    given = job_options(job, texts, folder) | VARIANTS.get(job.kind, {})
-    config = new_config(preset=model, device=device, warmup=WARMUP, **given)
+    options = job_options(job, texts, folder) | VARIANTS.get(job.kind, {})
+    config = new_config(preset=model, device=device, warmup=WARMUP, **options)
     return tuned_integers(config, begun, texts, folder, job.text)
 
 

@@ -109,12 +109,12 @@ def _other_bytes(data: bytes, places: Iterable[int]) -> Iterator[bytes]:
 
 
 def _config_outcomes() -> Iterator[tuple[str, _Outcomes]]:
-    for model_type, own in MODELS.items():
+    for model_type, folder in MODELS.items():
         outcomes = _Outcomes()
-        for values in _others(COMMON | {"model_type": model_type} | own):
+        for values in _others(COMMON | {"model_type": model_type} | folder):
             outcomes.add(lambda v=values: read_config(v, "it", rule="carry"), hide=False)
         for rope in ROPES:
-            values = COMMON | {"model_type": model_type} | own | {"rope_parameters": rope}
+            values = COMMON | {"model_type": model_type} | folder | {"rope_parameters": rope}
             outcomes.add(lambda v=values: rope_parameters(
                 read_config(v, "it").main.blocks[0].mixer.rotary))  # fmt: skip
         yield f"config.json of {model_type}", outcomes

@@ -196,10 +196,10 @@ def no_estimate_of_slow_runs():
 @pytest.fixture(scope="session", autouse=True)
 def commands_made_once():
     """Typer reads the signatures of all commands at each call, which takes longer than most do."""
-    made = cache(typer.main.get_command)
+    get_command = cache(typer.main.get_command)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(typer.main, "get_command", made)
-        patch.setattr(typer.testing, "_get_command", made)
+        patch.setattr(typer.main, "get_command", get_command)
+        patch.setattr(typer.testing, "_get_command", get_command)
         yield
 
 

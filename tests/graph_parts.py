@@ -47,10 +47,13 @@ def plain(
     config: PartConfig, weights: dict[str, torch.Tensor], part: torch.nn.Module, **at
 ) -> torch.nn.Module:
     """Build a part in plain PyTorch, with float64 weights by name and the integers of `part`."""
-    own, storage = site(**at), {"group_size": 1, "storage": "digits"}
-    about = SimpleNamespace(norm_gain=own.norm_gain, norm_eps=own.norm_eps, **storage)
+    layer_spec, storage = site(**at), {"group_size": 1, "storage": "digits"}
+    about = SimpleNamespace(norm_gain=layer_spec.norm_gain, norm_eps=layer_spec.norm_eps, **storage)
     with torch.device("meta"):
-        kind, place = imported(config.code), Site(own.dim, own.ctx, about, {}, own.causal)
+        kind, place = (
+            imported(config.code),
+            Site(layer_spec.dim, layer_spec.ctx, about, {}, layer_spec.causal),
+        )
         made = kind(asdict(config), place, *sizes_of(config))
     attach(made, weights | dict(part.named_buffers()))
     return made

@@ -51,17 +51,19 @@ def test_loss_and_gradients_are_those_of_the_float_baseline(family):
     config = small(family)
     baseline, bare = build_model(config, torch.float32), FamilyModel(config, torch.float32)
     baseline.initialise(0)
-    own = dict(bare.named_parameters())
+    parameters = dict(bare.named_parameters())
     pairs = []
     for name, weight in baseline.weights().items():
         ours = named(name)
-        pairs.append((weight.latent, own.pop(ours if ours in own else f"{ours}.weight")))
+        pairs.append(
+            (weight.latent, parameters.pop(ours if ours in parameters else f"{ours}.weight"))
+        )
         with torch.no_grad():
             if not weight.latent.any():
                 weight.latent.normal_(0, 0.1)
             weight.latent.mul_(30 if name == "head.weight" else 1)  # so that losses differ
             pairs[-1][1].copy_(weight.latent.view_as(pairs[-1][1]))
-    assert not own
+    assert not parameters
     ids = torch.arange(128).view(2, 64) ** 2 * 5 % 256
     with use_backend("torch"):
         loss = minimised(baseline.losses(ids, 255 - ids), baseline.loss_weights)

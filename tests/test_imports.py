@@ -52,11 +52,11 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 def test_imports_point_downwards():
     for path in MODULES:
-        own = layer(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
+        package = layer(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
         for name in imported(path):
             assert name != "arbcli.__version__", f"{path}: it is in `arbcli.version`"
-            if own != "families" and name.startswith("arbcli.") and layer(name) in RANK:
-                below = layer(name) == own or RANK[layer(name)] < RANK[own]
+            if package != "families" and name.startswith("arbcli.") and layer(name) in RANK:
+                below = layer(name) == package or RANK[layer(name)] < RANK[package]
                 assert below, f"{path} imports {name}"
 
 

@@ -33,8 +33,8 @@ def build(kind: str, tree: Path, out: Path) -> Path:
     command = [sys.executable, "-c", BUILD, f"build_{kind}", str(out)]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    (made,) = out.iterdir()
-    return made
+    (wheel,) = out.iterdir()
+    return wheel
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,15 @@ def checked_texts(runs: Runs) -> str:
     """Speed of texts of trained models by checks, with the largest bonus of a repetition."""
     ways = rows_of(runs)
     unchecked = {(row["preset"], row["way"]): row for row in ways if row["size"] == 1}
-    kept: dict[tuple, Row] = {}
+    best: dict[tuple, Row] = {}
     for row in sorted((row for row in ways if row["size"] > 1), key=lambda row: row["favour"] or 0):
-        kept[tuple(row[name] for name in ("preset", "way", "size", "has_head"))] = row
+        best[tuple(row[name] for name in ("preset", "way", "size", "has_head"))] = row
     names = {"small-ahead": "`small`", "base-ahead": "`base`"}
     names |= {"1b-ahead2": "`1b`"}
     lines = []
-    order = [*names, *(key[0] for key in kept)]
-    for key in sorted(kept, key=lambda key: (order.index(key[0]), key)):
-        row, (name, way, size, has_head) = kept[key], key
+    order = [*names, *(key[0] for key in best)]
+    for key in sorted(best, key=lambda key: (order.index(key[0]), key)):
+        row, (name, way, size, has_head) = best[key], key
         lines.append(
             [
                 names.get(name, f"`{name}`"),

@@ -73,8 +73,8 @@ def ratios(runs: Runs) -> str:
                     cells.append("")
             how = field.removesuffix("_bytes")
             lines.append([f"peak {how}, {ours} against the faster {twin}", *cells])
-    kept = [line for line in lines if any(line[1:])]
-    return markdown(["", *(f"`{preset}`" for preset in PRESETS)], kept) + source(runs)
+    filled = [line for line in lines if any(line[1:])]
+    return markdown(["", *(f"`{preset}`" for preset in PRESETS)], filled) + source(runs)
 
 
 def steps(runs: Runs) -> str:
@@ -150,8 +150,8 @@ def products(runs: Runs) -> str:
             lines.append([title, *(number(value(row, "ratio"), ".2f") for row in measurements)])
             shares = [share(value(row, "copy_share")) for row in measurements]
             lines.append(["as a share of the copy bandwidth", *shares])
-    kept = [line for line in lines if any(line[1:])]
-    text += "\n" + markdown(["prepacked for generation", "M = 1", "2", "4", "8"], kept)
+    filled = [line for line in lines if any(line[1:])]
+    text += "\n" + markdown(["prepacked for generation", "M = 1", "2", "4", "8"], filled)
     some = (1, 2, 4, 8, 16, 32, 64)
     lines = [
         [size.replace("x", " x "), *(ratio(size, rows, "forward", ".2f") for rows in some)]

@@ -112,8 +112,8 @@ def test_user_without_a_home_caches_in_an_own_temporary_folder(folder):
     write_cached(cache_folder() / "file", [CONTENT])
     assert own_folder("modules") == folder / "modules"
     assert read_cached(folder / "file") == CONTENT
-    for each in (folder, folder / "modules"):
-        assert stat.S_IMODE(each.stat().st_mode) == 0o700
+    for path in (folder, folder / "modules"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert not Path("~").exists()
 
 

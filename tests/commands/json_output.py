@@ -136,8 +136,8 @@ def _output_values(text: str) -> Iterator[str]:
     except ValueError:
         objects = [json.loads(line) for line in text.splitlines()]
     yield f"{len(objects)} of these:"
-    for each in objects[-1:]:
-        yield from _flat("", each)
+    for last in objects[-1:]:
+        yield from _flat("", last)
 
 
 def _flat(name: str, value: Any) -> Iterator[str]:

@@ -36,14 +36,14 @@ def typed(monkeypatch):
 def test_lines_are_continued_after_the_text_so_far(model, typed, capfd):
     typed("abc", "", "de", "a line that is longer than the context of the model")
     _chat.chat(model, 5, Sampling(seed=2**31 - 2), "torch")
-    text, made = b"", []
+    text, reports = b"", []
     long = b"\na line that is longer than the context of the model"
     for line, seed in ((b"abc", 2**31 - 2), (b"", 2**31 - 1), (b"\nde", 0), (long, 1)):
         text += line
-        made.append(b"".join(generate(model, text[-32:], 5, Sampling(seed=seed))))
-        text += made[-1]
+        reports.append(b"".join(generate(model, text[-32:], 5, Sampling(seed=seed))))
+        text += reports[-1]
     stdout, stderr = capfd.readouterr()
-    assert stdout == "".join(part.decode(errors="replace") for part in made)
+    assert stdout == "".join(part.decode(errors="replace") for part in reports)
     assert _chat.WELCOME in stderr
 
 

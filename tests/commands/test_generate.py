@@ -62,10 +62,10 @@ def test_eight_bits_take_half_the_cache_and_hardly_any_loss(run, arb_here):
     here = ["--checkpoint", run, "--device", "cpu", "--compute", "bf16", "--json"]
     sizes, losses = [], []
     for given in ([], ["--kv", "fp8"]):
-        made = json.loads(arb_here("generate", *here, "--length", "20", *given).stdout)
+        report = json.loads(arb_here("generate", *here, "--length", "20", *given).stdout)
         read = json.loads(arb_here("evaluate", *here, "--stride", "16", *given).stdout)
-        assert made["kv"] == read["kv"] == (given or ["bf16"])[-1]
-        sizes.append(made["cache_bytes"])
+        assert report["kv"] == read["kv"] == (given or ["bf16"])[-1]
+        sizes.append(report["cache_bytes"])
         losses.append(read["nats_per_byte"])
     assert sizes == [2 * 2 * 16 * 2 * 16, 2 * 2 * 16 * 17]  # keys and values, heads, window
     assert 0 < abs(losses[1] - losses[0]) < 0.02
@@ -156,13 +156,13 @@ def test_prompts_of_a_file_are_a_line_each(generate, tmp_path, monkeypatch):
     how = ["--length", "5", "--temperature", "2", "--top-k", "9", "--seed", "3"]
     done = generate("--prompts", str(path), *how)
     assert done.returncode == 0, done.stderr
-    made = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(text["index"], text["prompt"], text["length"], text["seed"]) for text in made] == [
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(text["index"], text["prompt"], text["length"], text["seed"]) for text in rows] == [
         (0, "to", 5, 7), (1, "read", 5, 3), (2, "naïve", 2, 3),
     ]  # fmt: skip
-    assert {(text["temperature"], text["top_k"], text["top_p"]) for text in made} == {(2.0, 9, 1.0)}
+    assert {(text["temperature"], text["top_k"], text["top_p"]) for text in rows} == {(2.0, 9, 1.0)}
     alone = json.loads(generate("--prompt", "to", *how[:-1], "7", "--json").stdout)
-    assert made[0]["text"] == alone["text"]
+    assert rows[0]["text"] == alone["text"]
     assert "3 texts, 12 bytes, " in done.stderr
     assert f"on cpu, backend {BACKEND}, 3 at once" in done.stderr
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))

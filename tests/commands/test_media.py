@@ -68,20 +68,20 @@ def test_sound_is_continued_and_written(call, folder, tmp_path):
                     str(tmp_path / "b.flac"), *words)  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert done.stdout == ""
-        made, rate = soundfile.read(tmp_path / "b.flac", dtype="int16")
+        samples, rate = soundfile.read(tmp_path / "b.flac", dtype="int16")
         first, _ = soundfile.read(folder / "a.wav", dtype="int16")
         kept = {0: 200, 4: 400, 2: 100}[len(words)]
-        assert (len(made), rate) == (frames, 8000)
-        assert np.array_equal(made[:kept], first[:kept])
+        assert (len(samples), rate) == (frames, 8000)
+        assert np.array_equal(samples[:kept], first[:kept])
         assert f"{frames / 8000:.2f} of {frames / 8000:.2f} s" in done.stderr
 
 
 def test_half_picture_is_completed(call, folder, tmp_path):
     target = tmp_path / "b.png"
     call("generate", "--prompt-file", str(folder / "b.png"), "--out", str(target))
-    whole, made = (np.asarray(Image.open(path)) for path in (folder / "b.png", target))
-    assert made.shape == (10, 12)
-    assert np.array_equal(made[:5], whole[:5])
+    whole, result = (np.asarray(Image.open(path)) for path in (folder / "b.png", target))
+    assert result.shape == (10, 12)
+    assert np.array_equal(result[:5], whole[:5])
     # cut off after a row and a half
     done = call("generate", "--prompt-file", str(folder / "b.png"), "--length", "19", "--out",
                 str(target))  # fmt: skip

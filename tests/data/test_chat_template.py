@@ -60,10 +60,10 @@ def test_nothing_makes_a_long_text_of_a_short_one_and_a_number():
     assert len(calls) > 80
     for call in calls:
         try:
-            made = ChatTemplate("{{ " + call + "(1000000) }}", "it", {}).render([])
+            text = ChatTemplate("{{ " + call + "(1000000) }}", "it", {}).render([])
         except ArbError:
             continue
-        assert len(made) < 1000, call
+        assert len(text) < 1000, call
 
 
 def test_template_is_found_wherever_transformers_writes_it(tmp_path):

@@ -45,8 +45,8 @@ REQUESTS = [
 
 
 def texts(lm, requests, batch) -> list[bytes]:
-    made = dict(generate_batch(lm, requests, batch))
-    return [made[index] for index in range(len(requests))]
+    reports = dict(generate_batch(lm, requests, batch))
+    return [reports[index] for index in range(len(requests))]
 
 
 def test_a_text_is_the_same_among_any_others(lm):
@@ -150,8 +150,8 @@ def test_text_of_every_cell_is_the_same_among_any_others_on_a_gpu(cell, kv):
     many = [request(bytes([97 + n % 26]) * (1 + n % 13), 6, n) for n in range(40)]
 
     def texts_of(requests: list[Request], batch: int) -> list[bytes]:
-        made = dict(generate_batch(lm, requests, batch, kv=kv))
-        return [made[index] for index in range(len(requests))]
+        reports = dict(generate_batch(lm, requests, batch, kv=kv))
+        return [reports[index] for index in range(len(requests))]
 
     together = texts_of(many, 40)
     assert texts_of(many[::-1], 9)[::-1] == together
@@ -186,21 +186,21 @@ def test_tokens_are_made_among_others(device):
         encode=lambda text: [3 * each for each in text],
         decoded=lambda _, parts: (each.to_bytes(2, "big") for part in parts for each in part),
     )
-    made = texts(lm, REQUESTS, 4)
-    assert [len(text) for text in made] == [2 * each.length for each in REQUESTS]
-    assert texts(lm, REQUESTS[::-1], 6)[::-1] == made
-    assert max(int.from_bytes(text[:2], "big") for text in made) > 255
-    first = made[0][2:4]  # the second token of a text, at which each text ends now
+    texts_made = texts(lm, REQUESTS, 4)
+    assert [len(text) for text in texts_made] == [2 * each.length for each in REQUESTS]
+    assert texts(lm, REQUESTS[::-1], 6)[::-1] == texts_made
+    assert max(int.from_bytes(text[:2], "big") for text in texts_made) > 255
+    first = texts_made[0][2:4]  # the second token of a text, at which each text ends now
     lm.tokenizer.ends = {int.from_bytes(first, "big")}
-    tokens = [[text[at : at + 2] for at in range(0, len(text), 2)] for text in made]
+    tokens = [[text[at : at + 2] for at in range(0, len(text), 2)] for text in texts_made]
     wanted = [each.index(first) if first in each else len(each) for each in tokens]
     ended = texts(lm, REQUESTS, 4)
     assert [len(text) // 2 for text in ended] == wanted
-    assert all(text.startswith(short) for text, short in zip(made, ended, strict=True))
+    assert all(text.startswith(short) for text, short in zip(texts_made, ended, strict=True))
     reports = batches.continue_batch(lm, REQUESTS, backend="torch")
     assert [each.length for each in reports] == wanted
     lm.tokenizer.ends = ()
-    for each, text in zip(REQUESTS, made, strict=True):
+    for each, text in zip(REQUESTS, texts_made, strict=True):
         decoder, tokenizer = Decoder(lm, 60), lm.tokenizer
         symbols = [*tokenizer.beginning, *tokenizer.encode(each.prompt)]
         decoder.begin(symbols, each.sampling, stream=each.stream)
@@ -223,11 +223,11 @@ def test_cache_takes_the_predicted_memory(lm):
 
 @pytest.mark.parametrize("kv", ["int8"])
 def test_keys_and_values_have_the_requested_format(lm, kv, monkeypatch):
-    made, new = [], batches.Decoder
+    decoders, new = [], batches.Decoder
 
     def decoder(*arguments, **options):
-        made.append(new(*arguments, **options))
-        return made[-1]
+        decoders.append(new(*arguments, **options))
+        return decoders[-1]
 
     monkeypatch.setattr(batches, "Decoder", decoder)
     asked = [request(one.prompt, one.length, temperature=0.0) for one in REQUESTS[:3]]
@@ -237,7 +237,7 @@ def test_keys_and_values_have_the_requested_format(lm, kv, monkeypatch):
     for index, one in enumerate(asked):
         alone = b"".join(generate(lm, one.prompt, one.length, one.sampling, kv=kv))
         assert alone[:3] == texts_of[index][:3]
-    assert made[0].cache.main.blocks[0].keys.codes.element_size() == 1
+    assert decoders[0].cache.main.blocks[0].keys.codes.element_size() == 1
     assert lm.cache_format == CacheFormat()
 
 

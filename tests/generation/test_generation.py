@@ -247,8 +247,8 @@ def test_text_after_others_in_a_slot_is_that_of_a_new_decoder(device):
                 for decoder in (used, new):
                     decoder.begin(prompt, sampling)
                     room = 24 - len(prompt)
-                    made = b"".join(map(bytes, decoder.stream(room)))
-                    assert first_texts.setdefault((texts, prompt), made) == made
+                    text = b"".join(map(bytes, decoder.stream(room)))
+                    assert first_texts.setdefault((texts, prompt), text) == text
                 used.begin(prompt, sampling)
                 next(used.stream(9))
 

@@ -251,13 +251,13 @@ def floats_of(trainer: Trainer) -> list[FloatTensor]:
 def test_each_matrix_has_one_gradient_which_dies(trainer):
     """In every micro-batch, and under the name of its own layer."""
     floats = floats_of(trainer)
-    made = {
+    sizes = {
         tensor.module: (tensor.stage, tensor.survives, tensor.count)
         for tensor in floats
         if tensor.made_in == "model.layers.linear.gradient"
     }
     names = [f"blocks.{block}.{name}" for block in range(2) for name in MATRICES]
-    assert made == dict.fromkeys([*names, "head"], ("backward", False, 3))
+    assert sizes == dict.fromkeys([*names, "head"], ("backward", False, 3))
     products = [tensor for tensor in floats if tensor.module == "blocks.1.mlp.output"]
     assert {tensor.stage for tensor in products} == {"forward", "backward"}
     widths = {tensor.shape[-1] for tensor in products if tensor.stage == "forward"}
@@ -277,9 +277,9 @@ def test_rule_of_signs_forms_no_float_gradient(trainer):
     shapes = {(weight.out_features, weight.in_features) for weight in weights.values()}
     shaped = {tensor.made_in for tensor in floats if tensor.shape[-2:] in shapes}
     assert shaped == {"kernels.codec.packing.unpack_trits_torch"}
-    made = {tensor.made_in for tensor in floats}
-    assert "kernels.update.sign_gradient._sign_gradient_torch" in made
-    assert "model.layers.linear.gradient" not in made
+    functions = {tensor.made_in for tensor in floats}
+    assert "kernels.update.sign_gradient._sign_gradient_torch" in functions
+    assert "model.layers.linear.gradient" not in functions
 
 
 VOCABULARY, CHUNK = 5003, 2560

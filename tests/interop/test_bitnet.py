@@ -139,16 +139,16 @@ def test_tuned_model_continues_alike_elsewhere(transformers, tmp_path, arb_here,
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
     ids = list(b"def main")
-    made = theirs.generate(
+    tokens = theirs.generate(
         torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None
     )[0].tolist()  # fmt: skip
     continued = list(ids)
     with torch.no_grad():
-        while len(continued) < len(made):
+        while len(continued) < len(tokens):
             continued.append(int(ours(torch.tensor([continued]))[0, -1].argmax()))
         text = torch.tensor([list(TEXT[:60].encode())])
         losses = [float(model.loss(text[:, :-1], text[:, 1:])) for model in (before, ours)]
-    assert made == continued
+    assert tokens == continued
     assert losses[1] < losses[0] - 0.5
 
     tune = ("train", "--init-from", "run", "--data", "text", "--out", "fading")

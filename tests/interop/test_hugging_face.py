@@ -159,7 +159,7 @@ def test_transformers_computes_the_same_with_sub_norms(saved, tmp_path, transfor
         if compute == "fp32":  # beyond the context, too
             text = b"".join(generate(ours, b"import ", 60, Sampling(temperature=0)))
             prompt = torch.tensor([list(b"import ")])
-            made = theirs.generate(prompt, max_new_tokens=60, do_sample=False, eos_token_id=None)
-            assert bytes(made[0, 7:].tolist()) == text
+            tokens = theirs.generate(prompt, max_new_tokens=60, do_sample=False, eos_token_id=None)
+            assert bytes(tokens[0, 7:].tolist()) == text
             pipeline = transformers.pipeline("text-generation", model=theirs, tokenizer=tokenizer)
             assert pipeline("import ", max_new_tokens=5)[0]["generated_text"].startswith("import ")

@@ -80,11 +80,11 @@ def read_all(folder: Path, transformers) -> None:
     results = {}
     for number in NUMBERS.values():
         model = read(number)
-        made = model.generate(prompt, max_new_tokens=LENGTH, do_sample=False, eos_token_id=None)
-        results[number] = model(text).logits, made[0, prompt.shape[1] :]
+        tokens = model.generate(prompt, max_new_tokens=LENGTH, do_sample=False, eos_token_id=None)
+        results[number] = model(text).logits, tokens[0, prompt.shape[1] :]
     chunks = NUMBERS["hnet"]
     model = read(chunks)
-    made = model.generate(prompt, max_new_tokens=4, do_sample=False, use_cache=True)
+    tokens = model.generate(prompt, max_new_tokens=4, do_sample=False, use_cache=True)
     ids, mask = text.repeat(2, 1), torch.ones(2, text.shape[1], dtype=torch.int64)
     ids[0], mask[0] = ids[0].roll(9), torch.arange(text.shape[1]) >= 9
     padded = model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
@@ -95,7 +95,7 @@ def read_all(folder: Path, transformers) -> None:
     results["ids"] = tokenizer(SPELLED)["input_ids"]
     results["invalid"] = tokenizer.decode([0xFF, 0x61])
     results["end"] = tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.decode([0, 0x61])
-    results["others"] = made[0, prompt.shape[1] :], padded.logits, padded.loss, again, half
+    results["others"] = tokens[0, prompt.shape[1] :], padded.logits, padded.loss, again, half
     torch.save(results, "results.pt")
 
 

@@ -82,16 +82,16 @@ def test_tuned_model_has_the_same_logits_elsewhere(transformers, tmp_path, arb_h
         tmp_path / "back", dtype=torch.float32
     )
     assert (theirs.generation_config.bos_token_id, theirs.config.eos_token_id) == (290, 291)
-    made = theirs.generate(
+    tokens = theirs.generate(
         torch.tensor([ids]), max_new_tokens=NUM_IDS, do_sample=False, eos_token_id=None
     )
-    logits = ours(made)
-    assert torch.equal(again(made), logits)
-    assert (before(made) - logits).abs().max() > 0.1
+    logits = ours(tokens)
+    assert torch.equal(again(tokens), logits)
+    assert (before(tokens) - logits).abs().max() > 0.1
     close = {"rtol": 0, "atol": 1e-4}
-    torch.testing.assert_close(theirs(made).logits, logits, **close)
+    torch.testing.assert_close(theirs(tokens).logits, logits, **close)
     scores = logits[0, len(ids) - 1 :].double().log_softmax(-1)
-    chosen = scores[:-1].gather(1, made[0, len(ids) :, None])
+    chosen = scores[:-1].gather(1, tokens[0, len(ids) :, None])
     torch.testing.assert_close(chosen[:, 0], scores[:-1].amax(1), **close)
     compared = arb_here("inspect", "tuned", "--diff", "back.gguf", "--json")
     assert json.loads(compared.stdout)["equal"]  # whatever order rows have there
@@ -100,7 +100,7 @@ def test_tuned_model_has_the_same_logits_elsewhere(transformers, tmp_path, arb_h
     from benchmarks.llama_cpp import Llama
 
     llama = Llama(tmp_path / "back.gguf", 64)
-    torch.testing.assert_close(llama.scores(made[0].tolist()), scores[-1], **close)
+    torch.testing.assert_close(llama.scores(tokens[0].tolist()), scores[-1], **close)
     torch.testing.assert_close(llama.scores(ids), scores[0], **close)
     assert llama.scores(PROMPT).equal(llama.scores(ids))  # its own tokens of the text
 

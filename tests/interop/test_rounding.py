@@ -110,13 +110,13 @@ def test_largest_weight_has_nearly_the_last_level_and_no_other_scale_is_closer(g
 def test_own_grid_is_read_exactly(grid):
     """Whatever level the largest weight of a group has; below L / 2 z may be doubled."""
     generator = torch.Generator().manual_seed(2)
-    for most in (grid.largest, grid.largest // 2 + 1, grid.largest // 2, 5):
-        z = torch.randint(-most, most + 1, (20, 64), generator=generator)
-        z[:, ::32], z[:, 1::32] = most, most - 1  # of all but one z no two are multiples
+    for limit in (grid.largest, grid.largest // 2 + 1, grid.largest // 2, 5):
+        z = torch.randint(-limit, limit + 1, (20, 64), generator=generator)
+        z[:, ::32], z[:, 1::32] = limit, limit - 1  # of all but one z no two are multiples
         v = torch.randint(-1500, 300, (20, 2), generator=generator)
         weight = decoded(z, v, 32, grid)
         rounded = round_weights(weight, 32, grid, True)
-        if 2 * most > grid.largest:
+        if 2 * limit > grid.largest:
             assert torch.equal(rounded.z, z.to(torch.int8))
         assert torch.equal(decoded(rounded.z, rounded.v, 32, grid), weight)
         again = round_weights(weight, 32, grid, True)

@@ -21,12 +21,12 @@ def test_loss_is_that_of_the_float_twin():
     state = twin.state_dict()
     state["head.weight.latent"].mul_(30)  # so that losses differ where anything does
     bare = Model(64, 2, 2, 96, 32)
-    taken = {"embedding.weight": state["embedding.weight.latent"],
+    renamed = {"embedding.weight": state["embedding.weight.latent"],
              "head.weight": state["head.weight.latent"]}  # fmt: skip
     for index in range(2):
         for name, ours in NAMES.items():
-            taken[f"blocks.{index}.{ours}.weight"] = state[f"blocks.{index}.{name}.weight.latent"]
-    bare.load_state_dict(taken | {"cos": bare.cos, "sin": bare.sin})
+            renamed[f"blocks.{index}.{ours}.weight"] = state[f"blocks.{index}.{name}.weight.latent"]
+    bare.load_state_dict(renamed | {"cos": bare.cos, "sin": bare.sin})
     ids = torch.arange(64).view(2, 32) * 5 % 256
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         losses = [twin.loss(ids, 255 - ids), bare(ids, 255 - ids)]

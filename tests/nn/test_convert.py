@@ -97,10 +97,10 @@ def test_import_reads_the_same_integers(folder, tmp_path):
     number = 0
     for source in sources(imported):
         for part in source.parts:
-            own = model.get_submodule(f"{part.hugging_face}_packed")
+            weight = model.get_submodule(f"{part.hugging_face}_packed")
             for name in ("trits", "exponent", "fraction", "remainder"):
                 wanted = getattr(source.tensor, name)[part.rows]
-                assert torch.equal(getattr(own, name), wanted.view_as(getattr(own, name)))
+                assert torch.equal(getattr(weight, name), wanted.view_as(getattr(weight, name)))
                 number += 1
     assert number == 4 * (3 + 11)
 

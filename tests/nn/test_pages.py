@@ -18,11 +18,11 @@ def folder(tmp_path, monkeypatch, transformers) -> Path:
     words = {f"w{number}": number for number in range(96)}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    made = tmp_path / "Qwen3-0.6B"
-    transformers.PreTrainedTokenizerFast(tokenizer_object=model).save_pretrained(made)
-    tiny.build("qwen3").save_pretrained(made)
+    folder = tmp_path / "Qwen3-0.6B"
+    transformers.PreTrainedTokenizerFast(tokenizer_object=model).save_pretrained(folder)
+    tiny.build("qwen3").save_pretrained(folder)
     monkeypatch.chdir(tmp_path)
-    return made
+    return folder
 
 
 def test_first_example_of_the_page_runs(folder, tmp_path):

@@ -139,7 +139,7 @@ def fits(chosen: dict[str, str], refused: dict[frozenset, str]) -> bool:
 @cache
 def rows() -> list[Row]:
     """Make rows until every pair that can be has one: each the best of a few drawn greedily."""
-    refused, dice, made = refused_pairs(), random.Random(0), []
+    refused, dice, pairs_drawn = refused_pairs(), random.Random(0), []
     waiting = {
         frozenset({(one, x), (other, y)}): None
         for one, other in itertools.combinations(SETTINGS, 2)
@@ -172,8 +172,8 @@ def rows() -> list[Row]:
                 best, covered = chosen, new
         for pair in covered:
             del waiting[pair]
-        made.append(tuple((setting, best[setting]) for setting in SETTINGS))
-    return made
+        pairs_drawn.append(tuple((setting, best[setting]) for setting in SETTINGS))
+    return pairs_drawn
 
 
 def config_of(row: Row) -> TrainConfig:

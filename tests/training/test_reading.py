@@ -124,16 +124,16 @@ def test_weights_are_taken_from_a_run_whose_gradients_travelled_otherwise(before
                      enumerate((before, after)))  # fmt: skip
     first.train_step()
     first.train_step()
-    own = {name: part.clone() for name, part in second.model.state_dict().items()}
+    initial = {name: part.clone() for name, part in second.model.state_dict().items()}
     checkpoint = first.checkpoint("digest")
     second.take_weights(checkpoint)
-    taken = second.model.state_dict()
-    assert taken.keys() == own.keys()
-    for name, part in taken.items():
+    loaded = second.model.state_dict()
+    assert loaded.keys() == initial.keys()
+    for name, part in loaded.items():
         is_wire = name.endswith(".wire_exponent")
-        theirs = checkpoint.tensors[name] if not is_wire or before else own[name]
+        theirs = checkpoint.tensors[name] if not is_wire or before else initial[name]
         assert torch.equal(part, theirs), name
-    assert any(name.endswith(".wire_exponent") for name in taken) == (after is not None)
+    assert any(name.endswith(".wire_exponent") for name in loaded) == (after is not None)
     assert second.step == 0
     assert second.updater.counters() == {"nonfinite_steps": 0, "refused": 0}
 

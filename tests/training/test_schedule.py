@@ -64,22 +64,22 @@ def test_held_out_text_of_another_kind_is_reported(tmp_path):
 
 def test_text_that_a_tokenizer_loses_is_said():
     package = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
-    made = package.Tokenizer(package.models.BPE())
-    made.pre_tokenizer, made.decoder = (
+    tokenizer = package.Tokenizer(package.models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
         package.pre_tokenizers.Metaspace(), package.decoders.Metaspace()
     )  # fmt: skip
     trainer = package.trainers.BpeTrainer(vocab_size=60, show_progress=False)
-    made.train_from_iterator(["the cat sat on the mat "] * 20, trainer)
-    lossy = Tokenizer(made.to_str().encode(), "lossy.json")
+    tokenizer.train_from_iterator(["the cat sat on the mat "] * 20, trainer)
+    lossy = Tokenizer(tokenizer.to_str().encode(), "lossy.json")
     assert lost_text(b" the cat sat on the mat", lossy) == []
     (warning,) = lost_text(b"the cat, 12", lossy)
     assert "11 characters come back from tokens as 8 that differ" in warning
-    made = package.Tokenizer(package.models.BPE())
-    made.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = package.decoders.ByteLevel()
+    tokenizer = package.Tokenizer(package.models.BPE())
+    tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = package.decoders.ByteLevel()
     alphabet = package.pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator([], package.trainers.BpeTrainer(initial_alphabet=alphabet))
-    bytewise = Tokenizer(made.to_str().encode(), "bytes.json")
+    tokenizer.train_from_iterator([], package.trainers.BpeTrainer(initial_alphabet=alphabet))
+    bytewise = Tokenizer(tokenizer.to_str().encode(), "bytes.json")
     assert lost_text("naïve \ufffd".encode(), bytewise) == []
     assert lost_text("naïve".encode()[:3], bytewise) == []  # it ends within a character
     (warning,) = lost_text("où élève".encode("latin-1"), bytewise)

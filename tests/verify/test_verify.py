@@ -162,8 +162,8 @@ def test_no_implementation_is_excused_by_being_its_own_peer(spec):
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 def test_no_reference_calls_its_own_kernel(spec):
     """Not in part either, but for what selects the results that are compared."""
-    own = [spec.triton, spec.torch, spec.native]
-    own = {code for run in own if run for code in codes(run)}
+    implementations = [spec.triton, spec.torch, spec.native]
+    implementations = {code for run in implementations if run for code in codes(run)}
     called = set()
     case = next(spec.cases(torch.device("cpu"), 6))
     for reference in filter(None, (spec.reference, spec.large_reference)):
@@ -173,7 +173,7 @@ def test_no_reference_calls_its_own_kernel(spec):
             reference(*copies(case.inputs))
         finally:
             sys.setprofile(None)
-        assert not called & (own - selected)
+        assert not called & (implementations - selected)
 
 
 def codes(run: object) -> set:

@@ -50,13 +50,13 @@ def model(size, dtype, name="tiny", **changes) -> LanguageModel:
 
 def texts(lm, how, length=LENGTH, size=None):
     """Make a text a byte at a time, and by checks; returns both, and the second decoder."""
-    made = []
+    drafts = []
     with lm.prepared_weights():
         for ahead in (1, size or lm.config.ahead.positions):
             decoder = Decoder(lm, length + 11, backend=KERNELS, ahead=ahead)
             decoder.begin(b"hello world", how)
-            made.append(b"".join(decoder.stream(length)))
-    return *made, decoder
+            drafts.append(b"".join(decoder.stream(length)))
+    return *drafts, decoder
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,10 @@ def config_of(**options) -> ExpertsConfig:
 
 
 def part(**options) -> Experts:
-    made = Experts(config_of(**options), site(), ITERATED.expert_dim, ITERATED.gate_dim)
-    made = initialised(made)
-    fill_memories(made)
-    return made
+    experts = Experts(config_of(**options), site(), ITERATED.expert_dim, ITERATED.gate_dim)
+    experts = initialised(experts)
+    fill_memories(experts)
+    return experts
 
 
 def inputs(seed=0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,17 +195,17 @@ def test_six_of_384_experts_step_together():
 
 @pytest.mark.parametrize("options", [{}, {"graph_gate": True}], ids=str)
 def test_filled_graph_changes_the_first_choice_where_edges_enter_the_query(options):
-    both, made = Both(**options), {}
+    both, outputs = Both(**options), {}
     assert (both.graph.edges.score > 0).any()
     for state in ("filled", "empty"):
-        keep = made.setdefault(state, []).append
+        keep = outputs.setdefault(state, []).append
         hook = both.graph.experts.gate.register_forward_hook(lambda *call, keep=keep: keep(call[2]))
         both(*iterated_inputs())
         hook.remove()
         both.graph.edges.score.zero_()
-    (filled, _), (empty, _) = made["filled"][0], made["empty"][0]
+    (filled, _), (empty, _) = outputs["filled"][0], outputs["empty"][0]
     assert torch.equal(filled, empty) == (not options)
-    assert not torch.equal(made["filled"][1][0], made["empty"][1][0])  # through the stream
+    assert not torch.equal(outputs["filled"][1][0], outputs["empty"][1][0])  # through the stream
 
 
 def test_filled_graph_scales_adapters_and_an_empty_graph_does_not():

@@ -118,8 +118,8 @@ def test_router_with_even_scores_prefers_the_stream_of_the_blocks():
     lm = model()
     lm.router.scores.weight.fill(0)
     streams = [normal(2, 3, 40, seed=seed) for seed in range(4)]
-    most = math.exp(3)
-    expected = (most * streams[0] + sum(streams[1:])) / (most + 3)
+    limit = math.exp(3)
+    expected = (limit * streams[0] + sum(streams[1:])) / (limit + 3)
     torch.testing.assert_close(lm.router(streams), expected)
 
 

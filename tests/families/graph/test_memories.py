@@ -53,10 +53,10 @@ def ngram_row(history: list[int], num_rows: int) -> int:
 
 
 def new_memgram(*, filled=True, rows=64) -> MemGram:
-    made = initialised(MemGram(MemGramConfig(rows=rows), site()))
+    memory = initialised(MemGram(MemGramConfig(rows=rows), site()))
     if filled:
-        fill_memories(made)
-    return made
+        fill_memories(memory)
+    return memory
 
 
 def see(memory: MemGram, *texts: torch.Tensor) -> None:

@@ -13,9 +13,9 @@ CONFIG = QuantiserConfig(codes=37, width=12, patience=3)
 
 
 def part(**options) -> Quantiser:
-    made = initialised(Quantiser(CONFIG, site(**options), "codebook"))
-    made.codes.copy_((normal(37, 12, seed=3) * UNIT).round().clamp(-MOST, MOST))
-    return made
+    quantiser = initialised(Quantiser(CONFIG, site(**options), "codebook"))
+    quantiser.codes.copy_((normal(37, 12, seed=3) * UNIT).round().clamp(-MOST, MOST))
+    return quantiser
 
 
 def test_code_is_the_nearest():

@@ -195,7 +195,7 @@ def test_no_more_than_a_bound_is_read_of_a_file_that_makes_decoders_read_on(
     tmp_path, cache, monkeypatch
 ):
     size, reads = 2**28, list[int]()
-    most = bounded.HEADER_BYTES + pictures.WIDEST_PIXEL * 60 * 50
+    limit = bounded.HEADER_BYTES + pictures.WIDEST_PIXEL * 60 * 50
     read = bounded.BoundedFile.read
 
     def noted(self, size=-1):
@@ -213,8 +213,8 @@ def test_no_more_than_a_bound_is_read_of_a_file_that_makes_decoders_read_on(
         with pytest.raises(ArbError, match=str(path)) as caught:
             plain_file(path)
         assert "\n" not in f"{caught.value}{caught.value.hint}", name
-        assert sum(reads) <= most, (name, sum(reads))
-        assert len(reads) <= most // bounded.SMALLEST_READ, name
+        assert sum(reads) <= limit, (name, sum(reads))
+        assert len(reads) <= limit // bounded.SMALLEST_READ, name
     assert not list(cache.rglob("texts/*"))
 
 
@@ -303,10 +303,10 @@ def test_losses_are_summed_by_kind_of_byte(cuts, tmp_path, device):
     losses = MediaLosses(text, device)
     width = 7
     for start in range(0, len(text) - 1, width):
-        taken = costs[start + 1 : start + 1 + width]
+        span_costs = costs[start + 1 : start + 1 + width]
         row = torch.zeros(1, width, dtype=torch.float64)
-        row[0, : len(taken)] = taken
-        is_counted = torch.arange(width)[None] < len(taken)
+        row[0, : len(span_costs)] = span_costs
+        is_counted = torch.arange(width)[None] < len(span_costs)
         with deterministic():
             losses.add([start], row.to(device), is_counted.to(device))
     costs[0] = math.log(256)

@@ -44,12 +44,12 @@ def test_average_of_the_parts_is_attention_over_all_slots(backend, device):
 @pytest.mark.parametrize("width", [64, 128])
 def test_parts_are_few_however_long_the_ring(width):
     for window in (1, 96, 97, 1535, 1536, 1537, 3073, 2**24):
-        for most in (1, 16):
-            parts, passes, span = sharing(window, width, most)
-            assert 1 <= parts <= most
+        for max_parts in (1, 16):
+            parts, passes, span = sharing(window, width, max_parts)
+            assert 1 <= parts <= max_parts
             assert span == passes * 2048 // width
             assert (parts - 1) * span < window
-            assert window <= parts * span or (parts, passes) == (most, PASSES[1])
+            assert window <= parts * span or (parts, passes) == (max_parts, PASSES[1])
 
 
 @pytest.mark.gpu
